@@ -170,7 +170,7 @@ class TrainingContestant:
     def timed_step(self, number: int) -> float:
         """Take one step; returns its milliseconds."""
         generator = torch.Generator().manual_seed(number)
-        batch: Batch = self.engine.share_of(torch.randint(MODEL.vocab_size, (SEQUENCES, self.length + 1), generator=generator))
+        batch = Batch.of_tokens(torch.randint(MODEL.vocab_size, (SEQUENCES, self.length + 1), generator=generator))
         dist.barrier()
         start = time.perf_counter()
         self.step(batch, 1e-3)

@@ -6,6 +6,8 @@ from __future__ import annotations
 import errno
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ import pytest
 from lather import files
 from lather.cli import main
 from lather.data.shards import ShardWriter
-from lather.files import write_aside
+from lather.files import whole_file, write_aside
 from lather.train.metrics import MetricsWriter
 from lather.train.plot import draw
 
@@ -32,6 +34,36 @@ def test_a_file_that_is_replaced_stays_as_it_was(tmp_path: Path, monkeypatch: py
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"file": "before"}
     write_aside(file, b"after")
     assert file.read_text() == "after"
+
+
+def test_a_link_stays_and_its_file_is_replaced(tmp_path: Path) -> None:
+    file, link = tmp_path / "file", tmp_path / "link"
+    link.symlink_to(file.name)
+    for text in ("new", "replaced"):
+        with whole_file(link, "--json") as aside:
+            aside.write_text(text)
+        assert link.is_symlink()
+        assert file.read_text() == text
+    assert sorted(tmp_path.iterdir()) == [file, link]
+
+
+def test_pipes_and_devices_are_written_to(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    with whole_file(pipe, "--json") as aside:
+        aside.write_text("text")
+    assert os.read(reader, 100) == b"text"
+    os.close(reader)
+    assert pipe.is_fifo()
+    for name, printed in {"null": "", "stdout": "text"}.items():
+        link = tmp_path / name
+        link.symlink_to(f"/dev/{name}")  # which would be replaced, and not the device
+        program = "import lather.files, pathlib, sys\nwith lather.files.whole_file(pathlib.Path(sys.argv[1]), '--out') as out:"
+        program += "\n    out.write_text('text')"
+        assert subprocess.check_output([sys.executable, "-c", program, link], text=True) == printed
+        assert link.is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["null", "pipe", "stdout"]
 
 
 def test_making_a_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

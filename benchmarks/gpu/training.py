@@ -31,6 +31,7 @@ from benchmarks.report import Row
 from lather.config.config import Config
 from lather.config.optim import optim_config
 from lather.config.toml_file import load_config
+from lather.data.batches import Batch
 from lather.device import gpu_module, is_gpu
 from lather.engine.engine import build_engine
 from lather.engine.optimizer import build_optimizer
@@ -100,7 +101,7 @@ def _train(config: Config, settings: Settings) -> tuple[list[StepResult], list[f
     for _ in range(STEPS):
         tokens_BS = torch.multinomial(odds_V, math.prod(shape), replacement=True, generator=generator).view(shape)
         begun = time.perf_counter()
-        results.append(step(engine.share_of(tokens_BS), config.optim.peak_lr))
+        results.append(step(Batch.of_tokens(tokens_BS), config.optim.peak_lr))
         if is_gpu(device):
             gpu_module(device).synchronize(device)
         seconds.append(time.perf_counter() - begun)

@@ -75,5 +75,4 @@ def _dispatch(arguments: list[str]) -> int:
         raise UserError(f"{given}: use one of {', '.join(COMMANDS)}, or --help")
     name, *rest = arguments
     module = importlib.import_module(f"lather.commands.{COMMANDS[name]}")
-    status: int | None = getattr(module, f"{name}_command")(rest)
-    return status or 0
+    return getattr(module, f"{name}_command")(rest) or 0

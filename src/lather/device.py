@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.utils.deterministic
@@ -52,7 +52,7 @@ def no_autocast(x: Tensor) -> AbstractContextManager[object]:
 def launching_on(x: Tensor) -> AbstractContextManager[object]:
     """Make the GPU of `x` the current device inside the block, if `x` is on one: Triton launches on the current device, not on that of its
     arguments."""
-    return cast(AbstractContextManager[object], gpu_module(x).device_of(x)) if is_gpu(x) else nullcontext()
+    return gpu_module(x).device_of(x) if is_gpu(x) else nullcontext()
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lather.errors import ExchangeError, RunError
+from lather.errors import ExchangeError, RunError, UserError
 
 StrPath = str | os.PathLike[str]
 
@@ -66,19 +66,40 @@ def nearest_folder(path: Path) -> Path:
     return next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
 
 
+@contextlib.contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """Yield a temporary file that replaces the file at the end of the block; after an error it is removed."""
+    aside = path.with_name(f".tmp-{path.name}")
+    try:
+        yield aside
+        aside.replace(path)
+    finally:
+        with contextlib.suppress(OSError):
+            aside.unlink()
+
+
 def write_aside(path: Path, content: str | bytes) -> None:
     """Replace the file atomically; if that fails, delete what was written."""
-    aside = path.with_name(f".tmp-{path.name}")
-    with names_full_disk(path):
-        try:
-            aside.write_bytes(content.encode() if isinstance(content, str) else content)
-            sync(aside)
-            aside.rename(path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                aside.unlink()
-            raise
+    with names_full_disk(path), replaced(path) as aside:
+        aside.write_bytes(content.encode() if isinstance(content, str) else content)
+        sync(aside)
     sync(path.parent)
+
+
+@contextlib.contextmanager
+def whole_file(out: Path, option: str) -> Iterator[Path]:
+    """Yield a temporary file that replaces the file `out`, which `option` names, at the end; after an error it is removed. A link stays and
+    the file that it names is replaced. A device or a pipe is not replaced: it is yielded itself.
+
+    Raises UserError if `out` cannot be written.
+    """
+    target = Path(os.path.realpath(out))
+    is_device = out.exists() and not target.is_file()
+    try:
+        with contextlib.nullcontext(out) if is_device else replaced(target) as aside:
+            yield aside
+    except OSError as error:
+        raise UserError(f"{out}: cannot be written ({reason(error, out)}): give another {option}") from None
 
 
 @contextlib.contextmanager

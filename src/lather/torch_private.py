@@ -85,8 +85,7 @@ def base_of(view: Tensor) -> Tensor | None:
 
 def saved_tensors_hooks_in_force() -> Hooks | None:
     """Return the hooks of the innermost `torch.autograd.graph.saved_tensors_hooks` block around this call; None outside of any."""
-    hooks: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def memory_tracker() -> Any:
@@ -184,8 +183,7 @@ def new_group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
     bound = default.bound_device_id
     default.bound_device_id = None
     try:
-        group: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True)
-        return group
+        return dist.new_group(list(ranks), use_local_synchronization=True)
     finally:
         default.bound_device_id = bound
 

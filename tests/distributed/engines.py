@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lather.config.config import LoopConfig, MoEConfig, ParallelConfig
-from lather.engine.engine import Engine
+from lather.data.batches import Batch
+from lather.engine.engine import BatchResult, Engine
 from lather.models.decoder import Decoder
 from lather.models.families import build_model
 from lather.models.saving.weight_gradients import defer_weight_gradients
@@ -74,6 +75,14 @@ class Pair:
         generator = torch.Generator().manual_seed(100 + step)
         count = self.num_data * self.engine.schedule.num_micro_batches
         return torch.randint(VOCABULARY, (count, LENGTH + 1), generator=generator)
+
+    def share_of(self, tokens: Tensor) -> Batch:
+        """This rank's share of a global batch."""
+        return Batch.of_tokens(tokens.unflatten(0, (self.num_data, -1))[self.mesh.data_rank])
+
+    def run(self, tokens: Tensor) -> BatchResult:
+        """Run the forward and backward pass of a global batch, of which each rank takes its share."""
+        return self.engine.read(self.engine.launch_gradients(self.share_of(tokens)))[0]
 
     def plain_key(self) -> str:
         """A key that is equal for pairs whose `plain` is the same model on the same tokens."""

@@ -98,8 +98,7 @@ def _train(config: Config, layers: Sequence[Sequence[int]] | None, built: Callab
     optimizer = build_optimizer(config.optim, engine.parameters)
     refresh_at_every_step(optimizer)
     step = TrainStep(engine, optimizer, config.train.max_grad_norm)
-    batch = engine.share_of(torch.randint(0, SIZES["vocab_size"], (SEQUENCES, config.train.sequence_length + 1)))
-    assert isinstance(batch, Batch)
+    batch = Batch.of_tokens(torch.randint(0, SIZES["vocab_size"], (SEQUENCES // mesh.data_size, config.train.sequence_length + 1)))
     built()
     for _ in range(3):
         step(batch, 1e-3)

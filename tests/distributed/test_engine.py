@@ -75,7 +75,7 @@ def gradient_errors(rank: int, world_size: int, cases: list[Case]) -> list[tuple
         loss, gradients = plain[key]
         for p, gradient in zip(pair.plain.parameters(), gradients, strict=True):
             p.grad = gradient
-        found = pair.engine.gradients(pair.engine.share_of(tokens))
+        found = pair.run(tokens)
         assert found.tokens == tokens[:, 1:].numel()
         errors.append((abs(found.loss - loss) / abs(loss), pair.largest_error("grad")))
     return errors
@@ -134,7 +134,7 @@ def parameter_errors(rank: int, world_size: int, cases: list[tuple[Case, str]], 
         optimizer = build_optimizer(config, pair.plain.named_parameters())
         for number in range(num_steps):
             tokens = pair.tokens(number)
-            result = step(pair.engine.share_of(tokens), 3e-3)
+            result = step(pair.share_of(tokens), 3e-3)
             assert not result.skipped
             pair.plain_gradients(tokens)
             norm = torch.nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.5).item()
@@ -184,12 +184,16 @@ def refusals(rank: int, world_size: int) -> list[str]:
     pair = make_pair(Case(pp=2))
     found = []
     tokens, engine = pair.tokens(), pair.engine
-    for method, wrong in ((engine.gradients, tokens[:, :-1]), (engine.gradients, tokens[:-1]), (engine.validation_loss, tokens[:2, :-1])):
+    for method, wrong in (
+        (engine.launch_gradients, tokens[:, :-1]),
+        (engine.launch_gradients, tokens[:-1]),
+        (engine.validation_loss, tokens[:2, :-1]),
+    ):
         with pytest.raises(ValueError, match="have shape") as error:
-            method(engine.share_of(wrong))
+            method(pair.share_of(wrong))
         found.append(str(error.value))
-    engine.gradients(engine.share_of(tokens))
-    engine.validation_loss(engine.share_of(tokens[:2]))
+    pair.run(tokens)
+    engine.validation_loss(pair.share_of(tokens[:2]))
     return found
 
 
@@ -211,7 +215,7 @@ def gradients_of_steps(rank: int, world_size: int, cases: list[Case]) -> list[bo
             optimizer = torch.optim.SGD([entry.parameter for entry in pair.engine.parameters], lr=0.5)
             gradients: list[Tensor] = []
             for step in range(2):
-                pair.engine.gradients(pair.engine.share_of(pair.tokens(step)))
+                pair.run(pair.tokens(step))
                 gradients += [entry.parameter.grad.clone() for entry in pair.engine.parameters if entry.parameter.grad is not None]
                 optimizer.step()
                 pair.engine.parameters.clear_gradients()
@@ -234,7 +238,7 @@ def travelling(rank: int, world_size: int, case: Case) -> tuple[set[torch.dtype]
     tokens = pair.tokens()
     loss = pair.plain_gradients(tokens)
     with mock.patch.object(executor.dist, "P2POp", wraps=dist.P2POp) as operations:
-        found = pair.engine.gradients(pair.engine.share_of(tokens))
+        found = pair.run(tokens)
         dtypes = {call.args[1].dtype for call in operations.call_args_list}
     return dtypes, abs(found.loss - loss) / abs(loss), pair.largest_error("grad")
 

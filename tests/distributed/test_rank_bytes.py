@@ -60,12 +60,12 @@ def counted(rank: int, world_size: int, cases: dict[str, Case]) -> dict[str, int
         for name, case in cases.items():
             pair = make_pair(case)
             tokens = pair.tokens()
-            pair.engine.gradients(pair.engine.share_of(tokens))  # this makes tables and gradients
+            pair.run(tokens)  # this makes tables and gradients
             for p in pair.engine.part.parameters():
                 p.grad = torch.zeros_like(p)
             with PeakBytes() as alive:
                 watch = pair.engine._executor.record = Watch(alive, pair.engine.part)
-                pair.engine.gradients(pair.engine.share_of(tokens))
+                pair.run(tokens)
             found[name] = watch.largest
     return found
 

@@ -112,7 +112,7 @@ class Trainee:
         self.state = TrainingState(self.pair.engine.parameters, self.pair.engine.part, self.optimizer, self.pair.engine.mesh)
 
     def train(self, *steps: int) -> list[StepResult]:
-        return [self.step(self.pair.engine.share_of(self.pair.tokens(step)), 1e-2) for step in steps]
+        return [self.step(self.pair.share_of(self.pair.tokens(step)), 1e-2) for step in steps]
 
     def save(self, folder: Path, step: int) -> Path:
         return save_checkpoint(folder, Progress(step, 0.0), self.state, retention=Retention(9))

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from lather.config.config import Config, LoopConfig, MoEConfig, ParallelConfig
 from lather.config.optim import optim_config
+from lather.data.batches import Batch
 from lather.device import deterministic
-from lather.engine.engine import Engine, build_engine
+from lather.engine.engine import BatchResult, Engine, build_engine
 from lather.engine.optimizer import build_optimizer
 from lather.engine.step import TrainStep
 from lather.models.deepseek_v2 import DeepseekV2Config
@@ -60,9 +61,14 @@ def engine_on(device: torch.device, config: Config) -> Engine:
     return build_engine(config, Mesh.single(device))
 
 
-def tokens(config: Config, step: int = 0) -> Tensor:
+def batch_of(config: Config, step: int = 0) -> Batch:
     shape = (config.train.batch_size, config.train.sequence_length + 1)
-    return torch.randint(VOCABULARY, shape, generator=torch.Generator().manual_seed(step))
+    return Batch.of_tokens(torch.randint(VOCABULARY, shape, generator=torch.Generator().manual_seed(step)))
+
+
+def run(engine: Engine, batch: Batch) -> BatchResult:
+    """Run the forward and backward pass."""
+    return engine.read(engine.launch_gradients(batch))[0]
 
 
 def gradients(engine: Engine) -> dict[str, Tensor]:
@@ -86,22 +92,22 @@ def same_routing(reference: Engine, *others: Engine) -> None:
 def test_loss_and_gradients_are_the_cpus(schedule: str, changes: dict[str, Any]) -> None:
     on_cpu, on_gpu = engine_on(CPU, config("sequential")), engine_on(cuda(), config(schedule, **changes))
     same_routing(on_cpu, on_gpu)
-    batch = tokens(config())
-    expected, found = on_cpu.gradients(on_cpu.share_of(batch)), on_gpu.gradients(on_gpu.share_of(batch))
+    batch = batch_of(config())
+    expected, found = run(on_cpu, batch), run(on_gpu, batch)
     assert found.loss == pytest.approx(expected.loss, rel=1e-5)
     assert torch.equal(found.counts_LE, expected.counts_LE)
     assert gradients(on_gpu).keys() == gradients(on_cpu).keys()
     for name, grad in gradients(on_cpu).items():
         assert (gradients(on_gpu)[name] - grad).norm() <= 1e-4 * grad.norm() + 1e-7, name
-    assert on_gpu.validation_loss(on_gpu.share_of(batch)) == pytest.approx(on_cpu.validation_loss(on_cpu.share_of(batch)), rel=1e-5)
+    assert on_gpu.validation_loss(batch) == pytest.approx(on_cpu.validation_loss(batch), rel=1e-5)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_bf16_is_fp32_within_rounding(schedule: str) -> None:
     on_cpu, on_gpu = engine_on(CPU, config()), engine_on(cuda(), config(schedule, precision="bf16"))
     same_routing(on_cpu, on_gpu)
-    batch = tokens(config())
-    assert on_gpu.gradients(on_gpu.share_of(batch)).loss == pytest.approx(on_cpu.gradients(on_cpu.share_of(batch)).loss, rel=1e-2)
+    batch = batch_of(config())
+    assert run(on_gpu, batch).loss == pytest.approx(run(on_cpu, batch).loss, rel=1e-2)
     total = sum(grad.square().sum() for grad in gradients(on_cpu).values())
     error = sum((gradients(on_gpu)[name] - grad).square().sum() for name, grad in gradients(on_cpu).items())
     assert error <= 0.1**2 * total
@@ -111,11 +117,11 @@ def test_bf16_is_fp32_within_rounding(schedule: str) -> None:
 def test_the_walk_does_not_wait_for_the_device(schedule: str) -> None:
     """One process needs no sizes of an exchange. In fp32, where grouped products have no kernel, the walk does wait."""
     engine = engine_on(cuda(), config(schedule, precision="bf16"))
-    batch = tokens(config())
-    engine.gradients(engine.share_of(batch))  # this compiles kernels
+    batch = batch_of(config())
+    run(engine, batch)  # this compiles kernels
     engine.parameters.clear_gradients()
     number = engine.schedule.num_micro_batches
-    micro_batches = engine._micro_batches(engine.share_of(batch), 1.0, [1 / number] * number)
+    micro_batches = engine._micro_batches(batch, 1.0, [1 / number] * number)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -129,13 +135,13 @@ def test_peak_memory_does_not_grow_with_the_number_of_micro_batches(schedule: st
     peaks = []
     for number in (4, 16):
         engine = engine_on(cuda(), config(schedule, number, precision="bf16"))
-        batch = tokens(config(schedule, number))
-        engine.gradients(engine.share_of(batch))
+        batch = batch_of(config(schedule, number))
+        run(engine, batch)
         engine.parameters.clear_gradients()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        engine.gradients(engine.share_of(batch))
+        run(engine, batch)
         peaks.append(torch.cuda.max_memory_allocated() - before)
         del engine
     assert peaks[1] <= 1.02 * peaks[0]
@@ -143,19 +149,19 @@ def test_peak_memory_does_not_grow_with_the_number_of_micro_batches(schedule: st
 
 @pytest.mark.parametrize("name", ["adamw", "soap"])
 def test_training_steps_lower_the_loss(name: str) -> None:
-    run = replace(config(precision="bf16"), optim=optim_config(name, lr=3e-3))
-    engine = engine_on(cuda(), run)
-    step = TrainStep(engine, build_optimizer(run.optim, engine.parameters), 1.0)
-    losses = [step(engine.share_of(tokens(run)), 3e-3).loss for _ in range(8)]
+    trained = replace(config(precision="bf16"), optim=optim_config(name, lr=3e-3))
+    engine = engine_on(cuda(), trained)
+    step = TrainStep(engine, build_optimizer(trained.optim, engine.parameters), 1.0)
+    losses = [step(batch_of(trained), 3e-3).loss for _ in range(8)]
     assert losses[-1] < losses[0] - 0.3
 
 
 def test_a_timeline_has_the_times_of_the_device() -> None:
     recorder = TimelineRecorder(cuda())
     engine = build_engine(config(), Mesh.single(cuda()), record=recorder)
-    engine.gradients(engine.share_of(tokens(config())))
+    run(engine, batch_of(config()))
     recorder.begin()
-    engine.gradients(engine.share_of(tokens(config())))
+    run(engine, batch_of(config()))
     events = recorder.end()
     assert [event.action for event in events] == list(engine.schedule.ranks[0])
     assert all(event.end >= event.start for event in events)
@@ -178,8 +184,8 @@ def test_an_exchange_over_nccl_changes_no_number(schedule: str, nccl: dist.Proce
     free_buffer, sizes_group = exchanging._segments.frees.free_buffer, dist.new_group([0])
     exchanging._segments.exchange = ExpertExchange(nccl, EXPERTS, free_buffer=free_buffer, sizes_group=sizes_group)
     for step in range(3):
-        batch = tokens(config(), step)
-        expected, found = plain.gradients(plain.share_of(batch)), exchanging.gradients(exchanging.share_of(batch))
+        batch = batch_of(config(), step)
+        expected, found = run(plain, batch), run(exchanging, batch)
         assert found.loss == pytest.approx(expected.loss, rel=1e-5)
         for name, grad in gradients(plain).items():
             assert (gradients(exchanging)[name] - grad).norm() <= 1e-4 * grad.norm() + 1e-7, name
@@ -194,7 +200,7 @@ def test_deterministic_gradients_have_the_same_bits_each_time(precision: str) ->
         with deterministic():
             engine = engine_on(cuda(), config(precision=precision))
             generator = torch.Generator().manual_seed(7)
-            engine.gradients(engine.share_of(torch.randint(VOCABULARY, (8, LENGTH + 1), generator=generator)))
+            run(engine, Batch.of_tokens(torch.randint(VOCABULARY, (8, LENGTH + 1), generator=generator)))
         found.append([p.grad.clone() for p in engine.part.parameters() if p.grad is not None])
     assert len(found[0]) > 10
     assert all(one.equal(other) for one, other in zip(*found, strict=True))

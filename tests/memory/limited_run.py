@@ -16,6 +16,7 @@ import torch
 from planned_configs import SIZES, config_of
 
 from lather.config.config import Config
+from lather.data.batches import Batch
 from lather.engine.engine import build_engine
 from lather.engine.optimizer import build_optimizer
 from lather.engine.step import TrainStep
@@ -45,7 +46,7 @@ def train(config: Config, steps: int) -> None:
     step = TrainStep(engine, optimizer, config.train.max_grad_norm)
     tokens = torch.randint(0, config.model.vocab_size, (config.train.batch_size, config.train.sequence_length + 1))
     for _ in range(steps):
-        step(engine.share_of(tokens), 1e-3)
+        step(Batch.of_tokens(tokens), 1e-3)
 
 
 def main(size: int) -> int:

@@ -262,7 +262,7 @@ def test_expand_copies_the_second_of_a_kind_and_takes_weights_from_the_first() -
         ),
         7,
     )
-    whole = expand(measured, {"layers.1": ("layers.10", ["layers.11", "layers.12"])})
+    whole = expand(measured, [["layers.1", "layers.10", "layers.11", "layers.12"]])
     assert whole.layers() == ("layers.0", "layers.1", "layers.10", "layers.11", "layers.12", "norm")
     for layer in ("layers.10", "layers.11", "layers.12"):
         assert [whole.bytes(kind, layer=layer) for kind in ("activation", "weight copy", "weight")] == [30, 20, 10]

@@ -49,7 +49,7 @@ def engine_of(family: str, keep: str, *, recompute: tuple[Any, ...] = (), lora: 
 
 
 def step(engine: Engine, seed: int) -> list[Tensor | float]:
-    result = engine.gradients(Batch.of_tokens(random_tokens(4, 7, seed=seed)))
+    result = engine.read(engine.launch_gradients(Batch.of_tokens(random_tokens(4, 7, seed=seed))))[0]
     found = [result.loss, *(p.grad.clone() for p in engine.part.parameters() if p.grad is not None)]
     with torch.no_grad():
         for p in engine.part.parameters():

@@ -33,7 +33,7 @@ def executor_of(pair: Pair) -> Executor:
 
 def micro_batches(pair: Pair) -> list[MicroBatch]:
     number = pair.engine.schedule.num_micro_batches
-    return pair.engine._micro_batches(pair.engine.share_of(pair.tokens()), 10.0, [1 / number] * number)
+    return pair.engine._micro_batches(pair.share_of(pair.tokens()), 10.0, [1 / number] * number)
 
 
 # --- one process ----------------------------------------------------------------------------------------------------------------------
@@ -63,7 +63,7 @@ class FaultError(RuntimeError):
 def test_a_step_after_an_error_in_backward_is_as_if_nothing_had_been(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Backward fails after `at` segments, some of which leave weight gradients in the queue."""
     fresh, pair = make_pair(Case(layers=3)), make_pair(Case(layers=3))
-    expected = fresh.engine.gradients(fresh.engine.share_of(fresh.tokens()))
+    expected = fresh.run(fresh.tokens())
     calls = 0
     original = Cut.backward
 
@@ -77,13 +77,13 @@ def test_a_step_after_an_error_in_backward_is_as_if_nothing_had_been(at: int, mo
 
     monkeypatch.setattr(Cut, "backward", backward)
     with pytest.raises(FaultError):
-        pair.engine.gradients(pair.engine.share_of(pair.tokens()))
+        pair.run(pair.tokens())
     queue = pair.engine._segments.weight_gradients
     assert len(queue.entries) == 0
     assert not queue.deferring
     assert all(p.grad is None for p in pair.engine.part.parameters())
     assert executor_of(pair).walk is None
-    found = pair.engine.gradients(pair.engine.share_of(pair.tokens()))
+    found = pair.run(pair.tokens())
     assert found.loss == expected.loss
     assert gradients(pair).keys() == gradients(fresh).keys()
     assert all(torch.equal(grad, gradients(fresh)[name]) for name, grad in gradients(pair).items())
@@ -94,8 +94,8 @@ def test_a_label_out_of_range_is_an_error_and_the_next_step_works() -> None:
     wrong = pair.tokens()
     wrong[1, -1] = VOCABULARY
     with pytest.raises(ValueError, match=str(VOCABULARY)):
-        pair.engine.gradients(pair.engine.share_of(wrong))
-    found, expected = (one.engine.gradients(one.engine.share_of(one.tokens())) for one in (pair, fresh))
+        pair.run(wrong)
+    found, expected = (one.run(one.tokens()) for one in (pair, fresh))
     assert found.loss == expected.loss
     assert all(torch.equal(grad, gradients(fresh)[name]) for name, grad in gradients(pair).items())
 
@@ -106,23 +106,23 @@ def test_ranks_that_are_out_of_step_are_refused(monkeypatch: pytest.MonkeyPatch)
     with monkeypatch.context() as patch:
         patch.setattr(Cut, "backward", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            pair.engine.gradients(pair.engine.share_of(pair.tokens()))
+            pair.run(pair.tokens())
     with pytest.raises(RuntimeError, match=r"interrupted .*restart all ranks"):
-        pair.engine.gradients(pair.engine.share_of(pair.tokens()))
+        pair.run(pair.tokens())
 
 
 def test_validation_keeps_nothing_and_leaves_nothing() -> None:
     pair = make_pair(Case(layers=3))
-    pair.engine.validation_loss(pair.engine.share_of(pair.tokens()))
+    pair.engine.validation_loss(pair.share_of(pair.tokens()))
     with PeakBytes() as alive:
-        pair.engine.validation_loss(pair.engine.share_of(pair.tokens()))
+        pair.engine.validation_loss(pair.share_of(pair.tokens()))
         gc.collect()
         assert alive.now == 0
 
 
 def test_masks_and_tables_of_packed_micro_batches_are_those_of_the_live_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = make_pair(Case(layers=2, num_micro_batches=6))
-    batch = pair.engine.share_of(pair.tokens())
+    batch = pair.share_of(pair.tokens())
     begins_BS = torch.zeros(batch.inputs_BS.shape, dtype=torch.bool)
     begins_BS[:, 4] = True
     batch = replace(batch, begins_BS=begins_BS)
@@ -140,7 +140,7 @@ def test_masks_and_tables_of_packed_micro_batches_are_those_of_the_live_chunks(m
 
     monkeypatch.setattr(pair.engine, "_micro_batches", prepared)
     monkeypatch.setattr(pair.engine._segments, "forward", counting_forward)
-    pair.engine.gradients(batch)
+    pair.engine.launch_gradients(batch)
     assert len({id(batch.layout) for batch in batches}) == 6
     assert 1 <= max(alive) <= pair.engine.schedule.peak_live_chunks(0)
     assert not any(batch.layout._made for batch in batches)
@@ -277,7 +277,7 @@ def walk_through(case: Case) -> dict[str, Any]:
         with PeakBytes() as alive:
             for step in (1, 2, 3):
                 watched.new_step()
-                pair.engine.gradients(pair.engine.share_of(tokens))
+                pair.run(tokens)
                 pair.engine.parameters.clear_gradients()
                 if step == 2:
                     after_second = settled(alive, (0, 0), patience=0.3)

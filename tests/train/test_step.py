@@ -227,7 +227,7 @@ def test_validation_loss_is_the_cross_entropy_by_hand(make_model: MakeModel, tok
     step = train_step(model, optimizer_of(model), micro_batch_size=2)
     logits_BSV = model(batch[:, :-1]).logits_BSV
     expected = F.cross_entropy(logits_BSV.flatten(0, 1), batch[:, 1:].flatten()).item()
-    assert step.engine.validation_loss(step.engine.share_of(batch)) == pytest.approx(expected, rel=1e-12)
+    assert step.engine.validation_loss(Batch.of_tokens(batch)) == pytest.approx(expected, rel=1e-12)
     assert all(p.grad is None for p in model.parameters())
 
 

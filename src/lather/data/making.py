@@ -29,6 +29,7 @@ from lather.data.sources import ReadUnit, SourceFile, SplitName, divide, kind_in
 from lather.data.work import SPLITS, Making, Progress, UnitReport, do_units, documents_of, is_done, report_path
 from lather.errors import DataError
 from lather.files import digest_of, reason, sha256, sync, write_aside
+from lather.processes import num_cores
 
 TOKENIZER_CHARACTERS = 64 << 20
 """A tokenizer is trained on about this number of characters, spread over the units."""
@@ -118,7 +119,7 @@ def _make(partial: Path, folder: Path, plan: MakingPlan, note: Note, workers: in
     missing = [unit for unit in plan.units if not is_done(unit, aside, units)]
     if len(missing) < len(plan.units):
         note(f"continuing: {len(plan.units) - len(missing)} of {len(plan.units)} units are done")
-    do_units(missing, len(plan.units), making, workers or len(os.sched_getaffinity(0)), progress)
+    do_units(missing, len(plan.units), making, workers or num_cores(), progress)
     _complete(plan, making)
     aside.rename(folder)
     sync(folder.parent)

@@ -21,6 +21,7 @@ from lather.files import nearest_folder
 from lather.kernels.backend import use_triton
 from lather.kernels.rms_norm import reference, rms_norm
 from lather.parallel.launch.world import World
+from lather.processes import num_cores
 from lather.train.run_dir import provenance
 
 PROBE_BYTES = 64 * 2**20
@@ -97,7 +98,7 @@ def find_facts(world: World, device: torch.device, run_dir: Path) -> RankFacts:
         gpus=_gpus(world, device),
         has_unseen_gpu=not torch.cuda.is_available() and any(Path("/dev").glob("nvidia[0-9]*")),
         kernel_error=kernel_error(device),
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cores=num_cores(),
         threads=torch.get_num_threads(),
         ranks_here=world.local_size,
         memory=memory,

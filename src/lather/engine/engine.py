@@ -1,7 +1,7 @@
 """A model on a mesh of ranks: the gradients of a global batch, and validation. A single process is a mesh of one rank, with the same code.
 
 Every rank is given the sequences of its data rank; the ranks of a pipeline are given the same ones. The loss is a sum over labels divided
-by the number of labels on all ranks, so no gradient is divided later, and after `gradients` every parameter has its complete gradient.
+by the number of labels on all ranks, so no gradient is divided later, and after `launch_gradients` every parameter has its whole gradient.
 """
 
 from __future__ import annotations
@@ -99,20 +99,6 @@ class Engine:
         self._executor = Executor(part.stages, schedule, self._segments, self._activation, group=group, units=self.units, record=record)
         self._layout = SequenceLayout(*shape[:2], mesh.device)
 
-    def share_of(self, tokens_BS: Int[Tensor, "b s"]) -> Batch:
-        """Return this rank's share of a global batch that every rank has; sequences have one token more than is trained on.
-
-        Raises ValueError if the sequences cannot be divided among the data ranks.
-        """
-        each, rest = divmod(len(tokens_BS), self.mesh.data_size)
-        if rest:
-            raise ValueError(f"{len(tokens_BS)} sequences cannot be divided among {self.mesh.data_size} data ranks: give a multiple")
-        return Batch.of_tokens(tokens_BS[self.mesh.data_rank * each : (self.mesh.data_rank + 1) * each])
-
-    def gradients(self, batch: Batch) -> BatchResult:
-        """Call `launch_gradients`, and wait for the result."""
-        return self.read(self.launch_gradients(batch))[0]
-
     def launch_gradients(self, batch: Batch) -> UnreadResult:
         """Run the forward and backward pass of the global batch, of which `batch` is this rank's share; store the gradients of the step in
         `parameters`.
@@ -191,14 +177,12 @@ class Engine:
         counts_LE = found[2:].view(len(layers), experts)
         if output.losses:
             found[0] = torch.stack(output.losses).double().sum()
-        share = self.part.share
-        moe_layers = {stage: [layer for layer in share.layers_of_stage[stage] if layer in layers] for stage in share.own_stages}
-        own = [(stage, number, layer) for stage, in_stage in moe_layers.items() for number, layer in enumerate(in_stage)]
-        if own:
-            summaries_LM = [[output.routings[stage, micro_batch][number] for micro_batch in range(len(shares))] for stage, number, _ in own]
+        if own := self.part.own_moe_layers():
+            by_micro_batch = [[one for stage in self.part.stages for one in output.routings[stage.index, m]] for m in range(len(shares))]
+            summaries_LM = list(zip(*by_micro_batch, strict=True))
             balance_LM = torch.stack([summary.balance_loss for row in summaries_LM for summary in row]).double().view(len(own), -1)
             found[1] = (balance_LM * to_device(torch.tensor(shares, dtype=torch.float64), self.mesh.device)).sum() / len(layers)
-            for (_, _, layer), row in zip(own, summaries_LM, strict=True):
+            for layer, row in zip(own, summaries_LM, strict=True):
                 counts_LE[layers.index(layer)] = torch.stack([summary.count_E for summary in row]).sum(0)
         return found
 

@@ -40,9 +40,9 @@ class SampledBlocks:
     def restore(self, profile: SavedTensors) -> SavedTensors:
         """Return the saved tensors of the whole decoder, from a profile of the reduced one."""
         name = "layers.{}".format
-        renamed = profile.renamed({name(index): name(block) for index, block in enumerate(self.kept)})
-        several = [kind for kind in self.kinds if len(kind) > 1]
-        return expand(renamed, {name(first): (name(second), list(map(name, others))) for first, second, *others in several})
+        names = {name(index): name(block) for index, block in enumerate(self.kept)}
+        renamed = SavedTensors(tuple(one.renamed(names) for one in profile.storages), profile.num_tokens)
+        return expand(renamed, [list(map(name, kind)) for kind in self.kinds if len(kind) > 1])
 
 
 def block_kinds(layers: nn.ModuleList) -> list[list[int]]:

@@ -26,7 +26,7 @@ import contextlib
 import dataclasses
 import re
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
 from itertools import chain
@@ -99,6 +99,16 @@ class SavedStorage:
     also_saved_in: tuple[str, ...]
     """Other layers and segments ("layers.0 aggregate") that saved it too."""
 
+    def renamed(self, layers: Mapping[str, str]) -> SavedStorage:
+        """Return a copy with other names for some layers, all replaced at once."""
+        return dataclasses.replace(
+            self,
+            layer=layers.get(self.layer, self.layer),
+            module=_rename(self.module, layers),
+            weight=_rename(self.weight, layers),
+            also_saved_in=tuple(_rename(place, layers) for place in self.also_saved_in),
+        )
+
 
 @dataclass(frozen=True)
 class SavedTensors:
@@ -125,20 +135,6 @@ class SavedTensors:
         for index, layer in enumerate(seen):
             first.setdefault(layer.rstrip("0123456789"), index)
         return tuple(sorted(seen, key=lambda layer: (first[layer.rstrip("0123456789")], len(layer), layer)))
-
-    def renamed(self, layers: Mapping[str, str]) -> SavedTensors:
-        """Return a copy with other names for some layers, all replaced at once."""
-        storages = (
-            dataclasses.replace(
-                one,
-                layer=layers.get(one.layer, one.layer),
-                module=_rename(one.module, layers),
-                weight=_rename(one.weight, layers),
-                also_saved_in=tuple(_rename(place, layers) for place in one.also_saved_in),
-            )
-            for one in self.storages
-        )
-        return SavedTensors(tuple(storages), self.num_tokens)
 
     def segments(self) -> tuple[str, ...]:
         """Return the segments in the order of a forward pass."""
@@ -177,20 +173,19 @@ def _rename(path: str, layers: Mapping[str, str]) -> str:
     return path
 
 
-def expand(profile: SavedTensors, kinds: Mapping[str, tuple[str, Sequence[str]]]) -> SavedTensors:
+def expand(profile: SavedTensors, kinds: Iterable[Sequence[str]]) -> SavedTensors:
     """Return the profile of a whole model, from that of a model with two layers of each kind.
 
-    `kinds` maps the first layer of a kind to the second, and to the layers that get a copy of the second one's storages. The second may use
-    the first one's parameters, so weights and their copies are taken from the first. Activations are taken from the second, so that those
-    that all layers share count once.
+    `kinds` has the layers of each kind of which there are several. The first two are in the profile; the others get a copy of the second
+    one's storages. The second may use the first one's parameters, so weights and their copies are taken from the first. Activations are
+    taken from the second, so that those that all layers share count once.
     """
     storages = list(profile.storages)
-    for first, (second, others) in kinds.items():
-        weights = SavedTensors(tuple(one for one in storages if one.layer == first and one.kind != "activation"), 0)
+    for first, second, *others in kinds:
         storages = [one for one in storages if one.layer != second or one.kind == "activation"]
-        storages += weights.renamed({first: second}).storages
-        of_second = SavedTensors(tuple(one for one in storages if one.layer == second), 0)
-        storages += (one for other in others for one in of_second.renamed({second: other}).storages)
+        storages += [one.renamed({first: second}) for one in storages if one.layer == first and one.kind != "activation"]
+        of_second = [one for one in storages if one.layer == second]
+        storages += [one.renamed({second: other}) for other in others for one in of_second]
     return SavedTensors(tuple(storages), profile.num_tokens)
 
 

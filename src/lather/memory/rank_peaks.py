@@ -63,24 +63,25 @@ def rank_bytes(schedule: Schedule, chunks: ModelChunks, layers: Sequence[range])
     sizes = {BOUNDARY: chunks.boundary, SENT: chunks.travels, RECEIVED: chunks.travels}
     for stage, chunk in enumerate(of_stage):
         sizes["kept", stage], sizes["waiting", stage] = chunk.kept, chunk.waiting
+
+    def bytes_of(alive: Counter[Alive]) -> int:
+        return sum(number * sizes[what] for what, number in alive.items())
+
     found = []
     for rank in range(schedule.num_ranks):
-        peak, at_peak = 0, Counter[Alive]()
-        for alive in alive_after_actions(schedule, rank):
-            now = sum(number * sizes[what] for what, number in alive.items())
-            if now > peak:
-                peak, at_peak = now, alive.copy()
-        stages = []
-        for stage in schedule.stages_of(rank):
-            kept, waiting = of_stage[stage].kept, of_stage[stage].waiting
-            stages.append(StageBytes(stage, tuple(layers[stage]), kept, waiting, at_peak["kept", stage], at_peak["waiting", stage]))
+        at_peak = max(alive_after_actions(schedule, rank), key=bytes_of)
+        stages = tuple(
+            StageBytes(stage, tuple(layers[stage]), chunk.kept, chunk.waiting, at_peak["kept", stage], at_peak["waiting", stage])
+            for stage, chunk in enumerate(of_stage)
+            if stage in schedule.stages_of(rank)
+        )
         boundaries = sum(at_peak[what] for what in (BOUNDARY, SENT, RECEIVED))
-        found.append(RankBytes(rank, tuple(stages), schedule.peak_live_chunks(rank), boundaries, peak))
+        found.append(RankBytes(rank, stages, schedule.peak_live_chunks(rank), boundaries, bytes_of(at_peak)))
     return found
 
 
 def alive_after_actions(schedule: Schedule, rank: int) -> Iterator[Counter[Alive]]:
-    """Count what is alive on a rank after each of its actions; yields the same object each time."""
+    """Count what is alive on a rank after each of its actions."""
     own, alive = schedule.stages_of(rank), Counter[Alive]()
 
     def passes(given: int, read: int) -> None:
@@ -106,7 +107,7 @@ def alive_after_actions(schedule: Schedule, rank: int) -> Iterator[Counter[Alive
             elif kind in (Kind.SEND_F, Kind.SEND_B):
                 alive[BOUNDARY] -= 1
                 alive[SENT] = min(alive[SENT] + 1, MOST_SENDS_UNDER_WAY)
-        yield alive
+        yield alive.copy()
 
 
 def to_json(levers: Mapping[str, Sequence[RankBytes]]) -> dict[str, Any]:

@@ -26,7 +26,6 @@ from lather.errors import ConfigError
 from lather.models.families import build_model
 from lather.optim.options import options_of
 from lather.pipeline.partition import Partition
-from lather.planning.dry_run import data_ranks
 from lather.planning.estimate import Estimate, Estimator
 from lather.planning.plan import MemoryPlan, allowance_for, bubble_of, plan
 from lather.planning.stage_bytes import memory_partition
@@ -148,7 +147,7 @@ class _Search:
     tried: list[Setting] = field(default_factory=list)
 
     def run(self) -> None:
-        meshes = list(self.meshes(self.world_size))
+        meshes = list(self.meshes())
         if not meshes:
             raise ConfigError(f"no mesh of {self.world_size} ranks can run this model and batch: change --world or train.batch_size")
         meshes.sort(key=lambda mesh: mesh["parallel.pp"] != 2)  # the estimator measures other settings on the first mesh only
@@ -193,9 +192,9 @@ class _Search:
     def fitting(self) -> list[Setting]:
         return [setting for setting in self.tried if setting.estimate.needed <= self.memory]
 
-    def meshes(self, world_size: int) -> Iterator[Changes]:
+    def meshes(self) -> Iterator[Changes]:
         """Yield the meshes that can run the model and the batch, the configured one first."""
-        own = mesh_of(self.config)
+        own, world_size = mesh_of(self.config), self.world_size
         experts = num_routed_experts(self.config.model)
         sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
         fitting = [(pp, ep) for pp, ep in product(sizes, sizes) if world_size % (pp * ep) == 0 and max(pp, ep) <= self.machine]
@@ -222,7 +221,7 @@ class _Search:
 
     def shared_states(self) -> list[Changes]:
         """Return the same changes, and none, each with rows of every matrix's state on every rank, if parameters are sharded."""
-        is_sharded = data_ranks(self.config, self.world_size) > self.config.parallel.replicas
+        is_sharded = self.config.parallel.data_ranks(self.world_size) > self.config.parallel.replicas
         return [{"optim.ownership": "replicated", **state} for state in [{}, *self.lighter_states()]] if is_sharded else []
 
     def lighter_rules(self) -> list[Changes]:
@@ -232,22 +231,18 @@ class _Search:
         lighter = LIGHTER_RULES[LIGHTER_RULES.index(own) + 1 if own in LIGHTER_RULES else 0 :]
         return [{"optim.name": name} for name in lighter if self.config.parallel.ep == 1 or name != STACKED]
 
-    def try_all(self, name: str, several: Sequence[Changes], world_size: int | None = None) -> list[Setting]:
-        """Estimate the settings that were not tried yet; keep them if they are for this number of ranks."""
-        world_size = world_size or self.world_size
-        known = {repr(setting.config) for setting in self.tried if world_size == self.world_size}
-        possible = ((changes, changed(self.config, changes, world_size)) for changes in several)
+    def try_all(self, name: str, several: Sequence[Changes]) -> None:
+        """Estimate the settings that were not tried yet."""
+        known = {repr(setting.config) for setting in self.tried}
+        possible = ((changes, changed(self.config, changes, self.world_size)) for changes in several)
         new = {repr(config): (changes, config) for changes, config in possible if config is not None and repr(config) not in known}
         self.say(f"trying {name}: {len(new)} settings")
-        estimates = self.estimator.estimates([config for _, config in new.values()], world_size)
-        found = [
-            Setting(differences(changes, self.config), config, estimate, bubble_of(config, world_size))
+        estimates = self.estimator.estimates([config for _, config in new.values()], self.world_size)
+        self.tried += (
+            Setting(differences(changes, self.config), config, estimate, bubble_of(config, self.world_size))
             for (changes, config), estimate in zip(new.values(), estimates, strict=True)
             if estimate is not None
-        ]
-        if world_size == self.world_size:
-            self.tried += found
-        return found
+        )
 
     def with_early_weight_gradients(self, setting: Setting) -> Setting:
         """The same setting of a pipeline with weight gradients as early as they can be. Estimates, which are of the first rank, do not show
@@ -258,12 +253,12 @@ class _Search:
 
     def world_that_fits(self, lightest: Setting) -> int | None:
         kept = {name: value for name, value in lightest.changes.items() if not name.startswith("parallel.")}
-        world_size = 2 * self.world_size
-        while world_size <= LARGEST_WORLD * self.world_size:
-            found = self.try_all(f"{world_size} ranks", [mesh_of(lightest.config) | kept], world_size)
-            if any(setting.estimate.needed <= self.memory for setting in found):
-                return world_size
-            world_size *= 2
+        larger = self
+        while larger.world_size < LARGEST_WORLD * self.world_size:
+            larger = replace(self, world_size=2 * larger.world_size, tried=[])
+            larger.try_all(f"{larger.world_size} ranks", [mesh_of(lightest.config) | kept])
+            if larger.fitting():
+                return larger.world_size
         return None
 
 
@@ -285,7 +280,7 @@ def changed(config: Config, changes: Changes, world_size: int | None = None) -> 
                 sections.setdefault(section, {})[key] = value
         config = replace(config, **{name: replace(getattr(config, name), **values) for name, values in sections.items()})
         if world_size is not None:
-            config.num_micro_batches(data_ranks(config, world_size))
+            config.num_micro_batches(config.parallel.data_ranks(world_size))
     except ValueError:
         return None
     return config

@@ -168,8 +168,7 @@ class MemoryTimeline:
 
     @property
     def total(self) -> np.ndarray[Any, Any]:
-        totals: np.ndarray[Any, Any] = self.curves.sum(axis=0)
-        return totals
+        return self.curves.sum(axis=0)
 
     @property
     def peak_time(self) -> int:

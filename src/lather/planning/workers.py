@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-from lather.processes import end_with_parent
+from lather.processes import end_with_parent, num_cores
 from lather.torch_private import IMPORTED_LATE
 
 Device = Literal["gpu", "cpu"]
@@ -34,7 +33,7 @@ def worker_processes() -> Iterator[ProcessPoolExecutor]:
     dropped."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["lather.planning.dry_run", IMPORTED_LATE])
-    pool = ProcessPoolExecutor(os.cpu_count() or 1, context, end_with_parent, max_tasks_per_child=1)
+    pool = ProcessPoolExecutor(num_cores(), context, end_with_parent, max_tasks_per_child=1)
     try:
         yield pool
     finally:

@@ -58,27 +58,22 @@ class Functions(TorchFunctionMode):
         kernel."""
         aten, widths = torch.ops.aten, {x.shape[-1] for x in (query, key, value)}
         is_dense, alike = all(x.stride(-1) == 1 for x in (query, key, value)), len(widths) == 1
-        y: Tensor
         if is_cpu(query) and alike and is_dense and not dropout_p and (attn_mask is None or not attn_mask.requires_grad):
             if query.shape[1] != key.shape[1]:
                 key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))
-            y, _ = aten._scaled_dot_product_flash_attention_for_cpu(
-                query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
-            )
-            return y
+            on_cpu = aten._scaled_dot_product_flash_attention_for_cpu
+            return on_cpu(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
         if query.dtype in NARROW and attn_mask is None and alike and is_dense and max(widths) <= 256 and not max(widths) % 8:
-            y, *_ = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)
-            return y
+            return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
         enable_gqa = enable_gqa and query.shape[1] != key.shape[1]
         if not enable_gqa and is_dense and not any(width * query.element_size() % 16 for width in widths) and query.dtype != torch.float64:
             needs = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-            y, *_ = aten._scaled_dot_product_efficient_attention(query, key, value, attn_mask, needs, dropout_p, is_causal, scale=scale)
-            return y
+            efficient = aten._scaled_dot_product_efficient_attention
+            return efficient(query, key, value, attn_mask, needs, dropout_p, is_causal, scale=scale)[0]
         self.mode.note(f"attention with (S, S) elements, {str(query.dtype)[6:]}")
         if enable_gqa:
             key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))
-        y, _ = aten._scaled_dot_product_attention_math(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
-        return y
+        return aten._scaled_dot_product_attention_math(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)[0]
 
 
 def counted_triton(mode: StandInMode) -> AbstractContextManager[object]:

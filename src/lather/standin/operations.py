@@ -85,13 +85,13 @@ def _other_flops(name: str, args: Sequence[Any]) -> int:
         backward = name.endswith("_backward")
         q_BHSU, k_BGTU, v_BGTV = args[1:4] if backward else args[:3]
         u, v = q_BHSU.shape[-1], v_BGTV.shape[-1]
-        return int(2 * math.prod(q_BHSU.shape[:3]) * k_BGTU.shape[2] * (3 * u + 2 * v if backward else u + v))
+        return 2 * math.prod(q_BHSU.shape[:3]) * k_BGTU.shape[2] * (3 * u + 2 * v if backward else u + v)
     if name == "_grouped_mm":  # rows by expert times a matrix each, or a product for each expert over its rows
-        return int(2 * args[0].shape[-2] * args[0].shape[-1] * args[1].shape[-1])
+        return 2 * args[0].shape[-2] * args[0].shape[-1] * args[1].shape[-1]
     if name in ("addmm_", "baddbmm_"):
-        return int(2 * args[1].numel() * args[2].shape[-1])
+        return 2 * args[1].numel() * args[2].shape[-1]
     if name == "linalg_solve_triangular":
-        return int(args[1].numel() * args[0].shape[-1])
+        return args[1].numel() * args[0].shape[-1]
     if name in ("linalg_cholesky_ex", "geqrf", "linalg_householder_product", "_linalg_eigh", "_linalg_svd"):
         n = args[0].shape[-1]
         cubes = {"linalg_cholesky_ex": 1 / 3, "_linalg_eigh": 9.0, "_linalg_svd": 22.0}.get(name, 4 / 3)

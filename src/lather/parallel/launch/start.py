@@ -37,6 +37,7 @@ from lather.device import gpu_module, is_gpu
 from lather.errors import ConfigError, UserError
 from lather.parallel.launch.lifeline import SETTLE_SECONDS, TICK_SECONDS, Failure, Hub, Lifeline
 from lather.parallel.launch.world import World
+from lather.processes import num_cores
 
 LOCAL = "127.0.0.1"
 STOPPING = (signal.SIGTERM, signal.SIGINT)
@@ -180,7 +181,7 @@ def _store(world: World, options: GroupOptions) -> Any:
 def _enter_group(world: World, options: GroupOptions, store: Any) -> None:
     device = world.device(options.device)
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world.local_size))
+        torch.set_num_threads(max(1, num_cores() // world.local_size))
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # a broken communicator ends the process
     if is_gpu(device):
         gpu_module(device).set_device(device)
