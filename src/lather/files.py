@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lather.errors import ExchangeError, RunError
+from lather.errors import ExchangeError, RunError, UserError
 
 
 def sync(path: Path) -> None:
@@ -77,6 +77,24 @@ def write_aside(path: Path, content: str | bytes) -> None:
                 aside.unlink()
             raise
     sync(path.parent)
+
+
+@contextlib.contextmanager
+def whole_file(out: Path, option: str) -> Iterator[Path]:
+    """Yield a temporary file that replaces the file `out`, which `option` names, at the end; after an error it is removed. A device such as
+    /dev/null is not replaced: it is yielded itself. Raises UserError if `out` cannot be written."""
+    aside = out.with_name(f".tmp-{out.name}")
+    try:
+        if out.is_char_device():
+            yield out
+        else:
+            yield aside
+            os.replace(aside, out)
+    except OSError as error:
+        raise UserError(f"{out}: cannot be written ({reason(error, out)}): give another {option}") from None
+    finally:
+        with contextlib.suppress(OSError):
+            aside.unlink()
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from lather.errors import RunError
+from lather.errors import RunError, UserError
 from lather.pipeline.picture import COLORS, draw_timeline, read_timeline
 from lather.pipeline.replay import Durations, Event, replay
 from lather.pipeline.schedule import Action, Kind, dualpipev
@@ -27,7 +27,7 @@ def event(rank: int, text: str, start: float, end: float) -> Event:
 def figure_of(rows: list[Event], monkeypatch: pytest.MonkeyPatch, path: Path) -> Figure:
     figures: list[Figure] = []
     with monkeypatch.context() as patch:
-        patch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+        patch.setattr(Figure, "savefig", lambda figure, out, **_: (figures.append(figure), out.touch()))
         draw_timeline(rows, path / "unused.png", "a run")
     return figures[0]
 
@@ -104,5 +104,5 @@ def test_another_file_is_refused(text: str | None, message: str, tmp_path: Path)
 def test_what_cannot_be_drawn_or_written_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="nothing to draw"):
         draw_timeline([event(0, "0UNSHARD", 0.0, 1.0)], tmp_path / "out.png", "empty")
-    with pytest.raises(RunError, match="cannot be written"):
+    with pytest.raises(UserError, match="cannot be written"):
         draw_timeline([event(0, "0F0", 0.0, 1.0)], tmp_path / "nowhere" / "out.png", "lost")

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from lather.config.changes import History, Row
-from lather.errors import RunError
+from lather.errors import RunError, UserError
 from lather.train.metrics import MetricsWriter, StepRow
 from lather.train.plot import draw, read_curves
 
@@ -43,7 +43,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Figu
     def figure_of(*runs: Path) -> Figure:
         figures: list[Figure] = []
         with monkeypatch.context() as patch:
-            patch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+            patch.setattr(Figure, "savefig", lambda figure, out, **_: (figures.append(figure), out.touch()))
             draw(runs, tmp_path / "unused.png")
         return figures[0]
 
@@ -158,11 +158,12 @@ def test_a_run_without_steps_is_named(make_run: MakeRun, tmp_path: Path, rows: s
 @pytest.mark.parametrize("out", ["absent/out.png", "file/out.png"])
 def test_a_picture_that_cannot_be_written_is_named(make_run: MakeRun, tmp_path: Path, out: str) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(RunError, match=rf"^{tmp_path / out}: cannot be written \(.*\): give another --out"):
+    with pytest.raises(UserError, match=rf"^{tmp_path / out}: cannot be written \(.*\): give another --out"):
         draw([make_run("run")], tmp_path / out)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a full disk at hand")
 def test_a_full_disk_is_named(make_run: MakeRun) -> None:
-    with pytest.raises(RunError, match=r"^/dev/full: cannot be written"):
+    with pytest.raises(UserError, match=r"^/dev/full: cannot be written"):
         draw([make_run("run")], Path("/dev/full"))
+    assert Path("/dev/full").is_char_device()

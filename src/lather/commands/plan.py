@@ -15,7 +15,7 @@ from lather.config.config import Config
 from lather.config.toml_file import config_to_toml
 from lather.console import wide_console
 from lather.errors import UserError, require
-from lather.memory.profile_report import whole_file
+from lather.files import whole_file
 from lather.planning import plan_report
 from lather.planning.advice import advise, as_options
 from lather.planning.plan import plan

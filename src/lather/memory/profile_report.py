@@ -5,12 +5,10 @@ Layers that keep the same are shown once. Sizes per token are of activations onl
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -21,8 +19,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from lather.console import titled_table
-from lather.errors import UserError
-from lather.files import reason
+from lather.files import whole_file
 from lather.memory.profile import KINDS, SEGMENTS, SavedStorage, SavedTensors
 
 COLORS = dict(zip(SEGMENTS, ("0.35", "#4477aa", "#66ccee", "#ee6677", "#ccbb44", "#228833", "0.65", "#aa3377", "#bbbbbb"), strict=True))
@@ -55,20 +52,6 @@ def write_json(document: Mapping[str, Any], out: Path) -> None:
     """Write the file atomically. Raises UserError if it cannot be written."""
     with whole_file(out, "--json") as aside:
         aside.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
-
-
-@contextlib.contextmanager
-def whole_file(out: Path, option: str) -> Iterator[Path]:
-    """Yield a temporary file that replaces `out` at the end; after an error it is removed."""
-    aside = out.with_name(f".tmp-{out.name}")
-    try:
-        yield aside
-        os.replace(aside, out)
-    except OSError as error:
-        raise UserError(f"{out}: cannot be written ({reason(error, out)}): give another {option}") from None
-    finally:
-        with contextlib.suppress(OSError):
-            aside.unlink()
 
 
 # --- alike layers -------------------------------------------------------------------------------------------------------------------

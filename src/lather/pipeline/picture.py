@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from lather.errors import RunError
-from lather.files import reason
+from lather.files import whole_file
 from lather.pipeline.replay import Event, Timeline
 from lather.pipeline.schedule import COMPUTE, Action, Kind
 
@@ -66,7 +66,7 @@ def draw_timeline(rows: Iterable[Event], path: Path, title: str, *, unit: str = 
     """Write a PNG of the events `rows`, of which there is at least one; `unit` is that of their times. The bubble fraction is added to
     `title`.
 
-    Raises RunError if `path` cannot be written or no event is a computation.
+    Raises UserError if `path` cannot be written or no event is a computation.
     """
     timeline = Timeline(tuple(rows))
     if not timeline.makespan > 0:
@@ -90,13 +90,8 @@ def draw_timeline(rows: Iterable[Event], path: Path, title: str, *, unit: str = 
     figure.draw_without_rendering()
     figure.set_layout_engine("none")  # fix the layout: the font sizes depend on it, and it need not measure every number
     _draw_numbers(axes, boxes)
-    try:
-        figure.savefig(path, dpi=DPI, format="png")
-    except OSError as error:
-        why = reason(error, path)
-        if path.is_file():  # half a picture
-            path.unlink()
-        raise RunError(f"{path}: cannot be written ({why}): give another --out") from None
+    with whole_file(path, "--out") as aside:
+        figure.savefig(aside, dpi=DPI, format="png")
 
 
 def _stages(timeline: Timeline) -> dict[int, list[int]]:

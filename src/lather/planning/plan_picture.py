@@ -20,7 +20,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from lather import page
-from lather.memory.profile_report import unit_of, whole_file
+from lather.files import whole_file
+from lather.memory.profile_report import unit_of
 from lather.pipeline import picture
 from lather.pipeline.schedule import COMPUTE, Action
 from lather.planning.dry_run import RankRun

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from lather.config.changes import History
 from lather.errors import RunError
-from lather.files import read_rows, reason
+from lather.files import read_rows, whole_file
 from lather.train.metrics import training_rows
 
 Array = npt.NDArray[np.float64]
@@ -62,7 +62,7 @@ def _columns(rows: Sequence[Mapping[str, float]], *names: str) -> dict[str, Arra
 
 def draw(run_dirs: Sequence[Path], out: Path) -> None:
     """Draw all runs in one picture: training loss (raw, with a smoothed line over it), validation losses, and a bar of the time per
-    step."""
+    step. Raises UserError if `out` cannot be written."""
     runs = [read_curves(run_dir) for run_dir in run_dirs]
     figure = Figure(figsize=(13, 4.2), layout="constrained")
     over_steps, over_seconds, time_share = figure.subplots(1, 3, width_ratios=(3, 3, 2))
@@ -78,13 +78,8 @@ def draw(run_dirs: Sequence[Path], out: Path) -> None:
         axes.grid(alpha=0.25)
     for axes in (over_steps, over_seconds, time_share):
         axes.spines[["top", "right"]].set_visible(False)
-    try:
-        figure.savefig(out, dpi=110, format="png")
-    except OSError as error:
-        why = reason(error, out)
-        if out.is_file():  # half a picture
-            out.unlink()
-        raise RunError(f"{out}: cannot be written ({why}): give another --out") from None
+    with whole_file(out, "--out") as aside:
+        figure.savefig(aside, dpi=110, format="png")
 
 
 def _draw_loss(axes: Axes, run: Curves, color: str, over: str) -> None:

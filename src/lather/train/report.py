@@ -23,8 +23,7 @@ from lather.checkpoint.folder import list_checkpoints, step_of
 from lather.config.changes import History
 from lather.config.toml_file import load_run
 from lather.errors import UserError
-from lather.files import read_rows
-from lather.memory.profile_report import whole_file
+from lather.files import read_rows, whole_file
 from lather.pipeline import picture
 from lather.pipeline.replay import Timeline
 from lather.pipeline.timeline import FILE as TIMELINE
