@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from lather.optim.options import is_count
+
 
 @dataclass(frozen=True)
 class _Ramp:
@@ -25,7 +27,7 @@ class _Ramp:
         least = {"min_frequency": 1, "max_frequency": self.min_frequency, "num_steps": 1, "start_step": 0}
         for name, low in least.items():
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < low:
+            if not is_count(value, low):
                 constraint = "at least min_frequency" if name == "max_frequency" else f"an integer >= {low}"
                 raise ValueError(f"{name}={value!r} is not valid: give {constraint}")
 

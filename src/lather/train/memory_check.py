@@ -110,10 +110,7 @@ def agreed_partition(config: Config, mesh: Mesh) -> Partition | None:
     uniformly. Raises ConfigError on all ranks if the search is not possible for this model."""
     if config.parallel.partition == "uniform" or mesh.pp == 1:
         return None
-    return on_rank_0(
-        lambda: memory_partition(config, mesh.size, assumed_for(mesh.device)),
-        mesh.control_group,
-    )
+    return on_rank_0(lambda: memory_partition(config, mesh.size, assumed_for(mesh.device)), mesh.control_group)
 
 
 def assumed_for(device: torch.device) -> Assumed:

@@ -26,18 +26,9 @@ KNOWN_KEYS |= {"initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max
 """Keys that a parameter group may have besides options: torch's own, a label, the rule, the dim of tensor-parallel shards, and keys that
 torch's learning-rate schedulers add."""
 
-TORCH_KEYS = {
-    "amsgrad",
-    "betas",
-    "capturable",
-    "decoupled_weight_decay",
-    "differentiable",
-    "foreach",
-    "fused",
-    "ns_coefficients",
-    "ns_steps",
-}
-"""Options of torch's own optimizers, which groups that were made for them contain."""
+TORCH_KEYS = {"amsgrad", "betas", "capturable", "decoupled_weight_decay", "differentiable", "foreach", "fused"}
+TORCH_KEYS |= {"ns_coefficients", "ns_steps"}
+"""Options of torch's own optimizers (Adam's, then Muon's), which groups that were made for them contain."""
 
 MULTIPLIERS = ("_mult", "_multiplier", "_scale")
 """Suffixes of keys that other trainers add to groups; such keys are never taken for misspelt options."""
