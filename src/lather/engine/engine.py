@@ -174,14 +174,12 @@ class Engine:
         counts_LE = found[2:].view(len(layers), experts)
         if output.losses:
             found[0] = torch.stack(output.losses).double().sum()
-        share = self.part.share
-        moe_layers = {stage: [layer for layer in share.layers_of_stage[stage] if layer in layers] for stage in share.own_stages}
-        own = [(stage, number, layer) for stage, in_stage in moe_layers.items() for number, layer in enumerate(in_stage)]
-        if own:
-            summaries_LM = [[output.routings[stage, micro_batch][number] for micro_batch in range(len(shares))] for stage, number, _ in own]
+        if own := self.part.own_moe_layers():
+            by_micro_batch = [[one for stage in self.part.stages for one in output.routings[stage.index, m]] for m in range(len(shares))]
+            summaries_LM = list(zip(*by_micro_batch, strict=True))
             balance_LM = torch.stack([summary.balance_loss for row in summaries_LM for summary in row]).double().view(len(own), -1)
             found[1] = (balance_LM * to_device(torch.tensor(shares, dtype=torch.float64), self.mesh.device)).sum() / len(layers)
-            for (_, _, layer), row in zip(own, summaries_LM, strict=True):
+            for layer, row in zip(own, summaries_LM, strict=True):
                 counts_LE[layers.index(layer)] = torch.stack([summary.count_E for summary in row]).sum(0)
         return found
 
