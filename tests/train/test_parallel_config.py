@@ -28,7 +28,7 @@ def config(batch_size: int = 8, micro_batch_size: int = 1, layers: int = 8, **pa
     [
         (3, {"pp": 2}, ["parallel.pp * parallel.ep = 2 * 1 = 2", "number of ranks, 3", "--nproc 2"]),
         (1, {"pp": 2, "ep": 2}, ["= 4 does not divide the number of ranks, 1", "--nproc 4"]),
-        (6, {"ep": 2, "replicas": 2}, ["parallel.replicas = 2", "3 data parallel ranks", "6 ranks"]),
+        (6, {"ep": 2, "replicas": 2}, ["parallel.replicas = 2", "does not divide dp = 3", "6 ranks"]),
         (2, {"batch_size": 8, "micro_batch_size": 8}, ["train.batch_size = 8", "a multiple of 16", "micro_batch_size 8", "2 data ranks"]),
         (6, {"ep": 2}, ["train.batch_size = 8", "a multiple of 6", "6 data ranks"]),
         (2, {"pp": 2, "batch_size": 3}, ["train.batch_size = 3", "at least 4", "needs 4 micro-batches", "give train.batch_size 4"]),

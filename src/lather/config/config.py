@@ -158,7 +158,7 @@ class ParallelConfig:
         return self.schedule
 
     def data_ranks(self, world_size: int) -> int:
-        """Return the number of data parallel ranks among `world_size` ranks. Raises ConfigError if the ranks cannot be divided in this
+        """Return the number of data ranks, dp * ep, among `world_size` ranks. Raises ConfigError if the ranks cannot be divided in this
         way."""
         dp, rest = divmod(world_size, self.pp * self.ep)
         if rest or not dp:
@@ -169,10 +169,10 @@ class ParallelConfig:
             )
         if dp % self.replicas:
             raise ConfigError(
-                f"parallel.replicas = {self.replicas} does not divide the {dp} data parallel ranks "
+                f"parallel.replicas = {self.replicas} does not divide dp = {dp} "
                 f"({world_size} ranks / parallel.pp {self.pp} / parallel.ep {self.ep}): change it, or the number of ranks"
             )
-        return dp
+        return dp * self.ep
 
 
 @dataclass(frozen=True)
@@ -295,4 +295,4 @@ def num_routed_experts(model: ModelConfig) -> int:
 
 def check_parallel(config: Config, world_size: int) -> None:
     """Raise ConfigError unless `world_size` ranks can run `config`; nothing is started or written."""
-    config.num_micro_batches(config.parallel.data_ranks(world_size) * config.parallel.ep)
+    config.num_micro_batches(config.parallel.data_ranks(world_size))

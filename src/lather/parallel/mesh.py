@@ -38,9 +38,9 @@ class Mesh:
     pp: int
     """Pipeline ranks."""
     dp: int
-    """Data parallel ranks."""
+    """All ranks / (pp * ep), so that there are dp * ep data ranks."""
     ep: int
-    """Expert parallel ranks."""
+    """Expert ranks."""
     replicas: int
     """Replicas within dp, each with a complete sharded copy; 1: plain FSDP."""
     rank: int
@@ -96,7 +96,7 @@ class Mesh:
         Collective: every rank calls this with the same arguments. Raises ConfigError if `config` does not fit the number of ranks.
         """
         world_size = dist.get_world_size() if dist.is_initialized() else 1
-        dp = config.data_ranks(world_size)
+        dp = config.data_ranks(world_size) // config.ep
         if world_size == 1:
             return cls.single(device)
         pp, ep, replicas = config.pp, config.ep, config.replicas

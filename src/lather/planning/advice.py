@@ -26,7 +26,6 @@ from lather.errors import ConfigError
 from lather.models.families import build_model
 from lather.optim.options import options_of
 from lather.pipeline.partition import Partition
-from lather.planning.dry_run import data_ranks
 from lather.planning.estimate import Estimate, Estimator
 from lather.planning.plan import MemoryPlan, allowance_for, bubble_of, plan
 from lather.planning.stage_bytes import memory_partition
@@ -222,7 +221,7 @@ class _Search:
 
     def shared_states(self) -> list[Changes]:
         """Return the same changes, and none, each with rows of every matrix's state on every rank, if parameters are sharded."""
-        is_sharded = data_ranks(self.config, self.world_size) > self.config.parallel.replicas
+        is_sharded = self.config.parallel.data_ranks(self.world_size) > self.config.parallel.replicas
         return [{"optim.ownership": "replicated", **state} for state in [{}, *self.lighter_states()]] if is_sharded else []
 
     def lighter_rules(self) -> list[Changes]:
@@ -285,7 +284,7 @@ def changed(config: Config, changes: Changes, world_size: int | None = None) -> 
                 sections.setdefault(section, {})[key] = value
         config = replace(config, **{name: replace(getattr(config, name), **values) for name, values in sections.items()})
         if world_size is not None:
-            config.num_micro_batches(data_ranks(config, world_size))
+            config.num_micro_batches(config.parallel.data_ranks(world_size))
     except ValueError:
         return None
     return config

@@ -297,7 +297,7 @@ def dry_run(
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     module.memory = assumed.memory or module.memory
-    data_size = data_ranks(config, world_size)
+    data_size = config.parallel.data_ranks(world_size)
     number = config.num_micro_batches(data_size)
     tokens_of_all = config.train.sequence_length * config.train.batch_size // data_size
     config = shortened(config, world_size)
@@ -356,15 +356,10 @@ def _state_of_ranks(optimizer: MatrixOptimizer, rank: int, expert_ranks: int) ->
     return found
 
 
-def data_ranks(config: Config, world_size: int) -> int:
-    """Return the number of ranks with their own sequences."""
-    return config.parallel.data_ranks(world_size) * config.parallel.ep
-
-
 def shortened(config: Config, world_size: int) -> Config:
     """Reduce the number of micro-batches, keeping their size, as far as the peak stays the same except for tokens and labels, which exist
     from the start: a pipeline of P ranks has at most 2 P + 1 live chunks; a single rank has gradients from the second micro-batch on."""
-    data_size = data_ranks(config, world_size)
+    data_size = config.parallel.data_ranks(world_size)
     number = config.num_micro_batches(data_size)
     each = config.train.batch_size // (data_size * number)
     few = min(number, 2 * config.parallel.pp + 2 if config.parallel.resolved_schedule == "dualpipev" else 2)

@@ -17,7 +17,7 @@ from functools import partial
 from lather.config.config import Config, check_parallel
 from lather.pipeline.partition import Partition, uniform
 from lather.pipeline.replay import bubble_of_layers
-from lather.planning.dry_run import RankRun, data_ranks, dry_run
+from lather.planning.dry_run import RankRun, dry_run
 from lather.planning.stage_bytes import memory_partition
 from lather.planning.workers import Assumed, Device, worker_processes
 
@@ -77,7 +77,7 @@ def bubble_of(config: Config, world_size: int, layers: tuple[int, ...] | None = 
         return 0.0
     layers = layers or uniform(config.model.num_hidden_layers, 2 * parallel.pp)
     early = parallel.early_weight_gradients if early is None else early
-    return bubble_of_layers(layers, config.num_micro_batches(data_ranks(config, world_size)), early_weight_gradients=early)
+    return bubble_of_layers(layers, config.num_micro_batches(config.parallel.data_ranks(world_size)), early_weight_gradients=early)
 
 
 def plan(config: Config, world_size: int, assumed: Assumed, partition: Partition | None = None) -> MemoryPlan:
