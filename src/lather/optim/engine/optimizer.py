@@ -18,7 +18,6 @@ from itertools import zip_longest
 from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor
 from torch.autograd.profiler import record_function
 from torch.optim.optimizer import ParamsT
 
@@ -189,7 +188,7 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
             known.lr = float(known.group["lr"])
             if not 0 <= known.lr < math.inf:
                 return False  # a new roster will raise
-        return not (roster.frozen and _is_any_thawed(roster.frozen))
+        return not (roster.frozen and any(p.requires_grad or p.grad is not None for p in roster.frozen))
 
     def _make_plan(self, usable: list[ParamInfo], key: tuple[object, ...]) -> StepPlan:
         """Make the plan, and the state of parameters that have none. An error is raised before anything changes."""
@@ -318,7 +317,3 @@ def _places(params: Sequence[ParamInfo]) -> list[Any]:
     """Return the memory addresses and the strides of the parameters."""
     places: list[Any] = [one.param.data_ptr() if one.spread is None else local(one.param).data_ptr() for one in params]
     return places + [one.param.stride() for one in params]
-
-
-def _is_any_thawed(params: Sequence[Tensor]) -> bool:
-    return any(p.requires_grad or p.grad is not None for p in params)
