@@ -4,12 +4,19 @@ All take tensors with a leading batch dim and run on CPU and CUDA.
 """
 
 from lather.kernels.adam_in_basis import adam_in_basis as adam_update
-from lather.optim.linalg.eigenbasis import get_eigenbasis_eigh as get_eigenbasis_eigh
-from lather.optim.linalg.eigenbasis import get_eigenbasis_qr as get_eigenbasis_qr
-from lather.optim.linalg.eigenbasis import get_eigenbasis_svd as get_eigenbasis_svd
-from lather.optim.linalg.eigenbasis import update_eigenbasis_and_momentum as update_eigenbasis_and_momentum
-from lather.optim.linalg.kronecker import init_kronecker_factors as init_kronecker_factors
-from lather.optim.linalg.kronecker import precondition as precondition
-from lather.optim.linalg.kronecker import update_kronecker_factors as update_kronecker_factors
-from lather.optim.linalg.kronecker import update_kronecker_factors_kl as update_kronecker_factors_kl
-from lather.optim.linalg.newton_schulz import orthogonalize as orthogonalize
+from lather.optim.linalg.eigenbasis import get_eigenbasis_eigh, get_eigenbasis_qr, get_eigenbasis_svd, update_eigenbasis_and_momentum
+from lather.optim.linalg.kronecker import init_kronecker_factors, precondition, update_kronecker_factors, update_kronecker_factors_kl
+from lather.optim.linalg.newton_schulz import orthogonalize
+
+__all__ = [
+    "adam_update",
+    "get_eigenbasis_eigh",
+    "get_eigenbasis_qr",
+    "get_eigenbasis_svd",
+    "init_kronecker_factors",
+    "orthogonalize",
+    "precondition",
+    "update_eigenbasis_and_momentum",
+    "update_kronecker_factors",
+    "update_kronecker_factors_kl",
+]
