@@ -160,7 +160,7 @@ def loss_row(rule: str, contestant: str, seed: int, steps: int) -> dict[str, Any
         with products(CONTESTANTS[contestant]):
             outcome = train(config_of(rule, seed, folder, steps), Silent())
         found = [row["loss"] for row in read_rows(folder / "metrics.jsonl") if "loss" in row]
-        return {"validation_loss": outcome.last_validation_loss, "training_loss": statistics.mean(found[-20:])}
+        return {"validation_loss": outcome.validation_losses[-1], "training_loss": statistics.mean(found[-20:])}
     finally:
         shutil.rmtree(folder)
 

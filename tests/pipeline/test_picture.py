@@ -27,7 +27,7 @@ def event(rank: int, text: str, start: float, end: float) -> Event:
 def figure_of(rows: list[Event], monkeypatch: pytest.MonkeyPatch, path: Path) -> Figure:
     figures: list[Figure] = []
     with monkeypatch.context() as patch:
-        patch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+        patch.setattr(Figure, "savefig", lambda figure, out, **_: (figures.append(figure), out.touch()))
         draw_timeline(rows, path / "unused.png", "a run")
     return figures[0]
 

@@ -43,7 +43,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Figu
     def figure_of(*runs: Path) -> Figure:
         figures: list[Figure] = []
         with monkeypatch.context() as patch:
-            patch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+            patch.setattr(Figure, "savefig", lambda figure, out, **_: (figures.append(figure), out.touch()))
             draw(runs, tmp_path / "unused.png")
         return figures[0]
 

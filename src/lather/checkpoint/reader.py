@@ -155,7 +155,6 @@ def _open(path: Path, state: TrainingState, without: tuple[str, ...] = ()) -> Ch
     names = {name for name in state.names() if not name.endswith(without)}
     with errors_on_all_ranks(state.mesh.control_group):
         table = read_table(path)
-    with errors_on_all_ranks(state.mesh.control_group):
         tensors = CheckpointTensors(path, table)
         for file in list(table.files.values())[state.mesh.rank :: state.mesh.size]:
             tensors.check_file(file)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -130,18 +129,13 @@ class TrainingState:
     def _allocate(self, shapes: Shapes) -> None:
         """Allocate the state of an optimizer with elementwise rules, whose entries have as many rows as the parameter."""
         assert self.optimizer is not None
-        state_dict = self.optimizer.state_dict()
-        ids = [index for group in state_dict["param_groups"] for index in group["params"]]
-        params = [p for group in self.optimizer.param_groups for p in group["params"]]
-        state: dict[int, dict[str, Any]] = {}
-        for index, p in zip(ids, params, strict=True):
+        for p in [p for group in self.optimizer.param_groups for p in group["params"]]:
             info = self._infos[p]
-            entries = dict.fromkeys(shapes.get(info.name, {}), ())
             one = entry_name(info.name, 0) if info.is_expert else info.name
-            entries |= {key: () if key == "step" else tuple(p.shape) for key in shapes.get(one, {})}
-            if entries:
-                state[index] = {key: torch.zeros(shape, dtype=torch.float32 if not shape else p.dtype) for key, shape in entries.items()}
-        self.optimizer.load_state_dict({**state_dict, "state": state})
+            keys = {**shapes.get(info.name, {}), **shapes.get(one, {})}
+            if keys:
+                step = torch.zeros((), dtype=torch.float32, device=p.device)
+                self.optimizer.state[p] = {key: step if key == "step" else torch.zeros_like(p) for key in keys}
 
 
 def state_shapes(tensors: Mapping[str, StoredEntry | Piece]) -> Shapes:

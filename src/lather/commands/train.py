@@ -96,11 +96,12 @@ def _report(config: Config, outcome: RunOutcome) -> None:
     if not outcome.finished:
         print(f"stopped at step {outcome.step}; saved {outcome.checkpoint}; the same command resumes from there")
         return
-    first, last = outcome.first_validation_loss, outcome.last_validation_loss
     if outcome.sample:
         print(f"\n--- sample {'-' * 69}\n{outcome.sample}\n{'-' * 80}")
-    if first is not None and last is not None:
-        print(f"validation loss   {first:.4f} before, {last:.4f} after {outcome.step} steps in {outcome.seconds:.0f} s of training")
+    losses = outcome.validation_losses
+    if losses and losses[0] is not None and losses[-1] is not None:
+        both = f"{losses[0]:.4f} before, {losses[-1]:.4f} after"
+        print(f"validation loss   {both} {outcome.step} steps in {outcome.seconds:.0f} s of training")
     run_dir = Path(config.run_dir)
     for name, path in {
         "metrics": run_dir / "metrics.jsonl",

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from lather.config.optim import OptimConfig, RuleOptimConfig, optim_config
-from lather.config.rule_fields import name_of
 from lather.data.config import DataConfig
 from lather.errors import ConfigError, require
 from lather.models.deepseek_v2 import DeepseekV2Config
 from lather.models.families import ModelConfig
 from lather.models.lora import LoraConfig
+from lather.optim.rule import name_of
 
 
 @dataclass(frozen=True)

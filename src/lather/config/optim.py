@@ -28,7 +28,6 @@ from lather.config.rule_fields import (
     described,
     fields_of,
     inherited_by,
-    name_of,
     rule_named,
     shown,
     with_help,
@@ -36,6 +35,7 @@ from lather.config.rule_fields import (
 from lather.errors import ConfigError, require
 from lather.optim import Rule
 from lather.optim.options import options_of
+from lather.optim.rule import name_of
 from lather.optim.rules import RULES
 
 KINDS = {

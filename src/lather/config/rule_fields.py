@@ -20,6 +20,7 @@ import tyro
 from lather.errors import ConfigError
 from lather.optim import Rule
 from lather.optim.options import Option, documentation_of, options_of, saveable
+from lather.optim.rule import name_of
 from lather.optim.rules import RULES, find_rule
 
 DECIDED = {
@@ -170,8 +171,3 @@ def owners(option: str, rule: type[Rule]) -> str:
         return ""
     named = ", ".join(having[:-1]) + " and " * (len(having) > 1) + having[-1]
     return f"{option} is an option of {named}, not of {this}"
-
-
-def name_of(rule: type[Rule]) -> str:
-    """Return the name of the rule in `[optim]`."""
-    return rule.__dict__.get("name") or f"{rule.__module__}:{rule.__qualname__}"

@@ -25,11 +25,12 @@ from lather.models.routing import counting_step
 from lather.models.saving.rounded_weights import RoundedWeights, keep_rounded
 from lather.models.saving.weight_gradients import WeightGradients, defer_weight_gradients
 from lather.models.token_positions import SequenceLayout
+from lather.optim.engine.pending import PendingRefreshes
 from lather.parallel.expert_exchange import ExpertExchange
 from lather.parallel.fsdp_units import shard
 from lather.parallel.local_parameters import local_parameters
 from lather.parallel.mesh import Mesh
-from lather.pipeline.executor import Activation, Executor, Filler, Recorder, StepOutput
+from lather.pipeline.executor import Activation, Executor, Recorder, StepOutput
 from lather.pipeline.model_part import ModelPart, PartLayers, fresh_part
 from lather.pipeline.partition import stages_of, uniform
 from lather.pipeline.schedule import Schedule, dualpipev, forwards, sequential
@@ -136,8 +137,8 @@ class Engine:
             dist.all_reduce(total)
         return total.item() / max(1, num_labels)
 
-    def fill_waits(self, filler: Filler) -> None:
-        """Do pieces of this work while the rank waits for other ranks of its pipeline."""
+    def fill_waits(self, filler: PendingRefreshes) -> None:
+        """Do pieces of these refreshes while the rank waits for other ranks of its pipeline."""
         self._executor.filler = filler
 
     def _check_shape(self, batch: Batch, num_sequences: int) -> None:

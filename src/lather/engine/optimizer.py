@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from lather import optim
 from lather.config.old_runs import OldOptimConfig
 from lather.config.optim import OptimConfig, RuleOptimConfig
-from lather.optim import SOAP, MatrixOptimizer, Rule, parameter_groups, parameters_by_kind
+from lather.optim import SOAP, MatrixOptimizer, parameter_groups, parameters_by_kind
 from lather.optim.options import options_of
+from lather.optim.rules import OPTIMIZER_OF
 from lather.parallel.local_parameters import LocalParameters
 
 LR_FACTOR = "lr_factor"
@@ -45,15 +45,11 @@ def build_optimizer(config: OptimConfig, parameters: LocalParameters | Iterable[
             options["state_dtype"] = torch.float64
         factor = config.lr_of(kind) / config.peak_lr if config.peak_lr else 1.0
         groups.append({"params": named, "rule": type(rule), **options, LR_FACTOR: factor})
-    return _optimizer(config.rule, groups or [{"params": []}])  # a rank whose layers are all frozen still takes part in steps
-
-
-def _optimizer(rule: Rule, groups: list[dict[str, Any]]) -> MatrixOptimizer:
-    """Build the optimizer, of the class that is registered for the rule: checkpoints store the class name."""
-    for cls in vars(optim).values():
-        if isinstance(cls, type) and issubclass(cls, MatrixOptimizer) and getattr(cls, "rule", None) is type(rule):
-            return cls(groups, **{name: getattr(rule, name) for name in options_of(type(rule))})
-    return MatrixOptimizer(groups, rule)
+    groups = groups or [{"params": []}]  # a rank whose layers are all frozen still takes part in steps
+    default, optimizer = config.rule, OPTIMIZER_OF.get(type(config.rule))  # checkpoints store the class name
+    if optimizer is None:
+        return MatrixOptimizer(groups, default)
+    return optimizer(groups, **{name: getattr(default, name) for name in options_of(type(default))})
 
 
 def _old_optimizer(

@@ -33,19 +33,15 @@ class Range:
     holds: Callable[[Any], bool]
 
 
-def is_finite_number(value: object) -> bool:
-    """Whether the value is a finite int or float, and no bool."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def is_count(value: object, minimum: int) -> bool:
     """Whether the value is an int of at least `minimum`, and no bool."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
 
 
 def is_number(value: Any, minimum: float = 0.0, below: float = math.inf) -> bool:
-    """Whether the value is a finite number in [minimum, below)."""
-    return is_finite_number(value) and minimum <= value < below
+    """Whether the value is an int or float, no bool, and finite, in [minimum, below)."""
+    is_finite = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return is_finite and minimum <= value < below
 
 
 def at_least(minimum: int, more: str = "") -> Range:

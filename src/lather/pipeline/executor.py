@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from lather.device import is_gpu
 from lather.models.saving.weight_gradients import DeferredGradient, WeightGradients
+from lather.optim.engine.pending import PendingRefreshes
 from lather.parallel.fsdp_units import FsdpUnit
 from lather.pipeline import overlap
 from lather.pipeline.model_part import Stage
@@ -52,23 +53,6 @@ class Recorder:
     def waiting(self) -> AbstractContextManager[Any]:
         """Enclose the wait for the input of the backward pass, inside an overlapped pair."""
         return nullcontext()
-
-
-class Filler(Protocol):
-    """Work in pieces that a rank does while it waits for another rank."""
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a GPU is still executing the last piece."""
-
-    def __len__(self) -> int:
-        """Return the number of remaining pieces."""
-
-    def next_seconds(self) -> float:
-        """Return the expected time of the next piece on a CPU; a piece must remain."""
-
-    def work(self) -> None:
-        """Do the next piece, or launch it on the GPU."""
 
 
 @dataclass(frozen=True)
@@ -114,8 +98,8 @@ class Executor:
         self.group = group
         self.units = dict(zip(self.stages, units or [[] for _ in stages], strict=True))
         self.record = record or Recorder()
-        self.filler: Filler | None = None
-        """Optional work for idle time, set by its owner: on a CPU it is done while the rank waits, on a GPU beside the other streams."""
+        self.filler: PendingRefreshes | None = None
+        """Optional refreshes for idle time, set by their owner: on a CPU done while the rank waits, on a GPU beside the other streams."""
         self.last_waits: dict[tuple[int, Passing], float] = {}
         """Seconds that the rank waited for each input in the last step with this number of micro-batches, as an estimate for the next
         step."""

@@ -111,16 +111,14 @@ def bars(timeline: Timeline, lanes: dict[int, int]) -> Iterator[Bar]:
         left, right = event.start - timeline.start, event.end - timeline.start
         if event.action.kind is Kind.REFRESH:
             yield Bar(left, right, middle + LANE, middle - LANE, REFRESH, str(event.action))
-            continue
-        if event.action.kind not in COMPUTE:
-            if right > left:
-                yield Bar(left, right, middle + LANE, middle + LANE - STRIP, OTHER, str(event.action))
-            continue
-        height = 2 * LANE / len(chunks)
-        for index, chunk in enumerate(chunks):
-            color = COLORS[chunk.kind][chunk.stage > stages[event.rank][0]]
-            top = middle - LANE + index * height
-            yield Bar(left, right, top + height, top, color, str(event.action), chunk.micro_batch)
+        elif event.action.kind in COMPUTE:
+            height = 2 * LANE / len(chunks)
+            for index, chunk in enumerate(chunks):
+                color = COLORS[chunk.kind][chunk.stage > stages[event.rank][0]]
+                top = middle - LANE + index * height
+                yield Bar(left, right, top + height, top, color, str(event.action), chunk.micro_batch)
+        elif right > left:
+            yield Bar(left, right, middle + LANE, middle + LANE - STRIP, OTHER, str(event.action))
 
 
 def _draw_boxes(axes: Axes, boxes: Sequence[Bar]) -> None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -99,32 +99,28 @@ class ChunkTape:
     """Tensors that early frees would have freed; used only without early frees, see `Frees`."""
 
 
+@dataclass(eq=False)
 class Segments:
-    """Runs micro-batches through the stages of a rank. Holds settings only, no state of a micro-batch."""
+    """Runs micro-batches through the stages of a rank. Holds settings only, no state of a micro-batch.
 
-    def __init__(
-        self,
-        exchange: Exchange = LOCAL_EXCHANGE,
-        *,
-        weight_gradients: WeightGradients | None = None,
-        frees: Frees | None = None,
-        recompute: Sequence[str] = (),
-        autocast: torch.dtype | None = None,
-        rounded_weights: RoundedWeights | None = None,
-    ) -> None:
-        """`weight_gradients`: the queue that the layers were given; `recompute`: some of `RECOMPUTABLE`; `autocast`: dtype of matrix
-        products; `rounded_weights`: the store of weights rounded to that dtype that the layers were given, filled while
-        `lather.pipeline.executor.Executor` runs.
+    Raises ValueError for a segment that cannot be recomputed.
+    """
 
-        Raises ValueError for a segment that cannot be recomputed.
-        """
-        if unknown := sorted(set(recompute) - set(RECOMPUTABLE)):
+    exchange: Exchange = LOCAL_EXCHANGE
+    _: KW_ONLY
+    weight_gradients: WeightGradients = field(default_factory=WeightGradients)
+    """The queue that the layers were given."""
+    frees: Frees = field(default_factory=Frees)
+    recompute: Sequence[str] = ()
+    """Some of `RECOMPUTABLE`."""
+    autocast: torch.dtype | None = None
+    """dtype of matrix products."""
+    rounded_weights: RoundedWeights = field(default_factory=RoundedWeights)
+    """The store of weights rounded to that dtype that the layers were given, filled while `lather.pipeline.executor.Executor` runs."""
+
+    def __post_init__(self) -> None:
+        if unknown := sorted(set(self.recompute) - set(RECOMPUTABLE)):
             raise ValueError(f"recompute has {unknown[0]!r}: use some of {', '.join(map(repr, RECOMPUTABLE))}")
-        self.exchange = exchange
-        self.weight_gradients = WeightGradients() if weight_gradients is None else weight_gradients
-        self.frees = Frees() if frees is None else frees
-        self.recompute, self.autocast = frozenset(recompute), autocast
-        self.rounded_weights = RoundedWeights() if rounded_weights is None else rounded_weights
 
     def forward(self, stage: Stage, x_BSD: Float[Tensor, "b s d"] | None, tape: ChunkTape, routings: list[RoutingSummary]) -> Steps[Tensor]:
         """Compute the stage's output from its input (None for the first stage, which reads tokens); the last stage returns the loss.

@@ -67,8 +67,8 @@ class RunOutcome:
     """False if a signal ended the run early; the same command resumes it."""
     step: int
     seconds: float
-    first_validation_loss: float | None
-    last_validation_loss: float | None
+    validation_losses: list[float | None]
+    """All of the run, first to last; None for one that was not finite."""
     sample: str
     checkpoint: Path
 
@@ -231,11 +231,7 @@ class _TrainingRun:
 
             draw([self.path], self.path / "loss.png")
             write_report(self.path, self.path / REPORT)
-        step, seconds = self.progress.step, self.progress.seconds
-        first, last = (losses[0], losses[-1]) if losses else (None, None)
-        return RunOutcome(
-            finished, step, seconds, first_validation_loss=first, last_validation_loss=last, sample=sample, checkpoint=checkpoint
-        )
+        return RunOutcome(finished, self.progress.step, self.progress.seconds, losses, sample, checkpoint)
 
     def _any(self, flag: bool) -> bool:
         """Return whether `flag` is true on any rank; all ranks get the same answer."""

@@ -110,18 +110,15 @@ def smoothed(values: Array) -> Array:
     straight line through the last ones, fitted with the same weights (W. S. Cleveland, 1979): a mean would lag again.
     """
     reach, number = max(LEAST_REACH, int(SHARE * len(values))), len(values)
-    result = np.empty(number)
+    result = np.array(values)
     if number > 2 * reach:
         weights = _tricube(np.arange(-reach, reach + 1, dtype=np.float64), reach)
         result[reach : number - reach] = np.convolve(values, weights / weights.sum(), "valid")
-    for index in [*range(min(2 * reach, number)), *range(max(2 * reach, number - reach), number)]:
+    for index in [*range(1, min(2 * reach, number)), *range(max(2 * reach, number - reach), number)]:
         own = min(reach, (index + 1) // 2)
         distances = np.arange(-own, min(own, number - 1 - index) + 1, dtype=np.float64)
         weights, near = _tricube(distances, own), values[index - own : index - own + len(distances)]
-        middle = np.average(distances, weights=weights)
-        spread = np.average((distances - middle) ** 2, weights=weights)
-        slope = np.average((distances - middle) * near, weights=weights) / spread if spread else 0.0
-        result[index] = np.average(near, weights=weights) - slope * middle
+        _, result[index] = np.polyfit(distances, near, 1, w=np.sqrt(weights))
     return result
 
 

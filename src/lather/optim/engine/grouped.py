@@ -12,7 +12,7 @@ from torch.optim.optimizer import ParamsT
 from lather.optim.engine.matrix_layout import Layout, layout_of
 from lather.optim.engine.roster import GroupSettings, ParamInfo, Roster, check_keys, group_options, names_of
 from lather.optim.options import options_of
-from lather.optim.rule import Matrix, Rule
+from lather.optim.rule import Matrix, Rule, name_of
 from lather.optim.sharded.placement import Spread
 from lather.optim.sharded.sharding import Sharding
 
@@ -23,7 +23,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
     """Optimizer with parameter groups that hold the options of their rules as plain values."""
 
     def __init__(self, params: ParamsT, rule: Rule) -> None:
-        self._default, self._rules = rule, {_name_of(type(rule)): type(rule)}
+        self._default, self._rules = rule, {name_of(type(rule)): type(rule)}
         self._roster: Roster | None = None
         self._sharding = Sharding(rule.tp_group)
         super().__init__(params, {name: getattr(rule, name) for name in options_of(type(rule))})
@@ -40,10 +40,10 @@ class GroupedOptimizer(torch.optim.Optimizer):
         own = group_options(given, rule, self._default)
         made = rule(**own)
         plain = {name: getattr(made, name) if name != "lr" else own[name] for name in own}
-        group = {**param_group, "params": _each_once(param_group["params"]), **plain, "rule": _name_of(rule)}
+        group = {**param_group, "params": _each_once(param_group["params"]), **plain, "rule": name_of(rule)}
         super().add_param_group(group)
         added = self.param_groups[-1]
-        self._rules[_name_of(rule)] = rule
+        self._rules[name_of(rule)] = rule
         try:
             self._check_group(added, made)
         except (TypeError, ValueError):
@@ -71,7 +71,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         for name, p in zip(names_of(group), group["params"], strict=True):
             spread = self._sharding.spread_of(p, group, name)
             if p.is_complex():
-                raise TypeError(f"{name} is complex ({p.dtype}); {_name_of(type(rule))} takes real parameters: give it to torch.optim.Adam")
+                raise TypeError(f"{name} is complex ({p.dtype}); {name_of(type(rule))} takes real parameters: give it to torch.optim.Adam")
             if rule.matrix_layout != "tensor" and p.dim() == 1 and is_for_matrices:
                 raise ValueError(
                     f"{name} has shape {tuple(p.shape)}, but matrix_layout={rule.matrix_layout!r} needs a matrix: "
@@ -93,15 +93,11 @@ class GroupedOptimizer(torch.optim.Optimizer):
     def _current_roster(self) -> Roster:
         """Return the roster. If parameters or options have changed it is made again; an option that is now out of range raises
         ValueError."""
-        if self._roster is None or not self._is_unchanged(self._roster):
+        if self._roster is None or not self._roster.is_current(self.param_groups):
             roster = self._make_roster()
             self._sharding.plan(roster.params)
             self._roster = roster
         return self._roster
-
-    def _is_unchanged(self, roster: Roster) -> bool:
-        """Whether the parameter groups have not changed since the roster was made, except for learning rates, which are read again."""
-        raise NotImplementedError
 
     def _make_roster(self) -> Roster:
         groups, params, frozen = [], [], []
@@ -135,8 +131,3 @@ def _each_once(params: Any) -> Any:
         return params
     items = list(params)
     return list({id(item[1] if isinstance(item, tuple) else item): item for item in items}.values())
-
-
-def _name_of(rule: type[Rule]) -> str:
-    """Return the name of a rule in groups and saved optimizers."""
-    return rule.__dict__.get("name") or f"{rule.__module__}:{rule.__qualname__}"

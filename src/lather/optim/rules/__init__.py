@@ -20,7 +20,9 @@ from lather.optim.rules.soap_muon import SOAPMuon as SOAPMuon
 
 _OPTIMIZERS = [one for one in list(vars().values()) if isinstance(one, type) and issubclass(one, _Optimizer) and one is not _Optimizer]
 
-RULES: dict[str, type[Rule]] = {one.rule.name: one.rule for one in _OPTIMIZERS}
+OPTIMIZER_OF: dict[type[Rule], type[_Optimizer]] = {one.rule: one for one in _OPTIMIZERS}
+"""The registered rules, each with the optimizer whose default rule it is."""
+RULES: dict[str, type[Rule]] = {rule.name: rule for rule in OPTIMIZER_OF}
 """The registered rules by name."""
 
 

@@ -1,6 +1,7 @@
 """Base class of rules with eigenbases: which sides of a matrix have one, which state belongs to it, and how it is refreshed.
 
-Letters: K_i the Kronecker factor of dim i (`factor_i`), Q_i its eigenbasis (`basis_i`), V the second moment in the bases (`exp_avg_sq`).
+Letters: K_i the Kronecker factor of dim i (`factor_i`), Q_i its eigenbasis (`basis_i`), w_i the eigenvalues (`eigenvalues_i`), M and V the
+moments in the bases (`exp_avg`, `exp_avg_sq`).
 """
 
 from __future__ import annotations
@@ -85,16 +86,11 @@ class BasisRule(RefreshingRule):
         return ("qr",) if self.refresh_method == "qr" else (self.refresh_method, "qr")
 
     def refresh(self, s: State, dim: int, method: str, first: bool) -> Tensor:
+        k, q, v = s[f"factor_{dim}"], s[f"basis_{dim}"], s["exp_avg_sq"]
+        m = s["exp_avg"] if self.turns_momentum else None
+        w = s[f"eigenvalues_{dim}"] if self.has_eigenvalues else None
         return update_eigenbasis_and_momentum(
-            s[f"factor_{dim}"],
-            s[f"basis_{dim}"],
-            s["exp_avg"] if self.turns_momentum else None,
-            s["exp_avg_sq"],
-            dim,
-            method=method,
-            second_moment=self.second_moment,
-            power_iter_steps=self.power_iter_steps,
-            eigenvalues=s[f"eigenvalues_{dim}"] if self.has_eigenvalues else None,
+            k, q, m, v, dim, method=method, second_moment=self.second_moment, power_iter_steps=self.power_iter_steps, eigenvalues=w
         )
 
     def fits(self, s: State, dim: int) -> Tensor | None:

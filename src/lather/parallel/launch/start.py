@@ -18,7 +18,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -96,24 +96,27 @@ def launch(worker: Worker, args: tuple[Any, ...], nproc: int, options: GroupOpti
         return worker(*args, World())
     check_connections(World(nproc - 1, nproc, nproc - 1, nproc).device(options.device), os.environ)
     store = TCPStore(LOCAL, 0, is_master=True, wait_for_workers=False)
-    processes = _Processes()
-    hub = Hub(LOCAL, nproc, lambda _: processes.kill(), watch=processes.failed, died=processes.end_of)
+    processes: list[BaseProcess] = []
+    hub = Hub(LOCAL, nproc, lambda _: _kill(processes), watch=partial(_failed, processes), died=partial(_end_of, processes))
     try:
         with _passing_signals_on(hub, processes):
             for rank in range(nproc):
                 world = World(rank, nproc, rank, nproc, (LOCAL, store.port))
-                processes.start(worker, args, world, options, hub.port)
-            while hub.cause is None and processes.are_running():
+                process = multiprocessing.get_context("spawn").Process(target=_local_rank, args=(worker, args, world, options, hub.port))
+                process.start()
+                processes.append(process)
+            while hub.cause is None and any(process.exitcode is None for process in processes):
                 time.sleep(TICK_SECONDS)
             hub.wait(10 * SETTLE_SECONDS)
     finally:
-        processes.kill()
-        processes.join()
+        _kill(processes)
+        for killed in processes:  # wait until they are gone, and with them their locks and the memory of their devices
+            killed.join(10 * SETTLE_SECONDS)
         hub.close()
-    if hub.cause is None and not processes.failed() and hub.result is not None:
+    if hub.cause is None and not _failed(processes) and hub.result is not None:
         return hub.result
-    rank = next((rank for rank, process in enumerate(processes.ranks) if process.exitcode), 0)
-    return _show(hub.cause or Failure(rank, "died", _exit_text(processes.ranks[rank].exitcode), time.time()))
+    rank = next((rank for rank, process in enumerate(processes) if process.exitcode), 0)
+    return _show(hub.cause or Failure(rank, "died", _exit_text(processes[rank].exitcode), time.time()))
 
 
 def join(worker: Worker, args: tuple[Any, ...], world: World, options: GroupOptions = GroupOptions()) -> int:
@@ -231,42 +234,24 @@ def _show(failure: Failure) -> int:
     return 1
 
 
-class _Processes:
-    """The processes of the local ranks."""
+def _failed(processes: Sequence[BaseProcess]) -> dict[int, str]:
+    """Return how each process that has failed so far ended, by its id."""
+    return {process.pid: _exit_text(process.exitcode) for process in processes if process.exitcode and process.pid}
 
-    def __init__(self) -> None:
-        self.ranks: list[BaseProcess] = []
 
-    def start(self, *args: Any) -> None:
-        """Start a process that calls `_local_rank` with these arguments."""
-        process = multiprocessing.get_context("spawn").Process(target=_local_rank, args=args)
-        process.start()
-        self.ranks.append(process)
+def _end_of(processes: Sequence[BaseProcess], pid: int) -> str:
+    """Return how a process ended whose sockets were just closed."""
+    process = next((process for process in processes if process.pid == pid), None)
+    if process is None:
+        return _exit_text(None)
+    process.join(SETTLE_SECONDS)
+    return _exit_text(process.exitcode)
 
-    def are_running(self) -> bool:
-        return any(process.exitcode is None for process in self.ranks)
 
-    def failed(self) -> dict[int, str]:
-        """Return how each process that has failed so far ended, by its id."""
-        return {process.pid: _exit_text(process.exitcode) for process in self.ranks if process.exitcode and process.pid}
-
-    def end_of(self, pid: int) -> str:
-        """Return how a process ended whose sockets were just closed."""
-        process = next((process for process in self.ranks if process.pid == pid), None)
-        if process is None:
-            return _exit_text(None)
-        process.join(SETTLE_SECONDS)
-        return _exit_text(process.exitcode)
-
-    def kill(self) -> None:
-        """Kill the processes that still run."""
-        for process in self.ranks:
-            process.kill()
-
-    def join(self) -> None:
-        """Wait until killed processes are gone, and with them their locks and the memory of their devices."""
-        for process in self.ranks:
-            process.join(10 * SETTLE_SECONDS)
+def _kill(processes: Sequence[BaseProcess]) -> None:
+    """Kill the processes that still run."""
+    for process in processes:
+        process.kill()
 
 
 def _exit_text(status: int | None) -> str:
@@ -306,7 +291,7 @@ def stop_signals(ask: Callable[[signal.Signals], object], end: Callable[[], obje
 
 
 @contextlib.contextmanager
-def _passing_signals_on(hub: Hub, processes: _Processes) -> Iterator[None]:
+def _passing_signals_on(hub: Hub, processes: Sequence[BaseProcess]) -> Iterator[None]:
     """Forward the first SIGTERM or SIGINT to the ranks as a request to stop; kill the ranks at the second.
 
     The signals are blocked in this thread, and therefore in the ranks from their start until they have handlers; the hub's thread receives
@@ -316,7 +301,7 @@ def _passing_signals_on(hub: Hub, processes: _Processes) -> Iterator[None]:
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
 
     def end() -> None:
-        processes.kill()
+        _kill(processes)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     with stop_signals(hub.stop, end):
