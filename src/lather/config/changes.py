@@ -72,8 +72,7 @@ def class_of(key: str) -> str:
 
 def values_of(config: Config) -> dict[str, Any]:
     """Flatten the configuration to dotted keys and JSON values."""
-    values: dict[str, Any] = json.loads(json.dumps(_flat(asdict(config))))
-    return values
+    return json.loads(json.dumps(_flat(asdict(config))))
 
 
 def differences(before: Values, after: Values) -> dict[str, Change]:

@@ -258,5 +258,4 @@ def prepare_experts(model: RoutedModel, config: MoEConfig, data_group: dist.Proc
 def document_boundaries(begins_BS: Bool[Tensor, "b s"]) -> Int[Tensor, " n"]:
     """Return the boundaries of documents among the B * S tokens: 0, the first token of each document, B * S."""
     edges = torch.tensor([0, begins_BS.numel()], device=begins_BS.device)
-    boundaries: Tensor = torch.cat((edges, begins_BS.flatten().nonzero().flatten())).unique()
-    return boundaries
+    return torch.cat((edges, begins_BS.flatten().nonzero().flatten())).unique()

@@ -24,8 +24,7 @@ def run(chunk: Generator[None, None, F]) -> F:
         try:
             next(chunk)
         except StopIteration as end:
-            result: F = end.value
-            return result
+            return end.value
 
 
 def run_both(forward: Generator[None, None, F], backward: Generator[None, None, B]) -> tuple[F, B]:

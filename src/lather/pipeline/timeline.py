@@ -97,8 +97,7 @@ class TimelineRecorder(Recorder):
         return event
 
     def _seconds(self, moment: Moment) -> float:
-        seconds: float = moment - self._origin if isinstance(moment, float) else self._origin.elapsed_time(moment) / 1000
-        return seconds
+        return moment - self._origin if isinstance(moment, float) else self._origin.elapsed_time(moment) / 1000
 
 
 def append_timeline(path: Path, step: int, events: Iterable[Event]) -> None:

@@ -123,8 +123,7 @@ def smoothed(values: Array) -> Array:
 
 
 def _tricube(distances: Array, reach: int) -> Array:
-    weights: Array = (1 - (np.abs(distances) / (reach + 1)) ** 3) ** 3
-    return weights
+    return (1 - (np.abs(distances) / (reach + 1)) ** 3) ** 3
 
 
 def _draw_time(axes: Axes, runs: Sequence[Curves]) -> None:

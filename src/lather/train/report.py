@@ -80,8 +80,7 @@ def report_data(run_dir: Path, notes: list[str]) -> dict[str, Any]:
         ],
         "machine": _part(notes, run_dir / "provenance.json", machine, []),
     }
-    finite: dict[str, Any] = json.loads(json.dumps(data), parse_constant=lambda _: None)
-    return finite
+    return json.loads(json.dumps(data), parse_constant=lambda _: None)
 
 
 def tiles(rows: Sequence[dict[str, Any]], planned: int | None) -> list[list[str]]:

@@ -32,8 +32,7 @@ def weighted_combine(rows: Float[Tensor, "g d"], row_TK: Int[Tensor, "t k"], wei
     validate(rows, row_TK, weights_TK)
     check_range(row_TK, -1, len(rows), "row_TK")
     run(reference.check_distinct, row_TK, len(rows))
-    out: Tensor = _Combine.apply(rows, row_TK, weights_TK)  # type: ignore[no-untyped-call]
-    return out
+    return _Combine.apply(rows, row_TK, weights_TK)  # type: ignore[no-untyped-call]
 
 
 @torch.no_grad()

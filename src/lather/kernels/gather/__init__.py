@@ -46,8 +46,7 @@ def padded_index_gather(x: Float[Tensor, "n d"], index: Int[Tensor, " g"], pad_t
     """
     validate(x, index, pad_to_multiple)
     check_range(index, -1, len(x), "index")
-    rows: Tensor = _Gather.apply(x, index, -(-len(index) // pad_to_multiple) * pad_to_multiple)  # type: ignore[no-untyped-call]
-    return rows
+    return _Gather.apply(x, index, -(-len(index) // pad_to_multiple) * pad_to_multiple)  # type: ignore[no-untyped-call]
 
 
 def validate(x: Tensor, index: Tensor, pad_to_multiple: int) -> None:

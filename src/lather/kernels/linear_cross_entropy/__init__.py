@@ -80,8 +80,7 @@ def linear_cross_entropy(
         raise ValueError(f"tile={tile} is not valid: give two numbers >= 1, tokens and columns of the vocabulary")
     labels_T = flat_labels(labels, len(weight), ignore_index)
     plan = _ProductPlan(dtype, is_gpu(x), tile or (gpu_tile(labels_T.numel()) if is_gpu(x) else CPU_TILE), z_loss, normalizer)
-    loss: Tensor = _LinearCrossEntropy.apply(x, weight, labels_T, plan)  # type: ignore[no-untyped-call]
-    return loss
+    return _LinearCrossEntropy.apply(x, weight, labels_T, plan)  # type: ignore[no-untyped-call]
 
 
 def gpu_tile(num_tokens: int) -> tuple[int, int]:

@@ -29,8 +29,7 @@ def rms_norm(x: Float[Tensor, "*rows d"], weight: Float[Tensor, " d"], eps: floa
     It can be differentiated once. Raises ValueError for shapes that do not match, TypeError for a dtype that is not floating point.
     """
     validate(x, weight)
-    y: Tensor = _RMSNormFunction.apply(x, weight, eps)  # type: ignore[no-untyped-call]
-    return y
+    return _RMSNormFunction.apply(x, weight, eps)  # type: ignore[no-untyped-call]
 
 
 class _RMSNormFunction(torch.autograd.Function):

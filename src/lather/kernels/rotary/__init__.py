@@ -31,8 +31,7 @@ def rotate(
     if torch.compiler.is_compiling():  # the compiler fuses the reference with the operations around it
         return reference.turn(x_BSHR, cos_BSP, sin_BSP, halves=halves)
     validate(x_BSHR, cos_BSP, sin_BSP)
-    y: Tensor = _Turn.apply(x_BSHR, cos_BSP, sin_BSP, halves)  # type: ignore[no-untyped-call]
-    return y
+    return _Turn.apply(x_BSHR, cos_BSP, sin_BSP, halves)  # type: ignore[no-untyped-call]
 
 
 rotate_pairs = functools.partial(rotate, halves=False)

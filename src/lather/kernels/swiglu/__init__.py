@@ -34,8 +34,7 @@ def swiglu(gate_up: Float[Tensor, "*rows f2"], gate: Gate = SWIGLU) -> Float[Ten
     It can be differentiated once; autograd keeps only `gate_up`. Raises ValueError for an odd last dim, TypeError for a dtype that is not
     floating point.
     """
-    h: Tensor = _Gated.apply(gate_up, gate)  # type: ignore[no-untyped-call]
-    return h
+    return _Gated.apply(gate_up, gate)  # type: ignore[no-untyped-call]
 
 
 @torch.no_grad()

@@ -193,8 +193,7 @@ class Chunk:
             state[NORM] = norms(w)
         r = column(state[NORM], u)
         new = w - lr * (u * (r / column(norms(u), u).clamp_min(1e-30)).where(r > 0, 1.0))
-        scaled: Tensor = new * (r / column(norms(new), new).clamp_min(1e-30)).where(r > 0, 1.0)
-        return scaled
+        return new * (r / column(norms(new), new).clamp_min(1e-30)).where(r > 0, 1.0)
 
     def _apply(self, u: Tensor) -> None:
         """Set W = (1 - decay) W - lr U for weights on this rank, and copy other updates to where they are sent from."""
@@ -250,8 +249,7 @@ def matmul_precision(precision: str) -> Iterator[None]:
 
 def norms(x: Tensor) -> Tensor:
     """Return the Frobenius norm of each matrix of x (B, ...), (B,)."""
-    found: Tensor = torch.linalg.vector_norm(x.flatten(1), dim=1)
-    return found
+    return torch.linalg.vector_norm(x.flatten(1), dim=1)
 
 
 def index_on(rows: Sequence[int], device: torch.device) -> Tensor:

@@ -78,8 +78,7 @@ def get_eigenbasis_svd(k: Float[Tensor, "b n n"]) -> Float[Tensor, "b n n"]:
 
     It is slower than `get_eigenbasis_eigh`, but the vectors are orthonormal up to rounding even in the null space of a rank-deficient `k`.
     """
-    u: Tensor = torch.linalg.svd(k).U
-    return u
+    return torch.linalg.svd(k).U
 
 
 def get_eigenbasis_qr(
@@ -129,8 +128,7 @@ def _is_hard(rows: Tensor, w: Tensor) -> Tensor:
     """Return which matrices (B,) are refreshed by QR without trying Cholesky-QR (`MIN_TURN`), from the rows of Q^T K and their products w
     with those of Q^T."""
     cosines = w / torch.linalg.vector_norm(rows, dim=-1)
-    is_hard: Tensor = ~(cosines.log10().mean(-1) > math.log10(MIN_TURN))  # also true for NaN
-    return is_hard
+    return ~(cosines.log10().mean(-1) > math.log10(MIN_TURN))  # also true for NaN
 
 
 def _orthonormal_rows(rows: Tensor, method: str, by_qr: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -164,8 +162,7 @@ def is_still_diagonal(k: Float[Tensor, "b n n"], q: Float[Tensor, "b n n"], tole
     """Return which matrices need no refresh: |diag(Q^T K Q)| >= (1 - tolerance) |Q^T K Q|, in the Frobenius norm."""
     rotated = q.mT @ k @ q
     diagonal = rotated.diagonal(dim1=-2, dim2=-1)
-    still: Tensor = torch.linalg.vector_norm(diagonal, dim=-1) >= (1 - tolerance) * torch.linalg.matrix_norm(rotated)
-    return still
+    return torch.linalg.vector_norm(diagonal, dim=-1) >= (1 - tolerance) * torch.linalg.matrix_norm(rotated)
 
 
 def update_eigenbasis_and_momentum(  # noqa: PLR0913 - one dim of a batch, in the paper's letters

@@ -115,5 +115,4 @@ def update_scale(shape: Sequence[int], scale: str | float) -> float:
 def with_norm_of(x: Tensor, y: Tensor) -> Tensor:
     """Scale each matrix of y (B, m, n) to the Frobenius norm of the matrix in x; a matrix of zeros stays zero."""
     norm, own = (torch.linalg.matrix_norm(one, keepdim=True) for one in (x, y))
-    scaled: Tensor = y * (norm / own.clamp_min(1e-30))
-    return scaled
+    return y * (norm / own.clamp_min(1e-30))

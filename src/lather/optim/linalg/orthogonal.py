@@ -145,5 +145,4 @@ def _inverse_cholesky(gram: Tensor, eye: Tensor) -> Tensor:
 
 def _inverse(lower: Tensor, eye: Tensor) -> Tensor:
     width = lower.shape[-1]
-    inverse: Tensor = torch.linalg.solve_triangular(lower, eye[:width, :width].expand_as(lower), upper=False)
-    return inverse
+    return torch.linalg.solve_triangular(lower, eye[:width, :width].expand_as(lower), upper=False)

@@ -155,8 +155,7 @@ def local(x: Tensor) -> Tensor:
     if not is_dtensor(x):
         return x.detach()
     with torch.no_grad():  # `x.detach()` first would cost a dispatch through DTensor
-        part: Tensor = x.to_local()
-        return part
+        return x.to_local()
 
 
 def local_grad(p: Tensor) -> Tensor:
