@@ -147,8 +147,14 @@ def _take(lock: int, aside: Path, target: Path) -> None:
         shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
 
 
-def write_json(file: Path, content: Mapping[str, Any]) -> None:
-    file.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
+def write_json(file: Path, content: Mapping[str, Any], indent: int = 2) -> None:
+    file.write_text(json.dumps(content, indent=indent) + "\n", "utf-8")
+
+
+def write_numbers(out: Path, content: Mapping[str, Any]) -> None:
+    """Write the file that `--json` names. Raises UserError if it cannot be written."""
+    with whole_file(out, "--json") as aside:
+        write_json(aside, content, indent=1)
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ from matplotlib.image import imread
 from rich.console import Console
 
 from lather.errors import UserError
+from lather.files import write_numbers
 from lather.memory import profile_report as report
 from lather.memory.profile import SEGMENTS, Kind, SavedStorage, SavedTensors
 from memory.written_profile import from_json
@@ -68,7 +69,7 @@ def printed(show: Callable[[Console], None]) -> list[list[str]]:
 
 
 def test_json_gives_the_profile_back(tmp_path: Path) -> None:
-    report.write_json(report.to_json(example()), tmp_path / "out.json")
+    write_numbers(tmp_path / "out.json", report.to_json(example()))
     document = json.loads((tmp_path / "out.json").read_text())
     assert from_json(document) == example()
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
@@ -104,13 +105,13 @@ def test_a_file_that_fails_leaves_the_old_one_and_nothing_else(error: Exception,
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("out.png", "old")]
     (tmp_path / "out.json").mkdir()
     with pytest.raises(UserError, match=r"out\.json: cannot be written"):
-        report.write_json({}, tmp_path / "out.json")
+        write_numbers(tmp_path / "out.json", {})
     assert {path.name for path in tmp_path.iterdir()} == {"out.png", "out.json"}
 
 
 def test_files_that_cannot_be_written_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"absent/out\.json: cannot be written .*: give another --json"):
-        report.write_json({}, tmp_path / "absent" / "out.json")
+        write_numbers(tmp_path / "absent" / "out.json", {})
     with pytest.raises(UserError, match=r"absent/out\.png: cannot be written .*: give another --out"):
         report.draw(example(), "title", tmp_path / "absent" / "out.png")
 

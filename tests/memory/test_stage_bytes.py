@@ -7,17 +7,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from planned_configs import SIZES, config_of
 
 from lather.config.config import Config
 from lather.errors import ConfigError
-from lather.models.families import FAMILIES
+from lather.memory.block_samples import block_kinds
+from lather.models.families import FAMILIES, build_model
 from lather.pipeline.partition import uniform
 from lather.planning.dry_run import BUILDING, RankRun
 from lather.planning.ledger import KINDS, Mark, MemoryTimeline
 from lather.planning.plan import MemoryPlan, plan
 from lather.planning.plan_report import describe_partition, to_json
-from lather.planning.stage_bytes import _kinds_of, _rank_peaks, _Sample, _samples, memory_partition, phase_peaks
+from lather.planning.stage_bytes import _rank_peaks, _Sample, _samples, memory_partition, phase_peaks
 from lather.planning.workers import Assumed
 
 LAYERS = 6
@@ -68,22 +70,21 @@ def test_nothing_is_searched_where_there_is_nothing_to_choose() -> None:
 
 def test_too_few_layers_of_a_kind_are_refused_before_anything_is_run() -> None:
     with pytest.raises(ConfigError, match=r"needs three layers of one kind .* 5 layers of 3 kinds have at most 2: set .*'uniform'"):
-        _samples((0, 0, 1, 1, 2), position=0, pp=2)
+        _samples(([0, 1], [2, 3], [4]), position=0, pp=2)
 
 
 # --- from made-up bytes -----------------------------------------------------------------------------------------------------------------
 
 
 def test_kinds_are_told_by_what_blocks_are_made_of() -> None:
-    config = config_of("adamw")
     dense = FAMILIES["qwen3_moe"].config(**SIZES | {"num_hidden_layers": 6, "mlp_only_layers": (1, 4)})
-    assert _kinds_of(replace(config, model=dense)) == (0, 1, 0, 0, 1, 0)
+    assert block_kinds(build_model(dense, None, torch.device("meta")).layers) == [[0, 2, 3, 5], [1, 4]]
     sliding = FAMILIES["gpt_oss"].config(num_hidden_layers=5)
-    assert _kinds_of(replace(config, model=sliding)) == (0, 1, 0, 1, 0)
+    assert block_kinds(build_model(sliding, None, torch.device("meta")).layers) == [[0, 2, 4], [1, 3]]
 
 
 def test_samples_have_a_layer_in_each_stage_and_one_more() -> None:
-    samples = _samples((1, 0, 0, 0), position=1, pp=3)
+    samples = _samples(([1, 2, 3], [0]), position=1, pp=3)
     base = ((), (1,), (), (), (2,), ())
     assert samples[0] == _Sample(1, base)
     assert {sample.added: (sample.layers[1], sample.layers[4]) for sample in samples[1:]} == {
@@ -97,22 +98,22 @@ def test_samples_have_a_layer_in_each_stage_and_one_more() -> None:
 def test_sums_over_layers_give_back_every_sample() -> None:
     """The bytes are made of 10 for the rank, 1 and 2 for a layer of kinds 0 and 1 in the first stage, 3 and 5 for one in the second."""
     kinds = (0, 0, 0, 1)
-    samples = _samples(kinds, position=0, pp=1)
+    samples = _samples(([0, 1, 2], [3]), position=0, pp=1)
     adds = ({0: 1, 1: 2}, {0: 3, 1: 5})
     found = {
         sample: {"step: F": 10 + sum(adds[stage][kinds[layer]] for stage in (0, 1) for layer in sample.layers[stage]), "step: less": 4}
         for sample in samples
     }
-    peaks = _rank_peaks(kinds, found)
+    peaks = _rank_peaks(([0, 1, 2], [3]), found)
     assert peaks.base.tolist() == [10.0]
     assert peaks.first.tolist() == [[1.0, 1.0, 1.0, 2.0]]
     assert peaks.second.tolist() == [[3.0, 3.0, 3.0, 5.0]]
 
 
 def test_a_phase_is_kept_if_some_number_of_layers_makes_it_the_largest() -> None:
-    samples = _samples((0, 0, 0), position=0, pp=1)
+    samples = _samples(([0, 1, 2],), position=0, pp=1)
     grows = {sample: {"grows": sum(map(len, sample.layers)), "is large": 5, "is as large": 5, "is small": 1} for sample in samples}
-    peaks = _rank_peaks((0, 0, 0), grows)
+    peaks = _rank_peaks(([0, 1, 2],), grows)
     assert sorted(zip(peaks.base.tolist(), peaks.first[:, 0].tolist(), strict=True)) == [(0.0, 1.0), (5.0, 0.0)]
 
 

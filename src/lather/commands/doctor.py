@@ -19,8 +19,7 @@ from lather.doctor.checks import CHECKS, Finding, check_links
 from lather.doctor.facts import RankFacts, find_facts, probe_file
 from lather.doctor.links import clock_offsets, measure_links
 from lather.engine.step import pick_device
-from lather.files import nearest_folder
-from lather.memory.profile_report import write_json
+from lather.files import nearest_folder, write_numbers
 from lather.parallel.launch.start import GroupOptions, run_ranks, take_nproc
 from lather.parallel.launch.world import World
 
@@ -61,7 +60,7 @@ def examine(parsed: DoctorArguments, world: World) -> int:
     if world.rank == 0:
         if parsed.json:
             lists: dict[str, Sequence[Any]] = {"findings": findings, "ranks": facts, "links": links}
-            write_json({name: [asdict(one) for one in several] for name, several in lists.items()}, parsed.json)
+            write_numbers(parsed.json, {name: [asdict(one) for one in several] for name, several in lists.items()})
         show(findings, world.size, wide_console(80))
     return int(any(finding.verdict == "wrong" for finding in findings))
 

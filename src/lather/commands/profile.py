@@ -24,6 +24,7 @@ from lather.console import wide_console
 from lather.engine.engine import build_model, document_boundaries, schedule_for
 from lather.engine.step import pick_device
 from lather.errors import UserError
+from lather.files import write_numbers
 from lather.memory import profile_report as report
 from lather.memory import rank_peaks as ranks
 from lather.memory.block_samples import SampledBlocks, keep_two_of_each, materialize
@@ -104,8 +105,7 @@ def build(config: Config, layers: Literal["auto", "all", "distinct"]) -> tuple[D
     """Build the model; or, with random weights, a model with two blocks of each kind, and the record of the blocks that were left out."""
     device = pick_device(config.train.device)
     if layers != "all":
-        with torch.device("meta"):
-            model = build_model(config, torch.device("meta"))
+        model = build_model(config, torch.device("meta"))
         if layers == "distinct" or sum(p.numel() for p in model.parameters()) > MOST_PARAMETERS:
             cut = keep_two_of_each(model)
             materialize(model, device, torch.Generator().manual_seed(config.seed))
@@ -176,7 +176,7 @@ def write(found: ProfileFound, name: str) -> None:
     """Write the JSON file and the picture; `name` is that of the configuration."""
     parsed = found.parsed
     if parsed.json:
-        report.write_json(_document(found), parsed.json)
+        write_numbers(parsed.json, _document(found))
     if parsed.out:
         title, batch = f"{name}: kept for backward", _batch(parsed.config)
         if parsed.compare:

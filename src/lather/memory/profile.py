@@ -130,11 +130,9 @@ class SavedTensors:
 
     def layers(self) -> tuple[str, ...]:
         """Return the layers in the order in which they first saved a tensor, numbered ones by number."""
-        seen = list(dict.fromkeys(one.layer for one in self.storages))
-        first: dict[str, int] = {}
-        for index, layer in enumerate(seen):
-            first.setdefault(layer.rstrip("0123456789"), index)
-        return tuple(sorted(seen, key=lambda layer: (first[layer.rstrip("0123456789")], len(layer), layer)))
+        seen = dict.fromkeys(one.layer for one in self.storages)
+        stems = list(dict.fromkeys(layer.rstrip("0123456789") for layer in seen))
+        return tuple(sorted(seen, key=lambda layer: (stems.index(layer.rstrip("0123456789")), len(layer), layer)))
 
     def segments(self) -> tuple[str, ...]:
         """Return the segments in the order of a forward pass."""

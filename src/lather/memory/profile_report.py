@@ -6,7 +6,6 @@ Layers that keep the same are shown once. Sizes per token are of activations onl
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
@@ -46,12 +45,6 @@ def to_json(profile: SavedTensors) -> dict[str, Any]:
 def _layer_json(profile: SavedTensors, layer: str) -> dict[str, Any]:
     segments = {segment: size for segment, size in profile.by_segment(layer).items() if size}
     return {"bytes": profile.by_kind(layer), "activation_bytes_per_segment": segments}
-
-
-def write_json(document: Mapping[str, Any], out: Path) -> None:
-    """Write the file atomically. Raises UserError if it cannot be written."""
-    with whole_file(out, "--json") as aside:
-        aside.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
 
 
 # --- alike layers -------------------------------------------------------------------------------------------------------------------

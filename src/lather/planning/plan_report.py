@@ -10,7 +10,8 @@ from typing import Any
 from rich.console import Console
 
 from lather.console import titled_table
-from lather.memory.profile_report import first_to_last, unit_of, write_json
+from lather.files import write_numbers
+from lather.memory.profile_report import first_to_last, unit_of
 from lather.pipeline.partition import SLACK, Partition
 from lather.planning.advice import EXCHANGE, FLOPS, LINK, Advice, Setting, as_options
 from lather.planning.dry_run import RankRun
@@ -102,7 +103,7 @@ def early_weight_gradients(plan: MemoryPlan) -> str:
 
 def write(plan: MemoryPlan, arguments: Sequence[str], out: Path) -> None:
     """Write all numbers as JSON, with the arguments of the command that planned. Raises UserError if the file cannot be written."""
-    write_json({"lather": describe_version(), "arguments": list(arguments), **to_json(plan)}, out)
+    write_numbers(out, {"lather": describe_version(), "arguments": list(arguments), **to_json(plan)})
 
 
 def to_json(plan: MemoryPlan) -> dict[str, Any]:

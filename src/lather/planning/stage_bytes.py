@@ -37,7 +37,7 @@ def memory_partition(config: Config, world_size: int, assumed: Assumed) -> Parti
     pp = config.parallel.pp
     if config.parallel.partition != "memory" or pp == 1 or config.model.num_hidden_layers == 2 * pp:
         return None
-    kinds = _kinds_of(config)
+    kinds = sorted(block_kinds(build_model(config.model, None, torch.device("meta")).layers), key=len, reverse=True)
     samples = [sample for position in range(pp) for sample in _samples(kinds, position, pp)]
     run = partial(_phase_peaks, config, world_size, assumed)
     with worker_processes() as pool:
@@ -57,30 +57,21 @@ class _Sample:
     """Kind of the layer that this run has in addition to the base run, and its stage (0 or 1 of the rank); None: the base run."""
 
 
-def _kinds_of(config: Config) -> tuple[int, ...]:
-    """Return the kind of each layer; the most common one is 0."""
-    groups = sorted(block_kinds(build_model(config.model, None, torch.device("meta")).layers), key=len, reverse=True)
-    return tuple(next(kind for kind, group in enumerate(groups) if layer in group) for layer in range(config.model.num_hidden_layers))
-
-
-def _samples(kinds: Sequence[int], position: int, pp: int) -> list[_Sample]:
-    """Return the dry runs of a position; layers are taken from anywhere in the model. Raises ConfigError unless three layers are of one
-    kind."""
-    of_kind: defaultdict[int, list[int]] = defaultdict(list)
-    for layer, kind in enumerate(kinds):
-        of_kind[kind].append(layer)
-    if len(of_kind[0]) < 3:
+def _samples(kinds: Sequence[Sequence[int]], position: int, pp: int) -> list[_Sample]:
+    """Return the dry runs of a position, with layers from anywhere in the model; `kinds` has the layers of each kind, the most common kind
+    first. Raises ConfigError unless three layers are of one kind."""
+    if len(kinds[0]) < 3:
         raise ConfigError(
-            f"parallel.partition = 'memory' is not valid: it needs three layers of one kind to measure, and {len(kinds)} layers of "
-            f"{len(of_kind)} kinds have at most {len(of_kind[0])}: set parallel.partition = 'uniform'"
+            "parallel.partition = 'memory' is not valid: it needs three layers of one kind to measure, and "
+            f"{sum(map(len, kinds))} layers of {len(kinds)} kinds have at most {len(kinds[0])}: set parallel.partition = 'uniform'"
         )
 
     def layers(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
         return tuple({position: first, 2 * pp - 1 - position: second}.get(stage, ()) for stage in range(2 * pp))
 
-    a, b, third = of_kind[0][:3]
+    a, b, third = kinds[0][:3]
     samples = [_Sample(position, layers((a,), (b,)))]
-    for kind, some in of_kind.items():
+    for kind, some in enumerate(kinds):
         more = third if kind == 0 else some[0]
         samples.append(_Sample(position, layers((a, more), (b,)), (kind, 0)))
         samples.append(_Sample(position, layers((a,), (b, more)), (kind, 1)))
@@ -104,7 +95,7 @@ def phase_peaks(run: RankRun) -> Phases:
     return dict(found)
 
 
-def _rank_peaks(kinds: Sequence[int], samples: Mapping[_Sample, Phases]) -> RankPeaks:
+def _rank_peaks(kinds: Sequence[Sequence[int]], samples: Mapping[_Sample, Phases]) -> RankPeaks:
     """Combine the samples of a rank, without phases that can never be its largest."""
     shared = set.intersection(*(set(phases) for phases in samples.values()))
     names = sorted(shared)
@@ -114,7 +105,8 @@ def _rank_peaks(kinds: Sequence[int], samples: Mapping[_Sample, Phases]) -> Rank
     base = least - adds[0, 0] - adds[0, 1]
     columns = np.stack([base, *adds.values()])
     kept = [i for i in range(len(names)) if not _is_dominated(columns, i)]
-    first, second = (np.stack([adds[kind, stage] for kind in kinds], axis=1) for stage in (0, 1))
+    kind_of = {layer: kind for kind, layers in enumerate(kinds) for layer in layers}
+    first, second = (np.stack([adds[kind_of[layer], stage] for layer in range(len(kind_of))], axis=1) for stage in (0, 1))
     return RankPeaks(base[kept], first[kept], second[kept])
 
 
