@@ -28,6 +28,7 @@ from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 
 from lather.kernels.linear_cross_entropy import linear_cross_entropy
 from lather.models.deepseek_v2 import DeepseekV2Config
+from lather.models.lora import LoraConfig
 from lather.models.moe import LOCAL_EXCHANGE, Exchange
 from lather.models.saving.weight_gradients import WeightGradients, defer_weight_gradients
 from lather.models.token_positions import SequenceLayout
@@ -104,7 +105,7 @@ def make_part(case: PipelineCase, mesh: Mesh, memory: str) -> ModelPart:
     stages = dualpipev(mesh.pp, 2 * mesh.pp)
     layers = stages_of(uniform(case.model.num_hidden_layers, stages.num_stages))
     share = PartLayers(layers, stages.stages_of(mesh.pp_rank), mesh.ep_rank, mesh.ep)
-    part = fresh_part(case.model, share, torch.Generator().manual_seed(SEED), mesh.device).to(case.dtype)
+    part = fresh_part(case.model, share, torch.Generator().manual_seed(SEED), mesh.device, torch.float32, LoraConfig()).to(case.dtype)
     part.set_memory(memory)
     return part
 

@@ -173,7 +173,7 @@ def make_pair(case: Case, seed: int = 0, mesh: Mesh | None = None) -> Pair:
         rounded_weights=case.rounded_weights,  # type: ignore[arg-type]
     )
     frees = Frees(enabled=case.frees, poison=case.poison)
-    engine = Engine(part, mesh, schedule, loop, moe, frees=frees)
+    engine = Engine(part, mesh, schedule, loop, moe, frees)
     if not case.defer:
         defer_weight_gradients(engine.part, None)
     for router in plain.routers():

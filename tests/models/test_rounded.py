@@ -19,6 +19,7 @@ from lather.models.saving.rounded_weights import RoundedWeights, rounded, to_rou
 from lather.parallel.mesh import Mesh
 from lather.pipeline.model_part import PartLayers, empty_part, fill
 from lather.pipeline.schedule import sequential
+from lather.pipeline.tape import Frees
 from lather.torch_private import TorchDispatchMode
 from models.tiny import random_normal, random_tokens, tiny_family_config, tiny_family_model
 
@@ -45,7 +46,7 @@ def engine_of(family: str, keep: str, *, recompute: tuple[Any, ...] = (), lora: 
             nn.init.normal_(p, std=0.1, generator=torch.Generator().manual_seed(2))
         p.requires_grad_(lora is None or name.endswith((".A", ".B")))
     loop = LoopConfig(batch_size=4, sequence_length=6, precision="bf16", rounded_weights=keep, recompute=recompute)  # type: ignore[arg-type]
-    return Engine(part, Mesh.single(torch.device("cpu")), sequential(4), loop, MoEConfig(balance_coefficient=0.0))
+    return Engine(part, Mesh.single(torch.device("cpu")), sequential(4), loop, MoEConfig(balance_coefficient=0.0), Frees())
 
 
 def step(engine: Engine, seed: int) -> list[Tensor | float]:

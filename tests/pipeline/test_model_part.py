@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lather.memory.live_bytes import PeakBytes
 from lather.models.decoder import Decoder
 from lather.models.families import ModelConfig, build_model
+from lather.models.lora import LoraConfig
 from lather.models.token_positions import SequenceLayout
 from lather.pipeline import overlap
 from lather.pipeline.model_part import ModelPart, PartLayers, Stage, empty_part, fill, fresh_part
@@ -54,7 +55,7 @@ def test_fresh_parts_together_are_the_model_of_one_process(family: str, tied: bo
     whole = {name: p.detach() for name, p in build_model(config, generator()).named_parameters()}
     seen: dict[str, list[Tensor]] = {}
     for share in shares(5, pp, ep, v=v):
-        for name, p in fresh_part(config, share, generator(), CPU).named_parameters():
+        for name, p in fresh_part(config, share, generator(), CPU, torch.float32, LoraConfig()).named_parameters():
             assert p.requires_grad
             expected = whole[name].chunk(ep)[share.expert_rank] if is_expert(name) else whole[name]
             assert torch.equal(p, expected), name
@@ -68,7 +69,7 @@ def test_fresh_parts_together_are_the_model_of_one_process(family: str, tied: bo
 
 def test_tied_embeddings_are_one_parameter_on_the_rank_that_has_both_ends() -> None:
     config = config_of("deepseek_v2", tied=True)
-    first, second = (fresh_part(config, share, generator(), CPU) for share in shares(5, 2, 1))
+    first, second = (fresh_part(config, share, generator(), CPU, torch.float32, LoraConfig()) for share in shares(5, 2, 1))
     assert first.lm_head is not None
     assert first.embed_tokens is not None
     assert first.lm_head.weight is first.embed_tokens.weight
@@ -149,7 +150,14 @@ def test_the_experts_of_a_rank_are_neighbours() -> None:
 @pytest.mark.parametrize(("num_experts", "ranks"), [(6, 4), (5, 2), (2, 4)])
 def test_experts_that_cannot_be_divided_are_refused(num_experts: int, ranks: int) -> None:
     with pytest.raises(ValueError, match=rf"{num_experts} experts .* evenly among {ranks} ranks: use a divisor of {num_experts}"):
-        fresh_part(config_of("deepseek_v2", experts=num_experts), PartLayers((range(5),), (0,), 0, ranks), generator(), CPU)
+        fresh_part(
+            config_of("deepseek_v2", experts=num_experts),
+            PartLayers((range(5),), (0,), 0, ranks),
+            generator(),
+            CPU,
+            torch.float32,
+            LoraConfig(),
+        )
 
 
 def test_a_part_is_not_called() -> None:
@@ -163,7 +171,7 @@ def test_memory_is_the_part_s_and_one_whole_parameter_s(tied: bool) -> None:
     largest = max(p.numel() * 4 for p in build_model(config, None, META).parameters())
     for share in shares(5, 2, 2):
         with PeakBytes(count_meta=False) as peak:
-            part = fresh_part(config, share, generator(), CPU)
+            part = fresh_part(config, share, generator(), CPU, torch.float32, LoraConfig())
         own = sum(p.numel() * 4 for p in part.parameters())
         assert peak.now == own
         assert own < peak.bytes <= own + largest

@@ -33,6 +33,7 @@ from lather.models.deepseek_v2 import DeepseekV2Config, build_deepseek_v2
 from lather.optim import MatrixOptimizer
 from lather.parallel.mesh import Mesh
 from lather.pipeline.schedule import sequential
+from lather.pipeline.tape import Frees
 from models.tiny import whole_part
 
 FILE = "rank-00000.safetensors"
@@ -48,7 +49,8 @@ class Trainee:
             optim_config(name, **({"precondition_frequency": 2} if "soap" in name else {})), model.named_parameters()
         )
         loop, moe = LoopConfig(batch_size=4, sequence_length=16), MoEConfig(balance_coefficient=0.01)
-        self.step = TrainStep(Engine(whole_part(model), Mesh.single(torch.device("cpu")), sequential(1), loop, moe), self.optimizer, 1.0)
+        engine = Engine(whole_part(model), Mesh.single(torch.device("cpu")), sequential(1), loop, moe, Frees())
+        self.step = TrainStep(engine, self.optimizer, 1.0)
         self.state = TrainingState.of_model(model, self.optimizer)
 
     def train(self, *steps: int) -> "Trainee":

@@ -29,6 +29,7 @@ from lather.models.decoder import Decoder
 from lather.models.qwen3_moe import Qwen3MoeConfig
 from lather.parallel.mesh import Mesh
 from lather.pipeline.schedule import sequential
+from lather.pipeline.tape import Frees
 from lather.train.display import PlainDisplay
 from lather.train.loop import train
 from lather.train.metrics import load_per_expert
@@ -54,7 +55,7 @@ def step_of(model: Decoder, moe: MoEConfig, tokens_BS: Tensor, *, end: int | Non
 def train_step(model: Decoder, optimizer: torch.optim.Optimizer, moe: MoEConfig, length: int) -> TrainStep:
     """Make steps of two micro-batches of two sequences."""
     config = LoopConfig(batch_size=4, sequence_length=length)
-    return TrainStep(Engine(whole_part(model), Mesh.single(torch.device("cpu")), sequential(2), config, moe), optimizer, 0.0)
+    return TrainStep(Engine(whole_part(model), Mesh.single(torch.device("cpu")), sequential(2), config, moe, Frees()), optimizer, 0.0)
 
 
 def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-12) -> None:

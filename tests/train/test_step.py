@@ -26,6 +26,7 @@ from lather.optim import SOAP
 from lather.optim.rules import RULES
 from lather.parallel.mesh import Mesh
 from lather.pipeline.schedule import sequential
+from lather.pipeline.tape import Frees
 from models.tiny import whole_part
 
 MakeModel = Callable[..., Decoder]
@@ -38,7 +39,7 @@ SCHEDULES = ["constant", "linear", "cosine", "wsd"]
 def train_step(model: Decoder, optimizer: torch.optim.Optimizer, *, balance_coefficient: float = 0.0, **options: Any) -> TrainStep:
     config = LoopConfig(**{"batch_size": 4, "micro_batch_size": 4, "max_grad_norm": 0.0, "sequence_length": 16, **options})
     schedule = sequential(config.batch_size // config.micro_batch_size)
-    engine = Engine(whole_part(model), Mesh.single(CPU), schedule, config, MoEConfig(balance_coefficient=balance_coefficient))
+    engine = Engine(whole_part(model), Mesh.single(CPU), schedule, config, MoEConfig(balance_coefficient=balance_coefficient), Frees())
     return TrainStep(engine, optimizer, config.max_grad_norm)
 
 

@@ -72,8 +72,7 @@ class Engine:
         schedule: Schedule,
         loop: LoopConfig,
         moe: MoEConfig,
-        *,
-        frees: Frees | None = None,
+        frees: Frees,
         record: Recorder | None = None,
     ) -> None:
         """`moe`: with its coefficients resolved."""
@@ -89,7 +88,6 @@ class Engine:
         shape = (self.micro_batch_size, loop.sequence_length, part.hidden_size)
         narrow = torch.bfloat16 if loop.precision == "bf16" else None
         self._activation = Activation(shape, next(part.parameters()).dtype, mesh.device, travels_as=narrow)
-        frees = Frees() if frees is None else frees
         exchange = LOCAL_EXCHANGE
         if mesh.ep > 1:
             exchange = ExpertExchange(mesh.ep_group, part.num_experts, free_buffer=frees.free_buffer, sizes_group=mesh.sizes_group)
@@ -229,7 +227,7 @@ def build_engine(config: Config, mesh: Mesh, *, record: Recorder | None = None, 
     if config.train.compile:
         part.compile_parts()
     frees = Frees(poison=config.parallel.poison)
-    return Engine(part, mesh, schedule, config.train, config.resolved_moe(), frees=frees, record=record)
+    return Engine(part, mesh, schedule, config.train, config.resolved_moe(), frees, record)
 
 
 def schedule_for(parallel: ParallelConfig, num_micro_batches: int) -> Schedule:

@@ -139,17 +139,11 @@ def fill(part: ModelPart, weights: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def fresh_part(
-    config: ModelConfig,
-    share: PartLayers,
-    generator: torch.Generator,
-    device: torch.device,
-    dtype: torch.dtype = torch.float32,
-    lora: LoraConfig | None = None,
+    config: ModelConfig, share: PartLayers, generator: torch.Generator, device: torch.device, dtype: torch.dtype, lora: LoraConfig
 ) -> ModelPart:
     """Return the part with the random weights that one process would draw from `generator`, which has the same seed on every rank; wider
     dtypes get the same values. Adapters are drawn last, so that they do not change the other weights."""
     whole, empty = (build_model(config, None, torch.device("meta")) for _ in range(2))
-    lora = lora or LoraConfig()
     add_adapters(empty, lora)
     part = empty_part(empty, share, device, dtype)
     fill(part, whole.fresh_weights(config.initializer_range, generator))

@@ -37,7 +37,7 @@ from lather.models.saving.rounded_weights import RoundedWeights
 from lather.models.saving.weight_gradients import WeightGradients
 from lather.models.token_positions import SequenceLayout
 from lather.pipeline.model_part import Stage
-from lather.pipeline.tape import Cut, Frees, Outputs, inside
+from lather.pipeline.tape import Cut, Frees, MakeContext, Outputs, inside
 from lather.shapes import Float, Int
 
 RECOMPUTABLE = ("attention", "experts", "shared_experts")
@@ -269,12 +269,7 @@ class Segments:
         return out_BSD
 
     def _run(
-        self,
-        name: str,
-        function: Callable[..., Outputs],
-        *inputs: Tensor,
-        again: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        reads: Attended | None = None,
+        self, name: str, function: Callable[..., Outputs], *inputs: Tensor, again: MakeContext = nullcontext, reads: Attended | None = None
     ) -> tuple[Cut, Outputs]:
         """`again`: context of a second run; `reads`: the `Attended` whose normed rows are among the inputs, if any."""
         if self.autocast is not None:

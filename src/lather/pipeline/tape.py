@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 Outputs = tuple[Tensor, ...]
+MakeContext = Callable[[], AbstractContextManager[Any]]
 
 
 class Cut:
@@ -36,11 +37,7 @@ class Cut:
 
     @classmethod
     def run(
-        cls,
-        function: Callable[..., Outputs],
-        inputs: Sequence[Tensor],
-        *,
-        recompute: Callable[[], AbstractContextManager[Any]] | None = None,
+        cls, function: Callable[..., Outputs], inputs: Sequence[Tensor], *, recompute: MakeContext | None = None
     ) -> tuple[Cut, Outputs]:
         """Run `function(*inputs)`; return the cut and the detached outputs. Without grad mode nothing is kept.
 
@@ -88,7 +85,7 @@ class Cut:
         return [leaf.grad for leaf in leaves]
 
 
-def inside(context: Callable[[], AbstractContextManager[Any]], function: Callable[..., Outputs]) -> Callable[..., Outputs]:
+def inside(context: MakeContext, function: Callable[..., Outputs]) -> Callable[..., Outputs]:
     """Return the function wrapped in a context that is created for each call. (Around a generator's `yield` the context would stay open for
     other code that runs meanwhile.)"""
 

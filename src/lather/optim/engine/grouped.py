@@ -93,11 +93,15 @@ class GroupedOptimizer(torch.optim.Optimizer):
     def _current_roster(self) -> Roster:
         """Return the roster. If parameters or options have changed it is made again; an option that is now out of range raises
         ValueError."""
-        if self._roster is None or not self._roster.is_current(self.param_groups):
+        if self._roster is None or not self._is_unchanged(self._roster):
             roster = self._make_roster()
             self._sharding.plan(roster.params)
             self._roster = roster
         return self._roster
+
+    def _is_unchanged(self, roster: Roster) -> bool:
+        """Whether the parameter groups have not changed since the roster was made, except for learning rates, which are read again."""
+        raise NotImplementedError
 
     def _make_roster(self) -> Roster:
         groups, params, frozen = [], [], []

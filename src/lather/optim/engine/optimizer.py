@@ -10,6 +10,7 @@ refresh      refresh the bases that are due, for all other rules; with `async_re
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import MISSING
@@ -24,12 +25,13 @@ from lather.optim.engine.gradients import GradientNorms, are_zero, inspect_gradi
 from lather.optim.engine.pending import PendingRefreshes
 from lather.optim.engine.plan import Chunk, MemberRun, StepPlan, matmul_precision, runs_of
 from lather.optim.engine.refresh import DimRefresh, due_rows, refresh
-from lather.optim.engine.roster import ParamInfo
+from lather.optim.engine.roster import ParamInfo, Roster
 from lather.optim.engine.stateful import StatefulOptimizer
 from lather.optim.engine.streams import no_autocast, on_streams
 from lather.optim.options import Option, documentation_of, options_of, saveable
 from lather.optim.rule import NOBODY, RefreshingRule, Rule
 from lather.optim.sharded.gathered import Gathered
+from lather.optim.sharded.placement import local
 from lather.optim.sharded.sharding import OwnerExchange
 from lather.torch_private import disable_dynamo
 
@@ -151,7 +153,7 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
         if self._pending.waiting or self._pending.launched:
             self._pending.finish()
         roster = self._roster
-        if roster is None or not roster.is_current(self.param_groups):
+        if roster is None or not self._is_unchanged(roster):
             roster = self._current_roster()
         found = inspect_gradients(roster.params, self._sharding.group_of, norms)
         rates = [settings.lr for settings in roster.groups]
@@ -171,6 +173,22 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
         if found.num_bad:
             self._count("nonfinite_skipped", found.num_bad)
         return plan
+
+    def _make_roster(self) -> Roster:
+        roster = super()._make_roster()
+        roster.places = _places(roster.params)
+        return roster
+
+    def _is_unchanged(self, roster: Roster) -> bool:
+        if list(map(id, self.param_groups)) != roster.group_ids or _places(roster.params) != roster.places:
+            return False
+        for known in roster.groups:
+            if list(map(id, known.group["params"])) != known.ids or list(map(known.group.get, known.names)) != known.values:
+                return False
+            known.lr = float(known.group["lr"])
+            if not 0 <= known.lr < math.inf:
+                return False  # a new roster will raise
+        return not (roster.frozen and any(p.requires_grad or p.grad is not None for p in roster.frozen))
 
     def _make_plan(self, usable: list[ParamInfo], key: tuple[object, ...]) -> StepPlan:
         """Make the plan, and the state of parameters that have none. An error is raised before anything changes."""
@@ -293,3 +311,9 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
             if idle and run.bucket.has_experts:
                 marks = [idle[id(member.param)][number] for member in run.members for number in member.numbers]
                 run.idle = marks if any(marks) else []
+
+
+def _places(params: Sequence[ParamInfo]) -> list[Any]:
+    """Return the memory addresses and the strides of the parameters."""
+    places: list[Any] = [one.param.data_ptr() if one.spread is None else local(one.param).data_ptr() for one in params]
+    return places + [one.param.stride() for one in params]

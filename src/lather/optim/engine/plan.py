@@ -33,6 +33,9 @@ from lather.torch_private import foreach_add_, foreach_copy_, foreach_mul_
 if TYPE_CHECKING:
     from lather.optim.sharded.sharding import OwnerExchange
 
+States = Mapping[Tensor, Mapping[str, Tensor]]
+"""Parameter -> its state: `step`, and entries by name."""
+
 TEMPORARIES = 8
 """Temporary memory of an update per matrix, in matrices: the gradient, its projection, the update, and intermediate results."""
 
@@ -261,12 +264,7 @@ class StepPlan:
     """Everything that a step does; it is used for as long as steps do the same."""
 
     def __init__(
-        self,
-        params: Sequence[ParamInfo],
-        runs: list[MemberRun],
-        exchanges: list[OwnerExchange],
-        state: Mapping[Tensor, Mapping[str, Tensor]],
-        key: tuple[object, ...],
+        self, params: Sequence[ParamInfo], runs: list[MemberRun], exchanges: list[OwnerExchange], state: States, key: tuple[object, ...]
     ) -> None:
         """Make the plan for parameters whose state has been created.
 
@@ -292,7 +290,7 @@ class StepPlan:
         self.idle: dict[int, list[bool]] = {}
         """id of a parameter with experts -> for each expert, whether it got no token in this step."""
 
-    def holds(self, state: Mapping[Tensor, Mapping[str, Tensor]]) -> bool:
+    def holds(self, state: States) -> bool:
         """Whether the state still has the tensors for which the plan was made, with the step counts of the plan's last step."""
         found: list[Tensor] = []
         for p in self._params:

@@ -7,8 +7,7 @@ users may change them between steps; a roster is valid for as long as nothing bu
 from __future__ import annotations
 
 import difflib
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -20,7 +19,7 @@ from torch import Tensor
 from lather.optim.engine.matrix_layout import Layout
 from lather.optim.options import options_of
 from lather.optim.rule import RefreshingRule, Rule
-from lather.optim.sharded.placement import Spread, local
+from lather.optim.sharded.placement import Spread
 
 KNOWN_KEYS = {"params", "param_names", "name", "rule", "partition_dim"}
 KNOWN_KEYS |= {"initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"}
@@ -114,19 +113,9 @@ class Roster:
     def __init__(self, groups: list[GroupSettings], params: list[ParamInfo], frozen: list[Tensor]) -> None:
         """`frozen`: parameters that require no gradient and have no state; `params` does not contain them."""
         self.groups, self.params, self.frozen = groups, params, frozen
-        self._group_ids, self._places = [id(known.group) for known in groups], _places(params)
-
-    def is_current(self, groups: Sequence[dict[str, Any]]) -> bool:
-        """Whether the optimizer's groups and parameters have not changed, except for learning rates, which are read again."""
-        if list(map(id, groups)) != self._group_ids or _places(self.params) != self._places:
-            return False
-        for known in self.groups:
-            if list(map(id, known.group["params"])) != known.ids or list(map(known.group.get, known.names)) != known.values:
-                return False
-            known.lr = float(known.group["lr"])
-            if not 0 <= known.lr < math.inf:
-                return False  # a new roster will raise
-        return not (self.frozen and any(p.requires_grad or p.grad is not None for p in self.frozen))
+        self.group_ids = [id(known.group) for known in groups]
+        self.places: list[Any] = []
+        """Memory addresses and strides of the parameters, set by the optimizer."""
 
     @cached_property
     def _line(self) -> dict[int, tuple[float, float]]:
@@ -145,12 +134,6 @@ class Roster:
         refreshes cost about the same at every step: floor(x f) for a matrix that begins at the fraction x of the line, and f steps."""
         first, width = self._line[id(param)]
         return min(interval - 1, int((first + number * width) * interval + 1e-9))
-
-
-def _places(params: Sequence[ParamInfo]) -> list[Any]:
-    """Return the memory addresses and the strides of the parameters."""
-    places: list[Any] = [one.param.data_ptr() if one.spread is None else local(one.param).data_ptr() for one in params]
-    return places + [one.param.stride() for one in params]
 
 
 def group_options(given: Mapping[str, Any], rule: type[Rule], default: Rule) -> dict[str, Any]:
