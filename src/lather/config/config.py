@@ -15,7 +15,7 @@ from lather.errors import ConfigError, require
 from lather.models.deepseek_v2 import DeepseekV2Config
 from lather.models.families import ModelConfig
 from lather.models.lora import LoraConfig
-from lather.optim.rule import name_of
+from lather.optim.options import name_of
 
 
 @dataclass(frozen=True)

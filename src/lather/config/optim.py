@@ -34,8 +34,7 @@ from lather.config.rule_fields import (
 )
 from lather.errors import ConfigError, require
 from lather.optim import Rule
-from lather.optim.options import options_of
-from lather.optim.rule import name_of
+from lather.optim.options import name_of, options_of
 from lather.optim.rules import RULES
 
 KINDS = {

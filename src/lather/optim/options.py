@@ -98,6 +98,11 @@ class Option:
     """Valid values; None: all values of the type."""
 
 
+def name_of(rule: type) -> str:
+    """Return the name of a rule in parameter groups, saved optimizers and `[optim]`."""
+    return rule.__dict__.get("name") or f"{rule.__module__}:{rule.__qualname__}"
+
+
 def options_of(rule: type) -> dict[str, Option]:
     """Return the options of a rule by name, in the order of its fields, without `tp_group`, which parameter groups cannot set."""
     return _options_of(rule)

@@ -277,11 +277,6 @@ class RefreshingRule(Rule):
         return sum((2 + 8 / 3) * matrix.shape[dim] ** 3 + 4 * matrix.shape[dim] * matrix.numel for dim in dims)
 
 
-def name_of(rule: type[Rule]) -> str:
-    """Return the name of a rule in parameter groups, saved optimizers and `[optim]`."""
-    return rule.__dict__.get("name") or f"{rule.__module__}:{rule.__qualname__}"
-
-
 def rms(u: Tensor) -> Tensor:
     """Return the root mean square of each matrix of u, (B,)."""
     return u.reshape(len(u), -1).square().mean(1).sqrt()

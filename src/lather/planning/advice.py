@@ -23,8 +23,7 @@ from lather.config.config import Config, num_routed_experts
 from lather.config.optim import RuleOptimConfig, optim_config
 from lather.errors import ConfigError
 from lather.models.families import build_model
-from lather.optim.options import options_of
-from lather.optim.rule import name_of
+from lather.optim.options import name_of, options_of
 from lather.pipeline.partition import Partition
 from lather.planning.estimate import Estimate, Estimator
 from lather.planning.plan import MemoryPlan, allowance_for, bubble_of, plan

@@ -11,8 +11,8 @@ from torch.optim.optimizer import ParamsT
 
 from lather.optim.engine.matrix_layout import Layout, layout_of
 from lather.optim.engine.roster import GroupSettings, ParamInfo, Roster, check_keys, group_options, names_of
-from lather.optim.options import options_of
-from lather.optim.rule import Matrix, Rule, name_of
+from lather.optim.options import name_of, options_of
+from lather.optim.rule import Matrix, Rule
 from lather.optim.sharded.placement import Spread
 from lather.optim.sharded.sharding import Sharding
 
