@@ -205,7 +205,8 @@ def show(found: ProfileFound, console: Console) -> None:
         console.print(f"{batch}, memory {mode!r}")
     if cut:
         console.print(
-            f"measured on {len(cut.kept)} of {cut.num_blocks} blocks, two of each kind; the others count like the second of their kind"
+            f"measured on {len(cut.kept)} of {parsed.config.model.num_hidden_layers} blocks, two of each kind; "
+            "the others count like the second of their kind"
         )
     if found.by_rank:
         _show_ranks(parsed.config, found.by_rank, console)

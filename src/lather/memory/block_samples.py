@@ -33,10 +33,6 @@ class SampledBlocks:
         """The remaining blocks, in order."""
         return tuple(sorted(index for kind in self.kinds for index in kind[:2]))
 
-    @property
-    def num_blocks(self) -> int:
-        return sum(map(len, self.kinds))
-
     def restore(self, profile: SavedTensors) -> SavedTensors:
         """Return the saved tensors of the whole decoder, from a profile of the reduced one."""
         name = "layers.{}".format
