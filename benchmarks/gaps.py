@@ -64,7 +64,7 @@ class GapsBenchmark:
     frequency: int = 1
     """Steps between refreshes."""
     hidden_size: int = 192
-    """Hidden size of the model; factors and bases are so large."""
+    """Hidden size of the model: the size of the factors and bases."""
     sequence_length: int = 512
     """Tokens per sequence."""
     rounds: int = 9

@@ -73,9 +73,10 @@ def replaced(path: Path) -> Iterator[Path]:
     try:
         yield aside
         aside.replace(path)
-    finally:
+    except BaseException:
         with contextlib.suppress(OSError):
             aside.unlink()
+        raise
 
 
 def write_aside(path: Path, content: str | bytes) -> None:

@@ -105,6 +105,19 @@ def test_growth_after_the_last_operation_counts() -> None:
     assert peak.bytes == peak.now == 130
 
 
+def test_counts_in_each_other_see_the_same_resizes_whichever_was_made_first() -> None:
+    own = torch.UntypedStorage.resize_
+    outer, inner = PeakBytes(), PeakBytes()
+    with outer:
+        x = new(100)
+        with inner:
+            y = new(10)
+            x.untyped_storage().resize_(40)
+            y.untyped_storage().resize_(30)
+        assert (outer.now, inner.now) == (70, 30)
+    assert torch.UntypedStorage.resize_ is own
+
+
 def test_tensors_from_before_do_not_count_even_when_they_come_back_as_views() -> None:
     before = new(1000)
     with PeakBytes() as peak:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Self
 from unittest.mock import patch
@@ -51,17 +51,17 @@ class PeakBytes(TorchDispatchMode):
         """Bytes that are alive now."""
         self._seen: dict[int, _Seen] = {}
         """Storages by `id`."""
-        self._resizes = following_resizes(self.resized)
+        self._around = ExitStack()
 
     def __enter__(self) -> Self:
-        self._resizes.__enter__()
+        self._around.enter_context(following_resizes(self.resized))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         self.bytes = max(self.bytes, self.now)
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._resizes.__exit__(*error)
+        self._around.close()
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -101,10 +101,12 @@ class PeakBytes(TorchDispatchMode):
                 self.now += size or 0
 
     def _gone(self, key: int, _: object) -> None:
-        self.now -= self._seen.pop(key).size or 0
+        size = self._seen.pop(key).size
+        self.now -= size or 0
 
 
-def following_resizes(told: Callable[[torch.UntypedStorage], None]) -> AbstractContextManager[object]:
+@contextmanager
+def following_resizes(told: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
     """Call `told` with every storage after its `resize_` in the block, which is no operation that a mode sees."""
     own = torch.UntypedStorage.resize_
 
@@ -113,7 +115,8 @@ def following_resizes(told: Callable[[torch.UntypedStorage], None]) -> AbstractC
         told(storage)
         return out
 
-    return patch.object(torch.UntypedStorage, "resize_", resize_)
+    with patch.object(torch.UntypedStorage, "resize_", resize_):
+        yield
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -68,7 +68,7 @@ class RunOutcome:
     step: int
     seconds: float
     validation_losses: list[float | None]
-    """All of the run, first to last; None for one that was not finite."""
+    """All of the run, first to last; None for one that was not finite. On rank 0 alone: empty on the others."""
     sample: str
     checkpoint: Path
 

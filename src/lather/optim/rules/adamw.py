@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -82,8 +82,21 @@ class AdamWRule(Rule):
         weights, grads, exp_avgs, exp_avg_sqs = (list(one) for one in four)
         steps = [torch.full((), float(t), dtype=torch.float32, device=weights[0].device)] * len(weights)
         beta1, beta2 = self.betas
-        options: dict[str, Any] = {"lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": self.decay(lr) / lr, "eps": self.eps}
-        fused_adamw_(weights, grads, exp_avgs, exp_avg_sqs, [], steps, **options, amsgrad=False, maximize=self.maximize)
+        fused_adamw_(
+            weights,
+            grads,
+            exp_avgs,
+            exp_avg_sqs,
+            [],
+            steps,
+            lr=lr,
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=self.decay(lr) / lr,
+            eps=self.eps,
+            amsgrad=False,
+            maximize=self.maximize,
+        )
 
 
 class AdamW(MatrixOptimizer):
