@@ -129,12 +129,12 @@ class TrainingState:
     def _allocate(self, shapes: Shapes) -> None:
         """Allocate the state of an optimizer with elementwise rules, whose entries have as many rows as the parameter."""
         assert self.optimizer is not None
-        for group, p in [(group, p) for group in self.optimizer.param_groups for p in group["params"]]:
+        for options, p in [(group, p) for group in self.optimizer.param_groups for p in group["params"]]:
             info = self._infos[p]
             one = entry_name(info.name, 0) if info.is_expert else info.name
             keys = {**shapes.get(info.name, {}), **shapes.get(one, {})}
             if keys:
-                device = p.device if group.get("fused") or group.get("capturable") else None  # where torch's optimizers count steps
+                device = p.device if options.get("fused") or options.get("capturable") else None  # where torch's optimizers count steps
                 step = torch.zeros((), dtype=torch.float32, device=device)
                 self.optimizer.state[p] = {key: step if key == "step" else torch.zeros_like(p) for key in keys}
 
