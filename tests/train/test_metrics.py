@@ -233,15 +233,15 @@ def test_a_missing_wandb_names_field_and_remedy(tmp_path: Path, monkeypatch: pyt
 
 
 def test_rows_are_on_disk_before_they_replace_the_old_ones_and_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A power loss right after a rename, or after a checkpoint, must not cost rows."""
+    """A power loss right after a replacement, or after a checkpoint, must not cost rows."""
     events: list[str] = []
-    rename, fsync = Path.rename, os.fsync
+    replace, fsync = Path.replace, os.fsync
     for module in (files, metrics):
         monkeypatch.setattr(module, "sync", lambda path: events.append(f"sync {path.name}"))
-    monkeypatch.setattr(Path, "rename", lambda path, to: (events.append(f"rename {path.name}"), rename(path, to))[1])
+    monkeypatch.setattr(Path, "replace", lambda path, to: (events.append(f"replace {path.name}"), replace(path, to))[1])
     monkeypatch.setattr(os, "fsync", lambda descriptor: (events.append("fsync rows"), fsync(descriptor))[1])
     writer = MetricsWriter(tmp_path, None)
-    assert events == ["sync .tmp-metrics.jsonl", "rename .tmp-metrics.jsonl", f"sync {tmp_path.name}"]
+    assert events == ["sync .tmp-metrics.jsonl", "replace .tmp-metrics.jsonl", f"sync {tmp_path.name}"]
     writer.sync()
     writer.close()
     assert events[3:] == ["fsync rows", f"sync {tmp_path.name}"]
