@@ -4,6 +4,7 @@ jaxtyping has to be imported before Lather is.
 """
 
 import os
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("MKL_CBWR", "AUTO")  # lets MKL round alike for every batch; MKL reads this at its first call
@@ -43,8 +44,13 @@ def pytest_runtest_call() -> None:
     typechecker.forget_calls()
 
 
-FIRST = ("distributed", "train")
-"""Folders whose tests take longest; they are started first."""
+FIRST = ("distributed", "train", "bench", "memory", "test_examples.py")
+"""Folders and files whose tests take longest; they are started first, so that two workers end together."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import other people's trainers for tests that are not asked for."""
+    return (collection_path.name == "integrations" and "not integrations" in config.option.markexpr) or None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -37,9 +37,9 @@ def deep_config(rule: str, *, layers: int = LAYERS, **parallel: int) -> Config:
     ("mesh", "changes"),
     [
         ({"ep": 2}, {}),
-        ({"pp": 2}, {"moe.memory": "recompute", "optim.name": "muon"}),
+        ({"ep": 2}, {"moe.memory": "recompute", "optim.name": "muon"}),
         pytest.param({"pp": 2}, {}, marks=pytest.mark.grid),
-        pytest.param({"ep": 2}, {"moe.memory": "recompute", "optim.name": "muon"}, marks=pytest.mark.grid),
+        pytest.param({"pp": 2}, {"moe.memory": "recompute", "optim.name": "muon"}, marks=pytest.mark.grid),
     ],
 )
 def test_estimates_are_near_plans(mesh: dict[str, int], changes: dict[str, str]) -> None:
