@@ -18,7 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from forked import server, without_fsync
+from forked import collect_garbage_rarely, server, without_fsync
 from lather.processes import end_with_parent
 
 
@@ -69,6 +69,7 @@ def _collect(receivers: list[Connection], deadline: float) -> list[Any]:
 
 
 def _run(rank: int, world_size: int, file: str, name: str, args: bytes, store: str, sender: Connection, environ: dict[str, str]) -> None:
+    collect_garbage_rarely()
     os.environ.clear()
     os.environ.update(environ)
     end_with_parent()

@@ -214,7 +214,7 @@ def test_invariants_in_fp32(case: Case, transposed: bool, batched: bool, bucket_
     run_fp32(case, transposed=transposed, batched=batched, bucket_bytes=bucket_bytes)
 
 
-@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="only MKL, with MKL_CBWR as in tests/conftest.py, promises these bits")
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="only MKL, with MKL_CBWR as in tests/tester.py, promises these bits")
 @given(cases(), st.sampled_from([2**13, 2**28]))
 @settings(max_examples=60, **SETTINGS)
 def test_one_by_one_gives_the_bits_of_batches(case: Case, bucket_bytes: int) -> None:
