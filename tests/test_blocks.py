@@ -1,4 +1,6 @@
-"""Every fenced block of README and docs/ is right (`page_blocks` says what that means), in a folder where the runs that they name exist."""
+"""Every fenced block of README and docs/ is right (`page_blocks` says what that means), in a folder where the runs that they name exist.
+
+The whole grid also runs their commands (test_page_commands)."""
 
 from __future__ import annotations
 

@@ -212,7 +212,7 @@ def _complete(plan: MakingPlan, making: Making) -> None:
     files = ({"name": file.name, "kind": file.kind, "bytes": file.size} for file in plan.files)
     (folder / FILES).write_text("".join(json.dumps(file) + "\n" for file in files), "utf-8")
     splits: dict[str, Split] = {}
-    skipped, encodings = Counter(reason for _, reason, _ in plan.skipped), Counter[str]()
+    skipped, encodings, first = Counter(reason for _, reason, _ in plan.skipped), Counter[str](), ""
     with (folder / SKIPPED).open("w", encoding="utf-8") as file:
         for skip in plan.skipped:
             _write_skip(file, skip[0], 0, *skip[1:])
@@ -226,6 +226,7 @@ def _complete(plan: MakingPlan, making: Making) -> None:
             for number, line, reason, detail in report.skipped:
                 _write_skip(file, unit.parts[number].path, line and befores[number] + line, reason, detail)
                 skipped[reason] += 1
+                first = first or (detail and f"{unit.parts[number].path}: {detail}; ")
             for name, found in report.splits.items():
                 splits[name] = splits.get(name, Split()) + found
             encodings.update(report.encodings)
@@ -233,7 +234,7 @@ def _complete(plan: MakingPlan, making: Making) -> None:
         os.fsync(file.fileno())
     if "train" not in splits:
         reasons = "; ".join(f"{count:,} x {reason}" for reason, count in skipped.most_common(3)) or "there is none"
-        raise DataError(f"no document can be trained on ({reasons}): {folder / SKIPPED} has every file and line")
+        raise DataError(f"no document can be trained on ({reasons}): {first}{folder / SKIPPED} has every file and line")
     manifest = Manifest(
         vocab_size=making.vocab_size,
         end_of_text=plan.recipe.end_of_text if (folder / TOKENIZER).exists() else "",
