@@ -343,6 +343,23 @@ def test_a_unit_that_was_done_is_not_done_again(make: Make, tmp_path: Path, monk
     assert texts_of(dataset) == texts(200)
 
 
+def test_half_a_unit_beside_an_old_report_is_done_again(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first start is killed before it deletes its reports, and its data set is deleted; a second one is killed within a shard."""
+    from lather.data import making, work
+
+    source = write_jsonl(tmp_path / "a.jsonl", texts(20))
+    with monkeypatch.context() as patch:
+        patch.setattr(making.shutil, "rmtree", lambda *_, **__: None)
+        whole = contents(make(source).folder)
+    shutil.rmtree(tmp_path / "ours")
+    with monkeypatch.context() as patch:
+        patch.setattr(work.ShardWriter, "finish", lambda _: 1 / 0)
+        patch.setattr(work.ShardWriter, "abandon", lambda _: None)
+        with pytest.raises(ZeroDivisionError):
+            make(source)
+    assert contents(make(source).folder) == whole
+
+
 def test_what_was_begun_otherwise_is_refused_with_the_remedy(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from lather.data import making
 

@@ -97,6 +97,7 @@ def is_done(unit: ReadUnit, folder: Path, units: Path) -> bool:
 def do_unit(unit: ReadUnit, making: Making, count: Count) -> None:
     """Write the unit's shards, then its report. After an error, such as OSError on a full disk, the current shards are deleted."""
     report = UnitReport()
+    report_path(making.units, unit.number).unlink(missing_ok=True)  # its shards are gone; half of them must not count as all
     options = token_dtype(making.vocab_size), making.recipe.shard_tokens, making.recipe.chat
     writers = {split: ShardWriter(making.folder, f"{split}-{unit.number:05d}", *options) for split in SPLITS}
     try:
