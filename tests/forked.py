@@ -22,8 +22,12 @@ from types import SimpleNamespace
 from typing import Any
 
 IMPORTED_BEFORE = [
+    "pytest",
+    "safetensors.torch",
     "torch._dynamo",
     "torch.distributed.checkpoint",
+    "torch.distributed.checkpoint._fsspec_filesystem",
+    "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel",

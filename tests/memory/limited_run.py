@@ -1,12 +1,13 @@
-"""Trains in a process that may have only so many bytes more than the interpreter has:
+"""Trains in processes that may have only so many bytes more than the interpreter has:
 
-    python limited_run.py BYTES
+    python limited_run.py BYTES...
 
-It takes two steps of `limited_config()`; the exit status is 0, or 3 if memory was not enough. The bytes of the address space count, after
-a tiny run of the same kind, so that libraries have loaded what they load."""
+A process for each number takes two steps of `limited_config()`; its exit status, which is printed, is 0, or 3 if memory was not enough. The
+bytes of the address space count, after a tiny run of the same kind, so that libraries have loaded what they load."""
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 from dataclasses import replace
@@ -49,7 +50,8 @@ def train(config: Config, steps: int) -> None:
         step(Batch.of_tokens(tokens), 1e-3)
 
 
-def main(size: int) -> int:
+def limited(size: int) -> int:
+    """Train in this process; returns its exit status."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     train(config_of("soap"), 2)
@@ -65,5 +67,13 @@ def main(size: int) -> int:
     return 0
 
 
+def status_of_a_child(size: int) -> int:
+    """Train in a child; returns its exit status."""
+    pid = os.fork()
+    if not pid:
+        os._exit(limited(size))
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))
+    print(*[status_of_a_child(int(size)) for size in sys.argv[1:]])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import sys
 import tomllib
 import types
@@ -166,7 +167,8 @@ def field_names(cls: type = Config, prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{name}"
 
 
-def _hints(cls: type) -> dict[str, Any]:
+@functools.cache
+def _hints(cls: type) -> Mapping[str, Any]:
     """Return the types of a dataclass's fields by name."""
     hints = typing.get_type_hints(cls)
     return {one.name: hints[one.name] for one in dataclasses.fields(cls)}

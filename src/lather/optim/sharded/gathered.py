@@ -45,7 +45,8 @@ class Gathered:
         def gather(part: Tensor, spread: Spread, out: Tensor) -> Tensor:
             """Gather the parts of all ranks into `out`, on every rank."""
             whole = Box.whole(spread.shape)
-            units = [OwnedUnit(whole, position, position, spread.holders(whole)) for position in range(len(spread.ranks))]
+            holders = spread.holders(whole)
+            units = [OwnedUnit(whole, position, position, holders) for position in range(len(spread.ranks))]
             Transfer([OwnedParameter(spread, one.layout, tuple(units), is_apart=True)], inward=True).move([part], [out], group)
             return out
 

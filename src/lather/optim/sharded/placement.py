@@ -118,6 +118,8 @@ class Spread:
     """Mesh of the ranks; None if nothing is ever sent, as in plans for ranks that do not exist."""
     placements: tuple[Placement, ...] = ()
     """Placements, one for each axis of the mesh."""
+    mesh_ranks: tuple[int, ...] = ()
+    """Global ranks in the mesh's row-major order. torch computes them at every use, which takes longer than all the boxes of a tensor."""
 
     @property
     def box(self) -> Box:
@@ -134,6 +136,8 @@ class Spread:
 
     def holders(self, box: Box) -> tuple[int, ...]:
         """Return the positions that hold the whole of `box`."""
+        if box in self.positions_of and box.numel:
+            return self.positions_of[box]  # boxes are equal or have nothing in common
         return tuple(position for own, positions in self.positions_of.items() if own.overlap(box) == box for position in positions)
 
     def rows(self, shape: tuple[int, ...]) -> Spread:
@@ -141,7 +145,7 @@ class Spread:
         from torch.distributed.tensor import Replicate, Shard
 
         assert self.mesh is not None
-        return spread_on(self.mesh, shape, ((Shard(0) if shape else Replicate()),) * self.mesh.ndim)
+        return spread_on(self.mesh, shape, ((Shard(0) if shape else Replicate()),) * self.mesh.ndim, self.mesh_ranks)
 
 
 def is_dtensor(x: object) -> TypeGuard[DTensor]:
@@ -226,8 +230,15 @@ def spread_of_shard(x: Tensor, dim: int | None, group: dist.ProcessGroup | None,
     return spread_on(DeviceMesh.from_group(group, x.device.type), whole, (Replicate() if dim is None else Shard(dim),))
 
 
-def spread_on(mesh: DeviceMesh, shape: tuple[int, ...], placements: tuple[Placement, ...]) -> Spread:
-    """Return the spread of a tensor of `shape` with these placements on `mesh`, to which this rank belongs."""
-    box_of = dict(zip(mesh.mesh.flatten().tolist(), boxes_of(shape, tuple(mesh.mesh.shape), placements), strict=True))
+def spread_on(
+    mesh: DeviceMesh, shape: tuple[int, ...], placements: tuple[Placement, ...], mesh_ranks: tuple[int, ...] | None = None
+) -> Spread:
+    """Return the spread of a tensor of `shape` with these placements on `mesh`, to which this rank belongs.
+
+    Args:
+        mesh_ranks: the ranks of the mesh in row-major order, if they are known.
+    """
+    mesh_ranks = mesh_ranks or tuple(mesh.mesh.flatten().tolist())
+    box_of = dict(zip(mesh_ranks, boxes_of(shape, tuple(mesh.shape), placements), strict=True))
     ranks = tuple(sorted(box_of))
-    return Spread(shape, ranks, tuple(box_of[rank] for rank in ranks), ranks.index(dist.get_rank()), mesh, placements)
+    return Spread(shape, ranks, tuple(box_of[rank] for rank in ranks), ranks.index(dist.get_rank()), mesh, placements, mesh_ranks)

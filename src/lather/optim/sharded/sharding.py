@@ -128,7 +128,7 @@ class Sharding:
         ranks, said = list(params[0][1].ranks), []
         for one, spread in params:
             assert spread.mesh is not None
-            rule, where = one.settings.rule, (tuple(spread.mesh.mesh.shape), spread.placements)
+            rule, where = one.settings.rule, (tuple(spread.mesh.shape), spread.placements)
             options = (type(rule).__qualname__, rule.ownership, rule.matrix_layout, comparable(rule.state_dtype), rule.keep_norm)
             said.append((one.layout, *map(str, (one.param.dtype, where, *options))))
         number = int.from_bytes(hashlib.sha256(repr(said).encode()).digest()[:7])
