@@ -43,14 +43,16 @@ EVERYTHING: dict[str, Any] = {
     "train": {"recompute": ["attention", "experts", "shared_experts"]},
     "log": {"expert_load_every": 2},
 }
+FEW = {"batch_size": 4}
+"""As many micro-batches as a pipeline of two ranks needs."""
 RUNS: dict[str, dict[str, Any]] = {
     "plain": {"log": {"picture": True}},
     "everything": EVERYTHING,
-    "soap": {"optim": {"name": "soap", "precondition_frequency": 2}},
-    "async klsoap": {"optim": {"name": "klsoap", "precondition_frequency": 1, "async_refresh": True}},
-    "muon": {"optim": {"name": "muon", "momentum": 0.9, "router": {"rule": "muon"}}},
-    "deep": {"model": {"num_hidden_layers": 7}, "train": {"steps": 2, "sequence_length": 64}},
-    "soap_muon": {"optim": {"name": "soap_muon", "precondition_frequency": 2, "experts": {"rule": "muon"}, "rest": {"betas": [0.8, 0.9]}}},
+    "soap": {"train": FEW, "optim": {"name": "soap", "precondition_frequency": 2}},
+    "async klsoap": {"train": FEW, "optim": {"name": "klsoap", "precondition_frequency": 1, "async_refresh": True}},
+    "muon": {"train": FEW, "optim": {"name": "muon", "momentum": 0.9, "router": {"rule": "muon"}}},
+    "deep": {"model": {"num_hidden_layers": 7}, "train": {"steps": 2, "sequence_length": 64, **FEW}},
+    "soap_muon": {"train": FEW, "optim": {"name": "soap_muon", "precondition_frequency": 2, "experts": {"rule": "muon"}, "rest": {"betas": [0.8, 0.9]}}},
 }
 """Runs that one process and meshes do."""
 MESHES: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {

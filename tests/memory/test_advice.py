@@ -36,7 +36,7 @@ def deep_config(rule: str, *, layers: int = LAYERS, **parallel: int) -> Config:
 @pytest.mark.parametrize(
     ("mesh", "changes"),
     [
-        ({"ep": 2}, {}),
+        pytest.param({"ep": 2}, {}, marks=pytest.mark.grid),
         ({"ep": 2}, {"moe.memory": "recompute", "optim.name": "muon"}),
         pytest.param({"pp": 2}, {}, marks=pytest.mark.grid),
         pytest.param({"pp": 2}, {"moe.memory": "recompute", "optim.name": "muon"}, marks=pytest.mark.grid),
