@@ -1,5 +1,6 @@
-"""Launches on a GPU, counted on a stand-in: counts do not grow, and the host waits for nothing inside a block or the loss. How often it waits
-in a step is tested in test_rehearsal.py."""
+"""Launches on a GPU, counted on a stand-in: counts do not grow, and the host waits for nothing inside a block or the loss.
+
+How often it waits in a step is tested in test_rehearsal.py."""
 
 import json
 import os

@@ -38,8 +38,8 @@ def found(*which: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.grid) for case in MORE_CASES)], ids=lambda case: case.name)
 def test_a_gpu_would_take_the_step(case: Rehearsal) -> None:
-    """No device, dtype or shape is wrong; no product is in fp64, no attention has S x S elements; in bf16 the host hardly ever waits, and for
-    the model once: for the losses, when forward and backward are done."""
+    """No device, dtype or shape is wrong; no product is in fp64, no attention has S x S elements. In bf16 the host hardly ever waits; the
+    model makes it wait once, for the losses, when forward and backward are done."""
     result = (found() if case in CASES else found("more"))[case.name]
     assert "error" not in result, result["error"]
     for step in result["steps"]:

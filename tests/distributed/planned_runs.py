@@ -73,7 +73,7 @@ def run_config(
 def counted_run(
     rank: int, world_size: int, config: Config, layers: Sequence[Sequence[int]] | None = None, *, tracked: bool = False
 ) -> tuple[int, int]:
-    """Count the peak bytes of this rank's storages over three steps that refresh. If `tracked`, the building of the model counts, too, and
+    """Count the peak bytes of this rank's storages over two steps that refresh. If `tracked`, the building of the model counts, too, and
     the second number is the count of torch's tracker (else 0). `layers` lists every stage's layers; None: equally many."""
     torch.manual_seed(0)
     choose = Router._choose
@@ -92,7 +92,7 @@ def counted_run(
 
 
 def _train(config: Config, layers: Sequence[Sequence[int]] | None, built: Callable[[], None]) -> None:
-    """Train three steps; `built` is called before them."""
+    """Train two steps; `built` is called before them."""
     mesh = Mesh.build(config.parallel, torch.device("cpu"))
     engine = build_engine(config, mesh, layers=layers)
     optimizer = build_optimizer(config.optim, engine.parameters)
@@ -100,5 +100,5 @@ def _train(config: Config, layers: Sequence[Sequence[int]] | None, built: Callab
     step = TrainStep(engine, optimizer, config.train.max_grad_norm)
     batch = Batch.of_tokens(torch.randint(0, SIZES["vocab_size"], (SEQUENCES // mesh.data_size, config.train.sequence_length + 1)))
     built()
-    for _ in range(3):
+    for _ in range(2):
         step(batch, 1e-3)

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import launch_workers
 import pytest
 import torch.distributed as dist
-from forked import ForkedPython
 from jobs import Job
 
+from forked import ForkedPython
 from lather.parallel.launch import start
 from lather.parallel.launch.world import World
 
@@ -27,12 +27,11 @@ def slurm(num_ranks: int) -> list[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Job]]:
-    """Start all jobs at once, as most of their time is the start. Ranks that block or come from another launcher are processes as users
-    start them."""
+    """Start all jobs at once, as most of their time is the start. Those of the last two are processes as users start them."""
     folder = tmp_path_factory.mktemp("jobs")
     jobs = {
         "raises": Job.start(launch_workers.__file__, folder / "raises", "raise_on_one", 2, python=ForkedPython),
-        "killed": Job.start(launch_workers.__file__, folder / "killed", "block", 3),
+        "killed": Job.start(launch_workers.__file__, folder / "killed", "block", 3, python=ForkedPython),
         "stopped": Job.start(launch_workers.__file__, folder / "stopped", "until_stopped", 2, python=ForkedPython),
         "orphans": Job.start(launch_workers.__file__, folder / "orphans", "block", 2),
         "slurm": Job.start(launch_workers.__file__, folder / "slurm", "refuse", 2, slurm(2)),

@@ -87,7 +87,7 @@ def test_fsdp2_alone_and_over_tensor_parallelism_has_the_bits_of_one_process() -
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_rules_of_strangers_have_the_bits_of_one_process(world_size: int) -> None:
-    """This holds on every mesh, whole and cut along other dims, under FSDP2 and over tensor parallelism (the test before has them on four)."""
+    """This holds on every mesh, whole and cut along other dims, under FSDP2 and over tensor parallelism (on four: the test before)."""
     assert run_ranks(differences, world_size, 7, STRANGERS) == [[]] * world_size
     if world_size == 2:
         assert run_ranks(fsdp2_differences, world_size, STRANGERS) == [[]] * world_size

@@ -52,7 +52,10 @@ RUNS: dict[str, dict[str, Any]] = {
     "async klsoap": {"train": FEW, "optim": {"name": "klsoap", "precondition_frequency": 1, "async_refresh": True}},
     "muon": {"train": FEW, "optim": {"name": "muon", "momentum": 0.9, "router": {"rule": "muon"}}},
     "deep": {"model": {"num_hidden_layers": 7}, "train": {"steps": 2, "sequence_length": 64, **FEW}},
-    "soap_muon": {"train": FEW, "optim": {"name": "soap_muon", "precondition_frequency": 2, "experts": {"rule": "muon"}, "rest": {"betas": [0.8, 0.9]}}},
+    "soap_muon": {
+        "train": FEW,
+        "optim": {"name": "soap_muon", "precondition_frequency": 2, "experts": {"rule": "muon"}, "rest": {"betas": [0.8, 0.9]}},
+    },
 }
 """Runs that one process and meshes do."""
 MESHES: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {
