@@ -4,19 +4,18 @@ import os
 import re
 import socket
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from forked import ForkedPython, fresh_python
+from forked import ForkedPython
 
 ROOT = Path(__file__).parent.parent
 
 
-def run_example(name: str, *arguments: object, python: Callable[..., subprocess.Popen[str]] = ForkedPython) -> str:
+def run_example(name: str, *arguments: object) -> str:
     """Run an example; returns its output."""
-    return ended(started([ROOT / "examples" / name, *arguments], python))
+    return ended(started([ROOT / "examples" / name, *arguments]))
 
 
 def run_on_ranks(name: str, num_ranks: int, *arguments: object) -> str:
@@ -25,14 +24,14 @@ def run_on_ranks(name: str, num_ranks: int, *arguments: object) -> str:
         port = free.getsockname()[1]
     common = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     command = [ROOT / "examples" / name, *arguments]
-    ranks = [started(command, ForkedPython, **common, RANK=rank, LOCAL_RANK=rank) for rank in range(num_ranks)]
+    ranks = [started(command, **common, RANK=rank, LOCAL_RANK=rank) for rank in range(num_ranks)]
     first, *_ = [ended(rank) for rank in ranks]
     return first
 
 
-def started(command: list[object], python: Callable[..., subprocess.Popen[str]], **environment: object) -> subprocess.Popen[str]:
+def started(command: list[object], **environment: object) -> ForkedPython:
     own = {name: str(value) for name, value in environment.items()}
-    return python(command, env={**os.environ, "OMP_NUM_THREADS": "1", **own}, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return ForkedPython(command, env={**os.environ, "OMP_NUM_THREADS": "1", **own}, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 def ended(process: subprocess.Popen[str]) -> str:
@@ -45,7 +44,7 @@ def ended(process: subprocess.Popen[str]) -> str:
 
 
 def test_soap_any_model() -> None:
-    lines = run_example("soap_any_model.py", python=fresh_python).splitlines()
+    lines = run_example("soap_any_model.py").splitlines()
     assert [line.split()[0] for line in lines] == ["SOAP", "AdamW"]
     for line in lines:
         first, last = re.search(r" 1: ([\d.]+)", line), re.search(r"last ten: ([\d.]+)", line)
@@ -94,7 +93,7 @@ def test_fsdp2_resume_goes_on_from_the_newest_checkpoint_on_another_number_of_ra
 def test_soap_tensor_parallel() -> None:
     """It is started by torchrun itself, as users start it."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    *lines, difference = ended(started([*torchrun, ROOT / "examples" / "soap_tensor_parallel.py"], ForkedPython)).splitlines()
+    *lines, difference = ended(started([*torchrun, ROOT / "examples" / "soap_tensor_parallel.py"])).splitlines()
     losses = [re.search(r"loss ([\d.]+) -> ([\d.]+)", line) for line in lines]
     assert len({found.groups() for found in losses if found}) == 1
     assert float(difference.split()[-1]) < 1e-4

@@ -80,7 +80,7 @@ def test_activations_of_a_forward_from_first_principles() -> None:
     assert after["head"] == 4 * tokens * (size + 1 + 1 + 2) + 4
 
 
-@pytest.mark.parametrize(("precision", "width"), [("fp32", 4), ("bf16", 2)])
+@pytest.mark.parametrize(("precision", "width"), [pytest.param("fp32", 4, marks=pytest.mark.grid), ("bf16", 2)])
 def test_what_travels_are_micro_batches_of_activations(precision: str, width: int) -> None:
     """Micro-batches have 32 tokens of 64 elements. There are at most two sends under way, a receive for each of the rank's stages, and in
     bf16 the copy that is sent next. Besides, numbers of rows per expert, of 8 bytes each, may be on their way."""
@@ -119,7 +119,7 @@ def test_a_step_needs_most_where_activations_are(planned: MemoryPlan) -> None:
     assert planned.needed == run.peak + planned.allowance > run.peak
 
 
-@pytest.mark.parametrize("world_size", [1, 4])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.grid), 4])
 def test_an_asynchronous_checkpoint_has_copies_of_all_that_it_writes(world_size: int) -> None:
     """It has two moments and the weights of each element, factors and bases, a step counter for each parameter, and the generator's
     state."""

@@ -198,7 +198,7 @@ def _without_none(mapping: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _build(cls: type[C], mapping: Mapping[str, Any], prefix: str) -> C:
-    hints = _hints(cls)
+    hints = _hints(cls)  # type: ignore[arg-type]  # a type variable, which mypy does not know to be hashable
     for key in mapping:
         if key not in hints:
             raise ConfigError(f"unknown key {prefix + key!r}; {_owner(cls, key) or _nearest(prefix + key, cls)}")

@@ -72,7 +72,7 @@ class PeakBytes(TorchDispatchMode):
 
     def observe(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
         """Run the operation and record the storages that it creates, without updating the peak."""
-        inputs = tensors_in([args, kwargs])
+        inputs = list(tensors_in([args, kwargs]))
         self._note(inputs, new_ones_count=func in _BORN_AS_INPUT)
         out = func(*args, **(kwargs or {}))
         self._note([*inputs, *tensors_in(out)], new_ones_count=True)
@@ -119,28 +119,16 @@ def following_resizes(told: Callable[[torch.UntypedStorage], None]) -> Iterator[
         yield
 
 
-_PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
-"""Types of most arguments that are no tensors."""
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors in nested containers and dataclasses, as often as they occur."""
-    found: list[Tensor] = []
-    _add_tensors(value, found)
-    return found
-
-
-def _add_tensors(value: Any, found: list[Tensor]) -> None:
-    if type(value) in _PLAIN:
-        return
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested containers and dataclasses, as often as they occur."""
     if isinstance(value, Tensor):
-        found.append(value)
-    elif isinstance(value, (tuple, list, set, frozenset)):
-        for item in value:
-            _add_tensors(item, found)
+        yield value
     elif isinstance(value, Mapping):
         for item in value.values():
-            _add_tensors(item, found)
+            yield from tensors_in(item)
+    elif isinstance(value, (tuple, list, set, frozenset)):
+        for item in value:
+            yield from tensors_in(item)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            _add_tensors(getattr(value, field.name, None), found)
+            yield from tensors_in(getattr(value, field.name, None))

@@ -157,11 +157,11 @@ class StandInMode(TorchDispatchMode):
             out = self._of_flags(name, operands)
             if out is None:
                 out = self.run(operations.SHAPES.get(name) or func, operands, kwargs)
-        made = tensors_in(out)
+        made = list(tensors_in(out))
         for x in made:
             if x.dtype == torch.bool:
                 x.lather_truth = operations.truth(func, name, operands)  # type: ignore[attr-defined]
-        inputs = tensors_in([operands, kwargs])
+        inputs = list(tensors_in([operands, kwargs]))
         if any(map(self.is_here, (*inputs, *made))):
             self.ran(func, name, operands, kwargs, inputs, made, out)
         return out

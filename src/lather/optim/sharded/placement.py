@@ -230,14 +230,9 @@ def spread_of_shard(x: Tensor, dim: int | None, group: dist.ProcessGroup | None,
     return spread_on(DeviceMesh.from_group(group, x.device.type), whole, (Replicate() if dim is None else Shard(dim),))
 
 
-def spread_on(
-    mesh: DeviceMesh, shape: tuple[int, ...], placements: tuple[Placement, ...], mesh_ranks: tuple[int, ...] | None = None
-) -> Spread:
-    """Return the spread of a tensor of `shape` with these placements on `mesh`, to which this rank belongs.
-
-    Args:
-        mesh_ranks: the ranks of the mesh in row-major order, if they are known.
-    """
+def spread_on(mesh: DeviceMesh, shape: tuple[int, ...], placements: tuple[Placement, ...], mesh_ranks: tuple[int, ...] = ()) -> Spread:
+    """Return the spread of a tensor of `shape` with these placements on `mesh`, to which this rank belongs. `mesh_ranks`: the ranks of the
+    mesh in row-major order, if they are known."""
     mesh_ranks = mesh_ranks or tuple(mesh.mesh.flatten().tolist())
     box_of = dict(zip(mesh_ranks, boxes_of(shape, tuple(mesh.shape), placements), strict=True))
     ranks = tuple(sorted(box_of))
