@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_cases import LAYOUTS, SHAPES, Spread, make_spread, spread, trained, values
+from sharded_cases import LAYOUTS, SHAPES, Spread, expected_of, make_spread, spread, values
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
@@ -33,7 +33,7 @@ def gathered_differences(rank: int, world_size: int) -> list[str]:
     for name, kind, dtype in CASES:
         layout = LAYOUTS[world_size][name]
         mesh = layout.mesh()
-        expected, _ = trained(kind, dtype, 5, FREQUENCY)
+        expected = expected_of(kind, dtype, 5, FREQUENCY)
         case = f"{name}, {kind}"
         before: Spread | None = None
         for ownership, steps in (("replicated", range(2)), ("whole", range(2, 3)), ("replicated", range(3, 5))):
@@ -50,7 +50,7 @@ def gathered_differences(rank: int, world_size: int) -> list[str]:
         wrong += [
             f"{case}: parameter {i} {SHAPES[i]}"
             for i, (p, q) in enumerate(zip(before.whole(), expected, strict=True))
-            if not torch.equal(p, q.detach())
+            if not torch.equal(p, q)
         ]
         wrong += [f"{case}: {what}" for what in rows_that_are_wrong(before)]
     dist.barrier()

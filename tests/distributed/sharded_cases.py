@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -170,8 +170,23 @@ def trained(kind: str, dtype: torch.dtype, steps: int, frequency: int) -> tuple[
     return params, optimizer
 
 
+def told_by_the_first(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return the tensors of rank 0, which alone does what one process does; on other ranks `tensors` say shapes and dtypes."""
+    told = [x.detach().clone() for x in tensors]
+    for x in told:
+        dist.broadcast(x, 0)
+    return told
+
+
+@functools.cache
+def expected_of(kind: str, dtype: torch.dtype, steps: int, frequency: int) -> list[Tensor]:
+    """Return the parameters that one process has trained."""
+    return told_by_the_first(trained(kind, dtype, steps, frequency)[0] if dist.get_rank() == 0 else values(0, dtype))
+
+
 def spread(x: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    return distribute_tensor(x, mesh, placements, src_data_rank=None)
+    """Distribute a copy of x: a DTensor that is replicated would be x itself."""
+    return distribute_tensor(x.clone(), mesh, placements, src_data_rank=None)
 
 
 @dataclass
@@ -222,12 +237,12 @@ def differences(rank: int, world_size: int, share: int, kinds: Sequence[str] = t
     for number, (name, layout) in enumerate(LAYOUTS[world_size].items()):
         mesh = layout.mesh()
         for kind, dtype, frequency in chosen(number, share, kinds):
-            expected, _ = trained(kind, dtype, STEPS, frequency)
+            expected = expected_of(kind, dtype, STEPS, frequency)
             found = make_spread(kind, layout, dtype, mesh, precondition_frequency=frequency)
             found.run(range(STEPS))
             case = f"{name}, {kind}, {dtype}, {frequency}"
             for i, (p, q) in enumerate(zip(found.whole(), expected, strict=True)):
-                if not torch.equal(p, q.detach()):
+                if not torch.equal(p, q):
                     wrong.append(f"{case}: parameter {i} {SHAPES[i]} by {(p - q).abs().max().item():.1e}")
     dist.barrier()
     return wrong
@@ -261,12 +276,13 @@ def plain_shard_differences(rank: int, world_size: int) -> list[str]:
         for step in range(6):
             for p, q, dim, grad in zip(whole, parts, dims, values(1000 + step, torch.float32, shapes), strict=True):
                 p.grad, q.grad = grad, shards_of(grad, dim, world_size)[rank]
-            one.step()
+            if rank == 0:
+                one.step()
             many.step()
             if step == 3:
                 many.load_state_dict(many.state_dict())
-        for i, (p, q, dim) in enumerate(zip(whole, parts, dims, strict=True)):
-            if not torch.equal(shards_of(p.detach(), dim, world_size)[rank], q.detach()):
+        for i, (p, q, dim) in enumerate(zip(told_by_the_first(whole), parts, dims, strict=True)):
+            if not torch.equal(shards_of(p, dim, world_size)[rank], q.detach()):
                 wrong.append(f"{kind}: parameter {i} {shapes[i]} on {dim}")
     return wrong
 
@@ -294,10 +310,11 @@ def expert_parallel_differences(rank: int, world_size: int) -> list[str]:
         for step in range(STEPS):
             for i, (p, q, grad) in enumerate(zip(whole, parts, gradients(step, torch.float32, shapes), strict=True)):
                 p.grad, q.grad = grad, None if grad is None else spread_one(i, grad)
-            one.step()
+            if rank == 0:
+                one.step()
             many.step()
-        for i, (p, q) in enumerate(zip(whole, parts, strict=True)):
-            expected = p.detach().chunk(2)[place] if i in EXPERTS else p.detach()
+        for i, (p, q) in enumerate(zip(told_by_the_first(whole), parts, strict=True)):
+            expected = p.chunk(2)[place] if i in EXPERTS else p
             if not torch.equal(q.detach().full_tensor(), expected):  # type: ignore[attr-defined]
                 wrong.append(f"{kind}: parameter {i} {shapes[i]}")
     return wrong
@@ -344,9 +361,10 @@ def fsdp2_differences(rank: int, world_size: int, kinds: Sequence[str] = tuple(K
                 for p, grad in zip(one.parameters(), gathered, strict=True):
                     p.grad = grad
                 ours.step()
-                alone.step()
+                if rank == 0:
+                    alone.step()
                 ours.zero_grad()
-            for (name, p), q in zip(many.named_parameters(), one.parameters(), strict=True):
-                if not torch.equal(p.full_tensor(), q.detach()):  # type: ignore[attr-defined]
+            for (name, p), q in zip(many.named_parameters(), told_by_the_first(one.parameters()), strict=True):
+                if not torch.equal(p.full_tensor(), q):  # type: ignore[attr-defined]
                     wrong.append(f"tp {tp}, {kind}: {name}")
     return wrong
