@@ -22,6 +22,8 @@ jaxtyping.install_import_hook("lather", "typechecker.checked")
 
 import torch  # noqa: E402
 
+if "PYTEST_XDIST_WORKER" in os.environ and hasattr(os, "sched_setaffinity"):
+    forked.stay_on_one_core(int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")))
 forked.without_fsync()
 forked.start_ranks_in(forked.server())
 
