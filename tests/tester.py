@@ -15,6 +15,8 @@ import pytest
 import forked
 import typechecker
 
+if "PYTEST_XDIST_WORKER" in os.environ and hasattr(os, "sched_setaffinity"):
+    forked.stay_on_one_core(int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")))
 forked.collect_garbage_rarely()
 forked.server()  # first of all, because the first user decides what the server of processes imports
 jaxtyping.jaxtyped = typechecker.jaxtyped_if_it_has_shapes
@@ -22,8 +24,6 @@ jaxtyping.install_import_hook("lather", "typechecker.checked")
 
 import torch  # noqa: E402
 
-if "PYTEST_XDIST_WORKER" in os.environ and hasattr(os, "sched_setaffinity"):
-    forked.stay_on_one_core(int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")))
 forked.without_fsync()
 forked.start_ranks_in(forked.server())
 
