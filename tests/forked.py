@@ -22,11 +22,11 @@ from types import SimpleNamespace
 from typing import Any
 
 IMPORTED_BEFORE = [
+    "fsspec",
     "pytest",
     "safetensors.torch",
     "torch._dynamo",
     "torch.distributed.checkpoint",
-    "torch.distributed.checkpoint._fsspec_filesystem",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",
@@ -58,8 +58,7 @@ def collect_garbage_rarely() -> None:
 def stay_on_one_core(number: int) -> None:
     """Keep this process and all that it will start on the core with this number, counted round; Lather still sees all cores in it.
 
-    Ranks mostly wait for each other, and on one core they wake each other sooner: an all-to-all of four ranks took 2.1 ms on two cores and
-    0.5 ms on one. The other cores are free for other tests.
+    Ranks mostly wait for each other, and on one core they wake each other sooner. The other cores are free for other tests.
     """
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[number % len(cores)]})

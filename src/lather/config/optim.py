@@ -125,7 +125,7 @@ class RuleOptimConfig(OptimConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        rules = chosen_rules({"name": self.name, **{kind: {"rule": getattr(getattr(self, kind), "rule", "")} for kind in KINDS}})
+        rules = chosen_rules({"name": self.name} | {kind: vars(self.section(kind)) for kind in KINDS})
         require(rules == self.given, "optim", dict(rules), f"for the rules {dict(self.given)}: use optim_config(name, ...) for others")
         self.rule  # noqa: B018 - its construction checks its options
         for kind in KINDS:
