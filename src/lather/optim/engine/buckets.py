@@ -1,7 +1,9 @@
 """Buckets: parameters whose matrices have equal shapes and state share stacked state tensors.
 
-A stack is a state tensor with a leading batch dim over the matrices of several parameters, in the order of the parameter groups;
-`optimizer.state[p]` holds views of the rows that belong to p.
+A stack is a state tensor with a leading batch dim over the matrices of several parameters, in the
+order of the parameter groups; `optimizer.state[p]` holds views of the rows that belong to p. The
+views alone keep a stack alive: between steps a bucket has no tensor, so that memory is free as soon
+as the user removes or moves the state. A step opens the buckets: it finds the stacks in the state.
 
 A member of a bucket is the part of a parameter on which this rank works. It has the same interface in all three cases: gradient and weight
 as tensors of one shape, and the tensor that an update changes.
@@ -13,26 +15,37 @@ as tensors of one shape, and the tensor that an update changes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
-from typing import Any
+from itertools import accumulate, chain
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from lather.device import gpu_module, is_gpu
-from lather.optim.engine.matrix_layout import Layout
+from lather.optim.engine.matrix_layout import KeptEntry, Layout
 from lather.optim.engine.roster import ParamInfo
 from lather.optim.sharded.owners import OwnedParameter
 from lather.optim.sharded.placement import Index, local, local_grad
+
+T = TypeVar("T")
 
 BUCKET_BYTES = 2**28
 """Limit on the temporary memory of a step on a CPU if `bucket_bytes` is not given."""
 
 LEAST_GPU_BYTES = 2**31
 """Smallest such limit on a GPU, where the largest is twice as much: about 20 matrices of 2048 rows then form a batch."""
+
+STATE_BYTES, GPU_STATE_BYTES = 2**25, 2**31
+"""Largest state of a bucket of several members on a CPU, and on a GPU. The memory of a bucket is
+free when the state of its last member has been moved away, so larger ones would raise the peak of
+moving all state; smaller ones would divide the batches of a step."""
+
+States = Mapping[Tensor, dict[str, Tensor]]
+"""Parameter -> its state: `step`, and entries by name."""
 
 
 @dataclass(eq=False)
@@ -94,20 +107,44 @@ def member_of(one: ParamInfo, share: OwnedParameter | None) -> Member | None:
 
 
 class Bucket:
-    """Members whose matrices have equal shape, dtype, device and entries of state, with their stacked state: name -> (rows, ...)."""
+    """Members whose matrices have equal shape, dtype, device and entries of state."""
 
     def __init__(self, members: Sequence[Member]) -> None:
         self.members = list(members)
         self.first_row = [0, *accumulate(member.layout.batch for member in members)]
         layout = members[0].layout
-        self.kind, self.inner, self.dims, self.has_experts = layout.kind, layout.inner, layout.dims, layout.has_experts
-        self.device = members[0].device
+        self.kind, self.inner, self.dims = layout.kind, layout.inner, layout.dims
+        self.has_experts, self.device = layout.has_experts, members[0].device
+        self.param_dtype = members[0].param.dtype
         self.entries = layout.entries
-        self.stacks = {name: entry.allocate(self.first_row[-1], self.device) for name, entry in self.entries.items()}
-        self.views = [
-            {name: stack[start:stop].view(self.entries[name].shape_in(member.layout)) for name, stack in self.stacks.items()}
-            for (start, stop), member in zip(pairwise(self.first_row), self.members, strict=True)
-        ]
+        self.states: list[dict[str, Tensor]] = []
+        """State of each member while the bucket is open; otherwise empty."""
+        self.stacks: dict[str, Tensor] = {}
+        """Stacked state, name -> (rows, ...), while the bucket is open; otherwise empty."""
+        self.sizes = {name: (self.first_row[-1], *x.shape) for name, x in self.entries.items()}
+        """Shape of each stack."""
+        self.strides = {name: _strides(size) for name, size in self.sizes.items()}
+
+    def allocate(self) -> list[dict[str, Tensor]]:
+        """Allocate the stacks with their initial values, and return the views of each member. They
+        are detached: otherwise they would keep the stack alive when their `data` is replaced."""
+        entries, rows = self.entries.items(), self.first_row[-1]
+        stacks = {name: entry.allocate(rows, self.device) for name, entry in entries}
+
+        def view(name: str, entry: KeptEntry, member: Member, row: int) -> Tensor:
+            rows = stacks[name][row : row + member.layout.batch]
+            return rows.view(entry.shape_in(member.layout)).detach()
+
+        pairs = zip(self.members, self.first_row, strict=False)
+        return [{name: view(name, x, member, row) for name, x in entries} for member, row in pairs]
+
+    def stack(self, state: States) -> None:
+        """Move the state of the members into new stacks."""
+        for member, views in zip(self.members, self.allocate(), strict=True):
+            own = state[member.param]
+            for name, view in views.items():
+                view.copy_(own[name])
+                own[name] = view
 
     @cached_property
     def temporary_bytes(self) -> int:
@@ -118,19 +155,58 @@ class Bucket:
         free = ask(self.device)[0] if ask is not None else 0
         return min(max(free // 4, LEAST_GPU_BYTES), 2 * LEAST_GPU_BYTES)
 
-    def holds(self, number: int, state: Mapping[str, Tensor]) -> bool:
-        """Whether `state` still consists of this bucket's views for member `number`."""
-        views = self.views[number]
-        return len(state) == len(views) + 1 and all(state.get(name) is view for name, view in views.items())
+    def exists(self, state: States) -> bool:
+        """Whether every member has state with the entries of the bucket."""
+        states = [state.get(member.param, {}) for member in self.members]
+        return all(own.keys() - {"step"} == self.entries.keys() for own in states)
+
+    def is_stacked(self, state: States) -> bool:
+        """Whether the state of the members consists of views of stacks, as `allocate` makes them."""
+        if not self.exists(state):
+            return False
+        states = [state[member.param] for member in self.members]
+        for name, entry in self.entries.items():
+            views, numel = [own[name] for own in states], math.prod(entry.shape)
+            storage, first = views[0].untyped_storage().data_ptr(), views[0].storage_offset()
+            for x, member, row in zip(views, self.members, self.first_row, strict=False):
+                found = x.untyped_storage().data_ptr(), x.storage_offset(), x.shape, x.dtype
+                shape = entry.shape_in(member.layout)
+                if found != (storage, first + row * numel, shape, entry.dtype):
+                    return False
+                if x.device != self.device or not x.is_contiguous():
+                    return False
+        return True
+
+
+def _strides(size: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor of this size."""
+    return tuple(math.prod(size[dim + 1 :]) for dim in range(len(size)))
 
 
 def make_buckets(members: Iterable[Member], *, apart: Mapping[int, Any] | None = None) -> list[Bucket]:
-    """Divide the members into as few buckets as possible; members with different values in `apart` (by id of the parameter) never share
-    one."""
-    alike: dict[Any, list[Member]] = {}
+    """Divide the members into as few buckets as possible, each with one member or with at most
+    `STATE_BYTES` of state; members with different values in `apart` (by id of the parameter) never
+    share one."""
+    found = []
     for member in members:
         layout = member.layout
         entries = tuple(layout.entries.items())
-        own = (layout.kind, layout.inner, layout.dims, entries, member.param.dtype, member.device, type(layout.rule))
-        alike.setdefault((*own, (apart or {}).get(id(member.param))), []).append(member)
-    return [Bucket(same) for same in alike.values()]
+        own = (layout.kind, layout.inner, layout.dims, entries, type(layout.rule))
+        key = (*own, member.param.dtype, member.device, (apart or {}).get(id(member.param)))
+        limit = GPU_STATE_BYTES if is_gpu(member.device) else STATE_BYTES
+        found.append((member, key, layout.state_bytes() / limit))
+    return [Bucket(same) for same in in_batches(found)]
+
+
+def in_batches(items: Iterable[tuple[T, Any, float]]) -> list[list[T]]:
+    """Divide (item, key, size) into batches of items with equal keys and a total size of at most 1,
+    or of one larger item; in order."""
+    found: dict[Any, list[list[T]]] = {}
+    room: dict[Any, float] = {}
+    for item, key, size in items:
+        if room.get(key, -1.0) < size:
+            found.setdefault(key, []).append([])
+            room[key] = 1.0
+        found[key][-1].append(item)
+        room[key] -= size
+    return list(chain(*found.values()))

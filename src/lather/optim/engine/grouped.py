@@ -100,7 +100,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         return self._roster
 
     def _is_unchanged(self, roster: Roster) -> bool:
-        """Whether the parameter groups have not changed since the roster was made, except for learning rates, which are read again."""
+        """Whether the roster is still valid; it then has the numbers of this step."""
         raise NotImplementedError
 
     def _make_roster(self) -> Roster:

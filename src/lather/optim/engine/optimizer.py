@@ -10,20 +10,33 @@ refresh      refresh the bases that are due, for all other rules; with `async_re
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import MISSING
 from itertools import zip_longest
+from operator import attrgetter
 from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.autograd.profiler import record_function
 from torch.optim.optimizer import ParamsT
 
+from lather.optim.engine.buckets import States
 from lather.optim.engine.gradients import GradientNorms, are_zero, inspect_gradients, measure_gradients
 from lather.optim.engine.pending import PendingRefreshes
-from lather.optim.engine.plan import Chunk, MemberRun, StepPlan, matmul_precision, runs_of
+from lather.optim.engine.plan import (
+    Chunk,
+    MemberRun,
+    StepPlan,
+    close_buckets,
+    matmul_precision,
+    open_buckets,
+    runs_of,
+    step_counts,
+    take_whole,
+)
 from lather.optim.engine.refresh import DimRefresh, due_rows, refresh
 from lather.optim.engine.roster import ParamInfo, Roster
 from lather.optim.engine.stateful import StatefulOptimizer
@@ -121,12 +134,16 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
             with no_autocast() if is_autocast else nullcontext():
                 for one in plan.gathered:
                     self._step_replicated(one, plan.idle)
-                self._walk(plan.runs, plan.exchanges)
+                open_buckets(plan.buckets, self.state)
+                self._walk(plan.runs, plan.exchanges, self.state)
         except BaseException:
             self._plan = None
             for exchange in plan.exchanges:
                 exchange.forget()
             raise
+        finally:
+            close_buckets(plan.buckets)
+            increment_version(plan.params)  # a fused kernel does not tell autograd
         return loss
 
     @torch.no_grad()
@@ -152,26 +169,28 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
         """
         if self._pending.waiting or self._pending.launched:
             self._pending.finish()
+        if self._is_lent:
+            self._take_back_state()
         roster = self._roster
         if roster is None or not self._is_unchanged(roster):
             roster = self._current_roster()
         found = inspect_gradients(roster.params, self._sharding.group_of, norms)
-        rates = [settings.lr for settings in roster.groups]
-        if not self.state and not any(rates) and are_zero(roster.params, self._sharding.group_of):
+        is_new = not self.state and not any(one.lr for one in roster.groups)
+        if is_new and are_zero(roster.params, self._sharding.group_of):
             self._create_state(found.usable)
             return None
-        key = (roster, list(map(id, found.usable)), list(map(rates.index, rates)))
         plan = self._plan
-        if plan is None or plan.key != key or not plan.holds(self.state):
+        key = (roster, list(map(id, found.usable)), roster.pattern)
+        if plan is None or plan.key != key or not plan.holds(self.state, self._state_places):
             self._plan = None
             plan = self._plan = self._make_plan(found.usable, key)
-        for rule, t in plan.intervals:
-            rule.due(t + plan.num_steps + 1)  # every rank calls it, so that all raise if it does
+        for one, t in plan.intervals:
+            one.rule.due(t + plan.num_steps + 1)  # type: ignore[attr-defined]  # every rank calls it, so that all raise if it does
         plan.idle = found.idle
         self._count_step(plan.runs, found.idle)
         plan.count_step()
         if found.num_bad:
-            self._count("nonfinite_skipped", found.num_bad)
+            self._counts["nonfinite_skipped"] += found.num_bad
         return plan
 
     def _make_roster(self) -> Roster:
@@ -180,37 +199,44 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
         return roster
 
     def _is_unchanged(self, roster: Roster) -> bool:
-        if list(map(id, self.param_groups)) != roster.group_ids or _places(roster.params) != roster.places:
+        if list(map(id, self.param_groups)) != roster.group_ids:
             return False
+        is_same = True
         for known in roster.groups:
-            if list(map(id, known.group["params"])) != known.ids or list(map(known.group.get, known.names)) != known.values:
+            if list(map(id, known.group["params"])) != known.ids:
                 return False
-            known.lr = float(known.group["lr"])
-            if not 0 <= known.lr < math.inf:
-                return False  # a new roster will raise
+            lr, values = known.group["lr"], list(map(known.group.get, known.names))
+            is_same &= lr == known.lr and values == known.values
+        if not is_same or _places(roster.params) != roster.places:
+            if not roster.take_changes():
+                return False
+            roster.places = _places(roster.params)
         return not (roster.frozen and any(p.requires_grad or p.grad is not None for p in roster.frozen))
 
     def _make_plan(self, usable: list[ParamInfo], key: tuple[object, ...]) -> StepPlan:
         """Make the plan, and the state of parameters that have none. An error is raised before anything changes."""
-        steps = {id(one.param): int(state["step"]) if (state := self.state.get(one.param)) else 0 for one in usable}
-        for _, due in {(id(one.rule), steps[id(one.param)]): one for one in usable if one.layout.dims}.items():
-            due.rule.due(steps[id(due.param)] + 1)  # type: ignore[attr-defined]
         self._bring_buckets_up_to_date()
+        step_of = step_counts(usable, self.state)
+        with_bases = [one for one in usable if one.layout.dims]
+        due = {(id(one.rule), step_of[id(one)]): one.rule for one in with_bases}
+        for (_, step), rule in due.items():
+            rule.due(step + 1)  # type: ignore[attr-defined]
         self._create_state(usable)
-        numbers: dict[object, int] = {}
-        for settings in key[0].groups:  # type: ignore[attr-defined]
-            settings.number = numbers.setdefault(settings.key(), len(numbers))
         alive = [one for one in usable if one.param.numel()]
-        exchanges = self._sharding.exchanges(alive, self._members())
-        exchange_of = {id(one.param): exchange for exchange in exchanges for one in exchange.params}
-        taking = {key: (one, steps[key], exchange_of.get(key)) for one in alive for key in [id(one.param)]}
+        exchanges, exchange_of = list[OwnerExchange](), dict[int, OwnerExchange]()
+        if self._sharding.has_shares:
+            exchanges = self._sharding.exchanges(alive, self._members())
+            exchange_of = {id(x.param): exchange for exchange in exchanges for x in exchange.params}
+        taking = {id(one.param): (one, step_of[id(one)], exchange_of.get(id(one.param))) for one in alive}
         runs = [run for bucket in self._buckets for run in runs_of(bucket, taking)]
         return StepPlan(usable, runs, exchanges, self.state, key)
 
     # --- the phases of the step -------------------------------------------------------------------------------------------------------
 
-    def _walk(self, runs: list[MemberRun], exchanges: list[OwnerExchange]) -> None:
-        statistics, coming = [run for run in runs if run.info.has_statistics], [one for one in exchanges if one.has_statistics]
+    def _walk(self, runs: list[MemberRun], exchanges: list[OwnerExchange], state: States) -> None:
+        """Run all phases for runs whose buckets are open, with this state."""
+        statistics = list(filter(attrgetter("info.has_statistics"), runs))
+        coming = list(filter(attrgetter("has_statistics"), exchanges))
         if statistics or coming:
             with record_function("lather.optim.statistics"):
                 self._work_through(statistics, coming, is_last=False)
@@ -225,7 +251,7 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
         if late:
             self._refresh_bases(late)
         if deferred:
-            self._pending.add(self._due(deferred))
+            self._pending.add(self._due(deferred), state)
 
     def _step_replicated(self, one: ParamInfo, idle: dict[int, list[bool]]) -> None:
         """Run all phases for one parameter that every rank gathers and updates (`ownership="replicated"`)."""
@@ -233,7 +259,7 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
         whole = Gathered(one, self._sharding, state)
         runs = runs_of(whole.bucket, {id(one.param): (one, int(state["step"]) - 1, None)})
         self._count_step(runs, idle)
-        self._walk(runs, [])
+        self._walk(runs, [], whole.state)
         self._pending.finish()
         whole.keep(*one.rates())
 
@@ -258,14 +284,24 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
             leaving.finish_out()
 
     def _work_on(self, runs: list[MemberRun], *, is_last: bool) -> None:
-        alike: dict[tuple[str, int], list[MemberRun]] = {}
+        flat = dict[object, list[MemberRun]]()
+        alike = dict[object, list[MemberRun]]()
         for run in runs:
-            if run.flat is None or not is_last or not run.take_whole():
+            if is_last and run.is_flat:
+                key = (id(run.rule), run.step, run.bucket.device, run.members[0].param.dtype)
+                flat.setdefault(key, []).append(run)
+            else:
                 alike.setdefault((run.precision, run.rule.num_streams), []).append(run)
-        for (precision, num_streams), some in alike.items():
+        for some in flat.values():
+            if not take_whole(some):
+                alike.setdefault((some[0].precision, some[0].rule.num_streams), []).extend(some)
+        for some in alike.values():
             chunks: Iterable[Chunk] = [chunk for run in some for chunk in run.chunks]
-            with matmul_precision(precision):
-                for chunk in chunks if num_streams == 1 else on_streams(chunks, self._streams, num_streams, some[0].bucket.device):
+            num_streams = some[0].rule.num_streams
+            if num_streams > 1:
+                chunks = on_streams(chunks, self._streams, num_streams, some[0].bucket.device)
+            with matmul_precision(some[0].precision):
+                for chunk in chunks:
                     if is_last:
                         chunk.take_update()
                     else:
@@ -273,7 +309,7 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
 
     def _refresh_bases(self, runs: list[MemberRun]) -> None:
         with record_function("lather.optim.refresh"):
-            refresh(self._due(runs), self._count)
+            refresh(self._due(runs), self._counts)
 
     def state_bytes_of_owners(self) -> dict[tuple[int, ...], dict[int, int]]:
         """Return the bytes of optimizer state of all parameters that are spread over ranks: the ranks -> owner rank -> bytes (global
@@ -292,7 +328,7 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
         for run in runs:
             assert self._roster is not None
             assert isinstance(run.rule, RefreshingRule)
-            if rows := due_rows(run, self._roster, self._count):
+            if rows := due_rows(run, self._roster, self._counts):
                 jobs += [DimRefresh(run, dim, rows, run.rule.methods(run.due.first)) for dim in run.bucket.dims]
         return jobs
 
@@ -305,8 +341,8 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
         due = [run.rule.due(run.step + 1) if run.bucket.dims else NOBODY for run in runs]  # type: ignore[attr-defined]
         for run, now in zip(runs, due, strict=True):
             run.step += 1
-            if run.lr != run.settings.lr:
-                run.take_rates()
+            if run.version != run.settings.version:
+                run.take_values()
             run.due, run.idle = now, []
             if idle and run.bucket.has_experts:
                 marks = [idle[id(member.param)][number] for member in run.members for number in member.numbers]
@@ -315,5 +351,5 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
 
 def _places(params: Sequence[ParamInfo]) -> list[Any]:
     """Return the memory addresses and the strides of the parameters."""
-    places: list[Any] = [one.param.data_ptr() if one.spread is None else local(one.param).data_ptr() for one in params]
-    return places + [one.param.stride() for one in params]
+    tensors = [one.param if one.spread is None else local(one.param) for one in params]
+    return [*map(Tensor.data_ptr, tensors), *map(Tensor.stride, tensors)]

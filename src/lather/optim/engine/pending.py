@@ -11,14 +11,17 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.autograd.profiler import record_function
 
 from lather.device import gpu_module, is_gpu
-from lather.optim.engine.refresh import Count, DimRefresh, Launched, finish, launch
+from lather.optim.engine.buckets import Bucket, States
+from lather.optim.engine.plan import close_buckets, open_buckets
+from lather.optim.engine.refresh import Counts, DimRefresh, Launched, finish, launch
 from lather.optim.engine.streams import SideStreams, beside, join, no_autocast
 
 CPU_PIECE_FLOPS = 2e8
@@ -32,8 +35,10 @@ FIRST_RATE = 1e10
 class PendingRefreshes:
     """The refreshes of one optimizer that are not finished yet, in order."""
 
-    def __init__(self, count: Count) -> None:
-        self._count, self._streams = count, SideStreams()
+    def __init__(self, counts: Counts) -> None:
+        self._counts, self._streams = counts, SideStreams()
+        self._state: States = {}
+        """State that the refreshes change; empty when there are none."""
         self.waiting: deque[DimRefresh] = deque()
         """Pieces that have not been started."""
         self.launched: Launched = []
@@ -48,8 +53,9 @@ class PendingRefreshes:
         """Number of pieces that have not been started."""
         return len(self.waiting)
 
-    def add(self, jobs: list[DimRefresh]) -> None:
-        """Add refreshes to be done."""
+    def add(self, jobs: list[DimRefresh], state: States) -> None:
+        """Add refreshes of this state to be done."""
+        self._state = state
         if self.deferred:
             self.waiting.extend(piece for job in jobs for piece in _pieces(job))
         elif jobs:
@@ -78,22 +84,47 @@ class PendingRefreshes:
         if self.launched:
             join(self._streams)
         launched, self.launched, self._last = self.launched, [], None
-        with torch.no_grad(), no_autocast():
-            finish(launched, self._count)
+        launched = [(job, flags) for job, flags in launched if job.run.bucket.exists(self._state)]
+        buckets = {id(job.run.bucket): job.run.bucket for job, _ in launched}.values()
+        with torch.no_grad(), no_autocast(), _opened(buckets, self._state):
+            finish(launched, self._counts)
+        self._state = {}
 
     def forget(self) -> None:
         """Drop all refreshes, because the state has been replaced."""
         join(self._streams)
         self.waiting.clear()
-        self.launched, self._last = [], None
+        self.launched, self._last, self._state = [], None, {}
 
     def _launch(self, jobs: list[DimRefresh]) -> None:
-        changed = [stack for job in jobs for stack in job.run.bucket.stacks.values()]
-        device = jobs[0].run.bucket.device
-        with record_function("lather.optim.launch_refresh"), torch.no_grad(), no_autocast(), beside(self._streams, changed, device):
-            self.launched += launch(jobs, self._count)
-            if is_gpu(device):
-                self._last = gpu_module(device).current_stream().record_event()
+        """Launch refreshes; leave out those whose state was deleted since they were added."""
+        jobs = [job for job in jobs if job.run.bucket.exists(self._state)]
+        buckets = {id(job.run.bucket): job.run.bucket for job in jobs}.values()
+        with (
+            record_function("lather.optim.launch_refresh"),
+            torch.no_grad(),
+            no_autocast(),
+            _opened(buckets, self._state),
+        ):
+            changed = [stack for bucket in buckets for stack in bucket.stacks.values()]
+            device = jobs[0].run.bucket.device if jobs else torch.device("cpu")
+            with beside(self._streams, changed, device):
+                self.launched += launch(jobs, self._counts)
+                if is_gpu(device):
+                    self._last = gpu_module(device).current_stream().record_event()
+
+
+@contextmanager
+def _opened(buckets: Collection[Bucket], state: States) -> Iterator[None]:
+    """Have the buckets open inside the block, also those whose state was moved since the last step."""
+    for bucket in buckets:
+        if not bucket.is_stacked(state):
+            bucket.stack(state)
+    open_buckets(buckets, state)
+    try:
+        yield
+    finally:
+        close_buckets(buckets)
 
 
 def _pieces(job: DimRefresh) -> Iterator[DimRefresh]:

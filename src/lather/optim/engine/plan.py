@@ -14,16 +14,17 @@ from __future__ import annotations
 import math
 import operator
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import groupby
+from functools import cached_property
+from itertools import chain, groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from lather.device import is_cpu, is_gpu, to_device
-from lather.optim.engine.buckets import Bucket, Member
+from lather.optim.engine.buckets import Bucket, Member, States
 from lather.optim.engine.matrix_layout import NORM
 from lather.optim.engine.roster import ParamInfo
 from lather.optim.linalg.kronecker import SYMMETRIC_BLOCKS
@@ -33,8 +34,7 @@ from lather.torch_private import foreach_add_, foreach_copy_, foreach_mul_
 if TYPE_CHECKING:
     from lather.optim.sharded.sharding import OwnerExchange
 
-States = Mapping[Tensor, Mapping[str, Tensor]]
-"""Parameter -> its state: `step`, and entries by name."""
+_grad, _param = operator.attrgetter("grad"), operator.attrgetter("param")
 
 TEMPORARIES = 8
 """Temporary memory of an update per matrix, in matrices: the gradient, its projection, the update, and intermediate results."""
@@ -55,14 +55,16 @@ class MemberRun:
     def __init__(self, bucket: Bucket, first: int, infos: Sequence[ParamInfo], step: int, exchange: OwnerExchange | None) -> None:
         """`step`: t of the previous step; `exchange`: the exchange to which the members belong, if any."""
         self.bucket, self.info, self.step, self.exchange = bucket, infos[0], step, exchange
+        self.numbers = range(first, first + len(infos))
+        """Numbers of the members in the bucket."""
         self.members = bucket.members[first : first + len(infos)]
-        self.rule, self.settings = self.info.rule, self.info.settings
+        self.settings = self.info.settings
         self.rows = range(bucket.first_row[first], bucket.first_row[first + len(infos)])
+        self.take_values()
         self.is_async = isinstance(self.rule, RefreshingRule) and self.rule.async_refresh
         auto = "high" if is_gpu(bucket.device) else "highest"
         self.precision = auto if self.rule.fp32_matmul_prec == "auto" else self.rule.fp32_matmul_prec
         """fp32 matmul precision of statistics and update, by torch's names."""
-        self.take_rates()
         self.due: Due = NOBODY
         """Refreshes that are due in this step."""
         self.idle: list[bool] = []
@@ -70,19 +72,20 @@ class MemberRun:
         is_plain = all(member.index == () and info.spread is None for member, info in zip(self.members, infos, strict=True))
         self.params = [member.param for member in self.members] if is_plain else None
         """Parameters of the members if their `grad` is exactly the gradient that is needed; None: ask the members."""
-        self.flat: tuple[list[Tensor], dict[str, list[Tensor]]] | None = None
-        """Weights and state as flat tensors, for `Rule.step_whole`; None if it cannot be used."""
-        if bucket.kind == "elements" and all(member.index is not None for member in self.members):
-            views = bucket.views[first : first + len(infos)]
-            states = {name: [view[name].view(-1) for view in views] for name in bucket.stacks}
-            self.flat = ([member.weight().view(-1) for member in self.members], states)
-        self.chunks = [Chunk(self, first, start, stop) for start, stop in self._chunk_bounds()]
+        self.is_flat = bucket.kind == "elements" and all(m.index is not None for m in self.members)
+        """Whether weights and state are tensors for `Rule.step_whole`."""
+
+    @cached_property
+    def chunks(self) -> list[Chunk]:
+        """The rows of the run, divided into batches."""
+        return [Chunk(self, start, stop) for start, stop in self._chunk_bounds()]
 
     def _chunk_bounds(self) -> Iterator[tuple[int, int]]:
         """Yield (start, stop) of chunks whose temporary memory is at most `bucket_bytes`, but which have at least one matrix."""
         bucket, rule = self.bucket, self.rule
         dtype, numel = rule.compute_dtype, math.prod(bucket.inner)
-        copied = sum(stack[0].numel() for stack in bucket.stacks.values() if bucket.has_experts or stack.dtype != dtype)
+        entries = bucket.entries.values()
+        copied = sum(math.prod(x.shape) for x in entries if bucket.has_experts or x.dtype != dtype)
         block_row = max((bucket.inner[dim] ** 2 // SYMMETRIC_BLOCKS for dim in bucket.dims), default=0)
         per_matrix = dtype.itemsize * (TEMPORARIES * numel + copied + block_row)
         count = (rule.bucket_bytes or bucket.temporary_bytes) // rule.num_streams // per_matrix
@@ -93,27 +96,37 @@ class MemberRun:
         for start in range(self.rows.start, self.rows.stop, count):
             yield start, min(start + count, self.rows.stop)
 
-    def take_rates(self) -> None:
-        """Read lr and decay of W = (1 - decay) W - lr U from the group."""
+    def take_values(self) -> None:
+        """Read the rule, lr and decay of W = (1 - decay) W - lr U from the group."""
+        self.version, self.rule = self.settings.version, self.info.rule
         self.lr, self.rates = self.settings.lr, self.info.rates()
 
-    def take_whole(self) -> bool:
-        """Take the step of a `flat` run with the rule's kernel (`Rule.step_whole`); return False if the rule has none for it."""
-        assert self.flat is not None
-        grads = [p.grad for p in self.params] if self.params is not None else [member.grad() for member in self.members]
-        weights, states = self.flat
-        flat = [grad.contiguous().view(-1) for grad in grads]  # type: ignore[union-attr]
-        return self.rule.step_whole(weights, flat, states, self.step, self.lr)
+
+def take_whole(runs: Sequence[MemberRun]) -> bool:
+    """Take the step of flat runs of the same rule, t and rates with the rule's kernel
+    (`Rule.step_whole`); return False if the rule has none for them."""
+    weights, grads, states = list[Tensor](), list[Any](), list[dict[str, Tensor]]()
+    for run in runs:
+        weights += run.params or [member.weight() for member in run.members]
+        if run.params:
+            grads += map(_grad, run.params)
+        else:
+            grads += [member.grad() for member in run.members]
+        states += run.bucket.states[run.numbers.start : run.numbers.stop]
+    grads = list(map(Tensor.contiguous, grads))
+    entries = {}
+    for name in runs[0].bucket.entries:
+        entries[name] = list(map(operator.itemgetter(name), states))
+    return runs[0].rule.step_whole(weights, grads, entries, runs[0].step, runs[0].lr)
 
 
 class Chunk:
     """Rows start to stop of a bucket, all within one run."""
 
-    def __init__(self, run: MemberRun, first: int, start: int, stop: int) -> None:
-        """`first`: number of the run's first member in the bucket."""
+    def __init__(self, run: MemberRun, start: int, stop: int) -> None:
         self.run, self.start, self.stop, self.dtype = run, start, stop, run.rule.compute_dtype
-        self._stacks = {name: stack[start:stop] for name, stack in run.bucket.stacks.items()}
-        self._is_wide = all(stack.dtype == self.dtype for stack in self._stacks.values())
+        self._is_wide = all(x.dtype == self.dtype for x in run.bucket.entries.values())
+        self._is_whole = stop - start == run.bucket.first_row[-1]
         self._pieces: list[tuple[Member, int, int]] = []
         first_row, members = run.bucket.first_row, run.bucket.members
         i = bisect_right(first_row, start) - 1
@@ -127,7 +140,6 @@ class Chunk:
         """Parameters whose concatenated gradients and weights are the batch; None: the batch is gathered from parts of parameters."""
         if is_whole and run.params is not None and run.bucket.kind in ("tensor", "per_expert"):
             self._params = [member.param for member, _, _ in self._pieces]
-            self._weights = [p.detach() for p in self._params]
 
     def _as_parameters(self, batch: Tensor) -> list[Tensor]:
         """Return views of the batch (B, ...) in the shapes of its parameters, for a chunk of whole parameters."""
@@ -152,13 +164,18 @@ class Chunk:
 
     def weights(self) -> Tensor:
         """Return the weights as a batch, for reading."""
-        return self._gather([member.weight() for member, _, _ in self._pieces] if self._params is None else self._weights)
+        own = self._params
+        return self._gather([m.weight() for m, _, _ in self._pieces] if own is None else own)
 
     def state(self) -> State:
         """Return the state of these rows in the dtype of computation; call `store` after changing it."""
-        state = State(self._stacks)
+        stacks = self.run.bucket.stacks
+        if not self._is_whole:
+            stacks = {name: stack[self.start : self.stop] for name, stack in stacks.items()}
+        state = State(stacks)
+        state.stored = stacks
         if not self._is_wide:
-            state.update({name: stack.to(self.dtype) for name, stack in self._stacks.items()})
+            state.update({name: stack.to(self.dtype) for name, stack in stacks.items()})
         if self.run.idle:
             offset = self.run.rows.start
             marks = self.run.idle[self.start - offset : self.stop - offset]
@@ -167,7 +184,7 @@ class Chunk:
 
     def store(self, state: State) -> None:
         """Copy entries that were converted to the dtype of computation, or that a rule has replaced, into the stacks."""
-        for name, stack in self._stacks.items():
+        for name, stack in state.stored.items():
             if state[name] is not stack:
                 stack.copy_(state[name])
 
@@ -202,7 +219,7 @@ class Chunk:
         """Set W = (1 - decay) W - lr U for weights on this rank, and copy other updates to where they are sent from."""
         lr, decay = self.run.rates
         if self._params is not None:
-            apply_(self._weights, self._as_parameters(u), lr, decay)
+            apply_(self._params, self._as_parameters(u), lr, decay)
             return
         changed: tuple[list[Tensor], list[Tensor]] = ([], [])
         sent: tuple[list[Tensor], list[Tensor]] = ([], [])
@@ -261,7 +278,8 @@ def index_on(rows: Sequence[int], device: torch.device) -> Tensor:
 
 
 class StepPlan:
-    """Everything that a step does; it is used for as long as steps do the same."""
+    """Everything that a step does; it is used for as long as steps do the same. It has no tensors but
+    the parameters and their step counts."""
 
     def __init__(
         self, params: Sequence[ParamInfo], runs: list[MemberRun], exchanges: list[OwnerExchange], state: States, key: tuple[object, ...]
@@ -273,30 +291,29 @@ class StepPlan:
             key: everything on which the plan depends: a step with another key needs another plan.
         """
         self.runs, self.exchanges, self.key = runs, exchanges, key
+        self.params = [one.param for one in params]
+        self.buckets = list({id(run.bucket): run.bucket for run in runs}.values())
         self.gathered = [one for one in params if one.is_gathered and one.param.numel()]
         """Parameters that every rank gathers and updates (`ownership="replicated"`)."""
-        spread = {(id(one.settings), int(state[one.param]["step"])): one.rule for one in params if one.spread is not None}
-        self.intervals = [
-            (rule, t) for (_, t), rule in spread.items() if isinstance(rule, RefreshingRule) and callable(rule.precondition_frequency)
-        ]
-        """Rules whose interval is a function, with t of the step before this plan: all ranks call it, even those that refresh nothing."""
-        self._params = [one.param for one in params]
-        self._entries = [x for p in self._params for x in state[p].values()]
-        self._counts = [state[p]["step"] for p in self._params]
-        self._steps = torch.stack(self._counts) if params else torch.zeros(0)
+        spread = [one for one in params if one.spread is not None]
+        steps = step_counts(spread, state)
+        first = {(id(one.settings), steps[id(one)]): one for one in spread}
+        self.intervals = [(one, t) for (_, t), one in first.items() if callable(getattr(one.rule, "precondition_frequency", None))]
+        """A parameter of each group whose interval is a function, with t of the step before this plan: all ranks call it, even those that
+        refresh nothing."""
+        self._counts = [state[p]["step"] for p in self.params]
+        self._steps = torch.stack(self._counts) if params else torch.zeros(0, device="cpu")
         """Values of the step counts."""
         self.num_steps = 0
         """Number of steps that this plan has taken."""
         self.idle: dict[int, list[bool]] = {}
         """id of a parameter with experts -> for each expert, whether it got no token in this step."""
 
-    def holds(self, state: States) -> bool:
-        """Whether the state still has the tensors for which the plan was made, with the step counts of the plan's last step."""
-        found: list[Tensor] = []
-        for p in self._params:
-            found += state.get(p, {}).values()
-        same = len(found) == len(self._entries) and all(map(operator.is_, found, self._entries))
-        return same and (not self._counts or torch.equal(torch.stack(self._counts), self._steps))
+    def holds(self, state: States, places: list[int] | None) -> bool:
+        """Whether the state still is where it was when the plan was made, at `places`, with the step counts of the plan's last step."""
+        if places is None or places_of(state) != places:
+            return False
+        return not self._counts or torch.equal(torch.stack(self._counts), self._steps)
 
     def count_step(self) -> None:
         """Add one to the step counts of all parameters."""
@@ -304,6 +321,38 @@ class StepPlan:
         if self._counts:
             foreach_add_(self._counts, 1)
             self._steps += 1
+
+
+def step_counts(params: Sequence[ParamInfo], state: States) -> dict[int, int]:
+    """Return the step count of each parameter by its id; 0 for one without state."""
+    counts = [state[one.param]["step"] for one in params if state.get(one.param)]
+    values = iter(torch.stack(counts).tolist() if counts else ())
+    return {id(one): int(next(values)) if state.get(one.param) else 0 for one in params}
+
+
+def places_of(state: States) -> list[int] | None:
+    """Return the addresses of all tensors of the state, and their offsets in their storages, which
+    together tell whether anybody has moved or replaced one; None if it has anything but tensors."""
+    try:
+        found = list(chain.from_iterable(map(dict.values, state.values())))
+        return [*map(Tensor.data_ptr, found), *map(int, map(Tensor.storage_offset, found))]
+    except TypeError:
+        return None
+
+
+def open_buckets(buckets: Iterable[Bucket], state: States) -> None:
+    """Find the stacks of the buckets in the state of their members, which consists of views of them."""
+    for bucket in buckets:
+        bucket.states = list(map(state.__getitem__, map(_param, bucket.members)))
+        for name, size in bucket.sizes.items():
+            x = bucket.states[0][name]
+            bucket.stacks[name] = x.as_strided(size, bucket.strides[name], x.storage_offset())
+
+
+def close_buckets(buckets: Iterable[Bucket]) -> None:
+    """Let go of the stacks."""
+    for bucket in buckets:
+        bucket.states, bucket.stacks = [], {}
 
 
 def runs_of(bucket: Bucket, taking: Mapping[int, tuple[ParamInfo, int, OwnerExchange | None]]) -> list[MemberRun]:

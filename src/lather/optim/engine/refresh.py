@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -98,34 +99,34 @@ class _StackRows(State):
 Launched = list[tuple[DimRefresh, Tensor | None]]
 """Batches of a refresh, each with a tensor on the device that tells which of its rows failed; None: none can fail."""
 
-Count = Callable[[str, int], None]
-"""Function that adds to a counter: how many bases were refreshed, skipped, retried, or failed."""
+Counts = Counter[str]
+"""Counters: how many bases were refreshed, skipped, retried, or failed."""
 
 
-def refresh(jobs: list[DimRefresh], count: Count) -> None:
+def refresh(jobs: list[DimRefresh], counts: Counts) -> None:
     """Do all refreshes in `jobs`."""
-    finish(launch(jobs, count), count)
+    finish(launch(jobs, counts), counts)
 
 
-def launch(jobs: list[DimRefresh], count: Count) -> Launched:
+def launch(jobs: list[DimRefresh], counts: Counts) -> Launched:
     """Launch all refreshes in `jobs` on the device, except for rows that the rule's criterion skips. The host waits for the device only if
     the rule has a criterion, or if the rule's refresh waits."""
     answers = [(batch, None if batch.run.due.first else _ask(batch.rule.fits, batch)) for job in jobs for batch in job.batches()]
     others = _narrowed(answers, False)
-    count("refreshes_skipped", _num_rows(batch for batch, good in answers if good is not None) - _num_rows(others))
+    counts["refreshes_skipped"] += _num_rows(batch for batch, good in answers if good is not None) - _num_rows(others)
     return _refreshed([*(batch for batch, good in answers if good is None), *others])
 
 
-def finish(launched: Launched, count: Count) -> None:
+def finish(launched: Launched, counts: Counts) -> None:
     """Retry failed refreshes with the next method, count all, and log those that fail with every method."""
-    count("refreshes_done", _num_rows(batch for batch, _ in launched))
+    counts["refreshes_done"] += _num_rows(batch for batch, _ in launched)
     while failed := _narrowed(launched, True):
         retried = [replace(batch, methods=batch.methods[1:]) for batch in failed if len(batch.methods) > 1]
-        count("refreshes_retried", _num_rows(retried))
+        counts["refreshes_retried"] += _num_rows(retried)
         for batch in failed:
             if len(batch.methods) == 1:
-                count("refreshes_done", -len(batch.rows))
-                count("refreshes_failed", len(batch.rows))
+                counts["refreshes_done"] -= len(batch.rows)
+                counts["refreshes_failed"] += len(batch.rows)
                 sizes = [batch.run.bucket.inner[batch.dim]] * 2
                 logger.warning("%d eigenbases of %d x %d could not be refreshed and stay as they are", len(batch.rows), *sizes)
         launched = _refreshed(retried)
@@ -158,7 +159,7 @@ def _num_rows(batches: Iterable[DimRefresh]) -> int:
     return sum(len(batch.rows) for batch in batches)
 
 
-def due_rows(run: MemberRun, roster: Roster, count: Count) -> Sequence[int]:
+def due_rows(run: MemberRun, roster: Roster, counts: Counts) -> Sequence[int]:
     """Return the rows of the bucket whose bases are due in this step. Idle experts are left out, except for the first bases."""
     due, found = run.due, list(run.rows)
     if due.who == "nobody":
@@ -171,6 +172,6 @@ def due_rows(run: MemberRun, roster: Roster, count: Count) -> Sequence[int]:
         found = []
     if run.idle and not due.first:
         awake = [row for row in found if not run.idle[row - run.rows.start]]
-        count("refreshes_skipped", len(run.bucket.dims) * (len(found) - len(awake)))
+        counts["refreshes_skipped"] += len(run.bucket.dims) * (len(found) - len(awake))
         found = awake
     return found

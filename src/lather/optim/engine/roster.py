@@ -1,14 +1,15 @@
 """The roster: all parameters of an optimizer, each with the rule of its group, its layout, and the ranks over which it is spread.
 
 As in torch, a parameter group is a dict of plain values: the options of its rule by name, and `rule`, the name of the rule. Schedulers and
-users may change them between steps; a roster is valid for as long as nothing but learning rates has changed.
+users may change them between steps; a roster is valid for as long as nothing but numbers has changed.
 """
 
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING, dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
@@ -18,8 +19,8 @@ from torch import Tensor
 
 from lather.optim.engine.matrix_layout import Layout
 from lather.optim.options import options_of
-from lather.optim.rule import RefreshingRule, Rule
-from lather.optim.sharded.placement import Spread
+from lather.optim.rule import Matrix, RefreshingRule, Rule
+from lather.optim.sharded.placement import Spread, local
 
 KNOWN_KEYS = {"params", "param_names", "name", "rule", "partition_dim"}
 KNOWN_KEYS |= {"initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"}
@@ -41,7 +42,8 @@ LIKENESS = 0.8
 
 
 class GroupSettings:
-    """The settings of a parameter group at the time when the roster was made."""
+    """The settings of a parameter group. Numbers among its options may change from step to step; if
+    anything else changes, the roster is made again."""
 
     def __init__(self, group: dict[str, Any], rule: type[Rule]) -> None:
         """Read the settings of a group. Raises ValueError for an option out of range."""
@@ -52,12 +54,60 @@ class GroupSettings:
         self.values, self.ids = list(map(group.get, self.names)), list(map(id, group["params"]))
         self.lr = float(group["lr"])
         """Learning rate in this step."""
+        self.version = 0
+        """Number of times that the learning rate or another number has changed."""
+        self.variants: list[tuple[Matrix, Rule]] = []
+        """The rules that `Rule.on` returns for the matrices of this group, each with such a matrix."""
         self.number = 0
         """Number of the settings; groups whose parameters may form one run in this step have the same number."""
+
+    def variant_of(self, layout: Layout) -> int:
+        """Return the number of the layout's rule among the variants, of which it becomes one."""
+        for number, (_, rule) in enumerate(self.variants):
+            if rule is layout.rule or (type(rule) is type(layout.rule) and rule == layout.rule):
+                return number
+        self.variants.append((layout.matrix, layout.rule))
+        return len(self.variants) - 1
+
+    def take_changes(self) -> bool:
+        """Read the learning rate and changed numbers from the group. Return False if anything else
+        has changed: then the roster has to be made again."""
+        group = self.group
+        lr, values = float(group["lr"]), list(map(group.get, self.names))
+        if not 0 <= lr < math.inf:
+            return False  # a new roster will raise
+        if values != self.values:
+            before = zip(self.names, self.values, strict=True)
+            changed = [name for (name, old), new in zip(before, values, strict=True) if old != new]
+            if not all(isinstance(getattr(self.rule, x, None), float | tuple) for x in changed):
+                return False
+            rule = type(self.rule)(**{name: group[name] for name in options_of(type(self.rule))})
+            variants = [(matrix, _variant(rule, matrix, old)) for matrix, old in self.variants]
+            pairs = zip(self.variants, variants, strict=True)
+            if any(_structure(*old) != _structure(*new) for old, new in pairs):
+                return False
+            self.rule, self.values, self.variants = rule, values, variants
+            self.version += 1
+        if lr != self.lr:
+            self.lr = lr
+            self.version += 1
+        return True
 
     def key(self) -> tuple[Any, ...]:
         """Return everything in these settings on which a step depends."""
         return (type(self.rule), self.lr, *(comparable(value) for value in self.values))
+
+
+def _variant(rule: Rule, matrix: Matrix, old: Rule) -> Rule:
+    """Return the rule of a group for a matrix, with the state of the one that it had before."""
+    new = rule.on(matrix)
+    is_same = new.state_dtype == old.state_dtype
+    return new if is_same else replace(new, state_dtype=old.state_dtype)
+
+
+def _structure(matrix: Matrix, rule: Rule) -> tuple[object, ...]:
+    """Return everything about a rule for a matrix on which a plan depends, but for numbers."""
+    return type(rule), rule.dims(matrix), rule.couples_decay, rule.state(matrix)
 
 
 @dataclass(eq=False)
@@ -73,9 +123,14 @@ class ParamInfo:
     spread: Spread | None
     """Parts of the parameter on the ranks of its mesh; None: the parameter is not spread over ranks."""
 
-    @cached_property
+    def __post_init__(self) -> None:
+        self.variant = self.settings.variant_of(self.layout)
+
+    @property
     def rule(self) -> Rule:
-        return self.layout.rule
+        """Rule of the parameter's matrices, with the numbers of this step. (That of the layout has
+        those of the time when the roster was made.)"""
+        return self.settings.variants[self.variant][1]
 
     @cached_property
     def num_norms(self) -> int:
@@ -116,6 +171,24 @@ class Roster:
         self.group_ids = [id(known.group) for known in groups]
         self.places: list[Any] = []
         """Memory addresses and strides of the parameters, set by the optimizer."""
+        self._forms = [_form(one) for one in params]
+        self.pattern: list[int] = []
+        """For each group, the number of the first group with the same settings."""
+        self._number_groups()
+
+    def take_changes(self) -> bool:
+        """Read the numbers of the groups again. Return False if anything else has changed: then the
+        roster has to be made again."""
+        if not all(settings.take_changes() for settings in self.groups):
+            return False
+        self._number_groups()
+        return [_form(one) for one in self.params] == self._forms
+
+    def _number_groups(self) -> None:
+        numbers = dict[object, int]()
+        for settings in self.groups:
+            settings.number = numbers.setdefault(settings.key(), len(numbers))
+        self.pattern = [settings.number for settings in self.groups]
 
     @cached_property
     def _line(self) -> dict[int, tuple[float, float]]:
@@ -134,6 +207,12 @@ class Roster:
         refreshes cost about the same at every step: floor(x f) for a matrix that begins at the fraction x of the line, and f steps."""
         first, width = self._line[id(param)]
         return min(interval - 1, int((first + number * width) * interval + 1e-9))
+
+
+def _form(one: ParamInfo) -> tuple[object, ...]:
+    """Return what the layout of a parameter depends on, but for its group."""
+    x = one.param if one.spread is None else local(one.param)
+    return x.shape, x.dtype, x.device, x.is_contiguous()
 
 
 def group_options(given: Mapping[str, Any], rule: type[Rule], default: Rule) -> dict[str, Any]:

@@ -20,13 +20,18 @@ from lather.optim.engine.buckets import Bucket, Member, make_buckets, member_of
 from lather.optim.engine.grouped import GroupedOptimizer, whole_layout
 from lather.optim.engine.matrix_layout import Layout
 from lather.optim.engine.pending import PendingRefreshes
-from lather.optim.engine.roster import ParamInfo
+from lather.optim.engine.plan import places_of
+from lather.optim.engine.refresh import Counts
+from lather.optim.engine.roster import ParamInfo, Roster
 from lather.optim.engine.streams import SideStreams
 from lather.optim.options import dtype_option, options_of, saveable
 from lather.optim.rule import Rule
 from lather.optim.sharded.gathered import initial_rows
 from lather.optim.sharded.placement import Piece
 from lather.optim.sharded.sharding import Sharding
+
+Lent = tuple[ParamInfo, dict[str, Tensor]]
+"""A parameter, and its state."""
 
 
 class StatefulOptimizer(GroupedOptimizer):
@@ -35,8 +40,14 @@ class StatefulOptimizer(GroupedOptimizer):
     def __init__(self, params: ParamsT, rule: Rule) -> None:
         self._buckets: list[Bucket] = []
         self._streams = SideStreams()
-        self._counts: dict[str, int] = {}
-        self._pending = PendingRefreshes(self._count)
+        self._bucket_roster: Roster | None = None
+        """The roster for which the buckets were made or checked."""
+        self._state_places: list[int] | None = None
+        """Places of all tensors of the state when they were known to be views of the buckets."""
+        self._is_lent = False
+        """Whether DTensors of `state_dict` may be views of state that no step has changed yet."""
+        self._counts = Counts()
+        self._pending = PendingRefreshes(self._counts)
         super().__init__(params, rule)
 
     @torch.no_grad()
@@ -44,16 +55,25 @@ class StatefulOptimizer(GroupedOptimizer):
         """Create the initial state of every parameter that has none, for example before a checkpoint is loaded."""
         self._create_state(self._current_roster().params)
 
-    def _create_state(self, params: Sequence[ParamInfo]) -> None:
+    def _create_state(self, params: Sequence[ParamInfo], steps: Mapping[int, Tensor] | None = None) -> None:
+        """Create the initial state of those of the parameters that have none. `steps`: id of a
+        parameter -> its step count, if it is not 0."""
         new = [one for one in params if not self.state.get(one.param)]
+        if not new:
+            return
+        steps = steps or {}
         found = [member_of(one, self._sharding.share_of(one.param)) for one in new]
-        buckets = make_buckets(member for member in found if member is not None)
         entries = {one.param: self._without_member(one) for one, member in zip(new, found, strict=True) if member is None}
+        apart = {key: int(step) for key, step in steps.items()}
+        buckets = make_buckets((member for member in found if member is not None), apart=apart)
         for bucket in buckets:
-            entries |= {member.param: views for member, views in zip(bucket.members, bucket.views, strict=True)}
+            for member, views in zip(bucket.members, bucket.allocate(), strict=True):
+                entries[member.param] = views
         self._buckets += buckets
         for one in new:
-            self.state[one.param] = {"step": torch.zeros((), dtype=torch.float32), **entries[one.param]}
+            step = steps.get(id(one.param), torch.zeros((), dtype=torch.float32, device="cpu"))
+            self.state[one.param] = {"step": step, **entries[one.param]}
+        self._state_places = places_of(self.state)
 
     def _without_member(self, one: ParamInfo) -> dict[str, Tensor]:
         """Return the entries of a parameter without member on this rank: rows under `ownership="replicated"`, otherwise empty tensors."""
@@ -66,36 +86,46 @@ class StatefulOptimizer(GroupedOptimizer):
         return {id(member.param): member for bucket in self._buckets for member in bucket.members}
 
     def _bring_buckets_up_to_date(self) -> None:
-        """Make new buckets if some state is not a view of a bucket (it was loaded, unpickled, replaced or deleted), or if an option on
-        which layouts depend has changed. Raises ValueError for state that does not fit, before anything changes.
+        """Make new buckets for state that is no longer a view of a bucket (it was loaded, unpickled,
+        moved, replaced or deleted), or if an option on which layouts depend has changed. Raises
+        ValueError for state that does not fit, before anything changes.
         """
-        known = [(one, self.state[one.param]) for one in self._current_roster().params if self.state.get(one.param)]
+        roster = self._current_roster()
+        places = self._state_places
+        if self._bucket_roster is roster and places is not None and places == places_of(self.state):
+            return
+        known = [(one, self.state[one.param]) for one in roster.params if self.state.get(one.param)]
         for one, state in known:
             if one.is_gathered:
                 state.update({name: state[name].to(entry.dtype) for name, entry in one.layout.entries.items()})
-            if not isinstance(state.get("step", torch.zeros(())), Tensor):
-                state["step"] = _step_of(state)
-        members = [member for one, _ in known if (member := member_of(one, self._sharding.share_of(one.param))) is not None]
-        wanted = {id(member.param): member for member in members}
-        current = [
-            (new := wanted.get(id(member.param))) is not None
-            and new.layout == member.layout
-            and new.layout.entries == bucket.entries
-            and type(new.layout.rule) is type(member.layout.rule)
-            and bucket.holds(number, self.state[member.param])
-            for bucket in self._buckets
-            for number, member in enumerate(bucket.members)
-        ]
-        if all(current) and len(current) == len(members):
-            return
-        for member in members:
+            if "step" in state:
+                state["step"] = _step_on_cpu(state["step"])
+        found = [member_of(one, self._sharding.share_of(one.param)) for one, _ in known]
+        wanted = {id(member.param): member for member in found if member is not None}
+        current = [bucket for bucket in self._buckets if self._is_current(bucket, wanted)]
+        for bucket in current:
+            for member in bucket.members:
+                del wanted[id(member.param)]
+        for member in wanted.values():
             member.layout.check_state(self.state[member.param], f"the state of a parameter of shape {member.layout.shape}")
-        self._buckets = make_buckets(members, apart={id(member.param): int(self.state[member.param]["step"]) for member in members})
-        for bucket in self._buckets:
-            for member, views in zip(bucket.members, bucket.views, strict=True):
-                for name, view in views.items():
-                    view.copy_(self.state[member.param][name])
-                    self.state[member.param][name] = view
+        apart = {key: int(self.state[member.param]["step"]) for key, member in wanted.items()}
+        self._buckets = current
+        for bucket in make_buckets(wanted.values(), apart=apart) if wanted else ():
+            bucket.stack(self.state)
+            self._buckets.append(bucket)
+        self._bucket_roster, self._state_places = roster, places_of(self.state)
+
+    def _is_current(self, bucket: Bucket, wanted: Mapping[int, Member]) -> bool:
+        """Whether the bucket still has the right members and form, and the state of its members."""
+        for member in bucket.members:
+            new = wanted.get(id(member.param))
+            if new is None or (new.layout, new.layout.entries) != (member.layout, bucket.entries):
+                return False
+            if type(new.layout.rule) is not type(member.layout.rule):
+                return False
+            if (new.param.dtype, new.device) != (bucket.param_dtype, bucket.device):
+                return False
+        return bucket.is_stacked(self.state)
 
     def state_pieces(self) -> Iterator[tuple[Tensor, Piece]]:
         """Yield the state on this rank as pieces of whole entries, each with its parameter, for other checkpoint formats. Nothing is copied
@@ -134,7 +164,9 @@ class StatefulOptimizer(GroupedOptimizer):
             if spread := self._spread_state():
                 from lather.optim.sharded.entries import whole_entries  # imports DTensor
 
-                self.state.update({p: {**own[p], **entries} for p, entries in whole_entries(spread, self._sharding).items()})
+                self._is_lent = not any(state["step"] for state in own.values())
+                entries = whole_entries(spread, self._sharding, lend=self._is_lent)
+                self.state.update({p: {**own[p], **entries[p]} for p in entries})
             saved = super().state_dict()
         finally:
             self.state.update(own)
@@ -159,15 +191,17 @@ class StatefulOptimizer(GroupedOptimizer):
         """
         final: dict[str, Any] = {}
         self._pending.finish()
-        self._current_roster()
+        known = {one.param: one for one in self._current_roster().params}
+        lent = {p: (known[p], state) for p, state in self.state.items() if self._is_lent and p in known}
+        buckets = self._buckets if lent else []
 
         def note(_: torch.optim.Optimizer, after_hooks: dict[str, Any]) -> dict[str, Any]:
             final.update(self._checked(after_hooks))
-            return final
+            return {**final, "state": {}}  # torch would cast the state, and keep both
 
         handles = [
             self.register_load_state_dict_pre_hook(note),
-            self.register_load_state_dict_post_hook(lambda _: self._load_exactly(final), prepend=True),
+            self.register_load_state_dict_post_hook(lambda _: self._load_exactly(final, lent, buckets), prepend=True),
         ]
         try:
             super().load_state_dict(state_dict)
@@ -204,25 +238,45 @@ class StatefulOptimizer(GroupedOptimizer):
             rule(**{name: theirs[name] for name in options_of(rule)})
         return checked
 
-    def _load_exactly(self, saved: dict[str, Any]) -> None:
+    def _load_exactly(self, saved: dict[str, Any], lent: dict[Tensor, Lent], buckets: list[Bucket]) -> None:
+        """Copy saved state into new buckets. The optimizer has the saved options, and no state.
+
+        State that was `lent`, which is in `buckets`, takes the saved values in place: what it was
+        lent for is nearly always this load, and another copy might not fit into memory."""
+        states = {p: state for p, _, state in self._saved_states(saved) if state}
+        self.state.update({p: {"step": _step_of(state)} for p, state in states.items()})
         self._roster = None
         self._sharding.forget_changed(self._make_roster().params)
-        infos = {id(one.param): one for one in self._current_roster().params}
-        spread = []
-        for p, _, state in self._saved_states(saved):
-            if state and self._sharding.share_of(p) is not None:
-                self.state[p] = {"step": _step_of(state)}
-                spread.append((infos[id(p)], state))
-                continue
-            for key, value in state.items():
-                self.state[p][key] = _step_of(state) if key == "step" else value.detach().to(p.device, copy=True)
+        known = [one for one in self._current_roster().params if one.param in states]
+        if lent and self._sharding.has_shares:
+            for one in known:
+                old, state = lent.get(one.param, (one, {}))
+                if _form(old) == _form(one):
+                    self.state[one.param] = {**state, **self.state[one.param]}
+            self._buckets = buckets
+        new = [one for one in known if len(self.state[one.param]) == 1]
+        steps = {id(one.param): self.state.pop(one.param)["step"] for one in new}
+        if len(new) < len(known):
+            self._bring_buckets_up_to_date()
+        self._create_state(new, steps)
+        spread = [one for one in known if self._sharding.share_of(one.param) is not None]
+        for one in known:
+            if self._sharding.share_of(one.param) is None:
+                for name in one.layout.entries:
+                    self.state[one.param][name].copy_(states[one.param][name])
         if spread:
             from lather.optim.sharded.entries import load_entries
 
-            for p, entries in load_entries(spread, self._sharding).items():
-                self.state[p] |= entries
-        self._reset_buckets()
-        self._bring_buckets_up_to_date()
+            load_entries([(one, states[one.param]) for one in spread], self.state, self._sharding)
+        ids = {index for group in saved["param_groups"] for index in group["params"]}
+        self.state.update({key: x for key, x in saved["state"].items() if key not in ids})
+
+    def _take_back_state(self) -> None:
+        """Move lent state, so that what steps change is not what `state_dict` returned."""
+        self._is_lent, self._buckets, self._bucket_roster = False, [], None
+        for one in self._current_roster().params:
+            if one.is_gathered and (state := self.state.get(one.param)):
+                self.state[one.param] = {name: x.clone() for name, x in state.items()}
 
     def _saved_states(self, state_dict: dict[str, Any]) -> Iterator[tuple[Tensor, Layout, dict[str, Any]]]:
         """Yield (parameter, its layout with the saved options, its saved state)."""
@@ -237,11 +291,12 @@ class StatefulOptimizer(GroupedOptimizer):
 
     def _reset_buckets(self) -> None:
         self._buckets, self._streams, self._roster = [], SideStreams(), None
+        self._bucket_roster, self._state_places, self._is_lent = None, None, False
         self._pending.forget()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.__dict__.setdefault("_pending", PendingRefreshes(self._count))  # torch's load_state_dict calls this, too
+        self.__dict__.setdefault("_pending", PendingRefreshes(self._counts))  # torch's load_state_dict calls this, too
         self.__dict__.setdefault("_sharding", Sharding(None))
         self._reset_buckets()
 
@@ -266,11 +321,17 @@ class StatefulOptimizer(GroupedOptimizer):
         names = ("refreshes_done", "refreshes_skipped", "refreshes_retried", "refreshes_failed", "nonfinite_skipped")
         return {name: self._counts.get(name, 0) for name in names}
 
-    def _count(self, name: str, more: int) -> None:
-        self._counts[name] = self._counts.get(name, 0) + more
+
+def _form(one: ParamInfo) -> tuple[object, ...]:
+    """Return everything on which the form of a parameter's state on a rank depends."""
+    return one.layout, one.layout.entries, one.is_gathered, one.param.device
 
 
 def _step_of(saved: Mapping[str, Any]) -> Tensor:
-    step = saved["step"]
-    step = step.full_tensor() if hasattr(step, "full_tensor") else torch.as_tensor(step)
-    return step.detach().to("cpu", torch.float32, copy=True)
+    return _step_on_cpu(saved["step"]).clone()
+
+
+def _step_on_cpu(step: Any) -> Tensor:
+    """Return a step count, given as a number or a tensor anywhere, as torch's optimizers keep it."""
+    step = step.full_tensor() if hasattr(step, "full_tensor") else torch.as_tensor(step, device="cpu")
+    return step.detach().to("cpu", torch.float32)

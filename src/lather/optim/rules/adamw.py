@@ -65,12 +65,16 @@ class AdamWRule(Rule):
         if dtype == torch.bfloat16 or {x.dtype for x in weights} | {x.dtype for x in grads} != {dtype}:
             return False
         four = (weights, grads, states["exp_avg"], states["exp_avg_sq"])
-        stops = [len(x) // VECTOR * VECTOR for x in weights]
-        if is_gpu(weights[0]) or stops == list(map(len, weights)):
+        remainders = [x.numel() % VECTOR for x in weights]
+        if is_gpu(weights[0]) or not any(remainders):
             self._fused(four, t, lr)
             return True
-        whole = [[x[:stop] for x, stop in zip(one, stops, strict=True) if stop] for one in four]
-        rests = [[x[stop:] for x, stop in zip(one, stops, strict=True) if stop < len(x)] for one in four]
+        whole, rests = [list[Tensor]() for _ in four], [list[Tensor]() for _ in four]
+        for kind, tensors in enumerate(four):
+            for x, remainder in zip(tensors, remainders, strict=True):
+                begin, *end = [x] if remainder == 0 else x.view(-1).tensor_split([-remainder])
+                whole[kind] += [begin] if begin.numel() else []
+                rests[kind] += end
         lengths = list(map(len, rests[0]))
         filled = [torch.nn.functional.pad(torch.cat(one), (0, -sum(lengths) % VECTOR)) for one in rests]
         self._fused([[*one, x] for one, x in zip(whole, filled, strict=True)], t, lr)

@@ -8,7 +8,7 @@ nevertheless: the optimizer keeps views of stacks, and `torch.distributed.checkp
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lather.optim.engine.buckets import in_batches
 from lather.optim.engine.roster import ParamInfo
 from lather.optim.sharded.owners import OwnedParameter, OwnedUnit, matrices_of
 from lather.optim.sharded.placement import Box, Spread, local, spread_of_dtensor
-from lather.optim.sharded.sharding import Sharding, Transfer, in_batches
+from lather.optim.sharded.sharding import Sharding, Transfer
 
-BATCH_BYTES = 2**26
+BATCH_BYTES = 2**24
 """Bytes of whole entries that one all-to-all moves: limits the memory of saving and loading."""
 
 States = Sequence[tuple[ParamInfo, dict[str, Any]]]
@@ -47,6 +48,22 @@ class SpreadEntry:
         """Whether the DTensor holds on every rank exactly the part that the rank keeps."""
         return self.share.is_gathered or (self.share.elementwise and not self.share.travels)
 
+    def own_rows(self) -> Tensor | None:
+        """Return the rows that the DTensor holds on this rank as a view of what the rank keeps; None
+        if it does not keep them all, one after the other."""
+        if self.is_cut_alike:
+            return self.value.view(self.spread.box.size)
+        units = self.owned(self.spread).own
+        first, rows = self.spread.box.offset[:1], self.spread.box.size[:1]
+        if self.share.elementwise or not units or not any(rows):
+            return None
+        numbers = [unit.number for unit in units]
+        if self.share.layout.kind == "per_expert":
+            if not set(range(first[0], first[0] + rows[0])) <= set(numbers):
+                return None
+            first = (numbers.index(first[0]),)
+        return self.value[first[0] : first[0] + rows[0]]
+
     def owned(self, spread: Spread) -> OwnedParameter:
         """Return the owners of the parts of an entry with this spread."""
         found: list[tuple[Box, int, int]]
@@ -59,36 +76,38 @@ class SpreadEntry:
         return OwnedParameter(spread, self.share.layout, units, is_apart=True)
 
 
-def whole_entries(states: States, sharding: Sharding) -> dict[Tensor, dict[str, Tensor]]:
+def whole_entries(states: States, sharding: Sharding, *, lend: bool) -> dict[Tensor, dict[str, Tensor]]:
     """Return the state of parameters that are spread over ranks as DTensors, without `step`. All ranks of their meshes call this
-    together."""
+    together.
+
+    The DTensors are copies. With `lend`, rows that this rank keeps anyway are views of its state,
+    which saves memory while a checkpoint is loaded into them."""
     found: dict[Tensor, dict[str, Tensor]] = {one.param: {} for one, _ in states}
     for some in _batches(states, sharding):
-        if some[0].is_cut_alike:
-            rows = [entry.value.view(entry.spread.box.size).clone() for entry in some]
-        else:
-            rows = [entry.value.new_empty(entry.spread.box.size) for entry in some]
+        rows = []
+        for entry in some:
+            own = entry.own_rows() if lend else None
+            rows.append(entry.value.new_empty(entry.spread.box.size) if own is None else own)
+        if some[0].is_cut_alike and not lend:
+            for entry, copy in zip(some, rows, strict=True):
+                copy.copy_(entry.value.view(copy.shape))
+        elif not some[0].is_cut_alike:
             transfer = Transfer([entry.owned(entry.spread) for entry in some], inward=False)
             transfer.move([entry.value for entry in some], rows, sharding.group_of(some[0].spread))
-        for entry, own in zip(some, rows, strict=True):
+        for entry, part in zip(some, rows, strict=True):
             mesh, placements, like = entry.spread.mesh, entry.spread.placements, torch.empty(entry.spread.shape, device="meta")
-            found[entry.p][entry.key] = DTensor.from_local(own, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+            found[entry.p][entry.key] = DTensor.from_local(part, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
     return found
 
 
-def load_entries(states: States, sharding: Sharding) -> dict[Tensor, dict[str, Tensor]]:
-    """Return the parts that this rank keeps of saved entries, which are whole or DTensors, without `step`. All ranks of the parameters'
-    meshes call this together."""
-    found: dict[Tensor, dict[str, Tensor]] = {one.param: {} for one, _ in states}
-    for some in _batches(states, sharding):
+def load_entries(saved: States, state: Mapping[Tensor, Mapping[str, Tensor]], sharding: Sharding) -> None:
+    """Copy saved entries, which are whole or DTensors, into the parts that this rank keeps in
+    `state`, without `step`. All ranks of the parameters' meshes call this together."""
+    for some in _batches(saved, sharding):
         shares = [entry.owned(_spread_of_saved(entry)) for entry in some]
         sources = [local(entry.value).to(entry.p.device, entry.dtype) for entry in some]
-        for entry, share in zip(some, shares, strict=True):
-            size = entry.spread.box.size if entry.is_cut_alike else share.region.size if share.own else (0,)
-            found[entry.p][entry.key] = torch.empty(size, dtype=entry.dtype, device=entry.p.device)
-        kept = [found[entry.p][entry.key] for entry in some]
+        kept = [state[entry.p][entry.key] for entry in some]
         Transfer(shares, inward=True).move(sources, kept, sharding.group_of(some[0].spread))
-    return found
 
 
 def _spread_of_saved(entry: SpreadEntry) -> Spread:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lather.optim.engine.buckets import Bucket, Member
-from lather.optim.engine.plan import apply_
+from lather.optim.engine.buckets import Bucket, Member, States
+from lather.optim.engine.plan import apply_, open_buckets
 from lather.optim.engine.roster import ParamInfo
 from lather.optim.sharded.owners import OwnedParameter, OwnedUnit
 from lather.optim.sharded.placement import Box, Spread, local, local_grad
@@ -56,11 +56,14 @@ class Gathered:
         member.received_weight = gather(weight, spread, weight.new_empty(spread.shape)) if one.needs_weights else None
         member.update = weight.new_empty(spread.shape, dtype=one.rule.compute_dtype)
         self.bucket = Bucket([member])
+        self.state: States = {one.param: self.bucket.allocate()[0]}
+        """The whole state, without `step`."""
         self._changed, self._update = weight, member.update[spread.box.within(Box.whole(spread.shape))]
-        for name, view in self.bucket.views[0].items():
+        for name, view in self.state[one.param].items():
             own = spread.rows(tuple(view.shape))
             gather(rows[name], own, view)
             self._kept.append((rows[name], view[own.box.within(Box.whole(own.shape))]))
+        open_buckets([self.bucket], self.state)
 
     def keep(self, lr: float, decay: float) -> None:
         """End the step: store this rank's rows of the new state and change its part of the parameter."""

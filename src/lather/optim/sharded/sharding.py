@@ -14,23 +14,21 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lather.optim.engine.buckets import BUCKET_BYTES, Member
+from lather.optim.engine.buckets import BUCKET_BYTES, Member, in_batches
 from lather.optim.engine.matrix_layout import Layout
 from lather.optim.engine.plan import apply_
 from lather.optim.engine.roster import ParamInfo, comparable
 from lather.optim.sharded.owners import OwnedParameter, OwnedUnit, rows_of_copies, share_out
 from lather.optim.sharded.placement import Box, Index, Spread, is_dtensor, local, local_grad, spread_of_dtensor, spread_of_shard
 from lather.torch_private import foreach_copy_, new_group_of
-
-T = TypeVar("T")
 
 
 class Sharding:
@@ -341,19 +339,6 @@ def put(parts: Parts, targets: Callable[[int], Tensor]) -> None:
     """Copy received tensors into their regions. `targets`: function from the number of a tensor to the tensor."""
     if parts:
         foreach_copy_([targets(route.item)[route.where] for route, _ in parts], [part for _, part in parts])
-
-
-def in_batches(items: Iterable[tuple[T, Any, float]]) -> list[list[T]]:
-    """Divide (item, key, size) into batches of items with equal keys and a total size of at most 1, or of one larger item; in order."""
-    found: dict[Any, list[list[T]]] = {}
-    room: dict[Any, float] = {}
-    for item, key, size in items:
-        if room.get(key, -1.0) < size:
-            found.setdefault(key, []).append([])
-            room[key] = 1.0
-        found[key][-1].append(item)
-        room[key] -= size
-    return list(chain(*found.values()))
 
 
 def _split(flat: Tensor, routes: Sequence[TensorRegion]) -> list[Tensor]:
