@@ -51,6 +51,11 @@ REST = {
         "says norm",
     ),
     "row of gains": (with_parameters(weight=(1, 8)), "weight", "one dim is longer"),
+    "gains of a class that is called as a convolution": (
+        with_parameters("ConvNextV2GRN", weight=(1, 1, 1, 8)),
+        "weight",
+        "one dim is longer",
+    ),
     "gains of channels": (with_parameters(weight=(1, 8, 1, 1)), "weight", "one dim is longer"),
     "depthwise": (nn.Conv1d(6, 6, 3, groups=6), "weight", "depthwise"),
     "depthwise with a multiplier": (nn.Conv2d(6, 12, 3, groups=6), "weight", "depthwise"),
@@ -129,6 +134,7 @@ BARE_REST = {
     "position_embeddings": (5, 8),
     "relative_position_bias_table": (49, 4),
     "relPosH": (13, 8),
+    "rel_pos_w": (13, 8),
     "pos_bias_u": (4, 8),
     "cls_token": (1, 1, 8),
     "register_tokens": (4, 8),
@@ -279,6 +285,26 @@ def test_stacks_of_experts_without_their_vectors() -> None:
         "experts.narrow": "experts",
         "shared.experts.0.weight": "matrices",
     }
+
+
+def test_stacks_of_experts_by_another_name_are_a_guess() -> None:
+    """Muon would leave them, most of a model, to AdamW without a word."""
+    shapes = {"up": (3, 4, 6), "bias": (3, 6), "pos_embed": (1, 4, 6)}
+    model = nn.ModuleDict({"moe": with_parameters("Blocks", **shapes)})
+    assert kinds_of(model) == {"moe.up": "matrices?", "moe.bias": "rest", "moe.pos_embed": "rest"}
+    assert "expert_names" in describe_parameters(model)[0].reason
+    assert kinds_of(model, expert_names=("moe",))["moe.up"] == "experts"
+
+
+def test_heads_by_their_names_are_a_guess_outside_of_layers() -> None:
+    names = ("output", "head", "ctc_head", "classifier", "to_logits", "embed_out")
+    model = nn.ModuleDict({name: nn.Linear(4, 9, bias=False) for name in names})
+    assert kinds_of(model) == {f"{name}.weight": "matrices?" for name in names}
+    others = ("enc_output", "header", "up")
+    model = nn.ModuleDict({name: nn.Linear(4, 9, bias=False) for name in others})
+    model["layers"] = nn.ModuleList([nn.ModuleDict({"output": nn.Linear(4, 4, bias=False)})])
+    expected = [*(f"{name}.weight" for name in others), "layers.0.output.weight"]
+    assert kinds_of(model) == dict.fromkeys(expected, "matrices")
 
 
 def test_named_parameters_are_judged_by_shape_and_name() -> None:

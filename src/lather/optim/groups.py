@@ -44,9 +44,11 @@ def parameters_by_kind(
        that they belong to a matrix product.
     5. The name. Rest: biases, norms, scales, positions, embeddings, tokens, queries and latents,
        state space models' A_log, D and dt. Matrices: weights, kernels, projections, `w1`, `lora_A`.
-    6. A table (1, n, d) is rest, all others are matrices.
+    6. A table (1, n, d) is rest; all others are matrices, which is a guess.
 
-    Named parameters have no owners: their shapes and names alone decide. `describe_parameters`
+    It is also a guess that linear maps are matrices whose name says head, output or classifier,
+    outside of stacks of layers, and stacks of three dims whose name says experts or moe, although
+    `expert_names` does not name them. Named parameters have no owners: their shapes and names alone decide. `describe_parameters`
     shows every decision with its reason.
 
     Raises:

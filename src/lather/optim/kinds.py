@@ -28,6 +28,7 @@ from lather.optim.parameter_names import (
     is_weight,
     judge,
     judge_module,
+    may_be_experts,
     may_be_head,
     words_of,
 )
@@ -54,7 +55,7 @@ _CLASS_WORDS = re.compile(
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Decision:
     """The kind of a parameter, with the reason."""
 
@@ -182,8 +183,8 @@ def _judge(
     judgement = _by_caller(name, shape, given)
     if judgement is None and len(shape) < 2:
         judgement = Judgement("rest", "fewer than two dims")
-    judgement = judgement or _by_owners(name, owners, embedding)
-    if judgement is None and sum(size > 1 for size in shape) < 2:
+    judgement = judgement or _by_owners(name, shape, owners, embedding)
+    if judgement is None and _is_vector(shape):
         judgement = _vector(name, owners)
     return judgement or _by_name(name, shape, owners)
 
@@ -212,7 +213,16 @@ def _by_caller(name: str, shape: tuple[int, ...], given: GivenNames) -> Judgemen
     return None
 
 
-def _by_owners(name: str, owners: Sequence[Owner], embedding: str | None) -> Judgement | None:
+def _is_vector(shape: tuple[int, ...]) -> bool:
+    return sum(size > 1 for size in shape) < 2
+
+
+def _by_owners(
+    name: str,
+    shape: tuple[int, ...],
+    owners: Sequence[Owner],
+    embedding: str | None,
+) -> Judgement | None:
     """Judge a parameter by the modules that own it.
 
     A model's input embedding may be a linear map of patches or of frames; its head is one always.
@@ -220,18 +230,21 @@ def _by_owners(name: str, owners: Sequence[Owner], embedding: str | None) -> Jud
     for owner in owners:
         if isinstance(owner.module, nn.Embedding | nn.EmbeddingBag):
             return Judgement("rest", f"of {_class_name(owner, nn.Embedding, nn.EmbeddingBag)}")
-    linear = next(filter(None, (_by_linear_owner(name, owner) for owner in owners)), None)
+    linear = next(filter(None, (_by_linear_owner(name, shape, owner) for owner in owners)), None)
     if embedding == "output" or (embedding == "input" and linear is None):
         return Judgement("rest", f"the model's get_{embedding}_embeddings() returns it")
     return linear or next(filter(None, map(_by_class_name, owners)), None)
 
 
-def _by_linear_owner(name: str, owner: Owner) -> Judgement | None:
-    """Judge the weight of a linear map, None for any other parameter."""
+def _by_linear_owner(name: str, shape: tuple[int, ...], owner: Owner) -> Judgement | None:
+    """Judge the weight of a linear map, None for any other parameter.
+
+    The name of a class does not suffice for a vector: a `ConvNextV2GRN` is a normalization.
+    """
     module, what = owner.module, _class_name(owner, *LINEAR_MAPS)
     if not isinstance(module, LINEAR_MAPS):
         word, what = _class_word(module)
-        if word != "linear":
+        if word != "linear" or _is_vector(shape):
             return None
     if owner.is_length or not is_weight(owner.attribute):
         return None
@@ -292,6 +305,9 @@ def _by_name(name: str, shape: tuple[int, ...], owners: Sequence[Owner]) -> Judg
     paths = [owner.attribute for owner in owners] or [(parts or [name])[-1]]
     judgements = [judgement for path in paths if (judgement := judge(path)) is not None]
     judgement = min(judgements, key=lambda one: one.kind != "rest", default=None)
+    is_matrix = judgement is None or judgement.kind == "matrices"
+    if len(shape) == 3 and is_matrix and may_be_experts(name):
+        return Judgement("matrices", "it may be a stack of experts: name it in expert_names", True)
     if judgement is WEIGHT:
         return _weight_of_unknown(name, shape, parts)
     if judgement is not None:

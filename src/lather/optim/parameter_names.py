@@ -36,10 +36,11 @@ def _reasons(groups: Mapping[str, str]) -> Mapping[str, str]:
 
 
 PRODUCTS = _words(
-    "proj projs projection projections kernel kernels w wq wk wv wo wi wqkv qkv",
-    "fc linear dense matrix",
+    "proj projs projection projections kernel kernels wq wk wv wo wi wqkv qkv",
+    "fc linear dense matrix w",
 )
-"""Last words of factors of matrix products, whatever their shape."""
+"""Last words of factors of matrix products, whatever their shape. w is also the width of a table of
+positions."""
 LIKELY_PRODUCTS = PRODUCTS | {"up", "down", "gate", "router", "weight", "weights"}
 """Last words of factors of matrix products that have two dims longer than 1."""
 OF_A_VECTOR = _reasons(
@@ -72,11 +73,12 @@ AMBIGUOUS = frozenset({"query"})
 """Words of `OF_OTHERS` that name matrices, too."""
 STATE_SPACE = frozenset({"A_log", "A_logs", "D", "Ds"})
 """Whole parts that name a state space model's diagonals."""
-HEADS = _words(
-    "lm_head head output output_layer output_projection to_logits logits embed_out unembed",
-    "classifier score proj_out",
-)
+HEADS = _words("output output_layer output_projection embed_out proj_out")
 """Names of modules that often are the output head, if they are in no stack of layers."""
+LAST_WORDS_OF_HEADS = frozenset({"head", "classifier", "score", "logits", "unembed"})
+"""Last words of such names."""
+EXPERTS = frozenset({"expert", "experts", "moe"})
+"""Words for experts, of whose weights the caller did not name the stacks."""
 WRAPPERS = _words(
     "weight module model default base_layer modules_to_save original_module _orig_mod",
 )
@@ -117,10 +119,13 @@ def _judge_part(part: str) -> Judgement | None:
     words = words_of(part)
     if not words:
         return None
-    if words[-1] not in OF_A_VECTOR and (words[-1] in PRODUCTS or words[0] == "w"):
+    word = _first(words, OF_NO_WEIGHT)
+    if words[-1] in PRODUCTS and (words[-1] != "w" or word is None):
         return PRODUCT
-    if (word := _first(words, OF_NO_WEIGHT)) is not None:
+    if word is not None:
         return Judgement("rest", OF_NO_WEIGHT[word])
+    if words[0] == "w":
+        return PRODUCT
     if words[-1] in ("weight", "weights"):
         return WEIGHT
     if (word := _first(sorted(words, key=AMBIGUOUS.__contains__), OF_OTHERS)) is not None:
@@ -176,4 +181,11 @@ def may_be_head(name: str) -> bool:
     if any(part.isdigit() for part in parts):
         return False
     own = [part for part in parts if part not in WRAPPERS]
-    return bool(own) and own[-1] in HEADS
+    if not own:
+        return False
+    return own[-1] in HEADS or not LAST_WORDS_OF_HEADS.isdisjoint(words_of(own[-1])[-1:])
+
+
+def may_be_experts(name: str) -> bool:
+    """Whether a stack of matrices may be that of experts, by any part of its name."""
+    return any(word in EXPERTS for part in name.split(".") for word in words_of(part))
