@@ -48,8 +48,8 @@ def parameters_by_kind(
 
     It is also a guess that linear maps are matrices whose name says head, output or classifier,
     outside of stacks of layers, and stacks of three dims whose name says experts or moe, although
-    `expert_names` does not name them. Named parameters have no owners: their shapes and names alone decide. `describe_parameters`
-    shows every decision with its reason.
+    `expert_names` does not name them. Named parameters have no owners: their shapes and names alone
+    decide. `describe_parameters` shows every decision with its reason.
 
     Raises:
         TypeError: if `model` is no module and does not consist of names and parameters, or names
