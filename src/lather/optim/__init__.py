@@ -2,10 +2,13 @@
 
 from lather.optim import functional as functional
 from lather.optim import schedules as schedules
+from lather.optim.description import Decisions as Decisions
 from lather.optim.engine.optimizer import MatrixOptimizer as MatrixOptimizer
 from lather.optim.engine.optimizer import constructor as constructor
+from lather.optim.groups import describe_parameters as describe_parameters
 from lather.optim.groups import parameter_groups as parameter_groups
 from lather.optim.groups import parameters_by_kind as parameters_by_kind
+from lather.optim.kinds import Decision as Decision
 from lather.optim.memory import state_bytes as state_bytes
 from lather.optim.rule import Due as Due
 from lather.optim.rule import Entry as Entry

@@ -1,18 +1,19 @@
-"""Parameter groups of a model: matrices, stacked experts, and the rest. Each parameter is in exactly one group."""
+"""Parameter groups of a model: matrices, stacked experts, and the rest."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
+from lather.optim.description import Decisions, name_of, runs
+from lather.optim.kinds import KINDS, Decision, GivenNames, Named, decide
+
 EXPERT_NAMES = ("experts",)
 ADAM_NAMES = ("embed_tokens", "lm_head")
-
-KINDS = ("matrices", "experts", "router", "rest")
-
-Named = Iterable[tuple[str, nn.Parameter]]
+MAX_GUESSES_SHOWN = 8
 
 
 def parameters_by_kind(
@@ -21,32 +22,95 @@ def parameters_by_kind(
     expert_names: Sequence[str] = EXPERT_NAMES,
     adam_names: Sequence[str] = ADAM_NAMES,
     router_names: Sequence[str] = (),
+    matrix_names: Sequence[str] = (),
 ) -> dict[str, list[tuple[str, nn.Parameter]]]:
-    """Divide the parameters of a model, with their names, by kind. Tied parameters occur once; frozen ones are included, because they may
-    be trained later.
+    """Divide the parameters of a model, with their names, by kind: matrices, experts, router, rest.
 
-    - experts: parameters of three or more dims with a component of their name in `expert_names`;
-    - router: parameters with a component of their name in `router_names`;
-    - rest: parameters of fewer than two dims, stacked biases of experts (E, n), the weights of `nn.Embedding`, and parameters with a
-      component of their name in `adam_names` (embeddings and heads gain nothing from a factor over the vocabulary);
-    - matrices: all others.
+    Tied parameters occur once; frozen ones are included, because they may be trained later. The
+    first of these that says something about a parameter decides:
+
+    1. The caller. A given name is one or several whole parts of a parameter's name: `lm_head`,
+       `mlp.gate`. `router_names` are routers, `adam_names` are rest, `matrix_names` are matrices if
+       they have two dims or more. Parameters of three dims or more named by `expert_names` are
+       experts, but their biases, norms and scales are rest, also those of two dims.
+    2. Parameters of fewer than two dims are rest.
+    3. The module that owns the parameter. Rest: `nn.Embedding`, `nn.EmbeddingBag`, tied or not;
+       what a model's `get_output_embeddings()` and, if it is no linear map,
+       `get_input_embeddings()` return; modules of a class whose name ends in Embedding or has
+       Norm in it; depthwise convolutions. Matrices: weights of linear maps (`nn.Linear`,
+       `nn.Bilinear`, other convolutions, `nn.MultiheadAttention`, recurrent modules, and classes
+       whose name says Linear, Conv, Dense or MLP).
+    4. The shape. Parameters with at most one dim longer than 1 are rest, unless their name says
+       that they belong to a matrix product.
+    5. The name. Rest: biases, norms, scales, positions, embeddings, tokens, queries and latents,
+       state space models' A_log, D and dt. Matrices: weights, kernels, projections, `w1`, `lora_A`.
+    6. A table (1, n, d) is rest; all others are matrices, which is a guess.
+
+    It is also a guess that linear maps are matrices whose name says head, output or classifier,
+    outside of stacks of layers, and stacks of three dims whose name says experts or moe, although
+    `expert_names` does not name them. Named parameters have no owners: their shapes and names alone
+    decide. `describe_parameters` shows every decision with its reason.
+
+    Raises:
+        TypeError: if `model` is no module and does not consist of names and parameters, or names
+            are given as one string.
+        ValueError: for parameters of lazy modules that have no shape yet.
+
+    Warns:
+        UserWarning: once, naming the trained parameters for which the answer is a guess.
     """
-    embeddings: set[int] = set()
-    if isinstance(model, nn.Module):
-        embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-        model = model.named_parameters()
+    decisions = decide(model, GivenNames(router_names, adam_names, matrix_names, expert_names))
+    _warn_of_guesses(decisions, adam_names, stacklevel=3)
+    return _by_kind(decisions)
+
+
+def describe_parameters(
+    model: nn.Module | Named,
+    *,
+    expert_names: Sequence[str] = EXPERT_NAMES,
+    adam_names: Sequence[str] = ADAM_NAMES,
+    router_names: Sequence[str] = (),
+    matrix_names: Sequence[str] = (),
+) -> Decisions:
+    """Return what `parameters_by_kind` decides with the same arguments, and why.
+
+    `print(describe_parameters(model))` prints a table of at most 80 columns, except for longer
+    names: each kind with its parameters by reason, with shapes and numbers of elements. Equal
+    layers share a line; guesses are marked. The result is a tuple with a decision for each
+    parameter: its `name`, `parameter`, `kind`, `reason` and `is_guess`.
+    """
+    names = GivenNames(router_names, adam_names, matrix_names, expert_names)
+    return Decisions(decide(model, names))
+
+
+def _by_kind(decisions: Sequence[Decision]) -> dict[str, list[tuple[str, nn.Parameter]]]:
     kinds: dict[str, list[tuple[str, nn.Parameter]]] = {kind: [] for kind in KINDS}
-    for name, p in model:
-        components = set(name.split("."))
-        is_expert = bool(components & set(expert_names))
-        is_vector = p.dim() < 2 or (is_expert and p.dim() == 2 and "bias" in name.rpartition(".")[2])
-        if components & set(router_names):
-            kinds["router"].append((name, p))
-        elif is_vector or id(p) in embeddings or components & set(adam_names):
-            kinds["rest"].append((name, p))
-        else:
-            kinds["experts" if p.dim() > 2 and is_expert else "matrices"].append((name, p))
+    for decision in decisions:
+        kinds[decision.kind].append((decision.name, decision.parameter))
     return kinds
+
+
+def _warn_of_guesses(
+    decisions: Sequence[Decision],
+    adam_names: Sequence[str],
+    stacklevel: int,
+) -> None:
+    """Warn once of all guesses about parameters that are trained."""
+    guesses = runs(one for one in decisions if one.is_guess and one.parameter.requires_grad)
+    if not guesses:
+        return
+    shown = [f"{name_of(run)} ({run[0].kind}: {run[0].reason})" for run in guesses]
+    if len(shown) > MAX_GUESSES_SHOWN:
+        shown = [*shown[:MAX_GUESSES_SHOWN], f"and {len(shown) - MAX_GUESSES_SHOWN} more"]
+    last = guesses[0][0].name.removesuffix(".weight").rpartition(".")[2]
+    named = ", ".join(repr(name) for name in (*adam_names, last))
+    warnings.warn(
+        f"the kind of these parameters is a guess: {'; '.join(shown)}. Say which are matrices and "
+        f"which are not, for example matrix_names=({last!r},) or adam_names=({named}), or make the "
+        "groups by hand; print(describe_parameters(model)) shows all decisions",
+        UserWarning,
+        stacklevel=stacklevel,
+    )
 
 
 def parameter_groups(
@@ -57,20 +121,27 @@ def parameter_groups(
     expert_layout: str = "per_expert",
     rest_rule: str = "adamw",
     rest_lr: float | None = None,
+    matrix_names: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
-    """Return parameter groups of a model, or of named parameters, for `SOAP(parameter_groups(model))` or any other optimizer of this
-    package.
+    """Return parameter groups of a model, or of named parameters, for any optimizer of this
+    package, such as `SOAP(parameter_groups(model))`.
 
-    `parameters_by_kind` tells which parameters are in which group. Matrices keep their shape. Experts have `matrix_layout=expert_layout`:
-    "per_expert", or "stacked" for `StackedSOAP`. Embeddings, heads, norms and biases have `rest_rule`: "adamw", or "embedding_soap", which
-    learns faster from small batches; and the learning rate `rest_lr`, or that of the optimizer if it is None. (docs/optimizers.md has good
-    rates.) In rules with bases, only the smaller side of a matrix has one if the other is more than 8 times as
-    long (`sides="auto"`): both sides of a 4096 x 8 LoRA matrix would need 1,026 times the memory of its weights. Frozen parameters are in
+    `parameters_by_kind`, with the same names, tells which parameters are in which group, by which
+    rule, and what it warns of; `print(describe_parameters(model))` shows it. Matrices keep their
+    shape. Experts have `matrix_layout=expert_layout`: "per_expert", or "stacked" for `StackedSOAP`.
+    Embeddings, heads, norms and biases have `rest_rule`: "adamw", or "embedding_soap", which learns
+    faster from small batches; and the learning rate `rest_lr`, or that of the optimizer if it is
+    None. (docs/optimizers.md has good rates.) In rules with bases, only the smaller side of a
+    matrix has one if the other is more than 8 times as long (`sides="auto"`): both sides of a
+    4096 x 8 LoRA matrix would need 1,026 times the memory of its weights. Frozen parameters are in
     their groups and take no step until they have gradients.
 
-    Empty groups are left out. Groups contain the names of their parameters, which error messages then show.
+    Empty groups are left out. Groups contain the names of their parameters, which error messages
+    then show.
     """
-    kinds = parameters_by_kind(model, expert_names=expert_names, adam_names=adam_names)
+    decisions = decide(model, GivenNames((), adam_names, matrix_names, expert_names))
+    _warn_of_guesses(decisions, adam_names, stacklevel=3)
+    kinds = _by_kind(decisions)
     options: dict[str, dict[str, Any]] = {
         "matrices": {"matrix_layout": "tensor", "sides": "auto"},
         "experts": {"matrix_layout": expert_layout, "sides": "auto"},

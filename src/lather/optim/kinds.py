@@ -1,0 +1,332 @@
+"""Decides which parameters of a model are matrices: who decides, in which order, and why.
+
+A matrix rule (Muon, SOAP) is made for the weights of linear maps, by which activations are
+multiplied. Published practice leaves all others to AdamW: embeddings, the output head, vectors
+(https://kellerjordan.github.io/posts/muon/, Moonlight, torch.optim.Muon). A step of a matrix rule
+on a table or on a stack of vectors raises no error; the model only learns badly. Therefore every
+decision has a reason, and is marked where it is a guess.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import nn
+
+from lather.optim.parameter_names import (
+    OF_A_VECTOR,
+    PRODUCT,
+    WEIGHT,
+    Judgement,
+    has_parts,
+    is_low_rank,
+    is_product,
+    is_weight,
+    judge,
+    judge_module,
+    may_be_experts,
+    may_be_head,
+    words_of,
+)
+
+KINDS = ("matrices", "experts", "router", "rest")
+
+Named = Iterable[tuple[str, nn.Parameter]]
+
+CONVOLUTIONS = (
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
+LINEAR_MAPS = (
+    *(nn.Linear, nn.Bilinear, *CONVOLUTIONS),
+    *(nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase),
+)
+CONTAINERS = (nn.ParameterList, nn.ParameterDict, nn.ModuleList, nn.ModuleDict)
+"""Modules that only hold parameters for the module in which they are."""
+_CLASS_WORDS = re.compile(
+    r"(?P<linear>linear|conv|mlp|dense|feedforward)"
+    r"|(?P<norm>norm(?!al(?!iz|is)))"
+    r"|(?P<embedding>emb(ed(ding)?s?)?(bag|table)?\d*$)",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Decision:
+    """The kind of a parameter, with the reason."""
+
+    name: str
+    """Name of the parameter in the model."""
+    parameter: nn.Parameter
+    kind: str
+    """matrices, experts, router or rest."""
+    reason: str
+    """Why, in words."""
+    is_guess: bool = False
+    """Whether neither the caller nor the owner nor shape or name settles it."""
+
+
+class GivenNames(NamedTuple):
+    """Names from the caller, each one part or several of a parameter's name."""
+
+    router: Sequence[str]
+    adam: Sequence[str]
+    matrix: Sequence[str]
+    expert: Sequence[str]
+
+
+class Owner(NamedTuple):
+    """A module that has a parameter, and the name that the parameter has in it."""
+
+    path: str
+    module: nn.Module
+    attribute: str
+    """One part, or several if the parameter is in a container of the module."""
+    is_length: bool = False
+    """Whether it is the first of several originals of a parametrized tensor, which are the lengths
+    of rows if these are normalized."""
+
+
+def decide(model: nn.Module | Named, given: GivenNames) -> list[Decision]:
+    """Decide for each parameter of a model, or for named parameters, in their order.
+
+    Raises:
+        TypeError: for something that is neither a module nor pairs of a name and a parameter, and
+            for names that are not a sequence of strings.
+    """
+    for field, names in zip(("router", "adam", "matrix", "expert"), given, strict=True):
+        if isinstance(names, str) or not all(isinstance(one, str) for one in names):
+            raise TypeError(
+                f"{field}_names={names!r} must be a sequence of strings, such as "
+                f"{field}_names=({names if isinstance(names, str) else 'name'!r},)"
+            )
+    if not isinstance(model, nn.Module):
+        named = [_checked_pair(pair) for pair in model]
+        return [Decision(name, p, *_judge(name, p, [], None, given)) for name, p in named]
+    owners = owners_of(model)
+    inputs = _returned_by(model, "get_input_embeddings")
+    outputs = _returned_by(model, "get_output_embeddings")
+    decisions = []
+    for name, p in model.named_parameters():
+        embedding = "output" if id(p) in outputs else "input" if id(p) in inputs else None
+        judgement = _judge(name, p, owners.get(id(p), []), embedding, given)
+        decisions.append(Decision(name, p, *judgement))
+    return decisions
+
+
+def _checked_pair(pair: object) -> tuple[str, nn.Parameter]:
+    if isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str):
+        return pair[0], pair[1]
+    raise TypeError(
+        f"a {type(pair).__name__} has no name, and kinds depend on names: give the model or "
+        "model.named_parameters() in place of model.parameters()"
+    )
+
+
+def owners_of(model: nn.Module) -> dict[int, list[Owner]]:
+    """Return the modules that own each parameter, by the parameter's id; several if it is tied.
+
+    Lists and dictionaries of parameters, and parametrizations, count as parts of the module in
+    which they are.
+    """
+    modules = dict(model.named_modules())
+    owners: dict[int, list[Owner]] = defaultdict(list)
+    for path, module in modules.items():
+        for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
+            owners[id(p)].append(_owner(modules, path, name))
+    return owners
+
+
+def _owner(modules: Mapping[str, nn.Module], path: str, name: str) -> Owner:
+    attribute, is_length = name, False
+    while path and isinstance(modules[path], CONTAINERS):
+        path, _, part = path.rpartition(".")
+        attribute = f"{part}.{attribute}"
+    parts = attribute.split(".")
+    if parts[0] == "parametrizations" and parts[-1].startswith("original"):
+        attribute, is_length = parts[1], parts[-1] == "original0"
+    return Owner(path, modules[path], attribute, is_length)
+
+
+def _returned_by(model: nn.Module, method: str) -> set[int]:
+    """Return the ids of the embedding's parameters that a method of Hugging Face's models returns.
+
+    The method is looked for in all modules, so that a model is found inside of others. Many models
+    have it and no embedding: then it raises NotImplementedError or returns None.
+    """
+    returned: set[int] = set()
+    for module in model.modules():
+        try:
+            embedding = getattr(module, method)()
+        except (AttributeError, NotImplementedError, TypeError):
+            continue
+        if isinstance(embedding, nn.Parameter):
+            returned.add(id(embedding))
+        elif isinstance(embedding, nn.Module):
+            returned.update(map(id, embedding.parameters()))
+    return returned
+
+
+def _judge(
+    name: str,
+    p: nn.Parameter,
+    owners: Sequence[Owner],
+    embedding: str | None,
+    given: GivenNames,
+) -> Judgement:
+    """Judge a parameter: by the caller's names, its owners, its shape, its name."""
+    shape = _shape_of(name, p)
+    judgement = _by_caller(name, shape, given)
+    if judgement is None and len(shape) < 2:
+        judgement = Judgement("rest", "fewer than two dims")
+    judgement = judgement or _by_owners(name, shape, owners, embedding)
+    if judgement is None and _is_vector(shape):
+        judgement = _vector(name, owners)
+    return judgement or _by_name(name, shape, owners)
+
+
+def _shape_of(name: str, p: nn.Parameter) -> tuple[int, ...]:
+    if isinstance(p, nn.UninitializedParameter):
+        remedy = "run the model once, so that lazy modules are initialized, then make the groups"
+        raise ValueError(f"{name} has no shape yet: {remedy}")
+    return tuple(p.shape)
+
+
+def _by_caller(name: str, shape: tuple[int, ...], given: GivenNames) -> Judgement | None:
+    if (part := has_parts(name, given.router)) is not None:
+        return Judgement("router", f"{part!r} is in router_names")
+    if (part := has_parts(name, given.adam)) is not None:
+        return Judgement("rest", f"{part!r} is in adam_names")
+    if len(shape) >= 2 and (part := has_parts(name, given.matrix)) is not None:
+        return Judgement("matrices", f"{part!r} is in matrix_names")
+    if (part := has_parts(name, given.expert)) is None:
+        return None
+    vectors = [why for word in words_of(name.rpartition(".")[2]) if (why := OF_A_VECTOR.get(word))]
+    if len(shape) >= 2 and vectors:
+        return Judgement("rest", f"a stack of vectors of experts: {vectors[0]}")
+    if len(shape) > 2:
+        return Judgement("experts", f"a stack of matrices, and {part!r} is in expert_names")
+    return None
+
+
+def _is_vector(shape: tuple[int, ...]) -> bool:
+    return sum(size > 1 for size in shape) < 2
+
+
+def _by_owners(
+    name: str,
+    shape: tuple[int, ...],
+    owners: Sequence[Owner],
+    embedding: str | None,
+) -> Judgement | None:
+    """Judge a parameter by the modules that own it.
+
+    A model's input embedding may be a linear map of patches or of frames; its head is one always.
+    """
+    for owner in owners:
+        if isinstance(owner.module, nn.Embedding | nn.EmbeddingBag):
+            return Judgement("rest", f"of {_class_name(owner, nn.Embedding, nn.EmbeddingBag)}")
+    linear = next(filter(None, (_by_linear_owner(name, shape, owner) for owner in owners)), None)
+    if embedding == "output" or (embedding == "input" and linear is None):
+        return Judgement("rest", f"the model's get_{embedding}_embeddings() returns it")
+    return linear or next(filter(None, map(_by_class_name, owners)), None)
+
+
+def _by_linear_owner(name: str, shape: tuple[int, ...], owner: Owner) -> Judgement | None:
+    """Judge the weight of a linear map, None for any other parameter.
+
+    The name of a class does not suffice for a vector: a `ConvNextV2GRN` is a normalization.
+    """
+    module, what = owner.module, _class_name(owner, *LINEAR_MAPS)
+    if not isinstance(module, LINEAR_MAPS):
+        word, what = _class_word(module)
+        if word != "linear" or _is_vector(shape):
+            return None
+    if owner.is_length or not is_weight(owner.attribute):
+        return None
+    groups, channels = getattr(module, "groups", 1), getattr(module, "in_channels", None)
+    if isinstance(groups, int) and groups > 1 and channels is not None:
+        if channels == groups:
+            return Judgement("rest", f"depthwise convolution ({what}): a filter for each channel")
+        return Judgement("matrices", f"grouped convolution ({what}), as one tensor")
+    if may_be_head(name):
+        return Judgement("matrices", f"weight of {what}; it may be the output head", True)
+    return Judgement("matrices", f"weight of {what}")
+
+
+def _by_class_name(owner: Owner) -> Judgement | None:
+    """Judge a parameter of a module whose class's name says embedding or normalization."""
+    word, what = _class_word(owner.module)
+    if word in (None, "linear") or judge(owner.attribute) is PRODUCT:
+        return None
+    return Judgement("rest", f"of {what}, whose name says {word}")
+
+
+def _class_word(module: nn.Module) -> tuple[str | None, str]:
+    """Return what the name of a module's class says (linear, norm, embedding), and that name.
+
+    The last word counts: a LayerNormLinear is linear. A class without such a word has what its
+    base classes have: FSDP2 and parametrizations make classes of their own.
+    """
+    for cls in type(module).__mro__:
+        if cls is nn.Module:
+            break
+        found = [match.lastgroup for match in _CLASS_WORDS.finditer(cls.__name__)]
+        found = [group for group in found if group is not None]
+        if found:
+            return found[-1], cls.__name__
+    return None, type(module).__name__
+
+
+def _class_name(owner: Owner, *classes: type[nn.Module]) -> str:
+    """Return the name of the class of these that a module belongs to, "" without one."""
+    return next((f"nn.{cls.__name__}" for cls in classes if isinstance(owner.module, cls)), "")
+
+
+def _vector(name: str, owners: Sequence[Owner]) -> Judgement | None:
+    """Judge a parameter of two dims or more of which at most one is longer than 1."""
+    reason = "at most one dim is longer than 1"
+    if any(owner.is_length for owner in owners):
+        return Judgement("rest", reason)
+    if is_product(name) or any(is_product(owner.attribute) for owner in owners):
+        return None
+    return Judgement("rest", reason, not owners and name.rpartition(".")[2] == "weight")
+
+
+def _by_name(name: str, shape: tuple[int, ...], owners: Sequence[Owner]) -> Judgement:
+    """Judge a parameter whose owners say nothing."""
+    if is_low_rank(name):
+        return Judgement("matrices", "a factor of a low-rank adapter, by its name")
+    parts = [part for part in name.split(".") if not part.isdigit()]
+    paths = [owner.attribute for owner in owners] or [(parts or [name])[-1]]
+    judgements = [judgement for path in paths if (judgement := judge(path)) is not None]
+    judgement = min(judgements, key=lambda one: one.kind != "rest", default=None)
+    is_matrix = judgement is None or judgement.kind == "matrices"
+    if len(shape) == 3 and is_matrix and may_be_experts(name):
+        return Judgement("matrices", "it may be a stack of experts: name it in expert_names", True)
+    if judgement is WEIGHT:
+        return _weight_of_unknown(name, shape, parts)
+    if judgement is not None:
+        return judgement
+    if not owners and len(parts) > 1 and (said := judge(parts[-2])) is not None:
+        return said._replace(is_guess=True)
+    if len(shape) > 2 and all(size == 1 for size in shape[:-2]):
+        return Judgement("rest", "a table, by its shape of (1, n, d)")
+    return Judgement("matrices", "neither owner nor name says what it is", True)
+
+
+def _weight_of_unknown(name: str, shape: tuple[int, ...], parts: Sequence[str]) -> Judgement:
+    """Judge a weight whose owner is of no known class, or unknown."""
+    module = parts[-2] if len(parts) > 1 and parts[-1] == "weight" else ""
+    is_convolution = len(shape) > 2 and "conv" in module.lower()
+    if is_convolution and shape[1] == 1:
+        return Judgement("rest", "depthwise convolution, by its name and shape", True)
+    if len(shape) == 2 and (said := judge_module(module)) is not None:
+        return said
+    if may_be_head(name):
+        return Judgement("matrices", "it may be the output head, by its name", True)
+    return WEIGHT

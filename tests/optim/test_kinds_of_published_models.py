@@ -1,0 +1,259 @@
+"""Kinds of the parameters of models of `transformers`, made from tiny configurations offline."""
+
+import re
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from lather.models.adapted import add_adapters
+from lather.models.families import FAMILIES, build_model
+from lather.models.lora import LoraConfig
+from lather.optim import describe_parameters, parameter_groups, parameters_by_kind
+from lather.optim.groups import ADAM_NAMES
+
+Named = list[tuple[str, nn.Parameter]]
+
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+TEXT = {**SIZES, "vocab_size": 96}
+IMAGES = {**SIZES, "image_size": 16, "patch_size": 8}
+EXPERTS = {**TEXT, "num_key_value_heads": 2, "num_experts_per_tok": 2}
+LATENT = {
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 8,
+}
+GROUPS = {
+    "n_routed_experts": 4,
+    "moe_intermediate_size": 16,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+LAYERS = {
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+}
+STATES = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
+
+CONFIGURATIONS = {
+    "GPT2LMHeadModel": {
+        "vocab_size": 96,
+        "n_positions": 16,
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+    },
+    "GPTNeoXForCausalLM": TEXT,
+    "LlamaForCausalLM": TEXT,
+    "Qwen3MoeForCausalLM": {
+        **EXPERTS,
+        "head_dim": 8,
+        "num_experts": 4,
+        "moe_intermediate_size": 16,
+    },
+    "DeepseekV3ForCausalLM": {**EXPERTS, **LATENT, **GROUPS, "num_key_value_heads": 4},
+    "GptOssForCausalLM": {**EXPERTS, "head_dim": 8, "num_local_experts": 4},
+    "MambaForCausalLM": STATES,
+    "Mamba2ForCausalLM": {**STATES, "num_heads": 8, "head_dim": 8, "n_groups": 1},
+    "RwkvForCausalLM": {**STATES, "attention_hidden_size": 32},
+    "ViTForImageClassification": IMAGES,
+    "SwinModel": {
+        "image_size": 32,
+        "patch_size": 4,
+        "embed_dim": 16,
+        "depths": [1, 1],
+        "num_heads": [2, 2],
+        "window_size": 4,
+    },
+    "ConvNextModel": {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2},
+    "T5ForConditionalGeneration": {
+        "vocab_size": 96,
+        "d_model": 32,
+        "d_kv": 8,
+        "d_ff": 64,
+        "num_layers": 2,
+        "num_heads": 4,
+    },
+    "BertForMaskedLM": TEXT,
+    "CLIPModel": {"text_config": TEXT, "vision_config": IMAGES, "projection_dim": 16},
+    "WhisperForConditionalGeneration": {
+        **LAYERS,
+        "vocab_size": 96,
+        "d_model": 32,
+        "num_mel_bins": 8,
+        "pad_token_id": 0,
+    },
+    "Wav2Vec2ForCTC": {
+        **TEXT,
+        "conv_dim": (16, 16),
+        "conv_stride": (2, 2),
+        "conv_kernel": (3, 3),
+        "num_conv_pos_embedding_groups": 2,
+    },
+    "PerceiverModel": {
+        "num_latents": 8,
+        "d_latents": 32,
+        "d_model": 32,
+        "num_blocks": 1,
+        "num_self_attends_per_block": 1,
+    },
+}
+
+SWIN, T5 = "relative_position_bias", "block.#.layer.#.SelfAttention"
+REST = {
+    "GPT2LMHeadModel": {"transformer.wte.weight", "transformer.wpe.weight"},
+    "GPTNeoXForCausalLM": {"gpt_neox.embed_in.weight", "lm_head.weight"},
+    "LlamaForCausalLM": {"model.embed_tokens.weight", "lm_head.weight"},
+    "Qwen3MoeForCausalLM": {"model.embed_tokens.weight", "lm_head.weight"},
+    "DeepseekV3ForCausalLM": {"model.embed_tokens.weight", "lm_head.weight"},
+    "GptOssForCausalLM": {
+        *("model.embed_tokens.weight", "lm_head.weight"),
+        *(
+            "model.layers.#.mlp.experts.gate_up_proj_bias",
+            "model.layers.#.mlp.experts.down_proj_bias",
+        ),
+    },
+    "MambaForCausalLM": {
+        "backbone.embeddings.weight",
+        "backbone.layers.#.mixer.A_log",
+        "backbone.layers.#.mixer.conv1d.weight",
+    },
+    "Mamba2ForCausalLM": {
+        "backbone.embeddings.weight",
+        "lm_head.weight",
+        "backbone.layers.#.mixer.conv1d.weight",
+    },
+    "RwkvForCausalLM": {
+        *("rwkv.embeddings.weight", "head.weight"),
+        *(f"rwkv.blocks.#.attention.time_mix_{part}" for part in ("key", "value", "receptance")),
+        *(f"rwkv.blocks.#.feed_forward.time_mix_{part}" for part in ("key", "receptance")),
+    },
+    "ViTForImageClassification": {"vit.embeddings.cls_token", "vit.embeddings.position_embeddings"},
+    "SwinModel": {f"encoder.layers.#.blocks.#.attention.{SWIN}.{SWIN}_table"},
+    "ConvNextModel": {"encoder.stages.#.layers.#.dwconv.weight"},
+    "T5ForConditionalGeneration": {
+        "shared.weight",
+        f"encoder.{T5}.relative_attention_bias.weight",
+        f"decoder.{T5}.relative_attention_bias.weight",
+    },
+    "BertForMaskedLM": {
+        "bert.embeddings.word_embeddings.weight",
+        "bert.embeddings.position_embeddings.weight",
+        "bert.embeddings.token_type_embeddings.weight",
+    },
+    "CLIPModel": {
+        *(
+            "text_model.embeddings.token_embedding.weight",
+            "text_model.embeddings.position_embedding.weight",
+        ),
+        "vision_model.embeddings.position_embedding.weight",
+    },
+    "WhisperForConditionalGeneration": {
+        *("model.encoder.embed_positions.weight", "model.decoder.embed_positions.weight"),
+        "model.decoder.embed_tokens.weight",
+    },
+    "Wav2Vec2ForCTC": {
+        "lm_head.weight",
+        "wav2vec2.encoder.pos_conv_embed.conv.parametrizations.weight.original#",
+    },
+    "PerceiverModel": {"embeddings.latents"},
+}
+"""Parameters of two dims or more that are no matrices, with # for numbers."""
+GUESSED = {"ViTForImageClassification": ["classifier.weight"]}
+
+
+def make(architecture: str) -> nn.Module:
+    """Make a model on the meta device."""
+    cls = getattr(transformers, architecture)
+    with torch.device("meta"):
+        model: nn.Module = cls(cls.config_class(**CONFIGURATIONS[architecture]))
+    return model
+
+
+@pytest.mark.parametrize("architecture", CONFIGURATIONS)
+def test_embeddings_heads_tables_and_filters_are_the_rest(architecture: str) -> None:
+    decisions = describe_parameters(make(architecture))
+    number = re.compile(r"(?<=\.)\d+(?=\.)|(?<=original)0")
+    rest = [each for each in decisions if each.kind == "rest" and each.parameter.dim() > 1]
+    names = {number.sub("#", each.name) for each in rest}
+    assert names == REST[architecture]
+    assert [each.name for each in decisions if each.is_guess] == GUESSED.get(architecture, [])
+    assert all(each.kind == "rest" for each in decisions if each.parameter.dim() < 2)
+    experts = {each.name.rpartition(".")[2] for each in decisions if each.kind == "experts"}
+    has_experts = "num_experts_per_tok" in CONFIGURATIONS[architecture]
+    assert experts == ({"gate_up_proj", "down_proj"} if has_experts else set())
+    assert max(map(len, str(decisions).splitlines())) <= 80
+
+
+def test_a_head_of_any_name_is_known_by_the_models_method() -> None:
+    """GPT-NeoX's head was called `embed_out` for years: the name alone allows only a guess."""
+    model = make("RwkvForCausalLM")
+    model.embed_out = model.head
+    del model.head
+    model.get_output_embeddings = lambda: model.embed_out
+    kinds = {each.name: each for each in describe_parameters(model)}
+    assert (kinds["embed_out.weight"].kind, kinds["embed_out.weight"].is_guess) == ("rest", False)
+    alone = {each.name: each for each in describe_parameters(list(model.named_parameters()))}
+    assert (alone["embed_out.weight"].kind, alone["embed_out.weight"].is_guess) == ("rest", True)
+
+
+def test_names_and_shapes_alone_find_almost_the_same() -> None:
+    """Without modules, what differs is a guess, except for embeddings: their names say weight."""
+    for architecture in CONFIGURATIONS:
+        model = make(architecture)
+        alone = {each.name: each for each in describe_parameters(list(model.named_parameters()))}
+        for each in describe_parameters(model):
+            named = alone[each.name]
+            is_same = named.kind == each.kind or named.is_guess
+            assert is_same or each.reason == "of nn.Embedding", each.name
+
+
+def names_by_dims(named: Named, routers: tuple[str, ...] = ()) -> dict[str, list[str]]:
+    """Divide named parameters as the trainer's results need it: by names and numbers of dims."""
+    kinds: dict[str, list[str]] = {"matrices": [], "experts": [], "router": [], "rest": []}
+    for name, p in named:
+        parts = set(name.split("."))
+        is_bias = "experts" in parts and p.dim() == 2 and "bias" in name.rpartition(".")[2]
+        if parts & set(routers):
+            kinds["router"].append(name)
+        elif p.dim() < 2 or is_bias or parts & set(ADAM_NAMES):
+            kinds["rest"].append(name)
+        else:
+            kinds["experts" if p.dim() > 2 and "experts" in parts else "matrices"].append(name)
+    return kinds
+
+
+def trainers_models() -> Iterator[Named]:
+    """Yield the named parameters of each family of the trainer, also with adapters of rank 1."""
+    for family in FAMILIES.values():
+        for rank in (0, 1):
+            model = build_model(family.config(), None, torch.device("meta"))
+            if rank:
+                add_adapters(model, LoraConfig(rank=rank))
+            yield list(model.named_parameters())
+
+
+def test_the_trainer_has_the_groups_that_it_always_had() -> None:
+    for named in trainers_models():
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            kinds = parameters_by_kind(named, router_names=("gate",))
+            groups = parameter_groups(named)
+        names = {kind: [name for name, _ in some] for kind, some in kinds.items()}
+        assert names == names_by_dims(named, ("gate",))
+        expected = [names for names in names_by_dims(named).values() if names]
+        assert [[name for name, _ in group["params"]] for group in groups] == expected
+        assert not any(each.is_guess for each in describe_parameters(named))
