@@ -309,7 +309,7 @@ class StepPlan:
         self.idle: dict[int, list[bool]] = {}
         """id of a parameter with experts -> for each expert, whether it got no token in this step."""
 
-    def holds(self, state: States, places: list[int] | None) -> bool:
+    def holds(self, state: States, places: list[Any] | None) -> bool:
         """Whether the state still is where it was when the plan was made, at `places`, with the step counts of the plan's last step."""
         if places is None or places_of(state) != places:
             return False
@@ -330,12 +330,12 @@ def step_counts(params: Sequence[ParamInfo], state: States) -> dict[int, int]:
     return {id(one): int(next(values)) if state.get(one.param) else 0 for one in params}
 
 
-def places_of(state: States) -> list[int] | None:
+def places_of(state: States) -> list[Any] | None:
     """Return the addresses of all tensors of the state, and their offsets in their storages, which
     together tell whether anybody has moved or replaced one; None if it has anything but tensors."""
     try:
         found = list(chain.from_iterable(map(dict.values, state.values())))
-        return [*map(Tensor.data_ptr, found), *map(int, map(Tensor.storage_offset, found))]
+        return [*map(Tensor.data_ptr, found), *map(Tensor.storage_offset, found)]
     except TypeError:
         return None
 

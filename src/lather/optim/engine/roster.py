@@ -57,17 +57,18 @@ class GroupSettings:
         self.version = 0
         """Number of times that the learning rate or another number has changed."""
         self.variants: list[tuple[Matrix, Rule]] = []
-        """The rules that `Rule.on` returns for the matrices of this group, each with such a matrix."""
+        """The different matrices of the group, each with the rule that `Rule.on` returns for it."""
+        self._numbers: dict[object, int] = {}
         self.number = 0
         """Number of the settings; groups whose parameters may form one run in this step have the same number."""
 
     def variant_of(self, layout: Layout) -> int:
-        """Return the number of the layout's rule among the variants, of which it becomes one."""
-        for number, (_, rule) in enumerate(self.variants):
-            if rule is layout.rule or (type(rule) is type(layout.rule) and rule == layout.rule):
-                return number
-        self.variants.append((layout.matrix, layout.rule))
-        return len(self.variants) - 1
+        """Return the number of the layout's matrix and rule among the variants."""
+        key = layout.matrix, layout.kind, *layout.rule.dtypes.values()
+        if key not in self._numbers:
+            self._numbers[key] = len(self.variants)
+            self.variants.append((layout.matrix, _one_of(layout.rule, self.variants)))
+        return self._numbers[key]
 
     def take_changes(self) -> bool:
         """Read the learning rate and changed numbers from the group. Return False if anything else
@@ -82,7 +83,9 @@ class GroupSettings:
             if not all(isinstance(getattr(self.rule, x, None), float | tuple) for x in changed):
                 return False
             rule = type(self.rule)(**{name: group[name] for name in options_of(type(self.rule))})
-            variants = [(matrix, _variant(rule, matrix, old)) for matrix, old in self.variants]
+            variants: list[tuple[Matrix, Rule]] = []
+            for matrix, old in self.variants:
+                variants.append((matrix, _one_of(_variant(rule, matrix, old), variants)))
             pairs = zip(self.variants, variants, strict=True)
             if any(_structure(*old) != _structure(*new) for old, new in pairs):
                 return False
@@ -103,6 +106,12 @@ def _variant(rule: Rule, matrix: Matrix, old: Rule) -> Rule:
     new = rule.on(matrix)
     is_same = new.state_dtype == old.state_dtype
     return new if is_same else replace(new, state_dtype=old.state_dtype)
+
+
+def _one_of(rule: Rule, variants: Iterable[tuple[Matrix, Rule]]) -> Rule:
+    """Return the equal rule of a variant if there is one: runs of one rule are updated together."""
+    same = (old for _, old in variants if type(old) is type(rule) and old == rule)
+    return next(same, rule)
 
 
 def _structure(matrix: Matrix, rule: Rule) -> tuple[object, ...]:

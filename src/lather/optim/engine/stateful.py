@@ -42,7 +42,7 @@ class StatefulOptimizer(GroupedOptimizer):
         self._streams = SideStreams()
         self._bucket_roster: Roster | None = None
         """The roster for which the buckets were made or checked."""
-        self._state_places: list[int] | None = None
+        self._state_places: list[Any] | None = None
         """Places of all tensors of the state when they were known to be views of the buckets."""
         self._is_lent = False
         """Whether DTensors of `state_dict` may be views of state that no step has changed yet."""
