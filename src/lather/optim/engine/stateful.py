@@ -166,7 +166,7 @@ class StatefulOptimizer(GroupedOptimizer):
 
                 self._is_lent = not any(state["step"] for state in own.values())
                 entries = whole_entries(spread, self._sharding, lend=self._is_lent)
-                self.state.update({p: {**own[p], **entries[p]} for p in entries})
+                self.state.update({p: {"step": own[p]["step"].clone(), **entries[p]} for p in entries})
             saved = super().state_dict()
         finally:
             self.state.update(own)
