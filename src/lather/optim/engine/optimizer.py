@@ -28,7 +28,8 @@ from lather.optim.engine.refresh import DimRefresh, due_rows, refresh
 from lather.optim.engine.roster import ParamInfo, Roster
 from lather.optim.engine.stateful import StatefulOptimizer
 from lather.optim.engine.streams import no_autocast, on_streams
-from lather.optim.options import Option, documentation_of, options_of, saveable
+from lather.optim.options import Option, documentation_of, options_of
+from lather.optim.plain import rate_of, saveable
 from lather.optim.rule import NOBODY, RefreshingRule, Rule
 from lather.optim.sharded.gathered import Gathered
 from lather.optim.sharded.placement import local
@@ -183,9 +184,10 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
         if list(map(id, self.param_groups)) != roster.group_ids or _places(roster.params) != roster.places:
             return False
         for known in roster.groups:
-            if list(map(id, known.group["params"])) != known.ids or list(map(known.group.get, known.names)) != known.values:
+            if list(map(id, known.group["params"])) != known.ids or not known.is_up_to_date():
                 return False
-            known.lr = float(known.group["lr"])
+            lr = known.group["lr"]
+            known.lr = lr if type(lr) is float else rate_of(lr)
             if not 0 <= known.lr < math.inf:
                 return False  # a new roster will raise
         return not (roster.frozen and any(p.requires_grad or p.grad is not None for p in roster.frozen))

@@ -257,7 +257,7 @@ def norms(x: Tensor) -> Tensor:
 
 def index_on(rows: Sequence[int], device: torch.device) -> Tensor:
     """Copy the rows as an index to a device, without waiting for it."""
-    return to_device(torch.tensor(rows, dtype=torch.long), device)
+    return to_device(torch.tensor(rows, dtype=torch.long, device="cpu"), device)
 
 
 class StepPlan:
@@ -283,7 +283,7 @@ class StepPlan:
         self._params = [one.param for one in params]
         self._entries = [x for p in self._params for x in state[p].values()]
         self._counts = [state[p]["step"] for p in self._params]
-        self._steps = torch.stack(self._counts) if params else torch.zeros(0)
+        self._steps = torch.stack(self._counts) if params else torch.zeros(0, device="cpu")
         """Values of the step counts."""
         self.num_steps = 0
         """Number of steps that this plan has taken."""

@@ -6,8 +6,7 @@ users may change them between steps; a roster is valid for as long as nothing bu
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -18,26 +17,9 @@ from torch import Tensor
 
 from lather.optim.engine.matrix_layout import Layout
 from lather.optim.options import options_of
+from lather.optim.plain import as_count, converted, rate_of
 from lather.optim.rule import RefreshingRule, Rule
 from lather.optim.sharded.placement import Spread
-
-KNOWN_KEYS = {"params", "param_names", "name", "rule", "partition_dim"}
-KNOWN_KEYS |= {"initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"}
-"""Keys that a parameter group may have besides options: torch's own, a label, the rule, the dim of tensor-parallel shards, and keys that
-torch's learning-rate schedulers add."""
-
-TORCH_KEYS = {"amsgrad", "betas", "capturable", "decoupled_weight_decay", "differentiable", "foreach", "fused"}
-TORCH_KEYS |= {"ns_coefficients", "ns_steps"}
-"""Options of torch's own optimizers (Adam's, then Muon's), which groups that were made for them contain."""
-
-MULTIPLIERS = ("_mult", "_multiplier", "_scale")
-"""Suffixes of keys that other trainers add to groups; such keys are never taken for misspelt options."""
-
-OTHER_NAMES = {"learning_rate": "lr", "wd": "weight_decay"}
-"""Names that other libraries use for our options."""
-
-LIKENESS = 0.8
-"""Least similarity to an option at which an unknown key is taken for a misspelt option."""
 
 
 class GroupSettings:
@@ -45,15 +27,29 @@ class GroupSettings:
 
     def __init__(self, group: dict[str, Any], rule: type[Rule]) -> None:
         """Read the settings of a group. Raises ValueError for an option out of range."""
-        options = options_of(rule)
-        self.group, self.rule = group, rule(**{name: group[name] for name in options})
-        self.names = ("rule", "partition_dim", *(name for name in options if name != "lr"))
-        """Names of the values that are compared to detect a change: `rule`, `partition_dim` and all options but the learning rate."""
-        self.values, self.ids = list(map(group.get, self.names)), list(map(id, group["params"]))
-        self.lr = float(group["lr"])
+        own = plain_options(group, rule)
+        self.group, self.rule = group, rule(**{name: own[name] for name in options_of(rule)})
+        self.lr = rate_of(own.pop("lr"))
         """Learning rate in this step."""
+        self.names = ("rule", "partition_dim", *(name for name in own if name != "partition_dim"))
+        """Names of the values that are compared to detect a change: `rule`, `partition_dim` and all
+        options but the learning rate."""
+        self.plain = own
+        """Options but the learning rate, and `partition_dim` if there is one, as plain values."""
+        self.values = [group["rule"], *map(own.get, self.names[1:])]
+        self.ids = list(map(id, group["params"]))
+        self.num_keys = len(group)
         self.number = 0
         """Number of the settings; groups whose parameters may form one run in this step have the same number."""
+
+    def is_up_to_date(self) -> bool:
+        """Whether the group still has these settings, apart from the rate, and as many keys."""
+        if len(self.group) != self.num_keys:
+            return False
+        try:
+            return list(map(self.group.get, self.names)) == self.values
+        except (RuntimeError, ValueError):  # an array of several elements has no truth value
+            return False
 
     def key(self) -> tuple[Any, ...]:
         """Return everything in these settings on which a step depends."""
@@ -158,14 +154,13 @@ SHARED = frozenset({"lr", "weight_decay", *options_of(Rule)}) - {"matrix_layout"
 """Options that a group takes from the optimizer's default rule even if its own rule is of another class."""
 
 
-def check_keys(group: Mapping[str, Any], rule: type[Rule], others: Iterable[str] = ()) -> None:
-    """Raise ValueError for a key that looks like a misspelt option. Keys in `others`, and options of torch's optimizers, are allowed."""
-    options = list(options_of(rule))
-    for key in sorted(set(group) - set(options) - KNOWN_KEYS - TORCH_KEYS - set(others)):
-        near = [OTHER_NAMES[key]] if key in OTHER_NAMES else difflib.get_close_matches(key, options, 1, LIKENESS)
-        if near and not key.endswith(MULTIPLIERS):
-            known = ", ".join(sorted([*options, *KNOWN_KEYS]))
-            raise ValueError(f"unknown option {key!r} in a parameter group: did you mean {near[0]!r}? Known options: {known}")
+def plain_options(group: Mapping[str, Any], rule: type[Rule]) -> dict[str, Any]:
+    """Return the options of a group, and its `partition_dim` if it has one, as plain values, which
+    may be out of range."""
+    own = {name: converted(group[name], option.hint) for name, option in options_of(rule).items()}
+    if "partition_dim" in group:
+        own["partition_dim"] = as_count(group["partition_dim"])
+    return own
 
 
 def names_of(group: Mapping[str, Any]) -> Iterator[str]:

@@ -17,12 +17,14 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from lather.optim.engine.buckets import Bucket, Member, make_buckets, member_of
+from lather.optim.engine.foreign_state import as_own, report_taken, taken
 from lather.optim.engine.grouped import GroupedOptimizer, whole_layout
 from lather.optim.engine.matrix_layout import Layout
 from lather.optim.engine.pending import PendingRefreshes
 from lather.optim.engine.roster import ParamInfo
 from lather.optim.engine.streams import SideStreams
-from lather.optim.options import dtype_option, options_of, saveable
+from lather.optim.options import options_of
+from lather.optim.plain import saveable
 from lather.optim.rule import Rule
 from lather.optim.sharded.gathered import initial_rows
 from lather.optim.sharded.placement import Piece
@@ -53,7 +55,8 @@ class StatefulOptimizer(GroupedOptimizer):
             entries |= {member.param: views for member, views in zip(bucket.members, bucket.views, strict=True)}
         self._buckets += buckets
         for one in new:
-            self.state[one.param] = {"step": torch.zeros((), dtype=torch.float32), **entries[one.param]}
+            step = torch.zeros((), dtype=torch.float32, device="cpu")
+            self.state[one.param] = {"step": step, **entries[one.param]}
 
     def _without_member(self, one: ParamInfo) -> dict[str, Tensor]:
         """Return the entries of a parameter without member on this rank: rows under `ownership="replicated"`, otherwise empty tensors."""
@@ -73,7 +76,8 @@ class StatefulOptimizer(GroupedOptimizer):
         for one, state in known:
             if one.is_gathered:
                 state.update({name: state[name].to(entry.dtype) for name, entry in one.layout.entries.items()})
-            if not isinstance(state.get("step", torch.zeros(())), Tensor):
+            step = state.get("step")
+            if step is not None and not _is_count(step):
                 state["step"] = _step_of(state)
         members = [member for one, _ in known if (member := member_of(one, self._sharding.share_of(one.param))) is not None]
         wanted = {id(member.param): member for member in members}
@@ -186,22 +190,28 @@ class StatefulOptimizer(GroupedOptimizer):
             raise ValueError(
                 f"the saved optimizer has parameter groups of {counts[1]} parameters, this one of {counts[0]}: they must be equal"
             )
-        groups = []
-        for own, theirs in zip(self.param_groups, saved["param_groups"], strict=True):
-            options = {key: own[key] for key in (*options_of(self._rules[own["rule"]]), "rule")}
-            group = {**options, **theirs, "ownership": own["ownership"]}
-            groups.append({**group, "state_dtype": dtype_option(group["state_dtype"])})
-        checked = {**saved, "param_groups": groups}
-        for number, (_, layout, state) in enumerate(self._saved_states(checked)):
+        pairs = zip(self.param_groups, saved["param_groups"], strict=True)
+        groups = [as_own(own, theirs, self._rules[own["rule"]]) for own, theirs in pairs]
+        checked = {**saved, "param_groups": groups, "state": dict(saved["state"])}
+        sources = [(theirs, key) for theirs in saved["param_groups"] for key in theirs["params"]]
+        states, num_completed = list(self._saved_states(checked)), 0
+        for number, ((theirs, saved_id), saved_state) in enumerate(zip(sources, states, strict=True)):
+            _, layout, state = saved_state
             if state:
-                layout.check_state(state, f"the saved state of parameter {number} with shape {layout.shape}")
+                what = f"the saved state of parameter {number} with shape {layout.shape}"
+                fitting = taken(theirs, layout, state, what)
+                num_completed += fitting is not state
+                checked["state"][saved_id] = fitting
         for number, (own, theirs) in enumerate(zip(self.param_groups, groups, strict=True)):
             if own["rule"] != theirs["rule"]:
                 raise ValueError(
                     f"the saved group {number} has rule {theirs['rule']!r}, this optimizer's has {own['rule']!r}: they must be equal"
                 )
             rule = self._rules[own["rule"]]
-            rule(**{name: theirs[name] for name in options_of(rule)})
+            made = rule(**{name: theirs[name] for name in options_of(rule)})
+            self._unknown_in(theirs, made, exempt=self.defaults)
+        if num_completed:
+            report_taken(num_completed)
         return checked
 
     def _load_exactly(self, saved: dict[str, Any]) -> None:
@@ -256,6 +266,7 @@ class StatefulOptimizer(GroupedOptimizer):
         state = super().__getstate__()
         apart = {p: {key: x.clone() if isinstance(x, Tensor) else x for key, x in entries.items()} for p, entries in state["state"].items()}
         own = {"_counts": self._counts, "_default": self._default, "_rules": self._rules}
+        own["_named_keys"] = self._named_keys
         return {**state, "state": defaultdict(dict, apart), **own}
 
     @property
@@ -270,7 +281,15 @@ class StatefulOptimizer(GroupedOptimizer):
         self._counts[name] = self._counts.get(name, 0) + more
 
 
+def _is_count(step: Any) -> bool:
+    """Whether a step count is a tensor as the engine makes it: fp32, on the CPU."""
+    return isinstance(step, Tensor) and step.is_cpu and step.dtype == torch.float32
+
+
 def _step_of(saved: Mapping[str, Any]) -> Tensor:
+    """Return a step count, a tensor on any device or a number, as a new tensor on the CPU."""
     step = saved["step"]
-    step = step.full_tensor() if hasattr(step, "full_tensor") else torch.as_tensor(step)
+    if not isinstance(step, Tensor):
+        return torch.tensor(float(step), dtype=torch.float32, device="cpu")
+    step = step.full_tensor() if hasattr(step, "full_tensor") else step
     return step.detach().to("cpu", torch.float32, copy=True)
