@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from lather.optim.plain import converted
+from lather.optim.plain import converted, kinds_of
 
 MAX_BF16_BETA = 1 - 2**-8
 """Largest decay rate that has an effect on a bf16 moment, which has 8 significant bits."""
@@ -100,6 +100,16 @@ class Option:
     range: Range | None
     """Valid values; None: all values of the type."""
 
+    @functools.cached_property
+    def plain_types(self) -> frozenset[Any]:
+        """Classes whose values are plain values of this type already."""
+        kinds = kinds_of(self.hint)
+        return kinds - {str} if torch.dtype in kinds else kinds
+
+    def plain(self, value: Any) -> Any:
+        """Return a value as a plain Python value of this type (`lather.optim.plain.converted`)."""
+        return value if type(value) in self.plain_types else converted(value, self.hint)
+
 
 def name_of(rule: type) -> str:
     """Return the name of a rule in parameter groups, saved optimizers and `[optim]`."""
@@ -149,7 +159,7 @@ def convert(rule: Any) -> None:
     """Replace the values of a rule's options by plain Python values (`lather.optim.plain`)."""
     for name, option in options_of(type(rule)).items():
         value = getattr(rule, name)
-        plain = converted(value, option.hint)
+        plain = option.plain(value)
         if plain is not value:
             object.__setattr__(rule, name, plain)
 

@@ -28,7 +28,7 @@ def converted(value: Any, hint: Any) -> Any:
 
     A tensor stays a tensor if the type allows one, and so does a function. A value that stands for
     none of that type is returned as it is: the check of the option's range refuses it."""
-    kinds = _kinds(hint)
+    kinds = kinds_of(hint)
     if torch.dtype in kinds:
         return dtype_option(value)
     if value is None or type(value) in kinds or (Tensor in kinds and isinstance(value, Tensor)):
@@ -103,14 +103,14 @@ def saveable(value: Any) -> Any:
 
 
 @functools.cache
-def _kinds(hint: Any) -> frozenset[Any]:
+def kinds_of(hint: Any) -> frozenset[Any]:
     """Return the alternatives of a type: classes, and types with arguments such as tuple[float,
     float]."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
-        return _kinds(args[0])
+        return kinds_of(args[0])
     if origin in (typing.Union, types.UnionType):
-        return frozenset().union(*map(_kinds, args))
+        return frozenset().union(*map(kinds_of, args))
     return frozenset(map(type, args)) if origin is Literal else frozenset({hint})
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lather.optim.engine.matrix_layout import Layout
 from lather.optim.options import options_of
-from lather.optim.plain import as_count, converted, rate_of
+from lather.optim.plain import as_count, rate_of
 from lather.optim.rule import RefreshingRule, Rule
 from lather.optim.sharded.placement import Spread
 
@@ -157,7 +157,7 @@ SHARED = frozenset({"lr", "weight_decay", *options_of(Rule)}) - {"matrix_layout"
 def plain_options(group: Mapping[str, Any], rule: type[Rule]) -> dict[str, Any]:
     """Return the options of a group, and its `partition_dim` if it has one, as plain values, which
     may be out of range."""
-    own = {name: converted(group[name], option.hint) for name, option in options_of(rule).items()}
+    own = {name: option.plain(group[name]) for name, option in options_of(rule).items()}
     if "partition_dim" in group:
         own["partition_dim"] = as_count(group["partition_dim"])
     return own
