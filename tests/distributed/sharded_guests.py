@@ -1,4 +1,5 @@
-"""Sharded optimizers in other people's programs: a default device that is not the parameters', and the state of torch's Muon."""
+"""Sharded optimizers in other programs: under another default device, and with the state of
+torch's Muon."""
 
 from __future__ import annotations
 
@@ -30,7 +31,14 @@ def _take(optimizer: MatrixOptimizer, params: list[Any], steps: range, device: s
     """Take steps with `device` as torch's default device."""
     for step in steps:
         for p, g in zip(params, values(step + 1, torch.float32, SHAPES), strict=True):
-            p.grad = distribute_tensor(g, p.device_mesh, p.placements) if isinstance(p, DTensor) else g
+            p.grad = (
+                distribute_tensor(g, p.device_mesh, p.placements)
+                if isinstance(
+                    p,
+                    DTensor,
+                )
+                else g
+            )
         torch.set_default_device(device)
         optimizer.step()
         torch.set_default_device(None)
@@ -41,14 +49,20 @@ def _whole(x: Any) -> Tensor:
 
 
 def on_default_devices(rank: int, world_size: int) -> dict[str, bool]:
-    """Return for each case whether a run with "meta" as default device, in which the state is saved and loaded, is the same."""
+    """Return for each case whether a run with "meta" as default device, in which the state is
+    saved and loaded, is the same."""
     mesh = init_device_mesh("cpu", (world_size,))
     found = {}
     for name, (cls, options) in CASES.items():
         ends = []
         for device in (None, "meta"):
             params = [
-                nn.Parameter(distribute_tensor(x, mesh, [Shard(0)])) for x in values(0, torch.float32, SHAPES)
+                nn.Parameter(distribute_tensor(x, mesh, [Shard(0)]))
+                for x in values(
+                    0,
+                    torch.float32,
+                    SHAPES,
+                )
             ]
             layout = "per_expert" if name.endswith("per_expert") else "tensor"
             groups = [{"params": params[:3], "matrix_layout": layout}, {"params": params[3:]}]
@@ -77,7 +91,11 @@ def partitioned_on_meta(rank: int, world_size: int) -> list[bool]:
         optimizer = SOAP([{"params": params, "partition_dim": 0}], tp_group=dist.group.WORLD)
         torch.set_default_device(None)
         for step in range(3):
-            for p, g in zip(params, values(step + 1 + rank, torch.float32, SHAPES[:2]), strict=True):
+            for p, g in zip(
+                params,
+                values(step + 1 + rank, torch.float32, SHAPES[:2]),
+                strict=True,
+            ):
                 p.grad = g
             torch.set_default_device(device)
             optimizer.step()
@@ -87,8 +105,8 @@ def partitioned_on_meta(rank: int, world_size: int) -> list[bool]:
 
 
 def from_torchs_muon(rank: int, world_size: int) -> dict[str, list[float]]:
-    """Continue a run of torch.optim.Muon on one process on a mesh, and on one process. Return for each rule the largest difference of
-    the weights, and of the momenta that were loaded."""
+    """Continue a run of torch.optim.Muon on one process on a mesh, and on one process. Return for
+    each rule the largest difference of the weights, and of the momenta that were loaded."""
     mesh, found = init_device_mesh("cpu", (world_size,)), {}
     theirs_params = [nn.Parameter(x) for x in values(0, torch.float32, SHAPES[:2])]
     theirs = torch.optim.Muon(theirs_params)
@@ -99,14 +117,29 @@ def from_torchs_muon(rank: int, world_size: int) -> dict[str, list[float]]:
     for name, cls in (("muon", Muon), ("soap_muon", SOAPMuon), ("replicated", Muon)):
         options: dict[str, Any] = {"ownership": "replicated"} if name == "replicated" else {}
         whole = [nn.Parameter(p.detach().clone()) for p in theirs_params]
-        parts = [nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)])) for p in theirs_params]
+        parts = [
+            nn.Parameter(
+                distribute_tensor(p.detach(), mesh, [Shard(0)]),
+            )
+            for p in theirs_params
+        ]
         one, many = cls(whole), cls(parts, **options)
         one.load_state_dict(theirs.state_dict())
         many.load_state_dict(theirs.state_dict())
-        buffers = [_whole(state["momentum_buffer"]) for state in many.state_dict()["state"].values()]
+        buffers = [
+            _whole(
+                state["momentum_buffer"],
+            )
+            for state in many.state_dict()["state"].values()
+        ]
         momenta = [theirs.state[p]["momentum_buffer"] for p in theirs_params]
         for step in range(2, 6):
-            for p, q, g in zip(whole, parts, values(step + 1, torch.float32, SHAPES[:2]), strict=True):
+            for p, q, g in zip(
+                whole,
+                parts,
+                values(step + 1, torch.float32, SHAPES[:2]),
+                strict=True,
+            ):
                 p.grad, q.grad = g, distribute_tensor(g, mesh, [Shard(0)])
             one.step()
             many.step()

@@ -1,4 +1,4 @@
-"""torch's default device decides nothing in a model on the CPU: neither in its passes nor when its weights are read."""
+"""torch's default device decides nothing in a model on the CPU, nor when its weights are read."""
 
 from pathlib import Path
 

@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from lather.optim.plain import converted, kinds_of
+from lather.optim.plain import converted, is_count, kinds_of
 
 MAX_BF16_BETA = 1 - 2**-8
 """Largest decay rate that has an effect on a bf16 moment, which has 8 significant bits."""
@@ -34,11 +34,6 @@ class Range:
 
     words: str
     holds: Callable[[Any], bool]
-
-
-def is_count(value: object, minimum: int) -> bool:
-    """Whether the plain value is an int of at least `minimum`, and no bool."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
 
 
 def is_number(value: Any, minimum: float = 0.0, below: float = math.inf) -> bool:
@@ -155,19 +150,14 @@ def _hint_and_range(annotation: Any) -> tuple[Any, Range | None]:
     return annotation, None
 
 
-def convert(rule: Any) -> None:
-    """Replace the values of a rule's options by plain Python values (`lather.optim.plain`)."""
-    for name, option in options_of(type(rule)).items():
-        value = getattr(rule, name)
-        plain = option.plain(value)
-        if plain is not value:
-            object.__setattr__(rule, name, plain)
-
-
 def check(rule: Any) -> None:
-    """Raise ValueError if an option of the rule is out of range, or is a decay rate without effect on bf16 moments."""
+    """Replace the options of a new rule by plain values. Raise ValueError if one is out of range,
+    or is a decay rate without effect on bf16 moments."""
     for name, option in options_of(type(rule)).items():
-        value = getattr(rule, name)
+        given = getattr(rule, name)
+        value = option.plain(given)
+        if value is not given:
+            object.__setattr__(rule, name, value)
         if option.range is not None and not option.range.holds(value):
             raise ValueError(f"{name}={value!r} is not valid: give {option.range.words}")
     for name in rule.moment_decays if rule.dtypes["moment"] is torch.bfloat16 else ():

@@ -54,6 +54,11 @@ def as_count(value: Any) -> Any:
     return converted(value, int)
 
 
+def is_count(value: object, minimum: int) -> bool:
+    """Whether the plain value is an int of at least `minimum`, and no bool."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
+
+
 def rate_of(lr: Any) -> float:
     """Return a learning rate as a float; NaN if it is no number."""
     number = converted(lr, float)

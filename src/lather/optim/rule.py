@@ -21,19 +21,8 @@ from typing import Any, ClassVar, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from lather.optim.options import (
-    Bytes,
-    Count,
-    Interval,
-    Precision,
-    Rate,
-    StateDtype,
-    Steps,
-    check,
-    convert,
-    is_count,
-)
-from lather.optim.plain import as_count
+from lather.optim.options import Bytes, Count, Interval, Precision, Rate, StateDtype, Steps, check
+from lather.optim.plain import as_count, is_count
 
 R = TypeVar("R", bound="Rule")
 
@@ -151,7 +140,6 @@ class Rule:
     """Whether a step refreshes the bases before its update, instead of after it."""
 
     def __post_init__(self) -> None:
-        convert(self)
         check(self)
 
     @cached_property

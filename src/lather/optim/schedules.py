@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from lather.optim.options import is_count
-from lather.optim.plain import as_count
+from lather.optim.plain import as_count, is_count
 
 
 @dataclass(frozen=True)

@@ -40,9 +40,9 @@ class GroupedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with their own options; a bad option, layout or parameter raises before the group is added.
 
-        A parameter that is given twice (tied weights) counts once. Keys that are no options are kept
-        and ignored, unless they ask for another rule or step, or look like misspelt options, which
-        raise (`lather.optim.engine.group_keys`).
+        A parameter that is given twice (tied weights) counts once. Keys that are no options are
+        kept and ignored, unless they ask for another rule or step, or look like misspelt options,
+        which raise (`lather.optim.engine.group_keys`).
         """
         rule, given = self._rule_of(param_group)
         given = {**given, **{key: param_group[key] for key in options_of(rule) if key in param_group}}

@@ -128,7 +128,7 @@ WHAT_HAPPENS: dict[str, tuple[Callable[[Any, Rule], bool], str]] = {
         (_is_off, LEAVE_OUT),
     ),
     **dict.fromkeys(
-        ("dampening", "lr_decay", "momentum_decay", "qk_clip", "grokfast", "quantize"),
+        ("dampening", "lr_decay", "momentum_decay", "qk_clip", "grokfast", "quantize", "mars"),
         (_is_off, LEAVE_OUT),
     ),
     **dict.fromkeys(

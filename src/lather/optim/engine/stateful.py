@@ -195,9 +195,9 @@ class StatefulOptimizer(GroupedOptimizer):
         checked = {**saved, "param_groups": groups, "state": dict(saved["state"])}
         sources = [(theirs, key) for theirs in saved["param_groups"] for key in theirs["params"]]
         states, num_completed = list(self._saved_states(checked)), 0
-        for number, ((theirs, saved_id), saved_state) in enumerate(zip(sources, states, strict=True)):
-            _, layout, state = saved_state
+        for number, (_, layout, state) in enumerate(states):
             if state:
+                theirs, saved_id = sources[number]
                 what = f"the saved state of parameter {number} with shape {layout.shape}"
                 fitting = taken(theirs, layout, state, what)
                 num_completed += fitting is not state
