@@ -1,4 +1,4 @@
-"""Sharded optimizers under another default device, and with the state of torch's Muon, on two ranks."""
+"""Sharded optimizers on two ranks: another default device, and the state of torch's Muon."""
 
 from ranks import run_ranks
 from sharded_guests import CASES, from_torchs_muon, on_default_devices, partitioned_on_meta

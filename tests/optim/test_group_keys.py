@@ -337,6 +337,21 @@ def test_unknown_keys_are_named_once_in_one_warning() -> None:
     assert [group.get("zorp") for group in optimizer.param_groups] == [1, 2, 3]
 
 
+def test_a_value_that_is_changed_later_is_noticed() -> None:
+    params = parameters([(4, 4)])
+    keys = {"use_muon": True, "amsgrad": False, "kind": "matrices", "ns_steps": 5}
+    optimizer = Muon([{"params": params, **keys}])
+    run(optimizer, params, range(2))
+    for key, value in {"use_muon": False, "amsgrad": True, "kind": "adamw", "ns_steps": 4}.items():
+        before = params[0].detach().clone()
+        optimizer.param_groups[0][key] = value
+        with pytest.raises(ValueError, match=f"^{key}={value!r} in a parameter group asks for"):
+            run(optimizer, params, range(2, 3))
+        assert torch.equal(params[0], before)
+        optimizer.param_groups[0][key] = keys[key]
+        run(optimizer, params, range(2, 3))
+
+
 def test_a_key_that_is_no_text_is_named() -> None:
     with pytest.warns(UserWarning, match="kept and ignored: 7$"):
         Muon([{"params": [parameter(4, 4)], 7: 1}])

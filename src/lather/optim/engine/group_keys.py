@@ -24,6 +24,7 @@ from typing import Any
 
 from lather.optim.engine.known_keys import (
     ALIASES,
+    ASKING,
     FALL_BACK,
     HARMLESS,
     LABELS_OR_RULES,
@@ -82,6 +83,11 @@ def unknown_keys(
         *of_adam,
         *(str(key) for key in asking if not _is_known(key, group[key], rule, rules, allowed)),
     ]
+
+
+def asks(key: Any) -> bool:
+    """Whether the value of a key that is no option decides whether the key is kept or refused."""
+    return isinstance(key, str) and (key in ASKING or key.startswith(("use_", "is_")))
 
 
 def _is_known(key: Any, value: Any, rule: Rule, rules: Rules, allowed: Collection[str]) -> bool:

@@ -153,3 +153,6 @@ WHAT_HAPPENS: dict[str, tuple[Callable[[Any, Rule], bool], str]] = {
 }
 """Keys that tell a property of the step: whether the value asks for what the rule does anyway, and
 the remedy if it does not."""
+
+ASKING = WHAT_HAPPENS.keys() | RULE_KEYS | LABELS_OR_RULES
+"""Keys whose values decide whether they are kept; so do those of `use_X` and `is_X`."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lather.optim.engine.group_keys import asks
 from lather.optim.engine.matrix_layout import Layout
 from lather.optim.options import options_of
 from lather.optim.plain import as_count, rate_of
@@ -39,6 +40,8 @@ class GroupSettings:
         self.values = [group["rule"], *map(own.get, self.names[1:])]
         self.ids = list(map(id, group["params"]))
         self.num_keys = len(group)
+        self.asking = {key: value for key, value in group.items() if key not in own and asks(key)}
+        """Keys that are no options, but whose values may be refused."""
         self.number = 0
         """Number of the settings; groups whose parameters may form one run in this step have the same number."""
 
@@ -47,7 +50,8 @@ class GroupSettings:
         if len(self.group) != self.num_keys:
             return False
         try:
-            return list(map(self.group.get, self.names)) == self.values
+            same = list(map(self.group.get, self.names)) == self.values
+            return same and all(self.group.get(key) == value for key, value in self.asking.items())
         except (RuntimeError, ValueError):  # an array of several elements has no truth value
             return False
 
