@@ -184,9 +184,15 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
         if list(map(id, self.param_groups)) != roster.group_ids or _places(roster.params) != roster.places:
             return False
         for known in roster.groups:
-            if list(map(id, known.group["params"])) != known.ids or not known.is_up_to_date():
+            group = known.group
+            if len(group) != known.num_keys or list(map(id, group["params"])) != known.ids:
                 return False
-            lr = known.group["lr"]
+            try:
+                if list(map(group.get, known.names)) != known.values:
+                    return False
+            except (RuntimeError, ValueError):  # an array of several elements has no truth value
+                return False
+            lr = group["lr"]
             known.lr = lr if type(lr) is float else rate_of(lr)
             if not 0 <= known.lr < math.inf:
                 return False  # a new roster will raise

@@ -32,32 +32,24 @@ class GroupSettings:
         self.group, self.rule = group, rule(**{name: own[name] for name in options_of(rule)})
         self.lr = rate_of(own.pop("lr"))
         """Learning rate in this step."""
-        self.names = ("rule", "partition_dim", *(name for name in own if name != "partition_dim"))
-        """Names of the values that are compared to detect a change: `rule`, `partition_dim` and all
-        options but the learning rate."""
+        asking = [key for key in group if key not in own and asks(key)]
+        names = ("rule", "partition_dim", *(name for name in own if name != "partition_dim"))
+        self.names = (*names, *asking)
+        """Names of the values that are compared to detect a change: `rule`, `partition_dim`, all
+        options but the learning rate, and keys that are no options but may be refused."""
         self.plain = own
         """Options but the learning rate, and `partition_dim` if there is one, as plain values."""
-        self.values = [group["rule"], *map(own.get, self.names[1:])]
+        self.values = [*map({**group, **own}.get, self.names)]
+        self.num_settings = len(names)
+        """Number of the values on which a step depends."""
         self.ids = list(map(id, group["params"]))
         self.num_keys = len(group)
-        self.asking = {key: value for key, value in group.items() if key not in own and asks(key)}
-        """Keys that are no options, but whose values may be refused."""
         self.number = 0
         """Number of the settings; groups whose parameters may form one run in this step have the same number."""
 
-    def is_up_to_date(self) -> bool:
-        """Whether the group still has these settings, apart from the rate, and as many keys."""
-        if len(self.group) != self.num_keys:
-            return False
-        try:
-            same = list(map(self.group.get, self.names)) == self.values
-            return same and all(self.group.get(key) == value for key, value in self.asking.items())
-        except (RuntimeError, ValueError):  # an array of several elements has no truth value
-            return False
-
     def key(self) -> tuple[Any, ...]:
         """Return everything in these settings on which a step depends."""
-        return (type(self.rule), self.lr, *(comparable(value) for value in self.values))
+        return (type(self.rule), self.lr, *map(comparable, self.values[: self.num_settings]))
 
 
 @dataclass(eq=False)
