@@ -36,7 +36,8 @@ from lather.config.optim import KINDS, KindConfig, OptimConfig
 from lather.models.gpt_oss import GptOssConfig
 from lather.models.rotary import YarnConfig
 from lather.optim import Rule
-from lather.optim.options import Option, documentation_of, options_of, saveable
+from lather.optim.options import Option, documentation_of, options_of
+from lather.optim.plain import saveable
 from lather.optim.rules import RULES
 from lather.optim.rules.bases import BasisRule
 from lather.train.metrics import ExpertLoadRow, StepRow, ValidationRow

@@ -1,5 +1,6 @@
 """The pages of docs/ and the README are right: links lead somewhere, tables are those of the code, and what pages show works."""
 
+import ast
 import dataclasses
 import importlib
 import math
@@ -213,6 +214,11 @@ def test_the_guide_says_which_keys_are_refused_and_which_ignored() -> None:
         for key in refused:
             with pytest.raises(ValueError, match=f"unknown option '{key}'.*did you mean"):
                 cls([group | {key: 0.1}])
+    asking = [ast.literal_eval(keys) for keys in re.findall(r"`(\{\"[^`]*\})`", text)]
+    assert len(asking) == 5
+    for keys in asking:
+        with pytest.raises(ValueError, match=f"^{next(iter(keys))}=.* in a parameter group "):
+            optim.Muon([{"params": [torch.nn.Parameter(torch.ones(2, 2))], **keys}])
 
 
 def test_the_guide_is_a_page_and_the_contract_of_a_rule_is_read_in_300_lines() -> None:

@@ -1,5 +1,5 @@
-"""What users do with the state and the weights of spread parameters between steps: they move them, take state
-dicts as room for a checkpoint, and keep graphs."""
+"""Does to the state and the weights of spread parameters what users do between steps: moves them, takes state
+dicts as room for a checkpoint, and keeps graphs."""
 
 from __future__ import annotations
 

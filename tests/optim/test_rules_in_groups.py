@@ -159,14 +159,19 @@ OF_OTHERS = {
     "weight_decay_scale": 1.0,
     "group_name": "decay",
     "is_expert": True,
-    "use_muon": True,
-    "fix_step": False,
+    "layer_id": 3,
+    "initial_lr": 0.1,
+    "swa_lr": 0.05,
+    "differentiable": False,
+    "decoupled_weight_decay": True,
+    "kind": "decay",
+    "optimizer": "auto",
 }
 """Keys that torchtitan, timm and others leave in groups."""
 
 
 @pytest.mark.parametrize("kind", ["soap", "kl_soap", "stacked_soap", "muon", "soap_muon", "adamw", "shampoo", "lion"])
-def test_keys_of_others_are_kept_and_ignored(kind: str) -> None:
+def test_keys_of_others_are_kept_and_ignored(kind: str, recwarn: pytest.WarningsRecorder) -> None:
     params = parameters([(6, 4), (4, 6)])
     others = clones(params)
     optimizer, plain = make(kind, params), make(kind, others)
@@ -175,6 +180,7 @@ def test_keys_of_others_are_kept_and_ignored(kind: str) -> None:
     optimizer.add_param_group({"params": params, **rule_and_options, **OF_OTHERS})
     run_both((optimizer, params), (plain, others), range(4))
     assert all_same(params, others)
+    assert not [one for one in recwarn if issubclass(one.category, UserWarning)]
     saved = optimizer.state_dict()["param_groups"][0]
     assert {key: saved[key] for key in OF_OTHERS} == OF_OTHERS
     optimizer.load_state_dict(through_a_file(optimizer.state_dict()))

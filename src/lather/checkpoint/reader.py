@@ -48,7 +48,7 @@ class CheckpointTensors:
         """Return `tensor[index]` on the CPU; only this and one piece are in memory."""
         entry = self.tensors[name]
         box = _box_of(entry.shape, index)
-        found = torch.empty(box.size, dtype=DTYPES[entry.dtype])
+        found = torch.empty(box.size, dtype=DTYPES[entry.dtype], device="cpu")
         self.read_into(found, name, box.offset)
         return found[tuple(0 if isinstance(at, int) else slice(None) for at in index)]
 

@@ -104,7 +104,8 @@ class Staging:
         kept = self._kept.get(key)
         if kept is not None and (kept.shape, kept.dtype) == (value.shape, value.dtype):
             return kept
-        return torch.empty(value.shape, dtype=value.dtype, pin_memory=is_gpu(self.device))
+        pinned = is_gpu(self.device)
+        return torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=pinned)
 
 
 def save_checkpoint(

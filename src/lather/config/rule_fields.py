@@ -19,7 +19,8 @@ import tyro
 
 from lather.errors import ConfigError
 from lather.optim import Rule
-from lather.optim.options import Option, documentation_of, name_of, options_of, saveable
+from lather.optim.options import Option, documentation_of, name_of, options_of
+from lather.optim.plain import saveable
 from lather.optim.rules import RULES, find_rule
 
 DECIDED = {

@@ -111,7 +111,7 @@ class SequenceLayout:
 
     def _pack(self, cu_seqlens: Tensor) -> None:
         check_boundaries(cu_seqlens, self.batch * self.length)
-        rows = torch.arange(0, self.batch * self.length + 1, max(self.length, 1))
+        rows = torch.arange(0, self.batch * self.length + 1, max(self.length, 1), device="cpu")
         starts = to_device(torch.cat((cu_seqlens.cpu().long(), rows)).unique()[:-1], self.device)
         if len(starts) > self.batch:
             token_T = torch.arange(self.batch * self.length, device=self.device)

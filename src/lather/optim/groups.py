@@ -10,6 +10,7 @@ from torch import nn
 
 from lather.optim.description import Decisions, name_of, runs
 from lather.optim.kinds import KINDS, Decision, GivenNames, Named, decide
+from lather.optim.plain import plain
 
 EXPERT_NAMES = ("experts",)
 ADAM_NAMES = ("embed_tokens", "lm_head")
@@ -148,5 +149,5 @@ def parameter_groups(
         "rest": {"matrix_layout": "tensor", "rule": rest_rule},
     }
     if rest_lr is not None:
-        options["rest"]["lr"] = rest_lr
+        options["rest"]["lr"] = plain(rest_lr)
     return [{"params": kinds[kind], **own} for kind, own in options.items() if kinds[kind]]

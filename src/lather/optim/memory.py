@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 from lather.optim.engine.matrix_layout import layout_of
@@ -24,4 +25,5 @@ def state_bytes(shape: tuple[int, ...], optimizer: type[MatrixOptimizer] | type[
     known = options_of(rule)
     if unknown := sorted(set(options) - set(known)):
         raise ValueError(f"unknown option {unknown[0]!r} of {optimizer.__name__}; known options: {', '.join(sorted(known))}")
-    return layout_of(tuple(shape), rule(**{"lr": 1e-3, **options})).state_bytes()
+    sizes = tuple(map(operator.index, shape))
+    return layout_of(sizes, rule(**{"lr": 1e-3, **options})).state_bytes()

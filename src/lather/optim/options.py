@@ -1,8 +1,9 @@
 """Options of rules: their types, with the range of valid values, and their documentation.
 
 A rule is a dataclass, and a field of it defines an option completely: its name, its type with the range, its default, and its documentation
-in the string under it. From the fields come the checks at construction, the documentation of the optimizers, `[optim]` of the trainer,
-`--help` and the tables in docs/.
+in the string under it. From the fields come the conversion to plain values and the checks at
+construction, the documentation of the optimizers, `[optim]` of the trainer, `--help` and the tables
+in docs/.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
+from lather.optim.plain import converted, is_count, kinds_of
+
 MAX_BF16_BETA = 1 - 2**-8
 """Largest decay rate that has an effect on a bf16 moment, which has 8 significant bits."""
 
@@ -33,13 +36,8 @@ class Range:
     holds: Callable[[Any], bool]
 
 
-def is_count(value: object, minimum: int) -> bool:
-    """Whether the value is an int of at least `minimum`, and no bool."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
-
-
 def is_number(value: Any, minimum: float = 0.0, below: float = math.inf) -> bool:
-    """Whether the value is an int or float, no bool, and finite, in [minimum, below)."""
+    """Whether the plain value is an int or float, no bool, and finite, in [minimum, below)."""
     is_finite = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     return is_finite and minimum <= value < below
 
@@ -97,6 +95,16 @@ class Option:
     range: Range | None
     """Valid values; None: all values of the type."""
 
+    @functools.cached_property
+    def plain_types(self) -> frozenset[Any]:
+        """Classes whose values are plain values of this type already."""
+        kinds = kinds_of(self.hint)
+        return kinds - {str} if torch.dtype in kinds else kinds
+
+    def plain(self, value: Any) -> Any:
+        """Return a value as a plain Python value of this type (`lather.optim.plain.converted`)."""
+        return value if type(value) in self.plain_types else converted(value, self.hint)
+
 
 def name_of(rule: type) -> str:
     """Return the name of a rule in parameter groups, saved optimizers and `[optim]`."""
@@ -143,9 +151,13 @@ def _hint_and_range(annotation: Any) -> tuple[Any, Range | None]:
 
 
 def check(rule: Any) -> None:
-    """Raise ValueError if an option of the rule is out of range, or is a decay rate without effect on bf16 moments."""
+    """Replace the options of a new rule by plain values. Raise ValueError if one is out of range,
+    or is a decay rate without effect on bf16 moments."""
     for name, option in options_of(type(rule)).items():
-        value = getattr(rule, name)
+        given = getattr(rule, name)
+        value = option.plain(given)
+        if value is not given:
+            object.__setattr__(rule, name, value)
         if option.range is not None and not option.range.holds(value):
             raise ValueError(f"{name}={value!r} is not valid: give {option.range.words}")
     for name in rule.moment_decays if rule.dtypes["moment"] is torch.bfloat16 else ():
@@ -176,19 +188,3 @@ def _classes_of(module: str) -> dict[str, list[ast.stmt]]:
     except (OSError, TypeError, KeyError):
         return {}
     return {node.name: node.body for node in tree.body if isinstance(node, ast.ClassDef)}
-
-
-def saveable(value: Any) -> Any:
-    """Return the value of an option in a form that torch's checkpoint tools accept: dtypes become their names."""
-    if isinstance(value, torch.dtype):
-        return str(value).removeprefix("torch.")
-    return {key: saveable(one) for key, one in value.items()} if isinstance(value, Mapping) else value
-
-
-def dtype_option(value: Any) -> Any:
-    """Return the `state_dtype` for a result of `saveable`, or for text: "bfloat16", or "moments=bfloat16" for {"moments":
-    torch.bfloat16}."""
-    if isinstance(value, str):
-        part, equals, name = value.partition("=")
-        return {part: dtype_option(name)} if equals else getattr(torch, value, value)
-    return {key: dtype_option(one) for key, one in value.items()} if isinstance(value, Mapping) else value

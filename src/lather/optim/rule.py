@@ -22,7 +22,8 @@ from typing import Any, ClassVar, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from lather.optim.options import Bytes, Count, Interval, Precision, Rate, StateDtype, Steps, check, dtype_option, is_count
+from lather.optim.options import Bytes, Count, Interval, Precision, Rate, StateDtype, Steps, check
+from lather.optim.plain import as_count, is_count
 
 R = TypeVar("R", bound="Rule")
 
@@ -142,7 +143,6 @@ class Rule:
     """Whether a step refreshes the bases before its update, instead of after it."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "state_dtype", dtype_option(self.state_dtype))
         check(self)
 
     @cached_property
@@ -255,7 +255,7 @@ class RefreshingRule(Rule):
             return Due("everybody", first=True)
         f = self.precondition_frequency
         if callable(f):
-            f = f(t)
+            f = as_count(f(t))
             if not is_count(f, 1):
                 raise ValueError(f"precondition_frequency gives {f!r} for step {t}: it must give an integer >= 1")
         if t <= self.precondition_warmup_steps:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from lather.optim.options import is_count
+from lather.optim.plain import as_count, is_count
 
 
 @dataclass(frozen=True)
@@ -24,15 +24,16 @@ class _Ramp:
     """Step at which the increase begins."""
 
     def __post_init__(self) -> None:
-        least = {"min_frequency": 1, "max_frequency": self.min_frequency, "num_steps": 1, "start_step": 0}
+        least = {"min_frequency": 1, "max_frequency": None, "num_steps": 1, "start_step": 0}
         for name, low in least.items():
-            value = getattr(self, name)
-            if not is_count(value, low):
+            value = as_count(getattr(self, name))
+            object.__setattr__(self, name, value)
+            if not is_count(value, self.min_frequency if low is None else low):
                 constraint = "at least min_frequency" if name == "max_frequency" else f"an integer >= {low}"
                 raise ValueError(f"{name}={value!r} is not valid: give {constraint}")
 
     def __call__(self, step: int) -> int:
-        share = min(1.0, max(0.0, (step - self.start_step) / self.num_steps))
+        share = min(1.0, max(0.0, (as_count(step) - self.start_step) / self.num_steps))
         return self.min_frequency + round(self._bent(share) * (self.max_frequency - self.min_frequency))
 
     def _bent(self, share: float) -> float:
@@ -58,5 +59,5 @@ class StepFrequency(_Ramp):
     """Starts at `min_frequency` and doubles every `num_steps` from `start_step` on, up to `max_frequency`."""
 
     def __call__(self, step: int) -> int:
-        doublings = max(0, (step - self.start_step) // self.num_steps)
+        doublings = max(0, (as_count(step) - self.start_step) // self.num_steps)
         return min(self.max_frequency, self.min_frequency << min(doublings, 32))

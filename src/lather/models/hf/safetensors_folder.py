@@ -69,7 +69,7 @@ class SafetensorsFolder:
         part = torch.empty(stored.shape, dtype=DTYPES[stored.dtype], device="meta")[index]
         assert part.is_contiguous(), (name, index)
         if part.numel() == 0:
-            return torch.empty(part.shape, dtype=part.dtype)
+            return torch.empty(part.shape, dtype=part.dtype, device="cpu")
         content = bytearray(part.nbytes)
         try:
             with stored.file.open("rb") as file:

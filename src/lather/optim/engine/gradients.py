@@ -82,7 +82,9 @@ class GradientNorms:
     def values(self) -> Tensor:
         """All measured values, fp64, 1-D; the caller sets them to a copy on the host."""
         parts = [some.found.double() for some in self.measured if len(some.found)]
-        return torch.cat([part.to(parts[0].device) for part in parts]) if parts else torch.zeros(0, dtype=torch.float64)
+        if not parts:
+            return torch.zeros(0, dtype=torch.float64, device="cpu")
+        return torch.cat([part.to(parts[0].device) for part in parts])
 
     @values.setter
     def values(self, values: Tensor) -> None:
@@ -199,11 +201,13 @@ def _measure(some: Sequence[ParamInfo], group_of: GroupOf, *, raises: bool) -> _
     own = {id(one): norm for alike, norms in measured for one, norm in zip(alike, norms.split(alike[0].num_norms), strict=True)}
     if spread is None:
         order = [one for alike, _ in measured for one in alike] + [one for one in some if id(one) not in own]
-        found = torch.cat([norms.to(measured[0][1].device) for _, norms in measured]) if measured else torch.zeros(0)
+        found = torch.zeros(0, device="cpu")
+        if measured:
+            found = torch.cat([norms.to(measured[0][1].device) for _, norms in measured])
         return _Measured(order, own, found, [one.num_norms for one in order])
     device = local(some[0].param).device
     flags = [float(raises), *(float(one.param.grad is not None) for one in some)]
-    parts = [to_device(torch.tensor(flags, dtype=torch.float64), device)]
+    parts = [to_device(torch.tensor(flags, dtype=torch.float64, device="cpu"), device)]
     for one in some:
         assert one.spread is not None
         squares = torch.zeros(one.num_norms, dtype=torch.float64, device=device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,9 +10,11 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from lather.optim.engine.group_keys import unknown_keys
 from lather.optim.engine.matrix_layout import Layout, layout_of
-from lather.optim.engine.roster import GroupSettings, ParamInfo, Roster, check_keys, group_options, names_of
+from lather.optim.engine.roster import GroupSettings, ParamInfo, Roster, group_options, names_of
 from lather.optim.options import name_of, options_of
+from lather.optim.plain import as_count
 from lather.optim.rule import Matrix, Rule
 from lather.optim.sharded.placement import Spread
 from lather.optim.sharded.sharding import Sharding
@@ -22,24 +25,33 @@ GIB = 2**30
 class GroupedOptimizer(torch.optim.Optimizer):
     """Optimizer with parameter groups that hold the options of their rules as plain values."""
 
+    _unknown_keys: frozenset[str] = frozenset()
+    """Keys that mean nothing to the rules of their groups."""
+    _named_keys: frozenset[str] = frozenset()
+    """Keys of that kind that a warning has named."""
+
     def __init__(self, params: ParamsT, rule: Rule) -> None:
         self._default, self._rules = rule, {name_of(type(rule)): type(rule)}
         self._roster: Roster | None = None
         self._sharding = Sharding(rule.tp_group)
         super().__init__(params, {name: getattr(rule, name) for name in options_of(type(rule))})
+        self._name_unknown_keys()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with their own options; a bad option, layout or parameter raises before the group is added.
 
-        A parameter that is given twice (tied weights) counts once. Keys that are not options are kept and ignored, unless they look like
-        misspelt options, which raise.
+        A parameter that is given twice (tied weights) counts once. Keys that are no options are
+        kept and ignored, unless they ask for another rule or step, or look like misspelt options,
+        which raise (`lather.optim.engine.group_keys`).
         """
         rule, given = self._rule_of(param_group)
-        check_keys(param_group, rule, self.defaults if "rule" in param_group else ())
         given = {**given, **{key: param_group[key] for key in options_of(rule) if key in param_group}}
         own = group_options(given, rule, self._default)
         made = rule(**own)
-        plain = {name: getattr(made, name) if name != "lr" else own[name] for name in own}
+        unknown = self._unknown_in(param_group, made, inert=self.defaults)
+        plain = {name: getattr(made, name) for name in own}
+        if "partition_dim" in param_group:
+            plain["partition_dim"] = as_count(param_group["partition_dim"])
         group = {**param_group, "params": _each_once(param_group["params"]), **plain, "rule": name_of(rule)}
         super().add_param_group(group)
         added = self.param_groups[-1]
@@ -49,7 +61,22 @@ class GroupedOptimizer(torch.optim.Optimizer):
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
+        self._unknown_keys |= unknown
         self._roster = None
+
+    def _unknown_in(self, group: Mapping[str, Any], rule: Rule, **allowed: Any) -> frozenset[str]:
+        """Return the keys that mean nothing to the group's rule; raises as `unknown_keys` does."""
+        from lather.optim.rules import RULES  # which imports this module
+
+        return frozenset(unknown_keys(group, rule, {**RULES, **self._rules}, **allowed))
+
+    def _name_unknown_keys(self) -> None:
+        """Name in one warning the keys that mean nothing to the rules of their groups, except for
+        those that an earlier warning has named."""
+        if new := self._unknown_keys - self._named_keys:
+            self._named_keys |= new
+            text = "keys of parameter groups that mean nothing to their rules are kept and ignored"
+            warnings.warn(f"{text}: {', '.join(sorted(new))}", stacklevel=2)
 
     def _rule_of(self, group: Mapping[str, Any]) -> tuple[type[Rule], dict[str, Any]]:
         """Return the class of the rule that a group names, and the options of a rule that is given as an instance."""
@@ -104,7 +131,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _make_roster(self) -> Roster:
-        groups, params, frozen = [], [], []
+        groups, params, frozen, unknown = [], [], [], set[str]()
         for group in self.param_groups:
             if group["rule"] not in self._rules:
                 raise ValueError(
@@ -112,13 +139,19 @@ class GroupedOptimizer(torch.optim.Optimizer):
                     "or give add_param_group other parameters with that rule"
                 )
             settings = GroupSettings(group, self._rules[group["rule"]])
+            unknown |= self._unknown_in(group, settings.rule, exempt=self.defaults)
             groups.append(settings)
+        for settings in groups:
+            group = settings.group
+            group.update(settings.plain)
             for name, p in zip(names_of(group), group["params"], strict=True):
                 if not p.requires_grad and p.grad is None and not self.state.get(p):
                     frozen.append(p)
                     continue
                 spread = self._sharding.spread_of(p, group)
                 params.append(ParamInfo(p, settings, name, whole_layout(p, settings.rule, spread), spread))
+        self._unknown_keys |= unknown
+        self._name_unknown_keys()
         return Roster(groups, params, frozen)
 
 

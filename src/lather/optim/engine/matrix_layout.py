@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lather.optim.plain import plain
 from lather.optim.rule import Entry, Matrix, Rule
 
 STEP_BYTES = torch.float32.itemsize
@@ -153,7 +154,7 @@ class Layout:
         """Raise ValueError unless `state` has the entries and shapes that a parameter of this layout has."""
         expected = {"step": (), **{key: entry.shape_in(self) for key, entry in self.entries.items()}}
         found = {key: tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for key, x in state.items()}
-        if found.get("step") in ("int", "float"):  # torch's optimizers accept numbers, too
+        if isinstance(plain(state.get("step")), int | float):  # torch accepts numbers, too
             found["step"] = ()
         if found != expected:
             key = next(key for key in (*expected, *found) if expected.get(key) != found.get(key))

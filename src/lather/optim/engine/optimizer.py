@@ -41,7 +41,8 @@ from lather.optim.engine.refresh import DimRefresh, due_rows, refresh
 from lather.optim.engine.roster import ParamInfo, Roster
 from lather.optim.engine.stateful import StatefulOptimizer
 from lather.optim.engine.streams import no_autocast, on_streams
-from lather.optim.options import Option, documentation_of, options_of, saveable
+from lather.optim.options import Option, documentation_of, options_of
+from lather.optim.plain import saveable
 from lather.optim.rule import NOBODY, RefreshingRule, Rule
 from lather.optim.sharded.gathered import Gathered
 from lather.optim.sharded.placement import local
@@ -203,10 +204,14 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
             return False
         is_same = True
         for known in roster.groups:
-            if list(map(id, known.group["params"])) != known.ids:
+            group = known.group
+            if len(group) != known.num_keys or list(map(id, group["params"])) != known.ids:
                 return False
-            lr, values = known.group["lr"], list(map(known.group.get, known.names))
-            is_same &= lr == known.lr and values == known.values
+            try:
+                is_same = is_same and bool(group["lr"] == known.lr)
+                is_same = is_same and list(map(group.get, known.names)) == known.values
+            except (RuntimeError, ValueError):  # an array of several elements has no truth value
+                return False
         if not is_same or _places(roster.params) != roster.places:
             if not roster.take_changes():
                 return False

@@ -274,7 +274,7 @@ def norms(x: Tensor) -> Tensor:
 
 def index_on(rows: Sequence[int], device: torch.device) -> Tensor:
     """Copy the rows as an index to a device, without waiting for it."""
-    return to_device(torch.tensor(rows, dtype=torch.long), device)
+    return to_device(torch.tensor(rows, dtype=torch.long, device="cpu"), device)
 
 
 class StepPlan:

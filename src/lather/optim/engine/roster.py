@@ -6,7 +6,6 @@ users may change them between steps; a roster is valid for as long as nothing bu
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, replace
@@ -17,28 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lather.optim.engine.group_keys import asks
 from lather.optim.engine.matrix_layout import Layout
 from lather.optim.options import options_of
+from lather.optim.plain import as_count, rate_of
 from lather.optim.rule import Matrix, RefreshingRule, Rule
 from lather.optim.sharded.placement import Spread, local
-
-KNOWN_KEYS = {"params", "param_names", "name", "rule", "partition_dim"}
-KNOWN_KEYS |= {"initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"}
-"""Keys that a parameter group may have besides options: torch's own, a label, the rule, the dim of tensor-parallel shards, and keys that
-torch's learning-rate schedulers add."""
-
-TORCH_KEYS = {"amsgrad", "betas", "capturable", "decoupled_weight_decay", "differentiable", "foreach", "fused"}
-TORCH_KEYS |= {"ns_coefficients", "ns_steps"}
-"""Options of torch's own optimizers (Adam's, then Muon's), which groups that were made for them contain."""
-
-MULTIPLIERS = ("_mult", "_multiplier", "_scale")
-"""Suffixes of keys that other trainers add to groups; such keys are never taken for misspelt options."""
-
-OTHER_NAMES = {"learning_rate": "lr", "wd": "weight_decay"}
-"""Names that other libraries use for our options."""
-
-LIKENESS = 0.8
-"""Least similarity to an option at which an unknown key is taken for a misspelt option."""
 
 
 class GroupSettings:
@@ -47,13 +30,22 @@ class GroupSettings:
 
     def __init__(self, group: dict[str, Any], rule: type[Rule]) -> None:
         """Read the settings of a group. Raises ValueError for an option out of range."""
-        options = options_of(rule)
-        self.group, self.rule = group, rule(**{name: group[name] for name in options})
-        self.names = ("rule", "partition_dim", *(name for name in options if name != "lr"))
-        """Names of the values that are compared to detect a change: `rule`, `partition_dim` and all options but the learning rate."""
-        self.values, self.ids = list(map(group.get, self.names)), list(map(id, group["params"]))
-        self.lr = float(group["lr"])
+        own = plain_options(group, rule)
+        self.group, self.rule = group, rule(**{name: own[name] for name in options_of(rule)})
+        self.lr = rate_of(own.pop("lr"))
         """Learning rate in this step."""
+        asking = [key for key in group if key not in own and asks(key)]
+        names = ("rule", "partition_dim", *(name for name in own if name != "partition_dim"))
+        self.names = (*names, *asking)
+        """Names of the values that are compared to detect a change: `rule`, `partition_dim`, all
+        options but the learning rate, and keys that are no options but may be refused."""
+        self.plain = own
+        """Options but the learning rate, and `partition_dim` if there is one, as plain values."""
+        self.values = [*map({**group, **own}.get, self.names)]
+        self.num_settings = len(names)
+        """Number of the values on which a step depends."""
+        self.ids = list(map(id, group["params"]))
+        self.num_keys = len(group)
         self.version = 0
         """Number of times that the learning rate or another number has changed."""
         self.variants: list[tuple[Matrix, Rule]] = []
@@ -73,8 +65,9 @@ class GroupSettings:
     def take_changes(self) -> bool:
         """Read the learning rate and changed numbers from the group. Return False if anything else
         has changed: then the roster has to be made again."""
-        group = self.group
-        lr, values = float(group["lr"]), list(map(group.get, self.names))
+        group, own = self.group, plain_options(self.group, type(self.rule))
+        rule_options = {name: own[name] for name in options_of(type(self.rule))}
+        lr, values = rate_of(own.pop("lr")), [*map({**group, **own}.get, self.names)]
         if not 0 <= lr < math.inf:
             return False  # a new roster will raise
         if values != self.values:
@@ -82,7 +75,7 @@ class GroupSettings:
             changed = [name for (name, old), new in zip(before, values, strict=True) if old != new]
             if not all(isinstance(getattr(self.rule, x, None), float | tuple) for x in changed):
                 return False
-            rule = type(self.rule)(**{name: group[name] for name in options_of(type(self.rule))})
+            rule = type(self.rule)(**rule_options)
             variants: list[tuple[Matrix, Rule]] = []
             for matrix, old in self.variants:
                 variants.append((matrix, _one_of(_variant(rule, matrix, old), variants)))
@@ -94,11 +87,12 @@ class GroupSettings:
         if lr != self.lr:
             self.lr = lr
             self.version += 1
+        group.update(own)
         return True
 
     def key(self) -> tuple[Any, ...]:
         """Return everything in these settings on which a step depends."""
-        return (type(self.rule), self.lr, *(comparable(value) for value in self.values))
+        return (type(self.rule), self.lr, *map(comparable, self.values[: self.num_settings]))
 
 
 def _variant(rule: Rule, matrix: Matrix, old: Rule) -> Rule:
@@ -246,14 +240,13 @@ SHARED = frozenset({"lr", "weight_decay", *options_of(Rule)}) - {"matrix_layout"
 """Options that a group takes from the optimizer's default rule even if its own rule is of another class."""
 
 
-def check_keys(group: Mapping[str, Any], rule: type[Rule], others: Iterable[str] = ()) -> None:
-    """Raise ValueError for a key that looks like a misspelt option. Keys in `others`, and options of torch's optimizers, are allowed."""
-    options = list(options_of(rule))
-    for key in sorted(set(group) - set(options) - KNOWN_KEYS - TORCH_KEYS - set(others)):
-        near = [OTHER_NAMES[key]] if key in OTHER_NAMES else difflib.get_close_matches(key, options, 1, LIKENESS)
-        if near and not key.endswith(MULTIPLIERS):
-            known = ", ".join(sorted([*options, *KNOWN_KEYS]))
-            raise ValueError(f"unknown option {key!r} in a parameter group: did you mean {near[0]!r}? Known options: {known}")
+def plain_options(group: Mapping[str, Any], rule: type[Rule]) -> dict[str, Any]:
+    """Return the options of a group, and its `partition_dim` if it has one, as plain values, which
+    may be out of range."""
+    own = {name: option.plain(group[name]) for name, option in options_of(rule).items()}
+    if "partition_dim" in group:
+        own["partition_dim"] = as_count(group["partition_dim"])
+    return own
 
 
 def names_of(group: Mapping[str, Any]) -> Iterator[str]:

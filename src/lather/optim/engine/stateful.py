@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from lather.optim.engine.buckets import Bucket, Member, make_buckets, member_of
+from lather.optim.engine.foreign_state import as_own, report_taken, taken
 from lather.optim.engine.grouped import GroupedOptimizer, whole_layout
 from lather.optim.engine.matrix_layout import Layout
 from lather.optim.engine.pending import PendingRefreshes
@@ -24,7 +25,8 @@ from lather.optim.engine.plan import places_of
 from lather.optim.engine.refresh import Counts
 from lather.optim.engine.roster import ParamInfo, Roster
 from lather.optim.engine.streams import SideStreams
-from lather.optim.options import dtype_option, options_of, saveable
+from lather.optim.options import options_of
+from lather.optim.plain import saveable
 from lather.optim.rule import Rule
 from lather.optim.sharded.gathered import initial_rows
 from lather.optim.sharded.placement import Piece
@@ -220,22 +222,28 @@ class StatefulOptimizer(GroupedOptimizer):
             raise ValueError(
                 f"the saved optimizer has parameter groups of {counts[1]} parameters, this one of {counts[0]}: they must be equal"
             )
-        groups = []
-        for own, theirs in zip(self.param_groups, saved["param_groups"], strict=True):
-            options = {key: own[key] for key in (*options_of(self._rules[own["rule"]]), "rule")}
-            group = {**options, **theirs, "ownership": own["ownership"]}
-            groups.append({**group, "state_dtype": dtype_option(group["state_dtype"])})
-        checked = {**saved, "param_groups": groups}
-        for number, (_, layout, state) in enumerate(self._saved_states(checked)):
+        pairs = zip(self.param_groups, saved["param_groups"], strict=True)
+        groups = [as_own(own, theirs, self._rules[own["rule"]]) for own, theirs in pairs]
+        checked = {**saved, "param_groups": groups, "state": dict(saved["state"])}
+        sources = [(theirs, key) for theirs in saved["param_groups"] for key in theirs["params"]]
+        states, num_completed = list(self._saved_states(checked)), 0
+        for number, (_, layout, state) in enumerate(states):
             if state:
-                layout.check_state(state, f"the saved state of parameter {number} with shape {layout.shape}")
+                theirs, saved_id = sources[number]
+                what = f"the saved state of parameter {number} with shape {layout.shape}"
+                fitting = taken(theirs, layout, state, what)
+                num_completed += fitting is not state
+                checked["state"][saved_id] = fitting
         for number, (own, theirs) in enumerate(zip(self.param_groups, groups, strict=True)):
             if own["rule"] != theirs["rule"]:
                 raise ValueError(
                     f"the saved group {number} has rule {theirs['rule']!r}, this optimizer's has {own['rule']!r}: they must be equal"
                 )
             rule = self._rules[own["rule"]]
-            rule(**{name: theirs[name] for name in options_of(rule)})
+            made = rule(**{name: theirs[name] for name in options_of(rule)})
+            self._unknown_in(theirs, made, exempt=self.defaults)
+        if num_completed:
+            report_taken(num_completed)
         return checked
 
     def _load_exactly(self, saved: dict[str, Any], lent: dict[Tensor, Lent], buckets: list[Bucket]) -> None:
@@ -311,6 +319,7 @@ class StatefulOptimizer(GroupedOptimizer):
         state = super().__getstate__()
         apart = {p: {key: x.clone() if isinstance(x, Tensor) else x for key, x in entries.items()} for p, entries in state["state"].items()}
         own = {"_counts": self._counts, "_default": self._default, "_rules": self._rules}
+        own["_named_keys"] = self._named_keys
         return {**state, "state": defaultdict(dict, apart), **own}
 
     @property
