@@ -21,6 +21,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import torch
 from torch import Tensor
 
+from lather.optim.linalg.scale import norms
 from lather.optim.options import Bytes, Count, Interval, Precision, Rate, StateDtype, Steps, check, dtype_option, is_count
 
 R = TypeVar("R", bound="Rule")
@@ -279,7 +280,7 @@ class RefreshingRule(Rule):
 
 def rms(u: Tensor) -> Tensor:
     """Return the root mean square of each matrix of u, (B,)."""
-    return u.reshape(len(u), -1).square().mean(1).sqrt()
+    return norms(u) / math.sqrt(u[0].numel())
 
 
 def column(x: Tensor, like: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from lather.optim.engine.buckets import Bucket, Member
 from lather.optim.engine.matrix_layout import NORM
 from lather.optim.engine.roster import ParamInfo
 from lather.optim.linalg.kronecker import SYMMETRIC_BLOCKS
+from lather.optim.linalg.scale import factors_between, norms
 from lather.optim.rule import NOBODY, Due, RefreshingRule, Rule, State, column
 from lather.torch_private import foreach_add_, foreach_copy_, foreach_mul_
 
@@ -195,8 +196,8 @@ class Chunk:
         if self.run.step == 1:
             state[NORM] = norms(w)
         r = column(state[NORM], u)
-        new = w - lr * (u * (r / column(norms(u), u).clamp_min(1e-30)).where(r > 0, 1.0))
-        return new * (r / column(norms(new), new).clamp_min(1e-30)).where(r > 0, 1.0)
+        new = w - lr * (u * factors_between(r, column(norms(u), u)).where(r > 0, 1.0))
+        return new * factors_between(r, column(norms(new), new)).where(r > 0, 1.0)
 
     def _apply(self, u: Tensor) -> None:
         """Set W = (1 - decay) W - lr U for weights on this rank, and copy other updates to where they are sent from."""
@@ -248,11 +249,6 @@ def matmul_precision(precision: str) -> Iterator[None]:
     finally:
         torch.set_float32_matmul_precision(word)
         gpu.fp32_precision, cpu.fp32_precision = before
-
-
-def norms(x: Tensor) -> Tensor:
-    """Return the Frobenius norm of each matrix of x (B, ...), (B,)."""
-    return torch.linalg.vector_norm(x.flatten(1), dim=1)
 
 
 def index_on(rows: Sequence[int], device: torch.device) -> Tensor:

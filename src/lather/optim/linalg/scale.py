@@ -1,0 +1,49 @@
+"""Norms of matrices of any scale, and the powers of two by which a matrix is brought to a size near 1.
+
+In fp32, squares of numbers above 1.8e19 overflow, and those of numbers below 1e-23 vanish. A CPU, where reading a value costs nothing,
+brings matrices of such a size near 1 before it squares them. A GPU does not, because the host would have to wait, or the GPU to read every
+matrix twice. Powers of two change no bit of a result.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lather.device import is_cpu
+from lather.shapes import Float
+
+LEAST_NORM = 2.0**-40
+"""Norm from which on squares too small for fp32 are too small to count in the sum."""
+
+LARGEST = 126
+"""Largest even exponent of a power of two that fp32 has, up and down."""
+
+
+def norms(x: Float[Tensor, "b *dims"]) -> Float[Tensor, " b"]:
+    """Return the Frobenius norm of each matrix of x (B, ...), in its dtype or fp32 if that is wider."""
+    rows, dtype = x.flatten(1), torch.promote_types(x.dtype, torch.float32)
+    found: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=dtype)
+    if not is_cpu(x) or not rows.numel() or bool(((found > LEAST_NORM) & found.isfinite()).all()):
+        return found
+    size = powers_of_two(rows.to(dtype)).unsqueeze(1)
+    scaled = torch.linalg.vector_norm(rows.to(dtype) / size, dim=1)
+    return found.where((found > LEAST_NORM) & found.isfinite(), scaled * size.squeeze(1))
+
+
+def factors_between(norm: Tensor, own: Tensor) -> Tensor:
+    """Return the finite numbers (B,) that multiply matrices of norm `own` to `norm`."""
+    limits = torch.finfo(own.dtype)
+    return (norm / own.clamp_min(limits.tiny)).clamp_max(limits.max)
+
+
+def powers_of_two(x: Float[Tensor, "b *dims"]) -> Float[Tensor, " b"]:
+    """Return for each matrix of x (B, ...) an even power of two, in fp32, between half and twice its largest element, as far as there is
+    one."""
+    largest = x.abs().flatten(1).amax(1).clamp(2.0**-LARGEST, 2.0**LARGEST)
+    return torch.exp2(torch.frexp(largest).exponent.bitwise_and(-2))
+
+
+def near_one(k: Float[Tensor, "b n n"]) -> Float[Tensor, "b n n"]:
+    """Return each matrix divided by its power of two: even squares of its elements then are neither too small nor too large."""
+    return k / powers_of_two(k)[:, None, None]
