@@ -15,7 +15,6 @@ import math
 import operator
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -229,26 +228,6 @@ def apply_(weights: list[Tensor], updates: list[Tensor], lr: float, decay: float
     foreach_add_(wide, updates, alpha=-lr)
     if wide is not weights:
         foreach_copy_(weights, wide)
-
-
-@contextmanager
-def matmul_precision(precision: str) -> Iterator[None]:
-    """Set the fp32 matmul precision ("highest" | "high" | "medium", by torch's names) in the block, and restore the caller's after it.
-
-    torch stores it twice for the process: as one word (`torch.set_float32_matmul_precision`), which compiled code reads, and per backend
-    (`fp32_precision`), which matrix products obey. torch raises when the word is read and contradicts the backends; if the backends are set
-    to fp32, no word contradicts them.
-    """
-    gpu, cpu = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    before = gpu.fp32_precision, cpu.fp32_precision
-    gpu.fp32_precision = cpu.fp32_precision = "ieee"
-    word = torch.get_float32_matmul_precision()
-    try:
-        torch.set_float32_matmul_precision(precision)
-        yield
-    finally:
-        torch.set_float32_matmul_precision(word)
-        gpu.fp32_precision, cpu.fp32_precision = before
 
 
 def index_on(rows: Sequence[int], device: torch.device) -> Tensor:
