@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from lather.optim.engine.matrix_layout import layout_of
 from lather.optim.engine.optimizer import MatrixOptimizer
 from lather.optim.options import options_of
@@ -11,11 +13,17 @@ from lather.optim.rule import Rule
 from lather.optim.rules.soap import SOAP
 
 
-def state_bytes(shape: tuple[int, ...], optimizer: type[MatrixOptimizer] | type[Rule] = SOAP, **options: Any) -> int:
+def state_bytes(
+    shape: tuple[int, ...],
+    optimizer: type[MatrixOptimizer] | type[Rule] = SOAP,
+    *,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> int:
     """Return the exact bytes of optimizer state of a parameter of `shape`, including the step counter.
 
     `optimizer` is an optimizer (SOAP, Muon, ...) or the class of a rule; `options` are those of its options that differ from the defaults,
-    of which layout, sides and dtypes matter.
+    of which layout, sides and dtypes matter. `dtype` is that of the parameter, on which the state depends if `state_dtype` is None.
 
     Raises:
         ValueError: for an option that the optimizer does not have, or that is out of range.
@@ -24,4 +32,4 @@ def state_bytes(shape: tuple[int, ...], optimizer: type[MatrixOptimizer] | type[
     known = options_of(rule)
     if unknown := sorted(set(options) - set(known)):
         raise ValueError(f"unknown option {unknown[0]!r} of {optimizer.__name__}; known options: {', '.join(sorted(known))}")
-    return layout_of(tuple(shape), rule(**{"lr": 1e-3, **options})).state_bytes()
+    return layout_of(tuple(shape), rule(**{"lr": 1e-3, **options}).of_dtype(dtype)).state_bytes()

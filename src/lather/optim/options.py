@@ -58,6 +58,8 @@ def _is_rate(lr: Any) -> bool:
 
 
 def _is_state_dtype(value: Any) -> bool:
+    if value is None:
+        return True
     if isinstance(value, Mapping):
         return set(value) <= {"moments", "bases"} and all(dtype in (torch.float32, torch.bfloat16) for dtype in value.values())
     return value in (torch.float32, torch.float64, torch.bfloat16)
@@ -80,8 +82,11 @@ Scale = Annotated[
 Bytes = Annotated[int | None, Range("an integer >= 1 or None", lambda size: size is None or is_count(size, 1))]
 Precision = Literal["auto", "highest", "high", "medium"]
 StateDtype = Annotated[
-    torch.dtype | Mapping[str, torch.dtype] | str,
-    Range("torch.float32, torch.float64, torch.bfloat16 or {'moments': dtype, 'bases': dtype} of fp32 or bf16", _is_state_dtype),
+    torch.dtype | Mapping[str, torch.dtype] | str | None,
+    Range(
+        "torch.float32, torch.float64, torch.bfloat16, {'moments': dtype, 'bases': dtype} of fp32 or bf16, or None",
+        _is_state_dtype,
+    ),
 ]
 
 

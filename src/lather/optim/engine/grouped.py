@@ -124,6 +124,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
 
 def whole_layout(p: Tensor, rule: Rule, spread: Spread | None) -> Layout:
     """Return the layout of the whole parameter."""
+    rule = rule.of_dtype(p.dtype)
     if spread is None:
         return layout_of(tuple(p.shape), rule, contiguous=p.is_contiguous())
     return layout_of(spread.shape, rule)

@@ -16,13 +16,11 @@ from lather.shapes import Float
 LEAST_NORM = 2.0**-40
 """Norm from which on squares too small for fp32 are too small to count in the sum."""
 
-LARGEST = 126
-"""Largest even exponent of a power of two that fp32 has, up and down."""
-
 
 def norms(x: Float[Tensor, "b *dims"]) -> Float[Tensor, " b"]:
     """Return the Frobenius norm of each matrix of x (B, ...), in its dtype or fp32 if that is wider."""
-    rows, dtype = x.flatten(1), torch.promote_types(x.dtype, torch.float32)
+    rows = x.flatten(1) if x.dim() > 1 else x.unsqueeze(1)
+    dtype = torch.promote_types(x.dtype, torch.float32)
     found: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=dtype)
     if not is_cpu(x) or not rows.numel() or bool(((found > LEAST_NORM) & found.isfinite()).all()):
         return found
@@ -38,10 +36,11 @@ def factors_between(norm: Tensor, own: Tensor) -> Tensor:
 
 
 def powers_of_two(x: Float[Tensor, "b *dims"]) -> Float[Tensor, " b"]:
-    """Return for each matrix of x (B, ...) an even power of two, in fp32, between half and twice its largest element, as far as there is
-    one."""
-    largest = x.abs().flatten(1).amax(1).clamp(2.0**-LARGEST, 2.0**LARGEST)
-    return torch.exp2(torch.frexp(largest).exponent.bitwise_and(-2))
+    """Return for each matrix of x (B, ...) a power of two with an even exponent, between half and
+    twice its largest element as far as the dtype of x has such a number."""
+    tiny = torch.finfo(x.dtype).tiny
+    largest = x.abs().flatten(1).amax(1).clamp(tiny, 1 / tiny)
+    return torch.exp2(torch.frexp(largest).exponent.bitwise_and(-2).to(x.dtype))
 
 
 def near_one(k: Float[Tensor, "b n n"]) -> Float[Tensor, "b n n"]:
