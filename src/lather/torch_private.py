@@ -15,9 +15,10 @@ same results and one kernel launch per tensor.
 `fused_adamw_` is the kernel of `torch.optim.AdamW(fused=True)`. The public function would work too, but it increments a step count for each
 tensor, which takes as long as the kernel for a hundred small tensors.
 
-`get_fp32_precision` and `set_fp32_precision` read and set the fp32 precision of one operation of a backend ("matmul"), or of all of them
-("all"; "generic" stands for all backends). The public attribute of oneDNN's operations as a whole, `torch.backends.mkldnn.fp32_precision`,
-reads that value but sets the one for all backends.
+`get_fp32_precision` and `set_fp32_precision` read and set the fp32 precision of one operation of a
+backend ("matmul"), or of all of them ("all"; "generic" stands for all backends). The public
+attribute of oneDNN's operations as a whole, `torch.backends.mkldnn.fp32_precision`, reads that
+value but sets the one for all backends.
 
 `prepare_sharding`, `start_gradient_reduction` and `finish_gradient_reduction` drive FSDP2 without its hooks: a pipeline calls parts of a
 module for one micro-batch after the other, so no hook runs at the right time, and the public API reduces gradients only in the backward

@@ -43,11 +43,12 @@ def test_parameters_in_fp64_have_the_bits_of_one_process() -> None:
 
 
 def test_gradients_in_fp64_are_checked_in_the_dtype_of_the_arithmetic() -> None:
-    """Of 4e18 no rank's part has a square that is too large for fp32, but all parts together have."""
+    """Parts of a gradient of 4e18 have norms whose squares are in fp32; the whole has not."""
     in_fp64 = ["nothing", "nothing", "nothing", "ValueError"]
     in_fp32 = ["nothing", "ValueError", "ValueError", "ValueError"]
     assert run_ranks(checks, 2) == [(in_fp64 + in_fp32) * 3] * 2
-    assert run_ranks(idle_experts, 2) == [[[False, False, True, False], [False, True, True, False]]] * 2
+    is_idle = [[False, False, True, False], [False, True, True, False]]
+    assert run_ranks(idle_experts, 2) == [is_idle] * 2
 
 
 def test_options_that_change_are_refused_or_carried_out() -> None:

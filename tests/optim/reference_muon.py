@@ -171,8 +171,9 @@ def is_refresh_due(t: int, options: SOAPMuonOptions) -> bool:
 
 
 def preconditioned(n: Array, matrix: MatrixState, t: int, options: SOAPMuonOptions) -> Array:
-    """Divide the numerator by the root of its second moment in the eigenbasis, keeping its norm; update V in place. `eps` is relative to
-    the root mean square of the numerator, so that the result does not depend on the scale of the gradients."""
+    """Divide the numerator by the root of its second moment in the eigenbasis, keeping its norm;
+    update V in place. `eps` is relative to the root mean square of the numerator, so that the
+    result does not depend on the scale of the gradients."""
     v, bases = matrix["exp_avg_sq"], by_dim(matrix, "basis")
     x = project_in(n, bases)
     v[...] = options.beta2 * v + (1 - options.beta2) * x**2

@@ -1,17 +1,27 @@
-"""Parameters in fp64 are computed in fp64, and gradients are checked in the dtype of the arithmetic."""
+"""fp64 parameters are computed in fp64; gradients are checked in the dtype of the arithmetic."""
 
 import copy
 from typing import Any
 
 import pytest
 import torch
-from optim_helpers import KINDS, clones, give_gradients, largest_difference, make, parameters, run, run_both
+from optim_helpers import (
+    KINDS,
+    clones,
+    give_gradients,
+    largest_difference,
+    make,
+    parameters,
+    run,
+    run_both,
+)
 from torch import nn
 
 from lather import optim
 from lather.optim import SOAP, AdamW, MatrixOptimizer, Muon, state_bytes
 
 FP64 = torch.float64
+NARROW = [torch.float32, torch.bfloat16, {"moments": torch.bfloat16}]
 SHAPES = ((6, 6), (3, 5, 5), (5,), ())
 
 
@@ -40,7 +50,8 @@ def test_adamw_is_torchs_in_fp64() -> None:
     ours = parameters(SHAPES, FP64)
     theirs = clones(ours)
     options: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.95), "weight_decay": 0.1}
-    run_both((AdamW(ours, **options), ours), (torch.optim.AdamW(theirs, **options), theirs), range(5))
+    a, b = AdamW(ours, **options), torch.optim.AdamW(theirs, **options)
+    run_both((a, ours), (b, theirs), range(5))
     assert largest_difference(ours, theirs) < 1e-14
 
 
@@ -62,8 +73,8 @@ def test_a_gradient_whose_square_only_fp64_has_is_taken(kind: str, scale: float)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16, {"moments": torch.bfloat16}], ids=str)
-def test_a_state_that_is_asked_for_is_kept_and_gradients_are_checked_for_it(kind: str, state_dtype: Any) -> None:
+@pytest.mark.parametrize("state_dtype", NARROW, ids=str)
+def test_gradients_are_checked_for_a_state_that_is_asked_for(kind: str, state_dtype: Any) -> None:
     narrow = {"betas": (0.9, 0.95)} if kind in ("lion", "lion_per_expert") else {}
     params = parameters(SHAPES, FP64)
     optimizer = make(kind, params, state_dtype=state_dtype, **narrow)
@@ -79,12 +90,21 @@ def test_a_state_that_is_asked_for_is_kept_and_gradients_are_checked_for_it(kind
     for group in optimizer.param_groups:
         group["nonfinite"] = "skip"
     optimizer.step()
-    assert [torch.equal(p, w) for p, w in zip(params, before, strict=True)] == [False, True, False, False]
+    assert [torch.equal(p, w) for p, w in zip(params, before, strict=True)] == [
+        False,
+        True,
+        False,
+        False,
+    ]
     assert optimizer.counters["nonfinite_skipped"] == 1
 
 
-@pytest.mark.parametrize(("dtype", "state_dtype"), [(torch.bfloat16, None), (torch.float32, None), (torch.bfloat16, FP64)], ids=str)
-def test_the_arithmetic_decides_for_narrow_parameters_too(dtype: torch.dtype, state_dtype: Any) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "state_dtype"),
+    [(torch.bfloat16, None), (torch.float32, None), (torch.bfloat16, FP64)],
+    ids=str,
+)
+def test_the_arithmetic_decides_for_narrow_parameters(dtype: torch.dtype, state_dtype: Any) -> None:
     p = nn.Parameter(torch.ones(4, 4, dtype=dtype))
     optimizer = SOAP([p], lr=0.1, state_dtype=state_dtype)
     p.grad = torch.full_like(p, 1e20)
@@ -97,7 +117,7 @@ def test_the_arithmetic_decides_for_narrow_parameters_too(dtype: torch.dtype, st
 
 
 def test_fp16_gradients_are_checked_in_fp32() -> None:
-    """Their squares overflow in fp16, and those of the smallest vanish in it."""
+    """Squares of large numbers overflow in fp16, and those of small ones vanish."""
     p = nn.Parameter(torch.ones(2, 4, 4, dtype=torch.float16))
     optimizer = SOAP([p], lr=0.1, matrix_layout="per_expert")
     p.grad = torch.full_like(p, 6e4)
@@ -107,8 +127,8 @@ def test_fp16_gradients_are_checked_in_fp32() -> None:
     assert p.isfinite().all()
 
 
-@pytest.mark.parametrize(("state_dtype", "is_idle"), [(None, False), (FP64, False), (torch.float32, True)], ids=str)
-def test_an_expert_is_idle_if_the_arithmetic_has_none_of_its_squares(state_dtype: Any, is_idle: bool) -> None:
+@pytest.mark.parametrize("state_dtype", [None, FP64, torch.float32], ids=str)
+def test_an_expert_is_idle_if_the_arithmetic_has_none_of_its_squares(state_dtype: Any) -> None:
     p = nn.Parameter(torch.ones(2, 4, 4, dtype=FP64))
     optimizer = SOAP([p], lr=0.1, matrix_layout="per_expert", state_dtype=state_dtype)
     p.grad = torch.randn(2, 4, 4, dtype=FP64, generator=torch.Generator().manual_seed(0))
@@ -116,7 +136,8 @@ def test_an_expert_is_idle_if_the_arithmetic_has_none_of_its_squares(state_dtype
     before = optimizer.state[p]["factor_0"].clone()
     p.grad[1] *= 1e-30
     optimizer.step()
-    assert torch.equal(optimizer.state[p]["factor_0"][1], before[1]) == is_idle
+    is_idle = torch.equal(optimizer.state[p]["factor_0"][1], before[1])
+    assert is_idle == (state_dtype is torch.float32)
 
 
 def test_norms_that_a_caller_measures_are_those_of_the_arithmetic() -> None:
@@ -129,14 +150,16 @@ def test_norms_that_a_caller_measures_are_those_of_the_arithmetic() -> None:
     q.grad = torch.ones_like(q)
     optimizer.step()
     experts = nn.Parameter(torch.ones(2, 4, 4, dtype=FP64))
-    measuring = Muon([experts], matrix_layout="per_expert", nonfinite="ignore", state_dtype=torch.float32)
-    soap = SOAP([experts], matrix_layout="per_expert", nonfinite="ignore", state_dtype=torch.float32)
+    options: dict[str, Any] = {"matrix_layout": "per_expert", "nonfinite": "ignore"}
+    muon, soap = (cls([experts], **options, state_dtype=torch.float32) for cls in (Muon, SOAP))
     experts.grad = torch.full_like(experts, 1.0 + 1e-12)
     experts.grad[1] = 1e25
-    assert measuring.measure_gradients() is not None
+    assert muon.measure_gradients() is not None
     norms = soap.measure_gradients()
     assert norms is not None
-    assert norms.of(experts).tolist() == [pytest.approx(4 + 4e-12, rel=1e-15), float("inf")]  # type: ignore[union-attr]
+    own = norms.of(experts)
+    assert own is not None
+    assert own.tolist() == [pytest.approx(4 + 4e-12, rel=1e-15), float("inf")]
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Muon", "SOAP", "KLSOAP", "SOAPMuon", "StackedSOAP"])
@@ -148,7 +171,8 @@ def test_state_bytes_know_the_dtype_of_the_parameter(name: str) -> None:
         optimizer.init_state()
         actual = sum(x.nbytes for x in optimizer.state[p].values())
         assert state_bytes((6, 4), cls, dtype=dtype) == actual
-        assert state_bytes((6, 4), cls, dtype=dtype, state_dtype=torch.float32) == state_bytes((6, 4), cls)
+        in_fp32 = state_bytes((6, 4), cls, dtype=dtype, state_dtype=torch.float32)
+        assert in_fp32 == state_bytes((6, 4), cls)
         cls([p], lr=0.1, max_state_bytes=actual)
         with pytest.raises(ValueError, match="more than max_state_bytes"):
             cls([p], lr=0.1, max_state_bytes=actual - 1)
@@ -156,7 +180,7 @@ def test_state_bytes_know_the_dtype_of_the_parameter(name: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_saved_state_goes_on_as_it_was_saved(kind: str, tmp_path: Any) -> None:
-    """A state that says float32, as all did when that was the default, stays fp32; one that says None is fp64."""
+    """A state that says float32, as all did when that was the default, stays fp32."""
     for saved_dtype, kept in ((torch.float32, torch.float32), (None, FP64)):
         params = parameters(SHAPES, FP64)
         optimizer = make(kind, params, state_dtype=saved_dtype)
@@ -191,7 +215,8 @@ def test_options_that_change_in_a_group() -> None:
         group["state_dtype"] = torch.float32
     run(optimizer, params, range(2, 4))
     assert all(dtypes(optimizer, p) == {torch.float32} for p in params)
-    optimizer.add_param_group({"params": [late := nn.Parameter(torch.ones(4, 4, dtype=FP64))], "state_dtype": None})
+    late = nn.Parameter(torch.ones(4, 4, dtype=FP64))
+    optimizer.add_param_group({"params": [late], "state_dtype": None})
     late.grad = torch.full_like(late, 1e40)
     optimizer.step()
     assert dtypes(optimizer, late) == {FP64}

@@ -225,7 +225,7 @@ class Launches(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("n", [64, 1024, 1408, 2048, 2816, 4096])
-def test_a_refresh_on_a_gpu_is_at_most_130_launches(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refresh_on_a_gpu_is_few_launches(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(orthogonal, "is_gpu", lambda on: True)
     k = torch.empty(2, n, n, device="meta")
     for method, most in (("root_qr", 115), ("cholesky_qr", 82)):

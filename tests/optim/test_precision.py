@@ -93,9 +93,10 @@ from optim_helpers import KINDS, make, parameters, run
 WHOLES = [("generic", "all"), ("cuda", "all"), ("mkldnn", "all")]
 PRODUCTS = [("cuda", "matmul"), ("mkldnn", "matmul")]
 OTHERS = [(backend, op) for backend in ("cuda", "mkldnn") for op in ("conv", "rnn")]
-VALUES = {"cuda": ["none", "ieee", "tf32"], "mkldnn": ["none", "ieee", "tf32", "bf16"], "generic": ["none", "ieee", "tf32", "bf16"]}
+ALL = ["none", "ieee", "tf32", "bf16"]
+VALUES = {"cuda": ALL[:3], "mkldnn": ALL, "generic": ALL}
 INSIDE = {"highest": ("ieee", "ieee"), "high": ("tf32", "tf32"), "medium": ("tf32", "bf16")}
-KINDS_OF_RULES = ("soap", "kl_soap", "rekls", "stacked_soap", "muon", "soap_muon", "adamw", "shampoo", "lion")
+RULES = "soap kl_soap rekls stacked_soap muon soap_muon adamw shampoo lion".split()
 
 
 def now():
@@ -146,20 +147,23 @@ def step(kind):
     run(make(kind, params, fp32_matmul_prec="high", **options), params, range(3))
 
 
-everything = itertools.product(INSIDE, itertools.product(*(VALUES[backend] for backend, _ in WHOLES + PRODUCTS)))
-for word, values in everything:
+possible = [VALUES[backend] for backend, _ in WHOLES + PRODUCTS]
+for word, values in itertools.product(INSIDE, itertools.product(*possible)):
     for precision in INSIDE:
         check(word, values, lambda: enter(precision))
-for kind in KINDS_OF_RULES:
-    for word, values in (("highest", ["none"] * 5), ("high", ["tf32", *["none"] * 4]), ("high", ["none"] * 3 + ["tf32", "tf32"])):
+inherited, own = ["tf32"] + ["none"] * 4, ["none"] * 3 + ["tf32"] * 2
+for kind in RULES:
+    for word, values in (("highest", ["none"] * 5), ("high", inherited), ("high", own)):
         check(word, values, lambda: step(kind))
 """
 
 
 def test_what_was_inherited_is_inherited_after_a_step_and_what_was_set_stays_set() -> None:
-    """Every combination of values of all backends, of a backend and of its products, and every word: whatever is set later has the effect
-    that it has without a step, also after an exception."""
-    result = subprocess.run([sys.executable, "-c", INHERITANCE], capture_output=True, text=True, timeout=120, check=False)
+    """Every combination of values of all backends, of a backend and of its products, and every
+    word: whatever is set later has the effect that it has without a step, also after an
+    exception."""
+    command = [sys.executable, "-c", INHERITANCE]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 0, result.stderr
 
 

@@ -62,6 +62,6 @@ def _old_optimizer(
     groups = parameter_groups(wholes)
     for group in groups:
         group.update({"betas": config.adam_betas} if group.get("rule") == "adamw" else {"sides": "both"})
-    common: dict[str, Any] = {"nonfinite": "ignore", "state_dtype": torch.float32}
     others = {one.name for one in fields(OptimConfig)} - {"lr"} | {"adam_betas"}
-    return SOAP(groups, **{name: value for name, value in asdict(config).items() if name not in others}, **common)
+    options = {name: value for name, value in asdict(config).items() if name not in others}
+    return SOAP(groups, **options, nonfinite="ignore", state_dtype=torch.float32)

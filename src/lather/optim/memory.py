@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from lather.optim.engine.matrix_layout import layout_of
+from lather.optim.engine.matrix_layout import layout_of, rule_for_dtype
 from lather.optim.engine.optimizer import MatrixOptimizer
 from lather.optim.options import options_of
 from lather.optim.rule import Rule
@@ -23,7 +23,8 @@ def state_bytes(
     """Return the exact bytes of optimizer state of a parameter of `shape`, including the step counter.
 
     `optimizer` is an optimizer (SOAP, Muon, ...) or the class of a rule; `options` are those of its options that differ from the defaults,
-    of which layout, sides and dtypes matter. `dtype` is that of the parameter, on which the state depends if `state_dtype` is None.
+    of which layout, sides and dtypes matter. `dtype` is that of the parameter, on which the state
+    depends if `state_dtype` is None.
 
     Raises:
         ValueError: for an option that the optimizer does not have, or that is out of range.
@@ -32,4 +33,5 @@ def state_bytes(
     known = options_of(rule)
     if unknown := sorted(set(options) - set(known)):
         raise ValueError(f"unknown option {unknown[0]!r} of {optimizer.__name__}; known options: {', '.join(sorted(known))}")
-    return layout_of(tuple(shape), rule(**{"lr": 1e-3, **options}).of_dtype(dtype)).state_bytes()
+    own = rule_for_dtype(rule(**{"lr": 1e-3, **options}), dtype)
+    return layout_of(tuple(shape), own).state_bytes()

@@ -81,12 +81,11 @@ Scale = Annotated[
 ]
 Bytes = Annotated[int | None, Range("an integer >= 1 or None", lambda size: size is None or is_count(size, 1))]
 Precision = Literal["auto", "highest", "high", "medium"]
+BY_PART = "{'moments': dtype, 'bases': dtype} of fp32 or bf16"
+"""The value of `state_dtype` that sets the dtype of each part, in words."""
 StateDtype = Annotated[
     torch.dtype | Mapping[str, torch.dtype] | str | None,
-    Range(
-        "torch.float32, torch.float64, torch.bfloat16, {'moments': dtype, 'bases': dtype} of fp32 or bf16, or None",
-        _is_state_dtype,
-    ),
+    Range(f"torch.float32, torch.float64, torch.bfloat16, {BY_PART}, or None", _is_state_dtype),
 ]
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from dataclasses import KW_ONLY, dataclass, field, fields
 from functools import cached_property
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -110,10 +110,9 @@ class Rule:
     arithmetic. raise: raise ValueError before anything changes; skip: leave that parameter as it is
     and count it; ignore: take the step with it."""
     state_dtype: StateDtype = None
-    """dtype of the optimizer state and of the arithmetic. None: float64 for float64 parameters,
-    otherwise float32. float32; float64; or bfloat16, which is for moments and bases only
-    (statistics and arithmetic stay fp32). {"moments": dtype} or {"bases": dtype} sets one of the
-    two. As text: "bfloat16", "moments=bfloat16"."""
+    """dtype of state and arithmetic. None: float64 for float64 parameters, otherwise float32.
+    bfloat16 is for moments and bases only: statistics and arithmetic stay fp32. {"moments": dtype}
+    or {"bases": dtype} sets one of the two. As text: "float64", "moments=bfloat16"."""
     max_state_bytes: Bytes = None
     """Largest state of a parameter in bytes; a parameter that needs more is refused. None: no limit."""
     batched: bool = True
@@ -145,19 +144,10 @@ class Rule:
         object.__setattr__(self, "state_dtype", dtype_option(self.state_dtype))
         check(self)
 
-    def of_dtype(self, dtype: torch.dtype) -> Rule:
-        """Return the rule for parameters of this dtype: this rule, or the same one in fp64."""
-        return self._in_fp64 if self.state_dtype is None and dtype == torch.float64 else self
-
-    @cached_property
-    def _in_fp64(self) -> Rule:
-        return replace(self, state_dtype=torch.float64)
-
     @cached_property
     def dtypes(self) -> dict[str, torch.dtype]:
-        """dtype of each kind of entry of the state of the parameters for which `of_dtype` returns
-        this rule. That of statistics is also the dtype of all arithmetic: fp64 if moments or bases
-        are, otherwise fp32."""
+        """dtype of each kind of entry of the state. That of statistics is also the dtype of all
+        arithmetic: fp64 if moments or bases are (`rule_for_dtype`), otherwise fp32."""
         given: Any = self.state_dtype or torch.float32
         both = [given.get(part, torch.float32) for part in ("moments", "bases")] if isinstance(given, Mapping) else [given, given]
         return {"moment": both[0], "basis": both[1], "statistic": torch.float64 if torch.float64 in both else torch.float32}

@@ -40,13 +40,13 @@ def adam_in_basis(
     momentum, own = (beta1 / next_c1, (1 - beta1) / c1) if nesterov else (1.0, 0.0)
     scale = 1.0 if nesterov else c1
     numbers = (1.0 - beta1, float(beta2), 1.0 - beta2, momentum, own, scale / math.sqrt(c2))
-    per_matrix = isinstance(eps, Tensor)
+    options = {"PER_MATRIX": isinstance(eps, Tensor), "BLOCK": BLOCK}
     scaled = eps * scale if isinstance(eps, Tensor) else float(eps * scale)
-    num_matrices = len(g) if per_matrix else 1
+    num_matrices = len(g) if options["PER_MATRIX"] else 1
     numel = g.numel() // max(num_matrices, 1)
     blocks = triton.cdiv(numel, BLOCK)
     tensors, grid = (g, exp_avg, exp_avg_sq, u), (num_matrices * blocks,)
-    launch(_adam, grid, *tensors, *numbers, scaled, numel, blocks, PER_MATRIX=per_matrix, BLOCK=BLOCK)
+    launch(_adam, grid, *tensors, *numbers, scaled, numel, blocks, **options)
     return u
 
 

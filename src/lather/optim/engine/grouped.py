@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from lather.optim.engine.matrix_layout import Layout, layout_of
+from lather.optim.engine.matrix_layout import Layout, layout_of, rule_for_dtype
 from lather.optim.engine.roster import GroupSettings, ParamInfo, Roster, check_keys, group_options, names_of
 from lather.optim.options import name_of, options_of
 from lather.optim.rule import Matrix, Rule
@@ -124,7 +124,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
 
 def whole_layout(p: Tensor, rule: Rule, spread: Spread | None) -> Layout:
     """Return the layout of the whole parameter."""
-    rule = rule.of_dtype(p.dtype)
+    rule = rule_for_dtype(rule, p.dtype)
     if spread is None:
         return layout_of(tuple(p.shape), rule, contiguous=p.is_contiguous())
     return layout_of(spread.shape, rule)

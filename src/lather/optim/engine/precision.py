@@ -20,7 +20,7 @@ from lather.torch_private import get_fp32_precision, set_fp32_precision
 
 BACKENDS = ("cuda", "mkldnn")
 NONE = "none"
-"""What a backend without a value of its own is given, and what is in force if nothing has one."""
+"""Value that a backend without its own has been given, and that is in force if nothing has one."""
 
 TRUE_FP32 = (NONE, "ieee")
 """Values under which products are in true fp32."""
@@ -77,7 +77,8 @@ def _own_value(backend: str, value: str) -> str:
         return value
     other, of_all = "ieee" if value != "ieee" else "tf32", get_fp32_precision("generic", "all")
     set_fp32_precision("generic", "all", other)
-    products_follow, backend_follows = (get_fp32_precision(backend, op) == other for op in ("matmul", "all"))
+    products_follow = get_fp32_precision(backend, "matmul") == other
+    backend_follows = get_fp32_precision(backend, "all") == other
     set_fp32_precision("generic", "all", of_all)
     if not backend_follows:  # it has a value of its own
         set_fp32_precision(backend, "all", other)

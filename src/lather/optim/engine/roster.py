@@ -85,7 +85,7 @@ class ParamInfo:
     @cached_property
     def dtypes_of_norms(self) -> tuple[torch.dtype, torch.dtype]:
         """dtype in which the norms are computed, that of the parameter or of the arithmetic,
-        whichever is wider; and dtype of the arithmetic, which must have the squares of the norms."""
+        whichever is wider; and dtype of the arithmetic, which must have the squares of norms."""
         arithmetic = self.rule.compute_dtype
         return torch.promote_types(self.param.dtype, arithmetic), arithmetic
 

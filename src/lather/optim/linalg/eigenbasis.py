@@ -7,8 +7,9 @@ iteration instead. Everything is batched over B matrices. The columns of a basis
 When a basis changes, S = Q_new^T Q_old transforms the moments that are kept in its coordinates: exp_avg exactly, exp_avg_sq either by the
 element-wise squares of S ("rotate": never negative, and the sum is kept) or by re-ordering with the columns ("permute").
 
-Bases do not depend on the scale of K, but its elements are squares of gradients, and their squares leave the range of fp32 for gradients of
-1e-10. K is therefore divided by a power of two first, which changes no bit of the basis.
+Bases do not depend on the scale of K, but its elements are squares of gradients, and their squares
+leave the range of fp32 for gradients of 1e-10. K is therefore divided by a power of two first,
+which changes no bit of the basis.
 """
 
 from __future__ import annotations

@@ -54,7 +54,8 @@ def orthogonalize(
 ) -> Float[Tensor, "b m n"]:
     """Return approximately U V^T for each x = U S V^T, in the dtype of x; a matrix of zeros stays zero.
 
-    The result does not depend on the scale of x, as long as the square of its norm is a normal number (on a CPU, as long as x is).
+    The result does not depend on the scale of x, as long as the square of its norm is a normal
+    number (on a CPU, as long as x is).
 
     Args:
         x: matrices, which are not changed.

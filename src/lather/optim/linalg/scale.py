@@ -1,8 +1,9 @@
-"""Norms of matrices of any scale, and the powers of two by which a matrix is brought to a size near 1.
+"""Norms of matrices of any scale, and powers of two that bring a matrix to a size near 1.
 
-In fp32, squares of numbers above 1.8e19 overflow, and those of numbers below 1e-23 vanish. A CPU, where reading a value costs nothing,
-brings matrices of such a size near 1 before it squares them. A GPU does not, because the host would have to wait, or the GPU to read every
-matrix twice. Powers of two change no bit of a result.
+In fp32, squares of numbers above 1.8e19 overflow, and those of numbers below 1e-23 vanish. A CPU,
+where reading a value costs nothing, brings matrices of such a size near 1 before it squares them. A
+GPU does not, because the host would have to wait, or the GPU to read every matrix twice. Powers of
+two change no bit of a result.
 """
 
 from __future__ import annotations
@@ -18,15 +19,18 @@ LEAST_NORM = 2.0**-40
 
 
 def norms(x: Float[Tensor, "b *dims"]) -> Float[Tensor, " b"]:
-    """Return the Frobenius norm of each matrix of x (B, ...), in its dtype or fp32 if that is wider."""
+    """Return the Frobenius norm of each matrix of x (B, ...), in fp32, or in fp64 if x is."""
     rows = x.flatten(1) if x.dim() > 1 else x.unsqueeze(1)
     dtype = torch.promote_types(x.dtype, torch.float32)
     found: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=dtype)
-    if not is_cpu(x) or not rows.numel() or bool(((found > LEAST_NORM) & found.isfinite()).all()):
+    if not is_cpu(x) or not rows.numel():
         return found
-    size = powers_of_two(rows.to(dtype)).unsqueeze(1)
-    scaled = torch.linalg.vector_norm(rows.to(dtype) / size, dim=1)
-    return found.where((found > LEAST_NORM) & found.isfinite(), scaled * size.squeeze(1))
+    good = (found > LEAST_NORM) & found.isfinite()
+    if bool(good.all()):
+        return found
+    size = powers_of_two(rows.to(dtype))
+    scaled = torch.linalg.vector_norm(rows.to(dtype) / size.unsqueeze(1), dim=1)
+    return found.where(good, scaled * size)
 
 
 def factors_between(norm: Tensor, own: Tensor) -> Tensor:
@@ -44,5 +48,6 @@ def powers_of_two(x: Float[Tensor, "b *dims"]) -> Float[Tensor, " b"]:
 
 
 def near_one(k: Float[Tensor, "b n n"]) -> Float[Tensor, "b n n"]:
-    """Return each matrix divided by its power of two: even squares of its elements then are neither too small nor too large."""
+    """Return each matrix divided by its power of two, so that the squares of its elements are in
+    the range of their dtype."""
     return k / powers_of_two(k)[:, None, None]

@@ -4,8 +4,9 @@ The rule joins SOAP (arXiv:2409.11321) and Muon (Jordan et al., 2024). Letters: 
 gradient, K_i factors and Q_i bases of N, V second moment in the bases. B is kept in the parameter's coordinates, so a refresh rotates V
 alone. Before the first bases the rule is Muon.
 
-Like Muon's, its update does not depend on the scale of the gradients, so eps is relative to the root mean square of Q_L^T N Q_R. Squares
-that vanish in V count as the smallest number of its dtype; otherwise their elements would be divided by eps alone.
+Like Muon's, its update does not depend on the scale of the gradients, so eps is relative to the
+root mean square of Q_L^T N Q_R. Squares that vanish in V count as the smallest number of its dtype;
+otherwise their elements would be divided by eps alone.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class SOAPMuonRule(MuonRule, BasisRule):
     shampoo_beta: Decay = 0.95
     """Decay rate of the Kronecker factors."""
     eps: NonNegative = 1e-8
-    """Number added to the root of the second moment, relative to the root mean square of the momentum."""
+    """Number added to the root of the second moment, relative to the root mean square of the
+    momentum."""
     sides: Literal["both", "smaller", "larger", "auto"] = "smaller"
     """Sides of a matrix that have a Kronecker factor and a basis. With smaller, the whole state of a 768 x 2048 matrix has 2.75 times as
     many elements as its weights."""
@@ -64,7 +66,8 @@ class SOAPMuonRule(MuonRule, BasisRule):
             x = precondition(n, bases, "in")
             limits = torch.finfo(x.dtype)
             eps = (self.eps * rms(x)).clamp_min(math.sqrt(limits.tiny * limits.eps))
-            y = adam_in_basis(x, x, s["exp_avg_sq"], t, (0.0, self.beta2), eps)  # beta1 = 0: x is a momentum already
+            betas = (0.0, self.beta2)  # x is a momentum already
+            y = adam_in_basis(x, x, s["exp_avg_sq"], t, betas, eps)
             x = precondition(y, bases, "out")
         return self.finished(x, s)
 
