@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lather.optim import KLSOAP, SOAP
 from lather.optim.engine import plan
-from lather.optim.engine.precision import matmul_precision
+from lather.optim.engine.plan import matmul_precision
 from lather.optim.rules import bases
 from lather.optim.rules.kl_soap import KLSOAPRule
 
@@ -85,7 +85,7 @@ INHERITANCE = """
 import itertools, sys
 import torch
 from torch._C import _get_fp32_precision_getter as get, _set_fp32_precision_setter as put
-from lather.optim.engine.precision import matmul_precision
+from lather.optim.engine.plan import matmul_precision
 
 sys.path.append("tests/optim")
 from optim_helpers import KINDS, make, parameters, run

@@ -228,21 +228,20 @@ def _norms(params: Sequence[ParamInfo]) -> list[tuple[list[ParamInfo], Tensor]]:
             dims = tuple(range(1, grad.dim()))
             dtype, arithmetic = one.dtypes_of_norms
             norms = torch.linalg.vector_norm(grad, dim=dims, dtype=dtype)
-            found.append(([one], _in_range(norms, arithmetic)))
+            found.append(([one], norms if dtype == arithmetic else _in_range(norms, arithmetic)))
         elif one.num_norms:
             whole.setdefault(one.dtypes_of_norms, []).append(one)
     for (dtype, arithmetic), same in whole.items():
         grads: Any = [one.param.grad if one.spread is None else local_grad(one.param) for one in same]
         each = [norm.to(grads[0].device) for norm in foreach_norm(grads, 2, dtype=dtype)]
-        found.append((same, _in_range(torch.stack(each), arithmetic)))
+        norms = torch.stack(each)
+        found.append((same, norms if dtype == arithmetic else _in_range(norms, arithmetic)))
     return found
 
 
 def _in_range(norms: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the norms, infinite where this narrower dtype does not have their squares because they
     are too large, and zero where they are too small."""
-    if norms.dtype == dtype:
-        return norms
     squares = norms.square().to(dtype)
     return norms.where(squares != 0, 0.0).where(squares.isfinite(), torch.inf)
 

@@ -23,8 +23,7 @@ from torch.optim.optimizer import ParamsT
 
 from lather.optim.engine.gradients import GradientNorms, are_zero, inspect_gradients, measure_gradients
 from lather.optim.engine.pending import PendingRefreshes
-from lather.optim.engine.plan import Chunk, MemberRun, StepPlan, runs_of
-from lather.optim.engine.precision import matmul_precision
+from lather.optim.engine.plan import Chunk, MemberRun, StepPlan, matmul_precision, runs_of
 from lather.optim.engine.refresh import DimRefresh, due_rows, refresh
 from lather.optim.engine.roster import ParamInfo, Roster
 from lather.optim.engine.stateful import StatefulOptimizer

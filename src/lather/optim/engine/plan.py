@@ -15,6 +15,7 @@ import math
 import operator
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -24,11 +25,12 @@ from torch import Tensor
 from lather.device import is_cpu, is_gpu, to_device
 from lather.optim.engine.buckets import Bucket, Member
 from lather.optim.engine.matrix_layout import NORM
+from lather.optim.engine.precision import ALLOWED, changed_precision
 from lather.optim.engine.roster import ParamInfo
 from lather.optim.linalg.kronecker import SYMMETRIC_BLOCKS
 from lather.optim.linalg.scale import factors_between, norms
 from lather.optim.rule import NOBODY, Due, RefreshingRule, Rule, State, column
-from lather.torch_private import foreach_add_, foreach_copy_, foreach_mul_
+from lather.torch_private import foreach_add_, foreach_copy_, foreach_mul_, get_fp32_precision
 
 if TYPE_CHECKING:
     from lather.optim.sharded.sharding import OwnerExchange
@@ -228,6 +230,23 @@ def apply_(weights: list[Tensor], updates: list[Tensor], lr: float, decay: float
     foreach_add_(wide, updates, alpha=-lr)
     if wide is not weights:
         foreach_copy_(weights, wide)
+
+
+@contextmanager
+def matmul_precision(precision: str) -> Iterator[None]:
+    """Set the fp32 matmul precision ("highest" | "high" | "medium", by torch's names) in the block,
+    and restore the caller's after it. Nothing is written if it is in force already."""
+    found = get_fp32_precision("cuda", "matmul"), get_fp32_precision("mkldnn", "matmul")
+    cuda, mkldnn = ALLOWED[precision]
+    try:
+        is_word = torch.get_float32_matmul_precision() == precision
+    except RuntimeError:  # the word contradicts the backends
+        is_word = False
+    if is_word and found[0] in cuda and found[1] in mkldnn:
+        yield
+        return
+    with changed_precision(precision, found):
+        yield
 
 
 def index_on(rows: Sequence[int], device: torch.device) -> Tensor:

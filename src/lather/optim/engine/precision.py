@@ -5,8 +5,7 @@ compiled code reads, and per backend (`fp32_precision`), which matrix products o
 a backend have a value of their own or inherit that of the backend, which has one or inherits that
 of all backends (`torch.backends.fp32_precision`). Reading gives the value in force and does not say
 whose it is, so a value that is written back would no longer follow the one that it came from.
-Therefore nothing is written if the wanted precision is in force already, and otherwise products
-that inherited before inherit afterwards.
+Therefore products that inherited before must inherit afterwards.
 """
 
 from __future__ import annotations
@@ -25,24 +24,23 @@ NONE = "none"
 TRUE_FP32 = (NONE, "ieee")
 """Values under which products are in true fp32."""
 
-IN_FORCE = {"highest": ("ieee", "ieee"), "high": ("tf32", "tf32"), "medium": ("tf32", "bf16")}
-"""Values of the backends that torch sets for each word."""
+ALLOWED = {
+    "highest": (TRUE_FP32, TRUE_FP32),
+    "high": (("tf32",), ("tf32",)),
+    "medium": (("tf32",), ("bf16",)),
+}
+"""For each word the values of `BACKENDS` under which products have this precision."""
 
 
 @contextmanager
-def matmul_precision(precision: str) -> Iterator[None]:
+def changed_precision(precision: str, found: tuple[str, str]) -> Iterator[None]:
     """Set the fp32 matmul precision ("highest" | "high" | "medium", by torch's names) in the block,
-    and restore the caller's after it."""
-    found = get_fp32_precision("cuda", "matmul"), get_fp32_precision("mkldnn", "matmul")
-    is_true_fp32 = found[0] in TRUE_FP32 and found[1] in TRUE_FP32
-    wanted = is_true_fp32 if precision == "highest" else found == IN_FORCE[precision]
-    if wanted and _word() == precision:
-        yield
-        return
+    and restore the caller's after it. `found`: the values in force of the products of each backend.
+    """
     before = [_own_value(backend, value) for backend, value in zip(BACKENDS, found, strict=True)]
     try:
-        if not is_true_fp32:  # torch refuses to give a word that contradicts the backends
-            _set_both("ieee", "ieee")  # which contradicts no word
+        # torch refuses to give a word that contradicts the backends; true fp32 contradicts none.
+        _set_both("ieee", "ieee")
         word = torch.get_float32_matmul_precision()
         try:
             torch.set_float32_matmul_precision(precision)
@@ -51,14 +49,6 @@ def matmul_precision(precision: str) -> Iterator[None]:
             torch.set_float32_matmul_precision(word)
     finally:
         _set_both(*before)
-
-
-def _word() -> str | None:
-    """Return torch's word; None if it contradicts the backends."""
-    try:
-        return torch.get_float32_matmul_precision()
-    except RuntimeError:
-        return None
 
 
 def _set_both(cuda: str, mkldnn: str) -> None:

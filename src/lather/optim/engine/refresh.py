@@ -19,8 +19,7 @@ from torch import Tensor
 
 from lather.device import is_cpu
 from lather.optim.engine.gradients import read_together
-from lather.optim.engine.plan import MemberRun, cpu_count, index_on
-from lather.optim.engine.precision import matmul_precision
+from lather.optim.engine.plan import MemberRun, cpu_count, index_on, matmul_precision
 from lather.optim.engine.roster import Roster
 from lather.optim.rule import RefreshingRule, State
 
