@@ -72,6 +72,8 @@ def _adam_in_basis(s: ModelSizes) -> Calls:
     for shape in ((s.e, 2 * s.f, s.d), (s.e, s.f, s.d)):
         moments = _on_meta(shape, dtype=s.dtype)
         yield adam_in_basis, _floats(shape), moments, moments, 3, options
+        per_matrix = {**options, "eps": _floats(shape[:1])}
+        yield adam_in_basis, _floats(shape), moments, moments, 3, per_matrix
 
 
 def _combine(s: ModelSizes) -> Calls:

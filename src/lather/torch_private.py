@@ -15,6 +15,11 @@ same results and one kernel launch per tensor.
 `fused_adamw_` is the kernel of `torch.optim.AdamW(fused=True)`. The public function would work too, but it increments a step count for each
 tensor, which takes as long as the kernel for a hundred small tensors.
 
+`get_fp32_precision` and `set_fp32_precision` read and set the fp32 precision of one operation of a
+backend ("matmul"), or of all of them ("all"; "generic" stands for all backends). The public
+attribute of oneDNN's operations as a whole, `torch.backends.mkldnn.fp32_precision`, reads that
+value but sets the one for all backends.
+
 `prepare_sharding`, `start_gradient_reduction` and `finish_gradient_reduction` drive FSDP2 without its hooks: a pipeline calls parts of a
 module for one micro-batch after the other, so no hook runs at the right time, and the public API reduces gradients only in the backward
 pass of a sharded module. They work with the torch versions that `check_torch_version` accepts, and with no others.
@@ -75,7 +80,9 @@ foreach_copy_ = torch._foreach_copy_
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 fused_adamw_ = torch._fused_adamw_
+get_fp32_precision = torch._C._get_fp32_precision_getter
 linalg_eigh = torch.ops.aten._linalg_eigh
+set_fp32_precision = torch._C._set_fp32_precision_setter
 
 
 def base_of(view: Tensor) -> Tensor | None:

@@ -10,6 +10,7 @@ from gathered_cases import changes, gathered_differences
 from ranks import run_ranks
 from sharded_cases import KINDS as RULES
 from sharded_cases import LAYOUTS, STRANGERS, chosen, differences, expert_parallel_differences, fsdp2_differences, plain_shard_differences
+from sharded_fp64_cases import checks, fp64_differences, idle_experts
 from sharded_refusals import counts, refusals
 from sharded_state_cases import KINDS, Kinds, frozen_differences, full_states, load_all, save_all
 
@@ -35,6 +36,19 @@ def test_every_layout_with_every_rule_has_the_bits_of_one_process(world_size: in
 
 def test_state_in_rows_has_the_bits_of_one_process() -> None:
     assert run_ranks(gathered_differences, 4) == [[]] * 4
+
+
+def test_parameters_in_fp64_have_the_bits_of_one_process() -> None:
+    assert run_ranks(fp64_differences, 2) == [[]] * 2
+
+
+def test_gradients_in_fp64_are_checked_in_the_dtype_of_the_arithmetic() -> None:
+    """Parts of a gradient of 4e18 have norms whose squares are in fp32; the whole has not."""
+    in_fp64 = ["nothing", "nothing", "nothing", "ValueError"]
+    in_fp32 = ["nothing", "ValueError", "ValueError", "ValueError"]
+    assert run_ranks(checks, 2) == [(in_fp64 + in_fp32) * 3] * 2
+    is_idle = [[False, False, True, False], [False, True, True, False]]
+    assert run_ranks(idle_experts, 2) == [is_idle] * 2
 
 
 def test_options_that_change_are_refused_or_carried_out() -> None:

@@ -87,6 +87,20 @@ def test_narrow_moments_are_rounded_after_the_direction_is_made(module: Any, mom
     assert_near([m, v], [x.to(moments) for x in wide[1:]], torch.finfo(moments).eps)
 
 
+@pytest.mark.parametrize("shape", [(3, 21, 33), (4, 500), (1, 1), (0, 4)], ids=str)
+def test_each_matrix_may_have_its_own_eps(shape: tuple[int, ...]) -> None:
+    eps = torch.tensor([0.3, 1e-8, 2.0, 0.05])[: shape[0]]
+    options: dict[str, Any] = {"betas": (0.3, 0.95), "correct_bias": True, "nesterov": False}
+    whole = tensors(shape)
+    alone = [x.clone() for x in whole]
+    u = reference.adam_in_basis(*whole, 2, eps=eps, **options)
+    for row, own in enumerate(eps.tolist()):
+        expected = reference.adam_in_basis(*(x[row] for x in alone), 2, eps=own, **options)
+        assert_near([u[row]], [expected], 1e-6)
+    found = tensors(shape)
+    assert_near([triton.adam_in_basis(*found, 2, eps=eps, **options), *found], [u, *whole], 1e-6)
+
+
 def test_a_gradient_of_zeros_on_moments_of_zeros_gives_zeros() -> None:
     for module in (reference, triton):
         u = module.adam_in_basis(*[torch.zeros(5) for _ in range(3)], 1, betas=(0.9, 0.95), eps=1e-8, correct_bias=True, nesterov=False)

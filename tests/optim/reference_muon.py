@@ -171,11 +171,14 @@ def is_refresh_due(t: int, options: SOAPMuonOptions) -> bool:
 
 
 def preconditioned(n: Array, matrix: MatrixState, t: int, options: SOAPMuonOptions) -> Array:
-    """Divide the numerator by the root of its second moment in the eigenbasis, keeping its norm; update V in place."""
+    """Divide the numerator by the root of its second moment in the eigenbasis, keeping its norm;
+    update V in place. `eps` is relative to the root mean square of the numerator, so that the
+    result does not depend on the scale of the gradients."""
     v, bases = matrix["exp_avg_sq"], by_dim(matrix, "basis")
     x = project_in(n, bases)
     v[...] = options.beta2 * v + (1 - options.beta2) * x**2
-    y = x / (np.sqrt(v / (1 - options.beta2**t)) + options.eps)
+    eps = options.eps * np.sqrt(np.mean(x**2))
+    y = x / (np.sqrt(v / (1 - options.beta2**t)) + (eps or 1.0))
     return project_out(with_norm_of(y, x), bases)
 
 

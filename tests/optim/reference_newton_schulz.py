@@ -30,7 +30,7 @@ def orthogonalize(x: np.ndarray, steps: int = 5, coefficients: str = "quintic") 
     m, n = x.shape
     if m > n:
         return orthogonalize(x.T, steps, coefficients).T
-    x = x / (np.linalg.norm(x) + 1e-7)
+    x = x / (np.linalg.norm(x) or 1.0)
     sequence = COEFFICIENTS[coefficients]
     for i in range(steps):
         a, b, c = sequence[min(i, len(sequence) - 1)]

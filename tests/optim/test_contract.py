@@ -126,7 +126,8 @@ def test_zero_grad(set_to_none: bool) -> None:
 def test_a_parameter_of_any_dtype_is_the_fp32_one_rounded_once(kind: str, dtype: torch.dtype) -> None:
     params = parameters(dtype=dtype)
     wide = [torch.nn.Parameter(p.detach().float()) for p in params]
-    a, b = make(kind, params, weight_decay=0.0), make(kind, wide, weight_decay=0.0)
+    a = make(kind, params, weight_decay=0.0, state_dtype=torch.float32)
+    b = make(kind, wide, weight_decay=0.0)
     for step in range(3):
         before = [p.detach().clone() for p in params]
         for p, q in zip(params, wide, strict=True):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lather.optim import KLSOAP, SOAP
 from lather.optim.engine import plan
-from lather.optim.engine.optimizer import matmul_precision
+from lather.optim.engine.plan import matmul_precision
 from lather.optim.rules import bases
 from lather.optim.rules.kl_soap import KLSOAPRule
 
@@ -37,11 +37,16 @@ def words():
         return None
 
 
+def inside():
+    #The precision in force: without any value, products are in true fp32, too.
+    return [value.replace("none", "ieee") for value in now()] + words()
+
+
 def probe(setting):
     exec(setting)
     seen = []
-    soap.SOAPRule.update = lambda *a: (seen.append(now() + words()), update(*a))[1]
-    bases.update_eigenbasis_and_momentum = lambda *a, **k: (seen.append(now() + words()), turn(*a, **k))[1]
+    soap.SOAPRule.update = lambda *a: (seen.append(inside()), update(*a))[1]
+    bases.update_eigenbasis_and_momentum = lambda *a, **k: (seen.append(inside()), turn(*a, **k))[1]
     before = now(), words()
     p = torch.nn.Parameter(torch.randn(4, 4))
     p.grad = torch.randn(4, 4)
@@ -76,6 +81,92 @@ def test_matmul_precision_is_as_asked_inside_and_the_callers_own_after() -> None
     assert result.returncode == 0, result.stderr
 
 
+INHERITANCE = """
+import itertools, sys
+import torch
+from torch._C import _get_fp32_precision_getter as get, _set_fp32_precision_setter as put
+from lather.optim.engine.plan import matmul_precision
+
+sys.path.append("tests/optim")
+from optim_helpers import KINDS, make, parameters, run
+
+WHOLES = [("generic", "all"), ("cuda", "all"), ("mkldnn", "all")]
+PRODUCTS = [("cuda", "matmul"), ("mkldnn", "matmul")]
+OTHERS = [(backend, op) for backend in ("cuda", "mkldnn") for op in ("conv", "rnn")]
+ALL = ["none", "ieee", "tf32", "bf16"]
+VALUES = {"cuda": ALL[:3], "mkldnn": ALL, "generic": ALL}
+INSIDE = {"highest": ("ieee", "ieee"), "high": ("tf32", "tf32"), "medium": ("tf32", "bf16")}
+RULES = "soap kl_soap rekls stacked_soap muon soap_muon adamw shampoo lion".split()
+
+
+def now():
+    try:
+        word = torch.get_float32_matmul_precision()
+    except RuntimeError:  # it contradicts the backends
+        word = None
+    return [get(*key) for key in WHOLES + PRODUCTS + OTHERS] + [word]
+
+
+def seen_later():
+    found = [now()]
+    for key in WHOLES:
+        for value in VALUES[key[0]]:
+            put(*key, value)
+            found.append(now())
+    return found
+
+
+def give(word, values):
+    torch.set_float32_matmul_precision(word)
+    for key, value in zip(WHOLES + PRODUCTS, values):
+        put(*key, value)
+
+
+def check(word, values, work):
+    give(word, values)
+    expected = seen_later()
+    give(word, values)
+    work()
+    assert seen_later() == expected, (word, values)
+
+
+def enter(precision):
+    try:
+        with matmul_precision(precision):
+            assert torch.get_float32_matmul_precision() == precision
+            for key, value in zip(PRODUCTS, INSIDE[precision]):
+                assert get(*key) == value or (get(*key), value) == ("none", "ieee")
+            raise KeyError
+    except KeyError:
+        pass
+
+
+def step(kind):
+    options = {} if kind in ("adamw", "muon", "lion") else {"qr_fp32_matmul_prec": "medium"}
+    params = parameters([(4, 6), (3,)])
+    run(make(kind, params, fp32_matmul_prec="high", **options), params, range(3))
+
+
+possible = [VALUES[backend] for backend, _ in WHOLES + PRODUCTS]
+for word, values in itertools.product(INSIDE, itertools.product(*possible)):
+    for precision in INSIDE:
+        check(word, values, lambda: enter(precision))
+inherited, own = ["tf32"] + ["none"] * 4, ["none"] * 3 + ["tf32"] * 2
+for kind in RULES:
+    for word, values in (("highest", ["none"] * 5), ("high", inherited), ("high", own)):
+        check(word, values, lambda: step(kind))
+"""
+
+
+def test_what_was_inherited_is_inherited_after_a_step_and_what_was_set_stays_set() -> None:
+    """Every combination of values of all backends, of a backend and of its products, and every
+    word: whatever is set later has the effect that it has without a step, also after an
+    exception."""
+    command = [sys.executable, "-c", INHERITANCE]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_autocast_does_not_reach_the_update(kind: str) -> None:
     inside = parameters([(4, 6), (3, 4, 5)])
@@ -100,7 +191,7 @@ def test_on_a_gpu_products_are_tf32_by_default_and_refreshes_never(
 
     def recorded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            seen[name] = settings()[0]
+            seen[name] = settings()[0].replace("none", "ieee")
             return function(*args, **kwargs)
 
         return call

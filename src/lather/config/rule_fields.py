@@ -120,6 +120,10 @@ def _default(rule: type, option: Option, hint: Any) -> Any:
         return DEFAULT_LR if option.name == "lr" else None
     if option.name == "sides" and option.default == "both":
         return "auto"
+    if option.name == "state_dtype" and option.default is None:
+        # fp64 models are for comparisons of runs. Rounded to fp32, gradients that differ in their
+        # last bits are equal; the eigenvectors of the null space of a factor depend on these bits.
+        return "float32"
     return as_text(float(option.default) if hint is float else option.default)
 
 

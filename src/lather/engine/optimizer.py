@@ -63,4 +63,5 @@ def _old_optimizer(
     for group in groups:
         group.update({"betas": config.adam_betas} if group.get("rule") == "adamw" else {"sides": "both"})
     others = {one.name for one in fields(OptimConfig)} - {"lr"} | {"adam_betas"}
-    return SOAP(groups, **{name: value for name, value in asdict(config).items() if name not in others}, nonfinite="ignore")
+    options = {name: value for name, value in asdict(config).items() if name not in others}
+    return SOAP(groups, **options, nonfinite="ignore", state_dtype=torch.float32)

@@ -5,18 +5,27 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-from lather.optim.engine.matrix_layout import layout_of
+import torch
+
+from lather.optim.engine.matrix_layout import layout_of, rule_for_dtype
 from lather.optim.engine.optimizer import MatrixOptimizer
 from lather.optim.options import options_of
 from lather.optim.rule import Rule
 from lather.optim.rules.soap import SOAP
 
 
-def state_bytes(shape: tuple[int, ...], optimizer: type[MatrixOptimizer] | type[Rule] = SOAP, **options: Any) -> int:
+def state_bytes(
+    shape: tuple[int, ...],
+    optimizer: type[MatrixOptimizer] | type[Rule] = SOAP,
+    *,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> int:
     """Return the exact bytes of optimizer state of a parameter of `shape`, including the step counter.
 
     `optimizer` is an optimizer (SOAP, Muon, ...) or the class of a rule; `options` are those of its options that differ from the defaults,
-    of which layout, sides and dtypes matter.
+    of which layout, sides and dtypes matter. `dtype` is that of the parameter, on which the state
+    depends if `state_dtype` is None.
 
     Raises:
         ValueError: for an option that the optimizer does not have, or that is out of range.
@@ -25,5 +34,5 @@ def state_bytes(shape: tuple[int, ...], optimizer: type[MatrixOptimizer] | type[
     known = options_of(rule)
     if unknown := sorted(set(options) - set(known)):
         raise ValueError(f"unknown option {unknown[0]!r} of {optimizer.__name__}; known options: {', '.join(sorted(known))}")
-    sizes = tuple(map(operator.index, shape))
-    return layout_of(sizes, rule(**{"lr": 1e-3, **options})).state_bytes()
+    own = rule_for_dtype(rule(**{"lr": 1e-3, **options}), dtype)
+    return layout_of(tuple(map(operator.index, shape)), own).state_bytes()

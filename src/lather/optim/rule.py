@@ -22,6 +22,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import torch
 from torch import Tensor
 
+from lather.optim.linalg.scale import norms
 from lather.optim.options import Bytes, Count, Interval, Precision, Rate, StateDtype, Steps, check
 from lather.optim.plain import as_count, is_count
 
@@ -109,12 +110,13 @@ class Rule:
     maximize: bool = False
     """Maximize the objective instead of minimizing it."""
     nonfinite: Literal["raise", "skip", "ignore"] = "raise"
-    """Handling of a gradient that is not finite. raise: raise ValueError before anything changes; skip: leave that parameter as it is and
-    count it; ignore: take the step with it."""
-    state_dtype: StateDtype = torch.float32
-    """dtype of the optimizer state, independent of the parameter's dtype. float32; float64, which also makes all arithmetic fp64; or
-    bfloat16, which is for moments and bases only (statistics stay fp32). {"moments": dtype} or {"bases": dtype} sets one of the two. As
-    text: "bfloat16", "moments=bfloat16"."""
+    """Handling of a gradient that is not finite, or whose square is not in the dtype of the
+    arithmetic. raise: raise ValueError before anything changes; skip: leave that parameter as it is
+    and count it; ignore: take the step with it."""
+    state_dtype: StateDtype = None
+    """dtype of state and arithmetic. None: float64 for float64 parameters, otherwise float32.
+    bfloat16 is for moments and bases only: statistics and arithmetic stay fp32. {"moments": dtype}
+    or {"bases": dtype} sets one of the two. As text: "float64", "moments=bfloat16"."""
     max_state_bytes: Bytes = None
     """Largest state of a parameter in bytes; a parameter that needs more is refused. None: no limit."""
     batched: bool = True
@@ -147,9 +149,9 @@ class Rule:
 
     @cached_property
     def dtypes(self) -> dict[str, torch.dtype]:
-        """dtype of each kind of entry of the state. That of statistics is also the dtype of all arithmetic: fp64 if moments or bases are,
-        otherwise fp32."""
-        given: Any = self.state_dtype
+        """dtype of each kind of entry of the state. That of statistics is also the dtype of all
+        arithmetic: fp64 if moments or bases are (`rule_for_dtype`), otherwise fp32."""
+        given: Any = self.state_dtype or torch.float32
         both = [given.get(part, torch.float32) for part in ("moments", "bases")] if isinstance(given, Mapping) else [given, given]
         return {"moment": both[0], "basis": both[1], "statistic": torch.float64 if torch.float64 in both else torch.float32}
 
@@ -283,7 +285,7 @@ class RefreshingRule(Rule):
 
 def rms(u: Tensor) -> Tensor:
     """Return the root mean square of each matrix of u, (B,)."""
-    return u.reshape(len(u), -1).square().mean(1).sqrt()
+    return norms(u) / math.sqrt(u[0].numel())
 
 
 def column(x: Tensor, like: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ def adam_in_basis(
     exp_avg_sq: Float[Tensor, "*dims"],
     step: int,
     betas: tuple[float, float],
-    eps: float,
+    eps: float | Float[Tensor, " b"],
     *,
     correct_bias: bool = True,
     nesterov: bool = False,
@@ -32,7 +32,8 @@ def adam_in_basis(
         exp_avg, exp_avg_sq: first and second moment, in the dtype of `g` or a narrower one; u is computed before they are rounded.
         step: t, 1 for the first gradient.
         betas: decay rates of the first and second moment, each in [0, 1).
-        eps: number added to the root of the second moment.
+        eps: number added to the root of the second moment, or numbers (B,), one for each matrix of
+            `g` (B, ...), in its dtype.
         correct_bias: divide the moments by 1 - beta^t.
         nesterov: use Nesterov momentum.
     """

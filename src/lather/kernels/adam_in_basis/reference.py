@@ -21,7 +21,15 @@ def corrections(step: int, betas: tuple[float, float], *, correct_bias: bool) ->
 
 
 def adam_in_basis(
-    g: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: int, *, betas: tuple[float, float], eps: float, correct_bias: bool, nesterov: bool
+    g: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    step: int,
+    *,
+    betas: tuple[float, float],
+    eps: float | Tensor,
+    correct_bias: bool,
+    nesterov: bool,
 ) -> Tensor:
     """Change both moments in place and return u, in as few passes over memory as torch's operations allow."""
     beta1, beta2 = betas
@@ -33,6 +41,8 @@ def adam_in_basis(
     numerator, scale = m, c1
     if nesterov:
         numerator, scale = (m * (beta1 / next_c1)).add_(g, alpha=(1 - beta1) / c1), 1.0
+    if isinstance(eps, Tensor):
+        eps = eps.view(-1, *[1] * (g.dim() - 1))
     # (numerator / scale) / (sqrt(v / c2) + eps), with all scalars in the denominator
     denominator = v.sqrt().mul_(scale / math.sqrt(c2)).add_(eps * scale)
     u = torch.div(numerator, denominator, out=denominator)

@@ -4,9 +4,10 @@ The check reads each gradient once and waits for the device once, and once more 
 then agree. A caller that reads other values from the device anyway can start the check first (`measure_gradients`) and read its results
 together with them; the step itself then waits for nothing.
 
-Both answers come from the 2-norm. It is also infinite where only the squares overflow, which would ruin second moments and factors, and
-also zero where all squares underflow, so that the gradient adds nothing to a factor. For a parameter that is spread over ranks the squares
-of all parts are added.
+Both answers come from the 2-norm in the dtype of the arithmetic. It is also infinite where only the
+squares overflow, which would ruin second moments and factors, and also zero where all squares
+underflow, so that the gradient adds nothing to a factor. For a parameter that is spread over ranks
+the squares of all parts are added.
 """
 
 from __future__ import annotations
@@ -61,9 +62,10 @@ class _Measured:
         if self.params and self.params[0].spread is not None:
             flags, *squared = self.found.cpu().split(list(self.lengths))
             elsewhere, *present = flags.tolist()
-            # Norms that are too large for `wide` become infinite, too.
-            with_gradient = zip(self.params, present, squared, strict=True)
-            return {id(one): x.sqrt().to(one.wide).tolist() for one, is_here, x in with_gradient if is_here}, elsewhere > 0
+            # Squares that are too large or too small for the arithmetic become infinite or zero.
+            found = zip(self.params, present, squared, strict=True)
+            present_ones = ((one, x.to(one.dtypes_of_norms[1])) for one, here, x in found if here)
+            return {id(one): x.sqrt().tolist() for one, x in present_ones}, elsewhere > 0
         return dict(zip(map(id, self.params), _split(self.found.tolist(), self.lengths), strict=True)), False
 
 
@@ -223,17 +225,29 @@ def _measure(some: Sequence[ParamInfo], group_of: GroupOf, *, raises: bool) -> _
 def _norms(params: Sequence[ParamInfo]) -> list[tuple[list[ParamInfo], Tensor]]:
     """Compute the norms that are needed: those of this rank's experts of one parameter, or one norm for each of several parameters."""
     found: list[tuple[list[ParamInfo], Tensor]] = []
-    whole: dict[torch.dtype, list[ParamInfo]] = {}
+    whole: dict[tuple[torch.dtype, torch.dtype], list[ParamInfo]] = {}
     for one in params:
         if one.layout.has_experts:
             grad = local_grad(one.param)
-            found.append(([one], torch.linalg.vector_norm(grad, dim=tuple(range(1, grad.dim())), dtype=one.wide)))
+            dims = tuple(range(1, grad.dim()))
+            dtype, arithmetic = one.dtypes_of_norms
+            norms = torch.linalg.vector_norm(grad, dim=dims, dtype=dtype)
+            found.append(([one], norms if dtype == arithmetic else _in_range(norms, arithmetic)))
         elif one.num_norms:
-            whole.setdefault(one.wide, []).append(one)
-    for dtype, same in whole.items():
+            whole.setdefault(one.dtypes_of_norms, []).append(one)
+    for (dtype, arithmetic), same in whole.items():
         grads: Any = [one.param.grad if one.spread is None else local_grad(one.param) for one in same]
-        found.append((same, torch.stack([norm.to(grads[0].device) for norm in foreach_norm(grads, 2, dtype=dtype)])))
+        each = [norm.to(grads[0].device) for norm in foreach_norm(grads, 2, dtype=dtype)]
+        norms = torch.stack(each)
+        found.append((same, norms if dtype == arithmetic else _in_range(norms, arithmetic)))
     return found
+
+
+def _in_range(norms: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the norms, infinite where this narrower dtype does not have their squares because they
+    are too large, and zero where they are too small."""
+    squares = norms.square().to(dtype)
+    return norms.where(squares != 0, 0.0).where(squares.isfinite(), torch.inf)
 
 
 def read_together(tensors: Sequence[Tensor]) -> list[list[Any]]:

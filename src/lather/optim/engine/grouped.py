@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from lather.optim.engine.group_keys import unknown_keys
-from lather.optim.engine.matrix_layout import Layout, layout_of
+from lather.optim.engine.matrix_layout import Layout, layout_of, rule_for_dtype
 from lather.optim.engine.roster import GroupSettings, ParamInfo, Roster, group_options, names_of
 from lather.optim.options import name_of, options_of
 from lather.optim.plain import as_count
@@ -157,6 +157,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
 
 def whole_layout(p: Tensor, rule: Rule, spread: Spread | None) -> Layout:
     """Return the layout of the whole parameter."""
+    rule = rule_for_dtype(rule, p.dtype)
     if spread is None:
         return layout_of(tuple(p.shape), rule, contiguous=p.is_contiguous())
     return layout_of(spread.shape, rule)

@@ -164,6 +164,12 @@ class Layout:
             )
 
 
+def rule_for_dtype(rule: Rule, dtype: torch.dtype) -> Rule:
+    """Return the rule for parameters of this dtype: this rule, or the same one in fp64."""
+    is_wide = rule.state_dtype is None and dtype == torch.float64
+    return replace(rule, state_dtype=torch.float64) if is_wide else rule
+
+
 def layout_of(shape: tuple[int, ...], rule: Rule, *, contiguous: bool = True) -> Layout:
     """Return the layout of a parameter for a rule with its `matrix_layout`.
 

@@ -26,10 +26,12 @@ from torch import Tensor
 from lather.device import is_cpu, is_gpu, to_device
 from lather.optim.engine.buckets import Bucket, Member, States
 from lather.optim.engine.matrix_layout import NORM
+from lather.optim.engine.precision import ALLOWED, changed_precision
 from lather.optim.engine.roster import ParamInfo
 from lather.optim.linalg.kronecker import SYMMETRIC_BLOCKS
+from lather.optim.linalg.scale import factors_between, norms
 from lather.optim.rule import NOBODY, Due, RefreshingRule, Rule, State, column
-from lather.torch_private import foreach_add_, foreach_copy_, foreach_mul_
+from lather.torch_private import foreach_add_, foreach_copy_, foreach_mul_, get_fp32_precision
 
 if TYPE_CHECKING:
     from lather.optim.sharded.sharding import OwnerExchange
@@ -212,8 +214,8 @@ class Chunk:
         if self.run.step == 1:
             state[NORM] = norms(w)
         r = column(state[NORM], u)
-        new = w - lr * (u * (r / column(norms(u), u).clamp_min(1e-30)).where(r > 0, 1.0))
-        return new * (r / column(norms(new), new).clamp_min(1e-30)).where(r > 0, 1.0)
+        new = w - lr * (u * factors_between(r, column(norms(u), u)).where(r > 0, 1.0))
+        return new * factors_between(r, column(norms(new), new)).where(r > 0, 1.0)
 
     def _apply(self, u: Tensor) -> None:
         """Set W = (1 - decay) W - lr U for weights on this rank, and copy other updates to where they are sent from."""
@@ -249,27 +251,19 @@ def apply_(weights: list[Tensor], updates: list[Tensor], lr: float, decay: float
 
 @contextmanager
 def matmul_precision(precision: str) -> Iterator[None]:
-    """Set the fp32 matmul precision ("highest" | "high" | "medium", by torch's names) in the block, and restore the caller's after it.
-
-    torch stores it twice for the process: as one word (`torch.set_float32_matmul_precision`), which compiled code reads, and per backend
-    (`fp32_precision`), which matrix products obey. torch raises when the word is read and contradicts the backends; if the backends are set
-    to fp32, no word contradicts them.
-    """
-    gpu, cpu = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    before = gpu.fp32_precision, cpu.fp32_precision
-    gpu.fp32_precision = cpu.fp32_precision = "ieee"
-    word = torch.get_float32_matmul_precision()
+    """Set the fp32 matmul precision ("highest" | "high" | "medium", by torch's names) in the block,
+    and restore the caller's after it. Nothing is written if it is in force already."""
+    found = get_fp32_precision("cuda", "matmul"), get_fp32_precision("mkldnn", "matmul")
+    cuda, mkldnn = ALLOWED[precision]
     try:
-        torch.set_float32_matmul_precision(precision)
+        is_word = torch.get_float32_matmul_precision() == precision
+    except RuntimeError:  # the word contradicts the backends
+        is_word = False
+    if is_word and found[0] in cuda and found[1] in mkldnn:
         yield
-    finally:
-        torch.set_float32_matmul_precision(word)
-        gpu.fp32_precision, cpu.fp32_precision = before
-
-
-def norms(x: Tensor) -> Tensor:
-    """Return the Frobenius norm of each matrix of x (B, ...), (B,)."""
-    return torch.linalg.vector_norm(x.flatten(1), dim=1)
+        return
+    with changed_precision(precision, found):
+        yield
 
 
 def index_on(rows: Sequence[int], device: torch.device) -> Tensor:

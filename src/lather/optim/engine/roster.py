@@ -141,9 +141,11 @@ class ParamInfo:
         return self.layout.batch if self.layout.has_experts else int(self.settings.rule.nonfinite != "ignore")
 
     @cached_property
-    def wide(self) -> torch.dtype:
-        """dtype in which the norms are computed."""
-        return torch.promote_types(self.param.dtype, torch.float32)
+    def dtypes_of_norms(self) -> tuple[torch.dtype, torch.dtype]:
+        """dtype in which the norms are computed, that of the parameter or of the arithmetic,
+        whichever is wider; and dtype of the arithmetic, which must have the squares of norms."""
+        arithmetic = self.rule.compute_dtype
+        return torch.promote_types(self.param.dtype, arithmetic), arithmetic
 
     @cached_property
     def is_gathered(self) -> bool:

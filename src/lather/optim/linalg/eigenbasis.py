@@ -6,6 +6,10 @@ iteration instead. Everything is batched over B matrices. The columns of a basis
 
 When a basis changes, S = Q_new^T Q_old transforms the moments that are kept in its coordinates: exp_avg exactly, exp_avg_sq either by the
 element-wise squares of S ("rotate": never negative, and the sum is kept) or by re-ordering with the columns ("permute").
+
+Bases do not depend on the scale of K, but its elements are squares of gradients, and their squares
+leave the range of fp32 for gradients of 1e-10. K is therefore divided by a power of two first,
+which changes no bit of the basis.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from torch import Tensor
 from lather.device import is_cpu, is_gpu
 from lather.optim.linalg.kronecker import apply_transposed
 from lather.optim.linalg.orthogonal import orthonormal_rows, pick_refresh_method, root_rows
+from lather.optim.linalg.scale import near_one
 from lather.shapes import Bool, Float, Int
 
 logger = logging.getLogger(__name__)
@@ -47,9 +52,10 @@ def get_eigenbasis_eigh(
     if there is none). A matrix of zeros, of an expert that never got a token, has the identity as basis.
     """
     eye = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device).expand_as(k)
-    q = _eigh_or_none(k)
+    scaled = near_one(k)
+    q = _eigh_or_none(scaled)
     if q is None:
-        q = torch.stack([_eigh_retried(one) for one in k])
+        q = torch.stack([_eigh_retried(one) for one in scaled])
     q = eye.where(is_zero(k)[:, None, None], q)
     failed = ~q.isfinite().all(-1).all(-1)
     return (eye if fallback is None else fallback).where(failed[:, None, None], q), failed
@@ -78,7 +84,7 @@ def get_eigenbasis_svd(k: Float[Tensor, "b n n"]) -> Float[Tensor, "b n n"]:
 
     It is slower than `get_eigenbasis_eigh`, but the vectors are orthonormal up to rounding even in the null space of a rank-deficient `k`.
     """
-    return torch.linalg.svd(k).U
+    return torch.linalg.svd(near_one(k)).U
 
 
 def get_eigenbasis_qr(
@@ -99,7 +105,7 @@ def get_eigenbasis_qr(
 
 def iterate(k: Tensor, q: Tensor, power_iter_steps: int, method: str) -> tuple[Tensor, Tensor, Tensor]:
     """Do the same as `get_eigenbasis_qr`, but do not repeat matrices that failed; the third result tells which did."""
-    is_auto = method == "auto"
+    is_auto, k = method == "auto", near_one(k)
     if is_auto:
         method = pick_refresh_method(k.shape[-1], k.device)
     rows = q.mT @ k
@@ -160,7 +166,7 @@ def is_zero(k: Float[Tensor, "b n n"]) -> Bool[Tensor, " b"]:
 
 def is_still_diagonal(k: Float[Tensor, "b n n"], q: Float[Tensor, "b n n"], tolerance: float) -> Bool[Tensor, " b"]:
     """Return which matrices need no refresh: |diag(Q^T K Q)| >= (1 - tolerance) |Q^T K Q|, in the Frobenius norm."""
-    rotated = q.mT @ k @ q
+    rotated = q.mT @ near_one(k) @ q
     diagonal = rotated.diagonal(dim1=-2, dim2=-1)
     return torch.linalg.vector_norm(diagonal, dim=-1) >= (1 - tolerance) * torch.linalg.matrix_norm(rotated)
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lather.device import is_cpu, is_gpu
 from lather.optim.linalg.kronecker import average_, gram, is_formed_whole
+from lather.optim.linalg.scale import factors_between, norms
 from lather.shapes import Float
 
 QUINTIC = ((3.4445, -4.7750, 2.0315),)
@@ -53,6 +54,9 @@ def orthogonalize(
 ) -> Float[Tensor, "b m n"]:
     """Return approximately U V^T for each x = U S V^T, in the dtype of x; a matrix of zeros stays zero.
 
+    The result does not depend on the scale of x, as long as the square of its norm is a normal
+    number (on a CPU, as long as x is).
+
     Args:
         x: matrices, which are not changed.
         steps: number of steps of the iteration.
@@ -61,7 +65,7 @@ def orthogonalize(
             faster in it.
     """
     y = x.mT if x.shape[-2] > x.shape[-1] else x
-    norm = torch.linalg.matrix_norm(y, keepdim=True) + 1e-7
+    norm = norms(x).clamp_min(torch.finfo(torch.float32).tiny)[:, None, None]
     y = torch.div(y, norm, out=torch.empty_like(y, dtype=iteration_dtype(x, dtype)))
     table = COEFFICIENTS[coefficients]
     if y.dtype == torch.bfloat16 and coefficients == "polar_express":
@@ -114,5 +118,4 @@ def update_scale(shape: Sequence[int], scale: str | float) -> float:
 
 def with_norm_of(x: Tensor, y: Tensor) -> Tensor:
     """Scale each matrix of y (B, m, n) to the Frobenius norm of the matrix in x; a matrix of zeros stays zero."""
-    norm, own = (torch.linalg.matrix_norm(one, keepdim=True) for one in (x, y))
-    return y * (norm / own.clamp_min(1e-30))
+    return y * factors_between(norms(x), norms(y))[:, None, None]

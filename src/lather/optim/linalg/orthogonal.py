@@ -13,8 +13,9 @@ multiple of its rounding errors; below these nothing is known about its eigenval
 Everything here works on rows: x (B, n, n) holds Y^T, because K Q is computed as Q^T K, which is row-contiguous.
 
 Trade-off: 4 n^3 flops (6.3 n^3 with `root_rows`) instead of Householder's 8/3 n^3, but at the speed of matrix products. Blocks are narrow
-on a CPU, for its caches. On a GPU there are at most four, so that a batch takes at most 120 launches; only the diagonal blocks of
-triangular matrices are inverted, and all else is products, because batched triangular solves with many right-hand sides are slow there.
+on a CPU, for its caches. On a GPU there are at most four, so that a batch takes at most 130
+launches; only the diagonal blocks of triangular matrices are inverted, and all else is products,
+because batched triangular solves with many right-hand sides are slow there.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def root_rows(kq: Float[Tensor, "b n n"], q: Float[Tensor, "b n n"], norm: Float
     Args:
         kq: Q^T K.
         q: Q^T, orthonormal rows.
-        norm: Frobenius norm of K.
+        norm: Frobenius norm of K, about 1; 0: K is zero, and the basis stays.
     """
     n, block = q.shape[1], block_rows(q.shape[1], q.device)
     eye = torch.eye(block, dtype=q.dtype, device=q.device)

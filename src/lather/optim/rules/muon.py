@@ -40,8 +40,9 @@ class MuonRule(Rule):
     """Factor by which the orthogonalised update is multiplied. match_rms_adamw: 0.2 sqrt(max(m, n)), which gives the update about the rms
     of AdamW's; spectral: sqrt(max(1, m / n)); or a number."""
     newton_schulz_dtype: Literal["auto", "fastest", "float32", "bfloat16"] = "auto"
-    """dtype of the Newton-Schulz iteration. auto: bfloat16 on CUDA, on a CPU the dtype of all other arithmetic; fastest: bfloat16 also on a
-    CPU that multiplies it faster than float32 (AMX, or AMD with AVX512-BF16)."""
+    """dtype of the Newton-Schulz iteration. auto: that of all other arithmetic, but bfloat16 for
+    float32 on CUDA; fastest: bfloat16 also for float32 on a CPU that multiplies it faster (AMX, or
+    AMD with AVX512-BF16)."""
     normalize: Annotated[str | None, Range("'row' or None", (None, "row").__contains__)] = None
     """row: divide each row of U by the root of that row's second moment and restore the norm of U (NorMuon); None: leave U as it is."""
     beta2: Decay = 0.95

@@ -17,6 +17,7 @@ import logging
 from dataclasses import KW_ONLY, dataclass
 from typing import Annotated, ClassVar, Literal
 
+import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
@@ -146,7 +147,7 @@ class SOAPRule(BasisRule):
         if self.trace_normalization and factors:
             u = u * column(factors[min(factors)].diagonal(dim1=-2, dim2=-1).sum(-1).sqrt(), u)
         if self.normalize_preconditioned_grads:
-            u = u / (1e-30 + column(rms(u), u))
+            u = u / column(rms(u).clamp_min(torch.finfo(u.dtype).tiny), u)
         return clip_rms(u, self.max_update_rms) if self.max_update_rms else u
 
     @property

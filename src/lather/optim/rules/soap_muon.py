@@ -3,22 +3,27 @@
 The rule joins SOAP (arXiv:2409.11321) and Muon (Jordan et al., 2024). Letters: B momentum, N the Nesterov combination of B and the
 gradient, K_i factors and Q_i bases of N, V second moment in the bases. B is kept in the parameter's coordinates, so a refresh rotates V
 alone. Before the first bases the rule is Muon.
+
+Like Muon's, its update does not depend on the scale of the gradients, so eps is relative to the
+root mean square of Q_L^T N Q_R. Squares that vanish in V count as the smallest number of its dtype;
+otherwise their elements would be divided by eps alone.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar, Literal
 
+import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from lather.kernels.adam_in_basis import adam_in_basis
 from lather.optim.engine.optimizer import MatrixOptimizer, constructor
 from lather.optim.linalg.kronecker import precondition, update_kronecker_factors
-from lather.optim.linalg.newton_schulz import with_norm_of
 from lather.optim.options import Count, Decay, NonNegative
-from lather.optim.rule import Entry, Matrix, Rule, State
+from lather.optim.rule import Entry, Matrix, Rule, State, rms
 from lather.optim.rules.bases import BasisRule
 from lather.optim.rules.muon import MuonRule
 
@@ -31,7 +36,8 @@ class SOAPMuonRule(MuonRule, BasisRule):
     shampoo_beta: Decay = 0.95
     """Decay rate of the Kronecker factors."""
     eps: NonNegative = 1e-8
-    """Number added to the root of the second moment."""
+    """Number added to the root of the second moment, relative to the root mean square of the
+    momentum."""
     sides: Literal["both", "smaller", "larger", "auto"] = "smaller"
     """Sides of a matrix that have a Kronecker factor and a basis. With smaller, the whole state of a 768 x 2048 matrix has 2.75 times as
     many elements as its weights."""
@@ -58,8 +64,11 @@ class SOAPMuonRule(MuonRule, BasisRule):
         update_kronecker_factors(s.by_dim("factor"), n if self.statistics_of == "momentum" else g, beta, s.active)
         if t > self.muon_warmup_steps and (bases := s.by_dim("basis")):
             x = precondition(n, bases, "in")
-            y = adam_in_basis(x, x, s["exp_avg_sq"], t, (0.0, self.beta2), self.eps)  # beta1 = 0: x is a momentum already
-            x = precondition(with_norm_of(x, y), bases, "out")
+            limits = torch.finfo(x.dtype)
+            eps = (self.eps * rms(x)).clamp_min(math.sqrt(limits.tiny * limits.eps))
+            betas = (0.0, self.beta2)  # x is a momentum already
+            y = adam_in_basis(x, x, s["exp_avg_sq"], t, betas, eps)
+            x = precondition(y, bases, "out")
         return self.finished(x, s)
 
     @property

@@ -1,0 +1,53 @@
+"""Norms of matrices of any scale, and powers of two that bring a matrix to a size near 1.
+
+In fp32, squares of numbers above 1.8e19 overflow, and those of numbers below 1e-23 vanish. A CPU,
+where reading a value costs nothing, brings matrices of such a size near 1 before it squares them. A
+GPU does not, because the host would have to wait, or the GPU to read every matrix twice. Powers of
+two change no bit of a result.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lather.device import is_cpu
+from lather.shapes import Float
+
+LEAST_NORM = 2.0**-40
+"""Norm from which on squares too small for fp32 are too small to count in the sum."""
+
+
+def norms(x: Float[Tensor, "b *dims"]) -> Float[Tensor, " b"]:
+    """Return the Frobenius norm of each matrix of x (B, ...), in fp32, or in fp64 if x is."""
+    rows = x.flatten(1) if x.dim() > 1 else x.unsqueeze(1)
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    found: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=dtype)
+    if not is_cpu(x) or not rows.numel():
+        return found
+    good = (found > LEAST_NORM) & found.isfinite()
+    if bool(good.all()):
+        return found
+    size = powers_of_two(rows.to(dtype))
+    scaled = torch.linalg.vector_norm(rows.to(dtype) / size.unsqueeze(1), dim=1)
+    return found.where(good, scaled * size)
+
+
+def factors_between(norm: Tensor, own: Tensor) -> Tensor:
+    """Return the finite numbers (B,) that multiply matrices of norm `own` to `norm`."""
+    limits = torch.finfo(own.dtype)
+    return (norm / own.clamp_min(limits.tiny)).clamp_max(limits.max)
+
+
+def powers_of_two(x: Float[Tensor, "b *dims"]) -> Float[Tensor, " b"]:
+    """Return for each matrix of x (B, ...) a power of two with an even exponent, between half and
+    twice its largest element as far as the dtype of x has such a number."""
+    tiny = torch.finfo(x.dtype).tiny
+    largest = x.abs().flatten(1).amax(1).clamp(tiny, 1 / tiny)
+    return torch.exp2(torch.frexp(largest).exponent.bitwise_and(-2).to(x.dtype))
+
+
+def near_one(k: Float[Tensor, "b n n"]) -> Float[Tensor, "b n n"]:
+    """Return each matrix divided by its power of two, so that the squares of its elements are in
+    the range of their dtype."""
+    return k / powers_of_two(k)[:, None, None]
