@@ -16,7 +16,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
@@ -68,8 +67,6 @@ class State(dict[str, Tensor]):
     """Indices of the matrices with a gradient if some are experts without tokens, whose statistics must not change; otherwise None."""
     weights: Tensor | None = None
     """Weights W (B, ...), for reading, if the rule `couples_decay`; otherwise None."""
-    stored: Mapping[str, Tensor] = MappingProxyType({})
-    """The entries as they are stored, perhaps in another dtype, for the engine."""
 
     def by_dim(self, name: str) -> dict[int, Tensor]:
         """Return those of the entries `name_0`, `name_1`, ... that exist, by dim."""
@@ -186,8 +183,7 @@ class Rule:
         return ()
 
     def step_whole(self, weights: Tensors, grads: Tensors, states: Mapping[str, Tensors], t: int, lr: float) -> bool:
-        """Take the whole step for contiguous tensors in place if a kernel can, and return whether it
-        did. Called for elementwise rules only; all tensors of a parameter have its shape."""
+        """Take the step of contiguous tensors in place if a kernel can; return whether it did."""
         return False
 
     def cost(self, matrix: Matrix) -> float:

@@ -166,46 +166,46 @@ class Chunk:
 
     def weights(self) -> Tensor:
         """Return the weights as a batch, for reading."""
-        own = self._params
-        return self._gather([m.weight() for m, _, _ in self._pieces] if own is None else own)
+        if self._params is not None:
+            return self._gather([p.detach() for p in self._params])
+        return self._gather([member.weight() for member, _, _ in self._pieces])
 
-    def state(self) -> State:
-        """Return the state of these rows in the dtype of computation; call `store` after changing it."""
+    def state(self) -> tuple[State, dict[str, Tensor]]:
+        """Return the state of these rows in the dtype of computation, and as it is stored; call `store` after changing it."""
         stacks = self.run.bucket.stacks
         if not self._is_whole:
             stacks = {name: stack[self.start : self.stop] for name, stack in stacks.items()}
         state = State(stacks)
-        state.stored = stacks
         if not self._is_wide:
             state.update({name: stack.to(self.dtype) for name, stack in stacks.items()})
         if self.run.idle:
             offset = self.run.rows.start
             marks = self.run.idle[self.start - offset : self.stop - offset]
             state.active = index_on([row for row, mark in enumerate(marks) if not mark], self.run.bucket.device)
-        return state
+        return state, stacks
 
-    def store(self, state: State) -> None:
+    def store(self, state: State, stacks: dict[str, Tensor]) -> None:
         """Copy entries that were converted to the dtype of computation, or that a rule has replaced, into the stacks."""
-        for name, stack in state.stored.items():
+        for name, stack in stacks.items():
             if state[name] is not stack:
                 stack.copy_(state[name])
 
     def take_statistics(self) -> None:
         """Run the rule's `statistics` phase."""
-        state = self.state()
+        state, stacks = self.state()
         self.run.rule.statistics(self.gradients(), state, self.run.step)
-        self.store(state)
+        self.store(state, stacks)
 
     def take_update(self) -> None:
         """Run the rule's `update` phase and change the weights."""
-        run, state = self.run, self.state()
+        run, (state, stacks) = self.run, self.state()
         if run.info.needs_weights:
             state.weights = self.weights()
         u = run.rule.update(self.gradients(), state, run.step)
         if run.info.layout.keeps_norm:
             u = self._with_kept_norm(u, state)
         self._apply(u)
-        self.store(state)
+        self.store(state, stacks)
 
     def _with_kept_norm(self, u: Tensor, state: State) -> Tensor:
         """Return new weights: W - lr r U / |U|, scaled to the norm r of the first step; W - lr U where r is 0."""
