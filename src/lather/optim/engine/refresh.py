@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -111,7 +111,7 @@ def refresh(jobs: list[DimRefresh], counts: Counts) -> None:
 def launch(jobs: list[DimRefresh], counts: Counts) -> Launched:
     """Launch all refreshes in `jobs` on the device, except for rows that the rule's criterion skips. The host waits for the device only if
     the rule has a criterion, or if the rule's refresh waits."""
-    answers = [(batch, None if batch.run.due.first else _ask(batch.rule.fits, batch)) for job in jobs for batch in job.batches()]
+    answers = [(batch, None if batch.run.due.first else _ask("fits", batch)) for job in jobs for batch in job.batches()]
     others = _narrowed(answers, False)
     counts["refreshes_skipped"] += _num_rows(batch for batch, good in answers if good is not None) - _num_rows(others)
     return _refreshed([*(batch for batch, good in answers if good is None), *others])
@@ -133,14 +133,14 @@ def finish(launched: Launched, counts: Counts) -> None:
 
 
 def _refreshed(batches: Iterable[DimRefresh]) -> Launched:
-    return [(batch, _ask(batch.rule.refresh, batch, batch.methods[0], batch.run.due.first)) for batch in batches]
+    return [(batch, _ask("refresh", batch, batch.methods[0], batch.run.due.first)) for batch in batches]
 
 
-def _ask(method: Callable[..., Tensor | None], batch: DimRefresh, *more: object) -> Tensor | None:
-    """Call a method of the rule, in its fp32 matmul precision, with the state of a batch, which it may change."""
-    rows = _StackRows(batch)
-    with matmul_precision(batch.rule.qr_fp32_matmul_prec):
-        answer = method(rows, batch.dim, *more)
+def _ask(method: str, batch: DimRefresh, *more: object) -> Tensor | None:
+    """Call this method of the rule, in its fp32 matmul precision, with the state of a batch, which it may change."""
+    rows, rule = _StackRows(batch), batch.rule
+    with matmul_precision(rule.qr_fp32_matmul_prec):
+        answer: Tensor | None = getattr(rule, method)(rows, batch.dim, *more)
     rows.put_back()
     return answer
 
