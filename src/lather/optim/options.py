@@ -179,10 +179,18 @@ def _classes_of(module: str) -> dict[str, list[ast.stmt]]:
 
 
 def saveable(value: Any) -> Any:
-    """Return the value of an option in a form that torch's checkpoint tools accept: dtypes become their names."""
+    """Return the value of an option in a form that torch's checkpoint tools accept: dtypes become
+    their names, and functions become {}."""
+    if callable(value):
+        return {}
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     return {key: saveable(one) for key, one in value.items()} if isinstance(value, Mapping) else value
+
+
+def is_placeholder(value: Any) -> bool:
+    """Whether a saved value is an empty dict, which stands for a value that was not saved."""
+    return isinstance(value, Mapping) and not value
 
 
 def dtype_option(value: Any) -> Any:
@@ -191,4 +199,7 @@ def dtype_option(value: Any) -> Any:
     if isinstance(value, str):
         part, equals, name = value.partition("=")
         return {part: dtype_option(name)} if equals else getattr(torch, value, value)
-    return {key: dtype_option(one) for key, one in value.items()} if isinstance(value, Mapping) else value
+    if isinstance(value, Mapping):
+        # An empty dict is the default, and in a saved group it would stand for a function.
+        return {key: dtype_option(one) for key, one in value.items()} or torch.float32
+    return value

@@ -22,11 +22,12 @@ from lather.optim.engine.matrix_layout import Layout
 from lather.optim.engine.pending import PendingRefreshes
 from lather.optim.engine.roster import ParamInfo
 from lather.optim.engine.streams import SideStreams
-from lather.optim.options import dtype_option, options_of, saveable
+from lather.optim.options import dtype_option, is_placeholder, options_of, saveable
 from lather.optim.rule import Rule
 from lather.optim.sharded.gathered import initial_rows
 from lather.optim.sharded.placement import Piece
 from lather.optim.sharded.sharding import Sharding
+from lather.torch_private import is_flattened
 
 
 class StatefulOptimizer(GroupedOptimizer):
@@ -122,13 +123,20 @@ class StatefulOptimizer(GroupedOptimizer):
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """Return the same as torch's `state_dict`, but with dtypes as names, and without options that are functions: like the functions of
-        torch's learning-rate schedulers, they are not saved.
+        """Return the same as torch's `state_dict`, but with dtypes as names, and with an empty dict
+        in the place of each function.
+
+        Functions are not saved, like those of torch's learning-rate schedulers. But a loader that
+        flattens state dicts expects all keys of its groups. Distributed checkpoints leave empty
+        dicts out when they save, and do not ask for them when they load.
 
         Entries of parameters that are spread over ranks are DTensors on the parameter's mesh, sharded along dim 0: all ranks of the mesh
         must call this together.
         """
         self._pending.finish()
+        params = [p for group in self.param_groups for p in group["params"]]
+        if any(map(is_flattened, params)) or not any(p.dim() > 1 for p in params):
+            self._check_whole()
         own = dict(self.state)
         try:
             if spread := self._spread_state():
@@ -138,7 +146,7 @@ class StatefulOptimizer(GroupedOptimizer):
             saved = super().state_dict()
         finally:
             self.state.update(own)
-        groups = [{key: saveable(value) for key, value in group.items() if not callable(value)} for group in saved["param_groups"]]
+        groups = [saveable(group) for group in saved["param_groups"]]
         return {**saved, "param_groups": groups}
 
     def _spread_state(self) -> list[tuple[ParamInfo, dict[str, Any]]]:
@@ -151,7 +159,7 @@ class StatefulOptimizer(GroupedOptimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a saved state exactly. torch's own method would cast it to the parameter's dtype, which ruins fp32 factors of bf16
-        parameters.
+        parameters. An option that is a function, here or in the saved optimizer, is not loaded.
 
         The exact values replace those that torch has loaded after the caller's pre-hooks and before the post-hooks. A state that does not
         fit the parameters raises ValueError, and nothing has changed. If parameters are spread over ranks, all these ranks must call this
@@ -163,7 +171,8 @@ class StatefulOptimizer(GroupedOptimizer):
 
         def note(_: torch.optim.Optimizer, after_hooks: dict[str, Any]) -> dict[str, Any]:
             final.update(self._checked(after_hooks))
-            return final
+            groups = [_without_functions(group) for group in final["param_groups"]]
+            return {**final, "param_groups": groups}  # torch would copy functions
 
         handles = [
             self.register_load_state_dict_pre_hook(note),
@@ -189,11 +198,12 @@ class StatefulOptimizer(GroupedOptimizer):
         groups = []
         for own, theirs in zip(self.param_groups, saved["param_groups"], strict=True):
             options = {key: own[key] for key in (*options_of(self._rules[own["rule"]]), "rule")}
-            group = {**options, **theirs, "ownership": own["ownership"]}
+            group = {**options, **_values_to_load(theirs, own), "ownership": own["ownership"]}
             groups.append({**group, "state_dtype": dtype_option(group["state_dtype"])})
         checked = {**saved, "param_groups": groups}
         for number, (_, layout, state) in enumerate(self._saved_states(checked)):
             if state:
+                _check_complete(state, number, layout)
                 layout.check_state(state, f"the saved state of parameter {number} with shape {layout.shape}")
         for number, (own, theirs) in enumerate(zip(self.param_groups, groups, strict=True)):
             if own["rule"] != theirs["rule"]:
@@ -205,6 +215,8 @@ class StatefulOptimizer(GroupedOptimizer):
         return checked
 
     def _load_exactly(self, saved: dict[str, Any]) -> None:
+        for group, loaded in zip(self.param_groups, saved["param_groups"], strict=True):
+            group.update({key: value for key, value in loaded.items() if callable(value)})
         self._roster = None
         self._sharding.forget_changed(self._make_roster().params)
         infos = {id(one.param): one for one in self._current_roster().params}
@@ -243,6 +255,8 @@ class StatefulOptimizer(GroupedOptimizer):
         super().__setstate__(state)
         self.__dict__.setdefault("_pending", PendingRefreshes(self._count))  # torch's load_state_dict calls this, too
         self.__dict__.setdefault("_sharding", Sharding(None))
+        self.__dict__.setdefault("_had_matrices", {})
+        self.__dict__.setdefault("_is_made", True)
         self._reset_buckets()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -256,6 +270,7 @@ class StatefulOptimizer(GroupedOptimizer):
         state = super().__getstate__()
         apart = {p: {key: x.clone() if isinstance(x, Tensor) else x for key, x in entries.items()} for p, entries in state["state"].items()}
         own = {"_counts": self._counts, "_default": self._default, "_rules": self._rules}
+        own["_had_matrices"] = self._had_matrices
         return {**state, "state": defaultdict(dict, apart), **own}
 
     @property
@@ -268,6 +283,35 @@ class StatefulOptimizer(GroupedOptimizer):
 
     def _count(self, name: str, more: int) -> None:
         self._counts[name] = self._counts.get(name, 0) + more
+
+
+def _values_to_load(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a saved group that are to be loaded into the group `own`: functions are
+    those of `own`, and names of parameters are loaded only if `own` has none and they fit.
+
+    A flattened state dict has the names of the saved group that contained the first parameter; that
+    may have been a group of another pipeline stage.
+    """
+    values = {key: value for key, value in saved.items() if not is_placeholder(value)}
+    if "param_names" in own or len(saved.get("param_names", ())) != len(own["params"]):
+        values.pop("param_names", None)  # torch puts those of `own` there
+    return values | {key: value for key, value in own.items() if callable(value)}
+
+
+def _without_functions(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if not callable(value)}
+
+
+def _check_complete(state: Mapping[str, Any], number: int, layout: Layout) -> None:
+    """Raise ValueError if an entry of a parameter's saved state is an empty dict."""
+    if missing := [key for key, value in state.items() if is_placeholder(value)]:
+        raise ValueError(
+            f"the saved optimizer has no {', '.join(missing)} of parameter {number} with shape "
+            f"{layout.shape}. In a flattened state dict, torch puts an empty dict in the place "
+            "of what is missing, also with strict=False. Take that from this optimizer instead: "
+            "set_optimizer_state_dict(model, optimizer, {**get_optimizer_state_dict(model, "
+            "optimizer, options=options), **saved}, options=options)"
+        )
 
 
 def _step_of(saved: Mapping[str, Any]) -> Tensor:
