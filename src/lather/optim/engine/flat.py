@@ -26,10 +26,7 @@ from lather.torch_private import is_flattened
 SHOWN = 4
 """Number of shapes that a message shows."""
 
-REMEDY = (
-    "shard the model with fully_shard (FSDP2), which keeps matrices, or give the pieces to an "
-    "elementwise rule (rule='adamw')"
-)
+REMEDY = "shard with fully_shard (FSDP2), or give the pieces an elementwise rule (rule='adamw')"
 
 
 def is_for_matrices(rule: Rule) -> bool:

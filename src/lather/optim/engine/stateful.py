@@ -286,16 +286,18 @@ class StatefulOptimizer(GroupedOptimizer):
 
 
 def _values_to_load(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a saved group that are to be loaded into the group `own`: functions are
-    those of `own`, and names of parameters are loaded only if `own` has none and they fit.
+    """Return the values of a saved group that are to be loaded into the group `own`. What is a
+    function in one of the two is that of `own`, and names of parameters are loaded only if `own`
+    has none and they fit.
 
     A flattened state dict has the names of the saved group that contained the first parameter; that
     may have been a group of another pipeline stage.
     """
+    kept = [key for key in own if callable(own[key]) or is_placeholder(saved.get(key))]
     values = {key: value for key, value in saved.items() if not is_placeholder(value)}
     if "param_names" in own or len(saved.get("param_names", ())) != len(own["params"]):
         values.pop("param_names", None)  # torch puts those of `own` there
-    return values | {key: value for key, value in own.items() if callable(value)}
+    return values | {key: own[key] for key in kept}
 
 
 def _without_functions(group: Mapping[str, Any]) -> dict[str, Any]:
