@@ -133,10 +133,10 @@ class StatefulOptimizer(GroupedOptimizer):
         Entries of parameters that are spread over ranks are DTensors on the parameter's mesh, sharded along dim 0: all ranks of the mesh
         must call this together.
         """
-        self._pending.finish()
         params = [p for group in self.param_groups for p in group["params"]]
         if any(map(is_flattened, params)) or not any(p.dim() > 1 for p in params):
             self._check_whole()
+        self._pending.finish()
         own = dict(self.state)
         try:
             if spread := self._spread_state():
