@@ -65,6 +65,20 @@ MUTATIONS = (
         "distributed/test_sharded_optimizer.py",
     ),
     Mutation(
+        "optimizer: flat pieces of FSDP1 pass for vectors",
+        "optim/engine/flat.py",
+        "    if is_flattened(p) and p.dim() < 2:",
+        "    if not p.dim():",
+        "distributed/test_flat_parameters.py",
+    ),
+    Mutation(
+        "optimizer: functions have no key in a state dict",
+        "optim/engine/stateful.py",
+        'groups = [saveable(group) for group in saved["param_groups"]]',
+        'groups = [saveable(_without_functions(group)) for group in saved["param_groups"]]',
+        "distributed/test_flattened_state.py",
+    ),
+    Mutation(
         "optimizer: a state dict that does not wait for refreshes",
         "optim/engine/stateful.py",
         "        self._pending.finish()\n        own = dict(self.state)",

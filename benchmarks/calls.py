@@ -7,6 +7,7 @@ releases.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -19,9 +20,13 @@ import torch
 from rich.table import Table
 from torch import nn
 
+import lather
 from benchmarks.report import Row, RowFile, environment
 from lather.console import wide_console
 from lather.optim import SOAP
+
+PACKAGE = f"{Path(lather.__file__).parent}{os.sep}"
+"""Folder of the package. A checkout, with torch in its .venv, may be called lather, too."""
 
 FREQUENCY = 10
 WARM_UP = 13
@@ -92,9 +97,9 @@ def counted(work: Callable[[], Any]) -> Counter[tuple[str, str]]:
     calls: Counter[tuple[str, str]] = Counter()
 
     def note(frame: FrameType, event: str, _: object) -> None:
-        _, package, file = frame.f_code.co_filename.rpartition("/lather/")
-        if event == "call" and package:
-            calls[file, frame.f_code.co_qualname] += 1
+        path = frame.f_code.co_filename
+        if event == "call" and path.startswith(PACKAGE):
+            calls[path.removeprefix(PACKAGE), frame.f_code.co_qualname] += 1
 
     before = sys.getprofile()
     sys.setprofile(note)

@@ -23,7 +23,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: next((place for place, name in enumerate(FIRST) if name in item.path.parts), len(FIRST)))
+    items.sort(key=_place)
+
+
+def _place(item: pytest.Item) -> int:
+    """Return the place of a test in FIRST, whatever the folders above the tests are called."""
+    parts = item.path.relative_to(Path(__file__).parent).parts
+    return next((place for place, name in enumerate(FIRST) if name in parts), len(FIRST))
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -312,9 +312,21 @@ def test_a_command_put_right_works_in_the_same_run_directory(finished: Path, tmp
     assert main(["train", config, "--run-dir", run_dir]) == 0
 
 
-def test_a_reader_that_leaves_early_does_not_end_the_run(finished: Path, tmp_path: Path) -> None:
+def buffering(is_buffered: bool) -> dict[str, str]:
+    """Return the environment of a process whose output is buffered, as it is by default, or not."""
+    return os.environ | {"PYTHONUNBUFFERED": "" if is_buffered else "1"}
+
+
+buffered_or_not = pytest.mark.parametrize("is_buffered", [True, False])
+
+
+@buffered_or_not
+def test_a_reader_that_leaves_early_does_not_end_the_run(finished: Path, tmp_path: Path, is_buffered: bool) -> None:
     process = fresh_python(
-        command("train", finished / "tiny.toml", "--run-dir", tmp_path / "run")[1:], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        command("train", finished / "tiny.toml", "--run-dir", tmp_path / "run")[1:],
+        env=buffering(is_buffered),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
     assert process.stdout is not None
     assert process.stderr is not None
@@ -323,6 +335,17 @@ def test_a_reader_that_leaves_early_does_not_end_the_run(finished: Path, tmp_pat
     assert process.wait(timeout=120) == 0, process.stderr.read()
     assert process.stderr.read() == ""
     assert (tmp_path / "run/checkpoints/step-00000012").exists()
+
+
+@buffered_or_not
+def test_a_reader_that_never_reads_gets_no_error_either(is_buffered: bool) -> None:
+    receiver, sender = os.pipe()
+    os.close(receiver)
+    environment = buffering(is_buffered)
+    process = fresh_python(["-m", "lather", "--help"], env=environment, stdout=sender, stderr=subprocess.PIPE)
+    os.close(sender)
+    assert process.communicate(timeout=120)[1] == ""
+    assert process.returncode == 0
 
 
 def test_a_full_disk_is_one_line_and_leaves_no_debris(

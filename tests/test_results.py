@@ -42,7 +42,9 @@ def test_a_wrong_number_is_noticed(tmp_path: Path) -> None:
 
 def test_rates_and_what_a_wrong_one_loses_are_those_of_the_rows(tmp_path: Path) -> None:
     """A page that quotes them from the study is right, and one that exchanges two rates or doubles one is not."""
-    short, tune = (result_tables.RESULTS / "convergence" / study / "rows.jsonl" for study in ("short", "tune"))
+    short, tune = "short.jsonl", "tune.jsonl"
+    for name in ("short", "tune"):  # links of pages have no spaces; paths of checkouts may
+        (tmp_path / f"{name}.jsonl").symlink_to(result_tables.RESULTS / "convergence" / name / "rows.jsonl")
     page = tmp_path / "page.md"
     for right, wrong, rows, title in (
         ("0.016 / 0.032", "0.032 / 0.016", short, "qwen-8k: rates of muon"),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import io
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,12 +45,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # the terminal's encoding may lack characters of a sample
     try:
-        return _dispatch(arguments)
+        status = _dispatch(arguments)
+        print(end="", flush=True)  # raises here, and not while Python exits
+        return status
     except UserError as error:
         print(f"lather: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # the reader has closed the pipe, as in `lather ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        from lather.console import discard_output
+
+        discard_output()
         return 0
     except OSError as error:
         if error.errno not in NO_SPACE:

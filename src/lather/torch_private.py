@@ -44,6 +44,9 @@ GPUs on it. The public way to add a device requires a C++ library. `fake_tensors
 shapes could only be run on the meta device, for which no branch for GPUs is taken. `fake_tensors_behave` corrects two things while they are
 in use: their `tolist()` reads element by element, and `torch.tensor` would need memory on the device.
 
+`is_flattened` reads the mark that FSDP1 sets on flat parameters, and on those of which it has made
+flat pieces. Shapes alone do not tell a piece of a matrix from a vector.
+
 `memory_tracker` is torch's own count of the bytes of tensors (`MemTracker`); benchmarks compare Lather's count with it.
 """
 
@@ -88,6 +91,11 @@ set_fp32_precision = torch._C._set_fp32_precision_setter
 def base_of(view: Tensor) -> Tensor | None:
     """Return the tensor of which `view` is a view, as autograd records it; None if it is not a view."""
     return view._base
+
+
+def is_flattened(p: Tensor) -> bool:
+    """Whether FSDP1 (`FullyShardedDataParallel`) manages the parameter as a part of a flat one."""
+    return bool(getattr(p, "_fsdp_flattened", False))
 
 
 def saved_tensors_hooks_in_force() -> Hooks | None:

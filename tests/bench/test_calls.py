@@ -3,9 +3,14 @@
 import json
 import subprocess
 from pathlib import Path
+from typing import Any
 
-from benchmarks.calls import CASES, count
+import torch
+
+import lather
+from benchmarks.calls import CASES, count, counted
 from forked import ForkedPython
+from lather.optim import SOAP
 
 
 def test_counts_keep_to_their_bounds(tmp_path: Path) -> None:
@@ -24,3 +29,14 @@ def test_a_step_with_a_refresh_calls_more() -> None:
     plain, refreshing = count(CASES[0]), count(CASES[1])
     assert plain["functions"] < refreshing["functions"]
     assert plain["calls"] >= plain["functions"] >= plain["files"] >= 5
+
+
+def test_a_checkout_that_is_called_lather_does_not_make_its_environment_part_of_the_package() -> None:
+    file = "/home/somebody/lather/.venv/lib/python3.12/site-packages/torch/nn/functional.py"
+    names: dict[str, Any] = {}
+    exec(compile("def linear():\n    pass", file, "exec"), names)
+    assert not counted(names["linear"])
+    found = counted(lambda: SOAP([torch.nn.Parameter(torch.ones(2, 2))], lr=1e-2))
+    package = Path(lather.__file__).parent
+    assert all((package / name).is_file() for name, _ in found)
+    assert "optim/rules/soap.py" in {name for name, _ in found}

@@ -20,7 +20,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from comparing import Weights, assert_same_bits, assert_same_training, muon, weights_of
 from ranks import run_ranks
 
-from lather.optim import SOAP, Muon
+from lather.optim import SOAP, AdamW, MatrixOptimizer, Muon
 
 PLAIN = SimpleNamespace(prepare=lambda *things: things)
 
@@ -158,3 +158,47 @@ def test_two_processes_under_fsdp2_are_one_process_and_nobody_keeps_whole_parame
     assert kept == 0
     assert_same_bits(first, second)
     assert_same_training(first, plain_loop, 5e-5)
+
+
+def under_fsdp1(rank: int, num_ranks: int, originals: bool, rule: str) -> list[str]:
+    """Return what happens to optimizers that are made before `prepare`, and after it."""
+    accelerator = join(rank, num_ranks)
+    plugin = accelerate.FullyShardedDataParallelPlugin(
+        auto_wrap_policy="size_based_wrap",
+        min_num_params=100,
+        use_orig_params=originals,
+        sync_module_states=False,
+    )
+    assert plugin.fsdp_version == 1  # the default
+    accelerator.state.fsdp_plugin = plugin
+    for state in (accelerator.state, accelerate.PartialState()):  # one is made anew from the other
+        state.distributed_type = accelerate.DistributedType.FSDP
+        state.device = torch.device("cpu")  # not cpu:0, which FSDP1 takes for another device
+    makers: dict[str, type[MatrixOptimizer]] = {"soap": SOAP, "adamw": AdamW}
+    found = []
+    for is_first in (True, False):
+        model = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 4))
+        try:
+            if is_first:
+                optimizer = makers[rule](model.parameters(), lr=1e-2)
+                model, optimizer = accelerator.prepare(model, optimizer)
+            else:
+                model = accelerator.prepare(model)
+                optimizer = accelerator.prepare(makers[rule](model.parameters(), lr=1e-2))
+            accelerator.backward(model(torch.ones(2, 16)).square().sum())
+            optimizer.step()
+            found.append("step")
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize("originals", [True, False], ids=["originals", "flat"])
+def test_fsdp1_is_refused_for_matrices_and_fine_for_adamw(originals: bool) -> None:
+    for found in run_ranks(under_fsdp1, 2, originals, "soap"):
+        # Without the originals an optimizer that was made first has no gradients: torch's neither.
+        refused = found if originals else found[1:]
+        for error in refused:
+            assert "(FSDP1) has made, but soap needs whole matrices" in error
+    for found in run_ranks(under_fsdp1, 2, originals, "adamw"):
+        assert found == ["step", "step"]

@@ -17,11 +17,13 @@ from comparing import Weights, assert_same_bits, assert_same_training, differenc
 from ranks import run_ranks
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from lather.optim import SOAP, MatrixOptimizer
+
 STEPS = 20
 Trained = tuple[Weights, list[float]]
 
 
-def train(rank: int, num_ranks: int, folder: str) -> Trained:
+def train(rank: int, num_ranks: int, folder: str, rule: str = "muon") -> Trained:
     """Run the example under torchtitan's Trainer; returns weights and losses."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
     example = _example()
@@ -32,8 +34,27 @@ def train(rank: int, num_ranks: int, folder: str) -> Trained:
     trainer.metrics_processor.log = lambda step, loss, *_, **__: losses.append(loss)
     trainer.train()
     trainer.close()
-    assert [group["rule"] for group in trainer.optimizers.optimizers[0].param_groups] == ["muon", "adamw"]
+    groups = trainer.optimizers.optimizers[0].param_groups
+    assert [group["rule"] for group in groups] == [rule, "adamw"]
+    assert all(group.get("precondition_frequency") in (None, every_third) for group in groups)
     return weights_of(trainer.model_parts[0]), losses
+
+
+def every_third(step: int) -> int:
+    return 3
+
+
+def soap(groups: Any, momentum: float, **options: Any) -> MatrixOptimizer:
+    """Make SOAP in place of Muon, with an interval that is a function."""
+    return SOAP(groups, precondition_frequency=every_third, **options)
+
+
+def train_soap(rank: int, num_ranks: int, folder: str) -> Trained:
+    """Run the example with SOAP; returns weights and losses."""
+    import torchtitan_muon
+
+    torchtitan_muon.Muon = soap  # type: ignore[assignment, misc]
+    return train(rank, num_ranks, folder, "soap")
 
 
 def _example() -> Any:
@@ -107,6 +128,17 @@ def test_two_ranks_under_fsdp2_are_one_and_checkpoints_go_on_on_any_number(alone
             assert_same_bits(resumed, first[0])
         else:
             assert difference(resumed, alone[0]) < 2e-5
+
+
+def test_checkpoints_of_an_optimizer_with_a_function_go_on(tmp_path: Path) -> None:
+    """torchtitan flattens state dicts, which then have a key for every option."""
+    whole, losses = run_ranks(train_soap, 2, str(tmp_path / "whole"))[0]
+    assert len(losses) == STEPS
+    checkpoint = Path("checkpoint", f"step-{STEPS // 2}")
+    shutil.copytree(tmp_path / "whole" / checkpoint, tmp_path / "resumed" / checkpoint)
+    for resumed, losses in run_ranks(train_soap, 2, str(tmp_path / "resumed")):
+        assert len(losses) == STEPS // 2
+        assert_same_bits(resumed, whole)
 
 
 def experts(rank: int, num_ranks: int) -> list[tuple[str, int]]:

@@ -275,7 +275,8 @@ def test_a_fork_of_the_first_weights(first: Config, fork_config: MakeConfig, mak
 
 def test_an_empty_folder_is_taken_and_left_as_it_was(first: Config, fork_config: MakeConfig, tmp_path: Path) -> None:
     folder = tmp_path / "mine"
-    folder.mkdir(mode=0o750)
+    folder.mkdir()
+    folder.chmod(0o750)  # whatever the umask is
     (tmp_path / "link").symlink_to(folder)
     with pytest.raises(RunError, match="cannot change during a run"):
         run(fork_config(4, run_dir=str(tmp_path / "link"), seed=4))

@@ -93,18 +93,26 @@ def dtype_option(value: Any) -> Any:
         part, equals, name = value.partition("=")
         return {part: dtype_option(name)} if equals else getattr(torch, value, value)
     if isinstance(value, Mapping):
-        return {converted(key, str): dtype_option(one) for key, one in value.items()}
+        # An empty dict is the default, and in a saved group it would stand for a function.
+        return {converted(key, str): dtype_option(one) for key, one in value.items()} or None
     return value
 
 
 def saveable(value: Any) -> Any:
     """Return the value of an option in a form that torch's checkpoint tools accept: plain values,
-    and names of dtypes."""
+    names of dtypes, and {} in the place of a function."""
+    if callable(value):
+        return {}
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     if isinstance(value, Mapping):
         return {plain(key): saveable(one) for key, one in value.items()}
     return plain(value)
+
+
+def is_placeholder(value: Any) -> bool:
+    """Whether a saved value is an empty dict, which stands for a value that was not saved."""
+    return isinstance(value, Mapping) and not value
 
 
 @functools.cache

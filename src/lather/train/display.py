@@ -8,6 +8,7 @@ import math
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from lather.console import discard_output
 from lather.train.metrics import StepRow
 
 
@@ -27,6 +28,7 @@ class PlainDisplay(contextlib.AbstractContextManager["PlainDisplay"]):
                 print(text, flush=True)
         except BrokenPipeError:
             self.is_read = False
+            discard_output()
 
     def step(self, row: StepRow, num_steps: int) -> None:
         if row.step % self.every == 0 or row.step in (1, num_steps) or row.skipped:

@@ -17,7 +17,7 @@ from lather.optim.engine.known_keys import QUINTIC, TORCH_SCALES
 from lather.optim.engine.matrix_layout import Layout
 from lather.optim.engine.roster import plain_options
 from lather.optim.options import name_of, options_of
-from lather.optim.plain import converted, plain
+from lather.optim.plain import converted, is_placeholder, plain
 from lather.optim.rule import Rule
 
 logger = logging.getLogger(__name__)
@@ -77,8 +77,23 @@ def as_own(own: Mapping[str, Any], group: Mapping[str, Any], rule: type[Rule]) -
     if (options := muon_options(group, rule)) is not None:
         group = {key: group[key] for key in group.keys() - TORCH_MUON - {"eps"}} | options
     missing = {key: own[key] for key in lacking if key != "params"}
-    whole = {**missing, **group, "ownership": own["ownership"]}
+    whole = {**missing, **_values_to_load(group, own), "ownership": own["ownership"]}
     return {**whole, **plain_options(whole, rule)}
+
+
+def _values_to_load(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a saved group that are to be loaded into the group `own`. What is a
+    function in one of the two is that of `own`, and names of parameters are loaded only if `own`
+    has none and they fit.
+
+    A flattened state dict has the names of the saved group that contained the first parameter; that
+    may have been a group of another pipeline stage.
+    """
+    kept = [key for key in own if callable(own[key]) or is_placeholder(saved.get(key))]
+    values = {key: value for key, value in saved.items() if not is_placeholder(value)}
+    if "param_names" in own or len(saved.get("param_names", ())) != len(own["params"]):
+        values.pop("param_names", None)  # torch puts those of `own` there
+    return values | {key: own[key] for key in kept}
 
 
 def taken(

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from lather.optim.engine import flat
 from lather.optim.engine.group_keys import unknown_keys
 from lather.optim.engine.matrix_layout import Layout, layout_of, rule_for_dtype
 from lather.optim.engine.roster import GroupSettings, ParamInfo, Roster, group_options, names_of
 from lather.optim.options import name_of, options_of
 from lather.optim.plain import as_count
-from lather.optim.rule import Matrix, Rule
+from lather.optim.rule import Rule
 from lather.optim.sharded.placement import Spread
 from lather.optim.sharded.sharding import Sharding
 
@@ -34,7 +35,13 @@ class GroupedOptimizer(torch.optim.Optimizer):
         self._default, self._rules = rule, {name_of(type(rule)): type(rule)}
         self._roster: Roster | None = None
         self._sharding = Sharding(rule.tp_group)
+        self._had_matrices: dict[str, bool] = {}
+        """Name of each rule for matrices (or that keeps their norms) -> whether it has had any."""
+        self._is_made = False
         super().__init__(params, {name: getattr(rule, name) for name in options_of(type(rule))})
+        self._is_made = True
+        self._check_whole()
+        flat.warn_without_matrices(self.param_groups, self._had_matrices, name_of(type(rule)))
         self._name_unknown_keys()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -57,11 +64,16 @@ class GroupedOptimizer(torch.optim.Optimizer):
         added = self.param_groups[-1]
         self._rules[name_of(rule)] = rule
         try:
-            self._check_group(added, made)
+            has_matrices = self._check_group(added, made)
+            if self._is_made:
+                self._check_whole()
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
         self._unknown_keys |= unknown
+        if has_matrices or flat.is_for_matrices(made):
+            name = name_of(rule)
+            self._had_matrices[name] = has_matrices or self._had_matrices.get(name, False)
         self._roster = None
 
     def _unknown_in(self, group: Mapping[str, Any], rule: Rule, **allowed: Any) -> frozenset[str]:
@@ -92,14 +104,16 @@ class GroupedOptimizer(torch.optim.Optimizer):
             raise TypeError(f"rule={named!r} of a parameter group is not valid: give a rule's name, its class, or an instance")
         return found, {}
 
-    def _check_group(self, group: dict[str, Any], rule: Rule) -> None:
-        settings = GroupSettings(group, type(rule))
-        is_for_matrices = not rule.on(Matrix((2, 2), 2)).elementwise
+    def _check_group(self, group: dict[str, Any], rule: Rule) -> bool:
+        """Raise ValueError or TypeError for a parameter that the rule does not take; return whether
+        the rule has a matrix in the group."""
+        settings, has_matrices = GroupSettings(group, type(rule)), False
         for name, p in zip(names_of(group), group["params"], strict=True):
             spread = self._sharding.spread_of(p, group, name)
             if p.is_complex():
                 raise TypeError(f"{name} is complex ({p.dtype}); {name_of(type(rule))} takes real parameters: give it to torch.optim.Adam")
-            if rule.matrix_layout != "tensor" and p.dim() == 1 and is_for_matrices:
+            if rule.matrix_layout != "tensor" and p.dim() == 1 and flat.is_for_matrices(rule):
+                flat.check_piece(name, p, name_of(type(rule)))
                 raise ValueError(
                     f"{name} has shape {tuple(p.shape)}, but matrix_layout={rule.matrix_layout!r} needs a matrix: "
                     "put it in a group with matrix_layout='tensor'"
@@ -116,6 +130,14 @@ class GroupedOptimizer(torch.optim.Optimizer):
                     "use the matrix_layout ('per_expert', 'stacked') with the smaller factors, spread the state of a sharded parameter "
                     "over its ranks (ownership='replicated'), or raise the limit"
                 )
+            has_matrices = has_matrices or flat.is_matrix(layout)
+        return has_matrices
+
+    def _check_whole(self) -> None:
+        """Raise ValueError if the groups contain flat pieces that a rule would take for vectors."""
+        known = [group for group in self.param_groups if group["rule"] in self._rules]
+        settings = [GroupSettings(group, self._rules[group["rule"]]) for group in known]
+        flat.check_whole(settings, self._had_matrices)
 
     def _current_roster(self) -> Roster:
         """Return the roster. If parameters or options have changed it is made again; an option that is now out of range raises
@@ -152,6 +174,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
                 params.append(ParamInfo(p, settings, name, whole_layout(p, settings.rule, spread), spread))
         self._unknown_keys |= unknown
         self._name_unknown_keys()
+        flat.check_whole(groups, self._had_matrices)
         return Roster(groups, params, frozen)
 
 

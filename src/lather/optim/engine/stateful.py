@@ -26,11 +26,12 @@ from lather.optim.engine.refresh import Counts
 from lather.optim.engine.roster import ParamInfo, Roster
 from lather.optim.engine.streams import SideStreams
 from lather.optim.options import options_of
-from lather.optim.plain import saveable
+from lather.optim.plain import is_placeholder, saveable
 from lather.optim.rule import Rule
 from lather.optim.sharded.gathered import initial_rows
 from lather.optim.sharded.placement import Piece
 from lather.optim.sharded.sharding import Sharding
+from lather.torch_private import is_flattened
 
 Lent = tuple[ParamInfo, dict[str, Tensor]]
 """A parameter, and its state."""
@@ -154,12 +155,19 @@ class StatefulOptimizer(GroupedOptimizer):
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """Return the same as torch's `state_dict`, but with dtypes as names, and without options that are functions: like the functions of
-        torch's learning-rate schedulers, they are not saved.
+        """Return the same as torch's `state_dict`, but with dtypes as names, and with an empty dict
+        in the place of each function.
+
+        Functions are not saved, like those of torch's learning-rate schedulers. But a loader that
+        flattens state dicts expects all keys of its groups. Distributed checkpoints leave empty
+        dicts out when they save, and do not ask for them when they load.
 
         Entries of parameters that are spread over ranks are DTensors on the parameter's mesh, sharded along dim 0: all ranks of the mesh
         must call this together.
         """
+        params = [p for group in self.param_groups for p in group["params"]]
+        if any(map(is_flattened, params)) or not any(p.dim() > 1 for p in params):
+            self._check_whole()
         self._pending.finish()
         own = dict(self.state)
         try:
@@ -172,7 +180,7 @@ class StatefulOptimizer(GroupedOptimizer):
             saved = super().state_dict()
         finally:
             self.state.update(own)
-        groups = [{key: saveable(value) for key, value in group.items() if not callable(value)} for group in saved["param_groups"]]
+        groups = [saveable(group) for group in saved["param_groups"]]
         return {**saved, "param_groups": groups}
 
     def _spread_state(self) -> list[tuple[ParamInfo, dict[str, Any]]]:
@@ -185,7 +193,7 @@ class StatefulOptimizer(GroupedOptimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a saved state exactly. torch's own method would cast it to the parameter's dtype, which ruins fp32 factors of bf16
-        parameters.
+        parameters. An option that is a function, here or in the saved optimizer, is not loaded.
 
         The exact values replace those that torch has loaded after the caller's pre-hooks and before the post-hooks. A state that does not
         fit the parameters raises ValueError, and nothing has changed. If parameters are spread over ranks, all these ranks must call this
@@ -199,7 +207,9 @@ class StatefulOptimizer(GroupedOptimizer):
 
         def note(_: torch.optim.Optimizer, after_hooks: dict[str, Any]) -> dict[str, Any]:
             final.update(self._checked(after_hooks))
-            return {**final, "state": {}}  # torch would cast the state, and keep both
+            groups = [_without_functions(group) for group in final["param_groups"]]
+            # torch would copy functions, and cast the state and keep both
+            return {**final, "param_groups": groups, "state": {}}
 
         handles = [
             self.register_load_state_dict_pre_hook(note),
@@ -229,6 +239,7 @@ class StatefulOptimizer(GroupedOptimizer):
         states, num_completed = list(self._saved_states(checked)), 0
         for number, (_, layout, state) in enumerate(states):
             if state:
+                _check_complete(state, number, layout)
                 theirs, saved_id = sources[number]
                 what = f"the saved state of parameter {number} with shape {layout.shape}"
                 fitting = taken(theirs, layout, state, what)
@@ -251,6 +262,8 @@ class StatefulOptimizer(GroupedOptimizer):
 
         State that was `lent`, which is in `buckets`, takes the saved values in place: what it was
         lent for is nearly always this load, and another copy might not fit into memory."""
+        for group, loaded in zip(self.param_groups, saved["param_groups"], strict=True):
+            group.update({key: value for key, value in loaded.items() if callable(value)})
         states = {p: state for p, _, state in self._saved_states(saved) if state}
         self.state.update({p: {"step": _step_of(state)} for p, state in states.items()})
         self._roster = None
@@ -306,6 +319,8 @@ class StatefulOptimizer(GroupedOptimizer):
         super().__setstate__(state)
         self.__dict__.setdefault("_pending", PendingRefreshes(self._counts))  # torch's load_state_dict calls this, too
         self.__dict__.setdefault("_sharding", Sharding(None))
+        self.__dict__.setdefault("_had_matrices", {})
+        self.__dict__.setdefault("_is_made", True)
         self._reset_buckets()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -320,6 +335,7 @@ class StatefulOptimizer(GroupedOptimizer):
         apart = {p: {key: x.clone() if isinstance(x, Tensor) else x for key, x in entries.items()} for p, entries in state["state"].items()}
         own = {"_counts": self._counts, "_default": self._default, "_rules": self._rules}
         own["_named_keys"] = self._named_keys
+        own["_had_matrices"] = self._had_matrices
         return {**state, "state": defaultdict(dict, apart), **own}
 
     @property
@@ -334,6 +350,22 @@ class StatefulOptimizer(GroupedOptimizer):
 def _form(one: ParamInfo) -> tuple[object, ...]:
     """Return everything on which the form of a parameter's state on a rank depends."""
     return one.layout, one.layout.entries, one.is_gathered, one.param.device
+
+
+def _without_functions(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if not callable(value)}
+
+
+def _check_complete(state: Mapping[str, Any], number: int, layout: Layout) -> None:
+    """Raise ValueError if an entry of a parameter's saved state is an empty dict."""
+    if missing := [key for key, value in state.items() if is_placeholder(value)]:
+        raise ValueError(
+            f"the saved optimizer has no {', '.join(missing)} of parameter {number} with shape "
+            f"{layout.shape}. In a flattened state dict, torch puts an empty dict in the place "
+            "of what is missing, also with strict=False. Take that from this optimizer instead: "
+            "set_optimizer_state_dict(model, optimizer, {**get_optimizer_state_dict(model, "
+            "optimizer, options=options), **saved}, options=options)"
+        )
 
 
 def _step_of(saved: Mapping[str, Any]) -> Tensor:

@@ -1,0 +1,135 @@
+"""Flat pieces that something has made of matrices: a rule for matrices takes them for vectors.
+
+    FSDP1 (`FullyShardedDataParallel`)                    pieces with a mark of torch
+    DeepSpeed's ZeRO, Megatron's distributed optimizer    vectors without a mark, in the groups
+
+Marked pieces are refused. Pieces without a mark look like vectors, so only all parameters of a rule
+tell something: a rule for matrices that had some and has none now is refused, and one that never
+had any is named in a warning. Elementwise rules are right on any piece.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from lather.optim.engine.matrix_layout import Layout
+from lather.optim.engine.roster import GroupSettings, names_of
+from lather.optim.options import name_of
+from lather.optim.rule import Matrix, Rule
+from lather.torch_private import is_flattened
+
+SHOWN = 4
+"""Number of shapes that a message shows."""
+
+REMEDY = "shard with fully_shard (FSDP2), or give the pieces an elementwise rule (rule='adamw')"
+
+
+def is_for_matrices(rule: Rule) -> bool:
+    """Whether the rule treats a matrix otherwise than each of its elements."""
+    return not rule.on(Matrix((2, 2), 2)).elementwise
+
+
+def needs_matrices(rule: Rule) -> bool:
+    """Whether the step of this rule on a flat piece differs from its step on the matrix."""
+    return rule.keep_norm or is_for_matrices(rule)
+
+
+def is_matrix(layout: Layout) -> bool:
+    """Whether a rule takes a parameter of this layout for one or more matrices, and does not leave
+    it to an elementwise rule. Empty parameters count by their number of dims."""
+    is_elementwise = layout.rule.elementwise and not layout.keeps_norm
+    return len(layout.shape) > 1 and (0 in layout.shape or not is_elementwise)
+
+
+def check_whole(groups: Sequence[GroupSettings], had_matrices: Mapping[str, bool]) -> None:
+    """Raise ValueError if a group whose rule needs matrices contains flat pieces of FSDP1, or if
+    all matrices of a rule that had some have become vectors.
+
+    FSDP1 marks the vectors of a model, too. If a marked parameter is a matrix, then all parameters
+    have kept their shapes: `NO_SHARD` with `use_orig_params=True` does that.
+
+    `had_matrices`: name of a rule -> whether it had matrices.
+    """
+    all_params = [p for settings in groups for p in settings.group["params"]]
+    keeps_shapes = any(p.dim() > 1 and is_flattened(p) for p in all_params)
+    params: dict[str, list[Tensor]] = {}
+    for settings in groups:
+        if not needs_matrices(settings.rule):
+            continue
+        name = name_of(type(settings.rule))
+        params.setdefault(name, []).extend(settings.group["params"])
+        if not keeps_shapes:
+            for what, p in zip(names_of(settings.group), settings.group["params"], strict=True):
+                check_piece(what, p, name)
+    for name, of_rule in params.items():
+        # A vector without elements may be a weight that was moved away.
+        present = [p for p in of_rule if p.dim() > 1 or p.numel()]
+        if present and had_matrices.get(name) and not any(p.dim() > 1 for p in present):
+            raise ValueError(
+                f"{name} had matrices, and now has {shapes_of(of_rule)}: something has put flat "
+                "pieces in their place, as DeepSpeed's ZeRO, FSDP1 and Megatron's distributed "
+                f"optimizer do, and {name} would take them for vectors. Instead, {REMEDY}"
+            )
+
+
+def check_piece(what: str, p: Tensor, rule: str) -> None:
+    """Raise ValueError if the parameter is a flat piece that FSDP1 has made. `what` and `rule` are
+    the names of the parameter and of its rule."""
+    if is_flattened(p) and p.dim() < 2:
+        raise ValueError(
+            f"{what} with shape {tuple(p.shape)} is a flat piece that FullyShardedDataParallel "
+            f"(FSDP1) has made, but {rule} needs whole matrices: {REMEDY}. In accelerate, FSDP2 is "
+            "fsdp_version: 2"
+        )
+
+
+def shapes_of(params: Sequence[Tensor]) -> str:
+    """Return the number of the parameters and their shapes in words."""
+    shapes = list(dict.fromkeys(str(tuple(p.shape)) for p in params))
+    shown = ", ".join([*shapes[:SHOWN], *["..."] * (len(shapes) > SHOWN)])
+    return f"{len(params)} parameter{'s' * (len(params) > 1)} of shape {shown}"
+
+
+def warn_without_matrices(
+    groups: Sequence[Mapping[str, Any]],
+    had_matrices: Mapping[str, bool],
+    default: str,
+) -> None:
+    """Warn of each rule (the keys of `had_matrices`: all rules for matrices) whose groups together
+    have parameters and no matrix.
+
+    There is no warning of a rule other than the `default` one beside matrices of another rule:
+    norms without embeddings under `rest_rule="embedding_soap"`.
+    """
+    for name, has_matrices in had_matrices.items():
+        params = [p for group in groups if group["rule"] == name for p in group["params"]]
+        is_beside_matrices = name != default and any(had_matrices.values())
+        if not params or has_matrices or is_beside_matrices:
+            continue
+        parts = [
+            f"{name} is a rule for matrices, but has none among {shapes_of(params)}: they take its "
+            f"step for vectors, which is AdamW's at {name}'s learning rate for all rules of "
+            "lather.optim."
+        ]
+        if any(p.dim() > 2 for p in params):
+            parts.append("Stacks of matrices need matrix_layout='per_expert' or 'stacked'.")
+        if any(p.dim() < 2 for p in params):
+            parts.append(
+                "If they are flat pieces of matrices (DeepSpeed's ZeRO, Megatron's distributed "
+                f"optimizer), {REMEDY}; vectors belong into a group with rule='adamw'."
+            )
+        warnings.warn(" ".join(parts), UserWarning, stacklevel=_level_of_caller())
+
+
+def _level_of_caller() -> int:
+    """Return the `stacklevel` at which a warning of the calling function names the line that made
+    the optimizer."""
+    frame, level = inspect.currentframe(), 0
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("lather.optim."):
+        frame, level = frame.f_back, level + 1
+    return level
