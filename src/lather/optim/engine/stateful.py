@@ -174,7 +174,7 @@ class StatefulOptimizer(GroupedOptimizer):
             if spread := self._spread_state():
                 from lather.optim.sharded.entries import whole_entries  # imports DTensor
 
-                self._is_lent = not any(state["step"] for state in own.values())
+                self._is_lent = not any(state.get("step", 0) for state in own.values())
                 entries = whole_entries(spread, self._sharding, lend=self._is_lent)
                 self.state.update({p: {"step": own[p]["step"].clone(), **entries[p]} for p in entries})
             saved = super().state_dict()
