@@ -44,7 +44,7 @@ def _encoding(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.usefixtures("_encoding")
-@pytest.mark.parametrize("columns", ["60", "200"])
+@pytest.mark.parametrize("columns", ["40", "200"])
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -56,6 +56,10 @@ def _encoding(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
         ),
         ([], "Missing from lather x: PLACE Where. (required); lather x --help shows what it takes"),
         (["here", "--round", "7"], "Unrecognized options: --round, 7; did you mean --rounds?"),
+        (
+            ["here", "--section.rate-of-the-whole-and-of-parts", "7"],
+            "Unrecognized options: --section.rate-of-the-whole-and-of-parts, 7; lather x --help shows what it takes",
+        ),
     ],
     ids=str,
 )

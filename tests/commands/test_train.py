@@ -177,9 +177,13 @@ def test_one_process_may_be_asked_for(tmp_path: Path) -> None:
 
 def test_another_signal_leaves_a_run_that_is_saving_alone_and_a_repeated_one_ends_it() -> None:
     received: list[signal.Signals] = []
-    with stop_signals(received.append):
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGTERM)
-        assert received == [signal.SIGINT, signal.SIGTERM]
-        with pytest.raises(KeyboardInterrupt):
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)  # nohup has it ignored
+    try:
+        with stop_signals(received.append):
             signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGTERM)
+            assert received == [signal.SIGINT, signal.SIGTERM]
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, inherited)

@@ -163,8 +163,12 @@ def test_text_beyond_the_locales_alphabet_is_kept(make_config: MakeConfig, tmp_p
     config = make_config(log={"sample_prompt": "日本"})
     file = tmp_path / "config.toml"
     file.write_text(config_to_toml(config), "utf-8")
-    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    subprocess.run([sys.executable, "-c", HOLDER, str(file)], stdin=subprocess.DEVNULL, env=environment, check=True)
+    ascii_alone = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    paths = os.pathsep.join(path for path in sys.path if path)
+    # Without -S, Python 3.11 reads the checkout's path in a .pth file, and ends if it is not ASCII.
+    command = [sys.executable, "-S", "-c", HOLDER, str(file)]
+    environment = {**os.environ, **ascii_alone, "PYTHONPATH": paths}
+    subprocess.run(command, stdin=subprocess.DEVNULL, env=environment, check=True)
     assert load_config(Path(config.run_dir) / "config.toml") == config.resolved()
 
 

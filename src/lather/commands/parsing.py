@@ -4,10 +4,12 @@ reduced from a box to one line."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
+import os
 import re
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any, Literal, TypeVar
 
@@ -25,6 +27,9 @@ MOST_BYTES = 10**18
 
 ONE_OF_SEVERAL = (tyro.conf.AvoidSubcommands,)
 """tyro settings: a field whose type is a union of dataclasses keeps the class of its default, and its fields become plain options."""
+
+BOX = 80
+"""Greatest width of tyro's boxes in columns."""
 
 SAID = ("name", "help", "help_behavior_hint")
 """Properties of a field that `tyro.conf.arg` may give."""
@@ -93,16 +98,30 @@ def parse_arguments(cls: type[A], prog: str, arguments: list[str], default: A | 
 
     Raises UserError, of one line, if they are not valid; SystemExit after printing the help if they ask for it.
     """
-    boxed = io.StringIO()
+    more: dict[str, Any] = {} if default is None else {"default": default, "config": ONE_OF_SEVERAL}
+    parse = functools.partial(tyro.cli, cls, prog=prog, args=arguments, **more)
     try:
-        with contextlib.redirect_stderr(boxed):
-            if default is None:
-                return tyro.cli(cls, prog=prog, args=arguments)
-            return tyro.cli(cls, prog=prog, args=arguments, default=default, config=ONE_OF_SEVERAL)
+        with contextlib.redirect_stderr(io.StringIO()):
+            return parse()
     except SystemExit as exit_:
         if exit_.code in (0, None):
             raise
-        raise UserError(_with_nearest_names(one_line(boxed.getvalue(), prog), cls, default)) from None
+    raise UserError(_with_nearest_names(one_line(_box_of(parse), prog), cls, default))
+
+
+def _box_of(parse: Callable[[], object]) -> str:
+    """Return the box that tyro draws around an error, at its full width: in a narrower terminal it
+    would break long names."""
+    columns, boxed = os.environ.get("COLUMNS"), io.StringIO()
+    os.environ["COLUMNS"] = str(BOX)
+    try:
+        with contextlib.redirect_stderr(boxed), contextlib.suppress(SystemExit):
+            parse()
+    finally:
+        del os.environ["COLUMNS"]
+        if columns is not None:
+            os.environ["COLUMNS"] = columns
+    return boxed.getvalue()
 
 
 def _with_nearest_names(message: str, cls: type, default: object) -> str:
