@@ -83,7 +83,8 @@ def run(options: CallsBenchmark) -> int:
 def count(case: CallCase) -> Row:
     """Count calls, functions and files of one step of the case."""
     params = [nn.Parameter(torch.randn(case.shape)) for _ in range(case.num_params)]
-    optimizer = SOAP(params, precondition_frequency=FREQUENCY)
+    rule = "soap" if len(case.shape) > 1 else "adamw"
+    optimizer = SOAP([{"params": params, "rule": rule}], precondition_frequency=FREQUENCY)
     for _ in range(WARM_UP + (FREQUENCY - WARM_UP % FREQUENCY - 1) * case.refreshes):
         _give_gradients(params)
         optimizer.step()
