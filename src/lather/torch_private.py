@@ -44,6 +44,10 @@ GPUs on it. The public way to add a device requires a C++ library. `fake_tensors
 shapes could only be run on the meta device, for which no branch for GPUs is taken. `fake_tensors_behave` corrects two things while they are
 in use: their `tolist()` reads element by element, and `torch.tensor` would need memory on the device.
 
+`dtensor_over` makes a DTensor over a view. `DTensor.from_local` would give the DTensor itself the view's
+offset in its storage, and `torch.distributed.checkpoint.async_save` then looks for a storage that a
+DTensor does not have.
+
 `is_flattened` reads the mark that FSDP1 sets on flat parameters, and on those of which it has made
 flat pieces. Shapes alone do not tell a piece of a matrix from a vector.
 
@@ -91,6 +95,17 @@ set_fp32_precision = torch._C._set_fp32_precision_setter
 def base_of(view: Tensor) -> Tensor | None:
     """Return the tensor of which `view` is a view, as autograd records it; None if it is not a view."""
     return view._base
+
+
+def dtensor_over(part: Tensor, mesh: Any, placements: Sequence[Any], like: Tensor) -> Tensor:
+    """Return a DTensor with the shape and strides of `like` whose part on this rank is `part`, which
+    may be a view."""
+    from torch.distributed.tensor import DTensor
+
+    empty = part.new_empty(()).expand(part.shape)
+    x = DTensor.from_local(empty, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+    x._local_tensor = part
+    return x
 
 
 def is_flattened(p: Tensor) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from sharded_cases import LAYOUTS, trained
 from sharded_state_cases import KINDS, Run, differing
 from torch import Tensor, nn
@@ -180,4 +181,83 @@ def version_differences(rank: int, world_size: int) -> list[str]:
                     if "modified by an inplace operation" in str(error):
                         continue
                 wrong.append(f"{cls.__name__} {placement} {tuple(p.shape)}")
+    return wrong
+
+
+def exchanged_differences(rank: int, world_size: int, folder: str) -> list[str]:
+    """Name the rules for which room for a checkpoint goes wrong if it is loaded where it was not lent,
+    with entries exchanged, or saved asynchronously."""
+    wrong = []
+    for cls, options in (*((cls, {}) for cls in RULES), (SOAP, {"ownership": "replicated"})):
+        name = f"{cls.__name__} {options}"
+        trained, optimizer = sharded(cls, **options)
+        steps(trained, optimizer, range(3))
+        saved = get_optimizer_state_dict(trained, optimizer)
+        expected = whole({"state": saved["state"]})
+
+        def filled(net: Net, optimizer: MatrixOptimizer, saved: dict[str, Any], factor: float) -> dict[str, Any]:
+            room = get_optimizer_state_dict(net, optimizer)
+            for key, state in saved["state"].items():
+                for entry, x in state.items():
+                    local(room["state"][key][entry]).copy_(local(x) * factor)
+            return room
+
+        (one, first), (two, second) = sharded(cls, **options), sharded(cls, **options)
+        rooms = filled(one, first, saved, 1.0), filled(two, second, saved, 2.0)
+        set_optimizer_state_dict(one, first, rooms[1])
+        set_optimizer_state_dict(two, second, rooms[0])
+        for net, loaded, factor in ((one, first, 2.0), (two, second, 1.0)):
+            found = whole({"state": get_optimizer_state_dict(net, loaded)["state"]})
+            wrong += [f"{name}: {key} of crossed rooms" for key, x in expected.items() if not torch.equal(x * factor, found[key])]
+
+        net, swapped = sharded(cls, **options)
+        room = filled(net, swapped, saved, 1.0)
+        a, b = "layers.0.weight", "layers.2.weight"
+        room["state"][a], room["state"][b] = room["state"][b], room["state"][a]
+        set_optimizer_state_dict(net, swapped, room)
+        found = whole({"state": get_optimizer_state_dict(net, swapped)["state"]})
+        exchange = {a: b, b: a}
+        wrong += [
+            f"{name}: {key} {entry} of exchanged entries"
+            for (key, entry), x in expected.items()
+            if not torch.equal(x, found[exchange.get(key, key), entry])
+        ]
+
+        net, early = sharded(cls, **options)
+        room = {"optimizer": get_optimizer_state_dict(net, early)}
+        before = whole({"state": room["optimizer"]["state"]})
+        dcp.async_save(room, checkpoint_id=f"{folder}/{name}").result()  # type: ignore[union-attr]
+        steps(net, early, range(2))
+        target = {"optimizer": get_optimizer_state_dict(net, early)}
+        dcp.load(target, checkpoint_id=f"{folder}/{name}")
+        found = whole({"state": target["optimizer"]["state"]})
+        wrong += [f"{name}: {key} saved before the first step" for key, x in before.items() if not torch.equal(x, found[key])]
+    return wrong
+
+
+def reset_differences(rank: int, world_size: int) -> list[str]:
+    """Name the rules for which a parameter whose state is removed in mid-run does not begin again, or
+    for which state of a wrong shape is not refused."""
+    wrong = []
+    for cls, options in (*((cls, {}) for cls in RULES), (SOAP, {"ownership": "replicated"})):
+        name = f"{cls.__name__} {options}"
+        (one, first), (two, second) = sharded(cls, **options), sharded(cls, **options)
+        for net, optimizer in ((one, first), (two, second)):
+            steps(net, optimizer, range(2))
+            del optimizer.state[net.layers[1].weight]
+            if optimizer is first:
+                optimizer.init_state()
+            steps(net, optimizer, range(2, 4))
+        for (key, p), q in zip(one.named_parameters(), two.parameters(), strict=True):
+            if not torch.equal(local(p), local(q)):
+                wrong.append(f"{name}: {key} after its state was removed")
+        if options:
+            state = first.state[one.up.weight]
+            state["exp_avg"] = state["exp_avg"][:1, :1]
+            try:
+                steps(one, first, range(4, 5))
+                wrong.append(f"{name}: rows of a wrong shape are accepted")
+            except ValueError as error:
+                if "exp_avg" not in str(error):
+                    wrong.append(f"{name}: {error}")
     return wrong

@@ -1,7 +1,9 @@
 """State of spread parameters that is moved, taken as room for a checkpoint, loaded, or part of a graph."""
 
+from pathlib import Path
+
 import pytest
-from moved_cases import moved_differences, room_differences, version_differences
+from moved_cases import exchanged_differences, moved_differences, reset_differences, room_differences, version_differences
 from ranks import run_ranks
 
 
@@ -16,3 +18,11 @@ def test_room_for_a_checkpoint_takes_half_of_the_state_on_two_ranks() -> None:
 
 def test_a_step_tells_autograd_which_weights_it_changed() -> None:
     assert run_ranks(version_differences, 2) == [[], []]
+
+
+def test_room_that_is_loaded_elsewhere_or_saved_has_the_right_values(tmp_path: Path) -> None:
+    assert run_ranks(exchanged_differences, 2, str(tmp_path)) == [[], []]
+
+
+def test_state_that_is_removed_begins_again_and_state_that_does_not_fit_is_refused() -> None:
+    assert run_ranks(reset_differences, 2) == [[], []]

@@ -205,3 +205,30 @@ def test_vectors_with_different_step_counts_are_few_calls_of_the_kernel(monkeypa
             p.grad = torch.ones(16) if step or number % 2 else None
         optimizer.step()
     assert calls == [20, 20, 20]
+
+
+@pytest.mark.parametrize(("name", "bad"), [("lr", -1.0), ("lr", float("nan")), ("weight_decay", -1.0), ("betas", 3)])
+def test_a_refused_change_of_one_group_leaves_the_others_as_they_are(name: str, bad: Any) -> None:
+    first, second = parameters([(16,), (16,)])
+    optimizer = AdamW([{"params": [first]}, {"params": [second]}], lr=0.1)
+    run(optimizer, [first, second], range(1))
+    good = optimizer.param_groups[1][name]
+    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.param_groups[1][name] = bad
+    with pytest.raises(ValueError, match=name):
+        run(optimizer, [first, second], range(1, 2))
+    optimizer.param_groups[1][name] = good
+    before = clones([first, second])
+    run(optimizer, [first, second], range(1, 2))
+    assert torch.equal(first.detach(), before[0].detach())
+    assert not torch.equal(second.detach(), before[1].detach())
+
+
+def test_a_key_that_takes_the_place_of_another_is_seen() -> None:
+    (p,) = parameters([(4, 6)])
+    optimizer = Muon([{"params": [p], "lr_scale": 1.0}])
+    run(optimizer, [p], range(1))
+    del optimizer.param_groups[0]["lr_scale"]
+    optimizer.param_groups[0]["use_muon"] = False
+    with pytest.raises(ValueError, match="use_muon"):
+        run(optimizer, [p], range(1, 2))

@@ -317,3 +317,136 @@ def test_loading_takes_the_memory_of_the_state_once(cls: type[MatrixOptimizer], 
         fresh.load_state_dict(saved)
     assert again.bytes <= 1.1 * size
     assert all(torch.equal(x, saved["state"][number][key]) for number, state in enumerate(fresh.state.values()) for key, x in state.items())
+
+
+# --- in between -------------------------------------------------------------------------------------
+
+
+@few_kinds
+def test_init_state_between_two_steps_makes_what_was_removed_and_moves_nothing_else(kind: str) -> None:
+    params, others = parameters(SHAPES), parameters(SHAPES)
+    a, b = make(kind, params), make(kind, others)
+    run_both((a, params), (b, others), range(2))
+    for optimizer, same in ((a, params), (b, others)):
+        del optimizer.state[same[2]]
+    through_data(a)
+    a.init_state()
+    run_both((a, params), (b, others), range(2, 4))
+    assert int(a.state[params[2]]["step"]) == 2
+    assert all_same(params, others)
+    assert same_state(a, params, b, others)
+
+
+@few_kinds
+def test_tensors_of_the_state_stay_the_same_objects(kind: str) -> None:
+    """Tools that offload state list its tensors once."""
+    params, others = parameters(SHAPES), parameters(SHAPES)
+    a, b = make(kind, params), make(kind, others)
+    run_both((a, params), (b, others), range(1))
+    listed = entries(a)
+    for step in range(1, 5):
+        for x in listed:
+            x.data = x.data.clone()
+        memory = memory_of(listed)
+        run_both((a, params), (b, others), range(step, step + 1))
+        assert all(x is y for x, y in zip(listed, entries(a), strict=True))
+        for x in listed:
+            x.data = x.data.clone()
+        assert is_free(memory)
+    assert all_same(params, others)
+
+
+def test_one_tensor_that_is_given_to_two_parameters_becomes_two() -> None:
+    params = parameters([(4, 6), (4, 6)])
+    optimizer = AdamW(params)
+    run(optimizer, params, range(1))
+    shared = torch.zeros(4, 6)
+    for p in params:
+        optimizer.state[p]["exp_avg"] = shared
+    run(optimizer, params, range(1, 3))
+    first, second = (optimizer.state[p]["exp_avg"] for p in params)
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("what", ["slice", "step"])
+def test_state_that_does_not_fit_is_refused_before_anything_changes(what: str) -> None:
+    params = parameters([(4, 6), (4, 6)])
+    optimizer = SOAP(params)
+    run(optimizer, params, range(2))
+    weights = clones(params)
+    state = optimizer.state[params[0]]
+    if what == "slice":
+        state["exp_avg"] = state["exp_avg"][:2]
+    else:
+        del state["step"]
+    with pytest.raises(ValueError, match="exp_avg" if what == "slice" else "step"):
+        run(optimizer, params, range(2, 3))
+    assert all_same(params, weights)
+
+
+def test_deferred_refreshes_of_other_parameters_are_done_when_one_loses_its_state() -> None:
+    params, others = parameters([(4, 6)] * 3), parameters([(4, 6)] * 3)
+    options = {"async_refresh": True, "precondition_frequency": 100}
+    a, b = SOAP(params, **options), SOAP(others, **options)
+    a.defer_refreshes()
+    run_both((a, params), (b, others), range(1))
+    for optimizer, same in ((a, params), (b, others)):
+        optimizer.state_dict() if optimizer is b else None
+        del optimizer.state[same[2]]
+    run_both((a, params), (b, others), range(1, 3))
+    assert all_same(params, others)
+
+
+def test_state_that_is_replaced_as_a_whole_gets_the_pending_refreshes() -> None:
+    params, others = parameters([(4, 6)] * 3), parameters([(4, 6)] * 3)
+    options = {"async_refresh": True, "precondition_frequency": 1}
+    a, b = SOAP(params, **options), SOAP(others, **options)
+    a.defer_refreshes()
+    for step in range(4):
+        run_both((a, params), (b, others), range(step, step + 1))
+        memory = memory_of(entries(a))
+        copies = {p: {name: x.clone() for name, x in state.items()} for p, state in a.state.items()}
+        a.state = defaultdict(dict, copies)
+        del copies
+        assert is_free(memory)
+    assert all_same(params, others)
+
+
+@kinds
+def test_parameters_are_free_when_user_and_optimizer_are_gone(kind: str) -> None:
+    params = parameters(SHAPES)
+    optimizer = make(kind, params)
+    for step in range(3):
+        run(optimizer, params, range(step, step + 1))
+        params[step].grad = None
+        optimizer.step()  # a new plan: the old one must be free
+    weights = memory_of(params)
+    del params, optimizer
+    assert is_free(weights)
+
+
+def test_a_parameter_that_leaves_is_free_after_the_next_step() -> None:
+    params = parameters([(4, 6), (4, 6)])
+    optimizer = Muon(params)
+    run(optimizer, params, range(2))
+    optimizer.param_groups[0]["params"].pop()
+    left = params.pop()
+    del optimizer.state[left]
+    memory = memory_of([left])
+    run(optimizer, params, range(2, 3))
+    del left
+    assert is_free(memory)
+
+
+@pytest.mark.parametrize("cls", [AdamW, Muon])
+def test_a_parameter_that_becomes_larger_or_smaller_in_place_is_refused(cls: type[MatrixOptimizer]) -> None:
+    memory = torch.zeros(64, 16)
+    p = torch.nn.Parameter(memory[:16])
+    optimizer = cls([p], lr=0.1)
+    run(optimizer, [p], range(2))
+    for rows in (32, 4):
+        p.data, p.grad = memory[:rows], None
+        before = memory.clone()
+        with pytest.raises(ValueError, match="shape"):
+            run(optimizer, [p], range(2, 3))
+        assert torch.equal(memory, before)

@@ -5,8 +5,9 @@ order of the parameter groups; `optimizer.state[p]` holds views of the rows that
 views alone keep a stack alive: between steps a bucket has no tensor, so that memory is free as soon
 as the user removes or moves the state. A step opens the buckets: it finds the stacks in the state.
 
-A member of a bucket is the part of a parameter on which this rank works. It has the same interface in all three cases: gradient and weight
-as tensors of one shape, and the tensor that an update changes.
+A member of a bucket is the part of a parameter on which this rank works. It has the same interface
+in all three cases: gradient and weight as tensors of one shape, and the tensor that an update
+changes.
 
     index ()         a parameter that is not spread over ranks, or this rank's whole part of one that is
     index (slices)   the rows of this rank's part that this rank owns
@@ -127,7 +128,8 @@ class Bucket:
 
     def allocate(self) -> list[dict[str, Tensor]]:
         """Allocate the stacks with their initial values, and return the views of each member. They
-        are detached: otherwise they would keep the stack alive when their `data` is replaced."""
+        are detached, because autograd keeps the base of any other view alive, even when the user
+        replaces the view's `data`."""
         entries, rows = self.entries.items(), self.first_row[-1]
         stacks = {name: entry.allocate(rows, self.device) for name, entry in entries}
 
@@ -138,13 +140,21 @@ class Bucket:
         pairs = zip(self.members, self.first_row, strict=False)
         return [{name: view(name, x, member, row) for name, x in entries} for member, row in pairs]
 
-    def stack(self, state: States) -> None:
-        """Move the state of the members into new stacks."""
+    def stack(self, state: States) -> States:
+        """Move the state of the members into new stacks. Return state for `open_buckets`: it has
+        initial entries for members whose state was deleted.
+
+        A tensor of the state stays the same object, in case the user has a list of them."""
+        found: dict[Tensor, dict[str, Tensor]] = {}
+        moved = set[int]()
         for member, views in zip(self.members, self.allocate(), strict=True):
-            own = state[member.param]
-            for name, view in views.items():
+            own = found[member.param] = state.get(member.param, views)
+            for name, view in views.items() if own is not views else ():
                 view.copy_(own[name])
-                own[name] = view
+                if id(own[name]) in moved or not move_to(own[name], view):
+                    own[name] = view
+                moved.add(id(own[name]))
+        return found
 
     @cached_property
     def temporary_bytes(self) -> int:
@@ -155,16 +165,11 @@ class Bucket:
         free = ask(self.device)[0] if ask is not None else 0
         return min(max(free // 4, LEAST_GPU_BYTES), 2 * LEAST_GPU_BYTES)
 
-    def exists(self, state: States) -> bool:
-        """Whether every member has state with the entries of the bucket."""
-        states = [state.get(member.param, {}) for member in self.members]
-        return all(own.keys() - {"step"} == self.entries.keys() for own in states)
-
     def is_stacked(self, state: States) -> bool:
         """Whether the state of the members consists of views of stacks, as `allocate` makes them."""
-        if not self.exists(state):
+        states = [state.get(member.param, {}) for member in self.members]
+        if any(own.keys() != {"step", *self.entries} for own in states):
             return False
-        states = [state[member.param] for member in self.members]
         for name, entry in self.entries.items():
             views, numel = [own[name] for own in states], math.prod(entry.shape)
             storage, first = views[0].untyped_storage().data_ptr(), views[0].storage_offset()
@@ -176,6 +181,15 @@ class Bucket:
                 if x.device != self.device or not x.is_contiguous():
                     return False
         return True
+
+
+def move_to(x: Tensor, new: Tensor) -> bool:
+    """Give the tensor object `x` the memory of `new`; return whether torch allows it for these two."""
+    try:
+        x.data = new
+    except (RuntimeError, TypeError):
+        return False
+    return True
 
 
 def _strides(size: tuple[int, ...]) -> tuple[int, ...]:

@@ -143,6 +143,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         """Return the roster. If parameters or options have changed it is made again; an option that is now out of range raises
         ValueError."""
         if self._roster is None or not self._is_unchanged(self._roster):
+            self._roster = None
             roster = self._make_roster()
             self._sharding.plan(roster.params)
             self._roster = roster

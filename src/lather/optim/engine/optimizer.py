@@ -23,7 +23,6 @@ from torch.autograd.graph import increment_version
 from torch.autograd.profiler import record_function
 from torch.optim.optimizer import ParamsT
 
-from lather.optim.engine.buckets import States
 from lather.optim.engine.gradients import GradientNorms, are_zero, inspect_gradients, measure_gradients
 from lather.optim.engine.pending import PendingRefreshes
 from lather.optim.engine.plan import (
@@ -33,6 +32,7 @@ from lather.optim.engine.plan import (
     close_buckets,
     matmul_precision,
     open_buckets,
+    places_of,
     runs_of,
     step_counts,
     take_whole,
@@ -136,7 +136,7 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
                 for one in plan.gathered:
                     self._step_replicated(one, plan.idle)
                 open_buckets(plan.buckets, self.state)
-                self._walk(plan.runs, plan.exchanges, self.state)
+                self._walk(plan.runs, plan.exchanges)
         except BaseException:
             self._plan = None
             for exchange in plan.exchanges:
@@ -205,7 +205,7 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
         is_same = True
         for known in roster.groups:
             group = known.group
-            if len(group) != known.num_keys or list(map(id, group["params"])) != known.ids:
+            if group.keys() != known.keys or list(map(id, group["params"])) != known.ids:
                 return False
             try:
                 is_same = is_same and bool(group["lr"] == known.lr)
@@ -213,9 +213,10 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
             except (RuntimeError, ValueError):  # an array of several elements has no truth value
                 return False
         if not is_same or _places(roster.params) != roster.places:
+            self._roster = None  # a change that is refused leaves no roster that is half changed
             if not roster.take_changes():
                 return False
-            roster.places = _places(roster.params)
+            roster.places, self._roster = _places(roster.params), roster
         return not (roster.frozen and any(p.requires_grad or p.grad is not None for p in roster.frozen))
 
     def _make_plan(self, usable: list[ParamInfo], key: tuple[object, ...]) -> StepPlan:
@@ -234,12 +235,14 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
             exchange_of = {id(x.param): exchange for exchange in exchanges for x in exchange.params}
         taking = {id(one.param): (one, step_of[id(one)], exchange_of.get(id(one.param))) for one in alive}
         runs = [run for bucket in self._buckets for run in runs_of(bucket, taking)]
+        self._state_places = places_of(self.state)
         return StepPlan(usable, runs, exchanges, self.state, key)
 
     # --- the phases of the step -------------------------------------------------------------------------------------------------------
 
-    def _walk(self, runs: list[MemberRun], exchanges: list[OwnerExchange], state: States) -> None:
-        """Run all phases for runs whose buckets are open, with this state."""
+    def _walk(self, runs: list[MemberRun], exchanges: list[OwnerExchange], *, defers: bool = True) -> None:
+        """Run all phases for runs whose buckets are open. Without `defers`, refreshes are done now that
+        could be done until the next step."""
         statistics = list(filter(attrgetter("info.has_statistics"), runs))
         coming = list(filter(attrgetter("has_statistics"), exchanges))
         if statistics or coming:
@@ -248,7 +251,8 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
         early, late, deferred = list[MemberRun](), list[MemberRun](), list[MemberRun]()
         for run in runs:
             if run.due is not NOBODY:
-                (deferred if run.is_async else early if run.rule.refreshes_first else late).append(run)
+                own = early if run.rule.refreshes_first else late
+                (own if not run.is_async else deferred if defers else late).append(run)
         if early:
             self._refresh_bases(early)
         with record_function("lather.optim.update"):
@@ -256,7 +260,7 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
         if late:
             self._refresh_bases(late)
         if deferred:
-            self._pending.add(self._due(deferred), state)
+            self._pending.add(self._due(deferred))
 
     def _step_replicated(self, one: ParamInfo, idle: dict[int, list[bool]]) -> None:
         """Run all phases for one parameter that every rank gathers and updates (`ownership="replicated"`)."""
@@ -264,8 +268,7 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
         whole = Gathered(one, self._sharding, state)
         runs = runs_of(whole.bucket, {id(one.param): (one, int(state["step"]) - 1, None)})
         self._count_step(runs, idle)
-        self._walk(runs, [], whole.state)
-        self._pending.finish()
+        self._walk(runs, [], defers=False)
         whole.keep(*one.rates())
 
     def _work_through(self, runs: list[MemberRun], exchanges: Sequence[OwnerExchange], *, is_last: bool) -> None:
@@ -301,16 +304,16 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
             if not take_whole(some):
                 alike.setdefault((some[0].precision, some[0].rule.num_streams), []).extend(some)
         for some in alike.values():
-            chunks: Iterable[Chunk] = [chunk for run in some for chunk in run.chunks]
+            chunks: Iterable[tuple[MemberRun, Chunk]] = [(run, chunk) for run in some for chunk in run.chunks]
             num_streams = some[0].rule.num_streams
             if num_streams > 1:
                 chunks = on_streams(chunks, self._streams, num_streams, some[0].bucket.device)
             with matmul_precision(some[0].precision):
-                for chunk in chunks:
+                for run, chunk in chunks:
                     if is_last:
-                        chunk.take_update()
+                        chunk.take_update(run)
                     else:
-                        chunk.take_statistics()
+                        chunk.take_statistics(run)
 
     def _refresh_bases(self, runs: list[MemberRun]) -> None:
         with record_function("lather.optim.refresh"):
@@ -355,6 +358,6 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
 
 
 def _places(params: Sequence[ParamInfo]) -> list[Any]:
-    """Return the memory addresses and the strides of the parameters."""
+    """Return the memory addresses, strides and sizes of the parameters."""
     tensors = [one.param if one.spread is None else local(one.param) for one in params]
-    return [*map(Tensor.data_ptr, tensors), *map(Tensor.stride, tensors)]
+    return [*map(Tensor.data_ptr, tensors), *map(Tensor.stride, tensors), *map(Tensor.numel, tensors)]

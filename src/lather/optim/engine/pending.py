@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,10 +35,9 @@ FIRST_RATE = 1e10
 class PendingRefreshes:
     """The refreshes of one optimizer that are not finished yet, in order."""
 
-    def __init__(self, counts: Counts) -> None:
-        self._counts, self._streams = counts, SideStreams()
-        self._state: States = {}
-        """State that the refreshes change; empty when there are none."""
+    def __init__(self, counts: Counts, state: Callable[[], States]) -> None:
+        """`state`: function that returns the state of the optimizer, which the user may replace."""
+        self._counts, self._state, self._streams = counts, state, SideStreams()
         self.waiting: deque[DimRefresh] = deque()
         """Pieces that have not been started."""
         self.launched: Launched = []
@@ -53,9 +52,8 @@ class PendingRefreshes:
         """Number of pieces that have not been started."""
         return len(self.waiting)
 
-    def add(self, jobs: list[DimRefresh], state: States) -> None:
-        """Add refreshes of this state to be done."""
-        self._state = state
+    def add(self, jobs: list[DimRefresh]) -> None:
+        """Add refreshes to be done."""
         if self.deferred:
             self.waiting.extend(piece for job in jobs for piece in _pieces(job))
         elif jobs:
@@ -84,30 +82,26 @@ class PendingRefreshes:
         if self.launched:
             join(self._streams)
         launched, self.launched, self._last = self.launched, [], None
-        launched = [(job, flags) for job, flags in launched if job.run.bucket.exists(self._state)]
         buckets = {id(job.run.bucket): job.run.bucket for job, _ in launched}.values()
-        with torch.no_grad(), no_autocast(), _opened(buckets, self._state):
+        with torch.no_grad(), no_autocast(), _opened(buckets, self._state()):
             finish(launched, self._counts)
-        self._state = {}
 
     def forget(self) -> None:
         """Drop all refreshes, because the state has been replaced."""
         join(self._streams)
         self.waiting.clear()
-        self.launched, self._last, self._state = [], None, {}
+        self.launched, self._last = [], None
 
     def _launch(self, jobs: list[DimRefresh]) -> None:
-        """Launch refreshes; leave out those whose state was deleted since they were added."""
-        jobs = [job for job in jobs if job.run.bucket.exists(self._state)]
         buckets = {id(job.run.bucket): job.run.bucket for job in jobs}.values()
         with (
             record_function("lather.optim.launch_refresh"),
             torch.no_grad(),
             no_autocast(),
-            _opened(buckets, self._state),
+            _opened(buckets, self._state()),
         ):
             changed = [stack for bucket in buckets for stack in bucket.stacks.values()]
-            device = jobs[0].run.bucket.device if jobs else torch.device("cpu")
+            device = jobs[0].run.bucket.device
             with beside(self._streams, changed, device):
                 self.launched += launch(jobs, self._counts)
                 if is_gpu(device):
@@ -116,12 +110,12 @@ class PendingRefreshes:
 
 @contextmanager
 def _opened(buckets: Collection[Bucket], state: States) -> Iterator[None]:
-    """Have the buckets open inside the block, also those whose state was moved since the last step."""
-    for bucket in buckets:
-        if not bucket.is_stacked(state):
-            bucket.stack(state)
-    open_buckets(buckets, state)
+    """Have the buckets open inside the block, also if the state of members was moved or deleted
+    since the last step."""
     try:
+        for bucket in buckets:
+            whole = state if bucket.is_stacked(state) else bucket.stack(state)
+            open_buckets([bucket], whole)
         yield
     finally:
         close_buckets(buckets)

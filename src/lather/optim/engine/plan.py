@@ -1,8 +1,9 @@
 """The plan of a step: which rows of which buckets are updated together, in which chunks, and what ranks exchange.
 
-A plan is made when parameters, options or the set of existing gradients have changed; every step then executes it. Adjacent members of a
-bucket that have a gradient, the same step count and the same options form a run. A run is processed in chunks that are small enough to
-limit temporary memory and, on a CPU, to fit into the cache.
+A plan is made when parameters, options other than numbers, or the set of existing gradients have
+changed; every step then executes it. Adjacent members of a bucket that have a gradient, the same step
+count and the same options form a run. A run is processed in chunks that are small enough to limit
+temporary memory and, on a CPU, to fit into the cache.
 
     MemberRun   adjacent members that take a step with the same t and the same options
     Chunk       some rows of a run, which the rule receives as one batch
@@ -123,10 +124,12 @@ def take_whole(runs: Sequence[MemberRun]) -> bool:
 
 
 class Chunk:
-    """Rows start to stop of a bucket, all within one run."""
+    """Rows start to stop of a bucket, all within one run, which its methods are given (a chunk that held
+    its run would form a cycle with it, and keep the parameters of an old plan)."""
 
     def __init__(self, run: MemberRun, start: int, stop: int) -> None:
-        self.run, self.start, self.stop, self.dtype = run, start, stop, run.rule.compute_dtype
+        self.bucket, self.start, self.stop = run.bucket, start, stop
+        self.dtype, self._first_of_run = run.rule.compute_dtype, run.rows.start
         self._is_wide = all(x.dtype == self.dtype for x in run.bucket.entries.values())
         self._is_whole = stop - start == run.bucket.first_row[-1]
         self._pieces: list[tuple[Member, int, int]] = []
@@ -145,24 +148,24 @@ class Chunk:
 
     def _as_parameters(self, batch: Tensor) -> list[Tensor]:
         """Return views of the batch (B, ...) in the shapes of its parameters, for a chunk of whole parameters."""
-        return list(batch.unbind() if self.run.bucket.kind == "tensor" else batch.split(self._lengths))
+        return list(batch.unbind() if self.bucket.kind == "tensor" else batch.split(self._lengths))
 
     def _gather(self, tensors: list[Tensor]) -> Tensor:
         """Join tensors of parameters, in any layout, to one contiguous batch in the dtype of computation; a view if possible."""
         if self._params is None:
             tensors = [member.layout.as_batch(x, low, high) for x, (member, low, high) in zip(tensors, self._pieces, strict=True)]
         if len(tensors) == 1:
-            is_matrix = self._params is not None and self.run.bucket.kind == "tensor"
+            is_matrix = self._params is not None and self.bucket.kind == "tensor"
             return (tensors[0].unsqueeze(0) if is_matrix else tensors[0]).to(self.dtype).contiguous()
-        out = tensors[0].new_empty((self.stop - self.start, *self.run.bucket.inner), dtype=self.dtype)
+        out = tensors[0].new_empty((self.stop - self.start, *self.bucket.inner), dtype=self.dtype)
         foreach_copy_(list(out.split(self._lengths)) if self._params is None else self._as_parameters(out), tensors)
         return out
 
-    def gradients(self) -> Tensor:
+    def gradients(self, run: MemberRun) -> Tensor:
         """Return the gradients (B, n_0, n_1, ...), negated for `maximize`; nobody may change them in place."""
         grads: Any = [member.grad() for member, _, _ in self._pieces] if self._params is None else [p.grad for p in self._params]
         g = self._gather(grads)
-        return -g if self.run.rule.maximize else g
+        return -g if run.rule.maximize else g
 
     def weights(self) -> Tensor:
         """Return the weights as a batch, for reading."""
@@ -170,18 +173,18 @@ class Chunk:
             return self._gather([p.detach() for p in self._params])
         return self._gather([member.weight() for member, _, _ in self._pieces])
 
-    def state(self) -> tuple[State, dict[str, Tensor]]:
+    def state(self, run: MemberRun) -> tuple[State, dict[str, Tensor]]:
         """Return the state of these rows in the dtype of computation, and as it is stored; call `store` after changing it."""
-        stacks = self.run.bucket.stacks
+        stacks = self.bucket.stacks
         if not self._is_whole:
             stacks = {name: stack[self.start : self.stop] for name, stack in stacks.items()}
         state = State(stacks)
         if not self._is_wide:
             state.update({name: stack.to(self.dtype) for name, stack in stacks.items()})
-        if self.run.idle:
-            offset = self.run.rows.start
-            marks = self.run.idle[self.start - offset : self.stop - offset]
-            state.active = index_on([row for row, mark in enumerate(marks) if not mark], self.run.bucket.device)
+        if run.idle:
+            offset = self._first_of_run
+            marks = run.idle[self.start - offset : self.stop - offset]
+            state.active = index_on([row for row, mark in enumerate(marks) if not mark], self.bucket.device)
         return state, stacks
 
     def store(self, state: State, stacks: dict[str, Tensor]) -> None:
@@ -190,36 +193,36 @@ class Chunk:
             if state[name] is not stack:
                 stack.copy_(state[name])
 
-    def take_statistics(self) -> None:
+    def take_statistics(self, run: MemberRun) -> None:
         """Run the rule's `statistics` phase."""
-        state, stacks = self.state()
-        self.run.rule.statistics(self.gradients(), state, self.run.step)
+        state, stacks = self.state(run)
+        run.rule.statistics(self.gradients(run), state, run.step)
         self.store(state, stacks)
 
-    def take_update(self) -> None:
+    def take_update(self, run: MemberRun) -> None:
         """Run the rule's `update` phase and change the weights."""
-        run, (state, stacks) = self.run, self.state()
+        state, stacks = self.state(run)
         if run.info.needs_weights:
             state.weights = self.weights()
-        u = run.rule.update(self.gradients(), state, run.step)
+        u = run.rule.update(self.gradients(run), state, run.step)
         if run.info.layout.keeps_norm:
-            u = self._with_kept_norm(u, state)
-        self._apply(u)
+            u = self._with_kept_norm(u, state, run)
+        self._apply(u, run)
         self.store(state, stacks)
 
-    def _with_kept_norm(self, u: Tensor, state: State) -> Tensor:
+    def _with_kept_norm(self, u: Tensor, state: State, run: MemberRun) -> Tensor:
         """Return new weights: W - lr r U / |U|, scaled to the norm r of the first step; W - lr U where r is 0."""
-        w, lr = state.weights, self.run.lr
+        w, lr = state.weights, run.lr
         assert w is not None
-        if self.run.step == 1:
+        if run.step == 1:
             state[NORM] = norms(w)
         r = column(state[NORM], u)
         new = w - lr * (u * factors_between(r, column(norms(u), u)).where(r > 0, 1.0))
         return new * factors_between(r, column(norms(new), new)).where(r > 0, 1.0)
 
-    def _apply(self, u: Tensor) -> None:
+    def _apply(self, u: Tensor, run: MemberRun) -> None:
         """Set W = (1 - decay) W - lr U for weights on this rank, and copy other updates to where they are sent from."""
-        lr, decay = self.run.rates
+        lr, decay = run.rates
         if self._params is not None:
             apply_(self._params, self._as_parameters(u), lr, decay)
             return
@@ -325,11 +328,11 @@ def step_counts(params: Sequence[ParamInfo], state: States) -> dict[int, int]:
 
 
 def places_of(state: States) -> list[Any] | None:
-    """Return the addresses of all tensors of the state, and their offsets in their storages, which
-    together tell whether anybody has moved or replaced one; None if it has anything but tensors."""
+    """Return what tells whether anybody has moved or replaced a tensor of the state: the identity of
+    each, its address and its offset in its storage. None if the state has anything but tensors."""
     try:
         found = list(chain.from_iterable(map(dict.values, state.values())))
-        return [*map(Tensor.data_ptr, found), *map(Tensor.storage_offset, found)]
+        return [*map(id, found), *map(Tensor.data_ptr, found), *map(Tensor.storage_offset, found)]
     except TypeError:
         return None
 

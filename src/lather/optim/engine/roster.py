@@ -45,7 +45,8 @@ class GroupSettings:
         self.num_settings = len(names)
         """Number of the values on which a step depends."""
         self.ids = list(map(id, group["params"]))
-        self.num_keys = len(group)
+        self.keys = frozenset(group)
+        """All keys of the group."""
         self.version = 0
         """Number of times that the learning rate or another number has changed."""
         self.variants: list[tuple[Matrix, Rule]] = []
@@ -175,7 +176,7 @@ class Roster:
         self.groups, self.params, self.frozen = groups, params, frozen
         self.group_ids = [id(known.group) for known in groups]
         self.places: list[Any] = []
-        """Memory addresses and strides of the parameters, set by the optimizer."""
+        """Memory addresses, strides and sizes of the parameters, set by the optimizer."""
         self._forms = [_form(one) for one in params]
         self.pattern: list[int] = []
         """For each group, the number of the first group with the same settings."""

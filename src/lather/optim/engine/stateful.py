@@ -8,15 +8,17 @@ so that torch's tools for distributed checkpoints can reshard them.
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from lather.optim.engine.buckets import Bucket, Member, make_buckets, member_of
+from lather.optim.engine.buckets import Bucket, Member, States, make_buckets, member_of, move_to
 from lather.optim.engine.foreign_state import as_own, report_taken, taken
 from lather.optim.engine.grouped import GroupedOptimizer, whole_layout
 from lather.optim.engine.matrix_layout import Layout
@@ -28,13 +30,19 @@ from lather.optim.engine.streams import SideStreams
 from lather.optim.options import options_of
 from lather.optim.plain import is_placeholder, saveable
 from lather.optim.rule import Rule
-from lather.optim.sharded.gathered import initial_rows
+from lather.optim.sharded.gathered import check_rows, initial_rows
 from lather.optim.sharded.placement import Piece
 from lather.optim.sharded.sharding import Sharding
 from lather.torch_private import is_flattened
 
-Lent = tuple[ParamInfo, dict[str, Tensor]]
-"""A parameter, and its state."""
+
+@dataclass(frozen=True)
+class Lent:
+    """State whose rows `state_dict` has lent, with what is needed to go on with it."""
+
+    params: Mapping[Tensor, ParamInfo]
+    states: Mapping[Tensor, dict[str, Tensor]]
+    buckets: list[Bucket]
 
 
 class StatefulOptimizer(GroupedOptimizer):
@@ -50,8 +58,17 @@ class StatefulOptimizer(GroupedOptimizer):
         self._is_lent = False
         """Whether DTensors of `state_dict` may be views of state that no step has changed yet."""
         self._counts = Counts()
-        self._pending = PendingRefreshes(self._counts)
+        self._pending = self._no_refreshes()
         super().__init__(params, rule)
+
+    def _no_refreshes(self) -> PendingRefreshes:
+        owner = weakref.ref(self)  # otherwise optimizer and refreshes would form a cycle
+
+        def state() -> States:
+            optimizer = owner()
+            return {} if optimizer is None else optimizer.state
+
+        return PendingRefreshes(self._counts, state)
 
     @torch.no_grad()
     def init_state(self) -> None:
@@ -76,7 +93,7 @@ class StatefulOptimizer(GroupedOptimizer):
         for one in new:
             step = steps.get(id(one.param), torch.zeros((), dtype=torch.float32, device="cpu"))
             self.state[one.param] = {"step": step, **entries[one.param]}
-        self._state_places = places_of(self.state)
+        self._state_places = None  # nobody has looked at the other state
 
     def _without_member(self, one: ParamInfo) -> dict[str, Tensor]:
         """Return the entries of a parameter without member on this rank: rows under `ownership="replicated"`, otherwise empty tensors."""
@@ -98,11 +115,6 @@ class StatefulOptimizer(GroupedOptimizer):
         if self._bucket_roster is roster and places is not None and places == places_of(self.state):
             return
         known = [(one, self.state[one.param]) for one in roster.params if self.state.get(one.param)]
-        for one, state in known:
-            if one.is_gathered:
-                state.update({name: state[name].to(entry.dtype) for name, entry in one.layout.entries.items()})
-            if "step" in state:
-                state["step"] = _step_on_cpu(state["step"])
         found = [member_of(one, self._sharding.share_of(one.param)) for one, _ in known]
         wanted = {id(member.param): member for member in found if member is not None}
         current = [bucket for bucket in self._buckets if self._is_current(bucket, wanted)]
@@ -111,6 +123,14 @@ class StatefulOptimizer(GroupedOptimizer):
                 del wanted[id(member.param)]
         for member in wanted.values():
             member.layout.check_state(self.state[member.param], f"the state of a parameter of shape {member.layout.shape}")
+        gathered = [one for one, _ in known if one.is_gathered]
+        for one in gathered:
+            check_rows(one, self.state[one.param])
+        for one in gathered:
+            rows = self.state[one.param]
+            rows.update({name: rows[name].to(entry.dtype) for name, entry in one.layout.entries.items()})
+        for _, state in known:
+            _bring_step_to_cpu(state)
         apart = {key: int(self.state[member.param]["step"]) for key, member in wanted.items()}
         self._buckets = current
         for bucket in make_buckets(wanted.values(), apart=apart) if wanted else ():
@@ -174,8 +194,9 @@ class StatefulOptimizer(GroupedOptimizer):
             if spread := self._spread_state():
                 from lather.optim.sharded.entries import whole_entries  # imports DTensor
 
-                self._is_lent = not any(state.get("step", 0) for state in own.values())
-                entries = whole_entries(spread, self._sharding, lend=self._is_lent)
+                is_new = not any(state.get("step", 0) for state in own.values())
+                self._is_lent = self._is_lent or is_new
+                entries = whole_entries(spread, self._sharding, lend=is_new)
                 self.state.update({p: {"step": own[p]["step"].clone(), **entries[p]} for p in entries})
             saved = super().state_dict()
         finally:
@@ -202,8 +223,9 @@ class StatefulOptimizer(GroupedOptimizer):
         final: dict[str, Any] = {}
         self._pending.finish()
         known = {one.param: one for one in self._current_roster().params}
-        lent = {p: (known[p], state) for p, state in self.state.items() if self._is_lent and p in known}
-        buckets = self._buckets if lent else []
+        lent = Lent({}, {}, [])
+        if self._is_lent:
+            lent = Lent(known, dict(self.state), self._buckets)
 
         def note(_: torch.optim.Optimizer, after_hooks: dict[str, Any]) -> dict[str, Any]:
             final.update(self._checked(after_hooks))
@@ -213,7 +235,7 @@ class StatefulOptimizer(GroupedOptimizer):
 
         handles = [
             self.register_load_state_dict_pre_hook(note),
-            self.register_load_state_dict_post_hook(lambda _: self._load_exactly(final, lent, buckets), prepend=True),
+            self.register_load_state_dict_post_hook(lambda _: self._load_exactly(final, lent), prepend=True),
         ]
         try:
             super().load_state_dict(state_dict)
@@ -257,11 +279,8 @@ class StatefulOptimizer(GroupedOptimizer):
             report_taken(num_completed)
         return checked
 
-    def _load_exactly(self, saved: dict[str, Any], lent: dict[Tensor, Lent], buckets: list[Bucket]) -> None:
-        """Copy saved state into new buckets. The optimizer has the saved options, and no state.
-
-        State that was `lent`, which is in `buckets`, takes the saved values in place: what it was
-        lent for is nearly always this load, and another copy might not fit into memory."""
+    def _load_exactly(self, saved: dict[str, Any], lent: Lent) -> None:
+        """Copy saved state into new buckets. The optimizer has the saved options, and no state."""
         for group, loaded in zip(self.param_groups, saved["param_groups"], strict=True):
             group.update({key: value for key, value in loaded.items() if callable(value)})
         states = {p: state for p, _, state in self._saved_states(saved) if state}
@@ -269,18 +288,11 @@ class StatefulOptimizer(GroupedOptimizer):
         self._roster = None
         self._sharding.forget_changed(self._make_roster().params)
         known = [one for one in self._current_roster().params if one.param in states]
-        if lent and self._sharding.has_shares:
-            for one in known:
-                old, state = lent.get(one.param, (one, {}))
-                if _form(old) == _form(one):
-                    self.state[one.param] = {**state, **self.state[one.param]}
-            self._buckets = buckets
-        new = [one for one in known if len(self.state[one.param]) == 1]
-        steps = {id(one.param): self.state.pop(one.param)["step"] for one in new}
-        if len(new) < len(known):
-            self._bring_buckets_up_to_date()
-        self._create_state(new, steps)
-        spread = [one for one in known if self._sharding.share_of(one.param) is not None]
+        steps = {id(one.param): self.state.pop(one.param)["step"] for one in known}
+        spread = [(one, states[one.param]) for one in known if self._sharding.share_of(one.param) is not None]
+        if spread:
+            self._take_room(known, steps, spread, lent)
+        self._create_state(known, steps)
         for one in known:
             if self._sharding.share_of(one.param) is None:
                 for name in one.layout.entries:
@@ -288,16 +300,36 @@ class StatefulOptimizer(GroupedOptimizer):
         if spread:
             from lather.optim.sharded.entries import load_entries
 
-            load_entries([(one, states[one.param]) for one in spread], self.state, self._sharding)
+            load_entries(spread, self.state, self._sharding)
         ids = {index for group in saved["param_groups"] for index in group["params"]}
         self.state.update({key: x for key, x in saved["state"].items() if key not in ids})
 
+    def _take_room(
+        self,
+        known: list[ParamInfo],
+        steps: Mapping[int, Tensor],
+        saved: list[tuple[ParamInfo, dict[str, Any]]],
+        lent: Lent,
+    ) -> None:
+        """If the saved entries are the room that was lent (`state_dict` before the first step), go on
+        with the state that lent it: a second one might not fit into memory. Only then nothing else
+        is overwritten while the state takes the saved values in place."""
+        from lather.optim.sharded.entries import are_lent
+
+        is_same = all(one.param in lent.states and _form(lent.params[one.param]) == _form(one) for one in known)
+        if not is_same or not are_lent(saved, lent.states, self._sharding):
+            return
+        for one in known:
+            self.state[one.param] = {**lent.states[one.param], "step": steps[id(one.param)]}
+        self._buckets = lent.buckets
+        self._bring_buckets_up_to_date()
+
     def _take_back_state(self) -> None:
         """Move lent state, so that what steps change is not what `state_dict` returned."""
-        self._is_lent, self._buckets, self._bucket_roster = False, [], None
         for one in self._current_roster().params:
             if one.is_gathered and (state := self.state.get(one.param)):
                 self.state[one.param] = {name: x.clone() for name, x in state.items()}
+        self._is_lent, self._buckets, self._bucket_roster = False, [], None
 
     def _saved_states(self, state_dict: dict[str, Any]) -> Iterator[tuple[Tensor, Layout, dict[str, Any]]]:
         """Yield (parameter, its layout with the saved options, its saved state)."""
@@ -317,7 +349,7 @@ class StatefulOptimizer(GroupedOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.__dict__.setdefault("_pending", PendingRefreshes(self._counts))  # torch's load_state_dict calls this, too
+        self.__dict__.setdefault("_pending", self._no_refreshes())  # torch's load_state_dict calls this, too
         self.__dict__.setdefault("_sharding", Sharding(None))
         self.__dict__.setdefault("_had_matrices", {})
         self.__dict__.setdefault("_is_made", True)
@@ -370,6 +402,13 @@ def _check_complete(state: Mapping[str, Any], number: int, layout: Layout) -> No
 
 def _step_of(saved: Mapping[str, Any]) -> Tensor:
     return _step_on_cpu(saved["step"]).clone()
+
+
+def _bring_step_to_cpu(state: dict[str, Any]) -> None:
+    """Make the step count of a parameter what torch's optimizers have; a tensor stays the same object."""
+    before, step = state["step"], _step_on_cpu(state["step"])
+    if step is not before and not (isinstance(before, Tensor) and move_to(before, step)):
+        state["step"] = step
 
 
 def _step_on_cpu(step: Any) -> Tensor:

@@ -1,8 +1,11 @@
 """Conversion of the state of parameters that are spread over ranks to DTensors for a state dict, and back.
 
 The owner rank of a matrix keeps its whole entries; in a DTensor every rank holds the rows that its position in the mesh gives it. In both
-directions one all-to-all moves many entries at once. Entries of elementwise parameters are sharded like the parameter. They are copied
-nevertheless: the optimizer keeps views of stacks, and `torch.distributed.checkpoint.async_save` cannot stage a DTensor over a view.
+directions one all-to-all moves many entries at once. Entries of elementwise parameters are sharded like the parameter.
+
+A state dict has copies, which later steps do not change. Before the first step it is room for a
+checkpoint, and a copy might not fit into memory: then rows that this rank keeps anyway are lent, and
+a load into the same optimizer finds them in their places.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from lather.optim.engine.roster import ParamInfo
 from lather.optim.sharded.owners import OwnedParameter, OwnedUnit, matrices_of
 from lather.optim.sharded.placement import Box, Spread, local, spread_of_dtensor
 from lather.optim.sharded.sharding import Sharding, Transfer
+from lather.torch_private import dtensor_over
 
 BATCH_BYTES = 2**24
 """Bytes of whole entries that one all-to-all moves: limits the memory of saving and loading."""
@@ -95,8 +99,9 @@ def whole_entries(states: States, sharding: Sharding, *, lend: bool) -> dict[Ten
             transfer = Transfer([entry.owned(entry.spread) for entry in some], inward=False)
             transfer.move([entry.value for entry in some], rows, sharding.group_of(some[0].spread))
         for entry, part in zip(some, rows, strict=True):
-            mesh, placements, like = entry.spread.mesh, entry.spread.placements, torch.empty(entry.spread.shape, device="meta")
-            found[entry.p][entry.key] = DTensor.from_local(part, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+            mesh, placements = entry.spread.mesh, entry.spread.placements
+            like = torch.empty(entry.spread.shape, device="meta")
+            found[entry.p][entry.key] = dtensor_over(part, mesh, placements, like)
     return found
 
 
@@ -108,6 +113,24 @@ def load_entries(saved: States, state: Mapping[Tensor, Mapping[str, Tensor]], sh
         sources = [local(entry.value).to(entry.p.device, entry.dtype) for entry in some]
         kept = [state[entry.p][entry.key] for entry in some]
         Transfer(shares, inward=True).move(sources, kept, sharding.group_of(some[0].spread))
+
+
+def are_lent(saved: States, state: Mapping[Tensor, Mapping[str, Tensor]], sharding: Sharding) -> bool:
+    """Whether the saved entries are what `whole_entries` has lent of this state: each row that it
+    could lend is where it was lent from."""
+    for one, entries in saved:
+        for some in _batches([(one, dict(state[one.param]))], sharding):
+            for entry in some:
+                own, part = entry.own_rows(), entries[entry.key]
+                if own is None or not own.numel():
+                    continue
+                if not isinstance(part, DTensor) or not _is_same_place(own, local(part)):
+                    return False
+    return True
+
+
+def _is_same_place(x: Tensor, y: Tensor) -> bool:
+    return (x.data_ptr(), x.shape, x.stride(), x.dtype) == (y.data_ptr(), y.shape, y.stride(), y.dtype)
 
 
 def _spread_of_saved(entry: SpreadEntry) -> Spread:

@@ -34,6 +34,22 @@ def initial_rows(one: ParamInfo) -> dict[str, Tensor]:
     return found
 
 
+def check_rows(one: ParamInfo, state: dict[str, Any]) -> None:
+    """Raise ValueError unless `state` has this rank's rows of every entry, and `step`."""
+    assert one.spread is not None
+    expected: dict[str, object] = {"step": ()}
+    for name, entry in one.layout.entries.items():
+        expected[name] = one.spread.rows(entry.shape_in(one.layout)).box.size
+    found = {name: tuple(getattr(x, "shape", ())) for name, x in state.items()}
+    if found != expected:
+        key = next(key for key in (*expected, *found) if expected.get(key) != found.get(key))
+        raise ValueError(
+            f"the state of a parameter of shape {one.spread.shape} has {key} {found.get(key, 'missing')} "
+            f"on this rank, expected {expected.get(key, 'none')}: give it this rank's rows, or delete "
+            "the state of the parameter, which then begins again"
+        )
+
+
 class Gathered:
     """A parameter during its step: a separate bucket with the whole state, the gradient and, if the rule needs them, the weights."""
 
