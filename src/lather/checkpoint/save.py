@@ -36,6 +36,8 @@ from lather.models.hf.safetensors_folder import DTYPE_NAMES, TensorToWrite, open
 from lather.optim.sharded.placement import Box, Piece, PieceKey
 from lather.parallel.agreement import broadcast, errors_on_all_ranks, gather, scatter
 
+CPU = torch.device("cpu")
+
 Values = Mapping[PieceKey, Tensor]
 """The tensors that a rank writes."""
 
@@ -85,9 +87,9 @@ class Saver:
 class Staging:
     """CPU memory for copies of the tensors that a rank writes; it is reused for the next checkpoint."""
 
-    def __init__(self, device: torch.device) -> None:
-        """`device`: device of the tensors."""
-        self.device = device
+    def __init__(self, device: torch.device, host: torch.device = CPU) -> None:
+        """`device`: device of the tensors; `host`: the CPU, or its stand-in in a dry run."""
+        self.device, self.host = device, host
         self._kept: dict[PieceKey, Tensor] = {}
 
     @torch.no_grad()
@@ -105,7 +107,7 @@ class Staging:
         if kept is not None and (kept.shape, kept.dtype) == (value.shape, value.dtype):
             return kept
         pinned = is_gpu(self.device)
-        return torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=pinned)
+        return torch.empty(value.shape, dtype=value.dtype, device=self.host, pin_memory=pinned)
 
 
 def save_checkpoint(

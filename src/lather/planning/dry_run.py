@@ -188,8 +188,7 @@ class Bookkeeper(Recorder):
         pieces = TrainingState(self.engine.parameters, self.engine.part, optimizer, self.engine.mesh).pieces()
         written = {piece.key: piece.value for piece in pieces if piece.counts}
         if staging is not None:
-            with self.engine.mesh.device:
-                self.ledger.label("checkpoint copies", staging.copy(written).values())
+            self.ledger.label("checkpoint copies", staging.copy(written).values())
         return sum(x.nbytes for x in written.values())
 
 
@@ -329,7 +328,7 @@ def dry_run(
             record(FIRST, lambda: step_without_passes(engine, optimizer))
             if has_bases and not optimizer.counters["refreshes_done"]:  # type: ignore[attr-defined]
                 record(f"{FIRST}, again", lambda: step_without_passes(engine, optimizer))
-        staging = Staging(torch.device("cpu")) if config.checkpoint.asynchronous and not is_gpu(device) else None
+        staging = Staging(torch.device("cpu"), mesh.device) if config.checkpoint.asynchronous and not is_gpu(device) else None
         checkpoint_bytes = record(SAVE, lambda: bookkeeper.save(optimizer, staging)) if SAVE in do else 0
         if PASSES in do:
             record(PASSES, lambda: engine.launch_gradients(batch))
