@@ -55,7 +55,8 @@ def parameters_by_kind(
     Raises:
         TypeError: if `model` is no module and does not consist of names and parameters, or names
             are given as one string.
-        ValueError: for parameters of lazy modules that have no shape yet.
+        ValueError: for parameters of lazy modules that have no shape yet, and for flat pieces of
+            FSDP1 (`FullyShardedDataParallel`), whose kinds their shapes do not tell.
 
     Warns:
         UserWarning: once, naming the trained parameters for which the answer is a guess.

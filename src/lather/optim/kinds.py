@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from lather.optim.engine.flat import check_kinds
 from lather.optim.parameter_names import (
     OF_A_VECTOR,
     PRODUCT,
@@ -106,7 +107,9 @@ def decide(model: nn.Module | Named, given: GivenNames) -> list[Decision]:
             )
     if not isinstance(model, nn.Module):
         named = [_checked_pair(pair) for pair in model]
+        check_kinds(named)
         return [Decision(name, p, *_judge(name, p, [], None, given)) for name, p in named]
+    check_kinds([*model.named_parameters()])
     owners = owners_of(model)
     inputs = _returned_by(model, "get_input_embeddings")
     outputs = _returned_by(model, "get_output_embeddings")

@@ -41,7 +41,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         super().__init__(params, {name: getattr(rule, name) for name in options_of(type(rule))})
         self._is_made = True
         self._check_whole()
-        flat.warn_without_matrices(self.param_groups, self._had_matrices, name_of(type(rule)))
+        flat.warn_without_matrices(self.param_groups, self._had_matrices, rule)
         self._name_unknown_keys()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -113,7 +113,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
             if p.is_complex():
                 raise TypeError(f"{name} is complex ({p.dtype}); {name_of(type(rule))} takes real parameters: give it to torch.optim.Adam")
             if rule.matrix_layout != "tensor" and p.dim() == 1 and flat.is_for_matrices(rule):
-                flat.check_piece(name, p, name_of(type(rule)))
+                flat.check_piece(name, p, f"{name_of(type(rule))} needs whole matrices")
                 raise ValueError(
                     f"{name} has shape {tuple(p.shape)}, but matrix_layout={rule.matrix_layout!r} needs a matrix: "
                     "put it in a group with matrix_layout='tensor'"
