@@ -130,7 +130,8 @@ def parameter_groups(
 
     `parameters_by_kind`, with the same names, tells which parameters are in which group, by which
     rule, and what it warns of; `print(describe_parameters(model))` shows it. Matrices keep their
-    shape. Experts have `matrix_layout=expert_layout`: "per_expert", or "stacked" for `StackedSOAP`.
+    shape; to those of three dims and more (convolutions) Muon and SOAPMuon give AdamW's step, at
+    the rate of the matrices. Experts have `matrix_layout=expert_layout`: "per_expert", or "stacked" for `StackedSOAP`.
     Embeddings, heads, norms and biases have `rest_rule`: "adamw", or "embedding_soap", which learns
     faster from small batches; and the learning rate `rest_lr`, or that of the optimizer if it is
     None. (docs/optimizers.md has good rates.) In rules with bases, only the smaller side of a
