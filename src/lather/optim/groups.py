@@ -6,11 +6,11 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lather.optim.description import Decisions, name_of, runs
 from lather.optim.kinds import KINDS, Decision, GivenNames, Named, decide
-from lather.optim.plain import plain
+from lather.optim.plain import converted
 
 EXPERT_NAMES = ("experts",)
 ADAM_NAMES = ("embed_tokens", "lm_head")
@@ -151,5 +151,5 @@ def parameter_groups(
         "rest": {"matrix_layout": "tensor", "rule": rest_rule},
     }
     if rest_lr is not None:
-        options["rest"]["lr"] = plain(rest_lr)
+        options["rest"]["lr"] = converted(rest_lr, float | Tensor)
     return [{"params": kinds[kind], **own} for kind, own in options.items() if kinds[kind]]
