@@ -286,8 +286,12 @@ def _class_word(module: nn.Module) -> tuple[str | None, str]:
 
 
 def _class_name(owner: Owner, *classes: type[nn.Module]) -> str:
-    """Return the name of the class of these that a module belongs to, "" without one."""
-    return next((f"nn.{cls.__name__}" for cls in classes if isinstance(owner.module, cls)), "")
+    """Return the name of torch's class of which a module is that belongs to one of these, "" if it
+    belongs to none: nn.LSTM for an LSTM, nn.Linear also for the classes that FSDP2 makes of it."""
+    if not isinstance(owner.module, classes):
+        return ""
+    names = (cls.__name__ for cls in type(owner.module).__mro__ if issubclass(cls, classes))
+    return next(f"nn.{name}" for name in names if hasattr(nn, name))
 
 
 def _vector(name: str, owners: Sequence[Owner]) -> Judgement | None:
