@@ -160,7 +160,6 @@ REFUSED: dict[str, tuple[Made, dict[str, Any], str]] = {
         "normalize_grads=True .* did you mean 'normalize_preconditioned_grads', an option of soap",
     ),
     "merge_dims": (SOAP, {"merge_dims": True}, "merge_dims=True .* another step"),
-    "lr_factor": (Muon, {"lr_factor": 3.2}, "lr_factor=3.2 .* multiply lr yourself"),
     "bias_correction": (AdamW, {"bias_correction": False}, "did you mean 'correct_bias'"),
     # Options under other names, and for other parameters.
     "mu": (Muon, {"mu": 0.95}, "did you mean 'momentum'"),
@@ -412,6 +411,18 @@ def test_unknown_keys_are_named_once_in_one_warning() -> None:
     with pytest.warns(UserWarning, match="kept and ignored: gurk$"):
         run(optimizer, params, range(2, 4))
     assert [group.get("zorp") for group in optimizer.param_groups] == [1, 2, 3]
+
+
+def test_a_factor_of_the_rate_needs_a_rate_in_its_group() -> None:
+    """A scheduler, such as that of Lather's trainer, may keep its factor beside the rate."""
+    for key in ("lr_factor", "lrFactor"):
+        with pytest.raises(ValueError, match=f"{key}=3.2 .* multiply lr yourself"):
+            Muon([{"params": [parameter(4, 4)], key: 3.2}], lr=1e-2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer = Muon([{"params": [parameter(4, 4)], "lr": 3.2e-2, "lr_factor": 3.2}], lr=1e-2)
+        optimizer.load_state_dict(optimizer.state_dict())
+        run(optimizer, optimizer.param_groups[0]["params"], range(2))
 
 
 @pytest.mark.parametrize("name", ["generator", "zorp", "critic", "not_muon", "non-adamw"])

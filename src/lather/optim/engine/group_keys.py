@@ -78,6 +78,8 @@ def unknown_keys(
             may be options of other rules.
     """
     own = options_of(type(rule)).keys() | OWN_KEYS
+    if "lr" in group:
+        own |= {"lr_factor"}  # the group's rate is its own, and some scheduler's factor is kept
     others = (key for key in group if key not in own and _lower(key) not in HARMLESS)
     extra = sorted(others, key=str)
     if not extra:

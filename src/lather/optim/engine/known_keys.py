@@ -138,7 +138,7 @@ BIAS = "did you mean 'correct_bias'?"
 STEPS = "did you mean 'steps', an option of muon and soap_muon?"
 
 NORMALIZE = "did you mean 'normalize_preconditioned_grads', an option of soap?"
-MULTIPLY = "no rule multiplies its rate: multiply lr yourself, and leave the key out"
+MULTIPLY = "no rule multiplies its rate: multiply lr yourself, and give the group the product"
 
 WHAT_HAPPENS: dict[str, tuple[Callable[[Any, Rule], bool], str]] = {
     **dict.fromkeys(
