@@ -16,7 +16,15 @@ from ranks import run_ranks
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 
-from lather.optim import SOAP, AdamW, Muon, StackedSOAP, parameter_groups
+from lather.optim import (
+    SOAP,
+    AdamW,
+    Muon,
+    StackedSOAP,
+    describe_parameters,
+    parameter_groups,
+    parameters_by_kind,
+)
 
 
 class Net(nn.Sequential):
@@ -83,6 +91,23 @@ def test_flat_pieces_of_fsdp1_are_refused_by_name_on_every_rank(originals: bool)
     for found in run_ranks(made_of_flat_pieces, 2, originals):
         for case, error in found.items():
             assert REFUSAL.format(rule=case.split()[0]) in error, case
+            assert "fsdp_version: 2" in error
+
+
+def sorted_by_kind(rank: int, world_size: int, originals: bool) -> list[str]:
+    net = fsdp1(Net(), originals=originals)
+    sort = (parameter_groups, parameters_by_kind, describe_parameters)
+    given = (net, list(net.named_parameters()))
+    return [error_of(partial(one, model)) for one in sort for model in given]
+
+
+@pytest.mark.parametrize("originals", [False, True], ids=["flat", "originals"])
+def test_flat_pieces_of_fsdp1_are_not_sorted_by_kind(originals: bool) -> None:
+    """They look like vectors, which would take AdamW's step at the rate of matrices."""
+    for found in run_ranks(sorted_by_kind, 2, originals):
+        for error in found:
+            assert "FullyShardedDataParallel (FSDP1) has made, but the kind of a" in error
+            assert "fully_shard (FSDP2)" in error
             assert "fsdp_version: 2" in error
 
 

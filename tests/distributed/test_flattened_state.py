@@ -306,6 +306,25 @@ def test_the_remedy_also_adds_options_of_a_group_whose_first_parameter_is_missin
 # --- on meshes ------------------------------------------------------------------------------------
 
 
+@forms
+def test_only_the_nested_form_changes_optimizers(form: str) -> None:
+    """torch looks for every option of the optimizer that loads in a flattened state."""
+    net, other = nn.Linear(6, 4, bias=False), nn.Linear(6, 4, bias=False)
+    copy_weights(net, other)
+    optimizer = torch.optim.Muon(net.parameters(), lr=1e-2)
+    train(nn.Sequential(net), optimizer, range(2))
+    ours = Muon(other.parameters(), lr=1e-2, scale="spectral")
+    saved = get_optimizer_state_dict(net, optimizer, options=FORMS[form])
+    load = partial(set_optimizer_state_dict, other, ours, saved, options=FORMS[form])
+    if form == "flat":
+        with pytest.raises(KeyError, match="param_groups"):
+            load()
+        return
+    load()
+    buffer = optimizer.state[net.weight]["momentum_buffer"]
+    assert torch.equal(ours.state[other.weight]["momentum_buffer"], buffer)
+
+
 def sharded(rank: int, world_size: int, folder: str, form: str) -> list[str]:
     """Name what differs from training without a save, for functions and all rules under FSDP2."""
     wrong = []

@@ -24,7 +24,16 @@ from optim_helpers import (
 from strangers import Lion, Shampoo
 from torch import nn
 
-from lather.optim import SOAP, AdamW, EmbeddingSOAP, MatrixOptimizer, Muon, parameter_groups
+from lather.optim import (
+    KLSOAP,
+    REKLS,
+    SOAP,
+    AdamW,
+    EmbeddingSOAP,
+    MatrixOptimizer,
+    Muon,
+    parameter_groups,
+)
 
 FOR_MATRICES = tuple(name for name in CLASSES if name != "AdamW")
 PLAIN = {"lr": 1e-2, "matrix_layout": "tensor"}
@@ -64,8 +73,23 @@ def test_matrices_count_whatever_stands_beside_them(name: str) -> None:
 def test_elementwise_rules_need_no_matrix() -> None:
     assert warnings_of(AdamW, [parameter(46)], lr=1e-2) == []
     assert warnings_of(AdamW, [parameter(46)], lr=1e-2, keep_norm=True) == []
-    assert warnings_of(SOAP, [{"params": [parameter(46)], "rule": "adamw"}], lr=1e-2) == []
+    assert warnings_of(AdamW, parameter_groups([("flat", parameter(46))]), lr=1e-2) == []
+    table: dict[str, Any] = {"params": [parameter(5, 4)], "rule": "adamw"}
+    assert warnings_of(SOAP, [table], lr=1e-2) == []
     assert warnings_of(SOAP, [{"params": []}], lr=1e-2) == []
+
+
+@every_rule
+def test_a_default_rule_for_matrices_warns_of_flat_pieces_in_elementwise_groups(name: str) -> None:
+    """ZeRO's pieces have no mark, and `parameter_groups` gives all of them to AdamW."""
+    pieces = parameter_groups([("a", parameter(46)), ("b", parameter(7))])
+    by_hand = [{"params": [parameter(46)], "rule": "adamw"}, {"params": []}]
+    for groups, number in ((pieces, "2 parameters"), (by_hand, "1 parameter ")):
+        (text,) = warnings_of(CLASSES[name], groups, lr=1e-2)
+        rule = CLASSES[name].rule.name
+        assert text.startswith(f"{rule} is a rule for matrices, but has none among {number}")
+        for word in ("other rules (adamw)", "ZeRO", "fully_shard", "take AdamW"):
+            assert word in text
 
 
 def test_groups_of_a_rule_count_together_and_each_rule_counts() -> None:
@@ -92,6 +116,17 @@ def test_stacks_that_muon_leaves_to_adamw_get_the_layout_as_remedy() -> None:
     assert "ZeRO" not in text
     assert warnings_of(Muon, [parameter(3, 4, 4)], lr=1e-2, matrix_layout="per_expert") == []
     assert warnings_of(SOAP, [parameter(3, 4, 4)], lr=1e-2) == []  # it has bases of three dims
+
+
+@pytest.mark.parametrize("name", ["Muon", "SOAPMuon"])
+def test_convolutions_get_a_remedy_that_works(name: str) -> None:
+    groups: list[dict[str, Any]] = [{"params": [parameter(4, 3, 2, 2)]}]
+    (text,) = warnings_of(CLASSES[name], groups, lr=1e-2)
+    for word in ("four dims", "rule='adamw'", "rate of its own", "matrix_layout='tensor'"):
+        assert word in text
+    assert "per_expert" not in text
+    for cls in (SOAP, KLSOAP, REKLS):
+        assert warnings_of(cls, groups, lr=1e-2, matrix_layout="tensor") == []
 
 
 @pytest.mark.parametrize("rule", [Lion, Shampoo])

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from optim_helpers import all_same, parameter, parameters, run, run_both
@@ -82,7 +83,34 @@ REFUSED: dict[str, tuple[Made, dict[str, Any], str]] = {
     "optimizer": (Muon, {"optimizer": "AdamW"}, "optimizer='AdamW' .* asks for adamw"),
     "optimizer_class": (Muon, {"optimizer": torch.optim.AdamW}, "asks for adamw"),
     "optim": (Muon, {"optim": "adamw_torch_fused"}, "asks for adamw"),
-    "nobody_knows": (Muon, {"algorithm": "zorp"}, "asks for zorp, .* Lather has no such rule"),
+    "class": (Muon, {"optimizer_class": torch.optim.AdamW}, "asks for adamw"),
+    "capital": (Muon, {"Algorithm": "AdamW"}, "Algorithm='AdamW' .* asks for adamw"),
+    "capitals": (Muon, {"USE_MUON": False}, "USE_MUON=False .* asks for adamw"),
+    "camel": (Muon, {"useMuon": False}, "useMuon=False .* asks for adamw"),
+    "camel_adamw": (Muon, {"useAdamW": True}, 'useAdamW=True .* "rule": "adamw"'),
+    "bare": (Muon, {"adamw": True}, 'adamw=True .* asks for adamw, .* "rule": "adamw"'),
+    "bare_false": (Muon, {"muon": False}, "muon=False .* asks for adamw"),
+    "fallback": (Muon, {"use_fallback": True}, 'asks for adamw, .* give the group "rule": "adamw"'),
+    "fallback_of_soap": (SOAP, {"use_fallback": True}, "asks for adamw"),
+    "paged": (Muon, {"optim": "paged_adamw_8bit"}, "asks for adamw"),
+    "distributed_class": (AdamW, {"optimizer": "DistMuon"}, "asks for muon"),
+    "tensor": (Muon, {"use_muon": torch.tensor(False)}, "use_muon=False .* asks for adamw"),
+    "tensor_of_one": (AdamW, {"amsgrad": torch.tensor([True])}, "amsgrad=True .* another step"),
+    # Arrays in the place of one value.
+    "use_array": (
+        Muon,
+        {"use_muon": np.array([True, False])},
+        "use_muon=array.* is not valid: give True or False",
+    ),
+    "array": (
+        AdamW,
+        {"amsgrad": np.array([True, False])},
+        r"amsgrad=array\(.* is not valid: give one value \(True or False, a number, a word\)",
+    ),
+    "tensor_of_two": (Muon, {"adam_w_mode": torch.ones(2)}, "adam_w_mode=tensor.* is not valid"),
+    "array_of_scales": (Muon, {"adjust_lr_fn": np.array([1, 2])}, "adjust_lr_fn=array.* not valid"),
+    "array_of_steps": (Muon, {"ns_steps": np.array([5, 5])}, "ns_steps=array.* is not valid"),
+    "array_of_betas": (Muon, {"betas": np.ones(2)}, "betas=.* is an option of adamw"),
     "kind": (Muon, {"kind": "adamw"}, "kind='adamw' .* asks for adamw"),
     # Properties of the step.
     "amsgrad": (
@@ -126,6 +154,12 @@ REFUSED: dict[str, tuple[Made, dict[str, Any], str]] = {
     ),
     "ns_steps": (Muon, {"ns_steps": 1}, "ns_steps=1 .* did you mean 'steps'"),
     "ns_steps_of_soap": (SOAP, {"ns_steps": 5}, "ns_steps=5 .* an option of muon and soap_muon"),
+    "normalize_grads": (
+        SOAP,
+        {"normalize_grads": True},
+        "normalize_grads=True .* did you mean 'normalize_preconditioned_grads', an option of soap",
+    ),
+    "merge_dims": (SOAP, {"merge_dims": True}, "merge_dims=True .* another step"),
     "bias_correction": (AdamW, {"bias_correction": False}, "did you mean 'correct_bias'"),
     # Options under other names, and for other parameters.
     "mu": (Muon, {"mu": 0.95}, "did you mean 'momentum'"),
@@ -141,6 +175,18 @@ REFUSED: dict[str, tuple[Made, dict[str, Any], str]] = {
         'adamw_betas=.* step of adamw, .* "rule": "adamw", and options without "adamw_"',
     ),
     "adam_lr": (SOAPMuon, {"adam_lr": 3e-4}, "adam_lr=0.0003"),
+    "muon_lr": (Muon, {"muon_lr": 0.02}, "unknown option 'muon_lr' .* did you mean 'lr'"),
+    "muon_wd": (SOAPMuon, {"muon_wd": 0.02}, "'muon_wd' .* did you mean 'weight_decay'"),
+    "own_adamw_lr": (AdamW, {"adamw_lr": 0.02}, "'adamw_lr' .* did you mean 'lr'"),
+    "own_adam_beta": (AdamW, {"adam_beta1": 0.9}, "'adam_beta1' .* did you mean 'betas'"),
+    "no_option": (
+        Muon,
+        {"muon_betas": (0.9, 0.9)},
+        "'betas' is no option of the group's rule 'muon': leave it out",
+    ),
+    "soap_muon_lr": (Muon, {"soap_muon_lr": 0.1}, 'step of soap_muon, .* "rule": "soap_muon"'),
+    "LR": (Muon, {"LR": 0.1}, "unknown option 'LR' .* did you mean 'lr'"),
+    "weightDecay": (Muon, {"weightDecay": 0.1}, "did you mean 'weight_decay'"),
     # Options of other rules.
     "betas": (
         Muon,
@@ -283,9 +329,38 @@ KEPT: dict[str, tuple[Made, dict[str, Any]]] = {
             "label": None,
         },
     ),
+    "no_rules": (
+        SOAP,
+        {
+            "kind": "adam-free",
+            "type": "soap film",
+            "group_type": "adamw_group",
+            "no_weight_decay": True,
+            "lr_factor": 1.0,
+            "groupName": "matrices",
+        },
+    ),
+    "timm": (Muon, {"use_fallback": False}),
+    "timms_adamw": (Muon, {"use_fallback": True, "rule": "adamw"}),
+    "nadam": (SOAP, {"merge_dims": False, "normalize_grads": False, "use_nadam": False}),
+    "words": (AdamW, {"optim": "paged_adamw", "optimizer": "torch_adamw", "algo": "muon_adamw"}),
+    "words_of_muon": (Muon, {"optim": "dist_muon", "optimizer": "muon_adamw", "useMuon": True}),
+    "bare": (Muon, {"muon": True, "adamw": False}),
+    "tensor": (Muon, {"use_muon": torch.tensor(True), "ns_coefficients": torch.tensor(QUINTIC)}),
+    "tensors": (
+        Muon,
+        {
+            "ns_coefficients": list(map(torch.tensor, QUINTIC)),
+            "ns_coeffs": torch.tensor([QUINTIC], dtype=torch.float64),
+        },
+    ),
     "groups_of_ours": (Muon, {"sides": "auto", "matrix_layout": "tensor"}),
     "sgds": (Muon, {"dampening": 0}),
 }
+
+
+def unpacked(value: Any) -> Any:
+    return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
 @pytest.mark.parametrize(("cls", "keys"), KEPT.values(), ids=KEPT)
@@ -308,7 +383,8 @@ def test_what_asks_for_what_happens_anyway_is_kept(
     optimizer.load_state_dict(saved)
     run_both((optimizer, params), (plain, others), range(2, 4))
     assert all_same(params, others)
-    assert all(optimizer.param_groups[0][key] == value for key, value in keys.items())
+    kept = optimizer.param_groups[0]
+    assert all(unpacked(kept[key]) == unpacked(value) for key, value in keys.items())
     assert not [one for one in recwarn if issubclass(one.category, UserWarning)]
 
 
@@ -337,12 +413,33 @@ def test_unknown_keys_are_named_once_in_one_warning() -> None:
     assert [group.get("zorp") for group in optimizer.param_groups] == [1, 2, 3]
 
 
+def test_a_factor_of_the_rate_needs_a_rate_in_its_group() -> None:
+    """A scheduler, such as that of Lather's trainer, may keep its factor beside the rate."""
+    for key in ("lr_factor", "lrFactor"):
+        with pytest.raises(ValueError, match=f"{key}=3.2 .* multiply lr yourself"):
+            Muon([{"params": [parameter(4, 4)], key: 3.2}], lr=1e-2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer = Muon([{"params": [parameter(4, 4)], "lr": 3.2e-2, "lr_factor": 3.2}], lr=1e-2)
+        optimizer.load_state_dict(optimizer.state_dict())
+        run(optimizer, optimizer.param_groups[0]["params"], range(2))
+
+
+@pytest.mark.parametrize("name", ["generator", "zorp", "critic", "not_muon", "non-adamw"])
+@pytest.mark.parametrize("key", ["optimizer", "algorithm", "optim"])
+def test_values_that_name_no_known_optimizer_are_unknown(key: str, name: str) -> None:
+    """GANs call their groups by the optimizer that has them."""
+    with pytest.warns(UserWarning, match=f"kept and ignored: {key}$"):
+        Muon([{"params": [parameter(4, 4)], key: name}])
+
+
 def test_a_value_that_is_changed_later_is_noticed() -> None:
     params = parameters([(4, 4)])
-    keys = {"use_muon": True, "amsgrad": False, "kind": "matrices", "ns_steps": 5}
+    keys = {"use_muon": True, "amsgrad": False, "kind": "matrices", "ns_steps": 5, "adamw": False}
     optimizer = Muon([{"params": params, **keys}])
     run(optimizer, params, range(2))
-    for key, value in {"use_muon": False, "amsgrad": True, "kind": "adamw", "ns_steps": 4}.items():
+    asking = {"use_muon": False, "amsgrad": True, "kind": "adamw", "ns_steps": 4, "adamw": True}
+    for key, value in asking.items():
         before = params[0].detach().clone()
         optimizer.param_groups[0][key] = value
         with pytest.raises(ValueError, match=f"^{key}={value!r} in a parameter group asks for"):
@@ -350,6 +447,59 @@ def test_a_value_that_is_changed_later_is_noticed() -> None:
         assert torch.equal(params[0], before)
         optimizer.param_groups[0][key] = keys[key]
         run(optimizer, params, range(2, 3))
+
+
+@pytest.mark.parametrize("write", ["constructor", "later"])
+def test_arrays_of_kept_keys_do_not_hinder_changes_of_other_values(write: str) -> None:
+    params = parameters([(4, 4)])
+    keys = {"ns_coefficients": np.array(QUINTIC), "ns_coeffs": torch.tensor(QUINTIC)}
+    optimizer = Muon([{"params": params, **(keys if write == "constructor" else {})}])
+    run(optimizer, params, range(1))
+    optimizer.param_groups[0].update(keys)
+    for step in range(1, 4):
+        run(optimizer, params, range(step, step + 1))
+        optimizer.param_groups[0]["weight_decay"] = 0.1 * step
+    assert optimizer.param_groups[0]["ns_coefficients"] == list(QUINTIC)
+
+
+GROUPS: dict[str, tuple[dict[str, Any], str]] = {
+    "number": ({"params": [parameter(4, 4)]}, r" \(parameter group 1\)$"),
+    "name": ({"params": [parameter(4, 4)], "name": "heads"}, r" \(parameter group 1 'heads'\)$"),
+    "first": (
+        {"params": [("x.weight", parameter(4, 4)), ("y.weight", parameter(4, 4))]},
+        r" \(parameter group 1, which begins with 'x.weight'\)$",
+    ),
+}
+BAD_KEYS: dict[str, Any] = {
+    "use_muon": False,
+    "lr": -1.0,
+    "momentum": np.array([0.5, 0.6]),
+    "betas": (0.9, 0.9),
+    "rule": 3,
+    "partition_dim": 0,
+}
+
+
+@pytest.mark.parametrize("key", BAD_KEYS)
+@pytest.mark.parametrize(("group", "end"), GROUPS.values(), ids=GROUPS)
+def test_errors_say_which_group_they_are_about(group: Any, end: str, key: str) -> None:
+    first = [("a", parameter(4, 4))] if "begins" in end else [parameter(4, 4)]
+    with pytest.raises((TypeError, ValueError), match=f"{key}.*{end}"):
+        Muon([{"params": first}, {**group, key: BAD_KEYS[key]}])
+    optimizer = Muon(first)
+    with pytest.raises((TypeError, ValueError), match=f"{key}.*{end}"):
+        optimizer.add_param_group({**group, key: BAD_KEYS[key]})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_errors_of_a_step_say_which_group_they_are_about() -> None:
+    params = parameters([(4, 4), (4, 4)])
+    optimizer = Muon([{"params": params[:1]}, {"params": params[1:], "name": "heads"}])
+    for key in ("use_muon", "momentum"):
+        optimizer.param_groups[1][key] = -1 if key == "momentum" else False
+        with pytest.raises(ValueError, match=rf"{key}.* \(parameter group 1 'heads'\)$"):
+            optimizer.step()
+        optimizer.param_groups[1][key] = 0.5 if key == "momentum" else True
 
 
 def test_a_key_that_is_no_text_is_named() -> None:

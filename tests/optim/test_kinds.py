@@ -86,8 +86,8 @@ MATRICES = {
         "k_proj_weight",
         "of nn.MultiheadAttention",
     ),
-    "recurrent": (nn.LSTM(4, 1), "weight_hh_l0", "of nn.RNNBase"),
-    "recurrent cell": (nn.GRUCell(4, 6), "weight_ih", "of nn.RNNCellBase"),
+    "recurrent": (nn.LSTM(4, 1), "weight_hh_l0", "of nn.LSTM"),
+    "recurrent cell": (nn.GRUCell(4, 6), "weight_ih", "of nn.GRUCell"),
     "GPT-2's linear map": (with_parameters("Conv1D", weight=(4, 6)), "weight", "of Conv1D"),
     "Transformer Engine's linear map": (
         with_parameters("TELayerNormColumnParallelLinear", weight=(4, 6), layer_norm_weight=(6,)),
@@ -185,6 +185,24 @@ def test_names_of_bare_parameters_decide() -> None:
     assert kinds_of(with_parameters(**BARE_MATRICES)) == dict.fromkeys(BARE_MATRICES, "matrices")
     guesses = kinds_of(with_parameters(mix=(8, 6), query=(4, 8), A=(8, 4)))
     assert guesses == {"mix": "matrices?", "query": "rest?", "A": "matrices?"}
+
+
+@pytest.mark.parametrize("name", ["query_key_value", "qkv", "kv", "queryKeyValue", "query_key"])
+@pytest.mark.parametrize("shape", [(4, 12), (12, 4, 1)], ids=str)
+def test_projections_of_attention_in_one_matrix_are_matrices(
+    name: str,
+    shape: tuple[int, ...],
+) -> None:
+    assert kinds_of(with_parameters(**{name: shape})) == {name: "matrices"}
+    path = f"h.0.{name}"
+    assert kinds_of([(path, nn.Parameter(torch.zeros(shape)))]) == {path: "matrices"}
+
+
+@pytest.mark.parametrize("name", ["token_mixer", "tokenMixer", "prompt_key", "token_shift_2"])
+def test_what_a_name_says_of_tokens_and_something_else_is_a_guess(name: str) -> None:
+    assert kinds_of(with_parameters(**{name: (4, 6)})) == {name: "rest?"}
+    known = dict.fromkeys(("cls_token", "prompt_tokens", "register_tokens_2"), (4, 6))
+    assert kinds_of(with_parameters(**known)) == dict.fromkeys(known, "rest")
 
 
 def test_parameters_in_containers_are_judged_by_the_containers_name() -> None:

@@ -37,7 +37,8 @@ from lather.optim import (
     schedules,
     state_bytes,
 )
-from lather.optim.plain import converted, plain
+from lather.optim.options import options_of
+from lather.optim.plain import converted, plain, saveable
 
 
 class Listed(Sequence[Any]):
@@ -422,6 +423,52 @@ def test_values_of_no_known_type_stay() -> None:
         assert plain(value) is value
         assert converted(value, float) is value
     assert plain(Mapped(a=np.int64(1), b=Listed(np.float32(0.5)))) == {"a": 1, "b": [0.5]}
+
+
+def test_tensors_with_one_element_are_numbers_but_a_rate_stays_a_tensor() -> None:
+    for value in (torch.tensor(False), torch.tensor([False]), torch.tensor([[[False]]])):
+        assert same_plain(plain(value), False)
+        assert plain({"a": [value]}) == {"a": [False]}
+        assert saveable(value) is value
+    rate = torch.tensor(0.25)
+    groups = parameter_groups([("norm", parameter(3))], rest_lr=rate)  # type: ignore[arg-type]
+    assert groups[0]["lr"] is rate
+    optimizer = AdamW([parameter(3, 4)], lr=rate)
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert isinstance(optimizer.state_dict()["param_groups"][0]["lr"], torch.Tensor)
+
+
+@pytest.mark.parametrize("cls", CLASSES.values(), ids=CLASSES)
+def test_arrays_are_saved_as_lists_before_a_step_has_made_them_plain(cls: Any) -> None:
+    params = parameters([(3, 4)])
+    optimizer = cls(params, lr=1e-2)
+    run(optimizer, params, range(2))
+    group = optimizer.param_groups[0]
+    group["zorp"] = {"a": np.array([1.0, 2.0]), "b": (np.array([[1], [2]]), np.int64(3))}
+    if "betas" in group:
+        group["betas"] = np.array([0.5, 0.75])
+    group["weight_decay"] = np.array([0.25])
+    saved = through_a_file(optimizer.state_dict())
+    assert saved["param_groups"][0]["zorp"] == {"a": [1.0, 2.0], "b": ([[1], [2]], 3)}
+    assert same_plain(saved["param_groups"][0]["weight_decay"], 0.25)
+    resumed = cls(clones(params), lr=1e-2)
+    with pytest.warns(UserWarning, match="zorp"):
+        resumed.load_state_dict(saved)
+    run(resumed, resumed.param_groups[0]["params"], range(1))
+    if "betas" in group:
+        assert same_plain(resumed.param_groups[0]["betas"], (0.5, 0.75))
+
+
+def test_an_array_in_the_place_of_a_value_is_refused_with_the_range() -> None:
+    array = np.array([1.0, 2.0])
+    for cls in CLASSES.values():
+        for name in options_of(cls.rule):
+            if name in ("lr", "betas", "state_dtype"):
+                continue
+            with pytest.raises(ValueError, match=f"^{name}=array.* is not valid: give "):
+                cls([parameter(3, 4)], **{"lr": 1e-2, name: array})
+        with pytest.raises(ValueError, match=r"^state_dtype=array.* is not valid: give torch"):
+            cls([parameter(3, 4)], lr=1e-2, state_dtype=array)
 
 
 def test_the_optimizers_import_no_numpy_of_their_own() -> None:

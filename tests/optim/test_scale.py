@@ -197,6 +197,22 @@ def test_a_small_matrix_has_singular_values_as_near_to_one_as_a_large_one() -> N
         assert 0.6 < values.min() <= values.max() < 1.3
 
 
+@pytest.mark.parametrize("scale", [1e-40, 1e-60, 1e-140])
+def test_fp64_has_its_own_range(scale: float) -> None:
+    """The squares of all of these are normal numbers of fp64."""
+    x = draw(2, 6, 9, dtype=torch.float64)
+    found = orthogonalize(x * scale)
+    torch.testing.assert_close(found, orthogonalize(x), rtol=0, atol=1e-13)
+    for options in ({}, {"normalize": "row"}):
+        moved = []
+        for factor in (1.0, scale):
+            p = nn.Parameter(torch.zeros(6, 9, dtype=torch.float64))
+            p.grad = x[0] * factor
+            Muon([p], lr=0.1, **options).step()
+            moved.append(p.detach())
+        torch.testing.assert_close(moved[1], moved[0], rtol=0, atol=1e-13)
+
+
 def test_what_is_not_finite_stays_so() -> None:
     x = draw(3, 4, 5)
     x[0, 1, 2], x[1, 3, 3] = torch.inf, torch.nan

@@ -6,11 +6,11 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lather.optim.description import Decisions, name_of, runs
 from lather.optim.kinds import KINDS, Decision, GivenNames, Named, decide
-from lather.optim.plain import plain
+from lather.optim.plain import converted
 
 EXPERT_NAMES = ("experts",)
 ADAM_NAMES = ("embed_tokens", "lm_head")
@@ -55,7 +55,8 @@ def parameters_by_kind(
     Raises:
         TypeError: if `model` is no module and does not consist of names and parameters, or names
             are given as one string.
-        ValueError: for parameters of lazy modules that have no shape yet.
+        ValueError: for parameters of lazy modules that have no shape yet, and for flat pieces of
+            FSDP1 (`FullyShardedDataParallel`), whose kinds their shapes do not tell.
 
     Warns:
         UserWarning: once, naming the trained parameters for which the answer is a guess.
@@ -129,7 +130,8 @@ def parameter_groups(
 
     `parameters_by_kind`, with the same names, tells which parameters are in which group, by which
     rule, and what it warns of; `print(describe_parameters(model))` shows it. Matrices keep their
-    shape. Experts have `matrix_layout=expert_layout`: "per_expert", or "stacked" for `StackedSOAP`.
+    shape; to those of three dims and more (convolutions) Muon and SOAPMuon give AdamW's step, at
+    the rate of the matrices. Experts have `matrix_layout=expert_layout`: "per_expert", or "stacked" for `StackedSOAP`.
     Embeddings, heads, norms and biases have `rest_rule`: "adamw", or "embedding_soap", which learns
     faster from small batches; and the learning rate `rest_lr`, or that of the optimizer if it is
     None. (docs/optimizers.md has good rates.) In rules with bases, only the smaller side of a
@@ -149,5 +151,5 @@ def parameter_groups(
         "rest": {"matrix_layout": "tensor", "rule": rest_rule},
     }
     if rest_lr is not None:
-        options["rest"]["lr"] = plain(rest_lr)
+        options["rest"]["lr"] = converted(rest_lr, float | Tensor)
     return [{"params": kinds[kind], **own} for kind, own in options.items() if kinds[kind]]

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from lather.optim.engine.flat import check_kinds
 from lather.optim.parameter_names import (
     OF_A_VECTOR,
     PRODUCT,
@@ -106,7 +107,9 @@ def decide(model: nn.Module | Named, given: GivenNames) -> list[Decision]:
             )
     if not isinstance(model, nn.Module):
         named = [_checked_pair(pair) for pair in model]
+        check_kinds(named)
         return [Decision(name, p, *_judge(name, p, [], None, given)) for name, p in named]
+    check_kinds([*model.named_parameters()])
     owners = owners_of(model)
     inputs = _returned_by(model, "get_input_embeddings")
     outputs = _returned_by(model, "get_output_embeddings")
@@ -283,8 +286,12 @@ def _class_word(module: nn.Module) -> tuple[str | None, str]:
 
 
 def _class_name(owner: Owner, *classes: type[nn.Module]) -> str:
-    """Return the name of the class of these that a module belongs to, "" without one."""
-    return next((f"nn.{cls.__name__}" for cls in classes if isinstance(owner.module, cls)), "")
+    """Return the name of torch's class of which a module is that belongs to one of these, "" if it
+    belongs to none: nn.LSTM for an LSTM, nn.Linear also for the classes that FSDP2 makes of it."""
+    if not isinstance(owner.module, classes):
+        return ""
+    names = (cls.__name__ for cls in type(owner.module).__mro__ if issubclass(cls, classes))
+    return next(f"nn.{name}" for name in names if hasattr(nn, name))
 
 
 def _vector(name: str, owners: Sequence[Owner]) -> Judgement | None:

@@ -36,6 +36,15 @@ class Range:
     holds: Callable[[Any], bool]
 
 
+def holds(condition: Callable[..., Any], *values: Any) -> bool:
+    """Whether a condition holds for values of any type: those that it cannot compare, such as
+    arrays of several elements, do not fulfill it."""
+    try:
+        return bool(condition(*values))
+    except (RuntimeError, TypeError, ValueError):
+        return False
+
+
 def is_number(value: Any, minimum: float = 0.0, below: float = math.inf) -> bool:
     """Whether the plain value is an int or float, no bool, and finite, in [minimum, below)."""
     is_finite = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
@@ -162,7 +171,7 @@ def check(rule: Any) -> None:
         value = option.plain(given)
         if value is not given:
             object.__setattr__(rule, name, value)
-        if option.range is not None and not option.range.holds(value):
+        if option.range is not None and not holds(option.range.holds, value):
             raise ValueError(f"{name}={value!r} is not valid: give {option.range.words}")
     for name in rule.moment_decays if rule.dtypes["moment"] is torch.bfloat16 else ():
         value = getattr(rule, name, 0.0)

@@ -36,7 +36,7 @@ def _reasons(groups: Mapping[str, str]) -> Mapping[str, str]:
 
 
 PRODUCTS = _words(
-    "proj projs projection projections kernel kernels wq wk wv wo wi wqkv qkv",
+    "proj projs projection projections kernel kernels wq wk wv wo wi wqkv qkv kv",
     "fc linear dense matrix w",
 )
 """Last words of factors of matrix products, whatever their shape. w is also the width of a table of
@@ -69,6 +69,7 @@ OF_OTHERS = _reasons(
     }
 )
 """Words for other parameters that no activation is multiplied with as a matrix."""
+TOKENS = frozenset(word for word, why in OF_OTHERS.items() if why.endswith("tokens"))
 AMBIGUOUS = frozenset({"query"})
 """Words of `OF_OTHERS` that name matrices, too."""
 STATE_SPACE = frozenset({"A_log", "A_logs", "D", "Ds"})
@@ -128,8 +129,12 @@ def _judge_part(part: str) -> Judgement | None:
         return PRODUCT
     if words[-1] in ("weight", "weights"):
         return WEIGHT
+    if "query" in words and not {"key", "value"}.isdisjoint(words):
+        return PRODUCT  # the projections of attention in one matrix
     if (word := _first(sorted(words, key=AMBIGUOUS.__contains__), OF_OTHERS)) is not None:
-        return Judgement("rest", OF_OTHERS[word], word in AMBIGUOUS)
+        last = next((one for one in reversed(words) if not one.isdigit()), word)
+        is_other = last not in OF_OTHERS and word in TOKENS  # a token_mixer is no token
+        return Judgement("rest", OF_OTHERS[word], word in AMBIGUOUS or is_other)
     return PRODUCT if LIKELY_PRODUCTS.intersection(words) else None
 
 

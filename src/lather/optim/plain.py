@@ -66,10 +66,8 @@ def rate_of(lr: Any) -> float:
 
 
 def plain(value: Any) -> Any:
-    """Return any value as plain Python values where it stands for some. Tensors with several
-    elements, functions and objects stay as they are."""
-    if isinstance(value, Tensor):
-        return value
+    """Return any value as plain Python values where it stands for some. Tensors and arrays with
+    several elements, functions and objects stay as they are."""
     value = _without_array(value)
     if value is None or type(value) in SCALARS:
         return value
@@ -99,15 +97,20 @@ def dtype_option(value: Any) -> Any:
 
 
 def saveable(value: Any) -> Any:
-    """Return the value of an option in a form that torch's checkpoint tools accept: plain values,
-    names of dtypes, and {} in the place of a function."""
+    """Return a value of a group in a form that torch's checkpoint tools accept: plain values, names
+    of dtypes, lists in the place of arrays, and {} in the place of a function. Tensors stay."""
+    if isinstance(value, Tensor):
+        return value
     if callable(value):
         return {}
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     if isinstance(value, Mapping):
         return {plain(key): saveable(one) for key, one in value.items()}
-    return plain(value)
+    value = plain(value)
+    if isinstance(value, list | tuple):
+        return type(value)(map(saveable, value))
+    return value.tolist() if hasattr(value, "tolist") and hasattr(value, "shape") else value
 
 
 def is_placeholder(value: Any) -> bool:

@@ -3,16 +3,17 @@
     FSDP1 (`FullyShardedDataParallel`)                    pieces with a mark of torch
     DeepSpeed's ZeRO, Megatron's distributed optimizer    vectors without a mark, in the groups
 
-Marked pieces are refused. Pieces without a mark look like vectors, so only all parameters of a rule
-tell something: a rule for matrices that had some and has none now is refused, and one that never
-had any is named in a warning. Elementwise rules are right on any piece.
+Marked pieces are refused, also where a model is sorted into kinds of parameters. Pieces without a
+mark look like vectors, so only all parameters of a rule tell something: a rule for matrices that had
+some and has none now is refused, and one that never had any is named in a warning. Elementwise rules
+are right on any piece.
 """
 
 from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -50,13 +51,9 @@ def check_whole(groups: Sequence[GroupSettings], had_matrices: Mapping[str, bool
     """Raise ValueError if a group whose rule needs matrices contains flat pieces of FSDP1, or if
     all matrices of a rule that had some have become vectors.
 
-    FSDP1 marks the vectors of a model, too. If a marked parameter is a matrix, then all parameters
-    have kept their shapes: `NO_SHARD` with `use_orig_params=True` does that.
-
     `had_matrices`: name of a rule -> whether it had matrices.
     """
-    all_params = [p for settings in groups for p in settings.group["params"]]
-    keeps_shapes = any(p.dim() > 1 and is_flattened(p) for p in all_params)
+    keeps_shapes = keep_shapes(p for settings in groups for p in settings.group["params"])
     params: dict[str, list[Tensor]] = {}
     for settings in groups:
         if not needs_matrices(settings.rule):
@@ -65,7 +62,7 @@ def check_whole(groups: Sequence[GroupSettings], had_matrices: Mapping[str, bool
         params.setdefault(name, []).extend(settings.group["params"])
         if not keeps_shapes:
             for what, p in zip(names_of(settings.group), settings.group["params"], strict=True):
-                check_piece(what, p, name)
+                check_piece(what, p, f"{name} needs whole matrices")
     for name, of_rule in params.items():
         # A vector without elements may be a weight that was moved away.
         present = [p for p in of_rule if p.dim() > 1 or p.numel()]
@@ -77,14 +74,31 @@ def check_whole(groups: Sequence[GroupSettings], had_matrices: Mapping[str, bool
             )
 
 
-def check_piece(what: str, p: Tensor, rule: str) -> None:
-    """Raise ValueError if the parameter is a flat piece that FSDP1 has made. `what` and `rule` are
-    the names of the parameter and of its rule."""
+def check_kinds(named: Sequence[tuple[str, Tensor]]) -> None:
+    """Raise ValueError if the named parameters of a model contain flat pieces of FSDP1, of which
+    nobody can tell whether they are matrices."""
+    if not keep_shapes(p for _, p in named):
+        for name, p in named:
+            check_piece(f"parameter {name!r}", p, "the kind of a parameter depends on its shape")
+
+
+def keep_shapes(params: Iterable[Tensor]) -> bool:
+    """Whether parameters that FSDP1 has marked have kept their shapes, or there are none.
+
+    FSDP1 marks the vectors of a model, too. If a marked parameter is a matrix, then all parameters
+    have kept their shapes: `NO_SHARD` with `use_orig_params=True` does that.
+    """
+    marked = list(filter(is_flattened, params))
+    return not marked or any(p.dim() > 1 for p in marked)
+
+
+def check_piece(what: str, p: Tensor, need: str) -> None:
+    """Raise ValueError if the parameter is a flat piece that FSDP1 has made. `what` names the
+    parameter, and `need` says why a whole one is needed."""
     if is_flattened(p) and p.dim() < 2:
         raise ValueError(
             f"{what} with shape {tuple(p.shape)} is a flat piece that FullyShardedDataParallel "
-            f"(FSDP1) has made, but {rule} needs whole matrices: {REMEDY}. In accelerate, FSDP2 is "
-            "fsdp_version: 2"
+            f"(FSDP1) has made, but {need}: {REMEDY}. In accelerate, FSDP2 is fsdp_version: 2"
         )
 
 
@@ -98,32 +112,59 @@ def shapes_of(params: Sequence[Tensor]) -> str:
 def warn_without_matrices(
     groups: Sequence[Mapping[str, Any]],
     had_matrices: Mapping[str, bool],
-    default: str,
+    default: Rule,
 ) -> None:
     """Warn of each rule (the keys of `had_matrices`: all rules for matrices) whose groups together
-    have parameters and no matrix.
+    have parameters and no matrix, and of the default rule if it is one for matrices and all groups
+    with parameters, of which none has two dims, have elementwise rules.
 
     There is no warning of a rule other than the `default` one beside matrices of another rule:
     norms without embeddings under `rest_rule="embedding_soap"`.
     """
+    name_of_default = name_of(type(default))
+    named = {group["rule"] for group in groups if group["params"]}
     for name, has_matrices in had_matrices.items():
         params = [p for group in groups if group["rule"] == name for p in group["params"]]
-        is_beside_matrices = name != default and any(had_matrices.values())
-        if not params or has_matrices or is_beside_matrices:
-            continue
-        parts = [
-            f"{name} is a rule for matrices, but has none among {shapes_of(params)}: they take its "
-            f"step for vectors, which is AdamW's at {name}'s learning rate for all rules of "
-            "lather.optim."
-        ]
-        if any(p.dim() > 2 for p in params):
-            parts.append("Stacks of matrices need matrix_layout='per_expert' or 'stacked'.")
-        if any(p.dim() < 2 for p in params):
-            parts.append(
-                "If they are flat pieces of matrices (DeepSpeed's ZeRO, Megatron's distributed "
-                f"optimizer), {REMEDY}; vectors belong into a group with rule='adamw'."
-            )
-        warnings.warn(" ".join(parts), UserWarning, stacklevel=_level_of_caller())
+        is_beside_matrices = name != name_of_default and any(had_matrices.values())
+        if params and not has_matrices and not is_beside_matrices:
+            text = f"{_none_among(name, params)}: they take its step for vectors, which is AdamW's"
+            text += f" at {name}'s learning rate for all rules of lather.optim."
+            _warn(" ".join([text, *_remedies(params)]))
+    all_params = [p for group in groups for p in group["params"]]
+    is_flat = bool(all_params) and all(p.dim() < 2 for p in all_params)
+    if is_flat and is_for_matrices(default) and named.isdisjoint(had_matrices):
+        _warn(
+            f"{_none_among(name_of_default, all_params)}: all groups have other rules "
+            f"({', '.join(sorted(named))}). If these are flat pieces of matrices (DeepSpeed's "
+            "ZeRO, Megatron's distributed optimizer), shard with fully_shard (FSDP2); if not, take "
+            "AdamW, or the optimizer of their rule, which needs no matrices."
+        )
+
+
+def _none_among(name: str, params: Sequence[Tensor]) -> str:
+    return f"{name} is a rule for matrices, but has none among {shapes_of(params)}"
+
+
+def _remedies(params: Sequence[Tensor]) -> Iterator[str]:
+    """Yield what to do about parameters of a rule for matrices that are none."""
+    if any(p.dim() == 3 for p in params):
+        yield "Stacks of matrices need matrix_layout='per_expert' or 'stacked'."
+    if any(p.dim() > 3 for p in params):
+        yield (
+            "Convolutions and other tensors of four dims and more belong into a group with "
+            "rule='adamw' and a learning rate of its own, or under SOAP, KLSOAP or REKLS with "
+            "matrix_layout='tensor'."
+        )
+    if any(p.dim() < 2 for p in params):
+        yield (
+            "If they are flat pieces of matrices (DeepSpeed's ZeRO, Megatron's distributed "
+            f"optimizer), {REMEDY}; vectors belong into a group with rule='adamw'."
+        )
+
+
+def _warn(text: str) -> None:
+    """Warn of the line that made the optimizer."""
+    warnings.warn(text, UserWarning, stacklevel=_level_of_caller())
 
 
 def _level_of_caller() -> int:

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from lather.optim.engine.known_keys import QUINTIC, TORCH_SCALES
+from lather.optim.engine.known_keys import QUINTIC, TORCH_SCALES, is_quintic
 from lather.optim.engine.matrix_layout import Layout
 from lather.optim.engine.roster import plain_options
 from lather.optim.options import name_of, options_of
-from lather.optim.plain import converted, is_placeholder, plain
+from lather.optim.plain import is_placeholder, plain
 from lather.optim.rule import Rule
 
 logger = logging.getLogger(__name__)
@@ -46,9 +46,8 @@ def muon_options(group: Mapping[str, Any], rule: type[Rule]) -> dict[str, Any] |
     same = {"coefficients": "quintic", "weight_decay_method": "decoupled"}
     own = {key: group[key] for key in ("lr", "weight_decay", "momentum") if key in group}
     if group.keys() >= TORCH_MUON:
-        coefficients = converted(group["ns_coefficients"], tuple[float, ...])
         scale = plain(group["adjust_lr_fn"])
-        if coefficients != QUINTIC:
+        if not is_quintic(group["ns_coefficients"]):
             raise ValueError(
                 f"the saved optimizer is a torch.optim.Muon with ns_coefficients="
                 f"{group['ns_coefficients']!r}; of these, Lather takes {QUINTIC} alone: "

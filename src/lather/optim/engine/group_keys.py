@@ -8,16 +8,19 @@ another rule or another step is refused, because otherwise a group would take a 
 asked for. Keys of which nothing is known are kept and named in a warning.
 
     HARMLESS, multipliers           torch's switches, values of schedulers, labels: kept
-    RULE_KEYS, use_X, is_X          the rule: `use_muon`, `algorithm`; kept if it is the group's
+    RULE_KEYS, use_X, is_X, X       the rule: `use_muon`, `algorithm`; kept if it is the group's
     WHAT_HAPPENS                    a property of the step: `amsgrad`; kept if the step has it
     OTHER_NAMES                     options under other names: `learning_rate`; refused
-    options of other rules          refused, unless an optimizer has put them into all its groups
+    options of other rules          refused, but for the exemptions of `_copied`
     near misses                     misspelt options: refused
+
+Keys count in lower case, with underscores where a word begins: `useMuon` is `use_muon`.
 """
 
 from __future__ import annotations
 
 import difflib
+import operator
 import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -30,15 +33,19 @@ from lather.optim.engine.known_keys import (
     LABELS_OR_RULES,
     MULTIPLIERS,
     NO_RULE,
+    NO_WORDS,
     OPTIMIZERS,
     OTHER_NAMES,
     RULE_KEYS,
     TORCH_ADAM,
     WHAT_HAPPENS,
 )
-from lather.optim.options import name_of, options_of
+from lather.optim.options import holds, name_of, options_of
 from lather.optim.plain import plain
 from lather.optim.rule import Rule
+
+_NEW_WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+_SWITCH = re.compile(r"((?:use|is)_)?(.*)", re.DOTALL)
 
 Rules = Mapping[str, type[Rule]]
 """Rules by name."""
@@ -70,14 +77,15 @@ def unknown_keys(
         inert: values that an optimizer puts into all its groups, whatever their rules: equal ones
             may be options of other rules.
     """
-    extra = sorted(group.keys() - options_of(type(rule)).keys() - OWN_KEYS - HARMLESS, key=str)
+    own = options_of(type(rule)).keys() | OWN_KEYS
+    if "lr" in group:
+        own |= {"lr_factor"}  # the group's rate is its own, and some scheduler's factor is kept
+    others = (key for key in group if key not in own and _lower(key) not in HARMLESS)
+    extra = sorted(others, key=str)
     if not extra:
         return []
-    equal = {key for key in extra if inert and key in inert and plain(group[key]) == inert[key]}
-    allowed = equal | {*exempt, *_copied(group, rule, rules)}
-    if "ns_steps" in group:
-        allowed.add("eps")  # torch.optim.Muon's: the least norm by which it divides
     of_adam = {"betas", "eps"}.intersection(extra) if group.keys() >= TORCH_ADAM else set()
+    allowed = {*exempt, *_copied(extra, group, rule, rules, inert or {})}
     asking = (key for key in extra if key not in of_adam)
     return [
         *of_adam,
@@ -85,9 +93,49 @@ def unknown_keys(
     ]
 
 
+def _copied(
+    extra: Collection[Any],
+    group: Mapping[str, Any],
+    rule: Rule,
+    rules: Rules,
+    inert: Mapping[str, Any],
+) -> Iterator[str]:
+    """Yield the keys that are options of other rules because something has copied them there:
+
+    - values that the optimizer puts into all its groups (`inert`);
+    - all options of some rule, several of which the group's own rule does not have: another
+      optimizer with that default rule has put them there;
+    - `eps` of torch.optim.Muon, the least norm by which it divides.
+    """
+    for key in inert.keys() & set(extra):
+        if holds(operator.eq, plain(group[key]), inert[key]):
+            yield key
+    own = options_of(type(rule)).keys()
+    for other in rules.values() if "rule" in group else ():
+        options = options_of(other).keys()
+        if options <= group.keys() and len(options - own) > 1:
+            yield from options
+    if "ns_steps" in group:
+        yield "eps"
+
+
 def asks(key: Any) -> bool:
     """Whether the value of a key that is no option decides whether the key is kept or refused."""
-    return isinstance(key, str) and (key in ASKING or key.startswith(("use_", "is_")))
+    lower = _lower(key)
+    is_word = _word(lower) in OPTIMIZERS or _word(lower) in ALIASES
+    return lower in ASKING or lower.startswith(("use_", "is_")) or is_word
+
+
+def listed(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arrays and tensors of a group under keys of which `asks` is true, as numbers and
+    lists: arrays cannot be compared to detect a change."""
+    own = {key: one for key, one in group.items() if hasattr(one, "tolist") and asks(key)}
+    return {key: one.tolist() for key, one in own.items() if hasattr(one, "shape")}
+
+
+def _lower(key: Any) -> str:
+    """Return a key in the form in which it is looked up; "" if it is no text."""
+    return _NEW_WORD.sub("_", key).lower() if isinstance(key, str) else ""
 
 
 def _is_known(key: Any, value: Any, rule: Rule, rules: Rules, allowed: Collection[str]) -> bool:
@@ -95,67 +143,96 @@ def _is_known(key: Any, value: Any, rule: Rule, rules: Rules, allowed: Collectio
     does; raises if it does."""
     if not isinstance(key, str):
         return False
+    lower, value = _lower(key), plain(value)
     what, name = f"{key}={value!r} in a parameter group", name_of(type(rule))
-    if (asked := _asked_rule(key, value, rules)) is not None:
-        if not _is_rule(asked, rule):
-            remedy = _remedy(key, asked, rules)
-            raise ValueError(f"{what} asks for {asked}, but the group's rule is {name!r}: {remedy}")
+    if asked := _asked_rules(lower, value, what, rules):
+        if not any(_is_rule(one, rule) for one in asked):
+            text = f"{what} asks for {asked[0]}, but the group's rule is {name!r}"
+            raise ValueError(f"{text}: {_remedy(key, asked[0], rules)}")
         return True
-    if key in WHAT_HAPPENS:
-        holds, remedy = WHAT_HAPPENS[key]
-        if not holds(value, rule):
+    if lower in WHAT_HAPPENS:
+        happens, remedy = WHAT_HAPPENS[lower]
+        try:
+            is_so = bool(happens(value, rule))
+        except (RuntimeError, TypeError, ValueError):
+            single = "give one value (True or False, a number, a word), or leave the key out"
+            raise ValueError(f"{what} is not valid: {single}") from None
+        if not is_so:
             raise ValueError(f"{what} asks for another step than its rule {name!r} takes: {remedy}")
         return True
-    leaves_it_open = key in RULE_KEYS and (value is None or isinstance(value, str))
-    if leaves_it_open or key in LABELS_OR_RULES or key in allowed or key.startswith("is_"):
+    if lower in RULE_KEYS:
+        return value is None or (isinstance(value, str) and _word(value) in NO_RULE)
+    if lower in LABELS_OR_RULES or key in allowed or lower.startswith("is_"):
         return True
-    return _is_multiplier_or_refused(key, what, rule, rules)
+    _refuse_option(key, what, rule, rules)
+    return lower.endswith(MULTIPLIERS)
 
 
-def _is_multiplier_or_refused(key: str, what: str, rule: Rule, rules: Rules) -> bool:
-    """Whether a key is a trainer's multiplier. Raises ValueError for an option of another rule,
-    and for a misspelt option."""
-    name = name_of(type(rule))
-    options, meant = list(options_of(type(rule))), OTHER_NAMES.get(key, key)
-    near = [meant] if meant in options else difflib.get_close_matches(key, options, 1, LIKENESS)
+def _refuse_option(key: str, what: str, rule: Rule, rules: Rules) -> None:
+    """Raise ValueError if a key is an option of another rule or a misspelt option."""
+    name, options, lower = name_of(type(rule)), list(options_of(type(rule))), _lower(key)
+    meant = OTHER_NAMES.get(lower, lower)
+    near = [meant] if meant in options else difflib.get_close_matches(lower, options, 1, LIKENESS)
     others = [] if meant in options else rules.items()
-    owners = [name for name, other in others if meant in options_of(other)]
-    if owners:
+    if owners := [name for name, other in others if meant in options_of(other)]:
         option = f"option {meant!r}" if meant != key else "option"
-        guess = f"did you mean {near[0]!r}? Otherwise " if near and near[0].endswith(key) else ""
+        guess = f"did you mean {near[0]!r}? Otherwise " if near and near[0].endswith(lower) else ""
         raise ValueError(
             f"{what} is an {option} of {', '.join(owners)}, not of the group's rule {name!r}: "
             f'{guess}leave it out, or give the group one of these as its "rule"'
         )
-    if (prefix := _prefix(key, rules)) is not None:
+    prefix, option = _divided(lower, rules)
+    if prefix and not _is_rule(prefix, rule):
         text = _rule_text(prefix, rules)
         raise ValueError(
             f"{what} is for parameters that take the step of {prefix}, and the group's rule is "
             f'{name!r}: give them a group with {text}, and options without "{prefix}_"'
         )
-    if near and not key.endswith(MULTIPLIERS):
+    if prefix and option not in options:
+        no_option = f"{option!r} is no option of the group's rule {name!r}"
+        raise ValueError(f"{what} has no meaning, because {no_option}: leave it out")
+    near = [option] if prefix else near
+    if near and not lower.endswith(MULTIPLIERS):
         known = ", ".join(sorted([*options, *OWN_KEYS]))
         guess = f"did you mean {near[0]!r}? Known options: {known}"
         raise ValueError(f"unknown option {key!r} in a parameter group: {guess}")
-    return key.endswith(MULTIPLIERS)
 
 
-def _asked_rule(key: str, value: Any, rules: Rules) -> str | None:
-    """Return which rule a key of a group asks for: a word such as "adamw", "not lion" for any
-    other than that, or None if the key asks for no rule."""
-    words = OPTIMIZERS | ALIASES.keys() | set(map(_word, rules))
-    match = re.fullmatch(r"(?:use|is)_(\w+)", key)
-    if match and (word := _word(match[1])) in words:
-        if not isinstance(plain(value), int):
-            return None
-        return word if value else ("adamw" if word in FALL_BACK else f"not {word}")
+def _asked_rules(key: str, value: Any, what: str, rules: Rules) -> list[str]:
+    """Return the rules for one of which a key of a group asks: words such as "adamw", or "not lion"
+    for any other than that. Empty if the key asks for no rule.
+
+    Raises ValueError for a value of `use_X` or `is_X` that is neither true nor false.
+    """
+    words = {*OPTIMIZERS, *ALIASES, *map(_word, rules)}
+    prefix, word = _SWITCH.fullmatch(key).groups()  # type: ignore[union-attr]  # any text matches
+    word = _word(word)
+    if word in words or key == "use_fallback":
+        if isinstance(value, int):
+            if key == "use_fallback":
+                return ["adamw"] if value else []
+            return [word if value else "adamw" if word in FALL_BACK else f"not {word}"]
+        if prefix and value is not None and not isinstance(value, str):
+            raise ValueError(f"{what} is not valid: give True or False, or leave the key out")
+        return []
     named = getattr(value, "__name__", getattr(value, "name", None))
     text = value if isinstance(value, str) else named
-    if key not in RULE_KEYS | LABELS_OR_RULES or not isinstance(text, str):
-        return None
-    whole, first = _word(text), _word(re.split(r"[_\-. ]", text)[0])
-    asked = next((word for word in (whole, first) if word in words), None)
-    return asked or (whole if key in RULE_KEYS and whole not in NO_RULE else None)
+    if not isinstance(text, str) or key not in RULE_KEYS | LABELS_OR_RULES:
+        return []
+    if (whole := _word(text)) in words:
+        return [whole]
+    return _optimizers_in(text, words) if key in RULE_KEYS else []
+
+
+def _optimizers_in(text: str, known: Collection[str]) -> list[str]:
+    """Return the known optimizers that a text names: one for "paged_adamw_8bit", two for
+    "muon_adamw", none for "generator" and "not_muon"."""
+    words = re.findall(r"[a-z0-9]+", _lower(text))
+    for length in range(len(words), 0, -1) if NO_WORDS.isdisjoint(words) else ():
+        runs = ("".join(words[i : i + length]) for i in range(len(words) - length + 1))
+        if found := [run for run in runs if run in known]:
+            return found
+    return []
 
 
 def _word(text: str) -> str:
@@ -169,13 +246,13 @@ def _is_rule(asked: str, rule: Rule) -> bool:
     classes = [cls for cls in type(rule).__mro__ if issubclass(cls, Rule)]
     names = {_word(text) for cls in classes for text in (name_of(cls), cls.__name__)}
     is_normalized = asked != "normuon" or bool(getattr(rule, "normalize", None))
-    return is_normalized and not names.isdisjoint({asked, ALIASES.get(asked, asked)})
+    return is_normalized and not names.isdisjoint({_word(asked), ALIASES.get(asked, asked)})
 
 
 def _rule_text(asked: str, rules: Rules) -> str | None:
     """Return the entry of a group for a rule, or None if no known rule is the one that is asked
     for."""
-    wanted = {asked, ALIASES.get(asked, asked)}
+    wanted = {_word(asked), ALIASES.get(asked, asked)}
     name = next((name for name in rules if _word(name) in wanted), None)
     return name and f'"rule": "{name}"' + (', "normalize": "row"' if asked == "normuon" else "")
 
@@ -189,19 +266,13 @@ def _remedy(key: str, asked: str, rules: Rules) -> str:
     return f"Lather has no such rule; {give}, or leave {key} out"
 
 
-def _prefix(key: str, rules: Rules) -> str | None:
-    """Return the word before an option of some rule: "adamw" for `adamw_betas`; None if the key
-    has not this form."""
-    prefix, _, option = key.partition("_")
-    known = option in OTHER_NAMES or any(option in options_of(rule) for rule in rules.values())
-    return prefix if known and _word(prefix) in OPTIMIZERS and _rule_text(prefix, rules) else None
-
-
-def _copied(group: Mapping[str, Any], rule: Rule, rules: Rules) -> Iterator[str]:
-    """Yield the options of rules all of whose options a group has, several of which its own rule
-    does not have: an optimizer with that default rule has put them there."""
-    own = options_of(type(rule)).keys()
-    for other in rules.values() if "rule" in group else ():
-        options = options_of(other).keys()
-        if options <= group.keys() and len(options - own) > 1:
-            yield from options
+def _divided(key: str, rules: Rules) -> tuple[str, str]:
+    """Divide `adamw_betas` into the rule and its option, under our name; ("", "") if the key has
+    not this form."""
+    for match in re.finditer("_", key):
+        prefix, option = key[: match.start()], key[match.end() :]
+        option = OTHER_NAMES.get(option, option)
+        is_option = any(option in options_of(rule) for rule in rules.values())
+        if is_option and _rule_text(_word(prefix), rules):
+            return prefix, option
+    return "", ""

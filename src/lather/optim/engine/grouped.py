@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from lather.optim.engine import flat
-from lather.optim.engine.group_keys import unknown_keys
+from lather.optim.engine.group_keys import listed, unknown_keys
 from lather.optim.engine.matrix_layout import Layout, layout_of, rule_for_dtype
 from lather.optim.engine.roster import GroupSettings, ParamInfo, Roster, group_options, names_of
 from lather.optim.options import name_of, options_of
@@ -41,7 +42,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         super().__init__(params, {name: getattr(rule, name) for name in options_of(type(rule))})
         self._is_made = True
         self._check_whole()
-        flat.warn_without_matrices(self.param_groups, self._had_matrices, name_of(type(rule)))
+        flat.warn_without_matrices(self.param_groups, self._had_matrices, rule)
         self._name_unknown_keys()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -51,20 +52,24 @@ class GroupedOptimizer(torch.optim.Optimizer):
         kept and ignored, unless they ask for another rule or step, or look like misspelt options,
         which raise (`lather.optim.engine.group_keys`).
         """
-        rule, given = self._rule_of(param_group)
-        given = {**given, **{key: param_group[key] for key in options_of(rule) if key in param_group}}
-        own = group_options(given, rule, self._default)
-        made = rule(**own)
-        unknown = self._unknown_in(param_group, made, inert=self.defaults)
-        plain = {name: getattr(made, name) for name in own}
-        if "partition_dim" in param_group:
-            plain["partition_dim"] = as_count(param_group["partition_dim"])
-        group = {**param_group, "params": _each_once(param_group["params"]), **plain, "rule": name_of(rule)}
-        super().add_param_group(group)
+        number = len(self.param_groups)
+        with _naming(param_group, number):
+            rule, given = self._rule_of(param_group)
+            given = {**given, **{k: param_group[k] for k in options_of(rule) if k in param_group}}
+            own = group_options(given, rule, self._default)
+            made = rule(**own)
+            unknown = self._unknown_in(param_group, made, inert=self.defaults)
+            plain = {name: getattr(made, name) for name in own} | listed(param_group)
+            if "partition_dim" in param_group:
+                plain["partition_dim"] = as_count(param_group["partition_dim"])
+            params = _each_once(param_group["params"])
+            group = {**param_group, "params": params, **plain, "rule": name_of(rule)}
+            super().add_param_group(group)
         added = self.param_groups[-1]
         self._rules[name_of(rule)] = rule
         try:
-            has_matrices = self._check_group(added, made)
+            with _naming(added, number):
+                has_matrices = self._check_group(added, made)
             if self._is_made:
                 self._check_whole()
         except (TypeError, ValueError):
@@ -113,7 +118,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
             if p.is_complex():
                 raise TypeError(f"{name} is complex ({p.dtype}); {name_of(type(rule))} takes real parameters: give it to torch.optim.Adam")
             if rule.matrix_layout != "tensor" and p.dim() == 1 and flat.is_for_matrices(rule):
-                flat.check_piece(name, p, name_of(type(rule)))
+                flat.check_piece(name, p, f"{name_of(type(rule))} needs whole matrices")
                 raise ValueError(
                     f"{name} has shape {tuple(p.shape)}, but matrix_layout={rule.matrix_layout!r} needs a matrix: "
                     "put it in a group with matrix_layout='tensor'"
@@ -155,14 +160,18 @@ class GroupedOptimizer(torch.optim.Optimizer):
 
     def _make_roster(self) -> Roster:
         groups, params, frozen, unknown = [], [], [], set[str]()
-        for group in self.param_groups:
+        for number, group in enumerate(self.param_groups):
             if group["rule"] not in self._rules:
                 raise ValueError(
                     f"rule {group['rule']!r} of a parameter group was set after the optimizer was made: make a new optimizer, "
                     "or give add_param_group other parameters with that rule"
                 )
-            settings = GroupSettings(group, self._rules[group["rule"]])
-            unknown |= self._unknown_in(group, settings.rule, exempt=self.defaults)
+            with _naming(group, number):
+                settings = GroupSettings(group, self._rules[group["rule"]])
+                unknown |= self._unknown_in(group, settings.rule, exempt=self.defaults)
+            if lists := listed(group):
+                group.update(lists)
+                settings = GroupSettings(group, self._rules[group["rule"]])
             groups.append(settings)
         for settings in groups:
             group = settings.group
@@ -177,6 +186,22 @@ class GroupedOptimizer(torch.optim.Optimizer):
         self._name_unknown_keys()
         flat.check_whole(groups, self._had_matrices)
         return Roster(groups, params, frozen)
+
+
+@contextmanager
+def _naming(group: Mapping[str, Any], number: int) -> Iterator[None]:
+    """Add to the message of an error which group it is about: its number, and its name or the
+    name of its first parameter if it has one."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        params, names = group.get("params"), group.get("param_names")
+        pair = params[0] if isinstance(params, list | tuple) and params else None
+        first = names[0] if names else pair[0] if isinstance(pair, tuple) else None
+        name = f" {group['name']!r}" if isinstance(group.get("name"), str) else ""
+        begin = f", which begins with {first!r}" if isinstance(first, str) and not name else ""
+        error.args = (f"{error} (parameter group {number}{name}{begin})",)
+        raise
 
 
 def whole_layout(p: Tensor, rule: Rule, spread: Spread | None) -> Layout:

@@ -7,10 +7,11 @@ dion, Apex, HeavyBall and pytorch_optimizer."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lather.optim.plain import as_count, converted, plain
+from lather.optim.plain import as_count, plain
 from lather.optim.rule import Rule
 
 HARMLESS = {"foreach", "fused", "capturable", "step"}
@@ -23,6 +24,7 @@ HARMLESS |= {"name", "names", "group_name", "param_group", "param_name", "label"
 HARMLESS |= {"description", "default_config", "bypass_duplicate"}
 HARMLESS |= {"layer", "layer_id", "layer_idx", "layer_name", "layer_decay", "block_id", "depth"}
 HARMLESS |= {"stage", "module", "module_name", "moe", "expert", "expert_parallel"}
+HARMLESS |= {"no_weight_decay", "no_decay", "no_wd"}
 """Labels."""
 HARMLESS |= {"sides"}
 """`parameter_groups` writes it for every optimizer; rules without bases have no sides."""
@@ -32,16 +34,20 @@ MULTIPLIERS = ("_mult", "_multiplier", "_scale", "_factor")
 
 RULE_KEYS = {"algorithm", "algo", "optimizer", "optim", "opt", "update_rule"}
 RULE_KEYS |= {"optimizer_type", "optimizer_name", "optim_type", "opt_type"}
+RULE_KEYS |= {"optimizer_class", "optimizer_cls", "optim_class", "optim_cls", "opt_class"}
 """Keys whose value names a rule."""
 LABELS_OR_RULES = {"kind", "type", "method", "group_type"}
 """Keys whose value names a rule, or is a label."""
 NO_RULE = {"", "auto", "default", "main", "none"}
 """Values of `RULE_KEYS` that leave the rule to the optimizer."""
+NO_WORDS = {"no", "non", "not", "without"}
+"""Words of a value with which it names another optimizer than the group's."""
 
 FALL_BACK = {"muon", "normuon", "adamuon", "soap", "shampoo", "dion", "dion2", "kron", "psgd"}
 """Optimizers of matrices: where others' `use_X` is false for these, a group takes Adam's step."""
 OPTIMIZERS = {"adam", "adamw", "lion", "sgd", "lamb", "lars", "sophia", "adafactor", "rmsprop"}
-OPTIMIZERS |= {"adagrad", "prodigy", *FALL_BACK}
+OPTIMIZERS |= {"adagrad", "adadelta", "adamax", "nadam", "radam", "adan", "adopt", "ademamix"}
+OPTIMIZERS |= {"adabelief", "lbfgs", "galore", "madgrad", "prodigy", "scion", *FALL_BACK}
 """Words that name an optimizer in keys and values."""
 ALIASES = {"adam": "adamw", "fusedadam": "adamw", "fusedadamw": "adamw", "normuon": "muon"}
 
@@ -78,10 +84,27 @@ def _decouples(value: Any, rule: Rule) -> bool:
     return not rule.couples_decay if value else rule.couples_decay or not rule.decay(1.0)
 
 
-def _is_quintic(value: Any, rule: Rule) -> bool:
-    triples = converted(value, tuple[float, ...]), converted(value, tuple[tuple[float, ...], ...])
-    is_quintic = getattr(rule, "coefficients", "") == "quintic"
-    return is_quintic and not {QUINTIC, (QUINTIC,)}.isdisjoint(triples)
+def is_quintic(value: Any) -> bool:
+    """Whether these are Jordan's coefficients, alone or as the only ones of a list, up to the
+    rounding of fp32, in which tensors have them."""
+    numbers = _listed(value)
+    if isinstance(numbers, list) and len(numbers) == 1:
+        numbers = _listed(numbers[0])
+    is_triple = isinstance(numbers, list) and len(numbers) == len(QUINTIC)
+    return is_triple and all(map(_is_nearly, numbers, QUINTIC))
+
+
+def _listed(value: Any) -> Any:
+    value = plain(value.tolist() if hasattr(value, "tolist") else value)
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _is_nearly(value: Any, expected: float) -> bool:
+    return isinstance(value, int | float) and math.isclose(value, expected, rel_tol=1e-6)
+
+
+def _has_quintic(value: Any, rule: Rule) -> bool:
+    return getattr(rule, "coefficients", "") == "quintic" and is_quintic(value)
 
 
 def _has_steps(value: Any, rule: Rule) -> bool:
@@ -90,6 +113,10 @@ def _has_steps(value: Any, rule: Rule) -> bool:
 
 def _is_newton_schulz(value: Any, rule: Rule) -> bool:
     return value == "newton_schulz" and hasattr(rule, "coefficients")
+
+
+def _normalizes(value: Any, rule: Rule) -> bool:
+    return bool(value) == getattr(rule, "normalize_preconditioned_grads", False)
 
 
 def _corrects_bias(value: Any, rule: Rule) -> bool:
@@ -109,6 +136,9 @@ METHOD = 'give the group a "weight_decay_method" in its place: "decoupled", "l2"
 COEFFICIENTS = 'give a group of muon or soap_muon "coefficients": "quintic" or "polar_express"'
 BIAS = "did you mean 'correct_bias'?"
 STEPS = "did you mean 'steps', an option of muon and soap_muon?"
+
+NORMALIZE = "did you mean 'normalize_preconditioned_grads', an option of soap?"
+MULTIPLY = "no rule multiplies its rate: multiply lr yourself, and give the group the product"
 
 WHAT_HAPPENS: dict[str, tuple[Callable[[Any, Rule], bool], str]] = {
     **dict.fromkeys(
@@ -131,6 +161,9 @@ WHAT_HAPPENS: dict[str, tuple[Callable[[Any, Rule], bool], str]] = {
         ("dampening", "lr_decay", "momentum_decay", "qk_clip", "grokfast", "quantize", "mars"),
         (_is_off, LEAVE_OUT),
     ),
+    **dict.fromkeys(("merge_dims", "use_fallback"), (_is_off, LEAVE_OUT)),
+    "normalize_grads": (_normalizes, NORMALIZE),
+    "lr_factor": (lambda value, rule: value == 1, MULTIPLY),
     **dict.fromkeys(
         ("decoupled_weight_decay", "weight_decouple", "adam_w_mode", "decouple"),
         (_decouples, METHOD),
@@ -142,7 +175,7 @@ WHAT_HAPPENS: dict[str, tuple[Callable[[Any, Rule], bool], str]] = {
     "adjust_lr_fn": (_is_scale([*TORCH_SCALES.items()]), SCALE),
     "adjust_lr": (_is_scale([(None, 1.0), ("rms_norm", "match_rms_adamw")]), SCALE),
     "use_adjusted_lr": (_is_scale([(True, "match_rms_adamw"), (False, "spectral")]), SCALE),
-    **dict.fromkeys(("ns_coefficients", "ns_coeffs"), (_is_quintic, COEFFICIENTS)),
+    **dict.fromkeys(("ns_coefficients", "ns_coeffs"), (_has_quintic, COEFFICIENTS)),
     "ns_method": (_is_newton_schulz, LEAVE_OUT),
     "use_polar_express": (
         lambda value, rule: bool(value) == (getattr(rule, "coefficients", "") == "polar_express"),

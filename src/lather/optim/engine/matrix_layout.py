@@ -154,7 +154,8 @@ class Layout:
         """Raise ValueError unless `state` has the entries and shapes that a parameter of this layout has."""
         expected = {"step": (), **{key: entry.shape_in(self) for key, entry in self.entries.items()}}
         found = {key: tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for key, x in state.items()}
-        if isinstance(plain(state.get("step")), int | float):  # torch accepts numbers, too
+        step = state.get("step")
+        if not isinstance(step, Tensor) and isinstance(plain(step), int | float):  # as in torch
             found["step"] = ()
         if found != expected:
             key = next(key for key in (*expected, *found) if expected.get(key) != found.get(key))

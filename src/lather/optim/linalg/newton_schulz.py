@@ -65,7 +65,8 @@ def orthogonalize(
             faster in it.
     """
     y = x.mT if x.shape[-2] > x.shape[-1] else x
-    norm = norms(x).clamp_min(torch.finfo(torch.float32).tiny)[:, None, None]
+    norm = norms(x)
+    norm = norm.clamp_min(torch.finfo(norm.dtype).tiny)[:, None, None]
     y = torch.div(y, norm, out=torch.empty_like(y, dtype=iteration_dtype(x, dtype)))
     table = COEFFICIENTS[coefficients]
     if y.dtype == torch.bfloat16 and coefficients == "polar_express":
