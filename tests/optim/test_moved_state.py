@@ -450,3 +450,17 @@ def test_a_parameter_that_becomes_larger_or_smaller_in_place_is_refused(cls: typ
         with pytest.raises(ValueError, match="shape"):
             run(optimizer, [p], range(2, 3))
         assert torch.equal(memory, before)
+
+
+@few_kinds
+def test_state_that_is_removed_made_anew_and_put_back(kind: str) -> None:
+    params, others = parameters(SHAPES), parameters(SHAPES)
+    a, b = make(kind, params), make(kind, others)
+    run_both((a, params), (b, others), range(2))
+    before = dict(a.state)
+    a.state.clear()
+    a.init_state()
+    a.state.clear()
+    a.state.update(before)
+    run_both((a, params), (b, others), range(2, 4))
+    assert all_same(params, others)

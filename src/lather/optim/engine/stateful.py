@@ -117,10 +117,12 @@ class StatefulOptimizer(GroupedOptimizer):
         known = [(one, self.state[one.param]) for one in roster.params if self.state.get(one.param)]
         found = [member_of(one, self._sharding.share_of(one.param)) for one, _ in known]
         wanted = {id(member.param): member for member in found if member is not None}
-        current = [bucket for bucket in self._buckets if self._is_current(bucket, wanted)]
-        for bucket in current:
-            for member in bucket.members:
-                del wanted[id(member.param)]
+        current = []
+        for bucket in self._buckets:
+            if self._is_current(bucket, wanted):
+                current.append(bucket)
+                for member in bucket.members:
+                    del wanted[id(member.param)]
         for member in wanted.values():
             member.layout.check_state(self.state[member.param], f"the state of a parameter of shape {member.layout.shape}")
         gathered = [one for one, _ in known if one.is_gathered]
