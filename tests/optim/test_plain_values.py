@@ -120,7 +120,12 @@ def same_plain(value: Any, expected: Any) -> bool:
     return type(value) is type(expected) and value == expected
 
 
-@pytest.mark.parametrize("number", NUMBERS, ids=repr)
+def named(value: object) -> str:
+    """Return a name of a case, the same in every process."""
+    return f"{type(value).__module__}.{type(value).__name__}"
+
+
+@pytest.mark.parametrize("number", NUMBERS, ids=named)
 def test_numbers(number: Any) -> None:
     group = Muon(
         [parameter(3, 4)],
@@ -146,7 +151,7 @@ def test_numbers(number: Any) -> None:
 
 
 @pytest.mark.parametrize("name", CLASSES)
-@pytest.mark.parametrize("rate", NUMBERS, ids=repr)
+@pytest.mark.parametrize("rate", NUMBERS, ids=named)
 def test_rates(name: str, rate: Any) -> None:
     """A rate becomes a float, but a tensor stays the tensor: its owner may change it in place."""
     for optimizer in (
@@ -157,7 +162,7 @@ def test_rates(name: str, rate: Any) -> None:
         assert lr is rate if isinstance(rate, torch.Tensor) else same_plain(lr, 0.25)
 
 
-@pytest.mark.parametrize("count", COUNTS, ids=repr)
+@pytest.mark.parametrize("count", COUNTS, ids=named)
 def test_counts(count: Any) -> None:
     assert same_plain(Muon([parameter(3, 4)], steps=count).param_groups[0]["steps"], 3)
     names = (
@@ -172,7 +177,7 @@ def test_counts(count: Any) -> None:
     assert all(same_plain(group[name], 3) for name in names)
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids=repr)
+@pytest.mark.parametrize("pair", PAIRS, ids=named)
 def test_sequences(pair: Any) -> None:
     for cls in (SOAP, AdamW):
         assert same_plain(cls([parameter(3, 4)], betas=pair).param_groups[0]["betas"], (0.5, 0.75))
@@ -317,7 +322,7 @@ def test_a_rate_of_a_schedule_is_used_and_saved_as_a_float() -> None:
 @pytest.mark.parametrize(
     "rate",
     [True, "0.1", np.array([0.1, 0.2]), np.float32("nan"), None],
-    ids=repr,
+    ids=named,
 )
 def test_a_rate_that_is_none_is_refused_before_anything_changes(rate: Any) -> None:
     params = parameters([(3, 4)])
