@@ -250,7 +250,7 @@ def test_moving_weights_changes_no_bits_and_makes_no_new_plan(kind: str, monkeyp
 
 def test_state_that_is_moved_one_by_one_frees_its_memory_by_and_by(monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory of a bucket is free after the last of its members, so buckets are small."""
-    monkeypatch.setattr(buckets, "STATE_BYTES", 4 * 64 * 64 * 2 * 4)
+    monkeypatch.setattr(buckets, "STATE_BYTES", 4 * 4 * 64 * 64 * 2 * 4)
     params = [parameter(64, 64, seed=seed) for seed in range(32)]
     optimizer = AdamW(params)
     run(optimizer, params, range(2))

@@ -40,10 +40,11 @@ BUCKET_BYTES = 2**28
 LEAST_GPU_BYTES = 2**31
 """Smallest such limit on a GPU, where the largest is twice as much: about 20 matrices of 2048 rows then form a batch."""
 
-STATE_BYTES, GPU_STATE_BYTES = 2**25, 2**31
-"""Largest state of a bucket of several members on a CPU, and on a GPU. The memory of a bucket is
-free when the state of its last member has been moved away, so larger ones would raise the peak of
-moving all state; smaller ones would divide the batches of a step."""
+STATE_BYTES, GPU_STATE_BYTES = 2**26, 2**31
+"""Largest state of a bucket of several members on a CPU, and on a GPU; a quarter of it under an
+elementwise rule, whose kernel needs no stacks. The memory of a bucket is free when the state of its
+last member has been moved away, so larger ones would raise the peak of moving all state; smaller ones
+would divide the batches of a step."""
 
 States = Mapping[Tensor, dict[str, Tensor]]
 """Parameter -> its state: `step`, and entries by name."""
@@ -208,7 +209,8 @@ def make_buckets(members: Iterable[Member], *, apart: Mapping[int, Any] | None =
         own = (layout.kind, layout.inner, layout.dims, entries, type(layout.rule))
         key = (*own, member.param.dtype, member.device, (apart or {}).get(id(member.param)))
         limit = GPU_STATE_BYTES if is_gpu(member.device) else STATE_BYTES
-        found.append((member, key, layout.state_bytes() / limit))
+        share = 4 if layout.kind == "elements" else 1
+        found.append((member, key, share * layout.state_bytes() / limit))
     return [Bucket(same) for same in in_batches(found)]
 
 

@@ -17,6 +17,9 @@ from lather.shapes import Float
 LEAST_NORM = 2.0**-40
 """Norm from which on squares too small for fp32 are too small to count in the sum."""
 
+LEAST_ELEMENT = 2.0**-30
+"""Largest element of a factor from which on a CPU does not scale it."""
+
 
 def norms(x: Float[Tensor, "b *dims"]) -> Float[Tensor, " b"]:
     """Return the Frobenius norm of each matrix of x (B, ...), in fp32, or in fp64 if x is."""
@@ -49,5 +52,10 @@ def powers_of_two(x: Float[Tensor, "b *dims"]) -> Float[Tensor, " b"]:
 
 def near_one(k: Float[Tensor, "b n n"]) -> Float[Tensor, "b n n"]:
     """Return each matrix divided by its power of two, so that the squares of its elements are in
-    the range of their dtype."""
+    the range of their dtype. On a CPU, matrices whose squares are far inside that range stay as they
+    are: the largest elements of a factor are on its diagonal."""
+    if is_cpu(k):
+        largest = k.diagonal(dim1=-2, dim2=-1).abs().amax(-1)
+        if bool(((largest > LEAST_ELEMENT) & (largest < 1 / LEAST_ELEMENT)).all()):
+            return k
     return k / powers_of_two(k)[:, None, None]
