@@ -1,12 +1,11 @@
-"""Parameter groups that were made for other optimizers: torch's, pytorch_optimizer's, and Lather's
-own with other default rules."""
+"""Parameter groups that were made for other optimizers: torch's, and Lather's own with other
+default rules."""
 
 import re
 import warnings
 from typing import Any
 
 import pytest
-import pytorch_optimizer
 import torch
 from optim_helpers import all_same, clones, make, parameter, parameters, run, run_both
 
@@ -85,24 +84,6 @@ def test_groups_of_torchs_optimizers() -> None:
     with pytest.raises(ValueError, match=re.escape("adjust_lr_fn=None")):
         Muon([group])
     assert Muon([{**group, "scale": "spectral"}]).param_groups[0]["weight_decay"] == 0.1
-
-
-def test_groups_of_pytorch_optimizers_muon() -> None:
-    """They choose the rule by `use_muon`, and have Jordan's factor. With the rules and options
-    that the errors name they are taken."""
-    matrix, vector = parameter(4, 4), parameter(4)
-    groups = [{"params": [matrix], "use_muon": True}, {"params": [vector], "use_muon": False}]
-    muon, adamw = (dict(group) for group in pytorch_optimizer.Muon(groups).param_groups)
-    with pytest.raises(ValueError, match=r"use_adjusted_lr=False .* \"scale\": \"spectral\""):
-        Muon([muon])
-    with pytest.raises(ValueError, match=r"betas=.* is an option of adamw"):
-        Muon([{**muon, "scale": "spectral"}, adamw])
-    with pytest.warns(UserWarning, match="ignored: ns_reset_steps$"):
-        ours = Muon([{**muon, "scale": "spectral"}, {**adamw, "rule": "adamw"}])
-    assert [(group["rule"], group["lr"]) for group in ours.param_groups] == [
-        ("muon", 0.02),
-        ("adamw", 0.0003),
-    ]
 
 
 @pytest.mark.parametrize("kind", ["muon", "soap", "adamw"])
