@@ -6,10 +6,12 @@ from contextlib import nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from engines import Case, make_pair, mesh_of
 from ranks import run_ranks
 
 from lather.config.config import ParallelConfig
@@ -109,6 +111,54 @@ def test_the_ranks_of_every_group_meet_while_the_mesh_is_built() -> None:
     for results in run_ranks(groups_that_met, 4):
         assert results
         assert set(results) == {(True, 1)}
+
+
+def transfers_among_neighbors(rank: int, world_size: int) -> tuple[list[int], bool, float, float]:
+    """Run a step whose transfers go as on GPUs. Returns the neighbors that this rank has a group with, whether every transfer was in a
+    group of two, and the errors of loss and gradients."""
+    sizes: set[int] = set()
+    original = dist.batch_isend_irecv
+
+    def start(transfers: list[dist.P2POp]) -> list[dist.Work]:
+        sizes.update(dist.get_world_size(one.group) for one in transfers)
+        return original(transfers)
+
+    gpu = SimpleNamespace(synchronize=lambda device: None)
+    with patch.object(mesh, "is_gpu", lambda on: True), patch.object(mesh, "gpu_module", lambda on: gpu):
+        built = mesh_of(case := Case(pp=world_size, layers=9, poison=True))
+    with patch.object(dist, "batch_isend_irecv", start):
+        pair = make_pair(case, mesh=built)
+        tokens = pair.tokens()
+        expected = pair.plain_gradients(tokens)
+        loss = pair.run(tokens).loss
+        assert loss is not None
+    return [*built.neighbor_groups], sizes == {2}, abs(loss - expected) / expected, pair.largest_error("grad")
+
+
+def test_transfers_of_neighbors_have_a_group_of_their_own_on_gpus() -> None:
+    """A queue for each pair of neighbors, in place of one for all, and the same numbers."""
+    results = run_ranks(transfers_among_neighbors, 4)
+    assert [neighbors for neighbors, *_ in results] == [[1], [0, 2], [1, 3], [2]]
+    assert all(is_pair and loss < 1e-12 and grad < 1e-12 for _, is_pair, loss, grad in results)
+
+
+def neighbors_beside_other_axes(rank: int, world_size: int) -> dict[int, list[int]]:
+    """Return the ranks in each of this rank's groups with a neighbor, by the neighbor's place in the pipeline."""
+    gpu = SimpleNamespace(synchronize=lambda device: None)
+    with patch.object(mesh, "is_gpu", lambda on: True), patch.object(mesh, "gpu_module", lambda on: gpu):
+        built = Mesh.build(ParallelConfig(pp=3, ep=2), CPU)
+    return {peer: dist.get_process_group_ranks(group) for peer, group in built.neighbor_groups.items()}
+
+
+def test_neighbors_are_of_one_pipeline() -> None:
+    assert run_ranks(neighbors_beside_other_axes, 6) == [
+        {1: [0, 2]},
+        {1: [1, 3]},
+        {0: [0, 2], 2: [2, 4]},
+        {0: [1, 3], 2: [3, 5]},
+        {1: [2, 4]},
+        {1: [3, 5]},
+    ]
 
 
 def groups_beside_a_bound_one(rank: int, world_size: int) -> list[Any]:

@@ -18,11 +18,11 @@ from lather.memory.rank_peaks import RankBytes, rank_bytes
 from lather.models.decoder import Decoder
 from lather.models.saving.weight_gradients import Deferrable
 from lather.models.token_positions import SequenceLayout
-from lather.pipeline.executor import MOST_SENDS_UNDER_WAY
 from lather.pipeline.partition import stages_of, uniform
 from lather.pipeline.schedule import Schedule, dualpipev, sequential
 from lather.pipeline.segments import RECOMPUTABLE, MicroBatch
 from lather.pipeline.tape import Frees
+from lather.pipeline.transfer_queues import MOST_SENDS_UNDER_WAY
 from models.tiny import random_normal, tiny_family_model
 
 CPU = torch.device("cpu")

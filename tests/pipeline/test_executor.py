@@ -23,6 +23,7 @@ from lather.pipeline.executor import Executor, Recorder
 from lather.pipeline.schedule import Action, Kind
 from lather.pipeline.segments import MicroBatch
 from lather.pipeline.tape import Cut
+from lather.pipeline.transfer_queues import MOST_SENDS_UNDER_WAY
 
 BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 
@@ -339,7 +340,7 @@ def test_every_send_is_waited_for_and_what_was_sent_is_given_back(name: str, see
         assert sent == of_table > 0
         assert rank[name]["waited"]
         assert rank[name]["sent bytes left"] == 0
-        assert rank[name]["most sends"] <= executor_module.MOST_SENDS_UNDER_WAY
+        assert rank[name]["most sends"] <= MOST_SENDS_UNDER_WAY
 
 
 @pytest.mark.parametrize("name", CASES)

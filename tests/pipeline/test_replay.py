@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 from functools import cache
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from benchmarks.pipeline_bubble import dualpipev_bubble, measured_durations
 from lather.pipeline.replay import Durations, Event, Timeline, replay
 from lather.pipeline.schedule import Action, Kind, Schedule, dualpipev, sequential
+from lather.pipeline.transfer_queues import QueueOf, TransferQueues, one_queue, queue_per_direction, queue_per_neighbor
 
 cached_table = cache(dualpipev)
 
@@ -125,3 +128,41 @@ def test_idle_time_is_the_time_without_computation() -> None:
     assert timeline.idle() == {0: 3.0, 1: 5.0}
     assert timeline.bubble_fraction == pytest.approx(8 / 12)
     assert Timeline(()).bubble_fraction == 0
+
+
+# --- queues of transfers ------------------------------------------------------------------------------------------------------------
+
+
+def longer(table: Schedule, transfer: float, queue_of: QueueOf) -> float:
+    """Return how many times as long the step takes as with transfers that wait for nothing."""
+    given = durations(1.0, 1.0, 1.0, transfer=transfer)
+    return replay(table, given, queue_of).makespan / replay(table, given).makespan
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["late", "early"])
+@pytest.mark.parametrize("transfer", [0.0, 0.05])
+@pytest.mark.parametrize(("num_ranks", "n"), [(2, 8), (4, 8), (4, 16), (8, 16), (8, 32)])
+def test_a_queue_for_each_neighbor_costs_at_most_2_percent(num_ranks: int, n: int, transfer: float, early: bool) -> None:
+    table = dualpipev(num_ranks, n, early_weight_gradients=early)
+    for queue_of in (queue_per_neighbor, queue_per_direction):
+        assert 1 <= longer(table, transfer, queue_of) <= 1.02
+
+
+@pytest.mark.parametrize(("num_ranks", "n"), [(4, 8), (4, 16), (8, 16)])
+def test_one_queue_for_all_neighbors_costs_a_quarter_and_more(num_ranks: int, n: int) -> None:
+    assert longer(cached_table(num_ranks, n), 0.05, one_queue) > 1.25
+
+
+def test_a_transfer_waits_for_those_before_it_on_both_ranks() -> None:
+    """Rank 1 starts a receive from rank 0 before one from rank 2, which sends first."""
+    peers = {"0SEND_F0": 1, "1RECV_F0": 0, "4RECV_F0": 2, "3SEND_F0": 1}
+    table: Any = SimpleNamespace(peer_of=lambda action: peers[str(action)])
+    ends = {}
+    for queue_of in (one_queue, queue_per_neighbor):
+        queues = TransferQueues(table, 0.5, queue_of)
+        for rank, action, at in ((1, "1RECV_F0", 0.0), (1, "4RECV_F0", 0.0), (2, "3SEND_F0", 1.0), (0, "0SEND_F0", 4.0)):
+            queues.post(rank, Action.from_text(action), at)
+        ends[queue_of] = queues.ends
+    first, second = (Kind.RECV_F, 1, 0), (Kind.RECV_F, 4, 0)
+    assert ends[queue_per_neighbor] == {first: 4.5, second: 1.5}
+    assert ends[one_queue] == {first: 4.5, second: 5.0}

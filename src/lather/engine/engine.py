@@ -95,7 +95,16 @@ class Engine:
             exchange, weight_gradients=queue, frees=frees, recompute=loop.recompute, autocast=narrow, rounded_weights=self.rounded_weights
         )
         group = mesh.pp_group if mesh.pp > 1 else None
-        self._executor = Executor(part.stages, schedule, self._segments, self._activation, group=group, units=self.units, record=record)
+        self._executor = Executor(
+            part.stages,
+            schedule,
+            self._segments,
+            self._activation,
+            group=group,
+            neighbor_groups=mesh.neighbor_groups,
+            units=self.units,
+            record=record,
+        )
         self._layout = SequenceLayout(*shape[:2], mesh.device)
 
     def launch_gradients(self, batch: Batch) -> UnreadResult:

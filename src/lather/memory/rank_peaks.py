@@ -20,8 +20,8 @@ from rich.console import Console
 from lather.console import titled_table
 from lather.memory.chunk_bytes import ModelChunks
 from lather.memory.profile_report import first_to_last, in_mib
-from lather.pipeline.executor import MOST_SENDS_UNDER_WAY
 from lather.pipeline.schedule import Kind, Schedule
+from lather.pipeline.transfer_queues import MOST_SENDS_UNDER_WAY
 
 Alive = tuple[str, int]
 """Something that may be alive: "kept" or "waiting" of a chunk in a stage, or one of the following."""

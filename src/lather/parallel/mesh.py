@@ -13,7 +13,8 @@ Inside a step ranks wait for each other at most `parallel.timeout`. While one ra
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -46,6 +47,9 @@ class Mesh:
     rank: int
     device: torch.device
     pp_group: dist.ProcessGroup | None = None
+    neighbor_groups: Mapping[int, dist.ProcessGroup] = field(default_factory=dict)
+    """On a GPU, by pipeline rank: this rank and a neighbor in the pipeline, for their transfers alone. NCCL executes the operations of one
+    group in order, and a receive that waits for one neighbor must not hold up the transfers with the other."""
     ep_group: dist.ProcessGroup | None = None
     sizes_group: dist.ProcessGroup | None = None
     """A second group of the ranks of `ep_group`, on CUDA only: NCCL executes the operations of one group in order, and row counts, for
@@ -117,6 +121,7 @@ class Mesh:
         for group in groups:
             set_timeout(group, timedelta(seconds=config.timeout))
         _create_communicators(groups, device)
+        neighbor_groups = _neighbor_groups(grid, device, timedelta(seconds=config.timeout)) if is_gpu(device) else {}
         return cls(
             pp=pp,
             dp=dp,
@@ -125,6 +130,7 @@ class Mesh:
             rank=dist.get_rank(),
             device=device,
             pp_group=grid.get_group("pp"),
+            neighbor_groups=neighbor_groups,
             ep_group=grid.get_group("ep"),
             sizes_group=sizes_group,
             data_group=data.get_group("data"),
@@ -139,6 +145,30 @@ class Mesh:
         replicas = f", {self.replicas} replicas" if self.replicas > 1 else ""
         ranks = "1 rank" if self.size == 1 else f"{self.size} ranks"
         return f"{ranks}: {self.pp} pipeline x {self.dp} data x {self.ep} expert{replicas}"
+
+
+def _neighbor_groups(grid: DeviceMesh, device: torch.device, timeout: timedelta) -> dict[int, dist.ProcessGroup]:
+    """Make a group of each two neighbors in each pipeline; returns this rank's, by the pipeline rank of the other.
+
+    Collective over all ranks. The two exchange a tensor in each direction, so that NCCL has connected them before the first step. A rank
+    meets its neighbors in the order of the pairs, and so no two wait for each other.
+    """
+    own = grid.get_local_rank("pp")
+    found: dict[int, dist.ProcessGroup] = {}
+    for first in range(grid.size(0) - 1):
+        pairs = grid.mesh[first : first + 2].flatten(1).T.tolist()
+        group, _ = dist.new_subgroups_by_enumeration(pairs, timeout=timeout)
+        if own not in (first, first + 1):
+            continue
+        found[2 * first + 1 - own] = group
+        sent, received = torch.zeros(1, device=device), torch.zeros(1, device=device)
+        peer = int(own == first)
+        both = [dist.P2POp(dist.isend, sent, group=group, group_peer=peer), dist.P2POp(dist.irecv, received, group=group, group_peer=peer)]
+        for work in dist.batch_isend_irecv(both):
+            work.wait()
+    if is_gpu(device):
+        gpu_module(device).synchronize(device)
+    return found
 
 
 def _create_communicators(groups: list[dist.ProcessGroup], device: torch.device) -> None:

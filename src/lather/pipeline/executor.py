@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -30,10 +30,7 @@ from lather.pipeline import overlap
 from lather.pipeline.model_part import Stage
 from lather.pipeline.schedule import COMPUTE, RECEIVED_AS, TRANSFERS, Action, Kind, Schedule
 from lather.pipeline.segments import ChunkTape, MicroBatch, RoutingSummary, Segments, Steps
-
-MOST_SENDS_UNDER_WAY = 2
-"""Maximal number of unfinished sends of a rank; before a further one, the oldest is waited for. gloo does not report when a send is
-complete, and sent tensors must not accumulate."""
+from lather.pipeline.transfer_queues import MOST_SENDS_UNDER_WAY
 
 Key = tuple[int, int]
 """Stage and micro-batch."""
@@ -88,14 +85,16 @@ class Executor:
         activation: Activation,
         *,
         group: dist.ProcessGroup | None = None,
+        neighbor_groups: Mapping[int, dist.ProcessGroup] | None = None,
         units: Sequence[Sequence[FsdpUnit]] | None = None,
         record: Recorder | None = None,
     ) -> None:
-        """`stages`: the stages of this rank; `units`: the FSDP units of each; `group`: the pipeline's process group, None for one rank."""
+        """`stages`: the stages of this rank; `units`: the FSDP units of each; `group`: the pipeline's process group, None for one rank;
+        `neighbor_groups`: the groups of this rank with each neighbor alone, for their transfers; without them `group` is used."""
         self.stages = {stage.index: stage for stage in stages}
         self.schedule, self.segments, self.activation = schedule, segments, activation
         self.rank = 0 if group is None else dist.get_rank(group)
-        self.group = group
+        self.group, self.neighbor_groups = group, dict(neighbor_groups or {})
         self.units = dict(zip(self.stages, units or [[] for _ in stages], strict=True))
         self.record = record or Recorder()
         self.filler: PendingRefreshes | None = None
@@ -266,7 +265,10 @@ class _Walk:
         self.incoming[action.kind, key] = _Arriving(buffer, self._start(dist.irecv, buffer, self.schedule.peer_of(action)))
 
     def _start(self, operation: Callable[..., Any], x: Tensor, peer: int) -> dist.Work:
-        (work,) = dist.batch_isend_irecv([dist.P2POp(operation, x, group=self.executor.group, group_peer=peer)])
+        group = self.executor.group
+        if pair := self.executor.neighbor_groups.get(peer):
+            group, peer = pair, int(peer > self.executor.rank)
+        (work,) = dist.batch_isend_irecv([dist.P2POp(operation, x, group=group, group_peer=peer)])
         return work
 
     def _narrowed(self, x: Tensor, key: Key) -> Tensor:

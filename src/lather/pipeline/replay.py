@@ -19,12 +19,13 @@ if F&B = F + B, and shorter otherwise: rank r < P - 1 has P - 2 - r fewer overla
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 
-from lather.pipeline.schedule import COMPUTE, TRANSFERS, Action, Kind, Schedule, dualpipev, gives, needs
+from lather.pipeline.schedule import COMPUTE, RECEIVED_AS, TRANSFERS, Action, Kind, Schedule, dualpipev, gives, needs
+from lather.pipeline.transfer_queues import MOST_SENDS_UNDER_WAY, QueueOf, Transfer, TransferQueues, queue_per_neighbor, transfer_of
 
 SENT_AFTER = {Kind.RECV_F: Kind.FORWARD, Kind.RECV_B: Kind.BACKWARD_INPUT}
 """Each kind of receive -> the kind of computation, on the stage at its other end, whose result it receives."""
@@ -104,34 +105,82 @@ class Timeline:
         return sum(idle / self.makespan for idle in self.idle().values()) / len(self.ranks) if self.makespan else 0.0
 
 
-def replay(schedule: Schedule, durations: Durations) -> Timeline:
+def replay(schedule: Schedule, durations: Durations, queue_of: QueueOf | None = None) -> Timeline:
     """Compute when every action of `schedule` starts and ends, in O(actions). Raises ValueError if a duration is missing or the table
     deadlocks.
 
-    A chunk waits for the receive of its input; receives and sends are shown with a duration of zero.
+    A chunk waits for the receive of its input; receives and sends are shown with a duration of zero. Without `queue_of` every transfer
+    takes place as soon as its sender has computed, as over gloo. With it transfers also wait for those before them in their queues.
     """
-    ended: dict[tuple[Kind, int, int], float] = {}
-    clocks, positions = [0.0] * schedule.num_ranks, [0] * schedule.num_ranks
-    events: list[list[Event]] = [[] for _ in schedule.ranks]
-    goes_on = True
-    while goes_on:
-        goes_on = False
-        for rank, actions in enumerate(schedule.ranks):
-            while positions[rank] < len(actions):
-                action = actions[positions[rank]]
-                if (ready := _ready(schedule, action, ended, durations.transfer)) is None:
-                    break
-                start = max(clocks[rank], ready)
-                clocks[rank] = end = start + (0.0 if action.kind in TRANSFERS else durations.of(action))
-                events[rank].append(Event(rank, action, start, end))
-                for chunk in action.chunks:
-                    if chunk.micro_batch is not None and chunk.kind in COMPUTE:
-                        ended.update(((kind, chunk.stage, chunk.micro_batch), end) for kind in gives(chunk.kind))
-                positions[rank] += 1
-                goes_on = True
-    if stuck := [str(actions[at]) for actions, at in zip(schedule.ranks, positions, strict=True) if at < len(actions)]:
-        raise ValueError(f"the table deadlocks: {stuck} wait for each other")
-    return Timeline(tuple(event for row in events for event in row))
+    return _Replay(schedule, durations, queue_of).run()
+
+
+class _Replay:
+    """A replay under way."""
+
+    def __init__(self, schedule: Schedule, durations: Durations, queue_of: QueueOf | None) -> None:
+        self.schedule, self.durations = schedule, durations
+        self.ended: dict[tuple[Kind, int, int], float] = {}
+        self.queues = queue_of and TransferQueues(schedule, durations.transfer, queue_of)
+        self.sends: list[deque[Transfer]] = [deque() for _ in schedule.ranks]
+        """Sends of each rank that it has not waited for, if there are queues."""
+        self.clocks, self.positions = [0.0] * schedule.num_ranks, [0] * schedule.num_ranks
+        self.events: list[list[Event]] = [[] for _ in schedule.ranks]
+
+    def run(self) -> Timeline:
+        rows = self.schedule.ranks
+        while sum(self._go_on(rank) for rank in range(len(rows))):
+            pass
+        if stuck := [str(row[at]) for row, at in zip(rows, self.positions, strict=True) if at < len(row)]:
+            raise ValueError(f"the table deadlocks: {stuck} wait for each other")
+        return Timeline(tuple(event for row in self.events for event in row))
+
+    def _go_on(self, rank: int) -> bool:
+        """Let a rank execute its next actions, up to one whose inputs are not known; returns whether there were any."""
+        actions, first = self.schedule.ranks[rank], self.positions[rank]
+        for action in actions[first:]:
+            ready = self._ready(rank, action)
+            if ready is None:
+                break
+            start = max(self.clocks[rank], ready)
+            end = start + (0.0 if action.kind in TRANSFERS else self.durations.of(action))
+            self.clocks[rank] = end
+            self.events[rank].append(Event(rank, action, start, end))
+            self._finish(rank, action, end)
+            self.positions[rank] += 1
+        return self.positions[rank] > first
+
+    def _ready(self, rank: int, action: Action) -> float | None:
+        """Return when the inputs of `action` from other stages have arrived; None if that is not known yet."""
+        found: list[float | None] = [0.0]
+        if len(self.sends[rank]) > MOST_SENDS_UNDER_WAY:
+            assert self.queues is not None
+            found.append(self.queues.ends.get(self.sends[rank][0]))
+        for chunk in action.chunks if action.kind in COMPUTE else ():
+            assert chunk.micro_batch is not None
+            for kind, stage in needs(self.schedule, chunk.kind, chunk.stage):
+                if kind not in TRANSFERS:
+                    found.append(self.ended.get((kind, stage, chunk.micro_batch)))
+                elif self.queues:
+                    found.append(self.queues.ends.get((kind, stage, chunk.micro_batch)))
+                else:
+                    end = self.ended.get((SENT_AFTER[kind], stage + TRANSFERS[kind], chunk.micro_batch))
+                    found.append(None if end is None else end + self.durations.transfer)
+        known = [end for end in found if end is not None]
+        return max(known) if len(known) == len(found) else None
+
+    def _finish(self, rank: int, action: Action, end: float) -> None:
+        for chunk in action.chunks:
+            if chunk.micro_batch is not None and chunk.kind in COMPUTE:
+                self.ended.update(((kind, chunk.stage, chunk.micro_batch), end) for kind in gives(chunk.kind))
+        if not self.queues:
+            return
+        if len(self.sends[rank]) > MOST_SENDS_UNDER_WAY:
+            self.sends[rank].popleft()
+        if action.kind in TRANSFERS:
+            self.queues.post(rank, action, end)
+        if action.kind in RECEIVED_AS:
+            self.sends[rank].append(transfer_of(action))
 
 
 @cache
@@ -141,18 +190,4 @@ def bubble_of_layers(layers: tuple[int, ...], num_micro_batches: int, *, early_w
     kinds = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
     durations = Durations({}, {(kind, stage): float(size) for stage, size in enumerate(layers) for kind in kinds})
     schedule = dualpipev(len(layers) // 2, num_micro_batches, early_weight_gradients=early_weight_gradients)
-    return replay(schedule, durations).bubble_fraction
-
-
-def _ready(schedule: Schedule, action: Action, ended: Mapping[tuple[Kind, int, int], float], transfer: float) -> float | None:
-    """Return when the inputs of `action` from other stages have arrived; None if that is not known yet."""
-    ready = 0.0
-    for chunk in action.chunks if action.kind in COMPUTE else ():
-        assert chunk.micro_batch is not None
-        for kind, stage in needs(schedule, chunk.kind, chunk.stage):
-            travels = kind in TRANSFERS
-            result = (SENT_AFTER[kind], stage + TRANSFERS[kind]) if travels else (kind, stage)
-            if (end := ended.get((*result, chunk.micro_batch))) is None:
-                return None
-            ready = max(ready, end + transfer * travels)
-    return ready
+    return replay(schedule, durations, queue_per_neighbor).bubble_fraction
