@@ -53,7 +53,7 @@ def test_deterministic_algorithms_are_chosen_inside_and_the_callers_after(own: s
 
     def fail_inside() -> None:
         with deterministic():
-            assert settings() == (True, True, False, own or ":4096:8")
+            assert settings() == (True, False, False, own or ":4096:8")
             raise RuntimeError("inside")
 
     with pytest.raises(RuntimeError, match="inside"):

@@ -57,8 +57,9 @@ def launching_on(x: Tensor) -> AbstractContextManager[object]:
 
 @contextmanager
 def deterministic(enabled: bool = True) -> Iterator[None]:
-    """Make operations give the same bits in every run inside the block; torch warns of operations without a deterministic kernel.
+    """Make operations give the same bits in every run inside the block; torch raises RuntimeError for one that has no such kernel.
 
+    (If torch only warned, the backward passes of attention would keep their fast kernels, whose sums depend on the order of threads.)
     Enter the block before the first matrix product on a GPU: cuBLAS reads the size of its workspaces once. Without `enabled` nothing
     changes.
     """
@@ -69,7 +70,7 @@ def deterministic(enabled: bool = True) -> Iterator[None]:
     options: Any = torch.utils.deterministic
     fill, workspace = options.fill_uninitialized_memory, os.environ.get(CUBLAS_WORKSPACE)
     try:
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.use_deterministic_algorithms(True)
         options.fill_uninitialized_memory = False  # Lather never reads uninitialized memory
         os.environ.setdefault(CUBLAS_WORKSPACE, ":4096:8")
         yield

@@ -204,3 +204,18 @@ def test_deterministic_gradients_have_the_same_bits_each_time(precision: str) ->
         found.append([p.grad.clone() for p in engine.part.parameters() if p.grad is not None])
     assert len(found[0]) > 10
     assert all(one.equal(other) for one, other in zip(*found, strict=True))
+
+
+def test_deterministic_steps_on_long_sequences_have_the_same_bits_each_time() -> None:
+    """With 2,048 positions a query's gradient is a sum over many blocks of keys, whose order a fast kernel leaves to chance."""
+    found: list[list[Tensor]] = []
+    for _ in range(2):
+        with deterministic():
+            trained = replace(config(precision="bf16", micro_batches=4), optim=optim_config("adamw", lr=3e-3))
+            trained = replace(trained, train=replace(trained.train, sequence_length=2048))
+            engine = engine_on(cuda(), trained)
+            step = TrainStep(engine, build_optimizer(trained.optim, engine.parameters), 1.0)
+            for number in range(2):
+                step(batch_of(trained, number), 3e-3)
+        found.append([p.detach().clone() for p in engine.part.parameters()])
+    assert all(one.equal(other) for one, other in zip(*found, strict=True))

@@ -20,7 +20,7 @@ from lather.models.experts import Experts
 from lather.models.layers import GatedMLP, Linear, project
 from lather.models.moe import LOCAL_EXCHANGE
 from lather.models.routing import Router
-from lather.models.saving.weight_gradients import WeightGradients, defer_weight_gradients, weight_gradient
+from lather.models.saving.weight_gradients import DeferredGradient, WeightGradients, defer_weight_gradients, weight_gradient
 from lather.models.token_positions import SequenceLayout
 from models.tiny import random_normal, random_tokens, tiny_family_model
 
@@ -361,6 +361,22 @@ def test_the_same_weight_several_times_adds_up_in_its_own_dtype_without_a_graph(
     assert weight.grad.dtype == torch.bfloat16
     assert weight.grad.tolist() == [(step + step + step).item()] * 3
     assert not weight.grad.requires_grad
+
+
+@pytest.mark.parametrize("weight", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("product", [torch.float32, torch.bfloat16])
+def test_further_gradients_are_added_in_the_weights_dtype_without_a_copy(weight: torch.dtype, product: torch.dtype) -> None:
+    """The bits are those of a copy in the weight's dtype; where that is the wider one, none is made."""
+    first, second = torch.randn(2, 64, 32, generator=torch.Generator().manual_seed(1)).to(product)
+    expected = first.to(weight) + second.to(weight)
+    p = torch.nn.Parameter(torch.zeros(64, 32, dtype=weight))
+    DeferredGradient(p, lambda: first).run()
+    with PeakBytes() as peak:
+        DeferredGradient(p, lambda: second).run()
+    assert p.grad is not None
+    assert p.grad.equal(expected)
+    if torch.promote_types(weight, product) == weight:
+        assert peak.bytes == 0
 
 
 def test_at_once_is_the_gradient_in_the_weights_dtype() -> None:

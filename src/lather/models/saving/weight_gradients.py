@@ -51,12 +51,15 @@ class DeferredGradient:
         if self.compute is None:
             raise RuntimeError("this weight gradient was run before: run each entry once")
         with no_autocast(self.weight):
-            gradient = self.compute().to(self.weight.dtype)
+            gradient = self.compute()
         self.compute = None
+        dtype = self.weight.dtype
         if self.weight.grad is None:
-            self.weight.grad = gradient
-        else:
+            self.weight.grad = gradient.to(dtype)
+        elif torch.promote_types(dtype, gradient.dtype) == dtype:  # the sum is that of a copy in `dtype`, without its 8 bytes per element
             self.weight.grad += gradient
+        else:
+            self.weight.grad += gradient.to(dtype)
 
 
 class WeightGradients:
