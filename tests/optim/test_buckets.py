@@ -248,26 +248,22 @@ def test_pieces_hold_as_many_matrices_as_fit(monkeypatch: pytest.MonkeyPatch) ->
     assert math.prod(params[0].shape) == 64
 
 
-@pytest.mark.parametrize(("free", "expected"), [(0, 2), (12, 3), (100, 4)])
-def test_refreshes_on_a_gpu_take_a_quarter_of_what_is_free_within_limits(free: int, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_on_a_gpu_do_not_depend_on_the_memory_that_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that is resumed finds other memory free, and should have the same bits."""
     params = parameters([(8, 8)] * 3)
     optimizer = SOAP(params)
     run(optimizer, params, range(1))
     (bucket,) = {id(run.bucket): run.bucket for run in optimizer._plan.runs}.values()
     assert bucket.temporary_bytes == 2**28
-    del bucket.temporary_bytes
-    asked: list[object] = []
-    module = SimpleNamespace(mem_get_info=lambda device: (asked.append(device), (free * 2**30, 0))[1])
     monkeypatch.setattr(buckets, "is_gpu", lambda on: True)
-    monkeypatch.setattr(buckets, "gpu_module", lambda on: module)
-    assert [bucket.temporary_bytes for _ in range(2)] == [expected * 2**30] * 2
-    assert len(asked) == 1
+    assert bucket.temporary_bytes == 2**31
+    assert not hasattr(buckets, "gpu_module")
 
 
-def test_a_batch_of_a_gpus_refresh_is_about_twenty_matrices_of_2048() -> None:
-    bucket = SimpleNamespace(inner=(2048, 1408), device=torch.device("meta"), temporary_bytes=2**32)
+def test_a_batch_of_a_gpus_refresh_is_about_ten_matrices_of_2048() -> None:
+    bucket = SimpleNamespace(inner=(2048, 1408), device=torch.device("meta"), temporary_bytes=buckets.GPU_BYTES)
     job = DimRefresh(SimpleNamespace(bucket=bucket, rule=SOAPRule()), 0, range(64), ("auto",))  # type: ignore[arg-type]
-    assert len(next(job.batches()).rows) >= 20
+    assert len(next(job.batches()).rows) >= 10
 
 
 def test_a_parameter_may_change_its_memory_format() -> None:

@@ -24,7 +24,7 @@ class Assumed:
     imbalance: float = 1.0
     """Rows of the experts of the busiest rank, relative to an even load."""
     memory: int | None = None
-    """Bytes of a GPU; the optimizer sizes its batches by the free part. None: an H200's."""
+    """Bytes of a GPU. None: an H200's."""
 
 
 @contextmanager

@@ -83,8 +83,6 @@ class StandIn:
         """Returns the value of `max_memory_allocated`."""
         self.memory = 141 * 10**9
         """Bytes of the device; those of an H200."""
-        self.taken: Callable[[], int] = lambda: 0
-        """Returns the number of bytes in use."""
 
     def synchronize(self, device: object = None) -> None:
         self.waited("synchronize()")
@@ -96,10 +94,6 @@ class StandIn:
         return self.peak()
 
     memory_allocated = max_memory_allocated
-
-    def mem_get_info(self, device: object = None) -> tuple[int, int]:
-        """Return free bytes and total bytes."""
-        return max(0, self.memory - self.taken()), self.memory
 
     def get_device_name(self, device: object = None) -> str:
         return standin().type

@@ -19,14 +19,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate, chain
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from lather.device import gpu_module, is_gpu
+from lather.device import is_gpu
 from lather.optim.engine.matrix_layout import KeptEntry, Layout
 from lather.optim.engine.roster import ParamInfo
 from lather.optim.sharded.owners import OwnedParameter
@@ -37,8 +36,9 @@ T = TypeVar("T")
 BUCKET_BYTES = 2**28
 """Limit on the temporary memory of a step on a CPU if `bucket_bytes` is not given."""
 
-LEAST_GPU_BYTES = 2**31
-"""Smallest such limit on a GPU, where the largest is twice as much: about 20 matrices of 2048 rows then form a batch."""
+GPU_BYTES = 2**31
+"""The same on a GPU: about ten matrices of 2048 rows then form a batch of a refresh. It does not depend on the memory that is
+free, because another division into batches gives other bits, and a run that is resumed should not."""
 
 STATE_BYTES, GPU_STATE_BYTES = 2**26, 2**31
 """Largest state of a bucket of several members on a CPU, and on a GPU; a quarter of it under an
@@ -157,14 +157,10 @@ class Bucket:
                 moved.add(id(own[name]))
         return found
 
-    @cached_property
+    @property
     def temporary_bytes(self) -> int:
-        """Limit on the temporary memory of a phase if `bucket_bytes` is not given. It is computed once, so that batches stay the same."""
-        if not is_gpu(self.device):
-            return BUCKET_BYTES
-        ask = getattr(gpu_module(self.device), "mem_get_info", None)
-        free = ask(self.device)[0] if ask is not None else 0
-        return min(max(free // 4, LEAST_GPU_BYTES), 2 * LEAST_GPU_BYTES)
+        """Limit on the temporary memory of a phase if `bucket_bytes` is not given."""
+        return GPU_BYTES if is_gpu(self.device) else BUCKET_BYTES
 
     def is_stacked(self, state: States) -> bool:
         """Whether the state of the members consists of views of stacks, as `allocate` makes them."""
