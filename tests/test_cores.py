@@ -95,9 +95,9 @@ def test_a_command_decides_before_torch_is_imported(given: dict[str, str], expec
     """GNU's OpenMP reads its variables once, when torch is imported."""
     code = (
         "import importlib, os, sys; real = importlib.import_module\n"
-        "def spy(name):\n"
+        "def spy(name, *package):\n"
         "    print('torch' in sys.modules, repr(os.environ.get('GOMP_SPINCOUNT')))\n"
-        "    return real(name)\n"
+        "    return real(name, *package)\n"
         "importlib.import_module = spy\n"
         "from lather.cli import main; main(['completion', 'bash'])"
     )
