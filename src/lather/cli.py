@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import importlib
 import io
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from lather.commands import COMMANDS
+from lather.cores import waiting_variables
 from lather.errors import UserError
 from lather.files import NO_SPACE, reason
 from lather.version import describe_version
@@ -76,6 +78,8 @@ def _dispatch(arguments: list[str]) -> int:
     if not arguments or arguments[0] not in COMMANDS:
         given = f"unknown command {arguments[0]!r}" if arguments else "no command given"
         raise UserError(f"{given}: use one of {', '.join(COMMANDS)}, or --help")
+    if "torch" not in sys.modules:  # OpenMP reads them once, when torch is imported
+        os.environ.update(waiting_variables(os.environ))
     name, *rest = arguments
     module = importlib.import_module(f"lather.commands.{COMMANDS[name]}")
     return getattr(module, f"{name}_command")(rest) or 0

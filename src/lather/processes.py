@@ -1,4 +1,4 @@
-"""The cores that processes may use, and processes that end with the one that started them, however that ends."""
+"""Processes that end with the one that started them, however that ends."""
 
 from __future__ import annotations
 
@@ -6,11 +6,6 @@ import multiprocessing
 import os
 import threading
 from multiprocessing.connection import wait
-
-
-def num_cores() -> int:
-    """Return the number of cores that this process may use; where the system does not tell, as macOS does not, the number of all cores."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def end_with_parent() -> None:

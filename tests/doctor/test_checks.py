@@ -19,7 +19,7 @@ VERSIONS = {"lather": "0.1.0", "python": "3.11.7", "torch": "2.13.0+cu128", "num
 NEEDED = [Requirement(line) for line in ("torch>=2.11", "numpy>=1.26", "transformers>=5.0; extra == 'hf'")]
 DISK = DiskFacts("/runs", 100 * GIB, 400e6, 900e6)
 GPU = GpuFacts("H100", (9, 0), 80 * GIB, 79 * GIB)
-FIRST = RankFacts(0, "a", VERSIONS, (GPU,), False, "", 16, 8, 2, 64 * GIB, 60 * GIB, DISK)
+FIRST = RankFacts(0, "a", VERSIONS, (GPU,), False, "", 16, 8, 2, 0, 64 * GIB, 60 * GIB, DISK)
 SECOND = replace(FIRST, rank=1, disk=None)
 ELSEWHERE = replace(FIRST, rank=1, host="b")
 
@@ -31,6 +31,7 @@ def not_ok(*facts: RankFacts) -> list[Finding]:
 def test_nothing_is_wrong_with_a_machine_in_order() -> None:
     assert not_ok(FIRST, SECOND) == []
     assert not_ok(replace(FIRST, gpus=())) == []
+    assert not_ok(replace(FIRST, other_programs=8)) == []  # beside 8 threads on 16 cores
 
 
 def disk(**changes: object) -> RankFacts:
@@ -50,6 +51,7 @@ def disk(**changes: object) -> RankFacts:
         ([replace(FIRST, gpus=(replace(GPU, capability=(7, 5)),))], "warning", "GPU", "fp32"),
         ([FIRST, replace(SECOND, gpus=(replace(GPU, free=40 * GIB),))], "warning", "GPU", "GPU of rank 1"),
         ([replace(FIRST, threads=16)], "warning", "CPU", "OMP_NUM_THREADS=8"),
+        ([FIRST, replace(ELSEWHERE, other_programs=9)], "warning", "load", "end them"),
         ([FIRST, replace(ELSEWHERE, memory_free=GIB)], "warning", "host", "end other programs"),
         ([disk(error="Read-only file system")], "wrong", "/runs", "another --run-dir"),
         ([disk(free=0, write=0.0, read=0.0)], "wrong", "free", "full"),

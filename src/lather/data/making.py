@@ -22,6 +22,7 @@ import tokenizers
 from tokenizers import Tokenizer
 
 import lather
+from lather.cores import num_cores
 from lather.data.dataset import FILES, MANIFEST, SKIPPED, TOKENIZER, DataSet, Manifest, Split
 from lather.data.documents import load_tokenizer, train_tokenizer
 from lather.data.recipe import DataRecipe
@@ -29,7 +30,6 @@ from lather.data.sources import ReadUnit, SourceFile, SplitName, divide, kind_in
 from lather.data.work import SPLITS, Making, Progress, UnitReport, do_units, documents_of, is_done, report_path
 from lather.errors import DataError
 from lather.files import digest_of, reason, sha256, sync, write_aside
-from lather.processes import num_cores
 
 TOKENIZER_CHARACTERS = 64 << 20
 """A tokenizer is trained on about this number of characters, spread over the units."""

@@ -106,11 +106,16 @@ def check_devices(facts: Sequence[RankFacts]) -> Iterator[Finding]:
 
 
 def check_threads(facts: Sequence[RankFacts]) -> Iterator[Finding]:
-    """Ranks of a machine have no more threads than it has cores."""
+    """Ranks of a machine have no more threads than it has cores, and no other programs beside them."""
     one = max(facts, key=lambda one: one.threads * one.ranks_here / one.cores)
     found = f"{one.cores} cores; {_count(one.ranks_here, 'rank')}, each with {_count(one.threads, 'thread')}{_on(one, facts)}"
     remedy = f"set OMP_NUM_THREADS={max(1, one.cores // one.ranks_here)}, or start fewer ranks"
     yield Finding("devices", "CPU", found, *_warning_if(one.threads * one.ranks_here > one.cores, remedy))
+    busy = max(facts, key=lambda one: one.other_programs)
+    if busy.other_programs:
+        found = f"{_count(busy.other_programs, 'other program')} running{_on(busy, facts)}"
+        remedy = "end them: steps on the CPU are several times slower beside them"
+        yield Finding("devices", "load", found, *_warning_if(busy.other_programs + busy.threads > busy.cores, remedy))
 
 
 def check_memory(facts: Sequence[RankFacts]) -> Iterator[Finding]:

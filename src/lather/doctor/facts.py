@@ -16,12 +16,12 @@ from pathlib import Path
 import torch
 from packaging.requirements import Requirement
 
+from lather.cores import num_cores, other_programs
 from lather.device import is_gpu
 from lather.files import nearest_folder
 from lather.kernels.backend import use_triton
 from lather.kernels.rms_norm import reference, rms_norm
 from lather.parallel.launch.world import World
-from lather.processes import num_cores
 from lather.train.run_dir import provenance
 
 PROBE_BYTES = 64 * 2**20
@@ -76,6 +76,8 @@ class RankFacts:
     """Threads of torch in this rank."""
     ranks_here: int
     """Ranks on this machine."""
+    other_programs: int
+    """Threads of other programs that run on this machine."""
     memory: int
     """Bytes of the host, or of the container; 0: not known."""
     memory_free: int
@@ -101,6 +103,7 @@ def find_facts(world: World, device: torch.device, run_dir: Path) -> RankFacts:
         cores=num_cores(),
         threads=torch.get_num_threads(),
         ranks_here=world.local_size,
+        other_programs=other_programs(world.local_size),
         memory=memory,
         memory_free=free,
         disk=probe_disk(run_dir, world.rank) if world.local_rank == 0 else None,

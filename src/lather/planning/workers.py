@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-from lather.processes import end_with_parent, num_cores
+from lather.cores import num_cores
+from lather.processes import end_with_parent
 from lather.torch_private import IMPORTED_LATE
 
 Device = Literal["gpu", "cpu"]

@@ -24,7 +24,7 @@ from lather.checkpoint.save import Saver
 from lather.checkpoint.state import TrainingState
 from lather.config.config import Config
 from lather.config.toml_file import folder_of
-from lather.device import deterministic
+from lather.device import deterministic, is_gpu
 from lather.engine.engine import build_engine
 from lather.engine.optimizer import build_optimizer
 from lather.engine.step import StepResult, TrainStep, learning_rate, pick_device
@@ -38,6 +38,7 @@ from lather.pipeline.timeline import TimelineRecorder, append_timeline
 from lather.train import metrics
 from lather.train.initial_weights import check_same_tokenizer, find_start, load_start
 from lather.train.memory_check import MemoryCheck, agreed_partition
+from lather.train.pace import Pace
 from lather.train.run_data import RunData, check_same_data, open_run_data
 from lather.train.run_dir import RunDirectory
 from lather.train.start import Start
@@ -173,6 +174,7 @@ class _TrainingRun:
             log = config.log
             self.metrics = metrics.MetricsWriter(self.path, resumed_step, tensorboard=log.tensorboard, wandb_project=log.wandb_project)
         self.memory = MemoryCheck(config, mesh, display.note, partition)
+        self.pace = Pace(display.note, not is_gpu(mesh.device), mesh.size)
         self.lowest_loss = math.inf
         if saving.keep_best:
             steps, file = {step_of(path) for path in existing}, self.path / "metrics.jsonl"
@@ -200,6 +202,7 @@ class _TrainingRun:
             if not self._any(self.metrics is not None and bool(read_rows(self.metrics.path))):
                 self._validate()
             self.memory.before_first_step()
+            self.pace.begin()
             while self.progress.step < steps and not self._any(stop()):
                 self._one_step()
                 step = self.progress.step
@@ -265,6 +268,7 @@ class _TrainingRun:
         if _is_due(number, self.config.log.expert_load_every) and result.counts_LE.numel():
             self._write({"step": number, "seconds": self.progress.seconds, "expert_load": metrics.load_per_expert(result.counts_LE)})
         self.display.step(row, self.config.train.steps)
+        self.pace.saw(step_seconds)
         if in_a_row >= self.config.train.max_skipped_steps:
             raise DivergedError(
                 f"{in_a_row} steps in a row, the last of them step {number}, had a loss or gradient that was not finite: "

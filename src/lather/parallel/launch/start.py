@@ -33,11 +33,11 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, 
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from lather.cores import num_cores
 from lather.device import gpu_module, is_gpu
 from lather.errors import ConfigError, UserError
 from lather.parallel.launch.lifeline import SETTLE_SECONDS, TICK_SECONDS, Failure, Hub, Lifeline
 from lather.parallel.launch.world import World
-from lather.processes import num_cores
 
 LOCAL = "127.0.0.1"
 STOPPING = (signal.SIGTERM, signal.SIGINT)
@@ -93,6 +93,7 @@ def launch(worker: Worker, args: tuple[Any, ...], nproc: int, options: GroupOpti
         OSError: a rank found the disk full.
     """
     if nproc == 1:
+        _divide_cores(1)
         return worker(*args, World())
     check_connections(World(nproc - 1, nproc, nproc - 1, nproc).device(options.device), os.environ)
     store = TCPStore(LOCAL, 0, is_master=True, wait_for_workers=False)
@@ -183,8 +184,7 @@ def _store(world: World, options: GroupOptions) -> Any:
 
 def _enter_group(world: World, options: GroupOptions, store: Any) -> None:
     device = world.device(options.device)
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, num_cores() // world.local_size))
+    _divide_cores(world.local_size)
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # a broken communicator ends the process
     if is_gpu(device):
         gpu_module(device).set_device(device)
@@ -192,6 +192,13 @@ def _enter_group(world: World, options: GroupOptions, store: Any) -> None:
     bound = device if is_gpu(device) else None  # all ranks then create communicators here, not two of them at their first send
     timeout = timedelta(seconds=options.timeout)
     dist.init_process_group(backends_for(device), store=store, rank=world.rank, world_size=world.size, timeout=timeout, device_id=bound)
+
+
+def _divide_cores(ranks_here: int) -> None:
+    """Give this rank's operations its part of the cores, unless the user has said how many threads there are."""
+    threads = max(1, num_cores() // ranks_here)
+    if "OMP_NUM_THREADS" not in os.environ and (ranks_here > 1 or threads < torch.get_num_threads()):
+        torch.set_num_threads(threads)
 
 
 def backends_for(device: torch.device) -> str:

@@ -1,0 +1,80 @@
+"""The cores that this process may use, the other programs that want them, and how threads wait.
+
+A matrix product on a CPU is divided among OpenMP threads, which wait for each other at its end.
+GNU's OpenMP, which torch's wheels for Linux bring, lets them wait in a loop for some milliseconds
+before they sleep. Beside other programs that loop takes the core from the very thread that is
+waited for, and a training step takes 4 to 30 times as long. A short loop costs little on a quiet
+machine and nothing more than the others' share on a busy one. Results do not depend on it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+SPINS = "GOMP_SPINCOUNT"
+QUIET_SPINS, BUSY_SPINS = 10_000, 1_000
+"""Turns of the loop: GNU's own number is 300,000, or 1,000 with more threads than cores."""
+WAITING = (SPINS, "OMP_WAIT_POLICY", "OMP_NUM_THREADS")
+"""Environment variables with which a user decides how threads wait, or that there is only one."""
+SAMPLES, SAMPLE_SECONDS = 5, 0.004
+
+
+def num_cores() -> int:
+    """Return the number of cores that this process may use.
+
+    This is the number of cores that it is bound to (all, where the system does not tell, as macOS
+    does not), or the container's share of them, rounded up, if that is less.
+    """
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, math.ceil(min(bound or 1, _quota())))
+
+
+def other_programs(own: int = 1) -> int:
+    """Return how many threads of other programs run on this machine, apart from `own` threads.
+
+    The smallest of a few counts within 20 ms, so that a program that runs for a moment is left
+    out; 0 where the system does not tell (it has no /proc).
+    """
+    counts = []
+    for number in range(SAMPLES):
+        if number:
+            time.sleep(SAMPLE_SECONDS)
+        try:
+            counts.append(int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0]))
+        except (OSError, ValueError, IndexError):
+            return 0
+    return max(0, min(counts) - own)
+
+
+def waiting_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variables with which OpenMP threads wait well beside what runs now.
+
+    None of them if the user has set one. They have to be set before torch is imported, and are
+    passed on to the processes that this one starts.
+    """
+    if any(name in environment for name in WAITING):
+        return {}
+    cores = os.cpu_count() or 1
+    is_busy = other_programs() + num_cores() > cores
+    return {SPINS: str(BUSY_SPINS if is_busy else QUIET_SPINS)}
+
+
+def _quota() -> float:
+    """Return the cores' worth of time that the container may use; infinity without a limit."""
+    folder = Path("/sys/fs/cgroup")
+    try:
+        quota, period = (folder / "cpu.max").read_text().split()  # the second version of cgroups
+    except (OSError, ValueError):
+        try:
+            quota = (folder / "cpu" / "cpu.cfs_quota_us").read_text()
+            period = (folder / "cpu" / "cpu.cfs_period_us").read_text()
+        except OSError:
+            return math.inf
+    try:
+        return int(quota) / int(period) if int(quota) > 0 else math.inf
+    except ValueError:  # "max"
+        return math.inf

@@ -1,0 +1,107 @@
+"""The cores that a process may use, other programs that want them, and how OpenMP's threads wait."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import lather.cores
+from lather.cores import BUSY_SPINS, QUIET_SPINS, num_cores, other_programs, waiting_variables
+
+
+def put_files(monkeypatch: pytest.MonkeyPatch, files: dict[str, str]) -> None:
+    """Let the files of the system have this text, and those that are not named be absent."""
+
+    def read_text(path: Path, *_: object) -> str:
+        if str(path) not in files:
+            raise FileNotFoundError(path)
+        return files[str(path)]
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+
+
+@pytest.fixture
+def twelve_cores(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    monkeypatch.setattr(os, "cpu_count", lambda: 12)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {*range(12)}, raising=False)
+    put_files(monkeypatch, {})
+    return monkeypatch
+
+
+def test_cores_that_a_process_is_bound_to_count(twelve_cores: pytest.MonkeyPatch) -> None:
+    twelve_cores.setattr(os, "sched_getaffinity", lambda process: {1, 4, 7} if process == 0 else set())
+    assert num_cores() == 3
+
+
+@pytest.mark.parametrize(("told", "expected"), [(12, 12), (None, 1)])
+def test_all_cores_count_where_nothing_binds_processes(told: int | None, expected: int, twelve_cores: pytest.MonkeyPatch) -> None:
+    twelve_cores.delattr(os, "sched_getaffinity")  # as on macOS
+    twelve_cores.setattr(os, "cpu_count", lambda: told)
+    assert num_cores() == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("max 100000", 12), ("400000 100000", 4), ("150000 100000", 2), ("50000 100000", 1), ("9900000 100000", 12)],
+)
+def test_a_container_has_its_share_of_the_cores(text: str, expected: int, twelve_cores: pytest.MonkeyPatch) -> None:
+    put_files(twelve_cores, {"/sys/fs/cgroup/cpu.max": text})
+    assert num_cores() == expected
+
+
+@pytest.mark.parametrize(("quota", "expected"), [("-1", 12), ("300000", 3)])
+def test_so_it_has_under_the_first_version_of_cgroups(quota: str, expected: int, twelve_cores: pytest.MonkeyPatch) -> None:
+    folder = "/sys/fs/cgroup/cpu/cpu.cfs_"
+    put_files(twelve_cores, {f"{folder}quota_us": quota, f"{folder}period_us": "100000\n"})
+    assert num_cores() == expected
+
+
+def load(running: int) -> dict[str, str]:
+    return {"/proc/loadavg": f"0.86 1.71 2.18 {running}/99 5229\n"}
+
+
+def test_the_smallest_count_is_taken(twelve_cores: pytest.MonkeyPatch) -> None:
+    counts: Iterator[int] = iter([9, 4, 7, 3, 5])
+    twelve_cores.setattr(Path, "read_text", lambda path: load(next(counts))["/proc/loadavg"])
+    twelve_cores.setattr(lather.cores, "SAMPLE_SECONDS", 0.0)
+    assert other_programs() == 2
+
+
+@pytest.mark.parametrize("files", [{}, {"/proc/loadavg": ""}, load(1), load(0)])
+def test_nobody_else_runs_where_the_system_does_not_say_so(files: dict[str, str], twelve_cores: pytest.MonkeyPatch) -> None:
+    put_files(twelve_cores, files)
+    assert other_programs() == 0
+
+
+@pytest.mark.parametrize(("running", "spins"), [(1, QUIET_SPINS), (2, BUSY_SPINS), (9, BUSY_SPINS)])
+def test_threads_sleep_soon_beside_other_programs(running: int, spins: int, twelve_cores: pytest.MonkeyPatch) -> None:
+    put_files(twelve_cores, load(running))
+    assert waiting_variables({}) == {"GOMP_SPINCOUNT": str(spins)}
+
+
+@pytest.mark.parametrize("name", ["GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "OMP_NUM_THREADS"])
+def test_the_users_own_setting_is_kept(name: str, twelve_cores: pytest.MonkeyPatch) -> None:
+    put_files(twelve_cores, load(9))
+    assert waiting_variables({name: "1"}) == {}
+
+
+@pytest.mark.parametrize(("given", "expected"), [({}, f"'{QUIET_SPINS}'|'{BUSY_SPINS}'"), ({"OMP_WAIT_POLICY": "active"}, "None")])
+def test_a_command_decides_before_torch_is_imported(given: dict[str, str], expected: str) -> None:
+    """GNU's OpenMP reads its variables once, when torch is imported."""
+    code = (
+        "import importlib, os, sys; real = importlib.import_module\n"
+        "def spy(name, *package):\n"
+        "    print('torch' in sys.modules, repr(os.environ.get('GOMP_SPINCOUNT')))\n"
+        "    return real(name, *package)\n"
+        "importlib.import_module = spy\n"
+        "from lather.cli import main; main(['completion', 'bash'])"
+    )
+    environment = {name: value for name, value in os.environ.items() if "OMP" not in name} | given
+    command = [sys.executable, "-c", code]
+    shown = subprocess.check_output(command, env=environment, text=True, timeout=60)
+    assert shown.splitlines()[0] in [f"False {one}" for one in expected.split("|")]
