@@ -10,6 +10,7 @@ import pytest
 from making_helpers import documents_of
 
 from forked import ForkedPython
+from lather.data import records
 from lather.data.batches import HeldOut
 from lather.data.config import DataConfig
 from lather.data.dataset import MANIFEST, DataSet
@@ -64,7 +65,7 @@ def test_the_files_of_an_installed_package(data: DataConfig) -> None:
 
 def test_a_corpus_is_prepared_once_and_its_texts_are_not_read_again(data: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     first = opened(data)
-    monkeypatch.setattr(Path, "read_bytes", lambda path: 1 / 0)
+    monkeypatch.setattr(records, "_open", lambda path: 1 / 0)
     assert opened(data).folder == first.folder
 
 

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from lather.commands.parsing import parse_arguments
 from lather.data.chat import Messages
-from lather.errors import UserError, require
+from lather.errors import DataError, UserError, require
 from lather.generation.prompts import ConversationFormat, Prompt, encode_text, read_prompts
 from lather.generation.text import ContinuedText, Ending, continue_texts
 from lather.models.decoder import Decoder
@@ -104,12 +104,21 @@ def _system(parsed: GenerateArguments) -> Messages:
 
 
 def _lines_of_user() -> Iterator[str]:
-    """Yield the user's messages until the input ends, without empty lines."""
-    while True:
+    """Yield the user's messages until the input ends, without empty lines.
+
+    Raises DataError if the input is not text.
+    """
+    for number in itertools.count():
         try:
             line = input("> ") if sys.stdin.isatty() else next(sys.stdin)
         except (EOFError, StopIteration):
             return
+        except UnicodeError:
+            place = f"standard input, after {number:,} lines"
+            encoding = sys.stdin.encoding.upper()
+            raise DataError(f"{place}: not {encoding}: give text in UTF-8") from None
+        if number == 0:
+            line = line.removeprefix("\ufeff")  # a byte-order mark
         if line.strip():
             yield line.strip()
 

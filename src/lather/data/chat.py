@@ -17,6 +17,7 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from lather.errors import DataError
+from lather.files import read_text
 
 Messages = list[dict[str, Any]]
 Tools = list[Any] | None
@@ -44,7 +45,7 @@ def messages_of(record: dict[str, Any]) -> Messages:
     Raises ChatError.
     """
     for name in ("messages", "conversations"):
-        if name in record:
+        if record.get(name) is not None:  # in a table, rows without a field have a null
             if not isinstance(record[name], list) or not record[name]:
                 raise ChatError(f"{name} is not a list of messages")
             return [_message(one, number) for number, one in enumerate(record[name])]
@@ -112,15 +113,19 @@ class ChatTemplate:
     def beside(cls, tokenizer: Path) -> ChatTemplate:
         """Read the template in the folder of a tokenizer.json; ChatML if there is none. Raises DataError if it is damaged."""
         file, config = tokenizer.parent / "chat_template.jinja", tokenizer.parent / "tokenizer_config.json"
+        place = config
         try:
-            settings = json.loads(config.read_text("utf-8")) if config.exists() else {}
-            source = file.read_text("utf-8") if file.exists() else settings.get("chat_template") or CHATML
+            settings = json.loads(read_text(config)) if config.exists() else {}
+            source = settings.get("chat_template") or CHATML
+            if file.exists():
+                place = file
+                source = read_text(file)
             if isinstance(source, list):  # a list of named templates
                 source = next((one["template"] for one in source if one.get("name") == "default"), CHATML)
             if not isinstance(source, str) or not isinstance(settings, dict):
                 raise ValueError("no object with a chat template")
         except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:
-            raise DataError(f"{config}: not readable ({error}): restore it") from None
+            raise DataError(f"{place}: not readable ({error}): restore it") from None
         named = {name: value for name, value in settings.items() if name.endswith("_token")}
         tokens = {name: value.get("content") if isinstance(value, dict) else value for name, value in named.items()}
         return cls(source, {name: token for name, token in tokens.items() if token and isinstance(token, str)})
@@ -148,7 +153,7 @@ class ChatTemplate:
         text = self.render(messages, tools=tools)
         ends, spans = self._content_ends(text, messages, tools), []
         for number, message in enumerate(messages):
-            if message["role"] != "assistant" or not isinstance(message["content"], str):
+            if message["role"] != "assistant" or not isinstance(message.get("content"), str):
                 continue
             if number not in ends:
                 raise ChatError(f"the chat template does not show message {number}")
@@ -191,7 +196,7 @@ def _marked(messages: Messages) -> Messages:
     """Add a different mark to each content, before its trailing white space, because templates may strip that."""
     marked = []
     for number, message in enumerate(messages):
-        content = message["content"]
+        content = message.get("content")
         if isinstance(content, str):
             kept = content.rstrip()
             content = kept + chr(FIRST_MARK + number) + content[len(kept) :]

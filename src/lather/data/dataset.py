@@ -18,7 +18,7 @@ from typing import Any
 
 from lather.data.shards import ShardEntry, ShardReader, token_dtype
 from lather.errors import DataError
-from lather.files import digest_of, sha256
+from lather.files import digest_of, read_text, sha256
 
 FORMAT = 2
 MANIFEST = "dataset.json"
@@ -91,7 +91,7 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     remedy = f"restore it, or delete {folder} and make the data set again"
     try:
-        mapping = json.loads(path.read_text("utf-8"))
+        mapping = json.loads(read_text(path))
         if not isinstance(mapping, dict):
             raise TypeError("not a JSON object")
         version = mapping.pop("format", None)

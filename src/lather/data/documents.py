@@ -18,6 +18,7 @@ from lather.data.records import Record, Skip
 from lather.data.shards import Array
 from lather.data.texts import cut
 from lather.errors import DataError
+from lather.files import read_text
 
 PART_CHARACTERS = 1 << 20
 BATCH_CHARACTERS = 1 << 20
@@ -55,7 +56,7 @@ def _conversation(record: Record, template: ChatTemplate) -> Document | Skip:
         return Skip(record.line, "no conversation", "a text file")
     try:
         messages, tools = messages_of(record.content), tools_of(record.content)
-        length = sum(len(message["content"] or "") for message in messages)
+        length = sum(len(message.get("content") or "") for message in messages)
         if length > MOST_CHARACTERS or len(messages) > MOST_MESSAGES:
             return Skip(record.line, "too long", f"a conversation of {len(messages):,} messages, {length:,} characters")
         return Document(*template.answers(messages, tools))
@@ -137,7 +138,7 @@ def _in_batches(parts: Iterable[tuple[Document, str, bool]]) -> Iterator[list[tu
 def load_tokenizer(path: Path, remedy: str) -> Tokenizer:
     """Load a `tokenizer.json`. Raises DataError, with the path and this remedy, if it is missing or damaged."""
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_str(read_text(path))
     except Exception as error:  # the library raises nothing narrower
         raise DataError(f"{path}: not a usable tokenizer ({error}): {remedy}") from None
     tokenizer.no_truncation()

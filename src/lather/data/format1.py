@@ -27,6 +27,7 @@ from lather.data.recipe import DataRecipe
 from lather.data.shards import Array, token_dtype
 from lather.data.sources import list_files, root_of
 from lather.errors import DataError
+from lather.files import read_text
 
 FORMAT = 1
 Document = tuple[str, str]
@@ -109,7 +110,7 @@ class ShardWindows:
         """`end_token`: token that ends a document, which attention does not cross; None: attention crosses documents."""
         self.folder, self.length, self.end_token = folder, length, end_token
         try:
-            manifest = json.loads((folder / MANIFEST).read_text("utf-8"))
+            manifest = json.loads(read_text(folder / MANIFEST))
             if manifest["format"] != FORMAT:
                 raise ValueError(f"format {manifest['format']}")
             entries = manifest["splits"][split]

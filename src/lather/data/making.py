@@ -28,7 +28,7 @@ from lather.data.recipe import DataRecipe
 from lather.data.sources import ReadUnit, SourceFile, SplitName, divide, kind_instead, list_files
 from lather.data.work import SPLITS, Making, Progress, UnitReport, do_units, documents_of, is_done, report_path
 from lather.errors import DataError
-from lather.files import digest_of, reason, sha256, sync, write_aside
+from lather.files import digest_of, read_text, reason, sha256, sync, write_aside
 from lather.processes import num_cores
 
 TOKENIZER_CHARACTERS = 64 << 20
@@ -148,7 +148,7 @@ def _adopt_plan(partial: Path, plan: MakingPlan) -> None:
     file, text = partial / "plan.json", json.dumps(asdict(plan), indent=1)
     if not file.exists():
         write_aside(file, text)
-    elif file.read_text("utf-8") != text:
+    elif read_text(file) != text:
         raise DataError(f"{partial} was started with other options, or its sources have changed since: delete it to start again")
 
 

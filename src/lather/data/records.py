@@ -12,14 +12,17 @@ import importlib
 import io
 import json
 import zlib
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Any, Literal
 
-from lather.data.texts import MARKS, NoTextError, decode, has_plain_line_ends, mark_of
+from lather.data.arrow import rows_of
+from lather.data.texts import NoTextError, decode, has_plain_line_ends
 from lather.errors import DataError
+from lather.files import BYTE_ORDER_MARKS, mark_of
 
 Kind = Literal["text", "jsonl", "json", "parquet", "huggingface", "tokens"]
 PIECE_BYTES = 1 << 20
@@ -152,13 +155,13 @@ class RecordReader:
     def _json_lines(self) -> Iterator[Record | Skip]:
         for offset, line in self._split(b"\n"):
             mark = b"" if offset else mark_of(line)
-            if not line.strip():
+            if not line.removeprefix(BOM_UTF8).strip():
                 continue
-            if mark and MARKS[mark] != "utf-8":
-                yield Skip(0, "not UTF-8", MARKS[mark])
+            if mark and BYTE_ORDER_MARKS[mark] != "utf-8":
+                yield Skip(0, "not UTF-8", BYTE_ORDER_MARKS[mark])
                 return
             try:
-                content = json.loads(line.removeprefix(mark).decode("utf-8"))
+                content = json.loads(line.removeprefix(BOM_UTF8).decode("utf-8"))
             except UnicodeDecodeError as error:
                 yield Skip(self.lines, "not UTF-8", f"byte {error.start} of the line")
             except RecursionError:
@@ -201,14 +204,19 @@ def _parquet(part: FilePart) -> Table:
     file = open_parquet(part.path)
     groups = list(part.places(file.num_row_groups))
     batches = partial(file.iter_batches, batch_size=ROWS, row_groups=groups)
-    return file.schema_arrow.names, lambda columns: (batch.to_pylist() for batch in batches(columns=columns))
+    return file.schema_arrow.names, lambda columns: map(rows_of, batches(columns=columns))
 
 
 def _huggingface(part: FilePart) -> Table:
     rows = open_huggingface(part.path)
     places = part.places(len(rows))
     pieces = [places[start : start + ROWS] for start in range(0, len(places), ROWS)]
-    return rows.column_names, lambda columns: (rows.select_columns(columns).select(piece).to_list() for piece in pieces)
+
+    def read(columns: list[str]) -> Iterator[list[dict[str, Any]]]:
+        tables = rows.select_columns(columns).with_format("arrow")
+        return (rows_of(tables[piece.start : piece.stop]) for piece in pieces)
+
+    return rows.column_names, read
 
 
 def open_parquet(path: str) -> Any:

@@ -33,7 +33,7 @@ from lather.data.shards import ShardWriter, token_dtype
 from lather.data.sources import ReadUnit
 from lather.data.token_files import TokenFileError, open_token_file
 from lather.errors import DataError
-from lather.files import write_aside
+from lather.files import read_text, write_aside
 from lather.processes import end_with_parent
 
 SPLITS = ("train", "validation")
@@ -75,7 +75,7 @@ class UnitReport:
 
     @classmethod
     def read(cls, path: Path) -> UnitReport:
-        mapping = json.loads(path.read_text("utf-8"))
+        mapping = json.loads(read_text(path))
         mapping.pop("number", None)  # in reports of earlier versions
         return cls(splits=splits_of(mapping.pop("splits")), **mapping)
 

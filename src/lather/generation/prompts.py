@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 
 from lather.data.chat import ChatError, ChatTemplate, Messages, messages_of
 from lather.errors import DataError
+from lather.files import read_text
 
 Prompt = str | Messages
 """A text to continue, or a conversation to answer."""
@@ -27,9 +28,9 @@ def read_prompts(path: Path) -> list[Prompt]:
     Empty lines are skipped. Raises DataError, with the line number, for a line that is not a prompt, and for a file without prompts.
     """
     try:
-        lines = [line.removesuffix("\r") for line in path.read_text("utf-8").split("\n")]
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        lines = read_text(path).split("\n")
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
         raise DataError(f"--prompts {path}: cannot be read ({reason}): give a .jsonl or text file") from None
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not numbered:
