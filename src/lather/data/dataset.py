@@ -12,6 +12,7 @@ A folder without a manifest is not a data set; with a manifest it is complete.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,10 @@ def read_manifest(folder: Path) -> Manifest:
         raise DataError(f"{path}: missing or damaged ({reason}): {remedy}") from None
 
 
+def counts_in_words(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count:,} x {name}" for name, count in counts.items())
+
+
 class DataSet:
     """An existing data set."""
 
@@ -128,6 +133,12 @@ class DataSet:
     def held_out_split(self) -> str:
         """The split that is evaluated: "validation", or "train" if there is no other."""
         return "validation" if "validation" in self.manifest.splits else "train"
+
+    @property
+    def skipped_in_words(self) -> str:
+        """The numbers of skipped documents and files, by reason, and where each is listed."""
+        counts = counts_in_words(self.manifest.skipped)
+        return f"{counts}; file and line of each are in {self.folder / SKIPPED}"
 
     @property
     def tokenizer(self) -> Path | None:

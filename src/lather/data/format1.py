@@ -57,7 +57,8 @@ def data_set_of_format_1(config: DataConfig, vocab_size: int, name: str, report:
 
 def _read(config: DataConfig) -> list[Document]:
     root, documents = root_of(config.source)[0], []
-    for file in list_files(config.source, DataRecipe((config.source,), pattern=config.resolved_pattern, format="text")):
+    recipe = DataRecipe((config.source,), pattern=config.resolved_pattern, format="text")
+    for file in list_files(config.source, recipe).files:
         try:
             text = Path(file.path).read_text("utf-8")
         except (UnicodeDecodeError, OSError):

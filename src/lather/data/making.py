@@ -14,7 +14,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TextIO
 
@@ -48,16 +48,33 @@ class MakingPlan:
     """Digest of the files' names, sizes and times (`listing_of`)."""
     skipped: list[tuple[str, str, str]]
     """Files that are not read: path, reason, detail."""
+    left_out: dict[str, int]
+    """Number of files and folders that are not asked for, by reason."""
     units: list[ReadUnit]
 
 
-def list_sources(recipe: DataRecipe) -> list[tuple[SplitName, SourceFile]]:
+@dataclass
+class Listing:
+    """The files of all sources, in order, and what is not among them, as in `SourceListing`."""
+
+    files: list[tuple[SplitName, SourceFile]] = field(default_factory=list)
+    skipped: list[tuple[str, str, str]] = field(default_factory=list)
+    left_out: Counter[str] = field(default_factory=Counter)
+
+
+def list_sources(recipe: DataRecipe) -> Listing:
     """List the files of all sources, in order. Raises DataError if a source is missing, or if token files and texts are mixed."""
-    files: list[tuple[SplitName, SourceFile]] = [("train", file) for source in recipe.sources for file in list_files(source, recipe)]
-    files += [("validation", file) for source in recipe.validation for file in list_files(source, recipe)]
-    if len({file.kind == "tokens" for _, file in files}) > 1:
+    listing = Listing()
+    sources: list[tuple[SplitName, str]] = [("train", source) for source in recipe.sources]
+    sources += [("validation", source) for source in recipe.validation]
+    for split, source in sources:
+        found = list_files(source, recipe)
+        listing.files += [(split, file) for file in found.files]
+        listing.skipped += found.skipped
+        listing.left_out += found.left_out
+    if len({file.kind == "tokens" for _, file in listing.files}) > 1:
         raise DataError("some sources are token files and others texts: make a data set of each, and mix them by data.weights")
-    return files
+    return listing
 
 
 def listing_of(files: list[tuple[SplitName, SourceFile]]) -> str:
@@ -68,16 +85,26 @@ def listing_of(files: list[tuple[SplitName, SourceFile]]) -> str:
 
 def make_plan(recipe: DataRecipe) -> MakingPlan:
     """Divide the sources into units of work. Raises DataError if a source is missing, or the recipe lacks a tokenizer and its size."""
-    files = list_sources(recipe)
+    sources = list_sources(recipe)
+    files = sources.files
     if not (recipe.tokenizer or recipe.vocab_size):
         raise DataError(
             "neither tokenizer nor vocab_size is given: give a tokenizer.json, or a size (for texts, a tokenizer of that size is trained)"
         )
     others = {file.path: f"{kind}, not {file.kind}" for _, file in files if (kind := kind_instead(file))}
     units = divide([(split, file) for split, file in files if file.path not in others], recipe)
-    skipped = [(path, "no text", detail) for path, detail in sorted(others.items())]
+    no_texts = [(path, "no text", detail) for path, detail in sorted(others.items())]
+    skipped = [*sources.skipped, *no_texts]
     listing = listing_of(files)
-    return MakingPlan(recipe, recipe.digest(listing), [file for _, file in files], listing, skipped, units)
+    return MakingPlan(
+        recipe,
+        recipe.digest(listing),
+        [file for _, file in files],
+        listing,
+        skipped,
+        dict(sorted(sources.left_out.items())),
+        units,
+    )
 
 
 def make_dataset(folder: Path, recipe: DataRecipe, note: Note, workers: int = 0, progress: Progress = lambda *counts: None) -> DataSet:
@@ -145,7 +172,9 @@ def _locked(partial: Path, note: Note) -> Iterator[None]:
 
 def _adopt_plan(partial: Path, plan: MakingPlan) -> None:
     """Write the plan, or check that it equals the plan of an earlier start."""
-    file, text = partial / "plan.json", json.dumps(asdict(plan), indent=1)
+    mapping = asdict(plan)
+    del mapping["left_out"]  # which may change
+    file, text = partial / "plan.json", json.dumps(mapping, indent=1)
     if not file.exists():
         write_aside(file, text)
     elif read_text(file) != text:
@@ -230,6 +259,11 @@ def _complete(plan: MakingPlan, making: Making) -> None:
             for name, found in report.splits.items():
                 splits[name] = splits.get(name, Split()) + found
             encodings.update(report.encodings)
+        for source in plan.files:
+            if source.has_changed:
+                reason = "changed while it was read"
+                _write_skip(file, source.path, 0, reason, "its size or time is another one")
+                skipped[reason] += 1
         file.flush()
         os.fsync(file.fileno())
     if "train" not in splits:
@@ -245,6 +279,7 @@ def _complete(plan: MakingPlan, making: Making) -> None:
             "files": len(plan.files),
             "bytes": sum(max(0, one.size) for one in plan.files),
             "listing": plan.listing,
+            "left_out": plan.left_out,
             "chat_template": making.template.source if making.template else "",
             "libraries": {"lather": lather.__version__, "tokenizers": tokenizers.__version__},
         },

@@ -11,6 +11,7 @@ import gzip
 import importlib
 import io
 import json
+import os
 import zlib
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
@@ -86,7 +87,7 @@ class RecordReader:
             yield from readers[self.part.kind]()
         except (OSError, EOFError, zlib.error) as error:
             if isinstance(error, OSError) and error.errno:
-                yield Skip(0, "cannot be read", error.strerror or str(error))
+                yield Skip(0, "cannot be read", os.strerror(error.errno))
             else:  # errors of decompression have no number
                 yield Skip(self.lines + 1, "damaged, or ends early", str(error))
 
@@ -196,6 +197,10 @@ class RecordReader:
                 yield Record(self.lines, row)
         except (DataError, MemoryError):
             raise
+        except OSError as error:
+            if error.errno:
+                raise
+            yield Skip(self.lines + 1, "damaged, or ends early", str(error))
         except Exception as error:  # the libraries raise errors of many types for damaged files
             yield Skip(self.lines + 1, "damaged, or ends early", str(error))
 
