@@ -397,6 +397,36 @@ def test_what_is_not_asked_for_is_counted(
     assert "left out     1 x folder __pycache__, 2 x hidden, 2 x not *.txt\n" in told
 
 
+def test_a_data_set_in_the_folder_it_is_made_of_is_not_read(
+    tree: Path,
+    tokenizer: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neither the next data set has it, nor does its making begin anew after an interruption."""
+    monkeypatch.setattr(sources, "LEAST_UNIT_BYTES", 1)
+
+    def stop(units: int, *counts: int) -> None:
+        if units == 1:
+            raise KeyboardInterrupt
+
+    recipe = recipe_of(tree, tokenizer=tokenizer)
+    with pytest.raises(KeyboardInterrupt):
+        make_dataset(tree / "ours", recipe, print, 1, stop)
+    notes: list[str] = []
+    first = make_dataset(tree / "ours", recipe, notes.append, 1)
+    assert notes == ["continuing: 1 of 2 units are done"]
+    second = make_dataset(tree / "second", recipe, print, 1)
+    assert names_of(second) == names_of(first) == ["a/1.txt", "z/2.txt"]
+    assert second.manifest.identity == first.manifest.identity
+    assert second.manifest.made_from["left_out"] == {"data set": 2}
+
+
+def test_a_run_in_its_own_source_keeps_its_data_set(tree: Path) -> None:
+    config = DataConfig(source=str(tree), cache_dir=str(tree / "data"), holdout_every=2)
+    folders = [open_datasets(config, 300, print)[0].folder for _ in range(2)]
+    assert folders[0] == folders[1]
+
+
 def test_index_files_belong_to_their_token_files(tmp_path: Path, make: Make) -> None:
     (tmp_path / "tokens").mkdir()
     np.zeros(4, np.uint16).tofile(tmp_path / "tokens/a.ds")

@@ -159,7 +159,8 @@ class RecordReader:
             if not line.removeprefix(BOM_UTF8).strip():
                 continue
             if mark and BYTE_ORDER_MARKS[mark] != "utf-8":
-                yield Skip(0, "not UTF-8", BYTE_ORDER_MARKS[mark])
+                encoding = BYTE_ORDER_MARKS[mark]
+                yield Skip(0, "not UTF-8", f"{encoding}: save it as UTF-8")
                 return
             try:
                 content = json.loads(line.removeprefix(BOM_UTF8).decode("utf-8"))

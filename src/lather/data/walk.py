@@ -18,6 +18,8 @@ from pathlib import Path
 
 NOWHERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 """Numbers of errors of links that lead to nothing."""
+MADE = {"dataset.json", "files.jsonl", "skipped.jsonl"}
+"""Entries of each folder that `lather data make` has made."""
 KINDS = {
     stat.S_IFIFO: "a pipe",
     stat.S_IFSOCK: "a socket",
@@ -41,7 +43,7 @@ class FolderWalk:
     skipped: list[tuple[str, str, str]] = field(default_factory=list)
     """Files and folders that cannot be read, or are read by another path: path, reason, detail."""
     left_out: Counter[str] = field(default_factory=Counter)
-    """Numbers of hidden files and folders, and of folders in `without`."""
+    """Numbers of hidden files and folders, of folders in `without`, and of data sets."""
     _seen: set[str] = field(default_factory=set)
     """Real paths of the listed files and folders."""
     _links: list[tuple[Path, str]] = field(default_factory=list)
@@ -70,6 +72,9 @@ class FolderWalk:
                 self._skip(folder, "cannot be read", error.strerror)
                 continue
             self._seen.add(real)
+            if folder != self.root and _is_data_set(folder, {entry.name for entry in found}):
+                self.left_out["data set"] += 1
+                continue
             for entry in found:
                 path, real_path = folder / entry.name, os.path.join(real, entry.name)
                 if entry.name.startswith("."):
@@ -122,3 +127,9 @@ class FolderWalk:
 
     def _skip(self, path: Path, reason: str, detail: str | None) -> None:
         self.skipped.append((str(path), reason, detail or ""))
+
+
+def _is_data_set(folder: Path, names: AbstractSet[str]) -> bool:
+    """Tell whether a folder with these entries is a data set of `lather data make`, or an
+    unfinished one, which must not be read when it is made of a folder that it is in."""
+    return names >= MADE or (folder.suffix == ".partial" and ".lock" in names)
