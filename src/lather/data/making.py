@@ -241,9 +241,10 @@ def _complete(plan: MakingPlan, making: Making) -> None:
     files = ({"name": file.name, "kind": file.kind, "bytes": file.size} for file in plan.files)
     (folder / FILES).write_text("".join(json.dumps(file) + "\n" for file in files), "utf-8")
     splits: dict[str, Split] = {}
-    skipped, encodings, first = Counter(reason for _, reason, _ in plan.skipped), Counter[str](), ""
+    skipped_files = _skipped_files(plan)
+    skipped, encodings, first = Counter(one[1] for one in skipped_files), Counter[str](), ""
     with (folder / SKIPPED).open("w", encoding="utf-8") as file:
-        for skip in plan.skipped:
+        for skip in skipped_files:
             _write_skip(file, skip[0], 0, *skip[1:])
         lines = Counter[str]()  # of each file, in its parts so far
         for unit in plan.units:
@@ -259,11 +260,6 @@ def _complete(plan: MakingPlan, making: Making) -> None:
             for name, found in report.splits.items():
                 splits[name] = splits.get(name, Split()) + found
             encodings.update(report.encodings)
-        for source in plan.files:
-            if source.has_changed:
-                reason = "changed while it was read"
-                _write_skip(file, source.path, 0, reason, "its size or time is another one")
-                skipped[reason] += 1
         file.flush()
         os.fsync(file.fileno())
     if "train" not in splits:
@@ -288,6 +284,12 @@ def _complete(plan: MakingPlan, making: Making) -> None:
         encodings=dict(sorted(encodings.items())),
     )
     write_aside(folder / MANIFEST, manifest.to_json())
+
+
+def _skipped_files(plan: MakingPlan) -> list[tuple[str, str, str]]:
+    """Return the files that are not read, and those that have changed since they were listed."""
+    fault = "changed while it was read", "its size or time is another one"
+    return [*plan.skipped, *((file.path, *fault) for file in plan.files if file.has_changed)]
 
 
 def _write_skip(file: TextIO, path: str, line: int, reason: str, detail: str) -> None:
