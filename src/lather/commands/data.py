@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.live import Live
 
 from lather.commands.parsing import parse_arguments
-from lather.data.dataset import SKIPPED, DataSet
+from lather.data.dataset import NOTES, SKIPPED, DataSet
 from lather.data.making import make_dataset
 from lather.data.recipe import DataRecipe
 from lather.errors import DataError, UserError, require
@@ -126,4 +126,7 @@ def describe(dataset: DataSet, made: _ConsoleDisplay | None = None) -> str:
     if manifest.skipped:
         skipped = ", ".join(f"{count:,} x {reason}" for reason, count in manifest.skipped.items())
         lines.append(("not taken", f"{skipped}; file and line of each are in {dataset.folder / SKIPPED}"))
+    if manifest.notes:
+        notes = ", ".join(f"{count:,} x {kind}" for kind, count in manifest.notes.items())
+        lines.append(("noted", f"{notes}; file and line of each are in {dataset.folder / NOTES}"))
     return "\n".join(f"{name:<12} {value}" for name, value in lines)
