@@ -169,6 +169,57 @@ def test_chat_templates_see_the_same_conversations(form: str, tmp_path: Path) ->
     assert dataset.manifest.identity == plain.manifest.identity
 
 
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"town": "Ulm"}}}
+WITH_NULLS: list[dict[str, Any]] = [
+    {
+        "messages": [
+            {"role": "user", "content": "Rain?", "tool_calls": None},
+            {"role": "assistant", "content": None, "tool_calls": [CALL]},
+            {"role": "tool", "content": "yes", "tool_calls": None},
+            {"role": "assistant", "content": "It rains.", "tool_calls": None},
+        ]
+    },
+    {
+        "messages": [
+            {"role": "user", "content": "Rain?"},
+            {"role": "assistant", "tool_calls": [CALL]},
+        ]
+    },
+]
+"""Messages that say null where others lack the key."""
+SHOWING = {
+    "if there are some": ("{% if m.content %}", "{% if m.tool_calls %}"),
+    "if they are defined": ("{% if m.content is not none %}", "{% if m.tool_calls is defined %}"),
+}
+
+
+@pytest.mark.parametrize("conditions", SHOWING)
+def test_a_null_of_a_message_is_a_key_that_it_lacks_in_json_as_well(
+    conditions: str,
+    tmp_path: Path,
+) -> None:
+    has_content, has_calls = SHOWING[conditions]
+    (tmp_path / "model").mkdir()
+    train_tokenizer(iter(["x"]), 300, END_OF_TEXT).save(str(tmp_path / "model/tokenizer.json"))
+    (tmp_path / "model/chat_template.jinja").write_text(
+        "{% for m in messages %}<{{ m.role }}>\n" + has_content + "{{ m.content }}{% endif %}"
+        f"{has_calls}{{% for c in m.tool_calls %}}<call>{{{{ c.function | tojson }}}}</call>"
+        "{% endfor %}{% endif %}</s>\n{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>\n{% endif %}"
+    )
+    identities = set()
+    for form, write in FORMS.items():
+        (tmp_path / form).mkdir()
+        source, _ = write(tmp_path / form, WITH_NULLS)
+        model = str(tmp_path / "model")
+        recipe = DataRecipe((source,), chat=True, tokenizer=model, holdout_every=0)
+        dataset = make_dataset(tmp_path / form / "data", recipe, lambda text: None, 1)
+        assert dataset.manifest.skipped == {}
+        assert dataset.manifest.splits["train"].documents == 2
+        identities.add(dataset.manifest.identity)
+    assert len(identities) == 1
+
+
 def test_a_null_of_a_column_an_item_and_a_map_stays_and_that_of_a_struct_does_not(
     tmp_path: Path,
 ) -> None:

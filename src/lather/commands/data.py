@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.live import Live
 
 from lather.commands.parsing import parse_arguments
-from lather.data.dataset import DataSet, counts_in_words
+from lather.data.dataset import NOTES, DataSet, counts_in_words
 from lather.data.making import make_dataset
 from lather.data.recipe import DataRecipe
 from lather.errors import DataError, UserError, require
@@ -127,4 +127,7 @@ def describe(dataset: DataSet, made: _ConsoleDisplay | None = None) -> str:
         lines.append(("not taken", dataset.skipped_in_words))
     if left_out := manifest.made_from.get("left_out"):  # absent in data sets of earlier versions
         lines.append(("left out", counts_in_words(left_out)))
+    if manifest.notes:
+        notes = counts_in_words(manifest.notes)
+        lines.append(("noted", f"{notes}; file and line of each are in {dataset.folder / NOTES}"))
     return "\n".join(f"{name:<12} {value}" for name, value in lines)

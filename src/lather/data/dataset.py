@@ -4,6 +4,7 @@
     tokenizer.json          the tokenizer that encoded the texts; absent if token files came without one
     train-00000-000.npy     a shard of the split "train" (`lather.data.shards`): number of the unit of work, number within the unit
     skipped.jsonl           skipped documents and files, one per line: file, line, reason
+    notes.jsonl             what documents lack of their records, in the same form; absent if there is nothing
     files.jsonl             the source files: name, kind, bytes
 
 A folder without a manifest is not a data set; with a manifest it is complete.
@@ -25,6 +26,7 @@ FORMAT = 2
 MANIFEST = "dataset.json"
 TOKENIZER = "tokenizer.json"
 SKIPPED = "skipped.jsonl"
+NOTES = "notes.jsonl"
 FILES = "files.jsonl"
 
 
@@ -74,6 +76,8 @@ class Manifest:
     """Number of skipped documents or files, by reason."""
     encodings: dict[str, int] = field(default_factory=dict)
     """Number of text files, by encoding."""
+    notes: dict[str, int] = field(default_factory=dict)
+    """Number of documents that lack something of their records, by kind."""
 
     @property
     def identity(self) -> str:

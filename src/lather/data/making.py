@@ -22,7 +22,7 @@ import tokenizers
 from tokenizers import Tokenizer
 
 import lather
-from lather.data.dataset import FILES, MANIFEST, SKIPPED, TOKENIZER, DataSet, Manifest, Split
+from lather.data.dataset import FILES, MANIFEST, NOTES, SKIPPED, TOKENIZER, DataSet, Manifest, Split
 from lather.data.documents import load_tokenizer, train_tokenizer
 from lather.data.recipe import DataRecipe
 from lather.data.sources import ReadUnit, SourceFile, SplitName, divide, kind_instead, list_files
@@ -124,7 +124,7 @@ def make_dataset(folder: Path, recipe: DataRecipe, note: Note, workers: int = 0,
             _adopt_plan(partial, plan)
             _make(partial, folder, plan, note, workers, progress)
         except OSError as error:
-            for name in (FILES, SKIPPED):  # which are not written aside
+            for name in (FILES, SKIPPED, NOTES):  # which are not written aside
                 (partial / "dataset" / name).unlink(missing_ok=True)
             where = error.filename or partial
             raise DataError(
@@ -243,7 +243,11 @@ def _complete(plan: MakingPlan, making: Making) -> None:
     splits: dict[str, Split] = {}
     skipped_files = _skipped_files(plan)
     skipped, encodings, first = Counter(one[1] for one in skipped_files), Counter[str](), ""
-    with (folder / SKIPPED).open("w", encoding="utf-8") as file:
+    notes = Counter[str]()
+    with (
+        (folder / SKIPPED).open("w", encoding="utf-8") as file,
+        (folder / NOTES).open("w", encoding="utf-8") as noted,
+    ):
         for skip in skipped_files:
             _write_skip(file, skip[0], 0, *skip[1:])
         lines = Counter[str]()  # of each file, in its parts so far
@@ -257,11 +261,17 @@ def _complete(plan: MakingPlan, making: Making) -> None:
                 _write_skip(file, unit.parts[number].path, line and befores[number] + line, reason, detail)
                 skipped[reason] += 1
                 first = first or (detail and f"{unit.parts[number].path}: {detail}; ")
+            for number, line, kind, detail in report.notes:
+                _write_skip(noted, unit.parts[number].path, befores[number] + line, kind, detail)
+                notes[kind] += 1
             for name, found in report.splits.items():
                 splits[name] = splits.get(name, Split()) + found
             encodings.update(report.encodings)
-        file.flush()
-        os.fsync(file.fileno())
+        for written in (file, noted):
+            written.flush()
+            os.fsync(written.fileno())
+    if not notes:
+        (folder / NOTES).unlink()
     if "train" not in splits:
         reasons = "; ".join(f"{count:,} x {reason}" for reason, count in skipped.most_common(3)) or "there is none"
         raise DataError(f"no document can be trained on ({reasons}): {first}{folder / SKIPPED} has every file and line")
@@ -282,6 +292,7 @@ def _complete(plan: MakingPlan, making: Making) -> None:
         splits={name: splits[name] for name in SPLITS if name in splits},
         skipped=dict(sorted(skipped.items())),
         encodings=dict(sorted(encodings.items())),
+        notes=dict(sorted(notes.items())),
     )
     write_aside(folder / MANIFEST, manifest.to_json())
 

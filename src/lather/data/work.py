@@ -72,6 +72,8 @@ class UnitReport:
     skipped: list[tuple[int, int, str, str]] = field(default_factory=list)
     """Number of the part, line in it, reason, detail."""
     encodings: dict[str, int] = field(default_factory=dict)
+    notes: list[tuple[int, int, str, str]] = field(default_factory=list)
+    """Parts of records that documents lack: number of the part, line in it, kind, detail."""
 
     @classmethod
     def read(cls, path: Path) -> UnitReport:
@@ -154,6 +156,9 @@ def _documents(unit: ReadUnit, field: str, template: ChatTemplate | None, report
                 continue
             if not isinstance(record, Skip) and record.encoding:
                 report.encodings[record.encoding] = report.encodings.get(record.encoding, 0) + 1
+            if not isinstance(record, Skip):
+                for kind, detail in found.notes:
+                    report.notes.append((number, record.line, kind, detail[:MOST_DETAIL]))
             yield found
         report.lines.append(reader.lines)
 
