@@ -119,7 +119,7 @@ def _texts(size: int) -> list[str]:
     from lather.data.sources import list_files
 
     recipe = DataRecipe(("python-stdlib",), pattern="*.py", format="text")
-    files = itertools.cycle(list_files("python-stdlib", recipe))
+    files = itertools.cycle(list_files("python-stdlib", recipe).files)
     found: list[str] = []
     total = 0
     while total < size:

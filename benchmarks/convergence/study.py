@@ -34,6 +34,7 @@ from typing import Any
 from lather.config.config import Config
 from lather.config.toml_file import config_from_mapping
 from lather.errors import ConfigError, require
+from lather.files import read_text
 
 Rates = tuple[float, float]
 """Peak learning rates: of the matrices, and of all other parameters."""
@@ -189,10 +190,12 @@ def rows_by_key(rows: Iterable[Row]) -> dict[str, Row]:
 def load_study(path: Path) -> Study:
     """Read a study file. Raises ConfigError, which names the file and the fault, if the file or the configuration of a run is wrong."""
     try:
-        mapping = tomllib.loads(path.read_text("utf-8"))
+        mapping = tomllib.loads(read_text(path))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}): give a study file such as benchmarks/studies/short.toml") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except UnicodeError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
     try:
         study = _study(mapping)

@@ -1,7 +1,9 @@
-"""Files that are replaced atomically, folders that appear only when they are complete, files of JSON, and checksums."""
+"""Texts that are read, files that are replaced atomically, folders that appear only when they are
+complete, files of JSON, and checksums."""
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import errno
 import fcntl
@@ -11,11 +13,53 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from lather.errors import ExchangeError, RunError, UserError
 
 StrPath = str | os.PathLike[str]
+BYTE_ORDER_MARKS = {
+    codecs.BOM_UTF8: "utf-8",
+    codecs.BOM_UTF32_LE: "utf-32-le",
+    codecs.BOM_UTF32_BE: "utf-32-be",
+    codecs.BOM_UTF16_LE: "utf-16-le",
+    codecs.BOM_UTF16_BE: "utf-16-be",
+}
+"""Encodings by byte-order mark; a longer mark comes before its own prefix."""
+
+
+class Readable(Protocol):
+    """A path, or a file of a package (`importlib.resources`)."""
+
+    def read_bytes(self) -> bytes: ...
+
+
+def mark_of(start: bytes) -> bytes:
+    """Return the byte-order mark at the start of these bytes; empty if there is none."""
+    return next((mark for mark in BYTE_ORDER_MARKS if start.startswith(mark)), b"")
+
+
+def read_text(file: Readable, errors: str = "strict") -> str:
+    """Read a text file with the line ends "\\n", "\\r\\n" or "\\r", which become "\\n".
+
+    Its encoding is that of its byte-order mark, which is dropped, or else UTF-8. Characters are not
+    normalized. `errors`: as in `bytes.decode`.
+
+    Raises OSError, or UnicodeError, whose message says where the text is not valid and what helps.
+    """
+    content = file.read_bytes()
+    mark = mark_of(content)
+    content, encoding = content[len(mark) :], BYTE_ORDER_MARKS.get(mark, "utf-8")
+    try:
+        text = content.decode(encoding, errors)
+    except UnicodeDecodeError as error:
+        line = content[: error.start].decode(encoding, "replace").count("\n") + 1
+        found = f"byte {content[error.start]:#04x} in line {line}"
+        raise UnicodeError(f"not {encoding.upper()}: {found}; save it as UTF-8") from None
+    if "\0" in text and errors == "strict":
+        kinds = "as binary files do, and UTF-16 without a byte-order mark"
+        raise UnicodeError(f"it has zero bytes, {kinds}; save it as UTF-8")
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def sync(path: Path) -> None:
@@ -166,7 +210,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     rows = []
-    lines = path.read_text("utf-8", errors="replace").split("\n")
+    lines = read_text(path, errors="replace").split("\n")
     for number, line in enumerate(lines, start=1):
         try:
             if line:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lather import __version__
+from lather.files import read_text
 
 
 def write_page(aside: Path, template: tuple[str, str], data: Any, **texts: str) -> None:
@@ -20,10 +21,10 @@ def write_page(aside: Path, template: tuple[str, str], data: Any, **texts: str) 
     own = files("lather")
     filled = {
         **{name: html.escape(text) for name, text in {"version": __version__, **texts}.items()},
-        "style": own.joinpath("page.css").read_text("utf-8"),
-        "script": own.joinpath("page.js").read_text("utf-8"),
+        "style": read_text(own.joinpath("page.css")),
+        "script": read_text(own.joinpath("page.js")),
         "data": json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
     }
-    body = files(template[0]).joinpath(template[1]).read_text("utf-8")
-    page = own.joinpath("page.html").read_text("utf-8").replace("{{body}}", body)
+    body = read_text(files(template[0]).joinpath(template[1]))
+    page = read_text(own.joinpath("page.html")).replace("{{body}}", body)
     aside.write_text(re.sub(r"\{\{(\w+)\}\}", lambda place: filled[place[1]], page), "utf-8", errors="replace")

@@ -10,6 +10,7 @@ import pytest
 from making_helpers import documents_of
 
 from forked import ForkedPython
+from lather.data import records
 from lather.data.batches import HeldOut
 from lather.data.config import DataConfig
 from lather.data.dataset import MANIFEST, DataSet
@@ -64,7 +65,7 @@ def test_the_files_of_an_installed_package(data: DataConfig) -> None:
 
 def test_a_corpus_is_prepared_once_and_its_texts_are_not_read_again(data: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     first = opened(data)
-    monkeypatch.setattr(Path, "read_bytes", lambda path: 1 / 0)
+    monkeypatch.setattr(records, "_open", lambda path: 1 / 0)
     assert opened(data).folder == first.folder
 
 
@@ -287,9 +288,10 @@ def test_a_folder_without_a_pattern_is_taken_whole(tmp_path: Path) -> None:
     for name in ("a.md", "b.txt", "c.py", ".hidden"):
         (tmp_path / name).write_text(f"{name}\n" * 9)
     files = list_sources(DataConfig(source=str(tmp_path)).recipe(300))
-    assert [file.name for _, file in files] == ["a.md", "b.txt", "c.py"]
+    assert [file.name for _, file in files.files] == ["a.md", "b.txt", "c.py"]
     for source in ("python-stdlib", "package:lather"):
-        assert {Path(file.name).suffix for _, file in list_sources(DataConfig(source=source).recipe(300))} == {".py"}
+        listed = list_sources(DataConfig(source=source).recipe(300)).files
+        assert {Path(file.name).suffix for _, file in listed} == {".py"}
     with pytest.raises(DataError, match=r"there are 1 \.md, 1 \.py, 1 \.txt: give another pattern, such as '\*\.md', or another folder$"):
         list_sources(DataConfig(source=str(tmp_path), pattern="*.rst").recipe(300))
     (tmp_path / "empty").mkdir()

@@ -29,7 +29,8 @@ def test_lines_of_text_and_of_json(tmp_path: Path) -> None:
         ("a.jsonl", '\n{"text": "x"}', "line 2: neither messages nor prompt"),
         ("a.jsonl", '"x"', "line 1: neither"),
         ("a.jsonl", '{"messages": []}', "line 1: messages is not a list of messages"),
-        ("a.txt", b"\xff\xfe", "not UTF-8"),
+        ("a.txt", b"\xff", "not UTF-8: byte 0xff in line 1; save it as UTF-8"),
+        ("a.txt", b"\xff\xfe", "it holds no prompt"),
         ("absent", None, "cannot be read"),
     ],
 )

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from lather.errors import CheckpointError, UserError
-from lather.files import digest_of, read_rows, sync
+from lather.files import digest_of, read_rows, read_text, sync
 from lather.models.hf.safetensors_folder import DTYPES, TensorHeader
 from lather.optim.sharded.placement import Box
 
@@ -189,7 +189,7 @@ def read_table(folder: Path) -> Table:
     if pickled.exists():
         raise CheckpointError(f"{pickled}: pickled metadata is refused, since loading it can run arbitrary code: {remedy(folder)}")
     try:
-        state = json.loads(file.read_text("utf-8"))
+        state = json.loads(read_text(file))
         if not isinstance(state, dict):
             raise ValueError("not a table")
         if state.pop("digest") != digest_of(state):

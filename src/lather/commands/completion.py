@@ -19,6 +19,7 @@ from lather.commands.with_config import ALL, SECTIONS
 from lather.config.config import Config
 from lather.config.optim import KINDS, optim_config
 from lather.errors import UserError
+from lather.files import read_text
 from lather.models.families import FAMILIES
 from lather.optim.rules import RULES
 
@@ -85,7 +86,8 @@ def _bash(options: dict[str, dict[str, CommandOption]]) -> str:
     flags = {
         command: dict.fromkeys([*(flag for option in own.values() for flag in option.flags), "--help"]) for command, own in options.items()
     }
-    script = files("lather.commands").joinpath("completion.bash").read_text("utf-8").replace("@commands@", shlex.quote(FIRST))
+    script = read_text(files("lather.commands").joinpath("completion.bash"))
+    script = script.replace("@commands@", shlex.quote(FIRST))
     script = script.replace("@values@", "\n".join(_case(places, words) for words, places in values.items()))
     return script.replace("@options@", "\n".join(_case([command], own) for command, own in flags.items()))
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.live import Live
 
 from lather.commands.parsing import parse_arguments
-from lather.data.dataset import SKIPPED, DataSet
+from lather.data.dataset import NOTES, DataSet, counts_in_words
 from lather.data.making import make_dataset
 from lather.data.recipe import DataRecipe
 from lather.errors import DataError, UserError, require
@@ -124,6 +124,10 @@ def describe(dataset: DataSet, made: _ConsoleDisplay | None = None) -> str:
     if set(manifest.encodings) - {"utf-8"}:
         lines.append(("encodings", ", ".join(f"{count:,} x {name}" for name, count in manifest.encodings.items())))
     if manifest.skipped:
-        skipped = ", ".join(f"{count:,} x {reason}" for reason, count in manifest.skipped.items())
-        lines.append(("not taken", f"{skipped}; file and line of each are in {dataset.folder / SKIPPED}"))
+        lines.append(("not taken", dataset.skipped_in_words))
+    if left_out := manifest.made_from.get("left_out"):  # absent in data sets of earlier versions
+        lines.append(("left out", counts_in_words(left_out)))
+    if manifest.notes:
+        notes = counts_in_words(manifest.notes)
+        lines.append(("noted", f"{notes}; file and line of each are in {dataset.folder / NOTES}"))
     return "\n".join(f"{name:<12} {value}" for name, value in lines)

@@ -25,7 +25,7 @@ from lather.data.documents import load_tokenizer
 from lather.data.recipe import END_OF_TEXT
 from lather.engine.trained_parameters import check_adapters_are_all
 from lather.errors import ConfigError, ExchangeError, UserError
-from lather.files import complete_folder
+from lather.files import complete_folder, read_text
 from lather.models.adapted import MergedTensors
 from lather.models.deepseek_v2 import DeepseekV2Config
 from lather.models.families import ModelConfig
@@ -149,7 +149,7 @@ def _data(parsed: ImportArguments) -> DataConfig:
     if not (parsed.folder / TOKENIZER_FILE).is_file():
         return DataConfig()
     tokenizer = load_tokenizer(parsed.folder / TOKENIZER_FILE, "download it again, or remove it")
-    ids = json.loads((parsed.folder / CONFIG_FILE).read_text("utf-8")).get("eos_token_id")
+    ids = json.loads(read_text(parsed.folder / CONFIG_FILE)).get("eos_token_id")
     last = ids[0] if isinstance(ids, list) and ids else ids
     candidates = [END_OF_TEXT, tokenizer.id_to_token(last) if isinstance(last, int) and 0 <= last < 2**32 else None]
     known = [token for token in candidates if token and tokenizer.token_to_id(token) is not None]

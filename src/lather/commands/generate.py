@@ -16,8 +16,8 @@ from tokenizers import Tokenizer
 
 from lather.commands.parsing import parse_arguments
 from lather.data.chat import Messages
-from lather.errors import UserError, require
-from lather.generation.prompts import ConversationFormat, Prompt, encode_text, read_prompts
+from lather.errors import DataError, UserError, require
+from lather.generation.prompts import Conversation, ConversationFormat, Prompt, encode_text, read_prompts
 from lather.generation.text import ContinuedText, Ending, continue_texts
 from lather.models.decoder import Decoder
 from lather.models.generate import Sampling
@@ -36,7 +36,7 @@ class GenerateArguments:
     prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = field(default=())
     """Text to continue; may be given several times."""
     prompts: Path | None = None
-    """File of prompts: one text per line, or a .jsonl file of objects with "prompt" or "messages"."""
+    """File of prompts: one text per line, or a .jsonl file of objects with "prompt" or "messages" (and "tools")."""
     message: str = ""
     """Message to answer, formatted with the tokenizer's chat template."""
     chat: bool = False
@@ -104,12 +104,21 @@ def _system(parsed: GenerateArguments) -> Messages:
 
 
 def _lines_of_user() -> Iterator[str]:
-    """Yield the user's messages until the input ends, without empty lines."""
-    while True:
+    """Yield the user's messages until the input ends, without empty lines.
+
+    Raises DataError if the input is not text.
+    """
+    for number in itertools.count():
         try:
             line = input("> ") if sys.stdin.isatty() else next(sys.stdin)
         except (EOFError, StopIteration):
             return
+        except UnicodeError:
+            place = f"standard input, after {number:,} lines"
+            encoding = sys.stdin.encoding.upper()
+            raise DataError(f"{place}: not {encoding}: give text in UTF-8") from None
+        if number == 0:
+            line = line.removeprefix("\ufeff")  # a byte-order mark
         if line.strip():
             yield line.strip()
 
@@ -124,6 +133,7 @@ class _Writer:
         self._tokenizer: Tokenizer = trained.tokenizer()
         self._ends = trained.stop_tokens(self._tokenizer)
         self._texts_made = 0
+        self._noted: set[str] = set()
 
     @functools.cached_property
     def _format(self) -> ConversationFormat:
@@ -158,10 +168,10 @@ class _Writer:
 
     def talk(self, lines: Iterator[str]) -> None:
         """Answer one message after the other, each with the whole conversation so far as its context."""
-        encode, decoder, messages = self._format.prompt, self._trained.decoder(), _system(self._parsed)
+        decoder, messages = self._trained.decoder(), _system(self._parsed)
         for line in lines:
             messages.append({"role": "user", "content": line})
-            prompt = encode(messages)
+            prompt = self._encode(messages)
             if len(prompt) > self._context:
                 print(f"(the model reads the last {self._context} of the conversation's {len(prompt)} tokens)", file=sys.stderr)
             (answer,) = self._continue(decoder, [prompt], answers=True, live=not self._parsed.json)
@@ -188,7 +198,14 @@ class _Writer:
         )
 
     def _encode(self, prompt: Prompt) -> list[int]:
-        return encode_text(self._tokenizer, prompt) if isinstance(prompt, str) else self._format.prompt(prompt)
+        if isinstance(prompt, str):
+            return encode_text(self._tokenizer, prompt)
+        tokens = self._format.prompt(prompt)
+        for kind, detail in self._format.notes(prompt):
+            if kind not in self._noted:
+                self._noted.add(kind)
+                print(f"({kind}: {detail})", file=sys.stderr)
+        return tokens
 
     def _shown_before(self, prompt: Prompt, encoded: list[int]) -> str:
         """Return the text to print before a continuation: the decoded prompt, or nothing for a conversation."""
@@ -197,4 +214,6 @@ class _Writer:
     def _print_row(self, prompt: Prompt, sample: int, one: ContinuedText) -> None:
         kind = "prompt" if isinstance(prompt, str) else "messages"
         row = {kind: prompt, "sample": sample, "text": one.text, "tokens": one.num_tokens, "stopped": one.stopped}
+        if isinstance(prompt, Conversation) and prompt.tools:
+            row["tools"] = prompt.tools
         print(json.dumps(row, ensure_ascii=False), flush=True)

@@ -25,6 +25,7 @@ from typing import Any
 from lather.config.config import Config
 from lather.data.order import MixturePhase
 from lather.errors import RunError
+from lather.files import read_text
 
 CHANGES = "changes.jsonl"
 
@@ -129,7 +130,7 @@ class History:
         if not file.exists():
             return cls((), unchanged)
         try:
-            *rows, last = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
+            *rows, last = [json.loads(line) for line in read_text(file).splitlines()]
             return cls(tuple(_row(mapping) for mapping in rows), dict(last["configuration"]))
         except (ValueError, KeyError, TypeError, AttributeError):
             raise RunError(f"{file}: damaged: restore it, or start again in another run directory") from None

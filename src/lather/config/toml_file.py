@@ -25,6 +25,7 @@ from lather.config.old_runs import OldOptimConfig, in_new_keys, is_old
 from lather.config.optim import DEFAULT_RULE, KindConfig, OptimConfig, RuleOptimConfig, chosen_rules, optim_class
 from lather.config.rule_fields import UNIONS, owners
 from lather.errors import ConfigError, require
+from lather.files import read_text
 from lather.models.families import ModelConfig
 from lather.models.hf.model_folder import CONFIG_FILE, read_config
 
@@ -112,12 +113,14 @@ def model_of(init_from: str) -> ModelConfig:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text("utf-8"))
+        return tomllib.loads(read_text(path))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; configs/ holds examples") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); give a TOML file") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except UnicodeError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
 
 

@@ -1,207 +1,344 @@
-"""Formats conversations as text with the tokenizer's own chat template, and finds the assistant's answers in the text.
+"""Formats conversations as text with the tokenizer's own chat template, and finds the assistant's
+answers in the text.
 
-As in transformers, a template is a Jinja program, either `chat_template` in tokenizer_config.json or a file chat_template.jinja beside it,
-and it runs in a sandbox. An answer is the text that the template adds for an assistant's message. Its beginning, which the template also
-writes to ask for an answer (`add_generation_prompt`), is not trained on.
+As in transformers, a template is a Jinja program, either `chat_template` in tokenizer_config.json
+or a file chat_template.jinja beside it, and it runs in a sandbox, with the same filters, functions
+and variables. An answer is what the template writes for an assistant's message, after the
+beginning that it also writes to ask for an answer (`add_generation_prompt`). A template may mark
+what is learned by `{% generation %}` blocks; otherwise differences of renderings tell
+(`lather.data.answers`).
 """
 
 from __future__ import annotations
 
+import copy
 import datetime
 import json
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
-from jinja2.ext import loopcontrols
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from lather.data.answers import AnswerFinder, Note, Span, without
+from lather.data.conversations import (
+    REASONING,
+    ChatError,
+    Messages,
+    Tools,
+    calls_of,
+    messages_of,
+    tools_of,
+)
 from lather.errors import DataError
+from lather.files import read_text
 
-Messages = list[dict[str, Any]]
-Tools = list[Any] | None
+__all__ = ["CHATML", "ChatError", "ChatTemplate", "Messages", "Tools", "messages_of", "tools_of"]
 MOST_CHARACTERS, MOST_MESSAGES = 1 << 24, 2000
-"""Longer conversations are skipped, because a conversation is encoded as a whole and rendered once for each answer."""
+"""Longer conversations are skipped, because a conversation is encoded as a whole."""
 CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 """The ChatML template, for tokenizers without a template of their own."""
-FIRST_MARK = 0xF0000
-"""The mark of the first message: the first private-use character of a range with more characters than `MOST_MESSAGES`."""
-ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant"}
-"""Names of roles in published data sets, and their standard names."""
+BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+"""The beginning of a block of generated text, as transformers recognizes it."""
 
 
-class ChatError(Exception):
-    """The record is not a conversation; the message says why."""
+@dataclass(frozen=True)
+class Formatted:
+    """The text of a conversation."""
+
+    text: str
+    answers: list[Span]
+    """Ranges of characters that are learned, as (start, stop)."""
+    notes: list[Note]
+    """Parts that the template does not show, and marks that are not obeyed: kind, detail."""
 
 
-def messages_of(record: dict[str, Any]) -> Messages:
-    """Read the messages of a record: a list "messages" or "conversations" of objects with role and content (or from and value), or the
-    fields "prompt" and "completion".
+class _GenerationBlocks(Extension):
+    """Notes what `{% generation %}` blocks write, and at which character of the text."""
 
-    Raises ChatError.
-    """
-    for name in ("messages", "conversations"):
-        if name in record:
-            if not isinstance(record[name], list) or not record[name]:
-                raise ChatError(f"{name} is not a list of messages")
-            return [_message(one, number) for number, one in enumerate(record[name])]
-    if "prompt" in record and "completion" in record:
-        parts = [_part(record[name], name, role) for name, role in (("prompt", "user"), ("completion", "assistant"))]
-        return [_message(one, number) for number, one in enumerate([*parts[0], *parts[1]])]
-    raise ChatError(f"neither messages nor prompt and completion, but {', '.join(map(str, record)) or 'nothing'}")
+    def __init__(self, environment: Any) -> None:
+        super().__init__(environment)
+        self.tags = {"generation"}
+        environment.extend(recording=self.recording)
+        self._written: list[str] | None = None
+        self._blocks: list[tuple[int, str]] = []
 
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_note"), [], [], body).set_lineno(line)
 
-def tools_of(record: dict[str, Any]) -> Tools:
-    """Read the tools of a record, given as a list or as JSON. Raises ChatError."""
-    tools = record.get("tools")
-    if isinstance(tools, str) and tools.strip():
+    def _note(self, caller: Callable[[], str]) -> str:
+        text = caller()
+        if self._written is not None:
+            self._blocks.append((sum(map(len, self._written)), str(text)))
+        return text
+
+    @contextmanager
+    def recording(self) -> Iterator[tuple[list[str], list[tuple[int, str]]]]:
+        """Give a list to which the caller adds the pieces of text as they are written, and the
+        list of blocks, each its place and its text."""
+        self._written, self._blocks = [], []
         try:
-            tools = json.loads(tools)
-        except (ValueError, RecursionError) as error:
-            raise ChatError(f"tools is not JSON: {error}") from None
-    if tools and not isinstance(tools, list):
-        raise ChatError(f"tools is {type(tools).__name__}, not a list")
-    return tools or None
-
-
-def _part(value: Any, name: str, role: str) -> list[Any]:
-    """Return the messages of a prompt or completion, which is either the text of one message or a list of messages."""
-    if not isinstance(value, str | list):
-        raise ChatError(f"{name} is {type(value).__name__}, not text")
-    return [{"role": role, "content": value}] if isinstance(value, str) else value
-
-
-def _message(one: Any, number: int) -> dict[str, Any]:
-    if not isinstance(one, dict):
-        raise ChatError(f"message {number} is not an object")
-    message = dict(one)
-    if "role" not in message and "from" in message:
-        message["role"], message["content"] = message.pop("from"), message.pop("value", None)
-    role, content = message.get("role"), message.get("content")
-    if not isinstance(role, str):
-        raise ChatError(f"message {number} has no role")
-    if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-        raise ChatError(f"message {number} has no text as content")
-    return {**message, "role": ROLES.get(role, role)}
+            yield self._written, self._blocks
+        finally:
+            self._written = None
 
 
 class ChatTemplate:
     """A tokenizer's chat template."""
 
-    def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
-        """`special_tokens`: values of the variables for special tokens in templates, such as bos_token. Raises DataError if `source` is not
-        a Jinja template."""
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-        environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
-        environment.globals["raise_exception"] = _raise
-        # data sets must not depend on the date
-        environment.globals["strftime_now"] = datetime.datetime(2025, 1, 1).strftime
+    def __init__(self, source: str, special_tokens: dict[str, str], for_tools: str = "") -> None:
+        """`special_tokens`: values of the variables for special tokens in templates, such as
+        bos_token. `for_tools`: another template for conversations with tools; empty: there is
+        none. Raises DataError if one is not a Jinja template."""
+        self.source, self.special_tokens, self.for_tools = source, special_tokens, for_tools
+        self._environment = _environment()
         try:
-            self._template = environment.from_string(source)
+            self._template = self._environment.from_string(source)
+            self._tools_template = self._environment.from_string(for_tools or source)
         except TemplateError as error:
             raise DataError(f"chat template: not a Jinja template ({error})") from None
-        self.source, self.special_tokens = source, special_tokens
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ChatTemplate, (self.source, self.special_tokens)
+        return ChatTemplate, (self.source, self.special_tokens, self.for_tools)
 
     @classmethod
     def beside(cls, tokenizer: Path) -> ChatTemplate:
-        """Read the template in the folder of a tokenizer.json; ChatML if there is none. Raises DataError if it is damaged."""
-        file, config = tokenizer.parent / "chat_template.jinja", tokenizer.parent / "tokenizer_config.json"
+        """Read the template in the folder of a tokenizer.json; ChatML if there is none. Raises
+        DataError if it is damaged."""
+        file = tokenizer.parent / "chat_template.jinja"
+        config = tokenizer.parent / "tokenizer_config.json"
+        tools_file = tokenizer.parent / "additional_chat_templates" / "tool_use.jinja"
+        place, for_tools = config, ""
         try:
-            settings = json.loads(config.read_text("utf-8")) if config.exists() else {}
-            source = file.read_text("utf-8") if file.exists() else settings.get("chat_template") or CHATML
+            settings = json.loads(read_text(config)) if config.exists() else {}
+            source = settings.get("chat_template") or CHATML
+            if tools_file.exists():
+                place = tools_file
+                for_tools = read_text(tools_file)
+            if file.exists():
+                place = file
+                source = read_text(file)
             if isinstance(source, list):  # a list of named templates
-                source = next((one["template"] for one in source if one.get("name") == "default"), CHATML)
+                named = {one.get("name"): one for one in source}
+                for_tools = named["tool_use"]["template"] if "tool_use" in named else for_tools
+                source = named["default"]["template"] if "default" in named else CHATML
             if not isinstance(source, str) or not isinstance(settings, dict):
                 raise ValueError("no object with a chat template")
         except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:
-            raise DataError(f"{config}: not readable ({error}): restore it") from None
-        named = {name: value for name, value in settings.items() if name.endswith("_token")}
-        tokens = {name: value.get("content") if isinstance(value, dict) else value for name, value in named.items()}
-        return cls(source, {name: token for name, token in tokens.items() if token and isinstance(token, str)})
+            raise DataError(f"{place}: not readable ({error}): restore it") from None
+        tokens = {}
+        for name, value in settings.items():
+            token = value.get("content") if isinstance(value, dict) else value
+            if name.endswith("_token") and isinstance(token, str) and token:
+                tokens[name] = token
+        return cls(source, tokens, for_tools)
 
     def render(self, messages: Messages, *, asking: bool = False, tools: Tools = None) -> str:
-        """Return the text of the messages. `asking` adds the beginning of an answer, as `add_generation_prompt` does; `tools`: definitions
-        of the tools that the assistant may call.
+        """Return the text of the messages, as `apply_chat_template` of transformers does. `asking`
+        adds the beginning of an answer (`add_generation_prompt`); `tools`: definitions of the
+        tools that the assistant may call.
 
         Raises ChatError.
         """
+        return "".join(self._pieces(messages, asking, tools))
+
+    def _pieces(self, messages: Messages, asking: bool, tools: Tools) -> Iterator[str]:
+        template = self._tools_template if tools is not None else self._template
         try:
-            return str(self._template.render(messages=messages, add_generation_prompt=asking, tools=tools, **self.special_tokens))
+            yield from template.generate(
+                messages=[_plain(message) for message in messages],
+                tools=tools,
+                documents=None,
+                add_generation_prompt=asking,
+                **self.special_tokens,
+            )
         except TemplateError as error:
             raise ChatError(f"the chat template refuses it: {error}") from None
         except Exception as error:  # a template is a program
             raise ChatError(f"the chat template fails on it: {error}") from None
 
-    def answers(self, messages: Messages, tools: Tools = None) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text of the messages, and the ranges of the assistant's answers in it, each including the template's end of an answer.
+    def answers(self, messages: Messages, tools: Tools = None) -> tuple[str, list[Span]]:
+        """Return the text of the messages, and the ranges of the assistant's answers in it, each
+        including the template's end of an answer. Raises ChatError, as `format` does."""
+        formatted = self.format(messages, tools)
+        return formatted.text, formatted.answers
 
-        The ends of contents are found by rendering the messages with a mark after each content. An answer starts after the end of the
-        message before it and after the template's beginning of an answer, as far as the text contains that. Raises ChatError if there is no
-        answer, or if the template leaves out messages.
+    def format(self, messages: Messages, tools: Tools = None) -> Formatted:
+        """Return the text of the messages, the assistant's answers that are learned, and notes.
+
+        Raises ChatError if the template refuses the conversation, if there is no answer, or if
+        renderings do not tell where an answer begins and ends.
         """
-        text = self.render(messages, tools=tools)
-        ends, spans = self._content_ends(text, messages, tools), []
-        for number, message in enumerate(messages):
-            if message["role"] != "assistant" or not isinstance(message["content"], str):
-                continue
-            if number not in ends:
-                raise ChatError(f"the chat template does not show message {number}")
-            start = self._end(text, messages, number - 1, ends, tools)
-            start += _agreement(self._asked(messages[:number], tools), text[start:])
-            spans.append((start, self._end(text, messages, number, ends, tools)))
+        messages = self.fitting(messages, tools)
+        text, blocks = self._with_blocks(messages, tools)
+        finder = self._finder(messages, tools, text)
+        spans = finder.answers() if blocks is None else without(blocks, finder.unlearned())
         if not spans:
-            raise ChatError("no message is the assistant's")
-        return text, spans
+            raise ChatError(finder.why_nothing_is_learned())
+        return Formatted(text, spans, self._notes(finder, messages, tools))
 
-    def _content_ends(self, text: str, messages: Messages, tools: Tools) -> dict[int, int]:
-        """Return the end of each message's content in the text, without messages that the template leaves out. Raises ChatError if marks
-        change the text."""
-        marked, ends = self.render(_marked(messages), tools=tools), {}
-        for number in range(len(messages)):
-            place = marked.find(chr(FIRST_MARK + number))
-            if place >= 0:
-                ends[number] = place
-                marked = marked[:place] + marked[place + 1 :]
-        if marked != text:
-            raise ChatError("the chat template changes the contents of messages")
-        return ends
+    def notes(self, messages: Messages, tools: Tools = None, asking: bool = False) -> list[Note]:
+        """Return what the template does not show of the messages and tools: kind, detail. Raises
+        ChatError if the template refuses the conversation."""
+        text = self.render(messages, asking=asking, tools=tools)
+        return self._notes(self._finder(messages, tools, text, asking), messages, tools)
 
-    def _end(self, text: str, messages: Messages, number: int, ends: dict[int, int], tools: Tools) -> int:
-        """Return the end of a message in the text, including the text that the template writes after a last message."""
-        if number not in ends:
-            return max((end for other, end in ends.items() if other < number), default=0)
-        closing = self.render(_marked(messages[: number + 1]), tools=tools).rpartition(chr(FIRST_MARK + number))[2]
-        return ends[number] + _agreement(closing, text[ends[number] :])
+    def _notes(self, finder: AnswerFinder, messages: Messages, tools: Tools) -> list[Note]:
+        notes = finder.notes()
+        if tools and self._rendered(messages, tools) == self._rendered(messages, None):
+            notes.append(("tools are not shown by the chat template", f"{len(tools)} tools"))
+        return notes
 
-    def _asked(self, messages: Messages, tools: Tools) -> str:
-        """Return the beginning of an answer that the template writes after these messages."""
-        if not messages:
-            return ""
-        before, asking = self.render(messages, tools=tools), self.render(messages, asking=True, tools=tools)
-        return asking.removeprefix(before) if asking.startswith(before) else ""
+    def _finder(
+        self,
+        messages: Messages,
+        tools: Tools,
+        text: str,
+        asking: bool = False,
+    ) -> AnswerFinder:
+        def render(messages: Messages, is_asked: bool) -> str:
+            return self.render(messages, asking=is_asked or asking, tools=tools)
+
+        return AnswerFinder(render, messages, text, self.special_tokens)
+
+    def _with_blocks(self, messages: Messages, tools: Tools) -> tuple[str, list[Span] | None]:
+        """Return the text, and the ranges that the template's `{% generation %}` blocks wrote;
+        None if it has no such blocks, or has them in macros, where their places are not known."""
+        source = self.for_tools if tools is not None and self.for_tools else self.source
+        if not BLOCK.search(source):
+            return self.render(messages, tools=tools), None
+        with self._environment.recording() as (written, blocks):  # type: ignore[attr-defined]
+            for piece in self._pieces(messages, False, tools):
+                written.append(piece)
+        text = "".join(written)
+        if any(not text.startswith(block, start) for start, block in blocks):
+            return text, None
+        return text, [(start, start + len(block)) for start, block in blocks if block]
+
+    # --- what templates are given ---------------------------------------------------------------
+
+    def fitting(self, messages: Messages, tools: Tools = None) -> Messages:
+        """Return the messages with the arguments of tool calls as the template shows them rightly.
+
+        Arguments are objects or JSON in a string. They stay as they are, unless the template would
+        put the string into quotes once more, shows the object as Python does, or fails. Raises
+        ChatError if the template shows a list of text parts as Python does.
+        """
+        has_calls = any(calls_of(message) for message in messages)
+        contents = [message.get("content") for message in messages]
+        lists = [number for number, content in enumerate(contents) if isinstance(content, list)]
+        if not has_calls and not lists:
+            return messages
+        text = self._rendered(messages, tools)
+        if has_calls and (text is None or _shows_wrongly(text, messages)):
+            for other in (_with_objects(messages), _with_strings(messages)):
+                changed = self._rendered(other, tools) if other is not None else None
+                if other is not None and changed is not None and not _shows_wrongly(changed, other):
+                    messages, text = other, changed
+                    break
+        for number in lists:
+            if text is not None and repr(messages[number]["content"]) in text:
+                where = f"as message {number} has"
+                raise ChatError(f"the chat template shows no list of parts, {where}: give text")
+        return messages
+
+    def _rendered(self, messages: Messages, tools: Tools) -> str | None:
+        try:
+            return self.render(messages, tools=tools)
+        except ChatError:
+            return None
 
 
-def _marked(messages: Messages) -> Messages:
-    """Add a different mark to each content, before its trailing white space, because templates may strip that."""
-    marked = []
-    for number, message in enumerate(messages):
-        content = message["content"]
-        if isinstance(content, str):
-            kept = content.rstrip()
-            content = kept + chr(FIRST_MARK + number) + content[len(kept) :]
-        marked.append({**message, "content": content})
-    return marked
+def _plain(message: dict[str, Any]) -> dict[str, Any]:
+    """Return the message as transformers gives it to templates: without the keys that are null,
+    and with its reasoning under the names that templates read."""
+    given = {name: value for name, value in message.items() if value is not None}
+    reasoning = next((given[name] for name in REASONING if name in given), None)
+    if reasoning is None:
+        return given
+    return {"thinking": reasoning, **given, "reasoning_content": reasoning}
 
 
-def _agreement(one: str, two: str) -> int:
-    """Return the length of the common prefix."""
-    return next((number for number, pair in enumerate(zip(one, two, strict=False)) if pair[0] != pair[1]), min(len(one), len(two)))
+def _shows_wrongly(text: str, messages: Messages) -> bool:
+    """Tell whether the arguments of a call are in the text as a string that is quoted once more,
+    or as Python shows an object."""
+    for message in messages:
+        for call in calls_of(message):
+            arguments = call.get("arguments")
+            if isinstance(arguments, str) and arguments:
+                quoted = (json.dumps(arguments), json.dumps(arguments, ensure_ascii=False))
+                if any(form in text for form in quoted):
+                    return True
+            elif isinstance(arguments, dict) and arguments and repr(arguments) in text:
+                return repr(arguments) != json.dumps(arguments, ensure_ascii=False)
+    return False
+
+
+def _with_objects(messages: Messages) -> Messages | None:
+    """Return the messages with all arguments as objects; None if some are not JSON objects."""
+    changed = copy.deepcopy(messages)
+    for message in changed:
+        for call in calls_of(message):
+            if isinstance(call.get("arguments"), str):
+                try:
+                    call["arguments"] = json.loads(call["arguments"] or "{}")
+                except (ValueError, RecursionError):
+                    return None
+                if not isinstance(call["arguments"], dict):
+                    return None
+    return changed
+
+
+def _with_strings(messages: Messages) -> Messages:
+    """Return the messages with all arguments as JSON."""
+    changed = copy.deepcopy(messages)
+    for message in changed:
+        for call in calls_of(message):
+            if isinstance(call.get("arguments"), dict):
+                call["arguments"] = json.dumps(call["arguments"], ensure_ascii=False)
+    return changed
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """Return Jinja's sandbox with the filters and functions that transformers gives templates."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_GenerationBlocks, loopcontrols],
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    # data sets must not depend on the date
+    environment.globals["strftime_now"] = datetime.datetime(2025, 1, 1).strftime
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
 
 
 def _raise(message: str) -> None:

@@ -4,6 +4,7 @@
     tokenizer.json          the tokenizer that encoded the texts; absent if token files came without one
     train-00000-000.npy     a shard of the split "train" (`lather.data.shards`): number of the unit of work, number within the unit
     skipped.jsonl           skipped documents and files, one per line: file, line, reason
+    notes.jsonl             what documents lack of their records, in the same form; absent if there is nothing
     files.jsonl             the source files: name, kind, bytes
 
 A folder without a manifest is not a data set; with a manifest it is complete.
@@ -12,18 +13,20 @@ A folder without a manifest is not a data set; with a manifest it is complete.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lather.data.shards import ShardEntry, ShardReader, token_dtype
 from lather.errors import DataError
-from lather.files import digest_of, sha256
+from lather.files import digest_of, read_text, sha256
 
 FORMAT = 2
 MANIFEST = "dataset.json"
 TOKENIZER = "tokenizer.json"
 SKIPPED = "skipped.jsonl"
+NOTES = "notes.jsonl"
 FILES = "files.jsonl"
 
 
@@ -73,6 +76,8 @@ class Manifest:
     """Number of skipped documents or files, by reason."""
     encodings: dict[str, int] = field(default_factory=dict)
     """Number of text files, by encoding."""
+    notes: dict[str, int] = field(default_factory=dict)
+    """Number of documents that lack something of their records, by kind."""
 
     @property
     def identity(self) -> str:
@@ -91,7 +96,7 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     remedy = f"restore it, or delete {folder} and make the data set again"
     try:
-        mapping = json.loads(path.read_text("utf-8"))
+        mapping = json.loads(read_text(path))
         if not isinstance(mapping, dict):
             raise TypeError("not a JSON object")
         version = mapping.pop("format", None)
@@ -106,6 +111,10 @@ def read_manifest(folder: Path) -> Manifest:
             raise
         reason = error.strerror if isinstance(error, OSError) else error
         raise DataError(f"{path}: missing or damaged ({reason}): {remedy}") from None
+
+
+def counts_in_words(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count:,} x {name}" for name, count in counts.items())
 
 
 class DataSet:
@@ -128,6 +137,12 @@ class DataSet:
     def held_out_split(self) -> str:
         """The split that is evaluated: "validation", or "train" if there is no other."""
         return "validation" if "validation" in self.manifest.splits else "train"
+
+    @property
+    def skipped_in_words(self) -> str:
+        """The numbers of skipped documents and files, by reason, and where each is listed."""
+        counts = counts_in_words(self.manifest.skipped)
+        return f"{counts}; file and line of each are in {self.folder / SKIPPED}"
 
     @property
     def tokenizer(self) -> Path | None:

@@ -7,17 +7,20 @@ encodes a batch in parallel; a long text is encoded in parts that end with a lin
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 from tokenizers import Encoding, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from lather.data.chat import MOST_CHARACTERS, MOST_MESSAGES, ChatError, ChatTemplate, messages_of, tools_of
+from lather.data.answers import Note
+from lather.data.chat import MOST_CHARACTERS, MOST_MESSAGES, ChatError, ChatTemplate
+from lather.data.conversations import length_of, messages_of, tools_of
 from lather.data.records import Record, Skip
 from lather.data.shards import Array
 from lather.data.texts import cut
 from lather.errors import DataError
+from lather.files import read_text
 
 PART_CHARACTERS = 1 << 20
 BATCH_CHARACTERS = 1 << 20
@@ -34,6 +37,8 @@ class Document:
     num_bytes: int = 0
     """The length of the text in UTF-8."""
     split: str = "train"
+    notes: list[Note] = field(default_factory=list)
+    """Parts of the record that the document lacks: kind, detail."""
 
 
 def document_of(record: Record, field: str, template: ChatTemplate | None) -> Document | Skip:
@@ -55,10 +60,11 @@ def _conversation(record: Record, template: ChatTemplate) -> Document | Skip:
         return Skip(record.line, "no conversation", "a text file")
     try:
         messages, tools = messages_of(record.content), tools_of(record.content)
-        length = sum(len(message["content"] or "") for message in messages)
+        length = length_of(messages)
         if length > MOST_CHARACTERS or len(messages) > MOST_MESSAGES:
             return Skip(record.line, "too long", f"a conversation of {len(messages):,} messages, {length:,} characters")
-        return Document(*template.answers(messages, tools))
+        formatted = template.format(messages, tools)
+        return Document(formatted.text, formatted.answers, notes=formatted.notes)
     except ChatError as error:
         return Skip(record.line, "no conversation", str(error))
 
@@ -89,14 +95,16 @@ class TokenRun:
 
 def encode(documents: Iterable[Document], tokenizer: Tokenizer, end: int | None, *, chat: bool) -> Iterator[TokenRun]:
     """Encode documents in batches, and add the token `end` to each, if it is given; yield their tokens in order. `chat`: the name of a
-    special token in a text is encoded as that token, for chat templates; otherwise as plain characters."""
+    special token in a text is encoded as that token, for chat templates; otherwise as plain characters. A text that ends with `end`, or
+    with `end` and white space, as a chat template may write it, gets no second one."""
     tokenizer.encode_special_tokens = not chat
     encode_batch = tokenizer.encode_batch if chat else tokenizer.encode_batch_fast
-    ending = [] if end is None else [end]
     for batch in _in_batches(_parts(documents, chat=chat)):
         encodings = encode_batch([text for _, text, _ in batch], add_special_tokens=False)
-        for (document, _, is_last), encoding in zip(batch, encodings, strict=True):
-            tokens = np.array(encoding.ids + ending if is_last else encoding.ids, dtype=np.uint32)
+        for (document, text, is_last), encoding in zip(batch, encodings, strict=True):
+            is_open = is_last and end is not None and not (chat and _is_ended(encoding, text, end))
+            ending = [end] if is_open else []
+            tokens = np.array(encoding.ids + ending, dtype=np.uint32)
             learned = None if document.learned is None else _learned(encoding, document.learned, len(ending))
             yield TokenRun(document.split, tokens, is_last, learned, document.num_bytes)
 
@@ -106,6 +114,14 @@ def _parts(documents: Iterable[Document], *, chat: bool) -> Iterator[tuple[Docum
         parts = [document.text] if chat else list(cut(document.text, PART_CHARACTERS))
         for number, text in enumerate(parts, 1):
             yield document, text, number == len(parts)
+
+
+def _is_ended(encoding: Encoding, text: str, end: int) -> bool:
+    """Tell whether `end` is the last token that is not white space."""
+    for token, (start, stop) in zip(encoding.ids[::-1], encoding.offsets[::-1], strict=True):
+        if token == end or text[start:stop].strip():
+            return token == end
+    return False
 
 
 def _learned(encoding: Encoding, spans: Iterable[tuple[int, int]], num_ends: int) -> Array:
@@ -137,7 +153,7 @@ def _in_batches(parts: Iterable[tuple[Document, str, bool]]) -> Iterator[list[tu
 def load_tokenizer(path: Path, remedy: str) -> Tokenizer:
     """Load a `tokenizer.json`. Raises DataError, with the path and this remedy, if it is missing or damaged."""
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_str(read_text(path))
     except Exception as error:  # the library raises nothing narrower
         raise DataError(f"{path}: not a usable tokenizer ({error}): {remedy}") from None
     tokenizer.no_truncation()

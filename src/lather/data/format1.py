@@ -27,6 +27,7 @@ from lather.data.recipe import DataRecipe
 from lather.data.shards import Array, token_dtype
 from lather.data.sources import list_files, root_of
 from lather.errors import DataError
+from lather.files import read_text
 
 FORMAT = 1
 Document = tuple[str, str]
@@ -56,7 +57,8 @@ def data_set_of_format_1(config: DataConfig, vocab_size: int, name: str, report:
 
 def _read(config: DataConfig) -> list[Document]:
     root, documents = root_of(config.source)[0], []
-    for file in list_files(config.source, DataRecipe((config.source,), pattern=config.resolved_pattern, format="text")):
+    recipe = DataRecipe((config.source,), pattern=config.resolved_pattern, format="text")
+    for file in list_files(config.source, recipe).files:
         try:
             text = Path(file.path).read_text("utf-8")
         except (UnicodeDecodeError, OSError):
@@ -109,7 +111,7 @@ class ShardWindows:
         """`end_token`: token that ends a document, which attention does not cross; None: attention crosses documents."""
         self.folder, self.length, self.end_token = folder, length, end_token
         try:
-            manifest = json.loads((folder / MANIFEST).read_text("utf-8"))
+            manifest = json.loads(read_text(folder / MANIFEST))
             if manifest["format"] != FORMAT:
                 raise ValueError(f"format {manifest['format']}")
             entries = manifest["splits"][split]

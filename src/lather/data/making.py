@@ -14,7 +14,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TextIO
 
@@ -23,13 +23,13 @@ from tokenizers import Tokenizer
 
 import lather
 from lather.cores import num_cores
-from lather.data.dataset import FILES, MANIFEST, SKIPPED, TOKENIZER, DataSet, Manifest, Split
+from lather.data.dataset import FILES, MANIFEST, NOTES, SKIPPED, TOKENIZER, DataSet, Manifest, Split
 from lather.data.documents import load_tokenizer, train_tokenizer
 from lather.data.recipe import DataRecipe
 from lather.data.sources import ReadUnit, SourceFile, SplitName, divide, kind_instead, list_files
 from lather.data.work import SPLITS, Making, Progress, UnitReport, do_units, documents_of, is_done, report_path
 from lather.errors import DataError
-from lather.files import digest_of, reason, sha256, sync, write_aside
+from lather.files import digest_of, read_text, reason, sha256, sync, write_aside
 
 TOKENIZER_CHARACTERS = 64 << 20
 """A tokenizer is trained on about this number of characters, spread over the units."""
@@ -48,16 +48,33 @@ class MakingPlan:
     """Digest of the files' names, sizes and times (`listing_of`)."""
     skipped: list[tuple[str, str, str]]
     """Files that are not read: path, reason, detail."""
+    left_out: dict[str, int]
+    """Number of files and folders that are not asked for, by reason."""
     units: list[ReadUnit]
 
 
-def list_sources(recipe: DataRecipe) -> list[tuple[SplitName, SourceFile]]:
+@dataclass
+class Listing:
+    """The files of all sources, in order, and what is not among them, as in `SourceListing`."""
+
+    files: list[tuple[SplitName, SourceFile]] = field(default_factory=list)
+    skipped: list[tuple[str, str, str]] = field(default_factory=list)
+    left_out: Counter[str] = field(default_factory=Counter)
+
+
+def list_sources(recipe: DataRecipe) -> Listing:
     """List the files of all sources, in order. Raises DataError if a source is missing, or if token files and texts are mixed."""
-    files: list[tuple[SplitName, SourceFile]] = [("train", file) for source in recipe.sources for file in list_files(source, recipe)]
-    files += [("validation", file) for source in recipe.validation for file in list_files(source, recipe)]
-    if len({file.kind == "tokens" for _, file in files}) > 1:
+    listing = Listing()
+    sources: list[tuple[SplitName, str]] = [("train", source) for source in recipe.sources]
+    sources += [("validation", source) for source in recipe.validation]
+    for split, source in sources:
+        found = list_files(source, recipe)
+        listing.files += [(split, file) for file in found.files]
+        listing.skipped += found.skipped
+        listing.left_out += found.left_out
+    if len({file.kind == "tokens" for _, file in listing.files}) > 1:
         raise DataError("some sources are token files and others texts: make a data set of each, and mix them by data.weights")
-    return files
+    return listing
 
 
 def listing_of(files: list[tuple[SplitName, SourceFile]]) -> str:
@@ -68,16 +85,26 @@ def listing_of(files: list[tuple[SplitName, SourceFile]]) -> str:
 
 def make_plan(recipe: DataRecipe) -> MakingPlan:
     """Divide the sources into units of work. Raises DataError if a source is missing, or the recipe lacks a tokenizer and its size."""
-    files = list_sources(recipe)
+    sources = list_sources(recipe)
+    files = sources.files
     if not (recipe.tokenizer or recipe.vocab_size):
         raise DataError(
             "neither tokenizer nor vocab_size is given: give a tokenizer.json, or a size (for texts, a tokenizer of that size is trained)"
         )
     others = {file.path: f"{kind}, not {file.kind}" for _, file in files if (kind := kind_instead(file))}
     units = divide([(split, file) for split, file in files if file.path not in others], recipe)
-    skipped = [(path, "no text", detail) for path, detail in sorted(others.items())]
+    no_texts = [(path, "no text", detail) for path, detail in sorted(others.items())]
+    skipped = [*sources.skipped, *no_texts]
     listing = listing_of(files)
-    return MakingPlan(recipe, recipe.digest(listing), [file for _, file in files], listing, skipped, units)
+    return MakingPlan(
+        recipe,
+        recipe.digest(listing),
+        [file for _, file in files],
+        listing,
+        skipped,
+        dict(sorted(sources.left_out.items())),
+        units,
+    )
 
 
 def make_dataset(folder: Path, recipe: DataRecipe, note: Note, workers: int = 0, progress: Progress = lambda *counts: None) -> DataSet:
@@ -97,7 +124,7 @@ def make_dataset(folder: Path, recipe: DataRecipe, note: Note, workers: int = 0,
             _adopt_plan(partial, plan)
             _make(partial, folder, plan, note, workers, progress)
         except OSError as error:
-            for name in (FILES, SKIPPED):  # which are not written aside
+            for name in (FILES, SKIPPED, NOTES):  # which are not written aside
                 (partial / "dataset" / name).unlink(missing_ok=True)
             where = error.filename or partial
             raise DataError(
@@ -145,10 +172,12 @@ def _locked(partial: Path, note: Note) -> Iterator[None]:
 
 def _adopt_plan(partial: Path, plan: MakingPlan) -> None:
     """Write the plan, or check that it equals the plan of an earlier start."""
-    file, text = partial / "plan.json", json.dumps(asdict(plan), indent=1)
+    mapping = asdict(plan)
+    del mapping["left_out"]  # which may change
+    file, text = partial / "plan.json", json.dumps(mapping, indent=1)
     if not file.exists():
         write_aside(file, text)
-    elif file.read_text("utf-8") != text:
+    elif read_text(file) != text:
         raise DataError(f"{partial} was started with other options, or its sources have changed since: delete it to start again")
 
 
@@ -212,9 +241,14 @@ def _complete(plan: MakingPlan, making: Making) -> None:
     files = ({"name": file.name, "kind": file.kind, "bytes": file.size} for file in plan.files)
     (folder / FILES).write_text("".join(json.dumps(file) + "\n" for file in files), "utf-8")
     splits: dict[str, Split] = {}
-    skipped, encodings, first = Counter(reason for _, reason, _ in plan.skipped), Counter[str](), ""
-    with (folder / SKIPPED).open("w", encoding="utf-8") as file:
-        for skip in plan.skipped:
+    skipped_files = _skipped_files(plan)
+    skipped, encodings, first = Counter(one[1] for one in skipped_files), Counter[str](), ""
+    notes = Counter[str]()
+    with (
+        (folder / SKIPPED).open("w", encoding="utf-8") as file,
+        (folder / NOTES).open("w", encoding="utf-8") as noted,
+    ):
+        for skip in skipped_files:
             _write_skip(file, skip[0], 0, *skip[1:])
         lines = Counter[str]()  # of each file, in its parts so far
         for unit in plan.units:
@@ -227,11 +261,17 @@ def _complete(plan: MakingPlan, making: Making) -> None:
                 _write_skip(file, unit.parts[number].path, line and befores[number] + line, reason, detail)
                 skipped[reason] += 1
                 first = first or (detail and f"{unit.parts[number].path}: {detail}; ")
+            for number, line, kind, detail in report.notes:
+                _write_skip(noted, unit.parts[number].path, befores[number] + line, kind, detail)
+                notes[kind] += 1
             for name, found in report.splits.items():
                 splits[name] = splits.get(name, Split()) + found
             encodings.update(report.encodings)
-        file.flush()
-        os.fsync(file.fileno())
+        for written in (file, noted):
+            written.flush()
+            os.fsync(written.fileno())
+    if not notes:
+        (folder / NOTES).unlink()
     if "train" not in splits:
         reasons = "; ".join(f"{count:,} x {reason}" for reason, count in skipped.most_common(3)) or "there is none"
         raise DataError(f"no document can be trained on ({reasons}): {first}{folder / SKIPPED} has every file and line")
@@ -245,14 +285,22 @@ def _complete(plan: MakingPlan, making: Making) -> None:
             "files": len(plan.files),
             "bytes": sum(max(0, one.size) for one in plan.files),
             "listing": plan.listing,
+            "left_out": plan.left_out,
             "chat_template": making.template.source if making.template else "",
             "libraries": {"lather": lather.__version__, "tokenizers": tokenizers.__version__},
         },
         splits={name: splits[name] for name in SPLITS if name in splits},
         skipped=dict(sorted(skipped.items())),
         encodings=dict(sorted(encodings.items())),
+        notes=dict(sorted(notes.items())),
     )
     write_aside(folder / MANIFEST, manifest.to_json())
+
+
+def _skipped_files(plan: MakingPlan) -> list[tuple[str, str, str]]:
+    """Return the files that are not read, and those that have changed since they were listed."""
+    fault = "changed while it was read", "its size or time is another one"
+    return [*plan.skipped, *((file.path, *fault) for file in plan.files if file.has_changed)]
 
 
 def _write_skip(file: TextIO, path: str, line: int, reason: str, detail: str) -> None:

@@ -30,12 +30,17 @@ def _of_source(config: DataConfig, vocab_size: int, report: Note) -> DataSet:
     """Open or make the data set of `data.source` for the present names, sizes and times of its files."""
     recipe = config.recipe(vocab_size)
     try:
-        listing = listing_of(list_sources(recipe))
+        listing = listing_of(list_sources(recipe).files)
     except DataError as error:
         raise DataError(f"data.source = {config.source!r}: {error}") from None
     name = Path(config.source).resolve().name
     folder = Path(config.cache_dir) / f"{name}-{vocab_size}-{recipe.digest(listing)}"
-    dataset = DataSet(folder) if folder.exists() else make_dataset(folder, recipe, report)
+    if folder.exists():
+        dataset = DataSet(folder)
+    else:
+        dataset = make_dataset(folder, recipe, report)
+        if set(dataset.manifest.skipped) - {"empty"}:
+            report(f"not taken: {dataset.skipped_in_words}")
     if "validation" not in dataset.manifest.splits:
         raise DataError(
             f"data.source = {config.source!r}: {dataset.manifest.splits['train'].documents} document matches "

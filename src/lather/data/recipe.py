@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from lather.data.chat import ChatTemplate
+from lather.data.conversations import FIELDS
 from lather.data.records import Kind
 from lather.errors import DataError, require
 from lather.files import digest_of, sha256
@@ -32,8 +33,8 @@ class DataRecipe:
     field: str = "text"
     """Name of the JSONL field, or of the table column, that holds the text."""
     chat: bool = False
-    """Lines and rows are conversations ("messages", "conversations", or "prompt" and "completion"); only the assistant's answers are
-    trained on."""
+    """Lines and rows are conversations ("messages", "conversations", "prompt" and "completion", or "instruction" and "output"); only the
+    assistant's answers are trained on."""
     separator: str = ""
     """Text between two documents of a text file, such as "<|endoftext|>"; empty: a file is one document, or one per MiB above 1 MiB."""
     encoding: str = "auto"
@@ -44,7 +45,7 @@ class DataRecipe:
     vocab_size: int = 0
     """Number of tokens in the vocabulary; 0: that of the tokenizer."""
     end_of_text: str = END_OF_TEXT
-    """Token that is added after each document."""
+    """Token that is added after each document, unless the chat template has written it."""
     end_token: int = -1
     """Number of the end-of-text token, for token files without a tokenizer."""
     token_dtype: Literal["", "uint16", "uint32"] = ""
@@ -69,7 +70,7 @@ class DataRecipe:
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns to read from tables."""
-        return ("messages", "conversations", "prompt", "completion", "tools") if self.chat else (self.field,)
+        return FIELDS if self.chat else (self.field,)
 
     @property
     def hold_out_every(self) -> int:
@@ -100,4 +101,6 @@ class DataRecipe:
             mapping["tokenizer"] = sha256(self.tokenizer_file)
         if template := self.chat_template():
             mapping["chat_template"] = template.source, template.special_tokens
+            if template.for_tools:
+                mapping["chat_template_for_tools"] = template.for_tools
         return digest_of([mapping, listing])[:12]

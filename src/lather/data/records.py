@@ -11,15 +11,19 @@ import gzip
 import importlib
 import io
 import json
+import os
 import zlib
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Any, Literal
 
-from lather.data.texts import MARKS, NoTextError, decode, has_plain_line_ends, mark_of
+from lather.data.arrow import rows_of
+from lather.data.texts import NoTextError, decode, has_plain_line_ends
 from lather.errors import DataError
+from lather.files import BYTE_ORDER_MARKS, mark_of
 
 Kind = Literal["text", "jsonl", "json", "parquet", "huggingface", "tokens"]
 PIECE_BYTES = 1 << 20
@@ -83,7 +87,7 @@ class RecordReader:
             yield from readers[self.part.kind]()
         except (OSError, EOFError, zlib.error) as error:
             if isinstance(error, OSError) and error.errno:
-                yield Skip(0, "cannot be read", error.strerror or str(error))
+                yield Skip(0, "cannot be read", os.strerror(error.errno))
             else:  # errors of decompression have no number
                 yield Skip(self.lines + 1, "damaged, or ends early", str(error))
 
@@ -152,13 +156,14 @@ class RecordReader:
     def _json_lines(self) -> Iterator[Record | Skip]:
         for offset, line in self._split(b"\n"):
             mark = b"" if offset else mark_of(line)
-            if not line.strip():
+            if not line.removeprefix(BOM_UTF8).strip():
                 continue
-            if mark and MARKS[mark] != "utf-8":
-                yield Skip(0, "not UTF-8", MARKS[mark])
+            if mark and BYTE_ORDER_MARKS[mark] != "utf-8":
+                encoding = BYTE_ORDER_MARKS[mark]
+                yield Skip(0, "not UTF-8", f"{encoding}: save it as UTF-8")
                 return
             try:
-                content = json.loads(line.removeprefix(mark).decode("utf-8"))
+                content = json.loads(line.removeprefix(BOM_UTF8).decode("utf-8"))
             except UnicodeDecodeError as error:
                 yield Skip(self.lines, "not UTF-8", f"byte {error.start} of the line")
             except RecursionError:
@@ -193,6 +198,10 @@ class RecordReader:
                 yield Record(self.lines, row)
         except (DataError, MemoryError):
             raise
+        except OSError as error:
+            if error.errno:
+                raise
+            yield Skip(self.lines + 1, "damaged, or ends early", str(error))
         except Exception as error:  # the libraries raise errors of many types for damaged files
             yield Skip(self.lines + 1, "damaged, or ends early", str(error))
 
@@ -201,14 +210,19 @@ def _parquet(part: FilePart) -> Table:
     file = open_parquet(part.path)
     groups = list(part.places(file.num_row_groups))
     batches = partial(file.iter_batches, batch_size=ROWS, row_groups=groups)
-    return file.schema_arrow.names, lambda columns: (batch.to_pylist() for batch in batches(columns=columns))
+    return file.schema_arrow.names, lambda columns: map(rows_of, batches(columns=columns))
 
 
 def _huggingface(part: FilePart) -> Table:
     rows = open_huggingface(part.path)
     places = part.places(len(rows))
     pieces = [places[start : start + ROWS] for start in range(0, len(places), ROWS)]
-    return rows.column_names, lambda columns: (rows.select_columns(columns).select(piece).to_list() for piece in pieces)
+
+    def read(columns: list[str]) -> Iterator[list[dict[str, Any]]]:
+        tables = rows.select_columns(columns).with_format("arrow")
+        return (rows_of(tables[piece.start : piece.stop]) for piece in pieces)
+
+    return rows.column_names, read
 
 
 def open_parquet(path: str) -> Any:

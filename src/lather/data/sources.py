@@ -8,19 +8,20 @@ interruptions.
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 import importlib.util
 import os
+import stat
 import sysconfig
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 from lather.data.recipe import DataRecipe
 from lather.data.records import PIECE_BYTES, FilePart, Kind, first_bytes, open_huggingface, open_parquet, overlaps_itself
 from lather.data.texts import has_plain_line_ends, kind_of_bytes
+from lather.data.walk import KINDS, FolderWalk
 from lather.errors import DataError
 
 SplitName = Literal["train", "validation"]
@@ -49,6 +50,18 @@ class SourceFile:
     name: str
     """Path relative to the source's folder."""
 
+    @property
+    def has_changed(self) -> bool:
+        """Whether the file has another size or time than when it was listed. A file that is gone
+        counts as unchanged: if it was gone before it was read, its reader has said so."""
+        if self.kind == "huggingface":
+            return False
+        try:
+            status = os.stat(self.path)
+        except OSError:
+            return False
+        return (status.st_size, status.st_mtime_ns) != (self.size, self.changed)
+
 
 @dataclass(frozen=True)
 class ReadUnit:
@@ -59,42 +72,70 @@ class ReadUnit:
     parts: tuple[FilePart, ...]
 
 
-def list_files(source: str, recipe: DataRecipe) -> list[SourceFile]:
-    """List the files of a source, sorted by name. Raises DataError if the source does not exist, or has no file."""
+@dataclass
+class SourceListing:
+    """The files of a source, sorted by name, and what is not among them."""
+
+    files: list[SourceFile]
+    skipped: list[tuple[str, str, str]] = field(default_factory=list)
+    """Files and folders that cannot be read, or are read by another path: path, reason, detail."""
+    left_out: Counter[str] = field(default_factory=Counter)
+    """Number of files and folders that are not asked for, by reason."""
+
+
+def list_files(source: str, recipe: DataRecipe) -> SourceListing:
+    """List the files of a source. Raises DataError if the source does not exist, or has no file."""
     folder = Path(source.partition("#")[0])
-    is_saved_by_datasets = any((folder / name).is_file() for name in SAVED_BY_DATASETS)
+    is_saved_by_datasets = any(os.path.isfile(folder / name) for name in SAVED_BY_DATASETS)
     if source.startswith("hf:") or recipe.format == "huggingface" or is_saved_by_datasets:
         found = [path.stat() for path in folder.rglob("*") if path.is_file()]  # none for a data set of the hub
         size, changed = sum(one.st_size for one in found), max((one.st_mtime_ns for one in found), default=0)
-        return [SourceFile(source, "huggingface", size if found else -1, changed, source)]
+        size = size if found else -1
+        return SourceListing([SourceFile(source, "huggingface", size, changed, source)])
     root, left_out = root_of(source)
     if root.is_file():
-        return [_file(root, root.parent, recipe, is_named=True)]
-    there = list(_below(root, left_out))
-    files = [_file(path, root, recipe) for path in there if fnmatch.fnmatch(path.name, recipe.pattern)]
+        return SourceListing([_file(root, root.parent, recipe, is_named=True)])
+    walk = FolderWalk(root, recipe.pattern, left_out)
+    try:
+        walk.list()
+    except OSError as error:
+        raise DataError(f"{root}: cannot be read ({error.strerror}): give another folder") from None
+    files = []
+    for path in walk.files:
+        if not _is_index(path):
+            try:
+                files.append(_file(path, root, recipe))
+            except OSError as error:  # it has vanished
+                walk.skipped.append((str(path), "cannot be read", error.strerror or ""))
+    if others := sum(not _is_index(path) for path in walk.others):
+        walk.left_out[f"not {recipe.pattern}"] += others
     if not files:
-        raise DataError(f"{root}: no file matches the pattern {recipe.pattern!r}: {_what_else(there)}")
-    return sorted(files, key=lambda file: Path(file.path).relative_to(root))
+        pattern = f"the pattern {recipe.pattern!r}"
+        raise DataError(f"{root}: no file matches {pattern}: {_what_else(walk)}")
+    return SourceListing(files, walk.skipped, walk.left_out)
 
 
-def _what_else(there: list[Path]) -> str:
-    """A remedy for a pattern that matches none of these files, with the endings that they have."""
-    counts = Counter(path.suffix or path.name for path in there)
+def _is_index(path: Path) -> bool:
+    """Tell whether the file belongs to a token file beside it."""
+    if path.suffix == ".idx":
+        return path.with_suffix(".bin").exists()
+    return path.stem.endswith(".ds") and path.with_suffix("").exists()
+
+
+def _what_else(walk: FolderWalk) -> str:
+    """Return the remedy for a folder of which no file is taken: the endings of its other files, or
+    what cannot be read."""
+    counts = Counter(path.suffix or path.name for path in walk.others if not _is_index(path))
     endings = sorted(counts.items(), key=lambda one: (-one[1], one[0]))[:MOST_ENDINGS]
-    if not endings:
-        return "the folder has no files: give another one"
-    named = ", ".join(f"{count:,} {ending}" for ending, count in endings)
-    return f"there are {named}: give another pattern, such as '*{endings[0][0]}', or another folder"
-
-
-def _below(root: Path, left_out: set[str]) -> Iterator[Path]:
-    """Yield the files in a folder and its subfolders, without hidden files and the index files of token files."""
-    for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if name not in left_out and not name.startswith(".")]
-        for path in (Path(folder, name) for name in names if not name.startswith(".")):
-            owner = path.with_suffix(".bin") if path.suffix == ".idx" else path.with_suffix("") if path.stem.endswith(".ds") else None
-            if path.is_file() and not (owner and owner.exists()):
-                yield path
+    if endings:
+        named = ", ".join(f"{count:,} {ending}" for ending, count in endings)
+        example = f"'*{endings[0][0]}'"
+        return f"there are {named}: give another pattern, such as {example}, or another folder"
+    if walk.skipped:
+        path, reason, detail = walk.skipped[0]
+        more = f", and {len(walk.skipped) - 1:,} more" if len(walk.skipped) > 1 else ""
+        return f"there are {path} ({reason}: {detail}){more}: correct this, or give another folder"
+    return "the folder has no files: give another one"
 
 
 def _file(path: Path, root: Path, recipe: DataRecipe, *, is_named: bool = False) -> SourceFile:
@@ -122,11 +163,21 @@ def root_of(source: str) -> tuple[Path, set[str]]:
             for folder in (spec and spec.submodule_search_locations) or ():
                 return Path(folder), {"__pycache__"}
         raise DataError(f"no package {name!r} is installed here: install it, or give another package or a folder")
-    if not Path(source).exists():
+    try:
+        mode = os.stat(source).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        link = f" (a link to {os.readlink(source)})" if os.path.islink(source) else ""
         raise DataError(
-            f"{source}: no such file or folder: give one that has text, JSONL, Parquet or tokens, or 'python-stdlib', 'package:NAME' "
-            "or 'hf:NAME'"
-        )
+            f"{source}{link}: no such file or folder: give one that has text, JSONL, Parquet or "
+            "tokens, or 'python-stdlib', 'package:NAME' or 'hf:NAME'"
+        ) from None
+    except OSError as error:
+        reason = f"cannot be read ({error.strerror})"
+        raise DataError(f"{source}: {reason}: give another source") from None
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        kind = KINDS.get(stat.S_IFMT(mode), "of another kind")
+        fault = f"it is {kind}, which cannot be read twice"
+        raise DataError(f"{source}: {fault}: write its text to a file, and give that")
     return Path(source), {"__pycache__"}
 
 

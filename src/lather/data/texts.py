@@ -7,17 +7,10 @@ invalid bytes become U+FFFD. The encodings are counted. A file with zero bytes b
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Iterator
 
-MARKS = {
-    codecs.BOM_UTF8: "utf-8",
-    codecs.BOM_UTF32_LE: "utf-32-le",
-    codecs.BOM_UTF32_BE: "utf-32-be",
-    codecs.BOM_UTF16_LE: "utf-16-le",
-    codecs.BOM_UTF16_BE: "utf-16-be",
-}
-"""Encodings by byte order mark; a longer mark comes before its own prefix."""
+from lather.files import BYTE_ORDER_MARKS, mark_of
+
 OTHER_KINDS = {b"PAR1": "Parquet", b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"PK\x03\x04": "zip", b"%PDF": "PDF"}
 """Kinds of files that are not text, by their first bytes."""
 
@@ -35,24 +28,21 @@ def kind_of_bytes(start: bytes) -> str | None:
     return next((kind for magic, kind in OTHER_KINDS.items() if start.startswith(magic)), None)
 
 
-def mark_of(start: bytes) -> bytes:
-    """Return the byte order mark at the start of these bytes; empty if there is none."""
-    return next((mark for mark in MARKS if start.startswith(mark)), b"")
-
-
 def has_plain_line_ends(start: bytes, encoding: str) -> bool:
     """Tell whether byte 10 always ends a line of a text that starts with these bytes, in this encoding."""
-    return MARKS.get(mark_of(start), "utf-8") == "utf-8" and (encoding == "auto" or "\n".encode(encoding) == b"\n")
+    if BYTE_ORDER_MARKS.get(mark_of(start), "utf-8") != "utf-8":
+        return False
+    return encoding == "auto" or "\n".encode(encoding) == b"\n"
 
 
 def decode(content: bytes, encoding: str = "auto") -> tuple[str, str]:
     """Return the text, and the name of its encoding. Raises NoTextError."""
     if encoding != "auto":
-        return _decode(content, encoding), encoding
+        return _decode(content, encoding).removeprefix("\ufeff"), encoding
     if kind := kind_of_bytes(content):
         raise NoTextError(f"{kind}, not text")
     if mark := mark_of(content):
-        return _decode(content[len(mark) :], MARKS[mark]), MARKS[mark]
+        return _decode(content[len(mark) :], BYTE_ORDER_MARKS[mark]), BYTE_ORDER_MARKS[mark]
     if b"\0" in content:
         raise NoTextError("binary: it has zero bytes")
     try:

@@ -33,7 +33,7 @@ from lather.data.shards import ShardWriter, token_dtype
 from lather.data.sources import ReadUnit
 from lather.data.token_files import TokenFileError, open_token_file
 from lather.errors import DataError
-from lather.files import write_aside
+from lather.files import read_text, write_aside
 from lather.processes import end_with_parent
 
 SPLITS = ("train", "validation")
@@ -72,10 +72,12 @@ class UnitReport:
     skipped: list[tuple[int, int, str, str]] = field(default_factory=list)
     """Number of the part, line in it, reason, detail."""
     encodings: dict[str, int] = field(default_factory=dict)
+    notes: list[tuple[int, int, str, str]] = field(default_factory=list)
+    """Parts of records that documents lack: number of the part, line in it, kind, detail."""
 
     @classmethod
     def read(cls, path: Path) -> UnitReport:
-        mapping = json.loads(path.read_text("utf-8"))
+        mapping = json.loads(read_text(path))
         mapping.pop("number", None)  # in reports of earlier versions
         return cls(splits=splits_of(mapping.pop("splits")), **mapping)
 
@@ -154,6 +156,9 @@ def _documents(unit: ReadUnit, field: str, template: ChatTemplate | None, report
                 continue
             if not isinstance(record, Skip) and record.encoding:
                 report.encodings[record.encoding] = report.encodings.get(record.encoding, 0) + 1
+            if not isinstance(record, Skip):
+                for kind, detail in found.notes:
+                    report.notes.append((number, record.line, kind, detail[:MOST_DETAIL]))
             yield found
         report.lines.append(reader.lines)
 

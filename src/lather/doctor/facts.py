@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 
 from lather.cores import num_cores, other_programs
 from lather.device import is_gpu
-from lather.files import nearest_folder
+from lather.files import nearest_folder, read_text
 from lather.kernels.backend import use_triton
 from lather.kernels.rms_norm import reference, rms_norm
 from lather.parallel.launch.world import World
@@ -151,12 +151,12 @@ def kernel_error(device: torch.device) -> str:
 def host_memory() -> tuple[int, int]:
     """Return the bytes of the host and those that are free, no more than the container's limit; 0 where the system does not say."""
     try:
-        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        lines = dict(line.split(":") for line in read_text(Path("/proc/meminfo")).splitlines())
         memory, free = (int(lines[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
     except FileNotFoundError:
         return 0, 0
     limit = Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text().strip() if limit.exists() else "max"
+    text = read_text(limit).strip() if limit.exists() else "max"
     return (memory, free) if text == "max" else (min(memory, int(text)), min(free, int(text)))
 
 

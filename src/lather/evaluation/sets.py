@@ -14,6 +14,7 @@ from lather.data.dataset import DataSet
 from lather.data.documents import load_tokenizer
 from lather.data.opening import evaluated, open_source
 from lather.errors import DataError, UserError
+from lather.files import read_text
 from lather.train.run_dir import data_sets_of
 from lather.train.trained_model import TrainedModel
 
@@ -73,7 +74,7 @@ def _of_run(trained: TrainedModel) -> dict[str, DataSet]:
 def _recorded(trained: TrainedModel) -> list[str]:
     """Return the data sets that were made from `data.source` when the run started."""
     try:
-        record = json.loads((trained.run / "provenance.json").read_text("utf-8"))
+        record = json.loads(read_text(trained.run / "provenance.json"))
         return [folder for folder, _ in data_sets_of(record)]
     except (OSError, ValueError, KeyError, TypeError):
         reason = "it does not record its training data sets (it was imported, or started with an older Lather)"

@@ -11,8 +11,11 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from lather.data.chat import ChatError, ChatTemplate, Messages, messages_of
+from lather.data.answers import Note
+from lather.data.chat import ChatError, ChatTemplate
+from lather.data.conversations import Messages, Tools, messages_of, tools_of
 from lather.errors import DataError
+from lather.files import read_text
 
 Prompt = str | Messages
 """A text to continue, or a conversation to answer."""
@@ -20,16 +23,24 @@ PLACE = "\N{OBJECT REPLACEMENT CHARACTER}"
 """Content of a probe message; no chat template changes this character."""
 
 
+class Conversation(list[dict[str, Any]]):
+    """Messages, with the tools that the assistant may call."""
+
+    def __init__(self, messages: Messages, tools: Tools = None) -> None:
+        super().__init__(messages)
+        self.tools = tools
+
+
 def read_prompts(path: Path) -> list[Prompt]:
-    """Read the prompts of a file. Each line of a .jsonl file is an object with "prompt", "messages" or "conversations"; each line of any
-    other file is a text.
+    """Read the prompts of a file. Each line of a .jsonl file is an object with "prompt", "messages" or "conversations", and perhaps
+    "tools"; each line of any other file is a text.
 
     Empty lines are skipped. Raises DataError, with the line number, for a line that is not a prompt, and for a file without prompts.
     """
     try:
-        lines = [line.removesuffix("\r") for line in path.read_text("utf-8").split("\n")]
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        lines = read_text(path).split("\n")
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
         raise DataError(f"--prompts {path}: cannot be read ({reason}): give a .jsonl or text file") from None
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not numbered:
@@ -47,7 +58,8 @@ def _of_line(line: str, place: str) -> Prompt:
     if isinstance(record, dict) and isinstance(record.get("prompt"), str) and "completion" not in record:
         return str(record["prompt"])
     try:
-        return messages_of(record if isinstance(record, dict) else {})
+        mapping = record if isinstance(record, dict) else {}
+        return Conversation(messages_of(mapping), tools_of(mapping))
     except ChatError as error:
         raise DataError(f"{place}: {error}: give an object with prompt or messages") from None
 
@@ -91,9 +103,19 @@ class ConversationFormat:
         """Encode a conversation and the template's beginning of an answer. Raises DataError if the template refuses the conversation."""
         return _encode(self._tokenizer, self.text(messages), "message", add_special_tokens=False)
 
+    def notes(self, messages: Messages) -> list[Note]:
+        """Return what the template does not show of the conversation: kind, detail."""
+        tools = messages.tools if isinstance(messages, Conversation) else None
+        try:
+            return self.template.notes(self.template.fitting(messages, tools), tools, asking=True)
+        except ChatError as error:
+            raise DataError(f"the conversation cannot be written: {error}") from None
+
     def text(self, messages: Messages, *, asking: bool = True) -> str:
         """Format the conversation; `asking` adds the template's beginning of an answer. Raises DataError if the template refuses it."""
+        tools = messages.tools if isinstance(messages, Conversation) else None
         try:
-            return self.template.render(messages, asking=asking)
+            fitting = self.template.fitting(messages, tools)
+            return self.template.render(fitting, asking=asking, tools=tools)
         except ChatError as error:
             raise DataError(f"the conversation cannot be written: {error}") from None

@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from lather.errors import RunError
-from lather.files import whole_file
+from lather.files import read_text, whole_file
 from lather.pipeline.replay import Event, Timeline
 from lather.pipeline.schedule import COMPUTE, Action, Kind
 
@@ -183,9 +183,11 @@ def read_timeline(path: Path) -> tuple[int, list[Event]]:
     An incomplete last line is ignored. Raises RunError if there is no such file, or if it is not a timeline.
     """
     try:
-        lines = path.read_text("utf-8").splitlines(keepends=True)
+        lines = read_text(path).splitlines(keepends=True)
     except OSError as error:
         raise RunError(f"{path}: cannot be read ({error.strerror}): the run must have written a timeline") from None
+    except UnicodeError as error:
+        raise RunError(f"{path}: not a timeline ({error}): restore the file") from None
     complete = [line for line in lines if line.endswith("\n") and line.strip()]
     try:
         rows: list[dict[str, Any]] = [json.loads(line) for line in complete]

@@ -16,7 +16,7 @@ from lather.config.toml_file import folder_of
 from lather.data.dataset import MANIFEST, Manifest, read_manifest
 from lather.data.documents import load_tokenizer
 from lather.errors import DataError
-from lather.files import complete_folder
+from lather.files import complete_folder, read_text
 from lather.models.hf.model_export import copy_companions
 from lather.models.hf.model_folder import CONFIG_FILE, TOKENIZER_FILE
 
@@ -75,6 +75,6 @@ def has_template(folder: Path) -> bool:
     if not settings.is_file():
         return False
     try:
-        return bool(json.loads(settings.read_text("utf-8")).get("chat_template"))
+        return bool(json.loads(read_text(settings)).get("chat_template"))
     except (OSError, ValueError, AttributeError) as error:
         raise DataError(f"{settings}: not readable ({error}): restore it") from None

@@ -23,7 +23,7 @@ from lather.checkpoint.folder import list_checkpoints, step_of
 from lather.config.changes import History
 from lather.config.toml_file import load_run
 from lather.errors import UserError
-from lather.files import read_rows, whole_file
+from lather.files import read_rows, read_text, whole_file
 from lather.pipeline import picture
 from lather.pipeline.replay import Timeline
 from lather.pipeline.timeline import FILE as TIMELINE
@@ -50,7 +50,8 @@ def write_report(run_dir: Path, out: Path) -> None:
     """Write the page. Raises UserError if `out` cannot be written."""
     notes: list[str] = []
     files = {"configuration": run_dir / "config.toml", "sample": run_dir / SAMPLE}
-    texts = {name: _part(notes, file, lambda path: path.read_text("utf-8", "replace"), "") for name, file in files.items()}
+    read = partial(read_text, errors="replace")
+    texts = {name: _part(notes, file, read, "") for name, file in files.items()}
     data = {**report_data(run_dir, notes), "notes": list(dict.fromkeys(notes))}
     title, time = run_dir.name or run_dir.resolve().name, f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
     with whole_file(out, "--out") as aside:
@@ -149,7 +150,7 @@ def loads(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
 
 def memory(path: Path) -> dict[str, Any]:
     """Bytes planned and seen, by rank and kind, and a sentence for each that differs."""
-    ranks = json.loads(path.read_text("utf-8"))["ranks"]
+    ranks = json.loads(read_text(path))["ranks"]
     return {
         "ranks": [[row["rank"], [[name, size["planned"], size["seen"]] for name, size in sizes_of(row).items()]] for row in ranks],
         "notes": [text for row in ranks for text in differences(row)],
@@ -158,7 +159,7 @@ def memory(path: Path) -> dict[str, Any]:
 
 def machine(path: Path) -> list[list[str]]:
     """The record of what the run was begun with: names and values, data sets with their identities."""
-    record = json.loads(path.read_text("utf-8"))
+    record = json.loads(read_text(path))
     if "data" in record:
         record["data"] = ", ".join(f"{folder} ({identity})" for folder, identity in data_sets_of(record))
     return [[str(name), "none" if value is None else str(value)] for name, value in record.items()]

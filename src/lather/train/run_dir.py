@@ -24,7 +24,7 @@ from lather.config.changes import CHANGES
 from lather.config.config import Config
 from lather.config.toml_file import config_to_toml
 from lather.errors import RunError, UserError
-from lather.files import reason, write_aside
+from lather.files import read_text, reason, write_aside
 from lather.train.companions import keep_companions
 from lather.train.run_data import RunData
 from lather.train.start import Start, copy_run, fork_source, remove_copy, start_of
@@ -104,7 +104,7 @@ class RunDirectory:
         if not file.exists():
             return None
         try:
-            record: dict[str, Any] = json.loads(file.read_text())
+            record: dict[str, Any] = json.loads(read_text(file))
             if not isinstance(record.get("dataset", ""), str) or not ("dataset" in record or data_sets_of(record)):
                 raise ValueError("no data set")
         except (ValueError, KeyError, TypeError, AttributeError):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lather.errors import ExchangeError, UserError
-from lather.files import StrPath
+from lather.files import StrPath, read_text
 from lather.models.decoder import Decoder
 from lather.models.entry_names import entry_shapes, split_entry
 from lather.models.families import ModelConfig, build_model, config_from_hugging_face
@@ -155,7 +155,7 @@ def first_name(names: list[str]) -> str:
 def read_json(file: Path, remedy: str) -> dict[str, Any]:
     """Read a JSON object. Raises ExchangeError, with the remedy, if the file is missing or damaged."""
     try:
-        mapping = json.loads(file.read_text("utf-8"))
+        mapping = json.loads(read_text(file))
         if not isinstance(mapping, dict):
             raise ValueError("not a JSON object")
         return mapping

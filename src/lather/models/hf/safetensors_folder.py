@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lather.errors import ExchangeError
-from lather.files import StrPath, write_json
+from lather.files import StrPath, read_text, write_json
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -126,7 +126,7 @@ def open_published(folder: Path) -> SafetensorsFolder:
 
 def _read_index(index: Path) -> dict[str, str]:
     try:
-        weight_map = json.loads(index.read_text("utf-8"))["weight_map"]
+        weight_map = json.loads(read_text(index))["weight_map"]
         if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
             raise ValueError("its weight_map does not give a file name to each tensor")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:

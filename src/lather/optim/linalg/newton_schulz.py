@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lather.device import is_cpu, is_gpu
+from lather.files import read_text
 from lather.optim.linalg.kronecker import average_, gram, is_formed_whole
 from lather.optim.linalg.scale import factors_between, norms
 from lather.shapes import Float
@@ -94,7 +95,7 @@ def iteration_dtype(x: Tensor, dtype: IterationDtype) -> torch.dtype:
 def cpu_is_fast_in_bf16() -> bool:
     """Whether the CPU multiplies bfloat16 matrices in a third to a fifth of the time of fp32. False on systems other than Linux."""
     try:
-        return is_fast_in_bf16(Path("/proc/cpuinfo").read_text())
+        return is_fast_in_bf16(read_text(Path("/proc/cpuinfo")))
     except OSError:
         return False
 
