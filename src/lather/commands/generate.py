@@ -17,7 +17,13 @@ from tokenizers import Tokenizer
 from lather.commands.parsing import parse_arguments
 from lather.data.chat import Messages
 from lather.errors import UserError, require
-from lather.generation.prompts import Conversation, ConversationFormat, Prompt, encode_text, read_prompts
+from lather.generation.prompts import (
+    Conversation,
+    ConversationFormat,
+    Prompt,
+    encode_text,
+    read_prompts,
+)
 from lather.generation.text import ContinuedText, Ending, continue_texts
 from lather.models.decoder import Decoder
 from lather.models.generate import Sampling
@@ -36,7 +42,8 @@ class GenerateArguments:
     prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = field(default=())
     """Text to continue; may be given several times."""
     prompts: Path | None = None
-    """File of prompts: one text per line, or a .jsonl file of objects with "prompt" or "messages" (and "tools")."""
+    """File of prompts: one text per line, or a .jsonl file of objects with "prompt" or "messages"
+    (and "tools")."""
     message: str = ""
     """Message to answer, formatted with the tokenizer's chat template."""
     chat: bool = False
