@@ -36,7 +36,8 @@ class GenerateArguments:
     prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = field(default=())
     """Text to continue; may be given several times."""
     prompts: Path | None = None
-    """File of prompts: one text per line, or a .jsonl file of objects with "prompt" or "messages" (and "tools")."""
+    """File of prompts: one text per line, or a .jsonl file of objects with "prompt" or "messages"
+    (and "tools")."""
     message: str = ""
     """Message to answer, formatted with the tokenizer's chat template."""
     chat: bool = False

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from lather.data.conversations import ChatError, Messages, calls_of, is_learned
+from lather.data.conversations import ChatError, Messages, is_learned
 from lather.data.marks import (
     FIRST_MARK,
     MARKS,
@@ -34,6 +34,8 @@ from lather.data.marks import (
     parts_of,
     put,
     replaced,
+    shown_in,
+    texts_of,
     with_one_call_less,
 )
 
@@ -43,7 +45,7 @@ Note = tuple[str, str]
 Render = Callable[[Messages, bool], str]
 """Renders messages; if the second argument is true, with the beginning of an answer after them.
 Raises ChatError."""
-LONG = 64
+LONG = 32
 """In conversations of more messages, answers are taken to be like earlier ones around which the
 text is the same."""
 ALIKE = 2
@@ -91,7 +93,7 @@ class AnswerFinder:
 
     def answers(self) -> list[Span]:
         """Return the learned answers. Raises ChatError if renderings do not tell where one is."""
-        known: dict[Hashable, list[tuple[str, str]]] = {}
+        known: dict[Hashable, Counter[tuple[str, str]]] = {}
         for number in self._answered:
             is_hidden = set(parts_of(self._messages[number])) == self._hidden.get(number)
             if is_hidden and "content" in self._hidden[number] and self._is_learned(number):
@@ -133,13 +135,14 @@ class AnswerFinder:
         notes: dict[str, str] = {}
         for number, message in enumerate(self._messages):
             role, hidden = message["role"], self._hidden.get(number, set())
-            if hidden and hidden >= set(parts_of(message)):
+            if hidden and hidden >= set(parts_of(message)) and "tool_calls" not in hidden:
                 kind = f"messages of role {role!r} are not shown by the chat template"
                 notes.setdefault(kind, f"message {number}")
-            else:
-                for part in sorted(hidden):
-                    kind = f"{part} of role {role!r} is not shown by the chat template"
-                    notes.setdefault(kind, f"message {number}")
+                hidden = set()
+            for part in sorted(hidden):
+                verb = "are not all" if part == "tool_calls" else "is not"
+                kind = f"{part} of role {role!r} {verb} shown by the chat template"
+                notes.setdefault(kind, f"message {number}")
             if self._marks[number] and role != "assistant":
                 kind = f"a mark to learn role {role!r} is not obeyed"
                 notes.setdefault(kind, f"message {number}")
@@ -150,12 +153,12 @@ class AnswerFinder:
         """The parts of messages that the template does not show: their marks are not in the marked
         text, and the text stays the same if they are changed."""
         text, clean = self._marked
-        there, hidden = Counter(MARKS.findall(text)), dict[int, set[str]]()
+        there, hidden = set(MARKS.findall(text)), dict[int, set[str]]()
         times = Counter[Hashable]()
         for number, message in enumerate(self._messages):
             for part in parts_of(message):
-                least = len(calls_of(message)) if part == "tool_calls" else 1
-                if there[mark_of(number, part)] >= least:
+                is_there = mark_of(number, part) in there
+                if is_there and shown_in(text, number, message, part):
                     continue
                 kind = message["role"], part
                 if (clean and times[kind] > ALIKE) or self._is_hidden(number, part):
@@ -196,26 +199,46 @@ class AnswerFinder:
             places[number] = TextPlace(places[number].start if number in places else place, place)
         return places
 
+    @cached_property
+    def _likely_places(self) -> dict[int, TextPlace]:
+        """The places by their marks; if marks change the text, the places where the messages'
+        texts are found one after the other."""
+        _, clean = self._marked
+        places, place = dict(self._all_places), 0
+        for number, message in enumerate(() if clean else self._messages):
+            ends: list[int] = []
+            for text in texts_of(message):
+                found = self._text.find(text, place)
+                if found >= 0:
+                    place = found + len(text)
+                    ends += [found, place]
+            if ends:
+                places[number] = TextPlace(ends[0], ends[-1])
+        return places
+
     # --- one answer -----------------------------------------------------------------------------
 
-    def _alike(self, number: int, known: dict[Hashable, list[tuple[str, str]]]) -> Span | None:
-        """Return the answer if it is like earlier ones. Those that were found exactly are kept in
-        `known`, by role and by the text before the answer: the text between the message before and
-        the answer, and the text that closes it."""
-        places, count = self._all_places, len(self._messages)
-        if count <= LONG or number in (0, count - 1) or not {number - 1, number} <= places.keys():
+    def _alike(self, number: int, known: dict[Hashable, Counter[tuple[str, str]]]) -> Span | None:
+        """Return the answer if it is like `ALIKE` earlier ones, found exactly: with the same text
+        before it, from the end of the message before, and the same text from its end to the
+        message after it. `known`: what is before and after the earlier ones, by kind."""
+        places, text = self._likely_places, self._text
+        previous, own, following = (places.get(number + step) for step in (-1, 0, 1))
+        if len(self._messages) <= LONG or not (previous and own and following):
             return None
-        previous, own = places[number - 1].stop, places[number]
-        kind = self._messages[number - 1]["role"], self._text[previous : own.start]
-        pairs = known.setdefault(kind, [])
-        for opening, closing in set(pairs) if len(pairs) >= ALIKE else ():
-            if all(pair == (opening, closing) for pair in pairs):
-                opens = self._text.startswith(opening, previous)
-                if opens and self._text.startswith(closing, own.stop):
-                    return previous + len(opening), own.stop + len(closing)
+        roles = [self._messages[number + step]["role"] for step in (-1, 1)]
+        kind = (*roles, text[previous.stop : own.start])
+        pairs = known.setdefault(kind, Counter())
+        spans = {
+            (previous.stop + len(opening), following.start - len(after))
+            for (opening, after), times in pairs.items()
+            if times >= ALIKE and text.endswith(after, own.start, following.start)
+        }
+        if len(spans) == 1:
+            return spans.pop()
         start, stop = self._find(number)
-        if previous <= start <= own.start and stop >= own.stop:
-            pairs.append((self._text[previous:start], self._text[own.stop : stop]))
+        if previous.stop <= start <= own.start <= stop <= following.start:
+            pairs[text[previous.stop : start], text[stop : following.start]] += 1
         return start, stop
 
     def _find(self, number: int) -> Span:
@@ -225,7 +248,7 @@ class AnswerFinder:
             asked = self._try(before, asking=True)
             is_start = bool(asked) and text.startswith(asked or "")
             start = len(asked or "") if is_start else self._start(number, asked)
-            stop = self._stop(number, is_asked_always=bool(asked) and asked == self._try(before))
+            stop = self._stop(number, asked)
             if stop < start:
                 raise ChatError(f"renderings do not tell where the answer in message {number} is")
             self._found[number] = start, stop
@@ -279,16 +302,17 @@ class AnswerFinder:
             return ""
         return asked[len(plain) :]
 
-    def _stop(self, number: int, *, is_asked_always: bool) -> int:
-        """Return the end of an answer. `is_asked_always`: the template writes the same text with
-        and without the beginning of an answer, and perhaps has that after every last message."""
+    def _stop(self, number: int, asked: str | None) -> int:
+        """Return the end of an answer, before which the template has written `asked`."""
         is_last, text = number == len(self._messages) - 1, self._text
-        if is_last and is_asked_always and self._messages[number - 1]["role"] != "assistant":
-            more = [*self._messages, self._messages[number - 1]]
+        before = self._messages[:number]
+        if is_last and before and before[-1]["role"] != "assistant" and asked == self._try(before):
+            # a beginning of an answer may follow every last message
+            more = [*self._messages, before[-1]]
             continued = self._try(more)
             if continued is not None and not continued.startswith(text):
                 longer = AnswerFinder(self._render, more, continued, self._special_tokens)
-                return min(longer._stop(number, is_asked_always=False), len(text))
+                return min(longer._stop(number, None), len(text))
         if is_last:
             return len(text)
         ended = self._try(self._messages[: number + 1])

@@ -4,7 +4,7 @@
     tokenizer.json          the tokenizer that encoded the texts; absent if token files came without one
     train-00000-000.npy     a shard of the split "train" (`lather.data.shards`): number of the unit of work, number within the unit
     skipped.jsonl           skipped documents and files, one per line: file, line, reason
-    notes.jsonl             what documents lack of their records, in the same form; absent if there is nothing
+    notes.jsonl             parts of records that documents lack, in the same form; may be absent
     files.jsonl             the source files: name, kind, bytes
 
 A folder without a manifest is not a data set; with a manifest it is complete.

@@ -29,6 +29,14 @@ def parts_of(message: dict[str, Any]) -> list[str]:
     return [part for part in PARTS if there[part]]
 
 
+def texts_of(message: dict[str, Any]) -> list[str]:
+    """Return the content of a message without white space around it, and the names of its calls."""
+    content = message.get("content")
+    parts = [part.get("text") for part in content] if isinstance(content, list) else [content]
+    names = [call.get("name") for call in calls_of(message)]
+    return [text.strip() for text in (*parts, *names) if isinstance(text, str) and text.strip()]
+
+
 def _is_text(value: Any) -> bool:
     return isinstance(value, str) and bool(value.strip())
 
@@ -43,7 +51,8 @@ def put(messages: Messages, number: int, message: dict[str, Any]) -> Messages:
 
 def marked(message: dict[str, Any], number: int, parts: tuple[str, ...]) -> dict[str, Any]:
     """Return the message with marks at the start and end of its texts, inside their white space,
-    because templates strip that, and after the names of its calls."""
+    because templates strip that, and after the names of its calls: one mark after the first name,
+    two after the second, and so on, which tells what is shown (`shown_in`)."""
 
     def mark(text: Any, part: str) -> Any:
         if not _is_text(text):
@@ -52,7 +61,17 @@ def marked(message: dict[str, Any], number: int, parts: tuple[str, ...]) -> dict
         start = text.index(core)
         return text[:start] + sign + core + sign + text[start + len(core) :]
 
-    return _changed(message, parts, mark, lambda name: name + mark_of(number, "tool_calls"))
+    sign = mark_of(number, "tool_calls")
+    return _changed(message, parts, mark, lambda name, place: name + sign * (place + 1))
+
+
+def shown_in(text: str, number: int, message: dict[str, Any], part: str) -> bool:
+    """Tell whether the marks of a part of a message, and of each of its calls, are in a text."""
+    sign = mark_of(number, part)
+    if part != "tool_calls" or len(calls_of(message)) == 1:
+        return sign in text
+    runs = {len(run) for run in re.findall(f"{sign}+", text)}
+    return runs >= set(range(1, len(calls_of(message)) + 1))
 
 
 def replaced(message: dict[str, Any], number: int, parts: tuple[str, ...]) -> dict[str, Any]:
@@ -61,14 +80,14 @@ def replaced(message: dict[str, Any], number: int, parts: tuple[str, ...]) -> di
     def replace(text: Any, part: str) -> Any:
         return mark_of(number, part) if isinstance(text, str) else text
 
-    return _changed(message, parts, replace, lambda _: mark_of(number, "tool_calls"))
+    return _changed(message, parts, replace, lambda *_: mark_of(number, "tool_calls"))
 
 
 def _changed(
     message: dict[str, Any],
     parts: tuple[str, ...],
     change: Callable[[Any, str], Any],
-    rename: Callable[[str], str],
+    rename: Callable[[str, int], str],
 ) -> dict[str, Any]:
     """Return the message with its texts and the names of its calls changed."""
     changed = dict(message)
@@ -89,17 +108,17 @@ def _changed(
     return changed
 
 
-def _renamed(calls: Any, rename: Callable[[str], str]) -> Any:
-    """Return the calls with other names."""
+def _renamed(calls: Any, rename: Callable[[str, int], str], place: int = 0) -> Any:
+    """Return the calls with other names, which depend on the place of the call among them."""
     if isinstance(calls, list):
-        return [_renamed(call, rename) for call in calls]
+        return [_renamed(call, rename, place) for place, call in enumerate(calls)]
     if not isinstance(calls, dict):
         return calls
     changed = dict(calls)
     if isinstance(calls.get("function"), dict):
-        changed["function"] = _renamed(calls["function"], rename)
+        changed["function"] = _renamed(calls["function"], rename, place)
     if isinstance(calls.get("name"), str):
-        changed["name"] = rename(calls["name"])
+        changed["name"] = rename(calls["name"], place)
     return changed
 
 

@@ -33,8 +33,8 @@ class DataRecipe:
     field: str = "text"
     """Name of the JSONL field, or of the table column, that holds the text."""
     chat: bool = False
-    """Lines and rows are conversations ("messages", "conversations", "prompt" and "completion", or "instruction" and "output"); only the
-    assistant's answers are trained on."""
+    """Lines and rows are conversations ("messages", "conversations", "prompt" and "completion", or
+    "instruction" and "output"); only the assistant's answers are trained on."""
     separator: str = ""
     """Text between two documents of a text file, such as "<|endoftext|>"; empty: a file is one document, or one per MiB above 1 MiB."""
     encoding: str = "auto"

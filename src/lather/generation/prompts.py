@@ -32,8 +32,8 @@ class Conversation(list[dict[str, Any]]):
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """Read the prompts of a file. Each line of a .jsonl file is an object with "prompt", "messages" or "conversations", and perhaps
-    "tools"; each line of any other file is a text.
+    """Read the prompts of a file. Each line of a .jsonl file is an object with "prompt", "messages"
+    or "conversations", and perhaps "tools"; each line of any other file is a text.
 
     Empty lines are skipped. Raises DataError, with the line number, for a line that is not a prompt, and for a file without prompts.
     """
