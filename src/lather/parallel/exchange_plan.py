@@ -29,7 +29,8 @@ class Way:
     token_S: Int[Tensor, " s"]
     """Token of each sent row. int32."""
     row_TK: Int[Tensor, "t k"]
-    """Row that takes token t to the rank of its k-th expert; ~row in all but the first of its slots on that rank. int32.
+    """Row that takes token t to the rank of its k-th expert; ~row in all but the first of its slots on that rank; -1 for padding, which is
+    sent nowhere. int32.
 
     A sum over slots skips negative rows and so adds each row once.
     """
@@ -41,7 +42,7 @@ class Way:
     """Number of pairs of a received row and one of this rank's experts."""
 
     def row_of_slot(self) -> Int[Tensor, "t k"]:
-        """Return the row of every slot. int64."""
+        """Return the row of every slot; 0 for padding, whose weight the router gives no gradient. int64."""
         return torch.where(self.row_TK < 0, ~self.row_TK, self.row_TK).long()
 
 
@@ -67,18 +68,21 @@ class ExchangePlan:
 
 
 def plan_rows(experts_TK: Int[Tensor, "t k"], num_local_experts: int, num_ranks: int) -> ExchangePlan:
-    """Assign a row to each pair of a token and a rank to which it is sent."""
+    """Assign a row to each pair of a token and a rank to which it is sent. An expert of -1 is on no rank."""
     (t, k), p, device = experts_TK.shape, num_ranks, experts_TK.device
-    rank_TK = experts_TK // num_local_experts
+    is_sent_TK = experts_TK >= 0
+    rank_TK = (experts_TK // num_local_experts).clamp(min=0)
     slot_TK = torch.arange(k, device=device).expand(t, k)
-    first_TP = slot_TK.new_full((t, p), k).scatter_reduce(1, rank_TK, slot_TK, "amin")
+    sent_slot_TK = torch.where(is_sent_TK, slot_TK, k)
+    first_TP = slot_TK.new_full((t, p), k).scatter_reduce(1, rank_TK, sent_slot_TK, "amin")
     goes_TP = first_TP < k
     row_TP = (goes_TP.T.flatten().cumsum(0) - 1).view(p, t).T
     row_TK = row_TP.gather(1, rank_TK)
-    row_TK = torch.where(first_TP.gather(1, rank_TK) == slot_TK, row_TK, ~row_TK).int()
+    row_TK = torch.where(first_TP.gather(1, rank_TK) == slot_TK, row_TK, ~row_TK)
+    row_TK = torch.where(is_sent_TK, row_TK, -1).int()
 
     pairs_P = torch.zeros(p, dtype=torch.int64, device=device)
-    pairs_P.scatter_add_(0, rank_TK.flatten(), torch.ones_like(rank_TK.flatten()))
+    pairs_P.scatter_add_(0, rank_TK.flatten(), is_sent_TK.flatten().long())
     sent_P = goes_TP.sum(0)
     return ExchangePlan(torch.stack([sent_P, pairs_P], dim=1), row_TK, torch.where(goes_TP, row_TP, sent_P.sum()))
 

@@ -75,12 +75,16 @@ def report_data(run_dir: Path, notes: list[str]) -> dict[str, Any]:
         "schedule": _part(notes, run_dir / TIMELINE, schedule, None),
         "happened": [
             *([row.time, f"forked from {row.forked_from}" * bool(row.forked_from) or row.describe()] for row in history.rows),
-            *(["", f"step {row['step']} was skipped: its loss or gradient was not finite"] for row in steps if row.get("skipped")),
+            *(["", f"step {row['step']} was skipped: {_cause(row)}"] for row in steps if row.get("skipped")),
             *([["checkpoints", f"steps {', '.join(map(str, checkpoints))}"]] if checkpoints else []),
         ],
         "machine": _part(notes, run_dir / "provenance.json", machine, []),
     }
     return json.loads(json.dumps(data), parse_constant=lambda _: None)
+
+
+def _cause(row: dict[str, Any]) -> str:
+    return "its loss or gradient was not finite" if row["tokens"] else "it had no token to learn"
 
 
 def tiles(rows: Sequence[dict[str, Any]], planned: int | None) -> list[list[str]]:
