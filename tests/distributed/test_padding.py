@@ -1,5 +1,5 @@
-"""Padding and unequal labels on meshes: one process that sees the whole batch at once has the same loss, auxiliary losses, loads and
-gradients."""
+"""Padding and unequal labels on meshes: one process that sees the whole batch at once has the same
+loss, auxiliary losses, loads and gradients."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ FOUR_RANKS = [Case(**COMMON, pp=2, ep=2, num_micro_batches=SEQUENCES // 2)]
 
 
 def batch(tokens_of_row: list[int]) -> Batch:
-    """Draw a global batch whose rows have so many tokens, in two documents, of which a row's first tokens are not learned."""
+    """Draw a global batch whose rows have so many tokens, in two documents, of which a row's first
+    tokens are not learned."""
     generator = torch.Generator().manual_seed(7)
     place_S, lengths_B = torch.arange(LENGTH), torch.tensor(tokens_of_row)
     padding_BS = place_S >= lengths_B[:, None]
@@ -63,7 +64,8 @@ def share_of(pair: Pair, whole: Batch) -> Batch:
     def own(x_BS: Tensor | None) -> Tensor | None:
         return None if x_BS is None else x_BS.unflatten(0, (pair.num_data, -1))[pair.mesh.data_rank]
 
-    return replace(whole, **{name: own(x) for name, x in vars(whole).items() if isinstance(x, Tensor)})
+    tensors = {name: x for name, x in vars(whole).items() if isinstance(x, Tensor)}
+    return replace(whole, **{name: own(x) for name, x in tensors.items()})
 
 
 def errors(rank: int, world_size: int, cases: list[Case]) -> list[tuple[str, float]]:
@@ -78,14 +80,19 @@ def errors(rank: int, world_size: int, cases: list[Case]) -> list[tuple[str, flo
             assert result.tokens == whole.num_labels
             assert torch.equal(result.counts_LE, counts_LE)
             assert int(result.counts_LE[0].sum()) % sum(lengths) == 0
-            error = max(abs(result.loss / loss - 1), abs(result.balance_loss / balance - 1), pair.largest_error("grad"))
+            error = max(
+                abs(result.loss / loss - 1),
+                abs(result.balance_loss / balance - 1),
+                pair.largest_error("grad"),
+            )
             found.append((f"rank {rank}, {case.name()}, {name}", error))
             pair.engine.parameters.clear_gradients()
     return found
 
 
 def plain_pass(pair: Pair, whole: Batch) -> tuple[float, float, Tensor]:
-    """Run one process's backward pass on the whole batch; return the loss, the mean balance loss and the loads of the experts."""
+    """Run one process's backward pass on the whole batch; return the loss, the mean balance loss
+    and the loads of the experts."""
     pair.plain.zero_grad()
     assert whole.begins_BS is not None
     output = pair.plain(
@@ -95,22 +102,28 @@ def plain_pass(pair: Pair, whole: Batch) -> tuple[float, float, Tensor]:
         normalizer=float(whole.num_labels),
         padding_BS=whole.padding_BS,
     )
-    coefficients = (pair.moe.balance_coefficient or 0.0, pair.moe.z_loss_coefficient)
-    (output.loss + coefficients[0] * output.balance_loss() + coefficients[1] * output.z_loss()).backward()
+    balance, z_loss = output.balance_loss(), output.z_loss()
+    auxiliary = pair.moe.balance_coefficient * balance + pair.moe.z_loss_coefficient * z_loss
+    (output.loss + auxiliary).backward()
     counts_LE = torch.stack([routing.count_E for routing in output.routings])
-    return output.loss.item(), output.balance_loss().item() / len(output.routings), counts_LE
+    return output.loss.item(), balance.item() / len(output.routings), counts_LE
 
 
-@pytest.mark.parametrize("cases", [ONE_RANK, TWO_RANKS, FOUR_RANKS], ids=["one rank", "two ranks", "four ranks"])
+@pytest.mark.parametrize(
+    "cases",
+    [ONE_RANK, TWO_RANKS, FOUR_RANKS],
+    ids=["one rank", "two ranks", "four ranks"],
+)
 def test_ranks_have_what_one_process_has_that_sees_the_whole_batch(cases: list[Case]) -> None:
     by_rank = run_ranks(errors, max(case.pp * case.ep * case.replicas for case in cases), cases)
-    wrong = [f"{name}: {error:.1e}" for of_rank in by_rank for name, error in of_rank if not error < 1e-12]
+    found = [one for of_rank in by_rank for one in of_rank]
+    wrong = [f"{name}: {error:.1e}" for name, error in found if not error < 1e-12]
     assert not wrong, "\n".join(wrong)
 
 
 def unlearned_step(rank: int, world_size: int, case: Case) -> tuple[bool, bool, list[int]]:
-    """Take a step, then one without labels; return whether the second was skipped, whether it left all bits as they were, and the labels
-    of a third, which has labels on rank 0 alone."""
+    """Take a step, then one without labels; return whether the second was skipped, whether it left
+    all bits as they were, and the labels of a third, which has labels on rank 0 alone."""
     pair = make_pair(case)
     parameters = [entry.parameter for entry in pair.engine.parameters]
     optimizer = torch.optim.AdamW(parameters, lr=0.1, weight_decay=0.1)
@@ -123,14 +136,21 @@ def unlearned_step(rank: int, world_size: int, case: Case) -> tuple[bool, bool, 
         return [x.detach().clone() for x in (*parameters, *pair.engine.part.buffers(), *states)]
 
     before = bits()
-    nothing = step(share_of(pair, replace(whole, labels_BS=torch.full_like(whole.labels_BS, IGNORE_INDEX))), 0.1)
+    nothing = step(
+        share_of(pair, replace(whole, labels_BS=torch.full_like(whole.labels_BS, IGNORE_INDEX))),
+        0.1,
+    )
     same = all(torch.equal(x, y) for x, y in zip(before, bits(), strict=True))
     some = whole.labels_BS.clone()
     some[1:] = IGNORE_INDEX
     third = step(share_of(pair, replace(whole, labels_BS=some)), 0.1)
     moved = not all(torch.equal(x, y) for x, y in zip(before, bits(), strict=True))
     dist.barrier()
-    return nothing.skipped and nothing.loss != nothing.loss, same and moved, [nothing.tokens, third.tokens]
+    return (
+        nothing.skipped and nothing.loss != nothing.loss,
+        same and moved,
+        [nothing.tokens, third.tokens],
+    )
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,8 @@ def test_micro_batches_give_the_gradient_of_the_whole_batch(
 
 
 def test_the_gradient_is_that_of_cross_entropy_and_balance_by_hand(make_model: MakeModel, tokens: Tokens) -> None:
-    """Two micro-batches have 4 of 4 and 3 of 4 labels; the balance loss is each micro-batch's own, weighted with its tokens."""
+    """Two micro-batches have 4 of 4 and 3 of 4 labels; the balance loss is each micro-batch's own,
+    weighted with its tokens."""
     model, batch, coefficient = make_model(dtype=torch.float64), tokens(0, 4, 3), 0.5
     batch[3, -1] = IGNORE_INDEX
     seen, result = gradients_seen(model, batch, micro_batch_size=2, balance_coefficient=coefficient)

@@ -134,7 +134,7 @@ def _random_batch(config: Config, device: torch.device) -> tuple[Tensor, Tensor 
     size, length = micro_batch_size(config), config.train.sequence_length
     generator = torch.Generator().manual_seed(config.seed)
     tokens = torch.randint(config.model.vocab_size, (size, length + 1), generator=generator).to(device)
-    begins_BS = batch_of(config, size).begins_BS
+    begins_BS = batch_of(config, size, size).begins_BS
     return tokens, None if begins_BS is None else document_boundaries(begins_BS)
 
 

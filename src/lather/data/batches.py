@@ -28,15 +28,16 @@ class Batch:
     labels_of_all: int | None = None
     """Number of labels in the global batch; None: unknown, the ranks have to add up their own."""
     padding_BS: Bool[Tensor, "b s"] | None = None
-    """True at positions that hold no token, which experts and their balance leave out; None: there is none. A position without label may
-    hold a token."""
+    """True at positions that hold no token, which experts and their balance leave out; None: there
+    is none. A position without label may hold a token."""
     tokens_of_all: int | None = None
-    """Number of inputs in the global batch, without padding; None: unknown, like `labels_of_all`."""
+    """Number of inputs in the global batch, without padding; None: unknown, like
+    `labels_of_all`."""
 
     @classmethod
     def of_tokens(cls, tokens_BS: Int[Tensor, "b s"]) -> Batch:
-        """Split sequences of S + 1 tokens into inputs and labels. `IGNORE_INDEX` among the tokens is padding: it is left out of the loss,
-        and becomes input 0."""
+        """Split sequences of S + 1 tokens into inputs and labels. `IGNORE_INDEX` among the tokens
+        is padding: it is left out of the loss, and becomes input 0."""
         padding_BS = tokens_BS[:, :-1] == IGNORE_INDEX
         inputs_BS = tokens_BS[:, :-1].masked_fill(padding_BS, 0)
         return cls(inputs_BS, tokens_BS[:, 1:], padding_BS=padding_BS if padding_BS.any() else None)
@@ -152,7 +153,8 @@ class HeldOut:
         return [int(token) for token in read_batch([self.source], [(0, 0)], apart=False).inputs_BS[0]]
 
     def batch(self, rank: int = 0, ranks: int = 1) -> Batch:
-        """Read the sequences of one data rank. Every rank gets the same number; ranks that lack some get padding."""
+        """Read the sequences of one data rank. Every rank gets the same number; ranks that lack
+        some get padding."""
         each = -(-len(self.indices) // ranks)
         own = self.indices[rank * each : (rank + 1) * each]
         return read_batch([self.source], [(0, index) for index in own], apart=self.apart).padded(each - len(own))

@@ -46,8 +46,9 @@ class Sequences(Protocol):
         """Return the number of labels of a sequence; None: not known before it is read."""
 
     def fill(self, index: int, inputs_S: Array, labels_S: Array, begins_S: Array) -> None:
-        """Write a sequence into arrays that are initialized to input `PADDING`, label `IGNORE_INDEX` and False. `begins_S`: True at the
-        first token of a document that must not attend to earlier tokens."""
+        """Write a sequence into arrays that are initialized to input `PADDING`, label
+        `IGNORE_INDEX` and False. `begins_S`: True at the first token of a document that must not
+        attend to earlier tokens."""
 
 
 class Windows:

@@ -1,9 +1,10 @@
 """A model on a mesh of ranks: the gradients of a global batch, and validation. A single process is a mesh of one rank, with the same code.
 
-Every rank is given the sequences of its data rank; the ranks of a pipeline are given the same ones. The loss is a sum over labels divided
-by the number of labels on all ranks, so no gradient is divided later, and after `launch_gradients` every parameter has its whole gradient.
-The auxiliary losses of the routers are means over tokens: a micro-batch counts by its share of the step's tokens, on all ranks, whatever
-its labels. Padding is no token.
+Every rank is given the sequences of its data rank; the ranks of a pipeline are given the same ones.
+The loss is a sum over labels divided by the number of labels on all ranks, so no gradient is
+divided later, and after `launch_gradients` every parameter has its whole gradient. The auxiliary
+losses of the routers are means over tokens: a micro-batch counts by its share of the step's tokens,
+on all ranks, whatever its labels. Padding is no token.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class BatchResult:
     loss: float
     """Cross entropy in nats, averaged over labels; NaN if there are none."""
     balance_loss: float
-    """Average over MoE blocks and, weighted by tokens, over micro-batches; without its coefficient."""
+    """Average over MoE blocks and, weighted by tokens, over micro-batches; without its
+    coefficient."""
     counts_LE: Int[Tensor, "l e"]
     """Rows per MoE block and expert, on the CPU."""
     tokens: int
@@ -108,7 +110,8 @@ class Engine:
         """
         self._check_shape(batch, self.micro_batch_size * self.schedule.num_micro_batches)
         num_labels, num_tokens = self.counts_of_all(batch)
-        shares = [tokens / max(1, num_tokens) for tokens in batch.tokens_of_parts(self.micro_batch_size)]
+        parts = batch.tokens_of_parts(self.micro_batch_size)
+        shares = [tokens / max(1, num_tokens) for tokens in parts]
         micro_batches = self._micro_batches(batch, float(max(1, num_labels)), shares)
         with counting_step(self.part.routers()):
             try:
@@ -122,7 +125,8 @@ class Engine:
         return UnreadResult(self._summary(output, shares), num_labels)
 
     def without_labels(self) -> BatchResult:
-        """Return the result of a batch in which no rank has a label: it has neither loss nor load."""
+        """Return the result of a batch in which no rank has a label: it has neither loss nor
+        load."""
         counts_LE = torch.zeros(len(self.part.moe_layers), self.part.num_experts, dtype=torch.int64)
         return BatchResult(math.nan, math.nan, counts_LE, 0)
 
@@ -159,15 +163,14 @@ class Engine:
                 )
 
     def counts_of_all(self, batch: Batch) -> tuple[int, int]:
-        """Return the numbers of labels and tokens of the global batch, the same on all ranks. What this rank's share does not say, the
-        ranks add up."""
-        of_all = (batch.labels_of_all, batch.tokens_of_all)
+        """Return the numbers of labels and tokens of the global batch, the same on all ranks. What
+        this rank's share does not say, the ranks add up."""
+        if batch.labels_of_all is not None and batch.tokens_of_all is not None:
+            return batch.labels_of_all, batch.tokens_of_all
+        own = batch.num_labels, batch.num_tokens
         if self.mesh.data_size == 1:
-            own = (batch.num_labels, batch.num_tokens)
-            return own[0] if of_all[0] is None else of_all[0], own[1] if of_all[1] is None else of_all[1]
-        if of_all[0] is not None and of_all[1] is not None:
-            return of_all[0], of_all[1]
-        total = torch.tensor([batch.num_labels, batch.num_tokens], device=self.mesh.device)
+            return own
+        total = torch.tensor(own, device=self.mesh.device)
         dist.all_reduce(total, group=self.mesh.data_group)
         num_labels, num_tokens = total.tolist()
         return num_labels, num_tokens
@@ -180,7 +183,7 @@ class Engine:
             layouts = [SequenceLayout(size, length, device, document_boundaries(begins)) for begins in batch.begins_BS.split(size)]
         if batch.padding_BS is not None:
             paddings = batch.padding_BS.split(size)
-            layouts = [layout.with_padding(own) for layout, own in zip(layouts, paddings, strict=True)]
+            layouts = [one.with_padding(own) for one, own in zip(layouts, paddings, strict=True)]
         on_device = (to_device(x_BS, device).split(size) for x_BS in (batch.inputs_BS, batch.labels_BS))
         balance, z_loss = self.moe.balance_coefficient or 0.0, self.moe.z_loss_coefficient
         return [

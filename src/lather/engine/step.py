@@ -69,13 +69,19 @@ class TrainStep:
     def __call__(self, batch: Batch, lr: float) -> StepResult:
         """`batch`: this rank's share of the global batch; `lr`: `optim.lr` at this step, which groups multiply by their factors.
 
-        A step whose loss or gradient is not finite changes nothing on any rank, and neither does one without labels, whose loss and norm
-        are NaN and which computes nothing.
+        A step whose loss or gradient is not finite changes nothing on any rank, and neither does
+        one without labels, whose loss and norm are NaN and which computes nothing.
         """
         num_labels, num_tokens = self.engine.counts_of_all(batch)
         if not num_labels:
-            result, refreshes = self.engine.without_labels(), self._new_refreshes()
-            return StepResult(**vars(result), **refreshes, grad_norm=math.nan, optimizer_seconds=0.0, skipped=True)
+            result = self.engine.without_labels()
+            return StepResult(
+                **vars(result),
+                **self._new_refreshes(),
+                grad_norm=math.nan,
+                optimizer_seconds=0.0,
+                skipped=True,
+            )
         batch = replace(batch, labels_of_all=num_labels, tokens_of_all=num_tokens)
         result, norm, norms = self._gradients(batch)
         finite = math.isfinite(result.loss + norm.item())

@@ -211,7 +211,8 @@ class Decoder(RoutedModel):
         The loss never holds the logits of all tokens at the same time. `labels_BS[b, s]` is the token after `tokens_BS[b, s]`.
         `cu_seqlens`: boundaries of the documents packed into the batch (see `SequenceLayout`). `exchange`: sends tokens to experts on other
         ranks. `cache`: holds the tokens before these, and is extended by these; only inside `torch.no_grad()`, and without `cu_seqlens`.
-        `padding_BS`: True at positions that hold no token, which experts and their balance leave out (see `SequenceLayout.with_padding`).
+        `padding_BS`: True at positions that hold no token, which experts and their balance leave
+        out (see `SequenceLayout.with_padding`).
         """
         x_BSD, routings = self.hidden(
             tokens_BS,

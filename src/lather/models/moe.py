@@ -30,7 +30,8 @@ class Dispatched:
 
     x_RD: Float[Tensor, "r d"]
     experts_RK: Int[Tensor, "r k"]
-    """Numbers of the experts among those of this rank; -1 for experts on other ranks, and for padding."""
+    """Numbers of the experts among those of this rank; -1 for experts on other ranks, and for
+    padding."""
     weights_RK: Float[Tensor, "r k"]
     way: Any = None
     """Information with which the exchange sends results and gradients back the same way."""

@@ -30,7 +30,8 @@ BALANCE_LEVELS = ("micro_batch", "sequence", "global_batch")
 
 @dataclass(frozen=True)
 class Padding:
-    """The positions of a micro-batch that hold no token: they go to no expert, and count in no loss and no load."""
+    """The positions of a micro-batch that hold no token: they go to no expert, and count in no loss
+    and no load."""
 
     mask_T: Bool[Tensor, " t"]
     """True at these positions."""
@@ -44,7 +45,8 @@ class Padding:
 
 @dataclass
 class Routing:
-    """The router's decision for T tokens. The losses are without their coefficients. Losses and counts leave out padding."""
+    """The router's decision for T tokens. The losses are without their coefficients. Losses and
+    counts leave out padding."""
 
     experts_TK: Int[Tensor, "t k"]
     """The experts of each token; -1 for padding, which is sent to no expert."""
@@ -59,7 +61,8 @@ class Routing:
     balance_count_E: Int[Tensor, " e"] | None = None
     """Number of rows of each expert from which the balance loss computed the shares; None if it used those of each sequence."""
     num_pairs: int | None = None
-    """Number of entries of `experts_TK` that are experts, where the batch has padding; None: all."""
+    """Number of entries of `experts_TK` that are experts, where the batch has padding; None:
+    all."""
 
 
 class Router(Deferrable, nn.Module):
@@ -116,7 +119,7 @@ class Router(Deferrable, nn.Module):
         count_E = count_rows(experts_TK, len(self.weight), padding)
         if self.score == "sigmoid":  # the balance loss needs scores that sum to 1
             scores_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + TINY)
-        over_E = self._repeated.balance_count_E if self._repeated else self.balance.counted(count_E, num_sequences)
+        over_E = self.balance.counted(count_E, num_sequences) if self._repeated is None else self._repeated.balance_count_E
         if over_E is None:
             loss = sequence_balance_loss(scores_TE, experts_TK, num_sequences, padding)
         else:
@@ -216,7 +219,8 @@ def count_rows(
     num_experts: int,
     padding: Padding | None = None,
 ) -> Int[Tensor, " e"]:
-    """Count how often each expert occurs, -1 left out. (torch.bincount would wait for a CUDA device.)"""
+    """Count how often each expert occurs, -1 left out. (torch.bincount would wait for a CUDA
+    device.)"""
     rows_G = experts_TK.flatten()
     if padding is None:
         return rows_G.new_zeros(num_experts).scatter_add_(0, rows_G, torch.ones_like(rows_G))
@@ -252,7 +256,8 @@ def sequence_balance_loss(
     num_sequences: int,
     padding: Padding | None = None,
 ) -> Float[Tensor, ""]:
-    """Compute the mean over tokens of their sequence's loss, for sequences of equal length; differentiable through the scores.
+    """Compute the mean over tokens of their sequence's loss, for sequences of equal length;
+    differentiable through the scores.
 
     A sequence with padding so counts by its tokens, as it does in the cross entropy.
     """

@@ -124,15 +124,17 @@ class SequenceLayout:
             self.documents = document_T.view(self.batch, self.length)
 
     def with_padding(self, padding_BS: Bool[Tensor, "b s"] | None) -> SequenceLayout:
-        """Return the same layout, with the same masks and tables, where `padding_BS` is True at positions that hold no token.
+        """Return the same layout, with the same masks and tables, where `padding_BS` is True at
+        positions that hold no token.
 
-        Experts and their balance leave these out. Attention does not: a token attends to earlier ones, and padding comes last or is a
-        document of its own. The values are read on the host. Raises ValueError if the shape is not (B, S).
+        Experts and their balance leave these out. Attention does not: a token attends to earlier
+        ones, and padding comes last or is a document of its own. The values are read on the host.
+        Raises ValueError if the shape is not (B, S).
         """
-        if padding_BS is not None and tuple(padding_BS.shape) != (self.batch, self.length):
-            raise ValueError(
-                f"padding_BS has shape {tuple(padding_BS.shape)}: it must have that of the tokens, ({self.batch}, {self.length})"
-            )
+        shape = (self.batch, self.length)
+        if padding_BS is not None and tuple(padding_BS.shape) != shape:
+            given = tuple(padding_BS.shape)
+            raise ValueError(f"padding_BS has shape {given}: it must be the tokens', {shape}")
         if padding_BS is None or not padding_BS.any():
             return self
         layout = copy.copy(self)

@@ -29,8 +29,8 @@ class Way:
     token_S: Int[Tensor, " s"]
     """Token of each sent row. int32."""
     row_TK: Int[Tensor, "t k"]
-    """Row that takes token t to the rank of its k-th expert; ~row in all but the first of its slots on that rank; -1 for padding, which is
-    sent nowhere. int32.
+    """Row that takes token t to the rank of its k-th expert; ~row in all but the first of its slots
+    on that rank; -1 for padding, which is sent nowhere. int32.
 
     A sum over slots skips negative rows and so adds each row once.
     """
@@ -42,7 +42,8 @@ class Way:
     """Number of pairs of a received row and one of this rank's experts."""
 
     def row_of_slot(self) -> Int[Tensor, "t k"]:
-        """Return the row of every slot; 0 for padding, whose weight the router gives no gradient. int64."""
+        """Return the row of every slot; 0 for padding, whose weight the router gives no gradient.
+        int64."""
         return torch.where(self.row_TK < 0, ~self.row_TK, self.row_TK).long()
 
 
@@ -68,7 +69,8 @@ class ExchangePlan:
 
 
 def plan_rows(experts_TK: Int[Tensor, "t k"], num_local_experts: int, num_ranks: int) -> ExchangePlan:
-    """Assign a row to each pair of a token and a rank to which it is sent. An expert of -1 is on no rank."""
+    """Assign a row to each pair of a token and a rank to which it is sent. An expert of -1 is on no
+    rank."""
     (t, k), p, device = experts_TK.shape, num_ranks, experts_TK.device
     is_sent_TK = experts_TK >= 0
     rank_TK = (experts_TK // num_local_experts).clamp(min=0)

@@ -272,9 +272,9 @@ class _TrainingRun:
         if not result.tokens:
             self._tell_once(
                 "training",
-                f"step {number} changed nothing and has no loss, like every step in whose sequences no token is learned: if there are "
-                "many, make the data set with the answers learned, or give more tokens per step (--train.batch-size, "
-                "--train.sequence-length)",
+                f"step {number} changed nothing and has no loss, as no token of it is learned: "
+                "if many steps are like this, make the data set with the answers learned, or give "
+                "more tokens per step (--train.batch-size, --train.sequence-length)",
             )
         if in_a_row >= self.config.train.max_skipped_steps:
             raise DivergedError(
@@ -309,7 +309,8 @@ class _TrainingRun:
         """Evaluate on the held-out sequences, the same ones every time. Returns whether to save a checkpoint because the loss of the first
         set, which is the run's validation loss, is the lowest so far."""
         ranks = self.mesh.data_rank, self.mesh.data_size
-        found = {name: self.engine.validation_loss(held_out.batch(*ranks)) for name, held_out in self.held_out.items()}
+        batches = {name: held_out.batch(*ranks) for name, held_out in self.held_out.items()}
+        found = {name: self.engine.validation_loss(batch) for name, batch in batches.items()}
         if not found:
             return False
         losses = {name: math.nan if loss is None else loss for name, loss in found.items()}
@@ -318,13 +319,16 @@ class _TrainingRun:
         if len(losses) > 1:
             row["validation_losses"] = losses
         self._write(row)
-        each = "" if len(losses) == 1 else f" ({', '.join(f'{name} {one:.4f}' for name, one in losses.items())})"
-        self.display.note(f"step {self.progress.step}: validation loss {loss:.4f}{each}")
+        shown = {name: "-" if loss is None else f"{loss:.4f}" for name, loss in found.items()}
+        of_sets = ", ".join(f"{name} {text}" for name, text in shown.items())
+        first = next(iter(shown.values())) + (f" ({of_sets})" if len(shown) > 1 else "")
+        self.display.note(f"step {self.progress.step}: validation loss {first}")
         for name in (name for name, loss in found.items() if loss is None):
             self._tell_once(
                 f"validation on {name}",
-                f"no token of the {len(self.held_out[name].indices)} sequences of the held-out set {name!r} is learned, so it has no "
-                "loss: give one with answers to learn, or more sequences (--train.validation-sequences)",
+                f"no token of the {len(self.held_out[name].indices)} sequences of the held-out set "
+                f"{name!r} is learned, so it has no loss: give one with answers to learn, or more "
+                "sequences (--train.validation-sequences)",
             )
         is_best = self.config.checkpoint.keep_best and self.progress.step > 0 and loss < self.lowest_loss
         if is_best:

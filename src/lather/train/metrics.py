@@ -33,8 +33,8 @@ class StepRow:
     loss: float
     """Cross entropy in nats per learned token, averaged over the step; null if there was none."""
     balance_loss: float
-    """Load-balancing loss, averaged over the MoE blocks and, by tokens without padding, over the step, without its coefficient; 1 for an
-    even load."""
+    """Load-balancing loss, averaged over the MoE blocks and, by tokens without padding, over the
+    step, without its coefficient; 1 for an even load."""
     lr: float
     """Learning rate of matrices and experts in this step."""
     grad_norm: float
@@ -65,8 +65,8 @@ class StepRow:
     refreshes_skipped: int
     """Eigenbases not refreshed because of `use_adaptive_criteria` (they were still good) or because there were no tokens."""
     skipped: bool
-    """Whether the step changed nothing because its loss or gradient was not finite, or because there was no token to learn (`tokens` is 0,
-    and no loss, norm or load is known)."""
+    """Whether the step changed nothing because its loss or gradient was not finite, or because
+    there was no token to learn (`tokens` is 0, and no loss, norm or load is known)."""
 
 
 class ValidationRow(TypedDict):
@@ -77,7 +77,8 @@ class ValidationRow(TypedDict):
     seconds: float
     """Seconds since the start of training, added up over all launches of the run."""
     validation_loss: float
-    """Cross entropy on the run's own held-out set, nats per learned token; null if there was none."""
+    """Cross entropy on the run's own held-out set, nats per learned token; null if there was
+    none."""
     validation_losses: NotRequired[dict[str, float]]
     """The same for each held-out set by name, where there are several."""
 
