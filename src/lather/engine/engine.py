@@ -108,7 +108,6 @@ class Engine:
 
         Raises ValueError, before anything is sent, if the share does not have the engine's shape.
         """
-        self._check_shape(batch, self.micro_batch_size * self.schedule.num_micro_batches)
         num_labels, num_tokens = self.counts_of_all(batch)
         parts = batch.tokens_of_parts(self.micro_batch_size)
         shares = [tokens / max(1, num_tokens) for tokens in parts]
@@ -138,7 +137,7 @@ class Engine:
         Raises ValueError, before anything is sent, if the sequences do not have the engine's length.
         """
         self._check_shape(batch, max(1, len(batch.inputs_BS)))
-        num_labels, _ = self.counts_of_all(batch)
+        num_labels, _ = self._add_up(batch)
         if not num_labels:
             return None
         batch = batch.padded(-len(batch.inputs_BS) % self.micro_batch_size)
@@ -163,8 +162,15 @@ class Engine:
                 )
 
     def counts_of_all(self, batch: Batch) -> tuple[int, int]:
-        """Return the numbers of labels and tokens of the global batch, the same on all ranks. What
-        this rank's share does not say, the ranks add up."""
+        """Return the numbers of labels and tokens of the global batch of a step, the same on all
+        ranks. What this rank's share does not say, the ranks add up.
+
+        Raises ValueError, before anything is sent, if the share does not have the engine's shape.
+        """
+        self._check_shape(batch, self.micro_batch_size * self.schedule.num_micro_batches)
+        return self._add_up(batch)
+
+    def _add_up(self, batch: Batch) -> tuple[int, int]:
         if batch.labels_of_all is not None and batch.tokens_of_all is not None:
             return batch.labels_of_all, batch.tokens_of_all
         own = batch.num_labels, batch.num_tokens

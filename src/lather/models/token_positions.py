@@ -134,7 +134,7 @@ class SequenceLayout:
         shape = (self.batch, self.length)
         if padding_BS is not None and tuple(padding_BS.shape) != shape:
             given = tuple(padding_BS.shape)
-            raise ValueError(f"padding_BS has shape {given}: it must be the tokens', {shape}")
+            raise ValueError(f"padding_BS has shape {given}: it must be {shape}, like the tokens'")
         if padding_BS is None or not padding_BS.any():
             return self
         layout = copy.copy(self)
