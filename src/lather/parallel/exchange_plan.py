@@ -68,23 +68,32 @@ class ExchangePlan:
         return Way(token_S[:s], self.row_TK, sent_P, received_P, sum(pairs for _, pairs in told_P2))
 
 
+def plan_routing(routing: Routing, num_local_experts: int, num_ranks: int) -> ExchangePlan:
+    """Assign a row to each pair of a token and a rank to which it is sent; padding is sent nowhere."""
+    n, p, experts_TK = num_local_experts, num_ranks, routing.experts_TK
+    if routing.num_pairs is None:
+        return plan_rows(experts_TK, n, p)
+    is_padding_TK = experts_TK < 0
+    # the plan for one more rank, to which padding goes, and whose rows come last
+    plan = plan_rows(experts_TK.masked_fill(is_padding_TK, n * p), n, p + 1)
+    sizes_P2 = plan.sizes_P2[:p]
+    row_TP = torch.minimum(plan.row_TP[:, :p], sizes_P2[:, 0].sum())
+    return ExchangePlan(sizes_P2, plan.row_TK.masked_fill(is_padding_TK, -1), row_TP)
+
+
 def plan_rows(experts_TK: Int[Tensor, "t k"], num_local_experts: int, num_ranks: int) -> ExchangePlan:
-    """Assign a row to each pair of a token and a rank to which it is sent. An expert of -1 is on no
-    rank."""
+    """Assign a row to each pair of a token and a rank to which it is sent."""
     (t, k), p, device = experts_TK.shape, num_ranks, experts_TK.device
-    is_sent_TK = experts_TK >= 0
-    rank_TK = (experts_TK // num_local_experts).clamp(min=0)
+    rank_TK = experts_TK // num_local_experts
     slot_TK = torch.arange(k, device=device).expand(t, k)
-    sent_slot_TK = torch.where(is_sent_TK, slot_TK, k)
-    first_TP = slot_TK.new_full((t, p), k).scatter_reduce(1, rank_TK, sent_slot_TK, "amin")
+    first_TP = slot_TK.new_full((t, p), k).scatter_reduce(1, rank_TK, slot_TK, "amin")
     goes_TP = first_TP < k
     row_TP = (goes_TP.T.flatten().cumsum(0) - 1).view(p, t).T
     row_TK = row_TP.gather(1, rank_TK)
-    row_TK = torch.where(first_TP.gather(1, rank_TK) == slot_TK, row_TK, ~row_TK)
-    row_TK = torch.where(is_sent_TK, row_TK, -1).int()
+    row_TK = torch.where(first_TP.gather(1, rank_TK) == slot_TK, row_TK, ~row_TK).int()
 
     pairs_P = torch.zeros(p, dtype=torch.int64, device=device)
-    pairs_P.scatter_add_(0, rank_TK.flatten(), is_sent_TK.flatten().long())
+    pairs_P.scatter_add_(0, rank_TK.flatten(), torch.ones_like(rank_TK.flatten()))
     sent_P = goes_TP.sum(0)
     return ExchangePlan(torch.stack([sent_P, pairs_P], dim=1), row_TK, torch.where(goes_TP, row_TP, sent_P.sum()))
 

@@ -37,7 +37,7 @@ from lather.kernels.gather import gather_rows
 from lather.kernels.route import check_range
 from lather.models.moe import Dispatched, Exchange, Pending
 from lather.models.routing import Routing
-from lather.parallel.exchange_plan import Way, pack_routing, plan_rows, unpack_routing
+from lather.parallel.exchange_plan import Way, pack_routing, plan_routing, unpack_routing
 from lather.shapes import Float
 
 FreeBuffer = Callable[[Tensor], None]
@@ -96,7 +96,7 @@ class ExpertExchange(Exchange):
         """
         lowest = 0 if routing.num_pairs is None else -1
         check_range(routing.experts_TK, lowest, self.num_experts, "experts_TK")
-        plan = plan_rows(routing.experts_TK, self.num_local_experts, self.num_ranks)
+        plan = plan_routing(routing, self.num_local_experts, self.num_ranks)
         sizes_2P2 = torch.stack([plan.sizes_P2, torch.empty_like(plan.sizes_P2)])
         work = dist.all_to_all_single(sizes_2P2[1], plan.sizes_P2, group=self.sizes_group, async_op=True)
         arrive: Callable[[], object] = work.wait
