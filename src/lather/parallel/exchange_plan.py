@@ -69,7 +69,7 @@ class ExchangePlan:
 
 
 def plan_routing(routing: Routing, num_local_experts: int, num_ranks: int) -> ExchangePlan:
-    """Assign a row to each pair of a token and a rank to which it is sent; padding is sent nowhere."""
+    """Assign a row to each pair of a token and a rank to which it is sent, which padding is not."""
     n, p, experts_TK = num_local_experts, num_ranks, routing.experts_TK
     if routing.num_pairs is None:
         return plan_rows(experts_TK, n, p)

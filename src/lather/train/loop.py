@@ -285,7 +285,7 @@ class _TrainingRun:
 
     def _row(self, result: StepResult, lr: float, step_seconds: float, peak: int) -> metrics.StepRow:
         measured = {name: value for name, value in vars(result).items() if name != "counts_LE"}  # fields of the row, too
-        least, most, entropy = metrics.expert_load(result.counts_LE)
+        loads = metrics.expert_load(result.counts_LE) if result.tokens else (math.nan,) * 3
         return metrics.StepRow(
             **measured,
             step=self.progress.step,
@@ -294,9 +294,9 @@ class _TrainingRun:
             seconds=self.progress.seconds,
             step_seconds=step_seconds,
             peak_memory_bytes=int(self._most(peak)),
-            expert_load_min=least,
-            expert_load_max=most,
-            expert_load_entropy=entropy,
+            expert_load_min=loads[0],
+            expert_load_max=loads[1],
+            expert_load_entropy=loads[2],
         )
 
     def _keep_best(self, best: tuple[float, int] | None) -> None:

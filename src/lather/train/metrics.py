@@ -99,11 +99,9 @@ Row = StepRow | ValidationRow | ExpertLoadRow
 
 def expert_load(counts_LE: Tensor) -> tuple[float, float, float]:
     """Return the least and greatest load relative to an even load, and the mean entropy as a fraction of ln E, from rows per block and
-    expert; NaN if there are no rows."""
+    expert."""
     if not counts_LE.numel():
         return 1.0, 1.0, 1.0
-    if not counts_LE.any():
-        return math.nan, math.nan, math.nan
     share = counts_LE.double() / counts_LE.sum(1, keepdim=True).clamp(min=1)
     num_experts = share.shape[1]
     entropy = float(-torch.xlogy(share, share).sum(1).mean())
