@@ -117,7 +117,8 @@ def batch(packed: bool) -> Batch:
     whole = Batch.of_tokens(torch.zeros(SEQUENCES, LENGTH + 1, dtype=torch.long))
     begins = torch.zeros(SEQUENCES, LENGTH, dtype=torch.bool)
     begins[:, [0, 40]] = True
-    return replace(whole, begins_BS=begins) if packed else whole
+    padding = torch.arange(LENGTH).expand(SEQUENCES, -1) >= LENGTH - 3
+    return replace(whole, begins_BS=begins, padding_BS=padding) if packed else whole
 
 
 def rehearse(case: Rehearsal) -> list[dict[str, Any]]:

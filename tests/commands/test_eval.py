@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
@@ -67,6 +68,25 @@ def test_the_runs_own_sets_have_the_losses_of_its_validation(folder: Path, capsy
         assert result["sets"][name]["perplexity"] == pytest.approx(2.718281828**loss, rel=1e-4)
     assert result["step"] == 8
     assert result["sets"]["lines"]["sequences"] == SEQUENCES
+
+
+def test_a_set_of_which_nothing_is_learned_has_no_loss(
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The others are evaluated, and the table has a dash."""
+    unlearned = folder / "unlearned"
+    shutil.copytree(folder / "chat", unlearned, dirs_exist_ok=True)
+    for file in unlearned.glob("validation-*.learned.npy"):
+        np.save(file, np.zeros_like(np.load(file)))
+    sets = evaluate(capsys, folder / "run", folder / "lines", unlearned)["sets"]
+    unknown = ("loss", "perplexity", "bits_per_byte", "accuracy")
+    assert {sets["unlearned"][name] for name in unknown} == {None}
+    assert sets["unlearned"]["tokens"] == 0
+    assert sets["lines"]["loss"] > 0
+    assert main(["eval", str(folder / "run"), str(unlearned)]) == 0
+    captured = capsys.readouterr()
+    assert "sequences is learned, so it has no loss: give another set or split" in captured.err
 
 
 def test_all_sequences_are_counted_to_the_last_token_and_byte(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -83,6 +83,38 @@ def test_what_is_not_learned_is_no_label(tmp_path: Path) -> None:
         assert set(batch.labels_BS.flatten().tolist()) == ({3, 4, 5, 6} if isinstance(sequences, Windows) else {3, 4, 6}) | {IGNORE_INDEX}
 
 
+def test_padding_is_where_no_token_is(tmp_path: Path) -> None:
+    """A token that is not learned is none. Windows are padded at the end of the stream, packed
+    documents at the end of sequences."""
+    learned = [[False] * 4, [True] * 3]
+    reader = hand_made(tmp_path / "shards", [0, 2, 0, 4], [5, 6, 0], learned=learned)
+    windows, packed = Windows(reader, 4), PackedDocuments(reader, "train", 4)
+    for sequences, expected in ((windows, [4, 2]), (packed, [3, 2])):
+        batch = rows_of(sequences, apart=True)
+        assert batch.padding_BS is not None
+        assert [sequences.num_tokens(index) for index in range(2)] == expected
+        assert batch.tokens_of_parts(1) == expected
+        rows = [[False] * count + [True] * (4 - count) for count in expected]
+        assert batch.padding_BS.tolist() == rows
+        assert not batch.inputs_BS[batch.padding_BS].any()
+        assert batch.num_tokens == sum(expected) > batch.num_labels
+    assert rows_of(Windows(reader, 6)).padding_BS is None
+    assert rows_of(Windows(reader, 6)).num_tokens == 6
+
+
+def test_rows_that_a_rank_lacks_are_padding(tmp_path: Path) -> None:
+    source = Source("held out", Windows(hand_made(tmp_path / "shards", list(range(13))), 4), 2**16)
+    shares = [HeldOut(source, 3).batch(rank, 2) for rank in range(2)]
+    assert shares[0].padding_BS is None
+    assert shares[1].padding_BS is not None
+    assert shares[1].padding_BS.tolist() == [[False] * 4, [True] * 4]
+    assert [share.num_tokens for share in shares] == [8, 4]
+    made = Batch.of_tokens(torch.tensor([[3, 4, 5], [6, IGNORE_INDEX, IGNORE_INDEX]]))
+    assert made.padding_BS is not None
+    assert made.padding_BS.tolist() == [[False, False], [False, True]]
+    assert (made.num_labels, made.num_tokens) == (2, 3)
+
+
 def test_documents_of_one_token_cannot_be_packed(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no document has two tokens: give more text"):
         PackedDocuments(hand_made(tmp_path / "shards", [1], [2]), "train", 8)
@@ -127,6 +159,7 @@ def test_ranks_share_a_batch_whatever_their_number(tmp_path: Path, phases: tuple
             shares = [batches.batch(step, rank, ranks) for rank in range(ranks)]
             assert torch.cat([share.labels_BS for share in shares]).equal(whole.labels_BS)
             assert {share.labels_of_all for share in shares} == {whole.num_labels}
+            assert {share.tokens_of_all for share in shares} == {whole.num_tokens}
 
 
 @pytest.mark.parametrize("seed", range(5))

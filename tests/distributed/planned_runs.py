@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 from unittest.mock import patch
@@ -13,6 +14,7 @@ from torch import Tensor
 from lather.config.config import Config, LoopConfig, MoEConfig, ParallelConfig
 from lather.config.optim import optim_config
 from lather.data.batches import Batch
+from lather.data.config import DataConfig
 from lather.engine.engine import build_engine
 from lather.engine.optimizer import build_optimizer
 from lather.engine.step import TrainStep
@@ -20,7 +22,7 @@ from lather.memory.live_bytes import PeakBytes
 from lather.models.families import FAMILIES
 from lather.models.routing import Router
 from lather.parallel.mesh import Mesh
-from lather.planning.dry_run import refresh_at_every_step
+from lather.planning.dry_run import DOCUMENTS, refresh_at_every_step
 from lather.torch_private import memory_tracker
 
 SIZES: dict[str, Any] = {
@@ -52,6 +54,7 @@ def run_config(
     recompute: tuple[str, ...] = (),
     parallel: dict[str, Any] | None = None,
     optim: dict[str, Any] | None = None,
+    data: dict[str, Any] | None = None,
 ) -> Config:
     """Configure a DeepSeek-V2 model in which every kind of bytes is a good part."""
     own = ParallelConfig(**(parallel or {}))
@@ -67,6 +70,7 @@ def run_config(
         moe=MoEConfig(memory=memory),  # type: ignore[arg-type]
         parallel=own,
         optim=optim_config(rule, **(optim or {})),
+        data=DataConfig(**(data or {})),
     )
 
 
@@ -99,6 +103,20 @@ def _train(config: Config, layers: Sequence[Sequence[int]] | None, built: Callab
     refresh_at_every_step(optimizer)
     step = TrainStep(engine, optimizer, config.train.max_grad_norm)
     batch = Batch.of_tokens(torch.randint(0, SIZES["vocab_size"], (SEQUENCES // mesh.data_size, config.train.sequence_length + 1)))
+    if config.data.apart:
+        batch = _in_documents(batch, is_padded=config.data.packing == "documents")
     built()
     for _ in range(2):
         step(batch, 1e-3)
+
+
+def _in_documents(batch: Batch, *, is_padded: bool) -> Batch:
+    """Divide each sequence into documents; the last position of each second one holds no token."""
+    number, length = batch.inputs_BS.shape
+    place_S = torch.arange(length)
+    begins_BS = (place_S % -(-length // DOCUMENTS) == 0).expand(number, -1)
+    batch = replace(batch, begins_BS=begins_BS)
+    if not is_padded:
+        return batch
+    padding_BS = (torch.arange(number)[:, None] % 2 == 1) & (place_S == length - 1)
+    return replace(batch, padding_BS=padding_BS)

@@ -52,6 +52,9 @@ class Numbered:
     def __len__(self) -> int:
         return 5
 
+    def num_tokens(self, index: int) -> int:
+        return self.length
+
     def num_labels(self, index: int) -> int | None:
         return None
 
@@ -82,6 +85,9 @@ def test_what_the_numbers_mean() -> None:
     assert row["perplexity"] == pytest.approx(4)
     assert row["bits_per_byte"] == pytest.approx(0.5), "two bits per token of four bytes"
     assert row["accuracy"] == 0.25
+    nothing = Score(sequences=3, tokens=0, nats=0.0, hits=0, num_bytes=0).as_row()
+    unknown = dict.fromkeys(("loss", "perplexity", "bits_per_byte", "accuracy"))
+    assert nothing == {"sequences": 3, "tokens": 0, "bytes": 0, **unknown}
     assert Score(1, 1, 1e4, 0, 0).as_row() | {"loss": 1} == {
         "sequences": 1, "tokens": 1, "bytes": 0, "loss": 1, "perplexity": None, "bits_per_byte": None, "accuracy": 0.0
     }  # fmt: skip

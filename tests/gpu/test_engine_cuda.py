@@ -15,6 +15,7 @@ from torch import Tensor
 from lather.config.config import Config, LoopConfig, MoEConfig, ParallelConfig
 from lather.config.optim import optim_config
 from lather.data.batches import Batch
+from lather.data.sequences import IGNORE_INDEX
 from lather.device import deterministic
 from lather.engine.engine import BatchResult, Engine, build_engine
 from lather.engine.optimizer import build_optimizer
@@ -100,6 +101,23 @@ def test_loss_and_gradients_are_the_cpus(schedule: str, changes: dict[str, Any])
     for name, grad in gradients(on_cpu).items():
         assert (gradients(on_gpu)[name] - grad).norm() <= 1e-4 * grad.norm() + 1e-7, name
     assert on_gpu.validation_loss(batch) == pytest.approx(on_cpu.validation_loss(batch), rel=1e-5)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_padding_is_left_out_as_on_the_cpu(schedule: str) -> None:
+    on_cpu, on_gpu = engine_on(CPU, config("sequential")), engine_on(cuda(), config(schedule))
+    same_routing(on_cpu, on_gpu)
+    batch = batch_of(config())
+    lengths_B = torch.arange(len(batch.inputs_BS)) * LENGTH // len(batch.inputs_BS)
+    padding_BS = torch.arange(LENGTH) >= lengths_B[:, None]
+    labels_BS = batch.labels_BS.masked_fill(padding_BS, IGNORE_INDEX)
+    batch = replace(batch, labels_BS=labels_BS, padding_BS=padding_BS)
+    expected, found = run(on_cpu, batch), run(on_gpu, batch)
+    assert found.loss == pytest.approx(expected.loss, rel=1e-5)
+    assert found.balance_loss == pytest.approx(expected.balance_loss, rel=1e-5)
+    assert torch.equal(found.counts_LE, expected.counts_LE)
+    for name, grad in gradients(on_cpu).items():
+        assert (gradients(on_gpu)[name] - grad).norm() <= 1e-4 * grad.norm() + 1e-7, name
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -134,18 +134,19 @@ def test_micro_batches_give_the_gradient_of_the_whole_batch(
 
 
 def test_the_gradient_is_that_of_cross_entropy_and_balance_by_hand(make_model: MakeModel, tokens: Tokens) -> None:
-    """Two micro-batches have 4 of 4 and 3 of 4 labels; the balance loss is each micro-batch's own, weighted with its labels."""
+    """Two micro-batches have 4 of 4 and 3 of 4 labels; the balance loss is each micro-batch's own,
+    weighted with its tokens."""
     model, batch, coefficient = make_model(dtype=torch.float64), tokens(0, 4, 3), 0.5
     batch[3, -1] = IGNORE_INDEX
     seen, result = gradients_seen(model, batch, micro_batch_size=2, balance_coefficient=coefficient)
     total, balance = torch.zeros((), dtype=torch.float64), 0.0
-    for part, labels in zip(batch.split(2), (4, 3), strict=True):
+    for part in batch.split(2):
         output = model(part[:, :-1])
         log_p = output.logits_BSV.log_softmax(-1)
         kept = part[:, 1:] != IGNORE_INDEX
         picked = log_p.gather(-1, part[:, 1:].clamp(min=0).unsqueeze(-1)).squeeze(-1)
-        total = total - picked[kept].sum() / 7 + coefficient * labels / 7 * output.balance_loss()
-        balance += labels / 7 * output.balance_loss().item()
+        total = total - picked[kept].sum() / 7 + coefficient / 2 * output.balance_loss()
+        balance += output.balance_loss().item() / 2
     model.zero_grad()
     total.backward()
     for name, p in model.named_parameters():

@@ -123,7 +123,8 @@ def _score_sets(trained: TrainedModel, decoder: Decoder, sets: list[HeldOutSet],
 
             score = score_set(decoder, one.source, indices, parsed.batch_size, apart=apart, bytes_V=bytes_V, progress=show)
             if not score.tokens:
-                raise UserError(f"{one.source.name}: it has no token to predict: give another set or split")
+                what = f"no token of its {len(indices)} sequences is learned, so it has no loss"
+                print(f"{one.source.name}: {what}: give another set or split", file=sys.stderr)
             found[one.name] = {"data": str(one.folder), "split": one.split, **score.as_row()}
     return found
 

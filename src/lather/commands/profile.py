@@ -116,26 +116,36 @@ def build(config: Config, layers: Literal["auto", "all", "distinct"]) -> tuple[D
 def profile_micro_batch(model: Decoder, config: Config) -> SavedTensors:
     """Return the tensors that the forward pass of a training step keeps for one micro-batch of random tokens.
 
-    With `data.packed_attention` each sequence holds `DOCUMENTS` documents of about equal length, and attention stays within them.
+    If documents are separated, each sequence holds `DOCUMENTS` of them, of about equal length; if
+    they are packed whole, one position is padding (`batch_of`).
     """
-    tokens, boundaries = _random_batch(config, next(model.parameters()).device)
+    tokens, boundaries, padding_BS = _random_batch(config, next(model.parameters()).device)
 
     def losses() -> list[Tensor]:
         with torch.autocast(tokens.device.type, dtype=torch.bfloat16, enabled=config.train.precision == "bf16"):
-            output: DecoderOutput = model(tokens[:, :-1], tokens[:, 1:], cu_seqlens=boundaries)
+            output: DecoderOutput = model(
+                tokens[:, :-1],
+                tokens[:, 1:],
+                cu_seqlens=boundaries,
+                padding_BS=padding_BS,
+            )
         assert output.loss is not None
         return [output.loss, output.balance_loss(), *([output.z_loss()] if config.moe.z_loss_coefficient else [])]
 
     return profile_saved_tensors(model, losses, num_tokens=tokens[:, 1:].numel())
 
 
-def _random_batch(config: Config, device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Return random tokens (B, S + 1), and the boundaries of the documents."""
+def _random_batch(
+    config: Config,
+    device: torch.device,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return random tokens (B, S + 1), the boundaries of the documents, and the padding (B, S)."""
     size, length = micro_batch_size(config), config.train.sequence_length
     generator = torch.Generator().manual_seed(config.seed)
     tokens = torch.randint(config.model.vocab_size, (size, length + 1), generator=generator).to(device)
-    begins_BS = batch_of(config, size).begins_BS
-    return tokens, None if begins_BS is None else document_boundaries(begins_BS)
+    batch = batch_of(config, size, size)
+    boundaries = None if batch.begins_BS is None else document_boundaries(batch.begins_BS)
+    return tokens, boundaries, batch.padding_BS
 
 
 def data_ranks(config: Config) -> int:
@@ -152,8 +162,9 @@ def profile_ranks(model: Decoder, cut: SampledBlocks | None, config: Config, *, 
     schedule = schedule_for(config.parallel, config.num_micro_batches(data_ranks(config)))
     partition = memory_partition(config, config.parallel.pp * data_ranks(config), Assumed())
     layers = stages_of(uniform(config.model.num_hidden_layers, schedule.num_stages)) if partition is None else partition.stages
-    tokens, boundaries = _random_batch(config, next(model.parameters()).device)
+    tokens, boundaries, padding_BS = _random_batch(config, next(model.parameters()).device)
     layout = SequenceLayout(len(tokens), config.train.sequence_length, tokens.device, boundaries)
+    layout = layout.with_padding(padding_BS)
     micro_batch = MicroBatch(tokens[:, :-1], tokens[:, 1:], layout)
     autocast = torch.bfloat16 if config.train.precision == "bf16" else None
     meter = ChunkMeter(model, layer_places(model, cut), micro_batch, config.parallel.ep, autocast)
@@ -188,7 +199,7 @@ def write(found: ProfileFound, name: str) -> None:
 
 def _batch(config: Config) -> str:
     train = config.train
-    documents = f", {DOCUMENTS} documents per sequence" if config.data.packed_attention else ""
+    documents = f", {DOCUMENTS} documents per sequence" if config.data.apart else ""
     return f"{micro_batch_size(config)} x {train.sequence_length} tokens, {train.precision}{documents}"
 
 
@@ -236,7 +247,7 @@ def _document(found: ProfileFound) -> dict[str, Any]:
         "micro_batch_size": micro_batch_size(config),
         "sequence_length": config.train.sequence_length,
         "precision": config.train.precision,
-        "documents_per_sequence": DOCUMENTS if config.data.packed_attention else 1,
+        "documents_per_sequence": DOCUMENTS if config.data.apart else 1,
         "measured_blocks": list(found.cut.kept) if found.cut else "all",
         "profiles": {mode: report.to_json(profile) for mode, profile in found.profiles.items()},
         **({"ranks": ranks.to_json(found.by_rank)} if found.by_rank else {}),

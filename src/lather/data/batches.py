@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from lather.data.order import Order
-from lather.data.sequences import IGNORE_INDEX, Sequences
+from lather.data.sequences import IGNORE_INDEX, PADDING, Sequences
 from lather.errors import DataError
 from lather.shapes import Bool, Int
 
@@ -27,24 +27,52 @@ class Batch:
     """True at the first token of a document, if attention stays within documents; None: attention spans the whole sequence."""
     labels_of_all: int | None = None
     """Number of labels in the global batch; None: unknown, the ranks have to add up their own."""
+    padding_BS: Bool[Tensor, "b s"] | None = None
+    """True at positions that hold no token, which experts and their balance leave out; None: there
+    is none. A position without label may hold a token."""
+    tokens_of_all: int | None = None
+    """Number of inputs in the global batch, without padding; None: unknown, like
+    `labels_of_all`."""
 
     @classmethod
     def of_tokens(cls, tokens_BS: Int[Tensor, "b s"]) -> Batch:
-        """Split sequences of S + 1 tokens into inputs and labels. `IGNORE_INDEX` among the tokens is left out of the loss, and becomes
-        input 0."""
-        inputs_BS = tokens_BS[:, :-1]
-        return cls(inputs_BS.masked_fill(inputs_BS == IGNORE_INDEX, 0), tokens_BS[:, 1:])
+        """Split sequences of S + 1 tokens into inputs and labels. `IGNORE_INDEX` among the tokens
+        is padding: it is left out of the loss, and becomes input 0."""
+        padding_BS = tokens_BS[:, :-1] == IGNORE_INDEX
+        inputs_BS = tokens_BS[:, :-1].masked_fill(padding_BS, 0)
+        return cls(inputs_BS, tokens_BS[:, 1:], padding_BS=padding_BS if padding_BS.any() else None)
 
     @property
     def num_labels(self) -> int:
         return int((self.labels_BS != IGNORE_INDEX).sum())
 
+    @property
+    def num_tokens(self) -> int:
+        """Number of inputs, without padding."""
+        return sum(self.tokens_of_parts(len(self.inputs_BS)))
+
+    def tokens_of_parts(self, size: int) -> list[int]:
+        """Return the number of inputs, without padding, of each `size` sequences."""
+        lengths_B = torch.full((len(self.inputs_BS),), self.inputs_BS.shape[1])
+        if self.padding_BS is not None:
+            lengths_B = lengths_B - self.padding_BS.sum(1).to(lengths_B)
+        return [int(lengths.sum()) for lengths in lengths_B.split(size)]
+
     def padded(self, rows: int) -> Batch:
-        """Append this number of sequences without labels."""
-        padding = (0, 0, 0, rows)
-        begins_BS = None if self.begins_BS is None else F.pad(self.begins_BS, padding)
-        labels_BS = F.pad(self.labels_BS, padding, value=IGNORE_INDEX)
-        return replace(self, inputs_BS=F.pad(self.inputs_BS, padding), labels_BS=labels_BS, begins_BS=begins_BS)
+        """Append this number of sequences that are padding."""
+        if not rows:
+            return self
+        below = (0, 0, 0, rows)
+        padding_BS = self.padding_BS
+        if padding_BS is None:
+            padding_BS = torch.zeros_like(self.inputs_BS, dtype=torch.bool)
+        return replace(
+            self,
+            inputs_BS=F.pad(self.inputs_BS, below),
+            labels_BS=F.pad(self.labels_BS, below, value=IGNORE_INDEX),
+            begins_BS=None if self.begins_BS is None else F.pad(self.begins_BS, below),
+            padding_BS=F.pad(padding_BS, below, value=True),
+        )
 
 
 class Source:
@@ -63,7 +91,7 @@ def read_batch(sources: Sequence[Source], samples: Sequence[tuple[int, int]], *,
     Raises DataError if a shard is truncated or has a token outside the vocabulary.
     """
     length = sources[0].sequences.length
-    inputs_BS = np.zeros((len(samples), length), dtype=np.int64)
+    inputs_BS = np.full((len(samples), length), PADDING, dtype=np.int64)
     labels_BS = np.full_like(inputs_BS, IGNORE_INDEX)
     begins_BS = np.zeros((len(samples), length), dtype=bool)
     for row, (number, index) in enumerate(samples):
@@ -75,8 +103,14 @@ def read_batch(sources: Sequence[Source], samples: Sequence[tuple[int, int]], *,
                 f"{source.name}: token {highest} in sequence {index} is outside the vocabulary ({source.vocab_size}): a shard is damaged; "
                 "`lather data check` says which"
             )
-    begins = torch.from_numpy(begins_BS) if apart else None
-    return Batch(torch.from_numpy(inputs_BS), torch.from_numpy(labels_BS), begins)
+    is_padding_BS = inputs_BS == PADDING
+    inputs_BS[is_padding_BS] = 0
+    return Batch(
+        torch.from_numpy(inputs_BS),
+        torch.from_numpy(labels_BS),
+        begins_BS=torch.from_numpy(begins_BS) if apart else None,
+        padding_BS=torch.from_numpy(is_padding_BS) if is_padding_BS.any() else None,
+    )
 
 
 class Batches:
@@ -92,9 +126,14 @@ class Batches:
         start, each = (step - 1) * self.batch_size, self.batch_size // ranks
         samples = self.order.samples(start, start + self.batch_size)
         batch = read_batch(self.sources, samples[rank * each : (rank + 1) * each], apart=self.apart)
-        counts = [self.sources[source].sequences.num_labels(index) for source, index in samples]
+        sequences = [(self.sources[source].sequences, index) for source, index in samples]
+        counts = [of_source.num_labels(index) for of_source, index in sequences]
         known = [count for count in counts if count is not None]
-        return replace(batch, labels_of_all=sum(known) if len(known) == len(counts) else None)
+        return replace(
+            batch,
+            labels_of_all=sum(known) if len(known) == len(counts) else None,
+            tokens_of_all=sum(of_source.num_tokens(index) for of_source, index in sequences),
+        )
 
 
 class HeldOut:
@@ -114,7 +153,8 @@ class HeldOut:
         return [int(token) for token in read_batch([self.source], [(0, 0)], apart=False).inputs_BS[0]]
 
     def batch(self, rank: int = 0, ranks: int = 1) -> Batch:
-        """Read the sequences of one data rank. Every rank gets the same number; ranks that lack some get sequences without labels."""
+        """Read the sequences of one data rank. Every rank gets the same number; ranks that lack
+        some get padding."""
         each = -(-len(self.indices) // ranks)
         own = self.indices[rank * each : (rank + 1) * each]
         return read_batch([self.source], [(0, index) for index in own], apart=self.apart).padded(each - len(own))

@@ -126,6 +126,9 @@ class ShardWindows:
     def __len__(self) -> int:
         return len(self._windows)
 
+    def num_tokens(self, index: int) -> int:
+        return self.length
+
     def num_labels(self, index: int) -> int:
         return self.length
 

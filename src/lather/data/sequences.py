@@ -26,6 +26,8 @@ from lather.files import reason
 
 IGNORE_INDEX = -100
 """Label of a position that the loss leaves out."""
+PADDING = -1
+"""Input of a position that holds no token."""
 CHUNK = np.dtype([("start", "<i8"), ("length", "<i4")])
 """A piece of a document: the place of its first token in the split, and its number of labels."""
 
@@ -37,12 +39,16 @@ class Sequences(Protocol):
 
     def __len__(self) -> int: ...
 
+    def num_tokens(self, index: int) -> int:
+        """Return the number of inputs of a sequence, without padding."""
+
     def num_labels(self, index: int) -> int | None:
         """Return the number of labels of a sequence; None: not known before it is read."""
 
     def fill(self, index: int, inputs_S: Array, labels_S: Array, begins_S: Array) -> None:
-        """Write a sequence into arrays that are initialized to input 0, label `IGNORE_INDEX` and False. `begins_S`: True at the first token
-        of a document that must not attend to earlier tokens."""
+        """Write a sequence into arrays that are initialized to input `PADDING`, label
+        `IGNORE_INDEX` and False. `begins_S`: True at the first token of a document that must not
+        attend to earlier tokens."""
 
 
 class Windows:
@@ -58,8 +64,11 @@ class Windows:
     def __len__(self) -> int:
         return max(0, -(-(len(self.reader) - 1) // self.length))
 
+    def num_tokens(self, index: int) -> int:
+        return min(self.length, len(self.reader) - 1 - index * self.length)
+
     def num_labels(self, index: int) -> int | None:
-        return None if self.reader.has_mask else min(self.length, len(self.reader) - 1 - index * self.length)
+        return None if self.reader.has_mask else self.num_tokens(index)
 
     def fill(self, index: int, inputs_S: Array, labels_S: Array, begins_S: Array) -> None:
         start = index * self.length
@@ -95,8 +104,11 @@ class PackedDocuments:
     def __len__(self) -> int:
         return len(self._starts) - 1
 
+    def num_tokens(self, index: int) -> int:
+        return int(self._of(index)["length"].sum())
+
     def num_labels(self, index: int) -> int | None:
-        return None if self.reader.has_mask else int(self._of(index)["length"].sum())
+        return None if self.reader.has_mask else self.num_tokens(index)
 
     def _of(self, index: int) -> npt.NDArray[np.void]:
         return self._chunks[int(self._starts[index]) : int(self._starts[index + 1])]

@@ -1,11 +1,15 @@
 """A model on a mesh of ranks: the gradients of a global batch, and validation. A single process is a mesh of one rank, with the same code.
 
-Every rank is given the sequences of its data rank; the ranks of a pipeline are given the same ones. The loss is a sum over labels divided
-by the number of labels on all ranks, so no gradient is divided later, and after `launch_gradients` every parameter has its whole gradient.
+Every rank is given the sequences of its data rank; the ranks of a pipeline are given the same ones.
+The loss is a sum over labels divided by the number of labels on all ranks, so no gradient is
+divided later, and after `launch_gradients` every parameter has its whole gradient. The auxiliary
+losses of the routers are means over tokens: a micro-batch counts by its share of the step's tokens,
+on all ranks, whatever its labels. Padding is no token.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,7 +19,6 @@ from torch import Tensor
 
 from lather.config.config import Config, LoopConfig, MoEConfig, ParallelConfig
 from lather.data.batches import Batch
-from lather.data.sequences import IGNORE_INDEX
 from lather.device import to_device
 from lather.engine.trained_parameters import train_only, trained_parameters, with_adapters
 from lather.models.decoder import Decoder, RoutedModel
@@ -44,9 +47,10 @@ class BatchResult:
     """The result of the forward and backward pass of a global batch; the same on all ranks."""
 
     loss: float
-    """Cross entropy in nats, averaged over labels."""
+    """Cross entropy in nats, averaged over labels; NaN if there are none."""
     balance_loss: float
-    """Average over MoE blocks and, weighted by labels, over micro-batches; without its coefficient."""
+    """Average over MoE blocks and, weighted by tokens, over micro-batches; without its
+    coefficient."""
     counts_LE: Int[Tensor, "l e"]
     """Rows per MoE block and expert, on the CPU."""
     tokens: int
@@ -113,13 +117,13 @@ class Engine:
 
         Raises ValueError, before anything is sent, if the share does not have the engine's shape.
         """
-        self._check_shape(batch, self.micro_batch_size * self.schedule.num_micro_batches)
-        num_labels = self._labels_of_all(batch)
-        counts = [int((labels != IGNORE_INDEX).sum()) for labels in batch.labels_BS.split(self.micro_batch_size)]
-        shares = [count / max(1, num_labels) for count in counts]
+        num_labels, num_tokens = self.counts_of_all(batch)
+        parts = batch.tokens_of_parts(self.micro_batch_size)
+        shares = [tokens / max(1, num_tokens) for tokens in parts]
+        micro_batches = self._micro_batches(batch, float(max(1, num_labels)), shares)
         with counting_step(self.part.routers()):
             try:
-                output = self._executor.run(self._micro_batches(batch, float(max(1, num_labels)), shares))
+                output = self._executor.run(micro_batches)
             except BaseException:
                 self.parameters.clear_gradients()  # they are incomplete
                 raise
@@ -128,21 +132,30 @@ class Engine:
         self.parameters.collect_gradients()
         return UnreadResult(self._summary(output, shares), num_labels)
 
+    def without_labels(self) -> BatchResult:
+        """Return the result of a batch in which no rank has a label: it has neither loss nor
+        load."""
+        counts_LE = torch.zeros(len(self.part.moe_layers), self.part.num_experts, dtype=torch.int64)
+        return BatchResult(math.nan, math.nan, counts_LE, 0)
+
     @torch.no_grad()
-    def validation_loss(self, batch: Batch) -> float:
+    def validation_loss(self, batch: Batch) -> float | None:
         """Return the mean cross entropy in nats per label over the sequences of all ranks; each rank gives the same number, at least one.
+        None, without computing anything, if no rank has a label.
 
         Raises ValueError, before anything is sent, if the sequences do not have the engine's length.
         """
         self._check_shape(batch, max(1, len(batch.inputs_BS)))
-        num_labels = self._labels_of_all(batch)
+        num_labels, _ = self._add_up(batch)
+        if not num_labels:
+            return None
         batch = batch.padded(-len(batch.inputs_BS) % self.micro_batch_size)
         schedule = forwards(self.schedule.num_stages, len(batch.inputs_BS) // self.micro_batch_size)
         output = self._executor.run(self._micro_batches(batch, 1.0, [0.0] * schedule.num_micro_batches), schedule)
         total = torch.stack([torch.zeros((), device=self.mesh.device), *output.losses]).double().sum()
         if self.mesh.size > 1:
             dist.all_reduce(total)
-        return total.item() / max(1, num_labels)
+        return total.item() / num_labels
 
     def fill_waits(self, filler: PendingRefreshes) -> None:
         """Do pieces of these refreshes while the rank waits for other ranks of its pipeline."""
@@ -157,13 +170,25 @@ class Engine:
                     "each of train.sequence_length"
                 )
 
-    def _labels_of_all(self, batch: Batch) -> int:
-        """Return the number of labels of the global batch."""
-        if batch.labels_of_all is not None or self.mesh.data_size == 1:
-            return batch.num_labels if batch.labels_of_all is None else batch.labels_of_all
-        total = torch.tensor(batch.num_labels, device=self.mesh.device)
+    def counts_of_all(self, batch: Batch) -> tuple[int, int]:
+        """Return the numbers of labels and tokens of the global batch of a step, the same on all
+        ranks. What this rank's share does not say, the ranks add up.
+
+        Raises ValueError, before anything is sent, if the share does not have the engine's shape.
+        """
+        self._check_shape(batch, self.micro_batch_size * self.schedule.num_micro_batches)
+        return self._add_up(batch)
+
+    def _add_up(self, batch: Batch) -> tuple[int, int]:
+        if batch.labels_of_all is not None and batch.tokens_of_all is not None:
+            return batch.labels_of_all, batch.tokens_of_all
+        own = batch.num_labels, batch.num_tokens
+        if self.mesh.data_size == 1:
+            return own
+        total = torch.tensor(own, device=self.mesh.device)
         dist.all_reduce(total, group=self.mesh.data_group)
-        return int(total)
+        num_labels, num_tokens = total.tolist()
+        return num_labels, num_tokens
 
     def _micro_batches(self, batch: Batch, normalizer: float, shares: Sequence[float]) -> list[MicroBatch]:
         """Divide a batch; `shares`: the weights of its micro-batches in the auxiliary losses."""
@@ -171,6 +196,9 @@ class Engine:
         layouts = [self._layout] * len(shares)  # without documents masks and rotary tables are the same for all
         if batch.begins_BS is not None:
             layouts = [SequenceLayout(size, length, device, document_boundaries(begins)) for begins in batch.begins_BS.split(size)]
+        if batch.padding_BS is not None:
+            paddings = batch.padding_BS.split(size)
+            layouts = [one.with_padding(own) for one, own in zip(layouts, paddings, strict=True)]
         on_device = (to_device(x_BS, device).split(size) for x_BS in (batch.inputs_BS, batch.labels_BS))
         balance, z_loss = self.moe.balance_coefficient or 0.0, self.moe.z_loss_coefficient
         return [
@@ -204,6 +232,7 @@ class Engine:
             dist.all_reduce(total)
         found, sums, own = torch.cat((total, own)).cpu().split([len(result.found), len(sums), len(own)])
         loss, balance = found[:2].tolist()
+        loss = loss if result.num_labels else math.nan
         counts_LE = found[2:].view(len(self.part.moe_layers), self.part.num_experts).long()
         return BatchResult(loss, balance, counts_LE, result.num_labels), sums, own
 

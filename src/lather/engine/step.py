@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -53,6 +53,7 @@ class StepResult(BatchResult):
     """Refreshes since the previous step; with `optim.async_refresh` that step started them."""
     refreshes_skipped: int
     skipped: bool
+    """Whether the step changed nothing."""
 
 
 class TrainStep:
@@ -68,8 +69,20 @@ class TrainStep:
     def __call__(self, batch: Batch, lr: float) -> StepResult:
         """`batch`: this rank's share of the global batch; `lr`: `optim.lr` at this step, which groups multiply by their factors.
 
-        A step whose loss or gradient is not finite changes nothing on any rank.
+        A step whose loss or gradient is not finite changes nothing on any rank, and neither does
+        one without labels, whose loss and norm are NaN and which computes nothing.
         """
+        num_labels, num_tokens = self.engine.counts_of_all(batch)
+        if not num_labels:
+            result = self.engine.without_labels()
+            return StepResult(
+                **vars(result),
+                **self._new_refreshes(),
+                grad_norm=math.nan,
+                optimizer_seconds=0.0,
+                skipped=True,
+            )
+        batch = replace(batch, labels_of_all=num_labels, tokens_of_all=num_tokens)
         result, norm, norms = self._gradients(batch)
         finite = math.isfinite(result.loss + norm.item())
         start = time.perf_counter()  # a GPU is idle now, since the host has just waited for the gradients

@@ -45,7 +45,8 @@ def score_labels(model: Decoder, batch: Batch) -> tuple[Float[Tensor, " n"], Boo
     device."""
     device = next(model.parameters()).device
     boundaries = None if batch.begins_BS is None else document_boundaries(batch.begins_BS)
-    x_BSD, _ = model.hidden(batch.inputs_BS.to(device), cu_seqlens=boundaries)
+    inputs_BS = batch.inputs_BS.to(device)
+    x_BSD, _ = model.hidden(inputs_BS, cu_seqlens=boundaries, padding_BS=batch.padding_BS)
     labels_BS = batch.labels_BS.to(device)
     is_label_BS = labels_BS != IGNORE_INDEX
     x_ND, head_VD, labels_N = x_BSD[is_label_BS], model.lm_head.weight, labels_BS[is_label_BS]
@@ -75,20 +76,21 @@ class Score:
     """UTF-8 bytes of the labels' text; None: the set has no tokenizer."""
 
     def as_row(self) -> dict[str, Any]:
-        """Return the fields of a row of results; values that are not finite become null.
+        """Return the fields of a row of results; values that are not finite, or not known without
+        tokens, become null.
 
         `loss`: nats per token; `perplexity`: exp(loss); `bits_per_byte`: bits per byte of text, which compares models with different
         tokenizers, null if there are no bytes; `accuracy`: fraction of the labels that were the most likely token.
         """
-        loss = self.nats / self.tokens
+        loss = self.nats / self.tokens if self.tokens else math.nan
         row = {
             "sequences": self.sequences,
             "tokens": self.tokens,
             "bytes": self.num_bytes,
             "loss": loss,
-            "perplexity": math.exp(loss) if loss < 700 else math.inf,
+            "perplexity": math.inf if loss >= 700 else math.exp(loss),
             "bits_per_byte": self.nats / math.log(2) / self.num_bytes if self.num_bytes else None,
-            "accuracy": self.hits / self.tokens,
+            "accuracy": self.hits / self.tokens if self.tokens else math.nan,
         }
         return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
 

@@ -25,7 +25,7 @@ from lather.models.decoder import Block, Decoder
 from lather.models.moe import LOCAL_EXCHANGE, Pending
 from lather.models.routing import Routing
 from lather.models.saving.weight_gradients import WeightGradients, defer_weight_gradients
-from lather.parallel.exchange_plan import Way, plan_rows
+from lather.parallel.exchange_plan import Way, plan_routing
 from lather.parallel.expert_exchange import ExpertExchange, FreeBuffer
 from lather.pipeline import overlap
 from lather.pipeline.model_part import Stage
@@ -166,7 +166,7 @@ class _Mirror(ExpertExchange):
 
     @torch.no_grad()
     def start_plan(self, routing: Routing) -> Pending[Way]:
-        plan = plan_rows(routing.experts_TK, self.num_local_experts, self.num_ranks)
+        plan = plan_routing(routing, self.num_local_experts, self.num_ranks)
         sizes_P2 = plan.sizes_P2.tolist()
         return Pending(lambda: plan.way(sizes_P2, sizes_P2))
 

@@ -34,7 +34,7 @@ from lather.models.moe import LOCAL_EXCHANGE, Dispatched, Exchange, MoE
 from lather.models.routing import LoadBalance, Router, Routing
 from lather.models.saving.recomputed import Again, Remaking
 from lather.models.token_positions import KeyValueCache, SequenceLayout
-from lather.shapes import Float, Int
+from lather.shapes import Bool, Float, Int
 
 
 @dataclass
@@ -70,7 +70,9 @@ class Block(nn.Module):
             residual_BSD = x_BSD + self.self_attn(remaking.norm(self.input_layernorm, x_BSD), layout, remaking)
             normed_TD = self._normed(residual_BSD)
             remaking.add((normed_TD,), lambda residual_BSD: (self._normed(residual_BSD),), residual_BSD)
-            routing = self.mlp.gate(normed_TD, len(x_BSD)) if isinstance(self.mlp, MoE) else None
+            routing = None
+            if isinstance(self.mlp, MoE):
+                routing = self.mlp.gate(normed_TD, len(x_BSD), layout.padding)
             return Attended(residual_BSD, normed_TD, routing, remaking.again(normed_TD))
 
     def _normed(self, residual_BSD: Tensor) -> Tensor:
@@ -202,14 +204,23 @@ class Decoder(RoutedModel):
         normalizer: float | Tensor = 1.0,
         exchange: Exchange = LOCAL_EXCHANGE,
         cache: KeyValueCache | None = None,
+        padding_BS: Bool[Tensor, "b s"] | None = None,
     ) -> DecoderOutput:
         """Compute logits, or with labels the sum of the cross entropy over labels that are not -100, divided by `normalizer`.
 
         The loss never holds the logits of all tokens at the same time. `labels_BS[b, s]` is the token after `tokens_BS[b, s]`.
         `cu_seqlens`: boundaries of the documents packed into the batch (see `SequenceLayout`). `exchange`: sends tokens to experts on other
         ranks. `cache`: holds the tokens before these, and is extended by these; only inside `torch.no_grad()`, and without `cu_seqlens`.
+        `padding_BS`: True at positions that hold no token, which experts and their balance leave
+        out (see `SequenceLayout.with_padding`).
         """
-        x_BSD, routings = self.hidden(tokens_BS, cu_seqlens=cu_seqlens, exchange=exchange, cache=cache)
+        x_BSD, routings = self.hidden(
+            tokens_BS,
+            cu_seqlens=cu_seqlens,
+            exchange=exchange,
+            cache=cache,
+            padding_BS=padding_BS,
+        )
         if labels_BS is None:
             return DecoderOutput(self.lm_head(x_BSD), None, routings)
         return DecoderOutput(None, linear_cross_entropy(x_BSD, self.lm_head.weight, labels_BS, normalizer=normalizer), routings)
@@ -221,10 +232,12 @@ class Decoder(RoutedModel):
         cu_seqlens: Int[Tensor, " n"] | None = None,
         exchange: Exchange = LOCAL_EXCHANGE,
         cache: KeyValueCache | None = None,
+        padding_BS: Bool[Tensor, "b s"] | None = None,
     ) -> tuple[Float[Tensor, "b s d"], list[Routing]]:
         """Return the last norm's output, which is the head's input, and the routings of the MoE blocks; see `forward`."""
         batch, length = tokens_BS.shape
         layout = SequenceLayout(batch, length, tokens_BS.device, cu_seqlens, cache)
+        layout = layout.with_padding(padding_BS)
         x_BSD = self.embed_tokens(tokens_BS)
         routings = []
         for block in self.layers:

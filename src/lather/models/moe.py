@@ -30,7 +30,8 @@ class Dispatched:
 
     x_RD: Float[Tensor, "r d"]
     experts_RK: Int[Tensor, "r k"]
-    """Numbers of the experts among those of this rank; -1 for experts on other ranks."""
+    """Numbers of the experts among those of this rank; -1 for experts on other ranks, and for
+    padding."""
     weights_RK: Float[Tensor, "r k"]
     way: Any = None
     """Information with which the exchange sends results and gradients back the same way."""
@@ -71,7 +72,7 @@ class Exchange:
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> Dispatched:
         """Send this rank's tokens (T, D); return the R tokens that this rank's experts receive."""
-        return Dispatched(x_TD, routing.experts_TK, routing.weights_TK)
+        return Dispatched(x_TD, routing.experts_TK, routing.weights_TK, num_pairs=routing.num_pairs)
 
     def combine(self, partial_RD: Tensor, dispatched: Dispatched) -> Tensor:
         """Send the weighted sums of this rank's experts (R, D); return the complete sums of this rank's tokens (T, D)."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lather.models.layers import Product, multiply, reset_parameters
 from lather.models.saving.weight_gradients import Deferrable
-from lather.shapes import Float, Int
+from lather.shapes import Bool, Float, Int
 
 SCORES = ("softmax", "sigmoid")
 TINY = 1e-20
@@ -28,14 +28,30 @@ TINY = 1e-20
 BALANCE_LEVELS = ("micro_batch", "sequence", "global_batch")
 
 
+@dataclass(frozen=True)
+class Padding:
+    """The positions of a micro-batch that hold no token: they go to no expert, and count in no loss
+    and no load."""
+
+    mask_T: Bool[Tensor, " t"]
+    """True at these positions."""
+    num_tokens: int
+    """Number of the other positions."""
+
+    def fill(self, x_TN: Tensor, value: float) -> Tensor:
+        """Return `x_TN` with this value in the rows of the padding, which get no gradient."""
+        return x_TN.masked_fill(self.mask_T.unsqueeze(1), value)
+
+
 @dataclass
 class Routing:
-    """The router's decision for T tokens. The losses are without their coefficients."""
+    """The router's decision for T tokens. The losses are without their coefficients. Losses and
+    counts leave out padding."""
 
     experts_TK: Int[Tensor, "t k"]
-    """The experts of each token."""
+    """The experts of each token; -1 for padding, which is sent to no expert."""
     weights_TK: Float[Tensor, "t k"]
-    """The weight of each of a token's experts in its output, in fp32 or wider."""
+    """The weight of each of a token's experts in its output, in fp32 or wider; 0 for padding."""
     count_E: Int[Tensor, " e"]
     """Number of rows that each expert receives."""
     balance_loss: Float[Tensor, ""]
@@ -44,6 +60,9 @@ class Routing:
     """Mean over tokens of logsumexp(logits)^2; None unless `Router.takes_z_loss` is set, because autograd saves the logits for it."""
     balance_count_E: Int[Tensor, " e"] | None = None
     """Number of rows of each expert from which the balance loss computed the shares; None if it used those of each sequence."""
+    num_pairs: int | None = None
+    """Number of entries of `experts_TK` that are experts, where the batch has padding; None:
+    all."""
 
 
 class Router(Deferrable, nn.Module):
@@ -80,22 +99,34 @@ class Router(Deferrable, nn.Module):
         self._repeated: Routing | None = None
         reset_parameters(self)
 
-    def forward(self, x_TD: Float[Tensor, "t d"], num_sequences: int = 1) -> Routing:
+    def forward(
+        self,
+        x_TD: Float[Tensor, "t d"],
+        num_sequences: int = 1,
+        padding: Padding | None = None,
+    ) -> Routing:
         """Route tokens. x consists of `num_sequences` sequences of equal length, which only the balance loss at sequence level uses."""
         logits_TE = self.logits(x_TD)
         scores_TE = logits_TE.softmax(-1) if self.score == "softmax" else logits_TE.sigmoid()
         experts_TK = self._experts(scores_TE)
-        weights_TK = scores_TE.gather(1, experts_TK)
+        weights_TK = scores_TE.gather(1, experts_TK if padding is None else experts_TK.clamp(min=0))
         if self.normalize:
             weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + TINY)
         if self.scale != 1:
             weights_TK = weights_TK * self.scale
-        count_E = count_rows(experts_TK, len(self.weight))
+        if padding is not None:
+            experts_TK, weights_TK = padding.fill(experts_TK, -1), padding.fill(weights_TK, 0)
+        count_E = count_rows(experts_TK, len(self.weight), padding)
         if self.score == "sigmoid":  # the balance loss needs scores that sum to 1
             scores_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + TINY)
         over_E = self.balance.counted(count_E, num_sequences) if self._repeated is None else self._repeated.balance_count_E
-        loss = sequence_balance_loss(scores_TE, experts_TK, num_sequences) if over_E is None else balance_loss(scores_TE, over_E)
-        return Routing(experts_TK, weights_TK, count_E, loss, z_loss(logits_TE) if self.takes_z_loss else None, over_E)
+        if over_E is None:
+            loss = sequence_balance_loss(scores_TE, experts_TK, num_sequences, padding)
+        else:
+            loss = balance_loss(scores_TE, over_E, padding)
+        of_logits = z_loss(logits_TE, padding) if self.takes_z_loss else None
+        num_pairs = None if padding is None else padding.num_tokens * self.num_experts_per_tok
+        return Routing(experts_TK, weights_TK, count_E, loss, of_logits, over_E, num_pairs)
 
     def logits(self, x_TD: Float[Tensor, "t d"]) -> Float[Tensor, "t e"]:
         """Compute x W^T + b in fp32 or wider, for any dtype of x and autocast, saving x only in its own dtype."""
@@ -183,35 +214,69 @@ def _check_router(num_experts: int, num_experts_per_tok: int, score: str, num_gr
         raise ValueError(f"num_experts_per_tok = {num_experts_per_tok} is not valid: it must be from 1 to the {reachable} experts in reach")
 
 
-def count_rows(experts_TK: Int[Tensor, "t k"], num_experts: int) -> Int[Tensor, " e"]:
-    """Count how often each expert occurs. (torch.bincount would wait for a CUDA device.)"""
+def count_rows(
+    experts_TK: Int[Tensor, "t k"],
+    num_experts: int,
+    padding: Padding | None = None,
+) -> Int[Tensor, " e"]:
+    """Count how often each expert occurs, -1 left out. (torch.bincount would wait for a CUDA
+    device.)"""
     rows_G = experts_TK.flatten()
-    return rows_G.new_zeros(num_experts).scatter_add_(0, rows_G, torch.ones_like(rows_G))
+    if padding is None:
+        return rows_G.new_zeros(num_experts).scatter_add_(0, rows_G, torch.ones_like(rows_G))
+    is_expert_G = (rows_G >= 0).to(rows_G.dtype)
+    return rows_G.new_zeros(num_experts).scatter_add_(0, rows_G.clamp(min=0), is_expert_G)
 
 
-def z_loss(logits_TE: Float[Tensor, "t e"]) -> Float[Tensor, ""]:
+def z_loss(logits_TE: Float[Tensor, "t e"], padding: Padding | None = None) -> Float[Tensor, ""]:
     """Compute the mean over tokens of logsumexp(logits)^2; 0 for no tokens."""
-    return logits_TE.logsumexp(-1).square().sum() / max(len(logits_TE), 1)
+    square_T = logits_TE.logsumexp(-1).square()
+    if padding is None:
+        return square_T.sum() / max(len(logits_TE), 1)
+    return square_T.masked_fill(padding.mask_T, 0).sum() / max(padding.num_tokens, 1)
 
 
-def balance_loss(scores_TE: Float[Tensor, "t e"], count_E: Int[Tensor, " e"]) -> Float[Tensor, ""]:
+def balance_loss(
+    scores_TE: Float[Tensor, "t e"],
+    count_E: Int[Tensor, " e"],
+    padding: Padding | None = None,
+) -> Float[Tensor, ""]:
     """Compute DeepSeek-V2's expert-level loss (eq. 23 to 25, without coefficient); differentiable through the scores."""
+    num_tokens = len(scores_TE) if padding is None else padding.num_tokens
+    if padding is not None:
+        scores_TE = padding.fill(scores_TE, 0)
     share_E = count_E.to(scores_TE.dtype) / count_E.sum().clamp(min=1)
-    mean_score_E = scores_TE.sum(0) / max(len(scores_TE), 1)
+    mean_score_E = scores_TE.sum(0) / max(num_tokens, 1)
     return len(count_E) * (share_E * mean_score_E).sum()
 
 
-def sequence_balance_loss(scores_TE: Float[Tensor, "t e"], experts_TK: Int[Tensor, "t k"], num_sequences: int) -> Float[Tensor, ""]:
-    """Compute the mean of the same loss over sequences of equal length; differentiable through the scores."""
+def sequence_balance_loss(
+    scores_TE: Float[Tensor, "t e"],
+    experts_TK: Int[Tensor, "t k"],
+    num_sequences: int,
+    padding: Padding | None = None,
+) -> Float[Tensor, ""]:
+    """Compute the mean over tokens of their sequence's loss, for sequences of equal length;
+    differentiable through the scores.
+
+    A sequence with padding so counts by its tokens, as it does in the cross entropy.
+    """
     num_experts = scores_TE.shape[1]
     if len(scores_TE) % num_sequences:
         raise ValueError(f"num_sequences = {num_sequences} is not valid: it must divide the {len(scores_TE)} tokens")
+    if padding is not None:
+        scores_TE = padding.fill(scores_TE, 0)
     scores_BSE, experts_BG = scores_TE.unflatten(0, (num_sequences, -1)), experts_TK.reshape(num_sequences, -1)
     count_BE = torch.zeros(num_sequences, num_experts, dtype=scores_TE.dtype, device=scores_TE.device)
-    count_BE.scatter_add_(1, experts_BG, torch.ones_like(experts_BG, dtype=scores_TE.dtype))
-    share_BE = count_BE / max(experts_BG.shape[1], 1)
-    mean_score_BE = scores_BSE.sum(1) / max(scores_BSE.shape[1], 1)
-    return num_experts * (share_BE * mean_score_BE).sum(-1).mean()
+    if padding is None:
+        count_BE.scatter_add_(1, experts_BG, torch.ones_like(experts_BG, dtype=scores_TE.dtype))
+        share_BE = count_BE / max(experts_BG.shape[1], 1)
+        mean_score_BE = scores_BSE.sum(1) / max(scores_BSE.shape[1], 1)
+        return num_experts * (share_BE * mean_score_BE).sum(-1).mean()
+    count_BE.scatter_add_(1, experts_BG.clamp(min=0), (experts_BG >= 0).to(scores_TE.dtype))
+    share_BE = count_BE / count_BE.sum(1, keepdim=True).clamp(min=1)
+    # a sequence's mean score times its number of tokens is the sum of its scores
+    return num_experts * (share_BE * scores_BSE.sum(1)).sum() / max(padding.num_tokens, 1)
 
 
 class LoadBalance:

@@ -11,6 +11,7 @@ Letters: B sequences, S positions, T = B * S tokens (in masks: keys, which are a
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -22,6 +23,7 @@ from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block
 
 from lather.device import is_gpu, to_device
 from lather.models.rotary import Rotary
+from lather.models.routing import Padding
 from lather.shapes import Bool, Float, Int
 
 Made = TypeVar("Made")
@@ -89,6 +91,8 @@ class SequenceLayout:
         """Position of each token in its document; (1, S) if each row is one document."""
         self.documents: Int[Tensor, "b s"] | None = None
         """Number of each token's document; None if each row is one document."""
+        self.padding: Padding | None = None
+        """The positions that hold no token, at which the router looks; None: there is none."""
         self._made: dict[Any, Any] = {}
         if cache is not None:
             if cu_seqlens is not None:
@@ -118,6 +122,25 @@ class SequenceLayout:
             document_T = torch.searchsorted(starts, token_T, right=True) - 1
             self.positions = (token_T - starts[document_T]).view(self.batch, self.length)
             self.documents = document_T.view(self.batch, self.length)
+
+    def with_padding(self, padding_BS: Bool[Tensor, "b s"] | None) -> SequenceLayout:
+        """Return the same layout, with the same masks and tables, where `padding_BS` is True at
+        positions that hold no token.
+
+        Experts and their balance leave these out. Attention does not: a token attends to earlier
+        ones, and padding comes last or is a document of its own. The values are read on the host.
+        Raises ValueError if the shape is not (B, S).
+        """
+        shape = (self.batch, self.length)
+        if padding_BS is not None and tuple(padding_BS.shape) != shape:
+            given = tuple(padding_BS.shape)
+            raise ValueError(f"padding_BS has shape {given}: it must be {shape}, like the tokens'")
+        if padding_BS is None or not padding_BS.any():
+            return self
+        layout = copy.copy(self)
+        num_tokens = padding_BS.numel() - int(padding_BS.sum())
+        layout.padding = Padding(to_device(padding_BS.flatten(), self.device), num_tokens)
+        return layout
 
     def forget(self) -> None:
         """Free masks and tables of packed documents, because each micro-batch of a step has its own; they are computed again when needed.

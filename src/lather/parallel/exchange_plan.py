@@ -29,7 +29,8 @@ class Way:
     token_S: Int[Tensor, " s"]
     """Token of each sent row. int32."""
     row_TK: Int[Tensor, "t k"]
-    """Row that takes token t to the rank of its k-th expert; ~row in all but the first of its slots on that rank. int32.
+    """Row that takes token t to the rank of its k-th expert; ~row in all but the first of its slots
+    on that rank; -1 for padding, which is sent nowhere. int32.
 
     A sum over slots skips negative rows and so adds each row once.
     """
@@ -41,7 +42,8 @@ class Way:
     """Number of pairs of a received row and one of this rank's experts."""
 
     def row_of_slot(self) -> Int[Tensor, "t k"]:
-        """Return the row of every slot. int64."""
+        """Return the row of every slot; 0 for padding, whose weight the router gives no gradient.
+        int64."""
         return torch.where(self.row_TK < 0, ~self.row_TK, self.row_TK).long()
 
 
@@ -64,6 +66,19 @@ class ExchangePlan:
         token_T1 = torch.arange(t, dtype=torch.int32, device=token_S.device).unsqueeze(1)
         token_S.scatter_(0, self.row_TP.flatten(), token_T1.expand(t, p).flatten())
         return Way(token_S[:s], self.row_TK, sent_P, received_P, sum(pairs for _, pairs in told_P2))
+
+
+def plan_routing(routing: Routing, num_local_experts: int, num_ranks: int) -> ExchangePlan:
+    """Assign a row to each pair of a token and a rank to which it is sent, which padding is not."""
+    n, p, experts_TK = num_local_experts, num_ranks, routing.experts_TK
+    if routing.num_pairs is None:
+        return plan_rows(experts_TK, n, p)
+    is_padding_TK = experts_TK < 0
+    # the plan for one more rank, to which padding goes, and whose rows come last
+    plan = plan_rows(experts_TK.masked_fill(is_padding_TK, n * p), n, p + 1)
+    sizes_P2 = plan.sizes_P2[:p]
+    row_TP = torch.minimum(plan.row_TP[:, :p], sizes_P2[:, 0].sum())
+    return ExchangePlan(sizes_P2, plan.row_TK.masked_fill(is_padding_TK, -1), row_TP)
 
 
 def plan_rows(experts_TK: Int[Tensor, "t k"], num_local_experts: int, num_ranks: int) -> ExchangePlan:

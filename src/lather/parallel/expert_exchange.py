@@ -37,7 +37,7 @@ from lather.kernels.gather import gather_rows
 from lather.kernels.route import check_range
 from lather.models.moe import Dispatched, Exchange, Pending
 from lather.models.routing import Routing
-from lather.parallel.exchange_plan import Way, pack_routing, plan_rows, unpack_routing
+from lather.parallel.exchange_plan import Way, pack_routing, plan_routing, unpack_routing
 from lather.shapes import Float
 
 FreeBuffer = Callable[[Tensor], None]
@@ -94,8 +94,9 @@ class ExpertExchange(Exchange):
 
         Raises ValueError, before anything is sent, if experts are out of range (on CUDA the device asserts this).
         """
-        check_range(routing.experts_TK, 0, self.num_experts, "experts_TK")
-        plan = plan_rows(routing.experts_TK, self.num_local_experts, self.num_ranks)
+        lowest = 0 if routing.num_pairs is None else -1
+        check_range(routing.experts_TK, lowest, self.num_experts, "experts_TK")
+        plan = plan_routing(routing, self.num_local_experts, self.num_ranks)
         sizes_2P2 = torch.stack([plan.sizes_P2, torch.empty_like(plan.sizes_P2)])
         work = dist.all_to_all_single(sizes_2P2[1], plan.sizes_P2, group=self.sizes_group, async_op=True)
         arrive: Callable[[], object] = work.wait
@@ -159,7 +160,10 @@ class ExpertExchange(Exchange):
 
         def finish() -> tuple[Tensor, Tensor]:
             grad_SD, grad_weights_SK = grad_travel.wait(), weights_travel.wait()
-            grad_TD, grad_weights_TK = self._sum_per_token(way, grad_SD), grad_weights_SK.gather(0, way.row_of_slot())
+            grad_TD = self._sum_per_token(way, grad_SD)
+            if not len(grad_weights_SK):  # all tokens are padding
+                return grad_TD, grad_weights_SK.new_zeros(way.row_TK.shape)
+            grad_weights_TK = grad_weights_SK.gather(0, way.row_of_slot())
             self.free_buffer(grad_weights_SK)
             return grad_TD, grad_weights_TK
 

@@ -58,7 +58,8 @@ class MicroBatch:
     normalizer: float = 1.0
     """Divisor of the sum of the labels' losses: the number of labels of the whole step, on all ranks."""
     balance_weight: float = 0.0
-    """Weight of each block's balance loss in the differentiated loss: its coefficient times this micro-batch's fraction of the labels."""
+    """Weight of each block's balance loss in the differentiated loss: its coefficient times this
+    micro-batch's fraction of the step's tokens, on all ranks, without padding."""
     z_weight: float = 0.0
     """Weight of each block's router z-loss, computed likewise."""
 

@@ -231,8 +231,8 @@ class Load:
             return torch.zeros(x.shape, dtype=x.dtype)
         if "parallel/expert_exchange.py" in reader:
             return torch.tensor([self.rows, self.pairs]).expand(x.shape).contiguous()
-        if "_labels_of_all" in reader:
-            return torch.tensor(self.tokens)
+        if "_add_up" in reader:
+            return torch.full((2,), self.tokens)
         pairs = self.pairs * self.config.parallel.ep
         return (torch.arange(1, x.numel() + 1) * pairs // max(1, x.numel())).view(x.shape)
 
@@ -271,12 +271,31 @@ def step_without_passes(engine: Engine, optimizer: torch.optim.Optimizer) -> Non
     engine.parameters.clear_gradients()
 
 
-def batch_of(config: Config, sequences: int) -> Batch:
-    """Return a rank's batch; if documents are separated, each sequence has `DOCUMENTS` documents."""
+def batch_of(config: Config, sequences: int, micro_batch_size: int) -> Batch:
+    """Return a rank's batch; if documents are separated, each sequence has `DOCUMENTS` documents,
+    and if they are packed whole, each micro-batch has one position of padding, with which it needs
+    most."""
     length = config.train.sequence_length
     batch = Batch.of_tokens(torch.zeros(sequences, length + 1, dtype=torch.long))
-    begins_BS = (torch.arange(length) % math.ceil(length / DOCUMENTS) == 0).expand(sequences, -1)
-    return replace(batch, begins_BS=begins_BS) if config.data.apart else batch
+    if not config.data.apart:
+        return batch
+    begins_S = torch.arange(length) % math.ceil(length / DOCUMENTS) == 0
+    batch = replace(batch, begins_BS=begins_S.expand(sequences, -1))
+    if config.data.packing != "documents":
+        return batch
+    padding_BS = torch.zeros(sequences, length, dtype=torch.bool)
+    padding_BS[micro_batch_size - 1 :: micro_batch_size, -1] = True
+    return replace(batch, padding_BS=padding_BS)
+
+
+def _of_tokens(batch: Batch, tokens: int, device: torch.device) -> list[Tensor]:
+    """Return what a step holds from its start for so many further tokens of micro-batches: inputs
+    and labels, where documents are separated also positions and documents, and where there is
+    padding its mask."""
+    numbers = 2 if batch.begins_BS is None else 4
+    masks = 0 if batch.padding_BS is None else 1
+    sizes = {torch.long: numbers * tokens, torch.bool: masks * tokens}
+    return [torch.empty(size, dtype=dtype, device=device) for dtype, size in sizes.items()]
 
 
 def dry_run(
@@ -310,9 +329,9 @@ def dry_run(
         ledger.label("parameters", [local(x) for x in (*engine.part.parameters(), *engine.part.buffers())])
         found = {BUILDING: ledger.timeline()}
         optimizer = build_optimizer(config.optim, engine.parameters)
-        batch = batch_of(config, config.train.batch_size // data_size)
-        left_out = torch.empty(2, tokens_of_all - batch.inputs_BS.numel(), dtype=torch.long, device=device)
-        ledger.label("activations", [left_out])
+        batch = batch_of(config, config.train.batch_size // data_size, engine.micro_batch_size)
+        left_out = _of_tokens(batch, tokens_of_all - batch.inputs_BS.numel(), device)
+        ledger.label("activations", left_out)
 
         def record(name: str, work: Callable[[], T]) -> T:
             start = ledger.time

@@ -61,5 +61,5 @@ class LiveDisplay(Progress):
 
 def _summary(row: StepRow) -> str:
     if row.skipped:
-        return "skipped: loss or gradient not finite"
+        return f"skipped: {'loss or gradient not finite' if row.tokens else 'no token to learn'}"
     return f"loss {row.loss:.4f}  lr {row.lr:.2e}  grad {row.grad_norm:.2f}  {row.tokens_per_second:,.0f} tokens/s"

@@ -176,6 +176,8 @@ class _TrainingRun:
         self.memory = MemoryCheck(config, mesh, display.note, partition)
         self.pace = Pace(display.note, not is_gpu(mesh.device), mesh.size)
         self.lowest_loss = math.inf
+        self._told: set[str] = set()
+        """Subjects of lines that are shown once."""
         if saving.keep_best:
             steps, file = {step_of(path) for path in existing}, self.path / "metrics.jsonl"
             self._keep_best(on_rank_0(lambda: best_checkpoint(steps, read_rows(file)), mesh.control_group))
@@ -259,16 +261,26 @@ class _TrainingRun:
         if is_recorded and (of_ranks := gather(self.timeline.end(), self.mesh.control_group)):
             append_timeline(self.path / TIMELINE, number, chain.from_iterable(of_ranks))
         step_seconds = time.perf_counter() - start
-        in_a_row = self.progress.skipped_in_a_row + 1 if result.skipped else 0
+        in_a_row = self.progress.skipped_in_a_row
+        if result.tokens:  # a step without labels says nothing about whether the run diverges
+            in_a_row = in_a_row + 1 if result.skipped else 0
         self.progress = Progress(number, self.progress.seconds + step_seconds, in_a_row)
         peak = metrics.take_peak_memory_bytes(self.mesh.device)
         self.memory.saw(peak)
         row = self._row(result, lr, step_seconds, peak)
         self._write(row)
-        if _is_due(number, self.config.log.expert_load_every) and result.counts_LE.numel():
+        if _is_due(number, self.config.log.expert_load_every) and result.counts_LE.any():
             self._write({"step": number, "seconds": self.progress.seconds, "expert_load": metrics.load_per_expert(result.counts_LE)})
         self.display.step(row, self.config.train.steps)
-        self.pace.saw(step_seconds)
+        if result.tokens:
+            self.pace.saw(step_seconds)
+        else:
+            self._tell_once(
+                "training",
+                f"step {number} changed nothing and has no loss, as no token of it is learned: "
+                "if many steps are like this, make the data set with the answers learned, or give "
+                "more tokens per step (--train.batch-size, --train.sequence-length)",
+            )
         if in_a_row >= self.config.train.max_skipped_steps:
             raise DivergedError(
                 f"{in_a_row} steps in a row, the last of them step {number}, had a loss or gradient that was not finite: "
@@ -278,7 +290,7 @@ class _TrainingRun:
 
     def _row(self, result: StepResult, lr: float, step_seconds: float, peak: int) -> metrics.StepRow:
         measured = {name: value for name, value in vars(result).items() if name != "counts_LE"}  # fields of the row, too
-        least, most, entropy = metrics.expert_load(result.counts_LE)
+        loads = metrics.expert_load(result.counts_LE) if result.tokens else (math.nan,) * 3
         return metrics.StepRow(
             **measured,
             step=self.progress.step,
@@ -287,9 +299,9 @@ class _TrainingRun:
             seconds=self.progress.seconds,
             step_seconds=step_seconds,
             peak_memory_bytes=int(self._most(peak)),
-            expert_load_min=least,
-            expert_load_max=most,
-            expert_load_entropy=entropy,
+            expert_load_min=loads[0],
+            expert_load_max=loads[1],
+            expert_load_entropy=loads[2],
         )
 
     def _keep_best(self, best: tuple[float, int] | None) -> None:
@@ -302,20 +314,37 @@ class _TrainingRun:
         """Evaluate on the held-out sequences, the same ones every time. Returns whether to save a checkpoint because the loss of the first
         set, which is the run's validation loss, is the lowest so far."""
         ranks = self.mesh.data_rank, self.mesh.data_size
-        losses = {name: self.engine.validation_loss(held_out.batch(*ranks)) for name, held_out in self.held_out.items()}
-        if not losses:
+        batches = {name: held_out.batch(*ranks) for name, held_out in self.held_out.items()}
+        found = {name: self.engine.validation_loss(batch) for name, batch in batches.items()}
+        if not found:
             return False
+        losses = {name: math.nan if loss is None else loss for name, loss in found.items()}
         loss = next(iter(losses.values()))
         row: metrics.ValidationRow = {"step": self.progress.step, "seconds": self.progress.seconds, "validation_loss": loss}
         if len(losses) > 1:
             row["validation_losses"] = losses
         self._write(row)
-        each = "" if len(losses) == 1 else f" ({', '.join(f'{name} {one:.4f}' for name, one in losses.items())})"
-        self.display.note(f"step {self.progress.step}: validation loss {loss:.4f}{each}")
+        shown = {name: "-" if loss is None else f"{loss:.4f}" for name, loss in found.items()}
+        of_sets = ", ".join(f"{name} {text}" for name, text in shown.items())
+        first = next(iter(shown.values())) + (f" ({of_sets})" if len(shown) > 1 else "")
+        self.display.note(f"step {self.progress.step}: validation loss {first}")
+        for name in (name for name, loss in found.items() if loss is None):
+            self._tell_once(
+                f"validation on {name}",
+                f"no token of the {len(self.held_out[name].indices)} sequences of the held-out set "
+                f"{name!r} is learned, so it has no loss: give one with answers to learn, or more "
+                "sequences (--train.validation-sequences)",
+            )
         is_best = self.config.checkpoint.keep_best and self.progress.step > 0 and loss < self.lowest_loss
         if is_best:
             self._keep_best((loss, self.progress.step))
         return is_best
+
+    def _tell_once(self, subject: str, text: str) -> None:
+        """Show a line, unless one on this subject was shown before."""
+        if subject not in self._told:
+            self._told.add(subject)
+            self.display.note(text)
 
     def _write(self, row: metrics.Row) -> None:
         if self.metrics is not None:

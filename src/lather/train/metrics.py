@@ -31,15 +31,16 @@ class StepRow:
     step: int
     """Number of the step; the first is 1."""
     loss: float
-    """Cross entropy in nats per token, averaged over the step."""
+    """Cross entropy in nats per learned token, averaged over the step; null if there was none."""
     balance_loss: float
-    """Load-balancing loss, averaged over the MoE blocks and without its coefficient; 1 for an even load."""
+    """Load-balancing loss, averaged over the MoE blocks and, by tokens without padding, over the
+    step, without its coefficient; 1 for an even load."""
     lr: float
     """Learning rate of matrices and experts in this step."""
     grad_norm: float
     """Norm of the whole gradient before clipping."""
     tokens: int
-    """Tokens trained on in this step."""
+    """Tokens trained on in this step: those that are learned."""
     tokens_per_second: float
     """Tokens per second of this step."""
     seconds: float
@@ -64,7 +65,8 @@ class StepRow:
     refreshes_skipped: int
     """Eigenbases not refreshed because of `use_adaptive_criteria` (they were still good) or because there were no tokens."""
     skipped: bool
-    """Whether the step changed nothing because its loss or gradient was not finite."""
+    """Whether the step changed nothing because its loss or gradient was not finite, or because
+    there was no token to learn (`tokens` is 0, and no loss, norm or load is known)."""
 
 
 class ValidationRow(TypedDict):
@@ -75,7 +77,8 @@ class ValidationRow(TypedDict):
     seconds: float
     """Seconds since the start of training, added up over all launches of the run."""
     validation_loss: float
-    """Cross entropy on the run's own held-out set, nats per token."""
+    """Cross entropy on the run's own held-out set, nats per learned token; null if there was
+    none."""
     validation_losses: NotRequired[dict[str, float]]
     """The same for each held-out set by name, where there are several."""
 
@@ -139,7 +142,7 @@ class MetricsWriter:
 
     def write(self, row: Row) -> None:
         values: dict[str, Any] = asdict(row) if isinstance(row, StepRow) else {**row}
-        values = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in values.items()}
+        values = _finite(values)
         with names_full_disk(self.path):
             self.file.write(json.dumps(values) + "\n")
             self.file.flush()
@@ -156,6 +159,17 @@ class MetricsWriter:
             self.file.close()
         for sink in self.sinks:
             sink.close()
+
+
+def _finite(values: dict[str, Any]) -> dict[str, Any]:
+    """Replace numbers that are not finite by None, also in a section of the row."""
+
+    def finite(value: Any) -> Any:
+        if isinstance(value, dict):
+            return _finite(value)
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return {key: finite(value) for key, value in values.items()}
 
 
 def _scalars(values: dict[str, Any]) -> dict[str, Any]:

@@ -76,12 +76,17 @@ def report_data(run_dir: Path, notes: list[str]) -> dict[str, Any]:
         "schedule": _part(notes, run_dir / TIMELINE, schedule, None),
         "happened": [
             *([row.time, f"forked from {row.forked_from}" * bool(row.forked_from) or row.describe()] for row in history.rows),
-            *(["", f"step {row['step']} was skipped: its loss or gradient was not finite"] for row in steps if row.get("skipped")),
+            *(["", _why_skipped(row)] for row in steps if row.get("skipped")),
             *([["checkpoints", f"steps {', '.join(map(str, checkpoints))}"]] if checkpoints else []),
         ],
         "machine": _part(notes, run_dir / "provenance.json", machine, []),
     }
     return json.loads(json.dumps(data), parse_constant=lambda _: None)
+
+
+def _why_skipped(row: dict[str, Any]) -> str:
+    cause = "its loss or gradient was not finite" if row["tokens"] else "it had no token to learn"
+    return f"step {row['step']} was skipped: {cause}"
 
 
 def tiles(rows: Sequence[dict[str, Any]], planned: int | None) -> list[list[str]]:

@@ -1,0 +1,163 @@
+"""Padding and unequal labels on meshes: one process that sees the whole batch at once has the same
+loss, auxiliary losses, loads and gradients."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from engines import LENGTH, VOCABULARY, Case, Pair, make_pair
+from ranks import run_ranks
+from torch import Tensor
+
+from lather.data.batches import Batch
+from lather.data.sequences import IGNORE_INDEX
+from lather.engine.engine import document_boundaries
+from lather.engine.step import TrainStep
+
+ALL = ("attention", "experts", "shared_experts")
+COMMON: dict[str, Any] = {"balance_level": "sequence", "z_loss": 0.1, "layers": 4, "poison": True}
+SEQUENCES = 8
+
+ONE_RANK = [Case(**COMMON, num_micro_batches=SEQUENCES)]
+TWO_RANKS = [
+    Case(**COMMON, pp=2, num_micro_batches=SEQUENCES),
+    Case(**COMMON, pp=2, num_micro_batches=SEQUENCES, family="qwen3_moe", recompute=ALL),
+    Case(**COMMON, ep=2, num_micro_batches=SEQUENCES // 2, family="gpt_oss"),
+    Case(**COMMON, ep=2, num_micro_batches=SEQUENCES // 2, memory="recompute", recompute=ALL),
+    Case(**COMMON, ep=2, num_micro_batches=SEQUENCES // 2, schedule="sequential"),
+    Case(**COMMON, num_micro_batches=SEQUENCES // 2),
+]
+FOUR_RANKS = [Case(**COMMON, pp=2, ep=2, num_micro_batches=SEQUENCES // 2)]
+
+
+def batch(tokens_of_row: list[int]) -> Batch:
+    """Draw a global batch whose rows have so many tokens, in two documents, of which a row's first
+    tokens are not learned."""
+    generator = torch.Generator().manual_seed(7)
+    place_S, lengths_B = torch.arange(LENGTH), torch.tensor(tokens_of_row)
+    padding_BS = place_S >= lengths_B[:, None]
+    inputs_BS = torch.randint(VOCABULARY, (SEQUENCES, LENGTH), generator=generator)
+    labels_BS = torch.randint(VOCABULARY, (SEQUENCES, LENGTH), generator=generator)
+    unlearned_BS = place_S < (torch.arange(SEQUENCES) % 4)[:, None]
+    return Batch(
+        inputs_BS.masked_fill(padding_BS, 0),
+        labels_BS.masked_fill(padding_BS | unlearned_BS, IGNORE_INDEX),
+        begins_BS=(place_S == 0) | (place_S == 2) | (place_S == lengths_B[:, None]),
+        padding_BS=padding_BS,
+    )
+
+
+BATCHES = {
+    "some padding": [6, 5, 3, 6, 2, 6, 1, 4],
+    "all of some micro-batches": [6, 0, 4, 0, 0, 6, 6, 0],
+    "all of a rank": [6, 5, 6, 2, 0, 0, 0, 0],
+}
+
+
+def share_of(pair: Pair, whole: Batch) -> Batch:
+    """Return the rows of this rank."""
+
+    def own(x_BS: Tensor | None) -> Tensor | None:
+        return None if x_BS is None else x_BS.unflatten(0, (pair.num_data, -1))[pair.mesh.data_rank]
+
+    tensors = {name: x for name, x in vars(whole).items() if isinstance(x, Tensor)}
+    return replace(whole, **{name: own(x) for name, x in tensors.items()})
+
+
+def errors(rank: int, world_size: int, cases: list[Case]) -> list[tuple[str, float]]:
+    """Return the largest relative error of this rank for each case and batch."""
+    found = []
+    for case in cases:
+        pair = make_pair(case)
+        for name, lengths in BATCHES.items():
+            whole = batch(lengths)
+            result = pair.engine.read(pair.engine.launch_gradients(share_of(pair, whole)))[0]
+            loss, balance, counts_LE = plain_pass(pair, whole)
+            assert result.tokens == whole.num_labels
+            assert torch.equal(result.counts_LE, counts_LE)
+            assert int(result.counts_LE[0].sum()) % sum(lengths) == 0
+            error = max(
+                abs(result.loss / loss - 1),
+                abs(result.balance_loss / balance - 1),
+                pair.largest_error("grad"),
+            )
+            found.append((f"rank {rank}, {case.name()}, {name}", error))
+            pair.engine.parameters.clear_gradients()
+    return found
+
+
+def plain_pass(pair: Pair, whole: Batch) -> tuple[float, float, Tensor]:
+    """Run one process's backward pass on the whole batch; return the loss, the mean balance loss
+    and the loads of the experts."""
+    pair.plain.zero_grad()
+    assert whole.begins_BS is not None
+    output = pair.plain(
+        whole.inputs_BS,
+        whole.labels_BS,
+        cu_seqlens=document_boundaries(whole.begins_BS),
+        normalizer=float(whole.num_labels),
+        padding_BS=whole.padding_BS,
+    )
+    balance, z_loss = output.balance_loss(), output.z_loss()
+    auxiliary = pair.moe.balance_coefficient * balance + pair.moe.z_loss_coefficient * z_loss
+    (output.loss + auxiliary).backward()
+    counts_LE = torch.stack([routing.count_E for routing in output.routings])
+    return output.loss.item(), balance.item() / len(output.routings), counts_LE
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [ONE_RANK, TWO_RANKS, FOUR_RANKS],
+    ids=["one rank", "two ranks", "four ranks"],
+)
+def test_ranks_have_what_one_process_has_that_sees_the_whole_batch(cases: list[Case]) -> None:
+    by_rank = run_ranks(errors, max(case.pp * case.ep * case.replicas for case in cases), cases)
+    found = [one for of_rank in by_rank for one in of_rank]
+    wrong = [f"{name}: {error:.1e}" for name, error in found if not error < 1e-12]
+    assert not wrong, "\n".join(wrong)
+
+
+def unlearned_step(rank: int, world_size: int, case: Case) -> tuple[bool, bool, list[int]]:
+    """Take a step, then one without labels; return whether the second was skipped, whether it left
+    all bits as they were, and the labels of a third, which has labels on rank 0 alone."""
+    pair = make_pair(case)
+    parameters = [entry.parameter for entry in pair.engine.parameters]
+    optimizer = torch.optim.AdamW(parameters, lr=0.1, weight_decay=0.1)
+    step = TrainStep(pair.engine, optimizer, 1.0)
+    whole = batch(BATCHES["some padding"])
+    step(share_of(pair, whole), 0.1)
+
+    def bits() -> list[Tensor]:
+        states = [x for p in parameters for x in optimizer.state[p].values()]
+        return [x.detach().clone() for x in (*parameters, *pair.engine.part.buffers(), *states)]
+
+    before = bits()
+    nothing = step(
+        share_of(pair, replace(whole, labels_BS=torch.full_like(whole.labels_BS, IGNORE_INDEX))),
+        0.1,
+    )
+    same = all(torch.equal(x, y) for x, y in zip(before, bits(), strict=True))
+    some = whole.labels_BS.clone()
+    some[1:] = IGNORE_INDEX
+    third = step(share_of(pair, replace(whole, labels_BS=some)), 0.1)
+    moved = not all(torch.equal(x, y) for x, y in zip(before, bits(), strict=True))
+    dist.barrier()
+    return (
+        nothing.skipped and nothing.loss != nothing.loss,
+        same and moved,
+        [nothing.tokens, third.tokens],
+    )
+
+
+@pytest.mark.parametrize(
+    "case",
+    [Case(layers=4, pp=2, num_micro_batches=SEQUENCES), Case(layers=4, ep=2, num_micro_batches=4)],
+    ids=["pp 2", "ep 2"],
+)
+def test_a_step_without_labels_changes_nothing_on_any_rank(case: Case) -> None:
+    labels = int((batch(BATCHES["some padding"]).labels_BS[0] != IGNORE_INDEX).sum())
+    assert run_ranks(unlearned_step, 2, case) == [(True, True, [0, labels])] * 2
