@@ -13,7 +13,7 @@ import torch
 from lather.models.attention import MultiHeadLatentAttention
 from lather.models.decoder import Block, Decoder, assemble
 from lather.models.experts import Experts
-from lather.models.hf.config_fields import CheckedFields, PublishedConfig
+from lather.models.hf.config_fields import CheckedFields, PublishedConfig, kinds_of_layers
 from lather.models.layers import GatedMLP
 from lather.models.moe import MoE
 from lather.models.rotary import Rotary
@@ -98,8 +98,13 @@ PUBLISHED = PublishedConfig(
         "head_dim": lambda config: config.qk_rope_head_dim,
         "qk_head_dim": lambda config: config.qk_nope_head_dim + config.qk_rope_head_dim,
     },
+    agreeing={
+        "rope_interleave": (True,),
+        "num_shared_experts": lambda config: (config.n_shared_experts,),
+        "layer_types": lambda config: (["full_attention"] * config.num_hidden_layers,),
+        "mlp_layer_types": lambda config: (kinds_of_layers(config.num_hidden_layers, range(config.first_k_dense_replace)),),
+    },
     aliases={"num_experts": "n_routed_experts", "num_local_experts": "n_routed_experts"},
-    ignored=frozenset({"ep_size"}),
     nullable=frozenset({"q_lora_rank"}),
 )
 

@@ -96,6 +96,12 @@ PUBLISHED = PublishedConfig(
     architecture="GptOssForCausalLM",
     optional=frozenset({"layer_types", "attention_bias", "swiglu_alpha", "swiglu_limit", "router_aux_loss_coef"}),
     derived={"layer_types": lambda config: list(config.attention_types), "experts_per_token": lambda config: config.num_experts_per_tok},
+    agreeing={
+        "qkv_bias": lambda config: (config.attention_bias,),
+        "moe_intermediate_size": lambda config: (config.intermediate_size,),
+        "norm_topk_prob": (True,),
+        "use_sliding_window": (True,),
+    },
     aliases={"num_experts": "num_local_experts"},
     ignored=frozenset({"initial_context_length"}),
     quantization="mxfp4",

@@ -36,7 +36,7 @@ from lather.parallel.mesh import Mesh
 from lather.pipeline.timeline import FILE as TIMELINE
 from lather.pipeline.timeline import TimelineRecorder, append_timeline
 from lather.train import metrics
-from lather.train.initial_weights import check_same_tokenizer, find_start, load_start
+from lather.train.initial_weights import check_same_tokenizer, find_start, load_start, notes_on_start
 from lather.train.memory_check import MemoryCheck, agreed_partition
 from lather.train.run_data import RunData, check_same_data, open_run_data
 from lather.train.run_dir import RunDirectory
@@ -111,6 +111,9 @@ def _prepared_run(config: Config, mesh: Mesh, display: Display, run_dir: RunDire
     source = broadcast(source, group)
     data = _open_data(begin, mesh, display, run_dir, source)
     run = _TrainingRun(config, data, mesh, display, source)
+    if run_dir is not None and source is not None:
+        for note in notes_on_start(source):
+            display.note(f"note: {note}")
     if source is not None and not rate_is_given and not config.lora.rank:
         display.note("the default rate is for random weights and may undo what these have learned: give --optim.lr, a tenth or less")
     if begin.changes:
