@@ -22,6 +22,7 @@ from lather.checkpoint.folder import Progress, Retention, best_checkpoint, list_
 from lather.checkpoint.reader import load_checkpoint
 from lather.checkpoint.save import Saver
 from lather.checkpoint.state import TrainingState
+from lather.config.changes import values_of
 from lather.config.config import Config
 from lather.config.toml_file import folder_of
 from lather.device import deterministic
@@ -174,7 +175,15 @@ class _TrainingRun:
             if (self.path / TIMELINE).exists():
                 metrics.cut_rows(self.path / TIMELINE, resumed_step)
             log = config.log
-            self.metrics = metrics.MetricsWriter(self.path, resumed_step, tensorboard=log.tensorboard, wandb_project=log.wandb_project)
+            self.metrics = metrics.MetricsWriter(
+                self.path,
+                resumed_step,
+                tensorboard=log.tensorboard,
+                wandb_project=log.wandb_project,
+                mlflow_experiment=log.mlflow_experiment,
+                configuration=values_of(config),
+                note=display.note,
+            )
         self.memory = MemoryCheck(config, mesh, display.note, partition)
         self.lowest_loss = math.inf
         if saving.keep_best:
