@@ -58,8 +58,9 @@ class DeepseekV2Config(CheckedFields):
     `num_experts_per_tok` is 1."""
     routed_scaling_factor: float = 1.0
     """Factor on the weights of a token's experts."""
-    aux_loss_alpha: float = 0.001
-    """Coefficient of each block's load-balancing loss; 0: no such loss."""
+    aux_loss_alpha: float = 0.01
+    """Coefficient of each block's load-balancing loss; 0: no such loss. Published models, which are
+    large, have 0.001; small ones collapse with it."""
     seq_aux: bool = False
     """Compute the load-balancing loss for each sequence, not for the micro-batch."""
 
@@ -90,8 +91,8 @@ class DeepseekV2Config(CheckedFields):
 
 PUBLISHED = PublishedConfig(
     architecture="DeepseekV2ForCausalLM",
-    defaults={"first_k_dense_replace": 0, "seq_aux": True},
-    optional=frozenset({"norm_topk_prob", "routed_scaling_factor", "topk_method", "n_group", "topk_group", "aux_loss_alpha"}),
+    defaults={"first_k_dense_replace": 0, "seq_aux": True, "aux_loss_alpha": 0.001},
+    optional=frozenset({"norm_topk_prob", "routed_scaling_factor", "topk_method", "n_group", "topk_group"}),
     fixed={"attention_bias": (False,), "mlp_bias": (False,), "moe_layer_freq": (1,), "scoring_func": ("softmax",)},
     derived={
         "num_key_value_heads": lambda config: config.num_attention_heads,

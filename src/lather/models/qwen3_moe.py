@@ -43,9 +43,10 @@ class Qwen3MoeConfig(CheckedFields):
     """Number of experts per MoE block."""
     norm_topk_prob: bool = True
     """Normalize the weights of a token's experts to a sum of 1."""
-    router_aux_loss_coef: float = 0.001
-    """Coefficient of the published load-balancing loss, a mean over blocks that is `num_experts_per_tok` for an even load; 0: no such
-    loss."""
+    router_aux_loss_coef: float = 0.03
+    """Coefficient of the published load-balancing loss, a mean over blocks that is
+    `num_experts_per_tok` for an even load; 0: no such loss. Published models, which are large, have
+    0.001 or less; small ones collapse with it."""
 
     def __post_init__(self) -> None:
         self._require_family_and_ranges(may_be_zero=("router_aux_loss_coef",))
@@ -69,8 +70,12 @@ class Qwen3MoeConfig(CheckedFields):
 
 PUBLISHED = PublishedConfig(
     architecture="Qwen3MoeForCausalLM",
-    defaults={"head_dim": lambda fields: fields["hidden_size"] // max(fields["num_attention_heads"], 1), "norm_topk_prob": False},
-    optional=frozenset({"decoder_sparse_step", "mlp_only_layers", "attention_bias", "router_aux_loss_coef"}),
+    defaults={
+        "head_dim": lambda fields: fields["hidden_size"] // max(fields["num_attention_heads"], 1),
+        "norm_topk_prob": False,
+        "router_aux_loss_coef": 0.001,
+    },
+    optional=frozenset({"decoder_sparse_step", "mlp_only_layers", "attention_bias"}),
     fixed={"use_sliding_window": (False,)},
     agreeing={
         "qkv_bias": lambda config: (config.attention_bias,),

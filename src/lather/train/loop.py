@@ -37,6 +37,7 @@ from lather.parallel.mesh import Mesh
 from lather.pipeline.timeline import FILE as TIMELINE
 from lather.pipeline.timeline import TimelineRecorder, append_timeline
 from lather.train import metrics
+from lather.train.expert_watch import WINDOW, ExpertWatch, describe, remedy
 from lather.train.initial_weights import check_same_tokenizer, find_start, load_start, notes_on_start
 from lather.train.memory_check import MemoryCheck, agreed_partition
 from lather.train.run_data import RunData, check_same_data, open_run_data
@@ -185,6 +186,11 @@ class _TrainingRun:
                 note=display.note,
             )
         self.memory = MemoryCheck(config, mesh, display.note, partition)
+        self.experts = ExpertWatch(
+            config.model.num_experts_per_tok,
+            config.train.steps,
+            is_trained=bool(config.init_from),
+        )
         self.lowest_loss = math.inf
         if saving.keep_best:
             steps, file = {step_of(path) for path in existing}, self.path / "metrics.jsonl"
@@ -277,12 +283,22 @@ class _TrainingRun:
         if _is_due(number, self.config.log.expert_load_every) and result.counts_LE.numel():
             self._write({"step": number, "seconds": self.progress.seconds, "expert_load": metrics.load_per_expert(result.counts_LE)})
         self.display.step(row, self.config.train.steps)
+        self._watch_experts(number, result)
         if in_a_row >= self.config.train.max_skipped_steps:
             raise DivergedError(
                 f"{in_a_row} steps in a row, the last of them step {number}, had a loss or gradient that was not finite: "
                 f"lower optim.lr (now {self.config.optim.peak_lr:g}) or raise optim.warmup_steps, and continue from an earlier checkpoint "
                 f"in another folder, with --fork-from {self.path}@STEP and --run-dir, or start a new run"
             )
+
+    def _watch_experts(self, step: int, result: StepResult) -> None:
+        """Note once that the experts of a block have collapsed."""
+        collapsed = None if result.skipped else self.experts.saw(step, result.counts_LE)
+        if collapsed is not None:
+            block, least, most = collapsed
+            words = describe(block, range(step - WINDOW + 1, step + 1), least, most)
+            coefficient = self.config.resolved_moe().balance_coefficient or 0.0
+            self.display.note(f"note: {words}; {remedy(coefficient)}")
 
     def _row(self, result: StepResult, lr: float, step_seconds: float, peak: int) -> metrics.StepRow:
         measured = {name: value for name, value in vars(result).items() if name != "counts_LE"}  # fields of the row, too
