@@ -5,6 +5,7 @@ import os
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,7 @@ def test_wandb_offline_has_run_configuration_and_every_number(tmp_path: Path) ->
     assert history[1]["expert_load/1/0"] == "2"
     assert history[2]["grad_norm"] == "0.5"
 
+    time.sleep(1.1)  # folders of launches are named by the second
     assert len(record(run_dir, [{"step": 3, "loss": 0.5}], resume_step=2, wandb_project="soaps")) == 1
     later = max((run_dir / "wandb").glob("offline-run-*"))
     assert later != folder
