@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,8 @@ TOKENS = torch.randint(VOCAB_SIZE, (2, 13), generator=torch.Generator().manual_s
 
 def make_model(family: str, **changes: Any) -> nn.Module:
     """Make a model whose weights all differ: norms about 1, the others about 0."""
-    config = transformers.AutoConfig.for_model(family, **{**COMMON, **FAMILIES[family], **changes})
+    fields = copy.deepcopy({**COMMON, **FAMILIES[family], **changes})  # transformers writes into what it is given
+    config = transformers.AutoConfig.for_model(family, **fields)
     model = transformers.AutoModelForCausalLM.from_config(config, **EAGER)
     generator = torch.Generator().manual_seed(0)
     for name, p in model.named_parameters():

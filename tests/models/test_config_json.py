@@ -286,20 +286,34 @@ UNSUPPORTED: list[tuple[str, str, Any, str]] = [
     *((model_type, "attention_dropout", 0.1, "0.0") for model_type in FAMILY_NAMES),
     *((model_type, "is_encoder_decoder", True, "False") for model_type in FAMILY_NAMES),
     *((model_type, "architectures", ["LlamaForCausalLM"], "ForCausalLM") for model_type in FAMILY_NAMES),
-    *((model_type, "surprise", 3, "no ") for model_type in FAMILY_NAMES),
+    *((model_type, "is_causal", False, "True") for model_type in FAMILY_NAMES),
+    *((model_type, "final_logit_softcapping", 30.0, "no ") for model_type in FAMILY_NAMES),
+    *((model_type, "embedding_multiplier", 12.0, "1 or null") for model_type in FAMILY_NAMES),
+    *((model_type, "router_jitter_noise", 0.01, "no ") for model_type in FAMILY_NAMES),
+    *((model_type, "per_layer_config", {"1": {"num_experts": 2}}, "no ") for model_type in FAMILY_NAMES),
+    *((model_type, "scoring_func", "sigmoid", "'softmax'") for model_type in FAMILY_NAMES),
+    ("deepseek_v2", "use_qk_norm", True, "no "),
+    ("deepseek_v2", "rope_interleave", False, "True"),
+    ("deepseek_v2", "layer_types", ["sliding_attention"] * 27, "'full_attention'"),
+    ("deepseek_v2", "original_max_position_embeddings", 8192, "4096"),
     ("deepseek_v2", "attention_bias", True, "False"),
     ("deepseek_v2", "attention_bias", 0, "False"),
     ("deepseek_v2", "mlp_bias", True, "False"),
     ("deepseek_v2", "moe_layer_freq", 2, "1"),
     ("deepseek_v2", "moe_layer_freq", True, "1"),
-    ("deepseek_v2", "scoring_func", "sigmoid", "'softmax'"),
     ("deepseek_v2", "num_key_value_heads", 4, "16"),
     ("deepseek_v2", "head_dim", 128, "64"),
     ("deepseek_v2", "qk_head_dim", 128, "192"),
     ("qwen3_moe", "use_sliding_window", True, "False"),
-    ("qwen3_moe", "sliding_window", 4096, "null"),
+    ("qwen3_moe", "qkv_bias", True, "False"),
+    ("qwen3_moe", "use_qk_norm", False, "True"),
+    ("qwen3_moe", "topk_method", "noaux_tc", "'greedy'"),
+    ("qwen3_moe", "n_group", 8, "1 or null"),
+    ("qwen3_moe", "mlp_layer_types", ["dense"] * 48, "'sparse'"),
     ("qwen3_moe", "shared_expert_intermediate_size", 64, "no "),
     ("gpt_oss", "experts_per_token", 3, "4"),
+    ("gpt_oss", "norm_topk_prob", False, "True"),
+    ("gpt_oss", "qkv_bias", False, "True"),
 ]
 
 
@@ -381,6 +395,8 @@ def test_yarn_without_an_original_length_takes_the_whole_one_as_transformers_doe
 
 def test_quantized_weights_are_read_in_the_published_form_only() -> None:
     for model_type, method in [("gpt_oss", "gptq"), ("qwen3_moe", "mxfp4"), ("gpt_oss", None), ("qwen3_moe", None)]:
-        with pytest.raises(ConfigError, match=rf"^quantization_config.quant_method = {method!r} is not supported for {model_type}"):
-            config_from_hugging_face(FILES[model_type] | {"quantization_config": {"quant_method": method}})
+        for name in ("quantization_config", "compression_config", "quantization"):
+            words = rf"^{name}.quant_method = {method!r} is not supported for {model_type}.*weights are in bf16"
+            with pytest.raises(ConfigError, match=words):
+                config_from_hugging_face(FILES[model_type] | {name: {"quant_method": method}})
     assert "quantization_config" not in config_to_hugging_face(PRESETS["gpt-oss-20b"])

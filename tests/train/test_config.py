@@ -135,6 +135,7 @@ OUT_OF_RANGE: dict[str, list[Any]] = {
     "log.tensorboard": [],
     "log.picture": [],
     "log.wandb_project": [],
+    "log.mlflow_experiment": [],
     "log.sample_prompt": [],
     "log.sample_tokens": [-1],
 }

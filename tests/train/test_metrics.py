@@ -3,7 +3,10 @@
 import json
 import math
 import os
+import re
 import sys
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -19,8 +22,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from lather import files
 from lather.errors import RunError
 from lather.files import read_rows
-from lather.train import metrics
+from lather.train import metrics, trackers
 from lather.train.metrics import MetricsWriter, StepRow, expert_load, take_peak_memory_bytes, training_rows
+from lather.train.trackers import numbers_of
 from tiny_run import TIME_FIELDS
 
 MakeRow = Callable[..., StepRow]
@@ -194,42 +198,133 @@ def test_tensorboard_of_a_resumed_run_has_every_step_once(tmp_path: Path, step_r
     assert scalars(tmp_path, "loss") == [(1, 5.0), (2, 2.5), (3, 9.0), (4, 9.0), (5, 9.0)]
 
 
-@pytest.fixture
-def wandb(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Stands for the module; `runs` has its calls of `init`, each with what was logged."""
-    module = SimpleNamespace(runs=[], util=SimpleNamespace(generate_id=lambda: f"id-{len(module.runs)}"))
+def test_every_held_out_set_reaches_tensorboard(tmp_path: Path, step_row: MakeRow) -> None:
+    row = {**validation(0), "validation_losses": {"books": 2.5, "code": math.inf}}
+    write(tmp_path, [row, step_row(1), {"step": 1, "expert_load": [[0.5, 1.5], [2.0, 0.0]]}], tensorboard=True)
+    assert scalars(tmp_path, "validation_losses/books") == [(0, 2.5)]
+    assert scalars(tmp_path, "expert_load/1/0") == [(1, 2.0)]
+    assert scalars(tmp_path, "loss") == [(1, 5.0)]
+    with pytest.raises(KeyError):
+        scalars(tmp_path, "validation_losses/code")
+    first = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0], parse_constant=pytest.fail)
+    assert first["validation_losses"] == {"books": 2.5, "code": None}
 
-    def init(**options: Any) -> SimpleNamespace:
-        run = SimpleNamespace(options=options, logged=[], finished=False)
-        run.log = lambda values, step: run.logged.append((step, values))
+
+def test_the_numbers_of_a_row_are_all_found() -> None:
+    row = {"step": 3, "loss": None, "skipped": True, "by": {"a": {"b": 1}}, "each": [[0.5], [2]], "text": "no"}
+    assert numbers_of(row) == {"loss": None, "skipped": True, "by/a/b": 1, "each/0/0": 0.5, "each/1/0": 2}
+
+
+class FakeWandb(SimpleNamespace):
+    """Stands for the module, with the interface of version 0.31; `runs` has its calls of `init`, each
+    with what was logged, and `failing` names a function that raises."""
+
+    def __init__(self, failing: str = "", *, is_logged_in: bool = True) -> None:
+        super().__init__(runs=[], failing=failing, is_logged_in=is_logged_in)
+
+    def login(self, *, prompt: bool) -> bool:
+        assert not prompt, "a run must not wait for a key"
+        return self.is_logged_in
+
+    def init(self, **options: Any) -> SimpleNamespace:
+        if self.failing == "init" or (self.failing == "network" and options.get("mode") != "offline"):
+            raise ConnectionError("no network\nand more lines")
+        run = SimpleNamespace(options=options, logged=[], finished=False, url="https://wandb/run")
+
+        def log(values: dict[str, Any], step: int) -> None:
+            if self.failing == "log" and step == 2:
+                raise BrokenPipeError("the service has died")
+            run.logged.append((step, values))
+
+        run.log = log
         run.finish = lambda: setattr(run, "finished", True)
-        module.runs.append(run)
+        self.runs.append(run)
         return run
 
-    module.init = init
-    monkeypatch.setitem(sys.modules, "wandb", module)
-    return module
+
+@pytest.fixture(autouse=True)
+def _no_modes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WANDB_MODE", "MLFLOW_TRACKING_URI"):
+        monkeypatch.delenv(name, raising=False)
 
 
-def test_wandb_gets_every_row_and_goes_on_in_the_same_run(tmp_path: Path, step_row: MakeRow, wandb: SimpleNamespace) -> None:
-    write(tmp_path, [validation(0), step_row(1)], wandb_project="soaps")
-    write(tmp_path, [step_row(2, loss=math.nan)], resume_step=1, wandb_project="soaps")
+def test_wandb_gets_every_row_and_goes_on_in_the_same_run(tmp_path: Path, step_row: MakeRow, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb, notes = FakeWandb(), list[str]()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    options: dict[str, Any] = {"wandb_project": "soaps", "note": notes.append, "configuration": {"optim.lr": 0.5}}
+    write(tmp_path, [validation(0), step_row(1)], **options)
+    write(tmp_path, [step_row(2, loss=math.nan)], resume_step=1, **options)
     first, second = wandb.runs
     assert [step for step, _ in first.logged] == [0, 1]
     assert first.logged[1][1] == {key: value for key, value in asdict(step_row(1)).items() if key != "step"}
     assert second.logged[0][0] == 2
     assert second.logged[0][1]["loss"] is None
-    assert first.options["id"] == second.options["id"] == "id-0"
+    assert first.options["id"] == second.options["id"] == (tmp_path / "wandb_id").read_text()
+    assert re.fullmatch("[a-z0-9]{8}", first.options["id"])
     assert second.options["resume"] == "allow"
     assert first.options["project"] == "soaps"
+    assert first.options["name"] == tmp_path.name
+    assert first.options["config"] == {"optim.lr": 0.5}
     assert first.finished
     assert second.finished
+    assert notes == ["note: Weights & Biases shows the run at https://wandb/run"] * 2
 
 
-def test_a_missing_wandb_names_field_and_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(RunError, match=r"log\.wandb_project .* pip install 'lather\[wandb\]'"):
-        MetricsWriter(tmp_path, None, wandb_project="soaps")
+@pytest.mark.parametrize(
+    ("wandb", "logged", "words"),
+    [
+        (FakeWandb(is_logged_in=False), [1, 2, 3], ["not logged in: wandb login); later: wandb sync "]),
+        (FakeWandb("network"), [1, 2, 3], ["records offline (ConnectionError: no network); later: wandb sync "]),
+        (FakeWandb("init"), [], ["failed (ConnectionError: no network): training goes on without it"]),
+        (FakeWandb("log"), [1], ["at https", "failed (BrokenPipeError: the service has died): training goes on"]),
+    ],
+    ids=["not logged in", "no network", "no start", "service dies"],
+)
+def test_a_tracker_that_fails_is_told_once_and_the_run_goes_on(
+    tmp_path: Path,
+    step_row: MakeRow,
+    monkeypatch: pytest.MonkeyPatch,
+    wandb: FakeWandb,
+    logged: list[int],
+    words: list[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    notes: list[str] = []
+    write(tmp_path, [step_row(step) for step in (1, 2, 3)], wandb_project="soaps", note=notes.append)
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+    assert [step for run in wandb.runs for step, _ in run.logged] == logged
+    assert len(notes) == len(words)
+    for note, part in zip(notes, words, strict=True):
+        assert note.startswith("note: Weights & Biases ")
+        assert part in note
+        assert "\n" not in note
+
+
+def test_a_tracker_that_hangs_does_not_delay_a_run(tmp_path: Path, step_row: MakeRow, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_over, wandb = threading.Event(), FakeWandb()
+    wandb.init = lambda **options: is_over.wait(60)  # type: ignore[method-assign]
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setattr(trackers, "CLOSE_SECONDS", 0.2)
+    monkeypatch.setattr(trackers, "MOST_ROWS", 5)
+    notes: list[str] = []
+    start = time.monotonic()
+    write(tmp_path, [step_row(step) for step in range(1, 9)], wandb_project="soaps", note=notes.append)
+    is_over.set()
+    assert time.monotonic() - start < 30
+    assert len(read_rows(tmp_path / "metrics.jsonl")) == 8
+    assert notes == ["note: Weights & Biases is 5 rows behind: training goes on without it; metrics.jsonl has every row"]
+
+
+@pytest.mark.parametrize(("module", "field"), [("wandb", "wandb_project"), ("mlflow", "mlflow_experiment")])
+def test_a_missing_tracker_names_field_and_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, field: str) -> None:
+    """A new run does not start; one that is resumed goes on."""
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(RunError, match=rf"log\.{field} .* pip install 'lather\[{module}\]'"):
+        MetricsWriter(tmp_path, None, **{field: "soaps"})
+    notes: list[str] = []
+    MetricsWriter(tmp_path, 3, note=notes.append, **{field: "soaps"}).close()
+    assert len(notes) == 1
+    assert "cannot be imported (ModuleNotFoundError" in notes[0]
 
 
 def test_rows_are_on_disk_before_they_replace_the_old_ones_and_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,10 +14,11 @@ from stored import stored_tensors
 
 from lather.cli import main
 from lather.commands.train import _read
-from lather.config.old_runs import is_old
+from lather.config.old_runs import is_old, with_earlier_defaults
 from lather.config.optim import RuleOptimConfig
 from lather.config.toml_file import load_config
 from lather.files import read_rows
+from lather.models.deepseek_v2 import DeepseekV2Config
 from lather.train.loop import train
 from machine import machine
 from train.fixtures.make import CONFIG, FOLDER, LAST, PLACEHOLDER, RUNS, SAVED, digest, write_corpus
@@ -137,3 +138,21 @@ def test_the_key_of_that_time_is_taken(name: str, optim: dict[str, Any], tmp_pat
     assert isinstance(found, RuleOptimConfig)
     assert found.rule_of("rest").betas == (0.8, 0.9)
     assert found.rule_of("matrices").betas == ((0.7, 0.8) if name == "soap" else (0.8, 0.9))
+
+
+@pytest.mark.parametrize(
+    ("saved", "asked", "expected"),
+    [
+        ({"aux_loss_alpha": 0.001}, {}, 0.001),  # begun when this was the default
+        ({"aux_loss_alpha": 0.001}, {"aux_loss_alpha": 0.05}, 0.05),
+        ({"aux_loss_alpha": 0.02}, {}, 0.01),
+        ({"aux_loss_alpha": 0.01}, {"aux_loss_alpha": 0.001}, 0.001),
+    ],
+)
+def test_a_default_that_has_changed_does_not_change_a_run(
+    saved: dict[str, float],
+    asked: dict[str, float],
+    expected: float,
+) -> None:
+    config = with_earlier_defaults(DeepseekV2Config(**saved), DeepseekV2Config(**asked))  # type: ignore[arg-type]
+    assert config == DeepseekV2Config(aux_loss_alpha=expected)

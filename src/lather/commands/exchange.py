@@ -30,7 +30,13 @@ from lather.models.adapted import MergedTensors
 from lather.models.deepseek_v2 import DeepseekV2Config
 from lather.models.families import ModelConfig
 from lather.models.hf.model_export import copy_companions, save_hugging_face
-from lather.models.hf.model_folder import CONFIG_FILE, TOKENIZER_FILE, open_hugging_face
+from lather.models.hf.model_folder import (
+    CONFIG_FILE,
+    NORMALIZED,
+    TOKENIZER_FILE,
+    notes_on_config,
+    open_hugging_face,
+)
 from lather.models.hf.peft_folder import save_peft
 from lather.models.hf.safetensors_folder import TensorSource, copy_weights
 from lather.train.companions import COMPANION_FOLDER, same_tokenizer
@@ -88,6 +94,8 @@ def import_command(arguments: list[str]) -> None:
         (aside / "config.toml").write_text(config_to_toml(config), "utf-8")
     parameters = sum(torch.Size(shape).numel() for shape in weights.shapes.values())
     print(f"{model.model_type}, {parameters / 1e6:.2f} M parameters")
+    for note in notes_on_config(parsed.folder):
+        print(f"note: {note}")
     if TOKENIZER_FILE not in carried:
         print(f"no {TOKENIZER_FILE} in {parsed.folder}: `lather generate` needs one in {parsed.run}")
     print(f"run               {parsed.run}")
@@ -122,7 +130,7 @@ def export_command(arguments: list[str]) -> None:
             save_hugging_face(merged, config.model, parsed.folder, max_shard_bytes=max_shard_bytes, dtype=torch_dtype, tokenizer=tokenizer)
             print(f"{checkpoint.name} in {dtype}{'' if tokenizer else ', without a tokenizer'}")
     if not parsed.adapter and isinstance(config.model, DeepseekV2Config) and config.model.normalizes:
-        print("note: transformers ignores norm_topk_prob = true of deepseek_v2: it computes other logits than Lather and DeepSeek's code")
+        print(f"note: {NORMALIZED}")
     print(f"folder            {parsed.folder}")
 
 

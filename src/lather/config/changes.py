@@ -38,6 +38,7 @@ FREE = (
 FREE_OPTIONS = ("batched", "bucket_bytes", "num_streams", "max_state_bytes")
 """Options of rules."""
 CHANGEABLE = (
+    *("model.aux_loss_alpha", "model.router_aux_loss_coef"),
     *("data.path", "data.weights", "moe.balance_coefficient", "moe.z_loss_coefficient", "train.max_grad_norm", "train.steps"),
     *("optim.decay_fraction", "optim.min_lr_ratio", "optim.schedule", "optim.warmup_steps"),
 )

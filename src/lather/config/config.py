@@ -214,6 +214,9 @@ class LogConfig:
     """Also write TensorBoard events to the run directory."""
     wandb_project: str = ""
     """Also log to this Weights & Biases project (extra `wandb`)."""
+    mlflow_experiment: str = ""
+    """Also log to this MLflow experiment (extra `mlflow`), at MLFLOW_TRACKING_URI or, without it,
+    in the folder mlruns beside the run directory."""
     picture: bool = True
     """Draw loss.png at the end, and write report.html, a page of the run."""
     sample_prompt: str = ""

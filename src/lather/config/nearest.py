@@ -45,6 +45,7 @@ OTHERS_NAMES = {
     "checkpoint.keep_last": "save_total_limit",
     "log.every": "logging_steps log_interval log_every",
     "log.wandb_project": "wandb",
+    "log.mlflow_experiment": "mlflow mlflow_experiment_name",
 }
 """Field, or option of a rule -> names for it in the Hugging Face Trainer, Megatron, torchtitan, nanoGPT and other trainers."""
 LIKE = 0.7

@@ -1,7 +1,9 @@
-"""Runs that were started before `[optim]` had the options of each rule and a section for each kind of parameters.
+"""Runs that were started before `[optim]` had the options of each rule and a section for each kind of parameters, or before defaults of
+models were changed.
 
-Their config.toml has no `[optim.rest]`. They continue with their original optimizer, to the bit: routers count as matrices, all parameters
-have one learning rate, and "adamw" is torch's AdamW. Their `[optim]` is written back in its old form, so that the next start recognizes it.
+The config.toml of the former has no `[optim.rest]`. They continue with their original optimizer, to
+the bit: routers count as matrices, all parameters have one learning rate, and "adamw" is torch's
+AdamW. Their `[optim]` is written back in its old form, so that the next start recognizes it.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from typing import Any, Literal
 
 from lather.config.optim import KINDS, OptimConfig
 from lather.errors import RunError
+from lather.models.families import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,9 @@ class OldOptimConfig(OptimConfig):
     max_update_rms: float = 0.0
 
 
+EARLIER_DEFAULTS = {"aux_loss_alpha": 0.001, "router_aux_loss_coef": 0.001}
+"""Fields of models whose defaults have changed, and the defaults before."""
+
 OLD_KEYS = {one.name for one in fields(OldOptimConfig)}
 SHARED_KEYS = {one.name for one in fields(OptimConfig)} | {"eps", "weight_decay"}
 """Old keys that applied to both rules; all others except adam_betas applied to "soap" only."""
@@ -55,6 +61,17 @@ def in_new_keys(optim: Mapping[str, Any]) -> dict[str, Any]:
         new = {key: value for key, value in new.items() if key in SHARED_KEYS or key not in OLD_KEYS}
         return new if betas is None else {**new, "betas": betas}
     return new if betas is None else {**new, "rest": {"betas": betas, **new.get("rest", {})}}
+
+
+def with_earlier_defaults(saved: ModelConfig, asked: ModelConfig) -> ModelConfig:
+    """Return `asked`, in which the fields that it leaves at today's defaults have their earlier
+    defaults if the run was begun with these."""
+    earlier: dict[str, Any] = {
+        name: before
+        for name, before in EARLIER_DEFAULTS.items()
+        if getattr(saved, name, None) == before and getattr(asked, name, None) == getattr(type(asked), name, before)
+    }
+    return replace(asked, **earlier) if type(saved) is type(asked) else asked
 
 
 def going_on(saved: OldOptimConfig, asked: OptimConfig, run_dir: str) -> OldOptimConfig:

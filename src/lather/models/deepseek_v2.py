@@ -13,7 +13,7 @@ import torch
 from lather.models.attention import MultiHeadLatentAttention
 from lather.models.decoder import Block, Decoder, assemble
 from lather.models.experts import Experts
-from lather.models.hf.config_fields import CheckedFields, PublishedConfig
+from lather.models.hf.config_fields import CheckedFields, PublishedConfig, kinds_of_layers
 from lather.models.layers import GatedMLP
 from lather.models.moe import MoE
 from lather.models.rotary import Rotary
@@ -58,8 +58,9 @@ class DeepseekV2Config(CheckedFields):
     `num_experts_per_tok` is 1."""
     routed_scaling_factor: float = 1.0
     """Factor on the weights of a token's experts."""
-    aux_loss_alpha: float = 0.001
-    """Coefficient of each block's load-balancing loss; 0: no such loss."""
+    aux_loss_alpha: float = 0.01
+    """Coefficient of each block's load-balancing loss; 0: no such loss. Published models, which are
+    large, have 0.001; small ones collapse with it."""
     seq_aux: bool = False
     """Compute the load-balancing loss for each sequence, not for the micro-batch."""
 
@@ -90,16 +91,21 @@ class DeepseekV2Config(CheckedFields):
 
 PUBLISHED = PublishedConfig(
     architecture="DeepseekV2ForCausalLM",
-    defaults={"first_k_dense_replace": 0, "seq_aux": True},
-    optional=frozenset({"norm_topk_prob", "routed_scaling_factor", "topk_method", "n_group", "topk_group", "aux_loss_alpha"}),
+    defaults={"first_k_dense_replace": 0, "seq_aux": True, "aux_loss_alpha": 0.001},
+    optional=frozenset({"norm_topk_prob", "routed_scaling_factor", "topk_method", "n_group", "topk_group"}),
     fixed={"attention_bias": (False,), "mlp_bias": (False,), "moe_layer_freq": (1,), "scoring_func": ("softmax",)},
     derived={
         "num_key_value_heads": lambda config: config.num_attention_heads,
         "head_dim": lambda config: config.qk_rope_head_dim,
         "qk_head_dim": lambda config: config.qk_nope_head_dim + config.qk_rope_head_dim,
     },
+    agreeing={
+        "rope_interleave": (True,),
+        "num_shared_experts": lambda config: (config.n_shared_experts,),
+        "layer_types": lambda config: (["full_attention"] * config.num_hidden_layers,),
+        "mlp_layer_types": lambda config: (kinds_of_layers(config.num_hidden_layers, range(config.first_k_dense_replace)),),
+    },
     aliases={"num_experts": "n_routed_experts", "num_local_experts": "n_routed_experts"},
-    ignored=frozenset({"ep_size"}),
     nullable=frozenset({"q_lora_rank"}),
 )
 

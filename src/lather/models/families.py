@@ -1,9 +1,11 @@
 """The model families, and the conversion of their configurations from and to Hugging Face's `config.json`.
 
-A field of a `config.json` is either a field of the configuration, or supported only with certain values, or without influence on training
-(`NO_INFLUENCE`, and the family's own). Any other field is an error, so that the model is never another than the one described. Rotary
-settings are read and written in both styles: `rope_theta` and `rope_scaling` (transformers 4, the hub), and `rope_parameters`
-(transformers 5).
+A field of a `config.json` is a field of the configuration, or supported only with values that say
+what is built, or without influence on training (`lather.models.hf.known_fields`, and the family's
+own). Other values of these fields are errors, so that the model is never another than the one
+described. Fields that no code for the family reads are passed over; `unread_fields` names them.
+Rotary settings are read and written in both styles: `rope_theta` and `rope_scaling` (transformers
+4, the hub), and `rope_parameters` (transformers 5).
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from lather.models.decoder import Decoder
 from lather.models.deepseek_v2 import DeepseekV2Config
 from lather.models.gpt_oss import GptOssConfig
 from lather.models.hf.config_fields import PublishedConfig
+from lather.models.hf.known_fields import FIXED, NEUTRAL, NO_INFLUENCE, OFF
 from lather.models.qwen3_moe import Qwen3MoeConfig
 from lather.models.rotary import YarnConfig
 
@@ -48,27 +51,6 @@ _FAMILIES = (
 )
 FAMILIES: Mapping[str, Family] = types.MappingProxyType({family.model_type: family for family in _FAMILIES})
 
-NO_INFLUENCE = frozenset(
-    # where the model comes from
-    {"_name_or_path", "auto_map", "finetuning_task", "name_or_path", "transformers_version"}
-    # the tokens of a text
-    | {"bos_token_id", "decoder_start_token_id", "eos_token_id", "pad_token_id", "prefix", "sep_token_id", "tokenizer_class"}
-    # how the model is run
-    | {"_attn_implementation", "attn_implementation", "chunk_size_feed_forward", "dtype", "gradient_checkpointing", "is_decoder"}
-    | {"pretraining_tp", "torch_dtype", "use_cache"}
-    # what a call returns
-    | {"output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "use_return_dict"}
-    # other tasks than text
-    | {"id2label", "label2id", "problem_type", "task_specific_params"}
-)
-"""Fields of any family without influence on the trained function. Fields such as dropout or tied encoders do not belong here."""
-
-FIXED: Mapping[str, tuple[Any, ...]] = types.MappingProxyType({"hidden_act": ("silu",), "attention_dropout": (0.0,)})
-"""Fields of any family that are supported only with these values, like `PublishedConfig.fixed`, which comes first."""
-
-NOT_WRITTEN: Mapping[str, tuple[Any, ...]] = types.MappingProxyType({"is_encoder_decoder": (False,), "tie_encoder_decoder": (False,)})
-"""Fields of any family that are supported only with these values, too, but are not written."""
-
 OPTIONAL = frozenset({"rms_norm_eps", "initializer_range", "tie_word_embeddings"})
 """Fields of any family that may be left out, like `PublishedConfig.optional`."""
 
@@ -76,6 +58,8 @@ LARGEST = 10**8
 """Upper limit for integers in a configuration."""
 ROPE_FIELDS = ("rope_theta", "rope_scaling", "rope_parameters")
 ROPE_TYPES = ("default", "yarn")
+QUANTIZATION = ("quantization_config", "compression_config", "quantization")
+"""Fields that describe packed weights: those of transformers, of compressed-tensors and of MLX."""
 
 
 def build_model(config: ModelConfig, generator: torch.Generator | None = None, device: torch.device | None = None) -> Decoder:
@@ -105,12 +89,6 @@ def config_from_hugging_face(mapping: Mapping[str, Any]) -> ModelConfig:
     missing += [name for name in sorted(published.nullable) if name not in mapping]
     if missing:
         raise ConfigError(f"missing fields: {', '.join(missing)}; a {family.model_type} model cannot be built without them")
-    unknown = [name for name, value in mapping.items() if value is not None and name not in _known_fields(family)]
-    if unknown:
-        raise ConfigError(
-            f"{unknown[0]} = {mapping[unknown[0]]!r} is not supported: no {family.model_type} model is known to have this field; "
-            "remove it if it has no influence"
-        )
     fields = {name: _typed(mapping[name], hints[name], name) for name in names if mapping.get(name) is not None}
     for name, default in published.defaults.items():
         if name not in fields:
@@ -118,7 +96,20 @@ def config_from_hugging_face(mapping: Mapping[str, Any]) -> ModelConfig:
     config = family.config(**fields, rope_theta=rope_theta, rope_scaling=rope_scaling)
     for name, derive in published.derived.items():
         _check_value(name, mapping.get(name), (derive(config),), family)
+    for name, values in _agreeing(config, family).items():
+        _check_value(name, mapping.get(name), values, family)
     return config
+
+
+def unread_fields(mapping: Mapping[str, Any]) -> list[str]:
+    """Return the fields of a parsed `config.json` that `config_from_hugging_face` accepted without
+    knowing them: no code for the family reads them. Null counts as left out."""
+    family = FAMILIES[mapping["model_type"]]
+    published = family.published
+    checked = {"architectures", *QUANTIZATION, "original_max_position_embeddings"}
+    checked |= {*FIXED, *NEUTRAL, *published.fixed, *published.derived, *published.agreeing}
+    known = {*_own_fields(family), *ROPE_FIELDS, *published.aliases} | checked | NO_INFLUENCE
+    return [name for name, value in mapping.items() if value is not None and name not in known]
 
 
 def config_to_hugging_face(config: ModelConfig) -> dict[str, Any]:
@@ -131,6 +122,7 @@ def config_to_hugging_face(config: ModelConfig) -> dict[str, Any]:
             fields[field.name] = list(value) if isinstance(value, tuple) else value
     fields |= {name: values[0] for name, values in {**FIXED, **published.fixed}.items()}
     fields |= {name: derive(config) for name, derive in published.derived.items()}
+    fields |= published.written
     scaling = None
     if config.rope_scaling is not None:
         given = {name: value for name, value in dataclasses.asdict(config.rope_scaling).items() if value is not None}
@@ -139,11 +131,25 @@ def config_to_hugging_face(config: ModelConfig) -> dict[str, Any]:
     return {**fields, "rope_theta": config.rope_theta, "rope_scaling": scaling, "rope_parameters": parameters}
 
 
-def _known_fields(family: Family) -> set[str]:
+def _own_fields(family: Family) -> set[str]:
+    """Return the fields of the configuration, and the family's fields without influence."""
+    fields = {field.name for field in dataclasses.fields(family.config)}
+    return {*fields, *family.published.ignored, *family.published.written}
+
+
+def _agreeing(config: ModelConfig, family: Family) -> dict[str, tuple[Any, ...]]:
+    """Return the fields that say what is built anyway, and the values with which they do."""
     published = family.published
-    own = {field.name for field in dataclasses.fields(family.config)}
-    supported = {*own, *ROPE_FIELDS, *NOT_WRITTEN, *FIXED, *published.fixed, *published.derived, "architectures", "quantization_config"}
-    return supported | NO_INFLUENCE | published.ignored
+    own = _own_fields(family) | {*FIXED, *published.fixed, *published.derived}
+    found = {
+        name: values(config) if callable(values) else values
+        for name, values in {**NEUTRAL, **published.agreeing}.items()
+        if name not in own
+    }
+    if config.rope_scaling is not None:  # transformers prefers this field to that of YaRN
+        length = config.rope_scaling.original_max_position_embeddings
+        found["original_max_position_embeddings"] = (length,)
+    return found
 
 
 def _without_aliases(mapping: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str, Any]:
@@ -158,21 +164,37 @@ def _without_aliases(mapping: Mapping[str, Any], aliases: Mapping[str, str]) -> 
 def _check_fixed(mapping: Mapping[str, Any], family: Family) -> None:
     published = family.published
     _check_value("architectures", mapping.get("architectures"), ([published.architecture],), family)
-    for name, values in {**NOT_WRITTEN, **FIXED, **published.fixed}.items():
+    for name, values in {**FIXED, **published.fixed}.items():
         _check_value(name, mapping.get(name), values, family)
-    quantization = mapping.get("quantization_config")
-    if quantization is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
-        supported = "must be left out" if published.quantization is None else f"must be {published.quantization!r} or left out"
-        if published.quantization is None or method != published.quantization:
-            raise ConfigError(f"quantization_config.quant_method = {method!r} is not supported for {family.model_type}: it {supported}")
+    for name in QUANTIZATION:
+        if mapping.get(name) is not None:
+            _check_quantization(name, mapping[name], family)
+
+
+def _check_quantization(name: str, quantization: Any, family: Family) -> None:
+    """Raise ConfigError unless the weights are in a packed form that can be read."""
+    readable = family.published.quantization
+    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+    if readable is None or method != readable:
+        supported = "must be left out" if readable is None else f"must be {readable!r} or left out"
+        raise ConfigError(
+            f"{name}.quant_method = {method!r} is not supported for {family.model_type}: "
+            f"it {supported}; give a copy of the model whose weights are in bf16, fp16 or fp32"
+        )
 
 
 def _check_value(name: str, value: Any, supported: tuple[Any, ...], family: Family) -> None:
     """Raise ConfigError unless the value is supported. Null counts as left out; True is not 1."""
     if value is not None and not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in supported):
-        words = " or ".join("null" if each is None else repr(each) for each in supported)
-        raise ConfigError(f"{name} = {value!r} is not supported for {family.model_type}: it must be {words}")
+        may_be_off = supported[-len(OFF) :] == OFF
+        shown = supported[: -len(OFF)] if may_be_off else supported
+        words = ["null" if each is None else repr(each) for each in shown]
+        if may_be_off:
+            words.append("null, false, 0 or left out, since no model of this family has it")
+        raise ConfigError(
+            f"{name} = {value!r} is not supported for {family.model_type}: it must be "
+            f"{' or '.join(words)}; give such a model, or correct the field if it is wrong"
+        )
 
 
 def _read_rope(mapping: Mapping[str, Any], published: PublishedConfig) -> tuple[float, YarnConfig | None]:

@@ -48,9 +48,10 @@ class GptOssConfig(CheckedFields):
     """Factor inside the gate's sigmoid."""
     swiglu_limit: float = 7.0
     """Limit to which gate values are clamped from above, and up values on both sides."""
-    router_aux_loss_coef: float = 0.001
-    """Coefficient of the published load-balancing loss, a mean over blocks that is `num_experts_per_tok` for an even load; 0: no such
-    loss."""
+    router_aux_loss_coef: float = 0.03
+    """Coefficient of the published load-balancing loss, a mean over blocks that is
+    `num_experts_per_tok` for an even load; 0: no such loss. Published models, which are large, have
+    0.001 or less; small ones collapse with it."""
     rope_theta: float = 150000.0
     """Base of the rotary frequencies."""
     rms_norm_eps: float = 1e-5
@@ -94,8 +95,15 @@ def _alternating(count: int) -> tuple[str, ...]:
 
 PUBLISHED = PublishedConfig(
     architecture="GptOssForCausalLM",
-    optional=frozenset({"layer_types", "attention_bias", "swiglu_alpha", "swiglu_limit", "router_aux_loss_coef"}),
+    optional=frozenset({"layer_types", "attention_bias", "swiglu_alpha", "swiglu_limit"}),
+    defaults={"router_aux_loss_coef": 0.001},
     derived={"layer_types": lambda config: list(config.attention_types), "experts_per_token": lambda config: config.num_experts_per_tok},
+    agreeing={
+        "qkv_bias": lambda config: (config.attention_bias,),
+        "moe_intermediate_size": lambda config: (config.intermediate_size,),
+        "norm_topk_prob": (True,),
+        "use_sliding_window": (True,),
+    },
     aliases={"num_experts": "num_local_experts"},
     ignored=frozenset({"initial_context_length"}),
     quantization="mxfp4",

@@ -12,7 +12,7 @@ import torch
 from lather.models.attention import GroupedQueryAttention
 from lather.models.decoder import Block, Decoder, assemble
 from lather.models.experts import Experts
-from lather.models.hf.config_fields import CheckedFields, PublishedConfig
+from lather.models.hf.config_fields import CheckedFields, PublishedConfig, kinds_of_layers
 from lather.models.layers import GatedMLP
 from lather.models.moe import MoE
 from lather.models.rotary import Rotary
@@ -43,9 +43,10 @@ class Qwen3MoeConfig(CheckedFields):
     """Number of experts per MoE block."""
     norm_topk_prob: bool = True
     """Normalize the weights of a token's experts to a sum of 1."""
-    router_aux_loss_coef: float = 0.001
-    """Coefficient of the published load-balancing loss, a mean over blocks that is `num_experts_per_tok` for an even load; 0: no such
-    loss."""
+    router_aux_loss_coef: float = 0.03
+    """Coefficient of the published load-balancing loss, a mean over blocks that is
+    `num_experts_per_tok` for an even load; 0: no such loss. Published models, which are large, have
+    0.001 or less; small ones collapse with it."""
 
     def __post_init__(self) -> None:
         self._require_family_and_ranges(may_be_zero=("router_aux_loss_coef",))
@@ -69,11 +70,27 @@ class Qwen3MoeConfig(CheckedFields):
 
 PUBLISHED = PublishedConfig(
     architecture="Qwen3MoeForCausalLM",
-    defaults={"head_dim": lambda fields: fields["hidden_size"] // max(fields["num_attention_heads"], 1), "norm_topk_prob": False},
-    optional=frozenset({"decoder_sparse_step", "mlp_only_layers", "attention_bias", "router_aux_loss_coef"}),
-    fixed={"use_sliding_window": (False,), "sliding_window": (None,)},
+    defaults={
+        "head_dim": lambda fields: fields["hidden_size"] // max(fields["num_attention_heads"], 1),
+        "norm_topk_prob": False,
+        "router_aux_loss_coef": 0.001,
+    },
+    optional=frozenset({"decoder_sparse_step", "mlp_only_layers", "attention_bias"}),
+    fixed={"use_sliding_window": (False,)},
+    agreeing={
+        "qkv_bias": lambda config: (config.attention_bias,),
+        **dict.fromkeys(("qk_layernorm", "qk_norm", "use_qk_norm"), (True,)),
+        "layer_types": lambda config: (["full_attention"] * config.num_hidden_layers,),
+        "mlp_layer_types": lambda config: (
+            kinds_of_layers(
+                config.num_hidden_layers,
+                [index for index in range(config.num_hidden_layers) if config.is_dense(index)],
+            ),
+        ),
+    },
     aliases={"num_local_experts": "num_experts"},
     ignored=frozenset({"max_window_layers"}),
+    written={"sliding_window": None},  # without use_sliding_window it has no influence
 )
 
 

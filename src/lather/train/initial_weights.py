@@ -18,7 +18,7 @@ from lather.config.toml_file import folder_of, load_run, model_of
 from lather.errors import CheckpointError, ConfigError, DataError
 from lather.models.adapted import MergedTensors, is_adapters
 from lather.models.families import ModelConfig
-from lather.models.hf.model_folder import CONFIG_FILE, TOKENIZER_FILE, open_hugging_face
+from lather.models.hf.model_folder import CONFIG_FILE, TOKENIZER_FILE, notes_on_config, open_hugging_face
 from lather.models.hf.safetensors_folder import TensorSource
 from lather.parallel.agreement import errors_on_all_ranks
 from lather.train.companions import same_tokenizer
@@ -47,6 +47,12 @@ def find_start(config: Config) -> Path:
     if not config.data.tokenizer and not config.data.path and not (source / TOKENIZER_FILE).exists():
         raise DataError(f"init_from = {config.init_from!r} has no tokenizer.json: give its model's tokenizer as data.tokenizer")
     return source if is_published else checkpoints[-1]
+
+
+def notes_on_start(path: Path) -> list[str]:
+    """Return sentences about the Hugging Face folder that `find_start` found; none for a
+    checkpoint."""
+    return notes_on_config(path) if (path / CONFIG_FILE).is_file() else []
 
 
 def check_same_model(init_from: str, theirs: ModelConfig, ours: ModelConfig) -> None:

@@ -22,6 +22,7 @@ from lather.checkpoint.folder import Progress, Retention, best_checkpoint, list_
 from lather.checkpoint.reader import load_checkpoint
 from lather.checkpoint.save import Saver
 from lather.checkpoint.state import TrainingState
+from lather.config.changes import values_of
 from lather.config.config import Config
 from lather.config.toml_file import folder_of
 from lather.device import deterministic, is_gpu
@@ -36,7 +37,8 @@ from lather.parallel.mesh import Mesh
 from lather.pipeline.timeline import FILE as TIMELINE
 from lather.pipeline.timeline import TimelineRecorder, append_timeline
 from lather.train import metrics
-from lather.train.initial_weights import check_same_tokenizer, find_start, load_start
+from lather.train.expert_watch import WINDOW, ExpertWatch, describe, remedy
+from lather.train.initial_weights import check_same_tokenizer, find_start, load_start, notes_on_start
 from lather.train.memory_check import MemoryCheck, agreed_partition
 from lather.train.pace import Pace
 from lather.train.run_data import RunData, check_same_data, open_run_data
@@ -112,6 +114,9 @@ def _prepared_run(config: Config, mesh: Mesh, display: Display, run_dir: RunDire
     source = broadcast(source, group)
     data = _open_data(begin, mesh, display, run_dir, source)
     run = _TrainingRun(config, data, mesh, display, source)
+    if run_dir is not None and source is not None:
+        for note in notes_on_start(source):
+            display.note(f"note: {note}")
     if source is not None and not rate_is_given and not config.lora.rank:
         display.note("the default rate is for random weights and may undo what these have learned: give --optim.lr, a tenth or less")
     if begin.changes:
@@ -172,9 +177,22 @@ class _TrainingRun:
             if (self.path / TIMELINE).exists():
                 metrics.cut_rows(self.path / TIMELINE, resumed_step)
             log = config.log
-            self.metrics = metrics.MetricsWriter(self.path, resumed_step, tensorboard=log.tensorboard, wandb_project=log.wandb_project)
+            self.metrics = metrics.MetricsWriter(
+                self.path,
+                resumed_step,
+                tensorboard=log.tensorboard,
+                wandb_project=log.wandb_project,
+                mlflow_experiment=log.mlflow_experiment,
+                configuration=values_of(config),
+                note=display.note,
+            )
         self.memory = MemoryCheck(config, mesh, display.note, partition)
         self.pace = Pace(display.note, not is_gpu(mesh.device), mesh.size)
+        self.experts = ExpertWatch(
+            config.model.num_experts_per_tok,
+            config.train.steps,
+            is_trained=bool(config.init_from),
+        )
         self.lowest_loss = math.inf
         self._told: set[str] = set()
         """Subjects of lines that are shown once."""
@@ -281,12 +299,22 @@ class _TrainingRun:
                 "if many steps are like this, make the data set with the answers learned, or give "
                 "more tokens per step (--train.batch-size, --train.sequence-length)",
             )
+        self._watch_experts(number, result)
         if in_a_row >= self.config.train.max_skipped_steps:
             raise DivergedError(
                 f"{in_a_row} steps in a row, the last of them step {number}, had a loss or gradient that was not finite: "
                 f"lower optim.lr (now {self.config.optim.peak_lr:g}) or raise optim.warmup_steps, and continue from an earlier checkpoint "
                 f"in another folder, with --fork-from {self.path}@STEP and --run-dir, or start a new run"
             )
+
+    def _watch_experts(self, step: int, result: StepResult) -> None:
+        """Note once that the experts of a block have collapsed."""
+        collapsed = None if result.skipped else self.experts.saw(step, result.counts_LE)
+        if collapsed is not None:
+            block, least, most = collapsed
+            words = describe(block, range(step - WINDOW + 1, step + 1), least, most)
+            coefficient = self.config.resolved_moe().balance_coefficient or 0.0
+            self.display.note(f"note: {words}; {remedy(coefficient)}")
 
     def _row(self, result: StepResult, lr: float, step_seconds: float, peak: int) -> metrics.StepRow:
         measured = {name: value for name, value in vars(result).items() if name != "counts_LE"}  # fields of the row, too

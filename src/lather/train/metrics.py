@@ -1,4 +1,4 @@
-"""The measurements of a run: rows in `metrics.jsonl`, and in TensorBoard and Weights & Biases if they are enabled.
+"""The measurements of a run: rows in `metrics.jsonl`, and in the trackers that are enabled.
 
 `StepRow`, `ValidationRow` and `ExpertLoadRow` are the schema of the file; a number that is not finite becomes null. All rows up to a
 checkpoint are on disk before the checkpoint is. A resumed run drops later rows, so the file equals that of an uninterrupted run.
@@ -11,7 +11,7 @@ import math
 import os
 import resource
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from lather.device import gpu_module, is_gpu
-from lather.errors import RunError
 from lather.files import names_full_disk, read_rows, sync, write_aside
+from lather.train.trackers import InBackground, beginnings, numbers_of
 
 
 @dataclass(frozen=True)
@@ -125,20 +125,29 @@ def take_peak_memory_bytes(device: torch.device) -> int:
 
 
 class MetricsWriter:
-    """Appends rows to `metrics.jsonl` and to the other enabled destinations.
+    """Appends rows to `metrics.jsonl`, and hands them to the trackers.
 
-    When it is constructed, it cuts the file to the rows of steps up to `resume_step` (to none for a new run).
+    When it is constructed, it cuts the file to the rows of steps up to `resume_step` (to none for a
+    new run). Raises RunError if a new run asks for a tracker that is not installed.
     """
 
-    def __init__(self, run_dir: Path, resume_step: int | None, *, tensorboard: bool = False, wandb_project: str = "") -> None:
-        self.path = run_dir / "metrics.jsonl"
+    def __init__(
+        self,
+        run_dir: Path,
+        resume_step: int | None,
+        *,
+        tensorboard: bool = False,
+        wandb_project: str = "",
+        mlflow_experiment: str = "",
+        configuration: Mapping[str, Any] | None = None,
+        note: Callable[[str], None] = print,
+    ) -> None:
+        """`configuration`: values by dotted key, for the trackers; `note` shows a line."""
+        self.path, names = run_dir / "metrics.jsonl", (wandb_project, mlflow_experiment)
+        begins = beginnings(run_dir, resume_step, tensorboard, names, configuration or {}, note)
+        self.trackers = [InBackground(name, begin, note) for name, begin in begins.items()]
         cut_rows(self.path, resume_step)
         self.file = self.path.open("a")
-        self.sinks: list[_TensorBoard | _Wandb] = []
-        if tensorboard:
-            self.sinks.append(_TensorBoard(run_dir, resume_step))
-        if wandb_project:
-            self.sinks.append(_Wandb(run_dir, wandb_project))
 
     def write(self, row: Row) -> None:
         values: dict[str, Any] = asdict(row) if isinstance(row, StepRow) else {**row}
@@ -146,8 +155,9 @@ class MetricsWriter:
         with names_full_disk(self.path):
             self.file.write(json.dumps(values) + "\n")
             self.file.flush()
-        for sink in self.sinks:
-            sink.write(_scalars(values))
+        numbers = numbers_of(values) if self.trackers else {}
+        for tracker in self.trackers:
+            tracker.write(values["step"], numbers)
 
     def sync(self) -> None:
         """Flush all rows to disk."""
@@ -157,26 +167,17 @@ class MetricsWriter:
     def close(self) -> None:
         with names_full_disk(self.path):
             self.file.close()
-        for sink in self.sinks:
-            sink.close()
+        for tracker in self.trackers:
+            tracker.close()
 
 
-def _finite(values: dict[str, Any]) -> dict[str, Any]:
-    """Replace numbers that are not finite by None, also in a section of the row."""
-
-    def finite(value: Any) -> Any:
-        if isinstance(value, dict):
-            return _finite(value)
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
-    return {key: finite(value) for key, value in values.items()}
-
-
-def _scalars(values: dict[str, Any]) -> dict[str, Any]:
-    """Replace `expert_load` by one entry for each of its numbers: `expert_load/block/expert`."""
-    loads = values.get("expert_load", [])
-    flat = {f"expert_load/{block}/{expert}": load for block, loads_E in enumerate(loads) for expert, load in enumerate(loads_E)}
-    return {**{key: value for key, value in values.items() if key != "expert_load"}, **flat}
+def _finite(value: Any) -> Any:
+    """Replace each number that is not finite by None, also within sections and lists."""
+    if isinstance(value, Mapping):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def cut_rows(path: Path, resume_step: int | None) -> None:
@@ -188,39 +189,3 @@ def cut_rows(path: Path, resume_step: int | None) -> None:
 def training_rows(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Return the rows of training steps that were not skipped."""
     return (row for row in rows if "loss" in row and not row.get("skipped"))
-
-
-class _TensorBoard:
-    def __init__(self, run_dir: Path, resume_step: int | None) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        purge = None if resume_step is None else resume_step + 1
-        self.writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge)
-
-    def write(self, values: dict[str, Any]) -> None:
-        for key, value in values.items():
-            if key != "step" and value is not None:
-                self.writer.add_scalar(key, value, values["step"])
-
-    def close(self) -> None:
-        self.writer.close()
-
-
-class _Wandb:
-    """A run of Weights & Biases whose id is stored in the run directory, so that a resumed run continues it."""
-
-    def __init__(self, run_dir: Path, project: str) -> None:
-        try:
-            import wandb
-        except ImportError:
-            raise RunError("log.wandb_project is set, but wandb is not installed: pip install 'lather[wandb]'") from None
-        id_file = run_dir / "wandb_id"
-        if not id_file.exists():
-            id_file.write_text(wandb.util.generate_id())
-        self.run = wandb.init(project=project, id=id_file.read_text(), name=run_dir.name, dir=str(run_dir), resume="allow")
-
-    def write(self, values: dict[str, Any]) -> None:
-        self.run.log({key: value for key, value in values.items() if key != "step"}, step=values["step"])
-
-    def close(self) -> None:
-        self.run.finish()

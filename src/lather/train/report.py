@@ -17,6 +17,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+import torch
 
 from lather import page
 from lather.checkpoint.folder import list_checkpoints, step_of
@@ -27,6 +28,7 @@ from lather.files import read_rows, read_text, whole_file
 from lather.pipeline import picture
 from lather.pipeline.replay import Timeline
 from lather.pipeline.timeline import FILE as TIMELINE
+from lather.train.expert_watch import SETTLED, collapsed_blocks, describe, remedy
 from lather.train.memory_check import FILE as MEMORY
 from lather.train.memory_check import differences, sizes_of
 from lather.train.metrics import training_rows
@@ -77,6 +79,7 @@ def report_data(run_dir: Path, notes: list[str]) -> dict[str, Any]:
         "happened": [
             *([row.time, f"forked from {row.forked_from}" * bool(row.forked_from) or row.describe()] for row in history.rows),
             *(["", _why_skipped(row)] for row in steps if row.get("skipped")),
+            *_part(notes, run_dir / "config.toml", lambda path: collapses(rows, path.parent), []),
             *([["checkpoints", f"steps {', '.join(map(str, checkpoints))}"]] if checkpoints else []),
         ],
         "machine": _part(notes, run_dir / "provenance.json", machine, []),
@@ -151,6 +154,25 @@ def loads(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
         [[round(load, 3) for load in row["expert_load"][block]] for row in records] for block in range(len(records[0]["expert_load"]))
     ]
     return {"steps": [row["step"] for row in records], "blocks": blocks}
+
+
+def collapses(rows: Sequence[dict[str, Any]], run_dir: Path) -> list[list[str]]:
+    """A sentence for each block whose experts have collapsed by its last records, with the remedy."""
+    config = load_run(run_dir)
+    start = 0 if config.init_from else min(SETTLED, config.train.steps // 2)
+    records = [row for row in rows if row.get("expert_load") and row["step"] > start]
+    chosen = config.model.num_experts_per_tok
+    loads_LE = [torch.tensor(row["expert_load"], dtype=torch.float64) for row in records]
+    uneven = [set(collapsed_blocks(load_LE, chosen)) for load_LE in loads_LE]
+    lasting = set.intersection(*uneven[-2:]) if uneven else set()
+    if config.init_from:
+        lasting -= uneven[0]
+    advice = remedy(config.resolved_moe().balance_coefficient or 0.0)
+    sentences = []
+    for block in sorted(lasting):
+        load_E, step = loads_LE[-1][block], records[-1]["step"]
+        sentences.append(describe(block, [step], float(load_E.min()), float(load_E.max())))
+    return [["", f"{sentence}; {advice}"] for sentence in sentences]
 
 
 def memory(path: Path) -> dict[str, Any]:

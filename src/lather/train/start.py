@@ -19,7 +19,7 @@ from typing import Any
 from lather.checkpoint.folder import checkpoint_path, find_checkpoint, list_checkpoints, step_of
 from lather.config.changes import CHANGES, Change, History, class_of, differences, values_of
 from lather.config.config import Config
-from lather.config.old_runs import OldOptimConfig, going_on
+from lather.config.old_runs import OldOptimConfig, going_on, with_earlier_defaults
 from lather.config.toml_file import config_of_run, config_to_toml, load_run
 from lather.errors import ConfigError, RunError, UserError
 from lather.files import read_rows, reason
@@ -92,6 +92,7 @@ def _going_on(path: Path, config: Config, step: int, subject: str, remedy: str) 
         config = replace(config, optim=replace(config.optim, lr=before.optim.lr))
     if not config.data.pattern:  # which was *.py once
         config = replace(config, data=replace(config.data, pattern=before.data.pattern))
+    config = replace(config, model=with_earlier_defaults(before.model, config.model))
     if isinstance(before.optim, OldOptimConfig):
         config = replace(config, optim=going_on(before.optim, config.optim, config.run_dir))
     config = config.resolved()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -70,6 +70,11 @@ class CheckedFields:
             self._require("rope_theta", self.rope_theta > 1, "greater than 1 for YaRN, which divides by its logarithm")
 
 
+def kinds_of_layers(num_layers: int, dense: Container[int]) -> list[str]:
+    """Return transformers' word for each block, which may have experts or be dense."""
+    return ["dense" if index in dense else "sparse" for index in range(num_layers)]
+
+
 @dataclass(frozen=True)
 class PublishedConfig:
     """The fields of a family's published `config.json` that are read or written differently from fields of the configuration."""
@@ -78,6 +83,9 @@ class PublishedConfig:
     """Name of the class in transformers."""
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Fields that are supported only with these values, or left out, or null; the first value is written."""
+    agreeing: Mapping[str, Any] = field(default_factory=dict)
+    """Fields that are not written, and the values that say what is built anyway; a function computes
+    these from the configuration."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Fields that may be left out or null, and their values in that case; a function computes the value from the fields read."""
     optional: frozenset[str] = frozenset()
@@ -88,6 +96,8 @@ class PublishedConfig:
     """Other names of fields, and the names that they stand for."""
     ignored: frozenset[str] = frozenset()
     """Fields of this family without influence on training."""
+    written: Mapping[str, Any] = field(default_factory=dict)
+    """Fields without influence on training that are written, and their values."""
     nullable: frozenset[str] = frozenset()
     """Fields that must be present and may be null."""
     quantization: str | None = None

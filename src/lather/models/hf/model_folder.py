@@ -11,6 +11,7 @@ configurations.
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,15 +23,26 @@ from torch import Tensor, nn
 from lather.errors import ExchangeError, UserError
 from lather.files import StrPath, read_text
 from lather.models.decoder import Decoder
+from lather.models.deepseek_v2 import DeepseekV2Config
 from lather.models.entry_names import entry_shapes, split_entry
-from lather.models.families import ModelConfig, build_model, config_from_hugging_face
+from lather.models.families import ModelConfig, build_model, config_from_hugging_face, unread_fields
 from lather.models.hf.key_map import HARMLESS, MappedTensor, Shape, published_ways
 from lather.models.hf.mxfp4 import BLOCK, dequantize_mxfp4
-from lather.models.hf.safetensors_folder import DTYPES, Index, SafetensorsFolder, TensorHeader, open_published
+from lather.models.hf.safetensors_folder import (
+    ANOTHER_COPY,
+    DTYPES,
+    Index,
+    SafetensorsFolder,
+    TensorHeader,
+    open_published,
+)
 
 CONFIG_FILE = "config.json"
 TOKENIZER_FILE = "tokenizer.json"
 HEAD = "lm_head.weight"
+NORMALIZED = """\
+transformers ignores norm_topk_prob = true of deepseek_v2: it computes other logits than Lather \
+and DeepSeek's code"""
 COMPARED_ELEMENTS = 2**20
 """Number of elements of two tensors that are compared at a time."""
 
@@ -46,6 +58,24 @@ def read_config(folder: StrPath) -> ModelConfig:
         return config_from_hugging_face(mapping)
     except (UserError, OverflowError) as error:  # an integer may be too large for a float
         raise ExchangeError(f"{file}: {error}") from None
+
+
+def notes_on_config(folder: StrPath) -> list[str]:
+    """Return sentences about what `read_config` accepts in the `config.json` of a folder although
+    other programs may read it differently: fields that no code for the family reads, and fields
+    that Lather obeys and transformers does not.
+
+    Raises ExchangeError as `read_config` does.
+    """
+    config, file = read_config(folder), Path(folder) / CONFIG_FILE
+    unread = unread_fields(read_json(file, ANOTHER_COPY))
+    notes = []
+    if unread:
+        names = ", ".join(unread)
+        notes.append(f"{file}: no code for {config.model_type} reads {names}: passed over")
+    if isinstance(config, DeepseekV2Config) and config.normalizes:
+        notes.append(NORMALIZED)
+    return notes
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
@@ -173,12 +203,20 @@ def open_hugging_face(folder: StrPath) -> tuple[PublishedWeights, ModelConfig]:
     return _match(Path(folder), config.model_type, parameter_shapes(config)), config
 
 
+def _open_and_warn(folder: StrPath) -> tuple[PublishedWeights, ModelConfig]:
+    opened = open_hugging_face(folder)
+    for note in notes_on_config(folder):
+        warnings.warn(note, stacklevel=3)
+    return opened
+
+
 def load_hugging_face(folder: StrPath, model: nn.Module) -> None:
-    """Set a model's parameters to the folder's weights, which may have any floating dtype.
+    """Set a model's parameters to the folder's weights, which may have any floating dtype. Warn of
+    what `notes_on_config` returns.
 
     If the folder cannot be read, or does not hold exactly the model's parameters, this raises ExchangeError and changes nothing.
     """
-    weights, _ = open_hugging_face(folder)
+    weights, _ = _open_and_warn(folder)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     if different := sorted({name for name in {**shapes, **weights.shapes} if shapes.get(name) != weights.shapes.get(name)}):
         found, given = (shape.get(different[0], "absent") for shape in (weights.shapes, shapes))
@@ -193,9 +231,10 @@ def model_from_hugging_face(
 ) -> tuple[Decoder, ModelConfig]:
     """Load the model in a Hugging Face folder; return it and its configuration.
 
-    `dtype` None: the stored dtype of the embedding. If the folder cannot be read, ExchangeError is raised before memory is allocated.
+    `dtype` None: the stored dtype of the embedding. Warns of what `notes_on_config` returns. If the
+    folder cannot be read, ExchangeError is raised before memory is allocated.
     """
-    weights, config = open_hugging_face(folder)
+    weights, config = _open_and_warn(folder)
     stored = weights.stored.tensors[weights.entries["embed_tokens.weight"][0].published].dtype
     model = _on_meta(config).to(dtype or DTYPES[stored])
     if config.tie_word_embeddings:  # to_empty would allocate the shared weight twice
