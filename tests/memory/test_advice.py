@@ -306,7 +306,7 @@ def test_meshes_are_all_those_whose_expert_groups_lie_on_machines(machine: int) 
 
 
 def test_a_configured_mesh_whose_expert_groups_lie_on_two_machines_is_left_out_and_told() -> None:
-    """Of 12 ranks on machines of 4, ranks 3, 4 and 5 would share experts."""
+    """On machines of 4, ranks 3, 4 and 5 of the 12 would share experts."""
     meshes, said = meshes_of(12, 4, pp=2, ep=3)
     assert {ep for _, ep in meshes} == {1, 2, 4}
     assert len(said) == 1
