@@ -98,5 +98,7 @@ def parse_size(text: str, option: str, *, unit: bool = False) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?i?B?)", text.strip(), re.IGNORECASE)
     num_bytes = float(match[1]) * UNITS.get(match[2].upper(), 0) if match and (match[2] or not unit) else 0
     constraint = "a size such as 500MB, 5GB or 4GiB, at least 1 byte and at most 10^18"
+    if unit and match and not match[2]:
+        constraint = f"with a unit, such as {text.strip()}GiB"
     require(1 <= num_bytes <= MOST_BYTES, option, text if len(text) <= 40 else f"{text[:40]}...", constraint)
     return int(num_bytes)
