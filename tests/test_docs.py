@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import importlib
+import json
 import math
 import re
 import sys
@@ -17,10 +18,11 @@ import torch
 import reference_tables
 from lather import optim
 from lather.cli import COMMANDS
-from lather.config.optim import OptimConfig, optim_config
-from lather.config.toml_file import field_names
+from lather.commands.train import _read
+from lather.config.optim import OptimConfig, RuleOptimConfig, optim_config
+from lather.config.toml_file import config_from_mapping, field_names
 from lather.optim import MatrixOptimizer, Rule, state_bytes
-from lather.optim.options import options_of
+from lather.optim.options import name_of, options_of
 from lather.optim.rules import RULES
 from page_blocks import shown_files
 from tiny_run import run, timeless_rows, write_config
@@ -311,6 +313,35 @@ def test_rules_of_the_page_have_what_the_engine_gives(name: str, options: dict[s
     for p in params:
         kept = sum(x.nbytes for x in optimizer.state[p].values())
         assert kept == state_bytes(tuple(p.shape), type(rule), **options)
+
+
+@pytest.mark.usefixtures("rules")
+def test_the_rates_of_the_rest_are_those_that_the_page_says() -> None:
+    """The quickstart has a rule and a factor of its own for the rest, which the page names."""
+    text = section(WRITING, "Try it")
+    assert "the quickstart has `embedding_soap` there, at 3 times `optim.lr`" in text
+    added = re.search(r"add `(--optim\.rest\.rule adamw [^`]*)`", text)
+    assert added
+    quickstart, name = str(ROOT / "configs/quickstart.toml"), ["--optim.name", "shampoo:ShampooRule"]
+    own, adamw = (_read([quickstart, *name, *more])[0].optim for more in ([], added[1].split()))
+    without = config_from_mapping({"optim": {"name": "shampoo:ShampooRule"}}).optim
+    for found, rule, rate in (
+        (own, "embedding_soap", 9e-3),
+        (adamw, "adamw", 3.2e-2),
+        (without, "adamw", 3e-3),
+    ):
+        assert isinstance(found, RuleOptimConfig)
+        assert name_of(found.rules["rest"]) == rule
+        assert found.lr_of("rest") == pytest.approx(rate)
+        assert found.lr_of("matrices") == 3e-3
+
+
+def test_pages_say_in_which_dtype_the_memory_modes_were_timed() -> None:
+    rows = (ROOT / "benchmarks/results/memory-cpu.jsonl").read_text().splitlines()
+    timed = [row for row in map(json.loads, rows) if row["benchmark"] == "time"]
+    assert {row["config"]["dtype"] for row in timed} == {"float32"}
+    assert "times forward and backward in fp32" in (DOCS / "models.md").read_text()
+    assert "both on a CPU in fp32, while the bytes are those in bf16" in (DOCS / "memory.md").read_text()
 
 
 def test_the_trainer_takes_a_rule_of_the_page(rules: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ exits with 0; after SIGINT it also saves and exits with 130.
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import io
 import os
@@ -77,7 +78,9 @@ def _dispatch(arguments: list[str]) -> int:
         return 0
     if not arguments or arguments[0] not in COMMANDS:
         given = f"unknown command {arguments[0]!r}" if arguments else "no command given"
-        raise UserError(f"{given}: use one of {', '.join(COMMANDS)}, or --help")
+        near = difflib.get_close_matches(arguments[0], COMMANDS, 1) if arguments else []
+        guess = f"did you mean {near[0]}? " if near else ""
+        raise UserError(f"{given}: {guess}use one of {', '.join(COMMANDS)}, or --help")
     if "torch" not in sys.modules:  # OpenMP reads them once, when torch is imported
         os.environ.update(waiting_variables(os.environ))
     name, *rest = arguments

@@ -1,5 +1,11 @@
 """Errors that the user can correct: one line with the file or field, the value and the remedy. The command exits with status 2."""
 
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+
 
 class UserError(ValueError):
     """Base class of all errors that the user can correct."""
@@ -28,4 +34,25 @@ class ExchangeError(UserError):
 def require(holds: bool, field: str, value: object, constraint: str) -> None:
     """Raise ConfigError unless `holds`."""
     if not holds:
-        raise ConfigError(f"{field} = {value!r} is not valid: it must be {constraint}")
+        raise ConfigError(f"{field} = {as_toml(value)} is not valid: it must be {constraint}")
+
+
+def as_toml(value: object) -> str:
+    """Write a value as TOML does, for messages: `true` and `[1, 2]`, not Python's `True` and `(1, 2)`;
+    a configuration as the fields that are set, and a value that is left out as `none`."""
+    if value is None or isinstance(value, bool):
+        return {None: "none", True: "true", False: "false"}[value]
+    if isinstance(value, str):
+        is_literal = "'" not in value and value.isprintable()
+        return f"'{value}'" if is_literal else json.dumps(value, ensure_ascii=False)
+    if isinstance(value, float):
+        return repr(float(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
+        return as_toml({name: one for name, one in fields.items() if one is not None})
+    if isinstance(value, Mapping):
+        pairs = ", ".join(f"{key} = {as_toml(one)}" for key, one in value.items())
+        return f"{{ {pairs} }}" if pairs else "{}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(as_toml, value))}]"
+    return str(value)

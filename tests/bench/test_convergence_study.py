@@ -135,7 +135,7 @@ def test_a_rule_that_always_diverges_ends_the_search(tmp_path: Path) -> None:
         ("large = [2e-2, 2e-2] }", "huge = [2e-2, 2e-2] }", "for the settings small, large"),
         ("[1e-2, 2e-2]", "[1e-2]", "two rates above 0"),
         ("[1e-2, 2e-2]", "[1e-2, 0.0]", "two rates above 0"),
-        ("momentum = 0.9", "momentum = 1.9", "contestant 'muon' in setting 'small': optim.momentum=1.9"),
+        ("momentum = 0.9", "momentum = 1.9", "contestant 'muon' in setting 'small': optim.momentum = 1.9"),
         ("momentum = 0.9", "momentun = 0.9", "did you mean 'optim.momentum'"),
         ("optim = {{ name", "optin = {{ name", "contestants.muon.optim"),
         ("hidden_size = 16", "hidden_sise = 16", "did you mean 'model.hidden_size'"),

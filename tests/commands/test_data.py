@@ -40,7 +40,7 @@ def test_make_show_and_check(tmp_path: Path, jsonl: Path, capsys: pytest.Capture
 
 BAD = {
     "no command": (["data", "mend"], "unknown command data 'mend': use one of make, show, check"),
-    "no source": (["data", "make", "{folder}/ours"], "sources = () is not valid: it must be at least one file or folder"),
+    "no source": (["data", "make", "{folder}/ours"], "sources = [] is not valid: it must be at least one file or folder"),
     "absent source": (["data", "make", "{folder}/ours", "{folder}/absent"], "absent: no such file or folder"),
     "unknown option": (["data", "make", "{folder}/ours", "{folder}", "--tokeniser", "x"], "did you mean --tokenizer"),
     "no data set": (["data", "show", "{folder}/absent"], "absent: no such data set: make it with `lather data make"),

@@ -16,7 +16,7 @@ from lather.checkpoint.reader import load_checkpoint
 from lather.checkpoint.state import TrainingState
 from lather.cli import main
 from lather.commands.parsing import parse_size
-from lather.config.optim import optim_config
+from lather.config.optim import DEFAULT_RULE, optim_config
 from lather.config.toml_file import load_config
 from lather.data.documents import train_tokenizer
 from lather.data.recipe import END_OF_TEXT
@@ -250,8 +250,9 @@ def test_the_command_that_is_printed_trains_further_from_any_folder(
     assert [row["lr"] for row in rows if "lr" in row] == [1e-4]
     assert "starting from the weights of" in capsys.readouterr().out
     optim = load_config(work / "my run/config.toml").optim
-    assert (optim.name, optim.lr) == ("soap", 1e-4)
-    assert optim.lr < optim_config("soap").peak_lr / 10
+    assert (optim.name, optim.lr) == (DEFAULT_RULE, 1e-4)
+    assert optim.name == load_config(None, init_from=str(work / "my run")).optim.name
+    assert optim.lr < optim_config().peak_lr / 10
     assert (elsewhere / "new/tokenizer.json").is_file()
 
 

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import io
-from dataclasses import dataclass, field
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 import pytest
 import tyro
 
-from lather.commands.parsing import options_of_command, parse_arguments
+from lather.commands.options import CommandOption, options_of_command
+from lather.commands.parsing import parse_arguments
 from lather.commands.plan import PlanArguments
 from lather.config.config import Config
-from lather.config.nearest import OTHERS_NAMES, nearest_names
+from lather.config.nearest import nearest_names
+from lather.config.optim import optim_config
+from lather.config.others_names import NO_FIELD, NOTES, OTHERS_NAMES
 from lather.config.toml_file import config_from_mapping
 from lather.errors import ConfigError, UserError, require
+from lather.models.families import FAMILIES
+from lather.models.rotary import YarnConfig
+from lather.optim.rules import RULES
 
 
 @dataclass(frozen=True)
@@ -52,13 +60,13 @@ def _encoding(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
         (["here", "--section.rate", "-1"], "section.rate = -1.0 is not valid: it must be greater than 0"),
         (
             ["here", "--rounds", "x"],
-            "Error parsing --rounds: invalid literal for int() with base 10: 'x'; lather x --help shows what it takes",
+            "--rounds = 'x' is not valid: it must be an integer",
         ),
         ([], "Missing from lather x: PLACE Where. (required); lather x --help shows what it takes"),
-        (["here", "--round", "7"], "Unrecognized options: --round, 7; did you mean --rounds?"),
+        (["here", "--round", "7"], "unknown option --round; did you mean --rounds?"),
         (
             ["here", "--section.rate-of-the-whole-and-of-parts", "7"],
-            "Unrecognized options: --section.rate-of-the-whole-and-of-parts, 7; lather x --help shows what it takes",
+            "unknown option --section.rate-of-the-whole-and-of-parts; lather x --help shows what it takes",
         ),
     ],
     ids=str,
@@ -83,7 +91,17 @@ MEANT = {
     "train.lr": ["optim.lr"],
     "optim.rset.lr": ["optim.rest.lr"],
     "train.weight_decay": ["optim.weight_decay"],
-    "adam_beta1": ["optim.router.betas", "optim.rest.betas"],
+    "adam_beta1": ["optim.rest.betas"],
+    "beta1": ["optim.momentum"],
+    "optim.beta1": ["optim.momentum"],
+    "optim.rest.beta1": ["optim.rest.betas"],
+    "train.rope_factr": [],
+    "model.rope_scaling.fctor": ["model.rope_scaling.factor"],
+    "model.rope_scaling_factor": ["model.rope_scaling.factor"],
+    "parallel.tp": [],
+    "optim.ns_steps": ["optim.steps"],
+    "trian.setps": ["train.steps"],
+    "train.warmup_step": ["optim.warmup_steps"],
     "per_device_train_batch_size": ["train.micro_batch_size"],
     "batch_size": ["train.batch_size"],
     "train.max_steps": ["train.steps"],
@@ -107,7 +125,38 @@ def test_all_names_that_others_use_lead_to_options() -> None:
     for ours, names in OTHERS_NAMES.items():
         for name in names.split():
             found = nearest_names(name, known)
-            assert any(f".{one}".endswith((f".{ours}", f".{name}")) for one in found), (name, found)
+            fields = [field for field, others in OTHERS_NAMES.items() if name in others.split()]
+            meant = tuple(f".{field}" for field in fields)
+            assert found or ours.startswith(("model.", "precondition")), name
+            assert all(f".{one}".endswith(meant) for one in found), (name, found)
+
+
+def test_all_fields_that_are_named_exist() -> None:
+    known = {option.name for option in all_options()}
+    ends = {name.rpartition(".")[2] for name in known if name.startswith("optim.")}
+    for name in {*OTHERS_NAMES, *NOTES}:
+        assert name in (known if "." in name or name in known else ends), name
+    texts = [*(text for notes in NOTES.values() for text in notes.values()), *NO_FIELD.values()]
+    for text in texts:
+        for name in re.findall(r"\b[a-z]+\.[a-z_]+\b", text.replace("docs/memory.md", "")):
+            assert name in known or name == "model.rope_scaling", name
+
+
+def all_options() -> Iterator[CommandOption]:
+    for family in FAMILIES.values():
+        for rule in RULES:
+            model = replace(family.config(), rope_scaling=YarnConfig())
+            config = Config(model=model, optim=optim_config(rule))
+            yield from options_of_command(Config, config)
+
+
+def test_no_name_of_others_is_there_twice() -> None:
+    """A name may stand for several fields that exclude each other, such as options of rules."""
+    without = [name for names in NO_FIELD for name in names.split()]
+    assert len(without) == len(set(without))
+    assert not {*without} & {name for names in OTHERS_NAMES.values() for name in names.split()}
+    for ours, notes in NOTES.items():
+        assert {name for names in notes for name in names.split()} <= {*OTHERS_NAMES[ours].split()}
 
 
 def test_an_unknown_key_of_another_trainer_names_ours() -> None:

@@ -1,8 +1,11 @@
 """Advice of `lather plan`: estimates against whole plans, the findings of a search, and the work that it counts as their price."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -19,7 +22,7 @@ from lather.models.families import FAMILIES
 from lather.pipeline.partition import Partition
 from lather.pipeline.replay import bubble_of_layers
 from lather.planning import advice as advice_module
-from lather.planning.advice import Advice, advise, as_options, changed
+from lather.planning.advice import Advice, advise, are_on_machines, as_options, changed
 from lather.planning.estimate import Estimate, Estimator, with_layers
 from lather.planning.plan import plan
 from lather.planning.work import MICRO_BATCHES, REST, Work, sent_bytes
@@ -244,6 +247,87 @@ def test_where_nothing_fits_the_world_that_would_is_named() -> None:
     assert found.lightest.config.optim.name == "muon"
     assert found.lightest.config.train.recompute == ("attention", "experts", "shared_experts")
     assert found.world_that_fits == 4  # 20 / 2 for each rank, and 5 for the pipeline rank
+
+
+# --- machines ---------------------------------------------------------------------------------
+
+
+def groups_on_machines(world: int, pp: int, ep: int, machine: int) -> bool:
+    """Lay all ranks out as the mesh does, and look at every expert group."""
+    mesh = np.arange(world).reshape(pp, world // (pp * ep), ep)
+    return all(len({int(rank) // machine for rank in group}) == 1 for group in mesh.reshape(-1, ep))
+
+
+@pytest.mark.parametrize("machine", range(1, 13))
+def test_expert_groups_lie_on_machines(machine: int) -> None:
+    for world in range(1, 49):
+        for pp, ep in product(range(1, world + 1), repeat=2):
+            if world % (pp * ep) == 0:
+                laid_out = groups_on_machines(world, pp, ep, machine)
+                assert are_on_machines(ep, world, machine) == laid_out, (world, pp, ep)
+
+
+def search_of(
+    config: Config,
+    world: int,
+    machine: int,
+    say: Callable[[str], None],
+) -> advice_module._Search:
+    estimator: Any = MadeUp()
+    return advice_module._Search(config, world, 2**60, Assumed("cpu"), machine, estimator, say)
+
+
+def meshes_of(world: int, machine: int, **own: int) -> tuple[set[tuple[int, int]], list[str]]:
+    """Return (pp, ep) of every mesh that a search tries, and what it says."""
+    config = deep_config("muon", layers=2 * world)
+    model: Any = replace(config.model, num_experts=840)  # type: ignore[call-arg]
+    train = replace(config.train, batch_size=2 * world**2)
+    config = replace(config, model=model, train=train, parallel=ParallelConfig(**own))
+    said: list[str] = []
+    search = search_of(config, world, machine, said.append)
+    found = [(mesh["parallel.pp"], mesh["parallel.ep"]) for mesh in search.meshes()]
+    assert len(found) == len(set(found))
+    return set(found), said
+
+
+@pytest.mark.parametrize("machine", [1, 2, 3, 4, 5, 6, 8, 16])
+def test_meshes_are_all_those_whose_expert_groups_lie_on_machines(machine: int) -> None:
+    for world in (1, 2, 3, 4, 6, 8, 10, 12, 14, 16, 20):
+        sizes = range(1, world + 1)
+        meshes, said = meshes_of(world, machine)
+        assert meshes == {
+            (pp, ep)
+            for pp, ep in product(sizes, sizes)
+            if world % (pp * ep) == 0
+            if 840 % ep == 0
+            if groups_on_machines(world, pp, ep, machine)
+        }
+        assert not said
+
+
+def test_a_configured_mesh_whose_expert_groups_lie_on_two_machines_is_left_out_and_told() -> None:
+    """On machines of 4, ranks 3, 4 and 5 of the 12 would share experts."""
+    meshes, said = meshes_of(12, 4, pp=2, ep=3)
+    assert {ep for _, ep in meshes} == {1, 2, 4}
+    assert len(said) == 1
+    assert said[0].startswith("--parallel.ep 3 is left out")
+    assert (2, 3) in meshes_of(12, 12, pp=2, ep=3)[0]
+
+
+def test_a_larger_world_fits_only_with_expert_groups_on_machines() -> None:
+    def world(machine: int) -> int | None:
+        config = deep_config("muon", ep=2)
+        search = search_of(config, 2, machine, print)
+        search.memory = 15
+        with patch.object(MadeUp, "estimates", estimates):
+            search.try_all("meshes", [{}])
+            return search.world_that_fits(search.tried[0])
+
+    def estimates(made_up: MadeUp, configs: list[Config], size: int) -> list[Estimate]:
+        return [Estimate(np.array([100 / size], float), 0.0, Work(flops=1.0)) for _ in configs]
+
+    assert world(machine=4) == 8
+    assert world(machine=3) is None  # ranks 2 and 3 would be on two machines
 
 
 # --- changes --------------------------------------------------------------------------------------------------------------------------

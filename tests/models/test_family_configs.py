@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lather.errors import ConfigError
+from lather.errors import ConfigError, as_toml
 from lather.models.families import FAMILIES, build_model
 from lather.models.gpt_oss import GptOssConfig
 from lather.models.qwen3_moe import Qwen3MoeConfig
@@ -77,7 +77,7 @@ def test_a_bad_value_is_refused_with_its_name_and_constraint(model_type: str, fi
     with pytest.raises(ConfigError) as raised:
         tiny_family_config(model_type, **{field: bad})
     message = str(raised.value)
-    assert message.startswith(f"model.{field} = {bad!r} ")
+    assert message.startswith(f"model.{field} = {as_toml(bad)} ")
     assert constraint in message
     assert "\n" not in message
 

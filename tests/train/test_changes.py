@@ -27,7 +27,7 @@ from lather.files import read_rows
         ({"train": {"steps": 8}, "optim": {"rest": {"lr_factor": 1.0}}}, "optim.rest.lr_factor 8 -> 1"),
         ({"train": {"steps": 8, "max_grad_norm": 0.1}}, "train.max_grad_norm 1 -> 0.1"),
         ({"train": {"steps": 8}, "optim": {"precondition_frequency": 3}}, "optim.precondition_frequency 2 -> 3"),
-        ({"train": {"steps": 8}, "optim": {"stagger_refresh": True}}, "optim.stagger_refresh False -> True"),
+        ({"train": {"steps": 8}, "optim": {"stagger_refresh": True}}, "optim.stagger_refresh false -> true"),
         ({"train": {"steps": 8}, "optim": {"eps": 1e-4}}, "optim.eps 1e-08 -> 0.0001"),
         ({"train": {"steps": 8}, "optim": {"weight_decay_method": "l2", "weight_decay": 0.1}}, "optim.weight_decay_method decoupled -> l2"),
         ({"train": {"steps": 8}, "optim": {"warmup_steps": 7}}, "optim.warmup_steps 2 -> 7"),

@@ -20,7 +20,7 @@ from lather.config.config import Config
 from lather.config.optim import KindConfig, OptimConfig
 from lather.config.toml_file import config_from_mapping, config_to_toml, field_names, load_config
 from lather.data import config as data_config
-from lather.errors import ConfigError
+from lather.errors import ConfigError, as_toml
 from lather.models import deepseek_v2, gpt_oss, lora, qwen3_moe, rotary
 from lather.models.deepseek_v2 import DeepseekV2Config
 from lather.models.hf import config_fields
@@ -177,12 +177,17 @@ def refusal(mapping: dict[str, Any]) -> str:
 
 
 def assert_names_field_value_and_constraint(message: str, name: str, value: Any) -> None:
-    value = tuple(value) if isinstance(value, list) else value
-    shown = [repr(value), repr(list(value)) if isinstance(value, tuple) else ""]
-    shown += [repr(item) for item in value] if isinstance(value, tuple) else []
+    shown = [as_toml(value), *(map(as_toml, value) if isinstance(value, list) else ())]
     assert re.match(re.escape(name) + r"\b", message), message
-    assert any(text and text in message for text in shown), message
+    assert any(text in message for text in shown), message
+    assert_has_no_python(message)
     assert re.search(r"is not valid: (it must be|give) \S", message), message
+
+
+def assert_has_no_python(message: str) -> None:
+    """Values in messages are written as in TOML."""
+    python = r"\bTrue\b|\bFalse\b|\bNone\b|\w\(\w+=|<class|Path\(|torch\.|= \(|datetime"
+    assert not re.search(python, message), message
 
 
 def test_every_field_has_its_bad_values_here() -> None:

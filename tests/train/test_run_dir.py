@@ -95,7 +95,7 @@ def test_a_run_is_taken_up_again(config: Config, begun: Path) -> None:
         ({"optim": {"max_precond_dim": 4}}, "optim.max_precond_dim", "8192", "4"),
         ({"optim": {"experts": {"rule": "muon"}}}, "optim.experts.rule", "''", "'muon'"),
         ({"train": {"steps": 5, "precision": "bf16"}}, "train.precision", "'fp32'", "'bf16'"),
-        ({"model": {"q_lora_rank": 4}}, "model.q_lora_rank", "None", "4"),
+        ({"model": {"q_lora_rank": 4}}, "model.q_lora_rank", "none", "4"),
         ({"data": {"packing": "documents"}}, "data.packing", "'stream'", "'documents'"),
     ],
 )

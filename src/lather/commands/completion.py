@@ -14,7 +14,7 @@ from importlib.resources import files
 
 from lather.commands import COMMANDS
 from lather.commands.bench import BENCHMARKS
-from lather.commands.parsing import CommandOption, options_of_command
+from lather.commands.options import CommandOption, options_of_command
 from lather.commands.with_config import ALL, SECTIONS
 from lather.config.config import Config
 from lather.config.optim import KINDS, optim_config

@@ -42,8 +42,9 @@ from lather.models.hf.safetensors_folder import TensorSource, copy_weights
 from lather.train.companions import COMPANION_FOLDER, same_tokenizer
 
 EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-FURTHER_TRAINING = optim_config("soap", lr=1e-4)
-"""Optimizer of an imported run. Its rate is far below the default, which is meant for random weights and would undo what the model has
+FURTHER_TRAINING = optim_config(lr=1e-4)
+"""Optimizer of an imported run: the trainer's default rule, as with `lather train --init-from`. Its rate
+is a hundredth of the default, which is meant for random weights and would undo what the model has
 learned."""
 
 

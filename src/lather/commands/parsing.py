@@ -1,5 +1,4 @@
-"""Command lines: the options of a command, found from the dataclass that they are parsed as, and parsing with tyro, whose errors are
-reduced from a box to one line."""
+"""Parsing of command lines with tyro, whose errors are reduced from a box to one line."""
 
 from __future__ import annotations
 
@@ -8,17 +7,15 @@ import functools
 import io
 import os
 import re
-import typing
-from collections.abc import Callable, Iterator
-from dataclasses import MISSING, dataclass, fields, is_dataclass
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import tyro
 
-from lather.config.nearest import nearest_names
-from lather.config.rule_fields import metavar
+from lather.commands.checking import check_values, unknown_options
+from lather.commands.options import options_of_command
+from lather.config.toml_file import Unknown, describe_unknown
 from lather.errors import UserError, require
-from lather.optim.options import documentation_of
 
 A = TypeVar("A")
 
@@ -31,73 +28,17 @@ ONE_OF_SEVERAL = (tyro.conf.AvoidSubcommands,)
 BOX = 80
 """Greatest width of tyro's boxes in columns."""
 
-SAID = ("name", "help", "help_behavior_hint")
-"""Properties of a field that `tyro.conf.arg` may give."""
-
-
-@dataclass(frozen=True)
-class CommandOption:
-    """An option of a command."""
-
-    name: str
-    """Dotted, as in TOML."""
-    hint: Any
-    """Type."""
-    default: str
-    """Where it is not given, in words; empty: nothing."""
-    text: str
-    """Description in `--help`."""
-
-    @property
-    def flags(self) -> list[str]:
-        """How it is written: --a.b-c, and --a.no-b-c of a switch."""
-        section, dot, last = self.name.replace("_", "-").rpartition(".")
-        return [f"--{section}{dot}{no}{last}" for no in (("", "no-") if self.hint is bool else ("",))]
-
-    @property
-    def metavar(self) -> str:
-        """The word that stands for its value; empty for a switch."""
-        return "" if self.hint is bool else metavar(self.hint)
-
-    @property
-    def choices(self) -> list[str]:
-        """The values that it can have; none: any of its type."""
-        return [str(value) for value in _literals(self.hint) if value is not None]
-
-
-def options_of_command(cls: type, default: object = None, prefix: str = "") -> Iterator[CommandOption]:
-    """The options of a dataclass of arguments, without positional ones; `default`: an instance, whose sections may be of classes of their
-    own."""
-    hints, texts = typing.get_type_hints(cls, include_extras=True), documentation_of(cls)
-    for one in fields(cls):
-        marks = getattr(hints[one.name], "__metadata__", ())  # what `Annotated` and tyro say of a type
-        hint = hints[one.name].__origin__ if marks else hints[one.name]
-        value = getattr(default, one.name) if default is not None else None if one.default is MISSING else one.default
-        section = type(value) if is_dataclass(value) else hint
-        says = {key: said for key in SAID for mark in marks if (said := getattr(mark, key, None)) is not None}
-        if is_dataclass(section):
-            inner = prefix if says.get("name") == "" else f"{prefix}{one.name}."
-            yield from options_of_command(typing.cast(type, section), value, inner)
-        elif not {tyro.conf.Positional, tyro.conf.Suppress} & {*marks} and not any(map(is_dataclass, typing.get_args(hint))):
-            values = value if isinstance(value, tuple) else () if value is None or value is False else (value,)
-            shown = says.get("help_behavior_hint", "").removeprefix("(default: ").removesuffix(")") or " ".join(map(str, values))
-            yield CommandOption(prefix + one.name, hint, shown, says.get("help") or texts.get(one.name, ""))
-
-
-def _literals(hint: Any) -> Iterator[object]:
-    """The values of `Literal` in a type, also within a union or a tuple."""
-    for part in typing.get_args(hint):
-        if typing.get_origin(hint) is Literal:
-            yield part
-        else:
-            yield from _literals(part)
-
 
 def parse_arguments(cls: type[A], prog: str, arguments: list[str], default: A | None = None) -> A:
     """Parse `arguments` as the dataclass `cls`; what they leave out comes from `default`.
 
     Raises UserError, of one line, if they are not valid; SystemExit after printing the help if they ask for it.
     """
+    if not {"-h", "--help"} & {*arguments}:
+        options = list(options_of_command(cls, default))
+        if unknown := unknown_options(arguments, options):
+            raise UserError(describe_unknown(_with_help(unknown, prog), "option"))
+        check_values(arguments, options)
     more: dict[str, Any] = {} if default is None else {"default": default, "config": ONE_OF_SEVERAL}
     parse = functools.partial(tyro.cli, cls, prog=prog, args=arguments, **more)
     try:
@@ -106,7 +47,12 @@ def parse_arguments(cls: type[A], prog: str, arguments: list[str], default: A | 
     except SystemExit as exit_:
         if exit_.code in (0, None):
             raise
-    raise UserError(_with_nearest_names(one_line(_box_of(parse), prog), cls, default))
+    raise UserError(one_line(_box_of(parse), prog))
+
+
+def _with_help(unknown: list[Unknown], prog: str) -> list[Unknown]:
+    """Let a single option of which nothing is known refer to the help."""
+    return [(unknown[0][0], unknown[0][1] or f"{prog} --help shows what it takes")] if len(unknown) == 1 else unknown
 
 
 def _box_of(parse: Callable[[], object]) -> str:
@@ -124,18 +70,8 @@ def _box_of(parse: Callable[[], object]) -> str:
     return boxed.getvalue()
 
 
-def _with_nearest_names(message: str, cls: type, default: object) -> str:
-    """The message that an option is unknown, with the options that may be meant in place of the one that is spelled most like it."""
-    unknown = re.match(r"Unrecognized options?: --([^\s,;=]+)", message)
-    if unknown is None:
-        return message
-    options = {option.name: option.flags[0] for option in options_of_command(cls, default)}
-    names = nearest_names(unknown[1].replace("-", "_"), options)
-    return f"{message.partition('; ')[0]}; did you mean {' or '.join(options[name] for name in names)}?" if names else message
-
-
 def one_line(box: str, prog: str) -> str:
-    """Return the message of tyro's boxed error, and the first option that it suggests.
+    """Return the message of tyro's boxed error.
 
     A box consists of groups of lines between rules. If the output is not UTF-8 the box is drawn in ASCII, and its title is the first group.
     """
@@ -149,13 +85,12 @@ def one_line(box: str, prog: str) -> str:
             groups[-1].append(line)
     message, *rest = groups if box.startswith("╭") else groups[1:] or [[]]
     text = " ".join(message)
-    if not any(group and group[0].startswith("Argument helptext") for group in rest):  # a dataclass's own check has named the field
-        text = re.sub(r"^Error parsing [\w.-]+: ", "", text)
-    if rest and rest[0][0].startswith("Perhaps you meant") and len(rest[0]) > 1:
-        text += f"; did you mean {rest[0][1].split()[0]}?"
-    elif "is not valid" not in text:
-        text += f"; {prog} --help shows what it takes"
-    return text
+    is_of_tyro = any(group and group[0].startswith("Argument helptext") for group in rest)
+    checked = re.sub(r"^Error parsing [\w.-]+: ", "", text)
+    if checked != text and not is_of_tyro:
+        return checked  # a dataclass's own check has named the field
+    text = re.sub(r"^Unrecognized options?: (.*)$", r"no option takes this: \1", text)
+    return f"{text}; {prog} --help shows what it takes"
 
 
 def parse_size(text: str, option: str, *, unit: bool = False) -> int:
@@ -163,5 +98,7 @@ def parse_size(text: str, option: str, *, unit: bool = False) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?i?B?)", text.strip(), re.IGNORECASE)
     num_bytes = float(match[1]) * UNITS.get(match[2].upper(), 0) if match and (match[2] or not unit) else 0
     constraint = "a size such as 500MB, 5GB or 4GiB, at least 1 byte and at most 10^18"
+    if unit and match and not match[2]:
+        constraint = f"with a unit, such as {text.strip()}GiB"
     require(1 <= num_bytes <= MOST_BYTES, option, text if len(text) <= 40 else f"{text[:40]}...", constraint)
     return int(num_bytes)

@@ -47,7 +47,8 @@ class PlanArguments:
     """Search for settings that fit in --memory among meshes, recomputation, smaller optimizer states and rules, which takes minutes; auto:
     if the run does not fit."""
     machine: int = 8
-    """Devices per machine; the advice keeps expert ranks, and pipelines, within one machine."""
+    """Devices per machine; in the advice, the ranks that share the experts of a layer are on one
+    machine, and pipelines may go from machine to machine."""
     write: Path | None = None
     """TOML file to write the configuration of the first advice to."""
 

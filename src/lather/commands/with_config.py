@@ -5,8 +5,7 @@ The rules are read from the options first: which options exist depends on the ru
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import field, fields, is_dataclass, make_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,11 +15,13 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 
-from lather.commands.parsing import ONE_OF_SEVERAL, CommandOption, options_of_command, parse_arguments
+from lather.commands.checking import options_of_line, unknown_options
+from lather.commands.options import CommandOption, options_of_command
+from lather.commands.parsing import ONE_OF_SEVERAL, parse_arguments
 from lather.config.config import Config
-from lather.config.optim import KINDS, RuleOptimConfig, as_help_shows_it
+from lather.config.optim import KINDS, OptimConfig, RuleOptimConfig, as_help_shows_it
 from lather.config.rule_fields import owners, rule_named
-from lather.config.toml_file import load_config
+from lather.config.toml_file import Unknown, describe_unknown, load_config
 from lather.errors import ConfigError, UserError
 
 A = TypeVar("A")
@@ -39,21 +40,26 @@ OFTEN = (
 """The fields of a configuration that are changed most."""
 
 
-def read_config(file: Path | None, arguments: list[str]) -> Config:
-    """Read the file's configuration, or the default one, with the rules and the initial model that `arguments` choose.
+def read_config(
+    file: Path | None,
+    arguments: list[str],
+    unknown: list[Unknown] | None = None,
+) -> Config:
+    """Read the file's configuration, or the default one, with the rules and the initial model that
+    `arguments` choose, and without the file's alternatives to what they give. `unknown` takes the
+    keys that there are not.
 
-    Raises ConfigError for an unknown rule, and for an option of a rule that is not used.
+    Raises ConfigError for an unknown rule.
     """
-    given = dict(_options(arguments))
+    line = options_of_line(arguments)
+    given = {name.replace("_", "-"): " ".join(values[:1]) for name, values in line}
     rules = {name: given[option] for option, name in RULE_OPTIONS.items() if given.get(option)}
     for option, name in RULE_OPTIONS.items():
         if name in rules:
             rule_named(rules[name], option)
-    config = load_config(file, rules, given.get("--run-dir", ""), given.get("--init-from", ""), given.get("--fork-from", ""))
-    assert isinstance(config.optim, RuleOptimConfig)
-    for option in given:
-        _refuse_option_of_another_rule(option, config.optim)
-    return config
+    folders = [given.get(option, "") for option in ("--run-dir", "--init-from", "--fork-from")]
+    names = [_field_of(option) for option in given]
+    return load_config(file, rules, *folders, given=names, unknown=unknown)
 
 
 def parse_with_config(
@@ -71,30 +77,50 @@ def parse_with_config(
         raise ConfigError(f"lather {command} needs a configuration first: lather {command} configs/quickstart.toml")
     if file:
         del arguments[0]
-    default = cls(read_config(Path(file) if file else None, arguments))
+    unknown: list[Unknown] = []
+    default = cls(read_config(Path(file) if file else None, arguments, unknown))
+    _refuse_unknown(f"{file}: ", unknown, () if topic is not None else arguments, default)
     if topic is not None:
         show_help(command, about or " ".join((cls.__doc__ or "").split()), default, topic)
         raise SystemExit(0)
     return parse_arguments(type(default), f"lather {command} CONFIG", arguments, default=default), Path(file or "").stem
 
 
-def _options(arguments: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield every option with its value."""
-    for argument, following in itertools.pairwise([*arguments, ""]):
-        if argument.startswith("--"):
-            name, equals, value = argument.partition("=")
-            yield name.replace("_", "-"), value if equals else following
+def _field_of(option: str) -> str:
+    """Return the dotted name of the field that an option gives: `data.packed_attention` for
+    --data.no-packed-attention."""
+    section, dot, last = option.removeprefix("--").replace("-", "_").rpartition(".")
+    return f"{section}{dot}{last.removeprefix('no_')}"
 
 
-def _refuse_option_of_another_rule(option: str, optim: RuleOptimConfig) -> None:
-    parts = option.removeprefix("--").split(".")
-    if parts[0] != "optim" or len(parts) not in (2, 3) or (len(parts) == 3 and parts[1] not in KINDS):
-        return
+def _refuse_unknown(
+    file: str,
+    keys: Sequence[Unknown],
+    arguments: Sequence[str],
+    default: Any,
+) -> None:
+    """Raise ConfigError that names all keys of the file and options of `arguments` that there are
+    not."""
+    optim = (default if isinstance(default, Config) else default.config).optim
+    unknown = unknown_options(arguments, list(options_of_command(type(default), default)))
+    options = [(name, _owner(name, optim) or text) for name, text in unknown]
+    more = "lather train CONFIG --help all shows all options"
+    if len(options) == 1 and not options[0][1]:
+        options = [(options[0][0], more)]
+    said = [f"{file}{describe_unknown(keys)}"] if keys else []
+    said += [describe_unknown(options, "option")] if options else []
+    if said:
+        raise ConfigError("; and ".join(said))
+
+
+def _owner(option: str, optim: OptimConfig) -> str:
+    """Return who has an option of `[optim]` that the rules there do not have; empty if nobody has."""
+    parts = option.removeprefix("--").replace("-", "_").split(".")
     kind = parts[1] if len(parts) == 3 else ""
-    key = parts[-1].replace("-", "_")
-    known = {one.name for one in fields(optim.section(kind) if kind else optim)}
-    if not {key, key.removeprefix("no_")} & known and (whose := owners(key.removeprefix("no_"), optim.rules[kind])):
-        raise ConfigError(f"{option}: {whose}")
+    if parts[0] != "optim" or len(parts) not in (2, 3) or (kind and kind not in KINDS):
+        return ""
+    assert isinstance(optim, RuleOptimConfig)
+    return owners(parts[-1].removeprefix("no_"), optim.rules[kind])
 
 
 def take_help(arguments: Sequence[str]) -> tuple[list[str], str | None]:

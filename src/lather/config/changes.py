@@ -24,7 +24,7 @@ from typing import Any
 
 from lather.config.config import Config
 from lather.data.order import MixturePhase
-from lather.errors import RunError
+from lather.errors import RunError, as_toml
 from lather.files import read_text
 
 CHANGES = "changes.jsonl"
@@ -186,7 +186,9 @@ def _row(mapping: Mapping[str, Any]) -> Row:
 
 
 def _shown(value: object) -> str:
-    return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+    if isinstance(value, str):
+        return value
+    return f"{value:g}" if isinstance(value, float) else as_toml(value)
 
 
 def _flat(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

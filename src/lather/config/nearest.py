@@ -4,78 +4,94 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar
 
 from lather.config.optim import OptimConfig
+from lather.config.others_names import NO_FIELD, NOTES, OTHERS_NAMES
 
-OTHERS_NAMES = {
-    "run_dir": "output_dir out_dir save_dir logging_dir",
-    "init_from": "model_name_or_path pretrained pretrained_model load_from",
-    "model.num_hidden_layers": "num_layers n_layers n_layer",
-    "model.hidden_size": "d_model n_embd embed_dim",
-    "model.num_attention_heads": "num_heads n_heads n_head",
-    "model.num_experts_per_tok": "top_k topk moe_top_k num_experts_per_token",
-    "lora.rank": "lora_r lora_rank",
-    "lora.alpha": "lora_alpha",
-    "lora.targets": "target_modules lora_target_modules",
-    "data.path": "dataset dataset_path data_path train_data",
-    "data.source": "train_file train_files corpus",
-    "data.tokenizer": "tokenizer_path tokenizer_name tokenizer_file",
-    "data.packing": "sample_packing",
-    "optim.name": "optimizer optimizer_name",
-    "optim.lr": "learning_rate peak_lr max_lr base_lr",
-    "optim.schedule": "lr_scheduler lr_scheduler_type lr_schedule scheduler",
-    "optim.warmup_steps": "warmup num_warmup_steps lr_warmup_steps warmup_iters warmup_ratio",
-    "optim.min_lr_ratio": "min_lr min_learning_rate",
-    "weight_decay": "wd l2",
-    "betas": "beta1 beta2 adam_beta1 adam_beta2 adam_betas",
-    "eps": "epsilon adam_epsilon adam_eps",
-    "train.steps": "max_steps num_steps train_steps num_train_steps num_training_steps max_iters train_iters total_steps",
-    "train.batch_size": "global_batch_size train_batch_size total_batch_size",
-    "train.micro_batch_size": "per_device_train_batch_size per_device_batch_size gradient_accumulation_steps grad_accum_steps",
-    "train.sequence_length": "seq_len seq_length max_seq_len max_seq_length max_length context_length block_size model_max_length",
-    "train.max_grad_norm": "grad_clip clip_grad clip_grad_norm gradient_clipping gradient_clip_val max_norm",
-    "train.validation_every": "eval_steps eval_every eval_interval",
-    "train.recompute": "gradient_checkpointing activation_checkpointing",
-    "train.precision": "bf16 fp16 dtype mixed_precision torch_dtype amp",
-    "train.compile": "torch_compile",
-    "parallel.pp": "pipeline_parallel_size pp_size",
-    "parallel.ep": "expert_parallel_size ep_size",
-    "checkpoint.every": "save_steps save_every save_interval checkpoint_every",
-    "checkpoint.keep_last": "save_total_limit",
-    "log.every": "logging_steps log_interval log_every",
-    "log.wandb_project": "wandb",
-    "log.mlflow_experiment": "mlflow mlflow_experiment_name",
-}
-"""Field, or option of a rule -> names for it in the Hugging Face Trainer, Megatron, torchtitan, nanoGPT and other trainers."""
+T = TypeVar("T")
+
 LIKE = 0.7
-"""How similar a name has to be to be taken for a slip, from 0 to 1."""
-MOST = 3
+"""How similar a name of the same section has to be to be taken for a slip, from 0 to 1."""
+LIKE_ELSEWHERE = 0.85
+"""The same for a name of another section."""
 OPTIM_FIELDS = {one.name for one in dataclasses.fields(OptimConfig)}
 
 
+def hint_of(name: str, known: Iterable[str], write: Callable[[str], str] = repr) -> str:
+    """Return a sentence on a name that there is not: which of the dotted names `known` may be meant,
+    as `write` writes them, or why there is none. Empty if nothing is like it."""
+    lower = name.lower()
+    if reason := _of(lower, NO_FIELD):
+        return reason
+    names = nearest_names(lower, known)
+    if not names:
+        return ""
+    note = next((_of(lower, notes) for field, notes in NOTES.items() if _is(names[0], field)), "")
+    return f"did you mean {' or '.join(map(write, names))}?{f' ({note})' if note else ''}"
+
+
 def nearest_names(name: str, known: Iterable[str]) -> list[str]:
-    """Up to three of the dotted names `known` that `name` may stand for, the likeliest first; none: nothing is like it."""
+    """Return those of the dotted names `known` for which `name` may stand, none if nothing is like
+    it: first what other trainers call so, then names of the same section that are similar, then the
+    same name in other sections, and at last very similar names there."""
     section, _, last = name.lower().rpartition(".")
     known = list(dict.fromkeys(known))
+    sections = {one.rpartition(".")[0] for one in known}
+    if section not in sections:
+        section = _most_similar(section, {one: one for one in sections}, LIKE) or section
+    siblings = [one for one in known if one.rpartition(".")[0] == section]
+    others = [one for one in known if one not in siblings]
+    fields = [field for field, names in OTHERS_NAMES.items() if last in names.split()]
+    meant = [one for one in known if one in fields]
+    meant = meant or [one for one in known if any(_is(one, field) for field in fields)]
+    same = [one for one in known if one.rpartition(".")[2] == last]
+    similar = _most_similar(last, {one.rpartition(".")[2]: [one] for one in siblings}, LIKE)
+    if fields:
+        return _nearest(section, meant)
+    return similar or _nearest(section, same) or _elsewhere(section, last, others)
 
-    def likeness(other: str) -> float:
-        """A field of the same section wins a tie, an option of a rule loses it."""
-        other_section, _, other_last = other.rpartition(".")
-        return _ratio(last, other_last) + 0.1 * (section == other_section) - 0.01 * _is_of_rule(other)
 
-    def place(other: str) -> tuple[float, int, bool]:
-        """How well the section fits, and the number of sections that it is below."""
-        fit = _ratio(section, other.rpartition(".")[0])
-        return fit if fit >= LIKE else 0.0, -other.count("."), not _is_of_rule(other)
+def _is(name: str, field: str) -> bool:
+    """Whether a name is a field; one without a section may also be an option of a rule, or the last
+    part of a name where there are no sections."""
+    section, _, last = name.rpartition(".")
+    of_rule = "." not in field and section.startswith("optim") and last == field
+    return name == field or of_rule or (not section and field.rpartition(".")[2] == last)
 
-    meant = [field for field, names in OTHERS_NAMES.items() if last in names.split()]
-    ends = {last, *meant, *(field.rpartition(".")[2] for field in meant)}
-    same = [one for one in known if one in meant or one in ends or one.rpartition(".")[2] in {last, *meant}]
-    if same:
-        nearest = max(place(one) for one in same)
-        return [one for one in same if place(one) == nearest][:MOST]
-    return [best] if known and likeness(best := max(known, key=likeness)) >= LIKE else []
+
+def _nearest(section: str, names: list[str]) -> list[str]:
+    """Return the names whose section is most like `section`; of several, those of the fewest
+    sections, and of these the fields of the trainer before the options of rules."""
+
+    def place(name: str) -> tuple[float, int, bool, bool]:
+        own = name.rpartition(".")[0]
+        fit = _ratio(section, own) if section else 0.0
+        is_rest = own == "optim.rest"  # of which the router inherits
+        return fit if fit >= LIKE else 0.0, -name.count("."), not _is_of_rule(name), is_rest
+
+    return [name for name in names if place(name) == max(map(place, names))]
+
+
+def _elsewhere(section: str, last: str, names: list[str]) -> list[str]:
+    """Return the name of another section that is most similar."""
+    by_last: dict[str, list[str]] = {}
+    for one in names:
+        by_last.setdefault(one.rpartition(".")[2], []).append(one)
+    return _nearest(section, _most_similar(last, by_last, LIKE_ELSEWHERE) or [])
+
+
+def _most_similar(name: str, names: Mapping[str, T], least: float) -> T | None:
+    """Return what is under the name that is most like `name`, if one is similar enough."""
+    best = max(names, key=lambda one: _ratio(name, one), default="")
+    return names[best] if names and _ratio(name, best) >= least else None
+
+
+def _of(name: str, texts: Mapping[str, str]) -> str:
+    """Return the text of a name, or of its last part."""
+    by_name = {one: text for names, text in texts.items() for one in names.split()}
+    return by_name.get(name) or by_name.get(name.rpartition(".")[2], "")
 
 
 def _is_of_rule(name: str) -> bool:

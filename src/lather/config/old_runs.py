@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 from lather.config.optim import KINDS, OptimConfig
-from lather.errors import RunError
+from lather.errors import RunError, as_toml
 from lather.models.families import ModelConfig
 
 
@@ -92,7 +92,8 @@ def going_on(saved: OldOptimConfig, asked: OptimConfig, run_dir: str) -> OldOpti
         given["adam_betas"] = betas
     for key in given.keys() - OLD_KEYS:
         raise RunError(
-            f"run_dir = {run_dir!r} was started before optim.{key} (= {given[key]!r}) existed, and continues with its old options: "
+            f"run_dir = {run_dir!r} was started before optim.{key} (= {as_toml(given[key])}) "
+            "existed, and continues with its old options: "
             f"leave out optim.{key}, or give another --run-dir"
         )
     then = asdict(OldOptimConfig()) | {"name": asked.name} | given

@@ -27,6 +27,7 @@ from lather.config.rule_fields import (
     default_lr,
     described,
     fields_of,
+    in_toml,
     inherited_by,
     rule_named,
     shown,
@@ -128,7 +129,7 @@ class RuleOptimConfig(OptimConfig):
         rules = chosen_rules({"name": self.name} | {kind: vars(self.section(kind)) for kind in KINDS})
         require(rules == self.given, "optim", dict(rules), f"for the rules {dict(self.given)}: use optim_config(name, ...) for others")
         self.rule  # noqa: B018 - its construction checks its options
-        for kind in KINDS:
+        for kind in ("experts", "matrices", "rest", "router"):  # the router inherits from the rest
             self.rule_of(kind)
 
     @property
@@ -218,7 +219,7 @@ def _made(rule: type[Rule], options: dict[str, Any], prefix: str) -> Rule:
     try:
         return rule(**options)
     except ValueError as error:
-        raise ConfigError(f"{prefix}{error}") from None
+        raise ConfigError(in_toml(str(error), prefix)) from None
 
 
 def default_factor(kind: str, rules: Mapping[str, type[Rule]]) -> float:

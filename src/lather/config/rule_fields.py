@@ -6,8 +6,10 @@ of other types, and options that the trainer sets itself, have no field.
 
 from __future__ import annotations
 
+import ast
 import functools
 import os
+import re
 import sys
 import types
 import typing
@@ -17,9 +19,10 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from lather.errors import ConfigError
+from lather.errors import ConfigError, as_toml
 from lather.optim import Rule
-from lather.optim.options import Option, documentation_of, name_of, options_of
+from lather.optim.engine.known_keys import EQUIVALENTS
+from lather.optim.options import BY_PART, Option, documentation_of, name_of, options_of
 from lather.optim.plain import saveable
 from lather.optim.rules import RULES, find_rule
 
@@ -133,6 +136,26 @@ def as_text(value: Any) -> Any:
     return ",".join(f"{key}={one}" for key, one in value.items()) if isinstance(value, Mapping) else value
 
 
+def in_toml(message: str, prefix: str) -> str:
+    """Rewrite the message of a rule about its options, which speaks Python, for a configuration: the
+    fields, whose names begin with `prefix`, and their values are written as in TOML."""
+
+    def assigned(match: re.Match[str]) -> str:
+        name, text = match.groups()
+        try:
+            value = ast.literal_eval(text)
+        except (SyntaxError, ValueError):  # a dtype, or dtypes by part
+            value = re.sub(r"'(\w+)': ", r"\1=", text.strip("{}")).replace("torch.", "")
+        return f"{name} = {as_toml(value)}"
+
+    message = re.sub(r"\b([a-z_]\w*)=([({\[][^(){}]*[)}\]]|'[^']*'|[\w.+-]+)", assigned, message)
+    message = re.sub(r"torch\.(?=float|bfloat)", "", message.partition(" or a callable")[0])
+    by_part = (BY_PART, "'moments=bfloat16' or 'bases=bfloat16'")
+    for python, toml in (by_part, ("True or False", "true or false"), (", or None", ""), (" or None", "")):
+        message = message.replace(python, toml)
+    return f"{prefix}{message}"
+
+
 def shown(value: Any) -> str:
     """Write a value as a command line does."""
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
@@ -174,4 +197,6 @@ def owners(option: str, rule: type[Rule]) -> str:
     if not having:
         return ""
     named = ", ".join(having[:-1]) + " and " * (len(having) > 1) + having[-1]
-    return f"{option} is an option of {named}, not of {this}"
+    text = f"{option} is an option of {named}, not of {this}"
+    fields = [field for field, _ in EQUIVALENTS.get(option, ()) if field in fields_of(rule)]
+    return f"{text}: did you mean {fields[0]}?" if fields else text

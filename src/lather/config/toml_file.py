@@ -12,19 +12,20 @@ import sys
 import tomllib
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import tomli_w
 
+from lather.config.alternatives import without_replaced
 from lather.config.config import Config, LoopConfig
-from lather.config.nearest import nearest_names
+from lather.config.nearest import hint_of
 from lather.config.old_runs import OldOptimConfig, in_new_keys, is_old
 from lather.config.optim import DEFAULT_RULE, KindConfig, OptimConfig, RuleOptimConfig, chosen_rules, optim_class
 from lather.config.rule_fields import UNIONS, owners
-from lather.errors import ConfigError, require
+from lather.errors import ConfigError, as_toml, require
 from lather.files import read_text
 from lather.models.families import ModelConfig
 from lather.models.hf.model_folder import CONFIG_FILE, read_config
@@ -32,17 +33,32 @@ from lather.models.hf.model_folder import CONFIG_FILE, read_config
 C = TypeVar("C")
 
 
+Unknown = tuple[str, str]
+"""A key that there is not, and a hint on what may be meant, which may be empty."""
+
+
 def load_config(
-    path: Path | None, rules: Mapping[str, str] | None = None, run_dir: str = "", init_from: str = "", fork_from: str = ""
+    path: Path | None,
+    rules: Mapping[str, str] | None = None,
+    run_dir: str = "",
+    init_from: str = "",
+    fork_from: str = "",
+    *,
+    given: Collection[str] = (),
+    unknown: list[Unknown] | None = None,
 ) -> Config:
     """Read a configuration from a TOML file; every error names the file and the key. Without a file it is the default configuration.
 
     `rules` replaces names of rules in the file, by "name" or "<kind>.rule"; options that the new rules do not have are then dropped.
     `run_dir`, `init_from` and `fork_from` replace those of the file. Without `[model]` the model is that of `init_from`.
+
+    `given`: dotted names of the fields for which the command line has values; the file's alternatives
+    to them (`lather.config.alternatives`) are dropped, and optional sections of them are there, with
+    their defaults. `unknown`: takes the keys that there are not; without it they are an error.
     """
-    mapping = _read(path) if path else {}
-    given = {"run_dir": run_dir, "init_from": init_from, "fork_from": fork_from}
-    named = [value or mapping.get(name) for name, value in given.items()]
+    mapping = without_replaced(_read(path) if path else {}, given)
+    asked = {"run_dir": run_dir, "init_from": init_from, "fork_from": fork_from}
+    named = [value or mapping.get(name) for name, value in asked.items()]
     run_dir, init_from, fork_from = (value if isinstance(value, str) else "" for value in named)  # others are refused below
     with _naming(path):
         mapping = _with_model(mapping, init_from, run_dir)
@@ -51,7 +67,8 @@ def load_config(
             if "adam_betas" in optim or any(map(_is_old_run, (run_dir, fork_from, fork_from.rpartition("@")[0]))):
                 optim = in_new_keys(optim)
             mapping = {**mapping, "optim": _with_rules(optim, rules or {})}
-        return config_from_mapping(mapping)
+        mapping = _with_sections(mapping, Config, [name.split(".") for name in given])
+        return config_from_mapping(mapping, unknown)
 
 
 def load_run(run_dir: Path) -> Config:
@@ -76,7 +93,7 @@ def config_of_run(mapping: Mapping[str, Any]) -> Config:
     mapping = _without_none(mapping)
     if not is_old(mapping):
         return config_from_mapping(mapping)
-    optim = _build(OldOptimConfig, mapping.get("optim", {}), "optim.")
+    optim = _checked(OldOptimConfig, mapping.get("optim", {}), "optim.")
     return replace(config_from_mapping({key: value for key, value in mapping.items() if key != "optim"}), optim=optim)
 
 
@@ -151,9 +168,63 @@ def _without_lost(mapping: dict[str, Any], before: type, after: type) -> dict[st
     return kept | {key: _without_lost(kept[key], old[key], new[key]) for key in sections}
 
 
-def config_from_mapping(mapping: Mapping[str, Any]) -> Config:
-    """Build a `Config` from nested mappings; missing keys get their defaults."""
-    return _build(Config, mapping, "")
+def _with_sections(
+    mapping: Mapping[str, Any],
+    cls: type,
+    names: Sequence[Sequence[str]],
+) -> dict[str, Any]:
+    """Add an empty section where one that is left out has fields among `names`, which are divided at
+    their dots."""
+    whole, hints = dict(mapping), _hints(cls)
+    for section in dict.fromkeys(first for first, *rest in names if rest and first in hints):
+        inner = whole.get(section, {})
+        if (sections := _sections(hints[section])) and isinstance(inner, dict):
+            below = [rest for first, *rest in names if first == section and rest]
+            is_optional = types.NoneType in typing.get_args(hints[section])
+            inner = _with_sections(inner, _chosen(sections, inner, section), below)
+            if is_optional or inner:
+                whole[section] = inner
+    return whole
+
+
+def config_from_mapping(mapping: Mapping[str, Any], unknown: list[Unknown] | None = None) -> Config:
+    """Build a `Config` from nested mappings; missing keys get their defaults. Unknown keys are added
+    to `unknown`, or raise a ConfigError that names them all."""
+    if unknown is None:
+        return _checked(Config, mapping, "")
+    unknown += _unknown_keys(Config, mapping, "")
+    try:
+        return _build(Config, mapping, "")
+    except ConfigError:
+        if not unknown:
+            raise
+        raise ConfigError(describe_unknown(unknown)) from None  # a wrong value may be due to them
+
+
+def _checked(cls: type[C], mapping: Mapping[str, Any], prefix: str) -> C:
+    if unknown := list(_unknown_keys(cls, mapping, prefix)):
+        raise ConfigError(describe_unknown(unknown))
+    return _build(cls, mapping, prefix)
+
+
+def describe_unknown(unknown: Sequence[Unknown], noun: str = "key") -> str:
+    """Name all keys or options that there are not, each with its hint."""
+    if len(unknown) == 1:
+        ((name, text),) = unknown
+        return f"unknown {noun} {name}; {text}" if text else f"unknown {noun} {name}"
+    parts = [f"{name}: {text}" if text else name for name, text in unknown]
+    return f"{len(unknown)} unknown {noun}s: {'; '.join(parts)}"
+
+
+def _unknown_keys(cls: type, mapping: Mapping[str, Any], prefix: str) -> Iterator[Unknown]:
+    """Yield the keys that are no fields, those of sections included."""
+    hints = _hints(cls)
+    for key, value in mapping.items():
+        name = f"{prefix}{key}"
+        if key not in hints:
+            yield repr(name), _owner(cls, key) or _nearest(name, cls)
+        elif (sections := _sections(hints[key])) and isinstance(value, dict):
+            yield from _unknown_keys(_chosen(sections, value, name), value, f"{name}.")
 
 
 def config_to_toml(config: Config) -> str:
@@ -201,19 +272,19 @@ def _without_none(mapping: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _build(cls: type[C], mapping: Mapping[str, Any], prefix: str) -> C:
+    """Build a dataclass from the keys of a mapping that are its fields."""
     hints = _hints(cls)  # type: ignore[arg-type]  # a type variable, which mypy does not know to be hashable
-    for key in mapping:
-        if key not in hints:
-            raise ConfigError(f"unknown key {prefix + key!r}; {_owner(cls, key) or _nearest(prefix + key, cls)}")
     values: dict[str, Any] = {}
     for key, value in mapping.items():
-        hint, name = hints[key], prefix + key
-        if sections := _sections(hint):
+        name = prefix + key
+        if key not in hints:
+            continue
+        if sections := _sections(hints[key]):
             if not isinstance(value, dict):
-                raise ConfigError(f"{name} = {value!r} is not valid: it must be a section, [{name}]")
+                raise ConfigError(f"{name} = {as_toml(value)} is not valid: it must be a section, [{name}]")
             values[key] = _build(_chosen(sections, value, name), value, f"{name}.")
         else:
-            values[key] = _convert(value, hint, name)
+            values[key] = _convert(value, hints[key], name)
     return cls(**values)
 
 
@@ -234,10 +305,9 @@ def _nearest(name: str, cls: type) -> str:
     sections = [f.name for f in dataclasses.fields(Config)]
     section, dot, _ = name.rpartition(".")
     siblings = [f"{section}{dot}{f.name}" for f in dataclasses.fields(cls)]
-    elsewhere = [key for key in field_names() if key.count(".") == 1]
-    if names := nearest_names(name, [*siblings, *sections, *field_names(cls, f"{section}{dot}"), *elsewhere]):
-        return f"did you mean {' or '.join(map(repr, names))}?"
-    return f"known keys: {', '.join(siblings)}"
+    below = field_names(cls, f"{section}{dot}")
+    elsewhere = [key for key in field_names() if key.count(".") == 1 and key.partition(".")[0] != section]
+    return hint_of(name, [*siblings, *sections, *below, *elsewhere]) or f"known keys: {', '.join(siblings)}"
 
 
 def _convert(value: Any, hint: Any, name: str) -> Any:
@@ -250,7 +320,7 @@ def _convert(value: Any, hint: Any, name: str) -> Any:
                 return _convert(value, one, name)
         return _convert(value, last, name)
     if origin is Literal:
-        require(value in args, name, value, "one of " + ", ".join(repr(arg) for arg in args))
+        require(value in args, name, value, "one of " + ", ".join(map(as_toml, args)))
         return value
     if origin is tuple:
         of_any_length = args[-1] is Ellipsis

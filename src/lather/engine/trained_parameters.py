@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lather.config.config import Config
-from lather.errors import ConfigError, require
+from lather.errors import ConfigError, as_toml, require
 from lather.models.adapted import add_adapters, is_adapters, matching
 from lather.models.decoder import Decoder
 from lather.models.families import build_model
@@ -44,7 +44,8 @@ def trained_parameters(config: Config) -> Trained:
     for pattern in train.frozen:
         trained.difference_update(matching(pattern, parameters, "train.frozen", "parameter"))
     if not trained:
-        raise ConfigError(f"train.frozen = {train.frozen!r} is not valid: it leaves nothing to train; give fewer patterns")
+        patterns = as_toml(train.frozen)
+        raise ConfigError(f"train.frozen = {patterns} is not valid: it leaves nothing to train; give fewer patterns")
     sizes = {name: p.numel() for name, p in parameters.items()}
     return Trained(frozenset(trained), sum(sizes[name] for name in trained), sum(sizes.values()))
 

@@ -86,7 +86,7 @@ class Advice:
     """The result of a search."""
 
     settings: tuple[tuple[Setting, MemoryPlan], ...]
-    """Settings that fit, best first."""
+    """Settings that fit, the one with the shortest step at the assumed rates first."""
     number_tried: int
     least_flops: float
     """Minimal flops of a step among all settings that were tried."""
@@ -105,6 +105,7 @@ def advise(
     Args:
         config: not resolved, so that defaults that depend on the rule can follow another rule.
         machine: devices per machine; expert ranks, which communicate most, stay within one.
+            Pipelines may go from machine to machine.
         say: called with a line of progress.
 
     Raises ConfigError if no mesh of this many ranks can run the batch, or if no setting can be estimated.
@@ -148,7 +149,11 @@ class _Search:
     def run(self) -> None:
         meshes = list(self.meshes())
         if not meshes:
-            raise ConfigError(f"no mesh of {self.world_size} ranks can run this model and batch: change --world or train.batch_size")
+            raise ConfigError(
+                f"no mesh of {self.world_size} ranks, {self.machine} on a machine, can run this "
+                "model and batch with all ranks that share experts on one machine: change --world, "
+                "--machine or train.batch_size"
+            )
         meshes.sort(key=lambda mesh: mesh["parallel.pp"] != 2)  # the estimator measures other settings on the first mesh only
         kept = [*ACTIVATIONS, *({**one, "train.micro_batch_size": 1} for one in ACTIVATIONS)]
         self.try_all("meshes", meshes)
@@ -192,15 +197,24 @@ class _Search:
         return [setting for setting in self.tried if setting.estimate.needed <= self.memory]
 
     def meshes(self) -> Iterator[Changes]:
-        """Yield the meshes that can run the model and the batch, the configured one first."""
+        """Yield the meshes that can run the model and the batch, and whose expert groups each lie on
+        one machine, the configured one first."""
         own, world_size = mesh_of(self.config), self.world_size
         experts = num_routed_experts(self.config.model)
         sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
-        fitting = [(pp, ep) for pp, ep in product(sizes, sizes) if world_size % (pp * ep) == 0 and max(pp, ep) <= self.machine]
+        fitting = [(pp, ep) for pp, ep in product(sizes, sizes) if world_size % (pp * ep) == 0]
         others = [{"parallel.pp": pp, "parallel.ep": ep} for pp, ep in fitting if experts % ep == 0 and self.has_room(pp * ep)]
         for changes in [own, *(one for one in others if one != own)]:
-            if changed(self.config, changes, world_size) is not None:
+            if changed(self.config, changes, world_size) is None:
+                continue
+            ep = changes["parallel.ep"]
+            if are_on_machines(ep, world_size, self.machine):
                 yield changes
+            elif changes == own:
+                self.say(
+                    f"--parallel.ep {ep} is left out: some ranks that share experts would lie on "
+                    f"two machines or more, with --machine {self.machine} devices each"
+                )
 
     def has_room(self, parts: int) -> bool:
         """Return whether a rank's part of the model and its gradients, all of which it holds at a time, are smaller than its memory."""
@@ -255,10 +269,20 @@ class _Search:
         larger = self
         while larger.world_size < LARGEST_WORLD * self.world_size:
             larger = replace(self, world_size=2 * larger.world_size, tried=[])
+            if not are_on_machines(lightest.config.parallel.ep, larger.world_size, self.machine):
+                continue
             larger.try_all(f"{larger.world_size} ranks", [mesh_of(lightest.config) | kept])
             if larger.fitting():
                 return larger.world_size
         return None
+
+
+def are_on_machines(ep: int, world_size: int, machine: int) -> bool:
+    """Return whether every expert group lies on one machine: its `ep` ranks are neighbors
+    (`lather.parallel.mesh`), and machines have `machine` ranks each, in their order, the last one
+    perhaps fewer."""
+    firsts = range(0, world_size, ep)
+    return all(first // machine == (first + ep - 1) // machine for first in firsts)
 
 
 def mesh_of(config: Config) -> Changes:

@@ -165,13 +165,16 @@ def _in(size: float, scale: int) -> str:
 
 
 def show_advice(advice: Advice, memory: int, console: Console) -> None:
-    """Print the settings that fit, best first, with their prices; or the lightest setting, and the number of ranks on which it would
-    fit."""
+    """Print the settings that fit, the shortest step first, with their prices; or the lightest
+    setting, and the number of ranks on which it would fit."""
     if not advice.settings:
         _show_infeasible(advice, memory, console)
         return
-    title = f"settings that fit in {memory / GIB:.2f} GiB, best first, of {advice.number_tried} tried; sizes planned"
-    table = titled_table(title, ["change"], ("needs GiB", "left", "flops more", "to experts, GiB", "to other ranks", "bubble"))
+    order = f"shortest step first, of {advice.number_tried} tried; sizes planned"
+    sizes_of = ("needs GiB", "left", "flops above least")
+    prices_of = ("to experts, GiB", "to other ranks", "bubble")
+    title = f"settings that fit in {memory / GIB:.2f} GiB, {order}"
+    table = titled_table(title, ["change"], (*sizes_of, *prices_of))
     for setting, plan in advice.settings:
         sizes = (f"{plan.needed / GIB:.2f}", f"{(memory - plan.needed) / GIB:.2f}")
         table.add_row(as_options(setting.changes) or "none", *sizes, *_price(setting, advice.least_flops))
@@ -179,8 +182,10 @@ def show_advice(advice: Advice, memory: int, console: Console) -> None:
     if any("optim.name" in setting.changes for setting, _ in advice.settings):
         console.print("another rule has its own default options and rates: tune them", highlight=False)
     console.print(
-        "flops and bytes of the first pipeline rank are counted; 'flops more' compares with the fewest of all settings tried; the order "
-        f"assumes {FLOPS / 1e12:.0f} TFLOP/s, {EXCHANGE / 1e9:.0f} GB/s to experts and {LINK / 1e9:.0f} GB/s to others, not measured",
+        "flops and bytes of a step of the first pipeline rank are counted; 'flops above least' "
+        f"compares with the fewest of all {advice.number_tried} settings tried; the length of a step "
+        f"assumes {FLOPS / 1e12:.0f} TFLOP/s, {EXCHANGE / 1e9:.0f} GB/s to experts and "
+        f"{LINK / 1e9:.0f} GB/s to others, not measured",
         highlight=False,
     )
 

@@ -15,7 +15,7 @@ from lather.checkpoint.reader import BIAS, load_parameters, open_checkpoint
 from lather.checkpoint.state import TrainingState
 from lather.config.config import Config
 from lather.config.toml_file import folder_of, load_run, model_of
-from lather.errors import CheckpointError, ConfigError, DataError
+from lather.errors import CheckpointError, ConfigError, DataError, as_toml
 from lather.models.adapted import MergedTensors, is_adapters
 from lather.models.families import ModelConfig
 from lather.models.hf.model_folder import CONFIG_FILE, TOKENIZER_FILE, notes_on_config, open_hugging_face
@@ -62,7 +62,8 @@ def check_same_model(init_from: str, theirs: ModelConfig, ours: ModelConfig) -> 
         there, here = getattr(theirs, name), getattr(ours, name)
         if there != here:
             raise ConfigError(
-                f"init_from = {init_from!r} is another model: model.{name} is {there!r} there and {here!r} here: "
+                f"init_from = {init_from!r} is another model: "
+                f"model.{name} is {as_toml(there)} there and {as_toml(here)} here: "
                 "leave out [model] to train that model, or give weights of this one"
             )
 

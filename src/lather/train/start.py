@@ -21,7 +21,7 @@ from lather.config.changes import CHANGES, Change, History, class_of, difference
 from lather.config.config import Config
 from lather.config.old_runs import OldOptimConfig, going_on, with_earlier_defaults
 from lather.config.toml_file import config_of_run, config_to_toml, load_run
-from lather.errors import ConfigError, RunError, UserError
+from lather.errors import ConfigError, RunError, UserError, as_toml
 from lather.files import read_rows, reason
 from lather.train.companions import COMPANION_FOLDER
 
@@ -118,8 +118,9 @@ def _refuse_fixed(changes: dict[str, Change], subject: str, remedy: str) -> None
     if different:
         key = different[0]
         more = f" and {len(different) - 1} more" if len(different) > 1 else ""
+        there, here = map(as_toml, changes[key])
         raise RunError(
-            f"{subject} belongs to another configuration: {key} is {changes[key][0]!r} there and {changes[key][1]!r} here"
+            f"{subject} belongs to another configuration: {key} is {there} there and {here} here"
             f"{more}, which cannot change during a run; {remedy}"
         )
 

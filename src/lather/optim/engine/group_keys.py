@@ -25,6 +25,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+from lather.optim.engine.arguments import equivalent
 from lather.optim.engine.known_keys import (
     ALIASES,
     ASKING,
@@ -177,16 +178,17 @@ def _refuse_option(key: str, what: str, rule: Rule, rules: Rules) -> None:
     if owners := [name for name, other in others if meant in options_of(other)]:
         option = f"option {meant!r}" if meant != key else "option"
         guess = f"did you mean {near[0]!r}? Otherwise " if near and near[0].endswith(lower) else ""
+        more = f"; {text}" if not guess and (text := equivalent(lower, options)) else ""
         raise ValueError(
             f"{what} is an {option} of {', '.join(owners)}, not of the group's rule {name!r}: "
-            f'{guess}leave it out, or give the group one of these as its "rule"'
+            f'{guess}leave it out, or give the group one of these as its "rule"{more}'
         )
     prefix, option = _divided(lower, rules)
     if prefix and not _is_rule(prefix, rule):
-        text = _rule_text(prefix, rules)
+        entry = _rule_text(prefix, rules)
         raise ValueError(
             f"{what} is for parameters that take the step of {prefix}, and the group's rule is "
-            f'{name!r}: give them a group with {text}, and options without "{prefix}_"'
+            f'{name!r}: give them a group with {entry}, and options without "{prefix}_"'
         )
     if prefix and option not in options:
         no_option = f"{option!r} is no option of the group's rule {name!r}"

@@ -59,7 +59,7 @@ OTHER_NAMES = {
     "wd": "weight_decay",
     **dict.fromkeys(("momentum_beta", "momentum_factor", "mu"), "momentum"),
     **dict.fromkeys(("beta1", "beta_1"), "betas"),
-    "epsilon": "eps",
+    **dict.fromkeys(("epsilon", "adam_epsilon", "adam_eps"), "eps"),
 }
 """Names that other libraries use for options, with our names."""
 OTHER_NAMES_OF_STEPS = (
@@ -70,6 +70,50 @@ OTHER_NAMES_OF_STEPS = (
     "ns_iterations",
     "backend_steps",
 )
+COEFFICIENTS_OF = "give coefficients='quintic' or 'polar_express'"
+SCALES = "give scale='spectral' or 'match_rms_adamw'"
+
+_FIRST_BETA = "the decay rate of the momentum is betas[0]: give betas=({0}, beta2)"
+_METHOD = "give weight_decay_method='decoupled' or 'l2'"
+_FREQUENCY = "did you mean 'precondition_frequency'?"
+
+EQUIVALENTS: dict[str, tuple[tuple[str, str], ...]] = {
+    "momentum": (("betas", _FIRST_BETA.format("momentum")),),
+    **dict.fromkeys(
+        ("beta1", "beta_1", "adam_beta1"),
+        (
+            ("betas", "give betas=(beta1, beta2)"),
+            ("momentum", "did you mean 'momentum'?"),
+        ),
+    ),
+    **dict.fromkeys(
+        ("beta2", "beta_2", "adam_beta2"),
+        (("betas", "give betas=(beta1, beta2)"), ("beta2", "did you mean 'beta2'?")),
+    ),
+    **dict.fromkeys(
+        ("betas", "adam_betas"),
+        (("betas", "did you mean 'betas'?"), ("momentum", "give betas[0] as momentum")),
+    ),
+    "beta3": (("shampoo_beta", "did you mean 'shampoo_beta'?"),),
+    "nesterov": (("use_nesterov", "did you mean 'use_nesterov'?"),),
+    "use_nesterov": (("nesterov", "did you mean 'nesterov'?"),),
+    **dict.fromkeys(OTHER_NAMES_OF_STEPS, (("steps", "did you mean 'steps'?"),)),
+    **dict.fromkeys(("ns_coefficients", "ns_coeffs"), (("coefficients", COEFFICIENTS_OF),)),
+    **dict.fromkeys(("adjust_lr_fn", "adjust_lr", "use_adjusted_lr"), (("scale", SCALES),)),
+    **dict.fromkeys(("bias_correction", "adam_debias"), (("correct_bias", "did you mean 'correct_bias'?"),)),
+    **dict.fromkeys(
+        ("decoupled_weight_decay", "weight_decouple", "adam_w_mode", "decouple", "decoupled"),
+        (("weight_decay_method", _METHOD),),
+    ),
+    **dict.fromkeys(
+        ("precond_freq", "precondition_freq", "preconditioner_update_freq", "update_freq"),
+        (("precondition_frequency", _FREQUENCY),),
+    ),
+    "normalize_grads": (("normalize_preconditioned_grads", "did you mean 'normalize_preconditioned_grads'?"),),
+    "one_sided": (("sides", "give sides='smaller'"),),
+}
+"""Names of options -> options of the same meaning, the first of which that a rule has is meant, each
+with a hint."""
 
 TORCH_ADAM = {"lr", "betas", "eps", "weight_decay", "amsgrad", "maximize"}
 TORCH_ADAM |= {"foreach", "capturable", "differentiable", "fused"}

@@ -10,7 +10,7 @@ refresh      refresh the bases that are due, for all other rules; with `async_re
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import MISSING
 from itertools import zip_longest
@@ -23,6 +23,7 @@ from torch.autograd.graph import increment_version
 from torch.autograd.profiler import record_function
 from torch.optim.optimizer import ParamsT
 
+from lather.optim.engine.arguments import describe_unknown
 from lather.optim.engine.gradients import GradientNorms, are_zero, inspect_gradients, measure_gradients
 from lather.optim.engine.pending import PendingRefreshes
 from lather.optim.engine.plan import (
@@ -59,14 +60,28 @@ def constructor(rule: Callable[P, Rule]) -> Callable[[Callable[[S, ParamsT, Rule
 
     def decorate(init: Callable[[S, ParamsT, Rule], None]) -> Callable[Concatenate[S, ParamsT, P], None]:
         def construct(self: S, params: ParamsT, *args: P.args, **options: P.kwargs) -> None:
+            if unknown := options.keys() - own.parameters.keys():
+                ordered = [name for name in options if name in unknown]
+                known = [name for name in ["params", *own.parameters] if name != "tp_group"]
+                others = {cls.__name__: cls.rule for cls in _optimizers(MatrixOptimizer)}
+                raise TypeError(describe_unknown(type(self).__name__, ordered, known, others))
             init(self, params, rule(*args, **options))
 
         own = inspect.signature(rule)
+        construct.__qualname__ = construct.__name__ = init.__qualname__  # in messages of Python
         first = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("self", "params")]
         construct.__signature__ = own.replace(parameters=[*first, *own.parameters.values()])  # type: ignore[attr-defined]
         return construct  # type: ignore[return-value]  # `params` may be given by name, too, which no type can express
 
     return decorate
+
+
+def _optimizers(cls: type[MatrixOptimizer]) -> Iterator[type[MatrixOptimizer]]:
+    """Yield the optimizers of the package that have a rule, in the order of their definition."""
+    for one in cls.__subclasses__():
+        if "rule" in vars(one) and one.__module__.startswith("lather."):
+            yield one
+        yield from _optimizers(one)
 
 
 class _Documented(type):

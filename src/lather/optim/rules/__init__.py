@@ -39,5 +39,5 @@ def find_rule(name: str) -> type[Rule]:
         problem = f" ({error})" if colon else ""
         raise ValueError(f"rule {name!r} is not known{problem}: give one of {', '.join(RULES)}, or module:Class of your own") from None
     if not (isinstance(found, type) and issubclass(found, Rule)):
-        raise ValueError(f"rule {name!r} is {found!r}, not a subclass of lather.optim.Rule: give the class of a rule")
+        raise ValueError(f"rule {name!r} is not a subclass of lather.optim.Rule: give the class of a rule")
     return found
