@@ -22,6 +22,7 @@ from lather.config.optim import KINDS, RuleOptimConfig, as_help_shows_it
 from lather.config.rule_fields import owners, rule_named
 from lather.config.toml_file import load_config
 from lather.errors import ConfigError, UserError
+from lather.train.own_file import at_home, configuration_file, run_of
 
 A = TypeVar("A")
 
@@ -40,7 +41,8 @@ OFTEN = (
 
 
 def read_config(file: Path | None, arguments: list[str]) -> Config:
-    """Read the file's configuration, or the default one, with the rules and the initial model that `arguments` choose.
+    """Read the file's configuration, or the default one, with the rules and the initial model that `arguments` choose. A run's own file
+    means that run, where it is now.
 
     Raises ConfigError for an unknown rule, and for an option of a rule that is not used.
     """
@@ -49,7 +51,10 @@ def read_config(file: Path | None, arguments: list[str]) -> Config:
     for option, name in RULE_OPTIONS.items():
         if name in rules:
             rule_named(rules[name], option)
-    config = load_config(file, rules, given.get("--run-dir", ""), given.get("--init-from", ""), given.get("--fork-from", ""))
+    run = run_of(file) if file else None
+    run_dir = given.get("--run-dir", "") or str(run or "")
+    config = load_config(file, rules, run_dir, given.get("--init-from", ""), given.get("--fork-from", ""))
+    config = at_home(config, run) if run else config
     assert isinstance(config.optim, RuleOptimConfig)
     for option in given:
         _refuse_option_of_another_rule(option, config.optim)
@@ -69,13 +74,12 @@ def parse_with_config(
     file = arguments[0] if arguments and not arguments[0].startswith("-") else None
     if file is None and topic is None and needs_file:
         raise ConfigError(f"lather {command} needs a configuration first: lather {command} configs/quickstart.toml")
-    if file:
-        del arguments[0]
-    default = cls(read_config(Path(file) if file else None, arguments))
+    path = configuration_file(arguments.pop(0), command) if file else None
+    default = cls(read_config(path, arguments))
     if topic is not None:
         show_help(command, about or " ".join((cls.__doc__ or "").split()), default, topic)
         raise SystemExit(0)
-    return parse_arguments(type(default), f"lather {command} CONFIG", arguments, default=default), Path(file or "").stem
+    return parse_arguments(type(default), f"lather {command} CONFIG", arguments, default=default), (path or Path()).stem
 
 
 def _options(arguments: list[str]) -> Iterator[tuple[str, str]]:

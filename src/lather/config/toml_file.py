@@ -24,6 +24,7 @@ from lather.config.nearest import nearest_names
 from lather.config.old_runs import OldOptimConfig, in_new_keys, is_old
 from lather.config.optim import DEFAULT_RULE, KindConfig, OptimConfig, RuleOptimConfig, chosen_rules, optim_class
 from lather.config.rule_fields import UNIONS, owners
+from lather.config.run_folder import run_folder
 from lather.errors import ConfigError, require
 from lather.models.families import ModelConfig
 from lather.models.hf.model_folder import CONFIG_FILE, read_config
@@ -95,7 +96,7 @@ def _with_model(mapping: dict[str, Any], init_from: str, run_dir: str) -> dict[s
 def folder_of(init_from: str) -> Path:
     """Return the folder that `init_from` names; for RUN@STEP, the run directory."""
     run = init_from.rpartition("@")[0]
-    return Path(run) if run and not Path(init_from).is_dir() else Path(init_from)
+    return run_folder(Path(run) if run and not Path(init_from).exists() else Path(init_from))
 
 
 def model_of(init_from: str) -> ModelConfig:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-from lather.processes import end_with_parent, num_cores
+from lather.processes import end_with_parent, num_cores, without_signals
 from lather.torch_private import IMPORTED_LATE
 
 Device = Literal["gpu", "cpu"]
@@ -35,6 +35,7 @@ def worker_processes() -> Iterator[ProcessPoolExecutor]:
     context.set_forkserver_preload(["lather.planning.dry_run", IMPORTED_LATE])
     pool = ProcessPoolExecutor(num_cores(), context, end_with_parent, max_tasks_per_child=1)
     try:
-        yield pool
+        with without_signals():  # processes start when there is something to do
+            yield pool
     finally:
         pool.shutdown(cancel_futures=True)
