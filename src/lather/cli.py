@@ -79,7 +79,7 @@ def _complain(text: str) -> None:
         print(f"lather: {text}", file=sys.stderr)
 
 
-def _dispatch(arguments: list[str], started: float) -> int:
+def _dispatch(arguments: list[str], started: float | None = None) -> int:
     if arguments and arguments[0] in ("-h", "--help"):
         print(USAGE, end="")
         return 0

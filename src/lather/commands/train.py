@@ -57,11 +57,11 @@ def train_command(arguments: list[str], started: float | None = None) -> int:
     world = World.of_environment(os.environ)
     with surviving_output():
         try:
-            config, nproc, note = _read(arguments, world)
+            config, nproc = _read(arguments, world)
             check_parallel(config, world.size if world else nproc or 1)
             check_finetuning(config)
             options = GroupOptions(pick_device(config.train.device), config.parallel.timeout)
-            return run_ranks(run_worker, (config, StartingCommand(started, note)), world, nproc, options)
+            return run_ranks(run_worker, (config, StartingCommand(started, _told(arguments, config))), world, nproc, options)
         except UserError:
             if world is None or world.local_rank == 0:
                 raise
@@ -71,8 +71,8 @@ def train_command(arguments: list[str], started: float | None = None) -> int:
             return 2
 
 
-def _read(arguments: list[str], world: World | None = None) -> tuple[Config, int | None, str]:
-    """Return the configuration of the command line, `--nproc`, and what to say about the file."""
+def _read(arguments: list[str], world: World | None = None) -> tuple[Config, int | None]:
+    """Return the configuration of the command line, and `--nproc`."""
     arguments, nproc = take_nproc(arguments, world)
     without_file = not arguments or arguments[0].startswith("-")
     if without_file and not any(one.startswith(("-h", "--help", "--init-from", "--init_from")) for one in arguments):
@@ -81,9 +81,15 @@ def _read(arguments: list[str], world: World | None = None) -> tuple[Config, int
             "lather train --init-from FOLDER_OR_RUN"
         )
     config, _ = parse_with_config(lambda config: config, "train", arguments, ABOUT, needs_file=False)
-    file = None if without_file else configuration_file(arguments[0], "train")
+    return config, nproc
+
+
+def _told(arguments: list[str], config: Config) -> str:
+    """Return what to say about the configuration file, if it is a run's own."""
+    rest, _ = take_nproc(arguments)
+    file = None if rest[0].startswith("-") else configuration_file(rest[0], "train")
     run = run_of(file) if file else None
-    return config, nproc, describe_own(file, run, config) if file and run else ""
+    return describe_own(file, run, config) if file and run else ""
 
 
 def run_worker(config: Config, command: StartingCommand, world: World) -> int:
