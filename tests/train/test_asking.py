@@ -1,4 +1,4 @@
-"""What is asked of a run while it trains: a checkpoint, an end, and the wall-clock limit of a launch."""
+"""Requests that a run obeys while it trains: a checkpoint, an end, and the wall-clock limit of a launch."""
 
 from __future__ import annotations
 
