@@ -1,16 +1,18 @@
 """The `lather` command: lists and runs its subcommands, and turns their errors into exit statuses.
 
-An error that the user can correct is one line on standard error and exit status 2. A run that SIGTERM ends early saves a checkpoint and
-exits with 0; after SIGINT it also saves and exits with 130.
+An error that the user can correct is one line on standard error and exit status 2. A run that a signal ends early saves a checkpoint and
+exits with 0, or after SIGINT with 130.
 """
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import io
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,6 +20,8 @@ from lather.commands import COMMANDS
 from lather.cores import waiting_variables
 from lather.errors import UserError
 from lather.files import NO_SPACE, reason
+from lather.output import discard_output, settle_output
+from lather.parallel.launch.requests import hold_signals
 from lather.version import describe_version
 
 USAGE = """\
@@ -43,33 +47,42 @@ usage: lather COMMAND ...
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
+    started = time.monotonic()
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if argv is None and arguments[:1] == ["train"]:
+        hold_signals()  # until the run can obey them, and while this process ends
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # the terminal's encoding may lack characters of a sample
     try:
-        status = _dispatch(arguments)
-        print(end="", flush=True)  # raises here, and not while Python exits
+        status = _dispatch(arguments, started)
+        if sys.stdout is not None:  # it was not closed before this process started
+            sys.stdout.flush()  # raises here, and not while Python exits
         return status
     except UserError as error:
-        print(f"lather: error: {' '.join(str(error).split())}", file=sys.stderr)
+        _complain(f"error: {' '.join(str(error).split())}")
         return 2
     except BrokenPipeError:  # the reader has closed the pipe, as in `lather ... | head`
-        from lather.console import discard_output
-
         discard_output()
         return 0
     except OSError as error:
         if error.errno not in NO_SPACE:
             raise
         file = error.filename or "a file"
-        print(f"lather: stopped: {file} cannot be written ({reason(error, Path(file))}): make room, then start again", file=sys.stderr)
+        _complain(f"stopped: {file} cannot be written ({reason(error, Path(file))}): make room, then start again")
         return 1
     except KeyboardInterrupt:
         return 130
+    finally:
+        settle_output()  # Python would end with 120 if it could not
 
 
-def _dispatch(arguments: list[str]) -> int:
+def _complain(text: str) -> None:
+    with contextlib.suppress(OSError):  # the disk below standard error may be the full one
+        print(f"lather: {text}", file=sys.stderr)
+
+
+def _dispatch(arguments: list[str], started: float | None = None) -> int:
     if arguments and arguments[0] in ("-h", "--help"):
         print(USAGE, end="")
         return 0
@@ -85,4 +98,6 @@ def _dispatch(arguments: list[str]) -> int:
         os.environ.update(waiting_variables(os.environ))
     name, *rest = arguments
     module = importlib.import_module(f"lather.commands.{COMMANDS[name]}")
+    if name == "train":
+        return int(module.train_command(rest, started))
     return getattr(module, f"{name}_command")(rest) or 0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Iterable
 
 from rich.box import SIMPLE_HEAD
@@ -17,14 +15,6 @@ class _PipedConsole(Console):
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
-
-
-def discard_output() -> None:
-    """Send standard output nowhere from now on, with what is in its buffer: its reader has left.
-    Otherwise Python would try to write the buffer again when it exits, and end with 120."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
-    os.close(nowhere)
 
 
 def wide_console(columns: int) -> Console:

@@ -106,6 +106,7 @@ OUT_OF_RANGE: dict[str, list[Any]] = {
     "train.max_grad_norm": [-1.0],
     "train.trainable": [["layers.0.*", ""]],
     "train.frozen": [[""]],
+    "train.minutes": [-1.0, float("inf"), float("nan")],
     "train.max_skipped_steps": AT_LEAST_1,
     "train.validation_every": [-1],
     "train.validation_sequences": AT_LEAST_1,

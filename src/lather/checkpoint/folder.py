@@ -1,6 +1,7 @@
 """The checkpoints of a run on disk: folders with names such as `step-00000100`, of which some are kept, and the table of each.
 
-A checkpoint is named RUN, the newest one of a run; RUN@STEP; or RUN@best, the kept one with the lowest validation loss.
+A checkpoint is named RUN, the newest one of a run; RUN@STEP; or RUN@best, the kept one with the lowest validation loss. A run may also be
+named by its config.toml, and a checkpoint by its own folder.
 
 The table, `state.json`, lists the contents of a checkpoint and their files:
 
@@ -24,6 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lather.config.run_folder import CONFIGURATION, run_folder
 from lather.errors import CheckpointError, UserError
 from lather.files import digest_of, read_rows, read_text, sync
 from lather.models.hf.safetensors_folder import DTYPES, TensorHeader
@@ -101,13 +103,16 @@ def find_checkpoint(run_at_step: str, step: int = -1) -> tuple[Path, Path]:
 
 def _split(run_at_step: str) -> tuple[Path, str | None]:
     """Return the run, and the part after the @ if there is one."""
-    whole = Path(run_at_step)
-    if (whole / "config.toml").exists():
+    whole = run_folder(Path(run_at_step))
+    if (whole / CONFIGURATION).exists():
         return whole, None
+    folder, run = whole.parent, whole.parent.parent
+    if whole in list_checkpoints(folder) and folder.name == "checkpoints" and (run / CONFIGURATION).exists():
+        return run, str(step_of(whole))
     name, at, step = run_at_step.rpartition("@")
-    run = Path(name) if at and name else whole
-    if not (run / "config.toml").exists():
-        raise UserError(f"{run}: not a run (it has no config.toml): give the run_dir of a training run")
+    run = run_folder(Path(name)) if at and name else whole
+    if not (run / CONFIGURATION).exists():
+        raise UserError(f"{run}: not a run (it has no {CONFIGURATION}): give the run_dir of a training run")
     return run, step
 
 

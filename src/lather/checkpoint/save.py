@@ -15,10 +15,12 @@ on several ranks only one is copied. The thread has its own process group, the m
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import shutil
+import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
@@ -50,13 +52,16 @@ class Saver:
         self.staging = Staging(state.mesh.device)
         self._thread = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
         self._writing: Future[None] | None = None
+        self.longest = 0.0
+        """Seconds that the longest checkpoint took to write; 0 if none was written."""
 
     def save(self, progress: Progress) -> Path:
         """Save a checkpoint and return its path, where a thread may still be writing it. Raises the error of the previous save if that
         failed."""
         self.wait()
         if self._thread is None:
-            return save_checkpoint(self.folder, progress, self.state, retention=self.retention)
+            with self._timed():
+                return save_checkpoint(self.folder, progress, self.state, retention=self.retention)
         device, copied = self.state.mesh.device, Event()
         if is_gpu(device):
             gpu_module(device).current_stream(device).synchronize()  # the thread uses another stream
@@ -79,9 +84,16 @@ class Saver:
         try:
             if is_gpu(self.state.mesh.device):
                 gpu_module(self.state.mesh.device).set_device(self.state.mesh.device)
-            save_checkpoint(self.folder, progress, self.state, retention=retention, stage=stage)
+            with self._timed():
+                save_checkpoint(self.folder, progress, self.state, retention=retention, stage=stage)
         finally:
             copied.set()  # also if the save failed, or the checkpoint exists already
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        start = time.monotonic()
+        yield
+        self.longest = max(self.longest, time.monotonic() - start)
 
 
 class Staging:

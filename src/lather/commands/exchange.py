@@ -19,13 +19,14 @@ from lather.checkpoint.save import write_first_checkpoint
 from lather.commands.parsing import parse_arguments, parse_size
 from lather.config.config import Config, LoopConfig
 from lather.config.optim import optim_config
-from lather.config.toml_file import config_to_toml, load_config
+from lather.config.toml_file import config_to_toml
 from lather.data.config import DataConfig
 from lather.data.documents import load_tokenizer
 from lather.data.recipe import END_OF_TEXT
 from lather.engine.trained_parameters import check_adapters_are_all
 from lather.errors import ConfigError, ExchangeError, UserError
 from lather.files import complete_folder, read_text
+from lather.generation.prompts import ConversationFormat
 from lather.models.adapted import MergedTensors
 from lather.models.deepseek_v2 import DeepseekV2Config
 from lather.models.families import ModelConfig
@@ -40,6 +41,8 @@ from lather.models.hf.model_folder import (
 from lather.models.hf.peft_folder import save_peft
 from lather.models.hf.safetensors_folder import TensorSource, copy_weights
 from lather.train.companions import COMPANION_FOLDER, same_tokenizer
+from lather.train.own_file import load_own
+from lather.train.trained_model import TrainedModel
 
 EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FURTHER_TRAINING = optim_config(lr=1e-4)
@@ -115,7 +118,7 @@ def export_command(arguments: list[str]) -> None:
     max_shard_bytes = parse_size(parsed.max_shard_size, "--max-shard-size")
     dtype = parsed.dtype or ("fp32" if parsed.adapter else "bf16")
     run, _ = find_checkpoint(parsed.run, parsed.step)
-    config = load_config(run / "config.toml")
+    config = load_own(run)
     if parsed.adapter:
         check_adapters_are_all(config)
     elif parsed.base:
@@ -127,8 +130,15 @@ def export_command(arguments: list[str]) -> None:
             print(f"adapters of {checkpoint.name} in {dtype}")
         else:
             tokenizer = _tokenizer(run, config.data)
-            merged, torch_dtype = MergedTensors(weights, config.lora.scale), EXPORT_DTYPES[dtype]
-            save_hugging_face(merged, config.model, parsed.folder, max_shard_bytes=max_shard_bytes, dtype=torch_dtype, tokenizer=tokenizer)
+            save_hugging_face(
+                MergedTensors(weights, config.lora.scale),
+                config.model,
+                parsed.folder,
+                max_shard_bytes=max_shard_bytes,
+                dtype=EXPORT_DTYPES[dtype],
+                tokenizer=tokenizer,
+                ends=_ends(TrainedModel(run, checkpoint, config)),
+            )
             print(f"{checkpoint.name} in {dtype}{'' if tokenizer else ', without a tokenizer'}")
     if not parsed.adapter and isinstance(config.model, DeepseekV2Config) and config.model.normalizes:
         print(f"note: {NORMALIZED}")
@@ -164,6 +174,17 @@ def _data(parsed: ImportArguments) -> DataConfig:
     known = [token for token in candidates if token and tokenizer.token_to_id(token) is not None]
     tokenizer_file = parsed.run.resolve() / TOKENIZER_FILE
     return DataConfig(tokenizer=str(tokenizer_file), end_of_text=known[0] if known else END_OF_TEXT)
+
+
+def _ends(trained: TrainedModel) -> list[int]:
+    """Return the tokens with which a run's model ends texts and answers; none if the run has no tokenizer."""
+    if not (trained.run / TOKENIZER_FILE).is_file():
+        return []
+    tokenizer = trained.tokenizer()
+    ends = trained.stop_tokens(tokenizer)
+    if trained.has_conversations():
+        ends |= ConversationFormat(tokenizer, trained.chat_template()).stop_tokens
+    return sorted(ends)
 
 
 def _tokenizer(run: Path, data: DataConfig) -> Path | None:

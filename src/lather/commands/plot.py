@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
 from lather.commands.parsing import parse_arguments
+from lather.config.run_folder import run_folder
 from lather.errors import UserError, require
 
 
@@ -45,6 +46,7 @@ class PlotArguments:
 def plot_command(arguments: list[str]) -> None:
     """Draw the picture and print the name of its file."""
     parsed = parse_arguments(PlotArguments, "lather plot", arguments)
+    parsed = replace(parsed, runs=tuple(map(run_folder, parsed.runs)))
     print(_draw_schedule(parsed) if parsed.schedule else _draw_runs(parsed))
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
 from lather.commands.parsing import parse_arguments
+from lather.config.run_folder import run_folder
 from lather.errors import UserError
 
 
@@ -25,6 +26,7 @@ class ReportArguments:
 def report_command(arguments: list[str]) -> None:
     """Write the page and print where it is."""
     parsed = parse_arguments(ReportArguments, "lather report", arguments)
+    parsed = replace(parsed, run=run_folder(parsed.run))
     if not any((parsed.run / name).is_file() for name in ("metrics.jsonl", "config.toml")):
         raise UserError(f"{parsed.run}: not a run (it has no metrics.jsonl): give the run_dir of a training run")
 

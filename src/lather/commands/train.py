@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -16,12 +17,16 @@ from lather.config.config import Config, check_parallel
 from lather.engine.step import pick_device
 from lather.engine.trained_parameters import check_finetuning
 from lather.errors import ConfigError, UserError
+from lather.output import surviving_output
 from lather.parallel.launch.lifeline import UNWIND_SECONDS
-from lather.parallel.launch.start import GroupOptions, run_ranks, stop_signals, take_nproc
+from lather.parallel.launch.requests import Requests, receiving_signals, stop_signals
+from lather.parallel.launch.start import GroupOptions, run_ranks, take_nproc
 from lather.parallel.launch.world import World
 from lather.parallel.mesh import Mesh
+from lather.train.asking import Asking
 from lather.train.display import LiveDisplay, PlainDisplay
 from lather.train.loop import DivergedError, RunOutcome, train
+from lather.train.own_file import configuration_file, describe_own, run_of
 
 ABOUT = """\
 Train, or resume, the run that a TOML file describes, for example
@@ -29,26 +34,41 @@ Train, or resume, the run that a TOML file describes, for example
   lather train configs/quickstart.toml --train.steps 500
 
 With --init-from FOLDER the file may be left out: the model is then the folder's.
+A run's folder, or the config.toml in it, resumes that run.
 
   --nproc N  Start N ranks on this machine, or with "gpu" one for each CUDA
              device, and let them share the work as [parallel] says. torchrun
              and srun start ranks on several machines, without --nproc."""
 
 
-def train_command(arguments: list[str]) -> int:
+@dataclass(frozen=True)
+class StartingCommand:
+    """The command that has started the ranks, as far as they have to know."""
+
+    started: float
+    """When it started, in seconds of `time.monotonic`."""
+    note: str = ""
+    """Line that rank 0 shows first, if there is one."""
+
+
+def train_command(arguments: list[str], started: float | None = None) -> int:
     """Train or resume the run that a TOML file describes, in this process or in several."""
+    started = time.monotonic() if started is None else started  # a command knows it from before torch was imported
     world = World.of_environment(os.environ)
-    try:
-        config, nproc = _read(arguments, world)
-        check_parallel(config, world.size if world else nproc or 1)
-        check_finetuning(config)
-        options = GroupOptions(pick_device(config.train.device), config.parallel.timeout)
-        return run_ranks(run_worker, (config,), world, nproc, options)
-    except UserError:
-        if world is None or world.local_rank == 0:
-            raise
-        time.sleep(UNWIND_SECONDS)  # local rank 0 prints the error; if another rank exited first, torchrun would end rank 0 before it does
-        return 2
+    with surviving_output():
+        try:
+            config, nproc = _read(arguments, world)
+            check_parallel(config, world.size if world else nproc or 1)
+            check_finetuning(config)
+            options = GroupOptions(pick_device(config.train.device), config.parallel.timeout)
+            return run_ranks(run_worker, (config, StartingCommand(started, _told(arguments, config))), world, nproc, options)
+        except UserError:
+            if world is None or world.local_rank == 0:
+                raise
+            time.sleep(
+                UNWIND_SECONDS
+            )  # local rank 0 prints the error; if another rank exited first, torchrun would end rank 0 before it does
+            return 2
 
 
 def _read(arguments: list[str], world: World | None = None) -> tuple[Config, int | None]:
@@ -64,17 +84,32 @@ def _read(arguments: list[str], world: World | None = None) -> tuple[Config, int
     return config, nproc
 
 
-def run_worker(config: Config, world: World) -> int:
+def _told(arguments: list[str], config: Config) -> str:
+    """Return what to say about the configuration file, if it is a run's own."""
+    rest, _ = take_nproc(arguments)
+    file = None if rest[0].startswith("-") else configuration_file(rest[0], "train")
+    run = run_of(file) if file else None
+    return describe_own(file, run, config) if file and run else ""
+
+
+def run_worker(config: Config, command: StartingCommand, world: World) -> int:
     """Run one rank of the training; only rank 0 prints. Returns the exit status, which is the same on all ranks."""
     check_parallel(config, world.size)
     device = world.device(pick_device(config.train.device))
     mesh = Mesh.build(config.parallel, device)
-    received: list[signal.Signals] = []
-    stopped_by = world.stop or (lambda: received[0] if received else None)
-    with contextlib.nullcontext() if world.stop else stop_signals(received.append):
+    received = Requests()
+    stopped_by, saved_at = world.stop or (lambda: received.stop), world.save or (lambda: received.save)
+    asking = Asking(lambda: stopped_by() is not None, saved_at, command.started)
+    with contextlib.ExitStack() as cleanup:
+        cleanup.enter_context(surviving_output())
+        if world.stop is None:
+            cleanup.enter_context(stop_signals(received.add))
+            cleanup.enter_context(receiving_signals())
         try:
             with _display(config, world) as display:
-                outcome = train(config, display, lambda: stopped_by() is not None, mesh)
+                if command.note:
+                    display.note(command.note)
+                outcome = train(config, display, mesh=mesh, asking=asking)
         except DivergedError as error:
             if world.rank == 0:
                 print(f"lather: stopped: {error}", file=sys.stderr)
@@ -94,7 +129,8 @@ def _display(config: Config, world: World) -> LiveDisplay | PlainDisplay:
 def _report(config: Config, outcome: RunOutcome) -> None:
     """Print the result of a run that has ended, and its files."""
     if not outcome.finished:
-        print(f"stopped at step {outcome.step}; saved {outcome.checkpoint}; the same command resumes from there")
+        why = f" because the {config.train.minutes:g} minutes of train.minutes are nearly over" if outcome.out_of_time else ""
+        print(f"stopped at step {outcome.step}{why}; saved {outcome.checkpoint}; the same command resumes from there")
         return
     if outcome.sample:
         print(f"\n--- sample {'-' * 69}\n{outcome.sample}\n{'-' * 80}")

@@ -23,6 +23,7 @@ from lather.config.optim import KINDS, OptimConfig, RuleOptimConfig, as_help_sho
 from lather.config.rule_fields import owners, rule_named
 from lather.config.toml_file import Unknown, describe_unknown, load_config
 from lather.errors import ConfigError, UserError
+from lather.train.own_file import at_home, configuration_file, run_of
 
 A = TypeVar("A")
 
@@ -47,7 +48,7 @@ def read_config(
 ) -> Config:
     """Read the file's configuration, or the default one, with the rules and the initial model that
     `arguments` choose, and without the file's alternatives to what they give. `unknown` takes the
-    keys that there are not.
+    keys that there are not. A run's own file means that run, where it is now.
 
     Raises ConfigError for an unknown rule.
     """
@@ -57,9 +58,12 @@ def read_config(
     for option, name in RULE_OPTIONS.items():
         if name in rules:
             rule_named(rules[name], option)
-    folders = [given.get(option, "") for option in ("--run-dir", "--init-from", "--fork-from")]
+    run = run_of(file) if file else None
+    run_dir = given.get("--run-dir", "") or str(run or "")
+    starts = [given.get(option, "") for option in ("--init-from", "--fork-from")]
     names = [_field_of(option) for option in given]
-    return load_config(file, rules, *folders, given=names, unknown=unknown)
+    config = load_config(file, rules, run_dir, *starts, given=names, unknown=unknown)
+    return at_home(config, run) if run else config
 
 
 def parse_with_config(
@@ -75,15 +79,14 @@ def parse_with_config(
     file = arguments[0] if arguments and not arguments[0].startswith("-") else None
     if file is None and topic is None and needs_file:
         raise ConfigError(f"lather {command} needs a configuration first: lather {command} configs/quickstart.toml")
-    if file:
-        del arguments[0]
+    path = configuration_file(arguments.pop(0), command) if file else None
     unknown: list[Unknown] = []
-    default = cls(read_config(Path(file) if file else None, arguments, unknown))
+    default = cls(read_config(path, arguments, unknown))
     _refuse_unknown(f"{file}: ", unknown, () if topic is not None else arguments, default)
     if topic is not None:
         show_help(command, about or " ".join((cls.__doc__ or "").split()), default, topic)
         raise SystemExit(0)
-    return parse_arguments(type(default), f"lather {command} CONFIG", arguments, default=default), Path(file or "").stem
+    return parse_arguments(type(default), f"lather {command} CONFIG", arguments, default=default), (path or Path()).stem
 
 
 def _field_of(option: str) -> str:

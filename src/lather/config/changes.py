@@ -32,7 +32,7 @@ CHANGES = "changes.jsonl"
 FREE = (
     *("checkpoint", "data", "fork_from", "init_from", "log", "moe.memory", "parallel", "run_dir"),
     *("train.compile", "train.deterministic", "train.device", "train.recompute", "train.rounded_weights"),
-    *("train.max_skipped_steps", "train.micro_batch_size", "train.validation_every", "train.validation_sequences"),
+    *("train.max_skipped_steps", "train.micro_batch_size", "train.minutes", "train.validation_every", "train.validation_sequences"),
 )
 """Sections and keys. Those of `data` only say where the tokens are; checksums verify that the tokens are the same."""
 FREE_OPTIONS = ("batched", "bucket_bytes", "num_streams", "max_state_bytes")

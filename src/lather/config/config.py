@@ -46,6 +46,9 @@ class LoopConfig:
 
     steps: int = 300
     """Optimizer steps."""
+    minutes: float = 0.0
+    """Wall-clock limit of a launch, in minutes since its start; it saves and ends when another step and a checkpoint might not fit; 0: no
+    limit."""
     batch_size: int = 8
     """Sequences per step."""
     micro_batch_size: int = 0
@@ -85,6 +88,7 @@ class LoopConfig:
         for name in ("steps", "batch_size", "sequence_length", "max_skipped_steps", "validation_sequences"):
             require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "at least 1")
         require(self.max_grad_norm >= 0, "train.max_grad_norm", self.max_grad_norm, "at least 0")
+        require(0 <= self.minutes < math.inf, "train.minutes", self.minutes, "at least 0 minutes and finite")
         require(self.validation_every >= 0, "train.validation_every", self.validation_every, "at least 0 steps")
         for name in ("trainable", "frozen"):
             require(all(getattr(self, name)), f"train.{name}", getattr(self, name), "patterns of names, none of them empty")
@@ -180,7 +184,7 @@ class CheckpointConfig:
     """When checkpoints are saved, and which are kept."""
 
     every: int = 100
-    """Steps between checkpoints; a checkpoint is also saved at the end and on SIGTERM."""
+    """Steps between checkpoints; a checkpoint is also saved at the end, and when a signal asks for one."""
     keep_last: int = 2
     """Number of newest checkpoints to keep; older ones are deleted."""
     keep_every: int = 0

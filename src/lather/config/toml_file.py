@@ -25,6 +25,7 @@ from lather.config.nearest import hint_of
 from lather.config.old_runs import OldOptimConfig, in_new_keys, is_old
 from lather.config.optim import DEFAULT_RULE, KindConfig, OptimConfig, RuleOptimConfig, chosen_rules, optim_class
 from lather.config.rule_fields import UNIONS, owners
+from lather.config.run_folder import run_folder
 from lather.errors import ConfigError, as_toml, require
 from lather.files import read_text
 from lather.models.families import ModelConfig
@@ -113,7 +114,7 @@ def _with_model(mapping: dict[str, Any], init_from: str, run_dir: str) -> dict[s
 def folder_of(init_from: str) -> Path:
     """Return the folder that `init_from` names; for RUN@STEP, the run directory."""
     run = init_from.rpartition("@")[0]
-    return Path(run) if run and not Path(init_from).is_dir() else Path(init_from)
+    return run_folder(Path(run) if run and not Path(init_from).exists() else Path(init_from))
 
 
 def model_of(init_from: str) -> ModelConfig:

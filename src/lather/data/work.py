@@ -34,7 +34,7 @@ from lather.data.sources import ReadUnit
 from lather.data.token_files import TokenFileError, open_token_file
 from lather.errors import DataError
 from lather.files import read_text, write_aside
-from lather.processes import end_with_parent
+from lather.processes import end_with_parent, without_signals
 
 SPLITS = ("train", "validation")
 POLL_SECONDS = 0.5
@@ -214,14 +214,16 @@ def do_units(units: Sequence[ReadUnit], num_units: int, making: Making, workers:
         _do_here(units, num_units, making, progress)
         return
     done, context = num_units - len(units), multiprocessing.get_context("spawn")
-    counts = context.Array("q", 2)
+    with without_signals():
+        counts = context.Array("q", 2)
     waiting, at_work = list(reversed(units)), dict[Connection, ReadUnit]()
     processes: dict[Connection, BaseProcess] = {}
     try:
         for _ in range(min(workers, len(units))):
             ours, theirs = context.Pipe()
             processes[ours] = context.Process(target=_work, args=(theirs, making, counts))
-            processes[ours].start()
+            with without_signals():
+                processes[ours].start()
             theirs.close()
         idle = list(processes)
         while waiting or at_work:
@@ -267,7 +269,8 @@ def _do_here(units: Sequence[ReadUnit], num_units: int, making: Making, progress
 def _work(connection: Connection, making: Making, counts: Any) -> None:
     """Do units from the connection until it closes. `counts`: documents and tokens made by all processes."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles and reports it
+    for number in (signal.SIGINT, signal.SIGTERM):  # the parent process handles and reports it
+        signal.signal(number, signal.SIG_IGN)
     end_with_parent()
 
     def count(documents: int, tokens: int) -> None:

@@ -79,8 +79,9 @@ class HarnessModel(TemplateLM):
     @property
     def eot_token_id(self) -> int:
         """The token that ends a document."""
-        own: int | None = self._text_tokenizer.token_to_id(self._trained.config.data.end_of_text)
-        return min(self._ends) if own is None else own
+        names = self._trained.config.data.end_of_text, self._trained.chat_template().special_tokens.get("eos_token", "")
+        known = [token for name in names if name and (token := self._text_tokenizer.token_to_id(name)) is not None]
+        return known[0] if known else min(self._ends)
 
     @cached_property
     def prefix_token_id(self) -> int:

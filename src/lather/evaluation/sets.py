@@ -72,10 +72,14 @@ def _of_run(trained: TrainedModel) -> dict[str, DataSet]:
 
 
 def _recorded(trained: TrainedModel) -> list[str]:
-    """Return the data sets that were made from `data.source` when the run started."""
+    """Return the data sets that were made from `data.source` when the run started. Those that are not where they were then are in
+    `data.cache_dir`."""
+    cache = Path(trained.config.data.cache_dir)
     try:
         record = json.loads(read_text(trained.run / "provenance.json"))
-        return [folder for folder, _ in data_sets_of(record)]
+        folders = [Path(folder) for folder, _ in data_sets_of(record)]
+        moved = {one: cache / one.name for one in folders if not one.exists() and (cache / one.name).exists()}
+        return [str(moved.get(one, one)) for one in folders]
     except (OSError, ValueError, KeyError, TypeError):
         reason = "it does not record its training data sets (it was imported, or started with an older Lather)"
         raise UserError(f"{trained.run}: {reason}: name data sets, as in lather eval {trained.run} FOLDER") from None

@@ -9,7 +9,7 @@ Letters: B rows that have not ended, S tokens read now, V vocabulary, K tokens t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -139,15 +139,15 @@ def generate(
     temperature: float = 0.7,
     top_k: int = 50,
     generator: torch.Generator | None = None,
-    stop_token: int | None = None,
+    stop_token: int | Collection[int] | None = None,
 ) -> list[int]:
-    """Continue `prompt` (at least one token) with up to `num_tokens` tokens, ending before `stop_token`.
+    """Continue `prompt` (at least one token) with up to `num_tokens` tokens, ending before `stop_token` or any of several.
 
     The model reads the last `context` tokens. `generator` is on CPU. `Continuations` does the same for several prompts, token by token.
 
     Raises ValueError for an empty prompt, a context below 1, or values that `Sampling` refuses.
     """
-    stop_tokens = () if stop_token is None else (stop_token,)
+    stop_tokens = () if stop_token is None else (stop_token,) if isinstance(stop_token, int) else stop_token
     sampling = Sampling(temperature, top_k)
     rows = Continuations(model, [prompt], context=context, sampling=sampling, generators=[generator], stop_tokens=stop_tokens)
     for _ in range(num_tokens):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lather.cores import num_cores
-from lather.processes import end_with_parent
+from lather.processes import end_with_parent, without_signals
 from lather.torch_private import IMPORTED_LATE
 
 Device = Literal["gpu", "cpu"]
@@ -36,6 +36,7 @@ def worker_processes() -> Iterator[ProcessPoolExecutor]:
     context.set_forkserver_preload(["lather.planning.dry_run", IMPORTED_LATE])
     pool = ProcessPoolExecutor(num_cores(), context, end_with_parent, max_tasks_per_child=1)
     try:
-        yield pool
+        with without_signals():  # processes start when there is something to do
+            yield pool
     finally:
         pool.shutdown(cancel_futures=True)

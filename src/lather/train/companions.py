@@ -17,7 +17,7 @@ from lather.data.dataset import MANIFEST, Manifest, read_manifest
 from lather.data.documents import load_tokenizer
 from lather.errors import DataError
 from lather.files import complete_folder, read_text
-from lather.models.hf.model_export import copy_companions
+from lather.models.hf.model_export import GENERATION_FILE, copy_companions
 from lather.models.hf.model_folder import CONFIG_FILE, TOKENIZER_FILE
 
 COMPANION_FOLDER = "huggingface"
@@ -51,13 +51,40 @@ def keep_companions(run: Path, config: Config) -> None:
     if target.exists() or not own.is_file():
         return
     for folder in companion_folders(run, config):
-        is_described = any((folder / name).is_file() for name in (TEMPLATE_FILE, SETTINGS_FILE))
+        is_described = any((folder / name).is_file() for name in (TEMPLATE_FILE, SETTINGS_FILE, GENERATION_FILE))
         if folder != run and is_described and same_tokenizer(folder / TOKENIZER_FILE, own):
             with complete_folder(target) as aside:
                 copy_companions(folder, aside)
                 if (folder / CONFIG_FILE).is_file():
                     shutil.copyfile(folder / CONFIG_FILE, aside / CONFIG_FILE)
             return
+
+
+def generation_ends(run: Path, config: Config) -> list[int]:
+    """Return the tokens that end a text by the settings of the model from which a run comes. Its tokenizer is the run's. Raises DataError
+    if the settings cannot be read."""
+    for folder in companion_folders(run, config):
+        has_settings = any((folder / name).is_file() for name in (GENERATION_FILE, CONFIG_FILE))
+        if has_settings and (folder.parent == run or same_tokenizer(folder / TOKENIZER_FILE, run / TOKENIZER_FILE)):
+            return ends_of(folder)
+    return []
+
+
+def ends_of(folder: Path) -> list[int]:
+    """Return the `eos_token_id` of a model's folder, one or several, as generation in transformers reads them: those of
+    generation_config.json, or of config.json if there are none. Raises DataError if they are not tokens."""
+    for file in (folder / GENERATION_FILE, folder / CONFIG_FILE):
+        try:
+            found = json.loads(file.read_text("utf-8")).get("eos_token_id") if file.is_file() else None
+        except (OSError, ValueError, AttributeError) as error:
+            raise DataError(f"{file}: not readable ({error}): restore it") from None
+        if found is None:
+            continue
+        tokens: list[int] = found if isinstance(found, list) else [found]
+        if not all(type(token) is int and token >= 0 for token in tokens):
+            raise DataError(f"{file}: eos_token_id = {found!r} is not valid: it must be the number of a token, or a list of numbers")
+        return tokens
+    return []
 
 
 def same_tokenizer(one: Path, other: Path) -> bool:

@@ -8,12 +8,11 @@ import math
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from lather.console import discard_output
 from lather.train.metrics import StepRow
 
 
 class PlainDisplay(contextlib.AbstractContextManager["PlainDisplay"]):
-    """Prints a line every `every` steps. The run continues if the reader closes the pipe."""
+    """Prints a line every `every` steps."""
 
     def __init__(self, every: int) -> None:
         self.every = every
@@ -23,12 +22,8 @@ class PlainDisplay(contextlib.AbstractContextManager["PlainDisplay"]):
         pass
 
     def note(self, text: str) -> None:
-        try:
-            if self.is_read:
-                print(text, flush=True)
-        except BrokenPipeError:
-            self.is_read = False
-            discard_output()
+        if self.is_read:
+            print(text, flush=True)
 
     def step(self, row: StepRow, num_steps: int) -> None:
         if row.step % self.every == 0 or row.step in (1, num_steps) or row.skipped:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -37,7 +37,9 @@ from lather.parallel.mesh import Mesh
 from lather.pipeline.timeline import FILE as TIMELINE
 from lather.pipeline.timeline import TimelineRecorder, append_timeline
 from lather.train import metrics
+from lather.train.asking import ALIKE_SECONDS, Asking, TimeLimit
 from lather.train.expert_watch import WINDOW, ExpertWatch, describe, remedy
+from lather.train.extras import draw_run, optional_file
 from lather.train.initial_weights import check_same_tokenizer, find_start, load_start, notes_on_start
 from lather.train.memory_check import MemoryCheck, agreed_partition
 from lather.train.pace import Pace
@@ -67,25 +69,31 @@ class RunOutcome:
     """The result of a run."""
 
     finished: bool
-    """False if a signal ended the run early; the same command resumes it."""
+    """False if a signal or `train.minutes` ended the run early; the same command resumes it."""
     step: int
     seconds: float
     validation_losses: list[float | None]
     """All of the run, first to last; None for one that was not finite. On rank 0 alone: empty on the others."""
     sample: str
     checkpoint: Path
+    out_of_time: bool = False
+    """Whether `train.minutes` ended the run. On rank 0 alone: False on the others."""
 
 
-def train(config: Config, display: Display, stop: Callable[[], bool] = lambda: False, mesh: Mesh | None = None) -> RunOutcome:
-    """Run `config` to its end, resuming the run that its directory holds. Between steps, `stop` returns whether to save and end early.
+def train(
+    config: Config, display: Display, stop: Callable[[], bool] = lambda: False, mesh: Mesh | None = None, asking: Asking | None = None
+) -> RunOutcome:
+    """Run `config` to its end, resuming the run that its directory holds. Between steps, `stop` returns whether to save and end early;
+    `asking` takes its place and has further requests.
 
     On a mesh every rank calls this; rank 0 writes and displays. The run stops if `stop` is true on any rank. Without a mesh: one process.
 
     Raises:
         UserError: an error that the user can correct; nothing was overwritten.
         DivergedError: `train.max_skipped_steps` consecutive steps were not finite.
+        OSError: a checkpoint cannot be written; or the metrics cannot, and a checkpoint was saved.
     """
-    mesh = mesh or Mesh.single(pick_device(config.train.device))
+    mesh, asking = mesh or Mesh.single(pick_device(config.train.device)), asking or Asking(stop)
     run_dir: RunDirectory | None = None
     with contextlib.ExitStack() as cleanup:
         with errors_on_all_ranks(mesh.control_group):
@@ -98,7 +106,7 @@ def train(config: Config, display: Display, stop: Callable[[], bool] = lambda: F
                 run_dir.abandon()
             raise
         with deterministic(run.config.train.deterministic):
-            return run.train(stop)
+            return run.train(asking)
 
 
 def _prepared_run(config: Config, mesh: Mesh, display: Display, run_dir: RunDirectory | None) -> _TrainingRun:
@@ -193,6 +201,11 @@ class _TrainingRun:
             config.train.steps,
             is_trained=bool(config.init_from),
         )
+        self.saved_for = 0.0
+        """When the last checkpoint that was asked for was begun, in seconds of `time.monotonic`."""
+        self.out_of_time = False
+        self.unwritten: OSError | None = None
+        """The error with which a row of the metrics could not be written."""
         self.lowest_loss = math.inf
         self._told: set[str] = set()
         """Subjects of lines that are shown once."""
@@ -216,17 +229,20 @@ class _TrainingRun:
         if mesh.pp > 1:
             note(f"layers by stage: {' '.join(str(len(layers)) for layers in self.engine.part.share.layers_of_stage)}")
 
-    def train(self, stop: Callable[[], bool]) -> RunOutcome:
+    def train(self, asking: Asking) -> RunOutcome:
         steps = self.config.train.steps
+        limit = self._time_limit(asking.started)
         try:
             if not self._any(self.metrics is not None and bool(read_rows(self.metrics.path))):
                 self._validate()
             self.memory.before_first_step()
             self.pace.begin()
-            while self.progress.step < steps and not self._any(stop()):
+            while self.progress.step < steps and not self._is_over(asking, limit):
+                start = time.monotonic()
                 self._one_step()
                 step = self.progress.step
                 is_best = (step == steps or _is_due(step, self.config.train.validation_every)) and self._validate()
+                limit.took_step(time.monotonic() - start)
                 if (is_best or _is_due(step, self.config.checkpoint.every)) and step < steps:
                     self._save()
             checkpoint = self._save()
@@ -237,9 +253,31 @@ class _TrainingRun:
             raise
         finally:
             if self.metrics is not None:
-                self.metrics.close()
+                with self._keeping_error():
+                    self.metrics.close()
         with errors_on_all_ranks(self.mesh.control_group):  # rank 0 draws, and loads the model for the sample
+            if self.unwritten is not None:
+                self.display.note(f"saved {checkpoint}, but not all metrics")
+                raise self.unwritten
             return self._outcome(checkpoint)
+
+    def _time_limit(self, started: float) -> TimeLimit:
+        minutes = self.config.train.minutes
+        num_bytes = sum(piece.value.nbytes for piece in self.saver.state.pieces()) if minutes else 0
+        return TimeLimit(minutes, started, num_bytes)
+
+    def _is_over(self, asking: Asking, limit: TimeLimit) -> bool:
+        """Obey what is asked of any rank: save a checkpoint, or return that the run ends, which all ranks do after the same step. Rank 0's
+        clock and its metrics count."""
+        is_late = self.mesh.rank == 0 and limit.is_reached(self.saver.longest)
+        wants_end = asking.stop() or is_late or self.unwritten is not None
+        wants_save = asking.save() > self.saved_for + ALIKE_SECONDS
+        wanted = self._most(2.0 if wants_end else 1.0 if wants_save else 0.0)
+        if wanted == 1:
+            self.saved_for = time.monotonic()
+            self.display.note(f"step {self.progress.step}: SIGUSR1 saves {self._save()}")
+        self.out_of_time = is_late and not asking.stop() and self.unwritten is None
+        return wanted == 2
 
     def _outcome(self, checkpoint: Path) -> RunOutcome:
         finished = self.progress.step == self.config.train.steps
@@ -247,14 +285,19 @@ class _TrainingRun:
         losses = [row["validation_loss"] for row in rows if "validation_loss" in row]
         sample = self._sample(checkpoint) if finished and self.mesh.rank == 0 else ""
         if sample:
-            write_aside(self.path / SAMPLE, sample)
+            with optional_file(self.path / SAMPLE, self.display.note):
+                write_aside(self.path / SAMPLE, sample)
         if finished and self.config.log.picture and any(metrics.training_rows(rows)):
-            from lather.train.plot import draw  # matplotlib takes a second to import
-            from lather.train.report import REPORT, write_report
+            draw_run(self.path, self.display.note)
+        return RunOutcome(finished, self.progress.step, self.progress.seconds, losses, sample, checkpoint, self.out_of_time)
 
-            draw([self.path], self.path / "loss.png")
-            write_report(self.path, self.path / REPORT)
-        return RunOutcome(finished, self.progress.step, self.progress.seconds, losses, sample, checkpoint)
+    @contextlib.contextmanager
+    def _keeping_error(self) -> Iterator[None]:
+        """Write metrics in the block: if they cannot be written, keep the error until all ranks have saved a checkpoint and end."""
+        try:
+            yield
+        except OSError as error:
+            self.unwritten = self.unwritten or error
 
     def _any(self, flag: bool) -> bool:
         """Return whether `flag` is true on any rank; all ranks get the same answer."""
@@ -277,7 +320,8 @@ class _TrainingRun:
             self.timeline.begin()
         result = self.step(self.batches.batch(number, self.mesh.data_rank, self.mesh.data_size), lr)
         if is_recorded and (of_ranks := gather(self.timeline.end(), self.mesh.control_group)):
-            append_timeline(self.path / TIMELINE, number, chain.from_iterable(of_ranks))
+            with optional_file(self.path / TIMELINE, self.display.note):
+                append_timeline(self.path / TIMELINE, number, chain.from_iterable(of_ranks))
         step_seconds = time.perf_counter() - start
         in_a_row = self.progress.skipped_in_a_row
         if result.tokens:  # a step without labels says nothing about whether the run diverges
@@ -376,11 +420,13 @@ class _TrainingRun:
 
     def _write(self, row: metrics.Row) -> None:
         if self.metrics is not None:
-            self.metrics.write(row)
+            with self._keeping_error():
+                self.metrics.write(row)
 
     def _save(self) -> Path:
         if self.metrics is not None:
-            self.metrics.sync()
+            with self._keeping_error():
+                self.metrics.sync()
         return self.saver.save(self.progress)
 
     def _sample(self, checkpoint: Path) -> str:

@@ -28,6 +28,7 @@ from lather.planning.dry_run import RankRun, kind_of_state
 from lather.planning.plan import MemoryPlan, plan
 from lather.planning.stage_bytes import memory_partition
 from lather.planning.workers import Assumed
+from lather.train.extras import optional_file
 
 FILE = "memory.json"
 TOLERANCE = 0.05
@@ -85,7 +86,8 @@ class MemoryCheck:
             return
         seen = {rank: (kinds, peak) for rank, kinds, peak in everybody}
         ranks = [_compared(run, *seen[run.rank]) for run in found.ranks]
-        write_aside(self.path, json.dumps({"world_size": self.mesh.size, "ranks": ranks}, indent=1) + "\n")
+        with optional_file(self.path, self.note):
+            write_aside(self.path, json.dumps({"world_size": self.mesh.size, "ranks": ranks}, indent=1) + "\n")
         for warning in (text for row in ranks for text in differences(row)):
             self.note(f"memory plan: {warning}")
 

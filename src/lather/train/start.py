@@ -20,6 +20,7 @@ from lather.checkpoint.folder import checkpoint_path, find_checkpoint, list_chec
 from lather.config.changes import CHANGES, Change, History, class_of, differences, values_of
 from lather.config.config import Config
 from lather.config.old_runs import OldOptimConfig, going_on, with_earlier_defaults
+from lather.config.run_folder import run_folder
 from lather.config.toml_file import config_of_run, config_to_toml, load_run
 from lather.errors import ConfigError, RunError, UserError, as_toml
 from lather.files import read_rows, reason
@@ -191,7 +192,8 @@ def is_of_fork(forked_from: str, name: str) -> bool:
     asked, at, asked_step = name.rpartition("@")
     readings = [(name, "")] + ([(asked, asked_step)] if at else [])
     return bool(run) and any(
-        Path(folder).resolve() == Path(run).resolve() and (not number.isdigit() or int(number) == int(step)) for folder, number in readings
+        run_folder(Path(folder)).resolve() == Path(run).resolve() and (not number.isdigit() or int(number) == int(step))
+        for folder, number in readings
     )
 
 

@@ -19,7 +19,6 @@ from lather.checkpoint.held import held_checkpoint
 from lather.checkpoint.reader import load_checkpoint
 from lather.checkpoint.state import TrainingState
 from lather.config.config import Config
-from lather.config.toml_file import load_config
 from lather.data.batches import HeldOut
 from lather.data.chat import ChatTemplate
 from lather.data.documents import load_tokenizer
@@ -29,7 +28,8 @@ from lather.errors import require
 from lather.generation.prompts import encode_text
 from lather.models.decoder import Decoder
 from lather.models.generate import generate
-from lather.train.companions import SETTINGS_FILE, companion_folders, has_template, manifests
+from lather.train.companions import SETTINGS_FILE, companion_folders, generation_ends, has_template, manifests
+from lather.train.own_file import load_own
 
 SAMPLE = "sample.txt"
 """Name of the file with the sample in the run directory."""
@@ -50,7 +50,7 @@ class TrainedModel:
         """Find the checkpoint that RUN, RUN@STEP or RUN@best names, or that of `step` if it is not negative. Raises UserError if there is
         none."""
         run, checkpoint = find_checkpoint(run_at_step, step)
-        return cls(run, checkpoint, load_config(run / "config.toml"))
+        return cls(run, checkpoint, load_own(run))
 
     @property
     def step(self) -> int:
@@ -79,12 +79,18 @@ class TrainedModel:
         sources = [source for manifest in manifests(self.config) if (source := manifest.made_from.get("chat_template"))]
         return ChatTemplate(sources[0], {}) if sources else ChatTemplate.beside(self.run / "tokenizer.json")
 
+    def has_conversations(self) -> bool:
+        """Return whether a chat template came with the tokenizer or formatted the run's data."""
+        made = any(manifest.made_from.get("chat_template") for manifest in manifests(self.config))
+        return made or any(map(has_template, companion_folders(self.run, self.config)))
+
     def stop_tokens(self, tokenizer: Tokenizer) -> frozenset[int]:
-        """Return the tokens that end a text."""
+        """Return the tokens that end a text: the run's end of documents, the tokenizer's end, and those of the settings for generation of
+        the model from which the run comes."""
         names = {self.config.data.end_of_text, self.chat_template().special_tokens.get("eos_token", "")}
         names |= {manifest.end_of_text for manifest in manifests(self.config)}
         tokens = (tokenizer.token_to_id(name) for name in names if name)
-        return frozenset(token for token in tokens if token is not None)
+        return frozenset(token for token in tokens if token is not None) | frozenset(generation_ends(self.run, self.config))
 
     def decoder(self, device: str | torch.device = "auto") -> Decoder:
         """Build the model with the checkpoint's weights. Raises CheckpointError if the checkpoint is damaged."""
@@ -109,8 +115,8 @@ class TrainedModel:
             return ""
         tokens = encode_text(tokenizer, prompt)
         decoder, context = self.decoder(device), config.train.sequence_length
-        generator, end = torch.Generator().manual_seed(config.seed), tokenizer.token_to_id(config.data.end_of_text)
-        more = generate(decoder, tokens, config.log.sample_tokens, context=context, generator=generator, stop_token=end)
+        generator, ends = torch.Generator().manual_seed(config.seed), self.stop_tokens(tokenizer)
+        more = generate(decoder, tokens, config.log.sample_tokens, context=context, generator=generator, stop_token=ends)
         return str(tokenizer.decode([*tokens, *more]))
 
 

@@ -7,7 +7,7 @@ when it is complete.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,9 @@ from lather.models.hf.key_map import MappedTensor, Shape, published_ways
 from lather.models.hf.model_folder import CONFIG_FILE, TOKENIZER_FILE, first_name, parameter_shapes, read_json
 from lather.models.hf.safetensors_folder import DTYPE_NAMES, DTYPES, Index, TensorHeader, TensorSource, TensorToWrite, write_published
 
+GENERATION_FILE = "generation_config.json"
 OF_TOKENIZERS = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model", "vocab.json", "merges.txt"
-COMPANIONS = (TOKENIZER_FILE, *OF_TOKENIZERS, "chat_template.jinja", "chat_template.json", "generation_config.json")
+COMPANIONS = (TOKENIZER_FILE, *OF_TOKENIZERS, "chat_template.jinja", "chat_template.json", GENERATION_FILE)
 """Files of a model besides its configuration and weights."""
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 BALANCING_BIAS = ".e_score_correction_bias"
@@ -57,6 +58,7 @@ def save_hugging_face(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     dtype: torch.dtype | None = None,
     tokenizer: StrPath | None = None,
+    ends: Sequence[int] = (),
 ) -> None:
     """Write a model as a Hugging Face folder that `transformers` loads.
 
@@ -66,6 +68,7 @@ def save_hugging_face(
         max_shard_bytes: largest file, bytes; a larger tensor gets a file of its own.
         dtype: dtype of the written weights; None: that of the source.
         tokenizer: a `tokenizer.json`, or a folder whose tokenizer and generation files are copied.
+        ends: tokens that end a text, for generation_config.json, if none is copied.
 
     Raises ExchangeError, before anything is written, if the source's tensors are not those of a model of this configuration, if
     `max_shard_bytes` is below 1, or if `folder` holds something.
@@ -86,6 +89,8 @@ def save_hugging_face(
     with complete_folder(Path(folder)) as aside:
         write_published(aside, to_write, max_shard_bytes)
         ids = {} if tokenizer is None else _write_companions(aside, Path(tokenizer), config.max_position_embeddings)
+        if ends and not (aside / GENERATION_FILE).exists():
+            write_json(aside / GENERATION_FILE, {**ids, "eos_token_id": list(ends) if len(ends) > 1 else ends[0]})
         embedding = dtype or DTYPES[stored["embed_tokens.weight"].dtype]
         write_json(aside / CONFIG_FILE, {**published, **ids, "dtype": str(embedding).removeprefix("torch.")})
 

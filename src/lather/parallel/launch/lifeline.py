@@ -4,7 +4,8 @@ The kernel closes a process's sockets when the process dies, whatever it was doi
 is blocked in a collective, where Python runs no signal handler, still receives the end of the job and exits. There are no heartbeats, so a
 slow rank is never taken for dead; keep-alive probes, which the kernel answers, detect a lost machine.
 
-Messages are JSON objects, one per line: a rank sends `hello`, `failed` and `done` (its result); the hub sends `stop` (a signal) and `end`.
+Messages are JSON objects, one per line: a rank sends `hello`, `failed` and `done` (its result); the hub sends `stop` (a signal), `save`
+and `end`.
 When one rank fails, the others soon fail too, because their connections to it break. So the hub waits for a moment, and then reports as the
 cause the first failure that is not such a consequence.
 """
@@ -28,6 +29,7 @@ import torch.distributed as dist
 
 from lather.errors import UserError
 from lather.files import NO_SPACE
+from lather.parallel.launch.requests import SAVING, Requests
 
 SETTLE_SECONDS = 0.5
 """Time that the hub waits after the first failure for another one that may be its cause."""
@@ -171,6 +173,12 @@ class Hub:
             for line in self._lines:
                 line.send(stop=int(number))
 
+    def save(self) -> None:
+        """Ask every rank to save a checkpoint after the current step."""
+        with self._lock:
+            for line in self._lines:
+                line.send(save=True)
+
     def wait(self, seconds: float) -> None:
         """Wait until all ranks are done, or the job has ended."""
         deadline = time.monotonic() + seconds
@@ -257,13 +265,17 @@ class Hub:
 
 class Lifeline:
     """A rank's connection to the hub. Its thread calls `on_end` with the failure that ends the job, or None if the connection to the hub is
-    lost."""
+    lost. `asked`: the rank's requests, to which it adds those of the hub."""
 
-    def __init__(self, address: tuple[str, int], rank: int, on_end: Callable[[Failure | None], None]) -> None:
+    def __init__(
+        self,
+        address: tuple[str, int],
+        rank: int,
+        on_end: Callable[[Failure | None], None],
+        asked: Requests | None = None,
+    ) -> None:
         self.rank = rank
-        self.stop: signal.Signals | None = None
-        """Signal that the hub has forwarded."""
-        self._on_end = on_end
+        self._on_end, self._asked = on_end, asked or Requests()
         self._line = _JsonSocket(socket.create_connection(address, timeout=30))
         self._line.socket.settimeout(None)
         self._line.send(hello=rank, pid=os.getpid())
@@ -285,7 +297,9 @@ class Lifeline:
             for message in messages:
                 match message:
                     case {"stop": int(number)}:
-                        self.stop = signal.Signals(number)
+                        self._asked.add(number)
+                    case {"save": True}:
+                        self._asked.add(SAVING)
                     case {"end": dict(failure)}:
                         self._on_end(Failure(**failure))
         if not self._line.is_done:

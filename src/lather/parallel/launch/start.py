@@ -4,8 +4,9 @@ Local ranks are processes of `multiprocessing`, and find each other through a st
 runs no signal handler, so every rank has a connection to a hub (`lifeline`). When a rank fails, the parent kills the others at once and
 shows the error of that rank. When the parent dies, the connections break and the ranks exit.
 
-SIGTERM or SIGINT, sent to the parent or to all processes (as Ctrl-C in a terminal does), becomes a request to stop that each rank reads
-from `World.stop`; a second signal ends the job at once.
+A signal that makes a request (`lather.parallel.launch.requests`), sent to the parent, to one rank or to all processes (as Ctrl-C in a
+terminal does), becomes a request that each rank reads from `World.stop` and `World.save`. If a signal that ends a run is repeated, the job
+ends at once.
 """
 
 from __future__ import annotations
@@ -36,11 +37,12 @@ from torch.distributed.rendezvous import rendezvous
 from lather.cores import num_cores
 from lather.device import gpu_module, is_gpu
 from lather.errors import ConfigError, UserError
+from lather.output import settle_output
 from lather.parallel.launch.lifeline import SETTLE_SECONDS, TICK_SECONDS, Failure, Hub, Lifeline
+from lather.parallel.launch.requests import HELD, SAVING, Requests, obeyed, stop_signals
 from lather.parallel.launch.world import World
 
 LOCAL = "127.0.0.1"
-STOPPING = (signal.SIGTERM, signal.SIGINT)
 HUB_KEY = "lather/hub"
 
 Worker = Callable[..., int]
@@ -143,21 +145,23 @@ def join(worker: Worker, args: tuple[Any, ...], world: World, options: GroupOpti
 
 def _local_rank(worker: Worker, args: tuple[Any, ...], world: World, options: GroupOptions, hub_port: int) -> None:
     """Run a rank that `launch` has started. It shows no errors; its parent does."""
-    lifeline = Lifeline((LOCAL, hub_port), world.rank, lambda _: os._exit(1))
+    asked = Requests()
+    lifeline = Lifeline((LOCAL, hub_port), world.rank, lambda _: os._exit(1), asked)
 
-    def request_stop(number: int, frame: FrameType | None) -> None:
-        lifeline.stop = signal.Signals(number)
+    def receive(number: int, frame: FrameType | None) -> None:
+        asked.add(number)
 
-    for number in STOPPING:
-        signal.signal(number, request_stop)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+    for number in obeyed():
+        signal.signal(number, receive)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, obeyed())
     if "lo" in [name for _, name in socket.if_nameindex()]:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # this machine's name may resolve to nothing, or to a network that is down
     host, port = world.address
     os.environ |= {"RANK": str(world.rank), "LOCAL_RANK": str(world.local_rank), "MASTER_ADDR": host, "MASTER_PORT": str(port)}
     os.environ |= {"WORLD_SIZE": str(world.size), "LOCAL_WORLD_SIZE": str(world.local_size)}  # as under torchrun, for libraries that look
     store = TCPStore(host, port, timeout=timedelta(seconds=options.timeout))
-    _work(worker, args, replace(world, stop=lambda: lifeline.stop), options, lifeline, store)
+    world = replace(world, stop=lambda: asked.stop, save=lambda: asked.save)
+    _work(worker, args, world, options, lifeline, store)
 
 
 def _work(worker: Worker, args: tuple[Any, ...], world: World, options: GroupOptions, lifeline: Lifeline, store: Any) -> int:
@@ -167,7 +171,7 @@ def _work(worker: Worker, args: tuple[Any, ...], world: World, options: GroupOpt
         dist.all_reduce(torch.zeros(()))  # no rank leaves before all have finished
         dist.destroy_process_group()
     except BaseException as error:
-        sys.stdout.flush()
+        settle_output()
         lifeline.fail(error)
     lifeline.done(status)
     return status
@@ -271,48 +275,25 @@ def _exit_text(status: int | None) -> str:
 
 
 @contextlib.contextmanager
-def stop_signals(ask: Callable[[signal.Signals], object], end: Callable[[], object] | None = None) -> Iterator[None]:
-    """Call `ask` with the first SIGTERM or SIGINT of the block, where it does not end the process. At the second call `end`, and let the
-    signal act as before. Without `end` only a repeated signal does so: a batch system may send SIGINT, and SIGTERM some minutes later."""
-    asked: set[int] = set()
-
-    def receive(number: int, frame: FrameType | None) -> None:
-        if not asked or (end is None and number not in asked):
-            asked.add(number)
-            ask(signal.Signals(number))
-            return
-        if end is not None:
-            end()
-        restore()
-        signal.raise_signal(number)
-
-    def restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-    before = {number: signal.signal(number, receive) for number in STOPPING}
-    try:
-        yield
-    finally:
-        restore()
-
-
-@contextlib.contextmanager
 def _passing_signals_on(hub: Hub, processes: Sequence[BaseProcess]) -> Iterator[None]:
-    """Forward the first SIGTERM or SIGINT to the ranks as a request to stop; kill the ranks at the second.
+    """Pass the signals that make requests on to the ranks; kill the ranks if one that ends a run is repeated.
 
     The signals are blocked in this thread, and therefore in the ranks from their start until they have handlers; the hub's thread receives
     them.
     """
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*HELD, signal.SIGHUP))  # the resource tracker ignores the others by itself
     resource_tracker.ensure_running()  # starting it later would unblock them
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    signal.pthread_sigmask(signal.SIG_BLOCK, obeyed())
+
+    def ask(number: signal.Signals) -> None:
+        hub.save() if number == SAVING else hub.stop(number)
 
     def end() -> None:
         _kill(processes)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
-    with stop_signals(hub.stop, end):
-        hub.start(unblocked=STOPPING)
+    with stop_signals(ask, end):
+        hub.start(unblocked=obeyed())
         try:
             yield
         finally:

@@ -33,6 +33,8 @@ class World:
     """Whether the only visible CUDA device on a machine with several ranks is this rank's own (srun with --gpus-per-task)."""
     stop: Callable[[], signal.Signals | None] | None = None
     """Returns the signal that asked the launcher to stop; None: signals reach this process directly."""
+    save: Callable[[], float] | None = None
+    """Returns when the launcher was last asked for a checkpoint, in seconds of `time.monotonic` (0: never); None as for `stop`."""
 
     @classmethod
     def of_environment(cls, environment: Mapping[str, str]) -> World | None:
