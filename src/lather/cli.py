@@ -15,6 +15,7 @@ from pathlib import Path
 from lather.commands import COMMANDS
 from lather.errors import UserError
 from lather.files import NO_SPACE, reason
+from lather.lines import fit
 from lather.version import describe_version
 
 USAGE = """\
@@ -68,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _dispatch(arguments: list[str]) -> int:
     if arguments and arguments[0] in ("-h", "--help"):
-        print(USAGE, end="")
+        print(fit(USAGE), end="")
         return 0
     if arguments == ["--version"]:
         print(describe_version())

@@ -26,6 +26,7 @@ from lather.data.recipe import END_OF_TEXT
 from lather.engine.trained_parameters import check_adapters_are_all
 from lather.errors import ConfigError, ExchangeError, UserError
 from lather.files import complete_folder
+from lather.lines import fit
 from lather.models.adapted import MergedTensors
 from lather.models.deepseek_v2 import DeepseekV2Config
 from lather.models.families import ModelConfig
@@ -89,7 +90,7 @@ def import_command(arguments: list[str]) -> None:
     parameters = sum(torch.Size(shape).numel() for shape in weights.shapes.values())
     print(f"{model.model_type}, {parameters / 1e6:.2f} M parameters")
     if TOKENIZER_FILE not in carried:
-        print(f"no {TOKENIZER_FILE} in {parsed.folder}: `lather generate` needs one in {parsed.run}")
+        print(fit(f"no {TOKENIZER_FILE} in {parsed.folder}: `lather generate` needs one in {parsed.run}"))
     print(f"run               {parsed.run}")
     run, config_file = (shlex.quote(str(path)) for path in (parsed.run, parsed.run / "config.toml"))
     command = f"lather train {config_file} --init-from {run} --run-dir NEW --data.source FOLDER"
@@ -122,7 +123,8 @@ def export_command(arguments: list[str]) -> None:
             save_hugging_face(merged, config.model, parsed.folder, max_shard_bytes=max_shard_bytes, dtype=torch_dtype, tokenizer=tokenizer)
             print(f"{checkpoint.name} in {dtype}{'' if tokenizer else ', without a tokenizer'}")
     if not parsed.adapter and isinstance(config.model, DeepseekV2Config) and config.model.normalizes:
-        print("note: transformers ignores norm_topk_prob = true of deepseek_v2: it computes other logits than Lather and DeepSeek's code")
+        note = "note: transformers ignores norm_topk_prob = true of deepseek_v2: it computes other logits"
+        print(fit(f"{note} than Lather and DeepSeek's code"))
     print(f"folder            {parsed.folder}")
 
 
@@ -131,7 +133,7 @@ def _export_adapters(parsed: ExportArguments, config: Config, weights: TensorSou
     base = parsed.base or (str(Path(config.init_from).resolve()) if is_published else "")
     save_peft(weights, config.model, config.lora, parsed.folder, base=base, dtype=EXPORT_DTYPES[dtype])
     if not base:
-        print("note: no base model is named: export the run that init_from names, and give its folder as --base")
+        print(fit("note: no base model is named: export the run that init_from names, and give its folder as --base"))
 
 
 def _config(parsed: ImportArguments, model: ModelConfig) -> Config:

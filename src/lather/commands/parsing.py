@@ -8,6 +8,7 @@ import functools
 import io
 import os
 import re
+import sys
 import typing
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, fields, is_dataclass
@@ -18,6 +19,7 @@ import tyro
 from lather.config.nearest import nearest_names
 from lather.config.rule_fields import metavar
 from lather.errors import UserError, require
+from lather.lines import fit, screen_width
 from lather.optim.options import documentation_of
 
 A = TypeVar("A")
@@ -100,13 +102,36 @@ def parse_arguments(cls: type[A], prog: str, arguments: list[str], default: A | 
     """
     more: dict[str, Any] = {} if default is None else {"default": default, "config": ONE_OF_SEVERAL}
     parse = functools.partial(tyro.cli, cls, prog=prog, args=arguments, **more)
+    page = _Page(sys.stdout)
     try:
-        with contextlib.redirect_stderr(io.StringIO()):
+        with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(page):
             return parse()
     except SystemExit as exit_:
         if exit_.code in (0, None):
+            print(page.fitted(), end="")
             raise
     raise UserError(_with_nearest_names(one_line(_box_of(parse), prog), cls, default))
+
+
+class _Page(io.StringIO):
+    """Keeps the help that tyro prints as if to `screen`: its boxes fit a terminal, and what stands before them does not."""
+
+    def __init__(self, screen: Any) -> None:
+        super().__init__()
+        self._is_terminal, self._encoding = screen.isatty(), screen.encoding
+
+    def isatty(self) -> bool:
+        return self._is_terminal
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._encoding or "utf-8"
+
+    def fitted(self) -> str:
+        width, lines = screen_width(), self.getvalue().split("\n")
+        plain = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in lines]
+        fits = [width is None or len(line) <= width for line in plain]
+        return "\n".join(line if is_short else fit(bare) for line, bare, is_short in zip(lines, plain, fits, strict=True))
 
 
 def _box_of(parse: Callable[[], object]) -> str:
