@@ -39,7 +39,10 @@ ROOMS = (
     "kernels",
 )
 """Rooms of the package, folders and modules, from the top down: each imports from those below it."""
-FOR_ALL = ("__init__", "console", "cores", "device", "errors", "files", "output", "page", "processes", "shapes", "torch_private", "version")
+FOR_ALL = (
+    *("__init__", "console", "cores", "device", "durations", "errors", "files", "lines", "output", "page", "processes"),
+    *("shapes", "torch_private", "version"),
+)
 """Modules that serve all rooms and import none."""
 READ = ("benchmarks", "tests", ".ci", "docs", "examples")
 """Folders outside of the package whose docstrings are read."""

@@ -17,12 +17,11 @@ from types import FrameType
 from typing import Any
 
 import torch
-from rich.table import Table
 from torch import nn
 
 import lather
 from benchmarks.report import Row, RowFile, environment
-from lather.console import wide_console
+from lather.console import command_console, titled_table
 from lather.optim import SOAP
 
 PACKAGE = f"{Path(lather.__file__).parent}{os.sep}"
@@ -65,7 +64,7 @@ CASES = (
 def run(options: CallsBenchmark) -> int:
     """Count all cases; returns the exit status, 1 if one is above its bound."""
     file, common = RowFile(options.out / "calls.jsonl"), environment(torch.device("cpu"), ())
-    table = Table("step", "calls", "functions", "files", "at most")
+    table = titled_table("", ["step"], ("calls", "functions", "files", "at most"))
     too_many = False
     for case in CASES:
         found = count(case)
@@ -74,7 +73,7 @@ def run(options: CallsBenchmark) -> int:
         bound = " in ".join(f"{most} {what}" for most, what in ((case.max_calls, "calls"), (case.max_files, "files")) if most)
         table.add_row(case.name, *[str(found[key]) for key in ("calls", "functions", "files")], bound)
     file.finish()
-    console = wide_console(100)
+    console = command_console()
     console.print(table)
     console.print(f"rows {file.path}", highlight=False)
     return int(too_many)

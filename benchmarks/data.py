@@ -24,10 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from rich.table import Table
 
 from benchmarks.report import Row, RowFile, environment
-from lather.console import wide_console
+from lather.console import command_console, titled_table
 from lather.data.config import DataConfig
 from lather.data.dataset import DataSet
 from lather.data.documents import load_tokenizer, train_tokenizer
@@ -64,13 +63,15 @@ class DataBenchmark:
 def run(options: DataBenchmark) -> int:
     """Measure all cases; returns the exit status."""
     file, common = RowFile(options.out / "data-cpu.jsonl"), environment(torch.device("cpu"), ("tokenizers",))
-    table = Table("case", "value", "against", "target")
+    table = titled_table("", ["case"])
+    for name in ("value", "against", "target"):
+        table.add_column(name)
     with tempfile.TemporaryDirectory(prefix="lather-bench-") as temporary:
         for row, line in (throughput(Path(temporary), options), *memory(Path(temporary), options), loader(Path(temporary), options)):
             file.write([{**common, "benchmark": "data", **row}])
             table.add_row(*line)
     file.finish()
-    console = wide_console(100)
+    console = command_console()
     console.print(table)
     console.print(f"rows {file.path}", highlight=False)
     return 0

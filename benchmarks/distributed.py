@@ -29,7 +29,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.check import CheckError
 from benchmarks.report import Row, RowFile, environment, gather
 from lather.config.toml_file import load_config
-from lather.console import wide_console
+from lather.console import command_console
 from lather.errors import require
 from lather.models.families import build_model
 from lather.optim import SOAP, MatrixOptimizer, parameter_groups, state_bytes
@@ -67,15 +67,15 @@ class DistributedBenchmark:
 
 def run(options: DistributedBenchmark) -> int:
     """Run the benchmark; returns the exit status, 1 if a case failed its check."""
-    console = wide_console(120)
+    console = command_console()
     common = environment(torch.device("cpu"), ())
     file = RowFile(options.out / "distributed-optimizer.jsonl")
     rows = gather(_rows(options), common, file, console)
     if not rows:
         return 1
     for row in rows:
-        console.print(row["summary"], highlight=False, soft_wrap=True)
-    console.print(f"rows {file.path}", highlight=False, soft_wrap=True)
+        console.print(row["summary"], highlight=False)
+    console.print(f"rows {file.path}", highlight=False)
     return 0
 
 

@@ -24,7 +24,7 @@ from benchmarks.measure import percentiles
 from benchmarks.report import Row, RowFile, environment
 from lather.config.config import Config, LoopConfig, ParallelConfig
 from lather.config.optim import optim_config
-from lather.console import wide_console
+from lather.console import command_console
 from lather.data.batches import Batch
 from lather.engine.engine import Engine, build_engine
 from lather.engine.optimizer import build_optimizer
@@ -81,7 +81,7 @@ class GapsBenchmark:
 
 def run(options: GapsBenchmark) -> int:
     """Run the benchmark; returns the exit status, 1 if the contestants' weights differ."""
-    console = wide_console(120)
+    console = command_console()
     file = RowFile(options.out / "gaps-cpu.jsonl")
     for _ in range(options.runs):
         with tempfile.TemporaryDirectory() as folder:
@@ -97,7 +97,7 @@ def run(options: GapsBenchmark) -> int:
             console.print(f"check failed, nothing is reported: {error}", style="red", highlight=False)
             return 1
         file.write([row])
-        console.print(row["summary"], highlight=False, soft_wrap=True)
+        console.print(row["summary"], highlight=False)
     file.finish()
     return 0
 

@@ -31,7 +31,7 @@ from benchmarks.check import CheckError
 from benchmarks.measure import percentiles
 from benchmarks.memory_report import draw, print_table, summary
 from benchmarks.report import Row, RowFile, environment, gather
-from lather.console import wide_console
+from lather.console import command_console
 from lather.device import gpu_module, is_gpu
 from lather.errors import UserError, require
 from lather.kernels.combine import weighted_combine
@@ -135,7 +135,7 @@ def run(options: MemoryBenchmark) -> int:
     """Run the benchmark; returns the exit status, 1 if a case failed its check."""
     if options.device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: this torch sees no CUDA device: use --device cpu")
-    device, console = torch.device(options.device), wide_console(120)
+    device, console = torch.device(options.device), command_console()
     common = environment(device, ())
     file = RowFile(options.out / f"memory-{device.type}.jsonl")
     rows = gather(_rows(options, device), common, file, console)
@@ -144,8 +144,8 @@ def run(options: MemoryBenchmark) -> int:
     draw(rows, file.path.with_suffix(".png"))
     print_table(rows, console)
     for line in summary(rows):
-        console.print(line, highlight=False, soft_wrap=True)
-    console.print(f"rows {file.path}   picture {file.path.with_suffix('.png')}", highlight=False, soft_wrap=True)
+        console.print(line, highlight=False)
+    console.print(f"rows {file.path}   picture {file.path.with_suffix('.png')}", highlight=False)
     return 0
 
 

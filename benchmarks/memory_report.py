@@ -9,9 +9,9 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.report import Row
+from lather.console import titled_table
 
 LABELS = {"reference": "plain autograd", "early_free": "early freeing alone", "saved": "saved", "recompute": "recompute"}
 
@@ -37,13 +37,13 @@ def time_cases(rows: Iterable[Row]) -> dict[str, dict[str, Row]]:
 def print_table(rows: Sequence[Row], console: Console) -> None:
     kept = part(rows, "kept")
     if kept:
-        table = Table("router and experts", "kept, bytes/token", "of plain", "of early freeing")
+        table = titled_table("", ["router and experts"], ("kept, bytes/token", "of plain", "of early freeing"))
         for name, row in kept.items():
             shares = (row["bytes_per_token"] / kept[base]["bytes_per_token"] for base in ("reference", "early_free"))
             table.add_row(LABELS[name], f"{row['bytes_per_token']:,.0f}", *(f"{share:.3f}" for share in shares))
         console.print(table)
     for case, timed in time_cases(rows).items():
-        table = Table(case, "forward + backward, ms", "p20-p80", "times of plain")
+        table = titled_table("", [case], ("forward + backward, ms", "p20-p80", "times of plain"))
         for name, row in timed.items():
             ms = row["step_ms"]
             table.add_row(LABELS[name], f"{ms['median']:.0f}", f"{ms['p20']:.0f}-{ms['p80']:.0f}", f"{row['times_of_plain']:.2f}")

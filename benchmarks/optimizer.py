@@ -36,7 +36,7 @@ from benchmarks.contestants import (
 from benchmarks.measure import peak_temporary_bytes, percentiles, run_steps, state_bytes, time_rounds
 from benchmarks.report import Row
 from benchmarks.roofline import ShapeRates, flops_per_step, measure_rates, roofline_ms
-from lather.console import wide_console
+from lather.console import command_console
 from lather.device import is_gpu
 from lather.errors import UserError, require
 
@@ -93,7 +93,7 @@ def run(options: OptimizerBenchmark) -> int:
     check_installed(options.chosen_peers)
     if options.device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: this torch sees no CUDA device: use --device cpu")
-    device, console = torch.device(options.device), wide_console(120)
+    device, console = torch.device(options.device), command_console()
     common = report.environment(device, options.chosen_peers)
     file = report.RowFile(options.out / f"optimizer-{device.type}.jsonl")
     rows: list[Row] = []
@@ -114,8 +114,8 @@ def run(options: OptimizerBenchmark) -> int:
         optimizer_report.draw(rows, picture)
     optimizer_report.print_table(rows, console)
     for line in optimizer_report.summary(rows):
-        console.print(line, highlight=False, soft_wrap=True)
-    console.print(f"rows {file.path}   picture {picture}", highlight=False, soft_wrap=True)
+        console.print(line, highlight=False)
+    console.print(f"rows {file.path}   picture {picture}", highlight=False)
     return 1 if failures else 0
 
 

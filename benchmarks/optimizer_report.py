@@ -14,10 +14,10 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.contestants import OURS, MatrixSet, OptimizerCase
 from benchmarks.report import Row
+from lather.console import titled_table
 
 Cases = dict[str, dict[str, list[Row]]]
 """The rows of steps by case and contestant, one for each run, in order."""
@@ -121,9 +121,7 @@ def markdown_table(rows: Sequence[Row]) -> str:
 
 
 def print_table(rows: Sequence[Row], console: Console) -> None:
-    table = Table(*HEAD)
-    for column in table.columns:
-        column.no_wrap = True
+    table = titled_table("", HEAD[:2], HEAD[2:])
     for line in table_rows(by_case(rows)):
         table.add_row(*line)
     console.print(table)

@@ -30,7 +30,7 @@ from benchmarks.pipeline_measure import TOLERANCE, BytesJob, TimeJob, largest, m
 from benchmarks.pipeline_ranks import PipelineCase
 from benchmarks.pipeline_report import draw, print_table, summary
 from benchmarks.report import Row, RowFile, environment, gather
-from lather.console import wide_console
+from lather.console import command_console
 from lather.errors import require
 from lather.models.deepseek_v2 import DeepseekV2Config
 from lather.parallel.launch.start import launch
@@ -91,7 +91,7 @@ class PipelineBenchmark:
 
 def run(options: PipelineBenchmark, plan: PipelinePlan | None = None) -> int:
     """Run the benchmark; returns the exit status, 1 if a case failed its check."""
-    plan, console = plan or PipelinePlan(), wide_console(120)
+    plan, console = plan or PipelinePlan(), command_console()
     common = environment(torch.device("cpu"), ())
     file = RowFile(options.out / "pipeline-cpu.jsonl")
     rows = gather(_rows(options, plan), common, file, console)
@@ -101,8 +101,8 @@ def run(options: PipelineBenchmark, plan: PipelinePlan | None = None) -> int:
     draw(rows, picture)
     print_table(rows, console)
     for line in summary(rows):
-        console.print(line, highlight=False, soft_wrap=True)
-    console.print(f"rows {file.path}   picture {picture}", highlight=False, soft_wrap=True)
+        console.print(line, highlight=False)
+    console.print(f"rows {file.path}   picture {picture}", highlight=False)
     return 0
 
 

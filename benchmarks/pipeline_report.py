@@ -9,9 +9,9 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.report import Row
+from lather.console import titled_table
 
 LABELS = {
     "ours": "ours",
@@ -39,23 +39,22 @@ def peaks(rows: Iterable[Row]) -> dict[int, dict[str, Row]]:
 def print_table(rows: Sequence[Row], console: Console) -> None:
     for number, case in peaks(rows).items():
         mesh = next(iter(case.values()))["config"]
-        table = Table(
-            f"{number} micro-batches, pp {mesh['pp']}, ep {mesh['ep']}", "saved, MiB", "of (a)", "of (b)", "with temporaries, MiB"
-        )
+        case_name = f"{number} micro-batches, pp {mesh['pp']}, ep {mesh['ep']}"
+        table = titled_table("", [case_name], ("saved, MiB", "of (a)", "of (b)", "with temporaries, MiB"))
         for name, row in case.items():
             shares = (f"{row['peak_bytes'] / case[base]['peak_bytes']:.3f}" if base in case else "" for base in ("held", "torch"))
             most = [rank["with_temporaries"] for rank in row["by_rank"] if rank["with_temporaries"] is not None]
             table.add_row(LABELS[name], f"{row['peak_bytes'] / MIB:.1f}", *shares, f"{max(most) / MIB:.1f}" if most else "")
         console.print(table)
     if timed := part(rows, "time"):
-        table = Table("step on two pipeline ranks", "ms", "p20-p80", "times of torch's")
+        table = titled_table("", ["step on two pipeline ranks"], ("ms", "p20-p80", "times of torch's"))
         for row in sorted(timed, key=lambda row: list(LABELS).index(row["config"]["contestant"])):
             ms = row["step_ms"]
             values = (f"{ms['median']:.0f}", f"{ms['p20']:.0f}-{ms['p80']:.0f}", f"{row['times_of_torch']:.3f}")
             table.add_row(LABELS[row["config"]["contestant"]], *values)
         console.print(table)
     if bubbles := part(rows, "bubble"):
-        table = Table("ranks", "idle at the tip, ms", "formula, ms", "chains, ms", "bubble", "by the formula")
+        table = titled_table("", ["ranks"], ("idle at the tip, ms", "formula, ms", "chains, ms", "bubble", "by the formula"))
         for row in bubbles:
             milliseconds = (f"{row[name]:.1f}" for name in ("idle_ms", "formula_ms", "chains_ms"))
             fractions = (f"{row[name]:.2%}" for name in ("bubble_fraction", "formula_fraction"))

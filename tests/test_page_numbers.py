@@ -7,6 +7,7 @@ from pathlib import Path
 
 from lather.config.config import num_routed_experts
 from lather.config.toml_file import load_config
+from lather.durations import duration
 from lather.models.hf.model_folder import parameter_shapes
 
 ROOT = Path(__file__).parent.parent
@@ -20,7 +21,7 @@ def test_the_training_that_the_tour_shows_is_that_of_the_row() -> None:
     assert block
     shown = [(int(step), loss) for step, loss in re.findall(r"^step (\d+): validation loss ([\d.]+)$", block[1], re.MULTILINE)]
     assert shown == [(step, f"{loss:.4f}") for step, loss in row["validation"]]
-    last = f"{row['first_loss']:.4f} before, {row['loss']:.4f} after {row['steps']} steps in {row['seconds']:.0f} s of training"
+    last = f"{row['first_loss']:.4f} before, {row['loss']:.4f} after {row['steps']} steps in {duration(row['seconds'])} of training"
     assert f"validation loss   {last}\n" in block[1]
 
 

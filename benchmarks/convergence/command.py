@@ -18,7 +18,7 @@ from benchmarks.convergence.queue import Queue, append_row, read_rows
 from benchmarks.convergence.study import Study, load_study
 from benchmarks.convergence.tables import markdown_table, rates_table
 from benchmarks.report import environment
-from lather.console import wide_console
+from lather.console import command_console
 from lather.errors import UserError, require
 
 UNFINISHED = 3
@@ -55,7 +55,7 @@ class ConvergenceBenchmark:
 def run(options: ConvergenceBenchmark) -> int:
     """Carry out the action; returns the exit status, `UNFINISHED` if runs are missing after `--minutes`."""
     sys.path.insert(0, str(options.study.parent.resolve()))
-    study, console = load_study(options.study).limited_to(options.settings, options.contestants), wide_console(120)
+    study, console = load_study(options.study).limited_to(options.settings, options.contestants), command_console()
     folder = options.out or Path("runs/convergence") / study.name
     published = options.study.parent.parent / "results/convergence" / study.name
     if options.action == "report":
@@ -66,7 +66,7 @@ def run(options: ConvergenceBenchmark) -> int:
         return 0
 
     def say(text: str) -> None:
-        console.print(text, highlight=False, soft_wrap=True)
+        console.print(text, highlight=False)
 
     done = Queue(study, folder, options.workers, common, say).work(60 * options.minutes)
     report(study, folder, published, options.against, console)
@@ -94,13 +94,13 @@ def report(study: Study, folder: Path, published: Path, against: tuple[str, ...]
         console.print(f"\n{setting}\n{markdown_table(findings, setting, baselines)}", highlight=False, soft_wrap=True, markup=False)
     if (published / "rows.jsonl").exists() and published.resolve() != folder.resolve():
         for line in reproduction(findings, load_findings(study, published)):
-            console.print(line, highlight=False, soft_wrap=True)
+            console.print(line, highlight=False)
     if findings.rows:
         from benchmarks.convergence.picture import draw  # matplotlib takes a second to import
 
         names = dict.fromkeys(contestant.name for contestant in study.contestants)
         draw(findings, list(names), folder / "curves.png")
-        console.print(f"\nrows {folder / 'rows.jsonl'}   picture {folder / 'curves.png'}", highlight=False, soft_wrap=True)
+        console.print(f"\nrows {folder / 'rows.jsonl'}   picture {folder / 'curves.png'}", highlight=False)
     return 0
 
 

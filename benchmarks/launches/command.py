@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from rich.table import Table
 
 from benchmarks.launches.cases import PUBLISHED, LaunchCase, block_case, loss_case, optimizer_case, step_case
 from benchmarks.launches.counter import CountedPhase, Counter
 from benchmarks.report import Row, RowFile, environment
-from lather.console import wide_console
+from lather.console import FittedTable, command_console, titled_table
 from lather.errors import require
 
 GIB = 2**30
@@ -61,7 +60,7 @@ def cases(options: LaunchesBenchmark) -> Iterator[LaunchCase]:
 def run(options: LaunchesBenchmark) -> int:
     """Count all cases; returns the exit status."""
     file, common = RowFile(options.out / "launches.jsonl"), environment(torch.device("cpu"), ())
-    console = wide_console(150)
+    console = command_console()
     found = []
     for case in cases(options):
         for row in count(case):
@@ -92,14 +91,15 @@ def _as_row(phase: CountedPhase) -> Row:
     return {**asdict(phase), "kernels": dict(phase.kernels.most_common(8))}
 
 
-def table(rows: list[Row]) -> Table:
+def table(rows: list[Row]) -> FittedTable:
     """Make a table with a line for each phase of each row, and one for all phases."""
-    out = Table("case", "phase", "launches", "triton", "views", "GiB read", "GiB written", "TFLOP", "host waits", "peak GiB")
+    numbers = ("launches", "triton", "views", "GiB read", "GiB written", "TFLOP", "host waits", "peak GiB")
+    out = titled_table("", ("case", "phase"), numbers)
     for row in rows:
         for phase, counts in [*row["phases"].items(), ("all", row["total"])]:
             sizes = [f"{counts[name] / GIB:.2f}" for name in ("bytes_read", "bytes_written")]
-            numbers = [f"{counts[name]:,}" for name in ("launches", "triton", "views")]
+            counted = [f"{counts[name]:,}" for name in ("launches", "triton", "views")]
             last = (f"{counts['flops'] / 1e12:.2f}", str(counts["host_waits"]), f"{counts['peak_bytes'] / GIB:.2f}")
-            out.add_row(row["case"] if phase == "all" else "", phase.removeprefix("lather."), *numbers, *sizes, *last)
+            out.add_row(row["case"] if phase == "all" else "", phase.removeprefix("lather."), *counted, *sizes, *last)
         out.add_section()
     return out

@@ -20,6 +20,7 @@ from lather.commands import COMMANDS
 from lather.cores import waiting_variables
 from lather.errors import UserError
 from lather.files import NO_SPACE, reason
+from lather.lines import fit
 from lather.output import discard_output, settle_output
 from lather.parallel.launch.requests import hold_signals
 from lather.version import describe_version
@@ -84,7 +85,7 @@ def _complain(text: str) -> None:
 
 def _dispatch(arguments: list[str], started: float | None = None) -> int:
     if arguments and arguments[0] in ("-h", "--help"):
-        print(USAGE, end="")
+        print(fit(USAGE), end="")
         return 0
     if arguments == ["--version"]:
         print(describe_version())

@@ -1,12 +1,25 @@
-"""The console on which commands print their tables."""
+"""The console on which commands print, and tables that fit its width."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Column, Table
+from rich.text import Text
+
+WIDE = 10_000
+"""Columns of a console that is no terminal: nothing is wrapped in a file or a pipe."""
+LEAST_TEXT = 16
+"""Columns to which a column of text may be wrapped, or its longest word if that is longer."""
+LONG_WORD = 28
+"""A longer word, such as a path or the name of a data set, may be broken after a mark between its parts."""
+LEAST_NAME = 4
+"""Columns to which names are broken before numbers are."""
+MARKS = "-_/.,:@="
 
 
 class _PipedConsole(Console):
@@ -17,15 +30,108 @@ class _PipedConsole(Console):
         raise BrokenPipeError
 
 
-def wide_console(columns: int) -> Console:
-    """Return a console as wide as the terminal, but at least `columns`, which the tables need."""
-    return _PipedConsole(width=max(Console().width, columns))
+def command_console() -> Console:
+    """Return a console on standard output: as wide as the terminal, or as wide as its lines need if that is no terminal."""
+    console = _PipedConsole()
+    return console if console.file.isatty() else _PipedConsole(width=WIDE)
 
 
-def titled_table(title: str = "", left: Iterable[str] = (), right: Iterable[str] = ()) -> Table:
-    """A table without a frame, whose first columns are words and whose others are numbers."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+def is_live(console: Console) -> bool:
+    """Return whether lines on the console can be replaced: it is a terminal, and one that can."""
+    return console.is_interactive and console.file.isatty()
+
+
+class FittedTable(Table):
+    """A table that fits the console: headers and texts are wrapped between words, and if that is not enough, the columns are divided among
+    several tables, each of which begins with the columns that name the rows. Numbers and words stay whole."""
+
+    num_names = 1
+    """Number of first columns that name the rows."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if self.title:
+            yield console.render_str(str(self.title), style="bold", highlight=False)
+        columns = [[console.render_str(str(cell), highlight=False) for cell in column.cells] for column in self.columns]
+        widths = [_widths(column, cells) for column, cells in zip(self.columns, columns, strict=True)]
+        if sum(most for _, most in widths) + _around(len(widths)) > options.max_width:
+            columns = [[with_breaks(cell) for cell in cells] for cells in columns]
+            widths = [_widths(column, cells) for column, cells in zip(self.columns, columns, strict=True)]
+        names = range(min(self.num_names, len(columns)))
+        for chosen in _groups([least for least, _ in widths], names, options.max_width):
+            room = options.max_width - _around(len(chosen))
+            shared = _shared([widths[index] for index in chosen], room)
+            yield self._part(dict(zip(chosen, shared, strict=True)), columns)
+
+    def _part(self, widths: Mapping[int, int], columns: Sequence[Sequence[Text]]) -> Table:
+        """Make a table of the columns whose widths are given."""
+        part = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        for index, width in widths.items():
+            column = self.columns[index]
+            part.add_column(column.header, justify=column.justify, style=column.style, width=width, overflow="fold")
+        for number, row in enumerate(self.rows):
+            part.add_row(*(columns[index][number] for index in widths), style=row.style, end_section=row.end_section)
+        return part
+
+
+def with_breaks(cell: Text, longest: int = LONG_WORD, marks: str = MARKS) -> Text:
+    """Break words that have more columns than `longest` after some of the marks in them."""
+    part_of_word = re.compile(f"[^{re.escape(marks)}]*[{re.escape(marks)}]*")
+    breaks = []
+    for word in re.finditer(r"\S+", cell.plain):
+        begin = word.start()
+        for part in part_of_word.finditer(cell.plain, *word.span()):
+            if part.end() - begin > longest and part.start() > begin:
+                breaks.append(begin := part.start())
+    return Text("\n").join(cell.divide(breaks)) if breaks else cell
+
+
+def _widths(column: Column, cells: Sequence[Text]) -> tuple[int, int]:
+    """Return the least width at which words and numbers stay whole, and the width at which nothing is wrapped."""
+    header = [cell_len(word) for word in str(column.header).split()]
+    whole = [max(map(cell_len, cell.plain.split("\n"))) for cell in cells]
+    words = [max(map(cell_len, cell.plain.split()), default=0) for cell in cells]
+    is_number = column.justify == "right" or column.no_wrap
+    texts = [most if is_number else max(word, min(most, LEAST_TEXT)) for most, word in zip(whole, words, strict=True)]
+    return max((0, *header, *texts)), max((cell_len(str(column.header)), *whole))
+
+
+def _around(columns: int) -> int:
+    """Columns of a table that its cells do not have: a space after each, one between two, and both edges."""
+    return 2 * columns + 1
+
+
+def _groups(least: Sequence[int], names: range, width: int) -> Iterator[list[int]]:
+    """Divide columns into groups that fit, each with the columns of names."""
+    group = list(names)
+    for index in range(len(names), len(least)):
+        if len(group) > len(names) and sum(least[one] for one in (*group, index)) + _around(len(group) + 1) > width:
+            yield group
+            group = list(names)
+        group.append(index)
+    yield group
+
+
+def _shared(measured: Sequence[tuple[int, int]], room: int) -> list[int]:
+    """Share the room among columns of (least, greatest) widths: what is left over the least goes to the columns that want least more."""
+    widths = [least for least, _ in measured]
+    while (excess := sum(widths) - room) > 0 and max(widths) > 1:  # a name is broken before a number is
+        most = max(widths[:-1], default=0)
+        index = widths.index(most) if most > LEAST_NAME else len(widths) - 1 if widths[-1] > 1 else widths.index(max(widths))
+        widths[index] -= min(excess, 1)
+    spare = room - sum(widths)
+    wanting = sorted(range(len(widths)), key=lambda index: measured[index][1] - widths[index])
+    for place, index in enumerate(wanting):
+        more = min(measured[index][1] - widths[index], spare // (len(wanting) - place))
+        widths[index] += more
+        spare -= more
+    return widths
+
+
+def titled_table(title: str = "", left: Iterable[str] = (), right: Iterable[str] = ()) -> FittedTable:
+    """A table without a frame, whose first columns are words, which name the rows, and whose others are numbers."""
+    table = FittedTable(title=title)
     for justify, names in (("left", left), ("right", right)):
         for name in names:
             table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    table.num_names = max(1, sum(column.justify == "left" for column in table.columns))
     return table

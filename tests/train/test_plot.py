@@ -13,6 +13,7 @@ from lather.config.changes import History, Row
 from lather.errors import RunError, UserError
 from lather.train.metrics import MetricsWriter, StepRow
 from lather.train.plot import draw, read_curves
+from lather.train.run_names import short_names
 
 MakeRun = Callable[..., Path]
 
@@ -110,7 +111,8 @@ def test_skipped_steps_and_failed_validations_are_left_out(make_run: MakeRun, st
 
 
 def test_loss_is_drawn_over_steps_and_over_seconds(make_run: MakeRun, drawn: Callable[..., Figure]) -> None:
-    over_steps, over_seconds, _ = drawn(make_run("run", 20)).axes
+    figure = drawn(make_run("run", 20))
+    over_steps, over_seconds, _ = figure.axes
     for axes, scale in ((over_steps, 1.0), (over_seconds, 0.1)):
         raw, smooth, validation = axes.lines
         assert raw.get_xdata().tolist() == smooth.get_xdata().tolist() == pytest.approx([scale * step for step in range(1, 21)])
@@ -120,7 +122,7 @@ def test_loss_is_drawn_over_steps_and_over_seconds(make_run: MakeRun, drawn: Cal
         assert smooth.get_ydata()[0] == pytest.approx(raw.get_ydata()[0])
         assert validation.get_xdata().tolist() == pytest.approx([0, scale * 10, scale * 20])
         assert validation.get_ydata().tolist() == pytest.approx([6, 5, 4])
-    training, validation = (text.get_text() for text in over_steps.get_legend().get_texts())
+    training, validation = (text.get_text() for text in figure.legends[0].get_texts())
     assert "run" in training
     assert "4.000" in validation
 
@@ -136,7 +138,7 @@ def test_every_run_has_a_bar_of_its_own(make_run: MakeRun, drawn: Callable[..., 
 @pytest.mark.parametrize("name", ["_run", "a$^$b"])
 def test_a_run_of_any_name_is_in_the_legend(make_run: MakeRun, drawn: Callable[..., Figure], tmp_path: Path, name: str) -> None:
     run = make_run(name)
-    assert len(drawn(run).axes[0].get_legend().get_texts()) == 2
+    assert len(drawn(run).legends[0].get_texts()) == 2
     assert shows_something(pixels([run], tmp_path / "out.png"))
 
 
@@ -167,3 +169,52 @@ def test_a_full_disk_is_named(make_run: MakeRun) -> None:
     with pytest.raises(UserError, match=r"^/dev/full: cannot be written"):
         draw([make_run("run")], Path("/dev/full"))
     assert Path("/dev/full").is_char_device()
+
+
+@pytest.mark.parametrize("number", [2, 5, 13, 30])
+def test_many_runs_can_be_told_apart_and_all_of_the_legend_is_in_the_picture(
+    make_run: MakeRun, drawn: Callable[..., Figure], number: int
+) -> None:
+    runs = [
+        make_run(f"a-sweep-of-many-runs-rate{index}-and-a-name-that-is-rather-long", loss=2.0 + index, validated=False)
+        for index in range(number)
+    ]
+    figure = drawn(*runs)
+    figure.draw_without_rendering()
+    (legend,), panels = figure.legends, figure.axes
+    labels = [text.get_text() for text in legend.get_texts()]
+    expected = [f"\u2026rate{index}-and-a-name-that-is-rather-long" for index in reversed(range(number))]
+    assert [label.split("\u2026")[1][:5] for label in labels] == [name[1:6] for name in expected]  # greatest final loss first
+    assert "a-sweep-of-many-runs-" in legend.get_title().get_text()
+    box, edge = legend.get_window_extent(), figure.bbox
+    assert 0 <= box.x0 < box.x1 <= edge.x1
+    assert 0 <= box.y0 < box.y1 <= edge.y1
+    for axes in panels:
+        assert not box.overlaps(axes.get_window_extent())
+        assert axes.get_tightbbox().x1 <= edge.x1
+    looks = {(line.get_color(), line.get_linestyle()) for line in panels[0].lines if not str(line.get_label()).startswith("_")}
+    assert len(looks) == number
+    assert [bar.get_text() for bar in panels[2].get_yticklabels()] == labels
+
+
+def test_an_axis_of_a_long_run_has_small_numbers(make_run: MakeRun, drawn: Callable[..., Figure]) -> None:
+    over_time = drawn(make_run("run", 20, seconds=7200.0)).axes[1]
+    assert over_time.get_xlabel() == "time of training, min"
+    assert over_time.lines[0].get_xdata()[-1] == pytest.approx(120)
+
+
+@pytest.mark.parametrize(
+    ("folders", "names", "common"),
+    [
+        (["runs/one"], ["one"], ""),
+        (["a/run", "b/run"], ["a", "b"], ""),
+        (["runs/soap", "runs/muon"], ["soap", "muon"], ""),
+        (["runs/sweep-1-soap", "runs/sweep-1-muon"], ["\u2026soap", "\u2026muon"], "sweep-1-"),
+        (["runs/sweep-1", "runs/sweep-1-muon"], ["\u20261", "\u20261-muon"], "sweep-"),
+        (["x/a/run", "x/b/run", "x/b/other"], ["a/run", "b/run", "b/other"], ""),
+        (["runs/one", "runs/one"], ["one", "one"], ""),
+        (["runs/" + "a" * 50 + "-end"], ["a" * 12 + "\u2026" + "a" * 19 + "-end"], ""),
+    ],
+)
+def test_names_are_without_what_all_have_in_common(folders: list[str], names: list[str], common: str) -> None:
+    assert short_names([Path(folder) for folder in folders]) == (names, common)

@@ -17,7 +17,9 @@ from lather.cli import main
 from lather.config.changes import History, Row
 from lather.config.config import Config
 from lather.config.toml_file import config_to_toml
+from lather.engine.trained_parameters import active_parameters, outline, trained_parameters
 from lather.files import read_rows
+from lather.models.experts import Experts
 from lather.train.metrics import MetricsWriter, StepRow
 from lather.train.report import POINTS, kept_rows, write_report
 
@@ -187,3 +189,45 @@ def test_long_runs_keep_what_stands_out() -> None:
     assert {0, 777, 12_345, 40_001, len(steps) - 1} <= set(kept)
     assert len(kept) <= 4 * POINTS + 2
     assert kept == sorted(kept)
+
+
+def test_the_top_names_the_run_and_each_start(run: Path, config: Config) -> None:
+    base = {"lather": "1", "commit": None, "python": "3.11", "torch": "2.13.0", "cuda": None, "machine": "x86_64"}
+    starts = [
+        {"time": "2026-01-01T00:00:00+00:00", "step": 0, "ranks": "1 rank", "device": "cpu", "threads": 1, **base},
+        {"time": "2026-01-02T00:00:00+00:00", "step": 4, "ranks": "2 ranks: 2 pipeline", "device": "cpu", "threads": 2, **base},
+    ]
+    starts[1]["torch"] = "2.12.0"
+    (run / "provenance.json").write_text(json.dumps({"data": [["books", "abc"]], **base, "threads": 1, "starts": starts}))
+    data = data_of(page_of(run))
+    facts = dict(data["facts"])
+    trained = trained_parameters(config.resolved()).num_parameters
+    assert facts["model"].startswith(f"deepseek_v2, {trained / 1e6:,.2f} M parameters, of which a token meets ")
+    assert facts["rule and peak rates"] == config.resolved().optim.describe_rates()
+    assert facts["step"] == "4 sequences of 16 tokens, 64 tokens, in fp32"
+    assert facts["held-out losses"] == f"{HOSTILE} 4.5000, b 4.7500"
+    assert data["starts"] == [
+        ["when", "from step", "ranks", "device", "threads", "torch"],
+        ["2026-01-01T00:00:00+00:00", "0", "1 rank", "cpu", "1", "2.13.0"],
+        ["2026-01-02T00:00:00+00:00", "4", "2 ranks: 2 pipeline", "cpu", "2", "2.12.0"],
+    ]
+    assert "starts" not in dict(data["machine"])
+    assert dict(data["tiles"])["time"] == "600 ms"
+
+
+def test_a_run_that_began_before_starts_were_recorded_has_its_first(run: Path) -> None:
+    later = {"time": "then", "step": 4, "ranks": "1 rank", "device": "cpu", "threads": 2, "torch": "2.13.0"}
+    record = {"data": [["books", "abc"]], "torch": "2.12.0", "threads": 1}
+    (run / "provenance.json").write_text(json.dumps({**record, "starts": [later]}))
+    head, first, second = data_of(page_of(run))["starts"]
+    assert head == ["when", "from step", "ranks", "device", "threads", "torch"]
+    assert first == ["none", "0", "none", "none", "1", "2.12.0"]
+    assert second == ["then", "4", "1 rank", "cpu", "2", "2.13.0"]
+
+
+def test_a_token_meets_only_the_experts_that_it_chooses(config: Config) -> None:
+    model = outline(config)
+    experts = [module for module in model.modules() if isinstance(module, Experts)]
+    assert experts
+    idle = sum(p[0].numel() * (len(p) - config.model.num_experts_per_tok) for one in experts for p in one.parameters())
+    assert active_parameters(config) == sum(p.numel() for p in model.parameters()) - idle

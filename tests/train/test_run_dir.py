@@ -54,6 +54,17 @@ def nothing_changes(folder: Path) -> Iterator[None]:
     assert snapshot(folder) == before
 
 
+@contextmanager
+def only_a_start_is_recorded(folder: Path) -> Iterator[None]:
+    """Nothing changes but the last start in provenance.json."""
+    file, before = folder / "provenance.json", snapshot(folder)
+    record = json.loads(file.read_text())
+    yield
+    assert {**json.loads(file.read_text()), "starts": None} == {**record, "starts": None}
+    after = snapshot(folder)
+    assert {name for name in {*before, *after} if before.get(name) != after.get(name)} <= {".", "provenance.json"}
+
+
 def refusal(config: Config) -> str:
     with pytest.raises(RunError) as caught:
         RunDirectory(config)
@@ -278,12 +289,30 @@ def test_the_data_set_is_recorded_with_its_tokenizer(opened: RunDirectory) -> No
 
 
 def test_the_same_data_set_is_taken_again(opened: RunDirectory, make_data: MakeData) -> None:
-    with nothing_changes(opened.path):
+    with only_a_start_is_recorded(opened.path):
         opened.record(make_data("books-1"))
 
 
+def test_each_start_is_recorded_and_one_whose_steps_were_lost_is_not_kept(opened: RunDirectory, make_data: MakeData) -> None:
+    def starts() -> list[tuple[int, str]]:
+        rows = json.loads((opened.path / "provenance.json").read_text())["starts"]
+        assert all({"time", "threads", "torch", "lather"} <= set(row) for row in rows)
+        return [(row["step"], row.get("ranks", "")) for row in rows]
+
+    assert [step for step, _ in starts()] == [0]
+    for step, ranks, expected in (
+        (300, "1 rank", [(300, "1 rank")]),
+        (600, "4 ranks", [(300, "1 rank"), (600, "4 ranks")]),
+        (600, "8 ranks", [(300, "1 rank"), (600, "8 ranks")]),
+        (450, "2 ranks", [(300, "1 rank"), (450, "2 ranks")]),
+    ):
+        opened.start = replace(opened.start, step=step, is_new=False)
+        opened.record(make_data("books-1"), {"ranks": ranks})
+        assert [one for one in starts() if one[0] >= 300] == expected
+
+
 def test_the_same_tokens_in_another_place_are_taken(opened: RunDirectory, make_data: MakeData) -> None:
-    with nothing_changes(opened.path):
+    with only_a_start_is_recorded(opened.path):
         opened.record(replace(make_data("books-1"), identities={"elsewhere": "identity of books-1"}))
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import lather
 from lather.commands.parsing import parse_arguments
 from lather.errors import UserError
+from lather.lines import fit
 
 BENCHMARKS = {
     "optimizer": "time and memory of SOAP against heavyball and pytorch_optimizer",
@@ -27,7 +28,7 @@ BENCHMARKS = {
 FOLDERS = ("launches", "convergence")
 """Benchmarks that are a folder, whose options and `run` are in its module `command`."""
 
-LINES = "\n".join(f"  {name:<11} {about}" for name, about in BENCHMARKS.items())
+LINES = "\n".join(f"  {name:<12} {about}" for name, about in BENCHMARKS.items())
 USAGE = f"""\
 usage: lather bench BENCHMARK [OPTIONS]
 
@@ -39,7 +40,7 @@ usage: lather bench BENCHMARK [OPTIONS]
 def bench_command(arguments: list[str]) -> int:
     """Run a benchmark, which is in a checkout beside the package."""
     if arguments and arguments[0] in ("-h", "--help"):
-        print(USAGE)
+        print(fit(USAGE))
         return 0
     if not arguments or arguments[0] not in BENCHMARKS:
         given = f"unknown benchmark {arguments[0]!r}" if arguments else "no benchmark given"

@@ -20,6 +20,7 @@ from lather.config.config import Config
 from lather.config.optim import KINDS, optim_config
 from lather.errors import UserError
 from lather.files import read_text
+from lather.lines import fit
 from lather.models.families import FAMILIES
 from lather.optim.rules import RULES
 
@@ -46,7 +47,7 @@ ZSH = "autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashc
 def completion_command(arguments: list[str]) -> None:
     """Print the script with which a shell completes Lather's commands and options."""
     if not arguments or {"-h", "--help"} & set(arguments):
-        print(USAGE, end="")
+        print(fit(USAGE), end="")
         return
     (shell, *rest), shells = arguments, FOLLOWING["completion"]
     if shell not in shells or rest:

@@ -11,12 +11,16 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 from rich.live import Live
+from rich.text import Text
 
 from lather.commands.parsing import parse_arguments
+from lather.console import command_console, is_live
 from lather.data.dataset import NOTES, DataSet, counts_in_words
 from lather.data.making import make_dataset
 from lather.data.recipe import DataRecipe
+from lather.durations import duration, spent_and_left
 from lather.errors import DataError, UserError, require
+from lather.lines import fit, flow
 
 USAGE = """\
 usage: lather data COMMAND ...
@@ -54,7 +58,7 @@ def data_command(arguments: list[str]) -> None:
     """Run the subcommand that the first argument names."""
     commands = {"make": _make, "show": _show, "check": _check}
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(USAGE, end="")
+        print(fit(USAGE), end="")
         return
     if arguments[0] not in commands:
         raise UserError(f"unknown command data {arguments[0]!r}: use one of {', '.join(commands)}, or --help")
@@ -64,14 +68,14 @@ def data_command(arguments: list[str]) -> None:
 def _make(arguments: list[str]) -> None:
     parsed = parse_arguments(MakeArguments, "lather data make", arguments)
     require(parsed.workers >= 0, "--workers", parsed.workers, "at least 0 processes")
-    display = _ConsoleDisplay(Console())
+    display = _ConsoleDisplay(command_console())
     with display.live or contextlib.nullcontext():
         dataset = make_dataset(parsed.folder, parsed.recipe, display.note, parsed.workers, display.progress)
-    print(describe(dataset, display))
+    print(fit(describe(dataset, display)))
 
 
 def _show(arguments: list[str]) -> None:
-    print(describe(DataSet(parse_arguments(FolderArguments, "lather data show", arguments).folder)))
+    print(fit(describe(DataSet(parse_arguments(FolderArguments, "lather data show", arguments).folder))))
 
 
 def _check(arguments: list[str]) -> None:
@@ -82,7 +86,7 @@ def _check(arguments: list[str]) -> None:
         raise DataError(
             f"{'; '.join(wrong[:5])}{f'; and {len(wrong) - 5} more' if len(wrong) > 5 else ''}: restore them, or make the data set again"
         )
-    print(f"{dataset.folder} is as it was made ({dataset.manifest.identity})")
+    print(fit(f"{dataset.folder} is as it was made ({dataset.manifest.identity})"))
 
 
 class _ConsoleDisplay:
@@ -92,19 +96,22 @@ class _ConsoleDisplay:
     def __init__(self, console: Console) -> None:
         self.console, self.tokens = console, 0
         self.begun = self._shown = time.monotonic()
-        self.live = Live("", console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
+        self.live = Live("", console=console, refresh_per_second=4, transient=True) if is_live(console) else None
 
     def note(self, text: str) -> None:
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        self.console.print(text, highlight=False, markup=False)
 
     def progress(self, units: int, num_units: int, documents: int, tokens: int) -> None:
         self.tokens, seconds = tokens, max(1e-9, time.monotonic() - self.begun)
-        text = f"{units} of {num_units} units   {documents:,} documents   {tokens:,} tokens   {tokens / seconds:,.0f} tokens/s"
+        fields = [f"{units} of {num_units} units", f"{documents:,} documents", f"{tokens:,} tokens"]
+        fields.append(f"{tokens / seconds:,.0f} tokens/s")
+        if units:
+            fields.append(f"{spent_and_left(seconds, seconds / units * (num_units - units))}")
         if self.live:
-            self.live.update(text)
+            self.live.update(Text("\n".join(flow(fields, self.console.width))))
         elif time.monotonic() - self._shown > PLAIN_SECONDS:
             self._shown = time.monotonic()
-            self.note(text)
+            self.note("  ".join(fields))
 
 
 def describe(dataset: DataSet, made: _ConsoleDisplay | None = None) -> str:
@@ -116,7 +123,7 @@ def describe(dataset: DataSet, made: _ConsoleDisplay | None = None) -> str:
         lines.append((name, f"{counts}, {len(split.shards)} shards"))
     if made is not None and made.tokens:
         seconds = time.monotonic() - made.begun
-        lines.append(("time", f"{seconds:.1f} s, {made.tokens / seconds:,.0f} tokens/s"))
+        lines.append(("time", f"{duration(seconds)}, {made.tokens / seconds:,.0f} tokens/s"))
     ends = "no token ends documents" if manifest.end_token is None else f"documents end with {manifest.end_of_text or manifest.end_token}"
     lines.append(("vocabulary", f"{manifest.vocab_size:,} tokens, {ends}"))
     sources, size = ", ".join(manifest.made_from["recipe"]["sources"]), f"{manifest.made_from['bytes']:,} bytes"

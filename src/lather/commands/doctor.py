@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from lather.commands.parsing import parse_arguments
-from lather.console import titled_table, wide_console
+from lather.console import command_console, titled_table
 from lather.doctor.checks import CHECKS, Finding, check_links
 from lather.doctor.facts import RankFacts, find_facts, probe_file
 from lather.doctor.links import clock_offsets, measure_links
@@ -61,7 +61,7 @@ def examine(parsed: DoctorArguments, world: World) -> int:
         if parsed.json:
             lists: dict[str, Sequence[Any]] = {"findings": findings, "ranks": facts, "links": links}
             write_numbers(parsed.json, {name: [asdict(one) for one in several] for name, several in lists.items()})
-        show(findings, world.size, wide_console(80))
+        show(findings, world.size, command_console())
     return int(any(finding.verdict == "wrong" for finding in findings))
 
 
@@ -85,9 +85,8 @@ def _gathered(own: RankFacts, run_dir: Path, world: World) -> list[RankFacts]:
 
 def show(findings: Sequence[Finding], num_ranks: int, console: Console) -> None:
     """Print a line for each finding, the remedy below it, and how many are wrong."""
-    table = titled_table()
-    for name in ("", "check", "found"):
-        table.add_column(name, overflow="fold")
+    table = titled_table(left=("", "check"))
+    table.add_column("found")
     topic = ""
     for one in findings:
         if one.topic != topic:

@@ -16,14 +16,15 @@ from typing import Annotated, Any
 
 import tyro
 from rich.console import Console
-from rich.table import Column, Table
+from rich.markup import escape
 
 from lather.commands.parsing import parse_arguments
-from lather.console import wide_console
+from lather.console import command_console, titled_table
 from lather.errors import UserError, require
 from lather.evaluation.scoring import bytes_per_token, score_set
 from lather.evaluation.sets import HeldOutSet, open_sets
 from lather.files import reason
+from lather.lines import fit
 from lather.models.decoder import Decoder
 from lather.train.trained_model import TrainedModel
 
@@ -113,7 +114,7 @@ def _score_sets(trained: TrainedModel, decoder: Decoder, sets: list[HeldOutSet],
     found = {}
     with Console(stderr=True).status("") as status, trained.precision(device):
         for one in sets:
-            label = f"{one.name}, {one.split}"
+            label = escape(f"{one.name}, {one.split}")
             status.update(label)
             bytes_V = None if one.tokenizer is None else bytes_per_token(one.tokenizer, vocab_size)
             indices, apart = one.indices(parsed.max_sequences), trained.config.data.apart
@@ -146,20 +147,20 @@ def _run_tasks(trained: TrainedModel, decoder: Decoder, tasks: list[str], manage
 
 
 def _show(result: Mapping[str, Any], trained: TrainedModel) -> None:
-    console = wide_console(120)
-    console.print(f"{trained.checkpoint}, sequences of {result['sequence_length']} tokens", highlight=False, soft_wrap=True)
+    console = command_console()
+    print(fit(f"{trained.checkpoint}, sequences of {result['sequence_length']} tokens"))
     if result["sets"]:
-        table = Table("set", "split", *(Column(name.replace("_", " "), justify="right") for name in FORMS))
+        table = titled_table(left=("set", "split"), right=(name.replace("_", " ") for name in FORMS))
         for name, row in result["sets"].items():
-            table.add_row(name, row["split"], *(_number(row[key], form) for key, form in FORMS.items()))
+            table.add_row(escape(name), row["split"], *(_number(row[key], form) for key, form in FORMS.items()))
         console.print(table)
     if result["tasks"]:
-        table = Table("task", "metric", Column("value", justify="right"), Column("± standard error", justify="right"))
+        table = titled_table(left=("task", "metric"), right=("value", "± standard error"))
         for task, metrics in result["tasks"].items():
             for metric, value in metrics.items():
                 name, _, form = metric.partition(",")
                 if not name.endswith("_stderr"):
-                    table.add_row(task, name, f"{value:.4f}", _number(metrics.get(f"{name}_stderr,{form}"), ".4f"))
+                    table.add_row(escape(task), escape(name), f"{value:.4f}", _number(metrics.get(f"{name}_stderr,{form}"), ".4f"))
         console.print(table)
 
 

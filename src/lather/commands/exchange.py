@@ -27,6 +27,7 @@ from lather.engine.trained_parameters import check_adapters_are_all
 from lather.errors import ConfigError, ExchangeError, UserError
 from lather.files import complete_folder, read_text
 from lather.generation.prompts import ConversationFormat
+from lather.lines import fit
 from lather.models.adapted import MergedTensors
 from lather.models.deepseek_v2 import DeepseekV2Config
 from lather.models.families import ModelConfig
@@ -99,9 +100,9 @@ def import_command(arguments: list[str]) -> None:
     parameters = sum(torch.Size(shape).numel() for shape in weights.shapes.values())
     print(f"{model.model_type}, {parameters / 1e6:.2f} M parameters")
     for note in notes_on_config(parsed.folder):
-        print(f"note: {note}")
+        print(fit(f"note: {note}"))
     if TOKENIZER_FILE not in carried:
-        print(f"no {TOKENIZER_FILE} in {parsed.folder}: `lather generate` needs one in {parsed.run}")
+        print(fit(f"no {TOKENIZER_FILE} in {parsed.folder}: `lather generate` needs one in {parsed.run}"))
     print(f"run               {parsed.run}")
     run, config_file = (shlex.quote(str(path)) for path in (parsed.run, parsed.run / "config.toml"))
     command = f"lather train {config_file} --init-from {run} --run-dir NEW --data.source FOLDER"
@@ -141,7 +142,7 @@ def export_command(arguments: list[str]) -> None:
             )
             print(f"{checkpoint.name} in {dtype}{'' if tokenizer else ', without a tokenizer'}")
     if not parsed.adapter and isinstance(config.model, DeepseekV2Config) and config.model.normalizes:
-        print(f"note: {NORMALIZED}")
+        print(fit(f"note: {NORMALIZED}"))
     print(f"folder            {parsed.folder}")
 
 
@@ -150,7 +151,7 @@ def _export_adapters(parsed: ExportArguments, config: Config, weights: TensorSou
     base = parsed.base or (str(Path(config.init_from).resolve()) if is_published else "")
     save_peft(weights, config.model, config.lora, parsed.folder, base=base, dtype=EXPORT_DTYPES[dtype])
     if not base:
-        print("note: no base model is named: export the run that init_from names, and give its folder as --base")
+        print(fit("note: no base model is named: export the run that init_from names, and give its folder as --base"))
 
 
 def _config(parsed: ImportArguments, model: ModelConfig) -> Config:

@@ -19,6 +19,7 @@ from lather.data.chat import Messages
 from lather.errors import DataError, UserError, require
 from lather.generation.prompts import Conversation, ConversationFormat, Prompt, encode_text, read_prompts
 from lather.generation.text import ContinuedText, Ending, continue_texts
+from lather.lines import rule
 from lather.models.decoder import Decoder
 from lather.models.generate import Sampling
 from lather.train.trained_model import TrainedModel
@@ -156,7 +157,7 @@ class _Writer:
                 elif live:
                     print()
                 else:
-                    print(f"--- prompt {number + 1}, sample {sample + 1} ".ljust(80, "-"))
+                    print(rule(f"prompt {number + 1}, sample {sample + 1}"))
                     print(self._shown_before(prompts[number], encoded[number]) + one.text)
 
     def _batches(self, prompts: list[Prompt]) -> Iterator[list[tuple[int, int]]]:

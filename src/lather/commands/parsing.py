@@ -7,6 +7,7 @@ import functools
 import io
 import os
 import re
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ from lather.commands.checking import check_values, unknown_options
 from lather.commands.options import options_of_command
 from lather.config.toml_file import Unknown, describe_unknown
 from lather.errors import UserError, require
+from lather.lines import fit, screen_width
 
 A = TypeVar("A")
 
@@ -41,11 +43,13 @@ def parse_arguments(cls: type[A], prog: str, arguments: list[str], default: A | 
         check_values(arguments, options)
     more: dict[str, Any] = {} if default is None else {"default": default, "config": ONE_OF_SEVERAL}
     parse = functools.partial(tyro.cli, cls, prog=prog, args=arguments, **more)
+    page = _Page(sys.stdout)
     try:
-        with contextlib.redirect_stderr(io.StringIO()):
+        with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(page):
             return parse()
     except SystemExit as exit_:
         if exit_.code in (0, None):
+            print(page.fitted(), end="")
             raise
     raise UserError(one_line(_box_of(parse), prog))
 
@@ -53,6 +57,27 @@ def parse_arguments(cls: type[A], prog: str, arguments: list[str], default: A | 
 def _with_help(unknown: list[Unknown], prog: str) -> list[Unknown]:
     """Let a single option of which nothing is known refer to the help."""
     return [(unknown[0][0], unknown[0][1] or f"{prog} --help shows what it takes")] if len(unknown) == 1 else unknown
+
+
+class _Page(io.StringIO):
+    """Keeps the help that tyro prints as if to `screen`: its boxes fit a terminal, and what stands before them does not."""
+
+    def __init__(self, screen: Any) -> None:
+        super().__init__()
+        self._is_terminal, self._encoding = screen.isatty(), screen.encoding
+
+    def isatty(self) -> bool:
+        return self._is_terminal
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._encoding or "utf-8"
+
+    def fitted(self) -> str:
+        width, lines = screen_width(), self.getvalue().split("\n")
+        plain = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in lines]
+        fits = [width is None or len(line) <= width for line in plain]
+        return "\n".join(line if is_short else fit(bare) for line, bare, is_short in zip(lines, plain, fits, strict=True))
 
 
 def _box_of(parse: Callable[[], object]) -> str:

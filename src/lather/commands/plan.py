@@ -13,7 +13,7 @@ from lather.commands.parsing import parse_size
 from lather.commands.with_config import parse_with_config
 from lather.config.config import Config
 from lather.config.toml_file import config_to_toml
-from lather.console import wide_console
+from lather.console import command_console
 from lather.errors import UserError, require
 from lather.files import whole_file
 from lather.planning import plan_report
@@ -79,7 +79,7 @@ def plan_command(arguments: list[str]) -> int:
         draw(found, memory, title, parsed.out)
     if parsed.html:
         write_page(found, memory, title, config_to_toml(parsed.config), parsed.html)
-    console = wide_console(150)
+    console = command_console()
     plan_report.show(found, memory, console)
     fits = memory is None or found.needed <= memory
     if memory is not None and (parsed.advice == "always" or (parsed.advice == "auto" and not fits)):

@@ -20,7 +20,7 @@ from torch import Tensor
 import lather
 from lather.commands.with_config import parse_with_config
 from lather.config.config import Config, check_parallel
-from lather.console import wide_console
+from lather.console import command_console
 from lather.engine.engine import build_model, document_boundaries, schedule_for
 from lather.engine.step import pick_device
 from lather.errors import UserError
@@ -98,7 +98,7 @@ def profile_command(arguments: list[str]) -> None:
     if parsed.config.parallel.pp * parsed.config.parallel.ep > 1:
         found.by_rank.update(profile_ranks(model, cut, parsed.config, compare=parsed.compare))
     write(found, name)
-    show(found, wide_console(150))
+    show(found, command_console())
 
 
 def build(config: Config, layers: Literal["auto", "all", "distinct"]) -> tuple[Decoder, SampledBlocks | None]:
@@ -222,7 +222,7 @@ def show(found: ProfileFound, console: Console) -> None:
     if found.by_rank:
         _show_ranks(parsed.config, found.by_rank, console)
     for path in filter(None, (parsed.json, parsed.out)):
-        console.print(f"{path}", soft_wrap=True)
+        print(path)
 
 
 def _show_ranks(config: Config, by_rank: dict[str, list[RankBytes]], console: Console) -> None:

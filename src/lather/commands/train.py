@@ -10,13 +10,14 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-
 from lather.commands.with_config import parse_with_config
 from lather.config.config import Config, check_parallel
+from lather.console import command_console, is_live
+from lather.durations import duration
 from lather.engine.step import pick_device
 from lather.engine.trained_parameters import check_finetuning
 from lather.errors import ConfigError, UserError
+from lather.lines import fit, rule
 from lather.output import surviving_output
 from lather.parallel.launch.lifeline import UNWIND_SECONDS
 from lather.parallel.launch.requests import Requests, receiving_signals, stop_signals
@@ -36,9 +37,8 @@ Train, or resume, the run that a TOML file describes, for example
 With --init-from FOLDER the file may be left out: the model is then the folder's.
 A run's folder, or the config.toml in it, resumes that run.
 
-  --nproc N  Start N ranks on this machine, or with "gpu" one for each CUDA
-             device, and let them share the work as [parallel] says. torchrun
-             and srun start ranks on several machines, without --nproc."""
+  --nproc N  Start N ranks on this machine, or with "gpu" one for each CUDA device, and let them \
+share the work as [parallel] says. torchrun and srun start ranks on several machines, without --nproc."""
 
 
 @dataclass(frozen=True)
@@ -121,23 +121,24 @@ def run_worker(config: Config, command: StartingCommand, world: World) -> int:
 
 def _display(config: Config, world: World) -> LiveDisplay | PlainDisplay:
     """Make the display of a rank; that of all but the first prints nothing."""
-    console, plain = Console(), PlainDisplay(config.log.every)
+    console, plain = command_console(), PlainDisplay(config.log.every)
     plain.is_read = world.rank == 0
-    return LiveDisplay(console) if plain.is_read and console.is_terminal else plain
+    return LiveDisplay(console) if plain.is_read and is_live(console) else plain
 
 
 def _report(config: Config, outcome: RunOutcome) -> None:
     """Print the result of a run that has ended, and its files."""
     if not outcome.finished:
         why = f" because the {config.train.minutes:g} minutes of train.minutes are nearly over" if outcome.out_of_time else ""
-        print(f"stopped at step {outcome.step}{why}; saved {outcome.checkpoint}; the same command resumes from there")
+        print(fit(f"stopped at step {outcome.step}{why}; saved {outcome.checkpoint}; the same command resumes from there"))
         return
     if outcome.sample:
-        print(f"\n--- sample {'-' * 69}\n{outcome.sample}\n{'-' * 80}")
+        print(f"\n{rule('sample')}\n{outcome.sample}\n{rule()}")
     losses = outcome.validation_losses
     if losses and losses[0] is not None and losses[-1] is not None:
         both = f"{losses[0]:.4f} before, {losses[-1]:.4f} after"
-        print(f"validation loss   {both} {outcome.step} steps in {outcome.seconds:.0f} s of training")
+        spent = f"{outcome.step} steps in {duration(outcome.seconds)} of training"
+        print(fit(f"validation loss   {both} {spent}"))
     run_dir = Path(config.run_dir)
     for name, path in {
         "metrics": run_dir / "metrics.jsonl",

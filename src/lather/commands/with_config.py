@@ -10,19 +10,21 @@ from dataclasses import field, fields, is_dataclass, make_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import tyro
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
 from lather.commands.checking import options_of_line, unknown_options
 from lather.commands.options import CommandOption, options_of_command
-from lather.commands.parsing import ONE_OF_SEVERAL, parse_arguments
+from lather.commands.parsing import parse_arguments
 from lather.config.config import Config
 from lather.config.optim import KINDS, OptimConfig, RuleOptimConfig, as_help_shows_it
 from lather.config.rule_fields import owners, rule_named
 from lather.config.toml_file import Unknown, describe_unknown, load_config
+from lather.console import with_breaks
 from lather.errors import ConfigError, UserError
+from lather.lines import fit
 from lather.train.own_file import at_home, configuration_file, run_of
 
 A = TypeVar("A")
@@ -32,6 +34,8 @@ RULE_OPTIONS = {"--optim.name": "name", **{f"--optim.{kind}.rule": f"{kind}.rule
 SECTIONS = tuple(one.name for one in fields(Config) if is_dataclass(getattr(Config(), one.name)))
 ALL = "all"
 INDENT = (0, 0, 0, 2)
+NAMES_SHARE = 0.4
+"""Share of the width that names of options and their values may take; they are broken between values."""
 OFTEN = (
     *("run_dir", "init_from", "fork_from", "data.source", "data.path", "data.tokenizer"),
     *("optim.name", "optim.lr", "optim.weight_decay", "optim.schedule", "optim.warmup_steps"),
@@ -150,18 +154,19 @@ def show_help(command: str, about: str, default: Any, topic: str) -> None:
     default = config if isinstance(default, Config) else replace(default, config=config)
     if topic:
         shown = default if topic == ALL else _only(config, topic)
-        tyro.cli(type(shown), prog=f"lather {command} CONFIG", args=["--help"], default=shown, config=ONE_OF_SEVERAL)
+        parse_arguments(type(shown), f"lather {command} CONFIG", ["--help"], default=shown)
     console = Console(highlight=False, markup=False)
-    console.print(f"usage: lather {command} CONFIG [OPTIONS]\n\n{about}")
+    console.print(f"usage: lather {command} CONFIG [OPTIONS]\n")
+    print(fit(about, console.width))
     options = list(options_of_command(type(default), default))
     own = [option for option in options if not isinstance(default, Config) and option.name in {one.name for one in fields(default)}]
     if own:
         console.print("\nOptions of this command")
-        console.print(_table(own))
+        console.print(_table(own, console.width))
     else:
         console.print("\nFields of the configuration that are changed most; each overrides the file")
         by_name = {option.name: option for option in options}
-        console.print(_table([by_name[name] for name in OFTEN if name in by_name]))
+        console.print(_table([by_name[name] for name in OFTEN if name in by_name], console.width))
     console.print("\nAll fields of the configuration, by section; each overrides the file")
     console.print(_sections(config))
 
@@ -174,13 +179,16 @@ def _only(config: Config, section: str) -> Any:
     return cls()
 
 
-def _table(options: Sequence[CommandOption]) -> Padding:
-    table = Table.grid(padding=(0, 2, 0, 0), expand=True)
-    table.add_column(ratio=2, overflow="fold")
-    table.add_column(ratio=3)
-    for option in options:
+def _table(options: Sequence[CommandOption], width: int) -> Padding:
+    most = int(NAMES_SHARE * width)
+    names = [with_breaks(Text(f"{option.flags[0]} {option.metavar}"), most, ",") for option in options]
+    longest = max(len(line) for name in names for line in name.plain.split("\n"))
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(width=max(min(longest, most), *(len(word) for name in names for word in name.plain.split())))
+    table.add_column(ratio=1)
+    for name, option in zip(names, options, strict=True):
         text = option.text.partition(". ")[0].rstrip(".")
-        table.add_row(f"{option.flags[0]} {option.metavar}", f"{text} [{option.default}]" if option.default else text)
+        table.add_row(name, f"{text} [{option.default}]" if option.default else text)
     return Padding(table, INDENT)
 
 

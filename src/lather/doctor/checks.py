@@ -15,6 +15,7 @@ from packaging.version import Version
 
 from lather.doctor.facts import PROBE_BYTES, DiskFacts, RankFacts, requirements
 from lather.doctor.links import LinkFacts
+from lather.durations import duration
 
 Verdict = Literal["ok", "warning", "wrong"]
 
@@ -154,7 +155,7 @@ def check_clocks(facts: Sequence[RankFacts]) -> Iterator[Finding]:
     if len(facts) > 1:
         one = max(facts, key=lambda one: abs(one.clock))
         skew = abs(one.clock)
-        found = f"within {_time(max(skew, 1e-3))} of rank 0's" + (f", rank {one.rank} on {one.host}" if skew > MAX_SKEW else "")
+        found = f"within {duration(max(skew, 1e-3))} of rank 0's" + (f", rank {one.rank} on {one.host}" if skew > MAX_SKEW else "")
         verdict: Verdict = "wrong" if skew > WRONG_SKEW else "warning" if skew > MAX_SKEW else "ok"
         yield Finding("clocks", "ranks", found, verdict, f"set the clock of {one.host}: chrony or ntpd" if verdict != "ok" else "")
 
@@ -168,7 +169,7 @@ def check_links(links: Sequence[LinkFacts]) -> Iterator[Finding]:
         same = sorted((one for one in links if (one.backend, one.operation) == (backend, operation)), key=lambda one: one.num_bytes)
         latency, *others = same
         speeds = [f"{one.bandwidth / GB:.2f} GB/s with {_size(one.num_bytes)}" for one in others]
-        found = ", ".join([f"latency {_time(latency.seconds)}", *speeds])
+        found = ", ".join([f"latency {duration(latency.seconds)}", *speeds])
         wait = "ranks wait for cores: set OMP_NUM_THREADS, start fewer ranks, or end other programs"
         verdict, remedy = _warning_if(latency.seconds > MAX_LATENCY, wait)
         if others and others[-1].bandwidth < MIN_BANDWIDTH[backend]:
@@ -197,10 +198,6 @@ def _on(one: RankFacts, facts: Sequence[RankFacts]) -> str:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} \N{MICRO SIGN}s"
 
 
 def _size(num_bytes: int) -> str:

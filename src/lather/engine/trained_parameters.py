@@ -11,6 +11,7 @@ from lather.config.config import Config
 from lather.errors import ConfigError, as_toml, require
 from lather.models.adapted import add_adapters, is_adapters, matching
 from lather.models.decoder import Decoder
+from lather.models.experts import Experts
 from lather.models.families import build_model
 from lather.models.lora import LoraConfig, fresh_adapters
 
@@ -48,6 +49,17 @@ def trained_parameters(config: Config) -> Trained:
         raise ConfigError(f"train.frozen = {patterns} is not valid: it leaves nothing to train; give fewer patterns")
     sizes = {name: p.numel() for name, p in parameters.items()}
     return Trained(frozenset(trained), sum(sizes[name] for name in trained), sum(sizes.values()))
+
+
+def active_parameters(config: Config) -> int:
+    """Return the number of scalars in the parameters that one token meets: of each layer's experts only as many as a token chooses."""
+    model, chosen = outline(config), config.model.num_experts_per_tok
+    total = sum(p.numel() for p in model.parameters())
+    for module in model.modules():
+        if isinstance(module, Experts):
+            experts = len(module.down_proj)
+            total -= sum(p.numel() for p in module.parameters()) // experts * (experts - min(chosen, experts))
+    return total
 
 
 def check_finetuning(config: Config) -> None:

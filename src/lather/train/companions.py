@@ -75,7 +75,7 @@ def ends_of(folder: Path) -> list[int]:
     generation_config.json, or of config.json if there are none. Raises DataError if they are not tokens."""
     for file in (folder / GENERATION_FILE, folder / CONFIG_FILE):
         try:
-            found = json.loads(file.read_text("utf-8")).get("eos_token_id") if file.is_file() else None
+            found = json.loads(read_text(file)).get("eos_token_id") if file.is_file() else None
         except (OSError, ValueError, AttributeError) as error:
             raise DataError(f"{file}: not readable ({error}): restore it") from None
         if found is None:

@@ -3,20 +3,61 @@
 from __future__ import annotations
 
 import contextlib
-import math
+import time
+from collections import deque
+from collections.abc import Callable
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
 
+from lather.durations import spent_and_left
+from lather.lines import flow
 from lather.train.metrics import StepRow
+
+LAST_STEPS = 1000
+"""Steps from whose time the time left is estimated."""
+LEAST_BAR, MOST_BAR = 8, 40
+"""Columns of the bar."""
+GIB = 2**30
+
+
+class Clock:
+    """Measures the time that a run has taken in this process and before, and estimates the time that is left from this process's steps."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._steps: deque[tuple[int, float]] = deque(maxlen=LAST_STEPS)
+        self._begin: float | None = None
+
+    def saw(self, row: StepRow) -> None:
+        """Take in a completed step."""
+        now = self._now()
+        self._steps.append((row.step, now))
+        if self._begin is None:
+            self._begin = now - row.seconds
+
+    def times(self, num_steps: int) -> str:
+        """Return the time spent and, from the second step on, the time left."""
+        if self._begin is None:
+            return ""
+        (first, begun), (last, ended) = self._steps[0], self._steps[-1]
+        if last == num_steps:
+            return spent_and_left(ended - self._begin, 0.0)
+        left = (ended - begun) / (last - first) * (num_steps - last) if last > first else None
+        return spent_and_left(self._now() - self._begin, left)
 
 
 class PlainDisplay(contextlib.AbstractContextManager["PlainDisplay"]):
     """Prints a line every `every` steps."""
 
-    def __init__(self, every: int) -> None:
+    def __init__(self, every: int, clock: Clock | None = None) -> None:
         self.every = every
         self.is_read = True
+        self.clock = clock or Clock()
 
     def __exit__(self, *exc: object) -> None:
         pass
@@ -26,35 +67,57 @@ class PlainDisplay(contextlib.AbstractContextManager["PlainDisplay"]):
             print(text, flush=True)
 
     def step(self, row: StepRow, num_steps: int) -> None:
+        self.clock.saw(row)
         if row.step % self.every == 0 or row.step in (1, num_steps) or row.skipped:
-            self.note(f"step {row.step}/{num_steps}  {_summary(row)}")
+            self.note("  ".join((f"step {row.step}/{num_steps}", *numbers_of(row), self.clock.times(num_steps))))
 
 
-class LiveDisplay(Progress):
-    """Shows a bar with step, loss, tokens per second and remaining time; notes scroll above it."""
+class LiveDisplay(contextlib.AbstractContextManager["LiveDisplay"]):
+    """Shows a bar with the step, the time spent and the time left, and below it the numbers of the step, on as many lines as the terminal's
+    width requires; notes scroll above it."""
 
-    def __init__(self, console: Console) -> None:
-        super().__init__(
-            TextColumn("[bold]training"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[summary]}"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(compact=True),
-            console=console,
-            speed_estimate_period=math.inf,
-        )
+    def __init__(self, console: Console, clock: Clock | None = None) -> None:
+        self.console, self.clock = console, clock or Clock()
+        self.live = Live(self, console=console, refresh_per_second=4)
+        self._row: StepRow | None = None
+        self._num_steps = 0
+
+    def __enter__(self) -> LiveDisplay:
+        self.live.start(refresh=True)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.live.stop()
 
     def note(self, text: str) -> None:
         self.console.print(text, highlight=False, markup=False)
 
     def step(self, row: StepRow, num_steps: int) -> None:
-        task = self.task_ids[0] if self.task_ids else self.add_task("training", total=num_steps, summary="")
-        self.update(task, completed=row.step, summary=_summary(row))
+        self.clock.saw(row)
+        self._row, self._num_steps = row, num_steps
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        row, width = self._row, options.max_width
+        if row is None:
+            return
+        fields = [f"step {row.step}/{self._num_steps}", self.clock.times(self._num_steps)]
+        room = width - sum(map(cell_len, fields)) - 4
+        if room >= LEAST_BAR:
+            line = Table.grid(padding=(0, 2, 0, 0))
+            line.add_row(fields[0], ProgressBar(self._num_steps, row.step, min(room, MOST_BAR)), fields[1])
+            yield line
+            fields = []
+        yield Text("\n".join(flow((*fields, *numbers_of(row)), width)))
 
 
-def _summary(row: StepRow) -> str:
+def numbers_of(row: StepRow) -> list[str]:
+    """Return the numbers of a step as texts."""
     if row.skipped:
-        return f"skipped: {'loss or gradient not finite' if row.tokens else 'no token to learn'}"
-    return f"loss {row.loss:.4f}  lr {row.lr:.2e}  grad {row.grad_norm:.2f}  {row.tokens_per_second:,.0f} tokens/s"
+        return [f"skipped: {'loss or gradient not finite' if row.tokens else 'no token to learn'}"]
+    return [
+        f"loss {row.loss:.4f}",
+        f"lr {row.lr:.2e}",
+        f"grad {row.grad_norm:.2f}",
+        f"{row.tokens_per_second:,.0f} tokens/s",
+        f"{row.peak_memory_bytes / GIB:.2f} GiB",
+    ]

@@ -132,7 +132,7 @@ def _prepared_run(config: Config, mesh: Mesh, display: Display, run_dir: RunDire
         display.note(f"{begin.changes}; the learning rate of step {begin.step + 1} is {rate:.3g}")
     with errors_on_all_ranks(group):
         if run_dir is not None:
-            run_dir.record(data)
+            run_dir.record(data, {"ranks": mesh.describe() if mesh.size > 1 else "1 rank", "device": mesh.device.type})
     return run
 
 

@@ -18,6 +18,7 @@ import torch
 
 from lather.config.config import Config
 from lather.device import gpu_module, is_gpu
+from lather.durations import duration
 from lather.engine.engine import Engine
 from lather.files import write_aside
 from lather.optim.sharded.placement import local
@@ -99,7 +100,7 @@ class MemoryCheck:
         try:
             return self._plan.result(seconds)
         except TimeoutError:
-            self.note(f"memory plan: not finished after {seconds:.0f} s; run lather plan, which has no time limit")
+            self.note(f"memory plan: not finished after {duration(seconds)}; run lather plan, which has no time limit")
             return None
         except Exception as error:
             self.note(f"memory plan: failed: {type(error).__name__}: {error}")

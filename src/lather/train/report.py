@@ -1,4 +1,4 @@
-"""A run as one HTML page: curves, experts' loads, memory, schedule, sample, changes, versions and configuration.
+"""A run as one HTML page: what it is, curves, experts' loads, memory, schedule, sample, changes, versions and configuration.
 
 The page (`report_page.html`) draws what `report_data` says. A file of the run that is missing leaves its part out; one that is damaged
 leaves a note in its place. A run may be writing meanwhile.
@@ -23,6 +23,7 @@ from lather import page
 from lather.checkpoint.folder import list_checkpoints, step_of
 from lather.config.changes import History
 from lather.config.toml_file import load_run
+from lather.durations import duration, unit_of_axis
 from lather.errors import UserError
 from lather.files import read_rows, read_text, whole_file
 from lather.pipeline import picture
@@ -33,7 +34,7 @@ from lather.train.memory_check import FILE as MEMORY
 from lather.train.memory_check import differences, sizes_of
 from lather.train.metrics import training_rows
 from lather.train.plot import smoothed
-from lather.train.run_dir import data_sets_of
+from lather.train.report_facts import facts, losses, machine, starts
 from lather.train.trained_model import SAMPLE
 
 REPORT = "report.html"
@@ -69,6 +70,11 @@ def report_data(run_dir: Path, notes: list[str]) -> dict[str, Any]:
     checkpoints = _part(notes, run_dir / "checkpoints", lambda path: [step_of(one) for one in list_checkpoints(path)], [])
     data = {
         "tiles": _part(notes, run_dir / "metrics.jsonl", lambda _: tiles(rows, planned), []),
+        "facts": [
+            *_part(notes, run_dir / "config.toml", lambda path: facts(path.parent), []),
+            *_part(notes, run_dir / "metrics.jsonl", lambda _: losses(rows), []),
+        ],
+        "unit": unit_of_axis(max((row["seconds"] for row in steps), default=0.0)),
         "finished": bool(steps) and planned is not None and steps[-1]["step"] >= planned,
         "curves": _part(notes, run_dir / "metrics.jsonl", lambda _: curves(rows), {}),
         "validation": [row for row in rows if "validation_loss" in row],
@@ -83,6 +89,7 @@ def report_data(run_dir: Path, notes: list[str]) -> dict[str, Any]:
             *([["checkpoints", f"steps {', '.join(map(str, checkpoints))}"]] if checkpoints else []),
         ],
         "machine": _part(notes, run_dir / "provenance.json", machine, []),
+        "starts": _part(notes, run_dir / "provenance.json", starts, []),
     }
     return json.loads(json.dumps(data), parse_constant=lambda _: None)
 
@@ -109,7 +116,7 @@ def tiles(rows: Sequence[dict[str, Any]], planned: int | None) -> list[list[str]
         *found,
         ["tokens", f"{sum(row['tokens'] for row in steps):,}"],
         ["tokens per second", f"{median(row['tokens_per_second'] for row in steps):,.0f} (median)"],
-        ["time", f"{last['seconds'] / 60:,.1f} min"],
+        ["time", duration(last["seconds"])],
         ["optimizer", f"{sum(row['optimizer_seconds'] for row in steps) / max(seconds, 1e-9):.0%} of the time"],
         ["peak memory", f"{max(row['peak_memory_bytes'] for row in steps) / 2**30:,.2f} GiB"],
     ]
@@ -184,14 +191,6 @@ def memory(path: Path) -> dict[str, Any]:
     }
 
 
-def machine(path: Path) -> list[list[str]]:
-    """The record of what the run was begun with: names and values, data sets with their identities."""
-    record = json.loads(read_text(path))
-    if "data" in record:
-        record["data"] = ", ".join(f"{folder} ({identity})" for folder, identity in data_sets_of(record))
-    return [[str(name), "none" if value is None else str(value)] for name, value in record.items()]
-
-
 def schedule(path: Path) -> dict[str, Any]:
     """The newest step of a timeline: a lane for each rank, and boxes with what was done."""
     step, events = picture.read_timeline(path)
@@ -202,6 +201,7 @@ def schedule(path: Path) -> dict[str, Any]:
         "step": step,
         "bubble": timeline.bubble_fraction,
         "seconds": timeline.makespan,
+        "took": duration(timeline.makespan),
         "lanes": list(lanes),
         "bars": bars,
         "key": picture.color_key(timeline),

@@ -1,7 +1,7 @@
 """The run directory: its files, its lock, and the records of configuration and data.
 
 config.toml        resolved configuration               metrics.jsonl   a row per step
-provenance.json    versions, commit, data sets          loss.png        picture of the losses
+provenance.json    versions, data sets, starts          loss.png        picture of the losses
 tokenizer.json     tokenizer of the data set            checkpoints/    complete checkpoints only
 huggingface/       companion files of the tokenizer     changes.jsonl   history of changes
 memory.json        planned and measured bytes           sample.txt      text generated at the end
@@ -11,9 +11,11 @@ timeline.jsonl     actions of each rank over time       report.html     page of 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import fcntl
 import json
 import platform
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -77,8 +79,9 @@ class RunDirectory:
                 "ones in data.path, and a weight of 0 leaves one out"
             )
 
-    def record(self, data: RunData) -> None:
-        """Record the configuration, its changes, the data sets and their tokenizer, as they are from now on.
+    def record(self, data: RunData, place: Mapping[str, str] | None = None) -> None:
+        """Record the configuration, its changes, the data sets and their tokenizer, as they are from now on, and this start: its step,
+        versions, hardware, and `place`, texts that say where it runs, such as its ranks.
 
         History and configuration are replaced by one atomic write, so that a start that is killed here does not change what the next start
         reads. Raises RunError, before anything is written, as `check_data` does.
@@ -94,9 +97,15 @@ class RunDirectory:
         record, data_sets = self._record(), [list(pair) for pair in data.identities.items()]
         if record is None:
             keep_companions(self.path, self.start.config)
-            write_aside(self.path / "provenance.json", json.dumps({"data": data_sets, **provenance()}, indent=1))
+            record = {"data": data_sets, **provenance()}
         elif "data" in record and [identity for _, identity in data_sets_of(record)] != [identity for _, identity in data_sets]:
-            write_aside(self.path / "provenance.json", json.dumps({**record, "data": data_sets}, indent=1))
+            record = {**record, "data": data_sets}
+        record["starts"] = [*starts_before(record, self.start.step), {**self._this_start(), **(place or {})}]
+        write_aside(self.path / "provenance.json", json.dumps(record, indent=1))
+
+    def _this_start(self) -> dict[str, Any]:
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        return {"time": now, "step": self.start.step, **provenance()}
 
     def _record(self) -> dict[str, Any] | None:
         """Read the record of versions and data sets; None for a new run. Raises RunError if it is damaged."""
@@ -148,6 +157,11 @@ def data_sets_of(record: dict[str, Any]) -> list[tuple[str, str]]:
     """Return folder and identity of each data set in a provenance.json; earlier versions stored a mapping."""
     data = record["data"]
     return [(str(folder), str(identity)) for folder, identity in (data.items() if isinstance(data, dict) else data)]
+
+
+def starts_before(record: Mapping[str, Any], step: int) -> list[dict[str, Any]]:
+    """Return the starts in a provenance.json that led to this step: those whose steps were lost are left out."""
+    return [one for one in record.get("starts", []) if one["step"] < step]
 
 
 def _replace(path: Path, content: bytes) -> None:

@@ -1,0 +1,105 @@
+"""Tables of `lather plan` and `lather profile` on consoles of any width: no line is wider, and every word and number is there, whole."""
+
+from __future__ import annotations
+
+import functools
+import io
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from planned_configs import config_of
+from rich.console import Console
+
+from lather.console import LONG_WORD, WIDE
+from lather.memory import profile_report, rank_peaks
+from lather.memory.chunk_bytes import ChunkBytes, ModelChunks
+from lather.memory.profile import SEGMENTS, SavedStorage, SavedTensors
+from lather.memory.rank_peaks import rank_bytes
+from lather.pipeline.partition import stages_of, uniform
+from lather.pipeline.schedule import dualpipev
+from lather.planning import plan_report
+from lather.planning.plan import MemoryPlan, plan
+from lather.planning.workers import Assumed
+
+MIB, GIB = 2**20, 2**30
+
+
+@pytest.fixture(scope="module")
+def planned() -> MemoryPlan:
+    return plan(config_of("soap", precision="bf16"), 1, Assumed())
+
+
+def profile(scale: float = 1.0) -> SavedTensors:
+    """A profile with storages of every segment, of many layers and with long names."""
+    storages = [
+        SavedStorage(
+            layer=f"layers.{layer}",
+            segment=segment,
+            module=f"layers.{layer}.mlp.shared_experts.gate_and_up_proj",
+            saved_by="ScaledDotProductEfficientAttentionBackward0.philox_offset",
+            shape=(1_234_567, 2048 + layer, 128),
+            dtype="float32",
+            bytes=int(12_345 * MIB * scale),
+            kind="activation",
+            weight="",
+            num_saves=1,
+            also_saved_in=("layers.0 aggregate",),
+        )
+        for layer in range(3)
+        for segment in SEGMENTS
+    ]
+    return SavedTensors(tuple(storages), 1024)
+
+
+def advice() -> Any:
+    """Settings with many changes, as a search makes them."""
+    work = SimpleNamespace(flops=3e15, exchanged=123_456 * GIB, sent=1234 * GIB)
+    changes = {
+        **{"parallel.pp": "16", "parallel.ep": "8", "train.micro_batch_size": "1", "optim.name": "stacked_soap"},
+        **{"train.recompute": "attention experts shared_experts", "optim.state_dtype": "bfloat16"},
+    }
+    setting = SimpleNamespace(changes=changes, estimate=SimpleNamespace(work=work), bubble=0.1234)
+    return SimpleNamespace(settings=[(setting, SimpleNamespace(needed=79 * GIB))] * 3, number_tried=123, least_flops=2e15)
+
+
+@functools.cache
+def levers() -> dict[str, Any]:
+    chunks = ModelChunks((ChunkBytes(1234 * MIB, 2345 * MIB),) * 64, ChunkBytes(MIB // 2), MIB // 4, MIB // 4)
+    found = rank_bytes(dualpipev(8, 16), chunks, stages_of(uniform(64, 16)))
+    return {"saved": found, "saved, everything recomputed, and more words": found}
+
+
+def profiles() -> dict[str, SavedTensors]:
+    return {"reference": profile(1.5), "saved": profile(), "recompute": profile(0.123)}
+
+
+Show = Callable[[Console, MemoryPlan], None]
+SHOWN: dict[str, Show] = {
+    "plan": lambda console, planned: plan_report.show(planned, 80 * GIB, console),
+    "advice": lambda console, _: plan_report.show_advice(advice(), 80 * GIB, console),
+    "tensors": lambda console, _: profile_report.print_tensors(profile(), console),
+    "totals": lambda console, _: profile_report.print_totals(profile(), console),
+    "comparison": lambda console, _: profile_report.print_comparison(profiles(), "reference", console),
+    "ranks": lambda console, _: rank_peaks.print_ranks(levers()["saved"], console),
+    "levers": lambda console, _: rank_peaks.print_levers(levers(), console),
+}
+
+
+def printed(show: Show, planned: MemoryPlan, width: int) -> list[str]:
+    console = Console(file=io.StringIO(), width=width)
+    show(console, planned)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_a_table_is_complete_at_every_width(name: str, planned: MemoryPlan) -> None:
+    words = {word for line in printed(SHOWN[name], planned, WIDE) for word in line.split() if "\u2500" not in word}
+    assert words
+    for width in (60, 80, 100, 200):
+        lines = printed(SHOWN[name], planned, width)
+        assert max(map(len, lines)) <= width
+        missing = words - {word for line in lines for word in line.split()}
+        assert all(len(word) > LONG_WORD for word in missing), (width, missing)  # broken between their parts
