@@ -185,9 +185,9 @@ MUTATIONS = (
     ),
     Mutation(
         "commands: the value after an option that has one of its own",
-        "commands/with_config.py",
-        "value if equals else following",
-        "following",
+        "commands/checking.py",
+        "*([value] if equals else [])",
+        "*[]",
         "train/test_optim_config.py",
     ),
 )

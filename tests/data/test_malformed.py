@@ -287,7 +287,7 @@ RECIPES: dict[str, tuple[dict[str, Any], str]] = {
     "other end of text": ({"end_of_text": "<eos>"}, "end_of_text = '<eos>' is not a token of"),
     "no encoding": ({"encoding": "utf-99"}, "encoding = 'utf-99' is not valid"),
     "one held out": ({"holdout_every": 1}, "holdout_every = 1 is not valid"),
-    "no sources": ({"sources": ()}, r"sources = \(\) is not valid"),
+    "no sources": ({"sources": ()}, r"sources = \[\] is not valid"),
 }
 
 

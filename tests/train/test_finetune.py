@@ -131,7 +131,7 @@ def test_patterns_say_what_is_trained(changes: dict[str, Any], expected: tuple[s
         ),
         ({"train": {"frozen": ["*.expert.*"]}}, "train.frozen = '*.expert.*' is not valid: it matches no parameter; the nearest are"),
         ({"train": {"frozen": ["lm_head.*"]}}, "train.frozen = 'lm_head.*' is not valid"),
-        ({"train": {"frozen": ["*"]}}, "train.frozen = ('*',) is not valid: it leaves nothing to train; give fewer patterns"),
+        ({"train": {"frozen": ["*"]}}, "train.frozen = ['*'] is not valid: it leaves nothing to train; give fewer patterns"),
         ({"lora": {"rank": 2}}, "lora.rank = 2 is not valid: it must be 0 without init_from"),
         ({"lora": {"rank": 2, "targets": ["heads"]}, "init_from": "x"}, "lora.targets = 'heads' is not valid: it matches no weight"),
     ],

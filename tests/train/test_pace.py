@@ -41,7 +41,7 @@ def test_steps_beside_another_program_are_told_once_with_the_remedy(others: list
         assert len(notes) == (number >= IN_A_ROW)
     assert notes[0].startswith(
         "the last 5 steps took 1.6 s each, 4.3 times as long as those before (0.37 s): "
-        "2 other programs run on this machine (2 cores usable)"
+        "other programs run on this machine (2, with 2 cores for this run)"
     )
     assert notes[0].endswith("start it again, which lets its threads wait less for each other")
 

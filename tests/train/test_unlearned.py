@@ -260,7 +260,7 @@ def test_a_run_that_learns_nothing_ends_with_its_first_weights(
     assert not any("expert_load" in row for row in rows)
     assert sum("changed nothing and has no loss" in note for note in notes) == 1
     assert sum("sequences of the held-out set 'chats' is learned" in note for note in notes) == 1
-    assert "step 3/4  skipped: no token to learn" in notes
+    assert any(note.startswith("step 3/4  skipped: no token to learn") for note in notes)
     checkpoints = list_checkpoints(Path(config.run_dir) / "checkpoints")
     first, *_, last = (open_checkpoint(path).weights() for path in checkpoints)
     assert all(torch.equal(first.read(name), last.read(name)) for name in first.tensors)

@@ -61,6 +61,6 @@ class Pace:
 
 
 def _programs(others: int) -> str:
-    """Name the other programs and the cores that they share with this one."""
-    cores, program = num_cores(), "other program runs" if others == 1 else "other programs run"
-    return f"{others} {program} on this machine ({cores} core{'' if cores == 1 else 's'} usable)"
+    """Say how many threads of other programs run, and how many cores they share with this one."""
+    cores = num_cores()
+    return f"other programs run on this machine ({others}, with {cores} core{'' if cores == 1 else 's'} for this run)"
