@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
