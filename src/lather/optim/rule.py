@@ -119,7 +119,7 @@ class Rule:
     batched: bool = True
     """Update matrices of equal shape as one batch. Off: one at a time, with the same result up to rounding."""
     bucket_bytes: Bytes = None
-    """Limit on the temporary memory of a step in bytes; one matrix is updated even if it needs more. None: 256 MiB on a CPU, 2 GiB on a
+    """Limit on the temporary memory of a step in bytes; one matrix is updated even if it needs more. None: 256 MiB on a CPU, 4 GiB on a
     GPU."""
     num_streams: Count = 1
     """Number of CUDA streams that share the batches of a step."""

@@ -36,9 +36,10 @@ T = TypeVar("T")
 BUCKET_BYTES = 2**28
 """Limit on the temporary memory of a step on a CPU if `bucket_bytes` is not given."""
 
-GPU_BYTES = 2**31
-"""The same on a GPU: about ten matrices of 2048 rows then form a batch of a refresh. It does not depend on the memory that is
-free, because another division into batches gives other bits, and a run that is resumed should not."""
+GPU_BYTES = 2**32
+"""The same on a GPU: about 20 matrices of 2048 rows then form a batch of a refresh; with half of it a refresh takes 1.6 times as many
+launches. It does not depend on the memory that is free, because another division into batches gives other bits, and a run that is
+resumed should not."""
 
 STATE_BYTES, GPU_STATE_BYTES = 2**26, 2**31
 """Largest state of a bucket of several members on a CPU, and on a GPU; a quarter of it under an
