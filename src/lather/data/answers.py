@@ -60,6 +60,13 @@ class TextPlace:
 
     start: int
     stop: int
+    marks: tuple[int, ...] = ()
+    """Where its marks are, if it was found by these. A template may write the name of a call before
+    the call's result as well."""
+
+
+def _place_of(marks: list[int]) -> TextPlace:
+    return TextPlace(marks[0], marks[-1], tuple(marks))
 
 
 def without(spans: list[Span], others: list[Span]) -> list[Span]:
@@ -103,9 +110,23 @@ class AnswerFinder:
         return [(start, stop) for start, stop in spans if start < stop]
 
     def unlearned(self) -> list[Span]:
-        """Return the answers that are shown but not learned."""
+        """Return the answers that are shown but not learned, each with the beginning that the
+        template writes for it. Raises ChatError if renderings do not tell where one is."""
         numbers = [number for number in self._answered if not self._is_learned(number)]
-        return [self._find(number) for number in numbers if self._place(number)]
+        return [self._with_beginning(number) for number in numbers if self._is_written(number)]
+
+    def _is_written(self, number: int) -> bool:
+        """Tell whether the template writes anything for a message, be it empty."""
+        if self._place(number):
+            return True
+        others = [*self._messages[:number], *self._messages[number + 1 :]]
+        return self._try(others) != self._text
+
+    def _with_beginning(self, number: int) -> Span:
+        start, stop = self._find(number)
+        before = self._try(self._messages[:number]) if number else ""
+        is_start = before is not None and self._text.startswith(before)
+        return (min(start, len(before or "")) if is_start else start), stop
 
     def why_nothing_is_learned(self) -> str:
         """Return the reason why there is no learned answer."""
@@ -192,12 +213,11 @@ class AnswerFinder:
     def _all_places(self) -> dict[int, TextPlace]:
         """The places of the messages in the text by their marks; none if marks change it."""
         text, clean = self._marked
-        places: dict[int, TextPlace] = {}
+        marks: dict[int, list[int]] = {}
         for before, found in enumerate(MARKS.finditer(text) if clean else ()):
             number = (ord(found.group()) - FIRST_MARK) // len(PARTS)
-            place = found.start() - before
-            places[number] = TextPlace(places[number].start if number in places else place, place)
-        return places
+            marks.setdefault(number, []).append(found.start() - before)
+        return {number: _place_of(places) for number, places in marks.items()}
 
     @cached_property
     def _likely_places(self) -> dict[int, TextPlace]:
@@ -264,10 +284,12 @@ class AnswerFinder:
         place = self._text.rfind(head, previous, limit) if head else -1
         if place >= 0:
             return place + len(head)
-        if opening is not None and head:
+        if opening is not None:
             agreed = self._agreed(opening, self._text, previous)
             is_whole = self._whole.match(opening, agreed) or previous + agreed >= limit
-            if agreed > len(opening) - len(head) and is_whole:
+            is_whole = is_whole or not opening[agreed:].strip()  # a call follows the token itself
+            asks_nothing = not head and agreed > 0 and asked == self._try(self._messages[:number])
+            if (head and agreed > len(opening) - len(head) or asks_nothing) and is_whole:
                 return min(previous + agreed, limit)  # the template asks for reasoning as well
         if number and self._messages[number - 1]["role"] == "assistant":
             return self._find(number - 1)[1]  # the template joins them to one answer
@@ -327,6 +349,9 @@ class AnswerFinder:
             closing = ended[in_ended.stop :] if in_ended else None
         if closing is not None and text.startswith(closing, own.stop):
             return own.stop + len(closing)
+        ends = {place for place in own.marks if closing and text.startswith(closing, place)}
+        if closing and len(ends) == 1:
+            return ends.pop() + len(closing)
         return self._stop_before_next(number, own, closing)
 
     def _stop_before_next(self, number: int, own: TextPlace, closing: str | None) -> int:
@@ -401,9 +426,9 @@ class AnswerFinder:
         """Return the place of a message in the text of some messages, by changing the message."""
         other = self._try(put(messages, number, marked(messages[number], number, PARTS)), asking)
         if other is not None and MARKS.sub("", other) == text:
-            found = [match.start() for match in MARKS.finditer(other)]
+            found = [match.start() - before for before, match in enumerate(MARKS.finditer(other))]
             if found:
-                return TextPlace(found[0], found[-1] - len(found) + 1)
+                return _place_of(found)
         other = self._try(put(messages, number, replaced(messages[number], number, PARTS)), asking)
         if other is None or other == text:
             return None
