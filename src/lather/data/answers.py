@@ -16,57 +16,33 @@ that time stays in proportion to the number of messages.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from collections.abc import Hashable
 from functools import cached_property
 from typing import Any
 
 from lather.data.conversations import ChatError, Messages, is_learned
 from lather.data.marks import (
-    FIRST_MARK,
     MARKS,
-    PARTS,
-    common,
     mark_of,
     marked,
     parts_of,
-    put,
     replaced,
     shown_in,
-    texts_of,
     with_one_call_less,
 )
+from lather.data.places import Render, RenderedMessages, TextPlace
 
 Span = tuple[int, int]
 Note = tuple[str, str]
 """A thing that was noticed, which is counted, and where, such as the number of the message."""
-Render = Callable[[Messages, bool], str]
-"""Renders messages; if the second argument is true, with the beginning of an answer after them.
-Raises ChatError."""
+Known = dict[Hashable, Counter[tuple[str, str, str]]]
+"""Beginnings and endings of answers and what follows them, each with its number, by kind."""
 LONG = 32
 """In conversations of more messages, answers are taken to be like earlier ones around which the
 text is the same."""
 ALIKE = 2
 """Answers that are found exactly before others are taken to be like them."""
-WHOLE = r"<[^<>\s]{1,64}>|\[/?[A-Z_]{2,32}\]"
-"""Texts that stand for a token: two texts do not agree in a part of one."""
-
-
-@dataclass(frozen=True)
-class TextPlace:
-    """Where a text depends on a message: from the first to the last character of its parts."""
-
-    start: int
-    stop: int
-    marks: tuple[int, ...] = ()
-    """Where its marks are, if it was found by these. A template may write the name of a call before
-    the call's result as well."""
-
-
-def _place_of(marks: list[int]) -> TextPlace:
-    return TextPlace(marks[0], marks[-1], tuple(marks))
 
 
 def without(spans: list[Span], others: list[Span]) -> list[Span]:
@@ -77,7 +53,7 @@ def without(spans: list[Span], others: list[Span]) -> list[Span]:
     return spans
 
 
-class AnswerFinder:
+class AnswerFinder(RenderedMessages):
     """The answers in the text of one conversation."""
 
     def __init__(
@@ -88,19 +64,15 @@ class AnswerFinder:
         special_tokens: dict[str, str],
     ) -> None:
         """`text`: the rendered messages. Raises ChatError if marks of messages are not valid."""
-        self._render, self._messages, self._text = render, messages, text
-        self._special_tokens = special_tokens
-        names = [re.escape(token) for token in sorted(special_tokens.values(), key=len)[::-1]]
-        self._whole = re.compile("|".join([*names, WHOLE]))
+        super().__init__(render, messages, text, special_tokens)
         self._marks = [is_learned(message, number) for number, message in enumerate(messages)]
-        self._places: dict[int, TextPlace | None] = {}
         self._found: dict[int, Span] = {}
 
     # --- which answers are learned --------------------------------------------------------------
 
     def answers(self) -> list[Span]:
         """Return the learned answers. Raises ChatError if renderings do not tell where one is."""
-        known: dict[Hashable, Counter[tuple[str, str]]] = {}
+        known: Known = {}
         for number in self._answered:
             is_hidden = set(parts_of(self._messages[number])) == self._hidden.get(number)
             if is_hidden and "content" in self._hidden[number] and self._is_learned(number):
@@ -195,71 +167,41 @@ class AnswerFinder:
         changes = (marked(message, number, (part,)), replaced(message, number, (part,)))
         return all(self._is_same_with(number, other) for other in changes)
 
-    def _is_same_with(self, number: int, message: dict[str, Any]) -> bool:
-        return self._try(put(self._messages, number, message)) == self._text
-
-    # --- marks ----------------------------------------------------------------------------------
-
-    @cached_property
-    def _marked(self) -> tuple[str, bool]:
-        """The text with marks in all messages, and whether it is the same without them."""
-        messages = enumerate(self._messages)
-        text = self._try([marked(message, number, PARTS) for number, message in messages])
-        if text is None or MARKS.search(self._text):
-            return "", False
-        return text, MARKS.sub("", text) == self._text
-
-    @cached_property
-    def _all_places(self) -> dict[int, TextPlace]:
-        """The places of the messages in the text by their marks; none if marks change it."""
-        text, clean = self._marked
-        marks: dict[int, list[int]] = {}
-        for before, found in enumerate(MARKS.finditer(text) if clean else ()):
-            number = (ord(found.group()) - FIRST_MARK) // len(PARTS)
-            marks.setdefault(number, []).append(found.start() - before)
-        return {number: _place_of(places) for number, places in marks.items()}
-
-    @cached_property
-    def _likely_places(self) -> dict[int, TextPlace]:
-        """The places by their marks; if marks change the text, the places where the messages'
-        texts are found one after the other."""
-        _, clean = self._marked
-        places, place = dict(self._all_places), 0
-        for number, message in enumerate(() if clean else self._messages):
-            ends: list[int] = []
-            for text in texts_of(message):
-                found = self._text.find(text, place)
-                if found >= 0:
-                    place = found + len(text)
-                    ends += [found, place]
-            if ends:
-                places[number] = TextPlace(ends[0], ends[-1])
-        return places
-
     # --- one answer -----------------------------------------------------------------------------
 
-    def _alike(self, number: int, known: dict[Hashable, Counter[tuple[str, str]]]) -> Span | None:
+    def _alike(self, number: int, known: Known) -> Span | None:
         """Return the answer if it is like `ALIKE` earlier ones, found exactly: with the same text
-        before it, from the end of the message before, and the same text from its end to the
-        message after it. `known`: what is before and after the earlier ones, by kind."""
+        before it, from the end of the message before, the same ending, and the same text from its
+        end to the message after it. `known`: what the earlier ones begin and end with, and what
+        is after them, by kind."""
         places, text = self._likely_places, self._text
         previous, own, following = (places.get(number + step) for step in (-1, 0, 1))
         if len(self._messages) <= LONG or not (previous and own and following):
             return None
         roles = [self._messages[number + step]["role"] for step in (-1, 1)]
         kind = (*roles, text[previous.stop : own.start])
-        pairs = known.setdefault(kind, Counter())
-        spans = {
-            (previous.stop + len(opening), following.start - len(after))
-            for (opening, after), times in pairs.items()
-            if times >= ALIKE and text.endswith(after, own.start, following.start)
-        }
+        forms = known.setdefault(kind, Counter())
+        spans = set()
+        for (opening, ending, after), times in forms.items():
+            stop = following.start - len(after)
+            is_after = text.endswith(after, own.start, following.start)
+            if times >= ALIKE and is_after and self._ending(number, own, stop) == ending:
+                spans.add((previous.stop + len(opening), stop))
         if len(spans) == 1:
             return spans.pop()
         start, stop = self._find(number)
         if previous.stop <= start <= own.start <= stop <= following.start:
-            pairs[text[previous.stop : start], text[stop : following.start]] += 1
+            ending, after = self._ending(number, own, stop), text[stop : following.start]
+            forms[text[previous.stop : start], ending, after] += 1
         return start, stop
+
+    def _ending(self, number: int, own: TextPlace, stop: int) -> str:
+        """Return what the template writes after the content of an answer that ends at `stop`; of
+        one with calls, whose arguments follow the last mark, the last token and what follows it."""
+        if "tool_calls" not in parts_of(self._messages[number]):
+            return self._text[own.stop : stop]
+        tokens = [match.start() for match in self._whole.finditer(self._text, own.start, stop)]
+        return self._text[tokens[-1] : stop] if tokens else ""
 
     def _find(self, number: int) -> Span:
         """Return the answer in message `number`. Raises ChatError if renderings do not tell it."""
@@ -286,11 +228,13 @@ class AnswerFinder:
             return place + len(head)
         if opening is not None:
             agreed = self._agreed(opening, self._text, previous)
-            is_whole = self._whole.match(opening, agreed) or previous + agreed >= limit
-            is_whole = is_whole or not opening[agreed:].strip()  # a call follows the token itself
-            asks_nothing = not head and agreed > 0 and asked == self._try(self._messages[:number])
-            if (head and agreed > len(opening) - len(head) or asks_nothing) and is_whole:
-                return min(previous + agreed, limit)  # the template asks for reasoning as well
+            # the template asks for reasoning as well, or a call follows without the white space
+            rest = self._whole.match(opening, agreed) or not opening[agreed:].strip()
+            is_asked = bool(head) and agreed > len(opening) - len(head)
+            # it asks for nothing after a result, but closes the results unless a call follows
+            is_unasked = agreed > 0 and asked == self._try(self._messages[:number])
+            if (rest or previous + agreed >= limit) and (is_asked or is_unasked):
+                return min(previous + agreed, limit)
         if number and self._messages[number - 1]["role"] == "assistant":
             return self._find(number - 1)[1]  # the template joins them to one answer
         question = [{"role": "user", "content": "x"}]
@@ -406,57 +350,3 @@ class AnswerFinder:
             if place and piece and text[: place.stop].endswith(piece):
                 return place.stop - len(piece)
         return None
-
-    # --- places ---------------------------------------------------------------------------------
-
-    def _place(self, number: int) -> TextPlace | None:
-        """Return the place of a message in the text; None if it is not shown."""
-        if number not in self._places:
-            found = self._all_places.get(number)
-            self._places[number] = found or self._place_in(self._text, self._messages, number)
-        return self._places[number]
-
-    def _place_in(
-        self,
-        text: str,
-        messages: Messages,
-        number: int,
-        asking: bool = False,
-    ) -> TextPlace | None:
-        """Return the place of a message in the text of some messages, by changing the message."""
-        other = self._try(put(messages, number, marked(messages[number], number, PARTS)), asking)
-        if other is not None and MARKS.sub("", other) == text:
-            found = [match.start() - before for before, match in enumerate(MARKS.finditer(other))]
-            if found:
-                return _place_of(found)
-        other = self._try(put(messages, number, replaced(messages[number], number, PARTS)), asking)
-        if other is None or other == text:
-            return None
-        start = common(text, other)
-        most = min(len(text), len(other)) - start
-        return TextPlace(start, len(text) - min(most, common(text[::-1], other[::-1])))
-
-    def _agreed(self, one: str, text: str, place: int) -> int:
-        """Return how many characters of `one` are in the text at this place, without a part of a
-        token."""
-        agreed, other = common(one, text[place : place + len(one)]), text[place:]
-        for side in (one, other[: agreed + 100]):
-            for match in self._whole.finditer(side):
-                if match.start() < agreed < match.end():
-                    agreed = match.start()
-        return agreed
-
-    def _agreed_before(self, one: str, other: str) -> int:
-        """Return how many last characters two texts have in common, without a part of a token."""
-        agreed = common(one[::-1], other[::-1])
-        for side in (one, other):
-            for match in self._whole.finditer(side, max(0, len(side) - agreed - 100)):
-                if match.start() < len(side) - agreed < match.end():
-                    agreed = len(side) - match.end()
-        return agreed
-
-    def _try(self, messages: Messages, asking: bool = False) -> str | None:
-        try:
-            return self._render(messages, asking)
-        except ChatError:
-            return None

@@ -292,7 +292,8 @@ def _other_forms(messages: Messages, fill: bool) -> Iterator[Messages]:
     same with empty contents where there are none."""
     forms = [messages]
     if fill:
-        forms.append([{**one, "content": one.get("content", "")} for one in messages])
+        empty = {"content": ""}
+        forms.append([one if one.get("content") is not None else one | empty for one in messages])
     for form in forms:
         if form is not messages:
             yield form
