@@ -224,6 +224,19 @@ def test_a_data_set_that_lacks_nothing_has_no_notes(tmp_path: Path) -> None:
     assert dataset.manifest.notes == {}
 
 
+def test_fields_of_the_conversation_that_are_not_read_are_noted(tmp_path: Path) -> None:
+    talk = {"messages": [ASKED, ANSWERED], "id": 3, "videos": [], "documents": None}
+    records = [talk, {**talk, "images": ["a.png"]}, {**talk, "chat_template_kwargs": {"think": 0}}]
+    dataset = made(tmp_path, records)
+    assert dataset.manifest.notes == {
+        "field 'chat_template_kwargs' is not read": 1,
+        "field 'images' is not read": 1,
+    }
+    rows = [json.loads(row) for row in (dataset.folder / NOTES).read_text("utf-8").splitlines()]
+    assert [row["line"] for row in rows] == [2, 3]
+    assert {"images", "documents", "chat_template_kwargs"} <= set(DataRecipe(("a",), chat=True).columns)
+
+
 def test_one_call_of_several_that_is_not_shown_is_noted() -> None:
     calls = [{"type": "function", "function": {**CALL, "name": name}} for name in ("one", "two")]
     talk = [ASKED, {"role": "assistant", "tool_calls": calls}, {"role": "tool", "content": "9"}]

@@ -27,6 +27,9 @@ FIELDS = (
     "functions",
 )
 """The fields of a record that are read."""
+UNREAD_FIELDS = ("images", "image", "videos", "audios", "documents", "chat_template_kwargs")
+"""Fields of published data sets beside the messages that are part of a conversation and are not
+read; those are noted. All others are passed over, such as numbers and sources of records."""
 ROLES = {
     "human": "user",
     "gpt": "assistant",
@@ -89,6 +92,11 @@ def tools_of(record: dict[str, Any]) -> Tools:
     if name == "functions":
         return [{"type": "function", "function": function} for function in tools or []]
     return tools if isinstance(tools, list) and tools else None
+
+
+def unread_fields(record: dict[str, Any]) -> list[str]:
+    """Return the fields of a record that belong to the conversation, and are not read."""
+    return [name for name in UNREAD_FIELDS if record.get(name) not in (None, "", [], {})]
 
 
 def is_learned(message: dict[str, Any], number: int) -> bool | None:
