@@ -114,6 +114,16 @@ def test_calls_of_sharegpt_are_calls_of_the_assistant() -> None:
     assert len(spans) == 2
 
 
+def test_calls_in_json_are_calls() -> None:
+    calls = [{"type": "function", "function": CALL}]
+    as_list, as_text = (
+        messages_of({"messages": [ASKED, {"role": "assistant", "tool_calls": given}]})
+        for given in (calls, json.dumps(calls))
+    )
+    assert as_text == as_list
+    assert as_list[1]["tool_calls"] == calls
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "another system": (
         {"system": "s", "messages": [{"role": "system", "content": "t"}, ASKED, ANSWERED]},
@@ -123,6 +133,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a call that is no JSON": (
         {"conversations": [{"from": "function_call", "value": "weather(Ulm)"}]},
         "message 0 of role function_call is not a call in JSON",
+    ),
+    "calls that are no JSON": (
+        {"messages": [ASKED, {"role": "assistant", "tool_calls": "weather(Ulm)"}]},
+        "message 1 has tool_calls that are no JSON",
+    ),
+    "calls that are no list": (
+        {"messages": [ASKED, {"role": "assistant", "tool_calls": CALL}]},
+        "message 1 has tool_calls that are no list of calls",
+    ),
+    "a call without a name": (
+        {"messages": [ASKED, {**ANSWERED, "tool_calls": [{"function": {"arguments": {}}}]}]},
+        "message 1 has a call without a name",
     ),
     "an image": (
         {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]},
