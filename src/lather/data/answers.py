@@ -53,6 +53,10 @@ def without(spans: list[Span], others: list[Span]) -> list[Span]:
     return spans
 
 
+def _is_in(place: TextPlace | None, span: Span) -> bool:
+    return place is not None and span[0] <= place.start <= place.stop <= span[1]
+
+
 class AnswerFinder(RenderedMessages):
     """The answers in the text of one conversation."""
 
@@ -81,11 +85,21 @@ class AnswerFinder(RenderedMessages):
         spans = [self._alike(number, known) or self._find(number) for number in numbers]
         return [(start, stop) for start, stop in spans if start < stop]
 
-    def unlearned(self) -> list[Span]:
-        """Return the answers that are shown but not learned, each with the beginning that the
-        template writes for it. Raises ChatError if renderings do not tell where one is."""
-        numbers = [number for number in self._answered if not self._is_learned(number)]
-        return [self._with_beginning(number) for number in numbers if self._is_written(number)]
+    def learned_of(self, blocks: list[Span]) -> list[Span]:
+        """Return what is learned of the blocks that the template marks: not the answers that are
+        shown but not learned, each with the beginning that the template writes for it. Raises
+        ChatError if renderings do not tell where one is."""
+        learned = {number for number in self._answered if self._is_learned(number)}
+        places = self._all_places
+        for number in self._answered:
+            if number in learned:
+                continue
+            own = [block for block in blocks if _is_in(places.get(number), block)]
+            if own and not any(_is_in(places.get(other), own[0]) for other in learned):
+                blocks = [block for block in blocks if block != own[0]]
+            elif self._is_written(number):
+                blocks = without(blocks, [self._with_beginning(number)])
+        return blocks
 
     def _is_written(self, number: int) -> bool:
         """Tell whether the template writes anything for a message, be it empty."""

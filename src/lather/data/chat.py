@@ -26,7 +26,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from lather.data.answers import AnswerFinder, Note, Span, without
+from lather.data.answers import AnswerFinder, Note, Span
 from lather.data.conversations import (
     REASONING,
     ChatError,
@@ -184,7 +184,7 @@ class ChatTemplate:
         messages = self.fitting(messages, tools)
         text, blocks = self._with_blocks(messages, tools)
         finder = self._finder(messages, tools, text)
-        spans = finder.answers() if blocks is None else without(blocks, finder.unlearned())
+        spans = finder.answers() if blocks is None else finder.learned_of(blocks)
         if not spans:
             raise ChatError(finder.why_nothing_is_learned())
         return Formatted(text, spans, self._notes(finder, messages, tools))
