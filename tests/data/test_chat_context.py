@@ -146,6 +146,16 @@ def test_a_template_that_adds_the_content_of_every_call(tmp_path: Path, content:
     assert ours.render(fitting) == expected
 
 
+def test_a_first_answer_before_which_the_template_does_not_ask() -> None:
+    """As OLMo 2, which asks in its loop over the messages."""
+    source = (
+        "{{ eos_token }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ eos_token }}"
+        "{% if loop.last and add_generation_prompt %}<|assistant|>{% endif %}{% endfor %}"
+    )
+    assert learned(source, [ANSWERED]) == ["It is 9.</s>"]
+    assert learned(source, [ANSWERED, ASKED, ANSWERED]) == ["It is 9.</s>"] * 2
+
+
 def test_long_conversations_do_not_take_what_follows_an_answer_for_its_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

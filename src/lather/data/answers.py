@@ -224,6 +224,9 @@ class AnswerFinder(RenderedMessages):
             asked = self._try(before, asking=True)
             is_start = bool(asked) and text.startswith(asked or "")
             start = len(asked or "") if is_start else self._start(number, asked)
+            usual = self._usual_head
+            if usual and is_start and text.startswith(usual, start) and asked == self._try(before):
+                start += len(usual)  # the template asks for no answer here, as where none is before
             stop = self._stop(number, asked)
             if stop < start:
                 raise ChatError(f"renderings do not tell where the answer in message {number} is")
@@ -251,8 +254,7 @@ class AnswerFinder(RenderedMessages):
                 return min(previous + agreed, limit)
         if number and self._messages[number - 1]["role"] == "assistant":
             return self._find(number - 1)[1]  # the template joins them to one answer
-        question = [{"role": "user", "content": "x"}]
-        usual = self._head(self._try(question, asking=True), question)
+        usual = self._usual_head
         sign = self._whole.match(usual)
         place = self._text.rfind(sign.group(), previous, limit) if sign else -1
         agreed = self._agreed(usual, self._text, place) if place >= 0 else 0
@@ -274,6 +276,12 @@ class AnswerFinder(RenderedMessages):
             if place and in_asked:
                 return place.stop, (asked or "")[in_asked.stop :]
         return 0, None
+
+    @cached_property
+    def _usual_head(self) -> str:
+        """The text that asks for an answer after a question; empty if it is not known."""
+        question = [{"role": "user", "content": "x"}]
+        return self._head(self._try(question, asking=True), question)
 
     def _head(self, asked: str | None, messages: Messages) -> str:
         """Return what the template adds to ask for an answer; empty if it is not known."""
