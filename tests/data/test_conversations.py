@@ -1,4 +1,4 @@
-"""Records of conversations: their shapes, marks of what is learned, and what a template leaves out."""
+"""Records of conversations: shapes, marks of what is learned, and what a template leaves out."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,8 @@ def made(
 ) -> DataSet:
     """Make a data set of the records with this template, whose eos_token is <eos>."""
     tokenizer = train_tokenizer(iter(["x"]), 300, END_OF_TEXT)
-    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in ("<eos>", "<|im_end|>")])
+    names = ("<eos>", "<|im_end|>")
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in names])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     settings = {"chat_template": source, "eos_token": "<eos>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -61,7 +62,10 @@ def roles_and_texts(record: dict[str, Any]) -> list[tuple[str, Any]]:
 
 SHAPES = {
     "a system field beside ShareGPT": (
-        {"system": "s", "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+        {
+            "system": "s",
+            "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}],
+        },
         [("system", "s"), ("user", "a"), ("assistant", "b")],
     ),
     "a system field beside messages": (
@@ -253,7 +257,8 @@ def test_fields_of_the_conversation_that_are_not_read_are_noted(tmp_path: Path) 
     }
     rows = [json.loads(row) for row in (dataset.folder / NOTES).read_text("utf-8").splitlines()]
     assert [row["line"] for row in rows] == [2, 3]
-    assert {"images", "documents", "chat_template_kwargs"} <= set(DataRecipe(("a",), chat=True).columns)
+    columns = DataRecipe(("a",), chat=True).columns
+    assert {"images", "documents", "chat_template_kwargs"} <= set(columns)
 
 
 def test_one_call_of_several_that_is_not_shown_is_noted() -> None:
@@ -261,7 +266,8 @@ def test_one_call_of_several_that_is_not_shown_is_noted() -> None:
     talk = [ASKED, {"role": "assistant", "tool_calls": calls}, {"role": "tool", "content": "9"}]
     formatted = ChatTemplate(PUBLISHED["gpt-oss"].source, {}).format([*talk, ANSWERED])
     assert "two" not in formatted.text
-    assert formatted.notes == [("tool_calls of role 'assistant' are not all shown by the chat template", "message 1")]
+    kind = "tool_calls of role 'assistant' are not all shown by the chat template"
+    assert formatted.notes == [(kind, "message 1")]
     assert len(formatted.answers) == 1
 
 

@@ -95,8 +95,9 @@ class TokenRun:
 
 
 def encode(documents: Iterable[Document], tokenizer: Tokenizer, end: int | None, *, chat: bool) -> Iterator[TokenRun]:
-    """Encode documents in batches, and add the token `end` to each, if it is given; yield their tokens in order. `chat`: the name of a
-    special token in a text is encoded as that token, for chat templates; otherwise as plain characters.
+    """Encode documents in batches, and add the token `end` to each, if it is given; yield their
+    tokens in order. `chat`: the name of a special token in a text is encoded as that token, for
+    chat templates; otherwise as plain characters.
 
     A text that ends with `end`, or with `end` and white space, as a chat template may write it,
     gets no second one."""
