@@ -236,7 +236,7 @@ def _making(recipe: DataRecipe, tokenizer: Tokenizer | None, folder: Path, units
 
 
 @dataclass
-class _Counts:
+class _Outcome:
     """Documents and tokens by split, and numbers of what was skipped, noted and read, by kind."""
 
     splits: dict[str, Split] = field(default_factory=dict)
@@ -290,9 +290,9 @@ def _complete(plan: MakingPlan, making: Making) -> None:
     write_aside(folder / MANIFEST, manifest.to_json())
 
 
-def _write_lists(plan: MakingPlan, making: Making, skipped: TextIO, noted: TextIO) -> _Counts:
+def _write_lists(plan: MakingPlan, making: Making, skipped: TextIO, noted: TextIO) -> _Outcome:
     """Write the lists of what was skipped and noted from the units' reports, and count all."""
-    counts = _Counts()
+    counts = _Outcome()
     for path, why, detail in _skipped_files(plan):
         _write_skip(skipped, path, 0, why, detail)
         counts.skipped[why] += 1
