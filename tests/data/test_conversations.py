@@ -1,4 +1,4 @@
-"""Records of conversations: their shapes, marks of what is learned, and what a template leaves out."""
+"""Records of conversations: shapes, marks of what is learned, and what a template leaves out."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,8 @@ def made(
 ) -> DataSet:
     """Make a data set of the records with this template, whose eos_token is <eos>."""
     tokenizer = train_tokenizer(iter(["x"]), 300, END_OF_TEXT)
-    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in ("<eos>", "<|im_end|>")])
+    names = ("<eos>", "<|im_end|>")
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in names])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     settings = {"chat_template": source, "eos_token": "<eos>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -61,7 +62,10 @@ def roles_and_texts(record: dict[str, Any]) -> list[tuple[str, Any]]:
 
 SHAPES = {
     "a system field beside ShareGPT": (
-        {"system": "s", "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+        {
+            "system": "s",
+            "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}],
+        },
         [("system", "s"), ("user", "a"), ("assistant", "b")],
     ),
     "a system field beside messages": (
@@ -114,6 +118,13 @@ def test_calls_of_sharegpt_are_calls_of_the_assistant() -> None:
     assert len(spans) == 2
 
 
+def test_calls_in_json_are_calls() -> None:
+    calls = [{"type": "function", "function": CALL}]
+    for given in (calls, json.dumps(calls)):
+        messages = messages_of({"messages": [ASKED, {"role": "assistant", "tool_calls": given}]})
+        assert messages[1]["tool_calls"] == calls
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "another system": (
         {"system": "s", "messages": [{"role": "system", "content": "t"}, ASKED, ANSWERED]},
@@ -123,6 +134,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a call that is no JSON": (
         {"conversations": [{"from": "function_call", "value": "weather(Ulm)"}]},
         "message 0 of role function_call is not a call in JSON",
+    ),
+    "calls that are no JSON": (
+        {"messages": [ASKED, {"role": "assistant", "tool_calls": "weather(Ulm)"}]},
+        "message 1 has tool_calls that are no JSON",
+    ),
+    "calls that are no list": (
+        {"messages": [ASKED, {"role": "assistant", "tool_calls": CALL}]},
+        "message 1 has tool_calls that are no list of calls",
+    ),
+    "a call without a name": (
+        {"messages": [ASKED, {**ANSWERED, "tool_calls": [{"function": {"arguments": {}}}]}]},
+        "message 1 has a call without a name",
     ),
     "an image": (
         {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]},
@@ -224,12 +247,27 @@ def test_a_data_set_that_lacks_nothing_has_no_notes(tmp_path: Path) -> None:
     assert dataset.manifest.notes == {}
 
 
+def test_fields_of_the_conversation_that_are_not_read_are_noted(tmp_path: Path) -> None:
+    talk = {"messages": [ASKED, ANSWERED], "id": 3, "videos": [], "documents": None}
+    records = [talk, {**talk, "images": ["a.png"]}, {**talk, "chat_template_kwargs": {"think": 0}}]
+    dataset = made(tmp_path, records)
+    assert dataset.manifest.notes == {
+        "field 'chat_template_kwargs' is not read": 1,
+        "field 'images' is not read": 1,
+    }
+    rows = [json.loads(row) for row in (dataset.folder / NOTES).read_text("utf-8").splitlines()]
+    assert [row["line"] for row in rows] == [2, 3]
+    columns = DataRecipe(("a",), chat=True).columns
+    assert {"images", "documents", "chat_template_kwargs"} <= set(columns)
+
+
 def test_one_call_of_several_that_is_not_shown_is_noted() -> None:
     calls = [{"type": "function", "function": {**CALL, "name": name}} for name in ("one", "two")]
     talk = [ASKED, {"role": "assistant", "tool_calls": calls}, {"role": "tool", "content": "9"}]
     formatted = ChatTemplate(PUBLISHED["gpt-oss"].source, {}).format([*talk, ANSWERED])
     assert "two" not in formatted.text
-    assert formatted.notes == [("tool_calls of role 'assistant' are not all shown by the chat template", "message 1")]
+    kind = "tool_calls of role 'assistant' are not all shown by the chat template"
+    assert formatted.notes == [(kind, "message 1")]
     assert len(formatted.answers) == 1
 
 

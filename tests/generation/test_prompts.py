@@ -21,6 +21,13 @@ def test_lines_of_text_and_of_json(tmp_path: Path) -> None:
     assert read_prompts(objects) == ["one", messages, messages]
 
 
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_joined_files_may_have_a_byte_order_mark_each(tmp_path: Path, name: str) -> None:
+    lines = ["one", "two"] if name == "a.txt" else ['{"prompt": "one"}', '{"prompt": "two"}']
+    (tmp_path / name).write_text("".join(f"\ufeff{line}\n" for line in lines), "utf-8")
+    assert read_prompts(tmp_path / name) == ["one", "two"]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [

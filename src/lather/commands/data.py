@@ -75,7 +75,8 @@ def _make(arguments: list[str]) -> None:
 
 
 def _show(arguments: list[str]) -> None:
-    print(fit(describe(DataSet(parse_arguments(FolderArguments, "lather data show", arguments).folder))))
+    parsed = parse_arguments(FolderArguments, "lather data show", arguments)
+    print(fit(describe(DataSet(parsed.folder))))
 
 
 def _check(arguments: list[str]) -> None:

@@ -16,50 +16,33 @@ that time stays in proportion to the number of messages.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from collections.abc import Hashable
 from functools import cached_property
 from typing import Any
 
 from lather.data.conversations import ChatError, Messages, is_learned
 from lather.data.marks import (
-    FIRST_MARK,
     MARKS,
-    PARTS,
-    common,
     mark_of,
     marked,
     parts_of,
-    put,
     replaced,
     shown_in,
-    texts_of,
     with_one_call_less,
 )
+from lather.data.places import Render, RenderedMessages, TextPlace
 
 Span = tuple[int, int]
 Note = tuple[str, str]
 """A thing that was noticed, which is counted, and where, such as the number of the message."""
-Render = Callable[[Messages, bool], str]
-"""Renders messages; if the second argument is true, with the beginning of an answer after them.
-Raises ChatError."""
+Known = dict[Hashable, Counter[tuple[str, str, str]]]
+"""Beginnings and endings of answers and what follows them, each with its number, by kind."""
 LONG = 32
 """In conversations of more messages, answers are taken to be like earlier ones around which the
 text is the same."""
 ALIKE = 2
 """Answers that are found exactly before others are taken to be like them."""
-WHOLE = r"<[^<>\s]{1,64}>|\[/?[A-Z_]{2,32}\]"
-"""Texts that stand for a token: two texts do not agree in a part of one."""
-
-
-@dataclass(frozen=True)
-class TextPlace:
-    """Where a text depends on a message: from the first to the last character of its parts."""
-
-    start: int
-    stop: int
 
 
 def without(spans: list[Span], others: list[Span]) -> list[Span]:
@@ -70,7 +53,11 @@ def without(spans: list[Span], others: list[Span]) -> list[Span]:
     return spans
 
 
-class AnswerFinder:
+def _is_in(place: TextPlace | None, span: Span) -> bool:
+    return place is not None and span[0] <= place.start <= place.stop <= span[1]
+
+
+class AnswerFinder(RenderedMessages):
     """The answers in the text of one conversation."""
 
     def __init__(
@@ -81,19 +68,15 @@ class AnswerFinder:
         special_tokens: dict[str, str],
     ) -> None:
         """`text`: the rendered messages. Raises ChatError if marks of messages are not valid."""
-        self._render, self._messages, self._text = render, messages, text
-        self._special_tokens = special_tokens
-        names = [re.escape(token) for token in sorted(special_tokens.values(), key=len)[::-1]]
-        self._whole = re.compile("|".join([*names, WHOLE]))
+        super().__init__(render, messages, text, special_tokens)
         self._marks = [is_learned(message, number) for number, message in enumerate(messages)]
-        self._places: dict[int, TextPlace | None] = {}
         self._found: dict[int, Span] = {}
 
     # --- which answers are learned --------------------------------------------------------------
 
     def answers(self) -> list[Span]:
         """Return the learned answers. Raises ChatError if renderings do not tell where one is."""
-        known: dict[Hashable, Counter[tuple[str, str]]] = {}
+        known: Known = {}
         for number in self._answered:
             is_hidden = set(parts_of(self._messages[number])) == self._hidden.get(number)
             if is_hidden and "content" in self._hidden[number] and self._is_learned(number):
@@ -102,10 +85,34 @@ class AnswerFinder:
         spans = [self._alike(number, known) or self._find(number) for number in numbers]
         return [(start, stop) for start, stop in spans if start < stop]
 
-    def unlearned(self) -> list[Span]:
-        """Return the answers that are shown but not learned."""
-        numbers = [number for number in self._answered if not self._is_learned(number)]
-        return [self._find(number) for number in numbers if self._place(number)]
+    def learned_of(self, blocks: list[Span]) -> list[Span]:
+        """Return what is learned of the blocks that the template marks: not the answers that are
+        shown but not learned, each with the beginning that the template writes for it. Raises
+        ChatError if renderings do not tell where one is."""
+        learned = {number for number in self._answered if self._is_learned(number)}
+        places = self._all_places
+        for number in self._answered:
+            if number in learned:
+                continue
+            own = [block for block in blocks if _is_in(places.get(number), block)]
+            if own and not any(_is_in(places.get(other), own[0]) for other in learned):
+                blocks = [block for block in blocks if block != own[0]]
+            elif self._is_written(number):
+                blocks = without(blocks, [self._with_beginning(number)])
+        return blocks
+
+    def _is_written(self, number: int) -> bool:
+        """Tell whether the template writes anything for a message, be it empty."""
+        if self._place(number):
+            return True
+        others = [*self._messages[:number], *self._messages[number + 1 :]]
+        return self._try(others) != self._text
+
+    def _with_beginning(self, number: int) -> Span:
+        start, stop = self._find(number)
+        before = self._try(self._messages[:number]) if number else ""
+        is_start = before is not None and self._text.startswith(before)
+        return (min(start, len(before or "")) if is_start else start), stop
 
     def why_nothing_is_learned(self) -> str:
         """Return the reason why there is no learned answer."""
@@ -174,72 +181,41 @@ class AnswerFinder:
         changes = (marked(message, number, (part,)), replaced(message, number, (part,)))
         return all(self._is_same_with(number, other) for other in changes)
 
-    def _is_same_with(self, number: int, message: dict[str, Any]) -> bool:
-        return self._try(put(self._messages, number, message)) == self._text
-
-    # --- marks ----------------------------------------------------------------------------------
-
-    @cached_property
-    def _marked(self) -> tuple[str, bool]:
-        """The text with marks in all messages, and whether it is the same without them."""
-        messages = enumerate(self._messages)
-        text = self._try([marked(message, number, PARTS) for number, message in messages])
-        if text is None or MARKS.search(self._text):
-            return "", False
-        return text, MARKS.sub("", text) == self._text
-
-    @cached_property
-    def _all_places(self) -> dict[int, TextPlace]:
-        """The places of the messages in the text by their marks; none if marks change it."""
-        text, clean = self._marked
-        places: dict[int, TextPlace] = {}
-        for before, found in enumerate(MARKS.finditer(text) if clean else ()):
-            number = (ord(found.group()) - FIRST_MARK) // len(PARTS)
-            place = found.start() - before
-            places[number] = TextPlace(places[number].start if number in places else place, place)
-        return places
-
-    @cached_property
-    def _likely_places(self) -> dict[int, TextPlace]:
-        """The places by their marks; if marks change the text, the places where the messages'
-        texts are found one after the other."""
-        _, clean = self._marked
-        places, place = dict(self._all_places), 0
-        for number, message in enumerate(() if clean else self._messages):
-            ends: list[int] = []
-            for text in texts_of(message):
-                found = self._text.find(text, place)
-                if found >= 0:
-                    place = found + len(text)
-                    ends += [found, place]
-            if ends:
-                places[number] = TextPlace(ends[0], ends[-1])
-        return places
-
     # --- one answer -----------------------------------------------------------------------------
 
-    def _alike(self, number: int, known: dict[Hashable, Counter[tuple[str, str]]]) -> Span | None:
+    def _alike(self, number: int, known: Known) -> Span | None:
         """Return the answer if it is like `ALIKE` earlier ones, found exactly: with the same text
-        before it, from the end of the message before, and the same text from its end to the
-        message after it. `known`: what is before and after the earlier ones, by kind."""
+        before it, from the end of the message before, the same ending, and the same text from its
+        end to the message after it. `known`: what the earlier ones begin and end with, and what
+        is after them, by kind."""
         places, text = self._likely_places, self._text
         previous, own, following = (places.get(number + step) for step in (-1, 0, 1))
         if len(self._messages) <= LONG or not (previous and own and following):
             return None
         roles = [self._messages[number + step]["role"] for step in (-1, 1)]
         kind = (*roles, text[previous.stop : own.start])
-        pairs = known.setdefault(kind, Counter())
-        spans = {
-            (previous.stop + len(opening), following.start - len(after))
-            for (opening, after), times in pairs.items()
-            if times >= ALIKE and text.endswith(after, own.start, following.start)
-        }
+        forms = known.setdefault(kind, Counter())
+        spans = set()
+        for (opening, ending, after), times in forms.items():
+            stop = following.start - len(after)
+            is_after = text.endswith(after, own.start, following.start)
+            if times >= ALIKE and is_after and self._ending(number, own, stop) == ending:
+                spans.add((previous.stop + len(opening), stop))
         if len(spans) == 1:
             return spans.pop()
         start, stop = self._find(number)
         if previous.stop <= start <= own.start <= stop <= following.start:
-            pairs[text[previous.stop : start], text[stop : following.start]] += 1
+            ending, after = self._ending(number, own, stop), text[stop : following.start]
+            forms[text[previous.stop : start], ending, after] += 1
         return start, stop
+
+    def _ending(self, number: int, own: TextPlace, stop: int) -> str:
+        """Return what the template writes after the content of an answer that ends at `stop`; of
+        one with calls, whose arguments follow the last mark, the last token and what follows it."""
+        if "tool_calls" not in parts_of(self._messages[number]):
+            return self._text[own.stop : stop]
+        tokens = [match.start() for match in self._whole.finditer(self._text, own.start, stop)]
+        return self._text[tokens[-1] : stop] if tokens else ""
 
     def _find(self, number: int) -> Span:
         """Return the answer in message `number`. Raises ChatError if renderings do not tell it."""
@@ -248,6 +224,9 @@ class AnswerFinder:
             asked = self._try(before, asking=True)
             is_start = bool(asked) and text.startswith(asked or "")
             start = len(asked or "") if is_start else self._start(number, asked)
+            usual = self._usual_head
+            if usual and is_start and text.startswith(usual, start) and asked == self._try(before):
+                start += len(usual)  # the template asks for no answer here, as where none is before
             stop = self._stop(number, asked)
             if stop < start:
                 raise ChatError(f"renderings do not tell where the answer in message {number} is")
@@ -264,15 +243,18 @@ class AnswerFinder:
         place = self._text.rfind(head, previous, limit) if head else -1
         if place >= 0:
             return place + len(head)
-        if opening is not None and head:
+        if opening is not None:
             agreed = self._agreed(opening, self._text, previous)
-            is_whole = self._whole.match(opening, agreed) or previous + agreed >= limit
-            if agreed > len(opening) - len(head) and is_whole:
-                return min(previous + agreed, limit)  # the template asks for reasoning as well
+            # the template asks for reasoning as well, or a call follows without the white space
+            rest = self._whole.match(opening, agreed) or not opening[agreed:].strip()
+            is_asked = bool(head) and agreed > len(opening) - len(head)
+            # it asks for nothing after a result, but closes the results unless a call follows
+            is_unasked = agreed > 0 and asked == self._try(self._messages[:number])
+            if (rest or previous + agreed >= limit) and (is_asked or is_unasked):
+                return min(previous + agreed, limit)
         if number and self._messages[number - 1]["role"] == "assistant":
             return self._find(number - 1)[1]  # the template joins them to one answer
-        question = [{"role": "user", "content": "x"}]
-        usual = self._head(self._try(question, asking=True), question)
+        usual = self._usual_head
         sign = self._whole.match(usual)
         place = self._text.rfind(sign.group(), previous, limit) if sign else -1
         agreed = self._agreed(usual, self._text, place) if place >= 0 else 0
@@ -294,6 +276,12 @@ class AnswerFinder:
             if place and in_asked:
                 return place.stop, (asked or "")[in_asked.stop :]
         return 0, None
+
+    @cached_property
+    def _usual_head(self) -> str:
+        """The text that asks for an answer after a question; empty if it is not known."""
+        question = [{"role": "user", "content": "x"}]
+        return self._head(self._try(question, asking=True), question)
 
     def _head(self, asked: str | None, messages: Messages) -> str:
         """Return what the template adds to ask for an answer; empty if it is not known."""
@@ -327,6 +315,9 @@ class AnswerFinder:
             closing = ended[in_ended.stop :] if in_ended else None
         if closing is not None and text.startswith(closing, own.stop):
             return own.stop + len(closing)
+        ends = {place for place in own.marks if closing and text.startswith(closing, place)}
+        if closing and len(ends) == 1:
+            return ends.pop() + len(closing)
         return self._stop_before_next(number, own, closing)
 
     def _stop_before_next(self, number: int, own: TextPlace, closing: str | None) -> int:
@@ -381,57 +372,3 @@ class AnswerFinder:
             if place and piece and text[: place.stop].endswith(piece):
                 return place.stop - len(piece)
         return None
-
-    # --- places ---------------------------------------------------------------------------------
-
-    def _place(self, number: int) -> TextPlace | None:
-        """Return the place of a message in the text; None if it is not shown."""
-        if number not in self._places:
-            found = self._all_places.get(number)
-            self._places[number] = found or self._place_in(self._text, self._messages, number)
-        return self._places[number]
-
-    def _place_in(
-        self,
-        text: str,
-        messages: Messages,
-        number: int,
-        asking: bool = False,
-    ) -> TextPlace | None:
-        """Return the place of a message in the text of some messages, by changing the message."""
-        other = self._try(put(messages, number, marked(messages[number], number, PARTS)), asking)
-        if other is not None and MARKS.sub("", other) == text:
-            found = [match.start() for match in MARKS.finditer(other)]
-            if found:
-                return TextPlace(found[0], found[-1] - len(found) + 1)
-        other = self._try(put(messages, number, replaced(messages[number], number, PARTS)), asking)
-        if other is None or other == text:
-            return None
-        start = common(text, other)
-        most = min(len(text), len(other)) - start
-        return TextPlace(start, len(text) - min(most, common(text[::-1], other[::-1])))
-
-    def _agreed(self, one: str, text: str, place: int) -> int:
-        """Return how many characters of `one` are in the text at this place, without a part of a
-        token."""
-        agreed, other = common(one, text[place : place + len(one)]), text[place:]
-        for side in (one, other[: agreed + 100]):
-            for match in self._whole.finditer(side):
-                if match.start() < agreed < match.end():
-                    agreed = match.start()
-        return agreed
-
-    def _agreed_before(self, one: str, other: str) -> int:
-        """Return how many last characters two texts have in common, without a part of a token."""
-        agreed = common(one[::-1], other[::-1])
-        for side in (one, other):
-            for match in self._whole.finditer(side, max(0, len(side) - agreed - 100)):
-                if match.start() < len(side) - agreed < match.end():
-                    agreed = len(side) - match.end()
-        return agreed
-
-    def _try(self, messages: Messages, asking: bool = False) -> str | None:
-        try:
-            return self._render(messages, asking)
-        except ChatError:
-            return None

@@ -26,7 +26,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from lather.data.answers import AnswerFinder, Note, Span, without
+from lather.data.answers import AnswerFinder, Note, Span
 from lather.data.conversations import (
     REASONING,
     ChatError,
@@ -184,7 +184,7 @@ class ChatTemplate:
         messages = self.fitting(messages, tools)
         text, blocks = self._with_blocks(messages, tools)
         finder = self._finder(messages, tools, text)
-        spans = finder.answers() if blocks is None else without(blocks, finder.unlearned())
+        spans = finder.answers() if blocks is None else finder.learned_of(blocks)
         if not spans:
             raise ChatError(finder.why_nothing_is_learned())
         return Formatted(text, spans, self._notes(finder, messages, tools))
@@ -230,22 +230,23 @@ class ChatTemplate:
     # --- what templates are given ---------------------------------------------------------------
 
     def fitting(self, messages: Messages, tools: Tools = None) -> Messages:
-        """Return the messages with the arguments of tool calls as the template shows them rightly.
+        """Return the messages with contents and arguments of calls as the template shows them
+        rightly.
 
         Arguments are objects or JSON in a string. They stay as they are, unless the template would
-        put the string into quotes once more, shows the object as Python does, or fails. Raises
-        ChatError if the template shows a list of text parts as Python does.
+        put the string into quotes once more, shows the object as Python does, or fails. An absent
+        content becomes empty if the template fails without it. Raises ChatError if the template
+        shows a list of text parts as Python does.
         """
-        has_calls = any(calls_of(message) for message in messages)
         contents = [message.get("content") for message in messages]
         lists = [number for number, content in enumerate(contents) if isinstance(content, list)]
-        if not has_calls and not lists:
+        if not (lists or None in contents or any(calls_of(message) for message in messages)):
             return messages
         text = self._rendered(messages, tools)
-        if has_calls and (text is None or _shows_wrongly(text, messages)):
-            for other in (_with_objects(messages), _with_strings(messages)):
-                changed = self._rendered(other, tools) if other is not None else None
-                if other is not None and changed is not None and not _shows_wrongly(changed, other):
+        if text is None or _shows_wrongly(text, messages):
+            for other in _other_forms(messages, None in contents and text is None):
+                changed = self._rendered(other, tools)
+                if changed is not None and not _shows_wrongly(changed, other):
                     messages, text = other, changed
                     break
         for number in lists:
@@ -284,6 +285,21 @@ def _shows_wrongly(text: str, messages: Messages) -> bool:
             elif isinstance(arguments, dict) and arguments and repr(arguments) in text:
                 return repr(arguments) != json.dumps(arguments, ensure_ascii=False)
     return False
+
+
+def _other_forms(messages: Messages, fill: bool) -> Iterator[Messages]:
+    """Yield the messages with the arguments of all calls as objects, and as JSON. `fill`: then the
+    same with empty contents where there are none."""
+    forms = [messages]
+    if fill:
+        empty = {"content": ""}
+        forms.append([one if one.get("content") is not None else one | empty for one in messages])
+    for form in forms:
+        if form is not messages:
+            yield form
+        if (objects := _with_objects(form)) is not None:
+            yield objects
+        yield _with_strings(form)
 
 
 def _with_objects(messages: Messages) -> Messages | None:

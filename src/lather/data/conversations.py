@@ -27,6 +27,9 @@ FIELDS = (
     "functions",
 )
 """The fields of a record that are read."""
+UNREAD_FIELDS = ("images", "image", "videos", "audios", "documents", "chat_template_kwargs")
+"""Fields of published data sets beside the messages that are part of a conversation and are not
+read; those are noted. All others are passed over, such as numbers and sources of records."""
 ROLES = {
     "human": "user",
     "gpt": "assistant",
@@ -91,6 +94,11 @@ def tools_of(record: dict[str, Any]) -> Tools:
     return tools if isinstance(tools, list) and tools else None
 
 
+def unread_fields(record: dict[str, Any]) -> list[str]:
+    """Return the fields of a record that belong to the conversation, and are not read."""
+    return [name for name in UNREAD_FIELDS if record.get(name) not in (None, "", [], {})]
+
+
 def is_learned(message: dict[str, Any], number: int) -> bool | None:
     """Tell whether the message is learned, by its marks; None if it has none. `number`: its place
     in the conversation. Raises ChatError if a mark is neither true nor false."""
@@ -116,9 +124,14 @@ def calls_of(message: dict[str, Any]) -> list[dict[str, Any]]:
     found = [message["function_call"]] if isinstance(message.get("function_call"), dict) else []
     for call in calls if isinstance(calls, list) else []:
         if isinstance(call, dict):
-            inner = call.get("function")
-            found.append(inner if isinstance(inner, dict) else call)
+            found.append(_function(call))
     return found
+
+
+def _function(call: dict[str, Any]) -> dict[str, Any]:
+    """Return the function of a call: of its key "function", or the call itself."""
+    inner = call.get("function")
+    return inner if isinstance(inner, dict) else call
 
 
 def length_of(messages: Messages) -> int:
@@ -193,6 +206,8 @@ def _message(one: Any, number: int) -> dict[str, Any]:
     if message["role"] in CALL_ROLES:
         return _call_message(message, number)
     message["role"] = ROLES.get(message["role"], message["role"])
+    if message.get("tool_calls"):
+        message["tool_calls"] = _calls(message["tool_calls"], number)
     content = message.get("content")
     if isinstance(content, list):
         _check_parts(content, number)
@@ -202,6 +217,21 @@ def _message(one: Any, number: int) -> dict[str, Any]:
         if content is not None or not is_call:
             raise ChatError(f"message {number} has no text as content")
     return message
+
+
+def _calls(calls: Any, number: int) -> list[Any]:
+    """Return the calls of a message, given as a list or as JSON. Raises ChatError."""
+    if isinstance(calls, str):
+        try:
+            calls = json.loads(calls)
+        except (ValueError, RecursionError) as error:
+            raise ChatError(f"message {number} has tool_calls that are no JSON: {error}") from None
+    if not isinstance(calls, list):
+        raise ChatError(f"message {number} has tool_calls that are no list of calls")
+    for call in calls:
+        if not isinstance(call, dict) or not isinstance(_function(call).get("name"), str):
+            raise ChatError(f"message {number} has a call without a name")
+    return calls
 
 
 def _check_parts(parts: list[Any], number: int) -> None:

@@ -15,7 +15,7 @@ from tokenizers import Encoding, Tokenizer, decoders, models, pre_tokenizers, tr
 
 from lather.data.answers import Note
 from lather.data.chat import MOST_CHARACTERS, MOST_MESSAGES, ChatError, ChatTemplate
-from lather.data.conversations import length_of, messages_of, tools_of
+from lather.data.conversations import length_of, messages_of, tools_of, unread_fields
 from lather.data.records import Record, Skip
 from lather.data.shards import Array
 from lather.data.texts import cut
@@ -64,7 +64,8 @@ def _conversation(record: Record, template: ChatTemplate) -> Document | Skip:
         if length > MOST_CHARACTERS or len(messages) > MOST_MESSAGES:
             return Skip(record.line, "too long", f"a conversation of {len(messages):,} messages, {length:,} characters")
         formatted = template.format(messages, tools)
-        return Document(formatted.text, formatted.answers, notes=formatted.notes)
+        unread = [(f"field {name!r} is not read", "") for name in unread_fields(record.content)]
+        return Document(formatted.text, formatted.answers, notes=[*formatted.notes, *unread])
     except ChatError as error:
         return Skip(record.line, "no conversation", str(error))
 
@@ -94,11 +95,12 @@ class TokenRun:
 
 
 def encode(documents: Iterable[Document], tokenizer: Tokenizer, end: int | None, *, chat: bool) -> Iterator[TokenRun]:
-    """Encode documents in batches, and add the token `end` to each, if it is given; yield their tokens in order. `chat`: the name of a
-    special token in a text is encoded as that token, for chat templates; otherwise as plain characters.
+    """Encode documents in batches, and add the token `end` to each, if it is given; yield their
+    tokens in order. `chat`: the name of a special token in a text is encoded as that token, for
+    chat templates; otherwise as plain characters.
 
-    A text that ends with `end`, or with `end` and white space, as a chat template may write it, gets
-    no second one."""
+    A text that ends with `end`, or with `end` and white space, as a chat template may write it,
+    gets no second one."""
     tokenizer.encode_special_tokens = not chat
     encode_batch = tokenizer.encode_batch if chat else tokenizer.encode_batch_fast
     for batch in _in_batches(_parts(documents, chat=chat)):

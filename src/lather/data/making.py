@@ -235,46 +235,39 @@ def _making(recipe: DataRecipe, tokenizer: Tokenizer | None, folder: Path, units
 # --- the end ------------------------------------------------------------------------------------------------------------------------
 
 
+@dataclass
+class _Outcome:
+    """Documents and tokens by split, and numbers of what was skipped, noted and read, by kind."""
+
+    splits: dict[str, Split] = field(default_factory=dict)
+    skipped: Counter[str] = field(default_factory=Counter)
+    notes: Counter[str] = field(default_factory=Counter)
+    encodings: Counter[str] = field(default_factory=Counter)
+    first: str = ""
+    """Path and detail of the first skipped document that has a detail."""
+
+
 def _complete(plan: MakingPlan, making: Making) -> None:
-    """Write the lists of files and skipped documents, and last the manifest. Raises DataError if there is no document to train on."""
+    """Write the lists of files and skipped documents, and last the manifest. Raises DataError if
+    there is no document to train on."""
     folder = making.folder
     files = ({"name": file.name, "kind": file.kind, "bytes": file.size} for file in plan.files)
     (folder / FILES).write_text("".join(json.dumps(file) + "\n" for file in files), "utf-8")
-    splits: dict[str, Split] = {}
-    skipped_files = _skipped_files(plan)
-    skipped, encodings, first = Counter(one[1] for one in skipped_files), Counter[str](), ""
-    notes = Counter[str]()
     with (
-        (folder / SKIPPED).open("w", encoding="utf-8") as file,
+        (folder / SKIPPED).open("w", encoding="utf-8") as skipped,
         (folder / NOTES).open("w", encoding="utf-8") as noted,
     ):
-        for skip in skipped_files:
-            _write_skip(file, skip[0], 0, *skip[1:])
-        lines = Counter[str]()  # of each file, in its parts so far
-        for unit in plan.units:
-            report = UnitReport.read(report_path(making.units, unit.number))
-            befores = []
-            for part, count in zip(unit.parts, report.lines, strict=True):
-                befores.append(lines[part.path])
-                lines[part.path] += count
-            for number, line, reason, detail in report.skipped:
-                _write_skip(file, unit.parts[number].path, line and befores[number] + line, reason, detail)
-                skipped[reason] += 1
-                first = first or (detail and f"{unit.parts[number].path}: {detail}; ")
-            for number, line, kind, detail in report.notes:
-                _write_skip(noted, unit.parts[number].path, befores[number] + line, kind, detail)
-                notes[kind] += 1
-            for name, found in report.splits.items():
-                splits[name] = splits.get(name, Split()) + found
-            encodings.update(report.encodings)
-        for written in (file, noted):
+        counts = _write_lists(plan, making, skipped, noted)
+        for written in (skipped, noted):
             written.flush()
             os.fsync(written.fileno())
-    if not notes:
+    if not counts.notes:
         (folder / NOTES).unlink()
-    if "train" not in splits:
-        reasons = "; ".join(f"{count:,} x {reason}" for reason, count in skipped.most_common(3)) or "there is none"
-        raise DataError(f"no document can be trained on ({reasons}): {first}{folder / SKIPPED} has every file and line")
+    if "train" not in counts.splits:
+        most = counts.skipped.most_common(3)
+        reasons = "; ".join(f"{count:,} x {reason}" for reason, count in most) or "there is none"
+        where = f"{counts.first}{folder / SKIPPED} has every file and line"
+        raise DataError(f"no document can be trained on ({reasons}): {where}")
     manifest = Manifest(
         vocab_size=making.vocab_size,
         end_of_text=plan.recipe.end_of_text if (folder / TOKENIZER).exists() else "",
@@ -289,12 +282,39 @@ def _complete(plan: MakingPlan, making: Making) -> None:
             "chat_template": making.template.source if making.template else "",
             "libraries": {"lather": lather.__version__, "tokenizers": tokenizers.__version__},
         },
-        splits={name: splits[name] for name in SPLITS if name in splits},
-        skipped=dict(sorted(skipped.items())),
-        encodings=dict(sorted(encodings.items())),
-        notes=dict(sorted(notes.items())),
+        splits={name: counts.splits[name] for name in SPLITS if name in counts.splits},
+        skipped=dict(sorted(counts.skipped.items())),
+        encodings=dict(sorted(counts.encodings.items())),
+        notes=dict(sorted(counts.notes.items())),
     )
     write_aside(folder / MANIFEST, manifest.to_json())
+
+
+def _write_lists(plan: MakingPlan, making: Making, skipped: TextIO, noted: TextIO) -> _Outcome:
+    """Write the lists of what was skipped and noted from the units' reports, and count all."""
+    counts = _Outcome()
+    for path, why, detail in _skipped_files(plan):
+        _write_skip(skipped, path, 0, why, detail)
+        counts.skipped[why] += 1
+    lines = Counter[str]()  # of each file, in its parts so far
+    for unit in plan.units:
+        report = UnitReport.read(report_path(making.units, unit.number))
+        befores = []
+        for part, count in zip(unit.parts, report.lines, strict=True):
+            befores.append(lines[part.path])
+            lines[part.path] += count
+        for number, line, why, detail in report.skipped:
+            path = unit.parts[number].path
+            _write_skip(skipped, path, line and befores[number] + line, why, detail)
+            counts.skipped[why] += 1
+            counts.first = counts.first or (detail and f"{path}: {detail}; ")
+        for number, line, kind, detail in report.notes:
+            _write_skip(noted, unit.parts[number].path, befores[number] + line, kind, detail)
+            counts.notes[kind] += 1
+        for name, found in report.splits.items():
+            counts.splits[name] = counts.splits.get(name, Split()) + found
+        counts.encodings.update(report.encodings)
+    return counts
 
 
 def _skipped_files(plan: MakingPlan) -> list[tuple[str, str, str]]:

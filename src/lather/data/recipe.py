@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from lather.data.chat import ChatTemplate
-from lather.data.conversations import FIELDS
+from lather.data.conversations import FIELDS, UNREAD_FIELDS
 from lather.data.records import Kind
 from lather.errors import DataError, require
 from lather.files import digest_of, sha256
@@ -70,7 +70,7 @@ class DataRecipe:
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns to read from tables."""
-        return FIELDS if self.chat else (self.field,)
+        return (*FIELDS, *UNREAD_FIELDS) if self.chat else (self.field,)
 
     @property
     def hold_out_every(self) -> int:

@@ -42,6 +42,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise DataError(f"--prompts {path}: cannot be read ({reason}): give a .jsonl or text file") from None
+    lines = [line.removeprefix("\ufeff") for line in lines]  # files with marks may be joined
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not numbered:
         raise DataError(f"--prompts {path}: it holds no prompt: give one on each line")
