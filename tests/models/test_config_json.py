@@ -411,3 +411,10 @@ def test_quantized_weights_are_read_in_the_published_form_only() -> None:
             with pytest.raises(ConfigError, match=words):
                 config_from_hugging_face(FILES[model_type] | {name: {"quant_method": method}})
     assert "quantization_config" not in config_to_hugging_face(PRESETS["gpt-oss-20b"])
+
+
+def test_quantized_weights_of_mlx_are_shown_as_the_file_has_them() -> None:
+    file = FILES["qwen3_moe"] | {"quantization": {"group_size": 64, "bits": 4}}
+    words = r'^quantization = \{"group_size": 64, "bits": 4\} is not supported'
+    with pytest.raises(ConfigError, match=words):
+        config_from_hugging_face(file)

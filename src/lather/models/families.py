@@ -180,8 +180,10 @@ def _check_quantization(name: str, quantization: Any, family: Family) -> None:
     method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
     if readable is None or method != readable:
         supported = "must be left out" if readable is None else f"must be {_shown(readable)} or left out"
+        is_named = isinstance(quantization, Mapping) and "quant_method" in quantization
+        what = f"{name}.quant_method = {_shown(method)}" if is_named else f"{name} = {_shown(quantization)}"
         raise ConfigError(
-            f"{name}.quant_method = {_shown(method)} is not supported for {family.model_type}: "
+            f"{what} is not supported for {family.model_type}: "
             f"it {supported}; give a copy of the model whose weights are in bf16, fp16 or fp32"
         )
 
