@@ -315,7 +315,7 @@ def test_wrong_command_lines_are_one_line_and_write_nothing(
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"attention_bias": True}, "attention_bias = True is not supported"),
+        ({"attention_bias": True}, "attention_bias = true is not supported"),
         ({"model_type": "mamba"}, "model_type = 'mamba' is not supported"),
         ({"hidden_size": 0}, "model.hidden_size = 0 is not valid"),
         ({"hidden_size": "24"}, "hidden_size = '24' is not valid"),

@@ -47,6 +47,20 @@ def test_an_argument_that_there_is_not(case: str) -> None:
         assert name == "tp_group" or f" {name}" in str(raised.value)
 
 
+def test_arguments_without_parameters_are_looked_at_first() -> None:
+    with pytest.raises(TypeError, match=r"^SOAP has no argument 'momentum' \(.*betas=\(momentum"):
+        SOAP(momentum=0.9)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"^Muon has no argument 'betas' \(give betas\[0\] as"):
+        Muon(betas=(0.9, 0.95))  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"^SOAP: missing a required argument: 'params'"):
+        SOAP()  # type: ignore[call-arg]
+
+
+def test_an_argument_that_is_given_twice() -> None:
+    with pytest.raises(TypeError, match=r"^Muon: multiple values for argument 'lr'"):
+        Muon([torch.nn.Parameter(torch.ones(3, 3))], 0.1, lr=0.1)  # type: ignore[misc]
+
+
 @pytest.mark.parametrize("cls", OPTIMIZERS)
 def test_every_optimizer_hints_only_at_arguments_that_it_has(cls: type[MatrixOptimizer]) -> None:
     own = inspect.signature(cls).parameters
@@ -61,11 +75,6 @@ def test_every_optimizer_hints_only_at_arguments_that_it_has(cls: type[MatrixOpt
 def test_equivalents_are_options() -> None:
     known = {name for rule in RULES.values() for name in options_of(rule)}
     assert {option for pairs in EQUIVALENTS.values() for option, _ in pairs} <= known
-
-
-def test_messages_of_python_name_the_class() -> None:
-    with pytest.raises(TypeError, match=r"^SOAP\.__init__\(\) missing 1 .*'params'"):
-        SOAP()  # type: ignore[call-arg]
 
 
 class Signs(MatrixOptimizer):

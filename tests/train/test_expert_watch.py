@@ -74,6 +74,8 @@ def test_blocks_of_trained_weights_that_are_uneven_from_the_start_are_excused() 
         ([[2.9, *[0.73] * 7]], 2, []),
         ([[7.9, *[0.94] * 127]], 8, []),  # an expert of 128 can have 16
         ([[8.1, *[0.94] * 127]], 8, [0]),
+        ([[*[0.0] * 7, *[1.06] * 121]], 8, []),  # of many experts, a few may be unused
+        ([[*[0.0] * 8, *[1.07] * 120]], 8, [0]),
     ],
 )
 def test_what_is_uneven(load: list[list[float]], num_experts_per_tok: int, expected: list[int]) -> None:

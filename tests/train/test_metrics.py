@@ -1,5 +1,6 @@
 """The measurements of a run; and the metrics of a resumed run are the uninterrupted one's."""
 
+import errno
 import json
 import math
 import os
@@ -11,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict, fields
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -340,3 +341,22 @@ def test_rows_are_on_disk_before_they_replace_the_old_ones_and_when_asked(tmp_pa
     writer.sync()
     writer.close()
     assert events[3:] == ["fsync rows", f"sync {tmp_path.name}"]
+
+
+def test_trackers_end_their_records_when_the_file_cannot_be_closed(tmp_path: Path) -> None:
+    class FullFile:
+        def close(self) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    closed: list[str] = []
+
+    class Record:
+        def close(self) -> None:
+            closed.append("record")
+
+    writer = MetricsWriter(tmp_path, None)
+    writer.file.close()
+    writer.file, writer.trackers = cast(Any, FullFile()), cast(Any, [Record()])
+    with pytest.raises(OSError, match="space"):
+        writer.close()
+    assert closed == ["record"]

@@ -19,9 +19,9 @@ from lather.commands.checking import options_of_line, unknown_options
 from lather.commands.options import CommandOption, options_of_command
 from lather.commands.parsing import parse_arguments
 from lather.config.config import Config
-from lather.config.optim import KINDS, OptimConfig, RuleOptimConfig, as_help_shows_it
+from lather.config.optim import KINDS, RuleOptimConfig, as_help_shows_it
 from lather.config.rule_fields import owners, rule_named
-from lather.config.toml_file import Unknown, describe_unknown, load_config
+from lather.config.toml_file import Unknown, describe_unknown, families_with, load_config
 from lather.console import with_breaks
 from lather.errors import ConfigError, UserError
 from lather.lines import fit
@@ -108,9 +108,9 @@ def _refuse_unknown(
 ) -> None:
     """Raise ConfigError that names all keys of the file and options of `arguments` that there are
     not."""
-    optim = (default if isinstance(default, Config) else default.config).optim
+    config = default if isinstance(default, Config) else default.config
     unknown = unknown_options(arguments, list(options_of_command(type(default), default)))
-    options = [(name, _owner(name, optim) or text) for name, text in unknown]
+    options = [(name, _owner(name, config) or text) for name, text in unknown]
     more = "lather train CONFIG --help all shows all options"
     if len(options) == 1 and not options[0][1]:
         options = [(options[0][0], more)]
@@ -120,14 +120,17 @@ def _refuse_unknown(
         raise ConfigError("; and ".join(said))
 
 
-def _owner(option: str, optim: OptimConfig) -> str:
-    """Return who has an option of `[optim]` that the rules there do not have; empty if nobody has."""
+def _owner(option: str, config: Config) -> str:
+    """Return who has an option of `[model]` or `[optim]` that the family or the rules there do not
+    have; empty if nobody has."""
     parts = option.removeprefix("--").replace("-", "_").split(".")
+    if parts[0] == "model" and len(parts) == 2:
+        return families_with(parts[-1].removeprefix("no_"), config.model.model_type)
     kind = parts[1] if len(parts) == 3 else ""
     if parts[0] != "optim" or len(parts) not in (2, 3) or (kind and kind not in KINDS):
         return ""
-    assert isinstance(optim, RuleOptimConfig)
-    return owners(parts[-1].removeprefix("no_"), optim.rules[kind])
+    assert isinstance(config.optim, RuleOptimConfig)
+    return owners(parts[-1].removeprefix("no_"), config.optim.rules[kind])
 
 
 def take_help(arguments: Sequence[str]) -> tuple[list[str], str | None]:

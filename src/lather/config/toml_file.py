@@ -293,11 +293,17 @@ def _owner(cls: type, key: str) -> str:
     """Name the model families or rules that have the key."""
     if issubclass(cls, RuleOptimConfig | KindConfig):
         return owners(key, cls.rules[""] if issubclass(cls, RuleOptimConfig) else cls.options_rule)
-    families = _sections(typing.get_type_hints(Config)["model"])
-    others = [repr(getattr(family, "model_type", "")) for family in families if key in typing.get_type_hints(family)]
-    if cls not in families or not others:
+    is_family = cls in _sections(_hints(Config)["model"])
+    return families_with(key, getattr(cls, "model_type", "")) if is_family else ""
+
+
+def families_with(key: str, model_type: str) -> str:
+    """Name the model families that have a key, which the family `model_type` has not; empty: none."""
+    families = _sections(_hints(Config)["model"])
+    having = [getattr(family, "model_type", "") for family in families if key in _hints(family)]
+    if not having or model_type in having:
         return ""
-    return f"it is a key of model_type {' and '.join(others)}, not of {getattr(cls, 'model_type', '')!r}"
+    return f"it is a key of model_type {' and '.join(map(as_toml, having))}, not of {as_toml(model_type)}"
 
 
 def _nearest(name: str, cls: type) -> str:

@@ -11,6 +11,7 @@ Rotary settings are read and written in both styles: `rope_theta` and `rope_scal
 from __future__ import annotations
 
 import dataclasses
+import json
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 
-from lather.errors import ConfigError
+from lather.errors import ConfigError, as_toml
 from lather.models import deepseek_v2, gpt_oss, qwen3_moe
 from lather.models.decoder import Decoder
 from lather.models.deepseek_v2 import DeepseekV2Config
@@ -56,6 +57,8 @@ OPTIONAL = frozenset({"rms_norm_eps", "initializer_range", "tie_word_embeddings"
 
 LARGEST = 10**8
 """Upper limit for integers in a configuration."""
+LONGEST = 80
+"""Characters of a value that a message shows."""
 ROPE_FIELDS = ("rope_theta", "rope_scaling", "rope_parameters")
 ROPE_TYPES = ("default", "yarn")
 QUANTIZATION = ("quantization_config", "compression_config", "quantization")
@@ -75,7 +78,7 @@ def config_from_hugging_face(mapping: Mapping[str, Any]) -> ModelConfig:
     """
     model_type = mapping.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise ConfigError(f"model_type = {model_type!r} is not supported: it must be one of {', '.join(FAMILIES)}")
+        raise ConfigError(f"model_type = {_shown(model_type)} is not supported: it must be one of {', '.join(FAMILIES)}")
     family = FAMILIES[model_type]
     published = family.published
     mapping = _without_aliases(mapping, published.aliases)
@@ -157,7 +160,7 @@ def _without_aliases(mapping: Mapping[str, Any], aliases: Mapping[str, str]) -> 
     for alias, name in aliases.items():
         value = renamed.pop(alias, None)
         if value is not None and renamed.setdefault(name, value) != value:
-            raise ConfigError(f"{alias} = {value!r} contradicts {name} = {renamed[name]!r}: they are one field, keep one")
+            raise ConfigError(f"{alias} = {_shown(value)} contradicts {name} = {_shown(renamed[name])}: they are one field, keep one")
     return renamed
 
 
@@ -176,9 +179,11 @@ def _check_quantization(name: str, quantization: Any, family: Family) -> None:
     readable = family.published.quantization
     method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
     if readable is None or method != readable:
-        supported = "must be left out" if readable is None else f"must be {readable!r} or left out"
+        supported = "must be left out" if readable is None else f"must be {_shown(readable)} or left out"
+        is_named = isinstance(quantization, Mapping) and "quant_method" in quantization
+        what = f"{name}.quant_method = {_shown(method)}" if is_named else f"{name} = {_shown(quantization)}"
         raise ConfigError(
-            f"{name}.quant_method = {method!r} is not supported for {family.model_type}: "
+            f"{what} is not supported for {family.model_type}: "
             f"it {supported}; give a copy of the model whose weights are in bf16, fp16 or fp32"
         )
 
@@ -188,13 +193,31 @@ def _check_value(name: str, value: Any, supported: tuple[Any, ...], family: Fami
     if value is not None and not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in supported):
         may_be_off = supported[-len(OFF) :] == OFF
         shown = supported[: -len(OFF)] if may_be_off else supported
-        words = ["null" if each is None else repr(each) for each in shown]
+        words = list(map(_shown, shown))
         if may_be_off:
             words.append("null, false, 0 or left out, since no model of this family has it")
+        text = _shown(value)
+        is_cut = any(one.endswith("...") for one in (text, *words))
+        if is_cut and isinstance(value, list) and shown and isinstance(shown[0], list):
+            name, text, words = _difference(name, value, shown[0])
         raise ConfigError(
-            f"{name} = {value!r} is not supported for {family.model_type}: it must be "
+            f"{name} = {text} is not supported for {family.model_type}: it must be "
             f"{' or '.join(words)}; give such a model, or correct the field if it is wrong"
         )
+
+
+def _difference(name: str, value: list[Any], right: list[Any]) -> tuple[str, str, list[str]]:
+    """Return the first entry in which a list is not right: its name, its text and the right text."""
+    if len(value) != len(right):
+        return f"the length of {name}", str(len(value)), [str(len(right))]
+    index = next(index for index, entry in enumerate(value) if entry != right[index])
+    return f"{name}[{index}]", _shown(value[index]), [_shown(right[index])]
+
+
+def _shown(value: Any) -> str:
+    """Write a value with the words of JSON, texts in single quotes; the end of a long one is cut."""
+    text = as_toml(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 
 def _read_rope(mapping: Mapping[str, Any], published: PublishedConfig) -> tuple[float, YarnConfig | None]:
@@ -204,7 +227,7 @@ def _read_rope(mapping: Mapping[str, Any], published: PublishedConfig) -> tuple[
     scalings: dict[str, YarnConfig | None] = {}
     for name, rope in given:
         if not isinstance(rope, Mapping):
-            raise ConfigError(f"{name} = {rope!r} is not valid: it must be an object or null")
+            raise ConfigError(f"{name} = {_shown(rope)} is not valid: it must be an object or null")
         if rope.get("rope_theta") is not None:
             thetas[f"{name}.rope_theta"] = _typed(rope["rope_theta"], float, f"{name}.rope_theta")
         scalings[name] = _read_scaling(name, rope, mapping)
@@ -214,9 +237,16 @@ def _read_rope(mapping: Mapping[str, Any], published: PublishedConfig) -> tuple[
         raise ConfigError("missing fields: rope_scaling; give it or rope_parameters")
     for values in (thetas, scalings):
         if len(set(values.values())) > 1:
-            contradiction = " and ".join(f"{name} = {value!r}" for name, value in values.items())
+            contradiction = " and ".join(f"{name} = {_scaling_text(value)}" for name, value in values.items())
             raise ConfigError(f"{contradiction} contradict each other: keep one of them")
     return next(iter(thetas.values())), next(iter(scalings.values()), None)
+
+
+def _scaling_text(value: float | YarnConfig | None) -> str:
+    if isinstance(value, YarnConfig):
+        fields = dataclasses.asdict(value).items()
+        return json.dumps({name: one for name, one in fields if one is not None})
+    return _shown(value)
 
 
 def _read_scaling(name: str, rope: Mapping[str, Any], mapping: Mapping[str, Any]) -> YarnConfig | None:
@@ -232,7 +262,7 @@ def _read_scaling(name: str, rope: Mapping[str, Any], mapping: Mapping[str, Any]
         if key in ("rope_type", "type", "rope_theta") or value is None or (key == "partial_rotary_factor" and value == 1):
             continue
         if key not in hints:
-            raise ConfigError(f"{name}.{key} = {value!r} is not supported for rope_type {kind!r}: remove it if it has no influence")
+            raise ConfigError(f"{name}.{key} = {_shown(value)} is not supported for rope_type {kind!r}: remove it if it has no influence")
         values[key] = _typed(value, hints[key], f"{name}.{key}")
     if kind == "default":
         return None
@@ -250,7 +280,7 @@ def _typed(value: Any, hint: Any, name: str) -> Any:
     words = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
     if typing.get_origin(hint) is tuple:
         if not isinstance(value, list | tuple):
-            raise ConfigError(f"{name} = {value!r} is not valid: it must be a list")
+            raise ConfigError(f"{name} = {_shown(value)} is not valid: it must be a list")
         return tuple(_typed(item, typing.get_args(hint)[0], name) for item in value)
     limit = LARGEST if hint is int else 10**300
     if type(value) is int and abs(value) >= limit:
@@ -258,5 +288,5 @@ def _typed(value: Any, hint: Any, name: str) -> Any:
     if hint is float and type(value) is int:
         return float(value)
     if type(value) is not hint:
-        raise ConfigError(f"{name} = {value!r} is not valid: it must be {words[hint]}")
+        raise ConfigError(f"{name} = {_shown(value)} is not valid: it must be {words[hint]}")
     return value

@@ -22,9 +22,11 @@ WINDOW = 20
 """Steps over which loads are added up."""
 LEAST_LOAD = 0.1
 """An expert with less of an even load is as good as unused."""
+FEW = 1 / 16
+"""Share of the experts of which less may be unused: of many experts, a few often are."""
 MOST_LOAD = 3.0
-"""An expert with more of an even load does too much of the work, where one expert of few can have so
-much; of many experts one may have half of what is possible."""
+"""An expert with more of an even load does too much of the work, where one expert of few can have
+so much; of many experts one may have half of what is possible."""
 LEAST_ROWS = 50
 """Rows of an even load below which a window says nothing."""
 STRONG = 0.015
@@ -32,11 +34,13 @@ STRONG = 0.015
 
 
 def collapsed_blocks(load_LE: Tensor, num_experts_per_tok: int) -> list[int]:
-    """Return the blocks, counted from 0, whose load is uneven; loads are relative to an even one."""
+    """Return the blocks, counted from 0, whose load is uneven. Loads are relative to an even one."""
     if load_LE.numel() == 0:
         return []
-    most = max(MOST_LOAD, load_LE.shape[1] / num_experts_per_tok / 2)
-    is_uneven_L = (load_LE.amin(1) < LEAST_LOAD) | (load_LE.amax(1) > most)
+    num_experts = load_LE.shape[1]
+    most = max(MOST_LOAD, num_experts / num_experts_per_tok / 2)
+    is_idle_L = (load_LE < LEAST_LOAD).sum(1) >= max(1, FEW * num_experts)
+    is_uneven_L = is_idle_L | (load_LE.amax(1) > most)
     return is_uneven_L.nonzero().flatten().tolist()
 
 
@@ -85,6 +89,6 @@ def remedy(coefficient: float) -> str:
 
 
 def describe(block: int, steps: Sequence[int], least: float, most: float) -> str:
-    """Return the sentence about a collapsed block with its least and greatest load in these steps."""
+    """Return the sentence about a collapsed block with its extreme loads in these steps."""
     when = f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
     return f"the experts of MoE block {block} have collapsed: in {when} their loads are between {least:.2f} and {most:.2f} of an even one"

@@ -165,10 +165,13 @@ class MetricsWriter:
         sync(self.path.parent)
 
     def close(self) -> None:
-        with names_full_disk(self.path):
-            self.file.close()
-        for tracker in self.trackers:
-            tracker.close()
+        """Close the file, and complete the records of the trackers even if its disk is full."""
+        try:
+            with names_full_disk(self.path):
+                self.file.close()
+        finally:
+            for tracker in self.trackers:
+                tracker.close()
 
 
 def _finite(value: Any) -> Any:

@@ -165,7 +165,8 @@ def beginnings(
                 if error.name != module or resume_step is not None:
                     raise
                 remedy = f"pip install 'lather[{module}]'"
-                raise RunError(f"log.{field} is set, but {module} is not installed: {remedy}") from None
+                missing = f"log.{field} is set, but {module} is not installed: {remedy}"
+                raise RunError(missing) from None
             found[title] = partial(maker, imported, run_dir, name, configuration)
     return found
 

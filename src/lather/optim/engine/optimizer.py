@@ -59,19 +59,23 @@ def constructor(rule: Callable[P, Rule]) -> Callable[[Callable[[S, ParamsT, Rule
     names and types of these options."""
 
     def decorate(init: Callable[[S, ParamsT, Rule], None]) -> Callable[Concatenate[S, ParamsT, P], None]:
-        def construct(self: S, params: ParamsT, *args: P.args, **options: P.kwargs) -> None:
-            if unknown := options.keys() - own.parameters.keys():
-                ordered = [name for name in options if name in unknown]
+        def construct(self: S, *args: Any, **options: Any) -> None:
+            if unknown := [name for name in options if name not in signature.parameters]:
                 known = [name for name in ["params", *own.parameters] if name != "tp_group"]
                 others = {cls.__name__: cls.rule for cls in _optimizers(MatrixOptimizer)}
-                raise TypeError(describe_unknown(type(self).__name__, ordered, known, others))
-            init(self, params, rule(*args, **options))
+                raise TypeError(describe_unknown(type(self).__name__, unknown, known, others))
+            try:
+                given = signature.bind(self, *args, **options)
+            except TypeError as error:  # `params` is missing, or an argument is given twice
+                raise TypeError(f"{type(self).__name__}: {error}") from None
+            init(self, given.arguments["params"], rule(*given.args[2:], **given.kwargs))
 
         own = inspect.signature(rule)
         construct.__qualname__ = construct.__name__ = init.__qualname__  # in messages of Python
         first = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("self", "params")]
-        construct.__signature__ = own.replace(parameters=[*first, *own.parameters.values()])  # type: ignore[attr-defined]
-        return construct  # type: ignore[return-value]  # `params` may be given by name, too, which no type can express
+        signature = own.replace(parameters=[*first, *own.parameters.values()])
+        construct.__signature__ = signature  # type: ignore[attr-defined]
+        return construct  # type: ignore[return-value]  # `signature` has what it takes
 
     return decorate
 
