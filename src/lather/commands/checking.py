@@ -70,6 +70,8 @@ def _check(written: str, values: Sequence[str], option: CommandOption) -> None:
         of_each, count = typing.get_args(form)[0], len(values)
     else:
         of_each, count = form, 1
+    if option.name == "data.path" and not values:  # no folder at all would mean `data.source`
+        raise UserError(f"{written} needs at least one folder of a data set; leave it out for --data.source")
     words = _words(of_each) or "a value"
     if len(values) < count:
         needs = f"needs {count} values, each of them {words}" if count > 1 else f"needs {words}"
