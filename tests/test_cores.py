@@ -86,7 +86,9 @@ def test_nobody_else_runs_where_the_system_does_not_say_so(files: dict[str, str]
 
 @pytest.mark.parametrize(("running", "others"), [(5, 0), (9, 0), (10, 1), (12, 3)])
 def test_programs_on_cores_that_this_process_may_not_use_do_not_count(
-    running: int, others: int, twelve_cores: pytest.MonkeyPatch
+    running: int,
+    others: int,
+    twelve_cores: pytest.MonkeyPatch,
 ) -> None:
     """A container sees the threads of the whole machine; eight of the others fit on its other
     cores."""

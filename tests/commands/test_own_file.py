@@ -70,7 +70,8 @@ def is_at_home(config: Config, run: Path, project: Path) -> bool:
 
 
 def test_it_means_the_run_from_another_folder_by_any_path(
-    project: Path, capsys: pytest.CaptureFixture[str]
+    project: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     Path("file.toml").symlink_to(project / "runs/x/config.toml")
     Path("folder").symlink_to(project / "runs/x")
@@ -115,7 +116,9 @@ def test_a_moved_run_is_that_run(
 
 
 def test_a_moved_run_goes_on_where_it_is(
-    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    project: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     target = project / "runs/y"
     (project / "runs/x").rename(target)
@@ -128,7 +131,8 @@ def test_a_moved_run_goes_on_where_it_is(
 
 
 def test_a_moved_run_whose_data_nothing_leads_to_is_refused(
-    project: Path, capsys: pytest.CaptureFixture[str]
+    project: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (project / "../gone/runs").mkdir(parents=True)
     target = (project / "runs/x").rename(project / "../gone/runs/x")

@@ -161,10 +161,10 @@ def test_signals_that_slurm_sends_to_all_tasks_save_once_and_end(tmp_path: Path)
     config, run_dir = write_config(tmp_path), tmp_path / "run"
     arguments = ["-m", "lather", "train", config, "--run-dir", run_dir, *LONG]
     pipe = subprocess.PIPE
-    processes = [
-        reaped(ForkedPython(arguments, env={**environment(), **own}, stdout=pipe, stderr=pipe))
-        for own in as_srun_sets(2, 1)
-    ]
+    processes = []
+    for own in as_srun_sets(2, 1):
+        task = ForkedPython(arguments, env={**environment(), **own}, stdout=pipe, stderr=pipe)
+        processes.append(reaped(task))
 
     def ended() -> bool:
         return any(process.poll() is not None for process in processes)

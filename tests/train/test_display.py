@@ -55,7 +55,8 @@ def test_a_skipped_step_always_has_a_plain_line(step_row: MakeRow, capsys: pytes
 
 
 def test_a_step_without_labels_has_a_plain_line_when_others_have(
-    step_row: MakeRow, capsys: pytest.CaptureFixture[str]
+    step_row: MakeRow,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """With few answers many steps have none, and a notice has told of the first."""
     display = PlainDisplay(every=10)

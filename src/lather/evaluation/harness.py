@@ -217,8 +217,8 @@ def _in_batches(numbers: Sequence[int], size: int) -> Iterator[Sequence[int]]:
 
 
 def _batch(pairs: Sequence[tuple[list[int], list[int]]], context: int) -> Batch:
-    """Make a batch with one row per pair: the pair's last `context` inputs; the labels are its second tokens.
-    Shorter rows are padded at their end."""
+    """Make a batch with one row per pair: the pair's last `context` inputs; the labels are its
+    second tokens. Shorter rows are padded at their end."""
     inputs = [[*before, *after][:-1][-context:] for before, after in pairs]
     labels = [[IGNORE_INDEX] * (len(tokens) - len(after)) + after for tokens, (_, after) in zip(inputs, pairs, strict=True)]
     inputs_BS = pad_sequence([torch.tensor(row) for row in inputs], batch_first=True)

@@ -176,7 +176,8 @@ class _TrainingRun:
             display.note(f"resuming {existing[-1]}")
         elif start is not None:
             display.note(f"starting from the weights of {start}")
-        for line in describe_run(config, mesh, sum(self.batches.order.sizes), self.engine.part.share.layers_of_stage):
+        layers, num_sequences = self.engine.part.share.layers_of_stage, sum(self.batches.order.sizes)
+        for line in describe_run(config, mesh, num_sequences, layers):
             display.note(line)
         self.metrics: metrics.MetricsWriter | None = None
         if mesh.rank == 0:
@@ -358,7 +359,8 @@ class _TrainingRun:
         of_sets = ", ".join(f"{name} {text}" for name, text in shown.items())
         first = next(iter(shown.values())) + (f" ({of_sets})" if len(shown) > 1 else "")
         self.display.note(f"step {self.progress.step}: validation loss {first}")
-        self.notices.saw_validation(found, {name: len(held_out.indices) for name, held_out in self.held_out.items()})
+        sizes = {name: len(held_out.indices) for name, held_out in self.held_out.items()}
+        self.notices.saw_validation(found, sizes)
         is_best = self.config.checkpoint.keep_best and self.progress.step > 0 and loss < self.lowest_loss
         if is_best:
             self._keep_best((loss, self.progress.step))

@@ -1,5 +1,5 @@
-"""Lines that a run shows beside the numbers of its steps: its sizes at the start, and notices of what
-the user may want to change, each shown once."""
+"""Lines that a run shows beside the numbers of its steps: its sizes at the start, and notices of
+what the user may want to change, each shown once."""
 
 from __future__ import annotations
 

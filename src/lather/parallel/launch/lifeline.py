@@ -175,7 +175,8 @@ class Hub:
                 line.send(stop=int(number))
 
     def save(self) -> None:
-        """Ask every rank, including those that connect later, to save a checkpoint after the current step."""
+        """Ask every rank, including those that connect later, to save a checkpoint after the
+        current step."""
         with self._lock:
             self._saves = True
             for line in self._lines:
