@@ -67,7 +67,13 @@ def load(running: int) -> dict[str, str]:
 
 def test_the_smallest_count_is_taken(twelve_cores: pytest.MonkeyPatch) -> None:
     counts: Iterator[int] = iter([9, 4, 7, 3, 5])
-    twelve_cores.setattr(Path, "read_text", lambda path: load(next(counts))["/proc/loadavg"])
+
+    def read_text(path: Path) -> str:
+        if path.name != "loadavg":
+            raise FileNotFoundError(path)
+        return load(next(counts))["/proc/loadavg"]
+
+    twelve_cores.setattr(Path, "read_text", read_text)
     twelve_cores.setattr(lather.cores, "SAMPLE_SECONDS", 0.0)
     assert other_programs() == 2
 
@@ -76,6 +82,21 @@ def test_the_smallest_count_is_taken(twelve_cores: pytest.MonkeyPatch) -> None:
 def test_nobody_else_runs_where_the_system_does_not_say_so(files: dict[str, str], twelve_cores: pytest.MonkeyPatch) -> None:
     put_files(twelve_cores, files)
     assert other_programs() == 0
+
+
+@pytest.mark.parametrize(("running", "others"), [(5, 0), (9, 0), (10, 1), (12, 3)])
+def test_programs_on_cores_that_this_process_may_not_use_do_not_count(
+    running: int,
+    others: int,
+    twelve_cores: pytest.MonkeyPatch,
+) -> None:
+    """A container sees the threads of the whole machine; eight of the others fit on its other
+    cores."""
+    put_files(twelve_cores, {**load(running), "/sys/fs/cgroup/cpu.max": "400000 100000"})
+    assert num_cores() == 4
+    assert other_programs() == others
+    expected = BUSY_SPINS if others else QUIET_SPINS
+    assert waiting_variables({}) == {"GOMP_SPINCOUNT": str(expected)}
 
 
 @pytest.mark.parametrize(("running", "spins"), [(1, QUIET_SPINS), (2, BUSY_SPINS), (9, BUSY_SPINS)])

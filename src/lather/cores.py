@@ -34,11 +34,14 @@ def num_cores() -> int:
 
 
 def other_programs(own: int = 1) -> int:
-    """Return how many threads of other programs run on this machine, apart from `own` threads.
+    """Return how many threads of other programs want the cores that this process may use.
 
-    The smallest of a few counts within 20 ms, so that a program that runs for a moment is left
-    out; 0 where the system does not tell (it has no /proc).
+    These are the threads that run on this machine, apart from `own` ones, less the cores that this
+    process may not use: a container, or a job that has a part of a machine, sees all of the
+    machine's threads. The smallest of a few counts within 20 ms, so that a program that runs for a
+    moment is left out; 0 where the system does not tell (it has no /proc).
     """
+    elsewhere = max(0, (os.cpu_count() or 1) - num_cores())
     counts = []
     for number in range(SAMPLES):
         if number:
@@ -47,7 +50,7 @@ def other_programs(own: int = 1) -> int:
             counts.append(int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0]))
         except (OSError, ValueError, IndexError):
             return 0
-    return max(0, min(counts) - own)
+    return max(0, min(counts) - own - elsewhere)
 
 
 def waiting_variables(environment: Mapping[str, str]) -> dict[str, str]:
@@ -58,9 +61,7 @@ def waiting_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """
     if any(name in environment for name in WAITING):
         return {}
-    cores = os.cpu_count() or 1
-    is_busy = other_programs() + num_cores() > cores
-    return {SPINS: str(BUSY_SPINS if is_busy else QUIET_SPINS)}
+    return {SPINS: str(BUSY_SPINS if other_programs() else QUIET_SPINS)}
 
 
 def _quota() -> float:

@@ -43,14 +43,15 @@ def test_planned_peaks_are_those_of_real_ranks(mesh: str, rule: str, memory: str
     assert largest_error(run_config(rule, memory=memory, parallel=parallel), world_size) < TOLERANCE
 
 
-def test_padding_takes_the_bytes_that_are_planned_for_it() -> None:
-    """Each micro-batch has one position of padding, which no expert computes: masks come and rows
-    go, to the byte."""
+def test_documents_and_padding_take_the_bytes_that_are_planned_for_them() -> None:
+    """Each layer keeps a mask of documents as numbers. Each micro-batch has one position of
+    padding, which no expert computes: masks come and rows go, to the byte."""
     peaks = []
     for data in ({"packed_attention": True}, {"packing": "documents"}):
-        config = run_config("adamw", layers=2, data=data)
+        config = run_config("adamw", layers=2, length=140, data=data)
         peaks.append((plan(config, 1, Assumed("cpu")).largest.peak, counted_run(0, 1, config)[0]))
     (planned, seen), (planned_padded, seen_padded) = peaks
+    assert abs(planned / seen - 1) < TOLERANCE
     assert planned_padded - planned == seen_padded - seen != 0
 
 

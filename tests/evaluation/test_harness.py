@@ -20,7 +20,7 @@ from lm_eval.tasks import TaskManager  # noqa: E402
 from lather.cli import main  # noqa: E402
 from lather.errors import UserError  # noqa: E402
 from lather.evaluation import harness  # noqa: E402
-from lather.evaluation.harness import HarnessModel, find_tasks, run_tasks  # noqa: E402
+from lather.evaluation.harness import HarnessModel, _batch, find_tasks, run_tasks  # noqa: E402
 from lather.generation.text import ContinuedText  # noqa: E402
 from lather.models.generate import Sampling  # noqa: E402
 from tiny_run import write_config  # noqa: E402
@@ -74,6 +74,13 @@ def test_log_likelihoods_are_those_of_each_text_alone(model: HarnessModel) -> No
         assert is_greedy == is_greedy_alone
     assert {is_greedy for _, is_greedy in found} == {True, False}
     assert len({round(value, 3) for value, _ in found}) == len(pairs)
+
+
+def test_shorter_rows_of_a_batch_are_padded_with_no_token() -> None:
+    batch = _batch([([1, 2], [3]), ([3, 4, 5], [6, 7]), ([9], [10])], 3)
+    assert batch.padding_BS is not None
+    assert batch.inputs_BS.tolist() == [[1, 2, 0], [4, 5, 6], [9, 0, 0]]
+    assert batch.padding_BS.tolist() == [[False, False, True], [False] * 3, [False, True, True]]
 
 
 def test_rolling_log_likelihoods_predict_every_token_once(model: HarnessModel) -> None:

@@ -71,6 +71,20 @@ def test_rows_of_all_lengths_in_one_batch_are_what_each_is_alone(name: str, dtyp
             assert error(result[row, padding:], alone) < TOLERANCE[dtype]
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("pieces", [[LENGTH], [3, 1, LENGTH - 4]], ids=str)
+def test_padding_left_of_the_tokens_goes_to_no_expert(pieces: list[int]) -> None:
+    model, tokens_BS = model_of("gpt_oss"), random_tokens(3, LENGTH)
+    padding_B = torch.tensor([0, LENGTH - 1, 4])
+    cache, first = KeyValueCache(padding_B), 0
+    for piece_BS in tokens_BS.split(pieces, dim=1):
+        place_S = torch.arange(first, first + piece_BS.shape[1])
+        num_tokens = int((place_S >= padding_B[:, None]).sum())
+        for routing in model(piece_BS, cache=cache).routings:
+            assert int(routing.count_E.sum()) == num_tokens * routing.experts_TK.shape[1]
+        first += piece_BS.shape[1]
+
+
 @pytest.mark.parametrize("autocast", [True, False], ids=["autocast", "bf16 weights"])
 @pytest.mark.parametrize("name", MODELS)
 def test_in_bf16_it_is_as_far_off_as_bf16_is(name: str, autocast: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -136,6 +137,56 @@ def test_signals_save_and_end(tmp_path: Path, ranks: int, whom: str) -> None:
     assert f"step {first}: SIGUSR1 saves" in out
     assert f"stopped at step {last}; saved" in out
     assert [row["step"] for row in read_rows(run_dir / "metrics.jsonl") if "loss" in row] == list(range(1, last + 1))
+
+
+def as_srun_sets(num_machines: int, on_each: int) -> list[dict[str, str]]:
+    """Return the variables of each task of a step on several machines, all of which are this one."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    step = {
+        "SLURM_JOB_ID": "4711",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_NODES": str(num_machines),
+        "SLURM_STEP_NUM_TASKS": str(num_machines * on_each),
+        "SLURM_STEP_TASKS_PER_NODE": f"{on_each}(x{num_machines})",
+        "SLURM_STEP_NODELIST": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    tasks = range(num_machines * on_each)
+    return [{**step, "SLURM_PROCID": str(task), "SLURM_LOCALID": str(task % on_each)} for task in tasks]
+
+
+def test_signals_that_slurm_sends_to_all_tasks_save_once_and_end(tmp_path: Path) -> None:
+    """Two machines have a task each, as `srun` starts them: no launcher passes signals on."""
+    config, run_dir = write_config(tmp_path), tmp_path / "run"
+    arguments = ["-m", "lather", "train", config, "--run-dir", run_dir, *LONG]
+    pipe = subprocess.PIPE
+    processes = []
+    for own in as_srun_sets(2, 1):
+        task = ForkedPython(arguments, env={**environment(), **own}, stdout=pipe, stderr=pipe)
+        processes.append(reaped(task))
+
+    def ended() -> bool:
+        return any(process.poll() is not None for process in processes)
+
+    try:
+        wait_until("a step", lambda: has_trained(run_dir) or ended())
+        for process in processes:
+            process.send_signal(signal.SIGUSR1)
+        wait_until("a checkpoint", lambda: steps(run_dir) or ended())
+        time.sleep(0.2)
+        assert len(steps(run_dir)) == 1
+        for process in processes:
+            process.send_signal(signal.SIGUSR2)
+        said = [process.communicate(timeout=SECONDS) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0]
+    first, last = steps(run_dir)
+    assert f"step {first}: SIGUSR1 saves" in said[0][0]
+    assert f"stopped at step {last}; saved" in said[0][0]
+    assert said[1] == ("", "")
 
 
 def test_signals_while_it_starts_end_nothing(tmp_path: Path) -> None:

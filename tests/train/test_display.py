@@ -54,6 +54,18 @@ def test_a_skipped_step_always_has_a_plain_line(step_row: MakeRow, capsys: pytes
     assert capsys.readouterr().out == "step 7/200  skipped: loss or gradient not finite  1 s\n"
 
 
+def test_a_step_without_labels_has_a_plain_line_when_others_have(
+    step_row: MakeRow,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """With few answers many steps have none, and a notice has told of the first."""
+    display = PlainDisplay(every=10)
+    for step in range(7, 13):
+        display.step(step_row(step, loss=float("nan"), tokens=0, skipped=True), 200)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("step 10/200  skipped: no token to learn")
+
+
 def test_notes_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     display, screen = live()
     with display:

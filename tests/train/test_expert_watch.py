@@ -10,7 +10,7 @@ import torch
 from lather.config.config import Config, LoopConfig, MoEConfig
 from lather.config.toml_file import config_to_toml
 from lather.models.families import FAMILIES
-from lather.train import expert_watch, loop
+from lather.train import expert_watch, loop, notices
 from lather.train.expert_watch import SETTLED, WINDOW, ExpertWatch, collapsed_blocks, describe, remedy
 from lather.train.metrics import StepRow
 from lather.train.report import collapses
@@ -112,7 +112,7 @@ def test_a_run_says_it_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     display = Notes()
-    for module in (expert_watch, loop):
+    for module in (expert_watch, notices):
         monkeypatch.setattr(module, "WINDOW", 2)
     for name, value in {"SETTLED": 2, "LEAST_ROWS": 1, "LEAST_LOAD": 1.5}.items():
         monkeypatch.setattr(expert_watch, name, value)  # an even load passes for a collapse

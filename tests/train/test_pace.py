@@ -66,9 +66,21 @@ def test_single_steps_and_small_changes_are_not_told(seconds: list[float], other
     assert notes_of(*seconds) == []
 
 
-@pytest.mark.parametrize(("running", "threads", "is_told"), [(0, 2, False), (1, 2, True), (1, 1, False), (2, 1, True)])
-def test_programs_that_want_the_same_cores_at_the_start_are_told(running: int, threads: int, is_told: bool, others: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("running", "threads", "cores", "is_told"),
+    [(0, 2, 2, False), (1, 2, 2, True), (1, 1, 4, False), (2, 1, 4, True), (1, 2, 4, True)],
+)
+def test_programs_that_want_the_same_cores_at_the_start_are_told(
+    running: int,
+    threads: int,
+    cores: int,
+    is_told: bool,
+    others: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Three ranks have so many threads each."""
     others.append(running)
+    monkeypatch.setattr(pace, "num_cores", lambda: cores)
     torch.set_num_threads(threads)
     try:
         notes = notes_of()

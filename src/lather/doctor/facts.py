@@ -77,7 +77,7 @@ class RankFacts:
     ranks_here: int
     """Ranks on this machine."""
     other_programs: int
-    """Threads of other programs that run on this machine."""
+    """Threads of other programs that want these cores."""
     memory: int
     """Bytes of the host, or of the container; 0: not known."""
     memory_free: int

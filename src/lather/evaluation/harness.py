@@ -217,12 +217,15 @@ def _in_batches(numbers: Sequence[int], size: int) -> Iterator[Sequence[int]]:
 
 
 def _batch(pairs: Sequence[tuple[list[int], list[int]]], context: int) -> Batch:
-    """Make a batch with one row per pair: the pair's last `context` inputs; the labels are its second tokens."""
+    """Make a batch with one row per pair: the pair's last `context` inputs; the labels are its
+    second tokens. Shorter rows are padded at their end."""
     inputs = [[*before, *after][:-1][-context:] for before, after in pairs]
     labels = [[IGNORE_INDEX] * (len(tokens) - len(after)) + after for tokens, (_, after) in zip(inputs, pairs, strict=True)]
     inputs_BS = pad_sequence([torch.tensor(row) for row in inputs], batch_first=True)
+    lengths_B = torch.tensor([len(row) for row in inputs])
+    padding_BS = torch.arange(inputs_BS.shape[1]) >= lengths_B[:, None]
     labels_BS = pad_sequence([torch.tensor(row) for row in labels], batch_first=True, padding_value=IGNORE_INDEX)
-    return Batch(inputs_BS, labels_BS)
+    return Batch(inputs_BS, labels_BS, padding_BS=padding_BS)
 
 
 def run_tasks(

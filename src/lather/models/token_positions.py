@@ -40,6 +40,8 @@ class KeyValueCache:
     def __init__(self, padding_B: Int[Tensor, " b"] | None = None) -> None:
         """`padding_B`: number of slots at the start of each row that hold no token; None: 0."""
         self.padding_B = padding_B
+        self.most_padding = 0 if padding_B is None or not len(padding_B) else int(padding_B.max())
+        """The largest number of such slots of a row, of all rows that there were."""
         self.length = 0
         """Number of slots of every row."""
         self._rooms: dict[tuple[nn.Module, int], Tensor] = {}
@@ -111,7 +113,10 @@ class SequenceLayout:
         self.positions = self.positions + self.start
         if cache.padding_B is not None:
             self.padding_B = cache.padding_B.to(self.device)
-            self.positions = (self.positions - self.padding_B.unsqueeze(1)).clamp(min=0)
+            place_BS = self.positions - self.padding_B.unsqueeze(1)
+            self.positions = place_BS.clamp(min=0)
+            if self.start < cache.most_padding:  # on a GPU the values are waited for
+                self.padding = _padding_at(place_BS < 0, self.device)
 
     def _pack(self, cu_seqlens: Tensor) -> None:
         check_boundaries(cu_seqlens, self.batch * self.length)
@@ -138,8 +143,7 @@ class SequenceLayout:
         if padding_BS is None or not padding_BS.any():
             return self
         layout = copy.copy(self)
-        num_tokens = padding_BS.numel() - int(padding_BS.sum())
-        layout.padding = Padding(to_device(padding_BS.flatten(), self.device), num_tokens)
+        layout.padding = _padding_at(padding_BS, self.device)
         return layout
 
     def forget(self) -> None:
@@ -215,6 +219,12 @@ class SequenceLayout:
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
+
+
+def _padding_at(padding_BS: Bool[Tensor, "b s"], device: torch.device) -> Padding:
+    """Return the padding at the positions that are True, on `device`."""
+    num_tokens = padding_BS.numel() - int(padding_BS.sum())
+    return Padding(to_device(padding_BS.flatten(), device), num_tokens)
 
 
 def check_boundaries(cu_seqlens: Tensor, num_tokens: int) -> None:

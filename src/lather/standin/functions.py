@@ -55,8 +55,16 @@ class Functions(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> Tensor:
         """Run FlashAttention in bf16 and fp16, the memory-efficient kernel in fp32, else attention with (S, S) elements; on a CPU its own
-        kernel."""
+        kernel.
+
+        torch turns a mask of booleans into one of numbers first, which each call keeps for
+        backward.
+        """
         aten, widths = torch.ops.aten, {x.shape[-1] for x in (query, key, value)}
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            visible = attn_mask.new_zeros((), dtype=query.dtype)
+            hidden = attn_mask.new_full((), -math.inf, dtype=query.dtype)
+            attn_mask = torch.where(attn_mask, visible, hidden)
         is_dense, alike = all(x.stride(-1) == 1 for x in (query, key, value)), len(widths) == 1
         if is_cpu(query) and alike and is_dense and not dropout_p and (attn_mask is None or not attn_mask.requires_grad):
             if query.shape[1] != key.shape[1]:

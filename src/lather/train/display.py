@@ -52,7 +52,7 @@ class Clock:
 
 
 class PlainDisplay(contextlib.AbstractContextManager["PlainDisplay"]):
-    """Prints a line every `every` steps."""
+    """Prints a line every `every` steps, and for each step that was not finite."""
 
     def __init__(self, every: int, clock: Clock | None = None) -> None:
         self.every = every
@@ -68,7 +68,7 @@ class PlainDisplay(contextlib.AbstractContextManager["PlainDisplay"]):
 
     def step(self, row: StepRow, num_steps: int) -> None:
         self.clock.saw(row)
-        if row.step % self.every == 0 or row.step in (1, num_steps) or row.skipped:
+        if row.step % self.every == 0 or row.step in (1, num_steps) or (row.skipped and row.tokens):
             self.note("  ".join((f"step {row.step}/{num_steps}", *numbers_of(row), self.clock.times(num_steps))))
 
 

@@ -25,11 +25,10 @@ from lather.checkpoint.state import TrainingState
 from lather.config.changes import values_of
 from lather.config.config import Config
 from lather.config.toml_file import folder_of
-from lather.device import deterministic, is_gpu
+from lather.device import deterministic
 from lather.engine.engine import build_engine
 from lather.engine.optimizer import build_optimizer
 from lather.engine.step import StepResult, TrainStep, learning_rate, pick_device
-from lather.engine.trained_parameters import trained_parameters
 from lather.errors import UserError
 from lather.files import read_rows, write_aside
 from lather.parallel.agreement import broadcast, errors_on_all_ranks, gather, on_rank_0
@@ -38,11 +37,10 @@ from lather.pipeline.timeline import FILE as TIMELINE
 from lather.pipeline.timeline import TimelineRecorder, append_timeline
 from lather.train import metrics
 from lather.train.asking import ALIKE_SECONDS, Asking, TimeLimit
-from lather.train.expert_watch import WINDOW, ExpertWatch, describe, remedy
 from lather.train.extras import draw_run, optional_file
 from lather.train.initial_weights import check_same_tokenizer, find_start, load_start, notes_on_start
 from lather.train.memory_check import MemoryCheck, agreed_partition
-from lather.train.pace import Pace
+from lather.train.notices import Notices, describe_run
 from lather.train.run_data import RunData, check_same_data, open_run_data
 from lather.train.run_dir import RunDirectory
 from lather.train.start import Start
@@ -178,7 +176,9 @@ class _TrainingRun:
             display.note(f"resuming {existing[-1]}")
         elif start is not None:
             display.note(f"starting from the weights of {start}")
-        self._describe()
+        layers, num_sequences = self.engine.part.share.layers_of_stage, sum(self.batches.order.sizes)
+        for line in describe_run(config, mesh, num_sequences, layers):
+            display.note(line)
         self.metrics: metrics.MetricsWriter | None = None
         if mesh.rank == 0:
             resumed_step = self.progress.step if existing else None
@@ -195,39 +195,16 @@ class _TrainingRun:
                 note=display.note,
             )
         self.memory = MemoryCheck(config, mesh, display.note, partition)
-        self.pace = Pace(display.note, not is_gpu(mesh.device), mesh.size)
-        self.experts = ExpertWatch(
-            config.model.num_experts_per_tok,
-            config.train.steps,
-            is_trained=bool(config.init_from),
-        )
+        self.notices = Notices(config, display.note, mesh)
         self.saved_for = 0.0
         """When the last checkpoint that was asked for was begun, in seconds of `time.monotonic`."""
         self.out_of_time = False
         self.unwritten: OSError | None = None
         """The error with which a row of the metrics could not be written."""
         self.lowest_loss = math.inf
-        self._told: set[str] = set()
-        """Subjects of lines that are shown once."""
         if saving.keep_best:
             steps, file = {step_of(path) for path in existing}, self.path / "metrics.jsonl"
             self._keep_best(on_rank_0(lambda: best_checkpoint(steps, read_rows(file)), mesh.control_group))
-
-    def _describe(self) -> None:
-        """Report the sizes of the model, the mesh, the data and the steps."""
-        config, mesh, note = self.config, self.mesh, self.display.note
-        ranks = "" if mesh.size == 1 else f", {mesh.describe()}"
-        trained = trained_parameters(config)
-        note(
-            f"{trained.num_parameters / 1e6:.2f} M parameters, {config.optim.name}, {mesh.device.type}{ranks}, "
-            f"{sum(self.batches.order.sizes):,} training sequences"
-        )
-        if trained.num_trained < trained.num_parameters:
-            note(trained.describe())
-        tokens = config.train.batch_size * config.train.sequence_length
-        note(f"peak learning rates for steps of {tokens:,} tokens: {config.optim.describe_rates()}")
-        if mesh.pp > 1:
-            note(f"layers by stage: {' '.join(str(len(layers)) for layers in self.engine.part.share.layers_of_stage)}")
 
     def train(self, asking: Asking) -> RunOutcome:
         steps = self.config.train.steps
@@ -236,7 +213,7 @@ class _TrainingRun:
             if not self._any(self.metrics is not None and bool(read_rows(self.metrics.path))):
                 self._validate()
             self.memory.before_first_step()
-            self.pace.begin()
+            self.notices.begin()
             while self.progress.step < steps and not self._is_over(asking, limit):
                 start = time.monotonic()
                 self._one_step()
@@ -334,31 +311,13 @@ class _TrainingRun:
         if _is_due(number, self.config.log.expert_load_every) and result.counts_LE.any():
             self._write({"step": number, "seconds": self.progress.seconds, "expert_load": metrics.load_per_expert(result.counts_LE)})
         self.display.step(row, self.config.train.steps)
-        if result.tokens:
-            self.pace.saw(step_seconds)
-        else:
-            self._tell_once(
-                "training",
-                f"step {number} changed nothing and has no loss, as no token of it is learned: "
-                "if many steps are like this, make the data set with the answers learned, or give "
-                "more tokens per step (--train.batch-size, --train.sequence-length)",
-            )
-        self._watch_experts(number, result)
+        self.notices.saw_step(number, result, step_seconds)
         if in_a_row >= self.config.train.max_skipped_steps:
             raise DivergedError(
                 f"{in_a_row} steps in a row, the last of them step {number}, had a loss or gradient that was not finite: "
                 f"lower optim.lr (now {self.config.optim.peak_lr:g}) or raise optim.warmup_steps, and continue from an earlier checkpoint "
                 f"in another folder, with --fork-from {self.path}@STEP and --run-dir, or start a new run"
             )
-
-    def _watch_experts(self, step: int, result: StepResult) -> None:
-        """Note once that the experts of a block have collapsed."""
-        collapsed = None if result.skipped else self.experts.saw(step, result.counts_LE)
-        if collapsed is not None:
-            block, least, most = collapsed
-            words = describe(block, range(step - WINDOW + 1, step + 1), least, most)
-            coefficient = self.config.resolved_moe().balance_coefficient or 0.0
-            self.display.note(f"note: {words}; {remedy(coefficient)}")
 
     def _row(self, result: StepResult, lr: float, step_seconds: float, peak: int) -> metrics.StepRow:
         measured = {name: value for name, value in vars(result).items() if name != "counts_LE"}  # fields of the row, too
@@ -400,23 +359,12 @@ class _TrainingRun:
         of_sets = ", ".join(f"{name} {text}" for name, text in shown.items())
         first = next(iter(shown.values())) + (f" ({of_sets})" if len(shown) > 1 else "")
         self.display.note(f"step {self.progress.step}: validation loss {first}")
-        for name in (name for name, loss in found.items() if loss is None):
-            self._tell_once(
-                f"validation on {name}",
-                f"no token of the {len(self.held_out[name].indices)} sequences of the held-out set "
-                f"{name!r} is learned, so it has no loss: give one with answers to learn, or more "
-                "sequences (--train.validation-sequences)",
-            )
+        sizes = {name: len(held_out.indices) for name, held_out in self.held_out.items()}
+        self.notices.saw_validation(found, sizes)
         is_best = self.config.checkpoint.keep_best and self.progress.step > 0 and loss < self.lowest_loss
         if is_best:
             self._keep_best((loss, self.progress.step))
         return is_best
-
-    def _tell_once(self, subject: str, text: str) -> None:
-        """Show a line, unless one on this subject was shown before."""
-        if subject not in self._told:
-            self._told.add(subject)
-            self.display.note(text)
 
     def _write(self, row: metrics.Row) -> None:
         if self.metrics is not None:

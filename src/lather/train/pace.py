@@ -31,7 +31,7 @@ class Pace:
     def begin(self) -> None:
         """Tell of other programs that want this run's cores at the start: all its steps are slow."""
         others = other_programs(self._ranks) if self._on_cpu else 0
-        if others and others + torch.get_num_threads() > num_cores():
+        if others and others + self._ranks * torch.get_num_threads() > num_cores():
             self._note(f"{_programs(others)}: steps take longer than they would alone")
 
     def saw(self, seconds: float) -> None:

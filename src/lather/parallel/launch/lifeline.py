@@ -153,6 +153,7 @@ class Hub:
         self._known: set[int] = set()
         """Processes that are or were connected, or whose death was noticed."""
         self._stop = 0
+        self._saves = False
         self._num_done = 0
         self._is_closed = False
         self._since = time.monotonic()
@@ -174,8 +175,10 @@ class Hub:
                 line.send(stop=int(number))
 
     def save(self) -> None:
-        """Ask every rank to save a checkpoint after the current step."""
+        """Ask every rank, including those that connect later, to save a checkpoint after the
+        current step."""
         with self._lock:
+            self._saves = True
             for line in self._lines:
                 line.send(save=True)
 
@@ -223,6 +226,8 @@ class Hub:
             self._lines.append(line)
             if self._stop:
                 line.send(stop=self._stop)
+            if self._saves:
+                line.send(save=True)
         selector.register(line.socket, selectors.EVENT_READ, line)
 
     def _hear(self, line: _JsonSocket) -> bool:
