@@ -220,7 +220,8 @@ class _TrainingRun:
         trained = trained_parameters(config)
         note(
             f"{trained.num_parameters / 1e6:.2f} M parameters, {config.optim.name}, {mesh.device.type}{ranks}, "
-            f"{sum(self.batches.order.sizes):,} training sequences"
+            f"{sum(self.batches.order.sizes):,} training sequences of "
+            f"{', '.join(map(str, config.data.path)) or config.data.source}"
         )
         if trained.num_trained < trained.num_parameters:
             note(trained.describe())
@@ -235,6 +236,8 @@ class _TrainingRun:
         try:
             if not self._any(self.metrics is not None and bool(read_rows(self.metrics.path))):
                 self._validate()
+            if self.progress.step >= steps:
+                self.display.note(f"all {steps:,} steps are done; a larger --train.steps continues")
             self.memory.before_first_step()
             self.pace.begin()
             while self.progress.step < steps and not self._is_over(asking, limit):
