@@ -7,7 +7,7 @@ The commands run in one process, in a folder with what a reader who meets the me
 
     <!-- printed by: lather train configs/quick.toml -->
     ```text
-    lather: error: configs/quick.toml: no such file; configs/ holds examples
+    lather: error: configs/quick.toml: no such file; configs/ of the checkout holds examples
     ```
 """
 

@@ -27,7 +27,7 @@ def test_messages_that_a_command_provokes_are_those_of_the_page() -> None:
 
 def test_a_message_that_has_changed_is_noticed() -> None:
     page = PAGE.read_text()
-    wrong = page.replace("no such file; configs/ holds examples", "no such file")
+    wrong = page.replace("no such file; configs/ of the checkout holds examples", "no such file")
     assert wrong != page
     first = PROVOKED.search(wrong)
     assert first

@@ -377,6 +377,27 @@ def test_what_was_begun_otherwise_is_refused_with_the_remedy(make: Make, tmp_pat
     assert texts_of(make(source)) == texts(21)
 
 
+def test_other_options_may_follow_where_no_document_could_be_used(make: Make, tmp_path: Path) -> None:
+    rows = [{"body": text} for text in texts(20)]
+    source = tmp_path / "a.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for _ in range(2):
+        with pytest.raises(DataError, match=r"20 x no field 'text'.*skipped\.jsonl has every file and line; --field NAME takes"):
+            make(source)
+    assert (tmp_path / "ours.partial/dataset/skipped.jsonl").exists()
+    assert texts_of(make(source, field="body")) == texts(20)
+    assert not (tmp_path / "ours.partial").exists()
+    assert {one.name for one in (tmp_path / "ours").iterdir()} == {
+        one.name for one in make(source, field="body", name="b").folder.iterdir()
+    }
+
+
+def test_a_folder_of_data_sets_is_not_told_to_be_deleted(make: Make, tmp_path: Path) -> None:
+    make(write_jsonl(tmp_path / "a.jsonl", texts(5)))
+    with pytest.raises(DataError, match=r"not a data set, but a folder of data sets: give one, such as .*ours$"):
+        DataSet(tmp_path)
+
+
 def test_a_tokenizer_or_template_that_changed_since_is_refused(tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from lather.data import making
 

@@ -77,6 +77,12 @@ def test_equivalents_are_options() -> None:
     assert {option for pairs in EQUIVALENTS.values() for option, _ in pairs} <= known
 
 
+def test_a_model_in_place_of_its_parameters_is_refused_with_the_remedy() -> None:
+    for cls in (SOAP, Muon):
+        with pytest.raises(TypeError, match=r"^params is a model, Linear: give parameter_groups\(model\), or model\.parameters\(\)"):
+            cls(torch.nn.Linear(4, 4), lr=1e-2)  # type: ignore[arg-type]
+
+
 class Signs(MatrixOptimizer):
     """An optimizer of somebody's own."""
 

@@ -1,8 +1,13 @@
 """A run that is ended at any moment, by any signal, reaches the very end that the uninterrupted run reaches."""
 
+import contextlib
+import os
+import pty
 import random
+import select
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -12,6 +17,20 @@ from lather.checkpoint.folder import list_checkpoints
 from tiny_run import last_weights, run, start, timeless_rows, write_config
 
 STEPS = 60
+HELD_STEPS = """
+import os, sys, time
+from lather.cli import main
+from lather.train import loop
+
+def held(run, step=loop._TrainingRun._one_step, seconds=float(sys.argv.pop(1))):
+    os.write(1, b"held")
+    time.sleep(seconds)
+    step(run)
+
+loop._TrainingRun._one_step = held
+sys.exit(main(sys.argv[1:]))
+"""
+"""Program that runs a command whose steps take the seconds of its first argument longer."""
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +103,36 @@ def test_a_signal_saves_and_ends_cleanly(
     assert_same_end(run_dir, expected)
 
 
+def test_ctrl_c_on_a_terminal_says_what_happens_and_what_a_second_one_does(uninterrupted: tuple[Path, Path], tmp_path: Path) -> None:
+    config, _ = uninterrupted
+    out = []
+    for times, seconds in ((1, 0.3), (2, 60)):
+        run_dir = tmp_path / f"run-{times}"
+        ours, theirs = pty.openpty()
+        command = (sys.executable, "-c", HELD_STEPS, seconds, "train", config, "--run-dir", run_dir)
+        environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}
+        process = subprocess.Popen(tuple(map(str, command)), stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
+        os.close(theirs)
+        read, sent = b"", 0
+        try:
+            with contextlib.suppress(OSError):  # the process has ended
+                while select.select([ours], [], [], 60)[0] and (piece := os.read(ours, 1 << 16)):
+                    read += piece
+                    if sent < times and (b"stopping: the step" if sent else b"held") in read:
+                        process.send_signal(signal.SIGINT)
+                        sent += 1
+            assert process.wait(60) == 130, read.decode()
+        finally:
+            process.kill()
+            os.close(ours)
+        out.append(read.decode())
+    assert "Ctrl-C again ends at once" in out[0]
+    assert "stopped at step" in out[0]
+    assert "lather: ended at once, not saved" not in out[0]
+    assert "lather: ended at once, not saved; the last checkpoint, if any, can be resumed" in out[1]
+    assert "stopped at step" not in out[1]
+
+
 def test_sigterm_before_the_first_step(uninterrupted: tuple[Path, Path], tmp_path: Path) -> None:
     config, expected = uninterrupted
     run_dir = tmp_path / "run"
@@ -104,5 +153,6 @@ def test_a_finished_run_started_again_shows_its_results_and_changes_nothing(unin
     status, out, err = run("train", config, "--run-dir", run_dir)
     assert status == 0, err
     assert "validation loss" in out
+    assert f"all {STEPS} steps are done; a larger --train.steps continues" in out
     assert "step 1/" not in out
     assert {path: path.read_bytes() for path in before} == before

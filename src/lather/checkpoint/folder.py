@@ -112,8 +112,20 @@ def _split(run_at_step: str) -> tuple[Path, str | None]:
     name, at, step = run_at_step.rpartition("@")
     run = run_folder(Path(name)) if at and name else whole
     if not (run / CONFIGURATION).exists():
-        raise UserError(f"{run}: not a run (it has no {CONFIGURATION}): give the run_dir of a training run")
+        raise UserError(_no_run(run))
     return run, step
+
+
+def _no_run(folder: Path) -> str:
+    """Say why a folder is not a run, and what to give."""
+    if not folder.exists():
+        return f"{folder}: not a run (there is no such folder): give the run_dir of a training run"
+    if (folder / "config.json").is_file():
+        return (
+            f"{folder}: not a run, but a Hugging Face folder: lather import {folder} RUN "
+            "makes a run of it; or give the run_dir of a training run"
+        )
+    return f"{folder}: not a run (it has no {CONFIGURATION}): give the run_dir of a training run"
 
 
 def best_checkpoint(steps: Collection[int], rows: list[dict[str, Any]]) -> tuple[float, int] | None:

@@ -71,7 +71,8 @@ def plan_command(arguments: list[str]) -> int:
             raise UserError(f"{path}: cannot be written: name a file in a folder that exists")
     memory = parse_size(parsed.memory, "--memory", unit=True) if parsed.memory else None
     assumed = Assumed(parsed.device, parsed.imbalance, memory)
-    found = plan(parsed.config.resolved(), parsed.world, assumed)
+    with Console(stderr=True).status("planning: a minute or more for a large model"):
+        found = plan(parsed.config.resolved(), parsed.world, assumed)
     if parsed.json:
         plan_report.write(found, arguments, parsed.json)
     title = f"{name}: {parsed.world} {'rank' if parsed.world == 1 else 'ranks'}"

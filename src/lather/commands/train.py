@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,9 @@ A run's folder, or the config.toml in it, resumes that run.
 
   --nproc N  Start N ranks on this machine, or with "gpu" one for each CUDA device, and let them \
 share the work as [parallel] says. torchrun and srun start ranks on several machines, without --nproc."""
+
+STOPPING_NOTE = "stopping: the step is finished and saved first; Ctrl-C again ends at once"
+ENDED_NOTE = b"\nlather: ended at once, not saved; the last checkpoint, if any, can be resumed\n"
 
 
 @dataclass(frozen=True)
@@ -97,16 +101,23 @@ def run_worker(config: Config, command: StartingCommand, world: World) -> int:
     check_parallel(config, world.size)
     device = world.device(pick_device(config.train.device))
     mesh = Mesh.build(config.parallel, device)
-    received = Requests()
+    received, shown = Requests(), _display(config, world)
+
+    def ask(number: signal.Signals) -> None:
+        received.add(number)
+        if number == signal.SIGINT and isinstance(shown, LiveDisplay):
+            # in a thread: the handler may have interrupted the display, which holds a lock then
+            threading.Thread(target=shown.note, args=(STOPPING_NOTE,), daemon=True).start()
+
     stopped_by, saved_at = world.stop or (lambda: received.stop), world.save or (lambda: received.save)
     asking = Asking(lambda: stopped_by() is not None, saved_at, command.started)
     with contextlib.ExitStack() as cleanup:
         cleanup.enter_context(surviving_output())
         if world.stop is None:
-            cleanup.enter_context(stop_signals(received.add))
+            cleanup.enter_context(stop_signals(ask, _say_ended))
             cleanup.enter_context(receiving_signals())
         try:
-            with _display(config, world) as display:
+            with shown as display:
                 if command.note:
                     display.note(command.note)
                 outcome = train(config, display, mesh=mesh, asking=asking)
@@ -117,6 +128,12 @@ def run_worker(config: Config, command: StartingCommand, world: World) -> int:
         if world.rank == 0:
             _report(config, outcome)
         return 130 if not outcome.finished and stopped_by() == signal.SIGINT else 0
+
+
+def _say_ended() -> None:
+    """Say that a repeated signal ends the run. This writes to the descriptor, because a signal may interrupt a print."""
+    with contextlib.suppress(OSError):
+        os.write(2, ENDED_NOTE)
 
 
 def _display(config: Config, world: World) -> LiveDisplay | PlainDisplay:

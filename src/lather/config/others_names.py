@@ -93,7 +93,7 @@ OTHERS_NAMES = {
 }
 """Field, or option of a rule -> names for it in other trainers."""
 
-RANKS = "ranks are started by --nproc N, by torchrun or by srun: there is no field for their number"
+RANKS = "ranks are started by --nproc N, by torchrun or by srun, and `lather plan` assumes --world N: there is no field for their number"
 EPOCHS = "an epoch has as many steps as the data set has tokens (lather data show), divided by train.batch_size * train.sequence_length"
 DATA_RANKS = (
     "data ranks are all ranks that remain, ranks / (parallel.pp * parallel.ep): there is no field for "

@@ -133,7 +133,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(read_text(path))
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file; configs/ holds examples") from None
+        raise ConfigError(f"{path}: no such file; configs/ of the checkout holds examples") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); give a TOML file") from None
     except UnicodeError as error:

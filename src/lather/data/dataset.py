@@ -95,6 +95,12 @@ def read_manifest(folder: Path) -> Manifest:
     """Read the manifest. Raises DataError if it is missing, damaged, edited, or in the format of another version of Lather."""
     path = folder / MANIFEST
     remedy = f"restore it, or delete {folder} and make the data set again"
+    inside = sorted(one.parent for one in folder.glob(f"*/{MANIFEST}"))
+    if inside and not path.exists():
+        raise DataError(
+            f"{folder}: not a data set, but a folder of data sets: "  # no remedy here may delete it
+            f"give one, such as {inside[0]}"
+        )
     try:
         mapping = json.loads(read_text(path))
         if not isinstance(mapping, dict):

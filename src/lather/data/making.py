@@ -31,6 +31,8 @@ from lather.data.work import SPLITS, Making, Progress, UnitReport, do_units, doc
 from lather.errors import DataError
 from lather.files import digest_of, read_text, reason, sha256, sync, write_aside
 
+FRUITLESS = "fruitless"
+"""File in a folder that is being made, if it has no document: then other options may follow."""
 TOKENIZER_CHARACTERS = 64 << 20
 """A tokenizer is trained on about this number of characters, spread over the units."""
 Note = Callable[[str], None]
@@ -177,6 +179,11 @@ def _adopt_plan(partial: Path, plan: MakingPlan) -> None:
     file, text = partial / "plan.json", json.dumps(mapping, indent=1)
     if not file.exists():
         write_aside(file, text)
+    elif read_text(file) != text and (partial / FRUITLESS).exists():
+        for one in (partial / "dataset", partial / "units"):
+            shutil.rmtree(one, ignore_errors=True)
+        (partial / FRUITLESS).unlink()
+        write_aside(file, text)
     elif read_text(file) != text:
         raise DataError(f"{partial} was started with other options, or its sources have changed since: delete it to start again")
 
@@ -247,6 +254,15 @@ class _Outcome:
     """Path and detail of the first skipped document that has a detail."""
 
 
+def _no_document(skipped: Counter[str], where: str) -> str:
+    """Say why there is no document to train on, where it is listed, and which option may help."""
+    reasons = "; ".join(f"{count:,} x {reason}" for reason, count in skipped.most_common(3)) or "there is none"
+    remedy = ""
+    if any(reason.startswith(("no field", "no such column")) for reason in skipped):
+        remedy = "; --field NAME takes another field, --chat conversations"
+    return f"no document can be trained on ({reasons}): {where}{remedy}"
+
+
 def _complete(plan: MakingPlan, making: Making) -> None:
     """Write the lists of files and skipped documents, and last the manifest. Raises DataError if
     there is no document to train on."""
@@ -264,10 +280,9 @@ def _complete(plan: MakingPlan, making: Making) -> None:
     if not counts.notes:
         (folder / NOTES).unlink()
     if "train" not in counts.splits:
-        most = counts.skipped.most_common(3)
-        reasons = "; ".join(f"{count:,} x {reason}" for reason, count in most) or "there is none"
+        (folder.parent / FRUITLESS).touch()
         where = f"{counts.first}{folder / SKIPPED} has every file and line"
-        raise DataError(f"no document can be trained on ({reasons}): {where}")
+        raise DataError(_no_document(counts.skipped, where))
     manifest = Manifest(
         vocab_size=making.vocab_size,
         end_of_text=plan.recipe.end_of_text if (folder / TOKENIZER).exists() else "",

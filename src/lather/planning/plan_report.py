@@ -156,8 +156,8 @@ def _title(plan: MemoryPlan, unit: str) -> str:
         if plan.assumed.imbalance == 1
         else f"{plan.assumed.imbalance:g} times an even load of the busiest rank's experts"
     )
-    ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks"
-    return f"{ranks}, each on a {plan.assumed.device.upper()}, {load}; {unit} at the peak"
+    ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks, each"
+    return f"{ranks} on a {plan.assumed.device.upper()}, {load}; {unit} at the peak"
 
 
 def _in(size: float, scale: int) -> str:

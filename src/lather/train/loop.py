@@ -212,6 +212,8 @@ class _TrainingRun:
         try:
             if not self._any(self.metrics is not None and bool(read_rows(self.metrics.path))):
                 self._validate()
+            if self.progress.step >= steps:
+                self.display.note(f"all {steps:,} steps are done; a larger --train.steps continues")
             self.memory.before_first_step()
             self.notices.begin()
             while self.progress.step < steps and not self._is_over(asking, limit):

@@ -25,7 +25,9 @@ def describe_run(
     trained = trained_parameters(config)
     size = f"{trained.num_parameters / 1e6:.2f} M parameters"
     device = f"{mesh.device.type}{ranks}"
-    yield f"{size}, {config.optim.name}, {device}, {num_sequences:,} training sequences"
+    data = ", ".join(map(str, config.data.path)) or config.data.source
+    sequences = f"{num_sequences:,} training sequences of {data}"
+    yield f"{size}, {config.optim.name}, {device}, {sequences}"
     if trained.num_trained < trained.num_parameters:
         yield trained.describe()
     tokens = config.train.batch_size * config.train.sequence_length

@@ -39,6 +39,11 @@ class GroupedOptimizer(torch.optim.Optimizer):
         self._had_matrices: dict[str, bool] = {}
         """Name of each rule for matrices (or that keeps their norms) -> whether it has had any."""
         self._is_made = False
+        if isinstance(params, torch.nn.Module):
+            raise TypeError(
+                f"params is a model, {type(params).__name__}: give parameter_groups(model), "
+                "or model.parameters() for one rule on all parameters"
+            )
         super().__init__(params, {name: getattr(rule, name) for name in options_of(type(rule))})
         self._is_made = True
         self._check_whole()
