@@ -84,6 +84,14 @@ def test_a_model_of_transformers_comes_back_to_the_bit(family: str, tmp_path: Pa
     assert load_config(tmp_path / "run/config.toml").model == model_from_hugging_face(tmp_path / "out")[1]
 
 
+def test_an_imported_run_is_not_trained_in_place_on_text_that_nobody_named(imported: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = contents(imported)
+    for name in (imported, imported / "config.toml"):
+        assert main(["train", str(name), "--train.steps", "3"]) == 2
+        assert "its configuration names no data: give --data.path or --data.source" in capsys.readouterr().err
+    assert contents(imported) == before
+
+
 def test_an_imported_run_has_all_that_a_run_has_and_generates(published: Path, imported: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert set(contents(imported)) == {
         "config.toml",

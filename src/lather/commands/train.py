@@ -28,7 +28,7 @@ from lather.parallel.mesh import Mesh
 from lather.train.asking import Asking
 from lather.train.display import LiveDisplay, PlainDisplay
 from lather.train.loop import DivergedError, RunOutcome, train
-from lather.train.own_file import configuration_file, describe_own, run_of
+from lather.train.own_file import check_data_is_named, configuration_file, describe_own, run_of
 
 ABOUT = """\
 Train, or resume, the run that a TOML file describes, for example
@@ -89,11 +89,14 @@ def _read(arguments: list[str], world: World | None = None) -> tuple[Config, int
 
 
 def _told(arguments: list[str], config: Config) -> str:
-    """Return what to say about the configuration file, if it is a run's own."""
+    """Return what to say about the configuration file, if it is a run's own. Raises ConfigError for an imported run without data."""
     rest, _ = take_nproc(arguments)
     file = None if rest[0].startswith("-") else configuration_file(rest[0], "train")
     run = run_of(file) if file else None
-    return describe_own(file, run, config) if file and run else ""
+    if not file or not run:
+        return ""
+    check_data_is_named(run, arguments, config)
+    return describe_own(file, run, config)
 
 
 def run_worker(config: Config, command: StartingCommand, world: World) -> int:

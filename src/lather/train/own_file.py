@@ -9,6 +9,7 @@ Whether it is the same, the checksums of the data sets tell.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -87,6 +88,21 @@ def describe_own(file: Path, run: Path, config: Config) -> str:
         return ""
     where = f"; relative paths in it begin at {_base(written, run)}" if _inputs(written) else ""
     return f"{file} is the configuration of the run in {run}, although it names run_dir = {written.run_dir!r}{where}"
+
+
+def check_data_is_named(run: Path, arguments: Sequence[str], config: Config) -> None:
+    """Raise ConfigError if the command would train an imported run in its own folder on the default text, which nobody has named.
+
+    `arguments`: the command line; `config`: its configuration.
+    """
+    is_imported = bool(list_checkpoints(run / "checkpoints")) and not (run / STARTED[0]).exists()
+    is_default = not config.data.path and config.data.source == DataConfig().source
+    is_named = not is_default or any(one.startswith("--data.source") for one in arguments)
+    if is_imported and not is_named and _is_same(Path(config.run_dir), run):
+        raise ConfigError(
+            f"{run} was imported, and its configuration names no data: give --data.path or --data.source to train it in its own folder, "
+            f"or also --init-from {run} --run-dir NEW to keep it as it is"
+        )
 
 
 def _is_same(one: Path, other: Path) -> bool:
