@@ -98,7 +98,7 @@ SINGLE: dict[str, tuple[Damage, list[str]]] = {
     "config is a list": (lambda folder: (folder / CONFIG).write_text("[]"), [CONFIG, "not a JSON object"]),
     "another family": (edit_json(CONFIG, lambda c: c.update(model_type="mamba")), [CONFIG, "model_type", "'mamba'", "deepseek_v2"]),
     "no family": (edit_json(CONFIG, lambda c: c.pop("model_type")), [CONFIG, "model_type", "deepseek_v2"]),
-    "unsupported field": (edit_json(CONFIG, lambda c: c.update(attention_bias=True)), [CONFIG, "attention_bias", "True", "False"]),
+    "unsupported field": (edit_json(CONFIG, lambda c: c.update(attention_bias=True)), [CONFIG, "attention_bias", "true", "false"]),
     "unsupported quantization": (
         edit_json(CONFIG, lambda c: c.update(quantization_config={"quant_method": "fp8"})),
         [CONFIG, "quantization_config", "'fp8'"],
