@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from changing_runs import Shown
 from lather.config.config import Config, LoopConfig, MoEConfig
 from lather.config.toml_file import config_to_toml
 from lather.models.families import FAMILIES
 from lather.train import expert_watch, loop, notices
 from lather.train.expert_watch import SETTLED, WINDOW, ExpertWatch, collapsed_blocks, describe, remedy
-from lather.train.metrics import StepRow
 from lather.train.report import collapses
 
 EVEN = torch.tensor([[100, 100, 100, 100], [120, 90, 110, 80]])
@@ -94,24 +94,11 @@ def test_the_default_coefficient_is_strong_in_a_small_model(model_type: str) -> 
     assert 0.01 <= config.balance_loss_coef <= 0.015
 
 
-class Notes:
-    """A display that keeps notes."""
-
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
-
-    def step(self, row: StepRow, num_steps: int) -> None:
-        pass
-
-
 def test_a_run_says_it_once(
     make_config: Callable[..., Config],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    display = Notes()
+    display = Shown()
     for module in (expert_watch, notices):
         monkeypatch.setattr(module, "WINDOW", 2)
     for name, value in {"SETTLED": 2, "LEAST_ROWS": 1, "LEAST_LOAD": 1.5}.items():
