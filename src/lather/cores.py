@@ -3,8 +3,9 @@
 A matrix product on a CPU is divided among OpenMP threads, which wait for each other at its end.
 GNU's OpenMP, which torch's wheels for Linux bring, lets them wait in a loop for some milliseconds
 before they sleep. Beside other programs that loop takes the core from the very thread that is
-waited for, and a training step takes 4 to 30 times as long. A short loop costs little on a quiet
-machine and nothing more than the others' share on a busy one. Results do not depend on it.
+waited for: beside two programs on two cores a training step took four times as long, with a short
+loop 2.2 times (docs/log.md). A short loop costs little on a quiet machine. Results do not depend
+on it.
 """
 
 from __future__ import annotations
