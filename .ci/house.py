@@ -1,7 +1,9 @@
-"""Looks for what the house rules out and no linter knows: imports against the order of rooms, folders and modules that are no room, class
-names used twice, and docstrings whose first word stands for a noun that is missing. Says how many lines of code the package has.
+"""Looks for what the house rules out and no linter knows: imports against the order of rooms,
+folders and modules that are no room, class names used twice, and docstrings whose first word stands
+for a noun that is missing. Says how many lines of code the package has.
 
-Class names are checked in the package and in `benchmarks/`, docstrings there and in `tests/`, `.ci/`, `docs/` and `examples/`.
+Class names are checked in the package and in `benchmarks/`, docstrings there and in `tests/`,
+`.ci/`, `docs/` and `examples/`.
 
     python .ci/house.py        prints each finding; exit status 1 if there is one
 """
@@ -38,9 +40,22 @@ ROOMS = (
     "optim",
     "kernels",
 )
-"""Rooms of the package, folders and modules, from the top down: each imports from those below it."""
+"""Rooms of the package, folders and modules, from the top down: each imports from those below
+it."""
 FOR_ALL = (
-    *("__init__", "console", "cores", "device", "durations", "errors", "files", "lines", "output", "page", "processes"),
+    *(
+        "__init__",
+        "console",
+        "cores",
+        "device",
+        "durations",
+        "errors",
+        "files",
+        "lines",
+        "output",
+        "page",
+        "processes",
+    ),
     *("shapes", "torch_private", "version"),
 )
 """Modules that serve all rooms and import none."""
@@ -61,7 +76,9 @@ def main() -> int:
     found = list(findings(ROOT))
     for line in found:
         print(line)
-    print(f"{sum(code_lines(path.read_text('utf-8')) for path in (ROOT / 'src' / 'lather').rglob('*.py')):,} lines of code in the package")
+    modules = (ROOT / "src" / "lather").rglob("*.py")
+    num_lines = sum(code_lines(path.read_text("utf-8")) for path in modules)
+    print(f"{num_lines:,} lines of code in the package")
     return 1 if found else 0
 
 
@@ -81,17 +98,22 @@ def trees_in(root: Path, *folders: str) -> dict[Path, ast.Module]:
 
 
 def room_of(path: Path) -> str:
-    """The room of a file of the package: the folder of `src/lather` that it is in, or the module that it is."""
+    """The room of a file of the package: the folder of `src/lather` that it is in, or the module
+    that it is."""
     return path.parts[2].removesuffix(".py")
 
 
 def unknown_rooms(trees: dict[Path, ast.Module]) -> Iterator[str]:
     for room in sorted({room_of(path) for path in trees} - {*ROOMS, *FOR_ALL}):
-        yield f"src/lather/{room}: no room of the house: add it to ROOMS or FOR_ALL of .ci/house.py, to CONTRIBUTING.md and docs/design.md"
+        yield (
+            f"src/lather/{room}: no room of the house: add it to ROOMS or FOR_ALL of "
+            ".ci/house.py, to CONTRIBUTING.md and docs/design.md"
+        )
 
 
 def arrows_back(trees: dict[Path, ast.Module]) -> Iterator[str]:
-    """Find imports of a room from one above it, and imports of any room in a module that serves all."""
+    """Find imports of a room from one above it, and imports of any room in a module that serves
+    all."""
     for path, tree in trees.items():
         room = room_of(path)
         for node in ast.walk(tree):
@@ -107,7 +129,11 @@ def arrows_back(trees: dict[Path, ast.Module]) -> Iterator[str]:
 def imported(node: ast.AST) -> list[str]:
     """Name the modules that a statement imports."""
     if isinstance(node, ast.ImportFrom):
-        return [f"lather.{one.name}" for one in node.names] if node.module == "lather" else [node.module or ""]
+        return (
+            [f"lather.{one.name}" for one in node.names]
+            if node.module == "lather"
+            else [node.module or ""]
+        )
     return [one.name for one in node.names] if isinstance(node, ast.Import) else []
 
 
@@ -126,17 +152,25 @@ def doubled_classes(trees: dict[Path, ast.Module]) -> Iterator[str]:
 def docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
     """Find the strings that stand alone: docstrings, also those of fields and constants."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
             yield node.value
 
 
 def docstrings_without_subject(trees: dict[Path, ast.Module]) -> Iterator[str]:
-    """Find docstrings whose first word stands for a noun that is missing. ("Whether", "How many" and "Which" ask questions.)"""
+    """Find docstrings whose first word stands for a noun that is missing. ("Whether", "How many"
+    and "Which" ask questions.)"""
     for path, tree in trees.items():
         for node in docstrings(tree):
             words = str(node.value).split(maxsplit=1)
             if words and words[0] in NO_NOUNS:
-                yield f'{path}:{node.lineno}: a docstring that begins with "{words[0]}": begin with a verb or the thing itself'
+                yield (
+                    f"{path}:{node.lineno}: a docstring that begins with "
+                    f'"{words[0]}": begin with a verb or the thing itself'
+                )
 
 
 def code_lines(text: str) -> int:

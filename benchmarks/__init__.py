@@ -1,1 +1,2 @@
-"""Benchmarks: every row is measured beside a baseline in the same run, after the correctness check of the same case."""
+"""Benchmarks: every row is measured beside a baseline in the same run, after the correctness check
+of the same case."""

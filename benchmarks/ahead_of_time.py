@@ -1,18 +1,22 @@
-"""Compiles every Triton kernel ahead of time, without a GPU, and lists registers, spills, shared memory, and widths of loads and stores.
+"""Compiles every Triton kernel ahead of time, without a GPU, and lists registers, spills, shared
+memory, and widths of loads and stores.
 
-    python -m benchmarks.ahead_of_time [--models NAME ...] [--dtypes bf16 fp32] [--architectures 80 90 100] [--out ROWS.jsonl]
+    python -m benchmarks.ahead_of_time [--models NAME ...] [--dtypes bf16 fp32] [--architectures 80
+    90 100] [--out ROWS.jsonl]
 
-prints the table, and fails if a kernel does not compile, exceeds a limit, or is launched by no case. The repository keeps the rows of all
-kernels at all sizes; after a change to a kernel write them anew with `--out benchmarks/results/kernels-ahead.jsonl` and look at the
-difference.
+prints the table, and fails if a kernel does not compile, exceeds a limit, or is launched by no
+case. The repository keeps the rows of all kernels at all sizes; after a change to a kernel write
+them anew with `--out benchmarks/results/kernels-ahead.jsonl` and look at the difference.
 
-The wrappers of `lather.kernels` are called with the arguments of `benchmarks.kernel_cases`: **a new kernel needs a line there and nothing
-here**. Each launch is intercepted and specialised as Triton does it (by type, divisibility by 16, constants). Triton's own pipeline
-compiles it for a driver that knows nothing but its architecture; the counts are read from the assembler's log and the PTX. Launches that
-come to the same code are one row. The counts depend on the sources and Triton's version alone.
+The wrappers of `lather.kernels` are called with the arguments of `benchmarks.kernel_cases`: **a new
+kernel needs a line there and nothing here**. Each launch is intercepted and specialised as Triton
+does it (by type, divisibility by 16, constants). Triton's own pipeline compiles it for a driver
+that knows nothing but its architecture; the counts are read from the assembler's log and the PTX.
+Launches that come to the same code are one row. The counts depend on the sources and Triton's
+version alone.
 
-A row's `loads` and `stores` count the instructions on global memory by bits per thread; `divisions` counts 64-bit integer divisions, each
-of which takes a GPU some hundred instructions.
+A row's `loads` and `stores` count the instructions on global memory by bits per thread; `divisions`
+counts 64-bit integer divisions, each of which takes a GPU some hundred instructions.
 """
 
 from __future__ import annotations
@@ -39,10 +43,12 @@ from benchmarks.kernel_cases import CASES, DTYPES, MODELS
 from benchmarks.report import Row, RowFile
 
 SHARED_KIB = {80: 163, 90: 227, 100: 227}
-"""The most shared memory that a block can ask for, in KiB by architecture (CUDA C++ programming guide, technical specifications)."""
+"""The most shared memory that a block can ask for, in KiB by architecture (CUDA C++ programming
+guide, technical specifications)."""
 
 SPILLED_BYTES: dict[str, int] = {}
-"""Bytes that a kernel may spill, by kernel, where spilling was measured to be faster than not spilling. No kernel spills now."""
+"""Bytes that a kernel may spill, by kernel, where spilling was measured to be faster than not
+spilling. No kernel spills now."""
 
 
 @dataclass
@@ -57,7 +63,8 @@ class Launch:
 
 
 class Driver:
-    """Stands for a GPU in `triton.runtime.driver.set_active`, and knows nothing but its architecture."""
+    """Stands for a GPU in `triton.runtime.driver.set_active`, and knows nothing but its
+    architecture."""
 
     def __init__(self, architecture: int) -> None:
         self.architecture = architecture
@@ -87,7 +94,9 @@ def caught(models: Iterable[str], dtypes: Iterable[str]) -> list[Launch]:
     run = JITFunction.run
     JITFunction.run = catch
     try:
-        for sizes, name in ((MODELS[model](DTYPES[name]), name) for model in models for name in dtypes):
+        for sizes, name in (
+            (MODELS[model](DTYPES[name]), name) for model in models for name in dtypes
+        ):
             for wrapper, *arguments in (call for calls in CASES for call in calls(sizes)):
                 case = f"{sizes.model} {name} {wrapper.__name__}"
                 options = arguments.pop() if isinstance(arguments[-1], dict) else {}
@@ -109,7 +118,9 @@ def distinct(launches: Iterable[Launch], architectures: Iterable[int]) -> list[L
             binder = launch.kernel.device_caches[architecture][-1]
             _, specialization, options = binder(*launch.arguments, **launch.options)
             key = (architecture, launch.kernel, str(specialization), str(options))
-            one = found.setdefault(key, Launch(launch.kernel, launch.arguments, launch.options, architecture))
+            one = found.setdefault(
+                key, Launch(launch.kernel, launch.arguments, launch.options, architecture)
+            )
             one.cases += [case for case in launch.cases if case not in one.cases]
     return list(found.values())
 
@@ -119,11 +130,21 @@ def compiled(launches: Sequence[Launch], processes: int) -> list[Row]:
     context, receivers = multiprocessing.get_context("fork"), []
     for first in range(processes):
         receiver, sender = context.Pipe(duplex=False)
-        context.Process(target=_compile_all, args=(launches[first::processes], sender), daemon=True).start()
+        context.Process(
+            target=_compile_all, args=(launches[first::processes], sender), daemon=True
+        ).start()
         sender.close()
         receivers.append(receiver)
     rows = [row for receiver in receivers for row in cast(list[Row], receiver.recv())]
-    return sorted(rows, key=lambda row: (row["kernel"], row["types"], json.dumps(row["constants"]), row["architecture"]))
+    return sorted(
+        rows,
+        key=lambda row: (
+            row["kernel"],
+            row["types"],
+            json.dumps(row["constants"]),
+            row["architecture"],
+        ),
+    )
 
 
 def _compile_all(launches: Sequence[Launch], sender: Connection) -> None:
@@ -137,7 +158,12 @@ def row_of(launch: Launch) -> Row:
     import triton
     from triton.runtime import driver
 
-    row: Row = {"kernel": name_of(launch.kernel), "architecture": launch.architecture, "types": "", "constants": {}}
+    row: Row = {
+        "kernel": name_of(launch.kernel),
+        "architecture": launch.architecture,
+        "types": "",
+        "constants": {},
+    }
     driver.set_active(Driver(launch.architecture))
     log = io.StringIO()
     try:
@@ -147,10 +173,23 @@ def row_of(launch: Launch) -> Row:
     except Exception as error:
         return row | {"cases": launch.cases, "error": f"{type(error).__name__}: {error}"}
     names, source = list(launch.kernel.arg_names), code.src
-    row["types"] = ", ".join(_argument(i, name, source) for i, name in enumerate(names) if source.signature[name] != "constexpr")
+    row["types"] = ", ".join(
+        _argument(i, name, source)
+        for i, name in enumerate(names)
+        if source.signature[name] != "constexpr"
+    )
     row["constants"] = {names[i]: _plain(value) for (i,), value in source.constants.items()}
     used = counted(log.getvalue(), code.asm["ptx"])
-    return row | {"warps": code.metadata.num_warps, "shared_bytes": code.metadata.shared, **used, "cases": launch.cases} | _versions()
+    return (
+        row
+        | {
+            "warps": code.metadata.num_warps,
+            "shared_bytes": code.metadata.shared,
+            **used,
+            "cases": launch.cases,
+        }
+        | _versions()
+    )
 
 
 def _versions() -> Row:
@@ -160,8 +199,11 @@ def _versions() -> Row:
 
 
 def _argument(place: int, name: str, source: Any) -> str:
-    """Describe an argument by name and type, with a mark if its value is known to be divisible by 16."""
-    return f"{name} {source.signature[name]}" + (" /16" if ["tt.divisibility", 16] in source.attrs.get((place,), []) else "")
+    """Describe an argument by name and type, with a mark if its value is known to be divisible by
+    16."""
+    return f"{name} {source.signature[name]}" + (
+        " /16" if ["tt.divisibility", 16] in source.attrs.get((place,), []) else ""
+    )
 
 
 def _plain(value: Any) -> Any:
@@ -170,13 +212,17 @@ def _plain(value: Any) -> Any:
 
 def name_of(kernel: Any) -> str:
     """Name a kernel by its folder and function, such as `swiglu._forward_kernel`."""
-    return f"{kernel.__module__.removeprefix('lather.').removeprefix('kernels.').removesuffix('.triton')}.{kernel.__name__}"
+    module = kernel.__module__.removeprefix("lather.").removeprefix("kernels.")
+    return f"{module.removesuffix('.triton')}.{kernel.__name__}"
 
 
 def counted(log: str, ptx: str) -> Row:
-    """Read the assembler's numbers of a kernel, and count the accesses to global memory in its PTX."""
+    """Read the assembler's numbers of a kernel, and count the accesses to global memory in its
+    PTX."""
     used = re.search(r"Used (\d+) registers", log)
-    spilled = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    spilled = re.search(
+        r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log
+    )
     if used is None or spilled is None:
         raise RuntimeError(f"the assembler's log has neither registers nor spills: {log!r}")
     widths = {kind: Counter(_widths(ptx, kind)) for kind in ("ld", "st")}
@@ -191,7 +237,9 @@ def counted(log: str, ptx: str) -> Row:
 
 
 def _widths(ptx: str, kind: str) -> Iterator[int]:
-    for vector, bits in re.findall(rf"\b{kind}\.(?:\w+\.)*global(?:[.:]\w+)*?(?:\.v(\d))?\.[bfus](\d+)", ptx):
+    for vector, bits in re.findall(
+        rf"\b{kind}\.(?:\w+\.)*global(?:[.:]\w+)*?(?:\.v(\d))?\.[bfus](\d+)", ptx
+    ):
         yield int(vector or 1) * int(bits)
 
 
@@ -201,10 +249,16 @@ def complaints(row: Row) -> list[str]:
         return [f"does not compile: {row['error']}"]
     found, allowed = [], SPILLED_BYTES.get(row["kernel"], 0)
     if row["spilled_bytes"] > allowed:
-        found.append(f"spills {row['spilled_bytes']} bytes, {allowed} are allowed: smaller blocks or more warps")
+        found.append(
+            f"spills {row['spilled_bytes']} bytes, {allowed} are allowed: smaller blocks or more "
+            "warps"
+        )
     limit = 1024 * SHARED_KIB[row["architecture"]]
     if row["shared_bytes"] > limit:
-        found.append(f"needs {row['shared_bytes']} bytes of shared memory, a block has {limit}: smaller blocks or fewer stages")
+        found.append(
+            f"needs {row['shared_bytes']} bytes of shared memory, a block has {limit}: smaller "
+            "blocks or fewer stages"
+        )
     return found
 
 
@@ -213,9 +267,23 @@ def unreached(launched: Iterable[Any]) -> set[str]:
     from triton.runtime.jit import JITFunction
 
     package = Path(lather.__file__).parent
-    sources = [path for path in package.rglob("*.py") if re.search(r"^@triton\.jit", path.read_text(), re.MULTILINE)]
-    modules = [importlib.import_module(".".join(("lather", *path.relative_to(package).with_suffix("").parts))) for path in sources]
-    functions = {id(one): one for module in modules for one in vars(module).values() if isinstance(one, JITFunction)}
+    sources = [
+        path
+        for path in package.rglob("*.py")
+        if re.search(r"^@triton\.jit", path.read_text(), re.MULTILINE)
+    ]
+    modules = [
+        importlib.import_module(
+            ".".join(("lather", *path.relative_to(package).with_suffix("").parts))
+        )
+        for path in sources
+    ]
+    functions = {
+        id(one): one
+        for module in modules
+        for one in vars(module).values()
+        if isinstance(one, JITFunction)
+    }
     reached, front = set(), list(launched)
     while front:
         function = front.pop()
@@ -227,32 +295,50 @@ def unreached(launched: Iterable[Any]) -> set[str]:
 
 
 def table(rows: Iterable[Row]) -> Iterator[str]:
-    yield f"{'kernel':40} {'sm':>3} {'regs':>4} {'spill':>5} {'shared':>6} {'warps':>5} {'div':>3}  {'loads':24} {'stores':24} cases"
+    yield (
+        f"{'kernel':40} {'sm':>3} {'regs':>4} {'spill':>5} {'shared':>6} "
+        f"{'warps':>5} {'div':>3}  {'loads':24} {'stores':24} cases"
+    )
     for row in rows:
         if "error" in row:
             yield f"{row['kernel']:40} {row['architecture']:3} {row['error'].splitlines()[0]}"
             continue
-        widths = (" ".join(f"{count}x{bits}" for bits, count in row[kind].items()) for kind in ("loads", "stores"))
-        numbers = (
-            f"{row['registers']:4} {row['spilled_bytes']:5} {row['shared_bytes']:6} {row['warps']:5} {row['divisions']:3}  "
-            + " ".join(f"{one:24}" for one in widths)
+        widths = (
+            " ".join(f"{count}x{bits}" for bits, count in row[kind].items())
+            for kind in ("loads", "stores")
         )
-        yield f"{row['kernel']:40} {row['architecture']:3} {numbers} {row['cases'][0]}" + (f" +{n}" if (n := len(row["cases"]) - 1) else "")
+        numbers = (
+            f"{row['registers']:4} {row['spilled_bytes']:5} {row['shared_bytes']:6} "
+            f"{row['warps']:5} {row['divisions']:3}  " + " ".join(f"{one:24}" for one in widths)
+        )
+        yield f"{row['kernel']:40} {row['architecture']:3} {numbers} {row['cases'][0]}" + (
+            f" +{n}" if (n := len(row["cases"]) - 1) else ""
+        )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.ahead_of_time", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.ahead_of_time", description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
-    parser.add_argument("--architectures", nargs="+", type=int, choices=SHARED_KIB, default=list(SHARED_KIB))
+    parser.add_argument(
+        "--architectures", nargs="+", type=int, choices=SHARED_KIB, default=list(SHARED_KIB)
+    )
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--out", type=Path, help="where the rows go")
     options = parser.parse_args(arguments)
-    os.environ.pop("TRITON_INTERPRET", None)  # Triton has not been imported yet, and reads this when it is
+    os.environ.pop(
+        "TRITON_INTERPRET", None
+    )  # Triton has not been imported yet, and reads this when it is
     launches = caught(options.models, options.dtypes)
     rows = compiled(distinct(launches, options.architectures), options.processes)
     print("\n".join(table(rows)))
-    wrong = [f"{row['kernel']} on sm_{row['architecture']} ({row['cases'][0]}) {text}" for row in rows for text in complaints(row)]
+    wrong = [
+        f"{row['kernel']} on sm_{row['architecture']} ({row['cases'][0]}) {text}"
+        for row in rows
+        for text in complaints(row)
+    ]
     wrong += [
         f"{name} is launched by no case: add one to benchmarks/kernel_cases.py"
         for name in sorted(unreached(one.kernel for one in launches))
@@ -261,7 +347,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         file = RowFile(options.out)
         file.write(rows)
         file.finish()
-    print("\n".join([f"{len(rows)} compilations of {len({row['kernel'] for row in rows})} kernels", *wrong]))
+    print(
+        "\n".join(
+            [f"{len(rows)} compilations of {len({row['kernel'] for row in rows})} kernels", *wrong]
+        )
+    )
     return int(bool(wrong))
 
 

@@ -1,9 +1,11 @@
 """Step times of two checkouts of this repository, on the sets of `lather bench optimizer`.
 
-    python -m benchmarks.before_after OLD/src NEW/src [--sets many_small big] [--frequencies 1 10] [--rounds 5] [--out FILE]
+    python -m benchmarks.before_after OLD/src NEW/src [--sets many_small big] [--frequencies 1 10]
+    [--rounds 5] [--out FILE]
 
-Rounds alternate between the two. Each round is a process of its own that warms up, does whole intervals of steps and gives their median;
-the row of a case has the median over rounds of the ratio of new to old. Nothing else should run meanwhile.
+Rounds alternate between the two. Each round is a process of its own that warms up, does whole
+intervals of steps and gives their median; the row of a case has the median over rounds of the ratio
+of new to old. Nothing else should run meanwhile.
 """
 
 import argparse
@@ -42,24 +44,33 @@ def step_ms(source: str, name: str, frequency: int, seconds: float) -> float:
     """Measure one round; returns milliseconds per step."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([source, str(REPOSITORY)])}
     command = [sys.executable, "-c", ROUND, name, str(frequency), str(seconds)]
-    return float(subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout)
+    return float(
+        subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("old")
     parser.add_argument("new")
     parser.add_argument("--sets", nargs="+", default=SETS, choices=SETS)
     parser.add_argument("--frequencies", nargs="+", type=int, default=[1, 10])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=3.0, help="of a round, at least")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/before-after-cpu.jsonl"))
+    parser.add_argument(
+        "--out", type=Path, default=Path("benchmarks/results/before-after-cpu.jsonl")
+    )
     options = parser.parse_args()
     with options.out.open("w") as file:
         for name in options.sets:
             for frequency in options.frequencies:
                 rounds = [
-                    [step_ms(source, name, frequency, options.seconds) for source in (options.old, options.new)]
+                    [
+                        step_ms(source, name, frequency, options.seconds)
+                        for source in (options.old, options.new)
+                    ]
                     for _ in range(options.rounds)
                 ]
                 ratios = [new / old for old, new in rounds]
@@ -75,13 +86,16 @@ def main() -> None:
                 file.write(json.dumps(row) + "\n")
                 file.flush()
                 print(
-                    f"{name:>11} every {frequency:>2}: {row['old_ms']:8.2f} -> {row['new_ms']:8.2f} ms, ratio {row['ratio']:.3f}",
+                    f"{name:>11} every {frequency:>2}: {row['old_ms']:8.2f} -> "
+                    f"{row['new_ms']:8.2f} ms, ratio {row['ratio']:.3f}",
                     flush=True,
                 )
 
 
 def _commit(source: str) -> str:
-    return subprocess.run(["git", "-C", source, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        ["git", "-C", source, "rev-parse", "HEAD"], check=True, capture_output=True, text=True
+    ).stdout.strip()
 
 
 if __name__ == "__main__":

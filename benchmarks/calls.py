@@ -1,8 +1,9 @@
-"""`lather bench calls`: counts the calls of the package's own Python functions in one optimizer step: the length of the way from `.grad` to
-the changed weight, which counts in a step of small matrices. `sys.setprofile` counts them, so the numbers do not depend on the machine.
+"""`lather bench calls`: counts the calls of the package's own Python functions in one optimizer
+step: the length of the way from `.grad` to the changed weight, which counts in a step of small
+matrices. `sys.setprofile` counts them, so the numbers do not depend on the machine.
 
-A case is a step after `WARM_UP` others, so that state and plan are there. It uses public names alone, so it can also count earlier
-releases.
+A case is a step after `WARM_UP` others, so that state and plan are there. It uses public names
+alone, so it can also count earlier releases.
 """
 
 from __future__ import annotations
@@ -69,9 +70,17 @@ def run(options: CallsBenchmark) -> int:
     for case in CASES:
         found = count(case)
         file.write([{**common, "benchmark": "calls", "config": vars(case), **found}])
-        too_many |= found["calls"] > (case.max_calls or found["calls"]) or found["files"] > (case.max_files or found["files"])
-        bound = " in ".join(f"{most} {what}" for most, what in ((case.max_calls, "calls"), (case.max_files, "files")) if most)
-        table.add_row(case.name, *[str(found[key]) for key in ("calls", "functions", "files")], bound)
+        too_many |= found["calls"] > (case.max_calls or found["calls"]) or found["files"] > (
+            case.max_files or found["files"]
+        )
+        bound = " in ".join(
+            f"{most} {what}"
+            for most, what in ((case.max_calls, "calls"), (case.max_files, "files"))
+            if most
+        )
+        table.add_row(
+            case.name, *[str(found[key]) for key in ("calls", "functions", "files")], bound
+        )
     file.finish()
     console = command_console()
     console.print(table)
@@ -89,11 +98,16 @@ def count(case: CallCase) -> Row:
         optimizer.step()
     _give_gradients(params)
     calls = counted(optimizer.step)
-    return {"calls": sum(calls.values()), "functions": len(calls), "files": len({file for file, _ in calls})}
+    return {
+        "calls": sum(calls.values()),
+        "functions": len(calls),
+        "files": len({file for file, _ in calls}),
+    }
 
 
 def counted(work: Callable[[], Any]) -> Counter[tuple[str, str]]:
-    """Count how often each of the package's functions is called, by (file, name). Each start of a comprehension or generator counts."""
+    """Count how often each of the package's functions is called, by (file, name). Each start of a
+    comprehension or generator counts."""
     calls: Counter[tuple[str, str]] = Counter()
 
     def note(frame: FrameType, event: str, _: object) -> None:

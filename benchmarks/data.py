@@ -1,8 +1,10 @@
-"""`lather bench data`: measures how fast data sets are made, how much memory making and reading them takes, and how long the loader takes.
+"""`lather bench data`: measures how fast data sets are made, how much memory making and reading
+them takes, and how long the loader takes.
 
-throughput    making shards from JSONL, against `tokenizers` alone encoding the same texts from memory on all cores; rounds alternate
-memory        for many small documents and for few: the most memory that the processes hold together while they make the data set, the
-              memory of a process that reads batches of it, and the time to open it
+throughput    making shards from JSONL, against `tokenizers` alone encoding the same texts from
+memory on all cores; rounds alternate memory        for many small documents and for few: the most
+              memory that the processes hold together while they make the data set, the memory of a
+              process that reads batches of it, and the time to open it
 loader        the time of a batch of the quickstart's size, against the time of a quickstart step
 """
 
@@ -62,12 +64,19 @@ class DataBenchmark:
 
 def run(options: DataBenchmark) -> int:
     """Measure all cases; returns the exit status."""
-    file, common = RowFile(options.out / "data-cpu.jsonl"), environment(torch.device("cpu"), ("tokenizers",))
+    file, common = (
+        RowFile(options.out / "data-cpu.jsonl"),
+        environment(torch.device("cpu"), ("tokenizers",)),
+    )
     table = titled_table("", ["case"])
     for name in ("value", "against", "target"):
         table.add_column(name)
     with tempfile.TemporaryDirectory(prefix="lather-bench-") as temporary:
-        for row, line in (throughput(Path(temporary), options), *memory(Path(temporary), options), loader(Path(temporary), options)):
+        for row, line in (
+            throughput(Path(temporary), options),
+            *memory(Path(temporary), options),
+            loader(Path(temporary), options),
+        ):
             file.write([{**common, "benchmark": "data", **row}])
             table.add_row(*line)
     file.finish()
@@ -80,7 +89,7 @@ def run(options: DataBenchmark) -> int:
 Result = tuple[Row, tuple[str, str, str, str]]
 
 
-# --- throughput ---------------------------------------------------------------------------------------------------------------------
+# --- throughput -----------------------------------------------------------------------------------
 
 
 def throughput(folder: Path, options: DataBenchmark) -> Result:
@@ -107,11 +116,18 @@ def throughput(folder: Path, options: DataBenchmark) -> Result:
     ratios = sorted(their / our for their, our in zip(theirs, ours, strict=True))
     ratio = statistics.median(ratios)
     rate = options.megabytes / statistics.median(ours)
-    row = {"case": "throughput", "megabytes": options.megabytes, "seconds": ours, "tokenizers_seconds": theirs, "of_tokenizers": ratio}
+    row = {
+        "case": "throughput",
+        "megabytes": options.megabytes,
+        "seconds": ours,
+        "tokenizers_seconds": theirs,
+        "of_tokenizers": ratio,
+    }
     return row, (
         "JSONL to shards",
         f"{rate:.1f} MB/s",
-        f"{100 * ratio:.0f} % of tokenizers alone ({100 * ratios[0]:.0f} to {100 * ratios[-1]:.0f})",
+        f"{100 * ratio:.0f} % of tokenizers alone ({100 * ratios[0]:.0f} to "
+        f"{100 * ratios[-1]:.0f})",
         "90 %",
     )
 
@@ -129,7 +145,7 @@ def _texts(size: int) -> list[str]:
     return found
 
 
-# --- memory -------------------------------------------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------
 
 
 def memory(folder: Path, options: DataBenchmark) -> Iterator[Result]:
@@ -160,10 +176,28 @@ def memory(folder: Path, options: DataBenchmark) -> Iterator[Result]:
         }
         yield (
             row,
-            (f"memory of {name}", f"{many[index]:,.0f} MiB", f"{many[index] - few[index]:+,.0f} MiB against 10,000 documents", "300 MB"),
+            (
+                f"memory of {name}",
+                f"{many[index]:,.0f} MiB",
+                f"{many[index] - few[index]:+,.0f} MiB against 10,000 documents",
+                "300 MB",
+            ),
         )
-    row = {"case": "opening", "documents": options.documents, "seconds": many[2], "seconds_of_10_000": few[2]}
-    yield row, ("opening", f"{1e3 * many[2]:.1f} ms", f"{1e3 * few[2]:.1f} ms with 10,000 documents", "1 s")
+    row = {
+        "case": "opening",
+        "documents": options.documents,
+        "seconds": many[2],
+        "seconds_of_10_000": few[2],
+    }
+    yield (
+        row,
+        (
+            "opening",
+            f"{1e3 * many[2]:.1f} ms",
+            f"{1e3 * few[2]:.1f} ms with 10,000 documents",
+            "1 s",
+        ),
+    )
 
 
 READER = """
@@ -208,18 +242,24 @@ def _family(pid: int) -> Iterator[int]:
 
 def _resident_mib(pid: int) -> float:
     try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / MIB
+        return (
+            int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+            * os.sysconf("SC_PAGE_SIZE")
+            / MIB
+        )
     except (OSError, IndexError):
         return 0.0
 
 
-# --- loader -------------------------------------------------------------------------------------------------------------------------
+# --- loader ---------------------------------------------------------------------------------------
 
 
 def loader(folder: Path, options: DataBenchmark) -> Result:
     """Time the quickstart's batches: 16 sequences of 128 tokens."""
     config = DataConfig(path=(str(folder / f"set-{options.documents}"),))
-    batches = training_batches(open_datasets(config, VOCABULARY, lambda text: None), config, 128, 16, 0)
+    batches = training_batches(
+        open_datasets(config, VOCABULARY, lambda text: None), config, 128, 16, 0
+    )
     times = []
     for step in range(1, 301):
         begun = time.perf_counter()

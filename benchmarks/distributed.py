@@ -1,11 +1,15 @@
-"""`lather bench distributed`: counts what a rank of a sharded optimizer sends, keeps and computes; counts are exact on any machine.
+"""`lather bench distributed`: counts what a rank of a sharded optimizer sends, keeps and computes;
+counts are exact on any machine.
 
-    counts    SOAP on 4 gloo ranks, parameters sharded on dim 0 as FSDP2 does: bytes that leave a rank in a step, bytes of its state, and
-              flops of a step with a refresh, against one process; and the bytes that gathering gradient, L and R on every rank would send
-    plan      the owners of every matrix of published models on 8, 64 and 512 ranks: the work of the busiest rank, over the mean
+    counts    SOAP on 4 gloo ranks, parameters sharded on dim 0 as FSDP2 does: bytes that leave a
+              rank in a step, bytes of its state, and flops of a step with a refresh, against one
+              process; and the bytes that gathering gradient, L and R on every rank would send
+    plan      the owners of every matrix of published models on 8, 64 and 512 ranks: the work of the
+              busiest rank, over the mean
 
-A case is checked first: after the counted steps every parameter has the bits of one process. Flops of products are counted by
-torch's FlopCounterMode; QR and eigendecompositions are added by formula (4/3 n^3 and 9 n^3), for every contestant alike.
+A case is checked first: after the counted steps every parameter has the bits of one process. Flops
+of products are counted by torch's FlopCounterMode; QR and eigendecompositions are added by formula
+(4/3 n^3 and 9 n^3), for every contestant alike.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 from unittest.mock import patch
 
 import torch
@@ -44,7 +48,8 @@ from lather.torch_private import linalg_eigh as eigh_of_torch
 
 NUM_RANKS = 4
 SHAPES: tuple[tuple[int, ...], ...] = ((128, 128),) * 8 + ((256, 128),) * 8 + ((8, 64, 128),) * 4
-"""Matrices, and stacks of experts that each of 4 ranks has whole; every rank has as much work as every other."""
+"""Matrices, and stacks of experts that each of 4 ranks has whole; every rank has as much work as
+every other."""
 UNEVEN: tuple[tuple[int, ...], ...] = ((128, 128),) * 5 + ((96, 160),) * 3 + ((6, 64, 128),) * 3
 STEPS = 4
 MESHES = (8, 64, 512)
@@ -54,7 +59,8 @@ ENOUGH = 20
 
 @dataclass(frozen=True)
 class DistributedBenchmark:
-    """Counts bytes, state and arithmetic of a sharded optimizer, and how evenly the plan of owners spreads the work. On CPU, with gloo."""
+    """Counts bytes, state and arithmetic of a sharded optimizer, and how evenly the plan of owners
+    spreads the work. On CPU, with gloo."""
 
     parts: tuple[Literal["counts", "plan"], ...] = ("counts", "plan")
     """Parts to run."""
@@ -89,7 +95,7 @@ def _rows(options: DistributedBenchmark) -> Iterator[Row]:
                 yield plan_row(preset, num_ranks)
 
 
-# --- counts ---------------------------------------------------------------------------------------------------------------------------
+# --- counts ---------------------------------------------------------------------------------------
 
 
 def _counts_row(name: str, shapes: Sequence[tuple[int, ...]]) -> Row:
@@ -98,9 +104,14 @@ def _counts_row(name: str, shapes: Sequence[tuple[int, ...]]) -> Row:
             raise CheckError(f"{name}: a rank failed, see above")
         ranks: list[Row] = json.loads((Path(folder) / "ranks.json").read_text("utf-8"))
     if wrong := [rank["wrong"] for rank in ranks if rank["wrong"]]:
-        raise CheckError(f"{name}: {wrong[0]} of {len(shapes)} parameters differ from those of one process")
+        raise CheckError(
+            f"{name}: {wrong[0]} of {len(shapes)} parameters differ from those of one process"
+        )
     flops, alone = [rank["flops"] for rank in ranks], ranks[0]["flops_of_one_process"]
-    state, whole = [rank["state_bytes"] for rank in ranks], sum(_state_bytes(shape) for shape in shapes)
+    state, whole = (
+        [rank["state_bytes"] for rank in ranks],
+        sum(_state_bytes(shape) for shape in shapes),
+    )
     sent = max(rank["bytes_sent"] for rank in ranks)
     share = 4 * sum(math.prod(shape) for shape in shapes) / NUM_RANKS
     bound = 2 * (NUM_RANKS - 1) / NUM_RANKS * share
@@ -111,8 +122,10 @@ def _counts_row(name: str, shapes: Sequence[tuple[int, ...]]) -> Row:
         "flops_of_one_process_over_n": max(flops) * NUM_RANKS / alone,
     }
     summary = (
-        f"{name}: a rank sends {sent:,} bytes in a step, {found['sent_of_bound']:.2f} of 2 (N-1)/N of its share and "
-        f"{found['sent_of_gathering']:.2f} of what gathering G, L and R sends; state {found['state_of_one_process_over_n']:.3f} / N, "
+        f"{name}: a rank sends {sent:,} bytes in a step, {found['sent_of_bound']:.2f} of 2 (N-1)/N "
+        "of its share and "
+        f"{found['sent_of_gathering']:.2f} of what gathering G, L and R sends; state "
+        f"{found['state_of_one_process_over_n']:.3f} / N, "
         f"flops {found['flops_of_one_process_over_n']:.3f} / N of one process"
     )
     config = {
@@ -122,7 +135,14 @@ def _counts_row(name: str, shapes: Sequence[tuple[int, ...]]) -> Row:
         "optimizer": "SOAP",
         "precondition_frequency": 1,
     }
-    return {"benchmark": "counts", "config": config, "check": {"parameters_that_differ": 0}, **found, "by_rank": ranks, "summary": summary}
+    return {
+        "benchmark": "counts",
+        "config": config,
+        "check": {"parameters_that_differ": 0},
+        **found,
+        "by_rank": ranks,
+        "summary": summary,
+    }
 
 
 def _state_bytes(shape: tuple[int, ...]) -> int:
@@ -135,7 +155,9 @@ def _values(shapes: Sequence[tuple[int, ...]], seed: int) -> list[Tensor]:
 
 
 def _soap(params: Sequence[nn.Parameter]) -> SOAP:
-    groups = [{"params": [p], "matrix_layout": "per_expert" if p.dim() > 2 else "tensor"} for p in params]
+    groups = [
+        {"params": [p], "matrix_layout": "per_expert" if p.dim() > 2 else "tensor"} for p in params
+    ]
     return SOAP(groups, lr=1e-2, precondition_frequency=1)
 
 
@@ -144,7 +166,10 @@ def count(shapes: tuple[tuple[int, ...], ...], folder: str, world: World) -> int
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (world.size,))
     alone = [nn.Parameter(x) for x in _values(shapes, 0)]
-    ours = [nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)], src_data_rank=None)) for p in alone]
+    ours = [
+        nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)], src_data_rank=None))
+        for p in alone
+    ]
     one, many = _soap(alone), _soap(ours)
     flops = flops_alone = sent = 0
     for step in range(STEPS):
@@ -155,12 +180,17 @@ def count(shapes: tuple[tuple[int, ...], ...], folder: str, world: World) -> int
             flops = _counted_flops(many)
         sent = counted.sent
     found = {
-        "wrong": sum(not torch.equal(p.detach(), q.detach().full_tensor()) for p, q in zip(alone, ours, strict=True)),  # type: ignore[attr-defined]
+        "wrong": sum(
+            not torch.equal(p.detach(), cast(DTensor, q.detach()).full_tensor())
+            for p, q in zip(alone, ours, strict=True)
+        ),
         "flops": flops,
         "flops_of_one_process": flops_alone,
         "bytes_sent": sent,
         "bytes_gathering": gathering_bytes(ours, mesh),
-        "state_bytes": sum(piece.value.nbytes for _, piece in many.state_pieces() if piece.name != "step"),
+        "state_bytes": sum(
+            piece.value.nbytes for _, piece in many.state_pieces() if piece.name != "step"
+        ),
     }
     everybody: list[Any] | None = [None] * world.size if world.rank == 0 else None
     dist.gather_object(found, everybody)
@@ -188,7 +218,11 @@ class CountedBytes:
     def __init__(self) -> None:
         self.sent = 0
         self._patches = [
-            patch.object(dist, "all_to_all_single", self._counting(dist.all_to_all_single, self._of_all_to_all)),
+            patch.object(
+                dist,
+                "all_to_all_single",
+                self._counting(dist.all_to_all_single, self._of_all_to_all),
+            ),
             patch.object(dist, "all_reduce", self._counting(dist.all_reduce, self._of_all_reduce)),
             patch.object(dist, "all_gather", self._counting(dist.all_gather, self._of_all_gather)),
         ]
@@ -209,19 +243,23 @@ class CountedBytes:
 
         return counting
 
-    def _of_all_to_all(self, arriving: Tensor, leaving: Tensor, sizes_in: list[int], sizes_out: list[int]) -> int:
+    def _of_all_to_all(
+        self, arriving: Tensor, leaving: Tensor, sizes_in: list[int], sizes_out: list[int]
+    ) -> int:
         return leaving.element_size() * (sum(sizes_out) - sizes_out[dist.get_rank()])
 
     def _of_all_reduce(self, x: Tensor, *args: Any) -> int:
-        return int(2 * x.nbytes * (dist.get_world_size() - 1) / dist.get_world_size())  # a ring sends every part twice
+        return int(
+            2 * x.nbytes * (dist.get_world_size() - 1) / dist.get_world_size()
+        )  # a ring sends every part twice
 
     def _of_all_gather(self, gathered: list[Tensor], own: Tensor) -> int:
         return own.nbytes * (dist.get_world_size() - 1)  # a ring passes on what it received
 
 
 def gathering_bytes(params: Sequence[nn.Parameter], mesh: DeviceMesh) -> int:
-    """The bytes that this rank would send if every rank gathered gradient, L and R of every matrix, in equal parts; experts that are whole
-    stay where they are."""
+    """The bytes that this rank would send if every rank gathered gradient, L and R of every matrix,
+    in equal parts; experts that are whole stay where they are."""
     with CountedBytes() as counted:
         for p in params:
             assert isinstance(p, DTensor)
@@ -234,23 +272,30 @@ def gathering_bytes(params: Sequence[nn.Parameter], mesh: DeviceMesh) -> int:
     return counted.sent
 
 
-# --- plan -----------------------------------------------------------------------------------------------------------------------------
+# --- plan -----------------------------------------------------------------------------------------
 
 
 def plan_row(preset: str, num_ranks: int) -> Row:
-    """Make the row of a published model under FSDP2 on one mesh of all ranks: every matrix is sharded on dim 0, and experts are stacked."""
+    """Make the row of a published model under FSDP2 on one mesh of all ranks: every matrix is
+    sharded on dim 0, and experts are stacked."""
     config = load_config(Path(__file__).parents[1] / "configs" / f"{preset}.toml").model
     groups = parameter_groups(build_model(config, None, torch.device("meta")))
     options = SOAP([{**group, "params": list(group["params"])} for group in groups]).param_groups
     wanted, spreads = [], {}
     for group in options:
-        rule = AdamWRule() if group.get("rule") == "adamw" else SOAPRule(matrix_layout=group["matrix_layout"])
+        rule = (
+            AdamWRule()
+            if group.get("rule") == "adamw"
+            else SOAPRule(matrix_layout=group["matrix_layout"])
+        )
         for p in group["params"]:
             layout = layout_of(tuple(p.shape), rule)
             if layout.kind != "elements":
                 key = tuple(p.shape)
                 if key not in spreads:
-                    spreads[key] = Spread(key, tuple(range(num_ranks)), boxes_of(key, (num_ranks,), [Shard(0)]), 0)
+                    spreads[key] = Spread(
+                        key, tuple(range(num_ranks)), boxes_of(key, (num_ranks,), [Shard(0)]), 0
+                    )
                 wanted.append((spreads[key], layout))
     loads, counts, stays = [0.0] * num_ranks, [0] * num_ranks, 0
     for (_, layout), units in zip(wanted, share_out(wanted, {}), strict=True):
@@ -267,6 +312,7 @@ def plan_row(preset: str, num_ranks: int) -> Row:
         "matrices": sum(counts),
         "stay": stays,
         "max_over_mean": imbalance,
-        "summary": f"{preset} on {num_ranks} ranks: {each:.1f} matrices per rank{target}; the busiest has {imbalance:.4f} of the mean; "
+        "summary": f"{preset} on {num_ranks} ranks: {each:.1f} matrices per rank{target}; "
+        f"the busiest has {imbalance:.4f} of the mean; "
         f"{stays:,} of {sum(counts):,} matrices never travel",
     }

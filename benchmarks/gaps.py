@@ -1,9 +1,11 @@
-"""`lather bench gaps`: measures what is gained by doing the optimizer's refreshes while ranks of a pipeline wait for each other anyway.
+"""`lather bench gaps`: measures what is gained by doing the optimizer's refreshes while ranks of a
+pipeline wait for each other anyway.
 
-Two ranks on this machine train the same model with `async_refresh`: *filled* does the refreshes in pieces inside the next step's gaps, *at
-once* does all of them at the end of the step, as a CPU otherwise does. After equally many steps the weights must have the same bits, or
-nothing is reported. The contestants are timed by turns; then one more step of each is recorded, which says how much of its idle time is
-filled.
+Two ranks on this machine train the same model with `async_refresh`: *filled* does the refreshes in
+pieces inside the next step's gaps, *at once* does all of them at the end of the step, as a CPU
+otherwise does. After equally many steps the weights must have the same bits, or nothing is
+reported. The contestants are timed by turns; then one more step of each is recorded, which says how
+much of its idle time is filled.
 """
 
 from __future__ import annotations
@@ -59,7 +61,8 @@ MIN_ROUNDS = 5
 
 @dataclass(frozen=True)
 class GapsBenchmark:
-    """Compares refreshes in the gaps of a pipeline with refreshes at the end of a step, on two ranks over gloo."""
+    """Compares refreshes in the gaps of a pipeline with refreshes at the end of a step, on two
+    ranks over gloo."""
 
     frequency: int = 1
     """Steps between refreshes."""
@@ -94,7 +97,9 @@ def run(options: GapsBenchmark) -> int:
             row = {**environment(torch.device("cpu"), ()), **_row(options, ranks)}
         except CheckError as error:
             file.discard()
-            console.print(f"check failed, nothing is reported: {error}", style="red", highlight=False)
+            console.print(
+                f"check failed, nothing is reported: {error}", style="red", highlight=False
+            )
             return 1
         file.write([row])
         console.print(row["summary"], highlight=False)
@@ -106,8 +111,13 @@ def _row(options: GapsBenchmark, ranks: list[dict[str, Any]]) -> Row:
     sums = [{name: rank[name]["weights"] for name in CONTESTANTS} for rank in ranks]
     if any(own["filled"] != own["at once"] for own in sums):
         raise CheckError(f"the weights of {' and '.join(CONTESTANTS)} differ: {sums}")
-    times = {name: [max(step) for step in zip(*(rank[name]["ms"] for rank in ranks), strict=True)] for name in CONTESTANTS}
-    ratios = [filled / other for filled, other in zip(times["filled"], times["at once"], strict=True)]
+    times = {
+        name: [max(step) for step in zip(*(rank[name]["ms"] for rank in ranks), strict=True)]
+        for name in CONTESTANTS
+    }
+    ratios = [
+        filled / other for filled, other in zip(times["filled"], times["at once"], strict=True)
+    ]
     timelines = {name: Timeline(tuple(_events(ranks, name))) for name in CONTESTANTS}
     idle, filled = sum(timelines["filled"].idle().values()), filled_seconds(timelines["filled"])
     median = percentiles(ratios)["median"]
@@ -127,19 +137,29 @@ def _row(options: GapsBenchmark, ranks: list[dict[str, Any]]) -> Row:
         "idle_ms": 1e3 * idle / 2,
         "filled_ms": 1e3 * filled / 2,
         "filled_share": filled / idle,
-        "summary": f"SOAP every {options.frequency}: {filled / idle:.0%} of the idle time filled, a step takes {median:.3f} times as long",
+        "summary": (
+            f"SOAP every {options.frequency}: {filled / idle:.0%} of the idle time "
+            f"filled, a step takes {median:.3f} times as long"
+        ),
     }
 
 
 def filled_seconds(timeline: Timeline) -> float:
-    """Return the part of all ranks' idle time that is filled with pieces of the optimizer's refreshes."""
+    """Return the part of all ranks' idle time that is filled with pieces of the optimizer's
+    refreshes."""
     pieces = (event for event in timeline.events if event.action.kind is Kind.REFRESH)
-    return sum(max(0.0, min(piece.end, timeline.end) - max(piece.start, timeline.start)) for piece in pieces)
+    return sum(
+        max(0.0, min(piece.end, timeline.end) - max(piece.start, timeline.start))
+        for piece in pieces
+    )
 
 
 def _events(ranks: list[dict[str, Any]], name: str) -> Iterator[Event]:
     for rank in ranks:
-        yield from (Event(number, Action.from_text(action), start, end) for number, action, start, end in rank[name]["events"])
+        yield from (
+            Event(number, Action.from_text(action), start, end)
+            for number, action, start, end in rank[name]["events"]
+        )
 
 
 @dataclass
@@ -155,8 +175,14 @@ class TrainingContestant:
     def make(cls, name: str, options: GapsBenchmark, mesh: Mesh) -> TrainingContestant:
         config = Config(
             model=replace(MODEL, hidden_size=options.hidden_size),
-            train=LoopConfig(batch_size=SEQUENCES, micro_batch_size=MICRO_BATCH, sequence_length=options.sequence_length),
-            optim=optim_config("soap", lr=1e-3, precondition_frequency=options.frequency, async_refresh=True),
+            train=LoopConfig(
+                batch_size=SEQUENCES,
+                micro_batch_size=MICRO_BATCH,
+                sequence_length=options.sequence_length,
+            ),
+            optim=optim_config(
+                "soap", lr=1e-3, precondition_frequency=options.frequency, async_refresh=True
+            ),
             parallel=ParallelConfig(pp=2),
         )
         recorder = TimelineRecorder(mesh.device, mesh.rank, mesh.size)
@@ -170,7 +196,9 @@ class TrainingContestant:
     def timed_step(self, number: int) -> float:
         """Take one step; returns its milliseconds."""
         generator = torch.Generator().manual_seed(number)
-        batch = Batch.of_tokens(torch.randint(MODEL.vocab_size, (SEQUENCES, self.length + 1), generator=generator))
+        batch = Batch.of_tokens(
+            torch.randint(MODEL.vocab_size, (SEQUENCES, self.length + 1), generator=generator)
+        )
         dist.barrier()
         start = time.perf_counter()
         self.step(batch, 1e-3)
@@ -178,7 +206,8 @@ class TrainingContestant:
 
 
 def measure(options: GapsBenchmark, path: str, world: World) -> int:
-    """Measure on one rank, as a worker of `launch`; rank 0 writes what every rank found to `path`."""
+    """Measure on one rank, as a worker of `launch`; rank 0 writes what every rank found to
+    `path`."""
     torch.set_num_threads(1)
     mesh = Mesh.build(ParallelConfig(pp=2), torch.device("cpu"))
     contestants = {name: TrainingContestant.make(name, options, mesh) for name in CONTESTANTS}
@@ -194,8 +223,12 @@ def measure(options: GapsBenchmark, path: str, world: World) -> int:
         contestant.recorder.begin()
         contestant.timed_step(WARM_UP + options.rounds)
         events = contestant.recorder.end()
-        found[name]["events"] = [(event.rank, str(event.action), event.start, event.end) for event in events]
-        found[name]["weights"] = [p.double().sum().item() for p in contestant.engine.part.parameters()]
+        found[name]["events"] = [
+            (event.rank, str(event.action), event.start, event.end) for event in events
+        ]
+        found[name]["weights"] = [
+            p.double().sum().item() for p in contestant.engine.part.parameters()
+        ]
     everybody: list[Any] | None = [None] * world.size if world.rank == 0 else None
     dist.gather_object(found, everybody)
     if everybody is not None:

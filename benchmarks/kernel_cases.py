@@ -1,15 +1,17 @@
-"""Lists calls of every Triton kernel's wrapper at the sizes of real models, for `benchmarks.ahead_of_time`.
+"""Lists calls of every Triton kernel's wrapper at the sizes of real models, for
+`benchmarks.ahead_of_time`.
 
-A new kernel needs a line here, or a test says so. Each function below belongs to a folder of `lather.kernels` and yields one line for each
-way to call its wrappers:
+A new kernel needs a line here, or a test says so. Each function below belongs to a folder of
+`lather.kernels` and yields one line for each way to call its wrappers:
 
     yield gate_forward, s.rows(2 * s.f), s.gate
 
-These are the wrapper and its arguments; options go last, in a dict. Tensors are on `meta`: they have a shape and a dtype, and no memory. A
-function for another folder takes the same argument and joins `CASES`.
+These are the wrapper and its arguments; options go last, in a dict. Tensors are on `meta`: they
+have a shape and a dtype, and no memory. A function for another folder takes the same argument and
+joins `CASES`.
 
-Letters: T tokens, K experts per token, E experts, G rows of experts, D hidden size, F expert intermediate size, V vocabulary.
-"""
+Letters: T tokens, K experts per token, E experts, G rows of experts, D hidden size, F expert
+intermediate size, V vocabulary."""
 
 from __future__ import annotations
 
@@ -53,9 +55,15 @@ class ModelSizes:
 
 
 MODELS: dict[str, Callable[[torch.dtype], ModelSizes]] = {
-    "DeepSeek-V2-Lite": lambda dtype: ModelSizes("DeepSeek-V2-Lite", dtype, k=6, e=64, d=2048, f=1408, v=102400),
-    "Qwen3-30B-A3B": lambda dtype: ModelSizes("Qwen3-30B-A3B", dtype, k=8, e=128, d=2048, f=768, v=151936),
-    "GPT-OSS-20B": lambda dtype: ModelSizes("GPT-OSS-20B", dtype, k=4, e=32, d=2880, f=2880, v=201088, gate=CLAMPED_SWIGLU),
+    "DeepSeek-V2-Lite": lambda dtype: ModelSizes(
+        "DeepSeek-V2-Lite", dtype, k=6, e=64, d=2048, f=1408, v=102400
+    ),
+    "Qwen3-30B-A3B": lambda dtype: ModelSizes(
+        "Qwen3-30B-A3B", dtype, k=8, e=128, d=2048, f=768, v=151936
+    ),
+    "GPT-OSS-20B": lambda dtype: ModelSizes(
+        "GPT-OSS-20B", dtype, k=4, e=32, d=2880, f=2880, v=201088, gate=CLAMPED_SWIGLU
+    ),
 }
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -77,7 +85,12 @@ def _adam_in_basis(s: ModelSizes) -> Calls:
 
 
 def _combine(s: ModelSizes) -> Calls:
-    from lather.kernels.combine.triton import check_distinct, combine_backward, combine_forward, pair_of_row
+    from lather.kernels.combine.triton import (
+        check_distinct,
+        combine_backward,
+        combine_forward,
+        pair_of_row,
+    )
 
     row_TK, weights_TK = _integers(s.t, s.k), _floats(s.t, s.k)
     yield combine_forward, s.rows(s.d), row_TK, weights_TK
@@ -108,15 +121,38 @@ def _linear_cross_entropy(s: ModelSizes) -> Calls:
     num_tokens, width = gpu_tile(s.t)
     for num_columns in (width, s.v % width or width):
         tile, labels = _floats(num_tokens, num_columns), _integers(num_tokens)
-        yield update_logsumexp_, _floats(num_tokens), _floats(num_tokens), _floats(num_tokens), tile, labels, width
-        yield softmax_gradient, tile, labels, width, _floats(num_tokens), _floats(num_tokens), {"z_loss": 1e-4, "dtype": s.dtype}
+        yield (
+            update_logsumexp_,
+            _floats(num_tokens),
+            _floats(num_tokens),
+            _floats(num_tokens),
+            tile,
+            labels,
+            width,
+        )
+        yield (
+            softmax_gradient,
+            tile,
+            labels,
+            width,
+            _floats(num_tokens),
+            _floats(num_tokens),
+            {"z_loss": 1e-4, "dtype": s.dtype},
+        )
 
 
 def _rms_norm(s: ModelSizes) -> Calls:
     from lather.kernels.rms_norm.triton import backward, forward
 
-    for width, copies in ((s.d, 1), (128, 16)):  # the widths of the hidden state, and of a head's query
-        x, weight, inverse_rms = _on_meta(s.t * copies, width, dtype=s.dtype), _floats(width), _floats(s.t * copies, 1)
+    for width, copies in (
+        (s.d, 1),
+        (128, 16),
+    ):  # the widths of the hidden state, and of a head's query
+        x, weight, inverse_rms = (
+            _on_meta(s.t * copies, width, dtype=s.dtype),
+            _floats(width),
+            _floats(s.t * copies, 1),
+        )
         yield forward, x, weight, 1e-6
         yield backward, _floats(s.t * copies, width), x, weight, inverse_rms
 
@@ -125,7 +161,10 @@ def _rotary(s: ModelSizes) -> Calls:
     from lather.kernels.rotary.triton import turn
 
     for width, rotary, halves in ((192, 64, False), (128, 128, True)):
-        heads, table = _on_meta(1, s.t, 16, width, dtype=s.dtype)[..., width - rotary :], _floats(1, s.t, rotary // 2)
+        heads, table = (
+            _on_meta(1, s.t, 16, width, dtype=s.dtype)[..., width - rotary :],
+            _floats(1, s.t, rotary // 2),
+        )
         for back in (False, True):
             yield turn, heads, table, table, {"halves": halves, "back": back}
 
@@ -145,7 +184,15 @@ def _swiglu(s: ModelSizes) -> Calls:
 
     yield gate_forward, s.rows(2 * s.f), s.gate
     yield gate_gradient, s.rows(s.f), s.rows(2 * s.f), s.gate, None, s.rows(s.f)
-    yield gate_gradient, s.rows(s.f), s.rows(2 * s.f), s.gate, _floats(s.g), s.rows(s.f), _floats(s.g)
+    yield (
+        gate_gradient,
+        s.rows(s.f),
+        s.rows(2 * s.f),
+        s.gate,
+        _floats(s.g),
+        s.rows(s.f),
+        _floats(s.g),
+    )
     yield gate_gradient, s.rows(s.f), s.rows(2 * s.f), s.gate
 
 

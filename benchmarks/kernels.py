@@ -1,10 +1,14 @@
-"""Measures every operation of `lather.kernels`: first its error against the torch reference, then its rate as a share of the device's.
+"""Measures every operation of `lather.kernels`: first its error against the torch reference, then
+its rate as a share of the device's.
 
-    check   at small sizes the operation on the device gives the reference's result on the CPU, from the same numbers
-    rate    at DeepSeek-V2-Lite's sizes and 8,192 tokens: bytes that have to be read and written, per second, as a share of a device copy's;
-            for `linear_cross_entropy` flops per second (four products of T x V x D), as a share of a matrix product's
+    check   at small sizes the operation on the device gives the reference's result on the CPU, from
+            the same numbers
+    rate    at DeepSeek-V2-Lite's sizes and 8,192 tokens: bytes that have to be read and written,
+            per second, as a share of a device copy's; for `linear_cross_entropy` flops per second
+            (four products of T x V x D), as a share of a matrix product's
 
-Letters: T tokens, K experts per token, E experts, D hidden size, F expert intermediate size, V vocabulary.
+Letters: T tokens, K experts per token, E experts, D hidden size, F expert intermediate size, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -56,7 +60,8 @@ class KernelCase:
 
     name: str
     run: Callable[[], Any]
-    """Runs the operation; returns a tensor, or several. It may overwrite arguments, which it then returns, too."""
+    """Runs the operation; returns a tensor, or several. It may overwrite arguments, which it then
+    returns, too."""
     amount: int
     """The bytes or flops of a run."""
     unit: str = "bytes"
@@ -64,10 +69,14 @@ class KernelCase:
 
 
 def rows(settings: Settings, contestant: str) -> Iterator[Row]:
-    """Measure each operation; yields a row for each that is right, and then raises CheckError if others are not."""
+    """Measure each operation; yields a row for each that is right, and then raises CheckError if
+    others are not."""
     device, cpu = settings.device, torch.device("cpu")
     rates = measure_rates(device, small=settings.small)
-    errors = {name: _error(name, draw(CHECKED, device), draw(CHECKED, cpu)) for name, draw in CASES.items()}
+    errors = {
+        name: _error(name, draw(CHECKED, device), draw(CHECKED, cpu))
+        for name, draw in CASES.items()
+    }
     wrong = {name: error for name, (error, limit) in errors.items() if not error <= limit}
     for name, draw in CASES.items():
         if name not in wrong:
@@ -77,12 +86,19 @@ def rows(settings: Settings, contestant: str) -> Iterator[Row]:
         raise CheckError(f"differ from the reference by more than is allowed: {wrong}")
 
 
-def _row(case: KernelCase, sizes: KernelSizes, settings: Settings, rates: DeviceRates, error: float) -> Row:
+def _row(
+    case: KernelCase, sizes: KernelSizes, settings: Settings, rates: DeviceRates, error: float
+) -> Row:
     ms = milliseconds(case.run, settings.device, 5 if settings.small else 20)
     rate = 1e3 * case.amount / ms["median"]
     return {
         "benchmark": "kernel",
-        "config": {"kernel": case.name, "dtype": str(case.dtype)[6:], "device": settings.device.type, **asdict(sizes)},
+        "config": {
+            "kernel": case.name,
+            "dtype": str(case.dtype)[6:],
+            "device": settings.device.type,
+            **asdict(sizes),
+        },
         "baseline": "device copy" if case.unit == "bytes" else "matrix product",
         "check": {"error": error},
         "ms": ms,
@@ -98,7 +114,9 @@ def _error(name: str, case: KernelCase, reference: KernelCase) -> tuple[float, f
     differences = [0.0]
     for ours, theirs in zip(_tensors(case.run()), _tensors(reference.run()), strict=True):
         expected = theirs.double()
-        differences.append(float(torch.dist(ours.double().cpu(), expected) / expected.norm().clamp(min=1e-20)))
+        differences.append(
+            float(torch.dist(ours.double().cpu(), expected) / expected.norm().clamp(min=1e-20))
+        )
     return max(differences), TOLERANCE[case.dtype]
 
 
@@ -108,21 +126,25 @@ def _tensors(results: Any) -> list[Tensor]:
 
 
 class _Draw:
-    """Draws an operation's arguments: on the CPU for a check, so that both devices have the same; large ones on the device that uses
-    them."""
+    """Draws an operation's arguments: on the CPU for a check, so that both devices have the same;
+    large ones on the device that uses them."""
 
     def __init__(self, sizes: KernelSizes, device: torch.device) -> None:
         self._drawn_on = torch.device("cpu") if sizes == CHECKED else device
         self.device, self._generator = device, torch.Generator(self._drawn_on).manual_seed(0)
 
     def normal(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return torch.randn(*shape, generator=self._generator, device=self._drawn_on).to(self.device, dtype)
+        return torch.randn(*shape, generator=self._generator, device=self._drawn_on).to(
+            self.device, dtype
+        )
 
     def uniform(self, *shape: int) -> Tensor:
         return torch.rand(*shape, generator=self._generator, device=self._drawn_on).to(self.device)
 
     def labels(self, t: int, v: int) -> Tensor:
-        return torch.randint(v, (t,), generator=self._generator, device=self._drawn_on).to(self.device)
+        return torch.randint(v, (t,), generator=self._generator, device=self._drawn_on).to(
+            self.device
+        )
 
     def experts(self, sizes: KernelSizes) -> Tensor:
         return self.uniform(sizes.t, sizes.e).topk(sizes.k).indices
@@ -130,20 +152,34 @@ class _Draw:
 
 def _gate_forward(s: KernelSizes, device: torch.device) -> KernelCase:
     gate_up = _Draw(s, device).normal(s.t * s.k, 2 * s.f)
-    return KernelCase("swiglu forward", lambda: swiglu.gate_forward(gate_up, SWIGLU), 2 * s.t * s.k * 3 * s.f)
+    return KernelCase(
+        "swiglu forward", lambda: swiglu.gate_forward(gate_up, SWIGLU), 2 * s.t * s.k * 3 * s.f
+    )
 
 
 def _gate_gradient(s: KernelSizes, device: torch.device) -> KernelCase:
     draw = _Draw(s, device)
     gate_up, grad = draw.normal(s.t * s.k, 2 * s.f), draw.normal(s.t * s.k, s.f)
-    return KernelCase("swiglu gradient", lambda: swiglu.gate_gradient(grad, gate_up, SWIGLU), 2 * s.t * s.k * 5 * s.f)
+    return KernelCase(
+        "swiglu gradient",
+        lambda: swiglu.gate_gradient(grad, gate_up, SWIGLU),
+        2 * s.t * s.k * 5 * s.f,
+    )
 
 
 def _gate_backward(s: KernelSizes, device: torch.device) -> KernelCase:
     draw = _Draw(s, device)
-    gate_up, grad, scale = draw.normal(s.t * s.k, 2 * s.f), draw.normal(s.t * s.k, s.f), draw.uniform(s.t * s.k)
+    gate_up, grad, scale = (
+        draw.normal(s.t * s.k, 2 * s.f),
+        draw.normal(s.t * s.k, s.f),
+        draw.uniform(s.t * s.k),
+    )
     name = "clamped swiglu backward, scaled"
-    return KernelCase(name, lambda: swiglu.gate_backward(grad, gate_up, CLAMPED_SWIGLU, scale), 2 * s.t * s.k * 6 * s.f)
+    return KernelCase(
+        name,
+        lambda: swiglu.gate_backward(grad, gate_up, CLAMPED_SWIGLU, scale),
+        2 * s.t * s.k * 6 * s.f,
+    )
 
 
 def _rms_norm(s: KernelSizes, device: torch.device) -> KernelCase:
@@ -168,30 +204,52 @@ def _rotary(s: KernelSizes, device: torch.device) -> KernelCase:
 def _gather(s: KernelSizes, device: torch.device) -> KernelCase:
     draw = _Draw(s, device)
     plan, x = route.plan_route(draw.experts(s), s.e), draw.normal(s.t, s.d)
-    return KernelCase("gather", lambda: gather.gather_rows(x, plan.token_G), 2 * s.t * s.d * (1 + s.k))
+    return KernelCase(
+        "gather", lambda: gather.gather_rows(x, plan.token_G), 2 * s.t * s.d * (1 + s.k)
+    )
 
 
 def _add_rows(s: KernelSizes, device: torch.device) -> KernelCase:
     draw = _Draw(s, device)
     plan, grad = route.plan_route(draw.experts(s), s.e), draw.normal(s.t * s.k, s.d)
-    return KernelCase("gather adjoint, any index", lambda: gather.add_rows(grad, plan.token_G, s.t), 2 * s.t * s.d * (1 + s.k))
+    return KernelCase(
+        "gather adjoint, any index",
+        lambda: gather.add_rows(grad, plan.token_G, s.t),
+        2 * s.t * s.d * (1 + s.k),
+    )
 
 
 def _rows_sum(s: KernelSizes, device: torch.device) -> KernelCase:
     draw = _Draw(s, device)
     plan, rows_GD = route.plan_route(draw.experts(s), s.e), draw.normal(s.t * s.k, s.d)
-    return KernelCase("gather adjoint, known rows", lambda: combine.combine_forward(rows_GD, plan.row_TK), 2 * s.t * s.d * (1 + s.k))
+    return KernelCase(
+        "gather adjoint, known rows",
+        lambda: combine.combine_forward(rows_GD, plan.row_TK),
+        2 * s.t * s.d * (1 + s.k),
+    )
 
 
 def _combine_forward(s: KernelSizes, device: torch.device) -> KernelCase:
     draw = _Draw(s, device)
-    plan, rows_GD, weights = route.plan_route(draw.experts(s), s.e), draw.normal(s.t * s.k, s.d), draw.uniform(s.t, s.k)
-    return KernelCase("combine forward", lambda: combine.combine_forward(rows_GD, plan.row_TK, weights), 2 * s.t * s.d * (1 + s.k))
+    plan, rows_GD, weights = (
+        route.plan_route(draw.experts(s), s.e),
+        draw.normal(s.t * s.k, s.d),
+        draw.uniform(s.t, s.k),
+    )
+    return KernelCase(
+        "combine forward",
+        lambda: combine.combine_forward(rows_GD, plan.row_TK, weights),
+        2 * s.t * s.d * (1 + s.k),
+    )
 
 
 def _combine_backward(s: KernelSizes, device: torch.device) -> KernelCase:
     draw = _Draw(s, device)
-    plan, rows_GD, weights = route.plan_route(draw.experts(s), s.e), draw.normal(s.t * s.k, s.d), draw.uniform(s.t, s.k)
+    plan, rows_GD, weights = (
+        route.plan_route(draw.experts(s), s.e),
+        draw.normal(s.t * s.k, s.d),
+        draw.uniform(s.t, s.k),
+    )
     grad = draw.normal(s.t, s.d)
     run = lambda: combine.combine_backward(grad, rows_GD, plan.row_TK, weights)  # noqa: E731
     return KernelCase("combine backward", run, 2 * s.t * s.d * (1 + 2 * s.k))
@@ -216,9 +274,14 @@ def _adam(s: KernelSizes, device: torch.device) -> KernelCase:
 
 
 def _cross_entropy(s: KernelSizes, device: torch.device) -> KernelCase:
-    """Make the case of the loss on the logits of half of the tokens, which it overwrites with their gradient."""
+    """Make the case of the loss on the logits of half of the tokens, which it overwrites with their
+    gradient."""
     draw, t = _Draw(s, device), s.t // 2
-    logits_TV, labels_T, scale = draw.normal(t, s.v), draw.labels(t, s.v), torch.ones((), device=device)
+    logits_TV, labels_T, scale = (
+        draw.normal(t, s.v),
+        draw.labels(t, s.v),
+        torch.ones((), device=device),
+    )
     if use_triton(logits_TV):
         from lather.kernels.cross_entropy import triton as operation
     else:
@@ -232,7 +295,10 @@ def _cross_entropy(s: KernelSizes, device: torch.device) -> KernelCase:
 
 def _linear_cross_entropy(s: KernelSizes, device: torch.device) -> KernelCase:
     draw, t = _Draw(s, device), s.t // 2
-    x_TD, weight_VD = draw.normal(t, s.d).requires_grad_(), draw.normal(s.v, s.d).mul_(0.02).requires_grad_()
+    x_TD, weight_VD = (
+        draw.normal(t, s.d).requires_grad_(),
+        draw.normal(s.v, s.d).mul_(0.02).requires_grad_(),
+    )
     labels_T = draw.labels(t, s.v)
 
     def run() -> tuple[Tensor, ...]:

@@ -1,10 +1,10 @@
 """Measures time and memory of optimizer steps alike for every library.
 
-Time is the mean over whole intervals, and the median over interleaved rounds. Temporary memory on CUDA comes from the allocator's
-statistics.
-The CPU's allocator keeps none: there the profiler reports each allocation and each release, those inside an operation included, and the
-maximum of the running sum counts (scratch space that MKL allocates by itself is not seen). State is every storage that can be reached
-from the optimizer and is not a parameter's or a gradient's, counted once.
+Time is the mean over whole intervals, and the median over interleaved rounds. Temporary memory on
+CUDA comes from the allocator's statistics. The CPU's allocator keeps none: there the profiler
+reports each allocation and each release, those inside an operation included, and the maximum of the
+running sum counts (scratch space that MKL allocates by itself is not seen). State is every storage
+that can be reached from the optimizer and is not a parameter's or a gradient's, counted once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def run_steps(contestant: Contestant, num_steps: int) -> None:
 
 
 def time_steps(contestant: Contestant, num_steps: int, device: torch.device) -> float:
-    """Time `num_steps` steps, without the hand-over of gradients; returns the mean milliseconds of a step."""
+    """Time `num_steps` steps, without the hand-over of gradients; returns the mean milliseconds of
+    a step."""
     if is_gpu(device):
         return _time_steps_cuda(contestant, num_steps)
     seconds = 0.0
@@ -46,7 +47,10 @@ def time_steps(contestant: Contestant, num_steps: int, device: torch.device) -> 
 
 
 def _time_steps_cuda(contestant: Contestant, num_steps: int) -> float:
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(num_steps)]
+    events = [
+        (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+        for _ in range(num_steps)
+    ]
     torch.cuda.synchronize()
     for start, end in events:
         contestant.set_gradients()
@@ -57,8 +61,11 @@ def _time_steps_cuda(contestant: Contestant, num_steps: int) -> float:
     return float(sum(start.elapsed_time(end) for start, end in events)) / num_steps
 
 
-def time_rounds(contestants: Sequence[Contestant], num_steps: int, rounds: int, device: torch.device) -> dict[str, list[float]]:
-    """Time all contestants in each round, in an order that turns; returns milliseconds per step, the mean of `num_steps`, by round.
+def time_rounds(
+    contestants: Sequence[Contestant], num_steps: int, rounds: int, device: torch.device
+) -> dict[str, list[float]]:
+    """Time all contestants in each round, in an order that turns; returns milliseconds per step,
+    the mean of `num_steps`, by round.
 
     The contestants must have done their first step and one more interval.
     """
@@ -76,7 +83,8 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
 
 
 def peak_temporary_bytes(run: Callable[[], object], device: torch.device) -> int:
-    """Run `run`; returns the most bytes allocated at one time during it, beyond those at its start."""
+    """Run `run`; returns the most bytes allocated at one time during it, beyond those at its
+    start."""
     if is_gpu(device):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -84,9 +92,14 @@ def peak_temporary_bytes(run: Callable[[], object], device: torch.device) -> int
         run()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
-    with _quiet_stderr(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with (
+        _quiet_stderr(),
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
+    ):
         run()
-    recorded: Any = profiler.profiler  # reads events as they were recorded: turning them into Python objects takes seconds
+    recorded: Any = (
+        profiler.profiler
+    )  # reads events as they were recorded: turning them into Python objects takes seconds
     events = [event for event in recorded.kineto_results.events() if event.name() == "[memory]"]
     changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
     return max(0, *np.cumsum(changes).tolist()) if changes else 0
@@ -94,7 +107,8 @@ def peak_temporary_bytes(run: Callable[[], object], device: torch.device) -> int
 
 @contextmanager
 def _quiet_stderr() -> Iterator[None]:
-    """Hide the two lines that the profiler's C++ part writes at each use, which no option turns off."""
+    """Hide the two lines that the profiler's C++ part writes at each use, which no option turns
+    off."""
     sys.stderr.flush()
     saved, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
@@ -107,7 +121,8 @@ def _quiet_stderr() -> Iterator[None]:
 
 
 def state_bytes(contestant: Contestant) -> int:
-    """The bytes that the optimizer keeps between steps: all storages that can be reached from it, each counted once."""
+    """The bytes that the optimizer keeps between steps: all storages that can be reached from it,
+    each counted once."""
     gradients = (g for step in contestant.gradients for g in step)
     not_state = {t.untyped_storage().data_ptr() for t in (*contestant.params, *gradients)}
     sizes = {}
@@ -119,22 +134,35 @@ def state_bytes(contestant: Contestant) -> int:
 
 
 def reachable_tensors(root: object) -> Iterator[tuple[str, Tensor]]:
-    """Yield path and tensor for each tensor in nested containers (keys included) and attributes, each object once."""
+    """Yield path and tensor for each tensor in nested containers (keys included) and attributes,
+    each object once."""
     seen: set[int] = set()
     stack: list[tuple[str, object]] = [("", root)]
     while stack:
         path, x = stack.pop()
-        if id(x) in seen or isinstance(x, type | ModuleType | FunctionType | BuiltinFunctionType | MethodType | str):
+        if id(x) in seen or isinstance(
+            x, type | ModuleType | FunctionType | BuiltinFunctionType | MethodType | str
+        ):
             continue
         seen.add(id(x))
         if isinstance(x, Tensor):
             yield path, x
         elif isinstance(x, Mapping):
             stack.extend((path, key) for key in x)
-            stack.extend((f"{path}.{key}" if isinstance(key, str) else path, value) for key, value in x.items())
+            stack.extend(
+                (f"{path}.{key}" if isinstance(key, str) else path, value)
+                for key, value in x.items()
+            )
         elif isinstance(x, list | tuple | set | frozenset):
             stack.extend((path, value) for value in x)
         else:
             names = [name for cls in type(x).__mro__ for name in getattr(cls, "__slots__", ())]
-            slots = {name: getattr(x, name) for name in names if isinstance(name, str) and hasattr(x, name)}
-            stack.extend((f"{path}.{name}", value) for name, value in {**getattr(x, "__dict__", {}), **slots}.items())
+            slots = {
+                name: getattr(x, name)
+                for name in names
+                if isinstance(name, str) and hasattr(x, name)
+            }
+            stack.extend(
+                (f"{path}.{name}", value)
+                for name, value in {**getattr(x, "__dict__", {}), **slots}.items()
+            )

@@ -1,17 +1,22 @@
-"""`lather bench memory`: measures the bytes that the MoE layer keeps for backward and that the loss needs, and what saving them costs in
-time.
+"""`lather bench memory`: measures the bytes that the MoE layer keeps for backward and that the loss
+needs, and what saving them costs in time.
 
-    kept    bytes per token that router and experts keep for backward, counted (`lather.memory.profile`), so exact on any machine: the three
-            memory modes, and "early_free": segment-wise early freeing alone, as the pipelines of other trainers have it, which drops
-            dispatched copies and the combined output but keeps each product's input and the experts' outputs (K D + 3 K F + K D)
-    loss    the most bytes alive at a time in forward and backward of `linear_cross_entropy`, besides inputs and gradients, against the
-            logits tensor; counted on the meta device
-    time    milliseconds of forward and backward of the layer, medians over interleaved rounds, ratios to plain autograd
+    kept    bytes per token that router and experts keep for backward, counted
+            (`lather.memory.profile`), so exact on any machine: the three memory modes, and
+            "early_free": segment-wise early freeing alone, as the pipelines of other trainers have
+            it, which drops dispatched copies and the combined output but keeps each product's input
+            and the experts' outputs (K D + 3 K F + K D)
+    loss    the most bytes alive at a time in forward and backward of `linear_cross_entropy`,
+            besides inputs and gradients, against the logits tensor; counted on the meta device
+    time    milliseconds of forward and backward of the layer, medians over interleaved rounds,
+            ratios to plain autograd
 
-Sizes are DeepSeek-V2-Lite's (D 2048, E 64, K 6, F 1408), and for `time` smaller ones, too; T is small for `kept`, whose bytes are
-proportional to it. Every case is checked first: all modes give the output and gradients of plain autograd.
+Sizes are DeepSeek-V2-Lite's (D 2048, E 64, K 6, F 1408), and for `time` smaller ones, too; T is
+small for `kept`, whose bytes are proportional to it. Every case is checked first: all modes give
+the output and gradients of plain autograd.
 
-Letters: T tokens, D hidden size, E experts, K experts per token, F expert intermediate size, V vocabulary.
+Letters: T tokens, D hidden size, E experts, K experts per token, F expert intermediate size, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -49,7 +54,8 @@ HIDDEN, LOSS_TOKENS, VOCABULARY = 2048, 4096, 102400
 KEPT_TOKENS, CHECK_TOKENS = 32, 32
 MIN_ROUNDS = 5
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
-"""The largest difference of an output or gradient from plain autograd's, relative in the Frobenius norm."""
+"""The largest difference of an output or gradient from plain autograd's, relative in the Frobenius
+norm."""
 CONTESTANTS = ("reference", "early_free", "saved", "recompute")
 """The memory modes of the layer, and early freeing alone."""
 
@@ -65,8 +71,12 @@ class LayerSizes:
 
 
 PUBLISHED = LayerSizes(HIDDEN, 64, 6, 1408)
-TIMED = {"DeepSeek-V2-Lite, 256 tokens": (PUBLISHED, 256), "D 512, E 16, K 4, F 384, 2048 tokens": (LayerSizes(512, 16, 4, 384), 2048)}
-"""The timed cases: few rows per expert, so that weights and their gradients are most of the work; and many rows."""
+TIMED = {
+    "DeepSeek-V2-Lite, 256 tokens": (PUBLISHED, 256),
+    "D 512, E 16, K 4, F 384, 2048 tokens": (LayerSizes(512, 16, 4, 384), 2048),
+}
+"""The timed cases: few rows per expert, so that weights and their gradients are most of the work;
+and many rows."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +90,8 @@ class MemoryBenchmark:
     device: Literal["cpu", "cuda"] = "cpu"
     """Device to run on; products are timed in fp32 on CPU, in bf16 on CUDA."""
     out: Path = Path("benchmarks/results")
-    """Folder for memory-DEVICE.jsonl and memory-DEVICE.png; a run replaces those of the same device."""
+    """Folder for memory-DEVICE.jsonl and memory-DEVICE.png; a run replaces those of the same
+    device."""
 
     def __post_init__(self) -> None:
         require(self.rounds >= MIN_ROUNDS, "--rounds", self.rounds, f"at least {MIN_ROUNDS}")
@@ -110,7 +121,9 @@ def make_layers(sizes: LayerSizes, dtype: torch.dtype, device: torch.device) -> 
     layers = {contestant: Layer(contestant, sizes) for contestant in CONTESTANTS}
     generator = torch.Generator(device).manual_seed(0)
     shared = {
-        name: torch.empty(p.shape, device=device).uniform_(-0.03, 0.03, generator=generator).to(dtype)
+        name: torch.empty(p.shape, device=device)
+        .uniform_(-0.03, 0.03, generator=generator)
+        .to(dtype)
         for name, p in layers["reference"].named_parameters()
     }
     for layer in layers.values():
@@ -119,14 +132,19 @@ def make_layers(sizes: LayerSizes, dtype: torch.dtype, device: torch.device) -> 
 
 
 class EarlyFree(Experts):
-    """A layer with early freeing alone: dead tensors are dropped and gate/up is kept once, but products keep their inputs and outputs."""
+    """A layer with early freeing alone: dead tensors are dropped and gate/up is kept once, but
+    products keep their inputs and outputs."""
 
-    def forward(self, x_RD: Tensor, experts_RK: Tensor, weights_RK: Tensor, num_pairs: int | None = None) -> Tensor:
+    def forward(
+        self, x_RD: Tensor, experts_RK: Tensor, weights_RK: Tensor, num_pairs: int | None = None
+    ) -> Tensor:
         plan = plan_route(experts_RK, len(self.down_proj), num_pairs=num_pairs)
         rows_GD = padded_index_gather(x_RD, plan.token_G, 1)
         out = []
         runs = itertools.pairwise([0, *plan.end_E.tolist()])
-        for (start, end), gate_up_HD, down_DF in zip(runs, self.gate_up_proj.unbind(), self.down_proj.unbind(), strict=True):
+        for (start, end), gate_up_HD, down_DF in zip(
+            runs, self.gate_up_proj.unbind(), self.down_proj.unbind(), strict=True
+        ):
             out.append(swiglu(rows_GD[start:end] @ gate_up_HD.T) @ down_DF.T)
         return weighted_combine(torch.cat(out), plan.row_TK, weights_RK)
 
@@ -158,7 +176,7 @@ def _rows(options: MemoryBenchmark, device: torch.device) -> Iterator[Row]:
         yield from measure_time(options, device)
 
 
-# --- what is kept -------------------------------------------------------------------------------------------------------------------
+# --- what is kept ---------------------------------------------------------------------------------
 
 
 def measure_kept(device: torch.device) -> Iterator[Row]:
@@ -168,10 +186,17 @@ def measure_kept(device: torch.device) -> Iterator[Row]:
     x_TD = _input(KEPT_TOKENS, layers["saved"])
     for contestant, layer in layers.items():
         kept = profile_saved_tensors(layer, lambda layer=layer: layer(x_TD), num_tokens=KEPT_TOKENS)  # type: ignore[misc]
-        floats = sum(one.bytes for one in kept.storages if one.kind != "weight" and one.dtype == "bfloat16")
+        floats = sum(
+            one.bytes for one in kept.storages if one.kind != "weight" and one.dtype == "bfloat16"
+        )
         yield {
             "benchmark": "kept",
-            "config": {**asdict(PUBLISHED), "contestant": contestant, "tokens": KEPT_TOKENS, "dtype": "bfloat16"},
+            "config": {
+                **asdict(PUBLISHED),
+                "contestant": contestant,
+                "tokens": KEPT_TOKENS,
+                "dtype": "bfloat16",
+            },
             "baseline": "reference",
             "check": checked,
             "bytes_per_token": kept.bytes("activation") / KEPT_TOKENS,
@@ -182,11 +207,16 @@ def measure_kept(device: torch.device) -> Iterator[Row]:
 
 def _bound(contestant: str) -> int | None:
     """Elements per token that the contestant should keep by formula, besides routing metadata."""
-    k_d, k_f = PUBLISHED.experts_per_token * HIDDEN, PUBLISHED.experts_per_token * PUBLISHED.intermediate
-    return {"saved": HIDDEN + 2 * k_f, "recompute": HIDDEN, "early_free": 2 * k_d + 3 * k_f}.get(contestant)
+    k_d, k_f = (
+        PUBLISHED.experts_per_token * HIDDEN,
+        PUBLISHED.experts_per_token * PUBLISHED.intermediate,
+    )
+    return {"saved": HIDDEN + 2 * k_f, "recompute": HIDDEN, "early_free": 2 * k_d + 3 * k_f}.get(
+        contestant
+    )
 
 
-# --- the loss -----------------------------------------------------------------------------------------------------------------------
+# --- the loss -------------------------------------------------------------------------------------
 
 
 def measure_loss() -> Iterator[Row]:
@@ -194,7 +224,10 @@ def measure_loss() -> Iterator[Row]:
     checked = check_loss()
     for dtype in (torch.bfloat16, torch.float32):
         logits_bytes = LOSS_TOKENS * VOCABULARY * dtype.itemsize
-        for contestant, loss in (("linear_cross_entropy", linear_cross_entropy), ("plain", plain_loss)):
+        for contestant, loss in (
+            ("linear_cross_entropy", linear_cross_entropy),
+            ("plain", plain_loss),
+        ):
             extra = loss_extra_bytes(loss, dtype)
             yield {
                 "benchmark": "loss",
@@ -218,7 +251,8 @@ def plain_loss(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor) -> Tensor:
 
 
 def loss_extra_bytes(loss: Callable[..., Tensor], dtype: torch.dtype) -> int:
-    """Count, on the meta device, the most bytes alive at a time in forward and backward, less the two gradients."""
+    """Count, on the meta device, the most bytes alive at a time in forward and backward, less the
+    two gradients."""
     with torch.device("meta"):
         x_TD = torch.empty(LOSS_TOKENS, HIDDEN, dtype=dtype, requires_grad=True)
         weight_VD = torch.empty(VOCABULARY, HIDDEN, dtype=dtype, requires_grad=True)
@@ -232,16 +266,20 @@ def loss_extra_bytes(loss: Callable[..., Tensor], dtype: torch.dtype) -> int:
 def check_loss() -> dict[str, float]:
     """Compare our loss with the plain formula at small sizes. Raises CheckError."""
     generator = torch.Generator().manual_seed(0)
-    x_TD, weight_VD = (torch.randn(rows, 64, generator=generator).requires_grad_() for rows in (100, 1000))
+    x_TD, weight_VD = (
+        torch.randn(rows, 64, generator=generator).requires_grad_() for rows in (100, 1000)
+    )
     labels_T = torch.randint(1000, (100,), generator=generator)
     results = []
     for loss in (linear_cross_entropy, plain_loss):
         value = loss(x_TD, weight_VD, labels_T)
         results.append([value.detach(), *torch.autograd.grad(value, (x_TD, weight_VD))])
-    return {"error_of_loss": _compare("linear_cross_entropy", results[0], results[1], torch.float32)}
+    return {
+        "error_of_loss": _compare("linear_cross_entropy", results[0], results[1], torch.float32)
+    }
 
 
-# --- time ---------------------------------------------------------------------------------------------------------------------------
+# --- time -----------------------------------------------------------------------------------------
 
 
 def measure_time(options: MemoryBenchmark, device: torch.device) -> Iterator[Row]:
@@ -267,12 +305,15 @@ def measure_time(options: MemoryBenchmark, device: torch.device) -> Iterator[Row
                 "check": checked,
                 "step_ms": percentiles(times[contestant]),
                 "round_ms": times[contestant],
-                "times_of_plain": float(np.median(np.divide(times[contestant], times["reference"]))),
+                "times_of_plain": float(
+                    np.median(np.divide(times[contestant], times["reference"]))
+                ),
             }
 
 
 def _time_rounds(layers: dict[str, Layer], tokens: int, rounds: int) -> dict[str, list[float]]:
-    """Time forward and backward of every contestant in each round, in an order that turns; returns milliseconds by contestant and round."""
+    """Time forward and backward of every contestant in each round, in an order that turns; returns
+    milliseconds by contestant and round."""
     x_TD = _input(tokens, layers["saved"])
     times: dict[str, list[float]] = {contestant: [] for contestant in layers}
     order = list(layers)
@@ -300,7 +341,7 @@ def _synchronize(x: Tensor) -> None:
         gpu_module(x.device).synchronize(x.device)
 
 
-# --- shared -------------------------------------------------------------------------------------------------------------------------
+# --- shared ---------------------------------------------------------------------------------------
 
 
 def check_layers(layers: dict[str, Layer]) -> dict[str, float]:
@@ -310,7 +351,10 @@ def check_layers(layers: dict[str, Layer]) -> dict[str, float]:
     errors = {}
     for contestant, layer in layers.items():
         y_TD = layer(x_TD)
-        results = [y_TD.detach(), *torch.autograd.grad((y_TD * cotangent_TD.detach()).sum(), (x_TD, *layer.parameters()))]
+        results = [
+            y_TD.detach(),
+            *torch.autograd.grad((y_TD * cotangent_TD.detach()).sum(), (x_TD, *layer.parameters())),
+        ]
         expected = expected or results
         errors[f"error_of_{contestant}"] = _compare(contestant, results, expected, x_TD.dtype)
     return errors
@@ -319,7 +363,10 @@ def check_layers(layers: dict[str, Layer]) -> dict[str, float]:
 def _compare(name: str, results: list[Tensor], expected: list[Tensor], dtype: torch.dtype) -> float:
     errors = [float(torch.dist(a, b) / b.norm()) for a, b in zip(results, expected, strict=True)]
     if not max(errors) <= TOLERANCE[dtype]:
-        raise CheckError(f"{name}: differs from plain autograd by {max(errors):.1e}, more than {TOLERANCE[dtype]:.0e}")
+        raise CheckError(
+            f"{name}: differs from plain autograd by {max(errors):.1e}, more than "
+            f"{TOLERANCE[dtype]:.0e}"
+        )
     return max(errors)
 
 

@@ -1,12 +1,14 @@
-"""`lather bench optimizer`: compares our SOAP, Muon and AdamW with other libraries' optimizers of the same rule, on the same gradients.
+"""`lather bench optimizer`: compares our SOAP, Muon and AdamW with other libraries' optimizers of
+the same rule, on the same gradients.
 
-For each rule, set of matrices and frequency the case is checked first (`benchmarks.check`). Then all contestants, alive in one process, do
-their first step (not timed, as it differs in SOAP) and one interval of warm-up in which temporary memory is measured. Then rounds are
-timed, in each of which every contestant does whole intervals. `--runs 3` does all of it three times, one after the other. On CUDA the
-refresh of a whole transformer's factors follows (`benchmarks.refresh`).
+For each rule, set of matrices and frequency the case is checked first (`benchmarks.check`). Then
+all contestants, alive in one process, do their first step (not timed, as it differs in SOAP) and
+one interval of warm-up in which temporary memory is measured. Then rounds are timed, in each of
+which every contestant does whole intervals. `--runs 3` does all of it three times, one after the
+other. On CUDA the refresh of a whole transformer's factors follows (`benchmarks.refresh`).
 
-Trade-off: interleaved rounds keep every contestant's state in memory at once, but all contestants meet the same noise of a shared machine.
-"""
+Trade-off: interleaved rounds keep every contestant's state in memory at once, but all contestants
+meet the same noise of a shared machine."""
 
 from __future__ import annotations
 
@@ -33,7 +35,13 @@ from benchmarks.contestants import (
     gradient_pool,
     lather_options,
 )
-from benchmarks.measure import peak_temporary_bytes, percentiles, run_steps, state_bytes, time_rounds
+from benchmarks.measure import (
+    peak_temporary_bytes,
+    percentiles,
+    run_steps,
+    state_bytes,
+    time_rounds,
+)
 from benchmarks.report import Row
 from benchmarks.roofline import ShapeRates, flops_per_step, measure_rates, roofline_ms
 from lather.console import command_console
@@ -46,13 +54,15 @@ ALL_PEERS = tuple(dict.fromkeys(peer for peers in PEERS.values() for peer in pee
 
 @dataclass(frozen=True)
 class OptimizerBenchmark:
-    """Compares time and memory of SOAP, Muon and AdamW with heavyball, pytorch_optimizer and torch, set to the same rules."""
+    """Compares time and memory of SOAP, Muon and AdamW with heavyball, pytorch_optimizer and torch,
+    set to the same rules."""
 
     rules: tuple[str, ...] = tuple(OPTIONS)
-    """Rules to measure: soap (peers: heavyball, pytorch_optimizer), muon and adamw (peer: torch)."""
+    """Rules to measure: soap (peers: heavyball, pytorch_optimizer), muon and adamw (peer:
+    torch)."""
     sets: tuple[str, ...] = DEFAULT_SETS
-    """Sets of matrices: many_small (128 of 64x128), experts (8 x 16 of 128x256, 2-D), experts_3d (the same, ours in 3-D parameters),
-    wide (24 of 256x512), big (4 of 768x2048)."""
+    """Sets of matrices: many_small (128 of 64x128), experts (8 x 16 of 128x256, 2-D), experts_3d
+    (the same, ours in 3-D parameters), wide (24 of 256x512), big (4 of 768x2048)."""
     frequencies: tuple[int, ...] = (1, 10)
     """Steps between refreshes of SOAP."""
     rounds: int = 7
@@ -60,7 +70,8 @@ class OptimizerBenchmark:
     runs: int = 1
     """How often everything is done; three or more runs give a range."""
     out: Path = Path("benchmarks/results")
-    """Folder for optimizer-DEVICE.jsonl and optimizer-DEVICE.png; a run replaces those of the same device."""
+    """Folder for optimizer-DEVICE.jsonl and optimizer-DEVICE.png; a run replaces those of the same
+    device."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Device to run on."""
     peers: tuple[str, ...] = ALL_PEERS
@@ -73,8 +84,15 @@ class OptimizerBenchmark:
             unknown = [name for name in names if name not in known]
             offered = DEFAULT_SETS if known is SETS else tuple(known)
             if unknown or not names:
-                raise UserError(f"{option} {' '.join(unknown)} is not valid: use some of {', '.join(offered)}")
-        require(bool(self.frequencies) and min(self.frequencies) >= 1, "--frequencies", self.frequencies, "numbers of at least 1")
+                raise UserError(
+                    f"{option} {' '.join(unknown)} is not valid: use some of {', '.join(offered)}"
+                )
+        require(
+            bool(self.frequencies) and min(self.frequencies) >= 1,
+            "--frequencies",
+            self.frequencies,
+            "numbers of at least 1",
+        )
         require(self.rounds >= MIN_ROUNDS, "--rounds", self.rounds, f"at least {MIN_ROUNDS}")
         require(self.runs >= 1, "--runs", self.runs, "at least 1")
         right = self.peers == ("none",) or (bool(self.peers) and set(self.peers) <= set(ALL_PEERS))
@@ -85,7 +103,9 @@ class OptimizerBenchmark:
 
     @property
     def chosen_peers(self) -> tuple[str, ...]:
-        return tuple(peer for peer in ALL_PEERS if any(peer in self.peers_of(rule) for rule in self.rules))
+        return tuple(
+            peer for peer in ALL_PEERS if any(peer in self.peers_of(rule) for rule in self.rules)
+        )
 
 
 def run(options: OptimizerBenchmark) -> int:
@@ -119,24 +139,36 @@ def run(options: OptimizerBenchmark) -> int:
     return 1 if failures else 0
 
 
-def _cases(options: OptimizerBenchmark, device: torch.device, console: Console) -> Iterator[list[Row] | None]:
+def _cases(
+    options: OptimizerBenchmark, device: torch.device, console: Console
+) -> Iterator[list[Row] | None]:
     """Measure one case after the other; yields its rows, or None for a case whose check failed."""
     for rule in options.rules:
         for name in options.sets:
             rates = measure_rates(rule, SETS[name], device)
             for frequency in options.frequencies if rule == "soap" else (1,):
-                yield _checked_and_measured(OptimizerCase(rule, SETS[name], frequency), options, device, rates, console)
+                yield _checked_and_measured(
+                    OptimizerCase(rule, SETS[name], frequency), options, device, rates, console
+                )
     if is_gpu(device) and "soap" in options.rules and options.refresh:
         for hidden, mlp in refresh.HIDDEN_AND_MLP:
             try:
                 yield measure_refresh_case(hidden, mlp, options.rounds, device)
             except CheckError as error:
-                console.print(f"refresh at {hidden} / {mlp}: check failed, not measured: {error}", style="red", highlight=False)
+                console.print(
+                    f"refresh at {hidden} / {mlp}: check failed, not measured: {error}",
+                    style="red",
+                    highlight=False,
+                )
                 yield None
 
 
 def _checked_and_measured(
-    case: OptimizerCase, options: OptimizerBenchmark, device: torch.device, rates: ShapeRates, console: Console
+    case: OptimizerCase,
+    options: OptimizerBenchmark,
+    device: torch.device,
+    rates: ShapeRates,
+    console: Console,
 ) -> list[Row] | None:
     start = time.perf_counter()
     try:
@@ -144,18 +176,26 @@ def _checked_and_measured(
     except CheckError as error:
         console.print(f"{case}: check failed, not measured: {error}", style="red", highlight=False)
         return None
-    shown = "  ".join(f"{row['config']['contestant']} {row['step_ms']['median']:.2f} ms" for row in rows)
-    console.print(f"{case}: checked  {shown}  ({time.perf_counter() - start:.0f} s)", highlight=False)
+    shown = "  ".join(
+        f"{row['config']['contestant']} {row['step_ms']['median']:.2f} ms" for row in rows
+    )
+    console.print(
+        f"{case}: checked  {shown}  ({time.perf_counter() - start:.0f} s)", highlight=False
+    )
     return rows
 
 
-def measure_case(case: OptimizerCase, options: OptimizerBenchmark, device: torch.device, rates: ShapeRates) -> list[Row]:
+def measure_case(
+    case: OptimizerCase, options: OptimizerBenchmark, device: torch.device, rates: ShapeRates
+) -> list[Row]:
     """Measure a case; returns a row for each contestant, ours first. Raises CheckError."""
     peers = options.peers_of(case.rule)
     checked = check_case(case, peers, device)
     pool = gradient_pool(case.matrices, device)
     contestants = [case.contestant(name, pool) for name in (OURS, *peers)]
-    peaks = {contestant.name: _warm_up(contestant, case.frequency, device) for contestant in contestants}
+    peaks = {
+        contestant.name: _warm_up(contestant, case.frequency, device) for contestant in contestants
+    }
     times = time_rounds(contestants, case.steps_per_round, options.rounds, device)
     rows = []
     for contestant in contestants:
@@ -191,7 +231,9 @@ def _warm_up(contestant: Contestant, frequency: int, device: torch.device) -> in
     return peak_temporary_bytes(lambda: run_steps(contestant, frequency), device)
 
 
-def _config(case: OptimizerCase, contestant: str, options: OptimizerBenchmark, device: torch.device) -> dict[str, Any]:
+def _config(
+    case: OptimizerCase, contestant: str, options: OptimizerBenchmark, device: torch.device
+) -> dict[str, Any]:
     ours, matrices = contestant == OURS, case.matrices
     return {
         "rule": case.rule,
@@ -205,7 +247,10 @@ def _config(case: OptimizerCase, contestant: str, options: OptimizerBenchmark, d
         "rounds": options.rounds,
         "steps_per_round": case.steps_per_round,
         "device": device.type,
-        "options": {**OPTIONS[case.rule], **(lather_options(case.rule, case.frequency) if ours else {})},
+        "options": {
+            **OPTIONS[case.rule],
+            **(lather_options(case.rule, case.frequency) if ours else {}),
+        },
     }
 
 
@@ -218,7 +263,14 @@ def measure_refresh_case(hidden: int, mlp: int, rounds: int, device: torch.devic
     return [
         {
             "benchmark": "refresh",
-            "config": {"factors": name, "hidden": hidden, "mlp": mlp, "contestant": contestant, "rounds": rounds, "device": device.type},
+            "config": {
+                "factors": name,
+                "hidden": hidden,
+                "mlp": mlp,
+                "contestant": contestant,
+                "rounds": rounds,
+                "device": device.type,
+            },
             "baseline": "one_by_one",
             "check": checked,
             **numbers,

@@ -1,11 +1,13 @@
-"""Measures the numbers of docs/optimizers-reference.md: what bf16 state costs in accuracy, and how large the first updates are.
+"""Measures the numbers of docs/optimizers-reference.md: what bf16 state costs in accuracy, and how
+large the first updates are.
 
     python -m benchmarks.optimizer_numbers        (20 seconds on one CPU core)
 
-The gradients of a matrix do not depend on it, so that every setting sees the same gradients. "white" gradients have independent Gaussian
-entries: the hardest case for eigenvectors, as eigenvalues lie close together. "falling" ones are A diag(1/i) X diag(1/i) B^T with fixed
-orthogonal A, B and a new Gaussian X at each step. An update's change is |U - U_fp32| / |U_fp32| in the Frobenius norm. The change of fp64
-shows the rounding of fp32 itself.
+The gradients of a matrix do not depend on it, so that every setting sees the same gradients.
+"white" gradients have independent Gaussian entries: the hardest case for eigenvectors, as
+eigenvalues lie close together. "falling" ones are A diag(1/i) X diag(1/i) B^T with fixed orthogonal
+A, B and a new Gaussian X at each step. An update's change is |U - U_fp32| / |U_fp32| in the
+Frobenius norm. The change of fp64 shows the rounding of fp32 itself.
 """
 
 from __future__ import annotations
@@ -21,7 +23,12 @@ from lather.optim import KLSOAP, SOAP, MatrixOptimizer
 
 N, STEPS = 256, 20
 BF16 = torch.bfloat16
-DTYPES: dict[str, Any] = {"fp64": torch.float64, "moments": {"moments": BF16}, "bases": {"bases": BF16}, "both": BF16}
+DTYPES: dict[str, Any] = {
+    "fp64": torch.float64,
+    "moments": {"moments": BF16},
+    "bases": {"bases": BF16},
+    "both": BF16,
+}
 
 
 def gradients(kind: str, shape: tuple[int, int], steps: int) -> list[Tensor]:
@@ -29,10 +36,15 @@ def gradients(kind: str, shape: tuple[int, int], steps: int) -> list[Tensor]:
     if kind == "white":
         generator = torch.Generator().manual_seed(0)
         return [torch.randn(shape, generator=generator) for _ in range(steps)]
-    return [g[0] for g in gradient_pool(MatrixSet("one", 1, shape), torch.device("cpu"), num_steps=steps)]
+    return [
+        g[0]
+        for g in gradient_pool(MatrixSet("one", 1, shape), torch.device("cpu"), num_steps=steps)
+    ]
 
 
-def updates(rule: Callable[..., MatrixOptimizer], grads: list[Tensor], **options: Any) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+def updates(
+    rule: Callable[..., MatrixOptimizer], grads: list[Tensor], **options: Any
+) -> Iterator[tuple[Tensor, dict[str, Any]]]:
     """Return the update U of every step, and the state after the last."""
     w = torch.nn.Parameter(torch.zeros_like(grads[0]))
     optimizer = rule([w], lr=1.0, weight_decay=0.0, **options)
@@ -44,14 +56,23 @@ def updates(rule: Callable[..., MatrixOptimizer], grads: list[Tensor], **options
         yield -w.detach().clone(), optimizer.state[w]
 
 
-def last(rule: type[MatrixOptimizer], grads: list[Tensor], **options: Any) -> tuple[Tensor, dict[str, Any]]:
+def last(
+    rule: type[MatrixOptimizer], grads: list[Tensor], **options: Any
+) -> tuple[Tensor, dict[str, Any]]:
     return list(updates(rule, grads, **options))[-1]
 
 
 def bf16_rows() -> None:
-    print(f"update number {STEPS} of {N} x {N}, change against fp32, and the largest entry of |Q^T Q - I| of the kept basis")
+    print(
+        f"update number {STEPS} of {N} x {N}, change against fp32, and the largest entry of |Q^T Q "
+        "- I| of the kept basis"
+    )
     settings: list[tuple[str, type[MatrixOptimizer], dict[str, Any]]] = [
-        ("SOAP, refresh every step", SOAP, {"precondition_frequency": 1, "second_moment": "rotate"}),
+        (
+            "SOAP, refresh every step",
+            SOAP,
+            {"precondition_frequency": 1, "second_moment": "rotate"},
+        ),
         ("SOAP, refresh every 10", SOAP, {"second_moment": "rotate"}),
         ("KLSOAP", KLSOAP, {}),
     ]
@@ -63,7 +84,9 @@ def bf16_rows() -> None:
             for label, dtype in DTYPES.items():
                 u, state = last(rule, grads, state_dtype=dtype, **options)
                 change = (u - reference).norm() / reference.norm()
-                cells.append(f"{label} {change:.1e}" + (f" Q {defect(state):.1e}" if label == "both" else ""))
+                cells.append(
+                    f"{label} {change:.1e}" + (f" Q {defect(state):.1e}" if label == "both" else "")
+                )
             print(f"{kind:8} {name:26}", "   ".join(cells))
 
 
@@ -84,7 +107,10 @@ def decay_rows() -> None:
 
 
 def first_step_rows() -> None:
-    print(f"largest rms of an update in the first {STEPS} steps, white gradients, refresh at every step")
+    print(
+        f"largest rms of an update in the first {STEPS} steps, white gradients, refresh at every "
+        "step"
+    )
     for shape in ((64, 64), (64, 16), (256, 64)):
         grads = gradients("white", shape, STEPS)
         for name, rule, options in (
@@ -92,10 +118,17 @@ def first_step_rows() -> None:
             ("SOAP rotate", SOAP, {"precondition_frequency": 1, "second_moment": "rotate"}),
             ("KLSOAP", KLSOAP, {}),
             ("KLSOAP permute", KLSOAP, {"second_moment": "permute"}),
-            ("KLSOAP cold start", KLSOAP, {"second_moment": "permute", "adam_warmup_steps": 0, "initial_eigenvalue": 1e-8}),
+            (
+                "KLSOAP cold start",
+                KLSOAP,
+                {"second_moment": "permute", "adam_warmup_steps": 0, "initial_eigenvalue": 1e-8},
+            ),
         ):
             rms = [float(u.square().mean().sqrt()) for u, _ in updates(rule, grads, **options)]
-            print(f"{shape[0]:4} x {shape[1]:<4} {name:18} {max(rms):10.2f} at step {rms.index(max(rms)) + 1}")
+            print(
+                f"{shape[0]:4} x {shape[1]:<4} {name:18} {max(rms):10.2f} at step "
+                f"{rms.index(max(rms)) + 1}"
+            )
 
 
 if __name__ == "__main__":

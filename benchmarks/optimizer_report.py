@@ -1,6 +1,8 @@
-"""Makes a table, a picture and a summary against the targets, from the rows of `lather bench optimizer`.
+"""Makes a table, a picture and a summary against the targets, from the rows of `lather bench
+optimizer`.
 
-A benchmark of several runs has as many rows per case and contestant; it shows their median and their range.
+A benchmark of several runs has as many rows per case and contestant; it shows their median and
+their range.
 """
 
 from __future__ import annotations
@@ -43,12 +45,18 @@ class RunRange:
 
 def case_name(row: Row) -> str:
     config = row["config"]
-    return str(OptimizerCase(config["rule"], MatrixSet(config["set"], config["num_matrices"], tuple(config["shape"])), config["frequency"]))
+    return str(
+        OptimizerCase(
+            config["rule"],
+            MatrixSet(config["set"], config["num_matrices"], tuple(config["shape"])),
+            config["frequency"],
+        )
+    )
 
 
 def ratio(row: Row, ours: Row) -> float:
-    """How many times our time a contestant takes: the median of the rounds' ratios, because neighbours in time share the machine's
-    noise."""
+    """How many times our time a contestant takes: the median of the rounds' ratios, because
+    neighbours in time share the machine's noise."""
     return float(np.median(np.divide(row["round_ms"], ours["round_ms"])))
 
 
@@ -56,7 +64,9 @@ def by_case(rows: Iterable[Row]) -> Cases:
     cases: Cases = {}
     for row in rows:
         if row["benchmark"] == "optimizer":
-            cases.setdefault(case_name(row), {}).setdefault(row["config"]["contestant"], []).append(row)
+            cases.setdefault(case_name(row), {}).setdefault(row["config"]["contestant"], []).append(
+                row
+            )
     return cases
 
 
@@ -75,28 +85,38 @@ def times_of_roofline(rows: Sequence[Row]) -> RunRange:
 
 def peers_of(cases: Cases) -> list[tuple[str, str]]:
     """The pairs of a rule and another library that implements it."""
-    return list(dict.fromkeys((case.split()[0], name) for case, rows in cases.items() for name in rows if name != OURS))
+    return list(
+        dict.fromkeys(
+            (case.split()[0], name) for case, rows in cases.items() for name in rows if name != OURS
+        )
+    )
 
 
 def geometric_mean(cases: Cases, rule: str, peer: str) -> RunRange:
-    """How many times our time a peer takes, as the geometric mean over all cases of a rule, run by run."""
+    """How many times our time a peer takes, as the geometric mean over all cases of a rule, run by
+    run."""
     return RunRange.of([float(np.exp(np.mean(np.log(run)))) for run in _runs(cases, rule, peer)])
 
 
 def least(cases: Cases, rule: str, peer: str) -> RunRange:
-    """How many times our time a peer takes in the case in which it does best against ours, run by run."""
+    """How many times our time a peer takes in the case in which it does best against ours, run by
+    run."""
     return RunRange.of([float(min(run)) for run in _runs(cases, rule, peer)])
 
 
 def _runs(cases: Cases, rule: str, peer: str) -> list[tuple[float, ...]]:
     """The ratios of each run, case by case."""
-    found = [ratios(rows, peer) for case, rows in cases.items() if case.split()[0] == rule and peer in rows]
+    found = [
+        ratios(rows, peer)
+        for case, rows in cases.items()
+        if case.split()[0] == rule and peer in rows
+    ]
     return list(zip(*found, strict=True))
 
 
 def table_rows(cases: Cases) -> list[list[str]]:
-    """Make a line for each case and contestant: names, milliseconds, these as multiples of ours and of the roofline, MiB of state and of
-    temporaries."""
+    """Make a line for each case and contestant: names, milliseconds, these as multiples of ours and
+    of the roofline, MiB of state and of temporaries."""
     return [
         [
             case,
@@ -127,15 +147,23 @@ def print_table(rows: Sequence[Row], console: Console) -> None:
     console.print(table)
     for row in rows:
         if row["benchmark"] == "refresh":
-            config, ms, temporary = row["config"], row["ms"]["median"], row["peak_temporary_bytes"] / 2**20
-            console.print(f"refresh of {config['factors']} {config['contestant']}: {ms:.1f} ms, {temporary:.1f} MiB")
+            config, ms, temporary = (
+                row["config"],
+                row["ms"]["median"],
+                row["peak_temporary_bytes"] / 2**20,
+            )
+            console.print(
+                f"refresh of {config['factors']} {config['contestant']}: {ms:.1f} ms, "
+                f"{temporary:.1f} MiB"
+            )
 
 
 def summary(rows: Sequence[Row]) -> list[str]:
     """Make a line for each target: the goal and what was measured."""
     cases = by_case(rows)
     lines = [
-        f"{rule} against {peer}: takes {geometric_mean(cases, rule, peer).text(2)} times as long (geometric mean; target {TARGET_MEAN}), "
+        f"{rule} against {peer}: takes {geometric_mean(cases, rule, peer).text(2)} times as long "
+        f"(geometric mean; target {TARGET_MEAN}), "
         f"in the closest case {least(cases, rule, peer).text(2)} times (target {TARGET_LEAST})"
         for rule, peer in peers_of(cases)
     ]
@@ -143,15 +171,29 @@ def summary(rows: Sequence[Row]) -> list[str]:
     if ours:
         times = {name: times_of_roofline(case) for name, case in ours.items()}
         worst = max(times, key=lambda name: times[name].median)
-        lines.append(f"against the roofline: at most {times[worst].text(2)} x its time, {worst} (target {TARGET_ROOFLINE})")
+        lines.append(
+            f"against the roofline: at most {times[worst].text(2)} x its time, {worst} (target "
+            f"{TARGET_ROOFLINE})"
+        )
     for name in ("soap experts", "soap experts_3d"):
         if f"{name} f=1" in ours and f"{name} f=10" in ours:
-            gain = milliseconds(ours[f"{name} f=1"]).median / milliseconds(ours[f"{name} f=10"]).median
-            lines.append(f"{name}: frequency 10 is {gain:.2f} x faster than frequency 1 (target 3, on experts)")
+            gain = (
+                milliseconds(ours[f"{name} f=1"]).median / milliseconds(ours[f"{name} f=10"]).median
+            )
+            lines.append(
+                f"{name}: frequency 10 is {gain:.2f} x faster than frequency 1 (target 3, on "
+                "experts)"
+            )
     if ours:
-        shares = {name: case[0]["state_bytes"] / case[0]["state_bound_bytes"] for name, case in ours.items()}
+        shares = {
+            name: case[0]["state_bytes"] / case[0]["state_bound_bytes"]
+            for name, case in ours.items()
+        }
         worst = max(shares, key=lambda name: shares[name])
-        lines.append(f"state: at most {shares[worst]:.1%} of what the rule's tensors take, {worst} (target 100%)")
+        lines.append(
+            f"state: at most {shares[worst]:.1%} of what the rule's tensors take, {worst} (target "
+            "100%)"
+        )
     return lines + _refresh_lines(rows)
 
 
@@ -159,7 +201,9 @@ def _refresh_lines(rows: Sequence[Row]) -> list[str]:
     times: dict[str, dict[str, float]] = {}
     for row in rows:
         if row["benchmark"] == "refresh":
-            times.setdefault(row["config"]["factors"], {})[row["config"]["contestant"]] = row["ms"]["median"]
+            times.setdefault(row["config"]["factors"], {})[row["config"]["contestant"]] = row["ms"][
+                "median"
+            ]
     return [
         f"refresh of {name}: {case['one_by_one'] / case[OURS]:.2f} x faster than one by one"
         for name, case in times.items()
@@ -171,23 +215,45 @@ COLORS = {OURS: "C0", "heavyball": "0.45", "pytorch_optimizer": "0.7", "torch": 
 
 
 def draw(rows: Sequence[Row], out: Path) -> None:
-    """Draw grouped bars of milliseconds for each case on a log axis, and a line at each case's roofline."""
+    """Draw grouped bars of milliseconds for each case on a log axis, and a line at each case's
+    roofline."""
     cases = by_case(rows)
     figure = Figure(figsize=(max(7.0, 0.95 * len(cases) + 1), 4.6), layout="constrained")
     axes = figure.subplots()
     for index, contestants in enumerate(cases.values()):
         width = 0.8 / len(contestants)
         for place, (name, runs) in enumerate(contestants.items()):
-            _draw_bar(axes, index + (place - (len(contestants) - 1) / 2) * width, width, name, milliseconds(runs))
+            _draw_bar(
+                axes,
+                index + (place - (len(contestants) - 1) / 2) * width,
+                width,
+                name,
+                milliseconds(runs),
+            )
     rooflines = [np.median([row["roofline_ms"] for row in case[OURS]]) for case in cases.values()]
-    axes.hlines(rooflines, np.arange(len(cases)) - 0.45, np.arange(len(cases)) + 0.45, color="black", linestyles="--", label="roofline")
+    axes.hlines(
+        rooflines,
+        np.arange(len(cases)) - 0.45,
+        np.arange(len(cases)) + 0.45,
+        color="black",
+        linestyles="--",
+        label="roofline",
+    )
     axes.set_yscale("log")
     axes.set_xticks(range(len(cases)), [name.replace(" ", "\n") for name in cases], fontsize=8)
     any_row = rows[0]["hardware"]
-    axes.set(ylabel="ms per step (median of runs, least to most)", title=f"Equal rules, {any_row['gpu'] or any_row['cpu']}")
+    axes.set(
+        ylabel="ms per step (median of runs, least to most)",
+        title=f"Equal rules, {any_row['gpu'] or any_row['cpu']}",
+    )
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(
-        *zip(*{label: (handle, label) for handle, label in zip(handles, labels, strict=True)}.values(), strict=True),
+        *zip(
+            *{
+                label: (handle, label) for handle, label in zip(handles, labels, strict=True)
+            }.values(),
+            strict=True,
+        ),
         frameon=False,
         fontsize=8,
     )
@@ -202,4 +268,12 @@ def draw(rows: Sequence[Row], out: Path) -> None:
 
 def _draw_bar(axes: Axes, x: float, width: float, name: str, ms: RunRange) -> None:
     spread = [[ms.median - ms.least], [ms.most - ms.median]]
-    axes.bar([x], [ms.median], width, yerr=spread, error_kw={"elinewidth": 0.8}, color=COLORS.get(name), label=name)
+    axes.bar(
+        [x],
+        [ms.median],
+        width,
+        yerr=spread,
+        error_kw={"elinewidth": 0.8},
+        color=COLORS.get(name),
+        label=name,
+    )

@@ -1,14 +1,19 @@
-"""`lather bench pipeline`: compares bytes and time of a pipeline rank with torch's own DualPipeV runtime on the same model and table.
+"""`lather bench pipeline`: compares bytes and time of a pipeline rank with torch's own DualPipeV
+runtime on the same model and table.
 
-    bytes     the most saved bytes of each rank (`pipeline_bytes`), counted, so exact on any machine: 2 pipeline x 2 expert ranks; 8, 16 and
-              32 micro-batches, in which they should not grow
-    time      milliseconds of a step, 2 pipeline ranks, medians over interleaved rounds, ratios to torch's
-    bubble    idle time: DualPipeV's table replayed for 2 to 16 ranks with the durations of actions measured in our executor on 2, against
-              DeepSeek's formula; and the time to make the table for 64 ranks
+    bytes     the most saved bytes of each rank (`pipeline_bytes`), counted, so exact on any
+              machine: 2 pipeline x 2 expert ranks; 8, 16 and 32 micro-batches, in which they should
+              not grow
+    time      milliseconds of a step, 2 pipeline ranks, medians over interleaved rounds, ratios to
+              torch's
+    bubble    idle time: DualPipeV's table replayed for 2 to 16 ranks with the durations of actions
+              measured in our executor on 2, against DeepSeek's formula; and the time to make the
+              table for 64 ranks
 
-The model has 8 layers of DeepSeek-V2-Lite's proportions in fp32, its widths divided by 16, the first layer dense as in the published model.
-It has 16 routed experts instead of 64 (their number changes nothing that is kept), 6 per token and 2 shared, as published. `pipeline_ranks`
-has the contestants. Every case is checked first: on each rank loss and gradients of all contestants agree.
+The model has 8 layers of DeepSeek-V2-Lite's proportions in fp32, its widths divided by 16, the
+first layer dense as in the published model. It has 16 routed experts instead of 64 (their number
+changes nothing that is kept), 6 per token and 2 shared, as published. `pipeline_ranks` has the
+contestants. Every case is checked first: on each rank loss and gradients of all contestants agree.
 """
 
 from __future__ import annotations
@@ -63,8 +68,12 @@ class PipelinePlan:
 
     bytes: tuple[BytesJob, ...] = (
         BytesJob(2, 2, CASE, ("torch", "held", "experts", "attention", "ours")),
-        BytesJob(2, 2, replace(CASE, num_micro_batches=16), ("torch", "attention", "ours"), tracked=False),
-        BytesJob(2, 2, replace(CASE, num_micro_batches=32), ("torch", "attention", "ours"), tracked=False),
+        BytesJob(
+            2, 2, replace(CASE, num_micro_batches=16), ("torch", "attention", "ours"), tracked=False
+        ),
+        BytesJob(
+            2, 2, replace(CASE, num_micro_batches=32), ("torch", "attention", "ours"), tracked=False
+        ),
     )
     """The jobs that count bytes; torch comes first, because the others are checked against it."""
     time: TimeJob = TIMED
@@ -75,7 +84,8 @@ class PipelinePlan:
 
 @dataclass(frozen=True)
 class PipelineBenchmark:
-    """Measures bytes, time and bubble of the pipeline, against torch's own runtime. On CPU, with gloo."""
+    """Measures bytes, time and bubble of the pipeline, against torch's own runtime. On CPU, with
+    gloo."""
 
     parts: tuple[Literal["bytes", "time", "bubble"], ...] = ("bytes", "time", "bubble")
     """Parts to measure; bubble needs the durations that time measures."""
@@ -122,7 +132,8 @@ def _rows(options: PipelineBenchmark, plan: PipelinePlan) -> Iterator[Row]:
 
 
 def _in_ranks(jobs: Sequence[BytesJob | TimeJob]) -> Iterator[tuple[BytesJob | TimeJob, list[Row]]]:
-    """Run the jobs on one start of ranks, as all want the same mesh; yields each job and what every rank found."""
+    """Run the jobs on one start of ranks, as all want the same mesh; yields each job and what every
+    rank found."""
     with tempfile.TemporaryDirectory() as folder:
         if launch(measure, (tuple(jobs), folder), jobs[0].pp * jobs[0].ep):
             raise CheckError("a rank failed, see above")
@@ -132,16 +143,32 @@ def _in_ranks(jobs: Sequence[BytesJob | TimeJob]) -> Iterator[tuple[BytesJob | T
 
 def _checked(name: str, ranks: list[Row]) -> dict[str, float]:
     """Return the largest differences over the ranks. Raises CheckError if one is too large."""
-    errors = {key: largest(rank[name]["check"][key] for rank in ranks) for key in ("error_of_loss", "error_of_gradients")}
+    errors = {
+        key: largest(rank[name]["check"][key] for rank in ranks)
+        for key in ("error_of_loss", "error_of_gradients")
+    }
     if not (error := largest(errors.values())) <= TOLERANCE:
-        raise CheckError(f"{name}: differs from torch's runtime by {error:.1e}, more than {TOLERANCE:.0e}")
+        raise CheckError(
+            f"{name}: differs from torch's runtime by {error:.1e}, more than {TOLERANCE:.0e}"
+        )
     return errors
 
 
 def _config(job: BytesJob | TimeJob, contestant: str) -> Row:
     case = job.case
-    sizes = {"batch": case.batch, "length": case.length, "micro_batches": case.num_micro_batches, "dtype": str(case.dtype)[6:]}
-    return {"contestant": contestant, "pp": job.pp, "ep": job.ep, **sizes, "model": asdict(case.model)}
+    sizes = {
+        "batch": case.batch,
+        "length": case.length,
+        "micro_batches": case.num_micro_batches,
+        "dtype": str(case.dtype)[6:],
+    }
+    return {
+        "contestant": contestant,
+        "pp": job.pp,
+        "ep": job.ep,
+        **sizes,
+        "model": asdict(case.model),
+    }
 
 
 def bytes_rows(job: BytesJob, ranks: list[Row]) -> Iterator[Row]:
@@ -150,7 +177,9 @@ def bytes_rows(job: BytesJob, ranks: list[Row]) -> Iterator[Row]:
         counts = [rank[name]["counts"] for rank in ranks]
         worst = max(count["worst_difference"] for count in counts)
         if not worst <= 0.01:
-            raise CheckError(f"{name}: the counts of bytes differ by {worst:.1%} of the peak, more than 1%")
+            raise CheckError(
+                f"{name}: the counts of bytes differ by {worst:.1%} of the peak, more than 1%"
+            )
         yield {
             "benchmark": "bytes",
             "config": _config(job, name),
@@ -163,7 +192,10 @@ def bytes_rows(job: BytesJob, ranks: list[Row]) -> Iterator[Row]:
 
 def time_rows(job: TimeJob, ranks: list[Row]) -> Iterator[Row]:
     """Make a row for each contestant; a step takes as long as its slowest rank."""
-    times = {name: [max(steps) for steps in zip(*(rank[name]["ms"] for rank in ranks), strict=True)] for name in job.contestants}
+    times = {
+        name: [max(steps) for steps in zip(*(rank[name]["ms"] for rank in ranks), strict=True)]
+        for name in job.contestants
+    }
     for name in job.contestants:
         yield {
             "benchmark": "time",
@@ -172,5 +204,7 @@ def time_rows(job: TimeJob, ranks: list[Row]) -> Iterator[Row]:
             "check": _checked(name, ranks),
             "step_ms": percentiles(times[name]),
             "round_ms": times[name],
-            "times_of_torch": percentiles([ours / theirs for ours, theirs in zip(times[name], times["torch"], strict=True)])["median"],
+            "times_of_torch": percentiles(
+                [ours / theirs for ours, theirs in zip(times[name], times["torch"], strict=True)]
+            )["median"],
         }

@@ -1,10 +1,11 @@
-"""Computes the idle time of DualPipeV's table for more ranks than there are, from durations that were measured on few.
+"""Computes the idle time of DualPipeV's table for more ranks than there are, from durations that
+were measured on few.
 
-The durations are medians over the chunks of the inner stages in some steps of our executor (the outer stages have the embedding, a dense
-layer and the head, which formulas do not know of), and stand for every stage of the table that is replayed. They are compared with
-DeepSeek's
-formula, (P - 1)(F&B + B - 3W), and with the longest of the three chains that `lather.pipeline.replay` derives from torch's table.
-"""
+The durations are medians over the chunks of the inner stages in some steps of our executor (the
+outer stages have the embedding, a dense layer and the head, which formulas do not know of), and
+stand for every stage of the table that is replayed. They are compared with DeepSeek's
+formula, (P - 1)(F&B + B - 3W), and with the longest of the three chains that
+`lather.pipeline.replay` derives from torch's table."""
 
 from __future__ import annotations
 
@@ -23,7 +24,11 @@ MICRO_BATCHES_PER_RANK = 4
 def bubble_rows(ranks: list[Row], numbers_of_ranks: Sequence[int]) -> Iterator[Row]:
     """Make a row for each number of ranks; times are in milliseconds."""
     steps = [
-        [Event(e[0], Action.from_text(e[1]), e[2], e[3]) for rank in ranks for e in rank["events"][step]]
+        [
+            Event(e[0], Action.from_text(e[1]), e[2], e[3])
+            for rank in ranks
+            for e in rank["events"][step]
+        ]
         for step in range(len(ranks[0]["events"]))
     ]
     durations = inner_durations(steps)
@@ -52,27 +57,36 @@ def bubble_rows(ranks: list[Row], numbers_of_ranks: Sequence[int]) -> Iterator[R
 
 
 def inner_durations(steps: Sequence[Sequence[Event]]) -> Durations:
-    """Return durations of each kind in milliseconds, medians over the steps and the inner stages; over all stages where inner ones lack the
-    kind."""
+    """Return durations of each kind in milliseconds, medians over the steps and the inner stages;
+    over all stages where inner ones lack the kind."""
     num_stages = 2 * (1 + max(event.rank for event in steps[0]))
     inner, everywhere = [], []
     for events in steps:
         measured = measured_durations(events)
         everywhere.append(dict(measured.kinds))
-        inner.append({key: value for key, value in measured.stages.items() if 0 < key[1] < num_stages - 1})
+        inner.append(
+            {key: value for key, value in measured.stages.items() if 0 < key[1] < num_stages - 1}
+        )
     kinds = {}
     for kind in everywhere[0]:
         if kind in COMPUTE:
-            values = [value for step in inner for key, value in step.items() if key[0] is kind] or [step[kind] for step in everywhere]
+            values = [value for step in inner for key, value in step.items() if key[0] is kind] or [
+                step[kind] for step in everywhere
+            ]
             kinds[kind] = 1e3 * median(values)
     return Durations(kinds)
 
 
 def longest_chain(num_ranks: int, durations: Durations) -> float:
     """The idle time at the tip of the V by the longest chain; see `lather.pipeline.replay`."""
-    f, i, w = (durations.of(Action(0, kind, 0)) for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT))
+    f, i, w = (
+        durations.of(Action(0, kind, 0))
+        for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+    )
     b = durations.of(Action(0, Kind.BACKWARD, 0))
-    both = durations.of(Action(-1, Kind.OVERLAP, None, (Action(0, Kind.FORWARD, 0), Action(0, Kind.BACKWARD, 0))))
+    both = durations.of(
+        Action(-1, Kind.OVERLAP, None, (Action(0, Kind.FORWARD, 0), Action(0, Kind.BACKWARD, 0)))
+    )
     p = num_ranks - 1
     return max(p * (both + i - 2 * w) - f, p * (both + f - 2 * w), p * (both + f - b))
 
@@ -90,13 +104,16 @@ def table_row(num_ranks: int, num_micro_batches: int) -> Row:
 
 
 def measured_durations(events: Iterable[Event], transfer: float = 0.0) -> Durations:
-    """Return the median duration of every kind, and of every kind on every stage, from the events of one step.
+    """Return the median duration of every kind, and of every kind on every stage, from the events
+    of one step.
 
-    Events of one chunk on one rank are pieces of an action, which waited between them. Transfers are left out: they may have waited.
-    """
+    Events of one chunk on one rank are pieces of an action, which waited between them. Transfers
+    are left out: they may have waited."""
     whole: defaultdict[tuple[int, Action, int], float] = defaultdict(float)
     for number, event in enumerate(events):
-        whole[event.rank, event.action, 0 if event.action.kind in COMPUTE else number] += event.end - event.start
+        whole[event.rank, event.action, 0 if event.action.kind in COMPUTE else number] += (
+            event.end - event.start
+        )
     by_kind: defaultdict[Kind, list[float]] = defaultdict(list)
     by_stage: defaultdict[tuple[Kind, int], list[float]] = defaultdict(list)
     for (_, action, _), duration in whole.items():
@@ -104,12 +121,15 @@ def measured_durations(events: Iterable[Event], transfer: float = 0.0) -> Durati
             by_kind[action.kind].append(duration)
             by_stage[action.kind, action.chunks[0].stage].append(duration)
     return Durations(
-        {kind: median(values) for kind, values in by_kind.items()}, {key: median(values) for key, values in by_stage.items()}, transfer
+        {kind: median(values) for kind, values in by_kind.items()},
+        {key: median(values) for key, values in by_stage.items()},
+        transfer,
     )
 
 
 def dualpipev_bubble(num_ranks: int, durations: Durations) -> float:
-    """DeepSeek's idle time per rank, (P - 1)(F&B + B - 3W), from the durations per kind; `lather.pipeline.replay` says when it holds."""
+    """DeepSeek's idle time per rank, (P - 1)(F&B + B - 3W), from the durations per kind;
+    `lather.pipeline.replay` says when it holds."""
     forward, weight = (Action(0, kind, 0) for kind in (Kind.FORWARD, Kind.BACKWARD_WEIGHT))
     backward = Action(0, Kind.BACKWARD, 0)
     overlap = Action(-1, Kind.OVERLAP, None, (forward, backward))

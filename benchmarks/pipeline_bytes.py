@@ -1,14 +1,16 @@
 """Counts the bytes that a pipeline rank keeps between forward and backward, in three ways.
 
-*Saved bytes* are counted at the moments between two actions of the schedule: the storages that the step has made and that are alive,
-besides parameters, gradients of parameters and the batch. Nothing runs at such a moment, so there are no temporaries: what is alive was
-saved by autograd, waits for its W action, travels or waits for its reader, or is held by somebody else. The peak is the most of these in a
-rank's step.
+*Saved bytes* are counted at the moments between two actions of the schedule: the storages that the
+step has made and that are alive, besides parameters, gradients of parameters and the batch. Nothing
+runs at such a moment, so there are no temporaries: what is alive was saved by autograd, waits for
+its W action, travels or waits for its reader, or is held by somebody else. The peak is the most of
+these in a rank's step.
 
     counted    every operation's outputs, by storage, as `PeakBytes` counts them
     tracker    torch's `MemTracker`, categories Activation and Temp
-    tape       storages that are kept for a known reason: those that autograd holds (`saved_tensors_hooks`) or that can be reached from the
-               executor's state (tapes, weight gradients that wait, boundary tensors), each once. For our executor alone.
+    tape       storages that are kept for a known reason: those that autograd holds
+               (`saved_tensors_hooks`) or that can be reached from the executor's state (tapes,
+               weight gradients that wait, boundary tensors), each once. For our executor alone.
 
 *With temporaries* is the tracker's peak at any time, also within an action.
 """
@@ -46,7 +48,8 @@ class Counts:
     after: int = 0
     """Bytes that are still alive when the step is over."""
     worst_difference: float = 0.0
-    """The largest difference of tracker or tape from the count at any moment, relative to the peak."""
+    """The largest difference of tracker or tape from the count at any moment, relative to the
+    peak."""
     origins: dict[str, int] = field(default_factory=dict)
     """Saved bytes at the peak by what holds them; for our executor alone."""
 
@@ -64,8 +67,11 @@ def _unpack(packed: _Packed) -> Tensor:
     return packed.tensor
 
 
-def counted_step(contestant: Contestant, tokens_BS: Tensor, labels_BS: Tensor, *, tracked: bool = True) -> tuple[float, Counts]:
-    """Take the first step of a contestant whose parameters have gradients; returns its loss and what it kept.
+def counted_step(
+    contestant: Contestant, tokens_BS: Tensor, labels_BS: Tensor, *, tracked: bool = True
+) -> tuple[float, Counts]:
+    """Take the first step of a contestant whose parameters have gradients; returns its loss and
+    what it kept.
 
     If `tracked`, torch's tracker counts, too, which takes twice the time of all the rest.
     """
@@ -96,7 +102,11 @@ def counted_step(contestant: Contestant, tokens_BS: Tensor, labels_BS: Tensor, *
             differences.append(abs(by_tracker - now))
         counts.saved = max(counts.saved, now)
 
-    with tracker if tracked else nullcontext(), PeakBytes() as alive, saved_tensors_hooks(pack, _unpack):
+    with (
+        tracker if tracked else nullcontext(),
+        PeakBytes() as alive,
+        saved_tensors_hooks(pack, _unpack),
+    ):
         loss = contestant.step(tokens_BS, labels_BS, look)
         counts.after = alive.now
     if tracked:
@@ -122,12 +132,17 @@ def _tracked(tracker: Any, when: str = "current") -> int:
     return int(sum(snapshot.get(kind, 0) for kind in ("Activation", "Temp")))
 
 
-def tape_bytes(contestant: OurRuntime, packed: Iterable[_Packed], outside: set[int]) -> dict[str, int]:
+def tape_bytes(
+    contestant: OurRuntime, packed: Iterable[_Packed], outside: set[int]
+) -> dict[str, int]:
     """Return the bytes of the distinct storages that autograd or the executor holds, by origin."""
     walk = contestant.executor.walk
     assert walk is not None
     held: list[tuple[str, Tensor]] = []
-    held += [("boundary tensors", x) for x in tensors_within((walk.incoming, walk.outgoing, [s[:2] for s in walk.sends]))]
+    held += [
+        ("boundary tensors", x)
+        for x in tensors_within((walk.incoming, walk.outgoing, [s[:2] for s in walk.sends]))
+    ]
     held += [("weight gradients that wait", x) for x in tensors_within(walk.waiting)]
     held += [("routings of the step", x) for x in tensors_within(walk.output)]
     held += [("held on purpose", x) for tape in walk.tapes.values() for x in tape.held]
@@ -144,12 +159,17 @@ def tape_bytes(contestant: OurRuntime, packed: Iterable[_Packed], outside: set[i
 
 
 def tensors_within(root: object) -> Iterator[Tensor]:
-    """Yield all tensors in nested containers, attributes, partial applications and closures, but not in modules."""
+    """Yield all tensors in nested containers, attributes, partial applications and closures, but
+    not in modules."""
     seen: set[int] = set()
     stack: list[object] = [root]
     while stack:
         x = stack.pop()
-        if id(x) in seen or x is None or isinstance(x, nn.Module | str | bytes | int | float | type):
+        if (
+            id(x) in seen
+            or x is None
+            or isinstance(x, nn.Module | str | bytes | int | float | type)
+        ):
             continue
         seen.add(id(x))
         if isinstance(x, Tensor):

@@ -1,4 +1,5 @@
-"""Does the work of a rank of `lather bench pipeline`: runs every contestant, compares it with the first, counts bytes or takes times."""
+"""Does the work of a rank of `lather bench pipeline`: runs every contestant, compares it with the
+first, counts bytes or takes times."""
 
 from __future__ import annotations
 
@@ -15,20 +16,28 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.pipeline_bytes import counted_step
-from benchmarks.pipeline_ranks import Contestant, OurRuntime, PipelineCase, clear_gradients, make_contestant
+from benchmarks.pipeline_ranks import (
+    Contestant,
+    OurRuntime,
+    PipelineCase,
+    clear_gradients,
+    make_contestant,
+)
 from lather.config.config import ParallelConfig
 from lather.parallel.launch.world import World
 from lather.parallel.mesh import Mesh
 from lather.pipeline.timeline import TimelineRecorder
 
 TOLERANCE = 1e-4
-"""The largest difference of loss or gradient from torch's runtime, relative (for gradients in the Frobenius norm)."""
+"""The largest difference of loss or gradient from torch's runtime, relative (for gradients in the
+Frobenius norm)."""
 RECORDED_STEPS = 5
 
 
 @dataclass(frozen=True)
 class BytesJob:
-    """A job that counts the bytes that contestants keep; the others are checked against the first."""
+    """A job that counts the bytes that contestants keep; the others are checked against the
+    first."""
 
     pp: int
     ep: int
@@ -38,7 +47,8 @@ class BytesJob:
     """Whether torch's tracker counts, too."""
 
     def run(self, mesh: Mesh) -> dict[str, Any]:
-        """Return for each contestant the counts of this rank's first step, and how far its results are from the first contestant's."""
+        """Return for each contestant the counts of this rank's first step, and how far its results
+        are from the first contestant's."""
         found: dict[str, Any] = {}
         batch = self.case.batch_of(mesh.data_rank)
         expected = Results(0.0, {})
@@ -55,7 +65,8 @@ class BytesJob:
 
 @dataclass(frozen=True)
 class TimeJob:
-    """A job that times steps of the contestants, one of each in a round, in an order that turns round by round."""
+    """A job that times steps of the contestants, one of each in a round, in an order that turns
+    round by round."""
 
     pp: int
     ep: int
@@ -64,7 +75,8 @@ class TimeJob:
     rounds: int = 5
 
     def run(self, mesh: Mesh) -> dict[str, Any]:
-        """Return for each contestant this rank's milliseconds of every round, and the events of our executor in some more steps."""
+        """Return for each contestant this rank's milliseconds of every round, and the events of our
+        executor in some more steps."""
         batch = self.case.batch_of(mesh.data_rank)
         contestants = {name: make_contestant(name, self.case, mesh) for name in self.contestants}
         found: dict[str, Any] = {}
@@ -92,7 +104,9 @@ def _time_step(contestant: Contestant, batch: tuple[Tensor, Tensor]) -> float:
     return 1e3 * (time.perf_counter() - start)
 
 
-def _events(ours: Contestant, batch: tuple[Tensor, Tensor], mesh: Mesh) -> list[list[tuple[int, str, float, float]]]:
+def _events(
+    ours: Contestant, batch: tuple[Tensor, Tensor], mesh: Mesh
+) -> list[list[tuple[int, str, float, float]]]:
     """Record some steps; returns their events as (rank, action, start, end)."""
     assert isinstance(ours, OurRuntime)
     recorder = TimelineRecorder(mesh.device, mesh.pp_rank, mesh.size)
@@ -101,7 +115,9 @@ def _events(ours: Contestant, batch: tuple[Tensor, Tensor], mesh: Mesh) -> list[
     for _ in range(RECORDED_STEPS):
         recorder.begin()
         ours.step(*batch)
-        steps.append([(event.rank, str(event.action), event.start, event.end) for event in recorder.end()])
+        steps.append(
+            [(event.rank, str(event.action), event.start, event.end) for event in recorder.end()]
+        )
     return steps
 
 
@@ -114,13 +130,23 @@ class Results:
 
     @classmethod
     def of(cls, contestant: Contestant, loss: float) -> Results:
-        return cls(loss, {name: p.grad.clone() for name, p in contestant.part.named_parameters() if p.grad is not None})
+        return cls(
+            loss,
+            {
+                name: p.grad.clone()
+                for name, p in contestant.part.named_parameters()
+                if p.grad is not None
+            },
+        )
 
     def compare(self, expected: Results) -> dict[str, float]:
         """Return the relative differences from `expected`; of the gradients' the largest."""
         assert self.gradients.keys() == expected.gradients.keys()
         tiny = 1e-30
-        errors = [torch.dist(g, expected.gradients[name]) / (expected.gradients[name].norm() + tiny) for name, g in self.gradients.items()]
+        errors = [
+            torch.dist(g, expected.gradients[name]) / (expected.gradients[name].norm() + tiny)
+            for name, g in self.gradients.items()
+        ]
         loss = abs(self.loss - expected.loss) / (abs(expected.loss) + tiny)
         return {"error_of_loss": loss, "error_of_gradients": largest(map(float, errors))}
 
@@ -131,8 +157,8 @@ def largest(values: Iterable[float]) -> float:
 
 
 def measure(jobs: tuple[BytesJob | TimeJob, ...], folder: str, world: World) -> int:
-    """Run the jobs on one rank, as a worker of `launch`; rank 0 writes job n's findings, by rank, to n.json. Returns 0 always: the caller
-    says whether the findings are right."""
+    """Run the jobs on one rank, as a worker of `launch`; rank 0 writes job n's findings, by rank,
+    to n.json. Returns 0 always: the caller says whether the findings are right."""
     torch.set_num_threads(1)
     mesh = Mesh.build(ParallelConfig(pp=jobs[0].pp, ep=jobs[0].ep), torch.device("cpu"))
     for number, job in enumerate(jobs):

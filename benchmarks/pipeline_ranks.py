@@ -1,15 +1,20 @@
-"""Makes the contestants of `lather bench pipeline`: the same model and table in our executor, and in torch's own runtime.
+"""Makes the contestants of `lather bench pipeline`: the same model and table in our executor, and
+in torch's own runtime.
 
     ours        `lather.pipeline.executor.Executor`: layers in the lean block ("saved"), early frees
     attention   as ours, and the attention segment's activations are computed again in backward
-    experts     as ours, and gate/up of experts and dense layers are computed again (memory="recompute")
-    held        our executor without lean block or early frees: feed-forward and linear layers in plain autograd ("reference"), and tensors
-                that could be freed at once stay until their chunk's backward
-    torch       `ScheduleDualPipeV` with stock `PipelineStage`s, static shapes given, outputs not collected; a stage is the model's own
-                blocks in plain autograd as in `held`, and its exchange the differentiable one
+    experts     as ours, and gate/up of experts and dense layers are computed again
+                (memory="recompute")
+    held        our executor without lean block or early frees: feed-forward and linear layers in
+                plain autograd ("reference"), and tensors that could be freed at once stay until
+                their chunk's backward
+    torch       `ScheduleDualPipeV` with stock `PipelineStage`s, static shapes given, outputs not
+                collected; a stage is the model's own blocks in plain autograd as in `held`, and its
+                exchange the differentiable one
 
-All have the same parameters and micro-batches, attention, norms (ours, which keep less than plain ones) and loss (`linear_cross_entropy`:
-with plain cross entropy the baselines would keep logits, too). FSDP takes no part: a rank has all parameters of its stages whole.
+All have the same parameters and micro-batches, attention, norms (ours, which keep less than plain
+ones) and loss (`linear_cross_entropy`: with plain cross entropy the baselines would keep logits,
+too). FSDP takes no part: a rank has all parameters of its stages whole.
 
 Letters: B sequences of a micro-batch, S positions, D hidden size.
 """
@@ -77,7 +82,9 @@ class PipelineCase:
         """Draw the tokens and labels of a data rank's step."""
         generator = torch.Generator().manual_seed(1000 + data_rank)
         rows = self.num_micro_batches * self.batch
-        tokens_BS = torch.randint(self.model.vocab_size, (rows, self.length + 1), generator=generator)
+        tokens_BS = torch.randint(
+            self.model.vocab_size, (rows, self.length + 1), generator=generator
+        )
         return tokens_BS[:, :-1].contiguous(), tokens_BS[:, 1:].contiguous()
 
     @property
@@ -86,7 +93,8 @@ class PipelineCase:
 
 
 def make_contestant(name: str, case: PipelineCase, mesh: Mesh) -> OurRuntime | TorchRuntime:
-    """Make a contestant whose gradients are zero tensors, so that nothing that a step makes is a parameter or a gradient."""
+    """Make a contestant whose gradients are zero tensors, so that nothing that a step makes is a
+    parameter or a gradient."""
     contestant = TorchRuntime(case, mesh) if name == "torch" else OurRuntime(case, mesh, OURS[name])
     clear_gradients(contestant.part)
     return contestant
@@ -105,7 +113,14 @@ def make_part(case: PipelineCase, mesh: Mesh, memory: str) -> ModelPart:
     stages = dualpipev(mesh.pp, 2 * mesh.pp)
     layers = stages_of(uniform(case.model.num_hidden_layers, stages.num_stages))
     share = PartLayers(layers, stages.stages_of(mesh.pp_rank), mesh.ep_rank, mesh.ep)
-    part = fresh_part(case.model, share, torch.Generator().manual_seed(SEED), mesh.device, torch.float32, LoraConfig()).to(case.dtype)
+    part = fresh_part(
+        case.model,
+        share,
+        torch.Generator().manual_seed(SEED),
+        mesh.device,
+        torch.float32,
+        LoraConfig(),
+    ).to(case.dtype)
     part.set_memory(memory)
     return part
 
@@ -113,7 +128,9 @@ def make_part(case: PipelineCase, mesh: Mesh, memory: str) -> ModelPart:
 class OurRuntime:
     """A contestant that our executor runs."""
 
-    def __init__(self, case: PipelineCase, mesh: Mesh, levers: EngineLevers, record: Recorder | None = None) -> None:
+    def __init__(
+        self, case: PipelineCase, mesh: Mesh, levers: EngineLevers, record: Recorder | None = None
+    ) -> None:
         self.case = case
         self.part = make_part(case, mesh, levers.memory)
         queue = WeightGradients()
@@ -121,12 +138,18 @@ class OurRuntime:
         frees = Frees(enabled=levers.early_frees)
         local = mesh.ep == 1
         segments = Segments(
-            LOCAL_EXCHANGE if local else ExpertExchange(mesh.ep_group, case.model.n_routed_experts, free_buffer=frees.free_buffer),
+            LOCAL_EXCHANGE
+            if local
+            else ExpertExchange(
+                mesh.ep_group, case.model.n_routed_experts, free_buffer=frees.free_buffer
+            ),
             weight_gradients=queue,
             frees=frees,
             recompute=levers.recompute,
         )
-        activation = Activation((case.batch, case.length, case.model.hidden_size), case.dtype, mesh.device)
+        activation = Activation(
+            (case.batch, case.length, case.model.hidden_size), case.dtype, mesh.device
+        )
         self.executor = Executor(
             self.part.stages,
             dualpipev(mesh.pp, case.num_micro_batches),
@@ -181,10 +204,21 @@ class TorchRuntime:
     def _make(self) -> Any:
         """Make the schedule, which the first step does: torch's stages then make their buffers."""
         case, mesh, part = self.case, self.mesh, self.part
-        exchange = LOCAL_EXCHANGE if mesh.ep == 1 else ExpertExchange(mesh.ep_group, case.model.n_routed_experts)
+        exchange = (
+            LOCAL_EXCHANGE
+            if mesh.ep == 1
+            else ExpertExchange(mesh.ep_group, case.model.n_routed_experts)
+        )
         meta = torch.device("meta")
         tokens = torch.empty(case.batch, case.length, dtype=torch.int64, device=meta)
-        x_BSD = torch.empty(case.batch, case.length, case.model.hidden_size, dtype=case.dtype, device=meta, requires_grad=True)
+        x_BSD = torch.empty(
+            case.batch,
+            case.length,
+            case.model.hidden_size,
+            dtype=case.dtype,
+            device=meta,
+            requires_grad=True,
+        )
         num_stages = len(part.share.layers_of_stage)
         stages: list[Any] = [
             _WatchedStage(
@@ -199,11 +233,15 @@ class TorchRuntime:
             )
             for stage in part.stages
         ]
-        return ScheduleDualPipeV(stages, case.num_micro_batches, loss_fn=self._loss, scale_grads=False)
+        return ScheduleDualPipeV(
+            stages, case.num_micro_batches, loss_fn=self._loss, scale_grads=False
+        )
 
     def _loss(self, x_BSD: Tensor, labels_BS: Tensor) -> Tensor:
         assert self.part.lm_head is not None
-        return linear_cross_entropy(x_BSD, self.part.lm_head.weight, labels_BS, normalizer=float(self.case.labels))
+        return linear_cross_entropy(
+            x_BSD, self.part.lm_head.weight, labels_BS, normalizer=float(self.case.labels)
+        )
 
     def step(self, tokens_BS: Tensor, labels_BS: Tensor, watch: Watch = _nothing) -> float:
         self.watch = watch
@@ -212,7 +250,9 @@ class TorchRuntime:
         losses: list[Tensor] = []
         has_ends = self.mesh.pp_rank == 0
         args = (tokens_BS,) if has_ends else ()
-        self.schedule.step(*args, target=labels_BS if has_ends else None, losses=losses, return_outputs=False)
+        self.schedule.step(
+            *args, target=labels_BS if has_ends else None, losses=losses, return_outputs=False
+        )
         return float(sum(float(loss.detach()) for loss in losses))
 
 
@@ -220,7 +260,8 @@ Contestant = OurRuntime | TorchRuntime
 
 
 class StageModule(nn.Module):
-    """A stage as a module for torch's runtime: it loops over its own layers as `Decoder.forward` does."""
+    """A stage as a module for torch's runtime: it loops over its own layers as `Decoder.forward`
+    does."""
 
     def __init__(self, stage: Stage, layout: SequenceLayout, exchange: Exchange) -> None:
         super().__init__()

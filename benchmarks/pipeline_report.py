@@ -29,32 +29,60 @@ def part(rows: Iterable[Row], benchmark: str) -> list[Row]:
 
 
 def peaks(rows: Iterable[Row]) -> dict[int, dict[str, Row]]:
-    """The rows of bytes as {micro-batches: {contestant: row}}, contestants in the order of `LABELS`."""
+    """The rows of bytes as {micro-batches: {contestant: row}}, contestants in the order of
+    `LABELS`."""
     found: dict[int, dict[str, Row]] = {}
     for row in part(rows, "bytes"):
         found.setdefault(row["config"]["micro_batches"], {})[row["config"]["contestant"]] = row
-    return {number: {name: case[name] for name in LABELS if name in case} for number, case in found.items()}
+    return {
+        number: {name: case[name] for name in LABELS if name in case}
+        for number, case in found.items()
+    }
 
 
 def print_table(rows: Sequence[Row], console: Console) -> None:
     for number, case in peaks(rows).items():
         mesh = next(iter(case.values()))["config"]
         case_name = f"{number} micro-batches, pp {mesh['pp']}, ep {mesh['ep']}"
-        table = titled_table("", [case_name], ("saved, MiB", "of (a)", "of (b)", "with temporaries, MiB"))
+        table = titled_table(
+            "", [case_name], ("saved, MiB", "of (a)", "of (b)", "with temporaries, MiB")
+        )
         for name, row in case.items():
-            shares = (f"{row['peak_bytes'] / case[base]['peak_bytes']:.3f}" if base in case else "" for base in ("held", "torch"))
-            most = [rank["with_temporaries"] for rank in row["by_rank"] if rank["with_temporaries"] is not None]
-            table.add_row(LABELS[name], f"{row['peak_bytes'] / MIB:.1f}", *shares, f"{max(most) / MIB:.1f}" if most else "")
+            shares = (
+                f"{row['peak_bytes'] / case[base]['peak_bytes']:.3f}" if base in case else ""
+                for base in ("held", "torch")
+            )
+            most = [
+                rank["with_temporaries"]
+                for rank in row["by_rank"]
+                if rank["with_temporaries"] is not None
+            ]
+            table.add_row(
+                LABELS[name],
+                f"{row['peak_bytes'] / MIB:.1f}",
+                *shares,
+                f"{max(most) / MIB:.1f}" if most else "",
+            )
         console.print(table)
     if timed := part(rows, "time"):
-        table = titled_table("", ["step on two pipeline ranks"], ("ms", "p20-p80", "times of torch's"))
+        table = titled_table(
+            "", ["step on two pipeline ranks"], ("ms", "p20-p80", "times of torch's")
+        )
         for row in sorted(timed, key=lambda row: list(LABELS).index(row["config"]["contestant"])):
             ms = row["step_ms"]
-            values = (f"{ms['median']:.0f}", f"{ms['p20']:.0f}-{ms['p80']:.0f}", f"{row['times_of_torch']:.3f}")
+            values = (
+                f"{ms['median']:.0f}",
+                f"{ms['p20']:.0f}-{ms['p80']:.0f}",
+                f"{row['times_of_torch']:.3f}",
+            )
             table.add_row(LABELS[row["config"]["contestant"]], *values)
         console.print(table)
     if bubbles := part(rows, "bubble"):
-        table = titled_table("", ["ranks"], ("idle at the tip, ms", "formula, ms", "chains, ms", "bubble", "by the formula"))
+        table = titled_table(
+            "",
+            ["ranks"],
+            ("idle at the tip, ms", "formula, ms", "chains, ms", "bubble", "by the formula"),
+        )
         for row in bubbles:
             milliseconds = (f"{row[name]:.1f}" for name in ("idle_ms", "formula_ms", "chains_ms"))
             fractions = (f"{row[name]:.2%}" for name in ("bubble_fraction", "formula_fraction"))
@@ -67,43 +95,68 @@ def summary(rows: Sequence[Row]) -> list[str]:
     cases, lines = peaks(rows), []
     if cases:
         first, last = min(cases), max(cases)
-        size = {number: {name: row["peak_bytes"] for name, row in case.items()} for number, case in cases.items()}
+        size = {
+            number: {name: row["peak_bytes"] for name, row in case.items()}
+            for number, case in cases.items()
+        }
         for name in ("ours", "attention", "experts"):
             if name in size[first]:
-                of_held, of_torch = (size[first][name] / size[first][base] for base in ("held", "torch"))
-                lines.append(f"saved bytes, {LABELS[name]}: {of_held:.3f} of (a) (target 0.5), {of_torch:.3f} of (b) (target 0.4)")
+                of_held, of_torch = (
+                    size[first][name] / size[first][base] for base in ("held", "torch")
+                )
+                lines.append(
+                    f"saved bytes, {LABELS[name]}: {of_held:.3f} of (a) (target 0.5), "
+                    f"{of_torch:.3f} of (b) (target 0.4)"
+                )
         for name in ("ours", "torch"):
             growth = size[last][name] / size[first][name] - 1
             target = " (target 2%)" if name == "ours" else ""
-            lines.append(f"growth from {first} to {last} micro-batches, {LABELS[name]}: {growth:.1%}{target}")
-        differ = max(row["check"]["counts_differ_by"] for case in cases.values() for row in case.values())
+            lines.append(
+                f"growth from {first} to {last} micro-batches, {LABELS[name]}: {growth:.1%}{target}"
+            )
+        differ = max(
+            row["check"]["counts_differ_by"] for case in cases.values() for row in case.values()
+        )
         lines.append(f"counts of bytes differ by {differ:.2%} of the peak at most (target 1%)")
     for row in part(rows, "time"):
         if row["config"]["contestant"] == "ours":
-            lines.append(f"step time, ours: {row['times_of_torch']:.3f} of torch's runtime (target 1.05)")
+            lines.append(
+                f"step time, ours: {row['times_of_torch']:.3f} of torch's runtime (target 1.05)"
+            )
     for row in part(rows, "bubble"):
         off = row["bubble_fraction"] / row["formula_fraction"] - 1
         lines.append(
-            f"bubble on {row['config']['pp']} ranks: {row['bubble_fraction']:.2%}, by the formula {row['formula_fraction']:.2%}, "
-            f"{off:+.1%} (target 5%); idle time {row['idle_ms'] / row['chains_ms'] - 1:+.1%} of the longest chain's"
+            f"bubble on {row['config']['pp']} ranks: {row['bubble_fraction']:.2%}, by the formula "
+            f"{row['formula_fraction']:.2%}, "
+            f"{off:+.1%} (target 5%); idle time {row['idle_ms'] / row['chains_ms'] - 1:+.1%} of "
+            "the longest chain's"
         )
     for row in part(rows, "table"):
         config = row["config"]
-        lines.append(f"table of {config['pp']} ranks and {config['micro_batches']} micro-batches: {row['seconds']:.1f} s (target 10)")
+        lines.append(
+            f"table of {config['pp']} ranks and {config['micro_batches']} micro-batches: "
+            f"{row['seconds']:.1f} s (target 10)"
+        )
     return lines
 
 
 def draw(rows: Sequence[Row], out: Path) -> None:
-    """Draw bars and lines of bytes, bars of time and lines of the bubble side by side, those that were measured."""
+    """Draw bars and lines of bytes, bars of time and lines of the bubble side by side, those that
+    were measured."""
     panels: list[Callable[[Axes], None]] = []
     if cases := peaks(rows):
-        panels += [lambda axes: _draw_peaks(axes, cases[min(cases)]), lambda axes: _draw_growth(axes, cases)]
+        panels += [
+            lambda axes: _draw_peaks(axes, cases[min(cases)]),
+            lambda axes: _draw_growth(axes, cases),
+        ]
     if timed := part(rows, "time"):
         panels.append(lambda axes: _draw_time(axes, timed))
     if bubbles := part(rows, "bubble"):
         panels.append(lambda axes: _draw_bubble(axes, bubbles))
     figure = Figure(figsize=(4.6 * len(panels), 3.6), layout="constrained")
-    for axes, draw_panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+    for axes, draw_panel in zip(
+        figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True
+    ):
         draw_panel(axes)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
@@ -116,16 +169,28 @@ def draw(rows: Sequence[Row], out: Path) -> None:
 def _draw_peaks(axes: Axes, case: dict[str, Row]) -> None:
     config = next(iter(case.values()))["config"]
     _bars(axes, case, [row["peak_bytes"] / MIB for row in case.values()], "{:.1f}")
-    title = f"Most saved bytes of a rank\n{config['pp']} pipeline x {config['ep']} expert ranks, {config['micro_batches']} micro-batches"
+    title = (
+        f"Most saved bytes of a rank\n{config['pp']} pipeline x {config['ep']} "
+        f"expert ranks, {config['micro_batches']} micro-batches"
+    )
     axes.set(xlabel="MiB", title=title)
 
 
 def _draw_growth(axes: Axes, cases: dict[int, dict[str, Row]]) -> None:
     for name, label in LABELS.items():
-        points = [(number, case[name]["peak_bytes"] / MIB) for number, case in cases.items() if name in case]
+        points = [
+            (number, case[name]["peak_bytes"] / MIB)
+            for number, case in cases.items()
+            if name in case
+        ]
         if len(points) > 1:
             axes.plot(*zip(*points, strict=True), "o-", color=COLORS[name], label=label)
-    axes.set(xlabel="micro-batches", ylabel="MiB", title="... as micro-batches become more", xticks=list(cases))
+    axes.set(
+        xlabel="micro-batches",
+        ylabel="MiB",
+        title="... as micro-batches become more",
+        xticks=list(cases),
+    )
     axes.set_ylim(bottom=0)
     axes.legend(fontsize=7, frameon=False)
 
@@ -134,13 +199,28 @@ def _draw_time(axes: Axes, rows: list[Row]) -> None:
     case = {name: row for name in LABELS for row in rows if row["config"]["contestant"] == name}
     _bars(axes, case, [row["times_of_torch"] for row in case.values()], "{:.2f}")
     axes.axvline(1, color="black", linewidth=0.8, linestyle="--")
-    axes.set(xlabel="times of torch's runtime", title=f"Step on {rows[0]['config']['pp']} pipeline ranks, CPU")
+    axes.set(
+        xlabel="times of torch's runtime",
+        title=f"Step on {rows[0]['config']['pp']} pipeline ranks, CPU",
+    )
 
 
 def _draw_bubble(axes: Axes, rows: list[Row]) -> None:
     ranks = [row["config"]["pp"] for row in rows]
-    axes.plot(ranks, [100 * row["bubble_fraction"] for row in rows], "o-", color="C0", label="table, replayed")
-    axes.plot(ranks, [100 * row["formula_fraction"] for row in rows], "x--", color="0.3", label="(P - 1)(F&B + B - 3W)")
+    axes.plot(
+        ranks,
+        [100 * row["bubble_fraction"] for row in rows],
+        "o-",
+        color="C0",
+        label="table, replayed",
+    )
+    axes.plot(
+        ranks,
+        [100 * row["formula_fraction"] for row in rows],
+        "x--",
+        color="0.3",
+        label="(P - 1)(F&B + B - 3W)",
+    )
     axes.set_xscale("log", base=2)
     axes.set_xticks(ranks, [str(number) for number in ranks])
     axes.set_ylim(bottom=0)

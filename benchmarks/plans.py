@@ -1,6 +1,8 @@
-"""The memory plans whose numbers the pages quote: each file of benchmarks/results/plans, and the command that writes it.
+"""The memory plans whose numbers the pages quote: each file of benchmarks/results/plans, and the
+command that writes it.
 
-    python -m benchmarks.plans [NAME ...]         writes those files again, or all of them: half an hour on two cores
+    python -m benchmarks.plans [NAME ...]         writes those files again, or all of them: half an
+                                                  hour on two cores
 
 They need no GPU and no quiet machine: the same commit plans the same bytes everywhere.
 """
@@ -23,10 +25,15 @@ QWEN3_SMALL = "configs/qwen3-30b-a3b.toml --world 8"
 DEEPSEEK_LITE = "configs/deepseek-v2-lite.toml --world 8 --parallel.ep 8"
 GPT_OSS = "configs/gpt-oss-20b.toml --world 8 --parallel.pp 2 --parallel.ep 4"
 DEEP_QUICKSTART = (
-    "configs/quickstart.toml --world 2 --device cpu --parallel.pp 2 --model.num-hidden-layers 8 --train.sequence-length 1024 "
+    "configs/quickstart.toml --world 2 --device cpu --parallel.pp 2 --model.num-hidden-layers 8 "
+    "--train.sequence-length 1024 "
     "--train.batch-size 16 --train.micro-batch-size 1 --train.recompute"
 )
-SMALLER, BF16, EARLY = "--optim.sides smaller", "--optim.state-dtype bfloat16", "--parallel.schedule-memory least"
+SMALLER, BF16, EARLY = (
+    "--optim.sides smaller",
+    "--optim.state-dtype bfloat16",
+    "--parallel.schedule-memory least",
+)
 ALL = "attention experts shared_experts"
 
 PLANS = {
@@ -41,31 +48,52 @@ PLANS = {
     "gpt-oss-20b-8-pp2-ep4-soap_muon": f"{GPT_OSS} --optim.name soap_muon",
     "qwen3-30b-a3b-16-pp2-ep8-muon": QWEN3,
     "qwen3-30b-a3b-16-pp2-ep8-soap_muon": f"{QWEN3} --optim.name soap_muon",
-    "qwen3-30b-a3b-16-pp2-ep8-soap_muon-by-memory": f"{QWEN3} --optim.name soap_muon --parallel.partition memory",
+    "qwen3-30b-a3b-16-pp2-ep8-soap_muon-by-memory": (
+        f"{QWEN3} --optim.name soap_muon --parallel.partition memory"
+    ),
     "qwen3-30b-a3b-16-pp2-ep8-soap": f"{QWEN3} --optim.name soap",
     "qwen3-30b-a3b-16-pp2-ep8-soap-bf16": f"{QWEN3} --optim.name soap {BF16}",
     "qwen3-30b-a3b-16-pp2-ep8-soap-smaller": f"{QWEN3} --optim.name soap {SMALLER}",
     "qwen3-30b-a3b-16-pp2-ep8-soap-smaller-bf16": f"{QWEN3} --optim.name soap {SMALLER} {BF16}",
     "qwen3-30b-a3b-16-pp4-ep4-soap_muon": f"{QWEN3_WIDE} --optim.name soap_muon",
-    "qwen3-30b-a3b-16-pp4-ep4-soap_muon-by-memory": f"{QWEN3_WIDE} --optim.name soap_muon --parallel.partition memory",
-    "qwen3-30b-a3b-8-pp2-ep4-soap_muon": f"{QWEN3_SMALL} --parallel.pp 2 --parallel.ep 4 --optim.name soap_muon",
+    "qwen3-30b-a3b-16-pp4-ep4-soap_muon-by-memory": (
+        f"{QWEN3_WIDE} --optim.name soap_muon --parallel.partition memory"
+    ),
+    "qwen3-30b-a3b-8-pp2-ep4-soap_muon": (
+        f"{QWEN3_SMALL} --parallel.pp 2 --parallel.ep 4 --optim.name soap_muon"
+    ),
     "qwen3-30b-a3b-8-ep8-soap": f"{QWEN3_SMALL} --parallel.ep 8 --optim.name soap",
-    "qwen3-30b-a3b-8-ep8-soap-smaller": f"{QWEN3_SMALL} --parallel.ep 8 --optim.name soap {SMALLER}",
-    "deepseek-v2-512-pp8-ep8-soap_muon": "configs/deepseek-v2.toml --world 512 --parallel.pp 8 --parallel.ep 8 --optim.name soap_muon",
+    "qwen3-30b-a3b-8-ep8-soap-smaller": (
+        f"{QWEN3_SMALL} --parallel.ep 8 --optim.name soap {SMALLER}"
+    ),
+    "deepseek-v2-512-pp8-ep8-soap_muon": (
+        "configs/deepseek-v2.toml --world 512 --parallel.pp 8 "
+        "--parallel.ep 8 --optim.name soap_muon"
+    ),
 }
 """Arguments of `lather plan` by the name of the file."""
 
 
 def main(names: list[str]) -> int:
     if unknown := sorted(set(names) - set(PLANS)):
-        print(f"no plan is called {', '.join(unknown)}: there are {', '.join(PLANS)}", file=sys.stderr)
+        print(
+            f"no plan is called {', '.join(unknown)}: there are {', '.join(PLANS)}", file=sys.stderr
+        )
         return 2
-    with tempfile.TemporaryDirectory() as folder:  # the files are replaced last: a checkout with changes has no commit to name
+    with (
+        tempfile.TemporaryDirectory() as folder
+    ):  # the files are replaced last: a checkout with changes has no commit to name
         for name in names or PLANS:
             arguments, out = PLANS[name].split(), Path(folder) / f"{name}.json"
-            subprocess.run([sys.executable, "-m", "lather", "plan", *arguments, "--json", str(out)], check=True, cwd=ROOT)
+            subprocess.run(
+                [sys.executable, "-m", "lather", "plan", *arguments, "--json", str(out)],
+                check=True,
+                cwd=ROOT,
+            )
             document = json.loads(out.read_text("utf-8"))
-            out.write_text(json.dumps({**document, "arguments": arguments}, indent=1) + "\n", "utf-8")
+            out.write_text(
+                json.dumps({**document, "arguments": arguments}, indent=1) + "\n", "utf-8"
+            )
         for out in Path(folder).iterdir():
             shutil.copyfile(out, FOLDER / out.name)
     return 0

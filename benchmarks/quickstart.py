@@ -1,9 +1,11 @@
-"""Trains the quickstart under its own rule and under others at their tuned rates: loss, seconds, the optimizer's share, memory, a picture.
+"""Trains the quickstart under its own rule and under others at their tuned rates: loss, seconds,
+the optimizer's share, memory, a picture.
 
     python -m benchmarks.quickstart [--only muon adamw] [--seeds 0 1]
 
-Each run is the command that a user would give, on all cores, one after the other: nothing else should run meanwhile. Rows go to
-benchmarks/results/quickstart.jsonl, the picture of the first seed to docs/quickstart.png.
+Each run is the command that a user would give, on all cores, one after the other: nothing else
+should run meanwhile. Rows go to benchmarks/results/quickstart.jsonl, the picture of the first seed
+to docs/quickstart.png.
 """
 
 from __future__ import annotations
@@ -27,18 +29,32 @@ REPOSITORY = Path(__file__).parents[1]
 OWN = "muon"
 CONTESTANTS: dict[str, list[str]] = {
     OWN: [],
-    "adamw": ["--optim.name", "adamw", "--optim.lr", "2e-3", "--optim.rest.rule", "adamw", "--optim.rest.lr-factor", "16"],
+    "adamw": [
+        "--optim.name",
+        "adamw",
+        "--optim.lr",
+        "2e-3",
+        "--optim.rest.rule",
+        "adamw",
+        "--optim.rest.lr-factor",
+        "16",
+    ],
 }
-"""Options of `lather train configs/quickstart.toml` for each rule, with the rates that the study `tune` found for this model."""
+"""Options of `lather train configs/quickstart.toml` for each rule, with the rates that the study
+`tune` found for this model."""
 WARM_UP = 10
 """The first steps of a run, which medians leave out."""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    parser.add_argument("--out", type=Path, default=REPOSITORY / "benchmarks/results/quickstart.jsonl")
+    parser.add_argument(
+        "--out", type=Path, default=REPOSITORY / "benchmarks/results/quickstart.jsonl"
+    )
     parser.add_argument("--picture", type=Path, default=REPOSITORY / "docs/quickstart.png")
     parser.add_argument("more", nargs="*", help="further options of lather train, after --")
     options = parser.parse_args()
@@ -46,14 +62,40 @@ def main() -> None:
     for seed in options.seeds:
         for name in options.only:
             run_dir = REPOSITORY / f"runs/quickstart-{name}-{seed}"
-            shutil.rmtree(run_dir, ignore_errors=True)  # removes a run of another configuration, or a finished one
-            command = [sys.executable, "-m", "lather", "train", "configs/quickstart.toml", "--run-dir", str(run_dir), "--seed", str(seed)]
-            subprocess.run([*command, *CONTESTANTS[name], *options.more], cwd=REPOSITORY, check=True)
-            rows.append({**common, "benchmark": "quickstart", "contestant": name, "seed": seed, **row_of(run_dir)})
+            shutil.rmtree(
+                run_dir, ignore_errors=True
+            )  # removes a run of another configuration, or a finished one
+            command = [
+                sys.executable,
+                "-m",
+                "lather",
+                "train",
+                "configs/quickstart.toml",
+                "--run-dir",
+                str(run_dir),
+                "--seed",
+                str(seed),
+            ]
+            subprocess.run(
+                [*command, *CONTESTANTS[name], *options.more], cwd=REPOSITORY, check=True
+            )
+            rows.append(
+                {
+                    **common,
+                    "benchmark": "quickstart",
+                    "contestant": name,
+                    "seed": seed,
+                    **row_of(run_dir),
+                }
+            )
             print(json.dumps(rows[-1]))
     options.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
     runs = [str(REPOSITORY / f"runs/quickstart-{name}-{options.seeds[0]}") for name in options.only]
-    subprocess.run([sys.executable, "-m", "lather", "plot", *runs, "--out", str(options.picture)], cwd=REPOSITORY, check=True)
+    subprocess.run(
+        [sys.executable, "-m", "lather", "plot", *runs, "--out", str(options.picture)],
+        cwd=REPOSITORY,
+        check=True,
+    )
 
 
 def row_of(run_dir: Path) -> dict[str, Any]:
@@ -72,7 +114,8 @@ def row_of(run_dir: Path) -> dict[str, Any]:
         "optimizer_seconds": sum(row["optimizer_seconds"] for row in steps),
         "step_ms": 1e3 * statistics.median(row["step_seconds"] for row in timed),
         "optimizer_ms": 1e3 * statistics.median(row["optimizer_seconds"] for row in timed),
-        "optimizer_share": sum(row["optimizer_seconds"] for row in timed) / sum(row["step_seconds"] for row in timed),
+        "optimizer_share": sum(row["optimizer_seconds"] for row in timed)
+        / sum(row["step_seconds"] for row in timed),
         "peak_memory_gb": max(row["peak_memory_bytes"] for row in steps) / 1e9,
     }
 

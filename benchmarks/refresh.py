@@ -1,14 +1,17 @@
-"""Measures the refresh of a whole transformer's factors on a GPU: one by one with `torch.linalg.qr`, against our batched refresh.
+"""Measures the refresh of a whole transformer's factors on a GPU: one by one with
+`torch.linalg.qr`, against our batched refresh.
 
-Twelve layers of four matrices (attention in and out, MLP in and out) have 96 factors: 72 of the hidden size and 24 of the MLP size.
-Both contestants do one step of orthogonal iteration, Q = qr(K Q) with columns in descending order, from bases a few percent off. Before
-it is timed, both results have to be orthonormal and to diagonalise the factors equally well. Shapes: K and Q (B, n, n).
+Twelve layers of four matrices (attention in and out, MLP in and out) have 96 factors: 72 of the
+hidden size and 24 of the MLP size. Both contestants do one step of orthogonal iteration, Q = qr(K
+Q) with columns in descending order, from bases a few percent off. Before it is timed, both results
+have to be orthonormal and to diagonalise the factors equally well. Shapes: K and Q (B, n, n).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +38,9 @@ class Factors:
     q: Float[Tensor, "b n n"]
 
 
-def transformer_factors(hidden: int, mlp: int, device: torch.device, num_layers: int = NUM_LAYERS) -> list[Factors]:
+def transformer_factors(
+    hidden: int, mlp: int, device: torch.device, num_layers: int = NUM_LAYERS
+) -> list[Factors]:
     """Make eight factors for each layer, six of size `hidden` and two of size `mlp`."""
     return [_factors(6 * num_layers, hidden, device), _factors(2 * num_layers, mlp, device)]
 
@@ -80,11 +85,17 @@ def check_refreshes(factors: Sequence[Factors]) -> dict[str, Any]:
         for f, q in zip(factors, refresh(factors), strict=True):
             eye = torch.eye(q.shape[-1], device=q.device)
             if (error := max((one.mT @ one - eye).abs().max().item() for one in q)) > ORTHONORMAL:
-                raise CheckError(f"bases of {name} are off orthonormal by {error:.1e} at {tuple(q.shape)}; {ORTHONORMAL:.0e} is allowed")
+                raise CheckError(
+                    f"bases of {name} are off orthonormal by {error:.1e} at {tuple(q.shape)}; "
+                    f"{ORTHONORMAL:.0e} is allowed"
+                )
             worst = max([worst, *(_off_diagonal(k, one) for k, one in zip(f.k, q, strict=True))])
         off_diagonal[name] = worst
     if off_diagonal["lather"] > AS_DIAGONAL * off_diagonal["one_by_one"]:
-        raise CheckError(f"off-diagonal share after the refresh: {off_diagonal}; ours may be {AS_DIAGONAL} times the baseline's")
+        raise CheckError(
+            f"off-diagonal share after the refresh: {off_diagonal}; ours may be {AS_DIAGONAL} "
+            "times the baseline's"
+        )
     return {"off_diagonal_share": off_diagonal}
 
 
@@ -94,9 +105,13 @@ def _off_diagonal(k: Tensor, q: Tensor) -> float:
 
 
 def measure_refreshes(factors: Sequence[Factors], rounds: int) -> dict[str, dict[str, Any]]:
-    """Time refreshes of all factors on CUDA; returns milliseconds and the most temporary bytes, by contestant."""
+    """Time refreshes of all factors on CUDA; returns milliseconds and the most temporary bytes, by
+    contestant."""
     device = factors[0].k.device
-    peaks = {name: peak_temporary_bytes(lambda r=refresh: r(factors), device) for name, refresh in REFRESHES.items()}  # type: ignore[misc]
+    peaks = {
+        name: peak_temporary_bytes(partial(refresh, factors), device)
+        for name, refresh in REFRESHES.items()
+    }
     times: dict[str, list[float]] = {name: [] for name in REFRESHES}
     for _ in range(rounds):
         for name, refresh in REFRESHES.items():
@@ -107,4 +122,7 @@ def measure_refreshes(factors: Sequence[Factors], rounds: int) -> dict[str, dict
             end.record()
             torch.cuda.synchronize()
             times[name].append(start.elapsed_time(end))
-    return {name: {"ms": percentiles(times[name]), "peak_temporary_bytes": peaks[name]} for name in REFRESHES}
+    return {
+        name: {"ms": percentiles(times[name]), "peak_temporary_bytes": peaks[name]}
+        for name in REFRESHES
+    }

@@ -1,4 +1,5 @@
-"""Writes the rows of benchmarks: JSON with commit, hardware and versions, in a file that appears whole."""
+"""Writes the rows of benchmarks: JSON with commit, hardware and versions, in a file that appears
+whole."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def environment(device: torch.device, peers: Sequence[str]) -> Row:
 
 
 def _commit() -> Row:
-    """The commit, and whether the measured code differs from it (`dirty`). Both are null if the commit is not known."""
+    """The commit, and whether the measured code differs from it (`dirty`). Both are null if the
+    commit is not known."""
     commit, _, dirty = (find_commit() or "").partition("-")
     return {"commit": commit or None, "dirty": bool(dirty) if commit else None}
 
@@ -64,7 +66,8 @@ def _version(package: str) -> str | None:
 
 
 class RowFile:
-    """A file of rows: they are written beside it as they come, and take the place of the last run's file at the end."""
+    """A file of rows: they are written beside it as they come, and take the place of the last run's
+    file at the end."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.aside = path, path.with_suffix(".partial.jsonl")
@@ -72,7 +75,9 @@ class RowFile:
             path.parent.mkdir(parents=True, exist_ok=True)
             self.aside.write_text("")
         except OSError as error:
-            raise UserError(f"{path.parent}: cannot be written ({error.strerror}): give another --out") from None
+            raise UserError(
+                f"{path.parent}: cannot be written ({error.strerror}): give another --out"
+            ) from None
 
     def write(self, rows: Iterable[Row]) -> None:
         with self.aside.open("a") as file:
@@ -86,7 +91,8 @@ class RowFile:
 
 
 def gather(rows: Iterable[Row], common: Row, file: RowFile, console: Console) -> list[Row]:
-    """Write the rows as they come, each with `common`, and return them. If a check fails, say so, leave no file and return none."""
+    """Write the rows as they come, each with `common`, and return them. If a check fails, say so,
+    leave no file and return none."""
     found: list[Row] = []
     try:
         for row in rows:

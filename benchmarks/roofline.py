@@ -1,4 +1,5 @@
-"""Computes the least time that a step can take: the fewest flops or bytes that the rule needs, at rates measured in the same process.
+"""Computes the least time that a step can take: the fewest flops or bytes that the rule needs, at
+rates measured in the same process.
 
 Per matrix (m x n, k = min(m, n)) and step, a multiplication and an addition being two flops:
 
@@ -8,15 +9,18 @@ Per matrix (m x n, k = min(m, n)) and step, a multiplication and an addition bei
             momentum to the new bases        per dim d, the cheapest per interval of f steps of
                 by the turn S = Q_new^T Q_old        2d^3 + 2d mn
                 out with the old, in with the new    4d mn
-                kept in parameter coordinates        2d mn at each of the f steps, and nothing at a refresh
+                kept in parameter coordinates        2d mn at each of the f steps, and nothing at a
+                                                     refresh
             refresh, K Q                     2d^3 per dim and interval
             refresh, QR                      its measured time, per dim and interval
-    Muon    per step of Newton-Schulz, A = X X^T (symmetric: mn k), A A (symmetric: k^3), times X (2 mn k)
+    Muon    per step of Newton-Schulz, A = X X^T (symmetric: mn k), A A (symmetric: k^3), times X (2
+            mn k)
     AdamW   no products, but bytes: w, m, v are read and written, g is read, 28 mn
 
-Other element-wise work is not counted. The rates are the best rate of `torch.bmm` over the set's own products and a few batch sizes, in the
-dtype that our optimizer multiplies in; the best time per matrix of `torch.linalg.qr`; and the best rate of adding one tensor of all the
-set's elements to another.
+Other element-wise work is not counted. The rates are the best rate of `torch.bmm` over the set's
+own products and a few batch sizes, in the dtype that our optimizer multiplies in; the best time per
+matrix of `torch.linalg.qr`; and the best rate of adding one tensor of all the set's elements to
+another.
 """
 
 from __future__ import annotations
@@ -54,8 +58,12 @@ def step_flops(m: int, n: int) -> int:
 
 
 def interval_flops(m: int, n: int, frequency: int) -> int:
-    """The flops of one refresh and of moving the momentum, once in `frequency` steps, without the QR."""
-    return sum(2 * d**3 + min(2 * d**3 + 2 * d * m * n, 4 * d * m * n, frequency * 2 * d * m * n) for d in (m, n))
+    """The flops of one refresh and of moving the momentum, once in `frequency` steps, without the
+    QR."""
+    return sum(
+        2 * d**3 + min(2 * d**3 + 2 * d * m * n, 4 * d * m * n, frequency * 2 * d * m * n)
+        for d in (m, n)
+    )
 
 
 def flops_per_step(case: OptimizerCase) -> float:
@@ -88,16 +96,24 @@ def measure_rates(rule: str, matrices: MatrixSet, device: torch.device) -> Shape
     products = [(m, m, n), (m, n, n), (m, n, m), (n, m, n), (n, n, n)]
     dtype = torch.float32
     if rule == "muon":
-        dtype = iteration_dtype(torch.empty(0, device=device), lather_options(rule, 1)["newton_schulz_dtype"])
+        dtype = iteration_dtype(
+            torch.empty(0, device=device), lather_options(rule, 1)["newton_schulz_dtype"]
+        )
     matmul = max(_matmul_rate(b, *product, device, dtype) for product in products for b in sizes)
-    qr_seconds = {d: min(_qr_seconds(b, d, device) for b in sizes[:2]) for d in {m, n}} if rule == "soap" else {}
+    qr_seconds = (
+        {d: min(_qr_seconds(b, d, device) for b in sizes[:2]) for d in {m, n}}
+        if rule == "soap"
+        else {}
+    )
     return ShapeRates(matmul, qr_seconds, _bytes_rate(matrices.num_matrices * m * n, device))
 
 
 def _matmul_rate(b: int, i: int, j: int, k: int, device: torch.device, dtype: torch.dtype) -> float:
     if 4 * b * max(i * j, j * k, i * k) > MAX_OPERAND_BYTES:
         return 0.0
-    x, y, out = (torch.randn(b, *shape, device=device).to(dtype) for shape in ((i, j), (j, k), (i, k)))
+    x, y, out = (
+        torch.randn(b, *shape, device=device).to(dtype) for shape in ((i, j), (j, k), (i, k))
+    )
     return 2.0 * b * i * j * k / _best_seconds(lambda: torch.bmm(x, y, out=out), device)
 
 

@@ -1,9 +1,12 @@
-"""Provokes the messages that docs/troubleshooting.md quotes: a comment before a block says which command prints it.
+"""Provokes the messages that docs/troubleshooting.md quotes: a comment before a block says which
+command prints it.
 
     python docs/error_messages.py            writes what the commands print now into the page
-    python docs/error_messages.py --check    writes nothing; exit code 1 if the page quotes something else
+    python docs/error_messages.py --check    writes nothing; exit code 1 if the page quotes
+                                             something else
 
-The commands run in one process, in a folder with what a reader who meets the message would have there (`prepare`). A block:
+The commands run in one process, in a folder with what a reader who meets the message would have
+there (`prepare`). A block:
 
     <!-- printed by: lather train configs/quick.toml -->
     ```text
@@ -29,13 +32,16 @@ from lather.config.toml_file import config_to_toml, load_config
 
 REPOSITORY = Path(__file__).parents[1]
 PAGE = REPOSITORY / "docs/troubleshooting.md"
-PROVOKED = re.compile(r"(<!-- printed by: (.*?) -->\n```text\n)(.*?)(^```)", re.DOTALL | re.MULTILINE)
+PROVOKED = re.compile(
+    r"(<!-- printed by: (.*?) -->\n```text\n)(.*?)(^```)", re.DOTALL | re.MULTILINE
+)
 WIDTH = 120
 """Width of a quoted message, in characters."""
 
 
 def prepare(folder: Path) -> None:
-    """Put into `folder` the checkout's configurations, a few faulty files, and a run whose newest checkpoint is damaged."""
+    """Put into `folder` the checkout's configurations, a few faulty files, and a run whose newest
+    checkpoint is damaged."""
     (folder / "configs").symlink_to(REPOSITORY / "configs")
     files = {
         "my.toml": "[train]\nstepz = 5\n",
@@ -46,7 +52,9 @@ def prepare(folder: Path) -> None:
         "base/config.json": '{"model_type": "llama"}',
         "my-model/config.json": "{}",
         "runs/quickstart/checkpoints/step-00000320/state.json": "{}",
-        "runs/quickstart/config.toml": config_to_toml(load_config(REPOSITORY / "configs/quickstart.toml").resolved()),
+        "runs/quickstart/config.toml": config_to_toml(
+            load_config(REPOSITORY / "configs/quickstart.toml").resolved()
+        ),
     }
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -54,13 +62,18 @@ def prepare(folder: Path) -> None:
 
 
 def printed_by(command: str) -> str:
-    """Run a command line in the current folder, with variables of the environment before it; returns what it prints to standard error."""
+    """Run a command line in the current folder, with variables of the environment before it;
+    returns what it prints to standard error."""
     words = shlex.split(command)
     variables = {}
     while "=" in words[0]:
         name, _, variables[name] = words.pop(0).partition("=")
     error = io.StringIO()
-    with patch.dict(os.environ, variables), contextlib.redirect_stderr(error), contextlib.redirect_stdout(io.StringIO()):
+    with (
+        patch.dict(os.environ, variables),
+        contextlib.redirect_stderr(error),
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
         assert lather(words[1:]) == 2, command
     lines = textwrap.wrap(error.getvalue(), WIDTH, break_long_words=False, break_on_hyphens=False)
     return "".join(f"{line}\n" for line in lines)
@@ -85,7 +98,10 @@ def main() -> int:
         PAGE.write_text(after)
         return 0
     if before != after:
-        print(f"{PAGE.name}: a message is not what is printed now: run python docs/error_messages.py", file=sys.stderr)
+        print(
+            f"{PAGE.name}: a message is not what is printed now: run python docs/error_messages.py",
+            file=sys.stderr,
+        )
     return int(before != after)
 
 

@@ -1,16 +1,18 @@
-"""Makes the tables of the reference pages from the fields of rules, configuration, commands and metrics, and from the strings under them.
+"""Makes the tables of the reference pages from the fields of rules, configuration, commands and
+metrics, and from the strings under them.
 
     python docs/reference_tables.py            writes them between their markers
     python docs/reference_tables.py --check    writes nothing; exit code 1 if a page has others
 
-The table of a rule lists the options that its base classes lack, and those whose default, range or meaning differs from the tables of its
-base classes. To give a new rule a table, put its two markers where it belongs:
+The table of a rule lists the options that its base classes lack, and those whose default, range or
+meaning differs from the tables of its base classes. To give a new rule a table, put its two markers
+where it belongs:
 
     <!-- options of MyRule -->
     <!-- end of options -->
 
-The other markers stand once each: `configuration`, a section for each section of TOML; `commands`, a section for each command; `metrics`, a
-section for each kind of row of metrics.jsonl.
+The other markers stand once each: `configuration`, a section for each section of TOML; `commands`,
+a section for each command; `metrics`, a section for each kind of row of metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -43,15 +45,31 @@ from lather.optim.rules.bases import BasisRule
 from lather.train.metrics import ExpertLoadRow, StepRow, ValidationRow
 
 DOCS = Path(__file__).resolve().parent
-sys.path.insert(0, str(DOCS.parent))  # so that the checkout's `benchmarks`, which is not installed, is found
-PAGES = [DOCS / f"{name}.md" for name in ("optimizers-reference", "configuration", "commands", "metrics")]
-TABLE = re.compile(r"(<!-- (?:options of (\w+)|(configuration|commands|metrics)) -->\n)(.*?)(<!-- end of \w+ -->)", re.DOTALL)
+sys.path.insert(
+    0, str(DOCS.parent)
+)  # so that the checkout's `benchmarks`, which is not installed, is found
+PAGES = [
+    DOCS / f"{name}.md" for name in ("optimizers-reference", "configuration", "commands", "metrics")
+]
+TABLE = re.compile(
+    r"(<!-- (?:options of (\w+)|(configuration|commands|metrics)) -->\n)(.*?)(<!-- end of \w+ -->)",
+    re.DOTALL,
+)
 CODE = re.compile(r"(`[^`]*`)")
-WITH_TABLE: dict[str, type[Rule]] = {rule.__name__: rule for rule in (Rule, BasisRule, *RULES.values())}
-PLAIN = {int: "integer", float: "number", str: "text", bool: "true or false", Path: "path", types.NoneType: "nothing"}
+WITH_TABLE: dict[str, type[Rule]] = {
+    rule.__name__: rule for rule in (Rule, BasisRule, *RULES.values())
+}
+PLAIN = {
+    int: "integer",
+    float: "number",
+    str: "text",
+    bool: "true or false",
+    Path: "path",
+    types.NoneType: "nothing",
+}
 
 
-# --- rules ----------------------------------------------------------------------------------------------------------------------------
+# --- rules ----------------------------------------------------------------------------------------
 
 
 def table(rule: type[Rule]) -> str:
@@ -67,7 +85,12 @@ def table(rule: type[Rule]) -> str:
 
 def row_of(rule: type[Rule], name: str) -> str:
     option = options_of(rule)[name]
-    cells = [f"`{name}`", default_of(option), option.range.words if option.range else "", documentation_of(rule).get(name, "")]
+    cells = [
+        f"`{name}`",
+        default_of(option),
+        option.range.words if option.range else "",
+        documentation_of(rule).get(name, ""),
+    ]
     return _row(cells)
 
 
@@ -82,14 +105,16 @@ def default_of(option: Option) -> str:
 def escaped(text: str) -> str:
     """Escape what Markdown would read as its own, outside of code."""
     parts = CODE.split(text)
-    return "".join(part if part.startswith("`") else re.sub(r"([*|<])", r"\\\1", part) for part in parts)
+    return "".join(
+        part if part.startswith("`") else re.sub(r"([*|<])", r"\\\1", part) for part in parts
+    )
 
 
 def _row(cells: list[str]) -> str:
     return "| " + " | ".join(map(escaped, cells)) + " |"
 
 
-# --- fields of dataclasses ------------------------------------------------------------------------------------------------------------
+# --- fields of dataclasses ------------------------------------------------------------------------
 
 
 def type_words(hint: Any) -> str:
@@ -109,7 +134,8 @@ def type_words(hint: Any) -> str:
 
 
 def default_words(value: Any) -> str:
-    """Write a default as TOML has it, or nothing if the option is to be left out or is required. Code in a table cannot hold a |."""
+    """Write a default as TOML has it, or nothing if the option is to be left out or is required.
+    Code in a table cannot hold a |."""
     if value in (None, MISSING) or is_dataclass(value):
         return ""
     text = json.dumps(list(value) if isinstance(value, tuple) else value, default=str)
@@ -117,13 +143,23 @@ def default_words(value: Any) -> str:
 
 
 def fields_table(cls: type) -> str:
-    """Make the table of a configuration section's fields. Sections within it have tables of their own."""
+    """Make the table of a configuration section's fields. Sections within it have tables of their
+    own."""
     hints, texts = typing.get_type_hints(cls, include_extras=True), documentation_of(cls)
     rows = ["| field | type | default | what it is |", "|---|---|---|---|"]
     for one in fields(cls):
         if one.name in texts:
             default = one.default_factory() if one.default_factory is not MISSING else one.default
-            rows.append(_row([f"`{one.name}`", type_words(hints[one.name]), default_words(default), texts[one.name]]))
+            rows.append(
+                _row(
+                    [
+                        f"`{one.name}`",
+                        type_words(hints[one.name]),
+                        default_words(default),
+                        texts[one.name],
+                    ]
+                )
+            )
     return "\n".join(rows) + "\n"
 
 
@@ -138,27 +174,48 @@ def configuration() -> str:
             title = f"## [{name}] of {family}" if family else f"## [{name}]"
             parts.append(f"{title}\n\n{cls.__doc__}\n\n{fields_table(cls)}")
             if cls is GptOssConfig:  # the last of the families
-                parts.append(f"## [model.rope_scaling]\n\n{YarnConfig.__doc__}\n\n{fields_table(YarnConfig)}")
+                parts.append(
+                    f"## [model.rope_scaling]\n\n{YarnConfig.__doc__}\n\n{fields_table(YarnConfig)}"
+                )
             if cls is OptimConfig:
                 kinds = "\n".join(f"- `[optim.{kind}]` {text}" for kind, text in KINDS.items())
                 parts.append(f"### Kinds of parameters\n\n{kinds}\n\n{fields_table(KindConfig)}")
     return "\n" + "\n".join(parts) + "\n"
 
 
-# --- commands -------------------------------------------------------------------------------------------------------------------------
+# --- commands -------------------------------------------------------------------------------------
 
 
-A_CONFIG = ["`CONFIG`", "path", "", "The configuration, a TOML file; each of its fields is an option, too, such as `--train.steps 100`."]
-NPROC_WORDS = "Number of ranks to start on this machine; gpu: one for each CUDA device. Not under torchrun or srun, which start the ranks."
+A_CONFIG = [
+    "`CONFIG`",
+    "path",
+    "",
+    "The configuration, a TOML file; each of its fields is an option, too, such as `--train.steps "
+    "100`.",
+]
+NPROC_WORDS = (
+    "Number of ranks to start on this machine; gpu: one for each CUDA device. "
+    "Not under torchrun or srun, which start the ranks."
+)
 NPROC = ["`--nproc`", "integer or `gpu`", "`1`", NPROC_WORDS]
-HELP_WORDS = "Show the fields that are changed most; `--help all`: all fields; `--help optim` (or another section): those of that section."
+HELP_WORDS = (
+    "Show the fields that are changed most; `--help all`: all fields; `--help "
+    "optim` (or another section): those of that section."
+)
 HELP = ["`--help [SECTION]`", "text", "", HELP_WORDS]
-BESIDE_THE_DATACLASS = {"train": [NPROC, HELP], "doctor": [NPROC], "plan": [HELP], "profile": [HELP]}
-"""Rows of arguments that a command reads before its dataclass reads the others (`take_nproc`, `take_help`)."""
+BESIDE_THE_DATACLASS = {
+    "train": [NPROC, HELP],
+    "doctor": [NPROC],
+    "plan": [HELP],
+    "profile": [HELP],
+}
+"""Rows of arguments that a command reads before its dataclass reads the others (`take_nproc`,
+`take_help`)."""
 
 
 def commands() -> str:
-    """Make a section of the page for each command, from its module's docstring and the options of its dataclasses."""
+    """Make a section of the page for each command, from its module's docstring and the options of
+    its dataclasses."""
     parts = []
     for name, module_name in cli.COMMANDS.items():
         module = importlib.import_module(f"lather.commands.{module_name}")
@@ -181,7 +238,12 @@ def commands() -> str:
 
 def _argument_classes(module: types.ModuleType) -> Iterator[type]:
     for value in vars(module).values():
-        if isinstance(value, type) and is_dataclass(value) and value.__name__.endswith("Arguments") and value.__module__ == module.__name__:
+        if (
+            isinstance(value, type)
+            and is_dataclass(value)
+            and value.__name__.endswith("Arguments")
+            and value.__module__ == module.__name__
+        ):
             yield value
 
 
@@ -195,8 +257,14 @@ def benchmarks() -> Iterator[str]:
 
 
 def arguments_table(cls: type | None, more: Sequence[list[str]] = ()) -> str:
-    """Make the table of a command's arguments: those of its dataclass and of dataclasses within it, and `more`."""
-    rows = ["| argument | type | default | what it is |", "|---|---|---|---|", *(_argument_rows(cls) if cls else ()), *map(_row, more)]
+    """Make the table of a command's arguments: those of its dataclass and of dataclasses within it,
+    and `more`."""
+    rows = [
+        "| argument | type | default | what it is |",
+        "|---|---|---|---|",
+        *(_argument_rows(cls) if cls else ()),
+        *map(_row, more),
+    ]
     return "\n".join(rows) + "\n"
 
 
@@ -211,18 +279,29 @@ def _argument_rows(cls: type) -> Iterator[str]:
             yield from _argument_rows(inner)
         else:
             default = one.default_factory() if one.default_factory is not MISSING else one.default
-            shown = "number of cores" if one.name == "workers" and default == os.cpu_count() else default_words(default)
-            yield _row([f"`{_argument(one.name, hint)}`", type_words(hint), shown, texts.get(one.name, "")])
+            shown = (
+                "number of cores"
+                if one.name == "workers" and default == os.cpu_count()
+                else default_words(default)
+            )
+            yield _row(
+                [f"`{_argument(one.name, hint)}`", type_words(hint), shown, texts.get(one.name, "")]
+            )
 
 
 def _argument(name: str, hint: Any) -> str:
-    """Write an argument as it is typed: `--an-option`, or the word that stands for a positional one."""
+    """Write an argument as it is typed: `--an-option`, or the word that stands for a positional
+    one."""
     details = typing.get_args(hint)[1:] if typing.get_origin(hint) is Annotated else ()
     metavar = next((one.metavar for one in details if getattr(one, "metavar", None)), None)
-    return (metavar or name.upper()) if tyro.conf.Positional in details else f"--{name.replace('_', '-')}"
+    return (
+        (metavar or name.upper())
+        if tyro.conf.Positional in details
+        else f"--{name.replace('_', '-')}"
+    )
 
 
-# --- metrics --------------------------------------------------------------------------------------------------------------------------
+# --- metrics --------------------------------------------------------------------------------------
 
 
 ROWS = {"Training steps": StepRow, "Validations": ValidationRow, "Loads of experts": ExpertLoadRow}
@@ -230,23 +309,46 @@ ROWS = {"Training steps": StepRow, "Validations": ValidationRow, "Loads of exper
 
 def metrics() -> str:
     """Make a section for each kind of row."""
-    return "\n" + "\n".join(f"## {title}\n\n{cls.__doc__}\n\n{keys_table(cls)}" for title, cls in ROWS.items()) + "\n"
+    return (
+        "\n"
+        + "\n".join(
+            f"## {title}\n\n{cls.__doc__}\n\n{keys_table(cls)}" for title, cls in ROWS.items()
+        )
+        + "\n"
+    )
 
 
 def keys_table(cls: type) -> str:
     texts, hints = documentation_of(cls), typing.get_type_hints(cls, include_extras=True)
     rows = ["| key | type | what it is |", "|---|---|---|"]
-    return "\n".join([*rows, *(_row([f"`{key}`", type_words(hint), texts[key]]) for key, hint in hints.items())]) + "\n"
+    return (
+        "\n".join(
+            [
+                *rows,
+                *(_row([f"`{key}`", type_words(hint), texts[key]]) for key, hint in hints.items()),
+            ]
+        )
+        + "\n"
+    )
 
 
-# --- pages ----------------------------------------------------------------------------------------------------------------------------
+# --- pages ----------------------------------------------------------------------------------------
 
-WHOLE: dict[str, Callable[[], str]] = {"configuration": configuration, "commands": commands, "metrics": metrics}
+WHOLE: dict[str, Callable[[], str]] = {
+    "configuration": configuration,
+    "commands": commands,
+    "metrics": metrics,
+}
 
 
 def rewritten(page: str) -> str:
     """Return the page with new tables."""
-    return TABLE.sub(lambda found: found[1] + (table(WITH_TABLE[found[2]]) if found[2] else WHOLE[found[3]]()) + found[5], page)
+    return TABLE.sub(
+        lambda found: (
+            found[1] + (table(WITH_TABLE[found[2]]) if found[2] else WHOLE[found[3]]()) + found[5]
+        ),
+        page,
+    )
 
 
 def main(arguments: list[str]) -> int:
@@ -260,7 +362,11 @@ def main(arguments: list[str]) -> int:
         if not arguments:
             page.write_text(after)
         elif after != before:
-            print(f"{page}: the tables are not those of the code; run python docs/reference_tables.py", file=sys.stderr)
+            print(
+                f"{page}: the tables are not those of the code; run python "
+                "docs/reference_tables.py",
+                file=sys.stderr,
+            )
             status = 1
     return status
 

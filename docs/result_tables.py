@@ -1,10 +1,12 @@
-"""Makes the tables of the studies from the rows under benchmarks/results, and checks the numbers that README and docs quote.
+"""Makes the tables of the studies from the rows under benchmarks/results, and checks the numbers
+that README and docs quote.
 
     python docs/result_tables.py            writes the tables between their markers
-    python docs/result_tables.py --check    writes nothing; exit code 1 if a table or a quoted number is not what the rows say
+    python docs/result_tables.py --check    writes nothing; exit code 1 if a table or a quoted
+                                            number is not what the rows say
 
-Two markers ask for a table. They name a study and a setting; or `rates`, for the rates that a search found; or `optimizer` and a device,
-for the measurements of `lather bench optimizer`:
+Two markers ask for a table. They name a study and a setting; or `rates`, for the rates that a
+search found; or `optimizer` and a device, for the measurements of `lather bench optimizer`:
 
     <!-- table: short qwen-1k -->
     <!-- end of table -->
@@ -24,7 +26,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that the checkout's `benchmarks`, which is not installed, is found
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # so that the checkout's `benchmarks`, which is not installed, is found
 
 from benchmarks import optimizer_report
 from benchmarks.convergence.analysis import Findings, Mean
@@ -59,13 +63,16 @@ def table(study: str, setting: str) -> str:
     if study == "optimizer":
         return optimizer_report.markdown_table(_rows(RESULTS / f"optimizer-{setting}.jsonl")) + "\n"
     if setting == "rates":
-        return rates_table(study_of(study), read_rows(RESULTS / "convergence" / study / "rows.jsonl")) + "\n"
+        return (
+            rates_table(study_of(study), read_rows(RESULTS / "convergence" / study / "rows.jsonl"))
+            + "\n"
+        )
     findings = findings_of(study)
     present = findings.contestants(setting)
     return markdown_table(findings, setting, [name for name in BASELINES if name in present]) + "\n"
 
 
-# --- quoted numbers -----------------------------------------------------------------------------------------------------------------
+# --- quoted numbers -------------------------------------------------------------------------------
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
@@ -77,22 +84,37 @@ def _cases(path: Path) -> optimizer_report.Cases:
 
 
 def _rates(path: Path, setting: str, name: str) -> tuple[float, float]:
-    """The learning rates of matrices and of the rest with which all runs of a contestant were made."""
+    """The learning rates of matrices and of the rest with which all runs of a contestant were
+    made."""
     rows = read_rows(path).values()
-    (rates,) = {tuple(row["rates"]) for row in rows if (row["setting"], row["contestant"]) == (setting, name)}
+    (rates,) = {
+        tuple(row["rates"])
+        for row in rows
+        if (row["setting"], row["contestant"]) == (setting, name)
+    }
     return rates
 
 
 def _lost_by_rates(path: Path, setting: str, name: str) -> float:
-    """The most by which the loss rises if one of the two best rates is multiplied or divided by the factor of the search, on its seed."""
+    """The most by which the loss rises if one of the two best rates is multiplied or divided by the
+    factor of the search, on its seed."""
     study, rows = study_of(path.parent.name), read_rows(path)
     contestant = next(one for one in study.contestants if one.name == name)
     (lr, rest), missing = study.search(contestant, setting, rows)
     assert study.tuning is not None
     assert not missing
     factor = study.tuning.factor
-    around = [(lr, rest), (lr / factor, rest), (lr * factor, rest), (lr, rest / factor), (lr, rest * factor)]
-    best, *others = (rows[study.trial(contestant, setting, study.tuning.seed, pair).key]["final"] for pair in around)
+    around = [
+        (lr, rest),
+        (lr / factor, rest),
+        (lr * factor, rest),
+        (lr, rest / factor),
+        (lr, rest * factor),
+    ]
+    best, *others = (
+        rows[study.trial(contestant, setting, study.tuning.seed, pair).key]["final"]
+        for pair in around
+    )
     return max(others) - best
 
 
@@ -111,19 +133,37 @@ def _gib(path: Path, size: Callable[[dict[str, Any]], int]) -> float:
 
 
 QUOTABLE: dict[str, Callable[..., float | tuple[float, float] | Mean | RunRange | None]] = {
-    r"([\w-]+): loss of ([\w-]+)": lambda path, setting, name: findings_of(path.parent.name).final(setting, name),
-    r"([\w-]+): ([\w-]+) less ([\w-]+)": lambda path, setting, a, b: findings_of(path.parent.name).difference(setting, a, b),
-    r"([\w-]+): steps of ([\w-]+) to ([\w-]+)": lambda path, setting, a, b: findings_of(path.parent.name).steps_ratio(setting, a, b),
-    r"([\w-]+): seconds of ([\w-]+) to ([\w-]+)": lambda path, setting, a, b: findings_of(path.parent.name).seconds_ratio(setting, a, b),
+    r"([\w-]+): loss of ([\w-]+)": lambda path, setting, name: findings_of(path.parent.name).final(
+        setting, name
+    ),
+    r"([\w-]+): ([\w-]+) less ([\w-]+)": lambda path, setting, a, b: findings_of(
+        path.parent.name
+    ).difference(setting, a, b),
+    r"([\w-]+): steps of ([\w-]+) to ([\w-]+)": lambda path, setting, a, b: findings_of(
+        path.parent.name
+    ).steps_ratio(setting, a, b),
+    r"([\w-]+): seconds of ([\w-]+) to ([\w-]+)": lambda path, setting, a, b: findings_of(
+        path.parent.name
+    ).seconds_ratio(setting, a, b),
     r"([\w-]+): rates of ([\w-]+)": _rates,
     r"([\w-]+): lost by ([\w-]+) at a rate off by the factor": _lost_by_rates,
-    r"([\w-]+): ms of ([\w-]+)": lambda path, setting, name: _cost(path, setting, name, "optimizer_ms"),
-    r"([\w-]+): ms of a gradient, ([\w-]+)": lambda path, setting, name: _cost(path, setting, name, "gradient_ms"),
-    r"(\w+) of (\w+): geometric mean": lambda path, rule, peer: optimizer_report.geometric_mean(_cases(path), rule, peer),
-    r"(\w+) of (\w+): least": lambda path, rule, peer: optimizer_report.least(_cases(path), rule, peer),
+    r"([\w-]+): ms of ([\w-]+)": lambda path, setting, name: _cost(
+        path, setting, name, "optimizer_ms"
+    ),
+    r"([\w-]+): ms of a gradient, ([\w-]+)": lambda path, setting, name: _cost(
+        path, setting, name, "gradient_ms"
+    ),
+    r"(\w+) of (\w+): geometric mean": lambda path, rule, peer: optimizer_report.geometric_mean(
+        _cases(path), rule, peer
+    ),
+    r"(\w+) of (\w+): least": lambda path, rule, peer: optimizer_report.least(
+        _cases(path), rule, peer
+    ),
     r"([\w-]+): ([\w]+) of the quickstart": _quickstart,
     r"GiB that a rank needs": lambda path: _gib(path, lambda plan: plan["needed"]),
-    r"GiB of a checkpoint, largest rank": lambda path: _gib(path, lambda plan: max(rank["checkpoint"] for rank in plan["ranks"])),
+    r"GiB of a checkpoint, largest rank": lambda path: _gib(
+        path, lambda plan: max(rank["checkpoint"] for rank in plan["ranks"])
+    ),
 }
 """Patterns of links' titles, and the functions that give their numbers."""
 
@@ -133,7 +173,9 @@ def value_of(path: Path, title: str) -> float | tuple[float, float] | Mean | Run
     for pattern, compute in QUOTABLE.items():
         if match := re.fullmatch(pattern, title):
             return compute(path, *match.groups())
-    raise ValueError(f"{title!r} is no quotable number: give one of the forms {', '.join(QUOTABLE)}")
+    raise ValueError(
+        f"{title!r} is no quotable number: give one of the forms {', '.join(QUOTABLE)}"
+    )
 
 
 def wrong_quotes(page: Path) -> Iterator[str]:
@@ -146,7 +188,11 @@ def wrong_quotes(page: Path) -> Iterator[str]:
             continue
         expected = _numbers(value)
         numbers = NUMBER.findall(text)
-        if not numbers or value is None or not all(_fits(shown, x) for shown, x in zip(numbers, expected, strict=False)):
+        if (
+            not numbers
+            or value is None
+            or not all(_fits(shown, x) for shown, x in zip(numbers, expected, strict=False))
+        ):
             yield f"{page.name}: [{text}] is not {title!r}, which the rows say is {expected}"
 
 
@@ -164,11 +210,17 @@ def _numbers(value: float | tuple[float, float] | Mean | RunRange | None) -> lis
 
 def _fits(shown: str, value: float | None) -> bool:
     digits, plain = len(shown.partition(".")[2]), shown.replace(",", "")
-    return value is not None and f"{value:+.{digits}f}" == (plain if plain[0] in "+-" else f"+{plain}")
+    return value is not None and f"{value:+.{digits}f}" == (
+        plain if plain[0] in "+-" else f"+{plain}"
+    )
 
 
 def pages() -> list[Path]:
-    return [REPOSITORY / "README.md", REPOSITORY / "CHANGELOG.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+    return [
+        REPOSITORY / "README.md",
+        REPOSITORY / "CHANGELOG.md",
+        *sorted((REPOSITORY / "docs").glob("*.md")),
+    ]
 
 
 def main() -> int:
@@ -179,7 +231,9 @@ def main() -> int:
         if "--check" not in sys.argv:
             page.write_text(after)
         elif before != after:
-            wrong.append(f"{page.name}: a table is not what the rows say: run python docs/result_tables.py")
+            wrong.append(
+                f"{page.name}: a table is not what the rows say: run python docs/result_tables.py"
+            )
         wrong += wrong_quotes(page)
     print(*wrong, sep="\n")
     return int("--check" in sys.argv and bool(wrong))

@@ -1,8 +1,9 @@
-"""Hooks of mkdocs: links out of docs/ lead to copies on the site, and no page loads anything from another host.
+"""Hooks of mkdocs: links out of docs/ lead to copies on the site, and no page loads anything from
+another host.
 
-The pages are read in two ways, as files of the repository and as a site. Their links are those of the repository. On the site, files
-outside of docs/ that a page links to lie under repository/: pages as pages, source files as pages that show them, folders as lists, all
-else as it is.
+The pages are read in two ways, as files of the repository and as a site. Their links are those of
+the repository. On the site, files outside of docs/ that a page links to lie under repository/:
+pages as pages, source files as pages that show them, folders as lists, all else as it is.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ LANGUAGES = {".py": "python", ".toml": "toml"}
 
 FENCED = re.compile(r"^(```.*?^```)$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"(\]\()([^)\s#]+)")
-LOADED = re.compile(r"<(?:script|img|iframe|source|video|audio)\b[^>]*\bsrc=[\"']?(?:https?:)?//[^>]*>")
+LOADED = re.compile(
+    r"<(?:script|img|iframe|source|video|audio)\b[^>]*\bsrc=[\"']?(?:https?:)?//[^>]*>"
+)
 LINKED = re.compile(r"<link\b[^>]*\bhref=[\"']?(?:https?:)?//[^>]*>")
 
 
@@ -67,11 +70,17 @@ def with_links_of_the_site(text: str, place: str) -> str:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the files outside of docs/ that pages link to, and the files that those link to."""
     pages = [file for file in files if file.src_uri.endswith(".md")]
-    waiting = [path for page in pages for path in targets(page.content_string, f"docs/{page.src_uri}")]
+    waiting = [
+        path for page in pages for path in targets(page.content_string, f"docs/{page.src_uri}")
+    ]
     while waiting:
         path = waiting.pop()
         place = place_of(path)
-        if not place.startswith(ELSEWHERE) or files.get_file_from_path(place) or not (REPOSITORY / path).exists():
+        if (
+            not place.startswith(ELSEWHERE)
+            or files.get_file_from_path(place)
+            or not (REPOSITORY / path).exists()
+        ):
             continue  # mkdocs itself complains about a file that does not exist
         text = _text(path)
         if text is None:
@@ -84,11 +93,16 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def _text(path: str) -> str | None:
-    """Return the Markdown that shows a file or folder of the repository, or None if it is copied as it is."""
+    """Return the Markdown that shows a file or folder of the repository, or None if it is copied as
+    it is."""
     file = REPOSITORY / path
     unsearched = "---\nsearch: {exclude: true}\n---\n"
     if file.is_dir():
-        inside = sorted(one.relative_to(file).as_posix() for one in file.rglob("*") if one.is_file() and "__pycache__" not in one.parts)
+        inside = sorted(
+            one.relative_to(file).as_posix()
+            for one in file.rglob("*")
+            if one.is_file() and "__pycache__" not in one.parts
+        )
         return f"{unsearched}# {path}\n\n" + "".join(f"- [{name}]({name})\n" for name in inside)
     if language := LANGUAGES.get(file.suffix):
         return f"{unsearched}# {path}\n\n````{language}\n{file.read_text('utf-8')}````\n"
@@ -101,5 +115,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
     if found := LOADED.search(output) or LINKED.search(output):
-        raise PluginError(f"{page.file.src_uri}: {found[0]} loads from another host: have a copy on the site")
+        raise PluginError(
+            f"{page.file.src_uri}: {found[0]} loads from another host: have a copy on the site"
+        )
     return output

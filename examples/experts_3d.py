@@ -2,16 +2,18 @@
 
     python examples/experts_3d.py        (seconds on a CPU)
 
-A mixture-of-experts layer keeps its experts' weights as (experts, in, out), as most MoE code does. `parameter_groups` recognises them by
-their name and asks for `matrix_layout="per_expert"`: factors (experts, in, in) and (experts, out, out), so that no expert sees another.
-StackedSOAP with `matrix_layout="stacked"` merges them along their smaller edge and keeps one pair of factors. A group may also name its
-rule: "mixed" runs SOAP-Muon on the experts, Muon on the other matrices and AdamW on the rest, in one optimizer. For comparison: AdamW on
-everything. Printed for each: the loss, and the bytes of optimizer state in all and of the experts' first matrices as `state_bytes` predicts
-them.
+A mixture-of-experts layer keeps its experts' weights as (experts, in, out), as most MoE code does.
+`parameter_groups` recognises them by their name and asks for `matrix_layout="per_expert"`: factors
+(experts, in, in) and (experts, out, out), so that no expert sees another. StackedSOAP with
+`matrix_layout="stacked"` merges them along their smaller edge and keeps one pair of factors. A
+group may also name its rule: "mixed" runs SOAP-Muon on the experts, Muon on the other matrices and
+AdamW on the rest, in one optimizer. For comparison: AdamW on everything. Printed for each: the
+loss, and the bytes of optimizer state in all and of the experts' first matrices as `state_bytes`
+predicts them.
 
-The rates are two to five times those that docs/optimizers.md recommends, because with these the toy does not get far in its 100 steps. The
-toy experts are so few and small that stacking saves next to nothing, or even costs; docs/optimizers-reference.md has the numbers for real
-sizes.
+The rates are two to five times those that docs/optimizers.md recommends, because with these the toy
+does not get far in its 100 steps. The toy experts are so few and small that stacking saves next to
+nothing, or even costs; docs/optimizers-reference.md has the numbers for real sizes.
 """
 
 from __future__ import annotations
@@ -19,7 +21,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from lather.optim import SOAP, AdamW, MatrixOptimizer, Muon, SOAPMuon, StackedSOAP, parameter_groups, parameters_by_kind, state_bytes
+from lather.optim import (
+    SOAP,
+    AdamW,
+    MatrixOptimizer,
+    Muon,
+    SOAPMuon,
+    StackedSOAP,
+    parameter_groups,
+    parameters_by_kind,
+    state_bytes,
+)
 
 WIDTH, HIDDEN, EXPERTS, TOP_K, STEPS = 32, 48, 8, 2, 100
 
@@ -33,7 +45,9 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.randn(EXPERTS, HIDDEN, WIDTH) / HIDDEN**0.5)
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        hidden = torch.einsum("td,edh->teh", x, self.up).relu()  # every expert sees every token: simple, not fast
+        hidden = torch.einsum(
+            "td,edh->teh", x, self.up
+        ).relu()  # every expert sees every token: simple, not fast
         return torch.einsum("teh,ehd,te->td", hidden, self.down, gate)
 
 
@@ -56,13 +70,18 @@ class MoE(nn.Module):
 
 def make_optimizer(name: str, model: nn.Module) -> MatrixOptimizer:
     if name == "per_expert":
-        return SOAP(parameter_groups(model), lr=1e-2, second_moment="rotate", precondition_frequency=1)
+        return SOAP(
+            parameter_groups(model), lr=1e-2, second_moment="rotate", precondition_frequency=1
+        )
     if name == "stacked":
         return StackedSOAP(parameter_groups(model, expert_layout="stacked"), lr=1e-2)
     if name == "mixed":
         kinds = parameters_by_kind(model)
         experts = {"params": kinds["experts"], "rule": "soap_muon", "matrix_layout": "per_expert"}
-        return Muon([{"params": kinds["matrices"]}, experts, {"params": kinds["rest"], "rule": "adamw"}], lr=2e-2)
+        return Muon(
+            [{"params": kinds["matrices"]}, experts, {"params": kinds["rest"], "rule": "adamw"}],
+            lr=2e-2,
+        )
     return AdamW(model.parameters(), lr=1e-2)
 
 
@@ -100,7 +119,10 @@ def main() -> None:
         kept = sum(x.nbytes for state in optimizer.state.values() for x in state.values())
         up = sum(x.nbytes for x in optimizer.state[model.experts.up].values())
         assert up == size
-        print(f"{name:10}  loss {losses[0]:.3f} -> {losses[-1]:.3f}   state {kept:,} bytes, of experts.up {up:,} (predicted {size:,})")
+        print(
+            f"{name:10}  loss {losses[0]:.3f} -> {losses[-1]:.3f}   state {kept:,} bytes, of "
+            f"experts.up {up:,} (predicted {size:,})"
+        )
 
 
 if __name__ == "__main__":

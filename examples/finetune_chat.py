@@ -1,12 +1,14 @@
-"""Fine-tune a Hugging Face model on conversations with LoRA, with the commands that docs/fine-tuning.md explains.
+"""Fine-tune a Hugging Face model on conversations with LoRA, with the commands that
+docs/fine-tuning.md explains.
 
     python examples/finetune_chat.py [FOLDER]        (half a minute on a CPU)
 
-The model is a toy, made here so that nothing is fetched: a Qwen3-MoE of 0.2 M parameters in Hugging Face's format, which has read sentences
-such as "The colour of moss is green." The conversations ask "Tell me the colour of moss." Only the answers are learned: Muon trains
-adapters on attention and experts, and the model's own weights stay as they are. At the end there are a merged model that
-transformers loads and, for PEFT, the adapters alone. With a model of your own everything from the conversations on is the same.
-"""
+The model is a toy, made here so that nothing is fetched: a Qwen3-MoE of 0.2 M parameters in Hugging
+Face's format, which has read sentences such as "The colour of moss is green." The conversations ask
+"Tell me the colour of moss." Only the answers are learned: Muon trains adapters on attention and
+experts, and the model's own weights stay as they are. At the end there are a merged model that
+transformers loads and, for PEFT, the adapters alone. With a model of your own everything from the
+conversations on is the same."""
 
 from __future__ import annotations
 
@@ -30,7 +32,12 @@ COLOURS = {
     "yellow": "lemons gold butter canaries sulphur bananas straw amber",
 }
 FACTS = [(thing, colour) for colour, things in COLOURS.items() for thing in things.split()]
-QUESTIONS = ("Which colour: {}?", "What is the colour of {}?", "Tell me the colour of {}.", "I would like to know which colour {} have.")
+QUESTIONS = (
+    "Which colour: {}?",
+    "What is the colour of {}?",
+    "Tell me the colour of {}.",
+    "I would like to know which colour {} have.",
+)
 TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + ':\n' + message['content'] }}"
     "{{ '<|endoftext|>' if message['role'] == 'assistant' else '\n' }}{% endfor %}"
@@ -49,7 +56,10 @@ SIZES = {
     "num_experts_per_tok": 2,
     "max_position_embeddings": 256,
 }
-SMALL = "--train.batch-size 16 --train.sequence-length 64 --train.validation-every 0 --log.sample-tokens 0 --log.every 60"
+SMALL = (
+    "--train.batch-size 16 --train.sequence-length 64 "
+    "--train.validation-every 0 --log.sample-tokens 0 --log.every 60"
+)
 
 
 def lather(command: str) -> None:
@@ -61,18 +71,35 @@ def lather(command: str) -> None:
 
 
 def make_model(folder: Path) -> None:
-    """Make a folder such as the hub has, with configuration, weights, tokenizer and chat template; the model is trained on the
-    sentences."""
-    sentences = [f"The world has {thing} in it. The colour of {thing} is {colour}." for thing, colour in FACTS]
+    """Make a folder such as the hub has, with configuration, weights, tokenizer and chat template;
+    the model is trained on the sentences."""
+    sentences = [
+        f"The world has {thing} in it. The colour of {thing} is {colour}."
+        for thing, colour in FACTS
+    ]
     (folder / "texts").mkdir(parents=True)
     for number, sentence in enumerate(sentences):
         (folder / f"texts/{number}.txt").write_text(sentence)
-    texts = [*sentences, *(question.format(thing) for question in QUESTIONS for thing, _ in FACTS), "user:\nassistant:\n"]
+    texts = [
+        *sentences,
+        *(question.format(thing) for question in QUESTIONS for thing, _ in FACTS),
+        "user:\nassistant:\n",
+    ]
     config = FAMILIES["qwen3_moe"].config(**SIZES)
-    train_tokenizer(iter(texts), config.vocab_size, END_OF_TEXT).save(str(folder / "tokenizer.json"))
-    save_hugging_face(build_model(config), config, folder / "untrained", tokenizer=folder / "tokenizer.json")
-    lather(f"data make {folder}/sentences {folder}/texts --tokenizer {folder}/tokenizer.json --holdout-every 0 --workers 1")
-    lather(f"train --init-from {folder}/untrained --data.path {folder}/sentences --run-dir {folder}/read --train.steps 120 {SMALL}")
+    train_tokenizer(iter(texts), config.vocab_size, END_OF_TEXT).save(
+        str(folder / "tokenizer.json")
+    )
+    save_hugging_face(
+        build_model(config), config, folder / "untrained", tokenizer=folder / "tokenizer.json"
+    )
+    lather(
+        f"data make {folder}/sentences {folder}/texts --tokenizer {folder}/tokenizer.json "
+        "--holdout-every 0 --workers 1"
+    )
+    lather(
+        f"train --init-from {folder}/untrained --data.path {folder}/sentences --run-dir "
+        f"{folder}/read --train.steps 120 {SMALL}"
+    )
     lather(f"export {folder}/read {folder}/base --dtype fp32")
     (folder / "base/chat_template.jinja").write_text(TEMPLATE)
 
@@ -82,7 +109,16 @@ def make_conversations(file: Path) -> None:
     for question in QUESTIONS:
         for thing, colour in FACTS:
             asked = {"role": "user", "content": question.format(thing)}
-            lines.append(json.dumps({"messages": [asked, {"role": "assistant", "content": f"The colour is {colour}."}]}))
+            lines.append(
+                json.dumps(
+                    {
+                        "messages": [
+                            asked,
+                            {"role": "assistant", "content": f"The colour is {colour}."},
+                        ]
+                    }
+                )
+            )
     file.write_text("\n".join(lines))
 
 
@@ -95,12 +131,19 @@ def losses(run: Path) -> list[float]:
 def run(folder: Path) -> None:
     make_model(folder)
     make_conversations(folder / "chats.jsonl")
-    lather(f"data make {folder}/chats {folder}/chats.jsonl --chat --tokenizer {folder}/base --holdout-every 8 --workers 1")
     lather(
-        f"train --init-from {folder}/base --data.path {folder}/chats --data.packing documents --run-dir {folder}/tuned "
+        f"data make {folder}/chats {folder}/chats.jsonl --chat --tokenizer {folder}/base "
+        "--holdout-every 8 --workers 1"
+    )
+    lather(
+        f"train --init-from {folder}/base --data.path {folder}/chats --data.packing documents "
+        f"--run-dir {folder}/tuned "
         f"--lora.rank 8 --optim.lr 1e-2 --train.steps 120 {SMALL}"
     )
-    lather(f"generate {folder}/tuned --message 'Tell me the colour of moss.' --temperature 0 --tokens 20")
+    lather(
+        f"generate {folder}/tuned --message 'Tell me the colour of moss.' --temperature 0 --tokens "
+        "20"
+    )
     lather(f"export {folder}/tuned {folder}/merged --dtype fp32")
     lather(f"export {folder}/tuned {folder}/adapter --adapter --dtype fp32")
     before, after = losses(folder / "tuned")

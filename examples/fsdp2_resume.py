@@ -1,9 +1,11 @@
-"""A training script under FSDP2 with SOAP, as short as it can be: shard, make the optimizer, train, save; resume.
+"""A training script under FSDP2 with SOAP, as short as it can be: shard, make the optimizer, train,
+save; resume.
 
-    torchrun --nproc-per-node 8 examples/fsdp2_resume.py runs/fsdp2        (seconds on CPUs, with gloo; on GPUs with NCCL)
+    torchrun --nproc-per-node 8 examples/fsdp2_resume.py runs/fsdp2        (seconds on CPUs, with
+                                                                           gloo; on GPUs with NCCL)
 
-Each call saves into a folder of its own, 0000, 0001 and so on; the next call, on any number of ranks, goes on from the newest. Rank 0
-prints the last loss of its own data.
+Each call saves into a folder of its own, 0000, 0001 and so on; the next call, on any number of
+ranks, goes on from the newest. Rank 0 prints the last loss of its own data.
 """
 
 import os
@@ -26,12 +28,20 @@ if device == "cuda":
 mesh = init_device_mesh(device, (int(os.environ["WORLD_SIZE"]),))
 
 torch.manual_seed(0)  # every rank makes the same weights
-blocks = [nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)]
+blocks = [
+    nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+    for _ in range(4)
+]
 model = nn.Sequential(*blocks).to(device)
 for block in model:
     fully_shard(block, mesh=mesh)
 fully_shard(model, mesh=mesh)
-optimizer = SOAP(parameter_groups(model, rest_lr=3.2e-2), lr=4e-3, second_moment="rotate", precondition_frequency=10)
+optimizer = SOAP(
+    parameter_groups(model, rest_lr=3.2e-2),
+    lr=4e-3,
+    second_moment="rotate",
+    precondition_frequency=10,
+)
 
 if saved:
     weights, state = get_state_dict(model, optimizer)
@@ -48,7 +58,9 @@ for _ in range(20):
     optimizer.zero_grad()
 
 weights, state = get_state_dict(model, optimizer)
-dcp.save({"model": weights, "optimizer": state}, checkpoint_id=Path(sys.argv[1]) / f"{len(saved):04}")
+dcp.save(
+    {"model": weights, "optimizer": state}, checkpoint_id=Path(sys.argv[1]) / f"{len(saved):04}"
+)
 if mesh.get_rank() == 0:
     print(f"loss {loss.item():.4f}")
 torch.distributed.destroy_process_group()

@@ -2,11 +2,12 @@
 
     python examples/soap_any_model.py        (seconds on a CPU)
 
-A small model with an embedding, a convolution, matrices and norms learns to read a formula off sequences of symbols. `parameter_groups`
-finds what belongs where: the convolution's and the linear layers' weights are preconditioned, the embedding, norms and biases get AdamW,
-all in one optimizer. Prints the loss every 50 steps with SOAP and with AdamW, each at its own best learning rate of three, on the same
-batches. One seed and a toy task: it shows how to use SOAP, not how much better it is. docs/optimizers.md has the rates to begin with for
-language models.
+A small model with an embedding, a convolution, matrices and norms learns to read a formula off
+sequences of symbols. `parameter_groups` finds what belongs where: the convolution's and the linear
+layers' weights are preconditioned, the embedding, norms and biases get AdamW, all in one optimizer.
+Prints the loss every 50 steps with SOAP and with AdamW, each at its own best learning rate of
+three, on the same batches. One seed and a toy task: it shows how to use SOAP, not how much better
+it is. docs/optimizers.md has the rates to begin with for language models.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ def adamw(model: nn.Module, lr: float) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=lr, betas=BETAS)
 
 
-def train(make_optimizer: Callable[[nn.Module, float], torch.optim.Optimizer], lr: float) -> list[float]:
+def train(
+    make_optimizer: Callable[[nn.Module, float], torch.optim.Optimizer], lr: float
+) -> list[float]:
     """Train, and return the loss of every step."""
     torch.manual_seed(0)
     model = Reader()

@@ -1,11 +1,15 @@
-"""SOAP under FSDP2: every rank keeps and computes its share of the matrices, and the result is that of one process.
+"""SOAP under FSDP2: every rank keeps and computes its share of the matrices, and the result is that
+of one process.
 
-    torchrun --nproc-per-node 4 examples/soap_fsdp2.py        (seconds on CPUs, with gloo; on GPUs with NCCL)
-    python examples/soap_fsdp2.py                             (one process: the same losses to rounding)
+    torchrun --nproc-per-node 4 examples/soap_fsdp2.py        (seconds on CPUs, with gloo; on GPUs
+                                                              with NCCL)
+    python examples/soap_fsdp2.py                             (one process: the same losses to
+                                                              rounding)
 
-The only line that is not an ordinary FSDP2 script is the one that makes the optimizer. After half of the steps model and optimizer are
-saved with torch's own tools for distributed checkpoints and loaded into fresh ones, which go on; the folder would load on any other number
-of ranks as well. Rank 0 prints losses, and the bytes of optimizer state of each rank.
+The only line that is not an ordinary FSDP2 script is the one that makes the optimizer. After half
+of the steps model and optimizer are saved with torch's own tools for distributed checkpoints and
+loaded into fresh ones, which go on; the folder would load on any other number of ranks as well.
+Rank 0 prints losses, and the bytes of optimizer state of each rank.
 """
 
 from __future__ import annotations
@@ -30,7 +34,9 @@ def build(mesh: dist.DeviceMesh, device: torch.device) -> tuple[nn.Module, SOAP]
     """Make a sharded model with the same weights on any number of ranks, and its optimizer."""
     torch.manual_seed(0)
     hidden = [layer for _ in range(3) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU())]
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), *hidden, nn.Linear(WIDTH, 1)).to(device)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), *hidden, nn.Linear(WIDTH, 1)).to(
+        device
+    )
     for layer in model:
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=mesh)
@@ -60,9 +66,17 @@ def train(model: nn.Module, optimizer: SOAP, steps: range, device: torch.device)
 
 
 def main() -> None:
-    for name, alone in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
+    for name, alone in (
+        ("RANK", "0"),
+        ("WORLD_SIZE", "1"),
+        ("LOCAL_RANK", "0"),
+        ("MASTER_ADDR", "127.0.0.1"),
+        ("MASTER_PORT", "0"),
+    ):
         os.environ.setdefault(name, alone)
-    on_gpu = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ["WORLD_SIZE"])
+    on_gpu = torch.cuda.is_available() and torch.cuda.device_count() >= int(
+        os.environ["WORLD_SIZE"]
+    )
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
@@ -82,7 +96,10 @@ def main() -> None:
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
     train(model, optimizer, range(STEPS // 2, STEPS), device)
 
-    own = torch.tensor(sum(piece.value.nbytes for _, piece in optimizer.state_pieces() if piece.name != "step"), device=device)
+    own = torch.tensor(
+        sum(piece.value.nbytes for _, piece in optimizer.state_pieces() if piece.name != "step"),
+        device=device,
+    )
     sizes = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(sizes, own)
     if dist.get_rank() == 0:

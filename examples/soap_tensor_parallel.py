@@ -1,13 +1,17 @@
-"""SOAP on tensor-parallel shards: as DTensors, which say themselves how they are cut, or as plain tensors with a `partition_dim`.
+"""SOAP on tensor-parallel shards: as DTensors, which say themselves how they are cut, or as plain
+tensors with a `partition_dim`.
 
-    torchrun --nproc-per-node 2 examples/soap_tensor_parallel.py        (seconds on CPUs, with gloo; on GPUs with NCCL)
+    torchrun --nproc-per-node 2 examples/soap_tensor_parallel.py        (seconds on CPUs, with gloo;
+                                                                        on GPUs with NCCL)
 
-A column-wise and a row-wise layer are trained three times on the same batches: whole in one process, with torch's `parallelize_module`, and
-with plain shards as Megatron has them. All end with the same weights to rounding, since one of the ranks puts every matrix together,
-preconditions and updates it. Rank 0 prints the loss at the start and at the end, and how far apart the weights are.
+A column-wise and a row-wise layer are trained three times on the same batches: whole in one
+process, with torch's `parallelize_module`, and with plain shards as Megatron has them. All end with
+the same weights to rounding, since one of the ranks puts every matrix together, preconditions and
+updates it. Rank 0 prints the loss at the start and at the end, and how far apart the weights are.
 
-Gradients of sharded layers are rounded differently from those of whole ones. The first bases come after 4 steps (`adam_warmup_steps`), when
-every factor has full rank. Earlier, rounding would decide a part of each basis, and the runs would differ by that.
+Gradients of sharded layers are rounded differently from those of whole ones. The first bases come
+after 4 steps (`adam_warmup_steps`), when every factor has full rank. Earlier, rounding would decide
+a part of each basis, and the runs would differ by that.
 """
 
 from __future__ import annotations
@@ -34,7 +38,10 @@ class MLP(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.up, self.down = nn.Linear(WIDTH, HIDDEN, bias=False), nn.Linear(HIDDEN, WIDTH, bias=False)
+        self.up, self.down = (
+            nn.Linear(WIDTH, HIDDEN, bias=False),
+            nn.Linear(HIDDEN, WIDTH, bias=False),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.down(torch.relu(self.up(x)))
@@ -46,7 +53,12 @@ def batch(step: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return x, x.roll(1, dims=1).tanh()
 
 
-def train(model: Callable[[Tensor], Tensor], optimizer: SOAP, device: torch.device, collect: Callable[[], None] = lambda: None) -> str:
+def train(
+    model: Callable[[Tensor], Tensor],
+    optimizer: SOAP,
+    device: torch.device,
+    collect: Callable[[], None] = lambda: None,
+) -> str:
     """Train, and return the losses; a rank calls `collect` between backward and the step."""
     losses = []
     for step in range(STEPS):
@@ -61,7 +73,9 @@ def train(model: Callable[[Tensor], Tensor], optimizer: SOAP, device: torch.devi
 
 
 def main() -> None:
-    on_gpu = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ["WORLD_SIZE"])
+    on_gpu = torch.cuda.is_available() and torch.cuda.device_count() >= int(
+        os.environ["WORLD_SIZE"]
+    )
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
@@ -77,9 +91,14 @@ def main() -> None:
     shown["DTensors"] = train(parallel, SOAP(parameter_groups(parallel), **OPTIONS), device)
 
     source = MLP().to(device)
-    up, down = (nn.Parameter(w.detach().chunk(num_ranks, dim)[rank].clone()) for w, dim in ((source.up.weight, 0), (source.down.weight, 1)))
+    up, down = (
+        nn.Parameter(w.detach().chunk(num_ranks, dim)[rank].clone())
+        for w, dim in ((source.up.weight, 0), (source.down.weight, 1))
+    )
     groups = [{"params": [up], "partition_dim": 0}, {"params": [down], "partition_dim": 1}]
-    shown["plain shards"] = train(shards_forward(up, down), SOAP(groups, **OPTIONS, tp_group=dist.group.WORLD), device)
+    shown["plain shards"] = train(
+        shards_forward(up, down), SOAP(groups, **OPTIONS, tp_group=dist.group.WORLD), device
+    )
 
     difference = max(
         (parallel.up.weight.full_tensor() - whole.up.weight).abs().max().item(),  # type: ignore[operator]
@@ -94,7 +113,8 @@ def main() -> None:
 
 
 def shards_forward(up: Tensor, down: Tensor) -> Callable[[Tensor], Tensor]:
-    """Compute the same layers on a rank's shards; summed over ranks, gradients are those of whole layers."""
+    """Compute the same layers on a rank's shards; summed over ranks, gradients are those of whole
+    layers."""
 
     def forward(x: Tensor) -> Tensor:
         own = torch.relu(x @ up.T) @ down.T

@@ -1,4 +1,5 @@
-"""Runs that start again with another configuration, and the training in one process that they have to equal."""
+"""Runs that start again with another configuration, and the training in one process that they have
+to equal."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -41,9 +42,14 @@ def losses(run_dir: str | Path) -> list[float]:
     return [row["loss"] for row in read_rows(Path(run_dir) / "metrics.jsonl") if "loss" in row]
 
 
-def uninterrupted(before: Config, after: Config, phases: list[MixturePhase] | None = None, changed_at: int = CHANGED_AT) -> list[float]:
-    """Train in one process whose optimizer gets the new options after `changed_at` steps; nothing is saved or loaded. Returns the
-    losses."""
+def uninterrupted(
+    before: Config,
+    after: Config,
+    phases: list[MixturePhase] | None = None,
+    changed_at: int = CHANGED_AT,
+) -> list[float]:
+    """Train in one process whose optimizer gets the new options after `changed_at` steps; nothing
+    is saved or loaded. Returns the losses."""
     before, after = before.resolved(), after.resolved()
     engine = build_engine(before, Mesh.single(pick_device("cpu")))
     optimizer = build_optimizer(before.optim, engine.parameters)
@@ -54,7 +60,15 @@ def uninterrupted(before: Config, after: Config, phases: list[MixturePhase] | No
         config = before if number <= changed_at else after
         if number == changed_at + 1:
             step.max_grad_norm = after.train.max_grad_norm
-            for group, new in zip(optimizer.param_groups, build_optimizer(after.optim, engine.parameters).param_groups, strict=True):
+            for group, new in zip(
+                optimizer.param_groups,
+                build_optimizer(after.optim, engine.parameters).param_groups,
+                strict=True,
+            ):
                 group.update({key: value for key, value in new.items() if key != "params"})
-        found.append(step(batches.batch(number), learning_rate(number, config.optim, config.train.steps)).loss)
+        found.append(
+            step(
+                batches.batch(number), learning_rate(number, config.optim, config.train.steps)
+            ).loss
+        )
     return found

@@ -1,4 +1,5 @@
-"""Gives the tests to processes: long ones first, whole files, and one process all tests whose ranks need the cores for themselves."""
+"""Gives the tests to processes: long ones first, whole files, and one process all tests whose ranks
+need the cores for themselves."""
 
 from pathlib import Path
 from typing import Any
@@ -8,18 +9,22 @@ from xdist.scheduler import LoadScopeScheduling
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Prepare a process that runs tests; one that only gives them to others would take a second for nothing."""
+    """Prepare a process that runs tests; one that only gives them to others would take a second for
+    nothing."""
     if not config.option.tx or hasattr(config, "workerinput"):
         config.pluginmanager.import_plugin("tester")
 
 
 FIRST = ("distributed", "train", "bench", "memory", "test_examples.py")
-"""Folders and files whose tests take longest; they are started first, so that two workers end together."""
+"""Folders and files whose tests take longest; they are started first, so that two workers end
+together."""
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Do not import other people's trainers for tests that are not asked for."""
-    return (collection_path.name == "integrations" and "not integrations" in config.option.markexpr) or None
+    return (
+        collection_path.name == "integrations" and "not integrations" in config.option.markexpr
+    ) or None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -34,8 +39,8 @@ def _place(item: pytest.Item) -> int:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
-    """Give a worker whole files, so that fixtures of modules are made once, and one worker all the tests whose ranks need the cores for
-    themselves."""
+    """Give a worker whole files, so that fixtures of modules are made once, and one worker all the
+    tests whose ranks need the cores for themselves."""
     config.option.loadscopereorder = False  # otherwise files with many tests would go first
     return _ByFile(config, log)
 

@@ -1,4 +1,5 @@
-"""A user's own rule, as `--optim.name lion_rule:Lion` names it: Lion (arXiv:2302.06675) on matrices, AdamW on vectors."""
+"""A user's own rule, as `--optim.name lion_rule:Lion` names it: Lion (arXiv:2302.06675) on
+matrices, AdamW on vectors."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ class Lion(Rule):
 
 @dataclass(frozen=True)
 class Scheduled(Lion):
-    """A rule with an option's name that `[optim]` has for itself, so that the trainer cannot take it."""
+    """A rule with an option's name that `[optim]` has for itself, so that the trainer cannot take
+    it."""
 
     schedule: str = "mine"
     """An option with a name that `[optim]` has for itself."""

@@ -1,4 +1,5 @@
-"""Says on what, besides its numbers, the bits of a result depend: this torch on this processor decides how matrix products are rounded."""
+"""Says on what, besides its numbers, the bits of a result depend: this torch on this processor
+decides how matrix products are rounded."""
 
 import os
 import platform

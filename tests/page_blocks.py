@@ -1,8 +1,10 @@
 """Reads the fenced blocks of the pages and checks that each is right.
 
-Every block names its language. `python` is executed, `toml` is read as a configuration, `json` is parsed. Every `bash` command is read by
-the parser that reads it when a user types it: options of `lather` by Lather's own, of torchrun by torch's; files, make targets and extras
-have to exist. `text` is output and formulas, and may not begin a line with a command. Any other language is an error.
+Every block names its language. `python` is executed, `toml` is read as a configuration, `json` is
+parsed. Every `bash` command is read by the parser that reads it when a user types it: options of
+`lather` by Lather's own, of torchrun by torch's; files, make targets and extras have to exist.
+`text` is output and formulas, and may not begin a line with a command. Any other language is an
+error.
 """
 
 from __future__ import annotations
@@ -81,16 +83,22 @@ def blocks_of(page: Path) -> list[Block]:
 
 
 def shown_files(page: Path) -> dict[str, str]:
-    """Return the Python files that a page shows, by name: blocks after a paragraph that names a file."""
+    """Return the Python files that a page shows, by name: blocks after a paragraph that names a
+    file."""
     pattern = r"`(\w+\.py)`[^\n`]*(?:`[^`]*`[^\n]*)?\n\n```python\n(.*?)^```$"
     return dict(re.findall(pattern, page.read_text(), re.DOTALL | re.MULTILINE))
 
 
-def check_block(block: Block, names: dict[str, Any], execute: Callable[[list[str]], None] = lambda _: None) -> None:
-    """Raise an exception if a block is not right. Python blocks of a page share `names`; `execute` gets every command of Lather that was
-    parsed, without the name of the program. A block that shows a file is not executed, because the file has tests."""
+def check_block(
+    block: Block, names: dict[str, Any], execute: Callable[[list[str]], None] = lambda _: None
+) -> None:
+    """Raise an exception if a block is not right. Python blocks of a page share `names`; `execute`
+    gets every command of Lather that was parsed, without the name of the program. A block that
+    shows a file is not executed, because the file has tests."""
     if block.file:
-        assert block.text in (ROOT / block.file).read_text(), f"{block.file} does not have these lines"
+        assert block.text in (ROOT / block.file).read_text(), (
+            f"{block.file} does not have these lines"
+        )
         return
     match block.language:
         case "python":
@@ -105,21 +113,31 @@ def check_block(block: Block, names: dict[str, Any], execute: Callable[[list[str
                 check_command(command, execute)
         case "text":
             for line in block.text.splitlines():
-                assert line.split(" ")[0] not in COMMANDS, f"{line!r} is a command in a block of text: make it a block of bash"
+                assert line.split(" ")[0] not in COMMANDS, (
+                    f"{line!r} is a command in a block of text: make it a block of bash"
+                )
         case _:
-            raise AssertionError(f"{block.language!r} is no language that blocks of the pages may have: python, toml, json, bash or text")
+            raise AssertionError(
+                f"{block.language!r} is no language that blocks of the pages may have: python, "
+                "toml, json, bash or text"
+            )
 
 
-# --- shell ------------------------------------------------------------------------------------------------------------------------------
+# --- shell ----------------------------------------------------------------------------------------
 
 
 def commands_of(script: str) -> Iterator[list[str]]:
-    """Yield the words of every simple command of a script, variables replaced. Here-documents are left out."""
+    """Yield the words of every simple command of a script, variables replaced. Here-documents are
+    left out."""
     values = _slurm_values(script)
-    script = re.sub(r"<<-?\s*'?\"?(\w+)'?\"?(.*?)\n.*?^\1$", r"\2", script, flags=re.DOTALL | re.MULTILINE).replace("\\\n", " ")
+    script = re.sub(
+        r"<<-?\s*'?\"?(\w+)'?\"?(.*?)\n.*?^\1$", r"\2", script, flags=re.DOTALL | re.MULTILINE
+    ).replace("\\\n", " ")
     for line in script.splitlines():
         uncommented = re.sub(r"(^|\s)#(\s|!|SBATCH).*$", "", line)
-        lexer = shlex.shlex(re.sub(r"\$\([^()]*\)", "substituted", uncommented), posix=True, punctuation_chars=True)
+        lexer = shlex.shlex(
+            re.sub(r"\$\([^()]*\)", "substituted", uncommented), posix=True, punctuation_chars=True
+        )
         lexer.whitespace_split, lexer.commenters = True, ""
         words: list[str] = []
         for word in [*lexer, ";"]:
@@ -131,7 +149,9 @@ def commands_of(script: str) -> Iterator[list[str]]:
 
 
 def _simple(words: list[str], values: dict[str, str]) -> Iterator[list[str]]:
-    words = [re.sub(r"\$\{?(\w+)\}?", lambda match: _value(match[1], values), word) for word in words]
+    words = [
+        re.sub(r"\$\{?(\w+)\}?", lambda match: _value(match[1], values), word) for word in words
+    ]
     while words and words[0] in KEYWORDS:
         words = words[1:]
     for position, word in enumerate(words):
@@ -153,7 +173,11 @@ def _slurm_values(script: str) -> dict[str, str]:
     """Return the variables that SLURM sets for a batch script with these options."""
     asked = dict(re.findall(r"^#SBATCH --([\w-]+)[= ](\S+)", script, re.MULTILINE))
     nodes, tasks = asked.get("nodes", "1"), asked.get("ntasks-per-node", "1")
-    return {"SLURM_NNODES": nodes, "SLURM_JOB_NUM_NODES": nodes, "SLURM_NTASKS": asked.get("ntasks", str(int(nodes) * int(tasks)))}
+    return {
+        "SLURM_NNODES": nodes,
+        "SLURM_JOB_NUM_NODES": nodes,
+        "SLURM_NTASKS": asked.get("ntasks", str(int(nodes) * int(tasks))),
+    }
 
 
 def _value(name: str, values: dict[str, str]) -> str:
@@ -162,7 +186,9 @@ def _value(name: str, values: dict[str, str]) -> str:
     return values.get(name, "1")
 
 
-def check_command(words: list[str], execute: Callable[[list[str]], None], ranks: int | None = None) -> None:
+def check_command(
+    words: list[str], execute: Callable[[list[str]], None], ranks: int | None = None
+) -> None:
     """Check a command; a launcher before it starts `ranks` processes."""
     program, *arguments = words
     match program:
@@ -179,7 +205,11 @@ def check_command(words: list[str], execute: Callable[[list[str]], None], ranks:
             script = ["-m"] * parsed.module + [parsed.training_script, *parsed.training_script_args]
             check_python(script, nodes * int(parsed.nproc_per_node))
         case "srun":
-            first = next(position for position, word in enumerate(arguments) if word in COMMANDS or word == "bash")
+            first = next(
+                position
+                for position, word in enumerate(arguments)
+                if word in COMMANDS or word == "bash"
+            )
             tasks = re.search(r"--ntasks[= ](\d+)", " ".join(arguments[:first]))
             if arguments[first] != "bash":
                 check_command(arguments[first:], execute, int(tasks[1]) if tasks else ranks)
@@ -188,7 +218,9 @@ def check_command(words: list[str], execute: Callable[[list[str]], None], ranks:
         case "pip":
             check_pip(arguments)
         case _:
-            assert program in HARMLESS or program in ("sbatch", "ssh"), f"{program!r} is no command that blocks of the pages may have"
+            assert program in HARMLESS or program in ("sbatch", "ssh"), (
+                f"{program!r} is no command that blocks of the pages may have"
+            )
 
 
 class Parsed(Exception):  # noqa: N818 - not an error: the command's arguments are right
@@ -220,25 +252,40 @@ def check_python(arguments: list[str], ranks: int | None = None) -> None:
         for path in arguments[2:] if arguments[1] == "pytest" else []:
             assert path.startswith("-") or (ROOT / path.partition("::")[0]).exists(), path
     elif arguments[0] != "-c":
-        assert Path(arguments[0]).exists() or (ROOT / arguments[0]).exists(), f"no file {arguments[0]}"
+        assert Path(arguments[0]).exists() or (ROOT / arguments[0]).exists(), (
+            f"no file {arguments[0]}"
+        )
 
 
 def check_make(arguments: list[str]) -> None:
-    """Check that targets exist, variables are the Makefile's, and options for `lather train` are its own."""
+    """Check that targets exist, variables are the Makefile's, and options for `lather train` are
+    its own."""
     makefile = (ROOT / "Makefile").read_text()
     given = dict(word.split("=", 1) for word in arguments if "=" in word)
     for variable in given:
-        assert re.search(rf"^{variable} \?=", makefile, re.MULTILINE), f"the Makefile has no variable {variable}"
+        assert re.search(rf"^{variable} \?=", makefile, re.MULTILINE), (
+            f"the Makefile has no variable {variable}"
+        )
     for target in (word for word in arguments if "=" not in word):
-        assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"the Makefile has no target {target}"
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), (
+            f"the Makefile has no target {target}"
+        )
         if target == "train":
-            check_lather(["train", given.get("CONFIG", "configs/quickstart.toml"), *shlex.split(given.get("ARGS", ""))])
+            check_lather(
+                [
+                    "train",
+                    given.get("CONFIG", "configs/quickstart.toml"),
+                    *shlex.split(given.get("ARGS", "")),
+                ]
+            )
 
 
 def check_pip(arguments: list[str]) -> None:
     """Check that the extras are Lather's, and that files of constraints exist."""
     assert arguments[0] in ("install", "wheel"), arguments[0]
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     for word in arguments:
         if found := re.fullmatch(r"(?:lather|\.)\[(.+)\]", word):
             assert set(found[1].split(",")) <= set(extras), word

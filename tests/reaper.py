@@ -1,4 +1,5 @@
-"""Ends the processes of tests if pytest is killed before it could: a process beside it notices that its pipe is closed."""
+"""Ends the processes of tests if pytest is killed before it could: a process beside it notices that
+its pipe is closed."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ while True:
         if not numbers:
             break
         started |= {int(number) for number in numbers.split()}
-    started = {pid for pid in started if signalled(pid, 0)}  # the number of one that has ended may come to be another's
+    # the number of one that has ended may come to be another's
+    started = {pid for pid in started if signalled(pid, 0)}
 for pid in started:
     signalled(pid, signal.SIGKILL)
 """
@@ -46,4 +48,9 @@ def reaped(process: Popen[T]) -> Popen[T]:
 
 @functools.cache
 def _reaper() -> Popen[str]:
-    return Popen([sys.executable, "-S", "-c", REAPER], stdin=subprocess.PIPE, text=True, start_new_session=True)
+    return Popen(
+        [sys.executable, "-S", "-c", REAPER],
+        stdin=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )

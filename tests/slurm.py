@@ -1,4 +1,5 @@
-"""Stands in for SLURM's `srun`, `sbatch` and `scontrol show hostnames`, on one machine that is all nodes:
+"""Stands in for SLURM's `srun`, `sbatch` and `scontrol show hostnames`, on one machine that is all
+nodes:
 
     python slurm.py srun --ntasks 4 COMMAND ...
 
@@ -31,8 +32,15 @@ def srun(arguments: list[str]) -> int:
     }
     processes = []
     for task in range(tasks):
-        own = {"SLURM_PROCID": task, "SLURM_LOCALID": task % on_each, "SLURM_NODEID": task // on_each}
-        environment = {**os.environ, **{name: str(value) for name, value in {**step, **own}.items()}}
+        own = {
+            "SLURM_PROCID": task,
+            "SLURM_LOCALID": task % on_each,
+            "SLURM_NODEID": task // on_each,
+        }
+        environment = {
+            **os.environ,
+            **{name: str(value) for name, value in {**step, **own}.items()},
+        }
         processes.append(subprocess.Popen(command, env=environment))
     return max(process.wait() for process in processes)
 
@@ -49,11 +57,16 @@ def sbatch(arguments: list[str]) -> int:
         "SLURM_CPUS_PER_TASK": asked["cpus-per-task"],
         "SLURM_JOB_NODELIST": "localhost",
     }
-    return subprocess.run(["bash", script], env={**os.environ, **{name: str(value) for name, value in job.items()}}, check=False).returncode
+    return subprocess.run(
+        ["bash", script],
+        env={**os.environ, **{name: str(value) for name, value in job.items()}},
+        check=False,
+    ).returncode
 
 
 def split(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
-    """Return the options, given as `--name=value` or, before a number, as `--name value`; and the command after them."""
+    """Return the options, given as `--name=value` or, before a number, as `--name value`; and the
+    command after them."""
     options = {}
     while arguments[0].startswith("--"):
         name, _, value = arguments.pop(0)[2:].partition("=")

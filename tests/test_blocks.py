@@ -1,4 +1,5 @@
-"""Every fenced block of README and docs/ is right (`page_blocks` says what that means), in a folder where the runs that they name exist.
+"""Every fenced block of README and docs/ is right (`page_blocks` says what that means), in a folder
+where the runs that they name exist.
 
 The whole grid also runs their commands (test_page_commands)."""
 
@@ -24,41 +25,83 @@ from lather.train.metrics import ExpertLoadRow, StepRow, ValidationRow
 from page_blocks import ROOT, Block, blocks_of, check_block, commands_of, shown_files
 from tiny_run import write_config
 
-PAGES = [page for page in sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]) if blocks_of(page)]
-ELSEWHERE = {"writing-a-rule.md": ["python"], "optimizers.md": ["python"], "your-model.md": ["python", "toml", "bash"]}
-"""Pages and the languages of their blocks that have tests of their own, which need files, a model or a patched package (test_docs,
-test_your_model)."""
+PAGES = [
+    page for page in sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]) if blocks_of(page)
+]
+ELSEWHERE = {
+    "writing-a-rule.md": ["python"],
+    "optimizers.md": ["python"],
+    "your-model.md": ["python", "toml", "bash"],
+}
+"""Pages and the languages of their blocks that have tests of their own, which need files, a model
+or a patched package (test_docs, test_your_model)."""
 QUICK = re.compile(
-    r"(--version|--help|generate \S+ --(prompt|message) .*|eval [\w/]+|plot runs/mine|plot --schedule .*|export runs/\w+ \S+( --adapter)?)$"
+    r"(--version|--help|generate \S+ --(prompt|message) .*|eval [\w/]+|plot runs/mine|plot "
+    r"--schedule .*|export runs/\w+ \S+( --adapter)?)$"
 )
 """Matches commands that are not only parsed but executed."""
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Make the folder of a checkout in which somebody has trained, with runs, a model in Hugging Face's format and adapters; enter it."""
+    """Make the folder of a checkout in which somebody has trained, with runs, a model in Hugging
+    Face's format and adapters; enter it."""
     folder, threads = tmp_path_factory.mktemp("world"), torch.get_num_threads()
     torch.set_num_threads(1)
     for path in ROOT.iterdir():
-        if path.name in ("configs", "examples", "benchmarks", "docs", "tests", "src", "pyproject.toml", "Makefile"):
+        if path.name in (
+            "configs",
+            "examples",
+            "benchmarks",
+            "docs",
+            "tests",
+            "src",
+            "pyproject.toml",
+            "Makefile",
+        ):
             (folder / path.name).symlink_to(path)
     for name, source in shown_files(ROOT / "docs" / "writing-a-rule.md").items():
         (folder / name).write_text(source)
     small = write_config(folder, steps=4, checkpoint_every=2)
-    sizes = {"n_routed_experts": 72, "num_hidden_layers": 4, "max_position_embeddings": 4096, "sample_tokens": 0}
+    sizes = {
+        "n_routed_experts": 72,
+        "num_hidden_layers": 4,
+        "max_position_embeddings": 4096,
+        "sample_tokens": 0,
+    }
     small.write_text(with_values(small.read_text(), sizes) + "expert_load_every = 2\n")
-    large = {"n_routed_experts": 64, "num_hidden_layers": 64, "batch_size": 1024, "micro_batch_size": 0}
-    (folder / "my.toml").write_text(with_values(small.read_text(), large))  # commands for it are only parsed, on any mesh
+    large = {
+        "n_routed_experts": 64,
+        "num_hidden_layers": 64,
+        "batch_size": 1024,
+        "micro_batch_size": 0,
+    }
+    (folder / "my.toml").write_text(
+        with_values(small.read_text(), large)
+    )  # commands for it are only parsed, on any mesh
     before = Path.cwd()
     os.chdir(folder)
-    lora = ["--init-from", "models/base", "--run-dir", "runs/tuned", "--lora.rank", "4", "--train.steps", "2", "--optim.lr", "1e-3"]
+    lora = [
+        "--init-from",
+        "models/base",
+        "--run-dir",
+        "runs/tuned",
+        "--lora.rank",
+        "4",
+        "--train.steps",
+        "2",
+        "--optim.lr",
+        "1e-3",
+    ]
     for command in (
         ["train", "tiny.toml", "--run-dir", "runs/mine", "--checkpoint.keep-best"],
         ["export", "runs/mine", "models/base", "--dtype", "fp32"],
         ["train", "tiny.toml", *lora],
     ):
         assert cli.main(command) == 0, command
-    for name in {name for page in PAGES for name in re.findall(r"\bruns/([\w-]+)", page.read_text())}:
+    for name in {
+        name for page in PAGES for name in re.findall(r"\bruns/([\w-]+)", page.read_text())
+    }:
         if not (folder / "runs" / name).exists():
             (folder / "runs" / name).symlink_to("mine")
     (folder / "runs/mine/checkpoints/step-00001000").symlink_to("step-00000004")
@@ -81,7 +124,9 @@ def execute(arguments: list[str]) -> None:
         return
     if arguments[0] == "export":
         shutil.rmtree(arguments[2], ignore_errors=True)
-    assert cli.main([*arguments, *(["--tokens", "3"] if arguments[0] == "generate" else [])]) == 0, arguments
+    assert (
+        cli.main([*arguments, *(["--tokens", "3"] if arguments[0] == "generate" else [])]) == 0
+    ), arguments
 
 
 @pytest.fixture
@@ -98,7 +143,9 @@ def _offline_harness(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_block_is_right(page: Path, world: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_block_is_right(
+    page: Path, world: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if "lm_eval" in page.read_text():
         request.getfixturevalue("_offline_harness")
     module = ModuleType("page")  # dataclasses look up the module that they are defined in
@@ -119,11 +166,13 @@ def test_rows_of_a_run_have_the_documented_keys_and_no_others(world: Path) -> No
     )
     for row in rows:
         (kind,) = [cls for key, cls in kinds.items() if key in row]
-        assert row.keys() - {"validation_losses"} == get_type_hints(kind).keys() - {"validation_losses"}, row
+        assert row.keys() - {"validation_losses"} == get_type_hints(kind).keys() - {
+            "validation_losses"
+        }, row
     assert {key for key in kinds for row in rows if key in row} == set(kinds)
 
 
-# --- the check itself -------------------------------------------------------------------------------------------------------------------
+# --- the check itself -----------------------------------------------------------------------------
 
 WRONG = {
     "an option that there is not": ("bash", "lather train configs/quickstart.toml --train.step 3"),
@@ -131,11 +180,20 @@ WRONG = {
     "a value out of range": ("bash", "lather train configs/quickstart.toml --train.steps 0"),
     "a command that there is not": ("bash", "lather serve runs/mine"),
     "a configuration that there is not": ("bash", "lather train configs/quick.toml"),
-    "a mesh that does not fit": ("bash", "lather train configs/quickstart.toml --nproc 3 --parallel.pp 2"),
-    "an option behind torchrun": ("bash", "torchrun --nproc-per-node 2 -m lather train my.toml \\\n    --train.step 3"),
+    "a mesh that does not fit": (
+        "bash",
+        "lather train configs/quickstart.toml --nproc 3 --parallel.pp 2",
+    ),
+    "an option behind torchrun": (
+        "bash",
+        "torchrun --nproc-per-node 2 -m lather train my.toml \\\n    --train.step 3",
+    ),
     "an option of torchrun": ("bash", "torchrun --nproc-per-rank 2 -m lather train my.toml"),
     "ranks of srun": ("bash", "srun --ntasks 3 lather train my.toml --parallel.pp 2"),
-    "a variable that is not set": ("bash", "torchrun --nproc-per-node $GPUS -m lather train my.toml"),
+    "a variable that is not set": (
+        "bash",
+        "torchrun --nproc-per-node $GPUS -m lather train my.toml",
+    ),
     "a make target": ("bash", "make tests"),
     "options in ARGS": ("bash", "make train ARGS='--train.step 3'"),
     "an extra": ("bash", "pip install '.[huggingface]'"),

@@ -1,4 +1,5 @@
-"""The command as a user meets it: help, overrides, results, and one clear line for everything that can be put right."""
+"""The command as a user meets it: help, overrides, results, and one clear line for everything that
+can be put right."""
 
 import contextlib
 import errno
@@ -29,21 +30,30 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, str]:
     """Configuration, run directory and output of a finished run."""
     folder = tmp_path_factory.mktemp("trained")
     config = write_config(folder)
-    status, out, err = run("train", config, "--run-dir", folder / "run", "--optim.lr", "4e-3", "--log.picture")
+    status, out, err = run(
+        "train", config, "--run-dir", folder / "run", "--optim.lr", "4e-3", "--log.picture"
+    )
     assert status == 0, err
     return config, folder / "run", out
 
 
-# --- train --------------------------------------------------------------------------------------------------------------------------
+# --- train ----------------------------------------------------------------------------------------
 
 
-def test_train_ends_with_losses_sample_and_paths_that_exist(trained: tuple[Path, Path, str]) -> None:
+def test_train_ends_with_losses_sample_and_paths_that_exist(
+    trained: tuple[Path, Path, str],
+) -> None:
     _, run_dir, out = trained
     lines = out.splitlines()
     assert any(line.startswith("step 12/12  loss") for line in lines)
     assert any("before" in line and "after 12 steps" in line for line in lines)
     assert any(line.startswith("--- sample") for line in lines)
-    files = {"metrics": "metrics.jsonl", "picture": "loss.png", "report": "report.html", "checkpoint": "checkpoints/step-00000012"}
+    files = {
+        "metrics": "metrics.jsonl",
+        "picture": "loss.png",
+        "report": "report.html",
+        "checkpoint": "checkpoints/step-00000012",
+    }
     for name, path in files.items():
         (shown,) = [line.split()[1] for line in lines if line.split()[:1] == [name]]
         assert Path(shown) == run_dir / path
@@ -66,7 +76,9 @@ def test_metrics_have_every_step_and_validation(trained: tuple[Path, Path, str])
     assert sum(row.get("refreshes_done", 0) for row in rows) > 0
 
 
-def test_resolved_configuration_holds_every_field_and_the_override(trained: tuple[Path, Path, str]) -> None:
+def test_resolved_configuration_holds_every_field_and_the_override(
+    trained: tuple[Path, Path, str],
+) -> None:
     _, run_dir, _ = trained
     resolved = load_config(run_dir / "config.toml")
     assert resolved.optim.lr == 4e-3
@@ -74,13 +86,17 @@ def test_resolved_configuration_holds_every_field_and_the_override(trained: tupl
     assert json.loads((run_dir / "provenance.json").read_text())["lather"] == __version__
 
 
-def test_help_shows_every_field(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_shows_every_field(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     with pytest.raises(SystemExit) as exit_:
         main(["train", "--help", "all"])
     assert exit_.value.code == 0
     out = capsys.readouterr().out
-    other_families = {name for name in field_names() if name.startswith("model.")} - set(field_names(DeepseekV2Config, "model."))
+    other_families = {name for name in field_names() if name.startswith("model.")} - set(
+        field_names(DeepseekV2Config, "model.")
+    )
     in_toml_only = set(field_names(YarnConfig, "model.rope_scaling."))
     for name in set(field_names()) - other_families - in_toml_only:
         assert f"--{name.replace('_', '-')}" in out
@@ -97,7 +113,9 @@ def test_general_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_is_in_the_general_help_and_has_its_own(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_is_in_the_general_help_and_has_its_own(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert f"\n  {name} " in USAGE
     with contextlib.suppress(SystemExit):
         assert main([name, "--help"]) == 0
@@ -105,12 +123,32 @@ def test_every_command_is_in_the_general_help_and_has_its_own(name: str, capsys:
 
 
 def test_adamw_and_bf16_train(trained: tuple[Path, Path, str], tmp_path: Path) -> None:
-    status, out, err = run("train", trained[0], "--run-dir", tmp_path, "--optim.name", "adamw", "--train.precision", "bf16")
+    status, out, err = run(
+        "train",
+        trained[0],
+        "--run-dir",
+        tmp_path,
+        "--optim.name",
+        "adamw",
+        "--train.precision",
+        "bf16",
+    )
     assert status == 0, out + err
 
 
-def test_steps_that_are_not_finite_stop_the_run_with_the_reason(trained: tuple[Path, Path, str], tmp_path: Path) -> None:
-    arguments = ("--run-dir", tmp_path, "--optim.lr", "1e30", "--optim.warmup-steps", "0", "--train.max-skipped-steps", "3")
+def test_steps_that_are_not_finite_stop_the_run_with_the_reason(
+    trained: tuple[Path, Path, str], tmp_path: Path
+) -> None:
+    arguments = (
+        "--run-dir",
+        tmp_path,
+        "--optim.lr",
+        "1e30",
+        "--optim.warmup-steps",
+        "0",
+        "--train.max-skipped-steps",
+        "3",
+    )
     status, out, err = run("train", trained[0], *arguments)
     assert status == 1, out
     assert len(err.splitlines()) == 1
@@ -118,7 +156,7 @@ def test_steps_that_are_not_finite_stop_the_run_with_the_reason(trained: tuple[P
     assert "lower optim.lr" in err
 
 
-# --- generate and plot --------------------------------------------------------------------------------------------------------------
+# --- generate and plot ----------------------------------------------------------------------------
 
 
 def test_generate_continues_the_prompt_and_a_seed_fixes_the_choice(
@@ -126,24 +164,44 @@ def test_generate_continues_the_prompt_and_a_seed_fixes_the_choice(
 ) -> None:
     texts = []
     for seed in (0, 0, 1):
-        assert main(["generate", str(trained[1]), "--prompt", "def f", "--tokens", "30", "--seed", str(seed), "--temperature", "2"]) == 0
+        assert (
+            main(
+                [
+                    "generate",
+                    str(trained[1]),
+                    "--prompt",
+                    "def f",
+                    "--tokens",
+                    "30",
+                    "--seed",
+                    str(seed),
+                    "--temperature",
+                    "2",
+                ]
+            )
+            == 0
+        )
         texts.append(capsys.readouterr().out)
     assert texts[0].startswith("def f")
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_plot_draws_one_run_and_several(trained: tuple[Path, Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plot_draws_one_run_and_several(
+    trained: tuple[Path, Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     shutil.copytree(trained[1], tmp_path / "other")
     assert main(["plot", str(trained[1]), "other"]) == 0
     assert main(["plot", "other", "--out", "one.png"]) == 0
-    several, one = (matplotlib.image.imread(tmp_path / name) for name in ("comparison.png", "one.png"))
+    several, one = (
+        matplotlib.image.imread(tmp_path / name) for name in ("comparison.png", "one.png")
+    )
     assert several.shape[1:] == one.shape[1:]
     assert several.std() > 0
     assert several.tobytes() != one.tobytes()
 
 
-# --- bad input ----------------------------------------------------------------------------------------------------------------------
+# --- bad input ------------------------------------------------------------------------------------
 
 Damage = Callable[[Path], None]
 
@@ -177,7 +235,12 @@ def edit_checkpoint(name: str) -> Damage:
 
 
 BAD_INPUT: list[tuple[str, Damage, list[str], list[str]]] = [
-    ("vocabulary", lambda folder: None, ["--run-dir", "{folder}/new", "--model.vocab-size", "100"], ["model.vocab_size", "100", "257"]),
+    (
+        "vocabulary",
+        lambda folder: None,
+        ["--run-dir", "{folder}/new", "--model.vocab-size", "100"],
+        ["model.vocab_size", "100", "257"],
+    ),
     (
         "unknown key",
         edit_config("warmup_steps", "warmup_step"),
@@ -185,18 +248,68 @@ BAD_INPUT: list[tuple[str, Damage, list[str], list[str]]] = [
         ["tiny.toml", "'optim.warmup_step'", "did you mean 'optim.warmup_steps'"],
     ),
     ("unknown section", edit_config("[train]", "[trian]"), [], ["tiny.toml", "'trian'", "train"]),
-    ("misplaced key", edit_config("[model]", "lr = 1.0\n[model]"), [], ["tiny.toml", "'lr'", "did you mean 'optim.lr'"]),
-    ("wrong type", edit_config("steps = 12", 'steps = "many"'), [], ["tiny.toml", "train.steps", "'many'", "an integer"]),
-    ("not TOML", edit_config("steps = 12", "steps = = 12"), [], ["tiny.toml", "not valid TOML", "line"]),
-    ("negative size", edit_config("hidden_size = 16", "hidden_size = -16"), [], ["tiny.toml", "model.hidden_size", "-16", "at least 1"]),
-    ("zero size", edit_config("batch_size = 4", "batch_size = 0"), [], ["tiny.toml", "train.batch_size", "0", "at least 1"]),
-    ("top-k", lambda folder: None, ["--model.num-experts-per-tok", "5"], ["model.num_experts_per_tok", "5", "n_routed_experts (4)"]),
-    ("wrong type on the command line", lambda folder: None, ["--optim.lr", "fast"], ["--optim.lr", "'fast'"]),
-    ("unknown option", lambda folder: None, ["--optim.lrr", "1"], ["--optim.lrr", "did you mean --optim.lr"]),
+    (
+        "misplaced key",
+        edit_config("[model]", "lr = 1.0\n[model]"),
+        [],
+        ["tiny.toml", "'lr'", "did you mean 'optim.lr'"],
+    ),
+    (
+        "wrong type",
+        edit_config("steps = 12", 'steps = "many"'),
+        [],
+        ["tiny.toml", "train.steps", "'many'", "an integer"],
+    ),
+    (
+        "not TOML",
+        edit_config("steps = 12", "steps = = 12"),
+        [],
+        ["tiny.toml", "not valid TOML", "line"],
+    ),
+    (
+        "negative size",
+        edit_config("hidden_size = 16", "hidden_size = -16"),
+        [],
+        ["tiny.toml", "model.hidden_size", "-16", "at least 1"],
+    ),
+    (
+        "zero size",
+        edit_config("batch_size = 4", "batch_size = 0"),
+        [],
+        ["tiny.toml", "train.batch_size", "0", "at least 1"],
+    ),
+    (
+        "top-k",
+        lambda folder: None,
+        ["--model.num-experts-per-tok", "5"],
+        ["model.num_experts_per_tok", "5", "n_routed_experts (4)"],
+    ),
+    (
+        "wrong type on the command line",
+        lambda folder: None,
+        ["--optim.lr", "fast"],
+        ["--optim.lr", "'fast'"],
+    ),
+    (
+        "unknown option",
+        lambda folder: None,
+        ["--optim.lrr", "1"],
+        ["--optim.lrr", "did you mean --optim.lr"],
+    ),
     ("missing value", lambda folder: None, ["--optim.lr"], ["--optim.lr"]),
-    ("unknown optimizer", lambda folder: None, ["--optim.name", "adam"], ["--optim.name", "'adam'", "'soap'", "'adamw'"]),
+    (
+        "unknown optimizer",
+        lambda folder: None,
+        ["--optim.name", "adam"],
+        ["--optim.name", "'adam'", "'soap'", "'adamw'"],
+    ),
     ("missing shard", edit_shard(Path.unlink), [], ["train-00000-000.npy", "missing", "delete"]),
-    ("empty shard", edit_shard(lambda shard: shard.write_bytes(b"")), [], ["train-00000-000.npy", "empty", "delete"]),
+    (
+        "empty shard",
+        edit_shard(lambda shard: shard.write_bytes(b"")),
+        [],
+        ["train-00000-000.npy", "empty", "delete"],
+    ),
     (
         "truncated shard",
         edit_shard(lambda shard: shard.write_bytes(shard.read_bytes()[:-7])),
@@ -209,10 +322,30 @@ BAD_INPUT: list[tuple[str, Damage, list[str], list[str]]] = [
         ["--run-dir", "{folder}/tiny.toml/run"],
         ["tiny.toml/run", "cannot be written", "--run-dir"],
     ),
-    ("run directory is a file", lambda folder: None, ["--run-dir", "{folder}/tiny.toml"], ["tiny.toml", "cannot be written", "--run-dir"]),
-    ("run directory of something else", lambda folder: None, ["--run-dir", "{folder}/corpus"], ["corpus", "not a run", "--run-dir"]),
-    ("another configuration", lambda folder: None, ["--seed", "5"], ["run_dir", "seed is 0 there and 5 here", "--run-dir"]),
-    ("corrupt tensors", edit_checkpoint("rank-00000.safetensors"), [], ["step-00000012/rank-00000.safetensors", "checksum", "delete"]),
+    (
+        "run directory is a file",
+        lambda folder: None,
+        ["--run-dir", "{folder}/tiny.toml"],
+        ["tiny.toml", "cannot be written", "--run-dir"],
+    ),
+    (
+        "run directory of something else",
+        lambda folder: None,
+        ["--run-dir", "{folder}/corpus"],
+        ["corpus", "not a run", "--run-dir"],
+    ),
+    (
+        "another configuration",
+        lambda folder: None,
+        ["--seed", "5"],
+        ["run_dir", "seed is 0 there and 5 here", "--run-dir"],
+    ),
+    (
+        "corrupt tensors",
+        edit_checkpoint("rank-00000.safetensors"),
+        [],
+        ["step-00000012/rank-00000.safetensors", "checksum", "delete"],
+    ),
     ("corrupt state", edit_checkpoint("state.json"), [], ["step-00000012/state.json", "delete"]),
     (
         "no data",
@@ -235,7 +368,11 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("damage", "arguments", "expected"), [case[1:] for case in BAD_INPUT], ids=[case[0] for case in BAD_INPUT])
+@pytest.mark.parametrize(
+    ("damage", "arguments", "expected"),
+    [case[1:] for case in BAD_INPUT],
+    ids=[case[0] for case in BAD_INPUT],
+)
 def test_bad_input_is_one_line_status_2_and_nothing_overwritten(
     finished: Path,
     tmp_path: Path,
@@ -278,9 +415,15 @@ def test_bad_input_is_one_line_status_2_and_nothing_overwritten(
         (["train", "."], ["cannot be read"]),
         (["generate", "nowhere", "--prompt", "x"], ["nowhere", "not a run"]),
         (["generate", "{run}"], ["--prompt"]),
-        (["generate", "{run}", "--prompt", ""], ["prompt ''", "encodes to no token", "at least one character"]),
+        (
+            ["generate", "{run}", "--prompt", ""],
+            ["prompt ''", "encodes to no token", "at least one character"],
+        ),
         (["generate", "{run}", "--prompt", "x", "--tokens", "0"], ["--tokens", "0", "at least 1"]),
-        (["generate", "{run}", "--prompt", "x", "--temperature", "-1"], ["--temperature", "-1", "at least 0.001"]),
+        (
+            ["generate", "{run}", "--prompt", "x", "--temperature", "-1"],
+            ["--temperature", "-1", "at least 0.001"],
+        ),
         (["generate", "{run}", "--prompt", "x", "--seed", "-1"], ["--seed", "-1", "at least 0"]),
         (["generate", "{run}", "--prompt", "\udcff"], ["prompt", "not valid Unicode"]),
         (["plot", "nowhere"], ["nowhere", "not a run"]),
@@ -305,7 +448,9 @@ def test_bad_command_lines(
         assert words in error
 
 
-def test_a_command_put_right_works_in_the_same_run_directory(finished: Path, tmp_path: Path) -> None:
+def test_a_command_put_right_works_in_the_same_run_directory(
+    finished: Path, tmp_path: Path
+) -> None:
     config, run_dir = str(finished / "tiny.toml"), str(tmp_path / "run")
     assert main(["train", config, "--run-dir", run_dir, "--data.source", "nowhere"]) == 2
     assert not (tmp_path / "run").exists()
@@ -321,7 +466,9 @@ buffered_or_not = pytest.mark.parametrize("is_buffered", [True, False])
 
 
 @buffered_or_not
-def test_a_reader_that_leaves_early_does_not_end_the_run(finished: Path, tmp_path: Path, is_buffered: bool) -> None:
+def test_a_reader_that_leaves_early_does_not_end_the_run(
+    finished: Path, tmp_path: Path, is_buffered: bool
+) -> None:
     process = fresh_python(
         command("train", finished / "tiny.toml", "--run-dir", tmp_path / "run")[1:],
         env=buffering(is_buffered),
@@ -342,14 +489,19 @@ def test_a_reader_that_never_reads_gets_no_error_either(is_buffered: bool) -> No
     receiver, sender = os.pipe()
     os.close(receiver)
     environment = buffering(is_buffered)
-    process = fresh_python(["-m", "lather", "--help"], env=environment, stdout=sender, stderr=subprocess.PIPE)
+    process = fresh_python(
+        ["-m", "lather", "--help"], env=environment, stdout=sender, stderr=subprocess.PIPE
+    )
     os.close(sender)
     assert process.communicate(timeout=120)[1] == ""
     assert process.returncode == 0
 
 
 def test_a_full_disk_is_one_line_and_leaves_no_debris(
-    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    finished: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -358,12 +510,22 @@ def test_a_full_disk_is_one_line_and_leaves_no_debris(
     assert main(["train", str(finished / "tiny.toml"), "--run-dir", str(tmp_path / "run")]) == 1
     error = capsys.readouterr().err
     assert len(error.splitlines()) == 1
-    assert re.search(r"/run/checkpoints cannot be written \(No space left on device: [\d,]+ bytes are free there\): make room", error)
+    assert re.search(
+        r"/run/checkpoints cannot be written \(No space left on device: [\d,]+ bytes are free "
+        r"there\): make room",
+        error,
+    )
     assert list((tmp_path / "run/checkpoints").iterdir()) == []
 
 
 def test_errors_reach_the_shell(tmp_path: Path) -> None:
     """The process is a real one, not a fork."""
-    done = subprocess.run(command("train", tmp_path / "nowhere.toml"), capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        command("train", tmp_path / "nowhere.toml"),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("lather: error: ")

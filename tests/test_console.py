@@ -1,4 +1,5 @@
-"""Tables and lines fit the terminal without a word or number that is cut, and are whole in a pipe."""
+"""Tables and lines fit the terminal without a word or number that is cut, and are whole in a
+pipe."""
 
 from __future__ import annotations
 
@@ -14,11 +15,29 @@ NAME = "python-stdlib-2048-4e8cd3e0def4-and-more-of-a-long-name"
 
 
 def wide_table() -> FittedTable:
-    right = ("parameters", "optimizer", "gradients", "gathered", "activations", "to experts, GiB", "temporaries", "peak")
-    table = titled_table("128 ranks, each on a GPU, an even load of the experts; GiB at the peak", ("rank", "layers"), right)
+    right = (
+        "parameters",
+        "optimizer",
+        "gradients",
+        "gathered",
+        "activations",
+        "to experts, GiB",
+        "temporaries",
+        "peak",
+    )
+    table = titled_table(
+        "128 ranks, each on a GPU, an even load of the experts; GiB at the peak",
+        ("rank", "layers"),
+        right,
+    )
     table.add_column("when")
     for rank in range(3):
-        table.add_row(str(rank), "0-11, 36-47", *(f"{rank},234.{column}" for column in range(8)), "a step with [bold]refresh[/]")
+        table.add_row(
+            str(rank),
+            "0-11, 36-47",
+            *(f"{rank},234.{column}" for column in range(8)),
+            "a step with [bold]refresh[/]",
+        )
     return table
 
 
@@ -36,7 +55,16 @@ def test_every_cell_of_a_table_is_whole_at_any_width(width: int) -> None:
     for rank in range(3):
         for column in range(8):
             assert words.count(f"{rank},234.{column}") == 1
-    for word in ("parameters", "optimizer", "activations", "experts,", "GiB", "peak", "refresh", "36-47"):
+    for word in (
+        "parameters",
+        "optimizer",
+        "activations",
+        "experts,",
+        "GiB",
+        "peak",
+        "refresh",
+        "36-47",
+    ):
         assert word in words
     assert (len([line for line in lines if "rank  layers" in line]) == 1) == (width >= 200)
 
@@ -73,9 +101,17 @@ def test_texts_are_wrapped_before_a_table_is_divided() -> None:
 
 
 def test_lines_are_broken_between_words_below_their_text() -> None:
-    assert fit("made from    a, b and c, of which none is", 30) == "made from    a, b and c, of\n             which none is"
-    assert fit("  --nproc N  start ranks on this machine", 30) == "  --nproc N  start ranks on\n             this machine"
-    assert fit("no columns, and a long line of words", 20) == "no columns, and a\nlong line of words"
+    assert (
+        fit("made from    a, b and c, of which none is", 30)
+        == "made from    a, b and c, of\n             which none is"
+    )
+    assert (
+        fit("  --nproc N  start ranks on this machine", 30)
+        == "  --nproc N  start ranks on\n             this machine"
+    )
+    assert (
+        fit("no columns, and a long line of words", 20) == "no columns, and a\nlong line of words"
+    )
     assert fit("a\n\n  b", 20) == "a\n\n  b"
     path = "x" * 50
     assert fit(f"written: {path}", 20) == f"written:\n{path}"

@@ -1,4 +1,5 @@
-"""The cores that a process may use, other programs that want them, and how OpenMP's threads wait."""
+"""The cores that a process may use, other programs that want them, and how OpenMP's threads
+wait."""
 
 from __future__ import annotations
 
@@ -34,12 +35,16 @@ def twelve_cores(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def test_cores_that_a_process_is_bound_to_count(twelve_cores: pytest.MonkeyPatch) -> None:
-    twelve_cores.setattr(os, "sched_getaffinity", lambda process: {1, 4, 7} if process == 0 else set())
+    twelve_cores.setattr(
+        os, "sched_getaffinity", lambda process: {1, 4, 7} if process == 0 else set()
+    )
     assert num_cores() == 3
 
 
 @pytest.mark.parametrize(("told", "expected"), [(12, 12), (None, 1)])
-def test_all_cores_count_where_nothing_binds_processes(told: int | None, expected: int, twelve_cores: pytest.MonkeyPatch) -> None:
+def test_all_cores_count_where_nothing_binds_processes(
+    told: int | None, expected: int, twelve_cores: pytest.MonkeyPatch
+) -> None:
     twelve_cores.delattr(os, "sched_getaffinity")  # as on macOS
     twelve_cores.setattr(os, "cpu_count", lambda: told)
     assert num_cores() == expected
@@ -47,15 +52,25 @@ def test_all_cores_count_where_nothing_binds_processes(told: int | None, expecte
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("max 100000", 12), ("400000 100000", 4), ("150000 100000", 2), ("50000 100000", 1), ("9900000 100000", 12)],
+    [
+        ("max 100000", 12),
+        ("400000 100000", 4),
+        ("150000 100000", 2),
+        ("50000 100000", 1),
+        ("9900000 100000", 12),
+    ],
 )
-def test_a_container_has_its_share_of_the_cores(text: str, expected: int, twelve_cores: pytest.MonkeyPatch) -> None:
+def test_a_container_has_its_share_of_the_cores(
+    text: str, expected: int, twelve_cores: pytest.MonkeyPatch
+) -> None:
     put_files(twelve_cores, {"/sys/fs/cgroup/cpu.max": text})
     assert num_cores() == expected
 
 
 @pytest.mark.parametrize(("quota", "expected"), [("-1", 12), ("300000", 3)])
-def test_so_it_has_under_the_first_version_of_cgroups(quota: str, expected: int, twelve_cores: pytest.MonkeyPatch) -> None:
+def test_so_it_has_under_the_first_version_of_cgroups(
+    quota: str, expected: int, twelve_cores: pytest.MonkeyPatch
+) -> None:
     folder = "/sys/fs/cgroup/cpu/cpu.cfs_"
     put_files(twelve_cores, {f"{folder}quota_us": quota, f"{folder}period_us": "100000\n"})
     assert num_cores() == expected
@@ -79,7 +94,9 @@ def test_the_smallest_count_is_taken(twelve_cores: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("files", [{}, {"/proc/loadavg": ""}, load(1), load(0)])
-def test_nobody_else_runs_where_the_system_does_not_say_so(files: dict[str, str], twelve_cores: pytest.MonkeyPatch) -> None:
+def test_nobody_else_runs_where_the_system_does_not_say_so(
+    files: dict[str, str], twelve_cores: pytest.MonkeyPatch
+) -> None:
     put_files(twelve_cores, files)
     assert other_programs() == 0
 
@@ -100,7 +117,9 @@ def test_programs_on_cores_that_this_process_may_not_use_do_not_count(
 
 
 @pytest.mark.parametrize(("running", "spins"), [(1, QUIET_SPINS), (2, BUSY_SPINS), (9, BUSY_SPINS)])
-def test_threads_sleep_soon_beside_other_programs(running: int, spins: int, twelve_cores: pytest.MonkeyPatch) -> None:
+def test_threads_sleep_soon_beside_other_programs(
+    running: int, spins: int, twelve_cores: pytest.MonkeyPatch
+) -> None:
     put_files(twelve_cores, load(running))
     assert waiting_variables({}) == {"GOMP_SPINCOUNT": str(spins)}
 
@@ -111,7 +130,10 @@ def test_the_users_own_setting_is_kept(name: str, twelve_cores: pytest.MonkeyPat
     assert waiting_variables({name: "1"}) == {}
 
 
-@pytest.mark.parametrize(("given", "expected"), [({}, f"'{QUIET_SPINS}'|'{BUSY_SPINS}'"), ({"OMP_WAIT_POLICY": "active"}, "None")])
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, f"'{QUIET_SPINS}'|'{BUSY_SPINS}'"), ({"OMP_WAIT_POLICY": "active"}, "None")],
+)
 def test_a_command_decides_before_torch_is_imported(given: dict[str, str], expected: str) -> None:
     """GNU's OpenMP reads its variables once, when torch is imported."""
     code = (

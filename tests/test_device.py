@@ -16,7 +16,9 @@ ASKS = re.compile(r"\.is_cuda\b|\.type\s*[!=]=\s*\"cuda\"")
 
 
 def test_everything_with_memory_but_the_cpu_is_a_gpu() -> None:
-    assert [is_gpu(torch.device(kind)) for kind in ("cpu", "meta", "cuda", "cuda:1", "privateuseone")] == [False, False, True, True, True]
+    assert [
+        is_gpu(torch.device(kind)) for kind in ("cpu", "meta", "cuda", "cuda:1", "privateuseone")
+    ] == [False, False, True, True, True]
     assert not is_gpu(torch.zeros(1))
     assert not is_gpu(torch.zeros(1, device="meta"))
 
@@ -28,7 +30,11 @@ def test_tensors_elsewhere_are_launched_on_without_a_current_gpu() -> None:
 
 def test_nobody_asks_a_tensor_whether_it_is_on_cuda() -> None:
     assert ASKS.search('x.is_cuda and y.device.type == "cuda"')
-    found = {f"{path.relative_to(SOURCE)}: {match[0]}" for path in SOURCE.rglob("*.py") for match in ASKS.finditer(path.read_text())}
+    found = {
+        f"{path.relative_to(SOURCE)}: {match[0]}"
+        for path in SOURCE.rglob("*.py")
+        for match in ASKS.finditer(path.read_text())
+    }
     assert not found, f"ask lather.device.is_gpu instead: {sorted(found)}"
 
 
@@ -43,7 +49,9 @@ def settings() -> tuple[object, ...]:
 
 
 @pytest.mark.parametrize("own", [None, ":16:8"], ids=["unset", "the caller's"])
-def test_deterministic_algorithms_are_chosen_inside_and_the_callers_after(own: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deterministic_algorithms_are_chosen_inside_and_the_callers_after(
+    own: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     if own:
         monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", own)

@@ -19,10 +19,16 @@ def run_example(name: str, *arguments: object) -> str:
 
 
 def run_on_ranks(name: str, num_ranks: int, *arguments: object) -> str:
-    """Run an example on ranks that are forked, with the variables that torchrun would set; returns the output of rank 0."""
+    """Run an example on ranks that are forked, with the variables that torchrun would set; returns
+    the output of rank 0."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    common = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    common = {
+        "WORLD_SIZE": num_ranks,
+        "LOCAL_WORLD_SIZE": num_ranks,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
     command = [ROOT / "examples" / name, *arguments]
     ranks = [started(command, **common, RANK=rank, LOCAL_RANK=rank) for rank in range(num_ranks)]
     first, *_ = [ended(rank) for rank in ranks]
@@ -31,7 +37,12 @@ def run_on_ranks(name: str, num_ranks: int, *arguments: object) -> str:
 
 def started(command: list[object], **environment: object) -> ForkedPython:
     own = {name: str(value) for name, value in environment.items()}
-    return ForkedPython(command, env={**os.environ, "OMP_NUM_THREADS": "1", **own}, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return ForkedPython(
+        command,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **own},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
 
 
 def ended(process: subprocess.Popen[str]) -> str:
@@ -64,7 +75,9 @@ def test_experts_3d() -> None:
     lines = run_example("experts_3d.py").splitlines()
     assert [line.split()[0] for line in lines] == ["per_expert", "stacked", "mixed", "adamw"]
     for line in lines:
-        numbers = re.search(r"loss ([\d.]+) -> ([\d.]+) .* of experts.up ([\d,]+) \(predicted ([\d,]+)\)", line)
+        numbers = re.search(
+            r"loss ([\d.]+) -> ([\d.]+) .* of experts.up ([\d,]+) \(predicted ([\d,]+)\)", line
+        )
         assert numbers
         assert float(numbers[2]) < 0.5 * float(numbers[1]), line
         assert numbers[3] == numbers[4], line
@@ -74,18 +87,27 @@ def test_soap_fsdp2_is_the_same_on_one_rank_and_on_two() -> None:
     """This includes the checkpoint in the middle."""
     losses, sizes = {}, {}
     for num_ranks in (0, 2):
-        *steps, state = (run_on_ranks("soap_fsdp2.py", num_ranks) if num_ranks else run_example("soap_fsdp2.py")).splitlines()
+        *steps, state = (
+            run_on_ranks("soap_fsdp2.py", num_ranks) if num_ranks else run_example("soap_fsdp2.py")
+        ).splitlines()
         losses[num_ranks] = [float(line.split()[-1]) for line in steps]
         sizes[num_ranks] = [int(size.replace(",", "")) for size in state.split(":")[1].split()]
     assert losses[2][-1] < 0.25 * losses[2][0]
     assert losses[0][:3] == pytest.approx(losses[2][:3], rel=0.02)
-    assert losses[0][3:] == pytest.approx(losses[2][3:], abs=0.02)  # rounding grows over 200 steps, and differs from CPU to CPU
+    assert losses[0][3:] == pytest.approx(
+        losses[2][3:], abs=0.02
+    )  # rounding grows over 200 steps, and differs from CPU to CPU
     assert sum(sizes[2]) == sum(sizes[0])
     assert max(sizes[2]) < 0.6 * sizes[0][0]
 
 
-def test_fsdp2_resume_goes_on_from_the_newest_checkpoint_on_another_number_of_ranks(tmp_path: Path) -> None:
-    losses = [float(run_on_ranks("fsdp2_resume.py", ranks, tmp_path / "saved").split()[-1]) for ranks in (2, 1)]
+def test_fsdp2_resume_goes_on_from_the_newest_checkpoint_on_another_number_of_ranks(
+    tmp_path: Path,
+) -> None:
+    losses = [
+        float(run_on_ranks("fsdp2_resume.py", ranks, tmp_path / "saved").split()[-1])
+        for ranks in (2, 1)
+    ]
     assert losses[1] < 0.95 * losses[0]
     assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["0000", "0001"]
 
@@ -93,7 +115,9 @@ def test_fsdp2_resume_goes_on_from_the_newest_checkpoint_on_another_number_of_ra
 def test_soap_tensor_parallel() -> None:
     """It is started by torchrun itself, as users start it."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    *lines, difference = ended(started([*torchrun, ROOT / "examples" / "soap_tensor_parallel.py"])).splitlines()
+    *lines, difference = ended(
+        started([*torchrun, ROOT / "examples" / "soap_tensor_parallel.py"])
+    ).splitlines()
     losses = [re.search(r"loss ([\d.]+) -> ([\d.]+)", line) for line in lines]
     assert len({found.groups() for found in losses if found}) == 1
     assert float(difference.split()[-1]) < 1e-4
@@ -104,6 +128,8 @@ def test_finetune_chat() -> None:
     lines = run_example("finetune_chat.py").splitlines()
     before, after = map(float, lines[-1].removeprefix("loss on answers ").split(" -> "))
     assert after < 0.2 * before
-    asked = next(number for number, line in enumerate(lines) if line.startswith("$ lather generate"))
+    asked = next(
+        number for number, line in enumerate(lines) if line.startswith("$ lather generate")
+    )
     assert re.fullmatch(r"The colour is (red|green|blue|white|black|yellow)\.", lines[asked + 1])
     assert sum(line.startswith("folder") for line in lines) == 3

@@ -1,5 +1,5 @@
-"""A full disk gives one line with the file, the room that is left and a remedy; nothing half-written stays; and the same command works when
-there is room."""
+"""A full disk gives one line with the file, the room that is left and a remedy; nothing
+half-written stays; and the same command works when there is room."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def full(*_: object, **__: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_a_file_that_is_replaced_stays_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_is_replaced_stays_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "file"
     write_aside(file, "before")
     with monkeypatch.context() as patch:
@@ -59,17 +61,33 @@ def test_pipes_and_devices_are_written_to(tmp_path: Path) -> None:
     for name, printed in {"null": "", "stdout": "text"}.items():
         link = tmp_path / name
         link.symlink_to(f"/dev/{name}")  # which would be replaced, and not the device
-        program = "import lather.files, pathlib, sys\nwith lather.files.whole_file(pathlib.Path(sys.argv[1]), '--out') as out:"
+        program = (
+            "import lather.files, pathlib, sys\nwith "
+            "lather.files.whole_file(pathlib.Path(sys.argv[1]), '--out') as out:"
+        )
         program += "\n    out.write_text('text')"
         assert subprocess.check_output([sys.executable, "-c", program, link], text=True) == printed
         assert link.is_symlink()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["null", "pipe", "stdout"]
 
 
-def test_making_a_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_making_a_data_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     source, folder = tmp_path / "text.txt", tmp_path / "ours"
     source.write_text("some text and more of it\n" * 50)
-    command = ["data", "make", str(folder), str(source), "--vocab-size", "300", "--holdout-every", "0", "--workers", "1"]
+    command = [
+        "data",
+        "make",
+        str(folder),
+        str(source),
+        "--vocab-size",
+        "300",
+        "--holdout-every",
+        "0",
+        "--workers",
+        "1",
+    ]
     with monkeypatch.context() as patch:
         patch.setattr(ShardWriter, "finish", full)
         assert main(command) == 2
@@ -79,7 +97,11 @@ def test_making_a_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
         r"[\d,]+ bytes are free there: free space, .* the same command .*\n",
         line,
     )
-    assert sorted(path.name for path in (tmp_path / "ours.partial").rglob("*.*")) == [".lock", "plan.json", "tokenizer.json"]
+    assert sorted(path.name for path in (tmp_path / "ours.partial").rglob("*.*")) == [
+        ".lock",
+        "plan.json",
+        "tokenizer.json",
+    ]
     assert main(command) == 0
 
 
@@ -94,16 +116,23 @@ def test_metrics(tmp_path: Path) -> None:
         writer.close()
 
 
-def test_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def half(_: object, out: Path, **__: object) -> None:
         out.write_bytes(b"half")
         full()
 
-    row = '{"step": 1, "loss": 1.0, "seconds": 1.0, "step_seconds": 1.0, "optimizer_seconds": 0.1}\n'
+    row = (
+        '{"step": 1, "loss": 1.0, "seconds": 1.0, "step_seconds": 1.0, "optimizer_seconds": 0.1}\n'
+    )
     (tmp_path / "metrics.jsonl").write_text(row)
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", half)
     assert main(["plot", str(tmp_path)]) == 2
-    assert re.search(r"loss.png: cannot be written \(No space left on device: [\d,]+ bytes are free there\)", capsys.readouterr().err)
+    assert re.search(
+        r"loss.png: cannot be written \(No space left on device: [\d,]+ bytes are free there\)",
+        capsys.readouterr().err,
+    )
     assert not (tmp_path / "loss.png").exists()
     monkeypatch.undo()
     draw([tmp_path], tmp_path / "loss.png")

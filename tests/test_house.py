@@ -1,3 +1,4 @@
+# ruff: noqa: E501
 """The checks of `.ci/house.py`, each on a made-up package in which one thing is wrong; and pages that list the rooms of the house."""
 
 from __future__ import annotations
@@ -64,7 +65,9 @@ def test_what_is_wrong_is_found_once(name: str, tmp_path: Path) -> None:
 def test_rooms_that_are_named_are_there() -> None:
     package = ROOT / "src" / "lather"
     assert {*house.ROOMS, *house.FOR_ALL} == {
-        path.stem for path in package.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
+        path.stem
+        for path in package.iterdir()
+        if path.suffix == ".py" or (path / "__init__.py").exists()
     }
 
 
@@ -73,8 +76,12 @@ def test_pages_list_all_rooms_in_their_order() -> None:
     rooms = [room for room in house.ROOMS if room != "__main__"]
     design = (ROOT / "docs" / "design.md").read_text("utf-8")
     table = design.partition("| room | holds |\n|---|---|\n")[2].partition("\n\n")[0]
-    assert [room for line in table.splitlines() for room in re.findall(r"`(\w+)`", line.split("|")[1])] == rooms
-    (for_all,) = re.findall(r"^Modules beside the rooms serve all of them: (.*)\.$", design, re.MULTILINE)
+    assert [
+        room for line in table.splitlines() for room in re.findall(r"`(\w+)`", line.split("|")[1])
+    ] == rooms
+    (for_all,) = re.findall(
+        r"^Modules beside the rooms serve all of them: (.*)\.$", design, re.MULTILINE
+    )
     assert {*re.findall(r"`(\w+)`", for_all), "__init__"} == {*house.FOR_ALL}
     assert f"`{', '.join(rooms)}`" in (ROOT / "CONTRIBUTING.md").read_text("utf-8")
 

@@ -1,4 +1,5 @@
-"""The deliberate errors of `.ci/mutations.py` still fit the package, so that the list does not rot between the hours in which it is run."""
+"""The deliberate errors of `.ci/mutations.py` still fit the package, so that the list does not rot
+between the hours in which it is run."""
 
 import runpy
 from pathlib import Path
@@ -11,7 +12,9 @@ MUTATIONS = runpy.run_path(str(ROOT / ".ci" / "mutations.py"))["MUTATIONS"]
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
-def test_an_error_has_one_place_in_a_file_that_still_compiles_and_tests_that_exist(mutation: Any) -> None:
+def test_an_error_has_one_place_in_a_file_that_still_compiles_and_tests_that_exist(
+    mutation: Any,
+) -> None:
     text = (ROOT / "src" / "lather" / mutation.file).read_text("utf-8")
     assert text.count(mutation.old) == 1
     compile(text.replace(mutation.old, mutation.new), mutation.file, "exec")

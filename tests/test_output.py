@@ -1,4 +1,5 @@
-"""Output that cannot be written ends no run: units of the streams, and runs whose standard output is on a full disk or a lost terminal."""
+"""Output that cannot be written ends no run: units of the streams, and runs whose standard output
+is on a full disk or a lost terminal."""
 
 from __future__ import annotations
 
@@ -45,7 +46,9 @@ def streams(out: Disk, err: Disk) -> tuple[SurvivingStream, SurvivingStream]:
     return one, two
 
 
-@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG], ids=errno.errorcode.get)
+@pytest.mark.parametrize(
+    "error", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG], ids=errno.errorcode.get
+)
 def test_a_full_stream_is_told_on_the_other_once_and_goes_on_when_it_can(error: int) -> None:
     out, err = Disk(error), Disk()
     one, _ = streams(out, err)
@@ -56,7 +59,10 @@ def test_a_full_stream_is_told_on_the_other_once_and_goes_on_when_it_can(error: 
     out.is_full = False
     print("later", file=one, flush=True)
     assert out.getvalue() == f"first\nlater\n{GAP}"
-    assert err.getvalue() == f"lather: standard output cannot be written ({os.strerror(error)}): the run goes on\n"
+    assert (
+        err.getvalue()
+        == f"lather: standard output cannot be written ({os.strerror(error)}): the run goes on\n"
+    )
 
 
 def test_what_nobody_can_be_told_is_told_later() -> None:
@@ -96,7 +102,9 @@ ALONE = ("--log.sample-tokens", "0", "--train.steps", "3", "--checkpoint.every",
 
 @pytest.mark.parametrize("streams", ["output", "both"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_run_whose_log_is_on_a_full_disk_trains_to_its_end(tmp_path: Path, ranks: int, streams: str) -> None:
+def test_a_run_whose_log_is_on_a_full_disk_trains_to_its_end(
+    tmp_path: Path, ranks: int, streams: str
+) -> None:
     config, run_dir = write_config(tmp_path), tmp_path / "run"
     arguments = ["-m", "lather", "train", config, "--run-dir", run_dir, *ALONE, "--nproc", ranks]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -108,27 +116,56 @@ def test_a_run_whose_log_is_on_a_full_disk_trains_to_its_end(tmp_path: Path, ran
         finally:
             process.kill()
     assert process.returncode == 0, error
-    assert streams == "both" or error == "lather: standard output cannot be written (No space left on device): the run goes on\n"
+    assert (
+        streams == "both"
+        or error
+        == "lather: standard output cannot be written (No space left on device): the run goes on\n"
+    )
     assert [step_of(path) for path in list_checkpoints(run_dir / "checkpoints")] == [2, 3]
-    assert [row["step"] for row in read_rows(run_dir / "metrics.jsonl") if "loss" in row] == [1, 2, 3]
+    assert [row["step"] for row in read_rows(run_dir / "metrics.jsonl") if "loss" in row] == [
+        1,
+        2,
+        3,
+    ]
 
 
 def test_python_ends_with_the_runs_status_and_closed_streams_are_none(tmp_path: Path) -> None:
     """A real process: Python writes its buffers when it ends, and would end with 120."""
     config = write_config(tmp_path)
-    arguments = [sys.executable, "-m", "lather", "train", str(config), "--run-dir", str(tmp_path / "run"), *ALONE]
+    arguments = [
+        sys.executable,
+        "-m",
+        "lather",
+        "train",
+        str(config),
+        "--run-dir",
+        str(tmp_path / "run"),
+        *ALONE,
+    ]
     shell = 'exec "$0" "$@" > /dev/full 2>&-'
-    assert subprocess.run(["bash", "-c", shell, *arguments], timeout=120, check=False).returncode == 0
+    assert (
+        subprocess.run(["bash", "-c", shell, *arguments], timeout=120, check=False).returncode == 0
+    )
     shell = 'exec "$0" "$@" > /dev/full 2>&1'
-    assert subprocess.run(["bash", "-c", shell, *arguments, "--train.stepz", "3"], timeout=120, check=False).returncode == 2
+    assert (
+        subprocess.run(
+            ["bash", "-c", shell, *arguments, "--train.stepz", "3"], timeout=120, check=False
+        ).returncode
+        == 2
+    )
 
 
 def test_a_run_outlives_its_terminal(tmp_path: Path) -> None:
-    """The bar is drawn on a terminal that is closed after the first step; the process is in another session, as with setsid."""
+    """The bar is drawn on a terminal that is closed after the first step; the process is in another
+    session, as with setsid."""
     config, (controller, terminal) = write_config(tmp_path), os.openpty()
     arguments = ["-m", "lather", "train", config, "--run-dir", tmp_path / "run", *ALONE]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm"}
-    process = reaped(fresh_python(arguments, env=environment, stdout=terminal, stderr=terminal, start_new_session=True))
+    process = reaped(
+        fresh_python(
+            arguments, env=environment, stdout=terminal, stderr=terminal, start_new_session=True
+        )
+    )
     os.close(terminal)
 
     def watch() -> None:
@@ -167,11 +204,17 @@ def test_metrics_that_cannot_be_written_end_the_run_after_a_checkpoint(
     assert (tmp_path / "run/checkpoints/step-00000003").exists()
     monkeypatch.undo()
     assert main(["train", str(config), "--run-dir", str(tmp_path / "run")]) == 0
-    assert [row["step"] for row in read_rows(tmp_path / "run/metrics.jsonl") if "loss" in row] == [1, 2, *range(4, 13)]
+    assert [row["step"] for row in read_rows(tmp_path / "run/metrics.jsonl") if "loss" in row] == [
+        1,
+        2,
+        *range(4, 13),
+    ]
 
 
 @pytest.mark.parametrize("name", ["sample.txt", "loss.png", "report.html"])
-def test_a_picture_that_cannot_be_written_is_told(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_picture_that_cannot_be_written_is_told(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     config, run_dir = write_config(tmp_path, steps=2), tmp_path / "run"
     arguments = ["train", str(config), "--run-dir", str(run_dir), "--log.picture"]
     assert main([*arguments, "--train.steps", "1"]) == 0

@@ -1,8 +1,9 @@
-"""Runs every command of README and docs/, page by page, as a reader would, with small configurations and data: the whole grid's test beside
-test_blocks, which only parses most of them.
+"""Runs every command of README and docs/, page by page, as a reader would, with small
+configurations and data: the whole grid's test beside test_blocks, which only parses most of them.
 
-What differs from the page is in `CHANGED` and `LEFT_OUT`. A command that is the same on every machine, or names its machine, runs once for
-each machine; SLURM is a stand-in (`slurm`). test_your_model runs the commands of your-model.md.
+What differs from the page is in `CHANGED` and `LEFT_OUT`. A command that is the same on every
+machine, or names its machine, runs once for each machine; SLURM is a stand-in (`slurm`).
+test_your_model runs the commands of your-model.md.
 """
 
 from __future__ import annotations
@@ -31,8 +32,11 @@ pytestmark = [pytest.mark.grid, pytest.mark.timeout(900)]
 
 SECONDS = 300
 """Seconds after which a command and its processes are killed."""
-LEFT_OUT = re.compile(r"(PIP_\w+=\S+ )?(make|pip|python3 -m venv|tensorboard)\b|lather train .*--log.wandb-project")
-"""Matches what installs (`.ci/run` does that, and `make train` with it), what needs GPUs, what serves pages, what needs an account."""
+LEFT_OUT = re.compile(
+    r"(PIP_\w+=\S+ )?(make|pip|python3 -m venv|tensorboard)\b|lather train .*--log.wandb-project"
+)
+"""Matches what installs (`.ci/run` does that, and `make train` with it), what needs GPUs, what
+serves pages, what needs an account."""
 CHANGED = {
     "/shared/lather": ".",
     "/shared/runs": "runs",
@@ -54,7 +58,9 @@ CHANGED = {
     "runs/first@2000": "runs/first@200",
     "hellaswag,arc_easy": "questions --task-folder tasks",
     "import FOLDER": "import models/base",
-    "runs/imported/config.toml": "runs/imported/config.toml --train.steps 4 --train.sequence-length 64",
+    "runs/imported/config.toml": (
+        "runs/imported/config.toml --train.steps 4 --train.sequence-length 64"
+    ),
 }
 SIZES = {
     "hidden_size": 32,
@@ -80,7 +86,8 @@ PAGES = [
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make what the pages take for granted: a checkout with data, a model in Hugging Face's format with a chat template, and runs."""
+    """Make what the pages take for granted: a checkout with data, a model in Hugging Face's format
+    with a chat template, and runs."""
     folder = tmp_path_factory.mktemp("world")
     for name in ("benchmarks", "docs", "examples", "src", "tests", "pyproject.toml", "Makefile"):
         (folder / name).symlink_to(ROOT / name)
@@ -91,7 +98,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_texts(folder)
     my = write_config(folder, steps=300, checkpoint_every=100).rename(folder / "my.toml")
     fast = my.read_text().replace('"soap"\nprecondition_frequency = 3', '"adamw"')
-    fast = fast.replace("batch_size = 4\nmicro_batch_size = 2", "batch_size = 8\nmicro_batch_size = 1")
+    fast = fast.replace(
+        "batch_size = 4\nmicro_batch_size = 2", "batch_size = 8\nmicro_batch_size = 1"
+    )
     fast = fast.replace("num_hidden_layers = 2", "num_hidden_layers = 4")
     my.write_text(fast)
     short = "--train.steps 4 --train.sequence-length 64"
@@ -100,8 +109,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "data make data/chat chats.jsonl --chat --tokenizer models/base",
         "train configs/quickstart.toml",
         "train my.toml --run-dir runs/first",
-        f"train --init-from models/base --data.path data/chat --run-dir runs/mine {short} --checkpoint.keep-best",
-        f"train --init-from models/base --data.path data/chat --run-dir runs/tuned {short} --lora.rank 4",
+        f"train --init-from models/base --data.path data/chat --run-dir runs/mine {short} "
+        "--checkpoint.keep-best",
+        f"train --init-from models/base --data.path data/chat --run-dir runs/tuned {short} "
+        "--lora.rank 4",
     ):
         run_all([f"lather {line}"], folder)
     return folder
@@ -119,7 +130,9 @@ def stand_ins(folder: Path) -> None:
     (folder / ".venv/bin/activate").write_text("")
     (folder / "bin").mkdir()
     for name in ("srun", "sbatch", "scontrol"):
-        (folder / "bin" / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" "{ROOT}/tests/slurm.py" {name} "$@"\n')
+        (folder / "bin" / name).write_text(
+            f'#!/bin/sh\nexec "{sys.executable}" "{ROOT}/tests/slurm.py" {name} "$@"\n'
+        )
         (folder / "bin" / name).chmod(0o755)
 
 
@@ -132,7 +145,9 @@ def make_texts(folder: Path) -> None:
     texts = [path.read_text() for path in sorted((folder / "models/texts").iterdir())]
     for name in ("text", "texts", "my-text", "text/web"):
         shutil.copytree(folder / "models/texts", folder / name)
-    shutil.copytree(ROOT / "src/lather/data", folder / "my-code", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "src/lather/data", folder / "my-code", ignore=shutil.ignore_patterns("__pycache__")
+    )
     (folder / "my").mkdir()
     train_tokenizer(iter(texts), 400, "</s>").save(str(folder / "my/tokenizer.json"))
     (folder / "notes.jsonl").write_text("\n".join(json.dumps({"body": text}) for text in texts))
@@ -140,8 +155,14 @@ def make_texts(folder: Path) -> None:
     rows = [{"question": text, "choices": [" red", " green"], "answer": 0} for text in texts[:4]]
     (folder / "tasks").mkdir()
     (folder / "tasks/rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    data = f"dataset_path: json\ndataset_kwargs:\n  data_files:\n    test: {folder / 'tasks/rows.jsonl'}\ntest_split: test\n"
-    form = 'output_type: multiple_choice\ndoc_to_text: "{{question}}"\ndoc_to_choice: "{{choices}}"\ndoc_to_target: "{{answer}}"\n'
+    data = (
+        "dataset_path: json\ndataset_kwargs:\n  data_files:\n    test: "
+        f"{folder / 'tasks/rows.jsonl'}\ntest_split: test\n"
+    )
+    form = (
+        "output_type: multiple_choice\ndoc_to_text: "
+        '"{{question}}"\ndoc_to_choice: "{{choices}}"\ndoc_to_target: "{{answer}}"\n'
+    )
     (folder / "tasks/questions.yaml").write_text(f"task: questions\n{data}{form}")
 
 
@@ -157,11 +178,12 @@ def make_packed_files(folder: Path, texts: list[str]) -> None:
     (folder / "corpus.bin").write_bytes(header.tobytes() + tokens.astype(np.uint16).tobytes())
 
 
-# --- running ----------------------------------------------------------------------------------------------------------------------------
+# --- running --------------------------------------------------------------------------------------
 
 
 def launches(script: str) -> Iterator[list[str]]:
-    """Yield the commands of a page's scripts in order: those that run at the same time, one on each machine, as one list."""
+    """Yield the commands of a page's scripts in order: those that run at the same time, one on each
+    machine, as one list."""
     waiting = ""
     for line in re.sub(r"\\\n\s*", "", script).splitlines():
         command = re.sub(r"\s+#\s.*$", "", line).strip()
@@ -179,14 +201,28 @@ def launches(script: str) -> Iterator[list[str]]:
 def run_all(commands: list[str], folder: Path) -> None:
     """Run commands beside each other; an AssertionError has the output of one that fails."""
     paths = [str(folder / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]
-    environment = {**os.environ, "PATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "HF_DATASETS_CACHE": str(folder / "cache")}
-    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    environment = {
+        **os.environ,
+        "PATH": os.pathsep.join(paths),
+        "OMP_NUM_THREADS": "1",
+        "HF_DATASETS_CACHE": str(folder / "cache"),
+    }
+    streams = {
+        "stdin": subprocess.DEVNULL,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.STDOUT,
+        "text": True,
+    }
     options = {"cwd": folder, "env": environment, "start_new_session": True, **streams}
-    processes = [subprocess.Popen(["bash", "-euo", "pipefail", "-c", line], **options) for line in commands]
+    processes = [
+        subprocess.Popen(["bash", "-euo", "pipefail", "-c", line], **options) for line in commands
+    ]
     try:
         for command, process in zip(commands, processes, strict=True):
             output, _ = process.communicate(timeout=SECONDS)
-            assert process.returncode == 0, f"{command}\nended with status {process.returncode}:\n{output}"
+            assert process.returncode == 0, (
+                f"{command}\nended with status {process.returncode}:\n{output}"
+            )
     finally:
         for process in processes:
             if process.poll() is None:
@@ -205,7 +241,9 @@ def test_commands_run_to_their_end(page: Path, world: Path, tmp_path: Path) -> N
     shutil.copytree(world, folder, symlinks=True)
     for name, source in shown_files(page).items():
         (folder / name).write_text(source)
-    for made in re.findall(r"(?:--run-dir|lather import \S+) (runs/[\w-]+)|lather data make (data/\w+)", text):
+    for made in re.findall(
+        r"(?:--run-dir|lather import \S+) (runs/[\w-]+)|lather data make (data/\w+)", text
+    ):
         shutil.rmtree(folder / "".join(made), ignore_errors=True)  # the page makes it
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

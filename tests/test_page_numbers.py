@@ -1,4 +1,5 @@
-"""Numbers that docs/tour.md and docs/size-a-run.md show without a link to their row are those of the row, or are counted."""
+"""Numbers that docs/tour.md and docs/size-a-run.md show without a link to their row are those of
+the row, or are counted."""
 
 import json
 import math
@@ -17,11 +18,23 @@ TOUR, SIZES = ((ROOT / "docs" / name).read_text() for name in ("tour.md", "size-
 def test_the_training_that_the_tour_shows_is_that_of_the_row() -> None:
     rows = map(json.loads, (ROOT / "benchmarks/results/quickstart.jsonl").read_text().splitlines())
     row = next(row for row in rows if row["contestant"] == "muon")
-    block = re.search(r"^lather train configs/quickstart.toml\n```.*?```text\n(.*?)^```$", TOUR, re.MULTILINE | re.DOTALL)
+    block = re.search(
+        r"^lather train configs/quickstart.toml\n```.*?```text\n(.*?)^```$",
+        TOUR,
+        re.MULTILINE | re.DOTALL,
+    )
     assert block
-    shown = [(int(step), loss) for step, loss in re.findall(r"^step (\d+): validation loss ([\d.]+)$", block[1], re.MULTILINE)]
+    shown = [
+        (int(step), loss)
+        for step, loss in re.findall(
+            r"^step (\d+): validation loss ([\d.]+)$", block[1], re.MULTILINE
+        )
+    ]
     assert shown == [(step, f"{loss:.4f}") for step, loss in row["validation"]]
-    last = f"{row['first_loss']:.4f} before, {row['loss']:.4f} after {row['steps']} steps in {duration(row['seconds'])} of training"
+    last = (
+        f"{row['first_loss']:.4f} before, {row['loss']:.4f} after "
+        f"{row['steps']} steps in {duration(row['seconds'])} of training"
+    )
     assert f"validation loss   {last}\n" in block[1]
 
 
@@ -32,9 +45,16 @@ def test_parameters_and_tokens_of_the_presets_are_counted() -> None:
         config = load_config(preset)
         sizes = {name: math.prod(shape) for name, shape in parameter_shapes(config.model).items()}
         experts = sum(size for name, size in sizes.items() if ".experts." in name)
-        idle = experts * (num_routed_experts(config.model) - config.model.num_experts_per_tok) // num_routed_experts(config.model)
+        idle = (
+            experts
+            * (num_routed_experts(config.model) - config.model.num_experts_per_tok)
+            // num_routed_experts(config.model)
+        )
         active = sum(sizes.values()) - idle
-        assert f"| `configs/{preset.name}` | {sum(sizes.values()):,} | {active:,} | {experts:,} |\n" in SIZES
+        assert (
+            f"| `configs/{preset.name}` | {sum(sizes.values()):,} | {active:,} | {experts:,} |\n"
+            in SIZES
+        )
 
         batch, length = config.train.batch_size, config.train.sequence_length
         tokens = batch * length * config.train.steps

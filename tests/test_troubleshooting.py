@@ -1,4 +1,5 @@
-"""docs/troubleshooting.md quotes messages as they are printed: commands provoke some, and the source has the words of the others."""
+"""docs/troubleshooting.md quotes messages as they are printed: commands provoke some, and the
+source has the words of the others."""
 
 import ast
 import functools
@@ -14,7 +15,8 @@ from error_messages import PAGE, PROVOKED
 
 SOURCE = Path(error_messages.REPOSITORY) / "src/lather"
 LEAST = 20
-"""Letters that a message has to share with the source, so that a pattern of nothing but values matches nothing."""
+"""Letters that a message has to share with the source, so that a pattern of nothing but values
+matches nothing."""
 
 
 def test_messages_that_a_command_provokes_are_those_of_the_page() -> None:
@@ -44,9 +46,16 @@ def test_the_words_of_all_other_messages_are_in_the_code() -> None:
 
 def test_words_that_are_nowhere_are_noticed() -> None:
     patterns = patterns_of_the_source()
-    message = "lather: error: data/web has a vocabulary of 32000 tokens, but model.vocab_size is 2048: they do not fit"
+    message = (
+        "lather: error: data/web has a vocabulary of 32000 tokens, "
+        "but model.vocab_size is 2048: they do not fit"
+    )
     assert any(pattern.search(message) for pattern in patterns)
-    for wrong in (message.replace("do not fit", "fit badly"), message.replace("vocabulary", "dictionary"), "model.seed = 3: 4 and 5"):
+    for wrong in (
+        message.replace("do not fit", "fit badly"),
+        message.replace("vocabulary", "dictionary"),
+        "model.seed = 3: 4 and 5",
+    ):
         assert not any(pattern.search(wrong) for pattern in patterns), wrong
 
 
@@ -54,20 +63,31 @@ def test_every_message_has_a_remedy() -> None:
     page = PAGE.read_text()
     assert without_a_remedy(page) == []
     assert without_a_remedy(page + "\n```text\nlast\n```\n") == ["last"]
-    lost = re.sub(r"(it must be 0 without init_from.*?\n```\n)\n[^\n]+\n", r"\1", page, flags=re.DOTALL)
+    lost = re.sub(
+        r"(it must be 0 without init_from.*?\n```\n)\n[^\n]+\n", r"\1", page, flags=re.DOTALL
+    )
     assert len(without_a_remedy(lost)) == 1
-    assert without_a_remedy(page.replace("trained weights\n```\n", "trained weights\n```text\n```\n"))
+    assert without_a_remedy(
+        page.replace("trained weights\n```\n", "trained weights\n```text\n```\n")
+    )
 
 
 def without_a_remedy(page: str) -> list[str]:
-    """Return the first line of each block of the page that is empty, is not closed by a bare fence, or after which no paragraph follows."""
+    """Return the first line of each block of the page that is empty, is not closed by a bare fence,
+    or after which no paragraph follows."""
     parts = re.split(r"^```", page, flags=re.MULTILINE)
     blocks, after = parts[1::2], parts[2::2]
     wrong = []
     for block, text in itertools.zip_longest(blocks, after, fillvalue=""):
         language, _, message = block.partition("\n")
         follows = re.sub(r"<!--.*?-->", "", text.removeprefix("\n"), flags=re.DOTALL).strip()
-        if language != "text" or not message.strip() or not text.startswith("\n") or not follows or follows.startswith("#"):
+        if (
+            language != "text"
+            or not message.strip()
+            or not text.startswith("\n")
+            or not follows
+            or follows.startswith("#")
+        ):
             wrong.append(message.partition("\n")[0])
     return wrong
 
@@ -75,22 +95,35 @@ def without_a_remedy(page: str) -> list[str]:
 def others_of(page: str) -> list[str]:
     """Return the messages of Lather that the page quotes without a command, each on one line."""
     own = PROVOKED.sub("", page).partition("## From torch")[0]
-    blocks = [" ".join(block.split()) for block in re.findall(r"^```text\n(.*?)\n```$", own, re.DOTALL | re.MULTILINE)]
+    blocks = [
+        " ".join(block.split())
+        for block in re.findall(r"^```text\n(.*?)\n```$", own, re.DOTALL | re.MULTILINE)
+    ]
     return [block for block in blocks if not re.match(r"\w[\w.]*Error: ", block)]
 
 
 @functools.cache
 def patterns_of_the_source() -> list[re.Pattern[str]]:
-    """Return a pattern for every string of the package that may be a message: its words, with anything in place of a value."""
+    """Return a pattern for every string of the package that may be a message: its words, with
+    anything in place of a value."""
     found = []
     for file in SOURCE.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.JoinedStr):
-                parts = [str(part.value) if isinstance(part, ast.Constant) else None for part in node.values]
+                parts = [
+                    str(part.value) if isinstance(part, ast.Constant) else None
+                    for part in node.values
+                ]
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 parts = [node.value]
             else:
                 continue
             if sum(len(part) for part in parts if part) >= LEAST:
-                found.append(re.compile("(^|[ :])" + ".*".join("" if part is None else re.escape(part) for part in parts) + "$"))
+                found.append(
+                    re.compile(
+                        "(^|[ :])"
+                        + ".*".join("" if part is None else re.escape(part) for part in parts)
+                        + "$"
+                    )
+                )
     return found

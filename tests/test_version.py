@@ -20,7 +20,12 @@ def commit_of(folder: Path) -> str:
     """Return the commit that a copy of the package in `folder` finds."""
     code = "from lather.version import find_commit; print(find_commit())"
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, env={"PYTHONPATH": str(folder)}, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code],
+        cwd=folder,
+        env={"PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
+        check=True,
     )
     return done.stdout.strip()
 
@@ -36,7 +41,9 @@ def copied(tmp_path: Path) -> Path:
 
 def test_the_commit_of_a_checkout_and_its_mark_if_files_differ(copied: Path) -> None:
     def git(*arguments: str) -> str:
-        return subprocess.run([*GIT, *arguments], cwd=copied, check=True, capture_output=True, text=True).stdout.strip()
+        return subprocess.run(
+            [*GIT, *arguments], cwd=copied, check=True, capture_output=True, text=True
+        ).stdout.strip()
 
     git("init", "-q")
     assert commit_of(copied) == "None"  # the copy lies in a checkout that does not track it
@@ -56,9 +63,17 @@ def test_the_recorded_commit_where_there_is_no_checkout(copied: Path) -> None:
 
 @pytest.mark.parametrize(
     ("commit", "shown"),
-    [("0123456789abcdef" * 2, "0123456789ab"), ("0123456789abcdef-dirty", "0123456789ab-dirty"), (None, "commit unknown")],
+    [
+        ("0123456789abcdef" * 2, "0123456789ab"),
+        ("0123456789abcdef-dirty", "0123456789ab-dirty"),
+        (None, "commit unknown"),
+    ],
 )
-def test_the_line_of_versions(commit: str | None, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_line_of_versions(
+    commit: str | None, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(version, "find_commit", lambda: commit)
     python = ".".join(map(str, sys.version_info[:3]))
-    assert version.describe_version() == f"lather {lather.__version__} ({shown}), torch {metadata.version('torch')}, Python {python}"
+    assert version.describe_version() == (
+        f"lather {lather.__version__} ({shown}), torch {metadata.version('torch')}, Python {python}"
+    )

@@ -1,4 +1,5 @@
-"""docs/your-model.md: the first block prints what it says; its family trains, generates and is exported once the changes are made."""
+"""docs/your-model.md: the first block prints what it says; its family trains, generates and is
+exported once the changes are made."""
 
 import contextlib
 import io
@@ -27,13 +28,17 @@ def test_parameters_are_sorted_as_the_page_says() -> None:
 
 
 def changed_package(folder: Path) -> None:
-    """Copy the package into `folder`, add the page's family, and make the changes that the page shows."""
+    """Copy the package into `folder`, add the page's family, and make the changes that the page
+    shows."""
     shutil.copytree(ROOT / "src/lather", folder / "lather")
     models = folder / "lather/models"
     (models / "deepseek_moe.py").write_text(blocks("python")[1])
     families = models / "families.py"
     for diff in blocks("text")[1:]:
-        before, after = ("".join(line[1:] for line in diff.splitlines(True) if line[0] in f" {sign}") for sign in "-+")
+        before, after = (
+            "".join(line[1:] for line in diff.splitlines(True) if line[0] in f" {sign}")
+            for sign in "-+"
+        )
         source = families.read_text()
         assert source.count(before) == 1, diff
         families.write_text(source.replace(before, after))
@@ -43,7 +48,8 @@ COMMANDS = """
 import json, sys, torch
 from lather.cli import main
 torch.set_num_threads(1)
-short = "--train.steps 3 --train.validation-sequences 2 --log.sample-tokens 0 --log.no-picture".split()
+short = "--train.steps 3 --train.validation-sequences 2 --log.sample-tokens 0".split()
+short.append("--log.no-picture")
 for line in sys.stdin.read().splitlines():
     command, *arguments = line.replace('"', "").split()
     assert command == "lather"
@@ -54,7 +60,9 @@ assert (exported["architectures"], exported["model_type"]) == (["DeepseekForCaus
 """
 
 
-def test_the_family_of_the_page_trains_generates_and_comes_back_from_its_export(tmp_path: Path) -> None:
+def test_the_family_of_the_page_trains_generates_and_comes_back_from_its_export(
+    tmp_path: Path,
+) -> None:
     changed_package(tmp_path / "changed")
     (tmp_path / "my-moe.toml").write_text(blocks("toml")[0])
     text = tmp_path / "my-text"

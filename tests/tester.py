@@ -1,13 +1,18 @@
-"""A process that runs tests: what is set and imported in it, in this order, and what every test begins with.
+"""A process that runs tests: what is set and imported in it, in this order, and what every test
+begins with.
 
-Has the shapes in annotations of Lather checked, at the first calls of each function in every test and fixture (`typechecker`); jaxtyping
-has to be imported before Lather is.
+Has the shapes in annotations of Lather checked, at the first calls of each function in every test
+and fixture (`typechecker`); jaxtyping has to be imported before Lather is.
 """
 
 import os
 
-os.environ.setdefault("MKL_CBWR", "AUTO")  # lets MKL round alike for every batch; MKL reads this at its first call
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # also for processes that tests start: threads that wait for each other would take the cores
+os.environ.setdefault(
+    "MKL_CBWR", "AUTO"
+)  # lets MKL round alike for every batch; MKL reads this at its first call
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # also for processes that tests start: threads that wait for each other would take the cores
 
 import jaxtyping
 import pytest
@@ -28,7 +33,9 @@ forked.without_fsync()
 forked.start_ranks_in(forked.server())
 
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # runs Triton's kernels on CPU tensors; Triton reads it when it is first imported
+    os.environ["TRITON_INTERPRET"] = (
+        "1"  # runs Triton's kernels on CPU tensors; Triton reads it when it is first imported
+    )
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,5 @@
-"""Sizes of a model that trains in milliseconds, as the `[model]` section of a configuration. Ranks import it without pytest."""
+"""Sizes of a model that trains in milliseconds, as the `[model]` section of a configuration. Ranks
+import it without pytest."""
 
 from typing import Any
 

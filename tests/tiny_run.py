@@ -1,4 +1,5 @@
-"""Makes a run that starts, trains and ends in seconds, with files and command lines as a user would."""
+"""Makes a run that starts, trains and ends in seconds, with files and command lines as a user
+would."""
 
 import json
 import os
@@ -12,7 +13,13 @@ from safetensors import deserialize
 from forked import ForkedPython
 from reaper import reaped
 
-TIME_FIELDS = ("seconds", "step_seconds", "optimizer_seconds", "tokens_per_second", "peak_memory_bytes")
+TIME_FIELDS = (
+    "seconds",
+    "step_seconds",
+    "optimizer_seconds",
+    "tokens_per_second",
+    "peak_memory_bytes",
+)
 """Fields of metrics.jsonl that differ between two runs of the same configuration."""
 
 CONFIG = """\
@@ -62,10 +69,16 @@ def write_config(folder: Path, *, steps: int = 12, checkpoint_every: int = 4) ->
     corpus = folder / "corpus"
     corpus.mkdir(exist_ok=True)
     for index in range(6):
-        lines = [f"def f{n}_{index}(x):\n    return x + {n * index} if x else None\n" for n in range(20)]
+        lines = [
+            f"def f{n}_{index}(x):\n    return x + {n * index} if x else None\n" for n in range(20)
+        ]
         (corpus / f"m{index}.py").write_text("\n".join(lines))
     config = folder / "tiny.toml"
-    config.write_text(CONFIG.format(corpus=corpus, cache=folder / "data", steps=steps, checkpoint_every=checkpoint_every))
+    config.write_text(
+        CONFIG.format(
+            corpus=corpus, cache=folder / "data", steps=steps, checkpoint_every=checkpoint_every
+        )
+    )
     return config
 
 
@@ -103,7 +116,8 @@ def timeless_rows(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def last_weights(run_dir: Path) -> dict[str, bytes]:
-    """Read weights and optimizer state of the newest checkpoint from disk, without random states: torch seeds each process differently."""
+    """Read weights and optimizer state of the newest checkpoint from disk, without random states:
+    torch seeds each process differently."""
     newest = sorted((run_dir / "checkpoints").glob("step-*"))[-1]
     found = {}
     for file in newest.glob("rank-*.safetensors"):

@@ -1,5 +1,5 @@
-"""Decides which calls of Lather are checked in tests, and by what: beartype checks functions with shapes in their annotations, mypy the
-rest."""
+"""Decides which calls of Lather are checked in tests, and by what: beartype checks functions with
+shapes in their annotations, mypy the rest."""
 
 import functools
 import inspect
@@ -16,7 +16,8 @@ checked = beartype(conf=BeartypeConf(is_pep484_tower=True))
 
 _real = jaxtyping.jaxtyped
 CHECKED_CALLS = 3
-"""Calls of a function that are checked in each test: a check takes longer than most functions do."""
+"""Calls of a function that are checked in each test: a check takes longer than most functions
+do."""
 _calls: Counter[int] = Counter()
 
 
@@ -53,4 +54,7 @@ def _has_shapes(function: Any) -> bool:
         return _has_shapes(function.__func__)
     if inspect.isclass(function):
         return _has_shapes(function.__init__)
-    return any(re.search(r"\b(Bool|Float|Int)\[", str(annotation)) for annotation in getattr(function, "__annotations__", {}).values())
+    return any(
+        re.search(r"\b(Bool|Float|Int)\[", str(annotation))
+        for annotation in getattr(function, "__annotations__", {}).values()
+    )

@@ -1,1 +1,2 @@
-"""Finds out which rule learns how fast, per step, per second and per byte: a study of many trainings, and the conclusions from its rows."""
+"""Finds out which rule learns how fast, per step, per second and per byte: a study of many
+trainings, and the conclusions from its rows."""

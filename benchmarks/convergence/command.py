@@ -1,4 +1,5 @@
-"""`lather bench convergence ACTION STUDY`: makes the runs of a study, measures what its optimizers cost, or reports what was found."""
+"""`lather bench convergence ACTION STUDY`: makes the runs of a study, measures what its optimizers
+cost, or reports what was found."""
 
 from __future__ import annotations
 
@@ -27,15 +28,19 @@ UNFINISHED = 3
 
 @dataclass(frozen=True)
 class ConvergenceBenchmark:
-    """Finds out which rule learns how fast: the runs of a study, what its optimizers cost, and what follows."""
+    """Finds out which rule learns how fast: the runs of a study, what its optimizers cost, and what
+    follows."""
 
     action: tyro.conf.Positional[Literal["run", "cost", "report"]]
-    """run: make the runs that are missing (it goes on after a stop or a kill). cost: measure milliseconds and bytes of the study's
-    optimizers, on a machine that does nothing else. report: print tables and draw the picture of what is there."""
+    """run: make the runs that are missing (it goes on after a stop or a kill). cost: measure
+    milliseconds and bytes of the study's optimizers, on a machine that does nothing else. report:
+    print tables and draw the picture of what is there."""
     study: tyro.conf.Positional[Path]
-    """Study file, such as benchmarks/studies/short.toml; modules beside it can be named as rules (module:Class)."""
+    """Study file, such as benchmarks/studies/short.toml; modules beside it can be named as rules
+    (module:Class)."""
     out: Path | None = None
-    """Folder for rows.jsonl, costs.jsonl, picture and unfinished runs (default: runs/convergence/NAME)."""
+    """Folder for rows.jsonl, costs.jsonl, picture and unfinished runs (default:
+    runs/convergence/NAME)."""
     settings: tuple[str, ...] = ()
     """Settings of the study to take part; none named: all."""
     contestants: tuple[str, ...] = ()
@@ -53,9 +58,13 @@ class ConvergenceBenchmark:
 
 
 def run(options: ConvergenceBenchmark) -> int:
-    """Carry out the action; returns the exit status, `UNFINISHED` if runs are missing after `--minutes`."""
+    """Carry out the action; returns the exit status, `UNFINISHED` if runs are missing after
+    `--minutes`."""
     sys.path.insert(0, str(options.study.parent.resolve()))
-    study, console = load_study(options.study).limited_to(options.settings, options.contestants), command_console()
+    study, console = (
+        load_study(options.study).limited_to(options.settings, options.contestants),
+        command_console(),
+    )
     folder = options.out or Path("runs/convergence") / study.name
     published = options.study.parent.parent / "results/convergence" / study.name
     if options.action == "report":
@@ -81,17 +90,27 @@ def load_findings(study: Study, folder: Path) -> Findings:
     return Findings(study.compared(read_rows(folder / "rows.jsonl")), list(newest.values()))
 
 
-def report(study: Study, folder: Path, published: Path, against: tuple[str, ...], console: Console) -> int:
-    """Print tables, draw the picture, and compare with published rows of the study if there are any; returns the exit status."""
+def report(
+    study: Study, folder: Path, published: Path, against: tuple[str, ...], console: Console
+) -> int:
+    """Print tables, draw the picture, and compare with published rows of the study if there are
+    any; returns the exit status."""
     rows = read_rows(folder / "rows.jsonl")
     if not rows:
-        raise UserError(f"{folder}: no run is finished yet: lather bench convergence run STUDY makes them")
+        raise UserError(
+            f"{folder}: no run is finished yet: lather bench convergence run STUDY makes them"
+        )
     if study.tuning is not None:
         console.print(rates_table(study, rows), highlight=False, soft_wrap=True, markup=False)
     findings = load_findings(study, folder)
     for setting in findings.settings():
         baselines = [name for name in against if name in findings.contestants(setting)]
-        console.print(f"\n{setting}\n{markdown_table(findings, setting, baselines)}", highlight=False, soft_wrap=True, markup=False)
+        console.print(
+            f"\n{setting}\n{markdown_table(findings, setting, baselines)}",
+            highlight=False,
+            soft_wrap=True,
+            markup=False,
+        )
     if (published / "rows.jsonl").exists() and published.resolve() != folder.resolve():
         for line in reproduction(findings, load_findings(study, published)):
             console.print(line, highlight=False)
@@ -100,7 +119,9 @@ def report(study: Study, folder: Path, published: Path, against: tuple[str, ...]
 
         names = dict.fromkeys(contestant.name for contestant in study.contestants)
         draw(findings, list(names), folder / "curves.png")
-        console.print(f"\nrows {folder / 'rows.jsonl'}   picture {folder / 'curves.png'}", highlight=False)
+        console.print(
+            f"\nrows {folder / 'rows.jsonl'}   picture {folder / 'curves.png'}", highlight=False
+        )
     return 0
 
 
@@ -112,7 +133,8 @@ def _measure_costs(study: Study, folder: Path, common: dict[str, object], consol
         append_row(folder / "costs.jsonl", {**common, **row})
         ms, bytes_each = row["optimizer_ms"], row["state_bytes"] / row["parameters"]
         console.print(
-            f"{row['setting']} {row['contestant']}: {ms['median']:.2f} ms ({ms['p20']:.2f} to {ms['p80']:.2f}), gradient "
+            f"{row['setting']} {row['contestant']}: {ms['median']:.2f} ms ({ms['p20']:.2f} to "
+            f"{ms['p80']:.2f}), gradient "
             f"{row['gradient_ms']['median']:.1f} ms, {bytes_each:.1f} bytes per parameter",
             highlight=False,
             soft_wrap=True,

@@ -1,8 +1,9 @@
-"""Measures what the optimizers of a study cost: milliseconds of a step and of a gradient, and bytes of state, on a machine that does
-nothing else.
+"""Measures what the optimizers of a study cost: milliseconds of a step and of a gradient, and bytes
+of state, on a machine that does nothing else.
 
-The optimizers of a setting are alive together and take turns: in every round each does whole intervals between refreshes, on gradients of
-real batches. A gradient is a forward and backward pass of the setting's model, timed in the same rounds.
+The optimizers of a setting are alive together and take turns: in every round each does whole
+intervals between refreshes, on gradients of real batches. A gradient is a forward and backward pass
+of the setting's model, timed in the same rounds.
 """
 
 from __future__ import annotations
@@ -57,8 +58,13 @@ class _Timed:
 def measure(study: Study, folder: Path) -> Iterator[Row]:
     """Measure every contestant in every setting of the study; yields a row for each."""
     for setting in study.settings:
-        names = {contestant.name: contestant for where, contestant in study.pairs() if where == setting}
-        configs = {name: study.trial(one, setting, 0, one.rates[setting]).config(folder) for name, one in names.items()}
+        names = {
+            contestant.name: contestant for where, contestant in study.pairs() if where == setting
+        }
+        configs = {
+            name: study.trial(one, setting, 0, one.rates[setting]).config(folder)
+            for name, one in names.items()
+        }
         if configs:
             yield from _measure_setting(setting, configs)
 
@@ -87,18 +93,25 @@ def _measure_setting(setting: str, configs: dict[str, Config]) -> Iterator[Row]:
             "contestant": one.name,
             "optimizer_ms": percentiles([1e3 * seconds for seconds in times[one.name]]),
             "gradient_ms": percentiles([1e3 * seconds for seconds in gradient_times]),
-            "state_bytes": sum(x.numel() * x.element_size() for state in one.optimizer.state.values() for x in _tensors(state)),
+            "state_bytes": sum(
+                x.numel() * x.element_size()
+                for state in one.optimizer.state.values()
+                for x in _tensors(state)
+            ),
             "parameters": sum(p.numel() for p in one.params),
         }
 
 
 def _batches(config: Config) -> Batches:
     datasets = open_datasets(config.data, config.model.vocab_size, lambda text: None)
-    return training_batches(datasets, config.data, config.train.sequence_length, config.train.batch_size, config.seed)
+    return training_batches(
+        datasets, config.data, config.train.sequence_length, config.train.batch_size, config.seed
+    )
 
 
 def _gradients(engine: Engine, batch: Batch) -> list[Tensor]:
-    """Compute the gradients of a batch. They are not clipped: only their time and their usual size matter."""
+    """Compute the gradients of a batch. They are not clipped: only their time and their usual size
+    matter."""
     engine.read(engine.launch_gradients(batch))
     found = [p.grad.clone() for _, p in engine.parameters.spread() if p.grad is not None]
     engine.parameters.clear_gradients()

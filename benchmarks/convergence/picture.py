@@ -1,4 +1,5 @@
-"""Draws the validation loss over steps, over seconds and against the optimizer's bytes: a row of three panels for each setting."""
+"""Draws the validation loss over steps, over seconds and against the optimizer's bytes: a row of
+three panels for each setting."""
 
 from __future__ import annotations
 
@@ -18,7 +19,11 @@ COLORS = ("C0", "C3", "C2", "C1", "C4", "C5", "C6", "C7", "C8", "C9", "0.3", "0.
 
 def draw(findings: Findings, contestants: Sequence[str], out: Path) -> None:
     """Draw these contestants, each as a line with a band from the best seed to the worst."""
-    settings = [setting for setting in findings.settings() if set(contestants) & set(findings.contestants(setting))]
+    settings = [
+        setting
+        for setting in findings.settings()
+        if set(contestants) & set(findings.contestants(setting))
+    ]
     figure = Figure(figsize=(13, 3.6 * len(settings)), layout="constrained")
     all_axes = figure.subplots(len(settings), 3, squeeze=False)
     for setting, axes in zip(settings, all_axes, strict=True):
@@ -30,7 +35,9 @@ def draw(findings: Findings, contestants: Sequence[str], out: Path) -> None:
     os.replace(aside, out)
 
 
-def _draw_setting(findings: Findings, setting: str, contestants: Sequence[str], axes: Sequence[Axes]) -> None:
+def _draw_setting(
+    findings: Findings, setting: str, contestants: Sequence[str], axes: Sequence[Axes]
+) -> None:
     over_steps, over_seconds, over_bytes = axes
     finals = []
     for color, name in zip(COLORS, contestants, strict=False):
@@ -43,15 +50,29 @@ def _draw_setting(findings: Findings, setting: str, contestants: Sequence[str], 
         _line(over_steps, [(step, *losses) for step, *losses in points], color, name)
         if cost is not None:
             ms = cost["gradient_ms"]["median"] + cost["optimizer_ms"]["median"]
-            _line(over_seconds, [(step * ms / 1e3, *losses) for step, *losses in points], color, name)
+            _line(
+                over_seconds, [(step * ms / 1e3, *losses) for step, *losses in points], color, name
+            )
             final = findings.final(setting, name)
             place = cost["state_bytes"] / cost["parameters"], final.value
-            over_bytes.errorbar(place[0], place[1], yerr=[[max(0.0, final.half_width)]] * 2, fmt="o", color=color, elinewidth=0.8)
+            over_bytes.errorbar(
+                place[0],
+                place[1],
+                yerr=[[max(0.0, final.half_width)]] * 2,
+                fmt="o",
+                color=color,
+                elinewidth=0.8,
+            )
             over_bytes.annotate(name, place, xytext=(5, 3), textcoords="offset points", fontsize=7)
     top = max(finals) + 3 * (max(finals) - min(finals)) + 0.05
-    for one, label in ((over_steps, "steps"), (over_seconds, "seconds, gradient and optimizer measured apart")):
+    for one, label in (
+        (over_steps, "steps"),
+        (over_seconds, "seconds, gradient and optimizer measured apart"),
+    ):
         one.set(xlabel=label, ylabel="validation loss, nats", ylim=(min(finals) - 0.05, top))
-    over_bytes.set(xlabel="optimizer state, bytes per parameter", ylabel="validation loss at the end")
+    over_bytes.set(
+        xlabel="optimizer state, bytes per parameter", ylabel="validation loss at the end"
+    )
     over_steps.set_title(setting, loc="left")
     for one in axes:
         one.grid(alpha=0.25)
@@ -63,7 +84,10 @@ def _band(rows: Sequence[Row]) -> list[tuple[float, float, float, float]]:
     curves = [dict(row["validation"]) for row in rows]
     common = sorted(set.intersection(*(set(curve) for curve in curves)))
     losses = [[curve[step] for curve in curves] for step in common]
-    return [(step, statistics.fmean(each), min(each), max(each)) for step, each in zip(common, losses, strict=True)]
+    return [
+        (step, statistics.fmean(each), min(each), max(each))
+        for step, each in zip(common, losses, strict=True)
+    ]
 
 
 def _line(axes: Axes, points: Sequence[tuple[float, ...]], color: str, name: str) -> None:

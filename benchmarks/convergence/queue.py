@@ -1,8 +1,10 @@
-"""Makes the runs of a study, each in a process of its own on one core, and writes a row to `rows.jsonl` when a run is done.
+"""Makes the runs of a study, each in a process of its own on one core, and writes a row to
+`rows.jsonl` when a run is done.
 
-The parent starts processes, and it alone writes rows. If parent or children are killed at any moment, the same command goes on: finished
-runs have their rows, half-finished ones their checkpoints. A child whose parent is gone saves and ends. A run that ends without a row is
-tried once more; then the study stops with its error.
+The parent starts processes, and it alone writes rows. If parent or children are killed at any
+moment, the same command goes on: finished runs have their rows, half-finished ones their
+checkpoints. A child whose parent is gone saves and ends. A run that ends without a row is tried
+once more; then the study stops with its error.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ FORK = multiprocessing.get_context("fork")
 """Starts children that have torch imported already, so that they start in milliseconds."""
 POLL_SECONDS = 0.2
 LOCK_TRIES = 60
-"""How often a lock is tried, once a second, while the children of a killed process still hold it."""
+"""How often a lock is tried, once a second, while the children of a killed process still hold
+it."""
 
 
 @dataclass
@@ -50,7 +53,8 @@ class Queue:
     failures: dict[str, int] = field(default_factory=dict)
 
     def work(self, seconds: float) -> bool:
-        """Make runs until none is wanted, or for about `seconds`; returns whether the study is done."""
+        """Make runs until none is wanted, or for about `seconds`; returns whether the study is
+        done."""
         end = time.monotonic() + seconds
         self.folder.mkdir(parents=True, exist_ok=True)
         with _locked(self.folder), _terminated_as_interrupted():
@@ -68,21 +72,28 @@ class Queue:
         return True
 
     def _prepare_data(self) -> None:
-        """Make the data sets in a process that then ends, before several processes would make them at once."""
+        """Make the data sets in a process that then ends, before several processes would make them
+        at once."""
         for trial in {trial.setting: trial for trial in self.study.wanted(self.rows)}.values():
             config = trial.config(self.folder)
-            process = FORK.Process(target=open_datasets, args=(config.data, config.model.vocab_size, self.report))
+            process = FORK.Process(
+                target=open_datasets, args=(config.data, config.model.vocab_size, self.report)
+            )
             process.start()
             process.join()
             if process.exitcode:
-                raise UserError(f"the data of setting {trial.setting!r} cannot be prepared; see above")
+                raise UserError(
+                    f"the data of setting {trial.setting!r} cannot be prepared; see above"
+                )
 
     def _start(self, wanted: list[Trial]) -> None:
         for trial in wanted:
             if len(self.running) == self.workers:
                 return
             if trial.key not in self.running:
-                process = FORK.Process(target=_child, args=(trial, self._place(trial), os.getpid()), name=trial.key)
+                process = FORK.Process(
+                    target=_child, args=(trial, self._place(trial), os.getpid()), name=trial.key
+                )
                 process.start()
                 self.running[trial.key] = trial, process
 
@@ -109,14 +120,22 @@ class Queue:
         final = "diverged" if row["final"] is None else f"{row['final']:.4f}"
         rates = " / ".join(f"{rate:g}" for rate in trial.rates)
         left = len(self.study.wanted(self.rows))
-        self.report(f"{trial.setting} {trial.contestant} {rates} seed {trial.seed}: {final}  ({row['seconds']:.0f} s; {left} more known)")
+        self.report(
+            f"{trial.setting} {trial.contestant} {rates} seed {trial.seed}: {final}  "
+            f"({row['seconds']:.0f} s; {left} more known)"
+        )
 
     def _failed(self, trial: Trial, code: int | None) -> None:
         self.failures[trial.key] = self.failures.get(trial.key, 0) + 1
         if self.failures[trial.key] > 1:
             error = self._place(trial) / "error.txt"
-            text = error.read_text() if error.exists() else f"its process ended with exit code {code}"
-            raise UserError(f"run {trial.key} ({trial.setting}, {trial.contestant}, seed {trial.seed}) failed twice: {text}")
+            text = (
+                error.read_text() if error.exists() else f"its process ended with exit code {code}"
+            )
+            raise UserError(
+                f"run {trial.key} ({trial.setting}, {trial.contestant}, seed {trial.seed}) failed "
+                f"twice: {text}"
+            )
 
     def _stop(self) -> None:
         """Have the children save and end."""
@@ -131,7 +150,9 @@ class Queue:
 
 def _child(trial: Trial, folder: Path, parent: int) -> None:
     """Perform a run on one core, in the child; it leaves `row.json` or `error.txt`."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which tells the children
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches the parent, which tells the children
     stopped = False
 
     def stop(number: int, frame: Any) -> None:
@@ -157,7 +178,8 @@ def _child(trial: Trial, folder: Path, parent: int) -> None:
 
 
 def read_rows(path: Path) -> dict[str, Row]:
-    """Read the rows of a file by key; a last line that a kill cut short is dropped and cut from the file."""
+    """Read the rows of a file by key; a last line that a kill cut short is dropped and cut from the
+    file."""
     if not path.exists():
         return {}
     text = path.read_text()
@@ -181,10 +203,14 @@ def _locked(folder: Path) -> Iterator[None]:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
-            except OSError:  # children hold the lock, too: after a kill it is free when the last of them has saved
+            except OSError:
+                # children hold the lock, too: after a kill it is free when the last of them has
+                # saved
                 time.sleep(1)
         else:
-            raise UserError(f"{folder} is in use by another process: wait for it, or give another --out")
+            raise UserError(
+                f"{folder} is in use by another process: wait for it, or give another --out"
+            )
         yield
 
 

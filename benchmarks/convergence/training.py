@@ -1,4 +1,5 @@
-"""Makes one run of a study: `lather train` in this process, and a row from the files that it leaves.
+"""Makes one run of a study: `lather train` in this process, and a row from the files that it
+leaves.
 
 A run that was killed goes on from its last checkpoint when it is started again.
 """
@@ -16,7 +17,8 @@ from lather.train.loop import DivergedError, train
 from lather.train.metrics import StepRow, training_rows
 
 BINS = 100
-"""Number of points of a run's curve of training losses; each is the mean over equally many steps."""
+"""Number of points of a run's curve of training losses; each is the mean over equally many
+steps."""
 
 
 class Silent:
@@ -30,7 +32,8 @@ class Silent:
 
 
 def perform(trial: Trial, folder: Path, stop: Callable[[], bool]) -> Row | None:
-    """Train to the end in a folder of the run's own and return its row, or None if it was stopped before. Raises UserError."""
+    """Train to the end in a folder of the run's own and return its row, or None if it was stopped
+    before. Raises UserError."""
     config = trial.config(folder)
     try:
         outcome = train(config, Silent(), stop)
@@ -43,7 +46,9 @@ def row_of(trial: Trial, folder: Path, *, diverged: bool) -> Row:
     """Make the row of a finished run."""
     rows = read_rows(folder / "metrics.jsonl")
     steps: list[dict[str, Any]] = list(training_rows(rows))
-    validation = [[row["step"], round(row["validation_loss"], 5)] for row in rows if "validation_loss" in row]
+    validation = [
+        [row["step"], round(row["validation_loss"], 5)] for row in rows if "validation_loss" in row
+    ]
     config = trial.config(folder)
     return {
         "benchmark": "convergence",
@@ -67,7 +72,9 @@ def _binned(rows: list[dict[str, Any]]) -> list[list[float]]:
     """Yield the last step and the mean loss of consecutive parts of the run."""
     size = max(1, -(-len(rows) // BINS))
     parts = [rows[start : start + size] for start in range(0, len(rows), size)]
-    return [[part[-1]["step"], round(sum(row["loss"] for row in part) / len(part), 4)] for part in parts]
+    return [
+        [part[-1]["step"], round(sum(row["loss"] for row in part) / len(part), 4)] for part in parts
+    ]
 
 
 def forget(folder: Path) -> None:

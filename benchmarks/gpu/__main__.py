@@ -1,5 +1,5 @@
-"""`python -m benchmarks.gpu`: runs all parts that are not done yet. It uses the standard library alone until it is known that torch is
-there."""
+"""`python -m benchmarks.gpu`: runs all parts that are not done yet. It uses the standard library
+alone until it is known that torch is there."""
 
 from __future__ import annotations
 
@@ -18,13 +18,22 @@ FOLDER = Path("runs/gpu")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the parts; returns the exit status: 1 if a part was not done, 2 if nothing can be done."""
+    """Run the parts; returns the exit status: 1 if a part was not done, 2 if nothing can be
+    done."""
     options = _parser().parse_args(arguments)
     folder = FOLDER / options.device / ("small" if options.small else "full")
     parts = all_parts(options.device, folder.resolve(), small=options.small)
-    chosen = [part for part in parts if not options.only or any(part.name.startswith(name) for name in options.only)]
+    chosen = [
+        part
+        for part in parts
+        if not options.only or any(part.name.startswith(name) for name in options.only)
+    ]
     if not chosen:
-        print(f"--only {' '.join(options.only)} fits no part: {', '.join(part.name for part in parts)}", file=sys.stderr)
+        print(
+            f"--only {' '.join(options.only)} fits no part: "
+            f"{', '.join(part.name for part in parts)}",
+            file=sys.stderr,
+        )
         return 2
     if options.list:
         print("\n".join(f"{part.name:20} {part.seconds:4.0f} s  {part.title}" for part in chosen))
@@ -34,20 +43,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from benchmarks.gpu.summary import collect
 
     runner = Runner(folder)
-    collected = partial(collect, parts, runner, options.out, publish=options.device == "cuda" and not options.small)
-    outcomes = runner.run(chosen, fresh=options.fresh, after=collected)  # after each part, so that an interruption loses nothing
+    collected = partial(
+        collect, parts, runner, options.out, publish=options.device == "cuda" and not options.small
+    )
+    outcomes = runner.run(
+        chosen, fresh=options.fresh, after=collected
+    )  # after each part, so that an interruption loses nothing
     print(f"\n{collected()}\n\nsummary, rows, picture and logs in {options.out}")
     return int(any(outcome.status != "done" for outcome in outcomes.values()))
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="make gpu ARGS=", description="All that a GPU has to measure; goes on where it stopped.")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal")
+    parser = argparse.ArgumentParser(
+        prog="make gpu ARGS=",
+        description="All that a GPU has to measure; goes on where it stopped.",
+    )
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal"
+    )
     parser.add_argument("--small", action="store_true", help="tiny sizes, for a rehearsal")
-    parser.add_argument("--only", nargs="+", default=[], metavar="PART", help="the parts whose names begin so")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="PART", help="the parts whose names begin so"
+    )
     parser.add_argument("--fresh", action="store_true", help="do again what is done")
     parser.add_argument("--list", action="store_true", help="the parts, and how long each may take")
-    parser.add_argument("--out", type=Path, default=FOLDER, help="folder for all rows, logs, picture and summary, in a file each")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=FOLDER,
+        help="folder for all rows, logs, picture and summary, in a file each",
+    )
     return parser
 
 
@@ -56,8 +81,13 @@ def _possible(parts: Sequence[MeasuredPart], device: str) -> bool:
     stopped = {part.name: needs.missing(part.needs) for part in parts}
     stopped = {name: lacks for name, lacks in stopped.items() if lacks}
     if stopped:
-        print(f"{', '.join(stopped)}: not possible without\n{needs.describe(one for lacks in stopped.values() for one in lacks)}")
-    if lacks := needs.missing({"torch": needs.TORCH, **({"triton": needs.TRITON} if device == "cuda" else {})}):
+        print(
+            f"{', '.join(stopped)}: not possible "
+            f"without\n{needs.describe(one for lacks in stopped.values() for one in lacks)}"
+        )
+    if lacks := needs.missing(
+        {"torch": needs.TORCH, **({"triton": needs.TRITON} if device == "cuda" else {})}
+    ):
         print(f"nothing can be run without\n{needs.describe(lacks)}", file=sys.stderr)
         return False
     import torch

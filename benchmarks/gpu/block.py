@@ -1,8 +1,9 @@
-"""Measures a decoder block of DeepSeek-V2-Lite's sizes, forward and backward in bf16: the memory modes against plain autograd of the same
-formulas.
+"""Measures a decoder block of DeepSeek-V2-Lite's sizes, forward and backward in bf16: the memory
+modes against plain autograd of the same formulas.
 
-Time is taken from the device's events; the most bytes beyond parameters and input come from its allocator. Before that, all modes must give
-plain autograd's output and gradients; they all use the router's choices of the first, so that a near-tie cannot turn into another choice.
+Time is taken from the device's events; the most bytes beyond parameters and input come from its
+allocator. Before that, all modes must give plain autograd's output and gradients; they all use the
+router's choices of the first, so that a near-tie cannot turn into another choice.
 
 Letters: B sequences, S tokens of each, D hidden size.
 """
@@ -47,7 +48,18 @@ class BlockSizes:
     length: int = 4096
 
 
-SMALL = BlockSizes(hidden=64, intermediate=32, experts=8, slots=2, heads=2, latent=16, head=16, rope=8, sequences=2, length=32)
+SMALL = BlockSizes(
+    hidden=64,
+    intermediate=32,
+    experts=8,
+    slots=2,
+    heads=2,
+    latent=16,
+    head=16,
+    rope=8,
+    sequences=2,
+    length=32,
+)
 
 
 def rows(settings: Settings, contestant: str) -> Iterator[Row]:
@@ -66,7 +78,10 @@ def rows(settings: Settings, contestant: str) -> Iterator[Row]:
     def step() -> list[Tensor]:
         with torch.autocast(device.type, dtype=torch.bfloat16), block.mlp.gate.replay(experts_TK):
             y_BSD, _ = block(x_BSD, layout)
-        return [y_BSD.detach(), *torch.autograd.grad(y_BSD, (x_BSD, *block.parameters()), cotangent_BSD)]
+        return [
+            y_BSD.detach(),
+            *torch.autograd.grad(y_BSD, (x_BSD, *block.parameters()), cotangent_BSD),
+        ]
 
     for name in CONTESTANTS:
         model.set_memory(name)
@@ -74,11 +89,19 @@ def rows(settings: Settings, contestant: str) -> Iterator[Row]:
         expected = expected or results
         error = _largest_error(name, results, expected)
         del results
-        ms, peak = milliseconds(step, device, 3 if settings.small else 10), peak_temporary_bytes(step, device)
+        ms, peak = (
+            milliseconds(step, device, 3 if settings.small else 10),
+            peak_temporary_bytes(step, device),
+        )
         plain_ms, plain_peak = (plain_ms, plain_peak) if plain_ms else (ms["median"], peak)
         yield {
             "benchmark": "block",
-            "config": {"contestant": name, "dtype": "bfloat16", "device": device.type, **asdict(sizes)},
+            "config": {
+                "contestant": name,
+                "dtype": "bfloat16",
+                "device": device.type,
+                **asdict(sizes),
+            },
             "baseline": CONTESTANTS[0],
             "check": {"error": error},
             "ms": ms,
@@ -115,12 +138,19 @@ def _model(sizes: BlockSizes, device: torch.device) -> Decoder:
 
 def _input(sizes: BlockSizes, device: torch.device, seed: int) -> Tensor:
     generator = torch.Generator(device).manual_seed(seed)
-    x_BSD = torch.randn(sizes.sequences, sizes.length, sizes.hidden, device=device, generator=generator)
+    x_BSD = torch.randn(
+        sizes.sequences, sizes.length, sizes.hidden, device=device, generator=generator
+    )
     return x_BSD.requires_grad_() if seed == 0 else x_BSD
 
 
 def _largest_error(name: str, results: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    error = max(float(torch.dist(a.float(), b.float()) / b.float().norm().clamp(min=1e-20)) for a, b in zip(results, expected, strict=True))
+    error = max(
+        float(torch.dist(a.float(), b.float()) / b.float().norm().clamp(min=1e-20))
+        for a, b in zip(results, expected, strict=True)
+    )
     if not error <= TOLERANCE:
-        raise CheckError(f"{name}: differs from plain autograd by {error:.1e}, more than {TOLERANCE:.0e}")
+        raise CheckError(
+            f"{name}: differs from plain autograd by {error:.1e}, more than {TOLERANCE:.0e}"
+        )
     return error

@@ -13,12 +13,14 @@ from lather.device import gpu_module, is_gpu
 
 WARM_UP = 3
 PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12}
-"""Dense bf16 flops per second that the makers state, by a part of the device's name; the first part that fits counts."""
+"""Dense bf16 flops per second that the makers state, by a part of the device's name; the first part
+that fits counts."""
 
 
 @dataclass(frozen=True)
 class DeviceRates:
-    """The rates that the device reaches in this process; everything else is measured against them."""
+    """The rates that the device reaches in this process; everything else is measured against
+    them."""
 
     bytes: float
     """Bytes per second of a device copy, counting bytes read and bytes written."""
@@ -26,8 +28,11 @@ class DeviceRates:
     """Flops per second of a large bf16 matrix product."""
 
 
-def milliseconds(work: Callable[[], object], device: torch.device, rounds: int, warm_up: int = WARM_UP) -> dict[str, float]:
-    """Time `rounds` calls, after `warm_up` calls that compile and warm up; returns median, p20 and p80."""
+def milliseconds(
+    work: Callable[[], object], device: torch.device, rounds: int, warm_up: int = WARM_UP
+) -> dict[str, float]:
+    """Time `rounds` calls, after `warm_up` calls that compile and warm up; returns median, p20 and
+    p80."""
     for _ in range(warm_up):
         work()
     return percentiles([_one(work, device) for _ in range(rounds)])
@@ -49,17 +54,26 @@ def _one(work: Callable[[], object], device: torch.device) -> float:
 
 
 def measure_rates(device: torch.device, *, small: bool) -> DeviceRates:
-    """Measure a copy of 1 GiB and a product of 8192 x 8192 matrices; much smaller ones if `small`."""
+    """Measure a copy of 1 GiB and a product of 8192 x 8192 matrices; much smaller ones if
+    `small`."""
     source = torch.zeros(2**20 if small else 2**30, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     n = 128 if small else 8192
     x, y = (torch.randn(n, n, device=device).bfloat16() for _ in range(2))
-    copy, product = (milliseconds(work, device, 10)["median"] for work in (lambda: target.copy_(source), lambda: x @ y))
+    copy, product = (
+        milliseconds(work, device, 10)["median"]
+        for work in (lambda: target.copy_(source), lambda: x @ y)
+    )
     return DeviceRates(2e3 * source.nbytes / copy, 2e3 * n**3 / product)
 
 
 def peak_flops(device: torch.device, rates: DeviceRates) -> tuple[float, str]:
-    """Return the device's dense bf16 flops per second, and whether its maker states them or the product above was measured."""
+    """Return the device's dense bf16 flops per second, and whether its maker states them or the
+    product above was measured."""
     name = gpu_module(device).get_device_name(device) if is_gpu(device) else ""
     known = next((key for key in PEAK_FLOPS if key in name), None)
-    return (rates.flops, "measured matrix product") if known is None else (PEAK_FLOPS[known], f"stated for {known}")
+    return (
+        (rates.flops, "measured matrix product")
+        if known is None
+        else (PEAK_FLOPS[known], f"stated for {known}")
+    )

@@ -10,7 +10,14 @@ from importlib.metadata import PackageNotFoundError, version
 
 TORCH, TRITON = "2.11", "3.4"
 MEASURING = {"numpy": "1.26", "rich": "13", "matplotlib": "3.8"}
-TRAINER = {**MEASURING, "safetensors": "0.5", "tokenizers": "0.20", "tyro": "1.0", "tomli-w": "1.0", "jinja2": "3.1"}
+TRAINER = {
+    **MEASURING,
+    "safetensors": "0.5",
+    "tokenizers": "0.20",
+    "tyro": "1.0",
+    "tomli-w": "1.0",
+    "jinja2": "3.1",
+}
 MODULES = {"tomli-w": "tomli_w"}
 """The module of each wheel whose module has another name."""
 OF_OTHERS = {
@@ -18,7 +25,8 @@ OF_OTHERS = {
     "tyro": ("docstring-parser", "typeguard", "typing-extensions"),
     "pytest": ("pluggy", "iniconfig"),
 }
-"""Packages that these wheels need, which may be missing where wheels are copied to a machine one by one."""
+"""Packages that these wheels need, which may be missing where wheels are copied to a machine one by
+one."""
 
 
 @dataclass(frozen=True)
@@ -33,13 +41,19 @@ class Missing:
     def __str__(self) -> str:
         also = OF_OTHERS.get(self.wheel, ())
         state = "is missing" if self.found is None else f"is {self.found}"
-        return f"{self.wheel} >= {self.minimum} ({state}" + (f"; it needs {', '.join(also)})" if also else ")")
+        return f"{self.wheel} >= {self.minimum} ({state}" + (
+            f"; it needs {', '.join(also)})" if also else ")"
+        )
 
 
 def missing(wheels: Mapping[str, str]) -> list[Missing]:
     """Return those of {wheel: least version} that are missing or too old."""
     found = {wheel: installed(wheel) for wheel in wheels}
-    return [Missing(wheel, least, found[wheel]) for wheel, least in wheels.items() if not _is_enough(found[wheel], least)]
+    return [
+        Missing(wheel, least, found[wheel])
+        for wheel, least in wheels.items()
+        if not _is_enough(found[wheel], least)
+    ]
 
 
 def installed(wheel: str) -> str | None:

@@ -1,5 +1,6 @@
-"""Measures the batched refresh of a transformer's 96 factors against `torch.linalg.qr` one by one. The contestants and their check are
-those of `benchmarks.refresh`. The goal is to be ten times as fast."""
+"""Measures the batched refresh of a transformer's 96 factors against `torch.linalg.qr` one by one.
+The contestants and their check are those of `benchmarks.refresh`. The goal is to be ten times as
+fast."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ GOAL = 10.0
 
 
 def rows(settings: Settings, contestant: str) -> Iterator[Row]:
-    """Measure each size; yields a row with both contestants' times and how many times as fast ours is. Raises CheckError."""
+    """Measure each size; yields a row with both contestants' times and how many times as fast ours
+    is. Raises CheckError."""
     for hidden, mlp in ((16, 24),) if settings.small else HIDDEN_AND_MLP:
         factors = transformer_factors(hidden, mlp, settings.device)
         checked = check_refreshes(factors)
@@ -24,10 +26,16 @@ def rows(settings: Settings, contestant: str) -> Iterator[Row]:
         for name, refresh in REFRESHES.items():
             work = partial(refresh, factors)
             peaks[name] = peak_temporary_bytes(work, settings.device)
-            ms[name] = milliseconds(work, settings.device, 3, warm_up=0)  # the check and the measurement of the peak have warmed up
+            ms[name] = milliseconds(
+                work, settings.device, 3, warm_up=0
+            )  # the check and the measurement of the peak have warmed up
         yield {
             "benchmark": "refresh",
-            "config": {"hidden": hidden, "mlp": mlp, "factors": {str(f.k.shape[-1]): len(f.k) for f in factors}},
+            "config": {
+                "hidden": hidden,
+                "mlp": mlp,
+                "factors": {str(f.k.shape[-1]): len(f.k) for f in factors},
+            },
             "baseline": "one_by_one",
             "check": checked,
             "ms": ms,

@@ -1,7 +1,8 @@
 """Runs parts, each in a process of its own with a time limit, and remembers which are done.
 
-`state.json` has an entry for each part. A part is done again if it has not been done, if the code has changed (`fingerprint`), or with
-`fresh`. A part that fails or is too slow stops nothing: its whole process group is ended, and the next one begins.
+`state.json` has an entry for each part. A part is done again if it has not been done, if the code
+has changed (`fingerprint`), or with `fresh`. A part that fails or is too slow stops nothing: its
+whole process group is ended, and the next one begins.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class PartOutcome:
 
 
 def fingerprint(part: MeasuredPart, root: Path = ROOT) -> str:
-    """Compute a fingerprint, equal for equal code and arguments, in a repository or in a mere copy of one."""
+    """Compute a fingerprint, equal for equal code and arguments, in a repository or in a mere copy
+    of one."""
     digest = hashlib.sha256(repr(part.arguments).encode())
     for path in sorted(path for pattern in CODE for path in root.glob(pattern) if path.is_file()):
         digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
@@ -49,22 +51,31 @@ def fingerprint(part: MeasuredPart, root: Path = ROOT) -> str:
 class Runner:
     """The parts of one folder."""
 
-    def __init__(self, folder: Path, say: Callable[[str], object] = print, root: Path = ROOT) -> None:
+    def __init__(
+        self, folder: Path, say: Callable[[str], object] = print, root: Path = ROOT
+    ) -> None:
         self.folder, self._say, self._root = folder, say, root
         folder.mkdir(parents=True, exist_ok=True)
 
     def run(
-        self, parts: Sequence[MeasuredPart], *, fresh: bool = False, after: Callable[[], object] = lambda: None
+        self,
+        parts: Sequence[MeasuredPart],
+        *,
+        fresh: bool = False,
+        after: Callable[[], object] = lambda: None,
     ) -> dict[str, PartOutcome]:
-        """Run the parts; returns the outcome of each, those of earlier calls that still hold included. `after` is called after each part
-        that was run."""
+        """Run the parts; returns the outcome of each, those of earlier calls that still hold
+        included. `after` is called after each part that was run."""
         outcomes = {}
         for part in parts:
             outcome = None if fresh else self.earlier(part)
             if outcome is not None:
                 self._say(f"{part.name}: done before, in {outcome.seconds:.0f} s")
             else:
-                self._say(f"{part.name}: {part.title}, at most {part.seconds:.0f} s" + (f" ({part.note})" if part.note else ""))
+                self._say(
+                    f"{part.name}: {part.title}, at most {part.seconds:.0f} s"
+                    + (f" ({part.note})" if part.note else "")
+                )
                 outcome = self._run(part)
                 self._remember(part.name, outcome)
                 self._say(f"{part.name}: {outcome.status} after {outcome.seconds:.0f} s")
@@ -75,7 +86,11 @@ class Runner:
     def earlier(self, part: MeasuredPart) -> PartOutcome | None:
         """How this code did the part before; None if it did not."""
         outcome = self.last(part.name)
-        done = outcome is not None and outcome.status == "done" and outcome.fingerprint == fingerprint(part, self._root)
+        done = (
+            outcome is not None
+            and outcome.status == "done"
+            and outcome.fingerprint == fingerprint(part, self._root)
+        )
         return outcome if done else None
 
     def last(self, name: str) -> PartOutcome | None:
@@ -105,7 +120,11 @@ class Runner:
         for path in self.folder.glob(f"{part.name}*.jsonl"):  # these rows are of an earlier run
             path.unlink()
         begun = time.monotonic()
-        environment = {**os.environ, "PYTHONPATH": _joined(str(self._root / "src"), os.environ.get("PYTHONPATH")), "PYTHONUNBUFFERED": "1"}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": _joined(str(self._root / "src"), os.environ.get("PYTHONPATH")),
+            "PYTHONUNBUFFERED": "1",
+        }
         with self.log(part.name).open("w") as log:
             process = subprocess.Popen(
                 [sys.executable, *part.arguments],
@@ -122,12 +141,15 @@ class Runner:
                 exit_status = None
             finally:
                 _end(process)
-        status: Status = "out of time" if exit_status is None else "failed" if exit_status else "done"
+        status: Status = (
+            "out of time" if exit_status is None else "failed" if exit_status else "done"
+        )
         return PartOutcome(status, round(time.monotonic() - begun, 1), exit_status, mark)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the process and those that it has started: one that is left behind would hold memory of the device."""
+    """End the process and those that it has started: one that is left behind would hold memory of
+    the device."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -17,13 +17,16 @@ HEAD = ("part", "status", "seconds", "result")
 
 
 def collect(parts: Sequence[MeasuredPart], runner: Runner, out: Path, *, publish: bool) -> str:
-    """Return the table; write it, a picture, all rows and logs to `out`, and with `publish` all but the logs to benchmarks/results/gpu."""
+    """Return the table; write it, a picture, all rows and logs to `out`, and with `publish` all but
+    the logs to benchmarks/results/gpu."""
     out.mkdir(parents=True, exist_ok=True)
     table = markdown([(part.name, *_line(part, runner)) for part in parts])
     (out / "summary.md").write_text(table + "\n")
     rows = [row for part in parts for row in rows_of(part.name, runner)]
     (out / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (out / "logs.txt").write_text("".join(f"=== {part.name}\n{tail(runner, part.name, 200)}\n" for part in parts))
+    (out / "logs.txt").write_text(
+        "".join(f"=== {part.name}\n{tail(runner, part.name, 200)}\n" for part in parts)
+    )
     has_picture = draw(rows, out / "summary.png")
     if publish and rows:
         RESULTS.mkdir(parents=True, exist_ok=True)
@@ -36,7 +39,12 @@ def markdown(lines: Sequence[Sequence[str]]) -> str:
     """Make a Markdown table that is also readable as plain text."""
     cells = [HEAD, ["---"] * len(HEAD), *lines]
     widths = [max(len(line[column]) for line in cells) for column in range(len(HEAD) - 1)]
-    return "\n".join("| " + " | ".join(cell.ljust(width) for cell, width in zip(line, (*widths, 0), strict=True)) + " |" for line in cells)
+    return "\n".join(
+        "| "
+        + " | ".join(cell.ljust(width) for cell, width in zip(line, (*widths, 0), strict=True))
+        + " |"
+        for line in cells
+    )
 
 
 def _line(part: MeasuredPart, runner: Runner) -> tuple[str, str, str]:
@@ -60,13 +68,17 @@ def result(name: str, outcome: PartOutcome, runner: Runner) -> str:
 
 def tail(runner: Runner, name: str, num_lines: int) -> str:
     log = runner.log(name)
-    return "\n".join(log.read_text(errors="replace").splitlines()[-num_lines:]) if log.exists() else ""
+    return (
+        "\n".join(log.read_text(errors="replace").splitlines()[-num_lines:]) if log.exists() else ""
+    )
 
 
 def rows_of(name: str, runner: Runner) -> list[Row]:
     """Read a part's rows; if it was ended early, those that it had written."""
     stems = [f"optimizer-{device}" for device in ("cuda", "cpu")] if name == "optimizer" else [name]
-    for path in (runner.folder / f"{stem}{end}" for end in (".jsonl", ".partial.jsonl") for stem in stems):
+    for path in (
+        runner.folder / f"{stem}{end}" for end in (".jsonl", ".partial.jsonl") for stem in stems
+    ):
         if path.exists():
             return [json.loads(line) for line in path.read_text().splitlines()]
     return []
@@ -77,18 +89,24 @@ def _kernels(rows: Sequence[Row]) -> str:
     least = min(shares, key=lambda name: shares[name])
     rates = rows[0]["rates"]
     reached = f"copy {rates['bytes'] / 1e9:,.0f} GB/s, product {rates['flops'] / 1e12:,.1f} Tflop/s"
-    return f"{len(rows)} right; {min(shares.values()):.0%} ({least}) to {max(shares.values()):.0%} of the device's rates ({reached})"
+    return (
+        f"{len(rows)} right; {min(shares.values()):.0%} ({least}) to "
+        f"{max(shares.values()):.0%} of the device's rates ({reached})"
+    )
 
 
 def _refresh(rows: Sequence[Row]) -> str:
     return ", ".join(
-        f"{row['config']['hidden']} / {row['config']['mlp']}: {row['times_as_fast']:.1f} x as fast (goal {row['goal']:.0f})" for row in rows
+        f"{row['config']['hidden']} / {row['config']['mlp']}: {row['times_as_fast']:.1f} x as fast "
+        f"(goal {row['goal']:.0f})"
+        for row in rows
     )
 
 
 def _block(rows: Sequence[Row]) -> str:
     return ", ".join(
-        f"{row['config']['contestant']}: {row['times_of_plain']:.2f} of the time and {row['peak_of_plain']:.2f} of the bytes of plain"
+        f"{row['config']['contestant']}: {row['times_of_plain']:.2f} of the time and "
+        f"{row['peak_of_plain']:.2f} of the bytes of plain"
         for row in rows[1:]
     )
 
@@ -97,14 +115,21 @@ def _optimizer(rows: Sequence[Row]) -> str:
     times: dict[str, list[float]] = {}
     for row in rows:
         if row["benchmark"] == "optimizer" and row["config"]["contestant"] != "lather":
-            times.setdefault(f"{row['config']['rule']} of {row['config']['contestant']}", []).append(row["times_of_lather"])
-    return ", ".join(f"{name}: {min(some):.2f} to {max(some):.2f} times ours" for name, some in times.items())
+            times.setdefault(
+                f"{row['config']['rule']} of {row['config']['contestant']}", []
+            ).append(row["times_of_lather"])
+    return ", ".join(
+        f"{name}: {min(some):.2f} to {max(some):.2f} times ours" for name, some in times.items()
+    )
 
 
 def _training(rows: Sequence[Row]) -> str:
     row = rows[-1]
     memory = "" if row["peak_bytes"] is None else f", {row['peak_bytes'] / 2**30:.1f} GiB"
-    return f"{row['tokens_per_second']:,.0f} tokens/s, MFU {row['mfu']:.1%}{memory}, {1e3 * row['step_seconds']:.0f} ms a step"
+    return (
+        f"{row['tokens_per_second']:,.0f} tokens/s, MFU "
+        f"{row['mfu']:.1%}{memory}, {1e3 * row['step_seconds']:.0f} ms a step"
+    )
 
 
 DESCRIBE: dict[str, Callable[[Sequence[Row]], str]] = {
@@ -117,10 +142,15 @@ DESCRIBE: dict[str, Callable[[Sequence[Row]], str]] = {
 
 
 def draw(rows: Sequence[Row], path: Path) -> bool:
-    """Draw bars of the kernels' shares and of the trainings' MFU; returns False if there is nothing to draw, or no matplotlib."""
+    """Draw bars of the kernels' shares and of the trainings' MFU; returns False if there is nothing
+    to draw, or no matplotlib."""
     shares = {row["config"]["kernel"]: row["share"] for row in rows if row["benchmark"] == "kernel"}
     mfu = {row["config"]["optimizer"]: row["mfu"] for row in rows if row["benchmark"] == "training"}
-    panels = [(title, found) for title, found in (("share of a copy's or a product's rate", shares), ("MFU", mfu)) if found]
+    panels = [
+        (title, found)
+        for title, found in (("share of a copy's or a product's rate", shares), ("MFU", mfu))
+        if found
+    ]
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -128,8 +158,12 @@ def draw(rows: Sequence[Row], path: Path) -> bool:
     if not panels:
         return False
     figure = Figure(figsize=(6.0 * len(panels), 4.2), layout="constrained")
-    for axes, (title, found) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        axes.bar_label(axes.barh(list(found), list(found.values())), fmt="%.2f", padding=3, fontsize=8)
+    for axes, (title, found) in zip(
+        figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True
+    ):
+        axes.bar_label(
+            axes.barh(list(found), list(found.values())), fmt="%.2f", padding=3, fontsize=8
+        )
         axes.set(xlabel=title)
         axes.margins(x=0.15)
         axes.invert_yaxis()

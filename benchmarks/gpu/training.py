@@ -1,14 +1,18 @@
-"""Trains a mixture of experts for 50 steps, or as many as there is time for, and measures tokens per second, the share of the device's peak
-(MFU) and the most memory.
+"""Trains a mixture of experts for 50 steps, or as many as there is time for, and measures tokens
+per second, the share of the device's peak (MFU) and the most memory.
 
-    model flops per token = 6 * (parameters that multiply a token) + 3 * layers * heads * S * (query width + value width)
+    model flops per token = 6 * (parameters that multiply a token) + 3 * layers * heads * S * (query
+    width + value width)
 
-A multiplication and an addition are two flops; backward costs twice the forward. The parameters that multiply a token are the matrices
-without the embedding and with the head; of the routed experts K of E count. Attention is causal: half of S x S. Recomputation, the
-optimizer and the router's bookkeeping do not count, so that the share is of useful work. MFU = flops per token * tokens per second / peak.
+A multiplication and an addition are two flops; backward costs twice the forward. The parameters
+that multiply a token are the matrices without the embedding and with the head; of the routed
+experts K of E count. Attention is causal: half of S x S. Recomputation, the optimizer and the
+router's bookkeeping do not count, so that the share is of useful work. MFU = flops per token *
+tokens per second / peak.
 
-Tokens are drawn by Zipf's law, so that there is something to learn, and no file or network is needed. The rate
-leaves out the first steps, which compile and make the first bases; it includes refreshes.
+Tokens are drawn by Zipf's law, so that there is something to learn, and no file or network is
+needed. The rate leaves out the first steps, which compile and make the first bases; it includes
+refreshes.
 
 Letters: S tokens of a sequence, E experts, K experts per token.
 """
@@ -41,27 +45,43 @@ from lather.parallel.local_parameters import ShardInfo
 from lather.parallel.mesh import Mesh
 
 STEPS, WARM_UP = 50, 10
-"""`WARM_UP` is an interval between refreshes, and is left out of the rate, which counts whole intervals."""
+"""`WARM_UP` is an interval between refreshes, and is left out of the rate, which counts whole
+intervals."""
 LEARNING_RATE = {"adamw": 5e-4, "muon": 2e-3, "soap_muon": 2e-3}
 
 
 def rows(settings: Settings, contestant: str) -> Iterator[Row]:
-    """Train with the optimizer `contestant`; yields one row. Raises CheckError if a loss is not finite or the last is not below the
-    first."""
-    config = load_config(ROOT / "benchmarks/gpu" / ("small.toml" if settings.small else "moe-1.7b.toml"))
-    config = replace(config, optim=optim_config(contestant, lr=LEARNING_RATE[contestant])).resolved()
+    """Train with the optimizer `contestant`; yields one row. Raises CheckError if a loss is not
+    finite or the last is not below the first."""
+    config = load_config(
+        ROOT / "benchmarks/gpu" / ("small.toml" if settings.small else "moe-1.7b.toml")
+    )
+    config = replace(
+        config, optim=optim_config(contestant, lr=LEARNING_RATE[contestant])
+    ).resolved()
     device = settings.device
     peak, source = peak_flops(device, measure_rates(device, small=settings.small))
     results, seconds, memory, infos = _train(config, settings)
     losses = [result.loss for result in results]
     if not all(map(math.isfinite, losses)) or losses[-1] >= losses[0]:
-        raise CheckError(f"{contestant}: the losses {losses[0]:.3f} to {losses[-1]:.3f} are not those of a model that learns")
+        raise CheckError(
+            f"{contestant}: the losses {losses[0]:.3f} to {losses[-1]:.3f} are not those of a "
+            "model that learns"
+        )
     counted = seconds[WARM_UP:]
-    tokens_per_second = config.train.batch_size * config.train.sequence_length * len(counted) / sum(counted)
+    tokens_per_second = (
+        config.train.batch_size * config.train.sequence_length * len(counted) / sum(counted)
+    )
     flops = flops_per_token(infos, config)
     yield {
         "benchmark": "training",
-        "config": {"optimizer": contestant, "device": device.type, "steps": len(losses), "model": asdict(config.model), **_loop(config)},
+        "config": {
+            "optimizer": contestant,
+            "device": device.type,
+            "steps": len(losses),
+            "model": asdict(config.model),
+            **_loop(config),
+        },
         "baseline": "peak",
         "check": {"first_loss": losses[0], "last_loss": losses[-1]},
         "parameters": sum(math.prod(info.shape) for info in infos),
@@ -72,7 +92,8 @@ def rows(settings: Settings, contestant: str) -> Iterator[Row]:
         "peak_source": source,
         "first_step_seconds": seconds[0],
         "step_seconds": sum(counted) / len(counted),
-        "optimizer_seconds": sum(result.optimizer_seconds for result in results[WARM_UP:]) / len(counted),
+        "optimizer_seconds": sum(result.optimizer_seconds for result in results[WARM_UP:])
+        / len(counted),
         "peak_bytes": memory,
         "losses": losses,
         "seconds": seconds,
@@ -80,17 +101,25 @@ def rows(settings: Settings, contestant: str) -> Iterator[Row]:
 
 
 def _loop(config: Config) -> dict[str, Any]:
-    return {key: getattr(config.train, key) for key in ("batch_size", "micro_batch_size", "sequence_length", "precision")}
+    return {
+        key: getattr(config.train, key)
+        for key in ("batch_size", "micro_batch_size", "sequence_length", "precision")
+    }
 
 
-def _train(config: Config, settings: Settings) -> tuple[list[StepResult], list[float], int | None, list[ShardInfo]]:
-    """Train; returns the result and the seconds of each step, the most bytes of the device's memory, and the parameters' descriptions.
+def _train(
+    config: Config, settings: Settings
+) -> tuple[list[StepResult], list[float], int | None, list[ShardInfo]]:
+    """Train; returns the result and the seconds of each step, the most bytes of the device's
+    memory, and the parameters' descriptions.
 
     It takes fewer steps than `STEPS` if time runs out, but more than `WARM_UP`.
     """
     started, device = time.monotonic(), settings.device
     engine = build_engine(config, Mesh.single(device))
-    step = TrainStep(engine, build_optimizer(config.optim, engine.parameters), config.train.max_grad_norm)
+    step = TrainStep(
+        engine, build_optimizer(config.optim, engine.parameters), config.train.max_grad_norm
+    )
     generator = torch.Generator().manual_seed(0)
     odds_V = 1 / torch.arange(1, config.model.vocab_size + 1)
     shape = (config.train.batch_size, config.train.sequence_length + 1)
@@ -99,7 +128,9 @@ def _train(config: Config, settings: Settings) -> tuple[list[StepResult], list[f
     results: list[StepResult] = []
     seconds = []
     for _ in range(STEPS):
-        tokens_BS = torch.multinomial(odds_V, math.prod(shape), replacement=True, generator=generator).view(shape)
+        tokens_BS = torch.multinomial(
+            odds_V, math.prod(shape), replacement=True, generator=generator
+        ).view(shape)
         begun = time.perf_counter()
         results.append(step(Batch.of_tokens(tokens_BS), config.optim.peak_lr))
         if is_gpu(device):
@@ -123,5 +154,7 @@ def flops_per_token(infos: list[ShardInfo], config: Config) -> float:
         if len(info.shape) > 1 and "embed_tokens" not in info.name
     )
     widths = model.qk_nope_head_dim + model.qk_rope_head_dim + model.v_head_dim
-    attention = model.num_hidden_layers * model.num_attention_heads * config.train.sequence_length * widths
+    attention = (
+        model.num_hidden_layers * model.num_attention_heads * config.train.sequence_length * widths
+    )
     return 6 * multiplying + 3 * attention

@@ -1,4 +1,5 @@
-"""Does the work of one part, in its own process: `python -m benchmarks.gpu.work PART --device cuda --out FOLDER`."""
+"""Does the work of one part, in its own process: `python -m benchmarks.gpu.work PART --device cuda
+--out FOLDER`."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ MODULES = {
     "block": "benchmarks.gpu.block",
     "training": "benchmarks.gpu.training",
 }
-"""The module of each part. It has `rows(settings, contestant)`, which yields rows and raises CheckError; `contestant` is what follows the
-part's name, or ""."""
+"""The module of each part. It has `rows(settings, contestant)`, which yields rows and raises
+CheckError; `contestant` is what follows the part's name, or ""."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,8 @@ class Settings:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do the part; returns its exit status, 1 if a check failed. Rows of the cases before that are kept."""
+    """Do the part; returns its exit status, 1 if a check failed. Rows of the cases before that are
+    kept."""
     parser = argparse.ArgumentParser()
     parser.add_argument("part")
     parser.add_argument("--device", default="cuda")
@@ -49,7 +51,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _optimizer(given.device, given.out, small=given.small)
     settings = Settings(torch.device(given.device), given.small, given.seconds)
     name, _, contestant = given.part.partition("-")
-    common, file, status = environment(settings.device, ()), RowFile(given.out / f"{given.part}.jsonl"), 0
+    common, file, status = (
+        environment(settings.device, ()),
+        RowFile(given.out / f"{given.part}.jsonl"),
+        0,
+    )
     try:
         for row in importlib.import_module(MODULES[name]).rows(settings, contestant):
             file.write([{**common, **row}])
@@ -67,7 +73,9 @@ def _optimizer(device: str, out: Path, *, small: bool) -> int:
     from benchmarks.gpu.parts import PEERS
 
     peers = (*(peer for peer in PEERS if installed(peer)), "torch")
-    sets, frequencies = (("tiny", "tiny_3d"), (3,)) if small else (("experts", "experts_3d", "wide", "big"), (10,))
+    sets, frequencies = (
+        (("tiny", "tiny_3d"), (3,)) if small else (("experts", "experts_3d", "wide", "big"), (10,))
+    )
     options = optimizer.OptimizerBenchmark(
         sets=sets,
         frequencies=frequencies,

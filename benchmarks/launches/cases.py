@@ -1,7 +1,8 @@
-"""The cases that are counted: optimizer steps on a rank's share of published models, a block, the loss, a training step.
+"""The cases that are counted: optimizer steps on a rank's share of published models, a block, the
+loss, a training step.
 
-A rank's share is the matrices that `lather.optim.sharded` would make it the owner of, in a model whose every parameter is cut along dim 0
-(FSDP2). What travels between ranks is not counted here.
+A rank's share is the matrices that `lather.optim.sharded` would make it the owner of, in a model
+whose every parameter is cut along dim 0 (FSDP2). What travels between ranks is not counted here.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
 """Family and sizes; DeepSeek's rotary scaling, which changes no shape, is left out."""
 
 FREQUENCY = 3
-"""Steps between refreshes here: the first step makes first bases, the second none, the third refreshes."""
+"""Steps between refreshes here: the first step makes first bases, the second none, the third
+refreshes."""
 STEPS = {1: "first bases", 2: "between refreshes", 3: "refresh"}
 STEPS_AFTER_ADAM = {1: "before the bases", 2: "first bases", 3: "refresh"}
 """The steps of KL-SOAP that are counted, and their names."""
@@ -89,7 +91,8 @@ class LaunchCase:
     name: str
     config: Mapping[str, Any]
     rows: Callable[[Counter], Iterator[str]]
-    """Does the work on the counter's device. It yields a row's name when all that was counted since the last row belongs to that row."""
+    """Does the work on the counter's device. It yields a row's name when all that was counted since
+    the last row belongs to that row."""
 
 
 def model_config(model: str, **changes: Any) -> ModelConfig:
@@ -97,28 +100,51 @@ def model_config(model: str, **changes: Any) -> ModelConfig:
     return FAMILIES[family].config(**{**sizes, **changes})
 
 
-# --- the optimizer --------------------------------------------------------------------------------------------------------------------
+# --- the optimizer --------------------------------------------------------------------------------
 
 
-def optimizer_case(rule: str, model: str, ranks: int, layers: int | None = None, options: Mapping[str, Any] | None = None) -> LaunchCase:
-    """Make the case of a rule's steps on the share of one rank of `ranks`; `layers` limits the model's layers."""
+def optimizer_case(
+    rule: str,
+    model: str,
+    ranks: int,
+    layers: int | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> LaunchCase:
+    """Make the case of a rule's steps on the share of one rank of `ranks`; `layers` limits the
+    model's layers."""
     changes = {} if layers is None else {"num_hidden_layers": layers}
     config = optim_config(rule, **rule_options(rule), **(options or {}))
     shapes = share_of_rank(config, model_config(model, **changes), ranks)
 
     def rows(counter: Counter) -> Iterator[str]:
-        params = [(name, nn.Parameter(torch.empty(shape, device=counter.device))) for name, shape in shapes.items()]
+        params = [
+            (name, nn.Parameter(torch.empty(shape, device=counter.device)))
+            for name, shape in shapes.items()
+        ]
         optimizer = build_optimizer(config, params)
-        for step, name in (STEPS_AFTER_ADAM if issubclass(config.rules[""], KLSOAPRule) else STEPS).items():  # type: ignore[attr-defined]
+        matrices: Any = config
+        after_adam = issubclass(matrices.rules[""], KLSOAPRule)
+        for step, name in (STEPS_AFTER_ADAM if after_adam else STEPS).items():
             if step == FREQUENCY and "precondition_frequency" not in rule_options(rule):
                 return
             for _, p in params:
                 p.grad = torch.empty_like(p)
             counter.restart()
             optimizer.step()
-            yield name if "precondition_frequency" in rule_options(rule) else {1: "first"}.get(step, "a step")
+            yield (
+                name
+                if "precondition_frequency" in rule_options(rule)
+                else {1: "first"}.get(step, "a step")
+            )
 
-    described = {"part": "optimizer", "rule": rule, "model": model, "ranks": ranks, "layers": layers, "options": dict(options or {})}
+    described = {
+        "part": "optimizer",
+        "rule": rule,
+        "model": model,
+        "ranks": ranks,
+        "layers": layers,
+        "options": dict(options or {}),
+    }
     return LaunchCase(f"{rule}, {model}, a rank of {ranks}", described, rows)
 
 
@@ -128,8 +154,11 @@ def rule_options(rule: str) -> dict[str, Any]:
     return {"precondition_frequency": FREQUENCY, "stagger_refresh": False} if refreshes else {}
 
 
-def share_of_rank(config: OptimConfig, model: ModelConfig, ranks: int, rank: int = 0) -> dict[str, tuple[int, ...]]:
-    """The shapes that one rank works on: the matrices that it owns, and its rows of everything else."""
+def share_of_rank(
+    config: OptimConfig, model: ModelConfig, ranks: int, rank: int = 0
+) -> dict[str, tuple[int, ...]]:
+    """The shapes that one rank works on: the matrices that it owns, and its rows of everything
+    else."""
     from torch.distributed.tensor import Shard
 
     whole = build_model(model, None, torch.device("meta"))
@@ -138,20 +167,24 @@ def share_of_rank(config: OptimConfig, model: ModelConfig, ranks: int, rank: int
     for kind, some in parameters_by_kind(named, router_names=ROUTERS).items():
         rule = config.rule_of(kind)  # type: ignore[attr-defined]
         for name, p in some:
-            spread = Spread(tuple(p.shape), tuple(range(ranks)), boxes_of(p.shape, (ranks,), (Shard(0),)), rank)
+            spread = Spread(
+                tuple(p.shape), tuple(range(ranks)), boxes_of(p.shape, (ranks,), (Shard(0),)), rank
+            )
             layout = layout_of(tuple(p.shape), rule)
             if layout.kind == "elements":
                 spreads[name] = spread.box.size
             else:
                 wanted.append((name, spread, layout))
     shapes = {name: size for name, size in spreads.items() if 0 not in size}
-    for (name, _, layout), units in zip(wanted, share_out([(spread, layout) for _, spread, layout in wanted], {}), strict=True):
+    for (name, _, layout), units in zip(
+        wanted, share_out([(spread, layout) for _, spread, layout in wanted], {}), strict=True
+    ):
         if own := sum(unit.owner == rank for unit in units):
             shapes[name] = (own, *layout.shape[1:]) if layout.kind == "per_expert" else layout.shape
     return shapes
 
 
-# --- the model ------------------------------------------------------------------------------------------------------------------------
+# --- the model ------------------------------------------------------------------------------------
 
 
 def rows_of_experts(tokens: int, model: ModelConfig) -> Callable[[Tensor], Tensor]:
@@ -160,36 +193,55 @@ def rows_of_experts(tokens: int, model: ModelConfig) -> Callable[[Tensor], Tenso
     return lambda x: torch.arange(1, x.numel() + 1).view(x.shape) * each
 
 
-def block_case(model: str, tokens: int = TOKENS, precision: str = "bf16", sizes: ModelConfig | None = None) -> LaunchCase:
+def block_case(
+    model: str, tokens: int = TOKENS, precision: str = "bf16", sizes: ModelConfig | None = None
+) -> LaunchCase:
     """Make the case of an MoE block, forward and backward, as the engine runs it in one process."""
     config = sizes or model_config(model, num_hidden_layers=2)
 
     def rows(counter: Counter) -> Iterator[str]:
         counter.integers = rows_of_experts(tokens, config)
         part = _part(config, counter.device)
-        block = next(block for block in map(part.block, range(len(part.layers))) if isinstance(block.mlp, MoE))
+        block = next(
+            block
+            for block in map(part.block, range(len(part.layers)))
+            if isinstance(block.mlp, MoE)
+        )
         queue = WeightGradients()
         defer_weight_gradients(part, queue)
         kept = RoundedWeights()
         keep_rounded(part, kept)
-        segments = Segments(weight_gradients=queue, autocast=torch.bfloat16 if precision == "bf16" else None, rounded_weights=kept)
+        segments = Segments(
+            weight_gradients=queue,
+            autocast=torch.bfloat16 if precision == "bf16" else None,
+            rounded_weights=kept,
+        )
         stage, layout = Stage(0, (block,)), SequenceLayout(1, tokens, counter.device)
         tokens_BS = torch.zeros(1, tokens, dtype=torch.long, device=counter.device)
         batch = MicroBatch(tokens_BS, tokens_BS, layout)
         for _ in range(2):  # the second pass finds masks and rotary tables made
             for p in block.parameters():
                 p.grad = None
-            x_BSD, tape = torch.empty(1, tokens, part.hidden_size, device=counter.device), ChunkTape(batch)
+            x_BSD, tape = (
+                torch.empty(1, tokens, part.hidden_size, device=counter.device),
+                ChunkTape(batch),
+            )
             counter.restart()
             with kept.kept():
                 y_BSD = _finish(segments.forward(stage, x_BSD, tape, []))
                 _finish(segments.backward(tape, torch.empty_like(y_BSD)))
         yield "forward and backward"
 
-    return LaunchCase(f"an MoE block of {model}", {"part": "block", "model": model, "tokens": tokens, "precision": precision}, rows)
+    return LaunchCase(
+        f"an MoE block of {model}",
+        {"part": "block", "model": model, "tokens": tokens, "precision": precision},
+        rows,
+    )
 
 
-def loss_case(tokens: int = TOKENS, hidden: int = 2048, vocabulary: int = 102400, precision: str = "bf16") -> LaunchCase:
+def loss_case(
+    tokens: int = TOKENS, hidden: int = 2048, vocabulary: int = 102400, precision: str = "bf16"
+) -> LaunchCase:
     """Make the case of head and loss, with gradients."""
 
     def rows(counter: Counter) -> Iterator[str]:
@@ -197,35 +249,74 @@ def loss_case(tokens: int = TOKENS, hidden: int = 2048, vocabulary: int = 102400
         weight_VD = nn.Parameter(torch.empty(vocabulary, hidden, device=counter.device))
         labels_T = torch.zeros(tokens, dtype=torch.long, device=counter.device)
         counter.restart()
-        with torch.autocast(counter.device.type, torch.bfloat16) if precision == "bf16" else nullcontext():
+        with (
+            torch.autocast(counter.device.type, torch.bfloat16)
+            if precision == "bf16"
+            else nullcontext()
+        ):
             loss = linear_cross_entropy(x_TD, weight_VD, labels_T, normalizer=float(tokens))
         loss.backward()
         yield "forward and backward"
 
     return LaunchCase(
-        "the loss", {"part": "loss", "tokens": tokens, "hidden": hidden, "vocabulary": vocabulary, "precision": precision}, rows
+        "the loss",
+        {
+            "part": "loss",
+            "tokens": tokens,
+            "hidden": hidden,
+            "vocabulary": vocabulary,
+            "precision": precision,
+        },
+        rows,
     )
 
 
-def step_case(model: str, rule: str = "soap", layers: int = STEP_LAYERS, tokens: int = TOKENS, *, packed: bool = False) -> LaunchCase:
-    """Make the case of training steps of one process in bf16, four sequences in a micro-batch; if `packed`, each of two documents."""
+def step_case(
+    model: str,
+    rule: str = "soap",
+    layers: int = STEP_LAYERS,
+    tokens: int = TOKENS,
+    *,
+    packed: bool = False,
+) -> LaunchCase:
+    """Make the case of training steps of one process in bf16, four sequences in a micro-batch; if
+    `packed`, each of two documents."""
     config = Config(
         model=model_config(model, num_hidden_layers=layers),
-        train=LoopConfig(batch_size=4, micro_batch_size=4, sequence_length=tokens // 4, precision="bf16"),
+        train=LoopConfig(
+            batch_size=4, micro_batch_size=4, sequence_length=tokens // 4, precision="bf16"
+        ),
         moe=MoEConfig(),
         optim=optim_config(rule, **rule_options(rule)),
     )
-    described = {"part": "step", "model": model, "rule": rule, "layers": layers, "tokens": tokens, "precision": "bf16", "packed": packed}
+    described = {
+        "part": "step",
+        "model": model,
+        "rule": rule,
+        "layers": layers,
+        "tokens": tokens,
+        "precision": "bf16",
+        "packed": packed,
+    }
     name = f"a training step, {layers} layers of {model}, {rule}" + (", packed" if packed else "")
-    return LaunchCase(name, described, lambda counter: training_steps(counter, config, packed=packed))
+    return LaunchCase(
+        name, described, lambda counter: training_steps(counter, config, packed=packed)
+    )
 
 
 def training_steps(counter: Counter, config: Config, *, packed: bool = False) -> Iterator[str]:
-    """Run steps of a whole engine, each a row: one with first bases, one without, one with a refresh."""
-    counter.integers = rows_of_experts(config.train.batch_size * config.train.sequence_length, config.model)
+    """Run steps of a whole engine, each a row: one with first bases, one without, one with a
+    refresh."""
+    counter.integers = rows_of_experts(
+        config.train.batch_size * config.train.sequence_length, config.model
+    )
     engine = build_engine(config, Mesh.single(counter.device))
-    step = TrainStep(engine, build_optimizer(config.optim, engine.parameters), config.train.max_grad_norm)
-    batch = Batch.of_tokens(torch.zeros(config.train.batch_size, config.train.sequence_length + 1, dtype=torch.long))
+    step = TrainStep(
+        engine, build_optimizer(config.optim, engine.parameters), config.train.max_grad_norm
+    )
+    batch = Batch.of_tokens(
+        torch.zeros(config.train.batch_size, config.train.sequence_length + 1, dtype=torch.long)
+    )
     if packed:
         begins_BS = torch.zeros_like(batch.inputs_BS, dtype=torch.bool)
         begins_BS[:, [0, begins_BS.shape[1] // 2]] = True

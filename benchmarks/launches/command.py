@@ -9,7 +9,14 @@ from typing import Literal
 
 import torch
 
-from benchmarks.launches.cases import PUBLISHED, LaunchCase, block_case, loss_case, optimizer_case, step_case
+from benchmarks.launches.cases import (
+    PUBLISHED,
+    LaunchCase,
+    block_case,
+    loss_case,
+    optimizer_case,
+    step_case,
+)
 from benchmarks.launches.counter import CountedPhase, Counter
 from benchmarks.report import Row, RowFile, environment
 from lather.console import FittedTable, command_console, titled_table
@@ -20,14 +27,21 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class LaunchesBenchmark:
-    """Counts kernel launches, bytes, flops and host waits of a GPU, without one. No time follows from a count."""
+    """Counts kernel launches, bytes, flops and host waits of a GPU, without one. No time follows
+    from a count."""
 
-    parts: tuple[Literal["optimizer", "block", "loss", "step"], ...] = ("optimizer", "block", "loss", "step")
+    parts: tuple[Literal["optimizer", "block", "loss", "step"], ...] = (
+        "optimizer",
+        "block",
+        "loss",
+        "step",
+    )
     """Parts to count."""
     models: tuple[str, ...] = tuple(PUBLISHED)
     """Models whose sizes are used: DeepSeek-V2-Lite and Qwen3-30B-A3B."""
     rules: tuple[str, ...] = ("soap", "klsoap", "soap_muon", "muon")
-    """Rules of the optimizer. All but the first are counted only for the first model on the most ranks."""
+    """Rules of the optimizer. All but the first are counted only for the first model on the most
+    ranks."""
     ranks: tuple[int, ...] = (8, 16)
     """Numbers of ranks; the optimizer's step of one of them is counted."""
     layers: int = 0
@@ -36,7 +50,12 @@ class LaunchesBenchmark:
     """Folder for launches.jsonl; a run replaces it."""
 
     def __post_init__(self) -> None:
-        require(all(model in PUBLISHED for model in self.models), "--models", self.models, f"some of {', '.join(PUBLISHED)}")
+        require(
+            all(model in PUBLISHED for model in self.models),
+            "--models",
+            self.models,
+            f"some of {', '.join(PUBLISHED)}",
+        )
         require(all(ranks >= 1 for ranks in self.ranks), "--ranks", self.ranks, "at least 1 each")
         require(self.layers >= 0, "--layers", self.layers, "at least 0")
 
@@ -82,7 +101,10 @@ def count(case: LaunchCase) -> Iterator[Row]:
                 "config": {**case.config, "row": name},
                 "total": _as_row(counter.total),
                 "phases": {phase: _as_row(counts) for phase, counts in counter.phases.items()},
-                "waits": [{"what": what, "where": where, "times": times} for (what, where), times in counter.waits.most_common()],
+                "waits": [
+                    {"what": what, "where": where, "times": times}
+                    for (what, where), times in counter.waits.most_common()
+                ],
                 "notes": dict(counter.notes.most_common()),
             }
 
@@ -93,13 +115,32 @@ def _as_row(phase: CountedPhase) -> Row:
 
 def table(rows: list[Row]) -> FittedTable:
     """Make a table with a line for each phase of each row, and one for all phases."""
-    numbers = ("launches", "triton", "views", "GiB read", "GiB written", "TFLOP", "host waits", "peak GiB")
+    numbers = (
+        "launches",
+        "triton",
+        "views",
+        "GiB read",
+        "GiB written",
+        "TFLOP",
+        "host waits",
+        "peak GiB",
+    )
     out = titled_table("", ("case", "phase"), numbers)
     for row in rows:
         for phase, counts in [*row["phases"].items(), ("all", row["total"])]:
             sizes = [f"{counts[name] / GIB:.2f}" for name in ("bytes_read", "bytes_written")]
             counted = [f"{counts[name]:,}" for name in ("launches", "triton", "views")]
-            last = (f"{counts['flops'] / 1e12:.2f}", str(counts["host_waits"]), f"{counts['peak_bytes'] / GIB:.2f}")
-            out.add_row(row["case"] if phase == "all" else "", phase.removeprefix("lather."), *counted, *sizes, *last)
+            last = (
+                f"{counts['flops'] / 1e12:.2f}",
+                str(counts["host_waits"]),
+                f"{counts['peak_bytes'] / GIB:.2f}",
+            )
+            out.add_row(
+                row["case"] if phase == "all" else "",
+                phase.removeprefix("lather."),
+                *counted,
+                *sizes,
+                *last,
+            )
         out.add_section()
     return out

@@ -1,16 +1,22 @@
-"""Counts what code asks of a GPU: `with Counter() as counter: ...` around work on the stand-in device.
+"""Counts what code asks of a GPU: `with Counter() as counter: ...` around work on the stand-in
+device.
 
-    launches    kernels: every operation that is neither a view nor only makes memory; every Triton kernel; for a factorisation that CUDA's
-                libraries do matrix by matrix, one for each matrix (there are more inside)
-    bytes       bytes that those kernels read and write, each tensor of a kernel once. A gather counts the rows that it reads, a Triton
-                kernel the tensors that its source loads and stores, whole
-    flops       flops of products, attention and factorisations; causal masks save nothing here, elementwise work counts nothing
-    waits       times that the host waits for the device, each with the place in Lather: reads of values, blocking copies, copies of
-                memory that is not pinned, synchronisation
-    peak        the most bytes of tensors made inside the block that are alive together, temporaries among them
+    launches    kernels: every operation that is neither a view nor only makes memory; every Triton
+                kernel; for a factorisation that CUDA's libraries do matrix by matrix, one for each
+                matrix (there are more inside)
+    bytes       bytes that those kernels read and write, each tensor of a kernel once. A gather
+                counts the rows that it reads, a Triton kernel the tensors that its source loads and
+                stores, whole
+    flops       flops of products, attention and factorisations; causal masks save nothing here,
+                elementwise work counts nothing
+    waits       times that the host waits for the device, each with the place in Lather: reads of
+                values, blocking copies, copies of memory that is not pinned, synchronisation
+    peak        the most bytes of tensors made inside the block that are alive together, temporaries
+                among them
 
-Counts are kept by phase: the innermost `record_function` range whose name begins with "lather.optim.". The device's values are made up
-(`lather.standin`). No time follows from a count: a kernel of 4 bytes and one of 4 GiB are one launch each.
+Counts are kept by phase: the innermost `record_function` range whose name begins with
+"lather.optim.". The device's values are made up (`lather.standin`). No time follows from a count: a
+kernel of 4 bytes and one of 4 GiB are one launch each.
 """
 
 from __future__ import annotations
@@ -53,16 +59,19 @@ class CountedPhase:
 
 
 class Counter(StandInMode):
-    """Counts launches, bytes, flops, waits and peak, as the head of this file says. The device serves one counter at a time."""
+    """Counts launches, bytes, flops, waits and peak, as the head of this file says. The device
+    serves one counter at a time."""
 
     def __init__(self, integers: Callable[[Tensor], Tensor] | None = None) -> None:
-        """`integers` gives the values of an integer tensor that the host reads; None: 1, 2, 3 and so on."""
+        """`integers` gives the values of an integer tensor that the host reads; None: 1, 2, 3 and
+        so on."""
         super().__init__(integers)
         self.phases: defaultdict[str, CountedPhase] = defaultdict(CountedPhase)
         self.waits: Tally[tuple[str, str]] = Tally()
         """How often the host waited, by (reason, place)."""
         self.notes: Tally[str] = Tally()
-        """How often something odd happened: operands of two devices, unfused attention, products of fp64."""
+        """How often something odd happened: operands of two devices, unfused attention, products of
+        fp64."""
         self._ranges: list[str] = []
         self._memory = PeakBytes(count_meta=False)
 
@@ -85,7 +94,15 @@ class Counter(StandInMode):
         """The counts of all phases together."""
         sums = CountedPhase()
         for phase in self.phases.values():
-            for name in ("launches", "triton", "views", "bytes_read", "bytes_written", "flops", "host_waits"):
+            for name in (
+                "launches",
+                "triton",
+                "views",
+                "bytes_read",
+                "bytes_written",
+                "flops",
+                "host_waits",
+            ):
                 setattr(sums, name, getattr(sums, name) + getattr(phase, name))
             sums.kernels.update(phase.kernels)
         sums.peak_bytes = self.peak_bytes
@@ -98,7 +115,9 @@ class Counter(StandInMode):
     @property
     def phase(self) -> CountedPhase:
         """The phase that is running."""
-        return self.phases[next((name for name in reversed(self._ranges) if name.startswith(RANGES)), OUTSIDE)]
+        return self.phases[
+            next((name for name in reversed(self._ranges) if name.startswith(RANGES)), OUTSIDE)
+        ]
 
     def wait(self, what: str) -> None:
         """Note that the host waits here."""
@@ -108,7 +127,16 @@ class Counter(StandInMode):
     def note(self, what: str) -> None:
         self.notes[f"{what} at {place()}"] += 1
 
-    def launch(self, name: str, read: int, written: int, *, flops: int = 0, times: int = 1, triton: bool = False) -> None:
+    def launch(
+        self,
+        name: str,
+        read: int,
+        written: int,
+        *,
+        flops: int = 0,
+        times: int = 1,
+        triton: bool = False,
+    ) -> None:
         """Count the launch of a kernel."""
         phase = self.phase
         phase.launches += times
@@ -119,9 +147,13 @@ class Counter(StandInMode):
         phase.flops += flops
 
     def launch_triton(self, function: Any, tensors: Mapping[str, Tensor]) -> None:
-        self.launch(f"triton {function.__name__}", *operations.kernel_traffic(function, tensors), triton=True)
+        self.launch(
+            f"triton {function.__name__}",
+            *operations.kernel_traffic(function, tensors),
+            triton=True,
+        )
 
-    # --- what the device is asked for -------------------------------------------------------------------------------------------------
+    # --- what the device is asked for -------------------------------------------------------------
 
     def entered(self, name: str) -> None:
         self._ranges.append(name)
@@ -132,7 +164,16 @@ class Counter(StandInMode):
     def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return self._memory.observe(func, args, kwargs)
 
-    def ran(self, func: Any, name: str, args: Any, kwargs: Any, inputs: list[Tensor], made: list[Tensor], out: Any) -> None:
+    def ran(
+        self,
+        func: Any,
+        name: str,
+        args: Any,
+        kwargs: Any,
+        inputs: list[Tensor],
+        made: list[Tensor],
+        out: Any,
+    ) -> None:
         phase = self.phase
         phase.peak_bytes = max(phase.peak_bytes, self._memory.now)
         if name not in COPIES:
@@ -150,7 +191,8 @@ class Counter(StandInMode):
                 self.wait(why)
 
     def _check_devices(self, name: str, inputs: list[Tensor]) -> None:
-        """Note operands on the CPU: an index is copied, which the host waits for, and so may be a scalar. Torch raises for all others."""
+        """Note operands on the CPU: an index is copied, which the host waits for, and so may be a
+        scalar. Torch raises for all others."""
         for x in inputs:
             if x.device.type == "cpu" and x.dim() and name in TAKE_INDICES:
                 self.wait("index on the CPU")

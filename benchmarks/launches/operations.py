@@ -55,7 +55,17 @@ OVERWRITE = frozenset(
 """Operations that do not read their first operand."""
 GATHERS = frozenset(["index_select", "gather", "index", "embedding", "take"])
 SCATTERS = frozenset(
-    ["index_put_", "index_copy_", "index_add_", "scatter_add_", "scatter_", "_index_put_impl_", "index_put", "index_copy", "scatter"]
+    [
+        "index_put_",
+        "index_copy_",
+        "index_add_",
+        "scatter_add_",
+        "scatter_",
+        "_index_put_impl_",
+        "index_put",
+        "index_copy",
+        "scatter",
+    ]
 )
 WAIT_INSIDE = {
     "_linalg_eigh": "eigh looks at its errors",
@@ -65,12 +75,21 @@ WAIT_INSIDE = {
     "equal": "equal: the answer",
 }
 """Operations that make the host wait, whoever calls them, and the reason."""
-ONE_BY_ONE = frozenset(("_linalg_eigh", "_linalg_svd", "geqrf", "linalg_householder_product", "linalg_qr"))
+ONE_BY_ONE = frozenset(
+    ("_linalg_eigh", "_linalg_svd", "geqrf", "linalg_householder_product", "linalg_qr")
+)
 """Factorisations that CUDA's libraries do matrix by matrix."""
 source_of = cache(inspect.getsource)
 
 
-def traffic(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], inputs: list[Tensor], made: list[Tensor]) -> tuple[int, int]:
+def traffic(
+    func: Any,
+    name: str,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    inputs: list[Tensor],
+    made: list[Tensor],
+) -> tuple[int, int]:
     """The bytes that the operation reads, and those that it writes."""
 
     def size(tensors: Iterable[Tensor]) -> int:
@@ -81,12 +100,20 @@ def traffic(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], i
     if name in SCATTERS:
         return size(inputs[1:]), nbytes(inputs[-1])
     out = {id(x) for x in tensors_in(kwargs.get("out"))}
-    read = size(x for number, x in enumerate(inputs) if id(x) not in out and not (number == 0 and name in OVERWRITE))
+    read = size(
+        x
+        for number, x in enumerate(inputs)
+        if id(x) not in out and not (number == 0 and name in OVERWRITE)
+    )
     if name.startswith("_foreach") and name in OVERWRITE:
         read = size(tensors_in(args[1:]))
     if made:
         return read, size(made)
-    written = [x for argument, x in zip(func._schema.arguments, args, strict=False) if argument.alias_info and argument.alias_info.is_write]
+    written = [
+        x
+        for argument, x in zip(func._schema.arguments, args, strict=False)
+        if argument.alias_info and argument.alias_info.is_write
+    ]
     return read, size(tensors_in(written))
 
 
@@ -96,7 +123,8 @@ def launches(name: str, args: Sequence[Any]) -> int:
 
 
 def kernel_traffic(function: Callable[..., Any], tensors: Mapping[str, Tensor]) -> tuple[int, int]:
-    """The bytes of the tensors that a Triton kernel's source loads and stores; a tensor whose name is in neither counts as loaded."""
+    """The bytes of the tensors that a Triton kernel's source loads and stores; a tensor whose name
+    is in neither counts as loaded."""
     source, seen = source_of(function), set[tuple[int, int]]()
     read = written = 0
     for name, x in tensors.items():

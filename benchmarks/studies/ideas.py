@@ -1,4 +1,5 @@
-"""Rules that were tried in search of a better one than Muon; `ideas.toml` compares them, docs/log.md says what became of them.
+"""Rules that were tried in search of a better one than Muon; `ideas.toml` compares them,
+docs/log.md says what became of them.
 
 Letters as in `lather.optim.rules.muon`: G gradient, B momentum, N numerator, U update; x (B, m, n).
 """
@@ -21,7 +22,8 @@ from lather.optim.rules.soap_muon import SOAPMuonRule
 
 @dataclass(frozen=True)
 class MomentumRamp(MuonRule):
-    """Muon with a momentum that grows from `first_momentum` to `momentum`: early gradients turn fast, late ones are mostly noise."""
+    """Muon with a momentum that grows from `first_momentum` to `momentum`: early gradients turn
+    fast, late ones are mostly noise."""
 
     _: KW_ONLY
     first_momentum: Decay = 0.8
@@ -40,8 +42,8 @@ class MomentumRamp(MuonRule):
 
 @dataclass(frozen=True)
 class TwoMomenta(MuonRule):
-    """Muon with a fast and a slow momentum together (after AdEMAMix, arXiv:2409.03137): old gradients hold signal that one average
-    drops."""
+    """Muon with a fast and a slow momentum together (after AdEMAMix, arXiv:2409.03137): old
+    gradients hold signal that one average drops."""
 
     _: KW_ONLY
     slow_momentum: Decay = 0.98
@@ -60,7 +62,8 @@ class TwoMomenta(MuonRule):
 
 @dataclass(frozen=True)
 class MARSMuon(MuonRule):
-    """Muon on gradients that are corrected by their change since the last step (arXiv:2411.10438, approximate form): less variance in B."""
+    """Muon on gradients that are corrected by their change since the last step (arXiv:2411.10438,
+    approximate form): less variance in B."""
 
     _: KW_ONLY
     gamma: NonNegative = 0.025
@@ -71,16 +74,20 @@ class MARSMuon(MuonRule):
 
     def update(self, g: Tensor, s: State, t: int) -> Tensor:
         g, last = self.decayed(g, s), s["last_gradient"]
-        corrected = g if t == 1 else g + self.gamma * self.momentum / (1 - self.momentum) * (g - last)
+        corrected = (
+            g if t == 1 else g + self.gamma * self.momentum / (1 - self.momentum) * (g - last)
+        )
         last.copy_(g)
         return self.finished(self.numerator(corrected, s), s)
 
 
 @dataclass(frozen=True)
 class SignalMuon(MuonRule):
-    """Muon with longer steps where gradients agree: U times |N|_F / (mean |G|_F^2)^(1/2), which is near 1 for signal and small for noise.
+    """Muon with longer steps where gradients agree: U times |N|_F / (mean |G|_F^2)^(1/2), which is
+    near 1 for signal and small for noise.
 
-    An expert that saw few tokens has a noisy gradient, which orthogonalising makes as long as any other.
+    An expert that saw few tokens has a noisy gradient, which orthogonalising makes as long as any
+    other.
     """
 
     _: KW_ONLY
@@ -92,7 +99,9 @@ class SignalMuon(MuonRule):
 
     def update(self, g: Tensor, s: State, t: int) -> Tensor:
         g = self.decayed(g, s)
-        square = s["square_norm"].lerp_(g.square().sum((1, 2)), 1 - self.norm_decay) / (1 - self.norm_decay**t)
+        square = s["square_norm"].lerp_(g.square().sum((1, 2)), 1 - self.norm_decay) / (
+            1 - self.norm_decay**t
+        )
         n = self.numerator(g, s) / (1 - self.momentum**t)
         signal = (n.square().sum((1, 2)) / square.clamp_min(1e-30)).clamp_max(1.0)
         return self.finished(n, s) * column(signal.sqrt(), n)
@@ -100,7 +109,8 @@ class SignalMuon(MuonRule):
 
 @dataclass(frozen=True)
 class AdaMuon(MuonRule):
-    """Muon with U divided, element by element, by the root of its second moment, and its norm kept (arXiv:2507.11005)."""
+    """Muon with U divided, element by element, by the root of its second moment, and its norm kept
+    (arXiv:2507.11005)."""
 
     def state(self, matrix: Matrix) -> dict[str, Entry]:
         return super().state(matrix) | {"exp_avg_sq": Entry(matrix.shape, "moment")}
@@ -113,7 +123,8 @@ class AdaMuon(MuonRule):
 
 @dataclass(frozen=True)
 class FactoredSOAPMuon(SOAPMuonRule):
-    """SOAP-Muon that keeps only row and column means of its second moment in the bases: m + n numbers instead of m n."""
+    """SOAP-Muon that keeps only row and column means of its second moment in the bases: m + n
+    numbers instead of m n."""
 
     def state(self, matrix: Matrix) -> dict[str, Entry]:
         m, n = matrix.shape
@@ -129,17 +140,24 @@ class FactoredSOAPMuon(SOAPMuonRule):
             square = x.square()
             rows = s["row_square"].lerp_(square.mean(2), 1 - self.beta2)
             columns = s["column_square"].lerp_(square.mean(1), 1 - self.beta2)
-            v = rows[:, :, None] * columns[:, None, :] / rows.mean(1).clamp_min(1e-30)[:, None, None]
-            x = precondition(with_norm_of(x, x / (v / (1 - self.beta2**t)).sqrt().add(self.eps)), bases, "out")
+            v = (
+                rows[:, :, None]
+                * columns[:, None, :]
+                / rows.mean(1).clamp_min(1e-30)[:, None, None]
+            )
+            x = precondition(
+                with_norm_of(x, x / (v / (1 - self.beta2**t)).sqrt().add(self.eps)), bases, "out"
+            )
         return self.finished(x, s)
 
 
 @dataclass(frozen=True)
 class RememberedPolar(MuonRule):
-    """U = N (mean of N^T N)^(-1/2) on the smaller side, by a Newton iteration from the last step's root, without Newton-Schulz.
+    """U = N (mean of N^T N)^(-1/2) on the smaller side, by a Newton iteration from the last step's
+    root, without Newton-Schulz.
 
-    That root Z is nearly right, so one or two iterations Z <- Z (3 I - A Z^2) / 2 are enough while A changes slowly. The mean gives the
-    polar factor a memory.
+    That root Z is nearly right, so one or two iterations Z <- Z (3 I - A Z^2) / 2 are enough while
+    A changes slowly. The mean gives the polar factor a memory.
     """
 
     _: KW_ONLY
@@ -168,7 +186,9 @@ class RememberedPolar(MuonRule):
             z.copy_(q * w.clamp_min(1e-30).rsqrt()[:, None, :] @ q.mT)
         for _ in range(self.iterations):
             az = a @ z
-            largest = torch.linalg.matrix_norm(z @ az, ord=2, keepdim=True) if k <= 8 else _largest(z, az)
+            largest = (
+                torch.linalg.matrix_norm(z @ az, ord=2, keepdim=True) if k <= 8 else _largest(z, az)
+            )
             z = z / (largest / 1.5).clamp_min(1.0).sqrt()
             z = 1.5 * z - 0.5 * z @ (z @ (a @ z))
             z = (z + z.mT) / 2
@@ -178,7 +198,8 @@ class RememberedPolar(MuonRule):
 
 
 def _largest(z: Tensor, az: Tensor) -> Tensor:
-    """Bound the spectral norm of Z A Z from above by the root of the Frobenius norm of its square, which is cheap."""
+    """Bound the spectral norm of Z A Z from above by the root of the Frobenius norm of its square,
+    which is cheap."""
     zaz = z @ az
     norm: Tensor = torch.linalg.matrix_norm(zaz @ zaz, keepdim=True)
     return norm.sqrt()

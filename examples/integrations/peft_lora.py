@@ -2,9 +2,9 @@
 
     python examples/integrations/peft_lora.py        (seconds on a CPU)
 
-Only the adapters have gradients, and only they get optimizer state. After half of the steps adapters and optimizer are saved, loaded beside
-a fresh base model, and go on. Prints the loss at the start, in the middle and at the end, and bytes of state per weight trained.
-"""
+Only the adapters have gradients, and only they get optimizer state. After half of the steps
+adapters and optimizer are saved, loaded beside a fresh base model, and go on. Prints the loss at
+the start, in the middle and at the end, and bytes of state per weight trained."""
 
 import tempfile
 
@@ -19,8 +19,16 @@ STEPS = 40
 
 def make_base():
     torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
-    return Qwen3ForCausalLM(Qwen3Config(**sizes, num_attention_heads=4, num_key_value_heads=2, use_cache=False))
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "head_dim": 8,
+    }
+    return Qwen3ForCausalLM(
+        Qwen3Config(**sizes, num_attention_heads=4, num_key_value_heads=2, use_cache=False)
+    )
 
 
 def make_model():
@@ -60,12 +68,17 @@ def main():
         torch.save([optimizer.state_dict(), schedule.state_dict()], f"{folder}/optimizer.pt")
         model = PeftModel.from_pretrained(make_base(), folder, is_trainable=True)
         optimizer, schedule = make_optimizer(model)
-        for one, saved in zip((optimizer, schedule), torch.load(f"{folder}/optimizer.pt"), strict=True):
+        for one, saved in zip(
+            (optimizer, schedule), torch.load(f"{folder}/optimizer.pt"), strict=True
+        ):
             one.load_state_dict(saved)
     losses += train(model, optimizer, schedule, range(STEPS // 2, STEPS))
     size = sum(x.nbytes for state in optimizer.state.values() for x in state.values())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    print(f"loss {losses[0]:.4f} -> {losses[STEPS // 2]:.4f} -> {losses[-1]:.4f}, {size / trained:.1f} bytes of state per weight trained")
+    print(
+        f"loss {losses[0]:.4f} -> {losses[STEPS // 2]:.4f} -> {losses[-1]:.4f}, "
+        f"{size / trained:.1f} bytes of state per weight trained"
+    )
 
 
 if __name__ == "__main__":

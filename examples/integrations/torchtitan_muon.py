@@ -1,10 +1,12 @@
 """Muon in torchtitan: a train spec whose optimizers are Lather's.
 
-    python examples/integrations/torchtitan_muon.py                                        (seconds on a CPU)
-    torchrun --nproc-per-node 2 examples/integrations/torchtitan_muon.py runs/titan        (FSDP2, on gloo or NCCL)
+    python examples/integrations/torchtitan_muon.py                                        (seconds
+        on a CPU)
+    torchrun --nproc-per-node 2 examples/integrations/torchtitan_muon.py runs/titan        (FSDP2,
+        on gloo or NCCL)
 
-torchtitan clips gradients, steps the schedule and saves to the folder; it goes on from the last checkpoint that it finds there. It
-prints the loss of every fifth step.
+torchtitan clips gradients, steps the schedule and saves to the folder; it goes on from the last
+checkpoint that it finds there. It prints the loss of every fifth step.
 """
 
 import dataclasses
@@ -26,8 +28,14 @@ from lather.optim import Muon, parameter_groups
 
 class MuonContainer(OptimizersContainer):
     def __init__(self, model_parts, config):
-        self.model_parts, options = model_parts, {"lr": config.lr, "weight_decay": config.weight_decay}
-        groups = [parameter_groups(part, adam_names=("output",), rest_lr=3.2 * config.lr) for part in model_parts]
+        self.model_parts, options = (
+            model_parts,
+            {"lr": config.lr, "weight_decay": config.weight_decay},
+        )
+        groups = [
+            parameter_groups(part, adam_names=("output",), rest_lr=3.2 * config.lr)
+            for part in model_parts
+        ]
         self.optimizers = [Muon(one, momentum=0.9, **options) for one in groups]
         self._post_init([p for part in model_parts for p in part.parameters()], options)
 
@@ -37,10 +45,16 @@ def build_optimizers(model_parts, config, parallel_dims, ft_manager=None):
 
 
 class Counting:
-    """Batches of sequences that count up in steps of 1 to 4. Each rank has its part of the same batch, whatever the number of ranks."""
+    """Batches of sequences that count up in steps of 1 to 4. Each rank has its part of the same
+    batch, whatever the number of ranks."""
 
     def __init__(self, dp_world_size, dp_rank, job_config, **_):
-        self.num_ranks, self.rank, self.step, self.length = dp_world_size, dp_rank, 0, job_config.training.seq_len
+        self.num_ranks, self.rank, self.step, self.length = (
+            dp_world_size,
+            dp_rank,
+            0,
+            job_config.training.seq_len,
+        )
 
     def __iter__(self):
         while True:
@@ -58,9 +72,21 @@ class Counting:
 
 
 def register():
-    tiny = {"tiny": TransformerModelArgs(dim=32, n_layers=2, n_heads=4, vocab_size=64, multiple_of=32)}
-    own = {"build_optimizers_fn": build_optimizers, "build_dataloader_fn": Counting, "build_tokenizer_fn": None, "model_args": tiny}
-    register_train_spec("counting", dataclasses.replace(get_train_spec(), **own, state_dict_adapter=None, build_validator_fn=None))
+    tiny = {
+        "tiny": TransformerModelArgs(dim=32, n_layers=2, n_heads=4, vocab_size=64, multiple_of=32)
+    }
+    own = {
+        "build_optimizers_fn": build_optimizers,
+        "build_dataloader_fn": Counting,
+        "build_tokenizer_fn": None,
+        "model_args": tiny,
+    }
+    register_train_spec(
+        "counting",
+        dataclasses.replace(
+            get_train_spec(), **own, state_dict_adapter=None, build_validator_fn=None
+        ),
+    )
 
 
 def make_config(folder, steps=20):
@@ -72,7 +98,11 @@ def make_config(folder, steps=20):
     config.training.local_batch_size = 16 // int(os.environ["WORLD_SIZE"])
     config.training.max_norm, config.training.mixed_precision_param = 1.0, "float32"
     config.activation_checkpoint.mode, config.metrics.log_freq, config.debug.seed = "none", 5, 0
-    config.checkpoint.enable, config.checkpoint.interval, config.checkpoint.last_save_model_only = True, 10, False
+    config.checkpoint.enable, config.checkpoint.interval, config.checkpoint.last_save_model_only = (
+        True,
+        10,
+        False,
+    )
     return config
 
 

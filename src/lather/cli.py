@@ -1,7 +1,7 @@
 """The `lather` command: lists and runs its subcommands, and turns their errors into exit statuses.
 
-An error that the user can correct is one line on standard error and exit status 2. A run that a signal ends early saves a checkpoint and
-exits with 0, or after SIGINT with 130.
+An error that the user can correct is one line on standard error and exit status 2. A run that a
+signal ends early saves a checkpoint and exits with 0, or after SIGINT with 130.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from lather.version import describe_version
 USAGE = """\
 usage: lather COMMAND ...
 
-  train CONFIG [--FIELD VALUE ...]   train, or resume, the run that a TOML file describes; --help shows the fields that are changed most
-  data make FOLDER SOURCE            make a data set of text, JSONL, Parquet, chats or token files; also show, check
-  generate RUN --prompt TEXT         continue texts with a trained model, answer messages, or talk with it (--chat)
-  eval RUN [DATA ...]                loss, perplexity and bits per byte on held-out sets; --tasks of lm-evaluation-harness
+  train CONFIG [--FIELD VALUE ...]   train or resume the run that a TOML file describes
+  data make FOLDER SOURCE            make a data set of texts, chats or tokens; show or check it
+  generate RUN --prompt TEXT         continue texts, answer messages, or talk with a model (--chat)
+  eval RUN [DATA ...]                loss and bits per byte on held-out sets; --tasks of lm-eval
   import FOLDER RUN                  make a run of a Hugging Face folder (config.json, safetensors)
-  export RUN FOLDER                  write a run's model as a Hugging Face folder, or its adapters for PEFT
-  plot RUN [RUN ...]                 draw loss over steps and over seconds, and the time that the optimizer takes
-  report RUN                         a page of a run: curves, experts' loads, memory, schedule, configuration, changes
-  doctor                             check versions, devices, disk and memory, and with --nproc N clocks and links of ranks
+  export RUN FOLDER                  write a Hugging Face folder, or adapters for PEFT
+  plot RUN [RUN ...]                 draw loss over steps and seconds, and the optimizer's time
+  report RUN                         a page of a run: curves, loads, memory, schedule, changes
+  doctor                             check versions, devices, disk, memory, links of ranks
   plan CONFIG --world N              the memory that each rank will need
-  profile CONFIG                     the activations that each layer keeps between forward and backward
+  profile CONFIG                     activations that each layer keeps between forward and backward
   bench BENCHMARK                    run a benchmark (in a checkout); --help lists them
-  completion bash | zsh | fish       print a script with which the shell completes commands and options
+  completion bash | zsh | fish       print a script that completes commands and options in the shell
 
   -h, --help    --version            each command has a --help of its own
 """
@@ -54,7 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         hold_signals()  # until the run can obey them, and while this process ends
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # the terminal's encoding may lack characters of a sample
+            stream.reconfigure(
+                errors="backslashreplace"
+            )  # the terminal's encoding may lack characters of a sample
     try:
         status = _dispatch(arguments, started)
         if sys.stdout is not None:  # it was not closed before this process started
@@ -70,7 +72,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.errno not in NO_SPACE:
             raise
         file = error.filename or "a file"
-        _complain(f"stopped: {file} cannot be written ({reason(error, Path(file))}): make room, then start again")
+        _complain(
+            f"stopped: {file} cannot be written ({reason(error, Path(file))}): make room, then "
+            "start again"
+        )
         return 1
     except KeyboardInterrupt:
         return 130

@@ -16,22 +16,24 @@ WIDE = 10_000
 LEAST_TEXT = 16
 """Columns to which a column of text may be wrapped, or its longest word if that is longer."""
 LONG_WORD = 28
-"""A longer word, such as a path or the name of a data set, may be broken after a mark between its parts."""
+"""A longer word, such as a path or the name of a data set, may be broken after a mark between its
+parts."""
 LEAST_NAME = 4
 """Columns to which names are broken before numbers are."""
 MARKS = "-_/.,:@="
 
 
 class _PipedConsole(Console):
-    """A console that raises BrokenPipeError, as `print` does, if its reader leaves early (`lather profile ... | head`); rich would exit
-    with 1."""
+    """A console that raises BrokenPipeError, as `print` does, if its reader leaves early (`lather
+    profile ... | head`); rich would exit with 1."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
 
 
 def command_console() -> Console:
-    """Return a console on standard output: as wide as the terminal, or as wide as its lines need if that is no terminal."""
+    """Return a console on standard output: as wide as the terminal, or as wide as its lines need if
+    that is no terminal."""
     console = _PipedConsole()
     return console if console.file.isatty() else _PipedConsole(width=WIDE)
 
@@ -42,8 +44,9 @@ def is_live(console: Console) -> bool:
 
 
 class FittedTable(Table):
-    """A table that fits the console: headers and texts are wrapped between words, and if that is not enough, the columns are divided among
-    several tables, each of which begins with the columns that name the rows. Numbers and words stay whole."""
+    """A table that fits the console: headers and texts are wrapped between words, and if that is
+    not enough, the columns are divided among several tables, each of which begins with the columns
+    that name the rows. Numbers and words stay whole."""
 
     num_names = 1
     """Number of first columns that name the rows."""
@@ -51,11 +54,18 @@ class FittedTable(Table):
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if self.title:
             yield console.render_str(str(self.title), style="bold", highlight=False)
-        columns = [[console.render_str(str(cell), highlight=False) for cell in column.cells] for column in self.columns]
-        widths = [_widths(column, cells) for column, cells in zip(self.columns, columns, strict=True)]
+        columns = [
+            [console.render_str(str(cell), highlight=False) for cell in column.cells]
+            for column in self.columns
+        ]
+        widths = [
+            _widths(column, cells) for column, cells in zip(self.columns, columns, strict=True)
+        ]
         if sum(most for _, most in widths) + _around(len(widths)) > options.max_width:
             columns = [[with_breaks(cell) for cell in cells] for cells in columns]
-            widths = [_widths(column, cells) for column, cells in zip(self.columns, columns, strict=True)]
+            widths = [
+                _widths(column, cells) for column, cells in zip(self.columns, columns, strict=True)
+            ]
         names = range(min(self.num_names, len(columns)))
         for chosen in _groups([least for least, _ in widths], names, options.max_width):
             room = options.max_width - _around(len(chosen))
@@ -67,9 +77,19 @@ class FittedTable(Table):
         part = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
         for index, width in widths.items():
             column = self.columns[index]
-            part.add_column(column.header, justify=column.justify, style=column.style, width=width, overflow="fold")
+            part.add_column(
+                column.header,
+                justify=column.justify,
+                style=column.style,
+                width=width,
+                overflow="fold",
+            )
         for number, row in enumerate(self.rows):
-            part.add_row(*(columns[index][number] for index in widths), style=row.style, end_section=row.end_section)
+            part.add_row(
+                *(columns[index][number] for index in widths),
+                style=row.style,
+                end_section=row.end_section,
+            )
         return part
 
 
@@ -86,17 +106,22 @@ def with_breaks(cell: Text, longest: int = LONG_WORD, marks: str = MARKS) -> Tex
 
 
 def _widths(column: Column, cells: Sequence[Text]) -> tuple[int, int]:
-    """Return the least width at which words and numbers stay whole, and the width at which nothing is wrapped."""
+    """Return the least width at which words and numbers stay whole, and the width at which nothing
+    is wrapped."""
     header = [cell_len(word) for word in str(column.header).split()]
     whole = [max(map(cell_len, cell.plain.split("\n"))) for cell in cells]
     words = [max(map(cell_len, cell.plain.split()), default=0) for cell in cells]
     is_number = column.justify == "right" or column.no_wrap
-    texts = [most if is_number else max(word, min(most, LEAST_TEXT)) for most, word in zip(whole, words, strict=True)]
+    texts = [
+        most if is_number else max(word, min(most, LEAST_TEXT))
+        for most, word in zip(whole, words, strict=True)
+    ]
     return max((0, *header, *texts)), max((cell_len(str(column.header)), *whole))
 
 
 def _around(columns: int) -> int:
-    """Columns of a table that its cells do not have: a space after each, one between two, and both edges."""
+    """Columns of a table that its cells do not have: a space after each, one between two, and both
+    edges."""
     return 2 * columns + 1
 
 
@@ -104,7 +129,10 @@ def _groups(least: Sequence[int], names: range, width: int) -> Iterator[list[int
     """Divide columns into groups that fit, each with the columns of names."""
     group = list(names)
     for index in range(len(names), len(least)):
-        if len(group) > len(names) and sum(least[one] for one in (*group, index)) + _around(len(group) + 1) > width:
+        if (
+            len(group) > len(names)
+            and sum(least[one] for one in (*group, index)) + _around(len(group) + 1) > width
+        ):
             yield group
             group = list(names)
         group.append(index)
@@ -112,11 +140,20 @@ def _groups(least: Sequence[int], names: range, width: int) -> Iterator[list[int
 
 
 def _shared(measured: Sequence[tuple[int, int]], room: int) -> list[int]:
-    """Share the room among columns of (least, greatest) widths: what is left over the least goes to the columns that want least more."""
+    """Share the room among columns of (least, greatest) widths: what is left over the least goes to
+    the columns that want least more."""
     widths = [least for least, _ in measured]
-    while (excess := sum(widths) - room) > 0 and max(widths) > 1:  # a name is broken before a number is
+    while (excess := sum(widths) - room) > 0 and max(
+        widths
+    ) > 1:  # a name is broken before a number is
         most = max(widths[:-1], default=0)
-        index = widths.index(most) if most > LEAST_NAME else len(widths) - 1 if widths[-1] > 1 else widths.index(max(widths))
+        index = (
+            widths.index(most)
+            if most > LEAST_NAME
+            else len(widths) - 1
+            if widths[-1] > 1
+            else widths.index(max(widths))
+        )
         widths[index] -= min(excess, 1)
     spare = room - sum(widths)
     wanting = sorted(range(len(widths)), key=lambda index: measured[index][1] - widths[index])
@@ -127,8 +164,11 @@ def _shared(measured: Sequence[tuple[int, int]], room: int) -> list[int]:
     return widths
 
 
-def titled_table(title: str = "", left: Iterable[str] = (), right: Iterable[str] = ()) -> FittedTable:
-    """A table without a frame, whose first columns are words, which name the rows, and whose others are numbers."""
+def titled_table(
+    title: str = "", left: Iterable[str] = (), right: Iterable[str] = ()
+) -> FittedTable:
+    """A table without a frame, whose first columns are words, which name the rows, and whose others
+    are numbers."""
     table = FittedTable(title=title)
     for justify, names in (("left", left), ("right", right)):
         for name in names:

@@ -1,8 +1,9 @@
 """Distinguishes CPU and GPU, and returns the module of torch that drives a GPU.
 
-On the CPU an operation is complete when its call returns, and reading a value costs nothing. On a GPU operations are queued on streams, and
-reading a value waits for all of them. Every device except the CPU and `meta`, which has no memory, counts as a GPU: CUDA devices, and
-devices registered with torch (`torch.utils.rename_privateuse1_backend`), such as the stand-in that counts launches.
+On the CPU an operation is complete when its call returns, and reading a value costs nothing. On a
+GPU operations are queued on streams, and reading a value waits for all of them. Every device except
+the CPU and `meta`, which has no memory, counts as a GPU: CUDA devices, and devices registered with
+torch (`torch.utils.rename_privateuse1_backend`), such as the stand-in that counts launches.
 """
 
 from __future__ import annotations
@@ -35,38 +36,49 @@ def is_cpu(on: Tensor | torch.device) -> bool:
 
 
 def gpu_module(on: Tensor | torch.device) -> Any:
-    """Return `torch.cuda`, or its counterpart for another kind of GPU: streams, events, memory counts, `synchronize`."""
+    """Return `torch.cuda`, or its counterpart for another kind of GPU: streams, events, memory
+    counts, `synchronize`."""
     return torch.get_device_module(on.device if isinstance(on, Tensor) else on)
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Copy `x` to the device unless it is there. A copy to a GPU starts from pinned memory, and the host does not wait for it."""
-    return x.pin_memory().to(device, non_blocking=True) if is_gpu(device) and x.device.type == "cpu" else x.to(device)
+    """Copy `x` to the device unless it is there. A copy to a GPU starts from pinned memory, and the
+    host does not wait for it."""
+    return (
+        x.pin_memory().to(device, non_blocking=True)
+        if is_gpu(device) and x.device.type == "cpu"
+        else x.to(device)
+    )
 
 
 def no_autocast(x: Tensor) -> AbstractContextManager[object]:
-    """Products in the dtypes that they are given, also inside a caller's autocast block. There is no autocast on the meta device."""
+    """Products in the dtypes that they are given, also inside a caller's autocast block. There is
+    no autocast on the meta device."""
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
 def launching_on(x: Tensor) -> AbstractContextManager[object]:
-    """Make the GPU of `x` the current device inside the block, if `x` is on one: Triton launches on the current device, not on that of its
-    arguments."""
+    """Make the GPU of `x` the current device inside the block, if `x` is on one: Triton launches on
+    the current device, not on that of its arguments."""
     return gpu_module(x).device_of(x) if is_gpu(x) else nullcontext()
 
 
 @contextmanager
 def deterministic(enabled: bool = True) -> Iterator[None]:
-    """Make operations give the same bits in every run inside the block; torch raises RuntimeError for one that has no such kernel.
+    """Make operations give the same bits in every run inside the block; torch raises RuntimeError
+    for one that has no such kernel.
 
-    (If torch only warned, the backward passes of attention would keep their fast kernels, whose sums depend on the order of threads.)
-    Enter the block before the first matrix product on a GPU: cuBLAS reads the size of its workspaces once. Without `enabled` nothing
-    changes.
+    (If torch only warned, the backward passes of attention would keep their fast kernels, whose
+    sums depend on the order of threads.) Enter the block before the first matrix product on a GPU:
+    cuBLAS reads the size of its workspaces once. Without `enabled` nothing changes.
     """
     if not enabled:
         yield
         return
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     options: Any = torch.utils.deterministic
     fill, workspace = options.fill_uninitialized_memory, os.environ.get(CUBLAS_WORKSPACE)
     try:

@@ -1,4 +1,5 @@
-"""Errors that the user can correct: one line with the file or field, the value and the remedy. The command exits with status 2."""
+"""Errors that the user can correct: one line with the file or field, the value and the remedy. The
+command exits with status 2."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ class DataError(UserError):
 
 
 class RunError(UserError):
-    """A run directory cannot be used: it is not writable, in use, or belongs to another configuration."""
+    """A run directory cannot be used: it is not writable, in use, or belongs to another
+    configuration."""
 
 
 class CheckpointError(UserError):
@@ -28,7 +30,8 @@ class CheckpointError(UserError):
 
 
 class ExchangeError(UserError):
-    """A Hugging Face folder cannot be read or written: a file, field or tensor is missing, damaged or does not fit."""
+    """A Hugging Face folder cannot be read or written: a file, field or tensor is missing, damaged
+    or does not fit."""
 
 
 def require(holds: bool, field: str, value: object, constraint: str) -> None:
@@ -38,8 +41,8 @@ def require(holds: bool, field: str, value: object, constraint: str) -> None:
 
 
 def as_toml(value: object) -> str:
-    """Write a value as TOML does, for messages: `true` and `[1, 2]`, not Python's `True` and `(1, 2)`;
-    a configuration as the fields that are set, and a value that is left out as `none`."""
+    """Write a value as TOML does, for messages: `true` and `[1, 2]`, not Python's `True` and `(1,
+    2)`; a configuration as the fields that are set, and a value that is left out as `none`."""
     if value is None or isinstance(value, bool):
         return {None: "none", True: "true", False: "false"}[value]
     if isinstance(value, str):

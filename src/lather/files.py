@@ -77,7 +77,8 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 @contextlib.contextmanager
 def names_full_disk(path: Path) -> Iterator[None]:
-    """Raise the OSError of a full disk in the block with the name `path`: that of a write has no name, and that of a copy the source's."""
+    """Raise the OSError of a full disk in the block with the name `path`: that of a write has no
+    name, and that of a copy the source's."""
     try:
         yield
     except OSError as error:
@@ -87,7 +88,8 @@ def names_full_disk(path: Path) -> Iterator[None]:
 
 
 def reason(error: OSError, path: Path) -> str:
-    """Say why the file or folder cannot be written: the error's text, and the bytes that are free if the disk is full."""
+    """Say why the file or folder cannot be written: the error's text, and the bytes that are free
+    if the disk is full."""
     text = error.strerror or str(error)
     if error.errno not in NO_SPACE:
         return text
@@ -112,7 +114,8 @@ def nearest_folder(path: Path) -> Path:
 
 @contextlib.contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """Yield a temporary file that replaces the file at the end of the block; after an error it is removed."""
+    """Yield a temporary file that replaces the file at the end of the block; after an error it is
+    removed."""
     aside = path.with_name(f".tmp-{path.name}")
     try:
         yield aside
@@ -133,8 +136,9 @@ def write_aside(path: Path, content: str | bytes) -> None:
 
 @contextlib.contextmanager
 def whole_file(out: Path, option: str) -> Iterator[Path]:
-    """Yield a temporary file that replaces the file `out`, which `option` names, at the end; after an error it is removed. A link stays and
-    the file that it names is replaced. A device or a pipe is not replaced: it is yielded itself.
+    """Yield a temporary file that replaces the file `out`, which `option` names, at the end; after
+    an error it is removed. A link stays and the file that it names is replaced. A device or a pipe
+    is not replaced: it is yielded itself.
 
     Raises UserError if `out` cannot be written.
     """
@@ -144,25 +148,31 @@ def whole_file(out: Path, option: str) -> Iterator[Path]:
         with contextlib.nullcontext(out) if is_device else replaced(target) as aside:
             yield aside
     except OSError as error:
-        raise UserError(f"{out}: cannot be written ({reason(error, out)}): give another {option}") from None
+        raise UserError(
+            f"{out}: cannot be written ({reason(error, out)}): give another {option}"
+        ) from None
 
 
 @contextlib.contextmanager
 def complete_folder(target: Path) -> Iterator[Path]:
-    """Yield a folder to write to; at the end of the context it is synced and renamed to `target`. After an exception or a kill `target`
-    does not exist.
+    """Yield a folder to write to; at the end of the context it is synced and renamed to `target`.
+    After an exception or a kill `target` does not exist.
 
-    Raises ExchangeError if `target` exists and is not an empty folder, if it cannot be written, or if another process is writing it.
-    """
+    Raises ExchangeError if `target` exists and is not an empty folder, if it cannot be written, or
+    if another process is writing it."""
     place = Path(os.path.realpath(target))
     if place.exists() and not (place.is_dir() and not any(place.iterdir())):
-        raise ExchangeError(f"{target}: exists already and is not an empty folder: give another place, or delete it")
+        raise ExchangeError(
+            f"{target}: exists already and is not an empty folder: give another place, or delete it"
+        )
     aside = place.with_name(f".tmp-{place.name}")
     try:
         aside.mkdir(parents=True, exist_ok=True)
         lock = os.open(aside, os.O_RDONLY)
     except OSError as error:
-        raise ExchangeError(f"{target}: cannot be written ({reason(error, place)}): give another place") from None
+        raise ExchangeError(
+            f"{target}: cannot be written ({reason(error, place)}): give another place"
+        ) from None
     try:
         _take(lock, aside, target)
         try:
@@ -187,7 +197,9 @@ def _take(lock: int, aside: Path, target: Path) -> None:
     except OSError:  # locked, or renamed or removed meanwhile
         is_ours = False
     if not is_ours:
-        raise ExchangeError(f"{target}: another process is writing it: wait for it, or give another place")
+        raise ExchangeError(
+            f"{target}: another process is writing it: wait for it, or give another place"
+        )
     for leftover in aside.iterdir():
         shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
 
@@ -203,7 +215,8 @@ def write_numbers(out: Path, content: Mapping[str, Any]) -> None:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Read the rows of a file such as `metrics.jsonl`; an incomplete last line, left by a killed process, is skipped.
+    """Read the rows of a file such as `metrics.jsonl`; an incomplete last line, left by a killed
+    process, is skipped.
 
     Raises RunError, with file and line number, for any other line that is not a row.
     """
@@ -220,6 +233,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         except (ValueError, KeyError, TypeError, OverflowError):
             if number < len(lines):
                 raise RunError(
-                    f"{path}, line {number}: not a row of metrics: restore the file, or start again in another run directory"
+                    f"{path}, line {number}: not a row of metrics: restore the file, or start "
+                    "again in another run directory"
                 ) from None
     return rows

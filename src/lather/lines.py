@@ -22,10 +22,12 @@ def screen_width() -> int | None:
 
 
 def fit(text: str, width: int | None = None) -> str:
-    """Break lines that are wider than the screen between words. A further line begins below the first word after a gap of two spaces or
-    more, where a line has such columns, and else below the first word.
+    """Break lines that are wider than the screen between words. A further line begins below the
+    first word after a gap of two spaces or more, where a line has such columns, and else below the
+    first word.
 
-    A word that is itself too wide, such as a path, stays whole. `width`: columns; None: those of the screen.
+    A word that is itself too wide, such as a path, stays whole. `width`: columns; None: those of
+    the screen.
     """
     width = screen_width() if width is None else width
     return text if width is None else "\n".join(_broken(line, width) for line in text.split("\n"))

@@ -1,8 +1,9 @@
-"""Standard output and standard error of a run, whose failures do not end it: a full disk below a log, a closed pipe, a lost terminal.
+"""Standard output and standard error of a run, whose failures do not end it: a full disk below a
+log, a closed pipe, a lost terminal.
 
-What cannot be written is lost. The other stream says so at once, or either stream as soon as it can be written again; then output goes on
-where it was, behind a line that says that some may be missing. A reader that has closed its pipe wants no more, and nothing is said.
-"""
+What cannot be written is lost. The other stream says so at once, or either stream as soon as it can
+be written again; then output goes on where it was, behind a line that says that some may be
+missing. A reader that has closed its pipe wants no more, and nothing is said."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ GAP = "lather: lines may be missing before this one: the output could not be wri
 
 
 def discard_output(stream: TextIO | None = None) -> None:
-    """Send a stream (None: standard output) nowhere from now on, with what is in its buffer. Otherwise Python would try to write the buffer
-    again when it exits, and end with 120."""
+    """Send a stream (None: standard output) nowhere from now on, with what is in its buffer.
+    Otherwise Python would try to write the buffer again when it exits, and end with 120."""
     stream = stream or sys.stdout
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
@@ -27,7 +28,8 @@ def discard_output(stream: TextIO | None = None) -> None:
 
 
 def settle_output() -> None:
-    """Write what is in the buffers of standard output and standard error, or discard it if that fails."""
+    """Write what is in the buffers of standard output and standard error, or discard it if that
+    fails."""
     for stream in (sys.stdout, sys.stderr):
         try:
             if stream is not None:
@@ -38,7 +40,8 @@ def settle_output() -> None:
 
 
 class SurvivingStream:
-    """A text stream whose errors of writing do not reach those who write to it. It has all other attributes of `stream`."""
+    """A text stream whose errors of writing do not reach those who write to it. It has all other
+    attributes of `stream`."""
 
     def __init__(self, stream: TextIO, name: str) -> None:
         self._stream, self._name = stream, name
@@ -63,7 +66,8 @@ class SurvivingStream:
             self._catch_up()
 
     def finish(self) -> None:
-        """Write what is in the buffer, or discard it if that fails, so that it fails nobody later."""
+        """Write what is in the buffer, or discard it if that fails, so that it fails nobody
+        later."""
         self.flush()
         if self._is_failing:
             with contextlib.suppress(OSError, ValueError):
@@ -89,7 +93,9 @@ class SurvivingStream:
         if self._is_failing:
             return
         self._is_failing = True
-        said = f"lather: {self._name} cannot be written ({error.strerror or error}): the run goes on\n"
+        said = (
+            f"lather: {self._name} cannot be written ({error.strerror or error}): the run goes on\n"
+        )
         if self.other is None or not self.other.say(said):
             self._unsaid = said
 
@@ -107,12 +113,18 @@ class SurvivingStream:
 
 @contextlib.contextmanager
 def surviving_output() -> Iterator[None]:
-    """Let no failure of standard output or standard error end what the block does. Blocks may lie in each other."""
+    """Let no failure of standard output or standard error end what the block does. Blocks may lie
+    in each other."""
     if isinstance(sys.stdout, SurvivingStream):
         yield
         return
-    with open(os.devnull, "w", encoding="utf-8") as nowhere:  # for a stream that was closed before this process started
-        out, err = SurvivingStream(sys.stdout or nowhere, "standard output"), SurvivingStream(sys.stderr or nowhere, "standard error")
+    with open(
+        os.devnull, "w", encoding="utf-8"
+    ) as nowhere:  # for a stream that was closed before this process started
+        out, err = (
+            SurvivingStream(sys.stdout or nowhere, "standard output"),
+            SurvivingStream(sys.stderr or nowhere, "standard error"),
+        )
         out.other, err.other = err, out
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             try:

@@ -1,7 +1,8 @@
-"""Pages of HTML that are one file each: a template within the frame that all pages share (`page.html`, `page.css`, `page.js`), filled in.
+"""Pages of HTML that are one file each: a template within the frame that all pages share
+(`page.html`, `page.css`, `page.js`), filled in.
 
-A template has places such as `{{title}}`. The frame's policy (`Content-Security-Policy`) lets a browser load nothing from elsewhere.
-"""
+A template has places such as `{{title}}`. The frame's policy (`Content-Security-Policy`) lets a
+browser load nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from lather.files import read_text
 
 
 def write_page(aside: Path, template: tuple[str, str], data: Any, **texts: str) -> None:
-    """Write the page that a template, as package and file name, makes of plain values and texts, in which HTML means nothing."""
+    """Write the page that a template, as package and file name, makes of plain values and texts, in
+    which HTML means nothing."""
     own = files("lather")
     filled = {
         **{name: html.escape(text) for name, text in {"version": __version__, **texts}.items()},
@@ -27,4 +29,6 @@ def write_page(aside: Path, template: tuple[str, str], data: Any, **texts: str) 
     }
     body = read_text(files(template[0]).joinpath(template[1]))
     page = read_text(own.joinpath("page.html")).replace("{{body}}", body)
-    aside.write_text(re.sub(r"\{\{(\w+)\}\}", lambda place: filled[place[1]], page), "utf-8", errors="replace")
+    aside.write_text(
+        re.sub(r"\{\{(\w+)\}\}", lambda place: filled[place[1]], page), "utf-8", errors="replace"
+    )

@@ -1,7 +1,8 @@
 """Shape annotations: `Float[Tensor, "b m n"]` and similar.
 
-Under pytest they are jaxtyping's, and a function's first calls in each test are checked (tests/tester.py imports jaxtyping before
-Lather). Otherwise they do nothing, so that `import lather.optim` needs torch alone and costs nothing.
+Under pytest they are jaxtyping's, and a function's first calls in each test are checked
+(tests/tester.py imports jaxtyping before Lather). Otherwise they do nothing, so that `import
+lather.optim` needs torch alone and costs nothing.
 """
 
 from __future__ import annotations

@@ -1,57 +1,68 @@
-"""All names of torch that Lather uses and that are not public API; torch has no public name for any of them.
+"""All names of torch that Lather uses and that are not public API; torch has no public name for any
+of them.
 
-`TorchDispatchMode` intercepts every operation, including those of the backward pass and on the meta device; `PeakBytes` counts bytes with
-it. Torch documents how to subclass it, but its module has an underscore. The alternative is each device's allocator; meta has none.
+`TorchDispatchMode` intercepts every operation, including those of the backward pass and on the meta
+device; `PeakBytes` counts bytes with it. Torch documents how to subclass it, but its module has an
+underscore. The alternative is each device's allocator; meta has none.
 
-`base_of` returns the tensor of which another is a view. `cross_entropy_` marks it as overwritten too; otherwise autograd could read the
-base as if it still held logits.
+`base_of` returns the tensor of which another is a view. `cross_entropy_` marks it as overwritten
+too; otherwise autograd could read the base as if it still held logits.
 
-`disable_dynamo` excludes a function from `torch.compile`; the public `torch.compiler.disable` imports the compiler at once. Without it,
-compiling an optimizer's step would trace every branch of its engine.
+`disable_dynamo` excludes a function from `torch.compile`; the public `torch.compiler.disable`
+imports the compiler at once. Without it, compiling an optimizer's step would trace every branch of
+its engine.
 
-`foreach_*` apply one operation to a list of tensors in few CUDA kernels, as torch's own optimizers do. The alternative is a loop with the
-same results and one kernel launch per tensor.
+`foreach_*` apply one operation to a list of tensors in few CUDA kernels, as torch's own optimizers
+do. The alternative is a loop with the same results and one kernel launch per tensor.
 
-`fused_adamw_` is the kernel of `torch.optim.AdamW(fused=True)`. The public function would work too, but it increments a step count for each
-tensor, which takes as long as the kernel for a hundred small tensors.
+`fused_adamw_` is the kernel of `torch.optim.AdamW(fused=True)`. The public function would work too,
+but it increments a step count for each tensor, which takes as long as the kernel for a hundred
+small tensors.
 
 `get_fp32_precision` and `set_fp32_precision` read and set the fp32 precision of one operation of a
 backend ("matmul"), or of all of them ("all"; "generic" stands for all backends). The public
 attribute of oneDNN's operations as a whole, `torch.backends.mkldnn.fp32_precision`, reads that
 value but sets the one for all backends.
 
-`prepare_sharding`, `start_gradient_reduction` and `finish_gradient_reduction` drive FSDP2 without its hooks: a pipeline calls parts of a
-module for one micro-batch after the other, so no hook runs at the right time, and the public API reduces gradients only in the backward
-pass of a sharded module. They work with the torch versions that `check_torch_version` accepts, and with no others.
+`prepare_sharding`, `start_gradient_reduction` and `finish_gradient_reduction` drive FSDP2 without
+its hooks: a pipeline calls parts of a module for one micro-batch after the other, so no hook runs
+at the right time, and the public API reduces gradients only in the backward pass of a sharded
+module. They work with the torch versions that `check_torch_version` accepts, and with no others.
 
-`dualpipev_actions` returns the DualPipeV table of `torch.distributed.pipelining`. torch creates it in the constructor of a schedule, which
-requires real stages and process groups; the functions that do the work need only two numbers. The alternative is a copy of the table.
+`dualpipev_actions` returns the DualPipeV table of `torch.distributed.pipelining`. torch creates it
+in the constructor of a schedule, which requires real stages and process groups; the functions that
+do the work need only two numbers. The alternative is a copy of the table.
 
-`saved_tensors_hooks_in_force` returns the hooks that receive the tensors that autograd saves. Nested hooks hide the outer ones. Code that
-recomputes some tensors in backward must pass the others on to them; otherwise `lather profile` and torch's checkpointing would miss
-attention.
+`saved_tensors_hooks_in_force` returns the hooks that receive the tensors that autograd saves.
+Nested hooks hide the outer ones. Code that recomputes some tensors in backward must pass the others
+on to them; otherwise `lather profile` and torch's checkpointing would miss attention.
 
-`new_group_of` creates a process group that only its own ranks know of. If the default group is bound to a device, torch would instead split
-that group's communicator, which waits for ranks that do not call; the binding has no public name.
+`new_group_of` creates a process group that only its own ranks know of. If the default group is
+bound to a device, torch would instead split that group's communicator, which waits for ranks that
+do not call; the binding has no public name.
 
-`set_timeout` limits how long the ranks of a group wait: a DeviceMesh creates groups with torch's default, whatever the user asked for.
+`set_timeout` limits how long the ranks of a group wait: a DeviceMesh creates groups with torch's
+default, whatever the user asked for.
 
-`linalg_eigh` is the operation behind `torch.linalg.eigh`, as an operation counter sees it. The counter has no formula for it and would
-leave its flops out.
+`linalg_eigh` is the operation behind `torch.linalg.eigh`, as an operation counter sees it. The
+counter has no formula for it and would leave its flops out.
 
-`register_python_device` adds a device to torch whose operations are implemented in Python; `lather bench launches` runs the branches for
-GPUs on it. The public way to add a device requires a C++ library. `fake_tensors` are tensors without storage on any device: without them
-shapes could only be run on the meta device, for which no branch for GPUs is taken. `fake_tensors_behave` corrects two things while they are
-in use: their `tolist()` reads element by element, and `torch.tensor` would need memory on the device.
+`register_python_device` adds a device to torch whose operations are implemented in Python; `lather
+bench launches` runs the branches for GPUs on it. The public way to add a device requires a C++
+library. `fake_tensors` are tensors without storage on any device: without them shapes could only be
+run on the meta device, for which no branch for GPUs is taken. `fake_tensors_behave` corrects two
+things while they are in use: their `tolist()` reads element by element, and `torch.tensor` would
+need memory on the device.
 
-`dtensor_over` makes a DTensor over a view. `DTensor.from_local` would give the DTensor itself the view's
-offset in its storage, and `torch.distributed.checkpoint.async_save` then looks for a storage that a
-DTensor does not have.
+`dtensor_over` makes a DTensor over a view. `DTensor.from_local` would give the DTensor itself the
+view's offset in its storage, and `torch.distributed.checkpoint.async_save` then looks for a storage
+that a DTensor does not have.
 
 `is_flattened` reads the mark that FSDP1 sets on flat parameters, and on those of which it has made
 flat pieces. Shapes alone do not tell a piece of a matrix from a vector.
 
-`memory_tracker` is torch's own count of the bytes of tensors (`MemTracker`); benchmarks compare Lather's count with it.
+`memory_tracker` is torch's own count of the bytes of tensors (`MemTracker`); benchmarks compare
+Lather's count with it.
 """
 
 from __future__ import annotations
@@ -76,9 +87,9 @@ VERSIONS = "torch >= 2.11 and < 2.14"
 """Versions of torch whose private names have been checked and tested."""
 
 STAGES_OF_A_RANK = 2
-"""Number of stages for which torch looks ahead for parameters to gather: all that a rank of DualPipeV has. torch's default, 3, gives the
-same table, but searches the rest of the table for a third stage at every action: 10 s instead of 0.3 s for 64 ranks and 512
-micro-batches."""
+"""Number of stages for which torch looks ahead for parameters to gather: all that a rank of
+DualPipeV has. torch's default, 3, gives the same table, but searches the rest of the table for a
+third stage at every action: 10 s instead of 0.3 s for 64 ranks and 512 micro-batches."""
 
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
 disable_dynamo = torch._disable_dynamo  # type: ignore[attr-defined]
@@ -93,17 +104,20 @@ set_fp32_precision = torch._C._set_fp32_precision_setter
 
 
 def base_of(view: Tensor) -> Tensor | None:
-    """Return the tensor of which `view` is a view, as autograd records it; None if it is not a view."""
+    """Return the tensor of which `view` is a view, as autograd records it; None if it is not a
+    view."""
     return view._base
 
 
 def dtensor_over(part: Tensor, mesh: Any, placements: Sequence[Any], like: Tensor) -> Tensor:
-    """Return a DTensor with the shape and strides of `like` whose part on this rank is `part`, which
-    may be a view."""
+    """Return a DTensor with the shape and strides of `like` whose part on this rank is `part`,
+    which may be a view."""
     from torch.distributed.tensor import DTensor
 
     empty = part.new_empty(()).expand(part.shape)
-    x = DTensor.from_local(empty, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+    x = DTensor.from_local(
+        empty, mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
     x._local_tensor = part
     return x
 
@@ -114,12 +128,14 @@ def is_flattened(p: Tensor) -> bool:
 
 
 def saved_tensors_hooks_in_force() -> Hooks | None:
-    """Return the hooks of the innermost `torch.autograd.graph.saved_tensors_hooks` block around this call; None outside of any."""
+    """Return the hooks of the innermost `torch.autograd.graph.saved_tensors_hooks` block around
+    this call; None outside of any."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def memory_tracker() -> Any:
-    """Return torch's `MemTracker` without its module hooks, which allow one call per module, while each micro-batch calls every module."""
+    """Return torch's `MemTracker` without its module hooks, which allow one call per module, while
+    each micro-batch calls every module."""
     from torch.distributed._tools.mem_tracker import MemTracker
 
     tracker = MemTracker()
@@ -139,9 +155,11 @@ class _NoModules(nullcontext[None]):
 
 
 def register_python_device(name: str, module: object) -> None:
-    """Register a device `name` with torch that `module` drives, as `torch.cuda` drives CUDA devices. A process can have only one. Autocast
-    does not change its operations."""
-    import_module("torch.utils.backend_registration")._setup_privateuseone_for_python_backend(name, module)
+    """Register a device `name` with torch that `module` drives, as `torch.cuda` drives CUDA
+    devices. A process can have only one. Autocast does not change its operations."""
+    import_module("torch.utils.backend_registration")._setup_privateuseone_for_python_backend(
+        name, module
+    )
     library = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")
     library.fallback(torch.library.fallthrough_kernel)
     _LIBRARIES.append(library)
@@ -152,15 +170,16 @@ _LIBRARIES: list[torch.library.Library] = []
 
 
 def fake_tensors() -> tuple[type[Tensor], type[TorchDispatchMode]]:
-    """Return the class of fake tensors, and the mode in which operations on them run. Imported here because the import is slow."""
+    """Return the class of fake tensors, and the mode in which operations on them run. Imported here
+    because the import is slow."""
     module = import_module("torch._subclasses.fake_tensor")
     return module.FakeTensor, module.FakeTensorMode
 
 
 @contextmanager
 def fake_tensors_behave() -> Iterator[None]:
-    """Inside the block, `tolist()` of a fake tensor copies it to the CPU first, and `torch.tensor` creates its elements on the CPU, for any
-    device."""
+    """Inside the block, `tolist()` of a fake tensor copies it to the CPU first, and `torch.tensor`
+    creates its elements on the CPU, for any device."""
     fake: Any = fake_tensors()[0]
     own, lifts = fake.tolist, torch._C._only_lift_cpu_tensors()
     fake.tolist = lambda x: x.cpu().tolist()
@@ -180,17 +199,21 @@ FAKE = "fake_on_"
 
 
 def host_backend() -> str:
-    """Return the backend for groups on the CPU: gloo, or the default group's if its other ranks do not exist."""
+    """Return the backend for groups on the CPU: gloo, or the default group's if its other ranks do
+    not exist."""
     own = dist.get_backend()
     return str(own) if own.startswith(FAKE) else "gloo"
 
 
 def start_fake_process_group(rank: int, world_size: int, device: torch.device) -> None:
-    """Create a default process group whose other ranks do not exist: every operation returns at once and transfers nothing."""
+    """Create a default process group whose other ranks do not exist: every operation returns at
+    once and transfers nothing."""
     module = import_module("torch.testing._internal.distributed.fake_pg")
     name = FAKE + device.type
     if not hasattr(dist.Backend, name.upper()):
-        dist.Backend.register_backend(name, module._create_fake_pg, extended_api=True, devices=[device.type, "cpu"])
+        dist.Backend.register_backend(
+            name, module._create_fake_pg, extended_api=True, devices=[device.type, "cpu"]
+        )
     dist.init_process_group(name, rank=rank, world_size=world_size, store=module.FakeStore())
 
 
@@ -198,7 +221,10 @@ def check_torch_version() -> None:
     """Raise UserError unless the private names of this torch version are known."""
     major, minor = torch.__version__.split(".")[:2]
     if not (2, 11) <= (int(major), int(minor)) < (2, 14):
-        raise UserError(f"torch {torch.__version__} is not supported for training on several ranks: install {VERSIONS}")
+        raise UserError(
+            f"torch {torch.__version__} is not supported for training on several ranks: install "
+            f"{VERSIONS}"
+        )
 
 
 def set_timeout(group: Any, timeout: timedelta) -> None:
@@ -207,8 +233,8 @@ def set_timeout(group: Any, timeout: timedelta) -> None:
 
 
 def new_group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
-    """Create a process group; all of its ranks call this, and no others. Its communicator is created by the first operation of all its
-    ranks."""
+    """Create a process group; all of its ranks call this, and no others. Its communicator is
+    created by the first operation of all its ranks."""
     default: Any = dist.group.WORLD
     bound = default.bound_device_id
     default.bound_device_id = None
@@ -219,31 +245,45 @@ def new_group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
 
 
 def dualpipev_actions(num_ranks: int, num_micro_batches: int) -> list[list[Any]]:
-    """Return torch's actions by rank, each with `stage_index`, `computation_type.value`, `microbatch_index` and `sub_actions`.
+    """Return torch's actions by rank, each with `stage_index`, `computation_type.value`,
+    `microbatch_index` and `sub_actions`.
 
-    `num_micro_batches` must be at least 2 * num_ranks. Raises UserError if this torch has no such table.
+    `num_micro_batches` must be at least 2 * num_ranks. Raises UserError if this torch has no such
+    table.
     """
     num_stages = STAGES_OF_A_RANK * num_ranks
     sizes = SimpleNamespace(pp_group_size=num_ranks, _n_microbatches=num_micro_batches)
     try:
         schedules = import_module("torch.distributed.pipelining.schedules")
-        chunks = {rank: schedules.ScheduleDualPipeV._calculate_single_rank_operations(sizes, rank) for rank in range(num_ranks)}
-        gathered = {rank: schedules._add_unshard_reshard(actions, STAGES_OF_A_RANK) for rank, actions in chunks.items()}
-        reduced = {rank: schedules._add_reduce_grad(actions, num_micro_batches) for rank, actions in gathered.items()}
-        table = schedules._add_send_recv(reduced, lambda stage: min(stage, num_stages - 1 - stage), num_stages)
+        chunks = {
+            rank: schedules.ScheduleDualPipeV._calculate_single_rank_operations(sizes, rank)
+            for rank in range(num_ranks)
+        }
+        gathered = {
+            rank: schedules._add_unshard_reshard(actions, STAGES_OF_A_RANK)
+            for rank, actions in chunks.items()
+        }
+        reduced = {
+            rank: schedules._add_reduce_grad(actions, num_micro_batches)
+            for rank, actions in gathered.items()
+        }
+        table = schedules._add_send_recv(
+            reduced, lambda stage: min(stage, num_stages - 1 - stage), num_stages
+        )
         return [table[rank] for rank in range(num_ranks)]
     except (ImportError, AttributeError, TypeError) as error:
         raise UserError(
-            f"torch {torch.__version__} does not make DualPipeV's table as torch 2.11 to 2.13 do ({error!r}): install one of these"
+            f"torch {torch.__version__} does not make DualPipeV's table as torch 2.11 to 2.13 do "
+            f"({error!r}): install one of these"
         ) from error
 
 
 def prepare_sharding(root: nn.Module) -> None:
-    """Do what FSDP2 does before the first forward pass through `root`: give its sharded modules shared streams and one buffer for
-    reductions.
+    """Do what FSDP2 does before the first forward pass through `root`: give its sharded modules
+    shared streams and one buffer for reductions.
 
-    `fully_shard` has been applied to `root` and to modules in it, to each at most once. Raises UserError if this torch is not supported.
-    """
+    `fully_shard` has been applied to `root` and to modules in it, to each at most once. Raises
+    UserError if this torch is not supported."""
     state = _state(root)
     _name(state, "_root_post_backward_final_callback")
     _name(state, "_lazy_init")()
@@ -252,16 +292,18 @@ def prepare_sharding(root: nn.Module) -> None:
 
 
 def start_gradient_reduction(root: nn.Module) -> None:
-    """Start the reduction of all gradients of the unsharded parameters in `root`, and remove these gradients.
+    """Start the reduction of all gradients of the unsharded parameters in `root`, and remove these
+    gradients.
 
-    FSDP2 skips a parameter without a gradient, and a group of parameters without any: make sure that all parameters have one.
-    """
+    FSDP2 skips a parameter without a gradient, and a group of parameters without any: make sure
+    that all parameters have one."""
     for group in _groups(_state(root)):
         group.post_backward()
 
 
 def finish_gradient_reduction(root: nn.Module) -> None:
-    """Make the current stream wait for `start_gradient_reduction`; after that the sharded parameters have their gradients."""
+    """Make the current stream wait for `start_gradient_reduction`; after that the sharded
+    parameters have their gradients."""
     _state(root)._root_post_backward_final_callback()
 
 
@@ -276,14 +318,20 @@ def _state(module: nn.Module) -> Any:
 
 
 def _groups(root_state: Any) -> list[Any]:
-    """Return the parameter groups in a root. A sharded module has one, or none if all its parameters are in modules sharded on their
-    own."""
-    groups = [_name(state, "_fsdp_param_group") for state in _name(_name(root_state, "_state_ctx"), "all_states")]
+    """Return the parameter groups in a root. A sharded module has one, or none if all its
+    parameters are in modules sharded on their own."""
+    groups = [
+        _name(state, "_fsdp_param_group")
+        for state in _name(_name(root_state, "_state_ctx"), "all_states")
+    ]
     return [group for group in groups if group is not None]
 
 
 def _name(owner: Any, name: str) -> Any:
     if not hasattr(owner, name):
         what = getattr(owner, "__name__", type(owner).__name__)
-        raise UserError(f"torch {torch.__version__} has no {what}.{name}, which reduces sharded gradients: install {VERSIONS}")
+        raise UserError(
+            f"torch {torch.__version__} has no {what}.{name}, which reduces sharded gradients: "
+            f"install {VERSIONS}"
+        )
     return getattr(owner, name)

@@ -1,7 +1,7 @@
 """The version of the package and the commit that it was made from.
 
-The number stands in `lather.__init__` alone. The commit is git's in a checkout; `make dist` writes it into the wheel and the sdist.
-"""
+The number stands in `lather.__init__` alone. The commit is git's in a checkout; `make dist` writes
+it into the wheel and the sdist."""
 
 from __future__ import annotations
 
@@ -18,14 +18,19 @@ RECORD = "commit.txt"
 
 
 def describe_version() -> str:
-    """The versions of the package, of its commit, of torch and of Python in a line. torch is not imported: that takes a while."""
+    """The versions of the package, of its commit, of torch and of Python in a line. torch is not
+    imported: that takes a while."""
     commit, dash, dirty = (find_commit() or "").partition("-")
     shown = f"{commit[:12]}{dash}{dirty}" or "commit unknown"
-    return f"lather {lather.__version__} ({shown}), torch {metadata.version('torch')}, Python {platform.python_version()}"
+    return (
+        f"lather {lather.__version__} ({shown}), torch "
+        f"{metadata.version('torch')}, Python {platform.python_version()}"
+    )
 
 
 def find_commit() -> str | None:
-    """The commit of the checkout that tracks the package, with "-dirty" if files differ from it; else the recorded one; else None."""
+    """The commit of the checkout that tracks the package, with "-dirty" if files differ from it;
+    else the recorded one; else None."""
     try:
         _git("ls-files", "--error-unmatch", Path(__file__).name)
         return _git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
@@ -35,4 +40,6 @@ def find_commit() -> str | None:
 
 
 def _git(*arguments: str) -> str:
-    return subprocess.run(["git", "-C", str(HERE), *arguments], capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    return subprocess.run(
+        ["git", "-C", str(HERE), *arguments], capture_output=True, text=True, timeout=10, check=True
+    ).stdout.strip()

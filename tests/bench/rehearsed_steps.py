@@ -1,9 +1,12 @@
-"""Runs whole training steps with the branches that a GPU takes, on the stand-in device, in a process of its own, and prints what it found.
+"""Runs whole training steps with the branches that a GPU takes, on the stand-in device, in a
+process of its own, and prints what it found.
 
-    python tests/bench/rehearsed_steps.py [more]         a line of JSON for each case, or for each further case
+    python tests/bench/rehearsed_steps.py [more]         a line of JSON for each case, or for each
+                                                         further case
 
-Each case has three steps: with first bases, without, with a refresh; two where there are no bases. Tensors have no values, but torch checks
-their shapes, dtypes and devices; a kernel of Triton is launched with the arguments that it would get.
+Each case has three steps: with first bases, without, with a refresh; two where there are no bases.
+Tensors have no values, but torch checks their shapes, dtypes and devices; a kernel of Triton is
+launched with the arguments that it would get.
 """
 
 from __future__ import annotations
@@ -31,12 +34,30 @@ from lather.parallel.mesh import Mesh
 
 SEQUENCES, LENGTH = 4, 128
 WIDE: dict[str, dict[str, Any]] = {
-    "deepseek_v2": {"kv_lora_rank": 64, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 4},
+    "deepseek_v2": {
+        "kv_lora_rank": 64,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 4,
+    },
     "qwen3_moe": {"num_key_value_heads": 2, "head_dim": 64, "num_experts": 4},
-    "gpt_oss": {"num_key_value_heads": 2, "head_dim": 64, "num_local_experts": 4, "sliding_window": 64, "intermediate_size": 128},
+    "gpt_oss": {
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "num_local_experts": 4,
+        "sliding_window": 64,
+        "intermediate_size": 128,
+    },
 }
 """Sizes that a GPU's fast paths accept."""
-COMMON = {"vocab_size": 512, "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_experts_per_tok": 2}
+COMMON = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_experts_per_tok": 2,
+}
 NARROW = {"vocab_size": 259, "hidden_size": 72, "moe_intermediate_size": 36}
 """Sizes that no kernel is made for."""
 
@@ -58,7 +79,11 @@ class Rehearsal:
     @property
     def name(self) -> str:
         default = Rehearsal()
-        others = [f"{key} {getattr(self, key)}" for key in ("sizes", "loop", "moe", "optim") if getattr(self, key)]
+        others = [
+            f"{key} {getattr(self, key)}"
+            for key in ("sizes", "loop", "moe", "optim")
+            if getattr(self, key)
+        ]
         others += ["adapters"] * (self.lora != default.lora) + ["packed"] * self.packed
         return ", ".join([self.family, self.precision, self.rule, *others])
 
@@ -82,10 +107,14 @@ class Rehearsal:
 
 
 def rehearsals() -> list[Rehearsal]:
-    """List cases of every family, precision and kind of rule, and every choice that a GPU could make differently; AdamW unless the case is
-    about the rule."""
+    """List cases of every family, precision and kind of rule, and every choice that a GPU could
+    make differently; AdamW unless the case is about the rule."""
     recomputed = {"recompute": ("attention", "experts", "shared_experts")}
-    losses = {"z_loss_coefficient": 0.01, "balance_level": "global_batch", "balance_coefficient": 0.1}
+    losses = {
+        "z_loss_coefficient": 0.01,
+        "balance_level": "global_batch",
+        "balance_coefficient": 0.1,
+    }
     return [
         Rehearsal("gpt_oss", "fp32", "adamw"),
         Rehearsal(rule="soap_muon"),
@@ -93,7 +122,11 @@ def rehearsals() -> list[Rehearsal]:
         Rehearsal(optim={"stagger_refresh": True, "stagger_first": True, "async_refresh": True}),
         Rehearsal(rule="adamw", loop=recomputed, packed=True),
         Rehearsal("gpt_oss", rule="adamw", packed=True),
-        Rehearsal("qwen3_moe", rule="adamw", moe={"memory": "recompute", "bias_update_rate": 0.1, **losses}),
+        Rehearsal(
+            "qwen3_moe",
+            rule="adamw",
+            moe={"memory": "recompute", "bias_update_rate": 0.1, **losses},
+        ),
         Rehearsal(rule="adamw", lora=LoraConfig(rank=8)),
     ]
 
@@ -122,16 +155,26 @@ def batch(packed: bool) -> Batch:
 
 
 def rehearse(case: Rehearsal) -> list[dict[str, Any]]:
-    """Run a case; returns for each step its launches, its host waits with their places, and oddities."""
+    """Run a case; returns for each step its launches, its host waits with their places, and
+    oddities."""
     config, found = case.config(), []
     with Counter(rows_of_experts(SEQUENCES // 2 * LENGTH, config.model)) as counter:
         engine = build_engine(config, Mesh.single(counter.device))
-        step = TrainStep(engine, build_optimizer(config.optim, engine.parameters), config.train.max_grad_norm)
+        step = TrainStep(
+            engine, build_optimizer(config.optim, engine.parameters), config.train.max_grad_norm
+        )
         for name in list(STEPS.values())[: 3 if rule_options(case.rule) else 2]:
             counter.restart()
             step(batch(case.packed), 1e-3)
             waits = {f"{what}, {where}": times for (what, where), times in counter.waits.items()}
-            found.append({"step": name, "launches": counter.total.launches, "waits": waits, "notes": dict(counter.notes)})
+            found.append(
+                {
+                    "step": name,
+                    "launches": counter.total.launches,
+                    "waits": waits,
+                    "notes": dict(counter.notes),
+                }
+            )
     return found
 
 

@@ -1,4 +1,5 @@
-"""Triton's kernels compile for the GPUs that they are meant for, within their limits, and the committed table has the same counts."""
+"""Triton's kernels compile for the GPUs that they are meant for, within their limits, and the
+committed table has the same counts."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ folder, *runs = sys.argv[1:]
 for run in runs:
     models, dtypes, *architectures = run.split()
     options = ["--architectures", *architectures] if architectures else []
-    assert ahead_of_time.main(["--models", models, "--dtypes", dtypes, *options, "--out", f"{folder}/{run}.jsonl"]) == 0
+    options += ["--models", models, "--dtypes", dtypes, "--out", f"{folder}/{run}.jsonl"]
+    assert ahead_of_time.main(options) == 0
 
 launches = ahead_of_time.caught(["DeepSeek-V2-Lite"], ["bf16"])
 assert not ahead_of_time.unreached(one.kernel for one in launches)
@@ -35,35 +37,57 @@ without = [one.kernel for one in launches if "swiglu" not in one.kernel.__module
 print("without a case:", *sorted(ahead_of_time.unreached(without)))
 """
 RUNS = ("DeepSeek-V2-Lite bf16 80 90", "GPT-OSS-20B fp32 100")
-"""Model, dtype, and architectures that are compiled here, each architecture at least once; the grid compiles all models."""
+"""Model, dtype, and architectures that are compiled here, each architecture at least once; the grid
+compiles all models."""
 
 
 def python(*arguments: str, timeout: float = 220) -> subprocess.CompletedProcess[str]:
-    """Run Python in a process of its own and with Triton's own settings, because this process has Triton's interpreter on."""
+    """Run Python in a process of its own and with Triton's own settings, because this process has
+    Triton's interpreter on."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("TRITON_")}
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=timeout, check=False, env=environment)
+    return subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+        env=environment,
+    )
 
 
 def by_code(rows: list[Row]) -> dict[str, Row]:
-    """Group the counts of rows by the compiled code; which cases led to it depends on the choice of models."""
+    """Group the counts of rows by the compiled code; which cases led to it depends on the choice of
+    models."""
     keys = ("kernel", "architecture", "types", "constants", "warps")
-    return {json.dumps([row[key] for key in keys], sort_keys=True): {k: v for k, v in row.items() if k != "cases"} for row in rows}
+    return {
+        json.dumps([row[key] for key in keys], sort_keys=True): {
+            k: v for k, v in row.items() if k != "cases"
+        }
+        for row in rows
+    }
 
 
 def committed() -> list[Row]:
     rows = [json.loads(line) for line in COMMITTED.read_text().splitlines()]
     if rows[0]["triton"] != triton.__version__:
-        pytest.skip(f"the rows are those of Triton {rows[0]['triton']}, this is {triton.__version__}")
+        pytest.skip(
+            f"the rows are those of Triton {rows[0]['triton']}, this is {triton.__version__}"
+        )
     return rows
 
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Row], str]:
-    """Compile `RUNS`; the command ends with an error if a kernel exceeds a limit or has no case. Returns the rows and what was printed."""
+    """Compile `RUNS`; the command ends with an error if a kernel exceeds a limit or has no case.
+    Returns the rows and what was printed."""
     folder = tmp_path_factory.mktemp("ahead")
     result = python("-c", COMPILE, str(folder), *RUNS)
     assert result.returncode == 0, result.stdout + result.stderr
-    return [json.loads(line) for run in RUNS for line in (folder / f"{run}.jsonl").read_text().splitlines()], result.stdout
+    return [
+        json.loads(line)
+        for run in RUNS
+        for line in (folder / f"{run}.jsonl").read_text().splitlines()
+    ], result.stdout
 
 
 @pytest.fixture(scope="module")
@@ -77,15 +101,22 @@ def test_every_kernel_compiles_within_limits(rows: list[Row]) -> None:
     assert min(row["registers"] for row in rows) > 0
 
 
-def test_rows_in_bf16_are_read_16_bytes_at_a_time_and_nothing_divides_in_64_bits(rows: list[Row]) -> None:
+def test_rows_in_bf16_are_read_16_bytes_at_a_time_and_nothing_divides_in_64_bits(
+    rows: list[Row],
+) -> None:
     """Each thread reads so many: the address and the length of a row allow it in these models."""
-    narrow = [(row["kernel"], row["cases"]) for row in rows if "*bf16" in row["types"] and "128" not in row["loads"]]
+    narrow = [
+        (row["kernel"], row["cases"])
+        for row in rows
+        if "*bf16" in row["types"] and "128" not in row["loads"]
+    ]
     assert not narrow
     assert not [row["kernel"] for row in rows if row["divisions"]]
 
 
 def test_the_committed_rows_are_what_is_compiled(rows: list[Row]) -> None:
-    """After a change to a kernel: `python -m benchmarks.ahead_of_time --out benchmarks/results/kernels-ahead.jsonl`."""
+    """After a change to a kernel: `python -m benchmarks.ahead_of_time --out
+    benchmarks/results/kernels-ahead.jsonl`."""
     kept = by_code(committed())
     assert by_code(rows).items() <= kept.items()
 
@@ -93,10 +124,18 @@ def test_the_committed_rows_are_what_is_compiled(rows: list[Row]) -> None:
 def test_a_kernel_without_a_case_is_noticed(compiled: tuple[list[Row], str]) -> None:
     """A function that another kernel calls needs no case of its own, unless nobody calls it."""
     missed = ("_backward_kernel", "_clamp", "_forward_kernel", "_load_halves", "_store_halves")
-    assert compiled[1].splitlines()[-1].split() == ["without", "a", "case:", *(f"swiglu.{name}" for name in missed)]
+    assert compiled[1].splitlines()[-1].split() == [
+        "without",
+        "a",
+        "case:",
+        *(f"swiglu.{name}" for name in missed),
+    ]
 
 
-LOG = "0 bytes stack frame, {stores} bytes spill stores, 8 bytes spill loads\nptxas info    : Used 40 registers, used 0 barriers"
+LOG = (
+    "0 bytes stack frame, {stores} bytes spill stores, 8 bytes spill "
+    "loads\nptxas info    : Used 40 registers, used 0 barriers"
+)
 PTX = """
     @%p1 ld.global.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd1 + 0 ];
     ld.global.b16 { %rs1 }, [ %rd2 + 0 ];
@@ -108,7 +147,12 @@ PTX = """
 
 def test_counts_of_a_log_and_ptx() -> None:
     row = counted(LOG.format(stores=4), PTX)
-    assert (row["registers"], row["spilled_bytes"], row["stack_bytes"], row["divisions"]) == (40, 12, 0, 1)
+    assert (row["registers"], row["spilled_bytes"], row["stack_bytes"], row["divisions"]) == (
+        40,
+        12,
+        0,
+        1,
+    )
     assert (row["loads"], row["stores"]) == ({"16": 1, "128": 1}, {"64": 1})
     with pytest.raises(RuntimeError, match="neither registers nor spills"):
         counted("", PTX)
@@ -116,7 +160,12 @@ def test_counts_of_a_log_and_ptx() -> None:
 
 @pytest.mark.parametrize("architecture", sorted(SHARED_KIB))
 def test_what_exceeds_a_limit_is_complained_about(architecture: int) -> None:
-    row = {"kernel": "a.kernel", "architecture": architecture, "spilled_bytes": 0, "shared_bytes": 1024 * SHARED_KIB[architecture]}
+    row = {
+        "kernel": "a.kernel",
+        "architecture": architecture,
+        "spilled_bytes": 0,
+        "shared_bytes": 1024 * SHARED_KIB[architecture],
+    }
     assert not complaints(row)
     assert "spills 4 bytes" in complaints(row | {"spilled_bytes": 4})[0]
     assert "shared memory" in complaints(row | {"shared_bytes": row["shared_bytes"] + 1})[0]
@@ -126,6 +175,10 @@ def test_what_exceeds_a_limit_is_complained_about(architecture: int) -> None:
 @pytest.mark.grid
 @pytest.mark.timeout(900)
 def test_all_models(tmp_path: Path) -> None:
-    result = python("-m", "benchmarks.ahead_of_time", "--out", str(tmp_path / "rows.jsonl"), timeout=880)
+    result = python(
+        "-m", "benchmarks.ahead_of_time", "--out", str(tmp_path / "rows.jsonl"), timeout=880
+    )
     assert result.returncode == 0, result.stdout + result.stderr
-    assert by_code([json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]) == by_code(committed())
+    assert by_code(
+        [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    ) == by_code(committed())

@@ -1,4 +1,5 @@
-"""`lather bench optimizer` as a user meets it: rows, table, picture, and one clear line for everything that can be put right."""
+"""`lather bench optimizer` as a user meets it: rows, table, picture, and one clear line for
+everything that can be put right."""
 
 import json
 from pathlib import Path
@@ -20,7 +21,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("bench")
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    command = ["bench", "optimizer", "--sets", "tiny", "tiny_3d", "--frequencies", "1", "3", "--rounds", "5", "--peers", "torch"]
+    command = [
+        "bench",
+        "optimizer",
+        "--sets",
+        "tiny",
+        "tiny_3d",
+        "--frequencies",
+        "1",
+        "3",
+        "--rounds",
+        "5",
+        "--peers",
+        "torch",
+    ]
     assert main([*command, "--runs", "2", "--out", str(out)]) == 0
     torch.set_num_threads(before)
     return out
@@ -38,28 +52,56 @@ def with_peer(rows: list[dict[str, Any]], times: float) -> list[dict[str, Any]]:
     for row in rows:
         ms = {key: times * value for key, value in row["step_ms"].items()}
         round_ms = [times * value for value in row["round_ms"]]
-        peers.append({**row, "config": {**row["config"], "contestant": "heavyball"}, "step_ms": ms, "round_ms": round_ms})
+        peers.append(
+            {
+                **row,
+                "config": {**row["config"], "contestant": "heavyball"},
+                "step_ms": ms,
+                "round_ms": round_ms,
+            }
+        )
     return [*rows, *peers]
 
 
 def test_a_row_has_everything(rows: list[dict[str, Any]]) -> None:
-    soap = [(name, frequency, "lather", "soap") for name in ("tiny", "tiny_3d") for frequency in (1, 3)]
-    rest = [(name, 1, who, rule) for rule in ("muon", "adamw") for name in ("tiny", "tiny_3d") for who in ("lather", "torch")]
+    soap = [
+        (name, frequency, "lather", "soap") for name in ("tiny", "tiny_3d") for frequency in (1, 3)
+    ]
+    rest = [
+        (name, 1, who, rule)
+        for rule in ("muon", "adamw")
+        for name in ("tiny", "tiny_3d")
+        for who in ("lather", "torch")
+    ]
     keys = ("set", "frequency", "contestant", "rule")
     assert [tuple(row["config"][key] for key in keys) for row in rows] == 2 * [*soap, *rest]
     assert [row["run"] for row in rows] == [1] * 12 + [2] * 12
     for row in rows:
-        assert row.keys() >= {"commit", "dirty", "baseline", "check", "flops_per_step", "matmul_gflops_per_second", "qr_ms"}
+        assert row.keys() >= {
+            "commit",
+            "dirty",
+            "baseline",
+            "check",
+            "flops_per_step",
+            "matmul_gflops_per_second",
+            "qr_ms",
+        }
         assert row["hardware"].keys() == {"cpu", "cores", "threads", "gpu"}
         assert row["versions"].keys() == {"python", "torch", "lather"}
         assert row["config"]["options"]["lr"] == 1e-3
         if row["config"]["contestant"] == "torch":
             assert row["times_of_lather"] > 0
             continue
-        assert row["config"]["matrix_layout"] == ("per_expert" if row["config"]["set"] == "tiny_3d" else "tensor")
+        assert row["config"]["matrix_layout"] == (
+            "per_expert" if row["config"]["set"] == "tiny_3d" else "tensor"
+        )
         assert len(row["round_ms"]) == row["config"]["rounds"] == 5
         assert 0 < row["step_ms"]["p20"] <= row["step_ms"]["median"] <= row["step_ms"]["p80"]
-        assert 0 < row["roofline_fraction"] == pytest.approx(row["roofline_ms"] / row["step_ms"]["median"])
+        assert (
+            0
+            < row["roofline_fraction"]
+            == pytest.approx(row["roofline_ms"] / row["step_ms"]["median"])
+        )
         assert 0 < row["state_bytes"] <= row["state_bound_bytes"]
         assert row["peak_temporary_bytes"] > 0
         assert row["check"]["error_of_lather"] < 1e-3
@@ -67,7 +109,10 @@ def test_a_row_has_everything(rows: list[dict[str, Any]]) -> None:
 
 
 def test_only_finished_files_are_left(folder: Path) -> None:
-    assert sorted(path.name for path in folder.iterdir()) == ["optimizer-cpu.jsonl", "optimizer-cpu.png"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "optimizer-cpu.jsonl",
+        "optimizer-cpu.png",
+    ]
     assert (folder / "optimizer-cpu.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -75,9 +120,22 @@ def test_with_peers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     peers = contestants.PEERS["soap"]
     for peer in peers:
         pytest.importorskip(peer)
-    command = ["bench", "optimizer", "--rules", "soap", "--sets", "tiny", "--frequencies", "2", "--rounds", "5"]
+    command = [
+        "bench",
+        "optimizer",
+        "--rules",
+        "soap",
+        "--sets",
+        "tiny",
+        "--frequencies",
+        "2",
+        "--rounds",
+        "5",
+    ]
     assert main([*command, "--out", str(tmp_path)]) == 0
-    rows = [json.loads(line) for line in (tmp_path / "optimizer-cpu.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "optimizer-cpu.jsonl").read_text().splitlines()
+    ]
     assert [row["config"]["contestant"] for row in rows] == ["lather", *peers]
     assert rows[0]["baseline"] == list(peers)
     assert rows[0]["versions"]["heavyball"]
@@ -86,7 +144,9 @@ def test_with_peers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert f"soap against {peer}: takes" in out
 
 
-def test_without_the_extra_one_line_names_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_without_the_extra_one_line_names_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     monkeypatch.setattr(contestants.importlib.util, "find_spec", lambda name: None)
     assert main(["bench", "optimizer", "--out", str(tmp_path)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -110,7 +170,9 @@ def test_without_the_extra_one_line_names_it(monkeypatch: pytest.MonkeyPatch, ca
         (["optimizer", "--peers", "none", "--out", "/proc/nowhere"], "--out"),
     ],
 )
-def test_what_can_be_put_right_is_one_line(arguments: list[str], names: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_can_be_put_right_is_one_line(
+    arguments: list[str], names: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["bench", *arguments]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("lather: error: ")
@@ -126,12 +188,27 @@ def test_a_case_that_fails_its_check_has_no_row(
         return {}
 
     monkeypatch.setattr(optimizer, "check_case", fail_for_frequency_2)
-    command = ["bench", "optimizer", "--rules", "soap", "--sets", "tiny", "--rounds", "5", "--peers", "none", "--out", str(tmp_path)]
+    command = [
+        "bench",
+        "optimizer",
+        "--rules",
+        "soap",
+        "--sets",
+        "tiny",
+        "--rounds",
+        "5",
+        "--peers",
+        "none",
+        "--out",
+        str(tmp_path),
+    ]
     assert main([*command, "--frequencies", "2"]) == 1
     assert not list(tmp_path.iterdir())
     assert main([*command, "--frequencies", "1", "2"]) == 1
     assert "soap tiny f=2: check failed, not measured: no good" in capsys.readouterr().out
-    (row,) = [json.loads(line) for line in (tmp_path / "optimizer-cpu.jsonl").read_text().splitlines()]
+    (row,) = [
+        json.loads(line) for line in (tmp_path / "optimizer-cpu.jsonl").read_text().splitlines()
+    ]
     assert row["config"]["frequency"] == 1
 
 
@@ -147,19 +224,29 @@ def test_rows_replace_the_last_runs_only_at_the_end(tmp_path: Path) -> None:
 
 
 def test_summary_holds_each_target(rows: list[dict[str, Any]]) -> None:
-    renamed = [{**row, "config": {**row["config"], "set": row["config"]["set"].replace("tiny", "experts")}} for row in rows]
+    renamed = [
+        {**row, "config": {**row["config"], "set": row["config"]["set"].replace("tiny", "experts")}}
+        for row in rows
+    ]
     for row in renamed:
         row["config"]["frequency"] = {1: 1, 3: 10}[row["config"]["frequency"]]
     lines = summary(with_peer(renamed, times=1.6))
     assert lines[0].startswith("soap against heavyball: takes 1.60 times as long (geometric mean")
-    for beginning in ("against the roofline", "soap experts: frequency 10", "soap experts_3d: frequency 10", "state: at most"):
+    for beginning in (
+        "against the roofline",
+        "soap experts: frequency 10",
+        "soap experts_3d: frequency 10",
+        "state: at most",
+    ):
         assert any(line.startswith(beginning) for line in lines), beginning
 
 
 def test_several_runs_are_shown_as_a_range(rows: list[dict[str, Any]]) -> None:
     one = [row for row in with_peer(rows, times=2.0) if row["run"] == 1]
     slower = [{**row, "run": 2} for row in with_peer(rows, times=3.0) if row["run"] == 1]
-    assert summary(one + slower)[0].startswith("soap against heavyball: takes 2.50 (2.00 - 3.00) times as long")
+    assert summary(one + slower)[0].startswith(
+        "soap against heavyball: takes 2.50 (2.00 - 3.00) times as long"
+    )
     assert "| soap tiny f=1 | heavyball |" in markdown_table(one + slower)
     assert "| 2.50 (2.00 - 3.00) |" in markdown_table(one + slower)
     assert RunRange.of([1200.0]).text(1) == "1,200.0"
@@ -167,20 +254,34 @@ def test_several_runs_are_shown_as_a_range(rows: list[dict[str, Any]]) -> None:
 
 def test_summary_of_refreshes() -> None:
     refreshes = [
-        {"benchmark": "refresh", "config": {"factors": "72 of 1024", "contestant": name}, "ms": {"median": ms}}
+        {
+            "benchmark": "refresh",
+            "config": {"factors": "72 of 1024", "contestant": name},
+            "ms": {"median": ms},
+        }
         for name, ms in (("lather", 5.0), ("one_by_one", 20.0))
     ]
     assert summary(refreshes) == ["refresh of 72 of 1024: 4.00 x faster than one by one"]
 
 
-def test_picture_has_bars_of_all_and_the_roofline(rows: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_picture_has_bars_of_all_and_the_roofline(
+    rows: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     figures: list[Any] = []
-    monkeypatch.setattr(optimizer_report.Figure, "savefig", lambda figure, out, **_: (figures.append(figure), Path(out).write_bytes(b"")))
+    monkeypatch.setattr(
+        optimizer_report.Figure,
+        "savefig",
+        lambda figure, out, **_: (figures.append(figure), Path(out).write_bytes(b"")),
+    )
     draw(with_peer(rows, times=2.0), tmp_path / "a.png")
     (axes,) = figures[0].axes
     ours, peer = axes.containers[0], axes.containers[-1]
     assert axes.get_yscale() == "log"
-    assert {text.get_text() for text in axes.get_legend().get_texts()} == {"lather", "heavyball", "roofline"}
+    assert {text.get_text() for text in axes.get_legend().get_texts()} == {
+        "lather",
+        "heavyball",
+        "roofline",
+    }
     bars: dict[str, list[float]] = {}
     for container in axes.containers:
         if hasattr(container, "patches"):

@@ -1,4 +1,5 @@
-"""The way from `.grad` to the changed weight is short. It is counted in a process of its own, in which no annotation is checked."""
+"""The way from `.grad` to the changed weight is short. It is counted in a process of its own, in
+which no annotation is checked."""
 
 import json
 import subprocess
@@ -14,10 +15,17 @@ from lather.optim import SOAP
 
 
 def test_counts_keep_to_their_bounds(tmp_path: Path) -> None:
-    process = ForkedPython(["-m", "lather", "bench", "calls", "--out", tmp_path], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = ForkedPython(
+        ["-m", "lather", "bench", "calls", "--out", tmp_path],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, out + err
-    rows = {row["config"]["name"]: row for row in map(json.loads, (tmp_path / "calls.jsonl").read_text().splitlines())}
+    rows = {
+        row["config"]["name"]: row
+        for row in map(json.loads, (tmp_path / "calls.jsonl").read_text().splitlines())
+    }
     assert rows["SOAP, a matrix"]["calls"] <= 80
     assert rows["SOAP, a matrix"]["files"] <= 8
     assert rows["SOAP, 100 matrices"]["calls"] <= 400
@@ -31,7 +39,9 @@ def test_a_step_with_a_refresh_calls_more() -> None:
     assert plain["calls"] >= plain["functions"] >= plain["files"] >= 5
 
 
-def test_a_checkout_that_is_called_lather_does_not_make_its_environment_part_of_the_package() -> None:
+def test_a_checkout_that_is_called_lather_does_not_make_its_environment_part_of_the_package() -> (
+    None
+):
     file = "/home/somebody/lather/.venv/lib/python3.12/site-packages/torch/nn/functional.py"
     names: dict[str, Any] = {}
     exec(compile("def linear():\n    pass", file, "exec"), names)

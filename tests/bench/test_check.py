@@ -8,7 +8,16 @@ import torch
 
 from benchmarks import check, contestants
 from benchmarks.check import TOLERANCE, CheckError, check_case, error_of_ours, shrunk
-from benchmarks.contestants import OPTIONS, OURS, PEERS, SETS, Contestant, OptimizerCase, gradient_pool, make_contestant
+from benchmarks.contestants import (
+    OPTIONS,
+    OURS,
+    PEERS,
+    SETS,
+    Contestant,
+    OptimizerCase,
+    gradient_pool,
+    make_contestant,
+)
 
 CPU = torch.device("cpu")
 
@@ -33,7 +42,10 @@ def test_copies_are_small_and_keep_the_layout(name: str) -> None:
 @pytest.mark.parametrize("frequency", [1, 4])
 @pytest.mark.parametrize("name", ["tiny", "tiny_3d"])
 def test_ours_agrees_with_the_naive_soap(name: str, frequency: int) -> None:
-    assert check_case(OptimizerCase("soap", SETS[name], frequency), (), CPU)["error_of_lather"] < TOLERANCE / 10
+    assert (
+        check_case(OptimizerCase("soap", SETS[name], frequency), (), CPU)["error_of_lather"]
+        < TOLERANCE / 10
+    )
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny_3d"])
@@ -56,14 +68,18 @@ def test_ours_agrees_with_the_naive_program_and_with_torch(rule: str, name: str)
         ("adamw", "weight_decay", 0.5),
     ],
 )
-def test_another_option_is_refused(monkeypatch: pytest.MonkeyPatch, rule: str, option: str, wrong: Any) -> None:
+def test_another_option_is_refused(
+    monkeypatch: pytest.MonkeyPatch, rule: str, option: str, wrong: Any
+) -> None:
     monkeypatch.setattr(contestants, "lather_options", lambda rule, frequency: {option: wrong})
     with pytest.raises(CheckError, match=f"naive fp64 {rule}"):
         check_case(OptimizerCase(rule, SETS["tiny"], 2 if rule == "soap" else 1), (), CPU)
 
 
 def test_another_frequency_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def at_half_the_frequency(name: str, matrices: Any, frequency: int, pool: Any, **more: Any) -> Contestant:
+    def at_half_the_frequency(
+        name: str, matrices: Any, frequency: int, pool: Any, **more: Any
+    ) -> Contestant:
         return make_contestant(name, matrices, 2 * frequency, pool, **more)
 
     monkeypatch.setattr(contestants, "make_contestant", at_half_the_frequency)
@@ -78,20 +94,28 @@ def test_another_frequency_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_peers_follow_the_same_rule(frequency: int) -> None:
     for peer in PEERS["soap"]:
         pytest.importorskip(peer)
-    cosines = check_case(OptimizerCase("soap", SETS["tiny_3d"], frequency), PEERS["soap"], CPU)["cosine"]
+    cosines = check_case(OptimizerCase("soap", SETS["tiny_3d"], frequency), PEERS["soap"], CPU)[
+        "cosine"
+    ]
     assert cosines.keys() == set(PEERS["soap"])
     assert min(cosines.values()) > 0.97
 
 
 def test_a_peer_with_another_rule_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def adam_for_peers(name: str, matrices: Any, frequency: int, pool: Any, **more: Any) -> Contestant:
+    def adam_for_peers(
+        name: str, matrices: Any, frequency: int, pool: Any, **more: Any
+    ) -> Contestant:
         contestant = make_contestant(OURS, matrices, frequency, pool, **more)
         if name != OURS:
-            contestant.optimizer = torch.optim.AdamW(contestant.params, lr=1e-3, betas=OPTIONS["soap"]["betas"])
+            contestant.optimizer = torch.optim.AdamW(
+                contestant.params, lr=1e-3, betas=OPTIONS["soap"]["betas"]
+            )
         return contestant
 
     monkeypatch.setattr(contestants, "make_contestant", adam_for_peers)
-    monkeypatch.setattr(check, "_bases", lambda contestant, case: [torch.tensor(contestant.num_steps)])
+    monkeypatch.setattr(
+        check, "_bases", lambda contestant, case: [torch.tensor(contestant.num_steps)]
+    )
     with pytest.raises(CheckError, match="cosine 0"):
         check_case(OptimizerCase("soap", SETS["experts"]), ("heavyball",), CPU)
 
@@ -105,6 +129,10 @@ def test_all_contestants_get_the_same_start_and_gradients() -> None:
             pytest.importorskip(name)
         contestant = make_contestant(name, SETS["tiny_3d"], 1, pool)
         ours = name == OURS
-        assert [tuple(p.shape) for p in contestant.params] == [(4, 8, 16)] * 2 if ours else [(8, 16)] * 8
+        assert (
+            [tuple(p.shape) for p in contestant.params] == [(4, 8, 16)] * 2
+            if ours
+            else [(8, 16)] * 8
+        )
         for batch, gradients in zip(pool, contestant.gradients, strict=True):
             assert torch.equal(torch.cat([g.view(-1, 8, 16) for g in gradients]), batch)

@@ -26,11 +26,18 @@ def row(contestant: str, seed: int, losses: list[float], setting: str = "small")
 
 def cost(contestant: str, optimizer_ms: float) -> dict[str, Any]:
     ms = {"gradient_ms": {"median": 50.0}, "optimizer_ms": {"median": optimizer_ms}}
-    return {"setting": "small", "contestant": contestant, "state_bytes": 800, "parameters": 100, **ms}
+    return {
+        "setting": "small",
+        "contestant": contestant,
+        "state_bytes": 800,
+        "parameters": 100,
+        **ms,
+    }
 
 
 def test_the_interval_is_students() -> None:
-    """By hand, 1, 2, 3 have mean 2, standard deviation 1, standard error 1 / sqrt 3, and t is 4.303 at two degrees of freedom."""
+    """By hand, 1, 2, 3 have mean 2, standard deviation 1, standard error 1 / sqrt 3, and t is 4.303
+    at two degrees of freedom."""
     mean = Mean.of([1.0, 2.0, 3.0])
     assert (mean.value, mean.count) == (2.0, 3)
     assert mean.half_width == pytest.approx(4.303 / math.sqrt(3))
@@ -42,9 +49,13 @@ def test_the_interval_is_students() -> None:
         Mean.of([])
 
 
-@pytest.mark.parametrize(("loss", "steps"), [(5.0, 0.0), (4.0, 5.0), (3.0, 10.0), (2.5, 15.0), (2.0, 20.0), (1.0, math.inf)])
+@pytest.mark.parametrize(
+    ("loss", "steps"),
+    [(5.0, 0.0), (4.0, 5.0), (3.0, 10.0), (2.5, 15.0), (2.0, 20.0), (1.0, math.inf)],
+)
 def test_steps_to_a_loss(loss: float, steps: float) -> None:
-    """The curve is straight between points; if it rises again, the first time at the loss counts."""
+    """The curve is straight between points; if it rises again, the first time at the loss
+    counts."""
     assert steps_to(row("a", 0, [5.0, 3.0, 2.0, 2.5]), loss) == steps
 
 
@@ -59,7 +70,8 @@ def test_comparisons_are_in_pairs() -> None:
     assert difference.half_width < 0.05 < findings.final("small", "muon").half_width
     assert findings.contestants("small") == ["muon", "adamw"]
     steps = findings.steps_ratio("small", "muon", "adamw")
-    # seeds 1, 2, 3: from 5 down to 3 + seed in ten steps, to 4 + 1.01 seed (for seeds 1 and above at 5 or more: before step 10)
+    # seeds 1, 2, 3: from 5 down to 3 + seed in ten steps, to 4 + 1.01 seed (for seeds 1 and above
+    # at 5 or more: before step 10)
     expected = [10 * (9 - (4 + 1.01 * seed)) / 4 for seed in (1, 2, 3)]
     assert steps is not None
     assert steps.value == pytest.approx(sum(expected) / 3 / 20)
@@ -84,7 +96,9 @@ def test_a_run_that_diverged_is_last() -> None:
 
 def test_the_table() -> None:
     rows = [row("muon", 1, [9.0, 4.0, 4.0]), row("adamw", 1, [9.0, 7.0, 6.0])]
-    table = markdown_table(Findings(rows, [cost("muon", 25.0), cost("adamw", 5.0)]), "small", ["adamw"])
+    table = markdown_table(
+        Findings(rows, [cost("muon", 25.0), cost("adamw", 5.0)]), "small", ["adamw"]
+    )
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
     assert lines[2] == ["`muon`", "0.01 / 0.02", "4.000", "-2.000", "0.30", "0.41", "25.0", "8.0"]
     assert lines[3] == ["`adamw`", "0.01 / 0.02", "6.000", "", "", "", "5.0", "8.0"]
@@ -93,7 +107,10 @@ def test_the_table() -> None:
 def test_a_loss_that_is_not_reached_by_every_seed() -> None:
     rows = [row("adamw", seed, [9.0, 7.0, 5.0]) for seed in (1, 2)]
     rows += [row("soap", 1, [9.0, 8.0, 6.0]), row("soap", 2, [9.0, 8.0, 4.0])]
-    assert markdown_table(Findings(rows), "small", ["adamw"]).splitlines()[-1].split(" | ")[4] == "in 1 of 2 seeds"
+    assert (
+        markdown_table(Findings(rows), "small", ["adamw"]).splitlines()[-1].split(" | ")[4]
+        == "in 1 of 2 seeds"
+    )
 
 
 def test_the_table_of_runs_that_were_validated_at_the_end_alone() -> None:
@@ -102,15 +119,24 @@ def test_the_table_of_runs_that_were_validated_at_the_end_alone() -> None:
 
 
 def test_reproduction_of_published_rows() -> None:
-    """Seeds differ by 0.1, contestants a and b by 0.5 in each seed: a mean may move within the interval of seeds, their order may not
-    turn."""
+    """Seeds differ by 0.1, contestants a and b by 0.5 in each seed: a mean may move within the
+    interval of seeds, their order may not turn."""
 
     def findings(a: float, b: float) -> Findings:
-        rows = [row(name, seed, [9.0, loss + 0.1 * seed]) for name, loss in (("a", a), ("b", b)) for seed in (1, 2, 3)]
+        rows = [
+            row(name, seed, [9.0, loss + 0.1 * seed])
+            for name, loss in (("a", a), ("b", b))
+            for seed in (1, 2, 3)
+        ]
         return Findings(rows)
 
     published = findings(4.0, 4.5)
-    assert reproduction(findings(4.1, 4.4), published) == ["small: 2 of 2 losses within the published intervals; order reversed: none"]
+    assert reproduction(findings(4.1, 4.4), published) == [
+        "small: 2 of 2 losses within the published intervals; order reversed: none"
+    ]
     (line,) = reproduction(findings(4.6, 4.5), published)
-    assert line == "small: 1 of 2 losses within the published intervals (not a); order reversed: a and b"
+    assert (
+        line
+        == "small: 1 of 2 losses within the published intervals (not a); order reversed: a and b"
+    )
     assert reproduction(published, published)[0].startswith("small: 2 of 2")

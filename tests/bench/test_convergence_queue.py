@@ -1,4 +1,5 @@
-"""A study of real, tiny runs: processes make them, are killed in the middle and resume; its rows, tables, picture and costs."""
+"""A study of real, tiny runs: processes make them, are killed in the middle and resume; its rows,
+tables, picture and costs."""
 
 import contextlib
 import json
@@ -34,8 +35,12 @@ rates = {{ small = [1e-3, 2e-2] }}
 
 def write_study(folder: Path, *, steps: int, more: str = "") -> Path:
     write_config(folder)
-    text = CONFIG.format(corpus=folder / "corpus", cache=folder / "data", steps=steps, checkpoint_every=2)
-    text = text.replace("precondition_frequency = 3\n", "").replace("sample_tokens = 4", "sample_tokens = 0")
+    text = CONFIG.format(
+        corpus=folder / "corpus", cache=folder / "data", steps=steps, checkpoint_every=2
+    )
+    text = text.replace("precondition_frequency = 3\n", "").replace(
+        "sample_tokens = 4", "sample_tokens = 0"
+    )
     for section in ("model", "data", "optim", "train", "checkpoint", "log"):
         text = text.replace(f"[{section}]", f"[config.{section}]")
     (folder / "beside.py").write_text((Path(__file__).parents[1] / "lion_rule.py").read_text())
@@ -54,14 +59,26 @@ def lather(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def start(*arguments: object, **options: Any) -> ForkedPython:
-    return ForkedPython(command("bench", "convergence", *arguments)[1:], env={**os.environ, "COLUMNS": "400"}, **options)
+    return ForkedPython(
+        command("bench", "convergence", *arguments)[1:],
+        env={**os.environ, "COLUMNS": "400"},
+        **options,
+    )
 
 
 def numbers(out: Path) -> dict[str, Any]:
     """The numbers of a row that come from the training alone."""
     rows = read_rows(out / "rows.jsonl")
     return {
-        key: (row["setting"], row["contestant"], row["seed"], row["final"], row["validation"], row["training"]) for key, row in rows.items()
+        key: (
+            row["setting"],
+            row["contestant"],
+            row["seed"],
+            row["final"],
+            row["validation"],
+            row["training"],
+        )
+        for key, row in rows.items()
     }
 
 
@@ -78,7 +95,12 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, str]
 def test_rows_curves_and_tables(finished: tuple[Path, Path, str]) -> None:
     study, out, printed = finished
     rows = list(read_rows(out / "rows.jsonl").values())
-    assert sorted((row["contestant"], row["seed"]) for row in rows) == [("lion", 1), ("lion", 2), ("muon", 1), ("muon", 2)]
+    assert sorted((row["contestant"], row["seed"]) for row in rows) == [
+        ("lion", 1),
+        ("lion", 2),
+        ("muon", 1),
+        ("muon", 2),
+    ]
     for row in rows:
         assert row["validation"][-1] == [8, row["final"]]
         assert [step for step, _ in row["validation"]] == [0, 5, 8]
@@ -100,14 +122,26 @@ def test_a_finished_study_runs_nothing(finished: tuple[Path, Path, str]) -> None
     assert (out / "rows.jsonl").read_bytes() == before
 
 
-def test_killed_at_any_moment_it_goes_on_to_the_same_rows(finished: tuple[Path, Path, str], tmp_path: Path) -> None:
+def test_killed_at_any_moment_it_goes_on_to_the_same_rows(
+    finished: tuple[Path, Path, str], tmp_path: Path
+) -> None:
     """Parent and children are killed with -9 again and again, and the last row is torn."""
     study, whole, _ = finished
     out = tmp_path / "out"
     for seconds in (1.0, 1.5):
-        process = start("run", study, "--out", out, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+        process = start(
+            "run",
+            study,
+            "--out",
+            out,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         time.sleep(seconds)
-        with contextlib.suppress(ProcessLookupError):  # on a fast machine the process may have ended
+        with contextlib.suppress(
+            ProcessLookupError
+        ):  # on a fast machine the process may have ended
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         if (out / "rows.jsonl").exists():
@@ -121,7 +155,13 @@ def test_children_of_a_killed_parent_end(tmp_path: Path) -> None:
     study, out = write_study(tmp_path, steps=100_000), tmp_path / "out"
     process = start("run", study, "--out", out, stdout=subprocess.DEVNULL, start_new_session=True)
     try:
-        _wait_for(lambda: len(list((out / "runs").glob("*/run/metrics.jsonl"))) == 2 if (out / "runs").exists() else False)
+        _wait_for(
+            lambda: (
+                len(list((out / "runs").glob("*/run/metrics.jsonl"))) == 2
+                if (out / "runs").exists()
+                else False
+            )
+        )
         process.kill()
         process.wait()
         _wait_for(lambda: not _alive_in_group(process.pid))
@@ -143,10 +183,18 @@ def test_costs(finished: tuple[Path, Path, str]) -> None:
     study, out, _ = finished
     done = lather("cost", study, "--out", out)
     assert done.returncode == 0, done.stderr
-    rows = {row["contestant"]: row for row in map(json.loads, (out / "costs.jsonl").read_text().splitlines())}
+    rows = {
+        row["contestant"]: row
+        for row in map(json.loads, (out / "costs.jsonl").read_text().splitlines())
+    }
     assert rows.keys() == {"muon", "lion"}
     for row in rows.values():
-        assert 0 < row["optimizer_ms"]["p20"] <= row["optimizer_ms"]["median"] <= row["optimizer_ms"]["p80"]
+        assert (
+            0
+            < row["optimizer_ms"]["p20"]
+            <= row["optimizer_ms"]["median"]
+            <= row["optimizer_ms"]["p80"]
+        )
         assert row["gradient_ms"]["median"] > 0
         assert 4 * row["parameters"] <= row["state_bytes"] < 9 * row["parameters"]
     printed = lather("report", study, "--out", out, "--against", "lion").stdout
@@ -170,7 +218,11 @@ def test_errors(finished: tuple[Path, Path, str], tmp_path: Path) -> None:
 def test_a_run_that_fails_twice_stops_the_study_with_its_error(tmp_path: Path) -> None:
     study = write_study(tmp_path, steps=4)
     beside = tmp_path / "beside.py"
-    beside.write_text(beside.read_text().replace("u = m.lerp", "raise RuntimeError('a broken rule')\n        u = m.lerp"))
+    beside.write_text(
+        beside.read_text().replace(
+            "u = m.lerp", "raise RuntimeError('a broken rule')\n        u = m.lerp"
+        )
+    )
     done = lather("run", study, "--out", tmp_path / "out")
     assert done.returncode == 2
     assert "failed twice" in done.stderr

@@ -1,4 +1,5 @@
-"""Studies as data: what a file may say, which runs follow from the rows that exist, and where the search for rates ends."""
+"""Studies as data: what a file may say, which runs follow from the rows that exist, and where the
+search for rates ends."""
 
 import math
 from collections.abc import Callable
@@ -51,7 +52,12 @@ def finish(study: Study, loss: Callable[[Trial], float]) -> dict[str, dict[str, 
         assert not {trial.key for trial in wanted} & rows.keys()
         for trial in wanted:
             final = loss(trial)
-            row = {"key": trial.key, "final": None if math.isinf(final) else final, "rates": trial.rates, "seed": trial.seed}
+            row = {
+                "key": trial.key,
+                "final": None if math.isinf(final) else final,
+                "rates": trial.rates,
+                "seed": trial.seed,
+            }
             rows[trial.key] = {**row, "setting": trial.setting, "contestant": trial.contestant}
     raise AssertionError("the study does not end")
 
@@ -68,7 +74,12 @@ def test_runs_of_a_comparison(tmp_path: Path) -> None:
         ("large", "muon", 2),
     ]
     config = runs[0].config(tmp_path / "run")
-    assert (config.seed, config.optim.lr, config.optim.rest.lr, config.train.batch_size) == (1, 1e-2, 2e-2, 2)  # type: ignore[attr-defined]
+    assert (config.seed, config.optim.lr, config.optim.rest.lr, config.train.batch_size) == (
+        1,
+        1e-2,
+        2e-2,
+        2,
+    )  # type: ignore[attr-defined]
     assert len({trial.key for trial in runs}) == len(runs)
 
 
@@ -80,7 +91,9 @@ def test_a_part_of_a_study(tmp_path: Path) -> None:
 
     assert pairs(study.limited_to(["small"], [])) == {("small", "muon"), ("small", "adamw")}
     assert pairs(study.limited_to([], ["muon"])) == {("small", "muon"), ("large", "muon")}
-    assert {trial.key for trial in study.limited_to(["large"], []).wanted({})} < {trial.key for trial in study.wanted({})}
+    assert {trial.key for trial in study.limited_to(["large"], []).wanted({})} < {
+        trial.key for trial in study.wanted({})
+    }
     with pytest.raises(ConfigError, match=r"--settings = 'huge'.*small, large"):
         study.limited_to(["huge"], [])
 
@@ -97,25 +110,42 @@ def test_a_row_stands_for_its_run_alone(tmp_path: Path) -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(best=st.tuples(st.floats(-4, 4), st.floats(-4, 4)), tilt=st.floats(-0.6, 0.6))
-def test_the_search_ends_inside_what_it_tried(best: tuple[float, float], tilt: float, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """On a bowl with its minimum anywhere, the search ends at rates that are better than their four neighbours, all of which it tried."""
+def test_the_search_ends_inside_what_it_tried(
+    best: tuple[float, float], tilt: float, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """On a bowl with its minimum anywhere, the search ends at rates that are better than their four
+    neighbours, all of which it tried."""
     study = study_of(tmp_path_factory.mktemp("study"), TUNE)
 
     def loss(trial: Trial) -> float:
-        start = {"muon": {"small": (1e-2, 2e-2), "large": (2e-2, 2e-2)}, "adamw": {"small": (3e-3, 1e-2)}}[trial.contestant][trial.setting]
-        x, y = (math.log2(rate / first) - middle for rate, first, middle in zip(trial.rates, start, best, strict=True))
+        start = {
+            "muon": {"small": (1e-2, 2e-2), "large": (2e-2, 2e-2)},
+            "adamw": {"small": (3e-3, 1e-2)},
+        }[trial.contestant][trial.setting]
+        x, y = (
+            math.log2(rate / first) - middle
+            for rate, first, middle in zip(trial.rates, start, best, strict=True)
+        )
         return math.inf if x > 3 else 3 + x * x + y * y + tilt * x * y
 
     rows = finish(study, loss)
     for setting, contestant in study.pairs():
         rates = study.best_rates(contestant, setting, rows)
         assert rates is not None
-        tried = {row["rates"]: row for row in rows.values() if (row["setting"], row["contestant"]) == (setting, contestant.name)}
+        tried = {
+            row["rates"]: row
+            for row in rows.values()
+            if (row["setting"], row["contestant"]) == (setting, contestant.name)
+        }
         at_best = [row for row in tried.values() if row["rates"] == rates]
         assert at_best
         for lr, rest in ((2, 1), (0.5, 1), (1, 2), (1, 0.5)):
             key = study.trial(contestant, setting, 0, (rates[0] * lr, rates[1] * rest)).key
-            assert rows[key]["final"] is None or rows[key]["final"] >= rows[study.trial(contestant, setting, 0, rates).key]["final"]
+            assert (
+                rows[key]["final"] is None
+                or rows[key]["final"]
+                >= rows[study.trial(contestant, setting, 0, rates).key]["final"]
+            )
     compared = study.compared(rows)
     assert sorted({row["seed"] for row in compared}) == [1, 2]
     assert len(compared) == 6
@@ -130,12 +160,20 @@ def test_a_rule_that_always_diverges_ends_the_search(tmp_path: Path) -> None:
     [
         ("seeds = [1, 2]", "", "a list with at least one seed"),
         ("seeds = [1, 2]", "seeds = [0]\ntuning = { seed = 0, factor = 2.0 }", "not judged on it"),
-        ("seeds = [1, 2]", "seeds = [1]\ntuning = { seed = 0, factor = 1.0 }", "tuning.factor = 1.0"),
+        (
+            "seeds = [1, 2]",
+            "seeds = [1]\ntuning = { seed = 0, factor = 1.0 }",
+            "tuning.factor = 1.0",
+        ),
         ("seeds = [1, 2]", "seeds = [1]\nsede = 3", "sede = 3"),
         ("large = [2e-2, 2e-2] }", "huge = [2e-2, 2e-2] }", "for the settings small, large"),
         ("[1e-2, 2e-2]", "[1e-2]", "two rates above 0"),
         ("[1e-2, 2e-2]", "[1e-2, 0.0]", "two rates above 0"),
-        ("momentum = 0.9", "momentum = 1.9", "contestant 'muon' in setting 'small': optim.momentum = 1.9"),
+        (
+            "momentum = 0.9",
+            "momentum = 1.9",
+            "contestant 'muon' in setting 'small': optim.momentum = 1.9",
+        ),
         ("momentum = 0.9", "momentun = 0.9", "did you mean 'optim.momentum'"),
         ("optim = {{ name", "optin = {{ name", "contestants.muon.optim"),
         ("hidden_size = 16", "hidden_sise = 16", "did you mean 'model.hidden_size'"),
@@ -144,7 +182,9 @@ def test_a_rule_that_always_diverges_ends_the_search(tmp_path: Path) -> None:
 )
 def test_errors_name_file_and_remedy(before: str, after: str, said: str, tmp_path: Path) -> None:
     file = tmp_path / "study.toml"
-    text = HEAD.replace("{head}", COMPARE).replace(before, after).replace("{{", "{").replace("}}", "}")
+    text = (
+        HEAD.replace("{head}", COMPARE).replace(before, after).replace("{{", "{").replace("}}", "}")
+    )
     file.write_text(text)
     if not said:
         load_study(file)

@@ -13,7 +13,8 @@ from lather.parallel.launch.start import launch
 
 
 def test_counts_of_two_ranks(tmp_path: Path) -> None:
-    """There are two equal matrices on two ranks: each rank sends half of the other's gradient and half of its own update."""
+    """There are two equal matrices on two ranks: each rank sends half of the other's gradient and
+    half of its own update."""
     assert launch(count, (((16, 16), (16, 16)), str(tmp_path)), 2) == 0
     for rank in json.loads((tmp_path / "ranks.json").read_text()):
         flags = 8 * (1 + 2 + 2)  # flags for raising, presence and norms are all-reduced in fp64
@@ -38,10 +39,15 @@ def test_no_part_is_refused() -> None:
         DistributedBenchmark(parts=())
 
 
-def test_rows_and_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_and_summary(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("benchmarks.distributed.MESHES", (8,))
     assert run(DistributedBenchmark(parts=("plan",), out=tmp_path)) == 0
-    rows = [json.loads(line) for line in (tmp_path / "distributed-optimizer.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (tmp_path / "distributed-optimizer.jsonl").read_text().splitlines()
+    ]
     assert [row["config"]["model"] for row in rows] == ["qwen3-30b-a3b", "deepseek-v2-lite"]
     shown = " ".join(capsys.readouterr().out.split())
     assert all(row["summary"] in shown for row in rows)

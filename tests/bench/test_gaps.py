@@ -12,8 +12,13 @@ from lather.errors import UserError
 
 
 @pytest.mark.timeout(300)
-def test_a_run_fills_gaps_and_checks_the_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert gaps.run(GapsBenchmark(hidden_size=64, sequence_length=64, rounds=5, runs=1, out=tmp_path)) == 0
+def test_a_run_fills_gaps_and_checks_the_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        gaps.run(GapsBenchmark(hidden_size=64, sequence_length=64, rounds=5, runs=1, out=tmp_path))
+        == 0
+    )
     (row,) = (json.loads(line) for line in (tmp_path / "gaps-cpu.jsonl").read_text().splitlines())
     assert row["benchmark"] == "gaps"
     assert 0 < row["filled_share"] <= 1

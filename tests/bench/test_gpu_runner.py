@@ -1,4 +1,5 @@
-"""`make gpu`: parts that fail, hang or are done do not stop the others, and it requires the versions that the package requires."""
+"""`make gpu`: parts that fail, hang or are done do not stop the others, and it requires the
+versions that the package requires."""
 
 import json
 import os
@@ -54,7 +55,11 @@ def test_one_that_fails_or_hangs_does_not_stop_the_rest(runner: Runner) -> None:
     begun = time.monotonic()
     outcomes = runner.run([fake("bad", BAD), fake("slow", HANGING, 2.0), fake("good", GOOD)])
     assert time.monotonic() - begun < 30
-    assert {name: outcome.status for name, outcome in outcomes.items()} == {"bad": "failed", "slow": "out of time", "good": "done"}
+    assert {name: outcome.status for name, outcome in outcomes.items()} == {
+        "bad": "failed",
+        "slow": "out of time",
+        "good": "done",
+    }
     assert outcomes["bad"].exit_status == 3
     assert "waits" in runner.log("slow").read_text()
 
@@ -76,7 +81,9 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_parts_that_are_done_are_not_done_again_until_the_code_changes(runner: Runner, root: Path, tmp_path: Path) -> None:
+def test_parts_that_are_done_are_not_done_again_until_the_code_changes(
+    runner: Runner, root: Path, tmp_path: Path
+) -> None:
     count = tmp_path / "count"
     counting = fake("counting", f"open({str(count)!r}, 'a').write('x')")
     for _ in range(2):
@@ -105,13 +112,26 @@ def test_the_summary_says_what_became_of_each_part(runner: Runner, tmp_path: Pat
         "goal": 10.0,
         "hardware": {"gpu": "G", "cpu": "C"},
     }
-    chosen = [fake("refresh", GOOD), fake("bad", BAD), fake("slow", HANGING, 1.0), fake("never", GOOD)]
+    chosen = [
+        fake("refresh", GOOD),
+        fake("bad", BAD),
+        fake("slow", HANGING, 1.0),
+        fake("never", GOOD),
+    ]
     runner.run(chosen[:-1])
     (runner.folder / "refresh.jsonl").write_text(json.dumps(row) + "\n")
     table = collect(chosen, runner, tmp_path / "out", publish=False)
     tmp_path /= "out"
-    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in (tmp_path / "summary.md").read_text().splitlines()[2:]]
-    assert [line[:2] for line in lines] == [["refresh", "done"], ["bad", "failed"], ["slow", "out of time"], ["never", "not run"]]
+    lines = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in (tmp_path / "summary.md").read_text().splitlines()[2:]
+    ]
+    assert [line[:2] for line in lines] == [
+        ["refresh", "done"],
+        ["bad", "failed"],
+        ["slow", "out of time"],
+        ["never", "not run"],
+    ]
     assert lines[0][3] == "4 / 8: 12.3 x as fast (goal 10)"
     assert lines[1][3] == "before"
     assert json.loads((tmp_path / "rows.jsonl").read_text()) == row
@@ -130,7 +150,9 @@ def test_all_parts_are_over_within_25_minutes_and_take_every_file_of_tests(tmp_p
     everything = all_parts("cuda", tmp_path, small=False)
     assert sum(part.seconds for part in everything) <= 25 * 60
     assert len({part.name for part in everything}) == len(everything)
-    assert set(parts.FILES.values()) == {path.name for path in (REPOSITORY / "tests/gpu").glob("test_*.py")}
+    assert set(parts.FILES.values()) == {
+        path.name for path in (REPOSITORY / "tests/gpu").glob("test_*.py")
+    }
     assert parts.FILES.keys() == parts.TESTS.keys()
 
 
@@ -143,20 +165,34 @@ def test_the_least_versions_are_those_of_the_package() -> None:
 
 def test_the_page_says_what_is_needed() -> None:
     page = " ".join((REPOSITORY / "docs/gpu.md").read_text().split())
-    needed = {**needs.TRAINER, **next(part.needs for part in all_parts("cuda", Path(), small=False) if part.name == "tests-moe")}
+    needed = {
+        **needs.TRAINER,
+        **next(
+            part.needs
+            for part in all_parts("cuda", Path(), small=False)
+            if part.name == "tests-moe"
+        ),
+    }
     for wheel, least in {"torch": needs.TORCH, "Triton": needs.TRITON, **needed}.items():
         assert f"{wheel} {least}" in page, wheel
     for of_others in needs.OF_OTHERS["rich"] + needs.OF_OTHERS["tyro"]:
         assert of_others in page
 
 
-@pytest.mark.parametrize(("found", "least", "enough"), [("2.11.0+cu130", "2.11", True), ("2.9.1", "2.11", False), ("13", "13", True)])
-def test_versions_are_compared_by_their_numbers(found: str, least: str, enough: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("found", "least", "enough"),
+    [("2.11.0+cu130", "2.11", True), ("2.9.1", "2.11", False), ("13", "13", True)],
+)
+def test_versions_are_compared_by_their_numbers(
+    found: str, least: str, enough: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(needs, "installed", lambda wheel: found)
     assert (not needs.missing({"x": least})) is enough
 
 
-def test_what_is_missing_is_named_with_its_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_missing_is_named_with_its_version(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     real = needs.installed
     monkeypatch.setattr(needs, "installed", lambda wheel: None if wheel == "torch" else real(wheel))
     assert command.main(["--device", "cpu", "--small"]) == 2
@@ -166,7 +202,9 @@ def test_what_is_missing_is_named_with_its_version(monkeypatch: pytest.MonkeyPat
     assert "rich >= 13 (is 0.1; it needs markdown-it-py, pygments)" in capsys.readouterr().out
 
 
-def test_only_and_list_choose_by_the_beginning_of_a_name(capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_and_list_choose_by_the_beginning_of_a_name(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert command.main(["--list", "--only", "training", "block"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
         "training-adamw",
@@ -182,11 +220,18 @@ def test_the_command_needs_the_standard_library_alone_to_say_what_is_missing() -
     code = f"import sys; import benchmarks.gpu.__main__; {loaded}"
 
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src")}
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True, env=environment)
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        env=environment,
+    )
     assert result.stdout.splitlines()[-1] == "[]"
 
 
-# --- the work of the parts ----------------------------------------------------------------------------------------------------------------
+# --- the work of the parts ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["kernels", "refresh", "block"])
@@ -194,11 +239,16 @@ def test_rehearsal(name: str, tmp_path: Path) -> None:
     assert main([name, "--device", "cpu", "--small", "--out", str(tmp_path)]) == 0
     rows = [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
     assert rows
-    assert all(row.keys() >= {"commit", "hardware", "versions", "config", "baseline", "check"} for row in rows)
+    assert all(
+        row.keys() >= {"commit", "hardware", "versions", "config", "baseline", "check"}
+        for row in rows
+    )
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("name", ["training-adamw", "training-muon", "training-soap_muon", "optimizer"])
+@pytest.mark.parametrize(
+    "name", ["training-adamw", "training-muon", "training-soap_muon", "optimizer"]
+)
 def test_longer_rehearsal(name: str, tmp_path: Path) -> None:
     assert main([name, "--device", "cpu", "--small", "--out", str(tmp_path)]) == 0
     (path,) = tmp_path.glob("*.jsonl")
@@ -208,14 +258,20 @@ def test_longer_rehearsal(name: str, tmp_path: Path) -> None:
 def test_a_kernel_that_is_one_percent_off_is_not_measured() -> None:
     draw = kernels.CASES["combine_forward"]
     right, wrong = draw(kernels.CHECKED, CPU), draw(kernels.CHECKED, CPU)
-    error, limit = kernels._error("combine_forward", replace(wrong, run=lambda: 1.01 * wrong.run().float()), right)
+    error, limit = kernels._error(
+        "combine_forward", replace(wrong, run=lambda: 1.01 * wrong.run().float()), right
+    )
     assert error > limit
     assert kernels._error("combine_forward", wrong, right)[0] <= limit
 
 
 def test_a_wrong_kernel_stops_only_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = iter(range(100))
-    monkeypatch.setattr(kernels.gather, "gather_rows", lambda x, index: x.index_select(0, index) * (1 + 0.02 * (next(calls) % 2)))
+    monkeypatch.setattr(
+        kernels.gather,
+        "gather_rows",
+        lambda x, index: x.index_select(0, index) * (1 + 0.02 * (next(calls) % 2)),
+    )
     found = kernels.rows(Settings(CPU, small=True), "")
     for _ in range(len(kernels.CASES) - 1):
         next(found)
@@ -231,7 +287,8 @@ def test_a_block_that_is_off_is_not_measured() -> None:
 
 
 def test_flops_of_a_token_are_counted_by_hand() -> None:
-    """The sizes of benchmarks/gpu/small.toml: D 64, E 8, K 2, F 32, one dense and one MoE block, V 500."""
+    """The sizes of benchmarks/gpu/small.toml: D 64, E 8, K 2, F 32, one dense and one MoE block, V
+    500."""
     from lather.config.toml_file import load_config
     from lather.models.families import build_model
     from lather.parallel.local_parameters import local_parameters
@@ -248,11 +305,19 @@ def test_flops_of_a_token_are_counted_by_hand() -> None:
 
 def test_the_peak_is_the_makers_or_else_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert peak_flops(CPU, DeviceRates(1.0, 2.0)) == (2.0, "measured matrix product")
-    for name, peak in {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H100 PCIe": 756e12, "NVIDIA B200": 2250e12}.items():
+    for name, peak in {
+        "NVIDIA H200": 989e12,
+        "NVIDIA H100 80GB HBM3": 989e12,
+        "NVIDIA H100 PCIe": 756e12,
+        "NVIDIA B200": 2250e12,
+    }.items():
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
         assert peak_flops(torch.device("cuda"), DeviceRates(1.0, 2.0))[0] == peak
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "another")
-    assert peak_flops(torch.device("cuda"), DeviceRates(1.0, 2.0)) == (2.0, "measured matrix product")
+    assert peak_flops(torch.device("cuda"), DeviceRates(1.0, 2.0)) == (
+        2.0,
+        "measured matrix product",
+    )
 
 
 def test_training_gives_what_it_has_when_time_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,5 @@
-"""Launches on a GPU, counted on a stand-in: counts do not grow, and the host waits for nothing inside a block or the loss.
+"""Launches on a GPU, counted on a stand-in: counts do not grow, and the host waits for nothing
+inside a block or the loss.
 
 How often it waits in a step is tested in test_rehearsal.py."""
 
@@ -13,21 +14,35 @@ import pytest
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The rows by case, from a process of its own: a process cannot undo that torch knows the stand-in."""
+    """The rows by case, from a process of its own: a process cannot undo that torch knows the
+    stand-in."""
     out = tmp_path_factory.mktemp("launches")
     arguments = ["--parts", "loss", "block", "--models", "DeepSeek-V2-Lite", "--out", str(out)]
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}  # kernels are counted, not interpreted
+    environment = {
+        name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"
+    }  # kernels are counted, not interpreted
     command = [sys.executable, "-m", "lather", "bench", "launches", *arguments]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300, env=environment)
+    done = subprocess.run(
+        command, check=False, capture_output=True, text=True, timeout=300, env=environment
+    )
     assert done.returncode == 0, done.stderr
     assert "launches" in done.stdout
-    return {row["case"]: row["total"] for row in map(json.loads, (out / "launches.jsonl").read_text().splitlines())}
+    return {
+        row["case"]: row["total"]
+        for row in map(json.loads, (out / "launches.jsonl").read_text().splitlines())
+    }
 
 
 @pytest.mark.parametrize(
-    ("case", "at_most"), [("the loss: forward and backward", 533), ("an MoE block of DeepSeek-V2-Lite: forward and backward", 150)]
+    ("case", "at_most"),
+    [
+        ("the loss: forward and backward", 533),
+        ("an MoE block of DeepSeek-V2-Lite: forward and backward", 150),
+    ],
 )
-def test_launches_do_not_grow_and_nobody_waits(rows: dict[str, Any], case: str, at_most: int) -> None:
+def test_launches_do_not_grow_and_nobody_waits(
+    rows: dict[str, Any], case: str, at_most: int
+) -> None:
     assert 100 < rows[case]["launches"] <= at_most
     assert rows[case]["host_waits"] == 0
     assert rows[case]["triton"] > 0

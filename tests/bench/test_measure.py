@@ -37,7 +37,11 @@ def test_peak_counts_what_is_alive_at_one_time(a: Tensor) -> None:
 
 
 def test_peak_sees_foreach_and_the_inside_of_operations(a: Tensor) -> None:
-    assert 3 * SIZE <= peak_temporary_bytes(lambda: torch._foreach_mul([a, a, a], 2.0), CPU) <= 3 * SIZE + SCALARS
+    assert (
+        3 * SIZE
+        <= peak_temporary_bytes(lambda: torch._foreach_mul([a, a, a], 2.0), CPU)
+        <= 3 * SIZE + SCALARS
+    )
     inside = peak_temporary_bytes(lambda: torch.linalg.qr(a[:100, :100]), CPU)
     assert inside > 2 * 4 * 100 * 100  # Q, R and the workspace
 
@@ -72,11 +76,20 @@ def test_state_of_ours_is_within_the_bound(rule: str, name: str) -> None:
     measure.run_steps(contestant, 4)
     m, n = case.matrices.shape
     floats = {"soap": 2 * m * n + 2 * m * m + 2 * n * n, "muon": m * n, "adamw": 2 * m * n}[rule]
-    assert 4 * case.matrices.num_matrices * floats <= state_bytes(contestant) <= case.state_bound_bytes()
+    assert (
+        4 * case.matrices.num_matrices * floats
+        <= state_bytes(contestant)
+        <= case.state_bound_bytes()
+    )
 
 
 def test_rounds_hold_whole_intervals_of_every_contestant(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [OptimizerCase("soap", SETS["tiny"], f).steps_per_round for f in (1, 2, 3, 10)] == [2, 2, 3, 10]
+    assert [OptimizerCase("soap", SETS["tiny"], f).steps_per_round for f in (1, 2, 3, 10)] == [
+        2,
+        2,
+        3,
+        10,
+    ]
     calls: list[tuple[str, int]] = []
 
     def fake(contestant: Contestant, num_steps: int, _: torch.device) -> float:
@@ -98,7 +111,9 @@ def test_timed_steps_leave_out_the_gradients(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(measure.time, "perf_counter", lambda: next(ticks))
     matrices = SETS["tiny"]
     contestant = make_contestant("lather", matrices, 2, gradient_pool(matrices, CPU))
-    monkeypatch.setattr(contestant.optimizer, "step", lambda: next(ticks))  # the step takes one tick; reading the clock takes the next
+    monkeypatch.setattr(
+        contestant.optimizer, "step", lambda: next(ticks)
+    )  # the step takes one tick; reading the clock takes the next
     monkeypatch.setattr(contestant, "set_gradients", lambda: [next(ticks) for _ in range(5)])
     assert measure.time_steps(contestant, 3, CPU) == pytest.approx(2000.0)
     assert contestant.num_steps == 3

@@ -1,5 +1,5 @@
-"""`lather bench memory` on small sizes: bytes are those of the formulas, a wrong contestant is not reported, rows and picture appear
-whole."""
+"""`lather bench memory` on small sizes: bytes are those of the formulas, a wrong contestant is not
+reported, rows and picture appear whole."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ import torch
 
 from benchmarks import memory
 from benchmarks.check import CheckError
-from benchmarks.memory import LayerSizes, MemoryBenchmark, check_layers, loss_extra_bytes, make_layers, measure_kept, plain_loss
+from benchmarks.memory import (
+    LayerSizes,
+    MemoryBenchmark,
+    check_layers,
+    loss_extra_bytes,
+    make_layers,
+    measure_kept,
+    plain_loss,
+)
 from benchmarks.memory_report import summary
 from lather.cli import main
 
@@ -30,7 +38,8 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_kept_elements_are_those_of_the_formulas() -> None:
-    """Besides bf16 tensors, scores and indices are kept; `reference` keeps bf16 weights of its own, one per row."""
+    """Besides bf16 tensors, scores and indices are kept; `reference` keeps bf16 weights of its own,
+    one per row."""
     rows = {row["config"]["contestant"]: row for row in measure_kept(CPU)}
     elements = {name: row["bf16_elements_per_token"] for name, row in rows.items()}
     assert elements == {
@@ -51,10 +60,14 @@ def test_a_contestant_that_is_wrong_is_not_reported(
     layers = make_layers(LayerSizes(D, E, K, F), torch.float32, CPU)
     assert max(check_layers(layers).values()) < 1e-5
     right = memory.EarlyFree.forward
-    monkeypatch.setattr(memory.EarlyFree, "forward", lambda self, *arguments: 1.01 * right(self, *arguments))
+    monkeypatch.setattr(
+        memory.EarlyFree, "forward", lambda self, *arguments: 1.01 * right(self, *arguments)
+    )
     with pytest.raises(CheckError, match="early_free: differs from plain autograd by 1"):
         check_layers(layers)
-    assert main(["bench", "memory", "--parts", "time", "--rounds", "5", "--out", str(tmp_path)]) == 1
+    assert (
+        main(["bench", "memory", "--parts", "time", "--rounds", "5", "--out", str(tmp_path)]) == 1
+    )
     assert "check failed, nothing is reported" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
 
@@ -65,7 +78,9 @@ def test_the_plain_loss_holds_at_least_the_logits_and_ours_does_not() -> None:
     assert loss_extra_bytes(memory.linear_cross_entropy, torch.float32) < logits / 4
 
 
-def test_the_command_leaves_rows_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_leaves_rows_and_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["bench", "memory", "--rounds", "5", "--out", str(tmp_path)]) == 0
     rows = [json.loads(line) for line in (tmp_path / "memory-cpu.jsonl").read_text().splitlines()]
     assert [row["benchmark"] for row in rows] == ["kept"] * 4 + ["loss"] * 4 + ["time"] * 4
@@ -75,7 +90,10 @@ def test_the_command_leaves_rows_and_picture(tmp_path: Path, capsys: pytest.Capt
     out = " ".join(capsys.readouterr().out.split())
     for line in summary(rows):
         assert " ".join(line.split()) in out
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["memory-cpu.jsonl", "memory-cpu.png"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "memory-cpu.jsonl",
+        "memory-cpu.png",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -87,7 +105,9 @@ def test_the_command_leaves_rows_and_picture(tmp_path: Path, capsys: pytest.Capt
     ],
     ids=["rounds", "parts", "cuda"],
 )
-def test_wrong_arguments_are_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments_are_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     if "cuda" in arguments and torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
     assert main(["bench", "memory", *arguments]) == 2

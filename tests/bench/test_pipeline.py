@@ -1,4 +1,5 @@
-"""`lather bench pipeline` on two ranks and small sizes: its whole path, the counts that any machine must show, and that it can fail."""
+"""`lather bench pipeline` on two ranks and small sizes: its whole path, the counts that any machine
+must show, and that it can fail."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ PLAN = PipelinePlan(
 )
 
 WITH_TORCHS_RUNTIME = pytest.mark.skipif(
-    torch.__version__.startswith("2.11."), reason="the stages of torch 2.11 send to their own rank at first, which gloo cannot"
+    torch.__version__.startswith("2.11."),
+    reason="the stages of torch 2.11 send to their own rank at first, which gloo cannot",
 )
 
 
@@ -60,9 +62,15 @@ WITH_TORCHS_RUNTIME = pytest.mark.skipif(
 def test_two_ranks_go_the_whole_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert pipeline.run(pipeline.PipelineBenchmark(rounds=5, out=tmp_path), PLAN) == 0
     rows = [json.loads(line) for line in (tmp_path / "pipeline-cpu.jsonl").read_text().splitlines()]
-    assert [row["benchmark"] for row in rows] == ["bytes"] * 6 + ["time"] * 2 + ["bubble"] * 2 + ["table"]
+    assert [row["benchmark"] for row in rows] == ["bytes"] * 6 + ["time"] * 2 + ["bubble"] * 2 + [
+        "table"
+    ]
     assert all("commit" in row and "hardware" in row for row in rows)
-    peak = {(row["config"]["contestant"], row["config"]["micro_batches"]): row for row in rows if row["benchmark"] == "bytes"}
+    peak = {
+        (row["config"]["contestant"], row["config"]["micro_batches"]): row
+        for row in rows
+        if row["benchmark"] == "bytes"
+    }
     size = {key: row["peak_bytes"] for key, row in peak.items()}
     assert size["ours", 4] < 0.7 * size["held", 4]
     assert size["ours", 4] < 0.7 * size["torch", 4]
@@ -70,7 +78,9 @@ def test_two_ranks_go_the_whole_way(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert size["ours", 9] < 1.02 * size["ours", 4]
     assert size["torch", 9] > 1.02 * size["torch", 4]
     for row in peak.values():
-        assert max(value for name, value in row["check"].items() if name != "counts_differ_by") < 1e-4
+        assert (
+            max(value for name, value in row["check"].items() if name != "counts_differ_by") < 1e-4
+        )
         for rank in row["by_rank"]:
             assert rank["tracker"] in (None, rank["saved"])
             assert rank["tape"] is None or abs(rank["tape"] - rank["saved"]) < 0.01 * rank["saved"]
@@ -80,19 +90,26 @@ def test_two_ranks_go_the_whole_way(tmp_path: Path, capsys: pytest.CaptureFixtur
     out = " ".join(capsys.readouterr().out.split())
     for line in summary(rows):
         assert " ".join(line.split()) in out
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["pipeline-cpu.jsonl", "pipeline-cpu.png"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "pipeline-cpu.jsonl",
+        "pipeline-cpu.png",
+    ]
 
 
 def differences_from_torch(rank: int, world_size: int) -> dict[str, dict[str, float]]:
     mesh = Mesh.build(ParallelConfig(pp=2, ep=world_size // 2), torch.device("cpu"))
     case = replace(CASE, dtype=torch.float64)
-    found = BytesJob(2, mesh.ep, case, ("torch", "held", "attention", "ours"), tracked=False).run(mesh)
+    found = BytesJob(2, mesh.ep, case, ("torch", "held", "attention", "ours"), tracked=False).run(
+        mesh
+    )
     return {name: one["check"] for name, one in found.items()}
 
 
 @WITH_TORCHS_RUNTIME
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.grid), 4])
-def test_torchs_runtime_has_the_same_loss_and_gradients_from_the_same_table(world_size: int) -> None:
+def test_torchs_runtime_has_the_same_loss_and_gradients_from_the_same_table(
+    world_size: int,
+) -> None:
     for checks in run_ranks(differences_from_torch, world_size):
         for name, check in checks.items():
             assert check["error_of_loss"] < 1e-12, name
@@ -101,10 +118,20 @@ def test_torchs_runtime_has_the_same_loss_and_gradients_from_the_same_table(worl
 
 def ranks(**changes: Any) -> list[dict[str, Any]]:
     """Make the findings that one rank could have."""
-    counts = {"saved": 100, "tracker": 100, "tape": 100, "with_temporaries": 120, "after": 0, "worst_difference": 0.0, "origins": {}}
+    counts = {
+        "saved": 100,
+        "tracker": 100,
+        "tape": 100,
+        "with_temporaries": 120,
+        "after": 0,
+        "worst_difference": 0.0,
+        "origins": {},
+    }
     check = {"error_of_loss": 0.0, "error_of_gradients": 0.0}
     found = {"counts": {**counts, **{k: v for k, v in changes.items() if k in counts}}, "ms": [1.0]}
-    return [{"ours": {**found, "check": {**check, **{k: v for k, v in changes.items() if k in check}}}}]
+    return [
+        {"ours": {**found, "check": {**check, **{k: v for k, v in changes.items() if k in check}}}}
+    ]
 
 
 @pytest.mark.parametrize("key", ["error_of_loss", "error_of_gradients"])
@@ -125,29 +152,50 @@ def test_counts_that_do_not_agree_are_not_reported() -> None:
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_the_bubble_is_the_longest_chain_and_for_equal_times_the_formula(num_ranks: int) -> None:
-    for forward, back, weight, both in ((1.0, 1.0, 1.0, 3.0), (1.0, 1.3, 0.8, 2.9), (1.0, 0.9, 0.9, 2.8)):
-        durations = Durations({Kind.FORWARD: forward, Kind.BACKWARD_INPUT: back, Kind.BACKWARD_WEIGHT: weight, Kind.OVERLAP: both})
+    for forward, back, weight, both in (
+        (1.0, 1.0, 1.0, 3.0),
+        (1.0, 1.3, 0.8, 2.9),
+        (1.0, 0.9, 0.9, 2.8),
+    ):
+        durations = Durations(
+            {
+                Kind.FORWARD: forward,
+                Kind.BACKWARD_INPUT: back,
+                Kind.BACKWARD_WEIGHT: weight,
+                Kind.OVERLAP: both,
+            }
+        )
         timeline = replay(dualpipev(num_ranks, 4 * num_ranks), durations)
         assert timeline.idle()[num_ranks - 1] == pytest.approx(longest_chain(num_ranks, durations))
         if forward == back == weight:
-            assert longest_chain(num_ranks, durations) == pytest.approx(dualpipev_bubble(num_ranks, durations))
+            assert longest_chain(num_ranks, durations) == pytest.approx(
+                dualpipev_bubble(num_ranks, durations)
+            )
 
 
 def test_durations_are_the_inner_stages_in_milliseconds() -> None:
     given = Durations(
-        {Kind.FORWARD: 0.001, Kind.BACKWARD_INPUT: 0.001, Kind.BACKWARD_WEIGHT: 0.001}, {(Kind.FORWARD, 0): 0.005, (Kind.FORWARD, 2): 0.003}
+        {Kind.FORWARD: 0.001, Kind.BACKWARD_INPUT: 0.001, Kind.BACKWARD_WEIGHT: 0.001},
+        {(Kind.FORWARD, 0): 0.005, (Kind.FORWARD, 2): 0.003},
     )
     steps = [replay(dualpipev(2, 4), given).events] * 2
-    assert inner_durations(steps).kinds[Kind.FORWARD] == pytest.approx(2.0)  # half of the sum of 1 and 3
+    assert inner_durations(steps).kinds[Kind.FORWARD] == pytest.approx(
+        2.0
+    )  # half of the sum of 1 and 3
     assert inner_durations(steps).kinds[Kind.BACKWARD_WEIGHT] == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["--rounds", "4"], "--rounds = 4 is not valid: it must be at least 5"), (["--parts", "all"], "--parts")],
+    [
+        (["--rounds", "4"], "--rounds = 4 is not valid: it must be at least 5"),
+        (["--parts", "all"], "--parts"),
+    ],
     ids=["rounds", "parts"],
 )
-def test_wrong_arguments_are_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments_are_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["bench", "pipeline", *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error

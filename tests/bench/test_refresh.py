@@ -1,4 +1,5 @@
-"""The refresh of a transformer's factors: its contestants and their check, which need no CUDA, unlike its timing."""
+"""The refresh of a transformer's factors: its contestants and their check, which need no CUDA,
+unlike its timing."""
 
 from collections.abc import Sequence
 
@@ -8,7 +9,13 @@ from torch import Tensor
 
 from benchmarks import refresh
 from benchmarks.check import CheckError
-from benchmarks.refresh import Factors, check_refreshes, refresh_batched_by_lather, refresh_one_by_one, transformer_factors
+from benchmarks.refresh import (
+    Factors,
+    check_refreshes,
+    refresh_batched_by_lather,
+    refresh_one_by_one,
+    transformer_factors,
+)
 from lather.optim.linalg import orthogonal
 
 CPU = torch.device("cpu")
@@ -24,15 +31,25 @@ def test_a_transformer_of_twelve_layers_has_96_factors() -> None:
 
 
 @pytest.mark.parametrize("as_on_a_gpu", [False, True], ids=["cpu", "gpu"])
-def test_both_refreshes_agree(factors: list[Factors], as_on_a_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_refreshes_agree(
+    factors: list[Factors], as_on_a_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(orthogonal, "is_gpu", lambda on: as_on_a_gpu)
-    for ours, baseline in zip(refresh_batched_by_lather(factors), refresh_one_by_one(factors), strict=True):
-        torch.testing.assert_close((ours.mT @ baseline).abs(), torch.eye(ours.shape[-1]).expand_as(ours), atol=1e-2, rtol=0)
+    for ours, baseline in zip(
+        refresh_batched_by_lather(factors), refresh_one_by_one(factors), strict=True
+    ):
+        torch.testing.assert_close(
+            (ours.mT @ baseline).abs(), torch.eye(ours.shape[-1]).expand_as(ours), atol=1e-2, rtol=0
+        )
     assert check_refreshes(factors)["off_diagonal_share"].keys() == {"lather", "one_by_one"}
 
 
-@pytest.mark.parametrize(("wrong", "message"), [("stale", "off-diagonal"), ("scaled", "orthonormal")])
-def test_a_wrong_refresh_is_refused(factors: list[Factors], monkeypatch: pytest.MonkeyPatch, wrong: str, message: str) -> None:
+@pytest.mark.parametrize(
+    ("wrong", "message"), [("stale", "off-diagonal"), ("scaled", "orthonormal")]
+)
+def test_a_wrong_refresh_is_refused(
+    factors: list[Factors], monkeypatch: pytest.MonkeyPatch, wrong: str, message: str
+) -> None:
     def broken(given: Sequence[Factors]) -> list[Tensor]:
         return [f.q if wrong == "stale" else 1.01 * f.q for f in given]
 

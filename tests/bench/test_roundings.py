@@ -1,4 +1,5 @@
-"""The study of roundings runs from the quickstart to rows, and it rounds to the dtype that it names."""
+"""The study of roundings runs from the quickstart to rows, and it rounds to the dtype that it
+names."""
 
 import importlib.util
 import sys
@@ -50,7 +51,11 @@ def test_rows_of_updates(roundings: ModuleType) -> None:
     rows = list(roundings.update_rows("soap", seed=0, steps=5, at=(3,)))
     found = {(row["products"], row["update"]): row["median"] for row in rows}
     assert len(found) == len(rows) == 2 * 14
-    assert found["projections bf16x3", "step after"] < found["projections tf32", "step after"] < found["projections bf16", "step after"]
+    assert (
+        found["projections bf16x3", "step after"]
+        < found["projections tf32", "step after"]
+        < found["projections bf16", "step after"]
+    )
     assert 0 < found["projections tf32", "step after"] < 1e-2
     assert found["refresh tf32", "step"] == 0
 

@@ -13,7 +13,10 @@ from lather.commands.completion import completion_command
 from lather.errors import UserError
 
 BASH = r"""
-try() { COMP_WORDS=("$@"); COMP_CWORD=$(( ${#COMP_WORDS[@]} - 1 )); _lather; echo "${COMPREPLY[*]}"; }
+try() {
+    COMP_WORDS=("$@"); COMP_CWORD=$(( ${#COMP_WORDS[@]} - 1 ))
+    _lather; echo "${COMPREPLY[*]}"
+}
 try lather ""
 try lather tr
 try lather train x.toml --optim.sch
@@ -35,10 +38,14 @@ def script(shell: str, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
-def test_bash_completes_commands_options_and_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bash_completes_commands_options_and_values(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "ask.bash"
     file.write_text(script("bash", capsys) + BASH)
-    done = subprocess.run(["bash", "--norc", str(file)], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        ["bash", "--norc", str(file)], capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stderr == ""
     commands, *found = done.stdout.splitlines()
     assert set(COMMANDS) <= set(commands.split())
@@ -60,13 +67,27 @@ def test_bash_completes_commands_options_and_values(tmp_path: Path, capsys: pyte
 def test_other_shells_and_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert script("zsh", capsys).endswith(script("bash", capsys))
     fish = script("fish", capsys)
-    assert "complete -c lather -n '__fish_seen_subcommand_from train' -l optim.schedule -x -a 'constant linear cosine wsd'" in fish
+    assert (
+        "complete -c lather -n '__fish_seen_subcommand_from train' -l optim.schedule -x -a "
+        "'constant linear cosine wsd'" in fish
+    )
     if shutil.which("fish"):
-        ask = 'complete -C "lather train x.toml --optim.sch"; complete -C "lather data make x --sep"'
+        ask = (
+            'complete -C "lather train x.toml --optim.sch"; complete -C "lather data make x --sep"'
+        )
         file = tmp_path / "ask.fish"
         file.write_text(f"{fish}\n{ask}\n")
-        done = subprocess.run(["fish", "--no-config", str(file)], capture_output=True, text=True, timeout=60, check=True)
-        assert [line.split("\t")[0] for line in done.stdout.splitlines()] == ["--optim.schedule", "--separator"]
+        done = subprocess.run(
+            ["fish", "--no-config", str(file)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        assert [line.split("\t")[0] for line in done.stdout.splitlines()] == [
+            "--optim.schedule",
+            "--separator",
+        ]
     assert main(["completion", "--help"]) == 0
     with pytest.raises(UserError, match="give one shell of bash, zsh, fish"):
         completion_command(["tcsh"])

@@ -1,4 +1,5 @@
-"""`lather eval` as a user gives it: the run's own sets, others by name, chats, JSON, the record, and one line for each error."""
+"""`lather eval` as a user gives it: the run's own sets, others by name, chats, JSON, the record,
+and one line for each error."""
 
 from __future__ import annotations
 
@@ -24,9 +25,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("evaluated")
     config = write_config(folder, steps=8)
     lines = folder / "lines.jsonl"
-    lines.write_text("\n".join(json.dumps({"text": f"def f{n}(x):\n    return x + {n} # \N{GRINNING FACE}é\n" * 5}) for n in range(40)))
+    lines.write_text(
+        "\n".join(
+            json.dumps({"text": f"def f{n}(x):\n    return x + {n} # \N{GRINNING FACE}é\n" * 5})
+            for n in range(40)
+        )
+    )
     chats = folder / "chats.jsonl"
-    messages = [[{"role": "user", "content": f"say {n}"}, {"role": "assistant", "content": f"def {n}(x)"}] for n in range(40)]
+    messages = [
+        [{"role": "user", "content": f"say {n}"}, {"role": "assistant", "content": f"def {n}(x)"}]
+        for n in range(40)
+    ]
     chats.write_text("\n".join(json.dumps({"messages": each}) for each in messages))
     make(folder / "code", folder / "corpus", "--vocab-size", 300, "--holdout-every", 4)
     tokenizer = ["--tokenizer", folder / "code" / "tokenizer.json"]
@@ -35,7 +44,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make(folder / "chat", chats, *tokenizer, "--chat", "--holdout-every", 4)
     make(folder / "other", lines, "--vocab-size", 300)
     make(folder / "large", lines, "--vocab-size", 310)
-    paths = ["--data.path", folder / "code", folder / "lines", "--data.validation", "chat", folder / "chat"]
+    paths = [
+        "--data.path",
+        folder / "code",
+        folder / "lines",
+        "--data.validation",
+        "chat",
+        folder / "chat",
+    ]
     options = [*paths, "--train.validation-sequences", SEQUENCES, "--log.sample-tokens", 0]
     assert main(["train", str(config), "--run-dir", str(folder / "run"), *map(str, options)]) == 0
     return folder
@@ -59,7 +75,9 @@ def validations(run: Path) -> dict[int, dict[str, float]]:
     return {row["step"]: row["validation_losses"] for row in rows if "validation_losses" in row}
 
 
-def test_the_runs_own_sets_have_the_losses_of_its_validation(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_runs_own_sets_have_the_losses_of_its_validation(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     result = evaluate(capsys, folder / "run", "--max-sequences", SEQUENCES)
     expected = validations(folder / "run")[8]
     assert list(result["sets"]) == ["code", "lines", "chat"] == list(expected)
@@ -89,15 +107,21 @@ def test_a_set_of_which_nothing_is_learned_has_no_loss(
     assert "sequences is learned, so it has no loss: give another set or split" in captured.err
 
 
-def test_all_sequences_are_counted_to_the_last_token_and_byte(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_sequences_are_counted_to_the_last_token_and_byte(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     row = evaluate(capsys, folder / "run", folder / "lines", "--batch-size", 5)["sets"]["lines"]
     dataset = DataSet(folder / "lines")
     split, reader = dataset.manifest.splits["validation"], dataset.split("validation")
     assert row["split"] == "validation"
     assert row["tokens"] == split.tokens - 1, "every token but the first is a label"
-    first = Tokenizer.from_file(str(folder / "run" / "tokenizer.json")).decode(reader.tokens(0, 1).tolist())
+    first = Tokenizer.from_file(str(folder / "run" / "tokenizer.json")).decode(
+        reader.tokens(0, 1).tolist()
+    )
     assert row["bytes"] == split.text_bytes - len(first.encode())
-    assert row["bits_per_byte"] == pytest.approx(row["loss"] * row["tokens"] / 0.6931471805599453 / row["bytes"])
+    assert row["bits_per_byte"] == pytest.approx(
+        row["loss"] * row["tokens"] / 0.6931471805599453 / row["bytes"]
+    )
     assert 0 <= row["accuracy"] < 1
 
 
@@ -110,19 +134,36 @@ def test_all_sequences_are_counted_to_the_last_token_and_byte(folder: Path, caps
     ids=["bf16", "fp64"],
 )
 def test_precision_and_packing_are_the_runs(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], tolerance: float
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    tolerance: float,
 ) -> None:
     shutil.copytree(folder / "lines", tmp_path / "lines")
-    arguments = ["--run-dir", tmp_path / "run", "--train.steps", 2, "--data.path", tmp_path / "lines", "--log.sample-tokens", 0]
+    arguments = [
+        "--run-dir",
+        tmp_path / "run",
+        "--train.steps",
+        2,
+        "--data.path",
+        tmp_path / "lines",
+        "--log.sample-tokens",
+        0,
+    ]
     assert main(["train", *map(str, [folder / "tiny.toml", *arguments]), *options]) == 0
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     expected = [row["validation_loss"] for row in rows if "validation_loss" in row][-1]
     row = evaluate(capsys, tmp_path / "run", "--max-sequences", 4)["sets"]["lines"]
     assert row["loss"] == pytest.approx(expected, rel=tolerance)
     assert row["data"] == str(tmp_path / "lines")
 
 
-def test_batches_make_no_difference_and_context_does(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_batches_make_no_difference_and_context_does(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     one, other, longer = (
         evaluate(capsys, folder / "run", folder / "lines", *more)["sets"]["lines"]
         for more in (["--batch-size", 1], ["--batch-size", 64], ["--sequence-length", 48])
@@ -132,8 +173,12 @@ def test_batches_make_no_difference_and_context_does(folder: Path, capsys: pytes
     assert abs(one["loss"] - longer["loss"]) > 1e-5
 
 
-def test_of_conversations_only_answers_count(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    row = evaluate(capsys, folder / "run", f"talk={folder / 'chat'}", "--split", "train")["sets"]["talk"]
+def test_of_conversations_only_answers_count(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = evaluate(capsys, folder / "run", f"talk={folder / 'chat'}", "--split", "train")["sets"][
+        "talk"
+    ]
     dataset = DataSet(folder / "chat")
     reader = dataset.split("train")
     learned = reader.learned(0, len(reader))
@@ -144,20 +189,38 @@ def test_of_conversations_only_answers_count(folder: Path, capsys: pytest.Captur
 
 
 def test_sets_have_names_and_splits(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    result = evaluate(capsys, folder / "run", folder / "whole", f"a={folder / 'lines'}", f"b={folder / 'lines'}", "--max-sequences", 3)
-    assert {name: row["split"] for name, row in result["sets"].items()} == {"whole": "train", "a": "validation", "b": "validation"}
+    result = evaluate(
+        capsys,
+        folder / "run",
+        folder / "whole",
+        f"a={folder / 'lines'}",
+        f"b={folder / 'lines'}",
+        "--max-sequences",
+        3,
+    )
+    assert {name: row["split"] for name, row in result["sets"].items()} == {
+        "whole": "train",
+        "a": "validation",
+        "b": "validation",
+    }
     assert result["sets"]["a"]["loss"] == result["sets"]["b"]["loss"]
     assert {row["sequences"] for row in result["sets"].values()} == {3}
 
 
-def test_a_checkpoint_can_be_chosen_and_results_are_recorded(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_can_be_chosen_and_results_are_recorded(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = tmp_path / "run"
     shutil.copytree(folder / "run", run)
     (run / "evaluations.jsonl").unlink(missing_ok=True)
-    results = [evaluate(capsys, f"{run}{suffix}", folder / "code") for suffix in ("@4", "", "@best")]
+    results = [
+        evaluate(capsys, f"{run}{suffix}", folder / "code") for suffix in ("@4", "", "@best")
+    ]
     assert [result["step"] for result in results] == [4, 8, 8]
     assert results[0]["sets"]["code"]["loss"] > results[1]["sets"]["code"]["loss"]
-    assert [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()] == results
+    assert [
+        json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()
+    ] == results
 
 
 def test_the_table_shows_the_numbers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -165,15 +228,32 @@ def test_the_table_shows_the_numbers(folder: Path, capsys: pytest.CaptureFixture
     assert main(["eval", str(folder / "run"), str(folder / "code")]) == 0
     out = capsys.readouterr().out
     assert "step-00000008" in out
-    for words in ("bits per byte", f"{row['loss']:.4f}", f"{row['bits_per_byte']:.4f}", f"{row['tokens']:,}", f"{row['accuracy']:.1%}"):
+    for words in (
+        "bits per byte",
+        f"{row['loss']:.4f}",
+        f"{row['bits_per_byte']:.4f}",
+        f"{row['tokens']:,}",
+        f"{row['accuracy']:.1%}",
+    ):
         assert words in out
 
 
-def test_a_set_of_bare_tokens_has_no_bytes(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_set_of_bare_tokens_has_no_bytes(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     import numpy as np
 
     np.save(tmp_path / "tokens.npy", np.arange(400, dtype=np.uint16) % 300)
-    make(tmp_path / "bare", tmp_path / "tokens.npy", "--vocab-size", 300, "--end-token", 0, "--holdout-every", 0)
+    make(
+        tmp_path / "bare",
+        tmp_path / "tokens.npy",
+        "--vocab-size",
+        300,
+        "--end-token",
+        0,
+        "--holdout-every",
+        0,
+    )
     row = evaluate(capsys, folder / "run", tmp_path / "bare")["sets"]["bare"]
     assert (row["bytes"], row["bits_per_byte"]) == (None, None)
     assert row["tokens"] == len(DataSet(tmp_path / "bare").split("train")) - 1
@@ -181,11 +261,29 @@ def test_a_set_of_bare_tokens_has_no_bytes(folder: Path, tmp_path: Path, capsys:
     assert " - " in capsys.readouterr().out
 
 
-def test_a_run_on_text_files_is_evaluated_on_what_was_made_of_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", str(write_config(tmp_path, steps=2)), "--run-dir", str(tmp_path / "run"), "--log.sample-tokens", "0"]) == 0
+def test_a_run_on_text_files_is_evaluated_on_what_was_made_of_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(
+            [
+                "train",
+                str(write_config(tmp_path, steps=2)),
+                "--run-dir",
+                str(tmp_path / "run"),
+                "--log.sample-tokens",
+                "0",
+            ]
+        )
+        == 0
+    )
     (row,) = evaluate(capsys, tmp_path / "run", "--max-sequences", 4)["sets"].values()
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert row["loss"] == pytest.approx([each["validation_loss"] for each in rows if "validation_loss" in each][-1], rel=1e-5)
+    rows = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert row["loss"] == pytest.approx(
+        [each["validation_loss"] for each in rows if "validation_loss" in each][-1], rel=1e-5
+    )
     shutil.rmtree(tmp_path / "data")
     assert main(["eval", str(tmp_path / "run")]) == 2
     assert "no such data set" in capsys.readouterr().err
@@ -211,7 +309,16 @@ def test_a_run_on_text_files_is_evaluated_on_what_was_made_of_them(tmp_path: Pat
 def test_wrong_command_lines_are_one_line(
     folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], expected: list[str]
 ) -> None:
-    assert main(["eval", str(folder / "run"), *(argument.format(folder=folder) for argument in arguments)]) == 2
+    assert (
+        main(
+            [
+                "eval",
+                str(folder / "run"),
+                *(argument.format(folder=folder) for argument in arguments),
+            ]
+        )
+        == 2
+    )
     captured = capsys.readouterr()
     assert captured.out == ""
     assert len(captured.err.splitlines()) == 1
@@ -219,7 +326,9 @@ def test_wrong_command_lines_are_one_line(
         assert words in captured.err
 
 
-def test_a_run_that_says_nothing_of_its_data_asks_for_some(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_says_nothing_of_its_data_asks_for_some(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = tmp_path / "run"
     shutil.copytree(folder / "run", run)
     text = (run / "config.toml").read_text()
@@ -230,7 +339,9 @@ def test_a_run_that_says_nothing_of_its_data_asks_for_some(folder: Path, tmp_pat
     assert f"name data sets, as in lather eval {run} FOLDER" in capsys.readouterr().err
 
 
-def test_without_the_harness_the_extra_is_named(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_harness_the_extra_is_named(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["eval", str(folder / "run"), "--tasks", "hellaswag"]) == 2
     assert "pip install 'lather[lm-eval]'" in capsys.readouterr().err

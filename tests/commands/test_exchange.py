@@ -38,7 +38,9 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Hugging Face folder with a tokenizer."""
     folder = tmp_path_factory.mktemp("published")
     save_hugging_face(tiny_model(vocab_size=300), tiny_config(vocab_size=300), folder)
-    train_tokenizer(iter(["def f(x): return x\n"] * 9), 300, END_OF_TEXT).save(str(folder / "tokenizer.json"))
+    train_tokenizer(iter(["def f(x): return x\n"] * 9), 300, END_OF_TEXT).save(
+        str(folder / "tokenizer.json")
+    )
     (folder / "generation_config.json").write_text('{"eos_token_id": 0}')
     return folder
 
@@ -55,19 +57,30 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of three steps, a checkpoint at each."""
     folder = tmp_path_factory.mktemp("trained")
     config = write_config(folder, steps=3, checkpoint_every=1)
-    assert main(["train", str(config), "--run-dir", str(folder / "run"), "--checkpoint.keep-last", "9"]) == 0
+    assert (
+        main(
+            ["train", str(config), "--run-dir", str(folder / "run"), "--checkpoint.keep-last", "9"]
+        )
+        == 0
+    )
     return folder / "run"
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
-# --- what they do -------------------------------------------------------------------------------------------------------------------
+# --- what they do ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "qwen3_moe", "gpt_oss"])
-def test_a_model_of_transformers_comes_back_to_the_bit(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_of_transformers_comes_back_to_the_bit(
+    family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("transformers")
     from models.published import logits, make_model, read_back
 
@@ -77,27 +90,53 @@ def test_a_model_of_transformers_comes_back_to_the_bit(family: str, tmp_path: Pa
     out = capsys.readouterr().out
     assert f"{family}, 0.0" in out
     assert f"--init-from {tmp_path / 'run'}" in out
-    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--dtype", "fp32", "--max-shard-size", "20KB"]) == 0
+    assert (
+        main(
+            [
+                "export",
+                str(tmp_path / "run"),
+                str(tmp_path / "out"),
+                "--dtype",
+                "fp32",
+                "--max-shard-size",
+                "20KB",
+            ]
+        )
+        == 0
+    )
     assert "step-00000000 in fp32" in capsys.readouterr().out
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 3
     assert torch.equal(logits(read_back(tmp_path / "out")), logits(theirs))
-    assert load_config(tmp_path / "run/config.toml").model == model_from_hugging_face(tmp_path / "out")[1]
+    assert (
+        load_config(tmp_path / "run/config.toml").model
+        == model_from_hugging_face(tmp_path / "out")[1]
+    )
 
 
-def test_an_imported_run_is_not_trained_in_place_on_text_that_nobody_named(imported: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_imported_run_is_not_trained_in_place_on_text_that_nobody_named(
+    imported: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = contents(imported)
     for name in (imported, imported / "config.toml"):
         assert main(["train", str(name), "--train.steps", "3"]) == 2
-        assert "its configuration names no data: give --data.path or --data.source" in capsys.readouterr().err
+        assert (
+            "its configuration names no data: give --data.path or --data.source"
+            in capsys.readouterr().err
+        )
     assert contents(imported) == before
 
 
-def test_an_imported_run_has_all_that_a_run_has_and_generates(published: Path, imported: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_imported_run_has_all_that_a_run_has_and_generates(
+    published: Path, imported: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert set(contents(imported)) == {
         "config.toml",
         "tokenizer.json",
         *(f"{FIRST}/{name}" for name in (FILE, "state.json")),
-        *(f"huggingface/{name}" for name in ("config.json", "generation_config.json", "tokenizer.json")),
+        *(
+            f"huggingface/{name}"
+            for name in ("config.json", "generation_config.json", "tokenizer.json")
+        ),
     }
     assert (imported / "tokenizer.json").read_bytes() == (published / "tokenizer.json").read_bytes()
     assert load_config(imported / "config.toml").run_dir == str(imported)
@@ -111,23 +150,35 @@ def test_training_starts_from_imported_weights_with_a_fresh_optimizer(imported: 
     config = load_config(imported / "config.toml")
     model = build_model(config, torch.device("cpu"))
     optimizer = SOAP(model.parameters(), lr=1e-3)
-    assert load_checkpoint(imported / FIRST, TrainingState.of_model(model, optimizer)) == Progress(0, 0.0)
+    assert load_checkpoint(imported / FIRST, TrainingState.of_model(model, optimizer)) == Progress(
+        0, 0.0
+    )
     assert not optimizer.state
     expected = tiny_model(vocab_size=300)
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), expected.parameters(), strict=True))
+    assert all(
+        torch.equal(p, q) for p, q in zip(model.parameters(), expected.parameters(), strict=True)
+    )
 
 
-def test_exporting_an_imported_run_gives_the_folder_again(published: Path, imported: Path, tmp_path: Path) -> None:
+def test_exporting_an_imported_run_gives_the_folder_again(
+    published: Path, imported: Path, tmp_path: Path
+) -> None:
     assert main(["export", str(imported), str(tmp_path / "out"), "--dtype", "fp32"]) == 0
     before, after = contents(published), contents(tmp_path / "out")
     assert before.keys() == after.keys()
     assert [name for name in before if before[name] != after[name]] == []
 
 
-def test_a_trained_run_is_exported_in_bf16_with_its_tokenizer(trained: Path, tmp_path: Path) -> None:
+def test_a_trained_run_is_exported_in_bf16_with_its_tokenizer(
+    trained: Path, tmp_path: Path
+) -> None:
     transformers = pytest.importorskip("transformers")
     tokenizer_text = "def f7(x):\n    return x"
-    for dtype, arguments in {torch.bfloat16: [], torch.float32: ["--dtype", "fp32"], torch.float16: ["--dtype", "fp16"]}.items():
+    for dtype, arguments in {
+        torch.bfloat16: [],
+        torch.float32: ["--dtype", "fp32"],
+        torch.float16: ["--dtype", "fp16"],
+    }.items():
         out = tmp_path / str(dtype)
         assert main(["export", str(trained), str(out), *arguments]) == 0
         stored = load_file(out / "model.safetensors")
@@ -147,7 +198,10 @@ def test_a_trained_run_is_exported_in_bf16_with_its_tokenizer(trained: Path, tmp
 
 
 def test_an_export_says_so_where_transformers_computes_something_else(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    trained: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert main(["export", str(trained), str(tmp_path / "plain")]) == 0
     assert "note:" not in capsys.readouterr().out
@@ -158,21 +212,34 @@ def test_an_export_says_so_where_transformers_computes_something_else(
 
 def test_step_chooses_the_checkpoint(trained: Path, tmp_path: Path) -> None:
     for step in ("1", "3", "-1"):
-        assert main(["export", str(trained), str(tmp_path / step), "--step", step, "--dtype", "fp32"]) == 0
-    exported = {step: load_file(tmp_path / step / "model.safetensors")["model.embed_tokens.weight"] for step in ("1", "3", "-1")}
+        assert (
+            main(["export", str(trained), str(tmp_path / step), "--step", step, "--dtype", "fp32"])
+            == 0
+        )
+    exported = {
+        step: load_file(tmp_path / step / "model.safetensors")["model.embed_tokens.weight"]
+        for step in ("1", "3", "-1")
+    }
     weights = load_file(trained / "checkpoints/step-00000001" / FILE)["embed_tokens.weight"]
     assert torch.equal(exported["1"], weights)
     assert not torch.equal(exported["1"], exported["3"])
     assert torch.equal(exported["-1"], exported["3"])
 
 
-def test_a_run_trained_with_another_tokenizer_is_exported_with_that_one(imported: Path, trained: Path, tmp_path: Path) -> None:
+def test_a_run_trained_with_another_tokenizer_is_exported_with_that_one(
+    imported: Path, trained: Path, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     shutil.copytree(imported, run)
     shutil.copyfile(trained / "tokenizer.json", run / "tokenizer.json")
     assert main(["export", str(run), str(tmp_path / "out")]) == 0
-    assert (tmp_path / "out/tokenizer.json").read_bytes() == (trained / "tokenizer.json").read_bytes()
-    assert json.loads((tmp_path / "out/tokenizer_config.json").read_text())["eos_token"] == "<|endoftext|>"
+    assert (tmp_path / "out/tokenizer.json").read_bytes() == (
+        trained / "tokenizer.json"
+    ).read_bytes()
+    assert (
+        json.loads((tmp_path / "out/tokenizer_config.json").read_text())["eos_token"]
+        == "<|endoftext|>"
+    )
 
 
 def test_a_run_trained_with_the_imported_tokenizer_is_exported_with_all_that_was_imported(
@@ -184,12 +251,20 @@ def test_a_run_trained_with_the_imported_tokenizer_is_exported_with_all_that_was
     (run / "tokenizer.json").write_text(json.dumps(tokenizer, indent=7))
     text = (run / "config.toml").read_text()
     assert 'tokenizer = ""' in text
-    (run / "config.toml").write_text(text.replace('tokenizer = ""', f'tokenizer = "{imported / "tokenizer.json"}"'))
+    (run / "config.toml").write_text(
+        text.replace('tokenizer = ""', f'tokenizer = "{imported / "tokenizer.json"}"')
+    )
     assert main(["export", str(run), str(tmp_path / "out")]) == 0
-    assert (tmp_path / "out/generation_config.json").read_bytes() == (imported / "huggingface/generation_config.json").read_bytes()
+    assert (tmp_path / "out/generation_config.json").read_bytes() == (
+        imported / "huggingface/generation_config.json"
+    ).read_bytes()
 
 
-@pytest.mark.parametrize(("eos", "expected"), [(7, "'"), ([8, 7], "("), *((eos, END_OF_TEXT) for eos in (None, 999, 2**40))], ids=str)
+@pytest.mark.parametrize(
+    ("eos", "expected"),
+    [(7, "'"), ([8, 7], "("), *((eos, END_OF_TEXT) for eos in (None, 999, 2**40))],
+    ids=str,
+)
 def test_further_training_uses_the_tokenizer_and_the_end_of_documents_of_the_model(
     eos: object, expected: str, published: Path, tmp_path: Path
 ) -> None:
@@ -203,7 +278,9 @@ def test_further_training_uses_the_tokenizer_and_the_end_of_documents_of_the_mod
     assert data.end_of_text == expected
 
 
-def test_a_damaged_tokenizer_is_not_imported(published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_tokenizer_is_not_imported(
+    published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     shutil.copytree(published, tmp_path / "in")
     (tmp_path / "in/tokenizer.json").write_text("{")
     assert main(["import", str(tmp_path / "in"), str(tmp_path / "run")]) == 2
@@ -211,7 +288,9 @@ def test_a_damaged_tokenizer_is_not_imported(published: Path, tmp_path: Path, ca
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
-def test_a_folder_without_tokenizer_is_imported_with_a_note(published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_tokenizer_is_imported_with_a_note(
+    published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     shutil.copytree(published, tmp_path / "in")
     (tmp_path / "in/tokenizer.json").unlink()
     assert main(["import", str(tmp_path / "in"), str(tmp_path / "run")]) == 0
@@ -222,14 +301,22 @@ def test_a_folder_without_tokenizer_is_imported_with_a_note(published: Path, tmp
     assert line.startswith("training further needs the model's own tokenizer")
     assert line.endswith(" --data.tokenizer FILE")
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
-    assert sorted(contents(tmp_path / "out")) == ["config.json", "generation_config.json", "model.safetensors"]
+    assert sorted(contents(tmp_path / "out")) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    ]
     assert main(["generate", str(tmp_path / "run"), "--prompt", "x"]) == 2
     assert "tokenizer.json" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("has_tokenizer", [True, False], ids=["tokenizer", "none"])
 def test_the_command_that_is_printed_trains_further_from_any_folder(
-    has_tokenizer: bool, published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    has_tokenizer: bool,
+    published: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The command trains at a rate far below that for random weights."""
     work, corpus, elsewhere = (tmp_path / name for name in ("my work", "corpus", "elsewhere"))
@@ -245,9 +332,20 @@ def test_the_command_that_is_printed_trains_further_from_any_folder(
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "lather train" in line]
     arguments = shlex.split(line[line.index("lather train") :])[1:]
     monkeypatch.chdir(elsewhere)
-    places = {"my run": str(work / "my run"), "my run/config.toml": str(work / "my run/config.toml"), "NEW": "new", "FOLDER": str(corpus)}
+    places = {
+        "my run": str(work / "my run"),
+        "my run/config.toml": str(work / "my run/config.toml"),
+        "NEW": "new",
+        "FOLDER": str(corpus),
+    }
     places["FILE"] = str(tmp_path / "tokenizer.json")
-    sizes = {"train.steps": 1, "train.batch-size": 2, "train.micro-batch-size": 2, "train.sequence-length": 16, "log.sample-tokens": 0}
+    sizes = {
+        "train.steps": 1,
+        "train.batch-size": 2,
+        "train.micro-batch-size": 2,
+        "train.sequence-length": 16,
+        "log.sample-tokens": 0,
+    }
     options = [
         text
         for name, value in {**sizes, "optim.schedule": "constant", "optim.warmup-steps": 0}.items()
@@ -270,11 +368,13 @@ def test_help_names_what_is_to_be_given(command: str, capsys: pytest.CaptureFixt
         main([command, "--help"])
     assert exit_.value.code == 0
     out = capsys.readouterr().out
-    assert ("FOLDER RUN" if command == "import" else "RUN FOLDER") in out.splitlines()[0] + out.splitlines()[1]
+    assert ("FOLDER RUN" if command == "import" else "RUN FOLDER") in out.splitlines()[
+        0
+    ] + out.splitlines()[1]
     assert "PATH" not in out
 
 
-# --- wrong input --------------------------------------------------------------------------------------------------------------------
+# --- wrong input ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -284,18 +384,45 @@ def test_help_names_what_is_to_be_given(command: str, capsys: pytest.CaptureFixt
         (["import", "{published}"], ["RUN", "--help"]),
         (["import", "nowhere", "new"], ["nowhere", "not a folder", "config.json"]),
         (["import", "{imported}", "new"], ["config.json", "missing", "give the folder of a model"]),
-        (["import", "{published}", "{imported}"], ["run", "not an empty folder", "give another place"]),
-        (["import", "{published}", "{published}/config.json/x"], ["config.json/x", "cannot be written", "give another place"]),
+        (
+            ["import", "{published}", "{imported}"],
+            ["run", "not an empty folder", "give another place"],
+        ),
+        (
+            ["import", "{published}", "{published}/config.json/x"],
+            ["config.json/x", "cannot be written", "give another place"],
+        ),
         (["import", "{published}", "new", "--dtype", "bf16"], ["--dtype"]),
         (["export"], ["RUN", "FOLDER", "--help"]),
-        (["export", "nowhere", "new"], ["nowhere", "not a run (there is no such folder)", "run_dir"]),
-        (["export", "{published}", "new"], ["not a run, but a Hugging Face folder", "lather import", "run_dir"]),
-        (["export", "{imported}", "{published}"], ["published", "not an empty folder", "give another place"]),
-        (["export", "{imported}", "new", "--step", "7"], ["--step 7", "no such checkpoint", "use one of 0"]),
+        (
+            ["export", "nowhere", "new"],
+            ["nowhere", "not a run (there is no such folder)", "run_dir"],
+        ),
+        (
+            ["export", "{published}", "new"],
+            ["not a run, but a Hugging Face folder", "lather import", "run_dir"],
+        ),
+        (
+            ["export", "{imported}", "{published}"],
+            ["published", "not an empty folder", "give another place"],
+        ),
+        (
+            ["export", "{imported}", "new", "--step", "7"],
+            ["--step 7", "no such checkpoint", "use one of 0"],
+        ),
         (["export", "{imported}", "new", "--dtype", "int8"], ["--dtype", "int8", "bf16"]),
-        (["export", "{imported}", "new", "--max-shard-size", "5 parsecs"], ["--max-shard-size", "'5 parsecs'", "5GB"]),
-        (["export", "{imported}", "new", "--max-shard-size", "0GB"], ["--max-shard-size", "'0GB'", "5GB"]),
-        (["export", "{imported}", "new", "--max-shard-size", "9" * 400 + "GB"], ["--max-shard-size", "'9999", "...'", "at most 10^18"]),
+        (
+            ["export", "{imported}", "new", "--max-shard-size", "5 parsecs"],
+            ["--max-shard-size", "'5 parsecs'", "5GB"],
+        ),
+        (
+            ["export", "{imported}", "new", "--max-shard-size", "0GB"],
+            ["--max-shard-size", "'0GB'", "5GB"],
+        ),
+        (
+            ["export", "{imported}", "new", "--max-shard-size", "9" * 400 + "GB"],
+            ["--max-shard-size", "'9999", "...'", "at most 10^18"],
+        ),
     ],
     ids=str,
 )
@@ -310,7 +437,10 @@ def test_wrong_command_lines_are_one_line_and_write_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     before = contents(published), contents(imported)
-    assert main([argument.format(published=published, imported=imported) for argument in arguments]) == 2
+    assert (
+        main([argument.format(published=published, imported=imported) for argument in arguments])
+        == 2
+    )
     message = capsys.readouterr().err
     assert len(message.splitlines()) == 1
     assert message.startswith("lather: error: ")
@@ -347,18 +477,25 @@ def test_what_a_configuration_cannot_have_is_said_of_its_file(
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
-def test_a_head_that_is_not_the_embedding_it_is_tied_to_is_not_imported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_head_that_is_not_the_embedding_it_is_tied_to_is_not_imported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     changes = {"vocab_size": 300, "tie_word_embeddings": True}
     save_hugging_face(tiny_model(**changes), tiny_config(**changes), tmp_path / "in")
     tensors = load_file(tmp_path / "in/model.safetensors")
-    save_file({**tensors, "lm_head.weight": 1.01 * tensors["model.embed_tokens.weight"]}, tmp_path / "in/model.safetensors")
+    save_file(
+        {**tensors, "lm_head.weight": 1.01 * tensors["model.embed_tokens.weight"]},
+        tmp_path / "in/model.safetensors",
+    )
     assert main(["import", str(tmp_path / "in"), str(tmp_path / "run")]) == 2
     assert "'lm_head.weight' differs from 'model.embed_tokens.weight'" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
 @pytest.mark.parametrize("name", ["state.json", FILE])
-def test_a_damaged_checkpoint_is_not_exported(name: str, imported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_checkpoint_is_not_exported(
+    name: str, imported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = tmp_path / "run"
     shutil.copytree(imported, run)
     content = bytearray((run / FIRST / name).read_bytes())
@@ -369,14 +506,18 @@ def test_a_damaged_checkpoint_is_not_exported(name: str, imported: Path, tmp_pat
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def test_a_run_without_checkpoint_is_not_exported(imported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_checkpoint_is_not_exported(
+    imported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "run").mkdir()
     shutil.copyfile(imported / "config.toml", tmp_path / "run/config.toml")
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 2
     assert "no checkpoint yet" in capsys.readouterr().err
 
 
-def test_a_damaged_folder_leaves_no_run(published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_folder_leaves_no_run(
+    published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     shutil.copytree(published, tmp_path / "in")
     weights = tmp_path / "in/model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
@@ -386,7 +527,10 @@ def test_a_damaged_folder_leaves_no_run(published: Path, tmp_path: Path, capsys:
 
 
 def test_a_full_disk_leaves_no_half_folder(
-    imported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    imported: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -416,7 +560,24 @@ def test_sizes(text: str, num_bytes: int) -> None:
     assert parse_size(text, "--max-shard-size") == num_bytes
 
 
-@pytest.mark.parametrize("text", ["", "GB", "-5GB", "5TB", "5 G B", "0", "nan", "inf", "1e9", "5iB", "5G", "1000000001GB", "9" * 400])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "GB",
+        "-5GB",
+        "5TB",
+        "5 G B",
+        "0",
+        "nan",
+        "inf",
+        "1e9",
+        "5iB",
+        "5G",
+        "1000000001GB",
+        "9" * 400,
+    ],
+)
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(ConfigError, match=r"--max-shard-size = .* is not valid") as raised:
         parse_size(text, "--max-shard-size")

@@ -1,4 +1,5 @@
-"""Fine-tuning from the command line: a folder, conversations, adapters, exports; before, during and after training."""
+"""Fine-tuning from the command line: a folder, conversations, adapters, exports; before, during and
+after training."""
 
 from __future__ import annotations
 
@@ -27,9 +28,16 @@ from models.tiny import error, tiny_family_config, tiny_family_model
 from tiny_run import start
 
 SIZES = {"vocab_size": 300, "max_position_embeddings": 64}
-SMALL = {"train.steps": 3, "train.batch-size": 2, "train.sequence-length": 32, "train.validation-sequences": 2, "log.sample-tokens": 0}
+SMALL = {
+    "train.steps": 3,
+    "train.batch-size": 2,
+    "train.sequence-length": 32,
+    "train.validation-sequences": 2,
+    "log.sample-tokens": 0,
+}
 TEMPLATE = (
-    "{% for m in messages %}{{ m.role + '\n' + m.content + '<|endoftext|>' }}{% endfor %}{{ 'assistant\n' if add_generation_prompt }}"
+    "{% for m in messages %}{{ m.role + '\n' + m.content + '<|endoftext|>' }}{% "
+    "endfor %}{{ 'assistant\n' if add_generation_prompt }}"
 )
 
 
@@ -37,21 +45,46 @@ TEMPLATE = (
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model in Hugging Face's format with a chat template, and a data set of conversations."""
     folder = tmp_path_factory.mktemp("tuning")
-    train_tokenizer(iter(["user assistant question 1 answer\n"] * 9), 300, END_OF_TEXT).save(str(folder / "tokenizer.json"))
-    model, config = tiny_family_model("qwen3_moe", **SIZES), tiny_family_config("qwen3_moe", **SIZES)
+    train_tokenizer(iter(["user assistant question 1 answer\n"] * 9), 300, END_OF_TEXT).save(
+        str(folder / "tokenizer.json")
+    )
+    model, config = (
+        tiny_family_model("qwen3_moe", **SIZES),
+        tiny_family_config("qwen3_moe", **SIZES),
+    )
     save_hugging_face(model, config, folder / "base", tokenizer=folder / "tokenizer.json")
     (folder / "base/chat_template.jinja").write_text(TEMPLATE)
     turns = [[("user", f"question {n}"), ("assistant", f"answer {n}")] for n in range(40)]
-    lines = [json.dumps({"messages": [{"role": role, "content": text} for role, text in each]}) for each in turns]
+    lines = [
+        json.dumps({"messages": [{"role": role, "content": text} for role, text in each]})
+        for each in turns
+    ]
     (folder / "chats.jsonl").write_text("\n".join(lines))
-    made = main(["data", "make", str(folder / "chats"), str(folder / "chats.jsonl"), "--chat", "--tokenizer", str(folder / "base")])
+    made = main(
+        [
+            "data",
+            "make",
+            str(folder / "chats"),
+            str(folder / "chats.jsonl"),
+            "--chat",
+            "--tokenizer",
+            str(folder / "base"),
+        ]
+    )
     assert made == 0
     return folder
 
 
 def tuning(folder: Path, run_dir: Path) -> list[str]:
     """The command that tunes adapters, without a configuration file."""
-    given = ["--init-from", str(folder / "base"), "--data.path", str(folder / "chats"), "--data.packing", "documents"]
+    given = [
+        "--init-from",
+        str(folder / "base"),
+        "--data.path",
+        str(folder / "chats"),
+        "--data.packing",
+        "documents",
+    ]
     small = [text for name, value in SMALL.items() for text in (f"--{name}", str(value))]
     return ["train", *given, "--run-dir", str(run_dir), *small, "--lora.rank", "4"]
 
@@ -62,7 +95,9 @@ def tuned(folder: Path) -> Path:
     return folder / "tuned"
 
 
-def test_adapters_are_tuned_on_answers_and_both_exports_hold_them(tuned: Path, folder: Path, tmp_path: Path) -> None:
+def test_adapters_are_tuned_on_answers_and_both_exports_hold_them(
+    tuned: Path, folder: Path, tmp_path: Path
+) -> None:
     config = load_config(tuned / "config.toml")
     assert config.model == tiny_family_config("qwen3_moe", **SIZES)
     assert main(["export", str(tuned), str(tmp_path / "merged"), "--dtype", "fp32"]) == 0
@@ -72,12 +107,20 @@ def test_adapters_are_tuned_on_answers_and_both_exports_hold_them(tuned: Path, f
     tokens = torch.randint(300, (2, 20), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         ours = model(tokens).logits_BSV
-        assert error(model_from_hugging_face(tmp_path / "merged")[0](tokens).logits_BSV, ours) < 1e-5
+        assert (
+            error(model_from_hugging_face(tmp_path / "merged")[0](tokens).logits_BSV, ours) < 1e-5
+        )
         assert error(model_from_hugging_face(folder / "base")[0](tokens).logits_BSV, ours) > 1e-3
     settings = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
     assert settings["base_model_name_or_path"] == str((folder / "base").resolve())
-    assert main(["export", str(tuned), str(tmp_path / "named"), "--adapter", "--base", "org/model"]) == 0
-    assert json.loads((tmp_path / "named/adapter_config.json").read_text())["base_model_name_or_path"] == "org/model"
+    assert (
+        main(["export", str(tuned), str(tmp_path / "named"), "--adapter", "--base", "org/model"])
+        == 0
+    )
+    assert (
+        json.loads((tmp_path / "named/adapter_config.json").read_text())["base_model_name_or_path"]
+        == "org/model"
+    )
 
 
 def test_a_question_is_put_into_the_template_of_the_model_that_was_started_from(
@@ -86,11 +129,16 @@ def test_a_question_is_put_into_the_template_of_the_model_that_was_started_from(
     template = TrainedModel.find(str(tuned)).chat_template()
     assert template.source == (folder / "base/chat_template.jinja").read_text()
     assert main(["generate", str(tuned), "--message", "question 1", "--tokens", "5", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["messages"] == [{"role": "user", "content": "question 1"}]
+    assert json.loads(capsys.readouterr().out)["messages"] == [
+        {"role": "user", "content": "question 1"}
+    ]
 
 
-def test_a_run_keeps_what_belongs_to_its_model_and_goes_on_when_that_is_gone(folder: Path, tmp_path: Path) -> None:
-    """A run keeps chat template and settings, for questions and exports, and the model itself, so that the same command can go on."""
+def test_a_run_keeps_what_belongs_to_its_model_and_goes_on_when_that_is_gone(
+    folder: Path, tmp_path: Path
+) -> None:
+    """A run keeps chat template and settings, for questions and exports, and the model itself, so
+    that the same command can go on."""
     base = tmp_path / "model"
     shutil.copytree(folder / "base", base)
     command = tuning(folder, tmp_path / "run")
@@ -104,7 +152,9 @@ def test_a_run_keeps_what_belongs_to_its_model_and_goes_on_when_that_is_gone(fol
     assert main([*command, "--train.steps", "5"]) == 0
 
 
-def test_the_template_of_the_data_is_taken_where_no_other_is_left(folder: Path, tuned: Path, tmp_path: Path) -> None:
+def test_the_template_of_the_data_is_taken_where_no_other_is_left(
+    folder: Path, tuned: Path, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     shutil.copytree(tuned, run)
     shutil.rmtree(run / "huggingface")
@@ -127,14 +177,19 @@ def test_a_run_may_start_from_a_checkpoint_of_another(
     command = tuning(folder, tmp_path / "run")
     command[command.index("--init-from") + 1] = f"{tuned}@3"
     assert main(command) == 0
-    assert f"starting from the weights of {tuned}/checkpoints/step-00000003" in capsys.readouterr().out.replace("\n", "")
+    assert (
+        f"starting from the weights of {tuned}/checkpoints/step-00000003"
+        in capsys.readouterr().out.replace("\n", "")
+    )
     command[command.index(f"{tuned}@3")] = f"{tuned}@2"
     command[command.index(str(tmp_path / "run"))] = str(tmp_path / "other")
     assert main(command) == 2
     assert "@2: no such checkpoint" in capsys.readouterr().err
 
 
-def test_trained_weights_at_the_rate_of_fresh_ones_are_warned_of(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trained_weights_at_the_rate_of_fresh_ones_are_warned_of(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     command = tuning(folder, tmp_path / "run")
     command[command.index("--lora.rank") + 1] = "0"
     assert main(command) == 0
@@ -147,17 +202,34 @@ def test_trained_weights_at_the_rate_of_fresh_ones_are_warned_of(folder: Path, t
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        (["--train.frozen", "layer.*"], "train.frozen = 'layer.*' is not valid: it matches no parameter; the nearest are"),
+        (
+            ["--train.frozen", "layer.*"],
+            "train.frozen = 'layer.*' is not valid: it matches no parameter; the nearest are",
+        ),
         (["--train.frozen", "*"], "leaves nothing to train"),
-        (["--lora.targets", "dense"], "lora.targets = 'dense' is not valid: the model has none; it has attention, experts"),
+        (
+            ["--lora.targets", "dense"],
+            "lora.targets = 'dense' is not valid: the model has none; it has attention, experts",
+        ),
         (["--lora.alpha", "0"], "lora.alpha = 0.0 is not valid: it must be above 0 and finite"),
-        (["--init-from", "nowhere"], "init_from = 'nowhere' is not valid: it must be a run directory, or a folder with config.json"),
-        (["--model.hidden-size", "26"], "is another model: model.hidden_size is 24 there and 26 here"),
+        (
+            ["--init-from", "nowhere"],
+            "init_from = 'nowhere' is not valid: it must be a run directory, or a folder with "
+            "config.json",
+        ),
+        (
+            ["--model.hidden-size", "26"],
+            "is another model: model.hidden_size is 24 there and 26 here",
+        ),
     ],
     ids=str,
 )
 def test_a_mistake_is_one_line_and_leaves_nothing(
-    changes: list[str], expected: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    changes: list[str],
+    expected: str,
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main([*tuning(folder, tmp_path / "run"), *changes]) == 2
     message = capsys.readouterr().err
@@ -166,11 +238,16 @@ def test_a_mistake_is_one_line_and_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
-def test_exports_that_cannot_be_are_one_line(tuned: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exports_that_cannot_be_are_one_line(
+    tuned: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     plain = tuning(folder, tmp_path / "plain")
     assert main(plain[: plain.index("--lora.rank")]) == 0
     for arguments, expected in (
-        ([str(tmp_path / "plain"), "new", "--adapter"], "lora.rank = 0: export the model, without --adapter"),
+        (
+            [str(tmp_path / "plain"), "new", "--adapter"],
+            "lora.rank = 0: export the model, without --adapter",
+        ),
         ([str(tuned), "new", "--base", "x"], "--base x applies to adapters only: give --adapter"),
         ([str(tuned), "new", "--adapter", "--step", "7"], "--step 7: no such checkpoint"),
     ):
@@ -180,19 +257,36 @@ def test_exports_that_cannot_be_are_one_line(tuned: Path, folder: Path, tmp_path
     assert not Path("new").exists()
 
 
-def test_a_run_is_exported_while_it_trains(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The run makes a checkpoint at every step and keeps one, so that checkpoints are deleted while they are read."""
+def test_a_run_is_exported_while_it_trains(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run makes a checkpoint at every step and keeps one, so that checkpoints are deleted while
+    they are read."""
     run_dir = tmp_path / "run"
-    arguments = [*tuning(folder, run_dir), "--train.steps", "100000", "--checkpoint.every", "1", "--checkpoint.keep-last", "1"]
+    arguments = [
+        *tuning(folder, run_dir),
+        "--train.steps",
+        "100000",
+        "--checkpoint.every",
+        "1",
+        "--checkpoint.keep-last",
+        "1",
+    ]
     process = start(*arguments, "--train.validation-every", "0")
     try:
         deadline = time.monotonic() + 100
-        while not list_checkpoints(run_dir / "checkpoints") and process.poll() is None and time.monotonic() < deadline:
+        while (
+            not list_checkpoints(run_dir / "checkpoints")
+            and process.poll() is None
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.02)
         steps = []
         for number in range(8):
             capsys.readouterr()
-            assert main(["export", str(run_dir), str(tmp_path / f"model{number}")]) == 0, capsys.readouterr().err
+            assert main(["export", str(run_dir), str(tmp_path / f"model{number}")]) == 0, (
+                capsys.readouterr().err
+            )
             steps.append(int(capsys.readouterr().out.split()[0].removeprefix("step-")))
             assert (tmp_path / f"model{number}/model.safetensors").exists()
         assert process.poll() is None

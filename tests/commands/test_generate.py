@@ -1,4 +1,5 @@
-"""`lather generate` as a user gives it: several prompts, files, messages, conversations, samples, JSON, and one line for each error."""
+"""`lather generate` as a user gives it: several prompts, files, messages, conversations, samples,
+JSON, and one line for each error."""
 
 from __future__ import annotations
 
@@ -19,7 +20,19 @@ from tiny_run import write_config
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with checkpoints of steps 4 and 8."""
     folder = tmp_path_factory.mktemp("trained")
-    assert main(["train", str(write_config(folder, steps=8)), "--run-dir", str(folder / "run"), "--log.sample-tokens", "0"]) == 0
+    assert (
+        main(
+            [
+                "train",
+                str(write_config(folder, steps=8)),
+                "--run-dir",
+                str(folder / "run"),
+                "--log.sample-tokens",
+                "0",
+            ]
+        )
+        == 0
+    )
     return folder / "run"
 
 
@@ -31,17 +44,23 @@ def generate(capsys: pytest.CaptureFixture[str], run: object, *arguments: object
     return captured.out
 
 
-def rows(capsys: pytest.CaptureFixture[str], run: object, *arguments: object) -> list[dict[str, Any]]:
+def rows(
+    capsys: pytest.CaptureFixture[str], run: object, *arguments: object
+) -> list[dict[str, Any]]:
     return [json.loads(line) for line in generate(capsys, run, "--json", *arguments).splitlines()]
 
 
-def test_several_prompts_give_what_each_gives_alone(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_prompts_give_what_each_gives_alone(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     prompts = ["def f", "    return x + 1\n\ndef", "x"]
     given = [argument for prompt in prompts for argument in ("--prompt", prompt)]
     together = rows(capsys, trained, *given, "--temperature", 0)
     assert [row["prompt"] for row in together] == prompts
     for prompt, row in zip(prompts, together, strict=True):
-        assert rows(capsys, trained, "--prompt", prompt, "--temperature", 0)[0]["text"] == row["text"]
+        assert (
+            rows(capsys, trained, "--prompt", prompt, "--temperature", 0)[0]["text"] == row["text"]
+        )
         assert row["tokens"] == 12 or row["stopped"]
     text = generate(capsys, trained, *given, "--temperature", 0, "--batch-size", 2)
     for number, row in enumerate(together, 1):
@@ -50,13 +69,31 @@ def test_several_prompts_give_what_each_gives_alone(trained: Path, capsys: pytes
 
 
 def test_samples_have_seeds_of_their_own(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = rows(capsys, trained, "--prompt", "def", "--num-samples", 3, "--temperature", 2, "--seed", 5, "--batch-size", 2)
+    found = rows(
+        capsys,
+        trained,
+        "--prompt",
+        "def",
+        "--num-samples",
+        3,
+        "--temperature",
+        2,
+        "--seed",
+        5,
+        "--batch-size",
+        2,
+    )
     assert [row["sample"] for row in found] == [0, 1, 2]
     assert len({row["text"] for row in found}) == 3
-    assert rows(capsys, trained, "--prompt", "def", "--temperature", 2, "--seed", 6)[0]["text"] == found[1]["text"]
+    assert (
+        rows(capsys, trained, "--prompt", "def", "--temperature", 2, "--seed", 6)[0]["text"]
+        == found[1]["text"]
+    )
 
 
-def test_a_single_text_comes_in_pieces(trained: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_text_comes_in_pieces(
+    trained: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     pieces: list[str] = []
 
     def noted(*texts: str, **options: Any) -> None:
@@ -73,47 +110,79 @@ def test_a_single_text_comes_in_pieces(trained: Path, capsys: pytest.CaptureFixt
 def test_top_p_near_zero_is_greedy(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     greedy, narrow, wide = (
         generate(capsys, trained, "--prompt", "def", *more)
-        for more in (["--temperature", 0], ["--temperature", 3, "--top-p", 1e-6], ["--temperature", 3])
+        for more in (
+            ["--temperature", 0],
+            ["--temperature", 3, "--top-p", 1e-6],
+            ["--temperature", 3],
+        )
     )
     assert greedy == narrow != wide
 
 
 @pytest.mark.parametrize("suffix", ["@4", "@best"])
-def test_a_checkpoint_can_be_chosen(trained: Path, capsys: pytest.CaptureFixture[str], suffix: str) -> None:
+def test_a_checkpoint_can_be_chosen(
+    trained: Path, capsys: pytest.CaptureFixture[str], suffix: str
+) -> None:
     chosen = generate(capsys, f"{trained}{suffix}", "--prompt", "def", "--temperature", 0)
     step = {"@4": 4, "@best": 8}[suffix]
-    assert chosen == generate(capsys, trained, "--prompt", "def", "--temperature", 0, "--step", step)
+    assert chosen == generate(
+        capsys, trained, "--prompt", "def", "--temperature", 0, "--step", step
+    )
 
 
-def test_prompts_of_a_file(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prompts_of_a_file(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "prompts.jsonl"
     messages = [{"role": "user", "content": "def f"}]
-    file.write_text(json.dumps({"prompt": "def"}) + "\n" + json.dumps({"messages": messages}) + "\n")
+    file.write_text(
+        json.dumps({"prompt": "def"}) + "\n" + json.dumps({"messages": messages}) + "\n"
+    )
     found = rows(capsys, trained, "--prompts", file, "--num-samples", 2, "--batch-size", 3)
-    assert [(row.get("prompt"), row["sample"]) for row in found] == [("def", 0), ("def", 1), (None, 0), (None, 1)]
+    assert [(row.get("prompt"), row["sample"]) for row in found] == [
+        ("def", 0),
+        ("def", 1),
+        (None, 0),
+        (None, 1),
+    ]
     assert found[2]["messages"] == messages
 
 
-def test_a_message_is_put_into_the_template_and_only_the_answer_is_shown(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_message_is_put_into_the_template_and_only_the_answer_is_shown(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     options = ["--temperature", 0, "--context", 64]
     answer = generate(capsys, trained, "--message", "def f", "--system", "be", *options)
-    text = "<|im_start|>system\nbe<|im_end|>\n<|im_start|>user\ndef f<|im_end|>\n<|im_start|>assistant\n"
+    text = (
+        "<|im_start|>system\nbe<|im_end|>\n"
+        "<|im_start|>user\ndef f<|im_end|>\n<|im_start|>assistant\n"
+    )
     assert answer == rows(capsys, trained, "--prompt", text, *options)[0]["text"] + "\n"
     row = rows(capsys, trained, "--message", "def f", "--system", "be", *options)[0]
     assert [message["role"] for message in row["messages"]] == ["system", "user"]
 
 
-def test_a_conversation_of_piped_lines(trained: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_conversation_of_piped_lines(
+    trained: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("def f\n\nx + 1\n"))
     first, second = rows(capsys, trained, "--chat", "--temperature", 0)
-    assert [message["content"] for message in second["messages"]] == ["def f", first["text"], "x + 1"]
-    assert rows(capsys, trained, "--message", "def f", "--temperature", 0)[0]["text"] == first["text"]
+    assert [message["content"] for message in second["messages"]] == [
+        "def f",
+        first["text"],
+        "x + 1",
+    ]
+    assert (
+        rows(capsys, trained, "--message", "def f", "--temperature", 0)[0]["text"] == first["text"]
+    )
     monkeypatch.setattr(sys, "stdin", io.StringIO("def f\nx + 1\n"))
     out = generate(capsys, trained, "--chat", "--temperature", 0)
     assert out == f"{first['text']}\n{second['text']}\n"
 
 
-def test_the_templates_own_end_ends_an_answer(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_templates_own_end_ends_an_answer(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The answers of this template end with a letter that this model is sure to write."""
 
     def answers(*options: object) -> dict[str, Any]:
@@ -122,8 +191,14 @@ def test_the_templates_own_end_ends_an_answer(trained: Path, capsys: pytest.Capt
     def letters(text: str) -> list[str]:
         return [letter for letter in text if letter.isalnum() and text.index(letter) > 2]
 
-    tries = ((seed, answers("--seed", seed)) for seed in range(20))  # the text of a seed depends on the kind of CPU
-    seed, answer = next((seed, answer) for seed, answer in tries if not answer["stopped"] and letters(answer["text"]))
+    tries = (
+        (seed, answers("--seed", seed)) for seed in range(20)
+    )  # the text of a seed depends on the kind of CPU
+    seed, answer = next(
+        (seed, answer)
+        for seed, answer in tries
+        if not answer["stopped"] and letters(answer["text"])
+    )
     stop = letters(answer["text"])[0]
     source = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"

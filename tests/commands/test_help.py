@@ -1,4 +1,5 @@
-"""`--help` of commands with a configuration: a short page, a page for each section, a page with everything."""
+"""`--help` of commands with a configuration: a short page, a page for each section, a page with
+everything."""
 
 from __future__ import annotations
 
@@ -49,7 +50,9 @@ def test_a_section(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monke
     assert "--world" not in out
 
 
-def test_plan_shows_its_own_options_and_then_everything(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_shows_its_own_options_and_then_everything(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     short, everything = page(capsys, "plan", "-h"), page(capsys, "plan", "--help=all")
     for option in ("--world INT", "--memory STR", "--advice {auto,always,never}"):
@@ -65,5 +68,7 @@ def test_what_follows_help(tmp_path: Path) -> None:
     assert take_help(["a", "--x", "1"]) == (["a", "--x", "1"], None)
     assert take_help(["--help", str(file), "--x", "1"]) == ([str(file), "--x", "1"], "")
     assert take_help(["a", "-h", "data", "--x", "1"]) == (["a", "--x", "1"], "data")
-    with pytest.raises(UserError, match=r"^--help lr: there is no such section: use one of model, .*, log, or all$"):
+    with pytest.raises(
+        UserError, match=r"^--help lr: there is no such section: use one of model, .*, log, or all$"
+    ):
         take_help(["--help", "lr"])

@@ -1,4 +1,5 @@
-"""A run's own config.toml, or its folder, means that run: from any folder, by any path, and after the run was moved or copied."""
+"""A run's own config.toml, or its folder, means that run: from any folder, by any path, and after
+the run was moved or copied."""
 
 from __future__ import annotations
 
@@ -24,7 +25,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("made") / "project"
     folder.mkdir()
     config = write_config(folder, steps=2, checkpoint_every=1)
-    text = config.read_text().replace(f'"{folder}/corpus"', '"corpus"').replace(f'"{folder}/data"', '"data"')
+    text = (
+        config.read_text()
+        .replace(f'"{folder}/corpus"', '"corpus"')
+        .replace(f'"{folder}/data"', '"data"')
+    )
     config.write_text(f'run_dir = "runs/x"\n{text}')
     before = Path.cwd()
     os.chdir(folder)
@@ -86,7 +91,9 @@ def test_it_means_the_run_from_another_folder_by_any_path(
     assert sorted(os.listdir(project)) == ["corpus", "data", "runs", "tiny.toml"]
 
 
-def test_it_resumes_the_run_from_within_and_the_first_command_still_does(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_resumes_the_run_from_within_and_the_first_command_still_does(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(project / "runs/x")
     assert train("config.toml", "--train.steps", "3") == 0
     monkeypatch.chdir(project)
@@ -149,7 +156,9 @@ def test_a_copy_is_not_the_original(project: Path, monkeypatch: pytest.MonkeyPat
     assert steps_of(Path("runs/x")) == [1, 2]
 
 
-def test_with_another_run_dir_it_is_the_configuration_of_another_run(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_with_another_run_dir_it_is_the_configuration_of_another_run(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     own = str(project / "runs/x/config.toml")
     assert train(own, "--run-dir", "new") == 0
     assert "the run in new, with the configuration of" in capsys.readouterr().out
@@ -168,8 +177,17 @@ def test_a_configuration_of_ones_own_may_be_called_so(project: Path) -> None:
     assert steps_of(project / "runs/x") == [1, 2]
 
 
-@pytest.mark.parametrize("name", ["../project/runs/x/checkpoints/step-00000002", "../project/runs/x@2", "../project/runs/x@best"])
-def test_a_checkpoint_is_refused_with_both_remedies(project: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../project/runs/x/checkpoints/step-00000002",
+        "../project/runs/x@2",
+        "../project/runs/x@best",
+    ],
+)
+def test_a_checkpoint_is_refused_with_both_remedies(
+    project: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = files_here()
     assert train(name) == 2
     error = capsys.readouterr().err
@@ -179,7 +197,9 @@ def test_a_checkpoint_is_refused_with_both_remedies(project: Path, name: str, ca
     assert files_here() == before
 
 
-def test_commands_for_runs_take_the_file_and_a_checkpoints_folder(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_for_runs_take_the_file_and_a_checkpoints_folder(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     own = str(project / "runs/x/config.toml")
     assert main(["generate", own, "--prompt", "def", "--tokens", "2"]) == 0
     assert main(["eval", own]) == 0

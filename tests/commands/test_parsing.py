@@ -1,4 +1,5 @@
-"""Messages of the command line about arguments that do not fit: one line that is complete and no longer than it needs to be."""
+"""Messages of the command line about arguments that do not fit: one line that is complete and no
+longer than it needs to be."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ class Arguments:
 
 @pytest.fixture(params=["utf-8", "ascii"])
 def _encoding(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the output's encoding one that can show the box's lines, or ASCII, for which the box is drawn in ASCII."""
+    """Make the output's encoding one that can show the box's lines, or ASCII, for which the box is
+    drawn in ASCII."""
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), encoding=request.param))
 
 
@@ -57,7 +59,10 @@ def _encoding(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     ("arguments", "expected"),
     [
         (["here", "--rounds", "1"], "--rounds = 1 is not valid: it must be at least 5"),
-        (["here", "--section.rate", "-1"], "section.rate = -1.0 is not valid: it must be greater than 0"),
+        (
+            ["here", "--section.rate", "-1"],
+            "section.rate = -1.0 is not valid: it must be greater than 0",
+        ),
         (
             ["here", "--rounds", "x"],
             "--rounds = 'x' is not valid: it must be an integer",
@@ -66,12 +71,15 @@ def _encoding(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
         (["here", "--round", "7"], "unknown option --round; did you mean --rounds?"),
         (
             ["here", "--section.rate-of-the-whole-and-of-parts", "7"],
-            "unknown option --section.rate-of-the-whole-and-of-parts; lather x --help shows what it takes",
+            "unknown option --section.rate-of-the-whole-and-of-parts; lather x --help shows what "
+            "it takes",
         ),
     ],
     ids=str,
 )
-def test_messages(columns: str, arguments: list[str], expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages(
+    columns: str, arguments: list[str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     with pytest.raises(UserError) as raised:
         parse_arguments(Arguments, "lather x", arguments)
@@ -79,7 +87,10 @@ def test_messages(columns: str, arguments: list[str], expected: str, monkeypatch
 
 
 def test_a_check_of_a_section_and_of_the_whole_when_there_are_defaults() -> None:
-    for arguments, expected in {("--rounds", "1"): "--rounds = 1", ("--section.rate", "0"): "section.rate = 0.0"}.items():
+    for arguments, expected in {
+        ("--rounds", "1"): "--rounds = 1",
+        ("--section.rate", "0"): "section.rate = 0.0",
+    }.items():
         with pytest.raises(UserError) as raised:
             parse_arguments(Arguments, "lather x", ["here", *arguments], default=Arguments("there"))
         assert str(raised.value).startswith(expected)
@@ -114,7 +125,9 @@ MEANT = {
 
 
 def test_what_an_unknown_option_may_mean() -> None:
-    options = {option.name: option for option in options_of_command(PlanArguments, PlanArguments(Config()))}
+    options = {
+        option.name: option for option in options_of_command(PlanArguments, PlanArguments(Config()))
+    }
     assert {name: nearest_names(name, options) for name in MEANT} == MEANT
     of_tokens = {"sequence_length", "max_sequences", "tokens", "batch_size"}
     assert nearest_names("max_seq_len", of_tokens) == ["sequence_length"]
@@ -160,15 +173,31 @@ def test_no_name_of_others_is_there_twice() -> None:
 
 
 def test_an_unknown_key_of_another_trainer_names_ours() -> None:
-    for mapping, name in ({"learning_rate": 1}, "optim.lr"), ({"train": {"max_steps": 1}}, "train.steps"):
+    for mapping, name in (
+        ({"learning_rate": 1}, "optim.lr"),
+        ({"train": {"max_steps": 1}}, "train.steps"),
+    ):
         with pytest.raises(ConfigError, match=f"did you mean '{name}'"):
             config_from_mapping(mapping)
 
 
 def test_options_are_those_that_the_parser_takes() -> None:
-    """There is one option of each kind: in a section, with a dash, a switch, an option of a rule, an option of the command itself."""
-    found = {flag for option in options_of_command(PlanArguments, PlanArguments(Config())) for flag in option.flags}
-    arguments = ["--train.batch-size", "16", "--data.no-packed-attention", "--optim.weight-decay", "0.1", "--world", "2"]
+    """There is one option of each kind: in a section, with a dash, a switch, an option of a rule,
+    an option of the command itself."""
+    found = {
+        flag
+        for option in options_of_command(PlanArguments, PlanArguments(Config()))
+        for flag in option.flags
+    }
+    arguments = [
+        "--train.batch-size",
+        "16",
+        "--data.no-packed-attention",
+        "--optim.weight-decay",
+        "0.1",
+        "--world",
+        "2",
+    ]
     flags = [argument for argument in arguments if argument.startswith("--")]
     assert set(flags) <= found
     assert "--model.rope-scaling" not in found  # a section that is left out has no options

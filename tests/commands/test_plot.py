@@ -20,7 +20,13 @@ def run_dir(tmp_path: Path) -> Path:
     run = tmp_path / "run"
     run.mkdir()
     rows = [
-        {"step": 3, "rank": rank, "action": f"{rank}{kind}0", "start": at + rank, "end": at + rank + 1}
+        {
+            "step": 3,
+            "rank": rank,
+            "action": f"{rank}{kind}0",
+            "start": at + rank,
+            "end": at + rank + 1,
+        }
         for rank in (0, 1)
         for at, kind in enumerate("FB")
     ]
@@ -34,10 +40,24 @@ def test_the_timeline_of_a_run_is_drawn(run_dir: Path, capsys: pytest.CaptureFix
     assert imread(run_dir / "timeline.png").shape[1] > 1000
 
 
-def test_the_plain_table_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plain_table_is_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     plot_command(["--schedule", "--pp", "2", "--micro-batches", "5"])
-    plot_command(["--schedule", "--pp", "2", "--micro-batches", "5", "--overlap", "2.5", "--out", "other.png"])
+    plot_command(
+        [
+            "--schedule",
+            "--pp",
+            "2",
+            "--micro-batches",
+            "5",
+            "--overlap",
+            "2.5",
+            "--out",
+            "other.png",
+        ]
+    )
     assert capsys.readouterr().out == "schedule.png\nother.png\n"
     assert (tmp_path / "schedule.png").read_bytes() != (tmp_path / "other.png").read_bytes()
 
@@ -64,7 +84,8 @@ def test_what_cannot_be_drawn_is_refused(arguments: list[str], message: str, run
 
 @pytest.mark.parametrize("number", [1, 2, 3, 15, 21, 22, 300, 2000])
 def test_the_smoothed_line_does_not_lag(number: int) -> None:
-    """A straight line comes back unchanged, with its ends; the line of a decay stays close to it; and noise is at least halved."""
+    """A straight line comes back unchanged, with its ends; the line of a decay stays close to it;
+    and noise is at least halved."""
     steps = np.arange(number, dtype=np.float64)
     np.testing.assert_allclose(smoothed(3 - 0.1 * steps), 3 - 0.1 * steps, atol=1e-9)
     decay = 2 + 5 * np.exp(-steps / 25)

@@ -1,4 +1,5 @@
-"""Commands on a terminal: no line is wider than it, no word is broken, and nothing of what a pipe gets is missing."""
+"""Commands on a terminal: no line is wider than it, no word is broken, and nothing of what a pipe
+gets is missing."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ Show = Callable[..., list[str]]
 
 @pytest.fixture
 def show(monkeypatch: pytest.MonkeyPatch) -> Show:
-    """Run a command with standard output on a terminal of some columns; return what it printed, by lines and without colors."""
+    """Run a command with standard output on a terminal of some columns; return what it printed, by
+    lines and without colors."""
 
     def run(columns: int, *arguments: object) -> list[str]:
         ours, theirs = pty.openpty()
@@ -62,22 +64,34 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = ["--tokenizer", str(folder / "a" / "tokenizer.json")]
     for name, options in (("a", ["--vocab-size", "300"]), (LONG, tokenizer)):
         more = ["--holdout-every", "4", "--workers", "1"]
-        assert main(["data", "make", str(folder / name), str(folder / "corpus"), *options, *more]) == 0
+        assert (
+            main(["data", "make", str(folder / name), str(folder / "corpus"), *options, *more]) == 0
+        )
     return folder
 
 
 def check(lines: list[str], columns: int) -> str:
     """No line is wider than the terminal, but for a path that does not fit; returns all words."""
     for line in lines:
-        assert len(line) <= columns or len([word for word in line.split() if "/" in word]) == 1, line
+        assert len(line) <= columns or len([word for word in line.split() if "/" in word]) == 1, (
+            line
+        )
     return " ".join(" ".join(lines).split())
 
 
-PAGES = ([], ["data"], ["bench"], ["train", "--help", "all"], *([name] for name in COMMANDS if name not in ("data", "bench")))
+PAGES = (
+    [],
+    ["data"],
+    ["bench"],
+    ["train", "--help", "all"],
+    *([name] for name in COMMANDS if name not in ("data", "bench")),
+)
 
 
 @pytest.mark.parametrize("columns", [60, 80, 100, 200])
-def test_every_page_of_help_fits(show: Show, capsys: pytest.CaptureFixture[str], columns: int) -> None:
+def test_every_page_of_help_fits(
+    show: Show, capsys: pytest.CaptureFixture[str], columns: int
+) -> None:
     for page in PAGES:
         arguments = page if "--help" in page else [*page, "--help"]
         lines = show(columns, *arguments)
@@ -98,20 +112,44 @@ def test_words_of_options_are_not_broken(show: Show) -> None:
 def test_a_run_and_what_is_made_of_it_fit(show: Show, folder: Path, columns: int) -> None:
     run = folder / f"run-{columns}"
     sets = ["--data.path", folder / "a", "--data.validation", LONG, folder / LONG]
-    shown = check(show(columns, "train", folder / "config.toml", "--run-dir", run, *sets, "--train.steps", 4), columns)
+    shown = check(
+        show(columns, "train", folder / "config.toml", "--run-dir", run, *sets, "--train.steps", 4),
+        columns,
+    )
     assert "step 4/4 " in shown
-    assert re.search(r" s, 0 s left loss \d\.\d{4} lr \d\.\d\de-\d\d grad \d+\.\d\d [\d,]+ tokens/s \d\.\d\d GiB ", shown)
+    assert re.search(
+        r" s, 0 s left loss \d\.\d{4} lr \d\.\d\de-\d\d grad \d+\.\d\d [\d,]+ tokens/s \d\.\d\d "
+        r"GiB ",
+        shown,
+    )
     assert " before, " in shown
     assert " of training " in shown
-    shown = check(show(columns, "eval", run, f"{LONG}={folder / LONG}", f"a={folder / 'a'}"), columns)
-    for name in ("set", "split", "sequences", "tokens", "loss", "perplexity", "byte", "accuracy", "validation"):
+    shown = check(
+        show(columns, "eval", run, f"{LONG}={folder / LONG}", f"a={folder / 'a'}"), columns
+    )
+    for name in (
+        "set",
+        "split",
+        "sequences",
+        "tokens",
+        "loss",
+        "perplexity",
+        "byte",
+        "accuracy",
+        "validation",
+    ):
         assert name in shown
     check(show(columns, "data", "show", folder / LONG), columns)
     check(show(columns, "data", "check", folder / LONG), columns)
-    check(show(columns, "generate", run, "--prompt", "a", "--num-samples", "2", "--tokens", "2"), columns)
+    check(
+        show(columns, "generate", run, "--prompt", "a", "--num-samples", "2", "--tokens", "2"),
+        columns,
+    )
 
 
 def test_findings_of_the_doctor_fit(show: Show, tmp_path: Path) -> None:
     for columns in (60, 80):
-        shown = check(show(columns, "doctor", "--run-dir", tmp_path / "runs", "--device", "cpu"), columns)
+        shown = check(
+            show(columns, "doctor", "--run-dir", tmp_path / "runs", "--device", "cpu"), columns
+        )
         assert "nothing is wrong" in shown

@@ -1,4 +1,5 @@
-"""How many ranks `lather train` starts or joins, by its arguments and by the environment that torchrun and SLURM make."""
+"""How many ranks `lather train` starts or joins, by its arguments and by the environment that
+torchrun and SLURM make."""
 
 from __future__ import annotations
 
@@ -16,7 +17,14 @@ from lather.parallel.launch.start import stop_signals, take_nproc
 from lather.parallel.launch.world import World
 from tiny_run import write_config
 
-TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "gpu07", "MASTER_PORT": "29500"}
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "gpu07",
+    "MASTER_PORT": "29500",
+}
 SLURM = {
     "SLURM_PROCID": "5",
     "SLURM_STEP_NUM_TASKS": "8",
@@ -46,12 +54,19 @@ def test_nproc_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert take_nproc(["--nproc", "gpu"]) == ([], 3)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(
-        ConfigError, match=r"^--nproc gpu starts a rank for each CUDA device, and there is none: give a number of ranks, such as --nproc 2$"
+        ConfigError,
+        match=(
+            r"^--nproc gpu starts a rank for each CUDA device, and there is "
+            r"none: give a number of ranks, such as --nproc 2$"
+        ),
     ):
         take_nproc(["--nproc", "gpu"])
 
 
-@pytest.mark.parametrize("arguments", [["--nproc"], ["--nproc", "0"], ["--nproc=-1"], ["--nproc", "two"], ["--nproc", "1.5"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["--nproc"], ["--nproc", "0"], ["--nproc=-1"], ["--nproc", "two"], ["--nproc", "1.5"]],
+)
 def test_a_bad_nproc_is_refused(arguments: list[str]) -> None:
     with pytest.raises(ConfigError, match="at least 1"):
         take_nproc(arguments)
@@ -91,7 +106,10 @@ def test_the_machine_of_rank_0_under_slurm(changes: dict[str, str], host: str) -
     [
         {},
         {"RANK": "0", "WORLD_SIZE": "1"},
-        {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"},  # the shell of a batch script: srun has not started anything
+        {
+            "SLURM_PROCID": "0",
+            "SLURM_NTASKS": "4",
+        },  # the shell of a batch script: srun has not started anything
         {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},
     ],
 )
@@ -109,7 +127,9 @@ def test_one_process_joins_nobody(environment: dict[str, str]) -> None:
     ],
     ids=["no address", "not a number", "no nodes", "no local rank"],
 )
-def test_an_environment_that_lacks_something_names_it(environment: dict[str, str], words: str) -> None:
+def test_an_environment_that_lacks_something_names_it(
+    environment: dict[str, str], words: str
+) -> None:
     with pytest.raises(ConfigError, match=words):
         World.of_environment(environment)
 
@@ -120,13 +140,20 @@ def test_each_rank_has_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
     assert World(3, 4, 1, 2).device(cuda) == torch.device("cuda", 1)
     assert World(3, 4, 3, 4).device(cpu) == cpu
     assert World().device(cuda) == cuda
-    with pytest.raises(ConfigError, match=r"rank 2 of 4 on this machine .* there are 2: .* --train\.device cpu"):
+    with pytest.raises(
+        ConfigError, match=r"rank 2 of 4 on this machine .* there are 2: .* --train\.device cpu"
+    ):
         World(2, 4, 2, 4).device(cuda)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("SLURM_PROCID", "3")  # a shell that sbatch started has this variable, too
     with pytest.raises(ConfigError, match=r"rank 1 of 2 on this machine .* there are 1"):
         World(1, 2, 1, 2).device(cuda)
-    tasks = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "3", "SLURM_STEP_NUM_NODES": "1"}
+    tasks = {
+        "SLURM_PROCID": "3",
+        "SLURM_STEP_NUM_TASKS": "4",
+        "SLURM_LOCALID": "3",
+        "SLURM_STEP_NUM_NODES": "1",
+    }
     task = World.of_environment(tasks)
     assert task is not None
     assert task.device(cuda) == torch.device("cuda", 0)
@@ -135,12 +162,20 @@ def test_each_rank_has_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("arguments", "environment", "words"),
     [
-        (["--nproc", "3", "--parallel.pp", "2", "--model.num-hidden-layers", "4"], {}, ["= 2", "number of ranks, 3", "--nproc 2"]),
+        (
+            ["--nproc", "3", "--parallel.pp", "2", "--model.num-hidden-layers", "4"],
+            {},
+            ["= 2", "number of ranks, 3", "--nproc 2"],
+        ),
         (["--parallel.ep", "2"], {}, ["number of ranks, 1", "--nproc 2"]),
         (["--nproc", "3", "--parallel.ep", "3"], {}, ["parallel.ep", "3", "4 routed experts"]),
         (["--nproc", "4", "--parallel.pp", "4"], {}, ["parallel.pp", "4", "at most 1"]),
         (["--nproc", "3"], {}, ["train.batch_size = 4", "a multiple of 6"]),
-        (["--nproc", "2"], {**TORCHRUN, "LOCAL_RANK": "0"}, ["--nproc 2", "8 tasks", "leave out --nproc"]),
+        (
+            ["--nproc", "2"],
+            {**TORCHRUN, "LOCAL_RANK": "0"},
+            ["--nproc 2", "8 tasks", "leave out --nproc"],
+        ),
         (["--nproc", "0"], {}, ["--nproc", "'0'"]),
     ],
 )
@@ -172,7 +207,17 @@ def test_help_shows_nproc(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_one_process_may_be_asked_for(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="nowhere"):
-        train_command([str(write_config(tmp_path)), "--nproc", "1", "--data.source", "nowhere", "--run-dir", str(tmp_path / "run")])
+        train_command(
+            [
+                str(write_config(tmp_path)),
+                "--nproc",
+                "1",
+                "--data.source",
+                "nowhere",
+                "--run-dir",
+                str(tmp_path / "run"),
+            ]
+        )
 
 
 def test_another_signal_leaves_a_run_that_is_saving_alone_and_a_repeated_one_ends_it() -> None:

@@ -1,4 +1,5 @@
-"""From data sets to batches: sequences and batches are right on any number of ranks, and the same at every start."""
+"""From data sets to batches: sequences and batches are right on any number of ranks, and the same
+at every start."""
 
 import itertools
 import random
@@ -15,10 +16,17 @@ from lather.data.shards import ShardReader, ShardWriter
 from lather.errors import DataError
 
 
-def hand_made(folder: Path, *documents: list[int], shard_tokens: int = 10**6, learned: list[list[bool]] | None = None) -> ShardReader:
+def hand_made(
+    folder: Path,
+    *documents: list[int],
+    shard_tokens: int = 10**6,
+    learned: list[list[bool]] | None = None,
+) -> ShardReader:
     """Write the documents as shards."""
     folder.mkdir(exist_ok=True)
-    writer = ShardWriter(folder, "train", np.dtype(np.uint16), shard_tokens, masked=learned is not None)
+    writer = ShardWriter(
+        folder, "train", np.dtype(np.uint16), shard_tokens, masked=learned is not None
+    )
     for number, document in enumerate(documents):
         writer.write(np.array(document), None if learned is None else np.array(learned[number]))
         writer.end_document()
@@ -27,23 +35,38 @@ def hand_made(folder: Path, *documents: list[int], shard_tokens: int = 10**6, le
 
 
 def rows_of(sequences: Sequences, *, apart: bool = False) -> Batch:
-    return read_batch([Source("these", sequences, 2**16)], [(0, index) for index in range(len(sequences))], apart=apart)
+    return read_batch(
+        [Source("these", sequences, 2**16)],
+        [(0, index) for index in range(len(sequences))],
+        apart=apart,
+    )
 
 
-# --- sequences ----------------------------------------------------------------------------------------------------------------------
+# --- sequences ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("length", [1, 2, 5, 8, 100])
 @pytest.mark.parametrize("shard_tokens", [1, 7, 10**6])
-def test_windows_cover_the_stream_across_shards(tmp_path: Path, length: int, shard_tokens: int) -> None:
+def test_windows_cover_the_stream_across_shards(
+    tmp_path: Path, length: int, shard_tokens: int
+) -> None:
     """Every token but the first is a label once, and its input is the token before it."""
-    reader = hand_made(tmp_path / "shards", list(range(9)), list(range(9, 12)), list(range(12, 41)), shard_tokens=shard_tokens)
+    reader = hand_made(
+        tmp_path / "shards",
+        list(range(9)),
+        list(range(9, 12)),
+        list(range(12, 41)),
+        shard_tokens=shard_tokens,
+    )
     batch = rows_of(Windows(reader, length))
     kept = batch.labels_BS != IGNORE_INDEX
     assert batch.labels_BS[kept].tolist() == list(range(1, 41))
     assert batch.inputs_BS[kept].tolist() == list(range(40))
     assert not kept[:-1].logical_not().any()
-    assert sum(Windows(reader, length).num_labels(index) or 0 for index in range(len(batch.labels_BS))) == 40
+    assert (
+        sum(Windows(reader, length).num_labels(index) or 0 for index in range(len(batch.labels_BS)))
+        == 40
+    )
 
 
 def test_windows_mark_where_documents_begin(tmp_path: Path) -> None:
@@ -56,13 +79,18 @@ def test_windows_mark_where_documents_begin(tmp_path: Path) -> None:
 
 
 def test_packed_sequences_hold_whole_documents(tmp_path: Path) -> None:
-    documents = [[10 * number + place for place in range(length)] for number, length in enumerate([4, 9, 2, 6, 3, 5, 1, 8, 26], 1)]
+    documents = [
+        [10 * number + place for place in range(length)]
+        for number, length in enumerate([4, 9, 2, 6, 3, 5, 1, 8, 26], 1)
+    ]
     reader = hand_made(tmp_path / "shards", *documents, shard_tokens=12)
     packed = PackedDocuments(reader, "train", 8)
     batch = rows_of(packed, apart=True)
     assert batch.begins_BS is not None
     found = []
-    for inputs, labels, begins in zip(batch.inputs_BS, batch.labels_BS, batch.begins_BS, strict=True):
+    for inputs, labels, begins in zip(
+        batch.inputs_BS, batch.labels_BS, batch.begins_BS, strict=True
+    ):
         bounds = [*begins.nonzero().flatten().tolist(), 8]
         for low, high in itertools.pairwise(bounds):
             if labels[low] != IGNORE_INDEX:
@@ -76,11 +104,18 @@ def test_packed_sequences_hold_whole_documents(tmp_path: Path) -> None:
 
 
 def test_what_is_not_learned_is_no_label(tmp_path: Path) -> None:
-    reader = hand_made(tmp_path / "shards", [1, 2, 3, 4], [5, 6], learned=[[False, False, True, True], [True, True]])
+    reader = hand_made(
+        tmp_path / "shards",
+        [1, 2, 3, 4],
+        [5, 6],
+        learned=[[False, False, True, True], [True, True]],
+    )
     for sequences in (Windows(reader, 8), PackedDocuments(reader, "train", 8)):
         batch = rows_of(sequences)
         assert sequences.num_labels(0) is None
-        assert set(batch.labels_BS.flatten().tolist()) == ({3, 4, 5, 6} if isinstance(sequences, Windows) else {3, 4, 6}) | {IGNORE_INDEX}
+        assert set(batch.labels_BS.flatten().tolist()) == (
+            {3, 4, 5, 6} if isinstance(sequences, Windows) else {3, 4, 6}
+        ) | {IGNORE_INDEX}
 
 
 def test_padding_is_where_no_token_is(tmp_path: Path) -> None:
@@ -124,16 +159,25 @@ def test_a_damaged_packing_is_named(tmp_path: Path) -> None:
     reader = hand_made(tmp_path / "shards", [1, 2, 3])
     PackedDocuments(reader, "train", 8)
     (tmp_path / "shards" / "packed-train-8" / "chunks.npy").write_bytes(b"x")
-    with pytest.raises(DataError, match=r"packed-train-8: damaged .*: delete it, and it is made again"):
+    with pytest.raises(
+        DataError, match=r"packed-train-8: damaged .*: delete it, and it is made again"
+    ):
         PackedDocuments(reader, "train", 8)
 
 
-# --- batches ------------------------------------------------------------------------------------------------------------------------
+# --- batches --------------------------------------------------------------------------------------
 
 
-def batches_of(tmp_path: Path, batch_size: int, seed: int = 0, phases: tuple[MixturePhase, ...] = (MixturePhase(0),)) -> Batches:
+def batches_of(
+    tmp_path: Path,
+    batch_size: int,
+    seed: int = 0,
+    phases: tuple[MixturePhase, ...] = (MixturePhase(0),),
+) -> Batches:
     sources = [
-        Source(name, Windows(hand_made(tmp_path / name, list(range(start, start + count))), 4), 2**16)
+        Source(
+            name, Windows(hand_made(tmp_path / name, list(range(start, start + count))), 4), 2**16
+        )
         for name, start, count in (("a", 0, 41), ("b", 1000, 81))
     ]
     weights = [Order([len(source) for source in sources], seed, phases)]
@@ -147,11 +191,20 @@ def test_a_batch_is_a_function_of_seed_and_step(tmp_path: Path, batch_size: int)
         fresh = batches_of(tmp_path, batch_size, 3).batch(step)
         assert used.batch(step).labels_BS.equal(fresh.labels_BS)
         assert used.batch(step).inputs_BS.equal(fresh.inputs_BS)
-    assert not batches_of(tmp_path, 30, 4).batch(1).labels_BS.equal(batches_of(tmp_path, 30, 3).batch(1).labels_BS)
+    assert (
+        not batches_of(tmp_path, 30, 4)
+        .batch(1)
+        .labels_BS.equal(batches_of(tmp_path, 30, 3).batch(1).labels_BS)
+    )
 
 
-@pytest.mark.parametrize("phases", [(MixturePhase(0),), (MixturePhase(0, (1, 3)),), (MixturePhase(0), MixturePhase(100, (1, 1)))])
-def test_ranks_share_a_batch_whatever_their_number(tmp_path: Path, phases: tuple[MixturePhase, ...]) -> None:
+@pytest.mark.parametrize(
+    "phases",
+    [(MixturePhase(0),), (MixturePhase(0, (1, 3)),), (MixturePhase(0), MixturePhase(100, (1, 1)))],
+)
+def test_ranks_share_a_batch_whatever_their_number(
+    tmp_path: Path, phases: tuple[MixturePhase, ...]
+) -> None:
     batches = batches_of(tmp_path, 12, phases=phases)
     for step in (1, 5, 11):
         whole = batches.batch(step)
@@ -163,16 +216,25 @@ def test_ranks_share_a_batch_whatever_their_number(tmp_path: Path, phases: tuple
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_every_document_comes_once_in_an_epoch_wherever_20_starts_go_on_and_on_a_changing_mesh(tmp_path: Path, seed: int) -> None:
-    """Every start goes on from the newest checkpoint with another number of ranks. What a kill has undone does not count."""
+def test_every_document_comes_once_in_an_epoch_wherever_20_starts_go_on_and_on_a_changing_mesh(
+    tmp_path: Path, seed: int
+) -> None:
+    """Every start goes on from the newest checkpoint with another number of ranks. What a kill has
+    undone does not count."""
     draw, documents = random.Random(seed), 240
-    reader = hand_made(tmp_path / "many", *[[token] * (3 + token % 9) for token in range(documents)], shard_tokens=100)
+    reader = hand_made(
+        tmp_path / "many",
+        *[[token] * (3 + token % 9) for token in range(documents)],
+        shard_tokens=100,
+    )
     source = Source("many", PackedDocuments(reader, "train", 16), documents)
     steps = -(-len(source) // 12)
     seen: dict[int, list[torch.Tensor]] = {}  # the samples of each step
     step, kills = 0, 0
     while step < steps:
-        batches = Batches([source], Order([len(source)], seed), 12, apart=True)  # made anew, as a fresh process makes them
+        batches = Batches(
+            [source], Order([len(source)], seed), 12, apart=True
+        )  # made anew, as a fresh process makes them
         ranks = draw.choice([1, 2, 3, 4, 6, 12])
         reached = steps if kills == 20 else min(steps, step + draw.randint(1, 3))
         for number in range(step + 1, reached + 1):
@@ -183,15 +245,21 @@ def test_every_document_comes_once_in_an_epoch_wherever_20_starts_go_on_and_on_a
         else:
             step = reached
     assert kills == 20
-    labels = torch.cat([labels_BS for number in sorted(seen) for labels_BS in seen[number]])[: len(source)]
+    labels = torch.cat([labels_BS for number in sorted(seen) for labels_BS in seen[number]])[
+        : len(source)
+    ]
     counts = torch.bincount(labels[labels != IGNORE_INDEX], minlength=documents)
     assert counts.tolist() == [2 + token % 9 for token in range(documents)]
 
 
-def test_a_rank_reads_only_its_own_sequences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_reads_only_its_own_sequences(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     batches, read = batches_of(tmp_path, 12), []
     fill = Windows.fill
-    monkeypatch.setattr(Windows, "fill", lambda self, index, *rows: (read.append(index), fill(self, index, *rows)))
+    monkeypatch.setattr(
+        Windows, "fill", lambda self, index, *rows: (read.append(index), fill(self, index, *rows))
+    )
     batches.batch(3, 1, 4)
     assert len(read) == 3
 

@@ -1,4 +1,5 @@
-"""Conversations are rendered as transformers renders them, and just the assistant's answers are learned."""
+"""Conversations are rendered as transformers renders them, and just the assistant's answers are
+learned."""
 
 import json
 from pathlib import Path
@@ -22,19 +23,25 @@ TALK = [
     {"role": "assistant", "content": "6, naïve one"},
 ]
 LLAMA2 = (
-    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}[INST] {{ message['content'] }} [/INST]"
-    "{% elif message['role'] == 'assistant' %} {{ message['content'] }}{{ eos_token }}{% endif %}{% endfor %}"
+    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}[INST] {{ "
+    "message['content'] }} [/INST]"
+    "{% elif message['role'] == 'assistant' %} {{ message['content'] }}{{ eos_token }}{% endif "
+    "%}{% endfor %}"
 )
 TEMPLATES = {
     "ChatML": (CHATML, {}),
     "Llama 2": (LLAMA2, {"bos_token": "<s>", "eos_token": "</s>"}),
     "with blocks": (
-        "{% for message in messages %}\n    {%- if loop.first %}\n    {{- '>>' }}\n    {%- endif %}\n"
+        "{% for message in messages %}\n    {%- if loop.first %}\n    {{- '>>' }}\n    {%- endif "
+        "%}\n"
         "    {{- message['role'] | upper + ': ' + message['content'] + '\\n' }}\n{%- endfor %}"
         "{%- if add_generation_prompt %}{{- 'ASSISTANT: ' }}{%- endif %}",
         {},
     ),
-    "trims": ("{% for message in messages %}{{ message.role }}|{{ message.content | trim }}|{% endfor %}", {}),
+    "trims": (
+        "{% for message in messages %}{{ message.role }}|{{ message.content | trim }}|{% endfor %}",
+        {},
+    ),
 }
 
 
@@ -48,7 +55,9 @@ def test_a_conversation_is_what_transformers_makes_of_it(name: str, tmp_path: Pa
     transformers = pytest.importorskip("transformers")
     source, tokens = TEMPLATES[name]
     train_tokenizer(iter(["x"]), 300, END_OF_TEXT).save(str(tmp_path / "tokenizer.json"))
-    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"), chat_template=source, **tokens)
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(tmp_path / "tokenizer.json"), chat_template=source, **tokens
+    )
     ours = ChatTemplate(source, tokens)
     for asking in (False, True):
         expected = theirs.apply_chat_template(TALK, tokenize=False, add_generation_prompt=asking)
@@ -58,8 +67,14 @@ def test_a_conversation_is_what_transformers_makes_of_it(name: str, tmp_path: Pa
 def test_the_answers_and_what_ends_them_are_learned() -> None:
     template = ChatTemplate(CHATML, {})
     assert learned_text(template, TALK) == ["4<|im_end|>\n", "6, naïve one<|im_end|>\n"]
-    assert learned_text(ChatTemplate(*TEMPLATES["Llama 2"]), TALK) == [" 4</s>", " 6, naïve one</s>"]
-    assert learned_text(ChatTemplate(*TEMPLATES["trims"]), TALK) == ["assistant|4|", "assistant|6, naïve one|"]
+    assert learned_text(ChatTemplate(*TEMPLATES["Llama 2"]), TALK) == [
+        " 4</s>",
+        " 6, naïve one</s>",
+    ]
+    assert learned_text(ChatTemplate(*TEMPLATES["trims"]), TALK) == [
+        "assistant|4|",
+        "assistant|6, naïve one|",
+    ]
 
 
 LIKE_QWEN3 = (
@@ -69,8 +84,10 @@ LIKE_QWEN3 = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 LIKE_R1 = (
-    "{{ bos_token }}{% for message in messages %}{% if message.role == 'user' %}<User>{{ message.content }}"
-    "{% elif message.role == 'assistant' %}<Assistant>{{ message.content.split('</think>')[-1] }}<end>{% endif %}{% endfor %}"
+    "{{ bos_token }}{% for message in messages %}{% if message.role == 'user' %}<User>{{ "
+    "message.content }}"
+    "{% elif message.role == 'assistant' %}<Assistant>{{ message.content.split('</think>')[-1] "
+    "}}<end>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<Assistant><think>\n{% endif %}"
 )
 THOUGHTS = [
@@ -83,8 +100,14 @@ THOUGHTS = [
 
 def test_templates_that_show_answers_otherwise_when_they_are_the_last() -> None:
     """The text as a whole decides what is learned."""
-    assert learned_text(ChatTemplate(LIKE_QWEN3, {}), THOUGHTS) == ["ONE<|im_end|>\n", "<think>\n\n</think>\n\nTWO<|im_end|>\n"]
-    assert learned_text(ChatTemplate(LIKE_R1, {"bos_token": "<s>"}), THOUGHTS) == ["ONE <end>", "TWO\n<end>"]
+    assert learned_text(ChatTemplate(LIKE_QWEN3, {}), THOUGHTS) == [
+        "ONE<|im_end|>\n",
+        "<think>\n\n</think>\n\nTWO<|im_end|>\n",
+    ]
+    assert learned_text(ChatTemplate(LIKE_R1, {"bos_token": "<s>"}), THOUGHTS) == [
+        "ONE <end>",
+        "TWO\n<end>",
+    ]
 
 
 def test_a_template_that_leaves_messages_out_is_no_conversation() -> None:
@@ -98,9 +121,15 @@ RECORDS = {
         {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
         [("user", "a"), ("assistant", "b")],
     ),
-    "prompt and completion": ({"prompt": "a", "completion": "b", "other": 3}, [("user", "a"), ("assistant", "b")]),
+    "prompt and completion": (
+        {"prompt": "a", "completion": "b", "other": 3},
+        [("user", "a"), ("assistant", "b")],
+    ),
     "lists": (
-        {"prompt": [{"role": "user", "content": "a"}], "completion": [{"role": "assistant", "content": "b"}]},
+        {
+            "prompt": [{"role": "user", "content": "a"}],
+            "completion": [{"role": "assistant", "content": "b"}],
+        },
         [("user", "a"), ("assistant", "b")],
     ),
 }
@@ -132,7 +161,10 @@ def test_the_template_is_told_of_tools(tools: object) -> None:
     assert spans == [(start + len(before), stop + len(before)) for start, stop in plain_spans]
 
 
-@pytest.mark.parametrize("source", ["{{ raise_exception('only users') }}", "{{ messages[99].content.x }}", "{{ 1 + messages }}"])
+@pytest.mark.parametrize(
+    "source",
+    ["{{ raise_exception('only users') }}", "{{ messages[99].content.x }}", "{{ 1 + messages }}"],
+)
 def test_a_template_that_fails_says_so(source: str) -> None:
     with pytest.raises(ChatError, match=r"the chat template (refuses|fails on) it"):
         ChatTemplate(source, {}).answers(TALK)
@@ -151,12 +183,18 @@ def test_a_template_that_is_none_is_refused() -> None:
 def test_only_answers_are_learned_in_the_data_set(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
-    train_tokenizer(iter(["What is naïve? Be brief."] * 5), 300, END_OF_TEXT).save(str(folder / "tokenizer.json"))
+    train_tokenizer(iter(["What is naïve? Be brief."] * 5), 300, END_OF_TEXT).save(
+        str(folder / "tokenizer.json")
+    )
     (folder / "tokenizer_config.json").write_text(
         json.dumps({"chat_template": LLAMA2, "bos_token": "<s>", "eos_token": {"content": "</s>"}})
     )
-    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": TALK}) + "\n" for _ in range(3)))
-    recipe = DataRecipe((str(tmp_path / "chats.jsonl"),), chat=True, tokenizer=str(folder), holdout_every=0)
+    (tmp_path / "chats.jsonl").write_text(
+        "".join(json.dumps({"messages": TALK}) + "\n" for _ in range(3))
+    )
+    recipe = DataRecipe(
+        (str(tmp_path / "chats.jsonl"),), chat=True, tokenizer=str(folder), holdout_every=0
+    )
     dataset = make_dataset(tmp_path / "ours", recipe, print, 1)
     reader = dataset.split("train")
     tokenizer = load_tokenizer(folder / "tokenizer.json", "")
@@ -164,7 +202,10 @@ def test_only_answers_are_learned_in_the_data_set(tmp_path: Path) -> None:
     assert tokenizer.decode(document[:-1]) == ChatTemplate(*TEMPLATES["Llama 2"]).render(TALK)
     learned = reader.learned(0, len(document))
     kept = np.array(document)[learned]
-    assert tokenizer.decode(kept.tolist(), skip_special_tokens=False) == f" 4</s> 6, naïve one</s>{END_OF_TEXT}"
+    assert (
+        tokenizer.decode(kept.tolist(), skip_special_tokens=False)
+        == f" 4</s> 6, naïve one</s>{END_OF_TEXT}"
+    )
     assert reader.has_mask
 
 
@@ -173,7 +214,12 @@ def test_a_special_token_in_a_chat_is_that_token(tmp_path: Path) -> None:
     tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": TALK}) + "\n")
-    recipe = DataRecipe((str(tmp_path / "chats.jsonl"),), chat=True, tokenizer=str(tmp_path / "tokenizer.json"), holdout_every=0)
+    recipe = DataRecipe(
+        (str(tmp_path / "chats.jsonl"),),
+        chat=True,
+        tokenizer=str(tmp_path / "tokenizer.json"),
+        holdout_every=0,
+    )
     [document] = documents_of(make_dataset(tmp_path / "ours", recipe, print, 1), "train")
     assert document.count(tokenizer.token_to_id("<|im_start|>")) == len(TALK)
 
@@ -189,7 +235,9 @@ def test_a_special_token_in_a_chat_is_that_token(tmp_path: Path) -> None:
         ("chat_template.jinja", " \n"),
     ],
 )
-def test_a_damaged_description_of_a_tokenizer_is_an_error(tmp_path: Path, name: str, contents: str) -> None:
+def test_a_damaged_description_of_a_tokenizer_is_an_error(
+    tmp_path: Path, name: str, contents: str
+) -> None:
     (tmp_path / name).write_text(contents)
     with pytest.raises(DataError, match=r"not readable|the chat template is empty"):
         DataRecipe(("x",), tokenizer=str(tmp_path), chat=True).chat_template()

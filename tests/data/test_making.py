@@ -1,4 +1,5 @@
-"""Making data sets of texts: every document is there once, interruptions do not change the bytes, and nothing is left out silently."""
+"""Making data sets of texts: every document is there once, interruptions do not change the bytes,
+and nothing is left out silently."""
 
 import contextlib
 import gzip
@@ -26,16 +27,37 @@ from lather.data.making import make_dataset
 from lather.data.recipe import END_OF_TEXT, DataRecipe
 from lather.errors import DataError
 
-WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "naïve", "café", "日本", "\U0001f98a", "and", "owners"]
+WORDS = [
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "naïve",
+    "café",
+    "日本",
+    "\U0001f98a",
+    "and",
+    "owners",
+]
 
 
 def texts(count: int, seed: int = 0, longest: int = 40) -> list[str]:
     draw = random.Random(seed)
-    return [f"{number}: " + " ".join(draw.choices(WORDS, k=draw.randint(1, longest))) + "\n" for number in range(count)]
+    return [
+        f"{number}: " + " ".join(draw.choices(WORDS, k=draw.randint(1, longest))) + "\n"
+        for number in range(count)
+    ]
 
 
 def write_jsonl(path: Path, documents: list[str], **others: Any) -> Path:
-    path.write_text("".join(json.dumps({"text": text, **others}, ensure_ascii=False) + "\n" for text in documents), "utf-8")
+    path.write_text(
+        "".join(
+            json.dumps({"text": text, **others}, ensure_ascii=False) + "\n" for text in documents
+        ),
+        "utf-8",
+    )
     return path
 
 
@@ -54,7 +76,9 @@ def make(tmp_path: Path, tokenizer: Path) -> Make:
     """Make a data set from sources, without held-out documents unless asked for."""
 
     def make_one(*given: Path, name: str = "ours", workers: int = 1, **options: Any) -> DataSet:
-        recipe = DataRecipe(tuple(map(str, given)), **{"tokenizer": str(tokenizer), "holdout_every": 0, **options})
+        recipe = DataRecipe(
+            tuple(map(str, given)), **{"tokenizer": str(tokenizer), "holdout_every": 0, **options}
+        )
         return make_dataset(tmp_path / name, recipe, print, workers)
 
     return make_one
@@ -72,7 +96,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-# --- formats ------------------------------------------------------------------------------------------------------------------------
+# --- formats --------------------------------------------------------------------------------------
 
 
 def as_gzip(path: Path, documents: list[str]) -> Path:
@@ -102,7 +126,9 @@ def as_parquet(path: Path, documents: list[str]) -> Path:
 
 def as_saved_dataset(path: Path, documents: list[str]) -> Path:
     datasets = pytest.importorskip("datasets")
-    datasets.Dataset.from_dict({"text": documents, "number": list(range(len(documents)))}).save_to_disk(str(path.with_name("saved")))
+    datasets.Dataset.from_dict(
+        {"text": documents, "number": list(range(len(documents)))}
+    ).save_to_disk(str(path.with_name("saved")))
     return path.with_name("saved")
 
 
@@ -112,7 +138,9 @@ def as_separated(path: Path, documents: list[str]) -> Path:
 
 
 def as_json(path: Path, documents: list[str]) -> Path:
-    path.with_name("some.json").write_text(json.dumps([{"text": document} for document in documents], indent=1))
+    path.with_name("some.json").write_text(
+        json.dumps([{"text": document} for document in documents], indent=1)
+    )
     return path.with_name("some.json")
 
 
@@ -137,7 +165,8 @@ FORMATS: dict[str, tuple[Callable[[Path, list[str]], Path], dict[str, Any]]] = {
 def test_every_format_gives_every_document_once_and_in_order(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, unit_bytes: int
 ) -> None:
-    """This holds also where files are read in parts: units of 500 bytes hold a few documents each."""
+    """This holds also where files are read in parts: units of 500 bytes hold a few documents
+    each."""
     monkeypatch.setattr(sources, "LEAST_UNIT_BYTES", unit_bytes)
     monkeypatch.setattr(sources, "RANGE_BYTES", min(unit_bytes, sources.RANGE_BYTES))
     write, options = FORMATS[kind]
@@ -145,14 +174,19 @@ def test_every_format_gives_every_document_once_and_in_order(
     source = write(tmp_path / "some.jsonl", documents)
     dataset = make(source, **options)
     assert texts_of(dataset) == documents
-    assert dataset.manifest.splits["train"].text_bytes == sum(len(text.encode()) for text in documents)
+    assert dataset.manifest.splits["train"].text_bytes == sum(
+        len(text.encode()) for text in documents
+    )
     if unit_bytes == 500 and kind in ("jsonl", "parquet", "datasets", "separated"):
         assert len(dataset.manifest.splits["train"].shards) > 5
 
 
 def test_a_hub_style_dictionary_of_splits_names_the_split(make: Make, tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
-    splits = {name: datasets.Dataset.from_dict({"text": texts(3, seed)}) for seed, name in enumerate(("a", "b"))}
+    splits = {
+        name: datasets.Dataset.from_dict({"text": texts(3, seed)})
+        for seed, name in enumerate(("a", "b"))
+    }
     datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "saved"))
     with pytest.raises(DataError, match=r"has the splits a, b: name one, as in .*saved#a"):
         make(tmp_path / "saved")
@@ -195,18 +229,24 @@ def test_shards_end_with_documents(make: Make, tmp_path: Path) -> None:
     assert texts_of(dataset) == texts(300)
 
 
-# --- splits -------------------------------------------------------------------------------------------------------------------------
+# --- splits ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("count", "every", "expected"), [(2, 20, 1), (3, 20, 1), (40, 20, 2), (200, 7, 28)])
-def test_one_document_in_so_many_is_held_out(make: Make, tmp_path: Path, count: int, every: int, expected: int) -> None:
+@pytest.mark.parametrize(
+    ("count", "every", "expected"), [(2, 20, 1), (3, 20, 1), (40, 20, 2), (200, 7, 28)]
+)
+def test_one_document_in_so_many_is_held_out(
+    make: Make, tmp_path: Path, count: int, every: int, expected: int
+) -> None:
     dataset = make(write_jsonl(tmp_path / "a.jsonl", texts(count)), holdout_every=every)
     held_out = texts_of(dataset, "validation")
     assert abs(len(held_out) - expected) <= 1 <= len(held_out)
     assert sorted([*texts_of(dataset), *held_out]) == sorted(texts(count))
 
 
-def test_units_hold_out_different_places(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_units_hold_out_different_places(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Units hold about 8 documents, of which one in 20 is held out."""
     monkeypatch.setattr(sources, "LEAST_UNIT_BYTES", 1000)
     monkeypatch.setattr(sources, "RANGE_BYTES", 1000)
@@ -215,20 +255,28 @@ def test_units_hold_out_different_places(make: Make, tmp_path: Path, monkeypatch
 
 
 def test_sources_for_validation_are_held_out_as_a_whole(make: Make, tmp_path: Path) -> None:
-    train, held_out = write_jsonl(tmp_path / "a.jsonl", texts(30)), write_jsonl(tmp_path / "b.jsonl", texts(9, 1))
+    train, held_out = (
+        write_jsonl(tmp_path / "a.jsonl", texts(30)),
+        write_jsonl(tmp_path / "b.jsonl", texts(9, 1)),
+    )
     dataset = make(train, validation=(str(held_out),), holdout_every=20)
     assert texts_of(dataset) == texts(30)
     assert texts_of(dataset, "validation") == texts(9, 1)
 
 
-# --- the same bytes -----------------------------------------------------------------------------------------------------------------
+# --- the same bytes -------------------------------------------------------------------------------
 
 
-def test_processes_make_no_difference(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_make_no_difference(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sources, "LEAST_UNIT_BYTES", 2000)
     monkeypatch.setattr(sources, "RANGE_BYTES", 2000)
     source = write_jsonl(tmp_path / "a.jsonl", texts(400))
-    one, several = (make(source, name=f"with-{workers}", workers=workers, holdout_every=10) for workers in (1, 3))
+    one, several = (
+        make(source, name=f"with-{workers}", workers=workers, holdout_every=10)
+        for workers in (1, 3)
+    )
     assert len(one.manifest.splits["train"].shards) > 4
     assert contents(one.folder) == contents(several.folder)
     assert not list(tmp_path.glob("*.partial"))
@@ -262,10 +310,19 @@ def start(tmp_path: Path) -> Start:
 
 
 @pytest.mark.parametrize(
-    ("workers", "num_kills"), [(1, 2), (2, 4), pytest.param(1, 10, marks=pytest.mark.grid), pytest.param(2, 10, marks=pytest.mark.grid)]
+    ("workers", "num_kills"),
+    [
+        (1, 2),
+        (2, 4),
+        pytest.param(1, 10, marks=pytest.mark.grid),
+        pytest.param(2, 10, marks=pytest.mark.grid),
+    ],
 )
-def test_kills_at_random_moments_change_nothing(tmp_path: Path, tokenizer: Path, start: Start, workers: int, num_kills: int) -> None:
-    """Kills are of the whole group, or of the parent alone, whose child processes then end by themselves."""
+def test_kills_at_random_moments_change_nothing(
+    tmp_path: Path, tokenizer: Path, start: Start, workers: int, num_kills: int
+) -> None:
+    """Kills are of the whole group, or of the parent alone, whose child processes then end by
+    themselves."""
     source = write_jsonl(tmp_path / "a.jsonl", texts(1500))
     options = ["--tokenizer", tokenizer, "--workers", workers, "--holdout-every", 10]
     undisturbed = start("data", "make", tmp_path / "undisturbed", source, *options)
@@ -284,10 +341,14 @@ def test_kills_at_random_moments_change_nothing(tmp_path: Path, tokenizer: Path,
             kill(process.pid, signal.SIGKILL)
         process.communicate(timeout=60)
         if kills < num_kills:
-            shutil.rmtree(tmp_path / "killed", ignore_errors=True)  # it had finished before the kill
+            shutil.rmtree(
+                tmp_path / "killed", ignore_errors=True
+            )  # it had finished before the kill
     last = start("data", "make", tmp_path / "killed", source, *options)
     out, _ = last.communicate(timeout=120)
-    assert last.returncode == 0 or "exists already" in out, out  # the last kill came after the folder had its name
+    assert last.returncode == 0 or "exists already" in out, (
+        out
+    )  # the last kill came after the folder had its name
     mine, theirs = contents(tmp_path / "killed"), contents(tmp_path / "undisturbed")
     assert mine.keys() == theirs.keys()
     assert [name for name in mine if mine[name] != theirs[name]] == []
@@ -295,22 +356,43 @@ def test_kills_at_random_moments_change_nothing(tmp_path: Path, tokenizer: Path,
 
 
 def children(process: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+    return [
+        int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    ]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
-def test_a_process_that_dies_is_an_error_and_the_same_command_goes_on(tmp_path: Path, tokenizer: Path, start: Start) -> None:
+def test_a_process_that_dies_is_an_error_and_the_same_command_goes_on(
+    tmp_path: Path, tokenizer: Path, start: Start
+) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", texts(20_000))
-    command = ("data", "make", tmp_path / "ours", source, "--tokenizer", tokenizer, "--workers", 2, "--holdout-every", 0)
+    command = (
+        "data",
+        "make",
+        tmp_path / "ours",
+        source,
+        "--tokenizer",
+        tokenizer,
+        "--workers",
+        2,
+        "--holdout-every",
+        0,
+    )
     process = start(*command, python=fresh_python)
     units = tmp_path / "ours.partial" / "units"
     while process.poll() is None and not any(units.glob("0*.json")):
         time.sleep(0.01)
-    workers = [child for child in children(process.pid) if b"multiprocessing.spawn" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    workers = [
+        child
+        for child in children(process.pid)
+        if b"multiprocessing.spawn" in Path(f"/proc/{child}/cmdline").read_bytes()
+    ]
     os.kill(workers[0], signal.SIGKILL)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 2, out
-    assert f"a process ended while it was at work on {source}: it was killed" in " ".join(out.split())
+    assert f"a process ended while it was at work on {source}: it was killed" in " ".join(
+        out.split()
+    )
     last = start(*command)
     out, _ = last.communicate(timeout=120)
     assert last.returncode == 0, out
@@ -318,7 +400,9 @@ def test_a_process_that_dies_is_an_error_and_the_same_command_goes_on(tmp_path: 
     assert texts_of(DataSet(tmp_path / "ours")) == texts(20_000)
 
 
-def test_a_unit_that_was_done_is_not_done_again(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_unit_that_was_done_is_not_done_again(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from lather.data import work
 
     monkeypatch.setattr(sources, "LEAST_UNIT_BYTES", 2000)
@@ -343,8 +427,11 @@ def test_a_unit_that_was_done_is_not_done_again(make: Make, tmp_path: Path, monk
     assert texts_of(dataset) == texts(200)
 
 
-def test_half_a_unit_beside_an_old_report_is_done_again(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A first start is killed before it deletes its reports, and its data set is deleted; a second one is killed within a shard."""
+def test_half_a_unit_beside_an_old_report_is_done_again(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A first start is killed before it deletes its reports, and its data set is deleted; a second
+    one is killed within a shard."""
     from lather.data import making, work
 
     source = write_jsonl(tmp_path / "a.jsonl", texts(20))
@@ -360,7 +447,9 @@ def test_half_a_unit_beside_an_old_report_is_done_again(make: Make, tmp_path: Pa
     assert contents(make(source).folder) == whole
 
 
-def test_what_was_begun_otherwise_is_refused_with_the_remedy(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_begun_otherwise_is_refused_with_the_remedy(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from lather.data import making
 
     source = write_jsonl(tmp_path / "a.jsonl", texts(20))
@@ -368,7 +457,13 @@ def test_what_was_begun_otherwise_is_refused_with_the_remedy(make: Make, tmp_pat
         patch.setattr(making, "do_units", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             make(source)
-    with pytest.raises(DataError, match=r"ours\.partial was started with other options, or its sources have changed since: delete it"):
+    with pytest.raises(
+        DataError,
+        match=(
+            r"ours\.partial was started with other options, or its "
+            r"sources have changed since: delete it"
+        ),
+    ):
         make(source, holdout_every=5)
     write_jsonl(source, texts(21))
     with pytest.raises(DataError, match=r"its sources have changed since"):
@@ -377,12 +472,20 @@ def test_what_was_begun_otherwise_is_refused_with_the_remedy(make: Make, tmp_pat
     assert texts_of(make(source)) == texts(21)
 
 
-def test_other_options_may_follow_where_no_document_could_be_used(make: Make, tmp_path: Path) -> None:
+def test_other_options_may_follow_where_no_document_could_be_used(
+    make: Make, tmp_path: Path
+) -> None:
     rows = [{"body": text} for text in texts(20)]
     source = tmp_path / "a.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     for _ in range(2):
-        with pytest.raises(DataError, match=r"20 x no field 'text'.*skipped\.jsonl has every file and line; --field NAME takes"):
+        with pytest.raises(
+            DataError,
+            match=(
+                r"20 x no field 'text'.*skipped\.jsonl has every "
+                r"file and line; --field NAME takes"
+            ),
+        ):
             make(source)
     assert (tmp_path / "ours.partial/dataset/skipped.jsonl").exists()
     assert texts_of(make(source, field="body")) == texts(20)
@@ -394,34 +497,52 @@ def test_other_options_may_follow_where_no_document_could_be_used(make: Make, tm
 
 def test_a_folder_of_data_sets_is_not_told_to_be_deleted(make: Make, tmp_path: Path) -> None:
     make(write_jsonl(tmp_path / "a.jsonl", texts(5)))
-    with pytest.raises(DataError, match=r"not a data set, but a folder of data sets: give one, such as .*ours$"):
+    with pytest.raises(
+        DataError, match=r"not a data set, but a folder of data sets: give one, such as .*ours$"
+    ):
         DataSet(tmp_path)
 
 
-def test_a_tokenizer_or_template_that_changed_since_is_refused(tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tokenizer_or_template_that_changed_since_is_refused(
+    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from lather.data import making
 
     model = tmp_path / "model"
     model.mkdir()
     shutil.copyfile(tokenizer, model / "tokenizer.json")
     (tmp_path / "chats.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n")
-    recipe = DataRecipe((str(tmp_path / "chats.jsonl"),), tokenizer=str(model), chat=True, holdout_every=0)
+    recipe = DataRecipe(
+        (str(tmp_path / "chats.jsonl"),), tokenizer=str(model), chat=True, holdout_every=0
+    )
     with monkeypatch.context() as patch:
         patch.setattr(making, "do_units", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             make_dataset(tmp_path / "ours", recipe, print, 1)
     for change in (
-        lambda: (model / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}"),
-        lambda: train_tokenizer(iter(["others"]), 290, END_OF_TEXT).save(str(model / "tokenizer.json")),
+        lambda: (model / "chat_template.jinja").write_text(
+            "{% for message in messages %}{{ message.content }}{% endfor %}"
+        ),
+        lambda: train_tokenizer(iter(["others"]), 290, END_OF_TEXT).save(
+            str(model / "tokenizer.json")
+        ),
     ):
         change()
-        with pytest.raises(DataError, match="was started with other options, or its sources have changed since"):
+        with pytest.raises(
+            DataError, match="was started with other options, or its sources have changed since"
+        ):
             make_dataset(tmp_path / "ours", recipe, print, 1)
     shutil.rmtree(tmp_path / "ours.partial")
     dataset = make_dataset(tmp_path / "ours", recipe, print, 1)
     assert dataset.manifest.made_from["chat_template"].startswith("{% for message")
-    [file] = [json.loads(line) for line in (dataset.folder / "files.jsonl").read_text().splitlines()]
-    assert file == {"name": "chats.jsonl", "kind": "jsonl", "bytes": (tmp_path / "chats.jsonl").stat().st_size}
+    [file] = [
+        json.loads(line) for line in (dataset.folder / "files.jsonl").read_text().splitlines()
+    ]
+    assert file == {
+        "name": "chats.jsonl",
+        "kind": "jsonl",
+        "bytes": (tmp_path / "chats.jsonl").stat().st_size,
+    }
 
 
 def test_a_folder_that_is_there_is_left_alone(make: Make, tmp_path: Path) -> None:
@@ -432,8 +553,11 @@ def test_a_folder_that_is_there_is_left_alone(make: Make, tmp_path: Path) -> Non
     assert (tmp_path / "ours" / "precious").read_text() == "mine"
 
 
-def test_what_is_left_of_a_finished_making_does_not_count_as_done(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The making is killed, as it were, after the data set is in place; then the data set is deleted."""
+def test_what_is_left_of_a_finished_making_does_not_count_as_done(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The making is killed, as it were, after the data set is in place; then the data set is
+    deleted."""
     from lather.data import making
 
     source = write_jsonl(tmp_path / "a.jsonl", texts(50))
@@ -447,17 +571,23 @@ def test_what_is_left_of_a_finished_making_does_not_count_as_done(make: Make, tm
     assert contents(make(source).folder) == first
 
 
-def test_a_tokenizer_that_cuts_and_pads_does_neither_here(make: Make, tmp_path: Path, tokenizer: Path) -> None:
+def test_a_tokenizer_that_cuts_and_pads_does_neither_here(
+    make: Make, tmp_path: Path, tokenizer: Path
+) -> None:
     other = load_tokenizer(tokenizer, "")
     other.enable_truncation(4)
     other.enable_padding(length=9)
     other.save(str(tmp_path / "tokenizer.json"))
-    dataset = make(write_jsonl(tmp_path / "a.jsonl", texts(20)), tokenizer=str(tmp_path / "tokenizer.json"))
+    dataset = make(
+        write_jsonl(tmp_path / "a.jsonl", texts(20)), tokenizer=str(tmp_path / "tokenizer.json")
+    )
     assert texts_of(dataset) == texts(20)
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf_16_le", "cp037", "utf-32"])
-def test_large_files_whose_line_ends_are_no_single_bytes_are_read_whole(make: Make, tmp_path: Path, encoding: str) -> None:
+def test_large_files_whose_line_ends_are_no_single_bytes_are_read_whole(
+    make: Make, tmp_path: Path, encoding: str
+) -> None:
     text = "".join(f"line {number}\n" for number in range(90_000))
     (tmp_path / "a.txt").write_bytes(text.encode(encoding))
     given = "auto" if encoding in ("utf-16", "utf-32") else encoding

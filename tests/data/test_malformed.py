@@ -1,4 +1,5 @@
-"""Malformed inputs: each gives a clear error or a counted skip with file and line; the rest is taken, and no input is changed."""
+"""Malformed inputs: each gives a clear error or a counted skip with file and line; the rest is
+taken, and no input is changed."""
 
 import gzip
 import json
@@ -103,7 +104,11 @@ TEXT: dict[str, tuple[bytes, list[tuple[int, str]], dict[str, int]]] = {
     "Latin-1": ("naïve café".encode("latin-1"), [], {"cp1252": 1}),
     "Windows-1252": ("“quoted”".encode("cp1252"), [], {"cp1252": 1}),
     "undefined in both": (b"\x81\x8d then text", [], {"cp1252": 1}),
-    "UTF-8 with a byte of something else": ("naïve café, 日本語".encode() + b" \xe9t\xc3\xa9", [], {"utf-8 (damaged)": 1}),
+    "UTF-8 with a byte of something else": (
+        "naïve café, 日本語".encode() + b" \xe9t\xc3\xa9",
+        [],
+        {"utf-8 (damaged)": 1},
+    ),
     "Latin-1 with a pair that UTF-8 has": ("é à ü ï ê Ã©".encode("latin-1"), [], {"cp1252": 1}),
     "UTF-16": ("naïve".encode("utf-16"), [], {"utf-16-le": 1}),
     "UTF-32": ("naïve".encode("utf-32"), [], {"utf-32-le": 1}),
@@ -120,21 +125,28 @@ TEXT: dict[str, tuple[bytes, list[tuple[int, str]], dict[str, int]]] = {
 
 
 def made(tmp_path: Path, tokenizer: Path, file: Path, **options: Any) -> DataSet:
-    """Make a data set of the file and a sound one beside it, which must be taken; the file must stay as it was."""
+    """Make a data set of the file and a sound one beside it, which must be taken; the file must
+    stay as it was."""
     before = file.read_bytes()
-    beside = tmp_path / ("sound.jsonl" if options.get("chat") or file.suffix != ".txt" else "sound.txt")
+    beside = tmp_path / (
+        "sound.jsonl" if options.get("chat") or file.suffix != ".txt" else "sound.txt"
+    )
     if options.get("chat"):
         beside.write_bytes(b"".join(line(prompt="?", completion=text) for text in SOUND))
     elif beside.suffix == ".jsonl":
         beside.write_bytes(b"".join(line(text=text) for text in SOUND))
     else:
         beside.write_text(SOUND[0])
-    recipe = DataRecipe((str(file), str(beside)), tokenizer=str(tokenizer), holdout_every=0, **options)
+    recipe = DataRecipe(
+        (str(file), str(beside)), tokenizer=str(tokenizer), holdout_every=0, **options
+    )
     try:
         dataset = make_dataset(tmp_path / "ours", recipe, print, 1)
     finally:
         assert file.read_bytes() == before
-    assert dataset.manifest.splits["train"].documents >= (1 if beside.suffix == ".txt" else len(SOUND))
+    assert dataset.manifest.splits["train"].documents >= (
+        1 if beside.suffix == ".txt" else len(SOUND)
+    )
     return dataset
 
 
@@ -152,7 +164,9 @@ def test_lines(tmp_path: Path, tokenizer: Path, case: str) -> None:
     file.write_bytes(content)
     dataset = made(tmp_path, tokenizer, file)
     assert skips(dataset, file) == expected
-    assert dataset.manifest.splits["train"].documents == len(SOUND) + content.replace(b"\r", b"").count(GOOD.strip()) * (case != "UTF-16")
+    assert dataset.manifest.splits["train"].documents == len(SOUND) + content.replace(
+        b"\r", b""
+    ).count(GOOD.strip()) * (case != "UTF-16")
 
 
 @pytest.mark.parametrize("case", JSON)
@@ -163,12 +177,21 @@ def test_files_of_json(tmp_path: Path, tokenizer: Path, case: str) -> None:
     assert skips(made(tmp_path, tokenizer, file), file) == expected
 
 
-def test_a_conversation_that_is_too_long_is_skipped(tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_conversation_that_is_too_long_is_skipped(
+    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(documents, "MOST_CHARACTERS", 1000)
     file = tmp_path / "bad.jsonl"
     many = [{"role": "assistant", "content": "x"}] * 70_000
-    file.write_bytes(line(prompt="?", completion="x" * 1000) + line(prompt="?", completion="x" * 500) + line(messages=many))
-    assert skips(made(tmp_path, tokenizer, file, chat=True), file) == [(1, "too long"), (3, "too long")]
+    file.write_bytes(
+        line(prompt="?", completion="x" * 1000)
+        + line(prompt="?", completion="x" * 500)
+        + line(messages=many)
+    )
+    assert skips(made(tmp_path, tokenizer, file, chat=True), file) == [
+        (1, "too long"),
+        (3, "too long"),
+    ]
 
 
 @pytest.mark.parametrize("case", CHAT)
@@ -199,7 +222,11 @@ def gzip_bytes(tmp_path: Path) -> bytes:
 
 
 def zstd_bytes(tmp_path: Path) -> bytes:
-    return pytest.importorskip("zstandard").ZstdCompressor(write_checksum=True).compress(jsonl_bytes(tmp_path))  # type: ignore[no-any-return]
+    return (
+        pytest.importorskip("zstandard")
+        .ZstdCompressor(write_checksum=True)
+        .compress(jsonl_bytes(tmp_path))
+    )  # type: ignore[no-any-return]
 
 
 def parquet_bytes(tmp_path: Path) -> bytes:
@@ -224,7 +251,9 @@ def damaged(content: bytes, draw: random.Random) -> bytes:
     return draw.choice(
         [
             content[:place],
-            content[:place] + bytes([content[place] ^ 1 << draw.randrange(8)]) + content[place + 1 :],
+            content[:place]
+            + bytes([content[place] ^ 1 << draw.randrange(8)])
+            + content[place + 1 :],
             content[:place] + draw.randbytes(length) + content[place:],
             content[:place] + bytes(length) + content[place + length :],
             content[:place] + content[place + length :],
@@ -234,7 +263,9 @@ def damaged(content: bytes, draw: random.Random) -> bytes:
 
 @pytest.mark.parametrize("seed", range(30))
 @pytest.mark.parametrize("kind", KINDS)
-def test_damage_of_any_kind_is_an_error_or_a_counted_skip_or_harmless(tmp_path: Path, tokenizer: Path, kind: str, seed: int) -> None:
+def test_damage_of_any_kind_is_an_error_or_a_counted_skip_or_harmless(
+    tmp_path: Path, tokenizer: Path, kind: str, seed: int
+) -> None:
     """No other exception is raised, and the file beside it is taken."""
     file = tmp_path / f"bad.{kind}"
     file.write_bytes(damaged(KINDS[kind](tmp_path), random.Random(f"{kind} {seed}")))
@@ -244,7 +275,9 @@ def test_damage_of_any_kind_is_an_error_or_a_counted_skip_or_harmless(tmp_path: 
 
 
 @pytest.mark.parametrize("kind", ["jsonl.gz", "jsonl.zst"])
-def test_a_compressed_file_that_ends_early_says_where(tmp_path: Path, tokenizer: Path, kind: str) -> None:
+def test_a_compressed_file_that_ends_early_says_where(
+    tmp_path: Path, tokenizer: Path, kind: str
+) -> None:
     file = tmp_path / f"bad.{kind}"
     file.write_bytes(KINDS[kind](tmp_path)[:-12])
     [(number, reason)] = skips(made(tmp_path, tokenizer, file), file)
@@ -269,21 +302,34 @@ NOTHING = {
 
 
 @pytest.mark.parametrize("case", NOTHING)
-def test_nothing_to_train_on_is_an_error_with_the_reasons(tmp_path: Path, tokenizer: Path, case: str) -> None:
+def test_nothing_to_train_on_is_an_error_with_the_reasons(
+    tmp_path: Path, tokenizer: Path, case: str
+) -> None:
     name, content, options, message = NOTHING[case]
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
-        make_dataset(tmp_path / "ours", DataRecipe((str(tmp_path / name),), tokenizer=str(tokenizer), **options), print, 1)
+        make_dataset(
+            tmp_path / "ours",
+            DataRecipe((str(tmp_path / name),), tokenizer=str(tokenizer), **options),
+            print,
+            1,
+        )
     assert not (tmp_path / "ours").exists()
 
 
 RECIPES: dict[str, tuple[dict[str, Any], str]] = {
-    "no such file": ({"sources": ("absent.jsonl",)}, "absent.jsonl: no such file or folder: give one"),
+    "no such file": (
+        {"sources": ("absent.jsonl",)},
+        "absent.jsonl: no such file or folder: give one",
+    ),
     "no such package": ({"sources": ("package:absent",)}, "no package 'absent' is installed"),
     "no such pattern": ({"pattern": "*.absent"}, r"no file matches the pattern '\*\.absent'"),
     "no tokenizer": ({"tokenizer": ""}, "neither tokenizer nor vocab_size is given"),
     "tokenizer absent": ({"tokenizer": "absent.json"}, "absent.json: not a usable tokenizer"),
-    "vocabulary too small": ({"vocab_size": 299}, "has token 299, but vocab_size is 299: give at least 300"),
+    "vocabulary too small": (
+        {"vocab_size": 299},
+        "has token 299, but vocab_size is 299: give at least 300",
+    ),
     "other end of text": ({"end_of_text": "<eos>"}, "end_of_text = '<eos>' is not a token of"),
     "no encoding": ({"encoding": "utf-99"}, "encoding = 'utf-99' is not valid"),
     "one held out": ({"holdout_every": 1}, "holdout_every = 1 is not valid"),
@@ -292,18 +338,25 @@ RECIPES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", RECIPES)
-def test_a_recipe_that_cannot_be_followed_names_the_field(tmp_path: Path, tokenizer: Path, case: str) -> None:
+def test_a_recipe_that_cannot_be_followed_names_the_field(
+    tmp_path: Path, tokenizer: Path, case: str
+) -> None:
     change, message = RECIPES[case]
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("text")
     with pytest.raises(ValueError, match=message):
         make_dataset(
-            tmp_path / "ours", DataRecipe(**{"sources": (str(tmp_path / "texts"),), "tokenizer": str(tokenizer), **change}), print, 1
+            tmp_path / "ours",
+            DataRecipe(
+                **{"sources": (str(tmp_path / "texts"),), "tokenizer": str(tokenizer), **change}
+            ),
+            print,
+            1,
         )
     assert not (tmp_path / "ours").exists()
 
 
-# --- a disk that is full ------------------------------------------------------------------------------------------------------------
+# --- a disk that is full --------------------------------------------------------------------------
 
 FULL = """
 import resource, sys
@@ -313,8 +366,10 @@ from lather.data.making import make_dataset
 from lather.data.recipe import DataRecipe
 from lather.errors import DataError, UserError
 if __name__ == "__main__":
-    resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-    recipe = DataRecipe((sys.argv[2],), tokenizer=str(Path(sys.argv[2]).parent / "tokenizer.json"), holdout_every=0)
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), hard))
+    tokenizer = str(Path(sys.argv[2]).parent / "tokenizer.json")
+    recipe = DataRecipe((sys.argv[2],), tokenizer=tokenizer, holdout_every=0)
     try:
         make_dataset(Path(sys.argv[3]), recipe, print, 1)
     except (UserError, OSError) as error:
@@ -324,19 +379,33 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("most_bytes", [0, 100, 700, 3_000, 9_000, 30_000])
-def test_no_room_at_any_moment_is_an_error_and_the_same_command_goes_on(tmp_path: Path, tokenizer: Path, most_bytes: int) -> None:
-    """No file may be longer than so many bytes, so that what is written first fits, and what follows does not."""
+def test_no_room_at_any_moment_is_an_error_and_the_same_command_goes_on(
+    tmp_path: Path, tokenizer: Path, most_bytes: int
+) -> None:
+    """No file may be longer than so many bytes, so that what is written first fits, and what
+    follows does not."""
     shutil.copyfile(tokenizer, tmp_path / "tokenizer.json")
     source, script = tmp_path / "some.jsonl", tmp_path / "full.py"
     source.write_bytes(b"".join(line(text=f"document {number} " * 20) for number in range(400)))
     script.write_text(FULL)
     before = source.read_bytes()
-    command = [sys.executable, str(script), str(most_bytes), str(source), str(tmp_path / "ours"), *filter(None, sys.path)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parent)
+    command = [
+        sys.executable,
+        str(script),
+        str(most_bytes),
+        str(source),
+        str(tmp_path / "ours"),
+        *filter(None, sys.path),
+    ]
+    done = subprocess.run(
+        command, check=False, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parent
+    )
     assert done.returncode == 3, done.stderr
     assert "Traceback" not in done.stderr
     assert str(tmp_path) in done.stdout
     assert not (tmp_path / "ours").exists()
     assert source.read_bytes() == before
     recipe = DataRecipe((str(source),), tokenizer=str(tmp_path / "tokenizer.json"), holdout_every=0)
-    assert make_dataset(tmp_path / "ours", recipe, print, 1).manifest.splits["train"].documents == 400
+    assert (
+        make_dataset(tmp_path / "ours", recipe, print, 1).manifest.splits["train"].documents == 400
+    )

@@ -1,4 +1,5 @@
-"""A mixture gives every source its share at any moment, and knows how many samples each has given without counting."""
+"""A mixture gives every source its share at any moment, and knows how many samples each has given
+without counting."""
 
 import pytest
 from hypothesis import given, settings
@@ -21,15 +22,21 @@ def test_counts_are_those_of_the_samples(weights: list[float], seed: int) -> Non
     mixture = Mixture(weights, seed)
     samples = mixture.samples(0, 1500)
     for stop in (0, 1, 2, 17, 1500):
-        assert mixture.counts(stop) == [sum(source == number for source, _ in samples[:stop]) for number in range(len(weights))]
+        assert mixture.counts(stop) == [
+            sum(source == number for source, _ in samples[:stop]) for number in range(len(weights))
+        ]
     for number in range(len(weights)):
-        assert [place for source, place in samples if source == number] == list(range(mixture.counts(1500)[number]))
+        assert [place for source, place in samples if source == number] == list(
+            range(mixture.counts(1500)[number])
+        )
     assert mixture.samples(700, 900) == samples[700:900]
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("seed", range(3))
-def test_shares_are_right_to_a_thousandth_after_100_000_samples_and_to_a_few_samples_always(weights: list[float], seed: int) -> None:
+def test_shares_are_right_to_a_thousandth_after_100_000_samples_and_to_a_few_samples_always(
+    weights: list[float], seed: int
+) -> None:
     mixture = Mixture(weights, seed)
     for stop in (100, 10_000, 100_000, 10**9):
         for count, weight in zip(mixture.counts(stop), weights, strict=True):
@@ -42,7 +49,12 @@ def test_a_source_without_weight_is_never_read() -> None:
     assert Mixture([1, 0, 2], 0).counts(10**12)[1] == 0
 
 
-@pytest.mark.parametrize("weights", [[], [0.0, 0.0], [1.0, -0.5], [float("inf"), 1.0], [float("nan")]])
+@pytest.mark.parametrize(
+    "weights", [[], [0.0, 0.0], [1.0, -0.5], [float("inf"), 1.0], [float("nan")]]
+)
 def test_weights_that_are_none_are_refused(weights: list[float]) -> None:
-    with pytest.raises(ValueError, match=r"weights = .* are not valid: they must be at least 0 and finite, and one above 0"):
+    with pytest.raises(
+        ValueError,
+        match=r"weights = .* are not valid: they must be at least 0 and finite, and one above 0",
+    ):
         Mixture(weights, 0)

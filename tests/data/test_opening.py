@@ -1,4 +1,5 @@
-"""From `[data]` to data sets: a corpus is prepared once, several data sets fit together, and damage is reported by file name."""
+"""From `[data]` to data sets: a corpus is prepared once, several data sets fit together, and damage
+is reported by file name."""
 
 import re
 import subprocess
@@ -37,7 +38,9 @@ def corpus(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def data(corpus: Path, tmp_path: Path) -> DataConfig:
-    return DataConfig(source=str(corpus), pattern="*.txt", cache_dir=str(tmp_path / "cache"), holdout_every=4)
+    return DataConfig(
+        source=str(corpus), pattern="*.txt", cache_dir=str(tmp_path / "cache"), holdout_every=4
+    )
 
 
 def opened(data: DataConfig, vocab_size: int = VOCABULARY) -> DataSet:
@@ -45,7 +48,7 @@ def opened(data: DataConfig, vocab_size: int = VOCABULARY) -> DataSet:
     return dataset
 
 
-# --- the corpus ---------------------------------------------------------------------------------------------------------------------
+# --- the corpus -----------------------------------------------------------------------------------
 
 
 def test_the_standard_library_is_taken_without_tests_and_other_packages(tmp_path: Path) -> None:
@@ -59,11 +62,15 @@ def test_the_files_of_an_installed_package(data: DataConfig) -> None:
     import rich
 
     dataset = opened(replace(data, source="package:rich", pattern="*.py"))
-    files = [path for path in Path(rich.__file__).parent.rglob("*.py") if path.read_text("utf-8").strip()]
+    files = [
+        path for path in Path(rich.__file__).parent.rglob("*.py") if path.read_text("utf-8").strip()
+    ]
     assert sum(split.documents for split in dataset.manifest.splits.values()) == len(files)
 
 
-def test_a_corpus_is_prepared_once_and_its_texts_are_not_read_again(data: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_corpus_is_prepared_once_and_its_texts_are_not_read_again(
+    data: DataConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = opened(data)
     monkeypatch.setattr(records, "_open", lambda path: 1 / 0)
     assert opened(data).folder == first.folder
@@ -82,14 +89,18 @@ def test_anything_else_is_another_data_set(data: DataConfig, corpus: Path, chang
     elif change == "vocabulary":
         vocab_size += 1
     else:
-        data = replace(data, **{"holdout": {"holdout_every": 3}, "shards": {"shard_tokens": 99}}[change])
+        data = replace(
+            data, **{"holdout": {"holdout_every": 3}, "shards": {"shard_tokens": 99}}[change]
+        )
     other = opened(data, vocab_size)
     assert other.folder != first.folder
     if change != "vocabulary":  # these few texts do not fill a vocabulary of 300
         assert other.manifest.identity != first.manifest.identity
 
 
-def test_the_same_texts_elsewhere_are_the_same_tokens(data: DataConfig, corpus: Path, tmp_path: Path) -> None:
+def test_the_same_texts_elsewhere_are_the_same_tokens(
+    data: DataConfig, corpus: Path, tmp_path: Path
+) -> None:
     corpus.rename(tmp_path / "moved")
     first = opened(replace(data, source=str(tmp_path / "moved")))
     (tmp_path / "moved").rename(corpus)
@@ -98,11 +109,15 @@ def test_the_same_texts_elsewhere_are_the_same_tokens(data: DataConfig, corpus: 
 
 def test_two_processes_that_prepare_one_corpus_wait_for_each_other(data: DataConfig) -> None:
     program = (
-        "import sys; from lather.data.config import DataConfig; from lather.data.opening import open_datasets\n"
-        "print(open_datasets(DataConfig(source=sys.argv[1], pattern='*.txt', cache_dir=sys.argv[2]), 300, lambda text: None)[0].folder)"
+        "import sys; from lather.data.config import DataConfig; from lather.data.opening import "
+        "open_datasets\n"
+        "print(open_datasets(DataConfig(source=sys.argv[1], pattern='*.txt', "
+        "cache_dir=sys.argv[2]), 300, lambda text: None)[0].folder)"
     )
     command = ["-c", program, data.source, data.cache_dir]
-    processes = [ForkedPython(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(4)]
+    processes = [
+        ForkedPython(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(4)
+    ]
     outputs = [process.communicate(timeout=100) for process in processes]
     assert [process.returncode for process in processes] == [0] * 4, outputs
     assert len({out for out, _ in outputs}) == 1
@@ -111,12 +126,25 @@ def test_two_processes_that_prepare_one_corpus_wait_for_each_other(data: DataCon
 
 SOURCES = {
     "no folder": ({"source": "absent"}, r"absent: no such file or folder: give "),
-    "no package": ({"source": "package:absent"}, r"no package 'absent' is installed here: install it, or"),
+    "no package": (
+        {"source": "package:absent"},
+        r"no package 'absent' is installed here: install it, or",
+    ),
     "a module": ({"source": "package:antigravity"}, r"no package 'antigravity' is installed"),
     "no name": ({"source": "package:"}, r"no package '' is installed"),
-    "no file": ({"pattern": "*.rst"}, r"no file matches the pattern '\*\.rst': there are \d+ \.txt: give .* such as '\*\.txt', or another"),
-    "one file": ({"pattern": "1.txt"}, r"1 document matches data\.pattern = '1\.txt', but at least 2 .*give another"),
-    "cache below a file": ({"cache_dir": "/dev/null/cache"}, r"/dev/null/cache/.* cannot be written .*give another"),
+    "no file": (
+        {"pattern": "*.rst"},
+        r"no file matches the pattern '\*\.rst': there are \d+ \.txt: give .* such as '\*\.txt', "
+        r"or another",
+    ),
+    "one file": (
+        {"pattern": "1.txt"},
+        r"1 document matches data\.pattern = '1\.txt', but at least 2 .*give another",
+    ),
+    "cache below a file": (
+        {"cache_dir": "/dev/null/cache"},
+        r"/dev/null/cache/.* cannot be written .*give another",
+    ),
 }
 
 
@@ -133,7 +161,9 @@ def test_a_vocabulary_smaller_than_the_bytes_names_field_and_least(data: DataCon
     assert opened(data, 257).manifest.vocab_size == 257
 
 
-def test_a_document_that_spells_the_end_of_text_token_is_one_document(data: DataConfig, corpus: Path) -> None:
+def test_a_document_that_spells_the_end_of_text_token_is_one_document(
+    data: DataConfig, corpus: Path
+) -> None:
     text = f"before {END_OF_TEXT} after " * 5
     for path in corpus.rglob("*.txt"):
         path.write_text(text)
@@ -154,17 +184,23 @@ def test_a_damaged_tokenizer_is_named(tmp_path: Path, contents: bytes | None) ->
         load_tokenizer(path, "put it back")
 
 
-# --- several data sets --------------------------------------------------------------------------------------------------------------
+# --- several data sets ----------------------------------------------------------------------------
 
 
 @pytest.fixture
 def two(tmp_path: Path, corpus: Path) -> tuple[Path, Path]:
     """Two data sets with one tokenizer."""
-    train_tokenizer(iter(["line of file naïve"]), VOCABULARY, END_OF_TEXT).save(str(tmp_path / "tokenizer.json"))
+    train_tokenizer(iter(["line of file naïve"]), VOCABULARY, END_OF_TEXT).save(
+        str(tmp_path / "tokenizer.json")
+    )
     paths = (tmp_path / "one", tmp_path / "two")
     for path, pattern in zip(paths, ("[0-3].txt", "[4-7].txt"), strict=True):
         recipe = DataRecipe(
-            (str(corpus),), pattern=pattern, tokenizer=str(tmp_path / "tokenizer.json"), vocab_size=VOCABULARY, holdout_every=3
+            (str(corpus),),
+            pattern=pattern,
+            tokenizer=str(tmp_path / "tokenizer.json"),
+            vocab_size=VOCABULARY,
+            holdout_every=3,
         )
         make_dataset(path, recipe, print, 1)
     return paths
@@ -176,31 +212,46 @@ def test_every_sequence_of_all_data_sets_comes_once_in_an_epoch(two: tuple[Path,
     batches = training_batches(datasets, config, 16, 4, 0)
     total = sum(batches.order.sizes)
     samples = batches.order.samples(0, total)
-    assert sorted(samples) == [(source, index) for source, size in enumerate(batches.order.sizes) for index in range(size)]
+    assert sorted(samples) == [
+        (source, index) for source, size in enumerate(batches.order.sizes) for index in range(size)
+    ]
     labels = sum(batches.batch(step).num_labels for step in range(1, total // 4 + 1))
     tokens = sum(dataset.manifest.splits["train"].tokens for dataset in datasets)
-    assert tokens - 2 - 4 * 16 <= labels <= tokens - 2  # the first token of each data set is no label
+    assert (
+        tokens - 2 - 4 * 16 <= labels <= tokens - 2
+    )  # the first token of each data set is no label
 
 
 def test_weights_share_out_the_sequences(two: tuple[Path, Path]) -> None:
     config = DataConfig(path=tuple(map(str, two)), weights=(3, 1))
-    batches = training_batches(open_datasets(config, VOCABULARY, lambda text: None), config, 16, 4, 0)
+    batches = training_batches(
+        open_datasets(config, VOCABULARY, lambda text: None), config, 16, 4, 0
+    )
     sources = [source for source, _ in batches.order.samples(0, 400)]
     assert abs(sources.count(0) - 300) <= 3
 
 
 def test_held_out_sets_have_names(two: tuple[Path, Path]) -> None:
     config = DataConfig(path=(str(two[0]),), validation={"other": str(two[1])})
-    sets = held_out_sets(open_datasets(config, VOCABULARY, lambda text: None), config, 16, 4, VOCABULARY)
+    sets = held_out_sets(
+        open_datasets(config, VOCABULARY, lambda text: None), config, 16, 4, VOCABULARY
+    )
     assert list(sets) == ["one", "other"]
     assert all(1 <= len(held_out.indices) <= 4 for held_out in sets.values())
 
 
-def test_another_tokenizer_or_vocabulary_is_refused(two: tuple[Path, Path], data: DataConfig) -> None:
+def test_another_tokenizer_or_vocabulary_is_refused(
+    two: tuple[Path, Path], data: DataConfig
+) -> None:
     other = opened(data)
     with pytest.raises(DataError, match=r"was made with another tokenizer than .*one"):
-        open_datasets(DataConfig(path=(str(two[0]), str(other.folder))), VOCABULARY, lambda text: None)
-    with pytest.raises(DataError, match=r"has a vocabulary of 300 tokens, but model\.vocab_size is 299: they do not fit"):
+        open_datasets(
+            DataConfig(path=(str(two[0]), str(other.folder))), VOCABULARY, lambda text: None
+        )
+    with pytest.raises(
+        DataError,
+        match=r"has a vocabulary of 300 tokens, but model\.vocab_size is 299: they do not fit",
+    ):
         open_datasets(DataConfig(path=(str(two[0]),)), VOCABULARY - 1, lambda text: None)
 
 
@@ -210,25 +261,36 @@ def test_weights_that_do_not_fit_name_the_field(weights: tuple[float, ...]) -> N
         DataConfig(path=("a", "b"), weights=weights)
 
 
-# --- damage -------------------------------------------------------------------------------------------------------------------------
+# --- damage ---------------------------------------------------------------------------------------
 
 SHARD = "train-00000-000.npy"
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (lambda path: path.unlink(), "is missing"),
     "empty": (lambda path: path.write_bytes(b""), "is empty: it has 0 bytes, not"),
-    "truncated": (lambda path: path.write_bytes(path.read_bytes()[:-2]), "is truncated: it has .* bytes, not"),
-    "longer": (lambda path: path.write_bytes(path.read_bytes() + b"xx"), "is too long: it has .* bytes, not"),
+    "truncated": (
+        lambda path: path.write_bytes(path.read_bytes()[:-2]),
+        "is truncated: it has .* bytes, not",
+    ),
+    "longer": (
+        lambda path: path.write_bytes(path.read_bytes() + b"xx"),
+        "is too long: it has .* bytes, not",
+    ),
 }
 
 
 @pytest.mark.parametrize("suffix", ["npy", "ends.npy"])
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_shard_is_named_with_the_remedy(data: DataConfig, damage: str, suffix: str) -> None:
+def test_a_damaged_shard_is_named_with_the_remedy(
+    data: DataConfig, damage: str, suffix: str
+) -> None:
     dataset = opened(data)
     path = dataset.folder / SHARD.replace("npy", suffix)
     change, message = DAMAGE[damage]
     change(path)
-    with pytest.raises(DataError, match=rf"{path}: .*{message}.* delete {dataset.folder} to make the data set again"):
+    with pytest.raises(
+        DataError,
+        match=rf"{path}: .*{message}.* delete {dataset.folder} to make the data set again",
+    ):
         dataset.split("train")
 
 
@@ -248,8 +310,18 @@ def test_a_token_outside_the_vocabulary_names_the_data_set(data: DataConfig) -> 
     path = dataset.folder / SHARD
     path.write_bytes(path.read_bytes()[:-2] + b"\xff\xff")
     batches = training_batches([dataset], data, 8, 1, 0)
-    last = next(step for step in range(1, 10**4) if batches.order.samples(step - 1, step) == [(0, len(batches.sources[0]) - 1)])
-    with pytest.raises(DataError, match=rf"{dataset.folder} \(train\): token 65535 .* outside the vocabulary \(300\).*`lather data check`"):
+    last = next(
+        step
+        for step in range(1, 10**4)
+        if batches.order.samples(step - 1, step) == [(0, len(batches.sources[0]) - 1)]
+    )
+    with pytest.raises(
+        DataError,
+        match=(
+            rf"{dataset.folder} \(train\): token 65535 .* outside the "
+            rf"vocabulary \(300\).*`lather data check`"
+        ),
+    ):
         batches.batch(last)
 
 
@@ -276,7 +348,11 @@ def test_a_damaged_manifest_is_named_with_the_remedy(data: DataConfig, case: str
 def test_a_manifest_that_was_edited_is_noticed(data: DataConfig) -> None:
     path = opened(data).folder / MANIFEST
     text = path.read_text()
-    for change in (('"vocab_size": 300', '"vocab_size": 301'), ('"documents": 6', '"documents": 5'), ('"train"', '"training"')):
+    for change in (
+        ('"vocab_size": 300', '"vocab_size": 301'),
+        ('"documents": 6', '"documents": 5'),
+        ('"train"', '"training"'),
+    ):
         assert change[0] in text
         path.write_text(text.replace(*change))
         with pytest.raises(DataError, match="its checksum is wrong, it was edited or damaged"):
@@ -292,7 +368,13 @@ def test_a_folder_without_a_pattern_is_taken_whole(tmp_path: Path) -> None:
     for source in ("python-stdlib", "package:lather"):
         listed = list_sources(DataConfig(source=source).recipe(300)).files
         assert {Path(file.name).suffix for _, file in listed} == {".py"}
-    with pytest.raises(DataError, match=r"there are 1 \.md, 1 \.py, 1 \.txt: give another pattern, such as '\*\.md', or another folder$"):
+    with pytest.raises(
+        DataError,
+        match=(
+            r"there are 1 \.md, 1 \.py, 1 \.txt: give another "
+            r"pattern, such as '\*\.md', or another folder$"
+        ),
+    ):
         list_sources(DataConfig(source=str(tmp_path), pattern="*.rst").recipe(300))
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"the folder has no files: give another one$"):
@@ -301,7 +383,9 @@ def test_a_folder_without_a_pattern_is_taken_whole(tmp_path: Path) -> None:
 
 def test_the_first_words_of_held_out_text_are_a_prompt(tmp_path: Path) -> None:
     for number in range(6):
-        (tmp_path / f"{number}.txt").write_text(f"Number {number} begins thus, and then it goes on and on.\n" * 9)
+        (tmp_path / f"{number}.txt").write_text(
+            f"Number {number} begins thus, and then it goes on and on.\n" * 9
+        )
     config = DataConfig(source=str(tmp_path), cache_dir=str(tmp_path / "data"), holdout_every=3)
     (dataset,) = open_datasets(config, 300, print)
     assert dataset.tokenizer is not None

@@ -1,4 +1,5 @@
-"""The order of a run's samples: every sequence once in an epoch, shares by weight, and nothing to remember."""
+"""The order of a run's samples: every sequence once in an epoch, shares by weight, and nothing to
+remember."""
 
 from collections import Counter
 from itertools import pairwise
@@ -17,7 +18,9 @@ def chunked(order: Order, stop: int, sizes: tuple[int, ...]) -> list[tuple[int, 
 
 
 @pytest.mark.parametrize("sizes", [[7], [5, 11, 3]])
-def test_without_weights_every_sequence_comes_once_in_an_epoch_each_time_in_another_order(sizes: list[int]) -> None:
+def test_without_weights_every_sequence_comes_once_in_an_epoch_each_time_in_another_order(
+    sizes: list[int],
+) -> None:
     order, n = Order(sizes, 3), sum(sizes)
     everything = {(source, index) for source, size in enumerate(sizes) for index in range(size)}
     epochs = [order.samples(epoch * n, (epoch + 1) * n) for epoch in range(4)]
@@ -30,7 +33,12 @@ def test_without_weights_every_sequence_comes_once_in_an_epoch_each_time_in_anot
     [
         [MixturePhase(0)],
         [MixturePhase(0, (1, 2, 0.5))],
-        [MixturePhase(0), MixturePhase(13, (1, 1, 1)), MixturePhase(40, (5, 1, 1)), MixturePhase(90)],
+        [
+            MixturePhase(0),
+            MixturePhase(13, (1, 1, 1)),
+            MixturePhase(40, (5, 1, 1)),
+            MixturePhase(90),
+        ],
     ],
 )
 def test_samples_do_not_depend_on_how_they_are_asked_for(phases: list[MixturePhase]) -> None:
@@ -64,4 +72,8 @@ def test_weights_that_change_go_on_where_each_source_was() -> None:
 
 
 def test_another_seed_is_another_order() -> None:
-    assert Order([50], 0).samples(0, 50) == Order([50], 0).samples(0, 50) != Order([50], 1).samples(0, 50)
+    assert (
+        Order([50], 0).samples(0, 50)
+        == Order([50], 0).samples(0, 50)
+        != Order([50], 1).samples(0, 50)
+    )

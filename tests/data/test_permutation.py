@@ -1,4 +1,5 @@
-"""The shuffle without memory is a permutation, looks random, and does not depend on the order of questions."""
+"""The shuffle without memory is a permutation, looks random, and does not depend on the order of
+questions."""
 
 import numpy as np
 import pytest
@@ -16,7 +17,9 @@ def test_every_item_comes_once(n: int, key: list[int]) -> None:
 
 def test_a_place_has_its_item_whatever_else_is_asked() -> None:
     whole = shuffled(np.arange(1000), 1000, (7,))
-    assert [int(shuffled(place, 1000, (7,))) for place in (0, 3, 999)] == whole[[0, 3, 999]].tolist()
+    assert [int(shuffled(place, 1000, (7,))) for place in (0, 3, 999)] == whole[
+        [0, 3, 999]
+    ].tolist()
     np.testing.assert_array_equal(shuffled([5, 5, 2], 1000, (7,)), whole[[5, 5, 2]])
 
 
@@ -30,7 +33,8 @@ def test_keys_and_sizes_give_unrelated_shuffles() -> None:
 
 
 def test_neighbours_are_torn_apart() -> None:
-    """2^16 items form 256 runs of 256 neighbours; each run hits each bin of places about once (chi-squared with 65,025 degrees)."""
+    """2^16 items form 256 runs of 256 neighbours; each run hits each bin of places about once
+    (chi-squared with 65,025 degrees)."""
     n = 2**16
     items = shuffled(np.arange(n), n, (3,))
     hits = np.bincount(np.arange(n) // 256 * 256 + items // 256, minlength=n)

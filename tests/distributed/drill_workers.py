@@ -1,6 +1,8 @@
-"""Runs what test_drills.py tests: a tiny training run of two ranks that saves at every step, is killed at random moments and started again.
+"""Runs what test_drills.py tests: a tiny training run of two ranks that saves at every step, is
+killed at random moments and started again.
 
-Ranks are forked, so that a start takes no second import of torch. The forking process computes nothing with torch itself.
+Ranks are forked, so that a start takes no second import of torch. The forking process computes
+nothing with torch itself.
 """
 
 from __future__ import annotations
@@ -36,7 +38,11 @@ LONGEST = 3.0
 
 OPTIM: dict[str, dict[str, Any]] = {
     "synchronous": {"name": "soap", "precondition_frequency": 2, "experts": {"rule": "muon"}},
-    "asynchronous": {"name": "muon", "momentum": 0.9, "matrices": {"rule": "soap_muon", "precondition_frequency": 2}},
+    "asynchronous": {
+        "name": "muon",
+        "momentum": 0.9,
+        "matrices": {"rule": "soap_muon", "precondition_frequency": 2},
+    },
 }
 """Options of the optimizer; the rest of the parameters has AdamW in both."""
 
@@ -52,8 +58,17 @@ def config_of(folder: Path, *, asynchronous: bool, parallel: dict[str, int]) -> 
         {
             "run_dir": str(folder / "run"),
             "model": {"model_type": "deepseek_v2", **TINY},
-            "data": {"source": str(folder / "text"), "pattern": "*.txt", "cache_dir": str(folder / "data"), "holdout_every": 2},
-            "optim": {**OPTIM["asynchronous" if asynchronous else "synchronous"], "warmup_steps": 0, "schedule": "constant"},
+            "data": {
+                "source": str(folder / "text"),
+                "pattern": "*.txt",
+                "cache_dir": str(folder / "data"),
+                "holdout_every": 2,
+            },
+            "optim": {
+                **OPTIM["asynchronous" if asynchronous else "synchronous"],
+                "warmup_steps": 0,
+                "schedule": "constant",
+            },
             "train": {
                 "steps": 10**6,
                 "batch_size": 4,
@@ -69,9 +84,12 @@ def config_of(folder: Path, *, asynchronous: bool, parallel: dict[str, int]) -> 
 
 
 def rank_of_a_run(config: Config, folder: Path, rank: int, start: int, until: int) -> None:
-    """Do a forked rank's work: train to step `until`, and tell how long the first step and its save took."""
+    """Do a forked rank's work: train to step `until`, and tell how long the first step and its save
+    took."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store{start}", rank=rank, world_size=RANKS)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store{start}", rank=rank, world_size=RANKS
+    )
     mesh = Mesh.build(config.parallel, torch.device("cpu"))
     first, times = _newest(config), [time.monotonic()]
 
@@ -108,9 +126,11 @@ def forked(config: Config, folder: Path, rank: int, start: int, until: int) -> i
         os._exit(1)
 
 
-def run(config: Config, folder: Path, start: int, until: int, kill: tuple[float, list[int]] | None) -> list[int]:
-    """Start the ranks and return their exit statuses. `kill` says after how many steps which ranks are killed; then the others are, as a
-    launcher would end them."""
+def run(
+    config: Config, folder: Path, start: int, until: int, kill: tuple[float, list[int]] | None
+) -> list[int]:
+    """Start the ranks and return their exit statuses. `kill` says after how many steps which ranks
+    are killed; then the others are, as a launcher would end them."""
     pids = [forked(config, folder, rank, start, until) for rank in range(RANKS)]
     deadline = time.monotonic() + 60
     if kill is not None:
@@ -127,9 +147,15 @@ def run(config: Config, folder: Path, start: int, until: int, kill: tuple[float,
     return [os.waitpid(pid, 0)[1] for pid in pids]
 
 
-def drills(folder: Path, count: int, *, asynchronous: bool, parallel: dict[str, int], seed: int) -> dict[str, Any]:
-    """Kill one run `count` times, then train a few steps more; every checkpoint that is there after a kill must open."""
-    config, draw = config_of(folder, asynchronous=asynchronous, parallel=parallel), random.Random(seed)
+def drills(
+    folder: Path, count: int, *, asynchronous: bool, parallel: dict[str, int], seed: int
+) -> dict[str, Any]:
+    """Kill one run `count` times, then train a few steps more; every checkpoint that is there after
+    a kill must open."""
+    config, draw = (
+        config_of(folder, asynchronous=asynchronous, parallel=parallel),
+        random.Random(seed),
+    )
     found: list[list[str]] = []
     leftovers = 0
     for number in range(count):
@@ -142,12 +168,26 @@ def drills(folder: Path, count: int, *, asynchronous: bool, parallel: dict[str, 
         leftovers += any(checkpoints.glob(".tmp-*"))
     end = _newest(config) + MORE_STEPS
     statuses = run(config, folder, count, end, None)
-    undisturbed = replace(config, run_dir=str(folder / "undisturbed"), checkpoint=CheckpointConfig(every=end))
+    undisturbed = replace(
+        config, run_dir=str(folder / "undisturbed"), checkpoint=CheckpointConfig(every=end)
+    )
     whole = run(undisturbed, folder, count + 1, end, None)
-    return {"found": found, "leftovers": leftovers, "end": end, "statuses": statuses, "whole": whole}
+    return {
+        "found": found,
+        "leftovers": leftovers,
+        "end": end,
+        "statuses": statuses,
+        "whole": whole,
+    }
 
 
 if __name__ == "__main__":
     place, count, mode, axis, seed = sys.argv[1:]
-    result = drills(Path(place), int(count), asynchronous=mode == "asynchronous", parallel={axis: 2}, seed=int(seed))
+    result = drills(
+        Path(place),
+        int(count),
+        asynchronous=mode == "asynchronous",
+        parallel={axis: 2},
+        seed=int(seed),
+    )
     (Path(place) / "result.json").write_text(json.dumps(result))

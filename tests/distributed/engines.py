@@ -1,4 +1,5 @@
-"""Puts one process's plain model beside a mesh's engine, for tests of the pipeline: the same data, the same weights."""
+"""Puts one process's plain model beside a mesh's engine, for tests of the pipeline: the same data,
+the same weights."""
 
 from __future__ import annotations
 
@@ -56,7 +57,14 @@ class Case:
     changes: dict[str, Any] = field(default_factory=dict)
 
     def name(self) -> str:
-        return " ".join(f"{key}={value}" for key, value in vars(self).items() if value != getattr(Case(), key)) or "default"
+        return (
+            " ".join(
+                f"{key}={value}"
+                for key, value in vars(self).items()
+                if value != getattr(Case(), key)
+            )
+            or "default"
+        )
 
 
 @dataclass
@@ -81,17 +89,27 @@ class Pair:
         return Batch.of_tokens(tokens.unflatten(0, (self.num_data, -1))[self.mesh.data_rank])
 
     def run(self, tokens: Tensor) -> BatchResult:
-        """Run the forward and backward pass of a global batch, of which each rank takes its share."""
+        """Run the forward and backward pass of a global batch, of which each rank takes its
+        share."""
         return self.engine.read(self.engine.launch_gradients(self.share_of(tokens)))[0]
 
     def plain_key(self) -> str:
         """A key that is equal for pairs whose `plain` is the same model on the same tokens."""
         case = self.case
         model = (case.family, case.layers, case.experts, case.changes, case.lopsided, case.dtype)
-        return repr((*model, case.balance_level, case.z_loss, self.num_data, self.engine.schedule.num_micro_batches))
+        return repr(
+            (
+                *model,
+                case.balance_level,
+                case.z_loss,
+                self.num_data,
+                self.engine.schedule.num_micro_batches,
+            )
+        )
 
     def plain_gradients(self, tokens: Tensor) -> float:
-        """Run one process's backward passes on rank 0, and give all ranks its gradients and its loss, which is returned."""
+        """Run one process's backward passes on rank 0, and give all ranks its gradients and its
+        loss, which is returned."""
         found: list[Any] = [None, None]
         if dist.get_rank() == 0:
             found = [self._plain_passes(tokens), [p.grad for p in self.plain.parameters()]]
@@ -102,14 +120,18 @@ class Pair:
         return loss
 
     def _plain_passes(self, tokens: Tensor) -> float:
-        """Go forward and backward, micro-batch by micro-batch. Where the balance loss is taken over the global batch, the parts that data
-        ranks do at the same time are one micro-batch here."""
+        """Go forward and backward, micro-batch by micro-batch. Where the balance loss is taken over
+        the global batch, the parts that data ranks do at the same time are one micro-batch here."""
         total = tokens[:, 1:].numel()
         loss = 0.0
         for router in self.plain.routers():
             router.balance.restart(in_step=True)
         together = self.case.balance_level == "global_batch"
-        parts = tokens.unflatten(0, (self.num_data, -1)).transpose(0, 1) if together else tokens.unsqueeze(1)
+        parts = (
+            tokens.unflatten(0, (self.num_data, -1)).transpose(0, 1)
+            if together
+            else tokens.unsqueeze(1)
+        )
         for part in parts:
             output = self.plain(part[:, :-1], part[:, 1:], normalizer=float(total))
             share = len(part) * LENGTH / total
@@ -123,8 +145,8 @@ class Pair:
         return loss
 
     def largest_error(self, what: str) -> float:
-        """The largest error of this rank's rows of any parameter ("value") or gradient ("grad"), relative to the largest element of the
-        whole tensor."""
+        """The largest error of this rank's rows of any parameter ("value") or gradient ("grad"),
+        relative to the largest element of the whole tensor."""
         worst = 0.0
         plain = dict(self.plain.named_parameters())
         for entry in self.engine.parameters:
@@ -148,9 +170,16 @@ def mesh_of(case: Case) -> Mesh:
 
 
 def make_pair(case: Case, seed: int = 0, mesh: Mesh | None = None) -> Pair:
-    """Make the pair of a case; all ranks have to call it. `mesh` is `mesh_of(case)`, if it exists already."""
+    """Make the pair of a case; all ranks have to call it. `mesh` is `mesh_of(case)`, if it exists
+    already."""
     sizes = {"num_hidden_layers": case.layers, **case.changes}
-    sizes[{"deepseek_v2": "n_routed_experts", "qwen3_moe": "num_experts", "gpt_oss": "num_local_experts"}[case.family]] = case.experts
+    sizes[
+        {
+            "deepseek_v2": "n_routed_experts",
+            "qwen3_moe": "num_experts",
+            "gpt_oss": "num_local_experts",
+        }[case.family]
+    ] = case.experts
     plain = tiny_family_model(case.family, seed=seed, **sizes).to(case.dtype)
     plain.set_memory("reference")
     if case.lopsided:
@@ -159,11 +188,21 @@ def make_pair(case: Case, seed: int = 0, mesh: Mesh | None = None) -> Pair:
                 router.weight[2:] = router.weight[:1] * 0.01
     mesh = mesh or mesh_of(case)
     schedule = _schedule(case)
-    share = PartLayers(stages_of(uniform(case.layers, schedule.num_stages)), schedule.stages_of(mesh.pp_rank), mesh.ep_rank, mesh.ep)
+    share = PartLayers(
+        stages_of(uniform(case.layers, schedule.num_stages)),
+        schedule.stages_of(mesh.pp_rank),
+        mesh.ep_rank,
+        mesh.ep,
+    )
     whole = build_model(tiny_family_config(case.family, **sizes), None, torch.device("meta"))
     part = empty_part(whole, share, mesh.device, case.dtype)
     fill(part, plain.named_parameters())
-    moe = MoEConfig(memory=case.memory, balance_coefficient=0.05, balance_level=case.balance_level, z_loss_coefficient=case.z_loss)
+    moe = MoEConfig(
+        memory=case.memory,
+        balance_coefficient=0.05,
+        balance_level=case.balance_level,
+        z_loss_coefficient=case.z_loss,
+    )
     batch = mesh.data_size * schedule.num_micro_batches
     loop = LoopConfig(
         batch_size=batch,

@@ -1,4 +1,5 @@
-"""Cases of an exchange: the tokens and where they go; and loops over tokens that find what every rank then has to have."""
+"""Cases of an exchange: the tokens and where they go; and loops over tokens that find what every
+rank then has to have."""
 
 from __future__ import annotations
 
@@ -38,12 +39,18 @@ class Case:
         scores = torch.rand(self.tokens[rank], len(allowed), generator=generator)
         experts_TK = allowed[scores.argsort(1)[:, : self.k]]
         weights_TK = self.table(rank, self.k, seed=2).to(self.weights)
-        return Routing(experts_TK, weights_TK, count_rows(experts_TK, self.e), torch.zeros(()), None)
+        return Routing(
+            experts_TK, weights_TK, count_rows(experts_TK, self.e), torch.zeros(()), None
+        )
 
     def rows(self, source: int, target: int) -> list[int]:
         """The tokens of rank `source` that rank `target` has to receive."""
         n = self.e // len(self.tokens)
-        return [t for t, experts in enumerate(self.routing(source).experts_TK.tolist()) if any(expert // n == target for expert in experts)]
+        return [
+            t
+            for t, experts in enumerate(self.routing(source).experts_TK.tolist())
+            if any(expert // n == target for expert in experts)
+        ]
 
 
 TWO = {
@@ -77,7 +84,9 @@ PAIRS = {name: TWO[name] for name in ("mixed", "a rank without tokens")}
 
 def random_case(seed: int) -> Case:
     generator = torch.Generator().manual_seed(seed)
-    first, second, half, k = (int(torch.randint(high, (), generator=generator)) for high in (9, 9, 5, 64))
+    first, second, half, k = (
+        int(torch.randint(high, (), generator=generator)) for high in (9, 9, 5, 64)
+    )
     e = 2 * (half + 1)
     return Case((first, second), e=e, k=1 + k % e, seed=1000 * seed)
 
@@ -89,11 +98,16 @@ def expected_dispatch(case: Case, me: int) -> tuple[Tensor, Tensor, Tensor]:
         for t in case.rows(source, me):
             x.append(case.x(source)[t])
             local = [
-                (e - me * n if e // n == me else -1, w) for e, w in zip(routing.experts_TK[t].tolist(), routing.weights_TK[t], strict=True)
+                (e - me * n if e // n == me else -1, w)
+                for e, w in zip(routing.experts_TK[t].tolist(), routing.weights_TK[t], strict=True)
             ]
             experts.append(torch.tensor([e for e, _ in local]))
             weights.append(torch.stack([w if e >= 0 else torch.zeros_like(w) for e, w in local]))
-    return stacked(x, case.d, case.dtype), stacked(experts, case.k, torch.int64), stacked(weights, case.k, case.weights)
+    return (
+        stacked(x, case.d, case.dtype),
+        stacked(experts, case.k, torch.int64),
+        stacked(weights, case.k, case.weights),
+    )
 
 
 def stacked(rows: list[Tensor], columns: int, dtype: torch.dtype) -> Tensor:
@@ -101,17 +115,25 @@ def stacked(rows: list[Tensor], columns: int, dtype: torch.dtype) -> Tensor:
 
 
 def from_tables(case: Case, me: int, columns: int, dtype: torch.dtype, *, seed: int) -> Tensor:
-    """The rows that rank `me` sends back, row by row; `tables(...)` has the same rows where they have to arrive."""
-    rows = [tables(case, source, me, columns, dtype, seed)[t] for source in range(len(case.tokens)) for t in case.rows(source, me)]
+    """The rows that rank `me` sends back, row by row; `tables(...)` has the same rows where they
+    have to arrive."""
+    rows = [
+        tables(case, source, me, columns, dtype, seed)[t]
+        for source in range(len(case.tokens))
+        for t in case.rows(source, me)
+    ]
     return stacked(rows, columns, dtype)
 
 
-def tables(case: Case, source: int, target: int, columns: int, dtype: torch.dtype, seed: int) -> Tensor:
+def tables(
+    case: Case, source: int, target: int, columns: int, dtype: torch.dtype, seed: int
+) -> Tensor:
     return case.table(source, columns, seed=10 * seed + target).to(dtype)
 
 
 def expected_sum(case: Case, me: int, *, seed: int) -> Tensor:
-    """The sum that a combine has to give, added slot by slot in fp32 or wider, and not rounded yet."""
+    """The sum that a combine has to give, added slot by slot in fp32 or wider, and not rounded
+    yet."""
     n, wide = case.e // len(case.tokens), torch.promote_types(case.dtype, torch.float32)
     total = torch.zeros(case.tokens[me], case.d, dtype=wide)
     for t, experts in enumerate(case.routing(me).experts_TK.tolist()):

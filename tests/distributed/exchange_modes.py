@@ -1,4 +1,5 @@
-"""Tests an exchange in its modes: buffers that it poisons or holds, and rows under autocast. It runs in ranks."""
+"""Tests an exchange in its modes: buffers that it poisons or holds, and rows under autocast. It
+runs in ranks."""
 
 from __future__ import annotations
 
@@ -27,12 +28,13 @@ from models.tiny import error, random_normal
 
 D_BLOCK = 24
 
-# --- what happens to buffers that nobody reads any more -------------------------------------------------------------------------------
+# --- what happens to buffers that nobody reads any more -------------------------------------------
 
 
 @contextlib.contextmanager
 def all_to_alls() -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Inside this context, note the received and the sent buffer of every all-to-all in the list that is yielded."""
+    """Inside this context, note the received and the sent buffer of every all-to-all in the list
+    that is yielded."""
     travels, original = [], dist.all_to_all_single
 
     def note(received: Tensor, sent: Tensor, *splits: Any, **options: Any) -> Any:
@@ -45,7 +47,8 @@ def all_to_alls() -> Iterator[list[tuple[Tensor, Tensor]]]:
 
 
 class GivesBackTooEarly(ExpertExchange):
-    """An exchange with one mistake: it gives a buffer back while the buffer has still to be read."""
+    """An exchange with one mistake: it gives a buffer back while the buffer has still to be
+    read."""
 
     def __init__(self, mistake: str, group: dist.ProcessGroup, num_experts: int) -> None:
         super().__init__(group, num_experts, free_buffer=Frees(poison=True).free_buffer)
@@ -88,7 +91,8 @@ def is_found_out(case: Case, me: int, exchange: ExpertExchange) -> bool:
 
 
 def buffers(case: Case, me: int, group: dist.ProcessGroup) -> dict[str, bool]:
-    """Go there and back in the two modes that keep buffers; returns whether the buffers end up poisoned, or hold their values."""
+    """Go there and back in the two modes that keep buffers; returns whether the buffers end up
+    poisoned, or hold their values."""
     found = {}
     for name, frees in (("poisoned", Frees(poison=True)), ("held", Frees(enabled=False))):
         exchange = ExpertExchange(group, case.e, free_buffer=frees.free_buffer)
@@ -97,12 +101,15 @@ def buffers(case: Case, me: int, group: dist.ProcessGroup) -> dict[str, bool]:
             exchange.start_combine(from_tables(case, me, case.d, case.dtype, seed=3), way).wait()
         _, (packed_there, packed), (_, sent), (back, _) = travels
         read = (packed, sent, packed_there, back)
-        gone = [bool((x.isnan() if x.is_floating_point() else x == torch.iinfo(x.dtype).max).all()) for x in read]
+        gone = [
+            bool((x.isnan() if x.is_floating_point() else x == torch.iinfo(x.dtype).max).all())
+            for x in read
+        ]
         found[name] = all(gone) if name == "poisoned" else not any(gone)
     return found
 
 
-# --- under autocast -------------------------------------------------------------------------------------------------------------------
+# --- under autocast -------------------------------------------------------------------------------
 
 
 class Wide(Segments):
@@ -113,7 +120,8 @@ class Wide(Segments):
 
 
 class NotesTheWay(ExpertExchange):
-    """Notes in `to_one_T` which of the last tokens went to one rank alone, and in `received` how many rows came."""
+    """Notes in `to_one_T` which of the last tokens went to one rank alone, and in `received` how
+    many rows came."""
 
     def start_combine(self, partial_RD: Tensor, way: Way) -> Any:
         self.to_one_T, self.received = (way.row_TK >= 0).sum(1) == 1, len(partial_RD)
@@ -125,8 +133,8 @@ class Ran:
     """The results and counts of a block's forward and backward."""
 
     results: list[Tensor]
-    """Output, the input's gradient, (T, D) both, and the gradients of the weights, but those of routed experts, which have tokens of one
-    rank alone."""
+    """Output, the input's gradient, (T, D) both, and the gradients of the weights, but those of
+    routed experts, which have tokens of one rank alone."""
     sent: list[tuple[torch.dtype, int]]
     """Dtype and bytes of the rows with D columns, for every time that some were sent."""
     kept: int
@@ -135,7 +143,9 @@ class Ran:
 def run_block(block: Block, segments: Segments, me: int) -> Ran:
     x_BSD, grad_BSD = (random_normal(3, 9, D_BLOCK, seed=seed + me).float() for seed in (10, 20))
     tokens = torch.zeros(3, 9, dtype=torch.int64)
-    tape = ChunkTape(MicroBatch(tokens, tokens, SequenceLayout(3, 9, tokens.device), balance_weight=0.1))
+    tape = ChunkTape(
+        MicroBatch(tokens, tokens, SequenceLayout(3, 9, tokens.device), balance_weight=0.1)
+    )
     sent, original = [], dist.all_to_all_single
 
     def note(received: Tensor, rows: Tensor, *args: Any, **options: Any) -> Any:
@@ -149,13 +159,18 @@ def run_block(block: Block, segments: Segments, me: int) -> Ran:
         kept = alive.now
         grad_x_BSD = overlap.run(segments.backward(tape, grad_BSD))
     assert grad_x_BSD is not None
-    gradients = [p.grad for name, p in block.named_parameters() if "mlp.experts." not in name and p.grad is not None]
+    gradients = [
+        p.grad
+        for name, p in block.named_parameters()
+        if "mlp.experts." not in name and p.grad is not None
+    ]
     block.zero_grad()
     return Ran([out_BSD.flatten(0, 1), grad_x_BSD.flatten(0, 1), *gradients], sent, kept)
 
 
 def half_the_bytes(blocks: list[Block], me: int, group: dist.ProcessGroup) -> dict[str, Any]:
-    """Compare a block with a share of the experts with the same block whose rows travel in fp32, and with a block that has all experts."""
+    """Compare a block with a share of the experts with the same block whose rows travel in fp32,
+    and with a block that has all experts."""
     exchange, options = NotesTheWay(group, 8), {"autocast": torch.bfloat16}
     wide = run_block(blocks[0], Wide(exchange, **options), me)
     narrow = run_block(blocks[0], Segments(exchange, **options), me)
@@ -170,5 +185,7 @@ def half_the_bytes(blocks: list[Block], me: int, group: dist.ProcessGroup) -> di
         "alone": int(alone_T.sum()),
         "same bits": torch.equal(narrow.results[0][alone_T], local.results[0][alone_T]),
         "dtypes": {result.dtype for result in narrow.results},
-        "errors": [error(mine, theirs) for mine, theirs in zip(narrow.results, local.results, strict=True)],
+        "errors": [
+            error(mine, theirs) for mine, theirs in zip(narrow.results, local.results, strict=True)
+        ],
     }

@@ -1,4 +1,5 @@
-"""The ranks of test_faults.py: a tiny training run in which rank 1 fails at a chosen place of step 3. Ranks import this module by name."""
+"""The ranks of test_faults.py: a tiny training run in which rank 1 fails at a chosen place of step
+3. Ranks import this module by name."""
 
 from __future__ import annotations
 
@@ -44,7 +45,13 @@ SAVES = ("save", "save beside", "kill in save")
 """Places in the save of step 3; the second is written while step 4 runs."""
 
 
-NAMES = {"exchange": "muon", "shape": "soap_muon", "backward": "soap", "save": "muon", "kill in save": "soap"}
+NAMES = {
+    "exchange": "muon",
+    "shape": "soap_muon",
+    "backward": "soap",
+    "save": "muon",
+    "kill in save": "soap",
+}
 """The rules of the places that do not use AdamW for everything."""
 
 
@@ -62,9 +69,20 @@ def config_of(folder: Path, place: str) -> Config:
         {
             "run_dir": str(folder / "run"),
             "model": {"model_type": "deepseek_v2", **TINY},
-            "data": {"source": str(folder / "text"), "pattern": "*.txt", "cache_dir": str(folder / "data"), "holdout_every": 2},
+            "data": {
+                "source": str(folder / "text"),
+                "pattern": "*.txt",
+                "cache_dir": str(folder / "data"),
+                "holdout_every": 2,
+            },
             "optim": {"name": NAMES.get(place, "adamw"), "warmup_steps": 0},
-            "train": {"steps": 1000, "batch_size": 4, "sequence_length": 8, "validation_sequences": 2, "validation_every": 0},
+            "train": {
+                "steps": 1000,
+                "batch_size": 4,
+                "sequence_length": 8,
+                "validation_sequences": 2,
+                "validation_every": 0,
+            },
             "parallel": {"ep": 2} if place in ("exchange", "shape") else {"pp": 2},
             "checkpoint": {"every": 1, "asynchronous": place == "save beside"},
             "log": {"sample_tokens": 0},
@@ -73,9 +91,11 @@ def config_of(folder: Path, place: str) -> Config:
 
 
 def work(folder: str, place: str, world: World) -> int:
-    """Train. In step 3 rank 1 writes down the time and dies or raises at the second call of the place's function, or gets a cut batch.
+    """Train. In step 3 rank 1 writes down the time and dies or raises at the second call of the
+    place's function, or gets a cut batch.
 
-    A checkpoint's files are written once a step: in the save of step 3 rank 1 fails when its own file is on disk.
+    A checkpoint's files are written once a step: in the save of step 3 rank 1 fails when its own
+    file is on disk.
     """
     config = config_of(Path(folder), place)
     mesh = Mesh.build(config.parallel, torch.device("cpu"))

@@ -1,4 +1,5 @@
-"""Cases of `ownership="replicated"`: the state of a parameter lies in rows on all ranks, and goes from there to owners and back."""
+"""Cases of `ownership="replicated"`: the state of a parameter lies in rows on all ranks, and goes
+from there to owners and back."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ FREQUENCY = 2
 
 
 def gathered_differences(rank: int, world_size: int) -> list[str]:
-    """Name the parameters that differ from one process's, after five steps, in which state goes from rows to owners and back."""
+    """Name the parameters that differ from one process's, after five steps, in which state goes
+    from rows to owners and back."""
     wrong = []
     for name, kind, dtype in CASES:
         layout = LAYOUTS[world_size][name]
@@ -36,8 +38,14 @@ def gathered_differences(rank: int, world_size: int) -> list[str]:
         expected = expected_of(kind, dtype, 5, FREQUENCY)
         case = f"{name}, {kind}"
         before: Spread | None = None
-        for ownership, steps in (("replicated", range(2)), ("whole", range(2, 3)), ("replicated", range(3, 5))):
-            run = make_spread(kind, layout, dtype, mesh, precondition_frequency=FREQUENCY, ownership=ownership)
+        for ownership, steps in (
+            ("replicated", range(2)),
+            ("whole", range(2, 3)),
+            ("replicated", range(3, 5)),
+        ):
+            run = make_spread(
+                kind, layout, dtype, mesh, precondition_frequency=FREQUENCY, ownership=ownership
+            )
             if before is not None:
                 with torch.no_grad():
                     for p, q in zip(run.params, before.params, strict=True):
@@ -59,7 +67,11 @@ def gathered_differences(rank: int, world_size: int) -> list[str]:
 
 def rows_that_are_wrong(run: Spread) -> list[str]:
     """Name the entries whose rows on all ranks are not the whole entry once."""
-    pieces = [(param, piece) for param, piece in run.optimizer.state_pieces() if piece.name != "step" and len(piece.shape) == 2]
+    pieces = [
+        (param, piece)
+        for param, piece in run.optimizer.state_pieces()
+        if piece.name != "step" and len(piece.shape) == 2
+    ]
     own = torch.tensor([piece.value.numel() for _, piece in pieces])
     total = own.clone()
     dist.all_reduce(total)
@@ -67,13 +79,16 @@ def rows_that_are_wrong(run: Spread) -> list[str]:
     for (param, piece), here, everywhere in zip(pieces, own.tolist(), total.tolist(), strict=True):
         whole = math.prod(piece.shape)
         if everywhere != whole or (piece.shape[0] >= run.mesh.size() and here == whole):
-            wrong.append(f"{piece.name} of {tuple(param.shape)}: {here} of {whole} here, {everywhere} on all ranks")
+            wrong.append(
+                f"{piece.name} of {tuple(param.shape)}: {here} of {whole} here, {everywhere} on "
+                "all ranks"
+            )
     return wrong
 
 
 def changes(rank: int, world_size: int) -> list[str]:
-    """Name what goes wrong with options that change between steps or between saving and loading, with scalars, and with an empty
-    parameter."""
+    """Name what goes wrong with options that change between steps or between saving and loading,
+    with scalars, and with an empty parameter."""
     mesh = init_device_mesh("cpu", (world_size,))
     wrong = []
     for ownership in ("whole", "replicated"):
@@ -83,10 +98,18 @@ def changes(rank: int, world_size: int) -> list[str]:
         def spread_ones(tensors: list[Tensor]) -> list[Tensor]:
             return [spread(x, mesh, [Shard(0) if x.dim() else Replicate()]) for x in tensors]
 
-        def run(optimizer: SOAP, params: list[nn.Parameter], steps: range, spread_out: bool, shapes: Any = shapes) -> None:
+        def run(
+            optimizer: SOAP,
+            params: list[nn.Parameter],
+            steps: range,
+            spread_out: bool,
+            shapes: Any = shapes,
+        ) -> None:
             for step in steps:
                 grads = values(10 + step, torch.float32, shapes)
-                for p, grad in zip(params, spread_ones(grads) if spread_out else grads, strict=True):
+                for p, grad in zip(
+                    params, spread_ones(grads) if spread_out else grads, strict=True
+                ):
                     p.grad = grad
                 optimizer.step()
 
@@ -97,19 +120,32 @@ def changes(rank: int, world_size: int) -> list[str]:
         run(one, whole, range(3), False)
         run(many, parts, range(3), True)
         before = [p.detach().full_tensor() for p in parts]
-        for name, value in (("max_precond_dim", 8), ("ownership", {"whole": "replicated", "replicated": "whole"}[ownership])):
+        for name, value in (
+            ("max_precond_dim", 8),
+            ("ownership", {"whole": "replicated", "replicated": "whole"}[ownership]),
+        ):
             kept, many.param_groups[0][name] = many.param_groups[0][name], value
             with pytest.raises(ValueError, match="was changed after its state was made"):
                 many.step()
             many.param_groups[0][name] = kept
-        wrong += [f"{ownership}: {i} changed" for i, p in enumerate(parts) if not torch.equal(p.detach().full_tensor(), before[i])]
+        wrong += [
+            f"{ownership}: {i} changed"
+            for i, p in enumerate(parts)
+            if not torch.equal(p.detach().full_tensor(), before[i])
+        ]
         fresh = [nn.Parameter(p.detach().clone()) for p in parts]
         other = SOAP(fresh, precondition_frequency=2, max_precond_dim=8, ownership=ownership)
         other.init_state()
-        other.load_state_dict(many.state_dict())  # it loads the options, too, and with them other factors
+        other.load_state_dict(
+            many.state_dict()
+        )  # it loads the options, too, and with them other factors
         run(one, whole, range(3, 6), False)
         run(other, fresh, range(3, 6), True)
-        wrong += [f"{ownership}: {i}" for i, (p, q) in enumerate(zip(fresh, whole, strict=True)) if not torch.equal(p.full_tensor(), q)]
+        wrong += [
+            f"{ownership}: {i}"
+            for i, (p, q) in enumerate(zip(fresh, whole, strict=True))
+            if not torch.equal(p.full_tensor(), q)
+        ]
         other.param_groups[0]["state_dtype"] = torch.float64
         run(other, fresh, range(6, 7), True)
         kept_now = other.state[fresh[0]]["exp_avg"]

@@ -36,7 +36,8 @@ class Job:
         *,
         python: Callable[..., subprocess.Popen[str]] = fresh_python,
     ) -> Job:
-        """Run `script FOLDER TASK NUM_RANKS`, once or in each of the environments. Rank r writes its pid to `FOLDER/rank<r>`."""
+        """Run `script FOLDER TASK NUM_RANKS`, once or in each of the environments. Rank r writes
+        its pid to `FOLDER/rank<r>`."""
         folder.mkdir()
         command = [script, folder, task, num_ranks]
         paths = os.pathsep.join(path for path in sys.path if path)
@@ -45,7 +46,15 @@ class Job:
         return cls(
             folder,
             [
-                reaped(python(command, env={**environment, **own}, stdout=pipe, stderr=pipe, start_new_session=True))
+                reaped(
+                    python(
+                        command,
+                        env={**environment, **own},
+                        stdout=pipe,
+                        stderr=pipe,
+                        start_new_session=True,
+                    )
+                )
                 for own in environments or [{}]
             ],
             num_ranks,
@@ -57,12 +66,15 @@ class Job:
         deadline = time.monotonic() + 120
         while not all(file.exists() for file in files):
             assert time.monotonic() < deadline, "the ranks did not start"
-            assert any(process.poll() is None for process in self.processes), [process.communicate() for process in self.processes]
+            assert any(process.poll() is None for process in self.processes), [
+                process.communicate() for process in self.processes
+            ]
             time.sleep(0.02)
         return [int(file.read_text()) for file in files]
 
     def end(self, event: Callable[[Job, list[int]], object]) -> tuple[list[int], str, str]:
-        """Cause the event, which has to end the job in time; returns exit statuses, output and errors."""
+        """Cause the event, which has to end the job in time; returns exit statuses, output and
+        errors."""
         pids = self.pids()
         event(self, pids)
         start = time.monotonic()

@@ -1,4 +1,5 @@
-"""The ranks of test_launch.py, and a command that starts or joins them. It is a module of its own because ranks import it by name."""
+"""The ranks of test_launch.py, and a command that starts or joins them. It is a module of its own
+because ranks import it by name."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ def refuse(world: World) -> int:
 
 
 def block(world: World) -> int:
-    """Block rank 2 in C++: it waits for rank 0, which sleeps. Neither would notice by itself that rank 1 is gone."""
+    """Block rank 2 in C++: it waits for rank 0, which sleeps. Neither would notice by itself that
+    rank 1 is gone."""
     if world.rank == 2:
         dist.recv(torch.zeros(()), src=0)
     time.sleep(1000)
@@ -49,7 +51,8 @@ def block(world: World) -> int:
 
 
 def until_stopped(world: World) -> int:
-    """Take steps with a collective each, until all ranks have agreed to stop after the same step."""
+    """Take steps with a collective each, until all ranks have agreed to stop after the same
+    step."""
     assert world.stop is not None
     steps = 0
     asked = torch.zeros(())
@@ -61,7 +64,9 @@ def until_stopped(world: World) -> int:
     most = torch.tensor(steps)
     dist.all_reduce(most, dist.ReduceOp.MAX)
     assert most == steps
-    os.write(sys.stdout.fileno(), f"rank {world.rank} stopped\n".encode())  # in one write, because all ranks share the pipe
+    os.write(
+        sys.stdout.fileno(), f"rank {world.rank} stopped\n".encode()
+    )  # in one write, because all ranks share the pipe
     return 37 if world.rank == 0 else 0
 
 

@@ -1,5 +1,5 @@
-"""Does to the state and the weights of spread parameters what users do between steps: moves them, takes state
-dicts as room for a checkpoint, and keeps graphs."""
+"""Does to the state and the weights of spread parameters what users do between steps: moves them,
+takes state dicts as room for a checkpoint, and keeps graphs."""
 
 from __future__ import annotations
 
@@ -114,8 +114,8 @@ def alive_bytes(*tensors: Iterable[Tensor]) -> int:
 
 
 def room_differences(rank: int, world_size: int) -> list[str]:
-    """Name the rules for which loading takes too much memory, or whose state dict, taken as room for a
-    checkpoint before the first step, is not what it should be after a load or after steps."""
+    """Name the rules for which loading takes too much memory, or whose state dict, taken as room
+    for a checkpoint before the first step, is not what it should be after a load or after steps."""
     wrong = []
     for cls in RULES:
         for options in ({}, {"ownership": "replicated"}) if cls is SOAP else ({},):
@@ -130,13 +130,17 @@ def room_differences(rank: int, world_size: int) -> list[str]:
             room = get_optimizer_state_dict(fresh, resumed)
             parts = [local(x) for state in room["state"].values() for x in state.values()]
             if alive_bytes(entries(resumed), parts) > 1.55 * size:
-                wrong.append(f"{name}: room takes {alive_bytes(entries(resumed), parts) / size:.2f}")
+                wrong.append(
+                    f"{name}: room takes {alive_bytes(entries(resumed), parts) / size:.2f}"
+                )
             for key, state in saved["state"].items():  # as torch.distributed.checkpoint loads
                 for entry, x in state.items():
                     local(room["state"][key][entry]).copy_(local(x))
             set_optimizer_state_dict(fresh, resumed, room)
             if alive_bytes(entries(resumed), parts) > 1.55 * size:
-                wrong.append(f"{name}: a load takes {alive_bytes(entries(resumed), parts) / size:.2f}")
+                wrong.append(
+                    f"{name}: a load takes {alive_bytes(entries(resumed), parts) / size:.2f}"
+                )
             found = whole({"state": get_optimizer_state_dict(fresh, resumed)["state"]})
             wrong += [f"{name}: {key}" for key, x in kept.items() if not torch.equal(x, found[key])]
 
@@ -146,7 +150,9 @@ def room_differences(rank: int, world_size: int) -> list[str]:
             steps(untouched, first, range(2))
             after = whole({"state": room["state"]})
             wrong += [
-                f"{name}: a step changed {key} of what was taken before" for key, x in before.items() if not torch.equal(x, after[key])
+                f"{name}: a step changed {key} of what was taken before"
+                for key, x in before.items()
+                if not torch.equal(x, after[key])
             ]
             other, plain = sharded(cls, **options)
             steps(other, plain, range(2))
@@ -155,18 +161,27 @@ def room_differences(rank: int, world_size: int) -> list[str]:
                     wrong.append(f"{name}: parameters after a state dict before the first step")
             set_optimizer_state_dict(untouched, first, saved)  # state that was lent long ago
             found = whole({"state": get_optimizer_state_dict(untouched, first)["state"]})
-            wrong += [f"{name}: {key}, loaded later" for key, x in kept.items() if not torch.equal(x, found[key])]
+            wrong += [
+                f"{name}: {key}, loaded later"
+                for key, x in kept.items()
+                if not torch.equal(x, found[key])
+            ]
     return wrong
 
 
 def version_differences(rank: int, world_size: int) -> list[str]:
-    """Name the rules and placements for which a step does not tell autograd that it changed a weight."""
+    """Name the rules and placements for which a step does not tell autograd that it changed a
+    weight."""
     wrong = []
     mesh = init_device_mesh("cpu", (world_size,))
     for cls in RULES:
         for placement in (Shard(0), Shard(1), Replicate()):
             params = [
-                nn.Parameter(distribute_tensor(torch.ones(shape), mesh, [placement if len(shape) > 1 else Replicate()]))
+                nn.Parameter(
+                    distribute_tensor(
+                        torch.ones(shape), mesh, [placement if len(shape) > 1 else Replicate()]
+                    )
+                )
                 for shape in ((16, 8), (16,), (8, 16))
             ]
             optimizer = cls(params, lr=1e-2)  # type: ignore[call-arg]
@@ -185,8 +200,8 @@ def version_differences(rank: int, world_size: int) -> list[str]:
 
 
 def exchanged_differences(rank: int, world_size: int, folder: str) -> list[str]:
-    """Name the rules for which room for a checkpoint goes wrong if it is loaded where it was not lent,
-    with entries exchanged, or saved asynchronously."""
+    """Name the rules for which room for a checkpoint goes wrong if it is loaded where it was not
+    lent, with entries exchanged, or saved asynchronously."""
     wrong = []
     for cls, options in (*((cls, {}) for cls in RULES), (SOAP, {"ownership": "replicated"})):
         name = f"{cls.__name__} {options}"
@@ -195,7 +210,9 @@ def exchanged_differences(rank: int, world_size: int, folder: str) -> list[str]:
         saved = get_optimizer_state_dict(trained, optimizer)
         expected = whole({"state": saved["state"]})
 
-        def filled(net: Net, optimizer: MatrixOptimizer, saved: dict[str, Any], factor: float) -> dict[str, Any]:
+        def filled(
+            net: Net, optimizer: MatrixOptimizer, saved: dict[str, Any], factor: float
+        ) -> dict[str, Any]:
             room = get_optimizer_state_dict(net, optimizer)
             for key, state in saved["state"].items():
                 for entry, x in state.items():
@@ -208,7 +225,11 @@ def exchanged_differences(rank: int, world_size: int, folder: str) -> list[str]:
         set_optimizer_state_dict(two, second, rooms[0])
         for net, loaded, factor in ((one, first, 2.0), (two, second, 1.0)):
             found = whole({"state": get_optimizer_state_dict(net, loaded)["state"]})
-            wrong += [f"{name}: {key} of crossed rooms" for key, x in expected.items() if not torch.equal(x * factor, found[key])]
+            wrong += [
+                f"{name}: {key} of crossed rooms"
+                for key, x in expected.items()
+                if not torch.equal(x * factor, found[key])
+            ]
 
         net, swapped = sharded(cls, **options)
         room = filled(net, swapped, saved, 1.0)
@@ -231,13 +252,17 @@ def exchanged_differences(rank: int, world_size: int, folder: str) -> list[str]:
         target = {"optimizer": get_optimizer_state_dict(net, early)}
         dcp.load(target, checkpoint_id=f"{folder}/{name}")
         found = whole({"state": target["optimizer"]["state"]})
-        wrong += [f"{name}: {key} saved before the first step" for key, x in before.items() if not torch.equal(x, found[key])]
+        wrong += [
+            f"{name}: {key} saved before the first step"
+            for key, x in before.items()
+            if not torch.equal(x, found[key])
+        ]
     return wrong
 
 
 def reset_differences(rank: int, world_size: int) -> list[str]:
-    """Name the rules for which a parameter whose state is removed in mid-run does not begin again, or
-    for which state of a wrong shape is not refused."""
+    """Name the rules for which a parameter whose state is removed in mid-run does not begin again,
+    or for which state of a wrong shape is not refused."""
     wrong = []
     for cls, options in (*((cls, {}) for cls in RULES), (SOAP, {"ownership": "replicated"})):
         name = f"{cls.__name__} {options}"

@@ -1,4 +1,5 @@
-"""Counts the bytes of training steps on real ranks, for comparison with a memory plan. Ranks import it without pytest."""
+"""Counts the bytes of training steps on real ranks, for comparison with a memory plan. Ranks import
+it without pytest."""
 
 from __future__ import annotations
 
@@ -40,8 +41,8 @@ SIZES: dict[str, Any] = {
 }
 LENGTH, SEQUENCES = 70, 24
 PAIRS = torch.tensor(list(combinations(range(8), 2)))
-"""Every pair of experts (28, 2). A micro-batch, two sequences of LENGTH or of a multiple of it, has each pair equally often, so that the
-load is exactly even."""
+"""Every pair of experts (28, 2). A micro-batch, two sequences of LENGTH or of a multiple of it, has
+each pair equally often, so that the load is exactly even."""
 
 
 def run_config(
@@ -75,10 +76,16 @@ def run_config(
 
 
 def counted_run(
-    rank: int, world_size: int, config: Config, layers: Sequence[Sequence[int]] | None = None, *, tracked: bool = False
+    rank: int,
+    world_size: int,
+    config: Config,
+    layers: Sequence[Sequence[int]] | None = None,
+    *,
+    tracked: bool = False,
 ) -> tuple[int, int]:
-    """Count the peak bytes of this rank's storages over two steps that refresh. If `tracked`, the building of the model counts, too, and
-    the second number is the count of torch's tracker (else 0). `layers` lists every stage's layers; None: equally many."""
+    """Count the peak bytes of this rank's storages over two steps that refresh. If `tracked`, the
+    building of the model counts, too, and the second number is the count of torch's tracker (else
+    0). `layers` lists every stage's layers; None: equally many."""
     torch.manual_seed(0)
     choose = Router._choose
 
@@ -95,14 +102,20 @@ def counted_run(
     return alive.bytes, 0
 
 
-def _train(config: Config, layers: Sequence[Sequence[int]] | None, built: Callable[[], None]) -> None:
+def _train(
+    config: Config, layers: Sequence[Sequence[int]] | None, built: Callable[[], None]
+) -> None:
     """Train two steps; `built` is called before them."""
     mesh = Mesh.build(config.parallel, torch.device("cpu"))
     engine = build_engine(config, mesh, layers=layers)
     optimizer = build_optimizer(config.optim, engine.parameters)
     refresh_at_every_step(optimizer)
     step = TrainStep(engine, optimizer, config.train.max_grad_norm)
-    batch = Batch.of_tokens(torch.randint(0, SIZES["vocab_size"], (SEQUENCES // mesh.data_size, config.train.sequence_length + 1)))
+    batch = Batch.of_tokens(
+        torch.randint(
+            0, SIZES["vocab_size"], (SEQUENCES // mesh.data_size, config.train.sequence_length + 1)
+        )
+    )
     if config.data.apart:
         batch = _in_documents(batch, is_padded=config.data.packing == "documents")
     built()

@@ -1,7 +1,9 @@
-"""Runs a function in several processes that are each other's ranks, for tests; no rank outlives the call or the calling process.
+"""Runs a function in several processes that are each other's ranks, for tests; no rank outlives the
+call or the calling process.
 
-Annotations are not checked in ranks, because that would take most of their time; the same functions are checked in one process. Ranks are
-forked from a server that has imported their modules, which would take each rank seconds, and that has done nothing else.
+Annotations are not checked in ranks, because that would take most of their time; the same functions
+are checked in one process. Ranks are forked from a server that has imported their modules, which
+would take each rank seconds, and that has done nothing else.
 """
 
 from __future__ import annotations
@@ -22,11 +24,14 @@ from forked import collect_garbage_rarely, server, without_fsync
 from lather.processes import end_with_parent
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120) -> list[Any]:
-    """Run `function(rank, world_size, *args)` in `world_size` processes with a gloo group and one thread each; returns the results by rank.
+def run_ranks(
+    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120
+) -> list[Any]:
+    """Run `function(rank, world_size, *args)` in `world_size` processes with a gloo group and one
+    thread each; returns the results by rank.
 
-    `function` is a top-level function of a test module. The first exception of a rank is raised here with that rank's traceback.
-    Raises TimeoutError after `timeout` seconds.
+    `function` is a top-level function of a test module. The first exception of a rank is raised
+    here with that rank's traceback. Raises TimeoutError after `timeout` seconds.
     """
     context = server()
     file, name = function.__code__.co_filename, function.__qualname__
@@ -34,7 +39,16 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
         pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
         processes = []
         for rank, (_, sender) in enumerate(pipes):
-            target = (rank, world_size, file, name, pickle.dumps(args), f"file://{folder}/store", sender, dict(os.environ))
+            target = (
+                rank,
+                world_size,
+                file,
+                name,
+                pickle.dumps(args),
+                f"file://{folder}/store",
+                sender,
+                dict(os.environ),
+            )
             processes.append(context.Process(target=_run, args=target, daemon=True))
         try:
             for process, (_, sender) in zip(processes, pipes, strict=True):
@@ -54,7 +68,9 @@ def _collect(receivers: list[Connection], deadline: float) -> list[Any]:
         waiting = [receiver for rank, receiver in enumerate(receivers) if rank not in results]
         ready = wait(waiting, max(0.0, deadline - time.monotonic()))
         if not ready:
-            raise TimeoutError(f"ranks {sorted(set(range(len(receivers))) - set(results))} did not finish in time")
+            raise TimeoutError(
+                f"ranks {sorted(set(range(len(receivers))) - set(results))} did not finish in time"
+            )
         for receiver in ready:
             assert isinstance(receiver, Connection)
             rank = receivers.index(receiver)
@@ -68,7 +84,16 @@ def _collect(receivers: list[Connection], deadline: float) -> list[Any]:
     return [results[rank] for rank in range(len(receivers))]
 
 
-def _run(rank: int, world_size: int, file: str, name: str, args: bytes, store: str, sender: Connection, environ: dict[str, str]) -> None:
+def _run(
+    rank: int,
+    world_size: int,
+    file: str,
+    name: str,
+    args: bytes,
+    store: str,
+    sender: Connection,
+    environ: dict[str, str],
+) -> None:
     collect_garbage_rarely()
     os.environ.clear()
     os.environ.update(environ)
@@ -84,7 +109,9 @@ def _run(rank: int, world_size: int, file: str, name: str, args: bytes, store: s
         dist.barrier()
         sender.send_bytes(pickle.dumps(("result", result)))
     except BaseException:
-        time.sleep(0.2 if "Connection closed" in traceback.format_exc() else 0)  # lets the rank that failed first be heard first
+        time.sleep(
+            0.2 if "Connection closed" in traceback.format_exc() else 0
+        )  # lets the rank that failed first be heard first
         sender.send_bytes(pickle.dumps(("error", traceback.format_exc())))
         sys.exit(1)
 

@@ -1,4 +1,5 @@
-"""Cuts a model into parts, draws each rank's data, and takes a step without an engine, for the tests of sharding.
+"""Cuts a model into parts, draws each rank's data, and takes a step without an engine, for the
+tests of sharding.
 
 The loss of a block is computed from its parts on fixed data, so that experts need no exchange.
 """
@@ -53,10 +54,18 @@ class Part(nn.Module):
         firsts = [len(decoder.layers) * stage // stages for stage in range(stages + 1)]
         mine = (mesh.pp_rank, stages - 1 - mesh.pp_rank)
         ranges = [range(firsts[stage], firsts[stage + 1]) for stage in mine]
-        self.layers = nn.ModuleDict({str(i): decoder.layers[i] for numbers in ranges for i in numbers})
-        self.stages = [SimpleNamespace(blocks=[decoder.layers[i] for i in numbers]) for numbers in ranges]
+        self.layers = nn.ModuleDict(
+            {str(i): decoder.layers[i] for numbers in ranges for i in numbers}
+        )
+        self.stages = [
+            SimpleNamespace(blocks=[decoder.layers[i] for i in numbers]) for numbers in ranges
+        ]
         if mesh.pp_rank == 0:
-            self.embed_tokens, self.norm, self.lm_head = decoder.embed_tokens, decoder.norm, decoder.lm_head
+            self.embed_tokens, self.norm, self.lm_head = (
+                decoder.embed_tokens,
+                decoder.norm,
+                decoder.lm_head,
+            )
         for block in self.layers.values():
             keep_experts(block, mesh.ep_rank, case.ep)
 
@@ -68,7 +77,11 @@ def keep_experts(block: Block, ep_rank: int, ep: int) -> None:
 
 
 def whole_model(case: Case) -> Decoder:
-    changes = {"num_experts": case.experts, "num_hidden_layers": 2 * case.pp, "tie_word_embeddings": case.tied}
+    changes = {
+        "num_experts": case.experts,
+        "num_hidden_layers": 2 * case.pp,
+        "tie_word_embeddings": case.tied,
+    }
     return tiny_family_model("qwen3_moe", **changes).to(case.dtype)
 
 
@@ -81,10 +94,14 @@ def tokens_of(data_rank: int, step: int, micro_batch: int) -> tuple[Tensor, Tens
     return tokens[:, :-1], labels
 
 
-def inputs_of(data_rank: int, step: int, micro_batch: int, case: Case) -> tuple[Tensor, Tensor, Tensor]:
+def inputs_of(
+    data_rank: int, step: int, micro_batch: int, case: Case
+) -> tuple[Tensor, Tensor, Tensor]:
     """Draw hidden states and, for the routed experts, the router's decision."""
     seed = 1000 * step + 10 * data_rank + micro_batch
-    experts_TK = torch.randint(case.experts, (LENGTH, 2), generator=torch.Generator().manual_seed(seed))
+    experts_TK = torch.randint(
+        case.experts, (LENGTH, 2), generator=torch.Generator().manual_seed(seed)
+    )
     return (
         random_normal(BATCH, LENGTH, HIDDEN, seed=seed).to(case.dtype),
         experts_TK,
@@ -93,25 +110,38 @@ def inputs_of(data_rank: int, step: int, micro_batch: int, case: Case) -> tuple[
 
 
 def block_loss(block: Block, case: Case, data_rank: int, step: int, micro_batch: int) -> Tensor:
-    """The loss that this data rank adds: the block without experts on its own data, and its experts on the data of all ranks of its ep
-    group."""
+    """The loss that this data rank adds: the block without experts on its own data, and its experts
+    on the data of all ranks of its ep group."""
     assert isinstance(block.mlp, MoE)
     x_BSD = inputs_of(data_rank, step, micro_batch, case)[0]
     attended = block.attend_and_route(x_BSD, layout_of(x_BSD))
     assert attended.routing is not None
-    loss = attended.residual_BSD.sin().sum() + attended.normed_TD.cos().sum() + attended.routing.weights_TK.square().sum()
+    loss = (
+        attended.residual_BSD.sin().sum()
+        + attended.normed_TD.cos().sum()
+        + attended.routing.weights_TK.square().sum()
+    )
     ep_rank, share = data_rank % case.ep, case.experts // case.ep
     for other in range(data_rank - ep_rank, data_rank - ep_rank + case.ep):
         x_BSD, experts_TK, weights_TK = inputs_of(other, step, micro_batch, case)
-        experts_TK = torch.where(experts_TK // share == ep_rank, experts_TK % len(block.mlp.experts.down_proj), -1)
+        experts_TK = torch.where(
+            experts_TK // share == ep_rank, experts_TK % len(block.mlp.experts.down_proj), -1
+        )
         loss = loss + (block.mlp.experts(x_BSD[0], experts_TK, weights_TK) * x_BSD[0]).sum()
     return loss
 
 
-def loss_of(decoder: Decoder, part: nn.Module, case: Case, data_rank: int, step: int, count: Tensor) -> list[Tensor]:
-    """A loss for each micro-batch: the decoder's own where a rank has all of it, else the loss of the modules that are in `part`."""
+def loss_of(
+    decoder: Decoder, part: nn.Module, case: Case, data_rank: int, step: int, count: Tensor
+) -> list[Tensor]:
+    """A loss for each micro-batch: the decoder's own where a rank has all of it, else the loss of
+    the modules that are in `part`."""
     losses = []
-    numbers = [number for number, block in enumerate(decoder.layers) if any(block is m for m in part.modules())]
+    numbers = [
+        number
+        for number, block in enumerate(decoder.layers)
+        if any(block is m for m in part.modules())
+    ]
     for micro_batch in range(MICRO_BATCHES):
         tokens, labels = tokens_of(data_rank, step, micro_batch)
         if case.data_size == 4 and case.ep == 1:
@@ -121,10 +151,17 @@ def loss_of(decoder: Decoder, part: nn.Module, case: Case, data_rank: int, step:
             loss = torch.zeros((), dtype=case.dtype)
             for number in numbers:
                 if not (case.idle_rank == data_rank and number == 0):
-                    loss = loss + block_loss(decoder.layers[number], case, data_rank, step, micro_batch)
+                    loss = loss + block_loss(
+                        decoder.layers[number], case, data_rank, step, micro_batch
+                    )
             if any(decoder.norm is m for m in part.modules()):
                 x_BSD = decoder.embed_tokens(tokens)
-                loss = loss + decoder.lm_head(x_BSD if case.idle_rank is not None else decoder.norm(x_BSD)).square().sum()
+                loss = (
+                    loss
+                    + decoder.lm_head(x_BSD if case.idle_rank is not None else decoder.norm(x_BSD))
+                    .square()
+                    .sum()
+                )
         losses.append(loss)
     return losses
 
@@ -145,7 +182,8 @@ def reshard(stages: list[list[FsdpUnit]]) -> None:
 
 
 def reduce(stages: list[list[FsdpUnit]]) -> None:
-    """Reduce all gradients; units that stages share must stay gathered until the last of these stages is done."""
+    """Reduce all gradients; units that stages share must stay gathered until the last of these
+    stages is done."""
     for number, stage in enumerate(stages):
         for unit in stage:
             unit.reduce_gradients()
@@ -163,7 +201,8 @@ def reduce(stages: list[list[FsdpUnit]]) -> None:
 
 @torch.no_grad()
 def grad_norm(parameters: LocalParameters, mesh: Mesh) -> Tensor:
-    """Return the 2-norm of the gradients of the whole model, the same on all ranks, as a training step does."""
+    """Return the 2-norm of the gradients of the whole model, the same on all ranks, as a training
+    step does."""
     square = squared_norm(parameters, mesh)
     if mesh.size > 1:
         dist.all_reduce(square)

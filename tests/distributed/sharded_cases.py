@@ -1,4 +1,5 @@
-"""Compares optimizers of parameters that are spread over ranks with the same optimizer of whole parameters in one process."""
+"""Compares optimizers of parameters that are spread over ranks with the same optimizer of whole
+parameters in one process."""
 
 from __future__ import annotations
 
@@ -19,11 +20,25 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import Placement
 
-from lather.optim import KLSOAP, REKLS, SOAP, AdamW, MatrixOptimizer, Muon, Rule, SOAPMuon, StackedSOAP, parameter_groups
+from lather.optim import (
+    KLSOAP,
+    REKLS,
+    SOAP,
+    AdamW,
+    MatrixOptimizer,
+    Muon,
+    Rule,
+    SOAPMuon,
+    StackedSOAP,
+    parameter_groups,
+)
 
 KINDS: dict[str, tuple[type[MatrixOptimizer] | type[Rule], dict[str, Any]]] = {
     "soap": (SOAP, {"weight_decay": 0.1}),
-    "soap_rotate": (SOAP, {"second_moment": "rotate", "use_decoupled_weight_decay": False, "max_update_rms": 0.5}),
+    "soap_rotate": (
+        SOAP,
+        {"second_moment": "rotate", "use_decoupled_weight_decay": False, "max_update_rms": 0.5},
+    ),
     "kl_soap": (KLSOAP, {"weight_decay_method": "l2", "async_refresh": True}),
     "rekls": (REKLS, {}),
     "stacked_soap": (StackedSOAP, {}),
@@ -34,11 +49,25 @@ KINDS: dict[str, tuple[type[MatrixOptimizer] | type[Rule], dict[str, Any]]] = {
     "shampoo": (Shampoo, {"weight_decay": 0.1}),
     "lion": (Lion, {"weight_decay": 0.1, "weight_decay_method": "l2"}),
 }
-"""mixed: SOAP on experts, Muon on matrices and AdamW on the rest, by `rule` of their groups; shampoo and lion: rules from outside."""
+"""mixed: SOAP on experts, Muon on matrices and AdamW on the rest, by `rule` of their groups;
+shampoo and lion: rules from outside."""
 
 STRANGERS = ("shampoo", "lion")
 
-SHAPES: tuple[tuple[int, ...], ...] = ((12, 8), (7, 5), (12, 8), (5, 6, 4), (3, 9), (4, 6, 4), (13,), (12, 8), (1, 4), (33,), (), (4, 6, 4))
+SHAPES: tuple[tuple[int, ...], ...] = (
+    (12, 8),
+    (7, 5),
+    (12, 8),
+    (5, 6, 4),
+    (3, 9),
+    (4, 6, 4),
+    (13,),
+    (12, 8),
+    (1, 4),
+    (33,),
+    (),
+    (4, 6, 4),
+)
 """Shapes of equal and unequal parameters, experts, vectors, and parameters smaller than a mesh."""
 
 EXPERTS = (3, 5, 11)
@@ -77,7 +106,10 @@ def mixed(i: int, shape: tuple[int, ...]) -> list[Placement]:
 
 def two(first: Placement, second: Placement) -> Callable[[int, tuple[int, ...]], list[Placement]]:
     def placements(i: int, shape: tuple[int, ...]) -> list[Placement]:
-        return [one if one.is_replicate() or (shape and one.dim < len(shape)) else Replicate() for one in (first, second)]  # type: ignore[attr-defined]
+        return [
+            one if one.is_replicate() or (shape and one.dim < len(shape)) else Replicate()
+            for one in (first, second)
+        ]  # type: ignore[attr-defined]
 
     return placements
 
@@ -102,13 +134,18 @@ LAYOUTS = {
 }
 
 
-def values(seed: int, dtype: torch.dtype, shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[Tensor]:
+def values(
+    seed: int, dtype: torch.dtype, shapes: Sequence[tuple[int, ...]] = SHAPES
+) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
-def gradients(step: int, dtype: torch.dtype, shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[Tensor | None]:
-    """Draw gradients; some parameters have none in some steps, and some experts get no token in others."""
+def gradients(
+    step: int, dtype: torch.dtype, shapes: Sequence[tuple[int, ...]] = SHAPES
+) -> list[Tensor | None]:
+    """Draw gradients; some parameters have none in some steps, and some experts get no token in
+    others."""
     found: list[Tensor | None] = []
     for i, grad in enumerate(values(1000 + step, dtype, shapes)):
         if i in EXPERTS:
@@ -118,7 +155,8 @@ def gradients(step: int, dtype: torch.dtype, shapes: Sequence[tuple[int, ...]] =
 
 
 def build(kind: str, groups: Sequence[dict[str, Any]], **options: Any) -> MatrixOptimizer:
-    """Make the optimizer `kind` over these groups. A frequency in the options counts only for rules that refresh."""
+    """Make the optimizer `kind` over these groups. A frequency in the options counts only for rules
+    that refresh."""
     cls, preset = KINDS[kind]
     rule = cls if issubclass(cls, Rule) else cls.rule
     known = {field.name for field in fields(rule)}
@@ -144,9 +182,16 @@ def make(kind: str, params: Sequence[Tensor], **options: Any) -> MatrixOptimizer
     layout = "stacked" if kind == "stacked_soap" else "per_expert"
     groups = [
         {"params": [p for i, p in enumerate(params) if i in EXPERTS], "matrix_layout": layout},
-        {"params": [p for i, p in enumerate(params) if i not in (*EXPERTS, 4) and p.dim() > 1], "matrix_layout": "tensor"},
+        {
+            "params": [p for i, p in enumerate(params) if i not in (*EXPERTS, 4) and p.dim() > 1],
+            "matrix_layout": "tensor",
+        },
         {"params": [params[4]], "matrix_layout": "tensor"},
-        {"params": [p for p in params if p.dim() < 2], "matrix_layout": "tensor", **without_bases(kind)},
+        {
+            "params": [p for p in params if p.dim() < 2],
+            "matrix_layout": "tensor",
+            **without_bases(kind),
+        },
     ]
     return build(kind, groups, **options)
 
@@ -158,7 +203,9 @@ def without_bases(kind: str) -> dict[str, Any]:
 
 
 @functools.cache
-def trained(kind: str, dtype: torch.dtype, steps: int, frequency: int) -> tuple[list[nn.Parameter], MatrixOptimizer]:
+def trained(
+    kind: str, dtype: torch.dtype, steps: int, frequency: int
+) -> tuple[list[nn.Parameter], MatrixOptimizer]:
     """Train in one process."""
     options = {"precondition_frequency": frequency}
     params = [nn.Parameter(x) for x in values(0, dtype)]
@@ -171,7 +218,8 @@ def trained(kind: str, dtype: torch.dtype, steps: int, frequency: int) -> tuple[
 
 
 def told_by_the_first(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return the tensors of rank 0, which alone does what one process does; on other ranks `tensors` say shapes and dtypes."""
+    """Return the tensors of rank 0, which alone does what one process does; on other ranks
+    `tensors` say shapes and dtypes."""
     told = [x.detach().clone() for x in tensors]
     for x in told:
         dist.broadcast(x, 0)
@@ -181,7 +229,9 @@ def told_by_the_first(tensors: Iterable[Tensor]) -> list[Tensor]:
 @functools.cache
 def expected_of(kind: str, dtype: torch.dtype, steps: int, frequency: int) -> list[Tensor]:
     """Return the parameters that one process has trained."""
-    return told_by_the_first(trained(kind, dtype, steps, frequency)[0] if dist.get_rank() == 0 else values(0, dtype))
+    return told_by_the_first(
+        trained(kind, dtype, steps, frequency)[0] if dist.get_rank() == 0 else values(0, dtype)
+    )
 
 
 def spread(x: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
@@ -212,10 +262,15 @@ class Spread:
         return [p.detach().full_tensor() for p in self.params]
 
 
-def make_spread(kind: str, layout: Layout, dtype: torch.dtype, mesh: DeviceMesh | None = None, **options: Any) -> Spread:
+def make_spread(
+    kind: str, layout: Layout, dtype: torch.dtype, mesh: DeviceMesh | None = None, **options: Any
+) -> Spread:
     mesh = mesh or layout.mesh()
     placements = [layout.placements(i, shape) for i, shape in enumerate(SHAPES)]
-    params = [nn.Parameter(spread(x, mesh, places)) for x, places in zip(values(0, dtype), placements, strict=True)]
+    params = [
+        nn.Parameter(spread(x, mesh, places))
+        for x, places in zip(values(0, dtype), placements, strict=True)
+    ]
     return Spread(params, make(kind, params, **options), mesh, placements, dtype)
 
 
@@ -231,8 +286,11 @@ def chosen(number: int, share: int, kinds: Sequence[str]) -> list[tuple[str, tor
     return list(cases(kinds))[3 * number % share :: share]
 
 
-def differences(rank: int, world_size: int, share: int, kinds: Sequence[str] = tuple(KINDS)) -> list[str]:
-    """Name the parameters that are not bit for bit one process's, in the chosen cases of each layout."""
+def differences(
+    rank: int, world_size: int, share: int, kinds: Sequence[str] = tuple(KINDS)
+) -> list[str]:
+    """Name the parameters that are not bit for bit one process's, in the chosen cases of each
+    layout."""
     wrong = []
     for number, (name, layout) in enumerate(LAYOUTS[world_size].items()):
         mesh = layout.mesh()
@@ -243,12 +301,14 @@ def differences(rank: int, world_size: int, share: int, kinds: Sequence[str] = t
             case = f"{name}, {kind}, {dtype}, {frequency}"
             for i, (p, q) in enumerate(zip(found.whole(), expected, strict=True)):
                 if not torch.equal(p, q):
-                    wrong.append(f"{case}: parameter {i} {SHAPES[i]} by {(p - q).abs().max().item():.1e}")
+                    wrong.append(
+                        f"{case}: parameter {i} {SHAPES[i]} by {(p - q).abs().max().item():.1e}"
+                    )
     dist.barrier()
     return wrong
 
 
-# --- the layouts of other libraries ---------------------------------------------------------------------------------------------------
+# --- the layouts of other libraries ---------------------------------------------------------------
 
 
 def shards_of(x: Tensor, dim: int | None, num: int) -> list[Tensor]:
@@ -257,24 +317,39 @@ def shards_of(x: Tensor, dim: int | None, num: int) -> list[Tensor]:
 
 
 def plain_shard_differences(rank: int, world_size: int) -> list[str]:
-    """Name the parameters that differ on tensor-parallel shards that are plain tensors, on dims 0, 1 and None."""
-    shapes, dims = ((8, 12), (12, 8), (7, 5), (4, 8, 12), (16,), (5,), (8, 12)), (0, 1, None, 1, 0, None, 0)
+    """Name the parameters that differ on tensor-parallel shards that are plain tensors, on dims 0,
+    1 and None."""
+    shapes, dims = (
+        ((8, 12), (12, 8), (7, 5), (4, 8, 12), (16,), (5,), (8, 12)),
+        (0, 1, None, 1, 0, None, 0),
+    )
     wrong = []
     for kind in KINDS:
         whole = [nn.Parameter(x) for x in values(0, torch.float32, shapes)]
-        parts = [nn.Parameter(shards_of(p.detach(), dim, world_size)[rank]) for p, dim in zip(whole, dims, strict=True)]
+        parts = [
+            nn.Parameter(shards_of(p.detach(), dim, world_size)[rank])
+            for p, dim in zip(whole, dims, strict=True)
+        ]
 
-        def groups(params: list[nn.Parameter], kind: str = kind, *, sharded: bool) -> list[dict[str, Any]]:
+        def groups(
+            params: list[nn.Parameter], kind: str = kind, *, sharded: bool
+        ) -> list[dict[str, Any]]:
             experts = "stacked" if kind == "stacked_soap" else "per_expert"
             return [
-                {"params": [p], "matrix_layout": experts if len(shape) > 2 else "tensor", **({"partition_dim": dim} if sharded else {})}
+                {
+                    "params": [p],
+                    "matrix_layout": experts if len(shape) > 2 else "tensor",
+                    **({"partition_dim": dim} if sharded else {}),
+                }
                 for p, shape, dim in zip(params, shapes, dims, strict=True)
             ]
 
         one = build(kind, groups(whole, sharded=False))
         many = build(kind, groups(parts, sharded=True), tp_group=dist.group.WORLD)
         for step in range(6):
-            for p, q, dim, grad in zip(whole, parts, dims, values(1000 + step, torch.float32, shapes), strict=True):
+            for p, q, dim, grad in zip(
+                whole, parts, dims, values(1000 + step, torch.float32, shapes), strict=True
+            ):
                 p.grad, q.grad = grad, shards_of(grad, dim, world_size)[rank]
             if rank == 0:
                 one.step()
@@ -288,8 +363,8 @@ def plain_shard_differences(rank: int, world_size: int) -> list[str]:
 
 
 def expert_parallel_differences(rank: int, world_size: int) -> list[str]:
-    """Name what differs with experts on two expert-parallel ranks, each with FSDP2 on two, along dims 0, 1 and 2, all else with FSDP2 on
-    four."""
+    """Name what differs with experts on two expert-parallel ranks, each with FSDP2 on two, along
+    dims 0, 1 and 2, all else with FSDP2 on four."""
     wrong = []
     mesh = DeviceMesh("cpu", torch.arange(world_size).view(2, 2), mesh_dim_names=("ep", "fsdp"))
     place = mesh.get_local_rank("ep")
@@ -302,13 +377,20 @@ def expert_parallel_differences(rank: int, world_size: int) -> list[str]:
 
     shapes = [(4, *shape[1:]) if i in EXPERTS else shape for i, shape in enumerate(SHAPES)]
     for kind in KINDS:
-        if kind == "stacked_soap":  # it stacks the experts of the rank, so that it is another rule on every mesh
+        if (
+            kind == "stacked_soap"
+        ):  # it stacks the experts of the rank, so that it is another rule on every mesh
             continue
         whole = [nn.Parameter(x) for x in values(0, torch.float32, shapes)]
         parts = [nn.Parameter(spread_one(i, p.detach())) for i, p in enumerate(whole)]
-        one, many = make(kind, whole, precondition_frequency=3), make(kind, parts, precondition_frequency=3)
+        one, many = (
+            make(kind, whole, precondition_frequency=3),
+            make(kind, parts, precondition_frequency=3),
+        )
         for step in range(STEPS):
-            for i, (p, q, grad) in enumerate(zip(whole, parts, gradients(step, torch.float32, shapes), strict=True)):
+            for i, (p, q, grad) in enumerate(
+                zip(whole, parts, gradients(step, torch.float32, shapes), strict=True)
+            ):
                 p.grad, q.grad = grad, None if grad is None else spread_one(i, grad)
             if rank == 0:
                 one.step()
@@ -336,23 +418,33 @@ class Net(nn.Module):
 
 
 def fsdp2_differences(rank: int, world_size: int, kinds: Sequence[str] = tuple(KINDS)) -> list[str]:
-    """Name what differs under real `fully_shard`, alone and over tensor parallelism, which cuts dim 0 twice. Gradients are those of FSDP2's
-    own backward pass."""
+    """Name what differs under real `fully_shard`, alone and over tensor parallelism, which cuts dim
+    0 twice. Gradients are those of FSDP2's own backward pass."""
     wrong = []
     for tp in (1, 2):
         for kind in kinds:
             one = Net()
             with torch.no_grad():
-                for p, x in zip(one.parameters(), values(0, torch.float32, [tuple(p.shape) for p in one.parameters()]), strict=True):
+                for p, x in zip(
+                    one.parameters(),
+                    values(0, torch.float32, [tuple(p.shape) for p in one.parameters()]),
+                    strict=True,
+                ):
                     p.copy_(x)
             many = copy.deepcopy(one)
             mesh = init_device_mesh("cpu", (world_size // tp, tp), mesh_dim_names=("dp", "tp"))
             if tp > 1:
-                parallelize_module(many, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-                many.experts = nn.Parameter(distribute_tensor(many.experts.detach(), mesh["tp"], [Replicate()]))
+                parallelize_module(
+                    many, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
+                )
+                many.experts = nn.Parameter(
+                    distribute_tensor(many.experts.detach(), mesh["tp"], [Replicate()])
+                )
             fully_shard(many, mesh=mesh["dp"])
             experts = "stacked" if kind == "stacked_soap" else "per_expert"
-            ours, alone = (build(kind, parameter_groups(net, expert_layout=experts)) for net in (many, one))
+            ours, alone = (
+                build(kind, parameter_groups(net, expert_layout=experts)) for net in (many, one)
+            )
             for step in range(5):
                 x = values(50 + step, torch.float32, [(world_size, 8)])[0]
                 shard = x[rank : rank + 1] if tp == 1 else x[rank // tp * 2 : rank // tp * 2 + 2]
@@ -364,7 +456,9 @@ def fsdp2_differences(rank: int, world_size: int, kinds: Sequence[str] = tuple(K
                 if rank == 0:
                     alone.step()
                 ours.zero_grad()
-            for (name, p), q in zip(many.named_parameters(), told_by_the_first(one.parameters()), strict=True):
+            for (name, p), q in zip(
+                many.named_parameters(), told_by_the_first(one.parameters()), strict=True
+            ):
                 if not torch.equal(p.full_tensor(), q):  # type: ignore[attr-defined]
                     wrong.append(f"tp {tp}, {kind}: {name}")
     return wrong

@@ -1,4 +1,5 @@
-"""A sharded optimizer refuses the same on all ranks, before anything is changed; and it counts its state's bytes."""
+"""A sharded optimizer refuses the same on all ranks, before anything is changed; and it counts its
+state's bytes."""
 
 from __future__ import annotations
 
@@ -27,12 +28,16 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
     found = {}
 
     def sharded(x: Tensor, *placements: object) -> DTensor:
-        return DTensor.from_local(x.chunk(world_size)[rank], mesh, placements or [Shard(0)], run_check=False)  # type: ignore[arg-type]
+        return DTensor.from_local(
+            x.chunk(world_size)[rank], mesh, placements or [Shard(0)], run_check=False
+        )  # type: ignore[arg-type]
 
     w = values(0, torch.float32, [(4, 3)])[0]
     found["partial"] = error_of(SOAP, [nn.Parameter(sharded(w, Partial()))])
     plain = nn.Parameter(w.clone())
-    found["partition_dim"] = error_of(SOAP, [{"params": [plain], "partition_dim": 2}], tp_group=dist.group.WORLD)
+    found["partition_dim"] = error_of(
+        SOAP, [{"params": [plain], "partition_dim": 2}], tp_group=dist.group.WORLD
+    )
     found["no group"] = error_of(SOAP, [{"params": [plain], "partition_dim": 0}])
     p = nn.Parameter(sharded(w))
     optimizer = SOAP([("w", p)])
@@ -49,25 +54,41 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
         if rank == world_size - 1:
             p.grad.to_local()[0, 0] = math.nan
         found[nonfinite] = error_of(optimizer.step)
-        moved = [not torch.equal(x, y.detach().full_tensor()) for x, y in zip(before, (p, q), strict=True)]  # type: ignore[attr-defined]
-        found[f"{nonfinite} moved"] = str((moved, len(optimizer.state), optimizer.counters["nonfinite_skipped"]))
+        moved = [
+            not torch.equal(x, y.detach().full_tensor())
+            for x, y in zip(before, (p, q), strict=True)
+        ]  # type: ignore[attr-defined]
+        found[f"{nonfinite} moved"] = str(
+            (moved, len(optimizer.state), optimizer.counters["nonfinite_skipped"])
+        )
     return found
 
 
 def counts(rank: int, world_size: int) -> list[int]:
-    """Return this rank's bytes of state after `init_state` and after a step, and those of one process."""
+    """Return this rank's bytes of state after `init_state` and after a step, and those of one
+    process."""
     mesh = init_device_mesh("cpu", (world_size,))
     shapes = [(16, 16)] * 4 + [(4, 8, 16)]
     model = nn.Module()
     for i, x in enumerate(values(0, torch.float32, shapes)):
         name = "experts" if x.dim() > 2 else f"p{i}"
-        model.register_parameter(name, nn.Parameter(DTensor.from_local(x.chunk(world_size)[rank], mesh, [Shard(0)], run_check=False)))
+        model.register_parameter(
+            name,
+            nn.Parameter(
+                DTensor.from_local(x.chunk(world_size)[rank], mesh, [Shard(0)], run_check=False)
+            ),
+        )
     sizes = []
     optimizer = SOAP(parameter_groups(model))
     optimizer.init_state()
     for _ in range(2):
-        sizes.append(sum(piece.value.nbytes for _, piece in optimizer.state_pieces() if piece.name != "step"))
-        assert all(optimizer.state[p].keys() == optimizer.state[next(iter(optimizer.state))].keys() for p in optimizer.state)
+        sizes.append(
+            sum(piece.value.nbytes for _, piece in optimizer.state_pieces() if piece.name != "step")
+        )
+        assert all(
+            optimizer.state[p].keys() == optimizer.state[next(iter(optimizer.state))].keys()
+            for p in optimizer.state
+        )
         for p in model.parameters():
             p.grad = torch.ones_like(p)
         optimizer.step()

@@ -1,4 +1,5 @@
-"""Saves and loads optimizers of spread parameters with torch's tools for distributed checkpoints, on one layout and on another."""
+"""Saves and loads optimizers of spread parameters with torch's tools for distributed checkpoints,
+on one layout and on another."""
 
 from __future__ import annotations
 
@@ -48,7 +49,11 @@ class Run:
 
     def __init__(self, kind: str, dtype: torch.dtype, layout: Layout | None) -> None:
         """Make the run; without a `layout` its parameters are plain ones of one process."""
-        self.spread = None if layout is None else make_spread(kind, layout, dtype, precondition_frequency=FREQUENCY)
+        self.spread = (
+            None
+            if layout is None
+            else make_spread(kind, layout, dtype, precondition_frequency=FREQUENCY)
+        )
         self.dtype = dtype
         if self.spread is None:
             params = [nn.Parameter(x) for x in values(0, dtype)]
@@ -61,7 +66,9 @@ class Run:
     def steps(self, steps: range, without: Sequence[int] = ()) -> None:
         """Take steps; parameters with a number in `without` get no gradient."""
         for step in steps:
-            grads = [None if i in without else grad for i, grad in enumerate(gradients(step, self.dtype))]
+            grads = [
+                None if i in without else grad for i, grad in enumerate(gradients(step, self.dtype))
+            ]
             if self.spread is not None:
                 self.spread.give(grads)
             else:
@@ -76,7 +83,10 @@ class Run:
         return [p.detach() for p in self.model.parameters()]
 
     def state(self) -> dict[str, Any]:
-        return {"model": get_model_state_dict(self.model), "optimizer": get_optimizer_state_dict(self.model, self.optimizer)}
+        return {
+            "model": get_model_state_dict(self.model),
+            "optimizer": get_optimizer_state_dict(self.model, self.optimizer),
+        }
 
     def load(self, folder: Path) -> None:
         state = self.state()
@@ -87,7 +97,9 @@ class Run:
 
 def layouts(world_size: int, names: Sequence[str]) -> dict[str, Layout | None]:
     """The layouts with names such as "2 fsdp", and None as "1 plain"."""
-    known: dict[str, Layout | None] = {f"{world_size} {name}": layout for name, layout in LAYOUTS[world_size].items()} | {"1 plain": None}
+    known: dict[str, Layout | None] = {
+        f"{world_size} {name}": layout for name, layout in LAYOUTS[world_size].items()
+    } | {"1 plain": None}
     return {name: known[name] for name in names if name.startswith(f"{world_size} ")}
 
 
@@ -99,7 +111,9 @@ def save_all(rank: int, world_size: int, folder: Path, names: Sequence[str], kin
             dcp.save(run.state(), checkpoint_id=folder / f"{name} {kind}")
 
 
-def load_all(rank: int, world_size: int, folder: Path, names: Sequence[str], kinds: Kinds) -> list[str]:
+def load_all(
+    rank: int, world_size: int, folder: Path, names: Sequence[str], kinds: Kinds
+) -> list[str]:
     """Name the runs that do not go on after loading as if nothing had happened."""
     wrong = []
     for kind, dtype in kinds:
@@ -109,21 +123,32 @@ def load_all(rank: int, world_size: int, folder: Path, names: Sequence[str], kin
                 run = Run(kind, dtype, layout)
                 run.load(saved)
                 run.steps(range(SAVED_AFTER, SAVED_AFTER + 3))
-                wrong += [f"{saved.name} -> {name}: parameter {i} {SHAPES[i]}" for i in differing(run, expected)]
+                wrong += [
+                    f"{saved.name} -> {name}: parameter {i} {SHAPES[i]}"
+                    for i in differing(run, expected)
+                ]
     return wrong
 
 
 def differing(run: Run, expected: list[Tensor]) -> list[int]:
     """The numbers of the parameters that differ from the expected ones by a bit."""
-    return [i for i, (p, q) in enumerate(zip(run.whole(), expected, strict=True)) if not torch.equal(p, q)]
+    return [
+        i
+        for i, (p, q) in enumerate(zip(run.whole(), expected, strict=True))
+        if not torch.equal(p, q)
+    ]
 
 
 def frozen_differences(rank: int, world_size: int) -> list[str]:
-    """Name what goes wrong with parameters that are frozen when a checkpoint with their state is loaded, and thawed later."""
+    """Name what goes wrong with parameters that are frozen when a checkpoint with their state is
+    loaded, and thawed later."""
     wrong = []
     for kind in ("soap", "muon", "mixed", "shampoo"):
         for name, frozen in (("fsdp", (0, 3, 6)), ("tp", (2, 5)), ("copies", (1,))):
-            alone, before, after = (Run(kind, torch.float32, layout) for layout in (None, *[LAYOUTS[world_size][name]] * 2))
+            alone, before, after = (
+                Run(kind, torch.float32, layout)
+                for layout in (None, *[LAYOUTS[world_size][name]] * 2)
+            )
             for run in (alone, before):
                 run.steps(range(3))
             with torch.no_grad():
@@ -133,14 +158,19 @@ def frozen_differences(rank: int, world_size: int) -> list[str]:
             after.optimizer.load_state_dict(before.optimizer.state_dict())
             again = after.optimizer.state_dict()["state"]
             saved = before.optimizer.state_dict()["state"]
-            if {i: state.keys() for i, state in again.items()} != {i: state.keys() for i, state in saved.items()}:
+            if {i: state.keys() for i, state in again.items()} != {
+                i: state.keys() for i, state in saved.items()
+            }:
                 wrong.append(f"{name}, {kind}: state of frozen parameters is lost")
             for run in (alone, after):
                 run.steps(range(3, 5), without=frozen)
             freeze(after.model, frozen, is_frozen=False)
             for run in (alone, after):
                 run.steps(range(5, 8))
-            wrong += [f"{name}, {kind}: parameter {i} {SHAPES[i]}" for i in differing(after, alone.whole())]
+            wrong += [
+                f"{name}, {kind}: parameter {i} {SHAPES[i]}"
+                for i in differing(after, alone.whole())
+            ]
     return wrong
 
 
@@ -151,7 +181,8 @@ def freeze(model: Model, numbers: Sequence[int], *, is_frozen: bool) -> None:
 
 
 def full_states(rank: int, world_size: int) -> list[str]:
-    """Gather whole state dicts on rank 0 and spread them again; and plain state dicts, before the first step and after some."""
+    """Gather whole state dicts on rank 0 and spread them again; and plain state dicts, before the
+    first step and after some."""
     wrong = []
     layout = LAYOUTS[world_size]["fsdp"]
     for kind, dtype in KINDS:
@@ -160,7 +191,10 @@ def full_states(rank: int, world_size: int) -> list[str]:
         run = Run(kind, dtype, layout)
         run.steps(range(SAVED_AFTER))
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        model, whole = get_model_state_dict(run.model, options=options), get_optimizer_state_dict(run.model, run.optimizer, options=options)
+        model, whole = (
+            get_model_state_dict(run.model, options=options),
+            get_optimizer_state_dict(run.model, run.optimizer, options=options),
+        )
         if rank == 0:
             order = [p for group in alone.param_groups for p in group["params"]]
             names = [name for group in whole["param_groups"] for name in group["params"]]
@@ -172,16 +206,24 @@ def full_states(rank: int, world_size: int) -> list[str]:
         other = Run(kind, dtype, layout)
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         set_model_state_dict(other.model, model if rank == 0 else {}, options=options)
-        set_optimizer_state_dict(other.model, other.optimizer, whole if rank == 0 else {}, options=options)
+        set_optimizer_state_dict(
+            other.model, other.optimizer, whole if rank == 0 else {}, options=options
+        )
         other.steps(range(SAVED_AFTER, SAVED_AFTER + 3))
         wrong += [
-            f"{kind} full: parameter {i}" for i, (p, q) in enumerate(zip(other.whole(), expected, strict=True)) if not torch.equal(p, q)
+            f"{kind} full: parameter {i}"
+            for i, (p, q) in enumerate(zip(other.whole(), expected, strict=True))
+            if not torch.equal(p, q)
         ]
         third = Run(kind, dtype, layout)
-        get_optimizer_state_dict(third.model, third.optimizer)  # this must not count as the first step
+        get_optimizer_state_dict(
+            third.model, third.optimizer
+        )  # this must not count as the first step
         third.optimizer.load_state_dict(third.optimizer.state_dict())
         third.steps(range(SAVED_AFTER + 3))
         wrong += [
-            f"{kind} early: parameter {i}" for i, (p, q) in enumerate(zip(third.whole(), expected, strict=True)) if not torch.equal(p, q)
+            f"{kind} early: parameter {i}"
+            for i, (p, q) in enumerate(zip(third.whole(), expected, strict=True))
+            if not torch.equal(p, q)
         ]
     return wrong

@@ -43,22 +43,34 @@ def outcomes(rank: int, world_size: int, folder: Path) -> dict[str, str]:
         try:
             with errors_on_all_ranks(group):
                 time.sleep(0.2 * (rank == 1))
-                time.sleep(4 * (name == "slow" and rank == 0))  # longer than ranks wait for each other elsewhere
+                time.sleep(
+                    4 * (name == "slow" and rank == 0)
+                )  # longer than ranks wait for each other elsewhere
                 (folder / f"{name}{rank}").touch()
                 if rank in errors:
                     raise errors[rank]
         except Exception as error:
             found[name] = f"{type(error).__name__}: {error}"
-        assert len(list(folder.glob(f"{name}?"))) == world_size  # no rank leaves before all have come
+        assert (
+            len(list(folder.glob(f"{name}?"))) == world_size
+        )  # no rank leaves before all have come
         dist.barrier()
     return found
 
 
-def control_group(rank: int, world_size: int, folder: Path, seconds: float) -> dist.ProcessGroup | None:
+def control_group(
+    rank: int, world_size: int, folder: Path, seconds: float
+) -> dist.ProcessGroup | None:
     """The control group of a mesh in whose steps ranks wait for each other for so long."""
     dist.destroy_process_group()
     timeout = timedelta(seconds=seconds)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size, timeout=timeout)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+    )
     return Mesh.build(ParallelConfig(ep=world_size), torch.device("cpu")).control_group
 
 
@@ -68,7 +80,11 @@ def test_what_one_rank_raises_all_raise(tmp_path: Path) -> None:
         assert each["none"] == each["slow"] == "nothing"
         assert each["first"] == "CheckpointError: a file is damaged"
         assert each["last"] == "OSError: [Errno 28] No space left on device: '/somewhere'"
-    assert [each["two"] for each in found] == ["ValueError: one", "ValueError: one", "KeyError: 'two'"]
+    assert [each["two"] for each in found] == [
+        "ValueError: one",
+        "ValueError: one",
+        "KeyError: 'two'",
+    ]
     assert found[1]["strange"] == "LocalError: ab"
     assert "LocalError: ab" in found[0]["strange"]
     assert found[0]["strange"] == found[2]["strange"]

@@ -1,4 +1,5 @@
-"""`torch.distributed.checkpoint.async_save` of a sharded optimizer's state, and loading it again."""
+"""`torch.distributed.checkpoint.async_save` of a sharded optimizer's state, and loading it
+again."""
 
 from __future__ import annotations
 
@@ -8,7 +9,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from ranks import run_ranks
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.fsdp import fully_shard
 
 from lather.optim import SOAP, MatrixOptimizer, Muon, parameter_groups
@@ -45,14 +49,22 @@ def saved_and_resumed(rank: int, world_size: int, folder: str) -> list[str]:
         optimizer = cls(parameter_groups(net), lr=1e-2)
         steps(net, optimizer, range(3), rank)
         state = get_optimizer_state_dict(net, optimizer)
-        saved = {f"{name}/{key}": whole(x).clone() for name, entries in state["state"].items() for key, x in entries.items()}
+        saved = {
+            f"{name}/{key}": whole(x).clone()
+            for name, entries in state["state"].items()
+            for key, x in entries.items()
+        }
         dcp.async_save({"optimizer": state}, checkpoint_id=f"{folder}/{cls.__name__}").result()  # type: ignore[union-attr]
         steps(net, optimizer, range(3, 6), rank)
         room = {"optimizer": get_optimizer_state_dict(net, optimizer)}
         dcp.load(room, checkpoint_id=f"{folder}/{cls.__name__}")
         set_optimizer_state_dict(net, optimizer, room["optimizer"])
         for name, entries in get_optimizer_state_dict(net, optimizer)["state"].items():
-            wrong += [f"{cls.__name__} {name}/{key}" for key, x in entries.items() if not torch.equal(whole(x), saved[f"{name}/{key}"])]
+            wrong += [
+                f"{cls.__name__} {name}/{key}"
+                for key, x in entries.items()
+                if not torch.equal(whole(x), saved[f"{name}/{key}"])
+            ]
     return wrong
 
 

@@ -22,15 +22,30 @@ def losses(run_dir: Path) -> list[float]:
     return [row["loss"] for row in read_rows(run_dir / "metrics.jsonl") if "loss" in row]
 
 
-@pytest.mark.parametrize("mesh", [["--parallel.ep", "2"], ["--parallel.pp", "1"]], ids=["experts", "data"])
-def test_a_fork_with_a_change_goes_on_on_another_mesh(first: tuple[Path, Path], mesh: list[str]) -> None:
+@pytest.mark.parametrize(
+    "mesh", [["--parallel.ep", "2"], ["--parallel.pp", "1"]], ids=["experts", "data"]
+)
+def test_a_fork_with_a_change_goes_on_on_another_mesh(
+    first: tuple[Path, Path], mesh: list[str]
+) -> None:
     config, run_dir = first
-    change = ["--fork-from", f"{run_dir}@4", "--optim.lr", "1e-3", "--train.steps", "10", "--train.micro-batch-size", "1"]
+    change = [
+        "--fork-from",
+        f"{run_dir}@4",
+        "--optim.lr",
+        "1e-3",
+        "--train.steps",
+        "10",
+        "--train.micro-batch-size",
+        "1",
+    ]
     forks = [run_dir.with_name(f"{mesh[0].strip('-')}-{name}") for name in ("alone", "ranks")]
     for fork, ranks in zip(forks, ([], ["--nproc", "2", *mesh]), strict=True):
         status, out, err = run("train", config, "--run-dir", fork, *change, *ranks)
         assert status == 0, out + err
-        assert "from step 5 on: optim.lr 0.004 -> 0.001, train.steps 8 -> 10" in out.replace("\n", " ")
+        assert "from step 5 on: optim.lr 0.004 -> 0.001, train.steps 8 -> 10" in out.replace(
+            "\n", " "
+        )
         assert (fork / "changes.jsonl").read_text().count("\n") == 2
     assert losses(forks[1]) == pytest.approx(losses(forks[0]), rel=1e-4)
     assert losses(forks[0])[:4] == losses(run_dir)[:4]

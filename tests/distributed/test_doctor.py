@@ -13,19 +13,39 @@ from forked import ForkedPython
 
 
 def test_two_ranks_measure_their_links_clocks_and_disk(tmp_path: Path) -> None:
-    command = ["-m", "lather", "doctor", "--nproc", "2", "--device", "cpu", "--run-dir", "runs/new", "--json", "found.json"]
+    command = [
+        "-m",
+        "lather",
+        "doctor",
+        "--nproc",
+        "2",
+        "--device",
+        "cpu",
+        "--run-dir",
+        "runs/new",
+        "--json",
+        "found.json",
+    ]
     paths = os.pathsep.join(path for path in sys.path if path)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "COLUMNS": "120"}
-    process = ForkedPython(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = ForkedPython(
+        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     out, err = process.communicate(timeout=200)
     assert process.returncode == 0, err
     found = json.loads((tmp_path / "found.json").read_text())
     assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
     links = {(link["operation"], link["num_bytes"]): link for link in found["links"]}
     assert len(links) == 9
-    assert all(link["is_right"] and link["backend"] == "gloo" and link["seconds"] > 0 for link in links.values())
+    assert all(
+        link["is_right"] and link["backend"] == "gloo" and link["seconds"] > 0
+        for link in links.values()
+    )
     largest = 16 * 2**20
-    assert [links[name, largest]["sent"] / largest for name in ("all-reduce", "all-to-all", "to the next rank")] == [1, 0.5, 1]
+    assert [
+        links[name, largest]["sent"] / largest
+        for name in ("all-reduce", "all-to-all", "to the next rank")
+    ] == [1, 0.5, 1]
     first, second = found["ranks"]
     assert (first["rank"], second["rank"], first["clock"]) == (0, 1, 0.0)
     assert 0 < abs(second["clock"]) < 0.5  # both ranks have one clock, and ask for it over gloo

@@ -1,5 +1,5 @@
-"""kill -9 of one or of all ranks at random moments, most of them in a save: checkpoints are complete, and the next start goes on from
-them."""
+"""kill -9 of one or of all ranks at random moments, most of them in a save: checkpoints are
+complete, and the next start goes on from them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,12 @@ from forked import ForkedPython
 def drill(folder: Path, count: int, mode: str, axis: str, seed: int) -> None:
     (folder / "text").mkdir(parents=True)
     for number in range(4):
-        (folder / "text" / f"{number}.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 30)
-    process = ForkedPython([drill_workers.__file__, folder, count, mode, axis, seed], stderr=subprocess.PIPE)
+        (folder / "text" / f"{number}.txt").write_text(
+            "the quick brown fox jumps over the lazy dog\n" * 30
+        )
+    process = ForkedPython(
+        [drill_workers.__file__, folder, count, mode, axis, seed], stderr=subprocess.PIPE
+    )
     try:
         _, err = process.communicate(timeout=60 + 20 * count)
     finally:
@@ -30,14 +34,20 @@ def drill(folder: Path, count: int, mode: str, axis: str, seed: int) -> None:
     newest = [names[-1] if names else "step-00000000" for names in result["found"]]
     assert newest == sorted(newest)
     assert len(set(newest)) > len(newest) / 2
-    assert all(len(names) <= 3 + 1 for names in result["found"])  # the oldest is deleted when the newest has its name
-    ends = [folder / run / "checkpoints" / f"step-{result['end']:08d}" for run in ("run", "undisturbed")]
+    assert all(
+        len(names) <= 3 + 1 for names in result["found"]
+    )  # the oldest is deleted when the newest has its name
+    ends = [
+        folder / run / "checkpoints" / f"step-{result['end']:08d}" for run in ("run", "undisturbed")
+    ]
     assert same_bits(*ends)
     assert not list((folder / "run" / "checkpoints").glob(".tmp-*"))
 
 
 @pytest.mark.parametrize(("mode", "axis"), [("synchronous", "pp"), ("asynchronous", "ep")])
-def test_a_killed_run_goes_on_from_a_complete_checkpoint(mode: str, axis: str, tmp_path: Path) -> None:
+def test_a_killed_run_goes_on_from_a_complete_checkpoint(
+    mode: str, axis: str, tmp_path: Path
+) -> None:
     drill(tmp_path / "drill", 4, mode, axis, seed=1)
 
 
@@ -45,5 +55,7 @@ def test_a_killed_run_goes_on_from_a_complete_checkpoint(mode: str, axis: str, t
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("mode", ["synchronous", "asynchronous"])
 @pytest.mark.parametrize("axis", ["pp", "ep"])
-def test_thirty_killed_runs_go_on_from_a_complete_checkpoint(mode: str, axis: str, tmp_path: Path) -> None:
+def test_thirty_killed_runs_go_on_from_a_complete_checkpoint(
+    mode: str, axis: str, tmp_path: Path
+) -> None:
     drill(tmp_path / "drill", 30, mode, axis, seed=2)

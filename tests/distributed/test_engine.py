@@ -1,7 +1,9 @@
-"""A mesh computes what one process computes: the loss and every gradient, and after some optimizer steps every parameter.
+"""A mesh computes what one process computes: the loss and every gradient, and after some optimizer
+steps every parameter.
 
-One process runs plain autograd (`memory="reference"`, `Decoder.forward`), which shares nothing with the engine but the model's formulas.
-The subset that always runs has every axis at 1 and 2, every family and every option; `make test-all` has the whole grid.
+One process runs plain autograd (`memory="reference"`, `Decoder.forward`), which shares nothing with
+the engine but the model's formulas. The subset that always runs has every axis at 1 and 2, every
+family and every option; `make test-all` has the whole grid.
 """
 
 from __future__ import annotations
@@ -55,8 +57,8 @@ FOUR_RANKS = [
 
 
 def gradient_errors(rank: int, world_size: int, cases: list[Case]) -> list[tuple[float, float]]:
-    """Return the errors of the loss and of this rank's gradients. Cases with the same mesh share it, and share what one process
-    computes."""
+    """Return the errors of the loss and of this rank's gradients. Cases with the same mesh share
+    it, and share what one process computes."""
     errors = []
     meshes: dict[Any, Mesh] = {}
     plain: dict[Any, tuple[float, list[Tensor | None]]] = {}
@@ -66,7 +68,10 @@ def gradient_errors(rank: int, world_size: int, cases: list[Case]) -> list[tuple
             meshes[layout] = mesh_of(case)
         pair = make_pair(case, mesh=meshes[layout])
         segments = pair.engine._segments
-        assert not isinstance(segments.exchange, ExpertExchange) or segments.exchange.free_buffer == segments.frees.free_buffer
+        assert (
+            not isinstance(segments.exchange, ExpertExchange)
+            or segments.exchange.free_buffer == segments.frees.free_buffer
+        )
         tokens = pair.tokens()
         key = pair.plain_key()
         if key not in plain:
@@ -101,7 +106,17 @@ def test_four_ranks_have_the_loss_and_gradients_of_one_process() -> None:
 
 
 GRID = [
-    Case(pp=pp, ep=ep, layers=2 * pp + 1, defer=defer, frees=frees, recompute=recompute, poison=frees, lopsided=lopsided, schedule=schedule)
+    Case(
+        pp=pp,
+        ep=ep,
+        layers=2 * pp + 1,
+        defer=defer,
+        frees=frees,
+        recompute=recompute,
+        poison=frees,
+        lopsided=lopsided,
+        schedule=schedule,
+    )
     for pp, ep, defer, frees, recompute, lopsided in itertools.product(
         (1, 2, 4), (1, 2), (True, False), (True, False), ((), ALL), (False, True)
     )
@@ -116,21 +131,30 @@ GRID = [
 @pytest.mark.parametrize(("pp", "ep"), [(1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (4, 2)])
 @pytest.mark.parametrize("family", ["deepseek_v2", "qwen3_moe", "gpt_oss"])
 def test_the_whole_grid(family: str, pp: int, ep: int, fsdp: int, dtype: torch.dtype) -> None:
-    cases = [Case(**{**vars(case), "family": family, "dtype": dtype}) for case in GRID if (case.pp, case.ep) == (pp, ep)]
+    cases = [
+        Case(**{**vars(case), "family": family, "dtype": dtype})
+        for case in GRID
+        if (case.pp, case.ep) == (pp, ep)
+    ]
     check_gradients(pp * ep * fsdp, cases, timeout=3000)
 
 
-# --- training -----------------------------------------------------------------------------------------------------------------------
+# --- training -------------------------------------------------------------------------------------
 
 
-def parameter_errors(rank: int, world_size: int, cases: list[tuple[Case, str]], num_steps: int) -> list[tuple[float, float]]:
-    """Return the errors of this rank's parameters after so many steps, and of the last step's gradient norm."""
+def parameter_errors(
+    rank: int, world_size: int, cases: list[tuple[Case, str]], num_steps: int
+) -> list[tuple[float, float]]:
+    """Return the errors of this rank's parameters after so many steps, and of the last step's
+    gradient norm."""
     errors = []
     for case, name in cases:
         pair = make_pair(case)
         more = {"precondition_frequency": 3} if "soap" in name else {}
         config = optim_config(name, lr=3e-3, weight_decay=0.1, rest={"lr_factor": 1.0}, **more)
-        step = TrainStep(pair.engine, build_optimizer(config, pair.engine.parameters), max_grad_norm=0.5)
+        step = TrainStep(
+            pair.engine, build_optimizer(config, pair.engine.parameters), max_grad_norm=0.5
+        )
         optimizer = build_optimizer(config, pair.plain.named_parameters())
         for number in range(num_steps):
             tokens = pair.tokens(number)
@@ -167,20 +191,24 @@ TRAINED_IN_THE_GRID = {
         ),
     ],
 )
-def test_after_some_steps_every_parameter_is_that_of_one_process(world_size: int, cases: list[tuple[Case, str]], num_steps: int) -> None:
+def test_after_some_steps_every_parameter_is_that_of_one_process(
+    world_size: int, cases: list[tuple[Case, str]], num_steps: int
+) -> None:
     """Seven steps are enough for SOAP to renew its bases twice."""
-    for rank, errors in enumerate(run_ranks(parameter_errors, world_size, cases, num_steps, timeout=220)):
+    for rank, errors in enumerate(
+        run_ranks(parameter_errors, world_size, cases, num_steps, timeout=220)
+    ):
         for (case, name), (value, norm) in zip(cases, errors, strict=True):
             assert value < 1e-10, (rank, name, case.name(), value)
             assert norm < 1e-10, (rank, name, case.name(), norm)
 
 
-# --- what a mesh must refuse --------------------------------------------------------------------------------------------------------
+# --- what a mesh must refuse ----------------------------------------------------------------------
 
 
 def refusals(rank: int, world_size: int) -> list[str]:
-    """Give batches that do not fit: every rank refuses them before anything travels, so that the next step works. Validation takes any
-    number of sequences."""
+    """Give batches that do not fit: every rank refuses them before anything travels, so that the
+    next step works. Validation takes any number of sequences."""
     pair = make_pair(Case(pp=2))
     found = []
     tokens, engine = pair.tokens(), pair.engine
@@ -206,17 +234,24 @@ def test_a_wrong_micro_batch_is_refused_before_anything_travels() -> None:
 
 
 def gradients_of_steps(rank: int, world_size: int, cases: list[Case]) -> list[bool]:
-    """Whether two steps that keep rounded weights have the bits of steps that round anew, for each case."""
+    """Whether two steps that keep rounded weights have the bits of steps that round anew, for each
+    case."""
     equal = []
     for case in cases:
         mesh, found = mesh_of(case), []
         for keep in ("step", "product"):
             pair = make_pair(replace(case, rounded_weights=keep), mesh=mesh)
-            optimizer = torch.optim.SGD([entry.parameter for entry in pair.engine.parameters], lr=0.5)
+            optimizer = torch.optim.SGD(
+                [entry.parameter for entry in pair.engine.parameters], lr=0.5
+            )
             gradients: list[Tensor] = []
             for step in range(2):
                 pair.run(pair.tokens(step))
-                gradients += [entry.parameter.grad.clone() for entry in pair.engine.parameters if entry.parameter.grad is not None]
+                gradients += [
+                    entry.parameter.grad.clone()
+                    for entry in pair.engine.parameters
+                    if entry.parameter.grad is not None
+                ]
                 optimizer.step()
                 pair.engine.parameters.clear_gradients()
             assert not pair.engine._segments.rounded_weights.copies()
@@ -228,12 +263,16 @@ def gradients_of_steps(rank: int, world_size: int, cases: list[Case]) -> list[bo
 
 def test_rounded_weights_are_those_that_were_gathered() -> None:
     """FSDP2 gathers into the same parameters step after step, without counting versions."""
-    cases = [Case(dtype=torch.float32, precision="bf16", layers=2), Case(pp=2, dtype=torch.float32, precision="bf16")]
+    cases = [
+        Case(dtype=torch.float32, precision="bf16", layers=2),
+        Case(pp=2, dtype=torch.float32, precision="bf16"),
+    ]
     assert run_ranks(gradients_of_steps, 2, cases) == [[True, True]] * 2
 
 
 def travelling(rank: int, world_size: int, case: Case) -> tuple[set[torch.dtype], float, float]:
-    """Return the dtypes of what was sent and received, and errors relative to one process in fp32."""
+    """Return the dtypes of what was sent and received, and errors relative to one process in
+    fp32."""
     pair = make_pair(case)
     tokens = pair.tokens()
     loss = pair.plain_gradients(tokens)

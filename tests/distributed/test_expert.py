@@ -1,7 +1,8 @@
-"""The exchange of expert parallelism against loops over tokens, and sliced experts on several ranks against all experts on one.
+"""The exchange of expert parallelism against loops over tokens, and sliced experts on several ranks
+against all experts on one.
 
-Ranks are started once for several cases; a rank makes every rank's inputs from seeds, and so knows what it has to receive.
-"""
+Ranks are started once for several cases; a rank makes every rank's inputs from seeds, and so knows
+what it has to receive."""
 
 from __future__ import annotations
 
@@ -11,8 +12,25 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from exchange_cases import FOUR, PAIRS, TWO, Case, expected_dispatch, expected_sum, expected_weights_gradient, from_tables, random_case
-from exchange_modes import MISTAKES, GivesBackTooEarly, all_to_alls, buffers, half_the_bytes, is_found_out
+from exchange_cases import (
+    FOUR,
+    PAIRS,
+    TWO,
+    Case,
+    expected_dispatch,
+    expected_sum,
+    expected_weights_gradient,
+    from_tables,
+    random_case,
+)
+from exchange_modes import (
+    MISTAKES,
+    GivesBackTooEarly,
+    all_to_alls,
+    buffers,
+    half_the_bytes,
+    is_found_out,
+)
 from ranks import run_ranks
 from torch import Tensor, nn
 
@@ -28,7 +46,7 @@ WIDTHS = ("mixed", "fp32", "bf16")
 RECOMPUTED = ("mixed", "a rank without tokens", "everything to rank 1")
 
 
-# --- phase by phase, against loops ---------------------------------------------------------------------------------------------------
+# --- phase by phase, against loops ----------------------------------------------------------------
 
 
 def phases(case: Case, me: int, exchange: ExpertExchange) -> dict[str, bool]:
@@ -39,7 +57,9 @@ def phases(case: Case, me: int, exchange: ExpertExchange) -> dict[str, bool]:
         dispatched = exchange.start_dispatch(x, routing).wait()
     sent = [sent for _, sent in travels[1:]]  # the first are numbers of rows
     way, came = dispatched.way, [dispatched.x_RD, dispatched.experts_RK, dispatched.weights_RK]
-    partial, grad_y = (transposed(from_tables(case, me, case.d, case.dtype, seed=seed)) for seed in (3, 4))
+    partial, grad_y = (
+        transposed(from_tables(case, me, case.d, case.dtype, seed=seed)) for seed in (3, 4)
+    )
     grad_weights = transposed(from_tables(case, me, case.k, case.weights, seed=5))
     with all_to_alls() as travels:
         y = exchange.start_combine(partial, way).wait()
@@ -51,12 +71,23 @@ def phases(case: Case, me: int, exchange: ExpertExchange) -> dict[str, bool]:
         "x": same(dispatched.x_RD, x_RD),
         "experts": same(dispatched.experts_RK, experts_RK),
         "weights": same(dispatched.weights_RK, weights_RK),
-        "each token once to a rank": way.sent_P == tuple(len(case.rows(me, target)) for target in ranks),
+        "each token once to a rank": way.sent_P
+        == tuple(len(case.rows(me, target)) for target in ranks),
         "numbers received": way.received_P == tuple(len(case.rows(source, me)) for source in ranks),
-        "send buffers are gone": all(tensor.untyped_storage().nbytes() == 0 for tensor in sent + back),
-        "the caller's are not": x.untyped_storage().nbytes() == x.nbytes and partial.untyped_storage().nbytes() == partial.nbytes,
-        "what came shares no storage": len({tensor.untyped_storage().data_ptr() for tensor in came if len(tensor)}) == 3 * bool(len(x_RD)),
-        "the way back is indices": all(not value.is_floating_point() for value in vars(way).values() if isinstance(value, Tensor)),
+        "send buffers are gone": all(
+            tensor.untyped_storage().nbytes() == 0 for tensor in sent + back
+        ),
+        "the caller's are not": x.untyped_storage().nbytes() == x.nbytes
+        and partial.untyped_storage().nbytes() == partial.nbytes,
+        "what came shares no storage": len(
+            {tensor.untyped_storage().data_ptr() for tensor in came if len(tensor)}
+        )
+        == 3 * bool(len(x_RD)),
+        "the way back is indices": all(
+            not value.is_floating_point()
+            for value in vars(way).values()
+            if isinstance(value, Tensor)
+        ),
         "combine": rounded(y, expected_sum(case, me, seed=3), case.dtype),
         "combine's backward": same(rows, x_RD),
         "dispatch's backward": rounded(grad_x, expected_sum(case, me, seed=4), case.dtype),
@@ -74,23 +105,34 @@ def same(actual: Tensor, expected: Tensor) -> bool:
 
 
 def rounded(actual: Tensor, wide: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a sum was rounded once, to the nearest. The sum of two bf16 numbers is often half-way, where a kernel may go either way."""
+    """Whether a sum was rounded once, to the nearest. The sum of two bf16 numbers is often
+    half-way, where a kernel may go either way."""
     nearest = (wide.to(dtype).to(wide.dtype) - wide).abs()
-    return actual.dtype == dtype and actual.shape == wide.shape and bool(((actual.to(wide.dtype) - wide).abs() <= nearest).all())
+    return (
+        actual.dtype == dtype
+        and actual.shape == wide.shape
+        and bool(((actual.to(wide.dtype) - wide).abs() <= nearest).all())
+    )
 
 
-# --- differentiable ------------------------------------------------------------------------------------------------------------------
+# --- differentiable -------------------------------------------------------------------------------
 
 
 def differentiable(case: Case, me: int, exchange: ExpertExchange) -> dict[str, Any]:
-    """Compare the autograd forms with the phases, and return both sides of <A x, y> = <x, A^T y>, which have to be summed over ranks."""
+    """Compare the autograd forms with the phases, and return both sides of <A x, y> = <x, A^T y>,
+    which have to be summed over ranks."""
     x, routing, saved = case.x(me).requires_grad_(), case.routing(me), []
     weights = routing.weights_TK.requires_grad_()
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor
+    ):
         dispatched = exchange.dispatch(x, routing)
         partial = from_tables(case, me, case.d, case.dtype, seed=3).requires_grad_()
         y = exchange.combine(partial, dispatched)
-    cotangents = [from_tables(case, me, columns, dtype, seed=6) for columns, dtype in ((case.d, case.dtype), (case.k, case.weights))]
+    cotangents = [
+        from_tables(case, me, columns, dtype, seed=6)
+        for columns, dtype in ((case.d, case.dtype), (case.k, case.weights))
+    ]
     outputs = [dispatched.x_RD, dispatched.weights_RK]
     grads = gradients_of(outputs, cotangents, [x, weights])
     (grad_partial,) = gradients_of([y], [x.detach()], [partial])
@@ -99,21 +141,33 @@ def differentiable(case: Case, me: int, exchange: ExpertExchange) -> dict[str, A
     return {
         "dispatch": [dot(outputs, cotangents), dot([x, weights], grads)],
         "combine": [dot([y], [x]), dot([partial], [grad_partial])],
-        "saved are indices": bool(saved) and not any(tensor.is_floating_point() for tensor in saved),
+        "saved are indices": bool(saved)
+        and not any(tensor.is_floating_point() for tensor in saved),
         "phases": all(same(a, b) for a, b in zip(grads, phase_grads, strict=True))
         and same(dispatched.x_RD.detach(), launched.x_RD)
         and same(dispatched.weights_RK.detach(), launched.weights_RK)
         and same(y.detach(), exchange.start_combine(partial, launched.way).wait())
         and same(grad_partial, exchange.start_combine_backward(x, launched.way).wait()),
         "nothing launched has a graph": not any(
-            tensor.requires_grad for tensor in (launched.x_RD, launched.weights_RK, exchange.start_combine(partial, launched.way).wait())
+            tensor.requires_grad
+            for tensor in (
+                launched.x_RD,
+                launched.weights_RK,
+                exchange.start_combine(partial, launched.way).wait(),
+            )
         ),
     }
 
 
-def gradients_of(outputs: list[Tensor], cotangents: list[Tensor], inputs: list[Tensor]) -> tuple[Tensor, ...]:
-    products = [(y * cotangent).sum() for y, cotangent in zip(outputs, cotangents, strict=True)]  # grad_outputs= would import sympy
-    return torch.autograd.grad(torch.stack([product.double() for product in products]).sum(), inputs)
+def gradients_of(
+    outputs: list[Tensor], cotangents: list[Tensor], inputs: list[Tensor]
+) -> tuple[Tensor, ...]:
+    products = [
+        (y * cotangent).sum() for y, cotangent in zip(outputs, cotangents, strict=True)
+    ]  # grad_outputs= would import sympy
+    return torch.autograd.grad(
+        torch.stack([product.double() for product in products]).sum(), inputs
+    )
 
 
 def dot(left: Any, right: Any) -> float:
@@ -122,7 +176,13 @@ def dot(left: Any, right: Any) -> float:
 
 def sliced(whole: Experts, rank: int, num_ranks: int) -> Experts:
     n = len(whole.down_proj) // num_ranks
-    part = Experts(n, whole.down_proj.shape[1], whole.down_proj.shape[2], gate=whole.gate, bias=whole.down_bias is not None)
+    part = Experts(
+        n,
+        whole.down_proj.shape[1],
+        whole.down_proj.shape[2],
+        gate=whole.gate,
+        bias=whole.down_bias is not None,
+    )
     part.to(whole.down_proj.dtype).memory = whole.memory
     with torch.no_grad():
         for mine, all_of_them in zip(part.parameters(), whole.parameters(), strict=True):
@@ -131,8 +191,8 @@ def sliced(whole: Experts, rank: int, num_ranks: int) -> Experts:
 
 
 def expert_layer(case: Case, me: int, exchange: Exchange, memory: str) -> dict[str, float]:
-    """Compare dispatch, sliced experts and combine with all experts: this rank's outputs and gradients, and its experts' from all ranks'
-    tokens."""
+    """Compare dispatch, sliced experts and combine with all experts: this rank's outputs and
+    gradients, and its experts' from all ranks' tokens."""
     whole = Experts(case.e, case.d, F_EXPERT, bias=True).double()
     whole.memory = memory
     for seed, p in enumerate(whole.parameters()):
@@ -141,23 +201,34 @@ def expert_layer(case: Case, me: int, exchange: Exchange, memory: str) -> dict[s
     x, routing = case.x(me).requires_grad_(), case.routing(me)
     weights = routing.weights_TK.requires_grad_()
     dispatched = exchange.dispatch(x, routing)
-    y = exchange.combine(part(dispatched.x_RD, dispatched.experts_RK, dispatched.weights_RK), dispatched)
+    y = exchange.combine(
+        part(dispatched.x_RD, dispatched.experts_RK, dispatched.weights_RK), dispatched
+    )
     grads = gradients_of([y], [case.table(me, case.d, seed=7)], [x, weights, *part.parameters()])
     errors, total = {}, [torch.zeros_like(p) for p in whole.parameters()]
     for rank in range(len(case.tokens)):
         x, routing = case.x(rank).requires_grad_(), case.routing(rank)
         weights = routing.weights_TK.requires_grad_()
         whole_y = whole(x, routing.experts_TK, weights)
-        expected = gradients_of([whole_y], [case.table(rank, case.d, seed=7)], [x, weights, *whole.parameters()])
+        expected = gradients_of(
+            [whole_y], [case.table(rank, case.d, seed=7)], [x, weights, *whole.parameters()]
+        )
         total = [a + b for a, b in zip(total, expected[2:], strict=True)]
         if rank == me:
-            errors = {"y": error(y, whole_y), "x": error(grads[0], expected[0]), "weights": error(grads[1], expected[1])}
+            errors = {
+                "y": error(y, whole_y),
+                "x": error(grads[0], expected[0]),
+                "weights": error(grads[1], expected[1]),
+            }
     n = len(part.down_proj)
-    experts = [error(mine, theirs[me * n : (me + 1) * n]) for mine, theirs in zip(grads[2:], total, strict=True)]
+    experts = [
+        error(mine, theirs[me * n : (me + 1) * n])
+        for mine, theirs in zip(grads[2:], total, strict=True)
+    ]
     return errors | {"experts": max(experts)}
 
 
-# --- a decoder -----------------------------------------------------------------------------------------------------------------------
+# --- a decoder ------------------------------------------------------------------------------------
 
 
 def sliced_decoder(me: int, num_ranks: int, memory: str) -> Decoder:
@@ -169,7 +240,9 @@ def sliced_decoder(me: int, num_ranks: int, memory: str) -> Decoder:
 
 
 def whole_decoder(memory: str) -> Decoder:
-    model = tiny_model(dtype=torch.float64, n_routed_experts=8, num_experts_per_tok=3, num_hidden_layers=4)
+    model = tiny_model(
+        dtype=torch.float64, n_routed_experts=8, num_experts_per_tok=3, num_hidden_layers=4
+    )
     model.set_memory(memory)
     return model
 
@@ -183,7 +256,8 @@ def loss_of(model: Decoder, rank: int, exchange: Exchange) -> Tensor:
 
 
 def decoder(me: int, num_ranks: int, exchange: Exchange, memory: str) -> dict[str, float]:
-    """Return the errors of the loss and of every gradient: dense ones summed over ranks, experts' as they are."""
+    """Return the errors of the loss and of every gradient: dense ones summed over ranks, experts'
+    as they are."""
     model, whole = sliced_decoder(me, num_ranks, memory), whole_decoder(memory)
     loss = loss_of(model, me, exchange)
     loss.backward()
@@ -202,23 +276,34 @@ def decoder(me: int, num_ranks: int, exchange: Exchange, memory: str) -> dict[st
     return errors
 
 
-# --- what runs in the ranks ----------------------------------------------------------------------------------------------------------
+# --- what runs in the ranks -----------------------------------------------------------------------
 
 
 def several_at_once(me: int, exchanges: tuple[ExpertExchange, ...]) -> bool:
-    """Keep two dispatches and then two combines under way at a time, and wait for them in another order."""
+    """Keep two dispatches and then two combines under way at a time, and wait for them in another
+    order."""
     cases = [TWO["mixed"], replace(TWO["K = 1"], d=3)]
-    pending = [exchange.start_dispatch(case.x(me), case.routing(me)) for case, exchange in zip(cases, exchanges, strict=True)]
+    pending = [
+        exchange.start_dispatch(case.x(me), case.routing(me))
+        for case, exchange in zip(cases, exchanges, strict=True)
+    ]
     dispatched: list[Dispatched] = [item.wait() for item in reversed(pending)][::-1]
     partials = [from_tables(case, me, case.d, case.dtype, seed=3) for case in cases]
     sent_back = zip(exchanges, partials, dispatched, strict=True)
     back = [exchange.start_combine(partial, one.way) for exchange, partial, one in sent_back]
     y = [item.wait() for item in reversed(back)][::-1]
-    arrived = [same(item.x_RD, expected_dispatch(case, me)[0]) for item, case in zip(dispatched, cases, strict=True)]
-    return all(arrived) and all(same(sum_TD, expected_sum(case, me, seed=3)) for sum_TD, case in zip(y, cases, strict=True))
+    arrived = [
+        same(item.x_RD, expected_dispatch(case, me)[0])
+        for item, case in zip(dispatched, cases, strict=True)
+    ]
+    return all(arrived) and all(
+        same(sum_TD, expected_sum(case, me, seed=3)) for sum_TD, case in zip(y, cases, strict=True)
+    )
 
 
-def plans_first(me: int, group: dist.ProcessGroup, sizes_group: dist.ProcessGroup) -> dict[str, bool]:
+def plans_first(
+    me: int, group: dist.ProcessGroup, sizes_group: dist.ProcessGroup
+) -> dict[str, bool]:
     """Keep two plans under way at a time, whose numbers of rows travel in a group of their own."""
     cases, groups, original = [TWO["mixed"], replace(TWO["K = 1"], d=3)], [], dist.all_to_all_single
 
@@ -231,16 +316,23 @@ def plans_first(me: int, group: dist.ProcessGroup, sizes_group: dist.ProcessGrou
         patch.setattr(dist, "all_to_all_single", note)
         plans = [exchange.start_plan(case.routing(me)) for case in cases]
         ways = [plan.wait() for plan in reversed(plans)][::-1]
-        pending = [exchange.start_dispatch(case.x(me), case.routing(me), way) for case, way in zip(cases, ways, strict=True)]
+        pending = [
+            exchange.start_dispatch(case.x(me), case.routing(me), way)
+            for case, way in zip(cases, ways, strict=True)
+        ]
         rows = [item.wait().x_RD for item in pending]
     return {
-        "rows": all(same(x_RD, expected_dispatch(case, me)[0]) for x_RD, case in zip(rows, cases, strict=True)),
+        "rows": all(
+            same(x_RD, expected_dispatch(case, me)[0])
+            for x_RD, case in zip(rows, cases, strict=True)
+        ),
         "groups": groups == [sizes_group] * 2 + [group] * 4,
     }
 
 
 def refusals(me: int, exchange: ExpertExchange) -> dict[str, str]:
-    """Make each mistake on every rank; none sends anything, or what runs afterwards would not fit."""
+    """Make each mistake on every rank; none sends anything, or what runs afterwards would not
+    fit."""
     case = TWO["mixed"]
     x, routing = case.x(me), case.routing(me)
     dispatched = exchange.start_dispatch(x, routing).wait()
@@ -254,7 +346,9 @@ def refusals(me: int, exchange: ExpertExchange) -> dict[str, str]:
         "range": lambda: exchange.start_dispatch(x, wrong_expert),
         "combine": lambda: exchange.start_combine(rows[1:], dispatched.way),
         "combine backward": lambda: exchange.start_combine_backward(x[1:], dispatched.way),
-        "dispatch backward": lambda: exchange.start_dispatch_backward(rows[1:], dispatched.weights_RK[1:], dispatched.way),
+        "dispatch backward": lambda: exchange.start_dispatch_backward(
+            rows[1:], dispatched.weights_RK[1:], dispatched.way
+        ),
     }
     messages = {}
     for name, mistake in mistakes.items():
@@ -267,7 +361,8 @@ def refusals(me: int, exchange: ExpertExchange) -> dict[str, str]:
 
 
 def alone(me: int, group: dist.ProcessGroup) -> bool:
-    """With one rank in the group everything equals `LOCAL_EXCHANGE`, whether rows are copied or stay where they are."""
+    """With one rank in the group everything equals `LOCAL_EXCHANGE`, whether rows are copied or
+    stay where they are."""
     case = replace(TWO["mixed"], tokens=(7,))
     x, routing = case.x(0), case.routing(0)
     exchange = ExpertExchange(group, case.e)
@@ -275,8 +370,20 @@ def alone(me: int, group: dist.ProcessGroup) -> bool:
     grads = exchange.start_dispatch_backward(x, dispatched.weights_RK, dispatched.way).wait()
     expected = (routing.experts_TK, routing.weights_TK)
     return (
-        all(map(same, (dispatched.x_RD, dispatched.experts_RK, dispatched.weights_RK), (x, *expected)))
-        and all(map(same, (exchange.start_combine(x, dispatched.way).wait(), *grads), (x, x, routing.weights_TK)))
+        all(
+            map(
+                same,
+                (dispatched.x_RD, dispatched.experts_RK, dispatched.weights_RK),
+                (x, *expected),
+            )
+        )
+        and all(
+            map(
+                same,
+                (exchange.start_combine(x, dispatched.way).wait(), *grads),
+                (x, x, routing.weights_TK),
+            )
+        )
         and same(exchange.start_combine_backward(x, dispatched.way).wait(), x)
     )
 
@@ -290,15 +397,37 @@ def two_ranks(me: int, world_size: int) -> dict[str, Any]:
     wide = {name: case for name, case in TWO.items() if case.dtype == torch.float64}
     return {
         "phases": {name: phases(case, me, exchanges[case.e]) for name, case in TWO.items()},
-        "random": [phases(random_case(seed), me, exchanges[random_case(seed).e]) for seed in range(20)],
-        "differentiable": {name: differentiable(case, me, exchanges[case.e]) for name, case in TWO.items()},
-        "layer": {name: expert_layer(case, me, exchanges[case.e], "saved") for name, case in wide.items()},
-        "recompute": {name: expert_layer(TWO[name], me, exchanges[8], "recompute") for name in RECOMPUTED},
-        "decoder": {memory: decoder(me, world_size, exchanges[8], memory) for memory in ("saved", "reference")},
-        "mistakes": [[is_found_out(TWO[name], me, GivesBackTooEarly(mistake, world, 8)) for mistake in ("", *MISTAKES)] for name in WIDTHS],
+        "random": [
+            phases(random_case(seed), me, exchanges[random_case(seed).e]) for seed in range(20)
+        ],
+        "differentiable": {
+            name: differentiable(case, me, exchanges[case.e]) for name, case in TWO.items()
+        },
+        "layer": {
+            name: expert_layer(case, me, exchanges[case.e], "saved") for name, case in wide.items()
+        },
+        "recompute": {
+            name: expert_layer(TWO[name], me, exchanges[8], "recompute") for name in RECOMPUTED
+        },
+        "decoder": {
+            memory: decoder(me, world_size, exchanges[8], memory)
+            for memory in ("saved", "reference")
+        },
+        "mistakes": [
+            [
+                is_found_out(TWO[name], me, GivesBackTooEarly(mistake, world, 8))
+                for mistake in ("", *MISTAKES)
+            ]
+            for name in WIDTHS
+        ],
         "buffers": [buffers(TWO[name], me, world) for name in WIDTHS],
         "autocast": half_the_bytes(
-            [model.float().layers[-1] for model in (sliced_decoder(me, 2, "saved"), whole_decoder("saved"))], me, world
+            [
+                model.float().layers[-1]
+                for model in (sliced_decoder(me, 2, "saved"), whole_decoder("saved"))
+            ],
+            me,
+            world,
         ),
         "refusals": refusals(me, exchanges[8]),
         "several": several_at_once(me, (exchanges[8], exchanges[8])),
@@ -310,7 +439,10 @@ def two_ranks(me: int, world_size: int) -> dict[str, Any]:
 def four_ranks(me: int, world_size: int) -> dict[str, Any]:
     world, pairs = dist.group.WORLD, [dist.new_group([0, 1]), dist.new_group([2, 3])]
     assert world is not None
-    exchange, pair_exchange = (lambda e: ExpertExchange(world, e)), ExpertExchange(pairs[me // 2], 8)
+    exchange, pair_exchange = (
+        (lambda e: ExpertExchange(world, e)),
+        ExpertExchange(pairs[me // 2], 8),
+    )
     return {
         "phases": {name: phases(case, me, exchange(case.e)) for name, case in FOUR.items()},
         "pairs": {name: phases(case, me % 2, pair_exchange) for name, case in PAIRS.items()},
@@ -324,7 +456,12 @@ def two() -> list[dict[str, Any]]:
 
 
 def failures(results: list[dict[str, Any]], kind: str, name: str) -> list[str]:
-    return [f"rank {rank}: {check}" for rank, result in enumerate(results) for check, holds in result[kind][name].items() if not holds]
+    return [
+        f"rank {rank}: {check}"
+        for rank, result in enumerate(results)
+        for check, holds in result[kind][name].items()
+        if not holds
+    ]
 
 
 @pytest.mark.parametrize("name", TWO)
@@ -337,7 +474,10 @@ def test_random_routings_are_the_loop_over_tokens(two: list[dict[str, Any]]) -> 
 
 
 def test_the_cases_are_what_they_say() -> None:
-    sent = {name: [[len(case.rows(source, target)) for target in range(2)] for source in range(2)] for name, case in TWO.items()}
+    sent = {
+        name: [[len(case.rows(source, target)) for target in range(2)] for source in range(2)]
+        for name, case in TWO.items()
+    }
     assert sent["mixed"] == [[9, 7], [5, 5]]
     assert sent["everything to rank 0"] == [[5, 0], [8, 0]]
     assert sent["everything to rank 1"] == [[0, 5], [0, 8]]
@@ -347,18 +487,28 @@ def test_the_cases_are_what_they_say() -> None:
 
 
 @pytest.mark.parametrize("name", TWO)
-def test_the_differentiable_forms_are_the_phases_and_adjoint(two: list[dict[str, Any]], name: str) -> None:
+def test_the_differentiable_forms_are_the_phases_and_adjoint(
+    two: list[dict[str, Any]], name: str
+) -> None:
     results = [result["differentiable"][name] for result in two]
     for check in ("saved are indices", "phases", "nothing launched has a graph"):
         assert all(result[check] for result in results), check
     for direction in ("dispatch", "combine"):
         forward, backward = (sum(result[direction][side] for result in results) for side in (0, 1))
-        tolerance = 1e-12 if TWO[name].dtype == torch.float64 else 1e-5 if TWO[name].dtype == torch.float32 else 5e-2
+        tolerance = (
+            1e-12
+            if TWO[name].dtype == torch.float64
+            else 1e-5
+            if TWO[name].dtype == torch.float32
+            else 5e-2
+        )
         assert forward == pytest.approx(backward, rel=tolerance, abs=tolerance)
         assert name == "no tokens at all" or abs(forward) > 0.1
 
 
-@pytest.mark.parametrize("name", [name for name, case in TWO.items() if case.dtype == torch.float64])
+@pytest.mark.parametrize(
+    "name", [name for name, case in TWO.items() if case.dtype == torch.float64]
+)
 def test_sliced_experts_are_the_whole(two: list[dict[str, Any]], name: str) -> None:
     assert max(max(result["layer"][name].values()) for result in two) < 1e-12
 
@@ -385,18 +535,24 @@ def test_buffers_are_poisoned_or_held_as_the_engine_is_told(two: list[dict[str, 
         assert result["buffers"] == [{"poisoned": True, "held": True}] * len(WIDTHS)
 
 
-def test_under_autocast_rows_travel_and_are_kept_in_half_the_bytes(two: list[dict[str, Any]]) -> None:
+def test_under_autocast_rows_travel_and_are_kept_in_half_the_bytes(
+    two: list[dict[str, Any]],
+) -> None:
     for result in two:
         found = result["autocast"]
-        assert len(found["wide"]) == len(found["narrow"]) == 4  # rows, partial sums, and the gradients of both
+        assert (
+            len(found["wide"]) == len(found["narrow"]) == 4
+        )  # rows, partial sums, and the gradients of both
         assert [dtype for dtype, _ in found["wide"] + found["full"]] == [torch.float32] * 8
         assert found["narrow"] == [(torch.bfloat16, size // 2) for _, size in found["wide"]]
         assert found["kept"] == 0
 
 
-def test_under_autocast_what_travelled_is_what_the_experts_round_anyway(two: list[dict[str, Any]]) -> None:
-    """If all experts of a token are on one rank, its sum has the same bits; another token's is the sum of two bf16 numbers instead of
-    one."""
+def test_under_autocast_what_travelled_is_what_the_experts_round_anyway(
+    two: list[dict[str, Any]],
+) -> None:
+    """If all experts of a token are on one rank, its sum has the same bits; another token's is the
+    sum of two bf16 numbers instead of one."""
     for result in two:
         found = result["autocast"]
         assert found["alone"] > 0
@@ -419,12 +575,17 @@ def test_a_group_of_one_is_the_local_exchange(two: list[dict[str, Any]]) -> None
 def test_mistakes_are_refused_before_anything_is_sent(two: list[dict[str, Any]]) -> None:
     for result in two:
         messages = result["refusals"]
-        assert messages["experts"].startswith("5 experts cannot be divided evenly among 2 ranks: use an expert-parallel size")
+        assert messages["experts"].startswith(
+            "5 experts cannot be divided evenly among 2 ranks: use an expert-parallel size"
+        )
         assert messages["no experts"].startswith("0 experts")
         assert "give the routing of these tokens" in messages["tokens"]
         assert messages["tokens"] == messages["differentiable tokens"]
         assert messages["range"] == "experts_TK holds 8: every entry has to be in [0, 8)"
-        assert all("give one row for each" in messages[name] for name in ("combine", "combine backward", "dispatch backward"))
+        assert all(
+            "give one row for each" in messages[name]
+            for name in ("combine", "combine backward", "dispatch backward")
+        )
 
 
 def test_four_ranks_and_groups_inside_the_world() -> None:
@@ -437,4 +598,6 @@ def test_four_ranks_and_groups_inside_the_world() -> None:
 
 def test_an_exchange_between_ranks_has_every_method_of_its_own() -> None:
     """One that it inherited would send nothing."""
-    assert {name for name, value in vars(Exchange).items() if callable(value)} <= set(vars(ExpertExchange))
+    assert {name for name, value in vars(Exchange).items() if callable(value)} <= set(
+        vars(ExpertExchange)
+    )

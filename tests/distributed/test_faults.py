@@ -1,4 +1,5 @@
-"""Fault drills on real training: wherever a rank dies, the job ends in seconds, names the rank, and leaves whole checkpoints."""
+"""Fault drills on real training: wherever a rank dies, the job ends in seconds, names the rank, and
+leaves whole checkpoints."""
 
 from __future__ import annotations
 
@@ -17,32 +18,52 @@ from lather.checkpoint.state import TrainingState
 from lather.models.families import build_model
 
 LOST = "ArithmeticError: rank one has lost count"
-RAISED = {"raise": LOST, "save": LOST, "save beside": LOST, "shape": "ValueError: the batch's inputs have shape (2, 7), not (2, 8): "}
-"""The places where rank 1 raises, and how its last line then begins; at the other places it is killed."""
+RAISED = {
+    "raise": LOST,
+    "save": LOST,
+    "save beside": LOST,
+    "shape": "ValueError: the batch's inputs have shape (2, 7), not (2, 8): ",
+}
+"""The places where rank 1 raises, and how its last line then begins; at the other places it is
+killed."""
 
 
 IN_THE_GRID = ("save beside",)
-PLACES = [pytest.param(place, marks=[pytest.mark.grid] * (place in IN_THE_GRID)) for place in fault_workers.PLACES]
+PLACES = [
+    pytest.param(place, marks=[pytest.mark.grid] * (place in IN_THE_GRID))
+    for place in fault_workers.PLACES
+]
 
 
 @pytest.fixture(scope="module")
-def jobs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Job]]:
-    """Start all jobs that the selected tests ask for at once, as most of their time is the start."""
+def jobs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Job]]:
+    """Start all jobs that the selected tests ask for at once, as most of their time is the
+    start."""
     folder = tmp_path_factory.mktemp("faults")
-    asked = [item.callspec.params["place"] for item in request.session.items if item.path == request.path]  # type: ignore[attr-defined]
+    asked = [
+        item.callspec.params["place"] for item in request.session.items if item.path == request.path
+    ]  # type: ignore[attr-defined]
     jobs = {}
     for place in asked:
-        jobs[place] = Job.start(fault_workers.__file__, folder / place, place, 2, python=ForkedPython)
+        jobs[place] = Job.start(
+            fault_workers.__file__, folder / place, place, 2, python=ForkedPython
+        )
         (folder / place / "text").mkdir()
         for number in range(4):
-            (folder / place / "text" / f"{number}.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 30)
+            (folder / place / "text" / f"{number}.txt").write_text(
+                "the quick brown fox jumps over the lazy dog\n" * 30
+            )
     yield jobs
     for job in jobs.values():
         job.kill()
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_rank_that_fails_ends_the_job_and_checkpoints_stay_whole(jobs: dict[str, Job], place: str) -> None:
+def test_a_rank_that_fails_ends_the_job_and_checkpoints_stay_whole(
+    jobs: dict[str, Job], place: str
+) -> None:
     job = jobs[place]
     pids = job.pids()
     (process,) = job.processes
@@ -63,4 +84,6 @@ def test_a_rank_that_fails_ends_the_job_and_checkpoints_stay_whole(jobs: dict[st
     assert [checkpoint.name for checkpoint in checkpoints] == ["step-00000001", "step-00000002"]
     for checkpoint in checkpoints:
         model = build_model(config.model, torch.Generator().manual_seed(1))
-        assert load_checkpoint(checkpoint, TrainingState.of_model(model)).step == int(checkpoint.name[5:])
+        assert load_checkpoint(checkpoint, TrainingState.of_model(model)).step == int(
+            checkpoint.name[5:]
+        )

@@ -1,5 +1,5 @@
-"""Fine-tuning on meshes: with adapters and frozen parameters the rows and weights are those of one process, from the same Hugging Face
-folder."""
+"""Fine-tuning on meshes: with adapters and frozen parameters the rows and weights are those of one
+process, from the same Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -29,14 +29,19 @@ from tiny_run import TIME_FIELDS
 
 pytestmark = pytest.mark.timeout(600)  # a free machine needs a tenth of this
 
-LORA: dict[str, Any] = {"lora": {"rank": 4, "targets": ["attention", "experts", "shared_experts", "dense"]}}
+LORA: dict[str, Any] = {
+    "lora": {"rank": 4, "targets": ["attention", "experts", "shared_experts", "dense"]}
+}
 RUNS: dict[str, dict[str, Any]] = {
-    "adapters": {**LORA, "train": {"trainable": ["*.input_layernorm.weight"], "frozen": ["layers.3.*"]}},
+    "adapters": {
+        **LORA,
+        "train": {"trainable": ["*.input_layernorm.weight"], "frozen": ["layers.3.*"]},
+    },
     "soap": {**LORA, "optim": {"name": "soap", "precondition_frequency": 2}},
     "one layer": {"train": {"trainable": ["layers.0.*"]}},
 }
-"""Runs that one process and meshes do. With two pipeline ranks the second one has layers 1 and 2, so that it trains nothing in "one
-layer"."""
+"""Runs that one process and meshes do. With two pipeline ranks the second one has layers 1 and 2,
+so that it trains nothing in "one layer"."""
 MESHES: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {
     2: {
         "pp2 adapters": ("adapters", {"pp": 2, "poison": True}),
@@ -100,8 +105,15 @@ def trainings(rank: int, world_size: int, folder: Path) -> list[int]:
     for name, (run, parallel) in MESHES[world_size].items():
         steps.append(start(make_config(folder, name, RUNS[run], {"parallel": parallel})).step)
     if world_size == 2:
-        steps.append(start(make_config(folder, "moved", RUNS["adapters"], {"parallel": {"pp": 2}}), stop_after=1).step)
-        steps.append(start(make_config(folder, "moved", RUNS["adapters"], {"parallel": {"ep": 2}})).step)
+        steps.append(
+            start(
+                make_config(folder, "moved", RUNS["adapters"], {"parallel": {"pp": 2}}),
+                stop_after=1,
+            ).step
+        )
+        steps.append(
+            start(make_config(folder, "moved", RUNS["adapters"], {"parallel": {"ep": 2}})).step
+        )
     return steps
 
 
@@ -111,11 +123,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "corpus").mkdir()
     words = ["the", "quick", "brown", "fox", "jumps", "over"]
     for number in range(8):
-        lines = [" ".join(words[(number + line + place) % 6] for place in range(9)) for line in range(15)]
+        lines = [
+            " ".join(words[(number + line + place) % 6] for place in range(9)) for line in range(15)
+        ]
         (folder / "corpus" / f"{number}.py").write_text("\n".join(lines))
     config = DeepseekV2Config(**TINY)
-    save_hugging_face(build_deepseek_v2(config, torch.Generator().manual_seed(7)), config, folder / "published")
-    train_tokenizer(iter(["the quick brown fox\n"] * 9), TINY["vocab_size"], END_OF_TEXT).save(str(folder / "published/tokenizer.json"))
+    save_hugging_face(
+        build_deepseek_v2(config, torch.Generator().manual_seed(7)), config, folder / "published"
+    )
+    train_tokenizer(iter(["the quick brown fox\n"] * 9), TINY["vocab_size"], END_OF_TEXT).save(
+        str(folder / "published/tokenizer.json")
+    )
     for name, changes in RUNS.items():
         assert train(make_config(folder, name, changes), Shown()).finished
     return folder
@@ -127,10 +145,18 @@ def assert_same_run(run_dir: Path, expected: Path, rtol: float) -> None:
     for row, other in zip(rows, wanted, strict=True):
         for key in row.keys() - TIME_FIELDS:
             assert row[key] == pytest.approx(other[key], rel=rtol), (run_dir.name, row["step"], key)
-    found, tensors = (stored_tensors(path / "checkpoints/step-00000003") for path in (run_dir, expected))
+    found, tensors = (
+        stored_tensors(path / "checkpoints/step-00000003") for path in (run_dir, expected)
+    )
     assert found.keys() == tensors.keys()
     for name, x in tensors.items():
-        torch.testing.assert_close(found[name], x, rtol=rtol, atol=rtol, msg=lambda text, name=name: f"{run_dir.name} {name}: {text}")
+        torch.testing.assert_close(
+            found[name],
+            x,
+            rtol=rtol,
+            atol=rtol,
+            msg=lambda text, name=name: f"{run_dir.name} {name}: {text}",
+        )
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -150,7 +176,10 @@ def weights_that_one_rank_lacks(rank: int, world_size: int, folder: Path) -> str
     def lost(config: Config) -> Path:
         raise CheckpointError(f"init_from = {config.init_from!r} has no checkpoint")
 
-    with patch.object(loop, "find_start", lost if rank == 1 else loop.find_start), pytest.raises(CheckpointError) as error:
+    with (
+        patch.object(loop, "find_start", lost if rank == 1 else loop.find_start),
+        pytest.raises(CheckpointError) as error,
+    ):
         start(make_config(folder, "lacking", {"parallel": {"pp": 2}}))
     return str(error.value)
 
@@ -163,16 +192,26 @@ def test_weights_that_one_rank_lacks_are_an_error_of_all_and_leave_nothing(folde
 
 
 def test_only_what_is_trained_changes_and_has_state(folder: Path) -> None:
-    base = dict(build_deepseek_v2(DeepseekV2Config(**TINY), torch.Generator().manual_seed(7)).named_parameters())
+    base = dict(
+        build_deepseek_v2(
+            DeepseekV2Config(**TINY), torch.Generator().manual_seed(7)
+        ).named_parameters()
+    )
     for run, is_trained in {
-        "adapters": lambda name: ("lora" in name or "input_layernorm" in name) and not name.startswith("layers.3."),
+        "adapters": lambda name: (
+            ("lora" in name or "input_layernorm" in name) and not name.startswith("layers.3.")
+        ),
         "soap": lambda name: "lora" in name,
         "one layer": lambda name: name.startswith("layers.0."),
     }.items():
         stored = stored_tensors(folder / run / "checkpoints/step-00000003")
         names = {name for name in stored if "/" not in name}
-        assert {name.rpartition("/")[0] for name in stored if "/" in name} == {name for name in names if is_trained(name)} | {
-            name.rpartition(".")[0] for name in names if is_trained(name) and name.rpartition(".")[2].isdecimal()
+        assert {name.rpartition("/")[0] for name in stored if "/" in name} == {
+            name for name in names if is_trained(name)
+        } | {
+            name.rpartition(".")[0]
+            for name in names
+            if is_trained(name) and name.rpartition(".")[2].isdecimal()
         }
         for name in names:
             stack, _, number = name.rpartition(".")

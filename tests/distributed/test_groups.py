@@ -1,4 +1,5 @@
-"""How the process groups of GPUs are made, and the stream on which numbers of rows come to the host, with stand-ins for the GPU."""
+"""How the process groups of GPUs are made, and the stream on which numbers of rows come to the
+host, with stand-ins for the GPU."""
 
 from __future__ import annotations
 
@@ -62,11 +63,19 @@ def test_the_group_is_bound_to_the_ranks_own_gpu(
     gpu = Gpu()
     monkeypatch.setattr(launch, "gpu_module", lambda on: gpu)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: made.append((backend, options)))
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda backend, **options: made.append((backend, options))
+    )
     launch._enter_group(World(1, 2, 1, 2), GroupOptions(device, 7.0), "the store")
     ((backend, options),) = made
     assert backend == backends
-    assert options == {"store": "the store", "rank": 1, "world_size": 2, "timeout": timedelta(seconds=7), "device_id": bound}
+    assert options == {
+        "store": "the store",
+        "rank": 1,
+        "world_size": 2,
+        "timeout": timedelta(seconds=7),
+        "device_id": bound,
+    }
     assert gpu.devices == ([] if bound is None else [bound])
 
 
@@ -74,7 +83,9 @@ def nothing(world: World) -> int:
     raise AssertionError("this is not to be started")
 
 
-def test_one_connection_for_several_communicators_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_connection_for_several_communicators_is_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     with pytest.raises(ConfigError, match="unset CUDA_DEVICE_MAX_CONNECTIONS, or set it to 8"):
@@ -83,13 +94,16 @@ def test_one_connection_for_several_communicators_is_refused_before_anything_sta
         launch.join(nothing, (), World(0, 2, 0, 2, ("127.0.0.1", 1)), GroupOptions(CUDA))
 
 
-@pytest.mark.parametrize(("device", "value"), [(CPU, "1"), (CUDA, "8"), (CUDA, None)], ids=["cpu", "8", "unset"])
+@pytest.mark.parametrize(
+    ("device", "value"), [(CPU, "1"), (CUDA, "8"), (CUDA, None)], ids=["cpu", "8", "unset"]
+)
 def test_other_numbers_of_connections_are_fine(device: torch.device, value: str | None) -> None:
     check_connections(device, {} if value is None else {"CUDA_DEVICE_MAX_CONNECTIONS": value})
 
 
 def groups_that_met(rank: int, world_size: int) -> list[tuple[bool, int]]:
-    """Build a mesh of pp = 2 and ep = 2; returns for each of its groups whether an all-reduce ran on it meanwhile, and how many did."""
+    """Build a mesh of pp = 2 and ep = 2; returns for each of its groups whether an all-reduce ran
+    on it meanwhile, and how many did."""
     met: list[Any] = []
     original = dist.all_reduce
 
@@ -103,7 +117,12 @@ def groups_that_met(rank: int, world_size: int) -> list[tuple[bool, int]]:
     finally:
         mesh.dist.all_reduce = original
     used = [built.pp_group, built.ep_group, built.data_group]
-    used += [group for axes in (built.dense_mesh, built.expert_mesh) if axes is not None for group in axes.get_all_groups()]
+    used += [
+        group
+        for axes in (built.dense_mesh, built.expert_mesh)
+        if axes is not None
+        for group in axes.get_all_groups()
+    ]
     return [(group in met, met.count(group)) for group in used]
 
 
@@ -114,8 +133,8 @@ def test_the_ranks_of_every_group_meet_while_the_mesh_is_built() -> None:
 
 
 def transfers_among_neighbors(rank: int, world_size: int) -> tuple[list[int], bool, float, float]:
-    """Run a step whose transfers go as on GPUs. Returns the neighbors that this rank has a group with, whether every transfer was in a
-    group of two, and the errors of loss and gradients."""
+    """Run a step whose transfers go as on GPUs. Returns the neighbors that this rank has a group
+    with, whether every transfer was in a group of two, and the errors of loss and gradients."""
     sizes: set[int] = set()
     original = dist.batch_isend_irecv
 
@@ -124,7 +143,10 @@ def transfers_among_neighbors(rank: int, world_size: int) -> tuple[list[int], bo
         return original(transfers)
 
     gpu = SimpleNamespace(synchronize=lambda device: None)
-    with patch.object(mesh, "is_gpu", lambda on: True), patch.object(mesh, "gpu_module", lambda on: gpu):
+    with (
+        patch.object(mesh, "is_gpu", lambda on: True),
+        patch.object(mesh, "gpu_module", lambda on: gpu),
+    ):
         built = mesh_of(case := Case(pp=world_size, layers=9, poison=True))
     with patch.object(dist, "batch_isend_irecv", start):
         pair = make_pair(case, mesh=built)
@@ -132,7 +154,12 @@ def transfers_among_neighbors(rank: int, world_size: int) -> tuple[list[int], bo
         expected = pair.plain_gradients(tokens)
         loss = pair.run(tokens).loss
         assert loss is not None
-    return [*built.neighbor_groups], sizes == {2}, abs(loss - expected) / expected, pair.largest_error("grad")
+    return (
+        [*built.neighbor_groups],
+        sizes == {2},
+        abs(loss - expected) / expected,
+        pair.largest_error("grad"),
+    )
 
 
 def test_transfers_of_neighbors_have_a_group_of_their_own_on_gpus() -> None:
@@ -143,11 +170,17 @@ def test_transfers_of_neighbors_have_a_group_of_their_own_on_gpus() -> None:
 
 
 def neighbors_beside_other_axes(rank: int, world_size: int) -> dict[int, list[int]]:
-    """Return the ranks in each of this rank's groups with a neighbor, by the neighbor's place in the pipeline."""
+    """Return the ranks in each of this rank's groups with a neighbor, by the neighbor's place in
+    the pipeline."""
     gpu = SimpleNamespace(synchronize=lambda device: None)
-    with patch.object(mesh, "is_gpu", lambda on: True), patch.object(mesh, "gpu_module", lambda on: gpu):
+    with (
+        patch.object(mesh, "is_gpu", lambda on: True),
+        patch.object(mesh, "gpu_module", lambda on: gpu),
+    ):
         built = Mesh.build(ParallelConfig(pp=3, ep=2), CPU)
-    return {peer: dist.get_process_group_ranks(group) for peer, group in built.neighbor_groups.items()}
+    return {
+        peer: dist.get_process_group_ranks(group) for peer, group in built.neighbor_groups.items()
+    }
 
 
 def test_neighbors_are_of_one_pipeline() -> None:
@@ -162,14 +195,21 @@ def test_neighbors_are_of_one_pipeline() -> None:
 
 
 def groups_beside_a_bound_one(rank: int, world_size: int) -> list[Any]:
-    """Return what `new_group_of` makes of ranks 0 and 2 and of rank 1 alone, where the default group is bound to a device."""
+    """Return what `new_group_of` makes of ranks 0 and 2 and of rank 1 alone, where the default
+    group is bound to a device."""
     default: Any = dist.group.WORLD
     default.bound_device_id = bound = torch.device("cuda", 0)
     control = dist.new_group(backend="gloo")
     ranks = (0, 2) if rank != 1 else (1,)
     group: Any = new_group_of(ranks)
-    found = [dist.get_process_group_ranks(group) == list(ranks), group.bound_device_id is None, default.bound_device_id == bound]
-    default.bound_device_id = None  # otherwise the barrier at the end of a test would want a tensor there
+    found = [
+        dist.get_process_group_ranks(group) == list(ranks),
+        group.bound_device_id is None,
+        default.bound_device_id == bound,
+    ]
+    default.bound_device_id = (
+        None  # otherwise the barrier at the end of a test would want a tensor there
+    )
     total = torch.tensor(rank)
     dist.all_reduce(total, group=group)
     world = torch.tensor(rank)
@@ -182,7 +222,8 @@ def test_a_group_that_only_its_ranks_make_is_not_split_from_a_bound_one() -> Non
 
 
 def plans_on_one_stream(rank: int, world_size: int) -> tuple[int, list[Any], list[Any]]:
-    """Return the streams that two plans under way take, and their results with the stand-in and without."""
+    """Return the streams that two plans under way take, and their results with the stand-in and
+    without."""
     group = dist.group.WORLD
     assert group is not None
     gpu = Gpu()

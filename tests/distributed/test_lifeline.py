@@ -1,4 +1,5 @@
-"""Which of several failures is named as the cause, and what a hub tells its ranks; in one process, with sockets as ranks."""
+"""Which of several failures is named as the cause, and what a hub tells its ranks; in one process,
+with sockets as ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ import torch.distributed as dist
 from lather.errors import ConfigError
 from lather.parallel.launch.lifeline import COPY, SETTLE_SECONDS, Failure, Hub
 
-BROKEN = RuntimeError("[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:3022")
+BROKEN = RuntimeError(
+    "[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:3022"
+)
 
 
 class Rank:
@@ -49,7 +52,9 @@ class Ended:
         self.causes: list[Failure] = []
         self.deaths: dict[int, str] = {}
         died = "was struck by lightning: process {}".format
-        self.hub = Hub("127.0.0.1", 3, self.causes.append, watch=lambda: self.deaths, died=died).start()
+        self.hub = Hub(
+            "127.0.0.1", 3, self.causes.append, watch=lambda: self.deaths, died=died
+        ).start()
         self.ranks = [Rank(self.hub, rank) for rank in range(3)]
 
     def cause(self) -> Failure:
@@ -85,10 +90,18 @@ def copied(error: Exception) -> Exception:
 
 @pytest.mark.parametrize(
     "consequence",
-    [BROKEN, ConnectionResetError("reset"), dist.DistBackendError("NCCL error"), chained(ValueError("x"), BROKEN), copied(ValueError("x"))],
+    [
+        BROKEN,
+        ConnectionResetError("reset"),
+        dist.DistBackendError("NCCL error"),
+        chained(ValueError("x"), BROKEN),
+        copied(ValueError("x")),
+    ],
     ids=["gloo", "socket", "nccl", "chained", "copy"],
 )
-def test_a_consequence_is_not_the_cause_even_if_it_is_heard_first(job: Ended, consequence: Exception) -> None:
+def test_a_consequence_is_not_the_cause_even_if_it_is_heard_first(
+    job: Ended, consequence: Exception
+) -> None:
     job.ranks[0].fail(consequence)
     time.sleep(0.1)
     job.ranks[2].fail(ValueError("rank two is unwell"))
@@ -100,7 +113,11 @@ def test_a_consequence_is_not_the_cause_even_if_it_is_heard_first(job: Ended, co
 def test_a_death_is_the_cause_of_broken_connections(job: Ended) -> None:
     job.ranks[0].fail(BROKEN)
     job.ranks[1].die()
-    assert (job.cause().rank, job.cause().kind, job.cause().text) == (1, "died", "was struck by lightning: process 1001")
+    assert (job.cause().rank, job.cause().kind, job.cause().text) == (
+        1,
+        "died",
+        "was struck by lightning: process 1001",
+    )
 
 
 def test_the_first_of_two_causes_is_named(job: Ended) -> None:
@@ -128,7 +145,11 @@ def test_a_process_that_dies_before_it_has_a_line_is_noticed(job: Ended) -> None
     time.sleep(0.3)  # so that the hub has heard who is there
     job.deaths = {1001: "known", 77: "ended with exit status 1"}
     assert job.cause().rank == -1
-    assert job.cause().describe().startswith("lather: stopped: a rank that was starting ended with exit status 1")
+    assert (
+        job.cause()
+        .describe()
+        .startswith("lather: stopped: a rank that was starting ended with exit status 1")
+    )
 
 
 def test_ranks_that_are_done_may_leave_and_strangers_may_come(job: Ended) -> None:
@@ -162,5 +183,10 @@ def test_a_request_to_stop_reaches_ranks_that_come_later(job: Ended) -> None:
 def test_what_can_be_put_right_keeps_its_line() -> None:
     assert Failure.of(1, ConfigError("a\n  b")).describe() == "lather: error: a b"
     full = Failure.of(1, OSError(28, "No space left on device", "/a/file"))
-    assert (full.kind, full.number, full.text, full.file) == ("space", 28, "No space left on device", "/a/file")
+    assert (full.kind, full.number, full.text, full.file) == (
+        "space",
+        28,
+        "No space left on device",
+        "/a/file",
+    )
     assert Failure.of(1, OSError(2, "No such file", "/a/file")).kind == "error"

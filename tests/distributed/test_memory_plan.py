@@ -20,24 +20,32 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2 ep2": (4, {"ep": 2}),
 }
 TOLERANCE = 0.002
-"""Relative error that is allowed, a tenth of what is promised: the load is even here, so that bytes follow from shapes, but where a refresh
-is done twice."""
+"""Relative error that is allowed, a tenth of what is promised: the load is even here, so that bytes
+follow from shapes, but where a refresh is done twice."""
 
 
 def largest_error(config: Config, world_size: int, planned: MemoryPlan | None = None) -> float:
-    """The relative difference of planned and real peaks of steps, the largest over pipeline ranks."""
+    """The relative difference of planned and real peaks of steps, the largest over pipeline
+    ranks."""
     planned = planned or plan(config, world_size, Assumed("cpu"))
     layers = None if planned.partition is None else planned.partition.stages
     if world_size == 1:
         seen = [counted_run(0, 1, config)[0]]
     else:
-        seen = [count for count, _ in run_ranks(counted_run, world_size, config, layers, timeout=240)]
+        seen = [
+            count for count, _ in run_ranks(counted_run, world_size, config, layers, timeout=240)
+        ]
     each = world_size // config.parallel.pp
-    peaks = [max(timeline.peak for name, timeline in run.steps.items() if name != BUILDING) for run in planned.ranks]
+    peaks = [
+        max(timeline.peak for name, timeline in run.steps.items() if name != BUILDING)
+        for run in planned.ranks
+    ]
     return max(abs(peak / max(seen[i * each : (i + 1) * each]) - 1) for i, peak in enumerate(peaks))
 
 
-@pytest.mark.parametrize(("mesh", "rule", "memory"), [("dp2", "soap_muon", "recompute"), ("pp2 ep2", "soap", "saved")])
+@pytest.mark.parametrize(
+    ("mesh", "rule", "memory"), [("dp2", "soap_muon", "recompute"), ("pp2 ep2", "soap", "saved")]
+)
 def test_planned_peaks_are_those_of_real_ranks(mesh: str, rule: str, memory: str) -> None:
     world_size, parallel = MESHES[mesh]
     assert largest_error(run_config(rule, memory=memory, parallel=parallel), world_size) < TOLERANCE
@@ -62,10 +70,12 @@ def test_planned_peaks_with_layers_partitioned_by_memory() -> None:
 
 
 def test_planned_peaks_with_weight_gradients_as_early_as_they_can_be() -> None:
-    """Where everything is recomputed, the chunks that wait for weight gradients hold most: without them real ranks and plans need less."""
+    """Where everything is recomputed, the chunks that wait for weight gradients hold most: without
+    them real ranks and plans need less."""
     recompute = ("attention", "experts", "shared_experts")
     normal, early = (
-        run_config(recompute=recompute, length=280, parallel={"pp": 2, "schedule_memory": memory}) for memory in ("normal", "least")
+        run_config(recompute=recompute, length=280, parallel={"pp": 2, "schedule_memory": memory})
+        for memory in ("normal", "least")
     )
     planned = plan(early, 2, Assumed("cpu"))
     assert largest_error(early, 2, planned) < TOLERANCE
@@ -78,8 +88,13 @@ def test_planned_peaks_with_weight_gradients_as_early_as_they_can_be() -> None:
 @pytest.mark.parametrize("mesh", MESHES)
 def test_every_mesh_memory_mode_and_optimizer(mesh: str, memory: str, rule: str) -> None:
     world_size, parallel = MESHES[mesh]
-    optim = {"refresh_method": "qr"} if rule == "klsoap" else {}  # "auto" would choose by values: factors lack rank
-    assert largest_error(run_config(rule, memory=memory, parallel=parallel, optim=optim), world_size) < TOLERANCE
+    optim = (
+        {"refresh_method": "qr"} if rule == "klsoap" else {}
+    )  # "auto" would choose by values: factors lack rank
+    assert (
+        largest_error(run_config(rule, memory=memory, parallel=parallel, optim=optim), world_size)
+        < TOLERANCE
+    )
 
 
 def test_torchs_tracker_counts_the_same() -> None:

@@ -51,25 +51,36 @@ def groups_of_every_shape(rank: int, world_size: int) -> list[Groups]:
         config = ParallelConfig(pp=pp, ep=ep, replicas=replicas, timeout=77.0)
         mesh = Mesh.build(config, CPU)
         in_a_step = [mesh.pp_group, mesh.ep_group, mesh.data_group]
-        in_a_step += [group for axes in (mesh.dense_mesh, mesh.expert_mesh) if axes is not None for group in axes.get_all_groups()]
+        in_a_step += [
+            group
+            for axes in (mesh.dense_mesh, mesh.expert_mesh)
+            if axes is not None
+            for group in axes.get_all_groups()
+        ]
         assert {patience(group) for group in in_a_step} == {77.0}
         assert patience(mesh.control_group) == CONTROL_TIMEOUT.total_seconds()
         assert mesh.rank == rank
         assert mesh.size == world_size
-        groups: Groups = {name: gathered(getattr(mesh, f"{name}_group"), rank) for name in ("pp", "ep", "data", "control")}
+        groups: Groups = {
+            name: gathered(getattr(mesh, f"{name}_group"), rank)
+            for name in ("pp", "ep", "data", "control")
+        }
         for name in ("dense", "expert"):
             device_mesh = getattr(mesh, f"{name}_mesh")
             if device_mesh is None:
                 groups[name], groups[f"{name}_ranks"] = [], []
                 continue
-            groups[name] = [gathered(device_mesh.get_group(dim), rank) for dim in range(device_mesh.ndim)]
+            groups[name] = [
+                gathered(device_mesh.get_group(dim), rank) for dim in range(device_mesh.ndim)
+            ]
             groups[f"{name}_ranks"] = device_mesh.mesh.flatten().tolist()
         results.append(groups)
     return results
 
 
 def expected_groups(rank: int, pp: int, ep: int, replicas: int) -> Groups:
-    """The expected groups by definition: a group has the ranks that share the coordinates over which it does not run."""
+    """The expected groups by definition: a group has the ranks that share the coordinates over
+    which it does not run."""
     dp = 4 // (pp * ep)
     shards = dp // replicas
     ranks = layout(pp, dp, ep)
@@ -77,7 +88,9 @@ def expected_groups(rank: int, pp: int, ep: int, replicas: int) -> Groups:
 
     def where(*same: Any) -> list[int]:
         """The ranks whose keys equal this rank's."""
-        return [other for other, at in enumerate(ranks) if all(key(at) == key(mine) for key in same)]
+        return [
+            other for other, at in enumerate(ranks) if all(key(at) == key(mine) for key in same)
+        ]
 
     def pp_(at: tuple[int, int, int]) -> int:
         return at[0]
@@ -133,7 +146,14 @@ def test_one_process_needs_no_group() -> None:
     mesh = Mesh.build(ParallelConfig(), CPU)
     assert not dist.is_initialized()
     assert (mesh.size, mesh.pp_rank, mesh.ep_rank, mesh.data_rank) == (1, 0, 0, 0)
-    assert {mesh.pp_group, mesh.ep_group, mesh.data_group, mesh.control_group, mesh.dense_mesh, mesh.expert_mesh} == {None}
+    assert {
+        mesh.pp_group,
+        mesh.ep_group,
+        mesh.data_group,
+        mesh.control_group,
+        mesh.dense_mesh,
+        mesh.expert_mesh,
+    } == {None}
     with pytest.raises(AttributeError):
         mesh.rank = 1  # type: ignore[misc]
     with pytest.raises(ConfigError, match=r"parallel\.pp"):
@@ -141,7 +161,8 @@ def test_one_process_needs_no_group() -> None:
 
 
 def test_the_device_of_one_process_has_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`torch.cuda.set_device`, which the thread of an asynchronous save calls, refuses a device without one."""
+    """`torch.cuda.set_device`, which the thread of an asynchronous save calls, refuses a device
+    without one."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     assert Mesh.single(torch.device("cuda")).device == torch.device("cuda", 3)
     assert Mesh.single(torch.device("cuda", 1)).device == torch.device("cuda", 1)
@@ -154,6 +175,12 @@ def test_the_quickstart_runs_on_four_ranks() -> None:
 
 
 def test_description() -> None:
-    assert Mesh(pp=2, dp=2, ep=2, replicas=1, rank=0, device=CPU).describe() == "8 ranks: 2 pipeline x 2 data x 2 expert"
-    assert Mesh(pp=1, dp=4, ep=1, replicas=2, rank=0, device=CPU).describe() == "4 ranks: 1 pipeline x 4 data x 1 expert, 2 replicas"
+    assert (
+        Mesh(pp=2, dp=2, ep=2, replicas=1, rank=0, device=CPU).describe()
+        == "8 ranks: 2 pipeline x 2 data x 2 expert"
+    )
+    assert (
+        Mesh(pp=1, dp=4, ep=1, replicas=2, rank=0, device=CPU).describe()
+        == "4 ranks: 1 pipeline x 4 data x 1 expert, 2 replicas"
+    )
     assert Mesh.single(CPU).describe() == "1 rank: 1 pipeline x 1 data x 1 expert"

@@ -1,4 +1,5 @@
-"""Over ranks: parameters of equal shape under rules that do different things, and rules that refuse."""
+"""Over ranks: parameters of equal shape under rules that do different things, and rules that
+refuse."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ def parameters(seed: int, num: int) -> list[torch.Tensor]:
 
 
 def mixed_differences(rank: int, world_size: int) -> list[str]:
-    """Train two matrices, alike but that only one has statistics; name what differs from one process."""
+    """Train two matrices, alike but that only one has statistics; name what differs from one
+    process."""
     mesh = init_device_mesh("cpu", (world_size,))
 
     def make(params: list[nn.Parameter]) -> MatrixOptimizer:
@@ -25,14 +27,21 @@ def mixed_differences(rank: int, world_size: int) -> list[str]:
         return KLSOAP(groups, lr=0.1, max_update_rms=1.0)
 
     whole = [nn.Parameter(x) for x in parameters(0, 2)]
-    parts = [nn.Parameter(distribute_tensor(x, mesh, [Shard(0)], src_data_rank=None)) for x in parameters(0, 2)]
+    parts = [
+        nn.Parameter(distribute_tensor(x, mesh, [Shard(0)], src_data_rank=None))
+        for x in parameters(0, 2)
+    ]
     one, many = make(whole), make(parts)
     for step in range(4):
         for p, q, g in zip(whole, parts, parameters(10 + step, 2), strict=True):
             p.grad, q.grad = g, distribute_tensor(g, mesh, [Shard(0)], src_data_rank=None)
         one.step()
         many.step()
-    return [f"parameter {i}" for i, (p, q) in enumerate(zip(whole, parts, strict=True)) if not torch.equal(p, q.detach().full_tensor())]  # type: ignore[attr-defined]
+    return [
+        f"parameter {i}"
+        for i, (p, q) in enumerate(zip(whole, parts, strict=True))
+        if not torch.equal(p, q.detach().full_tensor())
+    ]  # type: ignore[attr-defined]
 
 
 def test_statistics_of_some_of_an_exchange() -> None:
@@ -40,7 +49,8 @@ def test_statistics_of_some_of_an_exchange() -> None:
 
 
 def refusals(rank: int, world_size: int) -> list[str]:
-    """Collect the errors of a step, also on ranks that own nothing of what is refused, and again when the same is asked once more."""
+    """Collect the errors of a step, also on ranks that own nothing of what is refused, and again
+    when the same is asked once more."""
     mesh = init_device_mesh("cpu", (world_size,))
     found = []
 
@@ -68,4 +78,11 @@ def refusals(rank: int, world_size: int) -> list[str]:
 def test_what_is_refused_is_refused_on_all_ranks_and_every_time() -> None:
     found = run_ranks(refusals, 2)
     assert found[0] == found[1]
-    assert found[0] == ["", "", "", "precondition_frequency gives 0 f", "matrix_layout, ", "matrix_layout, "]
+    assert found[0] == [
+        "",
+        "",
+        "",
+        "precondition_frequency gives 0 f",
+        "matrix_layout, ",
+        "matrix_layout, ",
+    ]

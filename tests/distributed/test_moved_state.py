@@ -1,9 +1,16 @@
-"""State of spread parameters that is moved, taken as room for a checkpoint, loaded, or part of a graph."""
+"""State of spread parameters that is moved, taken as room for a checkpoint, loaded, or part of a
+graph."""
 
 from pathlib import Path
 
 import pytest
-from moved_cases import exchanged_differences, moved_differences, reset_differences, room_differences, version_differences
+from moved_cases import (
+    exchanged_differences,
+    moved_differences,
+    reset_differences,
+    room_differences,
+    version_differences,
+)
 from ranks import run_ranks
 
 

@@ -1,5 +1,5 @@
-"""The bytes that `lather profile` expects of a rank without starting any, against bytes counted on real ranks after every action of a
-step."""
+"""The bytes that `lather profile` expects of a rank without starting any, against bytes counted on
+real ranks after every action of a step."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ ON_FOUR = {name: replace(CASES[name], ep=2) for name in ("saved", "recomputed at
 
 
 class Watch:
-    """A recorder that counts the bytes after every action, without the gradients of gathered parameters."""
+    """A recorder that counts the bytes after every action, without the gradients of gathered
+    parameters."""
 
     def __init__(self, alive: PeakBytes, part: nn.Module) -> None:
         self.alive, self.part, self.largest = alive, part, 0
@@ -45,8 +46,14 @@ class Watch:
     @contextmanager
     def action(self, action: Action) -> Iterator[None]:
         yield
-        whole = [p for name, p in self.part.named_parameters() if name in self.sharded and not isinstance(p, DTensor)]
-        summed = sum(p.grad.nbytes for p in whole if p.grad is not None)  # parameters are gathered into storages that the first step made
+        whole = [
+            p
+            for name, p in self.part.named_parameters()
+            if name in self.sharded and not isinstance(p, DTensor)
+        ]
+        summed = sum(
+            p.grad.nbytes for p in whole if p.grad is not None
+        )  # parameters are gathered into storages that the first step made
         self.largest = max(self.largest, self.alive.now - summed)
 
     def waiting(self) -> AbstractContextManager[None]:
@@ -72,19 +79,28 @@ def counted(rank: int, world_size: int, cases: dict[str, Case]) -> dict[str, int
 
 def expected(case: Case) -> list[int]:
     sizes = {"num_hidden_layers": case.layers}
-    sizes[{"deepseek_v2": "n_routed_experts", "gpt_oss": "num_local_experts"}[case.family]] = case.experts
+    sizes[{"deepseek_v2": "n_routed_experts", "gpt_oss": "num_local_experts"}[case.family]] = (
+        case.experts
+    )
     model = tiny_family_model(case.family, **sizes).to(case.dtype)
     tokens = torch.randint(VOCABULARY, (1, LENGTH + 1), generator=torch.Generator().manual_seed(5))
-    batch = MicroBatch(tokens[:, :-1], tokens[:, 1:], SequenceLayout(1, LENGTH, torch.device("cpu")))
+    batch = MicroBatch(
+        tokens[:, :-1], tokens[:, 1:], SequenceLayout(1, LENGTH, torch.device("cpu"))
+    )
     meter = ChunkMeter(model, layer_places(model, None), batch, case.ep)
     chunks = meter.measure(MemoryLevers(case.memory, case.recompute, case.frees))
     schedule = dualpipev(case.pp, case.num_micro_batches)
-    return [one.peak for one in rank_bytes(schedule, chunks, stages_of(uniform(case.layers, schedule.num_stages)))]
+    return [
+        one.peak
+        for one in rank_bytes(
+            schedule, chunks, stages_of(uniform(case.layers, schedule.num_stages))
+        )
+    ]
 
 
 def tolerance(case: Case) -> float:
-    """The relative error that is allowed: chance decides which rows an expert rank gets; and without early frees what was sent is held,
-    too, which the profile does not count."""
+    """The relative error that is allowed: chance decides which rows an expert rank gets; and
+    without early frees what was sent is held, too, which the profile does not count."""
     return 0.05 if case.ep > 1 else 0.01 if case.frees else 0.03
 
 
@@ -94,4 +110,7 @@ def test_expected_bytes_are_those_of_real_ranks(world_size: int, cases: dict[str
     for name, case in cases.items():
         peaks = expected(case)
         for rank, found in enumerate(by_rank):
-            assert found[name] == pytest.approx(peaks[rank // case.ep], rel=tolerance(case)), (name, rank)
+            assert found[name] == pytest.approx(peaks[rank // case.ep], rel=tolerance(case)), (
+                name,
+                rank,
+            )

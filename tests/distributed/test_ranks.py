@@ -1,4 +1,5 @@
-"""The helper that starts ranks: results by rank, errors with the rank's traceback, no process left behind."""
+"""The helper that starts ranks: results by rank, errors with the rank's traceback, no process left
+behind."""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ def wait_for_ever(rank, world_size, folder, command):
 if __name__ == "__main__":
     forked.IMPORTED_BEFORE.clear()
     command = [sys.executable, "-S", "-c", "import time; time.sleep(1000)"]
-    ranks.run_ranks(wait_for_ever, 1, sys.argv[1], reaper.reaped(subprocess.Popen(command, start_new_session=True)).pid)
+    process = reaper.reaped(subprocess.Popen(command, start_new_session=True))
+    ranks.run_ranks(wait_for_ever, 1, sys.argv[1], process.pid)
 """
 
 

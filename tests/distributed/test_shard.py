@@ -1,7 +1,8 @@
-"""Sharded parameters and gradients against one process: plain sums over data ranks, whatever the mesh; local rows, norm, count, clip.
+"""Sharded parameters and gradients against one process: plain sums over data ranks, whatever the
+mesh; local rows, norm, count, clip.
 
-Four ranks are started once and run every case. The ranks' rows are put together here by their `ShardInfo`, and compared with a model that
-saw the data of all ranks.
+Four ranks are started once and run every case. The ranks' rows are put together here by their
+`ShardInfo`, and compared with a model that saw the data of all ranks.
 """
 
 from __future__ import annotations
@@ -13,7 +14,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from shard_cases import MICRO_BATCHES, Case, Part, gather, grad_norm, loss_of, reduce, reshard, tokens_of, whole_model
+from shard_cases import (
+    MICRO_BATCHES,
+    Case,
+    Part,
+    gather,
+    grad_norm,
+    loss_of,
+    reduce,
+    reshard,
+    tokens_of,
+    whole_model,
+)
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -55,15 +67,25 @@ def reference_of(case: Case) -> Reference:
     optimizer = torch.optim.AdamW(decoder.parameters(), lr=LR)
     result = Reference([], [], [], [], [])
     for step in range(STEPS):
-        labels = [tokens_of(rank, step, m)[1] for rank in range(case.data_size) for m in range(MICRO_BATCHES)]
+        labels = [
+            tokens_of(rank, step, m)[1]
+            for rank in range(case.data_size)
+            for m in range(MICRO_BATCHES)
+        ]
         count = torch.tensor(sum(int((one != -100).sum()) for one in labels))
-        losses = [loss for rank in range(case.data_size) for loss in loss_of(decoder, decoder, case, rank, step, count)]
+        losses = [
+            loss
+            for rank in range(case.data_size)
+            for loss in loss_of(decoder, decoder, case, rank, step, count)
+        ]
         torch.stack(losses).sum().backward()
         for p in decoder.parameters():
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         result.losses.append(sum(loss.item() for loss in losses))
         result.counts.append(int(count))
-        result.norms.append(torch.nn.utils.get_total_norm([p.grad for p in decoder.parameters()]).item())
+        result.norms.append(
+            torch.nn.utils.get_total_norm([p.grad for p in decoder.parameters()]).item()
+        )
         result.grads.append({name: p.grad.clone() for name, p in decoder.named_parameters()})
         optimizer.step()
         optimizer.zero_grad()
@@ -97,7 +119,9 @@ def run_case(case: Case) -> Seen:
     before = {name: p for name, p in part.named_parameters() if ".experts." not in name}
     stages = shard(part, mesh)
     own = dict(part.named_parameters())
-    assert all((own[name] is p) == (case.data_size == 1) for name, p in before.items())  # else it was replaced
+    assert all(
+        (own[name] is p) == (case.data_size == 1) for name, p in before.items()
+    )  # else it was replaced
     local = local_parameters(part, mesh)
     optimizer = torch.optim.AdamW([p for _, p in local.named()], lr=LR)
     seen = Seen([], 0.0, [], [], [], [], [])
@@ -136,7 +160,8 @@ def run_case(case: Case) -> Seen:
 
 
 def check_nothing_was_reduced(part: Part, args: Any) -> None:
-    """Check that no hook ran: parameters are still whole, and gradients are this rank's alone, of all micro-batches."""
+    """Check that no hook ran: parameters are still whole, and gradients are this rank's alone, of
+    all micro-batches."""
     seen = {name: p.grad for name, p in part.named_parameters()}
     assert not any(isinstance(p, DTensor) for p in part.parameters())
     params = {name: p for name, p in part.named_parameters() if seen[name] is not None}
@@ -146,12 +171,17 @@ def check_nothing_was_reduced(part: Part, args: Any) -> None:
 
 
 def check_gathered(part: Part, stages: list[list[FsdpUnit]], local: Any) -> None:
-    """Check that whole parameters have the rows of the last optimizer step, and that what was gathered is freed."""
+    """Check that whole parameters have the rows of the last optimizer step, and that what was
+    gathered is freed."""
     gather(stages, async_op=False)
     whole = dict(part.named_parameters())
     for entry in local:
         p = whole[entry.info.name]
-        start = entry.info.offset - (entry.info.offset // len(p) * len(p) if entry.info.is_expert and not entry.info.is_empty else 0)
+        start = entry.info.offset - (
+            entry.info.offset // len(p) * len(p)
+            if entry.info.is_expert and not entry.info.is_empty
+            else 0
+        )
         if not entry.info.is_empty:
             assert torch.equal(p[start : start + entry.info.length], entry.parameter)
     reshard(stages)
@@ -179,9 +209,13 @@ def references() -> dict[str, Reference]:
 
 
 def put_together(rows: list[Rows]) -> dict[str, Tensor]:
-    """Make whole tensors from all ranks' rows: every row is there once in replica 0, and copies are equal."""
+    """Make whole tensors from all ranks' rows: every row is there once in replica 0, and copies are
+    equal."""
     infos = {info.name: info for one in rows for info, _ in one}
-    whole = {name: torch.full(info.shape, torch.nan, dtype=rows[0][0][1].dtype) for name, info in infos.items()}
+    whole = {
+        name: torch.full(info.shape, torch.nan, dtype=rows[0][0][1].dtype)
+        for name, info in infos.items()
+    }
     for first in (True, False):
         for info, x in (pair for one in rows for pair in one):
             assert x.shape == (info.length, *info.shape[1:])
@@ -204,25 +238,43 @@ def tolerance_of(case: Case) -> float:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_are_those_of_one_process(name: str, seen: list[dict[str, Seen]], references: dict[str, Reference]) -> None:
+def test_gradients_are_those_of_one_process(
+    name: str, seen: list[dict[str, Seen]], references: dict[str, Reference]
+) -> None:
     for step in range(STEPS):
         grads = put_together([rank[name].grads[step] for rank in seen])
-        assert_close(grads, references[name].grads[step], tolerance_of(CASES[name]) * (1 if step == 0 else 100))
+        assert_close(
+            grads,
+            references[name].grads[step],
+            tolerance_of(CASES[name]) * (1 if step == 0 else 100),
+        )
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_parameters_after_steps_are_those_of_one_process(name: str, seen: list[dict[str, Seen]], references: dict[str, Reference]) -> None:
+def test_parameters_after_steps_are_those_of_one_process(
+    name: str, seen: list[dict[str, Seen]], references: dict[str, Reference]
+) -> None:
     for step in range(STEPS):
         params = put_together([rank[name].params[step] for rank in seen])
-        assert_close(params, references[name].params[step], 1e-9 if CASES[name].dtype == torch.float64 else 1e-4)
+        assert_close(
+            params,
+            references[name].params[step],
+            1e-9 if CASES[name].dtype == torch.float64 else 1e-4,
+        )
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_rank_has_the_one_norm_and_the_one_count(name: str, seen: list[dict[str, Seen]], references: dict[str, Reference]) -> None:
+def test_every_rank_has_the_one_norm_and_the_one_count(
+    name: str, seen: list[dict[str, Seen]], references: dict[str, Reference]
+) -> None:
     for rank in seen:
-        assert rank[name].norms == pytest.approx(references[name].norms, rel=tolerance_of(CASES[name]) * 100)
+        assert rank[name].norms == pytest.approx(
+            references[name].norms, rel=tolerance_of(CASES[name]) * 100
+        )
         assert rank[name].counts == references[name].counts
-        assert rank[name].clipped == pytest.approx([norm / 2 for norm in rank[name].norms], rel=1e-5)
+        assert rank[name].clipped == pytest.approx(
+            [norm / 2 for norm in rank[name].norms], rel=1e-5
+        )
     assert len({tuple(rank[name].norms) for rank in seen}) == 1
 
 
@@ -238,7 +290,12 @@ def test_a_forward_pass_without_gradients_has_the_same_loss(
 
 def test_shards_can_be_empty_and_uneven(seen: list[dict[str, Seen]]) -> None:
     def lengths(name: str, parameter: str) -> list[int]:
-        return [info.length for rank in seen for info, _ in rank[name].grads[0] if info.name == parameter]
+        return [
+            info.length
+            for rank in seen
+            for info, _ in rank[name].grads[0]
+            if info.name == parameter
+        ]
 
     assert lengths("dp4", "layers.0.mlp.gate.weight") == [2, 2, 1, 0]
     assert lengths("idle", "layers.0.mlp.experts.down_proj") == [2, 2, 1, 1]

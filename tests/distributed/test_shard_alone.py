@@ -31,7 +31,10 @@ class TestOneProcess:
         stages = shard(part, mesh)
         local = local_parameters(part, mesh)
         gather(stages, async_op=True)
-        assert all(p is before[name] and p is dict(local.named())[name] for name, p in part.named_parameters())
+        assert all(
+            p is before[name] and p is dict(local.named())[name]
+            for name, p in part.named_parameters()
+        )
         tokens, labels = tokens_of(0, 0, 0)
         loss = decoder(tokens, labels).loss
         assert loss is not None
@@ -41,7 +44,9 @@ class TestOneProcess:
         reduce(stages)
         local.collect_gradients()
         assert all(p.grad is grads[name] for name, p in local.named() if name != "norm.weight")
-        assert torch.equal(dict(local.named())["norm.weight"].grad, torch.zeros(HIDDEN, dtype=torch.float64))
+        assert torch.equal(
+            dict(local.named())["norm.weight"].grad, torch.zeros(HIDDEN, dtype=torch.float64)
+        )
         all_grads = [p.grad for p in part.parameters()]
         expected = torch.nn.utils.get_total_norm(all_grads)
         norm = grad_norm(local, mesh)
@@ -52,7 +57,9 @@ class TestOneProcess:
                 copy.grad = grad.clone()
             torch.nn.utils.clip_grads_with_norm_(copies, max_norm, norm)
             clip_(local.gradients(), norm, max_norm)
-            assert all(torch.equal(copy.grad, grad) for copy, grad in zip(copies, all_grads, strict=True))
+            assert all(
+                torch.equal(copy.grad, grad) for copy, grad in zip(copies, all_grads, strict=True)
+            )
         local.clear_gradients()
         assert all(p.grad is None for p in part.parameters())
 

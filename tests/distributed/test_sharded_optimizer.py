@@ -1,4 +1,5 @@
-"""Second-order optimizers of parameters that are spread over ranks have the bits of one process, and do nothing twice."""
+"""Second-order optimizers of parameters that are spread over ranks have the bits of one process,
+and do nothing twice."""
 
 from __future__ import annotations
 
@@ -9,7 +10,15 @@ import pytest
 from gathered_cases import changes, gathered_differences
 from ranks import run_ranks
 from sharded_cases import KINDS as RULES
-from sharded_cases import LAYOUTS, STRANGERS, chosen, differences, expert_parallel_differences, fsdp2_differences, plain_shard_differences
+from sharded_cases import (
+    LAYOUTS,
+    STRANGERS,
+    chosen,
+    differences,
+    expert_parallel_differences,
+    fsdp2_differences,
+    plain_shard_differences,
+)
 from sharded_fp64_cases import checks, fp64_differences, idle_experts
 from sharded_refusals import counts, refusals
 from sharded_state_cases import KINDS, Kinds, frozen_differences, full_states, load_all, save_all
@@ -24,7 +33,11 @@ def test_every_layout_has_the_bits_of_one_process(world_size: int) -> None:
 
 
 def test_every_rule_is_tried_on_four_ranks() -> None:
-    assert {kind for number in range(len(LAYOUTS[4])) for kind, _, _ in chosen(number, SHARE, tuple(RULES))} == set(RULES)
+    assert {
+        kind
+        for number in range(len(LAYOUTS[4]))
+        for kind, _, _ in chosen(number, SHARE, tuple(RULES))
+    } == set(RULES)
 
 
 @pytest.mark.grid
@@ -60,7 +73,10 @@ def reshard(folder: Path, names: Sequence[str], kinds: Kinds, timeout: float) ->
     for world_size in world_sizes:
         run_ranks(save_all, world_size, folder, names, kinds, timeout=timeout)
     for world_size in world_sizes:
-        assert run_ranks(load_all, world_size, folder, names, kinds, timeout=timeout) == [[]] * world_size
+        assert (
+            run_ranks(load_all, world_size, folder, names, kinds, timeout=timeout)
+            == [[]] * world_size
+        )
 
 
 def test_a_checkpoint_of_any_layout_goes_on_in_any_other(tmp_path: Path) -> None:
@@ -74,7 +90,10 @@ def test_a_checkpoint_of_other_rules_goes_on_in_another_layout(tmp_path: Path) -
 @pytest.mark.grid
 @pytest.mark.timeout(3000)
 def test_a_checkpoint_of_any_layout_goes_on_in_any_other_for_every_rule(tmp_path: Path) -> None:
-    names = ("1 plain", *(f"{world_size} {name}" for world_size in (2, 3, 4) for name in LAYOUTS[world_size]))
+    names = (
+        "1 plain",
+        *(f"{world_size} {name}" for world_size in (2, 3, 4) for name in LAYOUTS[world_size]),
+    )
     reshard(tmp_path, names, KINDS, timeout=1200)
 
 
@@ -114,7 +133,9 @@ def test_refusals_are_those_of_all_ranks() -> None:
         assert "redistribute(placements=...)" in found["partial"]
         assert found["partition_dim"].startswith("ValueError: partition_dim=2 of parameter 0")
         assert "tp_group=" in found["no group"]
-        assert found["placements"].startswith("TypeError: gradient of parameter 'w' has placements (Replicate(),)")
+        assert found["placements"].startswith(
+            "TypeError: gradient of parameter 'w' has placements (Replicate(),)"
+        )
         assert "different parameters" in found["parameters"]
         assert found["raise"].startswith("ValueError: gradient of parameter 'w' is not finite")
         assert found["raise moved"] == "([False, False], 0, 0)"

@@ -1,8 +1,9 @@
-"""Checkpoints know nothing of meshes: any mesh saves one process's tensors, and goes on from any checkpoint.
+"""Checkpoints know nothing of meshes: any mesh saves one process's tensors, and goes on from any
+checkpoint.
 
-One process trains two steps, saves, and trains four more. Every mesh loads its checkpoint, saves it again (the same bits), trains the same
-two steps, and saves; other meshes and one process load that and train the last two. SOAP renews its bases in steps 2, 4 and 6.
-"""
+One process trains two steps, saves, and trains four more. Every mesh loads its checkpoint, saves it
+again (the same bits), trains the same two steps, and saves; other meshes and one process load that
+and train the last two. SOAP renews its bases in steps 2, 4 and 6."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ from lather.parallel.mesh import Mesh
 pytestmark = pytest.mark.timeout(600)  # a free machine needs a tenth of this
 
 SEQUENCES = 8
-"""Sequences in a global batch; a micro-batch has one, so that a step has the same balance losses on every mesh."""
+"""Sequences in a global batch; a micro-batch has one, so that a step has the same balance losses on
+every mesh."""
 TIED = {"tie_word_embeddings": True}
 MESHES = {
     2: {
@@ -55,7 +57,8 @@ MESHES = {
 ALONE = Case(layers=4, schedule="sequential")
 RUNS = ("adamw", "soap")
 LAYOUTS = ("alone", "dp2", "dp4", "pp2 ep2", "pp2 dp2")
-"""Layouts of runs that change in step 5: from each to the next one (SOAP: to the one before), in the grid from each to each other."""
+"""Layouts of runs that change in step 5: from each to the next one (SOAP: to the one before), in
+the grid from each to each other."""
 ROUNDING = {"adamw": 1e-12, "soap": 1e-7}
 """Relative rounding of loss and gradient norm: the model is in fp64, SOAP's state in fp32."""
 STATE_ROUNDING = {"adamw": 1e-10, "soap": 1e-5}
@@ -73,8 +76,15 @@ def cases(world_size: int) -> list[tuple[str, str]]:
 
 def changes_of_mesh(world_size: int) -> list[tuple[str, str, str]]:
     """The changes (optimizer, from, to), in which every mesh is each once."""
-    names = {optimizer: [name for other, name in cases(world_size) if other == optimizer] for optimizer in RUNS}
-    return [(optimizer, *pair) for optimizer in RUNS for pair in itertools.pairwise([*names[optimizer], names[optimizer][0]])]
+    names = {
+        optimizer: [name for other, name in cases(world_size) if other == optimizer]
+        for optimizer in RUNS
+    }
+    return [
+        (optimizer, *pair)
+        for optimizer in RUNS
+        for pair in itertools.pairwise([*names[optimizer], names[optimizer][0]])
+    ]
 
 
 def changes_of_layout(world_size: int, every: bool) -> list[tuple[str, str, str]]:
@@ -90,12 +100,14 @@ def changes_of_layout(world_size: int, every: bool) -> list[tuple[str, str, str]
 
 @functools.cache
 def mesh_like(pp: int, ep: int, replicas: int) -> Mesh:
-    """The mesh, which the ranks of a start make once, because each mesh has groups, and threads, of its own."""
+    """The mesh, which the ranks of a start make once, because each mesh has groups, and threads, of
+    its own."""
     return mesh_of(Case(pp=pp, ep=ep, replicas=replicas))
 
 
 class Trainee:
-    """An engine on a mesh whose weights differ from everybody else's, so that only loading makes them the same."""
+    """An engine on a mesh whose weights differ from everybody else's, so that only loading makes
+    them the same."""
 
     def __init__(self, case: Case, name: str, world_size: int, **changes: Any) -> None:
         data_ranks = world_size // case.pp
@@ -105,11 +117,23 @@ class Trainee:
             "num_micro_batches": SEQUENCES // data_ranks,
             "changes": {**TIED, **changes},
         }
-        self.pair: Pair = make_pair(Case(**settings), seed=world_size, mesh=mesh_like(case.pp, case.ep, case.replicas))
-        config = optim_config(name, lr=1e-2, rest={"lr_factor": 1.0}, **({"precondition_frequency": 2} if "soap" in name else {}))
+        self.pair: Pair = make_pair(
+            Case(**settings), seed=world_size, mesh=mesh_like(case.pp, case.ep, case.replicas)
+        )
+        config = optim_config(
+            name,
+            lr=1e-2,
+            rest={"lr_factor": 1.0},
+            **({"precondition_frequency": 2} if "soap" in name else {}),
+        )
         self.optimizer = build_optimizer(config, self.pair.engine.parameters)
         self.step = TrainStep(self.pair.engine, self.optimizer, max_grad_norm=0.5)
-        self.state = TrainingState(self.pair.engine.parameters, self.pair.engine.part, self.optimizer, self.pair.engine.mesh)
+        self.state = TrainingState(
+            self.pair.engine.parameters,
+            self.pair.engine.part,
+            self.optimizer,
+            self.pair.engine.mesh,
+        )
 
     def train(self, *steps: int) -> list[StepResult]:
         return [self.step(self.pair.share_of(self.pair.tokens(step)), 1e-2) for step in steps]
@@ -118,16 +142,22 @@ class Trainee:
         return save_checkpoint(folder, Progress(step, 0.0), self.state, retention=Retention(9))
 
 
-def assert_close(found: list[tuple[float, float]], expected: list[tuple[float, float]], rtol: float, message: str) -> None:
+def assert_close(
+    found: list[tuple[float, float]], expected: list[tuple[float, float]], rtol: float, message: str
+) -> None:
     one, other = (torch.tensor(each, dtype=torch.float64) for each in (found, expected))
-    torch.testing.assert_close(one, other, rtol=rtol, atol=0, msg=f"{message}: {(one - other).abs().max():.1e}")
+    torch.testing.assert_close(
+        one, other, rtol=rtol, atol=0, msg=f"{message}: {(one - other).abs().max():.1e}"
+    )
 
 
 def largest_difference(path: Path, expected: Path) -> float:
-    """The largest difference relative to the largest value of each tensor; names, shapes and dtypes must be equal.
+    """The largest difference relative to the largest value of each tensor; names, shapes and dtypes
+    must be equal.
 
-    Eigenvectors have no sign, and those of nearly equal eigenvalues may be any two of their plane. So momentum is compared in the
-    parameter's coordinates, and second moments where both runs have the same eigenvectors.
+    Eigenvectors have no sign, and those of nearly equal eigenvalues may be any two of their plane.
+    So momentum is compared in the parameter's coordinates, and second moments where both runs have
+    the same eigenvectors.
     """
     found, wanted = stored_tensors(path), stored_tensors(expected)
     assert found.keys() == wanted.keys()
@@ -153,14 +183,19 @@ def in_parameter_coordinates(tensors: Mapping[str, torch.Tensor], owner: str) ->
     for dim in (0, 1):
         basis = tensors.get(f"{owner}/basis_{dim}")
         if basis is not None:
-            x = torch.tensordot(x, basis, dims=([0], [1]))  # the new dim is the last; after two turns the order is the old one
+            x = torch.tensordot(
+                x, basis, dims=([0], [1])
+            )  # the new dim is the last; after two turns the order is the old one
         elif x.dim() == 2:
             x = x.T
     return x
 
 
-def same_eigenvectors(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor], owner: str, x: torch.Tensor) -> torch.Tensor:
-    """Return 1 for each coordinate of x in both of whose dims the two have the same eigenvector up to its sign, else 0; most are 1."""
+def same_eigenvectors(
+    one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor], owner: str, x: torch.Tensor
+) -> torch.Tensor:
+    """Return 1 for each coordinate of x in both of whose dims the two have the same eigenvector up
+    to its sign, else 0; most are 1."""
     same = torch.ones_like(x)
     for dim in range(x.dim()):
         bases = [tensors.get(f"{owner}/basis_{dim}") for tensors in (one, other)]
@@ -172,7 +207,8 @@ def same_eigenvectors(one: Mapping[str, torch.Tensor], other: Mapping[str, torch
 
 
 def resumed(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
-    """Load the checkpoint of one process and those of the other meshes; returns what each mesh made of them."""
+    """Load the checkpoint of one process and those of the other meshes; returns what each mesh made
+    of them."""
     found: dict[str, Any] = {}
     for optimizer, name in cases(world_size):
         case = MESHES[world_size][name]
@@ -183,7 +219,10 @@ def resumed(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
         results = trainee.train(3, 4)
         trainee.save(own, 4)
         empty = sum(entry.info.is_empty for entry in trainee.pair.engine.parameters)
-        adamw = all(set(state) == {"step", "exp_avg", "exp_avg_sq"} for state in trainee.optimizer.state.values())
+        adamw = all(
+            set(state) == {"step", "exp_avg", "exp_avg_sq"}
+            for state in trainee.optimizer.state.values()
+        )
         all_have = len(trainee.optimizer.state) == len(trainee.pair.engine.parameters)
         found[f"{optimizer} {name}"] = (
             progress,
@@ -193,26 +232,40 @@ def resumed(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
         )
     for optimizer, first, second in changes_of_mesh(world_size):
         trainee = Trainee(MESHES[world_size][second], optimizer, world_size)
-        trainee.train(*[1] if optimizer == "adamw" else [])  # so that it has state, which loading must replace
+        trainee.train(
+            *[1] if optimizer == "adamw" else []
+        )  # so that it has state, which loading must replace
         load_checkpoint(folder / optimizer / first / "step-00000004", trainee.state)
         trainee.save(folder / optimizer / f"{first} to {second}", 4)
     return found
 
 
-def resharded(rank: int, world_size: int, folder: Path, every: bool = False) -> dict[str, list[tuple[float, float]]]:
-    """Take steps 5 and 6 on meshes of this size, each from another layout's step 4, and save; returns losses and gradient norms."""
+def resharded(
+    rank: int, world_size: int, folder: Path, every: bool = False
+) -> dict[str, list[tuple[float, float]]]:
+    """Take steps 5 and 6 on meshes of this size, each from another layout's step 4, and save;
+    returns losses and gradient norms."""
     found = {}
     for optimizer, first, second in changes_of_layout(world_size, every):
-        trainee = Trainee(ALONE if world_size == 1 else MESHES[world_size][second], optimizer, world_size)
+        trainee = Trainee(
+            ALONE if world_size == 1 else MESHES[world_size][second], optimizer, world_size
+        )
         load_checkpoint(folder / optimizer / first / "step-00000004", trainee.state)
-        found[f"{optimizer} {first} to {second}"] = [(result.loss, result.grad_norm) for result in trainee.train(5, 6)]
+        found[f"{optimizer} {first} to {second}"] = [
+            (result.loss, result.grad_norm) for result in trainee.train(5, 6)
+        ]
         trainee.save(folder / optimizer / f"{first} to {second}", 6)
     return found
 
 
-def round_one(rank: int, world_size: int, folder: Path) -> tuple[dict[str, Any], dict[str, list[tuple[float, float]]]]:
-    """Run `resumed`, and on four ranks `resharded`, too, when two ranks have saved their checkpoints."""
-    return resumed(rank, world_size, folder), resharded(rank, world_size, folder) if world_size == 4 else {}
+def round_one(
+    rank: int, world_size: int, folder: Path
+) -> tuple[dict[str, Any], dict[str, list[tuple[float, float]]]]:
+    """Run `resumed`, and on four ranks `resharded`, too, when two ranks have saved their
+    checkpoints."""
+    return resumed(rank, world_size, folder), resharded(
+        rank, world_size, folder
+    ) if world_size == 4 else {}
 
 
 @pytest.fixture(scope="module")
@@ -241,37 +294,59 @@ def rounds(folder: Path, alone: object) -> dict[int, list[Any]]:
 
 
 @pytest.fixture(scope="module", params=[2, 4])
-def meshes(request: pytest.FixtureRequest, rounds: dict[int, list[Any]]) -> tuple[int, list[dict[str, Any]]]:
+def meshes(
+    request: pytest.FixtureRequest, rounds: dict[int, list[Any]]
+) -> tuple[int, list[dict[str, Any]]]:
     return request.param, [found for found, _ in rounds[request.param]]
 
 
-def test_a_mesh_saves_one_processs_tensors_bit_for_bit(meshes: tuple[int, object], folder: Path) -> None:
+def test_a_mesh_saves_one_processs_tensors_bit_for_bit(
+    meshes: tuple[int, object], folder: Path
+) -> None:
     for optimizer, name in cases(meshes[0]):
         step = "step-00000002"
-        assert same_bits(folder / optimizer / name / step, folder / optimizer / "alone" / step), (optimizer, name)
+        assert same_bits(folder / optimizer / name / step, folder / optimizer / "alone" / step), (
+            optimizer,
+            name,
+        )
 
 
 def test_every_rank_writes_its_share(meshes: tuple[int, object], folder: Path) -> None:
-    """This includes replicated parameters: if many ranks have one, a single rank writes it, and another rank writes the next one."""
+    """This includes replicated parameters: if many ranks have one, a single rank writes it, and
+    another rank writes the next one."""
     world_size = meshes[0]
     for optimizer, name in cases(world_size):
         sizes = bytes_by_file(folder / optimizer / name / "step-00000004")
-        assert list(sizes) == [f"rank-{rank:05d}.safetensors" for rank in range(world_size)], (optimizer, name)
+        assert list(sizes) == [f"rank-{rank:05d}.safetensors" for rank in range(world_size)], (
+            optimizer,
+            name,
+        )
         if MESHES[world_size][name].pp == 1:
             assert max(sizes.values()) < 1.35 * sum(sizes.values()) / world_size, (optimizer, name)
 
 
 def test_the_next_steps_are_the_uninterrupted_runs(
-    meshes: tuple[int, list[dict[str, Any]]], alone: dict[str, list[tuple[float, float]]], folder: Path
+    meshes: tuple[int, list[dict[str, Any]]],
+    alone: dict[str, list[tuple[float, float]]],
+    folder: Path,
 ) -> None:
     world_size, by_rank = meshes
-    for (rank, found), (optimizer, name) in itertools.product(enumerate(by_rank), cases(world_size)):
+    for (rank, found), (optimizer, name) in itertools.product(
+        enumerate(by_rank), cases(world_size)
+    ):
         progress, results, _, _ = found[f"{optimizer} {name}"]
         assert progress == Progress(2, 0.0)
-        assert_close(results, alone[optimizer][:2], ROUNDING[optimizer], f"{rank} {optimizer} {name}")
+        assert_close(
+            results, alone[optimizer][:2], ROUNDING[optimizer], f"{rank} {optimizer} {name}"
+        )
     for optimizer, name in cases(world_size):
         step = "step-00000004"
-        assert largest_difference(folder / optimizer / name / step, folder / optimizer / "alone" / step) < STATE_ROUNDING[optimizer], (
+        assert (
+            largest_difference(
+                folder / optimizer / name / step, folder / optimizer / "alone" / step
+            )
+            < STATE_ROUNDING[optimizer]
+        ), (
             optimizer,
             name,
         )
@@ -280,7 +355,11 @@ def test_the_next_steps_are_the_uninterrupted_runs(
 def test_another_mesh_takes_over_every_bit(meshes: tuple[int, object], folder: Path) -> None:
     for optimizer, first, second in changes_of_mesh(meshes[0]):
         saved = folder / optimizer / first / "step-00000004"
-        assert same_bits(folder / optimizer / f"{first} to {second}" / "step-00000004", saved), (optimizer, first, second)
+        assert same_bits(folder / optimizer / f"{first} to {second}" / "step-00000004", saved), (
+            optimizer,
+            first,
+            second,
+        )
 
 
 def test_one_process_takes_over_every_bit(meshes: tuple[int, object], folder: Path) -> None:
@@ -288,12 +367,18 @@ def test_one_process_takes_over_every_bit(meshes: tuple[int, object], folder: Pa
         trainee = Trainee(ALONE, optimizer, 1)
         saved = folder / optimizer / name / "step-00000004"
         assert load_checkpoint(saved, trainee.state).step == 4
-        assert same_bits(trainee.save(folder / optimizer / f"{name} to one process", 4), saved), (optimizer, name)
+        assert same_bits(trainee.save(folder / optimizer / f"{name} to one process", 4), saved), (
+            optimizer,
+            name,
+        )
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_a_layout_goes_on_from_another_as_the_uninterrupted_run(
-    world_size: int, rounds: dict[int, list[Any]], alone: dict[str, list[tuple[float, float]]], folder: Path
+    world_size: int,
+    rounds: dict[int, list[Any]],
+    alone: dict[str, list[tuple[float, float]]],
+    folder: Path,
 ) -> None:
     by_rank = {
         1: lambda: [resharded(0, 1, folder)],
@@ -312,7 +397,11 @@ def test_any_layout_goes_on_from_any_other_as_the_uninterrupted_run(
 ) -> None:
     changes = changes_of_layout(world_size, every=True)
     assert len(changes) == 2 * {1: 4, 2: 4, 4: 12}[world_size]
-    by_rank = [resharded(0, 1, folder, True)] if world_size == 1 else run_ranks(resharded, world_size, folder, True, timeout=1000)
+    by_rank = (
+        [resharded(0, 1, folder, True)]
+        if world_size == 1
+        else run_ranks(resharded, world_size, folder, True, timeout=1000)
+    )
     check_resharded(changes, by_rank, alone, folder)
 
 
@@ -322,18 +411,26 @@ def check_resharded(
     alone: dict[str, list[tuple[float, float]]],
     folder: Path,
 ) -> None:
-    """Check runs saved on the first layout and loaded on the second. They differ by rounding, as meshes add up in other orders."""
+    """Check runs saved on the first layout and loaded on the second. They differ by rounding, as
+    meshes add up in other orders."""
     assert changes
     for optimizer, first, second in changes:
         name = f"{first} to {second}"
         for found in by_rank:
-            assert_close(found[f"{optimizer} {name}"], alone[optimizer][2:], ROUNDING[optimizer], f"{optimizer} {name}")
+            assert_close(
+                found[f"{optimizer} {name}"],
+                alone[optimizer][2:],
+                ROUNDING[optimizer],
+                f"{optimizer} {name}",
+            )
         ends = [folder / optimizer / each / "step-00000006" for each in (name, "alone")]
         assert largest_difference(*ends) < STATE_ROUNDING[optimizer], (optimizer, name)
         shutil.rmtree(ends[0])
 
 
-def test_every_rank_has_the_same_keys_even_without_rows(meshes: tuple[int, list[dict[str, Any]]]) -> None:
+def test_every_rank_has_the_same_keys_even_without_rows(
+    meshes: tuple[int, list[dict[str, Any]]],
+) -> None:
     world_size, by_rank = meshes
     for found, (optimizer, name) in itertools.product(by_rank, cases(world_size)):
         assert found[f"{optimizer} {name}"][2], (optimizer, name)
@@ -342,7 +439,7 @@ def test_every_rank_has_the_same_keys_even_without_rows(meshes: tuple[int, list[
         assert max(found["soap dp4"][3] for found in by_rank) > 0
 
 
-# --- failures -----------------------------------------------------------------------------------------------------------------------
+# --- failures -------------------------------------------------------------------------------------
 
 
 def failures(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
@@ -371,10 +468,15 @@ def failures(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
 
     before = {piece.name: piece.value.clone() for piece in trainee.state.weights()}
     dist.barrier()
-    found["refused"] = [refusal(folder / name, trainee) for name in ("flipped", "cut", "no state", "other", "more layers", "soap")]
+    found["refused"] = [
+        refusal(folder / name, trainee)
+        for name in ("flipped", "cut", "no state", "other", "more layers", "soap")
+    ]
     with pytest.raises(CheckpointError, match="lacks"):
         load_parameters(folder / "fewer layers", trainee.state)
-    found["unchanged"] = all(piece.value.equal(before[piece.name]) for piece in trainee.state.weights())
+    found["unchanged"] = all(
+        piece.value.equal(before[piece.name]) for piece in trainee.state.weights()
+    )
     return found
 
 

@@ -1,4 +1,5 @@
-"""`train` from a configuration to the end of a run, on meshes: a run writes the same files' contents as one process."""
+"""`train` from a configuration to the end of a run, on meshes: a run writes the same files'
+contents as one process."""
 
 from __future__ import annotations
 
@@ -49,12 +50,23 @@ RUNS: dict[str, dict[str, Any]] = {
     "plain": {"log": {"picture": True}},
     "everything": EVERYTHING,
     "soap": {"train": FEW, "optim": {"name": "soap", "precondition_frequency": 2}},
-    "async klsoap": {"train": FEW, "optim": {"name": "klsoap", "precondition_frequency": 1, "async_refresh": True}},
+    "async klsoap": {
+        "train": FEW,
+        "optim": {"name": "klsoap", "precondition_frequency": 1, "async_refresh": True},
+    },
     "muon": {"train": FEW, "optim": {"name": "muon", "momentum": 0.9, "router": {"rule": "muon"}}},
-    "deep": {"model": {"num_hidden_layers": 7}, "train": {"steps": 2, "sequence_length": 64, **FEW}},
+    "deep": {
+        "model": {"num_hidden_layers": 7},
+        "train": {"steps": 2, "sequence_length": 64, **FEW},
+    },
     "soap_muon": {
         "train": FEW,
-        "optim": {"name": "soap_muon", "precondition_frequency": 2, "experts": {"rule": "muon"}, "rest": {"betas": [0.8, 0.9]}},
+        "optim": {
+            "name": "soap_muon",
+            "precondition_frequency": 2,
+            "experts": {"rule": "muon"},
+            "rest": {"betas": [0.8, 0.9]},
+        },
     },
 }
 """Runs that one process and meshes do."""
@@ -78,7 +90,12 @@ def make_config(folder: Path, run_dir: str, *changes: dict[str, Any]) -> Config:
     mapping: dict[str, Any] = {
         "run_dir": str(folder / run_dir),
         "model": MODEL,
-        "data": {"source": str(folder / "corpus"), "pattern": "*.txt", "cache_dir": str(folder / "cache"), "holdout_every": 4},
+        "data": {
+            "source": str(folder / "corpus"),
+            "pattern": "*.txt",
+            "cache_dir": str(folder / "cache"),
+            "holdout_every": 4,
+        },
         "optim": {"name": "adamw", "lr": 3e-3, "warmup_steps": 2},
         "train": {
             "steps": 4,
@@ -99,7 +116,8 @@ def make_config(folder: Path, run_dir: str, *changes: dict[str, Any]) -> Config:
 
 
 def start(config: Config, stop_after: int = 0) -> RunOutcome:
-    """Train on a mesh of all ranks. With `stop_after` this rank asks for a stop once it has done so many steps."""
+    """Train on a mesh of all ranks. With `stop_after` this rank asks for a stop once it has done so
+    many steps."""
     mesh = Mesh.build(config.parallel, torch.device("cpu"))
     asked = 0
 
@@ -115,20 +133,31 @@ def trainings(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     """Do all runs of this number of ranks; returns what `train` returned or raised on this rank."""
     found: dict[str, Any] = {}
     for name, (run, parallel) in MESHES[world_size].items():
-        outcome = start(make_config(folder, name, RUNS[run], {"parallel": parallel, "log": {"timeline_every": 2}}))
+        outcome = start(
+            make_config(
+                folder, name, RUNS[run], {"parallel": parallel, "log": {"timeline_every": 2}}
+            )
+        )
         found[name] = (outcome.finished, outcome.step, outcome.checkpoint.name)
     if world_size == 2:
-        found["stopped"] = start(make_config(folder, "moved", EVERYTHING, {"parallel": {"pp": 2}}), stop_after=rank * 3).step
-        found["resumed"] = start(make_config(folder, "moved", EVERYTHING, {"parallel": {"ep": 2}})).step
+        found["stopped"] = start(
+            make_config(folder, "moved", EVERYTHING, {"parallel": {"pp": 2}}), stop_after=rank * 3
+        ).step
+        found["resumed"] = start(
+            make_config(folder, "moved", EVERYTHING, {"parallel": {"ep": 2}})
+        ).step
         found["diverged"] = diverge(rank, folder)
-        found["at once"] = without_pieces(make_config(folder, "at once", RUNS["async klsoap"], {"parallel": {"pp": 2}}))
+        found["at once"] = without_pieces(
+            make_config(folder, "at once", RUNS["async klsoap"], {"parallel": {"pp": 2}})
+        )
         found["slow neighbour"] = slow_neighbour(rank)
         found["partitioned by memory"] = partitioned_by_memory(rank, folder)
     return found
 
 
 def diverge(rank: int, folder: Path) -> str:
-    """Make one gradient on the second rank NaN in steps 2, 4 and 5; two such steps in a row are too many."""
+    """Make one gradient on the second rank NaN in steps 2, 4 and 5; two such steps in a row are too
+    many."""
     collect = LocalParameters.collect_gradients
     calls = 0
 
@@ -141,7 +170,13 @@ def diverge(rank: int, folder: Path) -> str:
 
     LocalParameters.collect_gradients = collect_badly  # type: ignore[method-assign]
     try:
-        start(make_config(folder, "diverged", {"train": {"steps": 9, "max_skipped_steps": 2}, "parallel": {"pp": 2}}))
+        start(
+            make_config(
+                folder,
+                "diverged",
+                {"train": {"steps": 9, "max_skipped_steps": 2}, "parallel": {"pp": 2}},
+            )
+        )
     except DivergedError as error:
         return str(error)
     finally:
@@ -150,15 +185,22 @@ def diverge(rank: int, folder: Path) -> str:
 
 
 def partitioned_by_memory(rank: int, folder: Path) -> bool:
-    """Train with the layers of the stages that rank 0, and it alone, finds. The search itself is left out, as a rank here may not have
-    processes of its own."""
+    """Train with the layers of the stages that rank 0, and it alone, finds. The search itself is
+    left out, as a rank here may not have processes of its own."""
 
     def search(config: Config, world_size: int, assumed: Assumed) -> Partition:
         assert (rank, world_size, assumed.device) == (0, 2, "cpu")
         return Partition((1, 3, 1, 2), (2.0, 1.0), 3.0)
 
     with patch.object(memory_check, "memory_partition", search):
-        return start(make_config(folder, "partitioned by memory", RUNS["deep"], {"parallel": {"pp": 2, "partition": "memory"}})).finished
+        return start(
+            make_config(
+                folder,
+                "partitioned by memory",
+                RUNS["deep"],
+                {"parallel": {"pp": 2, "partition": "memory"}},
+            )
+        ).finished
 
 
 def without_pieces(config: Config) -> bool:
@@ -191,8 +233,8 @@ class Pieces:
 
 
 def slow_neighbour(rank: int) -> tuple[float, int]:
-    """Return the seconds that this rank computes in a step in which the second rank is slow, and how many pieces of other work it did
-    meanwhile."""
+    """Return the seconds that this rank computes in a step in which the second rank is slow, and
+    how many pieces of other work it did meanwhile."""
     pair = make_pair(Case(pp=2, layers=4))
     recorder = pair.engine._executor.record = TimelineRecorder(torch.device("cpu"), rank, 2)
     if rank == 1:
@@ -214,7 +256,9 @@ def slow_neighbour(rank: int) -> tuple[float, int]:
     computing = [event for event in events if event.action.kind in COMPUTE]
     pieces = [event for event in events if event.action.kind is Kind.REFRESH]
     assert len(pieces) == 100
-    return sum(event.end - event.start for event in computing), sum(event.end <= computing[-1].start for event in pieces)
+    return sum(event.end - event.start for event in computing), sum(
+        event.end <= computing[-1].start for event in pieces
+    )
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +267,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "corpus").mkdir()
     for number in range(8):
         words = ["the", "quick", "brown", "fox", "jumps", "over", "naïve", "owners"]
-        lines = [" ".join(words[(number * 3 + line * 5 + place * (line % 4)) % 8] for place in range(9)) for line in range(12 + number)]
+        lines = [
+            " ".join(words[(number * 3 + line * 5 + place * (line % 4)) % 8] for place in range(9))
+            for line in range(12 + number)
+        ]
         (folder / "corpus" / f"{number}.txt").write_text("\n".join(lines))
     for name, changes in RUNS.items():
         assert train(make_config(folder, name, changes), Shown()).finished
@@ -241,8 +288,11 @@ def four(folder: Path) -> list[dict[str, Any]]:
 
 
 def assert_same_rows(run_dir: Path, expected: Path, rel: float = 1e-4) -> None:
-    """Compare the rows of two runs. In fp32 SOAP turns rounding into other choices of a router; test_engine.py compares SOAP in fp64."""
-    rows, wanted = ([timeless(row) for row in read_rows(path / "metrics.jsonl")] for path in (run_dir, expected))
+    """Compare the rows of two runs. In fp32 SOAP turns rounding into other choices of a router;
+    test_engine.py compares SOAP in fp64."""
+    rows, wanted = (
+        [timeless(row) for row in read_rows(path / "metrics.jsonl")] for path in (run_dir, expected)
+    )
     assert [row.keys() for row in rows] == [row.keys() for row in wanted]
     for row, other in zip(rows, wanted, strict=True):
         for key, value in row.items():
@@ -260,41 +310,59 @@ def timeless(row: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_a_mesh_writes_the_rows_of_one_process(world_size: int, folder: Path, request: pytest.FixtureRequest) -> None:
+def test_a_mesh_writes_the_rows_of_one_process(
+    world_size: int, folder: Path, request: pytest.FixtureRequest
+) -> None:
     for found in request.getfixturevalue({2: "two", 4: "four"}[world_size]):
         for name, (run, _) in MESHES[world_size].items():
             assert found[name] == (True, 4, "step-00000004"), name
-            assert_same_rows(folder / name, folder / run, rel=1e-2 if run.endswith("soap") else 1e-4)
+            assert_same_rows(
+                folder / name, folder / run, rel=1e-2 if run.endswith("soap") else 1e-4
+            )
             assert (folder / name / "loss.png").exists() == (run == "plain")
 
 
 def test_the_rows_show_that_the_options_count(folder: Path) -> None:
-    losses = [[row.get("loss", 0.0) for row in read_rows(folder / name / "metrics.jsonl")] for name in RUNS]
+    losses = [
+        [row.get("loss", 0.0) for row in read_rows(folder / name / "metrics.jsonl")]
+        for name in RUNS
+    ]
     assert len({json.dumps(each) for each in losses}) == len(RUNS)
 
 
-def test_a_stop_that_one_rank_is_asked_for_stops_all_and_another_mesh_goes_on(two: list[dict[str, Any]], folder: Path) -> None:
+def test_a_stop_that_one_rank_is_asked_for_stops_all_and_another_mesh_goes_on(
+    two: list[dict[str, Any]], folder: Path
+) -> None:
     assert [found["stopped"] for found in two] == [3, 3]
     assert [found["resumed"] for found in two] == [4, 4]
-    assert [path.name for path in list_checkpoints(folder / "moved" / "checkpoints")] == ["step-00000003", "step-00000004"]
+    assert [path.name for path in list_checkpoints(folder / "moved" / "checkpoints")] == [
+        "step-00000003",
+        "step-00000004",
+    ]
     assert_same_rows(folder / "moved", folder / "everything")
 
 
-def test_layers_partitioned_by_memory_change_no_number(two: list[dict[str, Any]], folder: Path) -> None:
+def test_layers_partitioned_by_memory_change_no_number(
+    two: list[dict[str, Any]], folder: Path
+) -> None:
     assert all(found["partitioned by memory"] for found in two)
     assert_same_rows(folder / "partitioned by memory", folder / "deep")
 
 
-def test_a_step_that_is_not_finite_on_one_rank_is_skipped_by_all(two: list[dict[str, Any]], folder: Path) -> None:
+def test_a_step_that_is_not_finite_on_one_rank_is_skipped_by_all(
+    two: list[dict[str, Any]], folder: Path
+) -> None:
     texts = [found["diverged"] for found in two]
     assert texts[0] == texts[1]
-    assert texts[0].startswith("2 steps in a row, the last of them step 5, had a loss or gradient that was not finite")
+    assert texts[0].startswith(
+        "2 steps in a row, the last of them step 5, had a loss or gradient that was not finite"
+    )
     rows = [row for row in read_rows(folder / "diverged" / "metrics.jsonl") if "loss" in row]
     assert [row["skipped"] for row in rows] == [False, True, False, True, True]
     assert [row["grad_norm"] is None for row in rows] == [False, True, False, True, True]
 
 
-# --- what happened when -------------------------------------------------------------------------------------------------------------
+# --- what happened when ---------------------------------------------------------------------------
 
 
 def test_the_timeline_has_every_action_of_every_rank(four: object, folder: Path) -> None:
@@ -312,22 +380,36 @@ def test_the_timeline_has_every_action_of_every_rank(four: object, folder: Path)
         assert times[0] >= 0
 
 
-def test_waiting_for_a_slow_neighbour_is_no_computing_and_other_work_is_done_in_it(two: list[dict[str, Any]]) -> None:
-    """The second rank attends in 5 micro-batches and 2 layers, for 0.1 s each; the first rank mostly waits meanwhile."""
+def test_waiting_for_a_slow_neighbour_is_no_computing_and_other_work_is_done_in_it(
+    two: list[dict[str, Any]],
+) -> None:
+    """The second rank attends in 5 micro-batches and 2 layers, for 0.1 s each; the first rank
+    mostly waits meanwhile."""
     (fast, filled), (slow, _) = (found["slow neighbour"] for found in two)
     assert slow > 1.0
     assert fast < slow / 2
     assert filled == 100
 
 
-def test_refreshes_in_the_gaps_of_a_pipeline_have_the_same_bits_and_are_in_the_timeline(two: list[dict[str, Any]], folder: Path) -> None:
+def test_refreshes_in_the_gaps_of_a_pipeline_have_the_same_bits_and_are_in_the_timeline(
+    two: list[dict[str, Any]], folder: Path
+) -> None:
     assert all(found["at once"] for found in two)
     run, other = folder / "pp2 async klsoap", folder / "at once"
-    assert list(map(timeless, read_rows(run / "metrics.jsonl"))) == list(map(timeless, read_rows(other / "metrics.jsonl")))
+    assert list(map(timeless, read_rows(run / "metrics.jsonl"))) == list(
+        map(timeless, read_rows(other / "metrics.jsonl"))
+    )
     for rank in range(2):
-        saved, expected = (load_file(path / "checkpoints" / "step-00000004" / f"rank-{rank:05}.safetensors") for path in (run, other))
+        saved, expected = (
+            load_file(path / "checkpoints" / "step-00000004" / f"rank-{rank:05}.safetensors")
+            for path in (run, other)
+        )
         assert saved.keys() == expected.keys()
-        assert all(value.equal(expected[name]) for name, value in saved.items() if not name.startswith("random/"))
+        assert all(
+            value.equal(expected[name])
+            for name, value in saved.items()
+            if not name.startswith("random/")
+        )
     pieces = [row for row in read_rows(run / "timeline.jsonl") if row["action"].endswith("REFRESH")]
     assert {row["rank"] for row in pieces} == {0, 1}
     assert {row["step"] for row in pieces} == {4}  # KL-SOAP makes its first bases after step 2

@@ -1,4 +1,5 @@
-"""The checks of `lather doctor` find what is wrong in made-up facts and name the remedy; the disk is probed on real folders."""
+"""The checks of `lather doctor` find what is wrong in made-up facts and name the remedy; the disk
+is probed on real folders."""
 
 from __future__ import annotations
 
@@ -10,13 +11,22 @@ from packaging.requirements import Requirement
 from rich.console import Console
 
 from lather.commands.doctor import show
-from lather.doctor.checks import CHECKS, Finding, check_clocks, check_disk, check_links, check_versions
+from lather.doctor.checks import (
+    CHECKS,
+    Finding,
+    check_clocks,
+    check_disk,
+    check_links,
+    check_versions,
+)
 from lather.doctor.facts import DiskFacts, GpuFacts, RankFacts, probe_disk
 from lather.doctor.links import LinkFacts
 
 GIB = 2**30
 VERSIONS = {"lather": "0.1.0", "python": "3.11.7", "torch": "2.13.0+cu128", "numpy": "2.4.6"}
-NEEDED = [Requirement(line) for line in ("torch>=2.11", "numpy>=1.26", "transformers>=5.0; extra == 'hf'")]
+NEEDED = [
+    Requirement(line) for line in ("torch>=2.11", "numpy>=1.26", "transformers>=5.0; extra == 'hf'")
+]
 DISK = DiskFacts("/runs", 100 * GIB, 400e6, 900e6)
 GPU = GpuFacts("H100", (9, 0), 80 * GIB, 79 * GIB)
 FIRST = RankFacts(0, "a", VERSIONS, (GPU,), False, "", 16, 8, 2, 0, 64 * GIB, 60 * GIB, DISK)
@@ -25,7 +35,12 @@ ELSEWHERE = replace(FIRST, rank=1, host="b")
 
 
 def not_ok(*facts: RankFacts) -> list[Finding]:
-    return [one for check in CHECKS for one in (check(facts, NEEDED) if check is check_versions else check(facts)) if one.verdict != "ok"]
+    return [
+        one
+        for check in CHECKS
+        for one in (check(facts, NEEDED) if check is check_versions else check(facts))
+        if one.verdict != "ok"
+    ]
 
 
 def test_nothing_is_wrong_with_a_machine_in_order() -> None:
@@ -41,15 +56,45 @@ def disk(**changes: object) -> RankFacts:
 @pytest.mark.parametrize(
     ("facts", "verdict", "name", "remedy"),
     [
-        ([replace(FIRST, versions={**VERSIONS, "torch": "2.10.1+cpu"})], "wrong", "torch", "pip install 'torch>=2.11'"),
-        ([replace(FIRST, versions={"torch": "2.11.0"})], "wrong", "numpy", "pip install 'numpy>=1.26'"),
-        ([replace(FIRST, versions={**VERSIONS, "transformers": "4.57.0"})], "warning", "transformers", "pip install 'transformers>=5.0'"),
-        ([FIRST, replace(ELSEWHERE, versions={**VERSIONS, "torch": "2.12.0"})], "wrong", "torch", "the same torch everywhere"),
+        (
+            [replace(FIRST, versions={**VERSIONS, "torch": "2.10.1+cpu"})],
+            "wrong",
+            "torch",
+            "pip install 'torch>=2.11'",
+        ),
+        (
+            [replace(FIRST, versions={"torch": "2.11.0"})],
+            "wrong",
+            "numpy",
+            "pip install 'numpy>=1.26'",
+        ),
+        (
+            [replace(FIRST, versions={**VERSIONS, "transformers": "4.57.0"})],
+            "warning",
+            "transformers",
+            "pip install 'transformers>=5.0'",
+        ),
+        (
+            [FIRST, replace(ELSEWHERE, versions={**VERSIONS, "torch": "2.12.0"})],
+            "wrong",
+            "torch",
+            "the same torch everywhere",
+        ),
         ([replace(FIRST, kernel_error="absent")], "wrong", "Triton kernel", "pip install triton"),
-        ([FIRST, replace(SECOND, kernel_error="RuntimeError: no C compiler")], "wrong", "Triton kernel", "gcc"),
+        (
+            [FIRST, replace(SECOND, kernel_error="RuntimeError: no C compiler")],
+            "wrong",
+            "Triton kernel",
+            "gcc",
+        ),
         ([replace(FIRST, gpus=(), has_unseen_gpu=True)], "wrong", "GPU", "CUDA build of torch"),
         ([replace(FIRST, gpus=(replace(GPU, capability=(7, 5)),))], "warning", "GPU", "fp32"),
-        ([FIRST, replace(SECOND, gpus=(replace(GPU, free=40 * GIB),))], "warning", "GPU", "GPU of rank 1"),
+        (
+            [FIRST, replace(SECOND, gpus=(replace(GPU, free=40 * GIB),))],
+            "warning",
+            "GPU",
+            "GPU of rank 1",
+        ),
         ([replace(FIRST, threads=16)], "warning", "CPU", "OMP_NUM_THREADS=8"),
         ([FIRST, replace(ELSEWHERE, other_programs=9)], "warning", "load", "end them"),
         ([FIRST, replace(ELSEWHERE, memory_free=GIB)], "warning", "host", "end other programs"),
@@ -57,20 +102,32 @@ def disk(**changes: object) -> RankFacts:
         ([disk(free=0, write=0.0, read=0.0)], "wrong", "free", "full"),
         ([disk(free=GIB)], "warning", "free", "keep_last"),
         ([disk(write=5e6)], "warning", "speed", "asynchronous"),
-        ([FIRST, replace(ELSEWHERE, sees_run_dir=False)], "wrong", "one for all ranks", "machines share"),
+        (
+            [FIRST, replace(ELSEWHERE, sees_run_dir=False)],
+            "wrong",
+            "one for all ranks",
+            "machines share",
+        ),
         ([FIRST, replace(ELSEWHERE, clock=-3.0)], "warning", "ranks", "clock of b"),
         ([FIRST, replace(ELSEWHERE, clock=60.0)], "wrong", "ranks", "clock of b"),
     ],
 )
-def test_what_is_wrong_is_found_with_its_remedy(facts: list[RankFacts], verdict: str, name: str, remedy: str) -> None:
+def test_what_is_wrong_is_found_with_its_remedy(
+    facts: list[RankFacts], verdict: str, name: str, remedy: str
+) -> None:
     (one,) = not_ok(*facts)
     assert (one.verdict, one.name) == (verdict, name)
     assert remedy in one.remedy
 
 
 def test_the_worst_of_several_machines_is_named() -> None:
-    assert "on b" in next(one.found for one in check_disk([FIRST, replace(ELSEWHERE, disk=replace(DISK, free=50 * GIB))]))
-    assert "1 min 00 s" in next(one.found for one in check_clocks([FIRST, replace(ELSEWHERE, clock=-60.0)]))
+    assert "on b" in next(
+        one.found
+        for one in check_disk([FIRST, replace(ELSEWHERE, disk=replace(DISK, free=50 * GIB))])
+    )
+    assert "1 min 00 s" in next(
+        one.found for one in check_clocks([FIRST, replace(ELSEWHERE, clock=-60.0)])
+    )
 
 
 LINK = LinkFacts("all-reduce", "nccl", 8, 3e-5, 8.0, True)
@@ -114,7 +171,14 @@ def test_a_run_directory_that_cannot_be_written_is_found(tmp_path: Path) -> None
 @pytest.mark.parametrize("width", [80, 200])
 def test_every_finding_is_a_line_with_its_remedy_below(width: int) -> None:
     console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    show([Finding("disk", "[free]", "0 GiB", "wrong", "make room"), Finding("disk", "speed", "fast")], 2, console)
+    show(
+        [
+            Finding("disk", "[free]", "0 GiB", "wrong", "make room"),
+            Finding("disk", "speed", "fast"),
+        ],
+        2,
+        console,
+    )
     lines = [line.strip() for line in console.export_text().splitlines()]
     at = next(index for index, line in enumerate(lines) if "[free]" in line)
     assert lines[at].split() == ["wrong", "[free]", "0", "GiB"]

@@ -1,4 +1,5 @@
-"""Scores of labels against the logits of all positions, and a held-out set against the engine's validation."""
+"""Scores of labels against the logits of all positions, and a held-out set against the engine's
+validation."""
 
 from __future__ import annotations
 
@@ -30,18 +31,25 @@ def batch_of(model_type: str, *, packed: bool) -> Batch:
 @pytest.mark.parametrize("logits_at_a_time", [37 * 4, 1 << 24])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("model_type", ["deepseek_v2", "gpt_oss"])
-def test_scores_are_those_of_all_logits(model_type: str, packed: bool, logits_at_a_time: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_are_those_of_all_logits(
+    model_type: str, packed: bool, logits_at_a_time: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(scoring, "LOGITS_AT_A_TIME", logits_at_a_time)
     model, batch = tiny_family_model(model_type).double(), batch_of(model_type, packed=packed)
     boundaries = torch.tensor([0, 9, 13, 18, 27]) if packed else None
     logits = model(batch.inputs_BS, cu_seqlens=boundaries).logits_BSV
-    expected = F.cross_entropy(logits.flatten(0, 1), batch.labels_BS.flatten(), reduction="none", ignore_index=IGNORE_INDEX)
+    expected = F.cross_entropy(
+        logits.flatten(0, 1), batch.labels_BS.flatten(), reduction="none", ignore_index=IGNORE_INDEX
+    )
     is_label = batch.labels_BS.flatten() != IGNORE_INDEX
     nats_N, hits_N = score_labels(model, batch)
     assert nats_N.dtype == torch.float64
     assert error(nats_N, expected[is_label]) < 1e-12
     assert torch.equal(hits_N, (logits.argmax(-1) == batch.labels_BS).flatten()[is_label])
-    assert error(model(batch.inputs_BS, batch.labels_BS, cu_seqlens=boundaries).loss, nats_N.sum()) < 1e-12
+    assert (
+        error(model(batch.inputs_BS, batch.labels_BS, cu_seqlens=boundaries).loss, nats_N.sum())
+        < 1e-12
+    )
 
 
 class Numbered:
@@ -69,8 +77,12 @@ class Numbered:
 def test_a_set_is_the_sum_of_its_sequences_whatever_the_batches(batch_size: int) -> None:
     model, source = tiny_family_model("qwen3_moe").double(), Source("numbered", Numbered(), 37)
     bytes_V, told = torch.arange(37), []
-    whole = score_set(model, source, range(5), batch_size, apart=False, bytes_V=bytes_V, progress=told.append)
-    parts = [score_set(model, source, [index], 1, apart=False, bytes_V=bytes_V) for index in range(5)]
+    whole = score_set(
+        model, source, range(5), batch_size, apart=False, bytes_V=bytes_V, progress=told.append
+    )
+    parts = [
+        score_set(model, source, [index], 1, apart=False, bytes_V=bytes_V) for index in range(5)
+    ]
     assert (whole.sequences, whole.tokens, parts[3].tokens) == (5, 24, 0)
     assert whole.nats == pytest.approx(sum(part.nats for part in parts), rel=1e-12)
     assert whole.hits == sum(part.hits for part in parts)
@@ -89,5 +101,10 @@ def test_what_the_numbers_mean() -> None:
     unknown = dict.fromkeys(("loss", "perplexity", "bits_per_byte", "accuracy"))
     assert nothing == {"sequences": 3, "tokens": 0, "bytes": 0, **unknown}
     assert Score(1, 1, 1e4, 0, 0).as_row() | {"loss": 1} == {
-        "sequences": 1, "tokens": 1, "bytes": 0, "loss": 1, "perplexity": None, "bits_per_byte": None, "accuracy": 0.0
-    }  # fmt: skip
+        **unknown,
+        "sequences": 1,
+        "tokens": 1,
+        "bytes": 0,
+        "loss": 1,
+        "accuracy": 0.0,
+    }

@@ -9,7 +9,9 @@ from generation.tokenizers_of_tests import SAMPLES, byte_level, word_pieces
 from lather.evaluation.scoring import bytes_per_token
 
 
-@pytest.mark.parametrize("text", [*SAMPLES, "".join(map(chr, range(1, 400))), "\N{GRINNING FACE}" * 3])
+@pytest.mark.parametrize(
+    "text", [*SAMPLES, "".join(map(chr, range(1, 400))), "\N{GRINNING FACE}" * 3]
+)
 def test_bytes_of_byte_level_tokens_add_up_to_the_texts(text: str) -> None:
     tokenizer = byte_level()
     table = bytes_per_token(tokenizer, tokenizer.get_vocab_size())
@@ -26,17 +28,23 @@ def test_special_tokens_have_no_bytes_and_other_added_ones_have_theirs() -> None
     assert table.shape == (300,)
     for name, size in {"<|user|>": 0, "<|endoftext|>": 0, "é!": 3}.items():
         assert table[tokenizer.token_to_id(name)] == size
-    assert not table[tokenizer.get_vocab_size() :].any(), "tokens that the model has and the tokenizer has not"
+    assert not table[tokenizer.get_vocab_size() :].any(), (
+        "tokens that the model has and the tokenizer has not"
+    )
     assert bytes_per_token(tokenizer, 100).shape == (100,)
 
 
 def test_sentence_piece_writes_spaces_and_bytes() -> None:
     table = bytes_per_token(word_pieces(), 8)
     assert table.tolist() == [4, 4, 1, 1, 1, 1, 5, 1]
-    assert int(table[[0, 1, 2, 0, 3, 4, 5, 1]].sum()) == len(" the cats the\N{CJK UNIFIED IDEOGRAPH-4F60} cat".encode())
+    assert int(table[[0, 1, 2, 0, 3, 4, 5, 1]].sum()) == len(
+        " the cats the\N{CJK UNIFIED IDEOGRAPH-4F60} cat".encode()
+    )
 
 
 def test_word_piece_continues_words_with_a_mark_that_is_no_text() -> None:
-    tokenizer = Tokenizer(models.WordPiece(vocab={"cat": 0, "##s": 1, "##": 2, "[UNK]": 3}, unk_token="[UNK]"))
+    tokenizer = Tokenizer(
+        models.WordPiece(vocab={"cat": 0, "##s": 1, "##": 2, "[UNK]": 3}, unk_token="[UNK]")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     assert bytes_per_token(tokenizer, 4).tolist() == [3, 1, 0, 5]

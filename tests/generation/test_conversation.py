@@ -40,8 +40,13 @@ def test_where_they_are_no_tokens_their_letters_end_it() -> None:
 
 
 def test_a_template_that_ends_with_the_end_of_text() -> None:
-    source = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token if m.role == 'assistant' else '\n' }}{% endfor %}"
-    conversation = ConversationFormat(byte_level(), ChatTemplate(source, {"eos_token": "<|endoftext|>"}))
+    source = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token if "
+        "m.role == 'assistant' else '\n' }}{% endfor %}"
+    )
+    conversation = ConversationFormat(
+        byte_level(), ChatTemplate(source, {"eos_token": "<|endoftext|>"})
+    )
     assert conversation.stop_tokens == {byte_level().token_to_id("<|endoftext|>")}
 
 

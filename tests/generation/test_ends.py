@@ -1,4 +1,5 @@
-"""Every token that ends a text for transformers' generate ends it here, too: in texts, answers, samples and tasks, and after an export."""
+"""Every token that ends a text for transformers' generate ends it here, too: in texts, answers,
+samples and tasks, and after an export."""
 
 from __future__ import annotations
 
@@ -20,8 +21,13 @@ from lather.train.trained_model import TrainedModel
 from models.tiny import tiny_config, tiny_model
 from tiny_run import write_config
 
-CHATS = '{"messages": [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]}\n'
-SETTINGS = {"eos_token": "<|endoftext|>", "chat_template": "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"}
+CHATS = (
+    '{"messages": [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]}\n'
+)
+SETTINGS = {
+    "eos_token": "<|endoftext|>",
+    "chat_template": "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}",
+}
 
 
 @pytest.fixture(scope="module")
@@ -37,27 +43,42 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def published(tokenizer: Path, tmp_path: Path) -> Path:
-    """A Hugging Face folder whose model goes on without an end, greedily, as far as its settings let it."""
+    """A Hugging Face folder whose model goes on without an end, greedily, as far as its settings
+    let it."""
     torch.manual_seed(0)
-    save_hugging_face(tiny_model(vocab_size=300), tiny_config(vocab_size=300), tmp_path / "published")
+    save_hugging_face(
+        tiny_model(vocab_size=300), tiny_config(vocab_size=300), tmp_path / "published"
+    )
     (tmp_path / "published/tokenizer.json").write_bytes(tokenizer.read_bytes())
     return tmp_path / "published"
 
 
 def greedy(folder: Path, prompt: list[int], num_tokens: int) -> list[int]:
     """Continue the prompt with transformers, with the settings of the folder alone."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, experts_implementation="eager"
+    )
     tokens = torch.tensor([prompt])
-    made = model.generate(tokens, max_new_tokens=num_tokens, do_sample=False, pad_token_id=0, attention_mask=torch.ones_like(tokens))
+    made = model.generate(
+        tokens,
+        max_new_tokens=num_tokens,
+        do_sample=False,
+        pad_token_id=0,
+        attention_mask=torch.ones_like(tokens),
+    )
     return [int(token) for token in made[0, len(prompt) :]]
 
 
 @pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
-def test_several_ends_end_a_text_as_in_transformers(published: Path, tmp_path: Path, file: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_ends_end_a_text_as_in_transformers(
+    published: Path, tmp_path: Path, file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     read = Tokenizer.from_file(str(published / "tokenizer.json"))
     prompt = read.encode("def f").ids
     free = greedy(published, prompt, 12)
-    end = next(token for place, token in enumerate(free) if place >= 2 and token not in free[:place])
+    end = next(
+        token for place, token in enumerate(free) if place >= 2 and token not in free[:place]
+    )
     settings = json.loads((published / file).read_text()) if (published / file).exists() else {}
     (published / file).write_text(json.dumps({**settings, "eos_token_id": [299, end]}))
     theirs = greedy(published, prompt, 12)
@@ -68,9 +89,29 @@ def test_several_ends_end_a_text_as_in_transformers(published: Path, tmp_path: P
     trained = TrainedModel.find(str(run))
     ends = trained.stop_tokens(trained.tokenizer())
     assert {299, end} <= ends
-    assert generate(trained.decoder(), prompt, 12, context=24, temperature=0, stop_token=ends) == theirs[:-1]
+    assert (
+        generate(trained.decoder(), prompt, 12, context=24, temperature=0, stop_token=ends)
+        == theirs[:-1]
+    )
     capsys.readouterr()
-    assert main(["generate", str(run), "--prompt", "def f", "--temperature", "0", "--tokens", "12", "--context", "24", "--json"]) == 0
+    assert (
+        main(
+            [
+                "generate",
+                str(run),
+                "--prompt",
+                "def f",
+                "--temperature",
+                "0",
+                "--tokens",
+                "12",
+                "--context",
+                "24",
+                "--json",
+            ]
+        )
+        == 0
+    )
     row = json.loads(capsys.readouterr().out)
     assert (row["tokens"], row["stopped"]) == (len(theirs) - 1, True)
 
@@ -92,12 +133,21 @@ def test_settings_for_generation_take_precedence_over_the_models(tmp_path: Path)
 @pytest.mark.parametrize("value", ["</s>", -1, [2, None], True, {"a": 1}], ids=str)
 def test_what_is_no_token_is_refused(tmp_path: Path, value: object) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
-    with pytest.raises(DataError, match=r"generation_config\.json: eos_token_id = .* is not valid: it must be the number of a token"):
+    with pytest.raises(
+        DataError,
+        match=(
+            r"generation_config\.json: eos_token_id = .* is not "
+            r"valid: it must be the number of a token"
+        ),
+    ):
         ends_of(tmp_path)
 
 
-def test_a_run_keeps_the_ends_of_its_model_and_its_export_has_all(published: Path, tmp_path: Path) -> None:
-    """The model's folder disappears after the start; the template's end of an answer is not among its settings."""
+def test_a_run_keeps_the_ends_of_its_model_and_its_export_has_all(
+    published: Path, tmp_path: Path
+) -> None:
+    """The model's folder disappears after the start; the template's end of an answer is not among
+    its settings."""
     config = write_config(tmp_path, steps=1)
     (published / "tokenizer_config.json").write_text(json.dumps(SETTINGS))
     settings = json.loads((published / "config.json").read_text())
@@ -111,10 +161,14 @@ def test_a_run_keeps_the_ends_of_its_model_and_its_export_has_all(published: Pat
     end_of_text, end_of_turn = read.token_to_id("<|endoftext|>"), read.token_to_id("<|im_end|>")
     assert trained.stop_tokens(read) == {5, 6, end_of_text}
     assert main(["export", str(run), str(tmp_path / "out")]) == 0
-    assert GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == sorted({5, 6, end_of_text, end_of_turn})
+    assert GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == sorted(
+        {5, 6, end_of_text, end_of_turn}
+    )
 
 
-def test_a_sample_ends_at_each(monkeypatch: pytest.MonkeyPatch, published: Path, tmp_path: Path) -> None:
+def test_a_sample_ends_at_each(
+    monkeypatch: pytest.MonkeyPatch, published: Path, tmp_path: Path
+) -> None:
     given: list[object] = []
 
     def record(*_: object, stop_token: object, **__: object) -> list[int]:
@@ -125,5 +179,17 @@ def test_a_sample_ends_at_each(monkeypatch: pytest.MonkeyPatch, published: Path,
     (published / "generation_config.json").write_text('{"eos_token_id": [2, 3]}')
     config = write_config(tmp_path, steps=1)
     tokenizer = str(published / "tokenizer.json")
-    assert main(["train", str(config), "--run-dir", str(tmp_path / "run"), "--data.tokenizer", tokenizer]) == 0
+    assert (
+        main(
+            [
+                "train",
+                str(config),
+                "--run-dir",
+                str(tmp_path / "run"),
+                "--data.tokenizer",
+                tokenizer,
+            ]
+        )
+        == 0
+    )
     assert given == [{0, 2, 3}]

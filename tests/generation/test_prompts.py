@@ -15,7 +15,11 @@ def test_lines_of_text_and_of_json(tmp_path: Path) -> None:
     texts, objects = tmp_path / "some.txt", tmp_path / "some.jsonl"
     texts.write_text("one\n\ntwo {\n")
     messages = [{"role": "user", "content": "hi"}]
-    rows = [{"prompt": "one", "id": 3}, {"messages": messages}, {"conversations": [{"from": "human", "value": "hi"}]}]
+    rows = [
+        {"prompt": "one", "id": 3},
+        {"messages": messages},
+        {"conversations": [{"from": "human", "value": "hi"}]},
+    ]
     objects.write_text("\n".join(map(json.dumps, rows)))
     assert read_prompts(texts) == ["one", "two {"]
     assert read_prompts(objects) == ["one", messages, messages]
@@ -41,7 +45,9 @@ def test_joined_files_may_have_a_byte_order_mark_each(tmp_path: Path, name: str)
         ("absent", None, "cannot be read"),
     ],
 )
-def test_files_without_prompts_are_refused_with_the_line(tmp_path: Path, name: str, content: str | bytes | None, words: str) -> None:
+def test_files_without_prompts_are_refused_with_the_line(
+    tmp_path: Path, name: str, content: str | bytes | None, words: str
+) -> None:
     if content is not None:
         (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(DataError, match=words) as raised:

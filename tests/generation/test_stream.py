@@ -1,4 +1,5 @@
-"""Tokens to text as they come: nothing is lost, no character is broken, and stop texts end it wherever they fall."""
+"""Tokens to text as they come: nothing is lost, no character is broken, and stop texts end it
+wherever they fall."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ def pieces(stream: TextStream, tokens: list[int]) -> list[str]:
 @pytest.mark.parametrize("prompt_length", [0, 1, 7])
 def test_pieces_add_up_to_the_text(text: str, prompt_length: int) -> None:
     tokenizer = byte_level()
-    prompt, tokens = (tokenizer.encode(part).ids for part in (text[:prompt_length], text[prompt_length:]))
+    prompt, tokens = (
+        tokenizer.encode(part).ids for part in (text[:prompt_length], text[prompt_length:])
+    )
     found = pieces(TextStream(tokenizer, prompt), tokens)
     assert text[:prompt_length] + "".join(found) == text
     assert all("\N{REPLACEMENT CHARACTER}" not in piece for piece in found)
@@ -43,7 +46,11 @@ def test_a_character_of_several_tokens_comes_whole() -> None:
 def test_half_a_character_at_the_end_is_shown_in_the_end() -> None:
     tokenizer = byte_level()
     tokens = tokenizer.encode("a\N{GRINNING FACE}").ids[:3]
-    assert "".join(pieces(TextStream(tokenizer), tokens)) == tokenizer.decode(tokens) == "a\N{REPLACEMENT CHARACTER}"
+    assert (
+        "".join(pieces(TextStream(tokenizer), tokens))
+        == tokenizer.decode(tokens)
+        == "a\N{REPLACEMENT CHARACTER}"
+    )
 
 
 def test_words_keep_the_space_before_them() -> None:
@@ -58,7 +65,14 @@ def test_words_keep_the_space_before_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stop", "left"), [(["END"], "one "), (["D t"], "one EN"), (["two", "EN"], "one "), (["one"], ""), (["xyz"], None)]
+    ("stop", "left"),
+    [
+        (["END"], "one "),
+        (["D t"], "one EN"),
+        (["two", "EN"], "one "),
+        (["one"], ""),
+        (["xyz"], None),
+    ],
 )
 def test_a_stop_text_ends_it_wherever_tokens_end(stop: list[str], left: str | None) -> None:
     tokenizer, text = byte_level(), "one END two"
@@ -71,7 +85,15 @@ def test_a_stop_text_ends_it_wherever_tokens_end(stop: list[str], left: str | No
 def test_what_may_begin_a_stop_text_is_held_back_until_it_does_not() -> None:
     tokenizer = byte_level()
     stream = TextStream(tokenizer, stop_texts=["<end>"])
-    assert pieces(stream, [tokenizer.token_to_id(one) for one in "a<en<e"]) == ["a", "", "", "", "<en", "", "<e"]
+    assert pieces(stream, [tokenizer.token_to_id(one) for one in "a<en<e"]) == [
+        "a",
+        "",
+        "",
+        "",
+        "<en",
+        "",
+        "<e",
+    ]
 
 
 def test_special_tokens_have_no_text() -> None:

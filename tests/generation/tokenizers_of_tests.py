@@ -22,13 +22,23 @@ WORDS = {"▁the": 0, "▁cat": 1, "s": 2, "<0xE4>": 3, "<0xBD>": 4, "<0xA0>": 5
 @functools.cache
 def byte_level(vocab_size: int = 280) -> Tokenizer:
     """Train a tokenizer as Lather does, on a few English words."""
-    return train_tokenizer(iter(["def f(x): return x\n", "one two three END the cat\n"] * 4), vocab_size, "<|endoftext|>")
+    return train_tokenizer(
+        iter(["def f(x): return x\n", "one two three END the cat\n"] * 4),
+        vocab_size,
+        "<|endoftext|>",
+    )
 
 
 def word_pieces() -> Tokenizer:
-    """Make a tokenizer like SentencePiece's: it writes spaces as ▁, and unknown characters as bytes."""
+    """Make a tokenizer like SentencePiece's: it writes spaces as ▁, and unknown characters as
+    bytes."""
     tokenizer = Tokenizer(models.BPE(vocab=WORDS, merges=[], unk_token="<unk>", byte_fallback=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    parts = [
+        decoders.Replace("▁", " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    ]
     tokenizer.decoder = decoders.Sequence(parts)
     return tokenizer

@@ -1,4 +1,5 @@
-"""Attention on a CUDA device, through the fused kernels and compiled flex attention, against the CPU's in fp64, with gradients."""
+"""Attention on a CUDA device, through the fused kernels and compiled flex attention, against the
+CPU's in fp64, with gradients."""
 
 from __future__ import annotations
 
@@ -17,15 +18,32 @@ TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 3e-2}
 
 
 def run(
-    device: str, dtype: torch.dtype, *, packed: bool, window: int | None, has_sinks: bool, widths: tuple[int, int], length: int = 500
+    device: str,
+    dtype: torch.dtype,
+    *,
+    packed: bool,
+    window: int | None,
+    has_sinks: bool,
+    widths: tuple[int, int],
+    length: int = 500,
 ) -> dict[str, Tensor]:
     """Return output and gradients, in fp64 on the CPU."""
     width, value_width = widths
     draw = torch.Generator().manual_seed(0)
-    shapes = {"q": (B, length, H, width), "k": (B, length, G, width), "v": (B, length, G, value_width), "sinks": (H,)}
-    inputs = {name: torch.randn(shape, generator=draw).to(dtype).to(device).requires_grad_() for name, shape in shapes.items()}
+    shapes = {
+        "q": (B, length, H, width),
+        "k": (B, length, G, width),
+        "v": (B, length, G, value_width),
+        "sinks": (H,),
+    }
+    inputs = {
+        name: torch.randn(shape, generator=draw).to(dtype).to(device).requires_grad_()
+        for name, shape in shapes.items()
+    }
     cotangent = torch.randn(B, length, H, value_width, generator=draw).to(dtype).to(device)
-    layout = SequenceLayout(B, length, torch.device(device), torch.tensor(PACKED, device=device) if packed else None)
+    layout = SequenceLayout(
+        B, length, torch.device(device), torch.tensor(PACKED, device=device) if packed else None
+    )
     q, k, v, sinks = inputs.values()
     if not has_sinks:
         del inputs["sinks"]
@@ -46,7 +64,9 @@ def fresh_compiler() -> None:
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
 @pytest.mark.parametrize("window", [None, 1, 100])
 @pytest.mark.parametrize("has_sinks", [False, True], ids=["no sinks", "sinks"])
-def test_cuda_agrees_with_the_cpu(dtype: torch.dtype, widths: tuple[int, int], packed: bool, window: int | None, has_sinks: bool) -> None:
+def test_cuda_agrees_with_the_cpu(
+    dtype: torch.dtype, widths: tuple[int, int], packed: bool, window: int | None, has_sinks: bool
+) -> None:
     case = {"packed": packed, "window": window, "has_sinks": has_sinks, "widths": widths}
     actual, exact = run("cuda", dtype, **case), run("cpu", torch.float64, **case)
     for name, expected in exact.items():

@@ -20,7 +20,9 @@ TOLERANCE = {torch.float32: 2e-4, torch.float64: 1e-10}
 def test_rows_of_different_lengths_in_pieces(model_type: str, dtype: torch.dtype) -> None:
     model, tokens_BS = tiny_family_model(model_type).double(), random_tokens(3, 40)
     padding = [0, 7, 20]
-    alone = [model(tokens_BS[row : row + 1, more:]).logits_BSV[0] for row, more in enumerate(padding)]
+    alone = [
+        model(tokens_BS[row : row + 1, more:]).logits_BSV[0] for row, more in enumerate(padding)
+    ]
     model = model.to("cuda", dtype)
     cache = KeyValueCache(torch.tensor(padding, device="cuda"))
     pieces = tokens_BS.cuda().split([25, 13, 1, 1], dim=1)

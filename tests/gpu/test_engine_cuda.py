@@ -1,4 +1,5 @@
-"""The engine on one GPU, in one process: the CPU's numbers, memory that does not grow, no waiting for the device."""
+"""The engine on one GPU, in one process: the CPU's numbers, memory that does not grow, no waiting
+for the device."""
 
 from __future__ import annotations
 
@@ -50,8 +51,15 @@ def config(schedule: str = "dualpipev", micro_batches: int = 4, **changes: Any) 
         num_experts_per_tok=2,
     )
     poison = changes.pop("poison", False)
-    loop = LoopConfig(batch_size=2 * micro_batches, micro_batch_size=2, sequence_length=LENGTH, **changes)
-    return Config(model=model, train=loop, moe=MoEConfig(), parallel=ParallelConfig(schedule=schedule, poison=poison))  # type: ignore[arg-type]
+    loop = LoopConfig(
+        batch_size=2 * micro_batches, micro_batch_size=2, sequence_length=LENGTH, **changes
+    )
+    return Config(
+        model=model,
+        train=loop,
+        moe=MoEConfig(),
+        parallel=ParallelConfig(schedule=schedule, poison=poison),
+    )  # type: ignore[arg-type]
 
 
 def cuda() -> torch.device:
@@ -64,7 +72,9 @@ def engine_on(device: torch.device, config: Config) -> Engine:
 
 def batch_of(config: Config, step: int = 0) -> Batch:
     shape = (config.train.batch_size, config.train.sequence_length + 1)
-    return Batch.of_tokens(torch.randint(VOCABULARY, shape, generator=torch.Generator().manual_seed(step)))
+    return Batch.of_tokens(
+        torch.randint(VOCABULARY, shape, generator=torch.Generator().manual_seed(step))
+    )
 
 
 def run(engine: Engine, batch: Batch) -> BatchResult:
@@ -73,11 +83,16 @@ def run(engine: Engine, batch: Batch) -> BatchResult:
 
 
 def gradients(engine: Engine) -> dict[str, Tensor]:
-    return {name: p.grad.detach().float().cpu() for name, p in engine.parameters.named() if p.grad is not None}
+    return {
+        name: p.grad.detach().float().cpu()
+        for name, p in engine.parameters.named()
+        if p.grad is not None
+    }
 
 
 def same_routing(reference: Engine, *others: Engine) -> None:
-    """Make routers see large differences between experts, so that rounding does not turn a near-tie into another choice."""
+    """Make routers see large differences between experts, so that rounding does not turn a near-tie
+    into another choice."""
     for engine in (reference, *others):
         with torch.no_grad():
             for router in engine.part.routers():
@@ -87,11 +102,19 @@ def same_routing(reference: Engine, *others: Engine) -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"recompute": ("attention", "experts", "shared_experts")}, {"poison": True}, {"compile": True}],
+    [
+        {},
+        {"recompute": ("attention", "experts", "shared_experts")},
+        {"poison": True},
+        {"compile": True},
+    ],
     ids=["plain", "recompute", "poison", "compile"],
 )
 def test_loss_and_gradients_are_the_cpus(schedule: str, changes: dict[str, Any]) -> None:
-    on_cpu, on_gpu = engine_on(CPU, config("sequential")), engine_on(cuda(), config(schedule, **changes))
+    on_cpu, on_gpu = (
+        engine_on(CPU, config("sequential")),
+        engine_on(cuda(), config(schedule, **changes)),
+    )
     same_routing(on_cpu, on_gpu)
     batch = batch_of(config())
     expected, found = run(on_cpu, batch), run(on_gpu, batch)
@@ -127,13 +150,16 @@ def test_bf16_is_fp32_within_rounding(schedule: str) -> None:
     batch = batch_of(config())
     assert run(on_gpu, batch).loss == pytest.approx(run(on_cpu, batch).loss, rel=1e-2)
     total = sum(grad.square().sum() for grad in gradients(on_cpu).values())
-    error = sum((gradients(on_gpu)[name] - grad).square().sum() for name, grad in gradients(on_cpu).items())
+    error = sum(
+        (gradients(on_gpu)[name] - grad).square().sum() for name, grad in gradients(on_cpu).items()
+    )
     assert error <= 0.1**2 * total
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_walk_does_not_wait_for_the_device(schedule: str) -> None:
-    """One process needs no sizes of an exchange. In fp32, where grouped products have no kernel, the walk does wait."""
+    """One process needs no sizes of an exchange. In fp32, where grouped products have no kernel,
+    the walk does wait."""
     engine = engine_on(cuda(), config(schedule, precision="bf16"))
     batch = batch_of(config())
     run(engine, batch)  # this compiles kernels
@@ -197,10 +223,13 @@ def nccl(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_an_exchange_over_nccl_changes_no_number(schedule: str, nccl: dist.ProcessGroup) -> None:
-    """The only rank exchanges with itself, but through the all-to-alls, their stream and the early frees."""
+    """The only rank exchanges with itself, but through the all-to-alls, their stream and the early
+    frees."""
     plain, exchanging = (engine_on(cuda(), config(schedule, poison=True)) for _ in range(2))
     free_buffer, sizes_group = exchanging._segments.frees.free_buffer, dist.new_group([0])
-    exchanging._segments.exchange = ExpertExchange(nccl, EXPERTS, free_buffer=free_buffer, sizes_group=sizes_group)
+    exchanging._segments.exchange = ExpertExchange(
+        nccl, EXPERTS, free_buffer=free_buffer, sizes_group=sizes_group
+    )
     for step in range(3):
         batch = batch_of(config(), step)
         expected, found = run(plain, batch), run(exchanging, batch)
@@ -218,18 +247,24 @@ def test_deterministic_gradients_have_the_same_bits_each_time(precision: str) ->
         with deterministic():
             engine = engine_on(cuda(), config(precision=precision))
             generator = torch.Generator().manual_seed(7)
-            run(engine, Batch.of_tokens(torch.randint(VOCABULARY, (8, LENGTH + 1), generator=generator)))
+            run(
+                engine,
+                Batch.of_tokens(torch.randint(VOCABULARY, (8, LENGTH + 1), generator=generator)),
+            )
         found.append([p.grad.clone() for p in engine.part.parameters() if p.grad is not None])
     assert len(found[0]) > 10
     assert all(one.equal(other) for one, other in zip(*found, strict=True))
 
 
 def test_deterministic_steps_on_long_sequences_have_the_same_bits_each_time() -> None:
-    """With 2,048 positions a query's gradient is a sum over many blocks of keys, whose order a fast kernel leaves to chance."""
+    """With 2,048 positions a query's gradient is a sum over many blocks of keys, whose order a fast
+    kernel leaves to chance."""
     found: list[list[Tensor]] = []
     for _ in range(2):
         with deterministic():
-            trained = replace(config(precision="bf16", micro_batches=4), optim=optim_config("adamw", lr=3e-3))
+            trained = replace(
+                config(precision="bf16", micro_batches=4), optim=optim_config("adamw", lr=3e-3)
+            )
             trained = replace(trained, train=replace(trained.train, sequence_length=2048))
             engine = engine_on(cuda(), trained)
             step = TrainStep(engine, build_optimizer(trained.optim, engine.parameters), 1.0)

@@ -1,7 +1,8 @@
-"""Loss kernels and the optimizer's kernel on a CUDA device: the same numbers, memory as the allocator sees it, no waiting, bandwidth.
+"""Loss kernels and the optimizer's kernel on a CUDA device: the same numbers, memory as the
+allocator sees it, no waiting, bandwidth.
 
-Kernels are imported in the tests, not above: where there is no device they would be decorated before the interpreter is asked for.
-"""
+Kernels are imported in the tests, not above: where there is no device they would be decorated
+before the interpreter is asked for."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ def no_waiting() -> Iterator[None]:
 def inputs(t: int, v: int, d: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator("cuda").manual_seed(0)
     x = torch.randn(t, d, generator=generator, device="cuda").to(dtype).requires_grad_()
-    weight = torch.randn(v, d, generator=generator, device="cuda").mul(0.3).to(dtype).requires_grad_()
+    weight = (
+        torch.randn(v, d, generator=generator, device="cuda").mul(0.3).to(dtype).requires_grad_()
+    )
     labels = torch.randint(0, v, (t,), generator=generator, device="cuda")
     labels[2::5] = -100
     return x, weight, labels
@@ -51,7 +54,11 @@ def plain_of(logits: Tensor, labels: Tensor) -> Tensor:
 
 def largest_error(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
     pairs = zip(actual, expected, strict=True)
-    errors = (float((a.double() - b.double()).abs().max() / b.double().abs().max().clamp_min(1e-30)) for a, b in pairs if b.numel())
+    errors = (
+        float((a.double() - b.double()).abs().max() / b.double().abs().max().clamp_min(1e-30))
+        for a, b in pairs
+        if b.numel()
+    )
     return max(errors, default=0.0)
 
 
@@ -63,7 +70,9 @@ def test_linear_cross_entropy(size: tuple[int, int, int], dtype: torch.dtype) ->
     expected = plain(x, weight, labels)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     actual = torch.autograd.grad(loss, (x, weight))
-    assert largest_error(actual, torch.autograd.grad(expected, (x, weight))) < max(2 * torch.finfo(dtype).eps, 1e-5)
+    assert largest_error(actual, torch.autograd.grad(expected, (x, weight))) < max(
+        2 * torch.finfo(dtype).eps, 1e-5
+    )
 
 
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -91,7 +100,9 @@ def test_cross_entropy_in_place(size: tuple[int, int], dtype: torch.dtype) -> No
     expected = plain_of(x.double(), labels)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     (actual,) = torch.autograd.grad(loss, x)
-    assert largest_error((actual,), torch.autograd.grad(expected, x)) < max(torch.finfo(dtype).eps, 1e-5)
+    assert largest_error((actual,), torch.autograd.grad(expected, x)) < max(
+        torch.finfo(dtype).eps, 1e-5
+    )
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -102,9 +113,14 @@ def test_adam_in_basis(shape: tuple[int, ...], moments: torch.dtype, nesterov: b
     on_cpu = [torch.randn(shape, generator=generator) for _ in range(3)]
     on_cpu = [on_cpu[0], on_cpu[1].to(moments), on_cpu[2].square().to(moments)]
     on_cuda = [x.cuda() for x in on_cpu]
-    u, expected = (adam_in_basis(*some, 3, betas=(0.9, 0.95), eps=1e-8, nesterov=nesterov) for some in (on_cuda, on_cpu))
+    u, expected = (
+        adam_in_basis(*some, 3, betas=(0.9, 0.95), eps=1e-8, nesterov=nesterov)
+        for some in (on_cuda, on_cpu)
+    )
     assert largest_error((u.cpu(),), (expected,)) < 2e-6
-    assert largest_error(tuple(x.cpu() for x in on_cuda[1:]), tuple(on_cpu[1:])) < max(2e-6, torch.finfo(moments).eps)
+    assert largest_error(tuple(x.cpu() for x in on_cuda[1:]), tuple(on_cpu[1:])) < max(
+        2e-6, torch.finfo(moments).eps
+    )
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -129,10 +145,15 @@ torch.cuda.synchronize()
 """
 
 
-@pytest.mark.parametrize(("module", "name"), [("cross_entropy", "cross_entropy_"), ("linear_cross_entropy", "linear_cross_entropy")])
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [("cross_entropy", "cross_entropy_"), ("linear_cross_entropy", "linear_cross_entropy")],
+)
 def test_a_label_out_of_range_is_a_device_side_assert(module: str, name: str) -> None:
     script = WRONG_LABEL.format(module=module, name=name)
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=200, check=False
+    )
     assert result.returncode != 0
     assert "device-side assert" in result.stderr
 
@@ -148,9 +169,13 @@ def peak_of(work: Callable[[], object]) -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_memory_of_linear_cross_entropy_is_within_a_twentieth_of_the_logits(dtype: torch.dtype) -> None:
+def test_memory_of_linear_cross_entropy_is_within_a_twentieth_of_the_logits(
+    dtype: torch.dtype,
+) -> None:
     x, weight, labels = inputs(4096, 102400, 2048, dtype)
-    linear_cross_entropy(x[:8], weight[:600], labels[:8] % 600).backward()  # cuBLAS allocates its workspace
+    linear_cross_entropy(
+        x[:8], weight[:600], labels[:8] % 600
+    ).backward()  # cuBLAS allocates its workspace
     x.grad = weight.grad = None
     logits = 4096 * 102400 * dtype.itemsize
     losses: list[Tensor] = []
@@ -191,19 +216,32 @@ def test_bandwidth_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     scale = torch.ones((), device="cuda")
     cases: dict[str, tuple[int, Callable[[], object]]] = {
         "device copy": (2 * source.nbytes, lambda: target.copy_(source)),
-        "adam_in_basis": (6 * g.nbytes, lambda: adam_in_basis(g, m, v, 3, betas=(0.9, 0.95), eps=1e-8)),
-        "cross_entropy_ (loss)": (logits.nbytes, lambda: cross_entropy.token_losses(logits, labels, z_loss=0.0)),
+        "adam_in_basis": (
+            6 * g.nbytes,
+            lambda: adam_in_basis(g, m, v, 3, betas=(0.9, 0.95), eps=1e-8),
+        ),
+        "cross_entropy_ (loss)": (
+            logits.nbytes,
+            lambda: cross_entropy.token_losses(logits, labels, z_loss=0.0),
+        ),
         "cross_entropy_ (loss and gradient)": (
             3 * logits.nbytes,
             lambda: cross_entropy.token_losses(logits, labels, scale, z_loss=0.0),
         ),
-        "linear_cross_entropy (logsumexp of a tile)": (tile.nbytes, lambda: linear.update_logsumexp_(*rows, tile, labels, 0)),
+        "linear_cross_entropy (logsumexp of a tile)": (
+            tile.nbytes,
+            lambda: linear.update_logsumexp_(*rows, tile, labels, 0),
+        ),
         "linear_cross_entropy (gradient of a tile)": (
             tile.nbytes * 3 // 2,
-            lambda: linear.softmax_gradient(tile, labels, 0, rows[0], rows[1], z_loss=0.0, dtype=torch.bfloat16),
+            lambda: linear.softmax_gradient(
+                tile, labels, 0, rows[0], rows[1], z_loss=0.0, dtype=torch.bfloat16
+            ),
         ),
     }
-    rates = {name: num_bytes / milliseconds(work) / 1e6 for name, (num_bytes, work) in cases.items()}
+    rates = {
+        name: num_bytes / milliseconds(work) / 1e6 for name, (num_bytes, work) in cases.items()
+    }
     with capsys.disabled():
         print()
         for name, rate in rates.items():

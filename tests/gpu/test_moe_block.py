@@ -1,4 +1,5 @@
-"""The MoE layer on CUDA in bf16 against the CPU in fp32, in every memory mode, without waiting for the device."""
+"""The MoE layer on CUDA in bf16 against the CPU in fp32, in every memory mode, without waiting for
+the device."""
 
 from __future__ import annotations
 
@@ -19,7 +20,11 @@ LAYERS = {"swiglu": (SWIGLU, False), "clamped, biases": (CLAMPED_SWIGLU, True)}
 
 
 def layer(gate: Gate, bias: bool, memory: str = "saved") -> MoE:
-    moe = MoE(Router(D, E, K, normalize=True, bias=bias), Experts(E, D, F, gate=gate, bias=bias), GatedMLP(D, F))
+    moe = MoE(
+        Router(D, E, K, normalize=True, bias=bias),
+        Experts(E, D, F, gate=gate, bias=bias),
+        GatedMLP(D, F),
+    )
     generator = torch.Generator().manual_seed(0)
     for p in moe.parameters():
         nn.init.normal_(p, std=0.1, generator=generator)
@@ -30,9 +35,17 @@ def layer(gate: Gate, bias: bool, memory: str = "saved") -> MoE:
 
 
 def results(moe: MoE, x_TD: Tensor) -> dict[str, Tensor]:
-    """Return output and gradients with fixed routing, so that a near-tie cannot turn into another choice."""
+    """Return output and gradients with fixed routing, so that a near-tie cannot turn into another
+    choice."""
     forced = (
-        torch.stack([torch.randperm(E, generator=torch.Generator().manual_seed(t))[:K] for t in range(len(x_TD))]) if len(x_TD) else None
+        torch.stack(
+            [
+                torch.randperm(E, generator=torch.Generator().manual_seed(t))[:K]
+                for t in range(len(x_TD))
+            ]
+        )
+        if len(x_TD)
+        else None
     )
     forced = torch.zeros(0, K, dtype=torch.int64) if forced is None else forced
     x_TD = x_TD.detach().requires_grad_()
@@ -49,7 +62,10 @@ def results(moe: MoE, x_TD: Tensor) -> dict[str, Tensor]:
 def test_bf16_on_cuda_is_the_cpus_fp32_within_rounding(name: str, memory: str, tokens: int) -> None:
     x_TD = torch.randn(tokens, D, generator=torch.Generator().manual_seed(1))
     expected = results(layer(*LAYERS[name], memory="reference"), x_TD)
-    actual = results(layer(*LAYERS[name], memory=memory).to("cuda", torch.bfloat16), x_TD.to("cuda", torch.bfloat16))
+    actual = results(
+        layer(*LAYERS[name], memory=memory).to("cuda", torch.bfloat16),
+        x_TD.to("cuda", torch.bfloat16),
+    )
     for key, value in expected.items():
         difference = (actual[key].float().cpu() - value).norm()
         assert difference <= 3e-2 * value.norm() + 1e-6, key

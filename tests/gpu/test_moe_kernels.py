@@ -1,4 +1,5 @@
-"""The MoE kernels on a CUDA device: the numbers of the references on the CPU, no waiting for the device, and the bandwidth reached."""
+"""The MoE kernels on a CUDA device: the numbers of the references on the CPU, no waiting for the
+device, and the bandwidth reached."""
 
 from __future__ import annotations
 
@@ -27,9 +28,33 @@ GATES = [
 ]
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 1e-3}
-ROUTES = [(63, 3, 5, 1), (500, 8, 256, 16), (1, 1, 4, 8), (0, 2, 3, 4), (500, 1, 1, 7), (20000, 8, 128, 128), (20000, 6, 64, 1)]
-GATHERS = [(63, 33, 500), (5, 2100, 3), (500, 1, 63), (1, 4, 9), (4, 3, 0), (0, 3, 2), (300, 2048, 2000)]
-COMBINES = [(63, 3, 33, 200), (500, 2, 4, 1000), (2, 6, 1100, 12), (1, 1, 1, 1), (0, 2, 3, 4), (3, 2, 3, 0), (300, 6, 2048, 2048)]
+ROUTES = [
+    (63, 3, 5, 1),
+    (500, 8, 256, 16),
+    (1, 1, 4, 8),
+    (0, 2, 3, 4),
+    (500, 1, 1, 7),
+    (20000, 8, 128, 128),
+    (20000, 6, 64, 1),
+]
+GATHERS = [
+    (63, 33, 500),
+    (5, 2100, 3),
+    (500, 1, 63),
+    (1, 4, 9),
+    (4, 3, 0),
+    (0, 3, 2),
+    (300, 2048, 2000),
+]
+COMBINES = [
+    (63, 3, 33, 200),
+    (500, 2, 4, 1000),
+    (2, 6, 1100, 12),
+    (1, 1, 1, 1),
+    (0, 2, 3, 4),
+    (3, 2, 3, 0),
+    (300, 6, 2048, 2048),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -69,22 +94,33 @@ def to_cuda(*tensors: Tensor) -> list[Tensor]:
 def random_experts(tokens: int, slots: int, num_experts: int) -> Tensor:
     generator = torch.Generator().manual_seed(tokens + num_experts)
     ids = (
-        torch.rand(tokens, num_experts, generator=generator).argsort(-1)[:, :slots] if tokens else torch.zeros(0, slots, dtype=torch.int64)
+        torch.rand(tokens, num_experts, generator=generator).argsort(-1)[:, :slots]
+        if tokens
+        else torch.zeros(0, slots, dtype=torch.int64)
     )
     return ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.1, -1)
 
 
 @DTYPES
 @pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize(("rows", "columns"), [(63, 33), (3, 1500), (500, 4), (1, 1), (0, 4), (1000, 1408)])
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(63, 33), (3, 1500), (500, 4), (1, 1), (0, 4), (1000, 1408)]
+)
 def test_gated_activations(gate: Gate, rows: int, columns: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(rows)
     gate_up = (4 * torch.randn(rows, 2 * columns, generator=generator)).to(dtype)
-    grad, scale = torch.randn(rows, columns, generator=generator).to(dtype), torch.rand(rows, generator=generator)
+    grad, scale = (
+        torch.randn(rows, columns, generator=generator).to(dtype),
+        torch.rand(rows, generator=generator),
+    )
     there = to_cuda(grad, gate_up, scale)
     assert_same([swiglu.gate_forward(there[1], gate)], [swiglu.gate_forward(gate_up, gate)], dtype)
-    assert_same([swiglu.gate_gradient(*there[:2], gate)], [swiglu.gate_gradient(grad, gate_up, gate)], dtype)
-    assert_same(swiglu.gate_backward(*there[:2], gate), swiglu.gate_backward(grad, gate_up, gate), dtype)
+    assert_same(
+        [swiglu.gate_gradient(*there[:2], gate)], [swiglu.gate_gradient(grad, gate_up, gate)], dtype
+    )
+    assert_same(
+        swiglu.gate_backward(*there[:2], gate), swiglu.gate_backward(grad, gate_up, gate), dtype
+    )
     scaled = swiglu.gate_backward(*there[:2], gate, there[2])
     assert_same(scaled, swiglu.gate_backward(grad, gate_up, gate, scale), dtype)
 
@@ -93,7 +129,10 @@ def test_gated_activations(gate: Gate, rows: int, columns: int, dtype: torch.dty
 def test_routes(case: tuple[int, int, int, int]) -> None:
     tokens, slots, num_experts, alignment = case
     ids = random_experts(tokens, slots, num_experts)
-    there, here = route.plan_route(ids.cuda(), num_experts, alignment), route.plan_route(ids, num_experts, alignment)
+    there, here = (
+        route.plan_route(ids.cuda(), num_experts, alignment),
+        route.plan_route(ids, num_experts, alignment),
+    )
     assert_same(vars(there).values(), vars(here).values(), torch.float32)
 
 
@@ -102,10 +141,23 @@ def test_routes(case: tuple[int, int, int, int]) -> None:
 def test_gathers(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     rows, columns, picked = shape
     generator = torch.Generator().manual_seed(rows)
-    x, grad = torch.randn(rows, columns, generator=generator).to(dtype), torch.randn(picked, columns, generator=generator).to(dtype)
-    index = torch.randint(-1, rows, (picked,), generator=generator) if rows else torch.full((picked,), -1)
-    assert_same([gather.gather_rows(*to_cuda(x, index), picked + 5)], [gather.gather_rows(x, index, picked + 5)], dtype)
-    assert_same([gather.add_rows(*to_cuda(grad, index), rows)], [gather.add_rows(grad, index, rows)], dtype)
+    x, grad = (
+        torch.randn(rows, columns, generator=generator).to(dtype),
+        torch.randn(picked, columns, generator=generator).to(dtype),
+    )
+    index = (
+        torch.randint(-1, rows, (picked,), generator=generator)
+        if rows
+        else torch.full((picked,), -1)
+    )
+    assert_same(
+        [gather.gather_rows(*to_cuda(x, index), picked + 5)],
+        [gather.gather_rows(x, index, picked + 5)],
+        dtype,
+    )
+    assert_same(
+        [gather.add_rows(*to_cuda(grad, index), rows)], [gather.add_rows(grad, index, rows)], dtype
+    )
 
 
 @DTYPES
@@ -121,9 +173,19 @@ def test_combines(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     values, grad = values.to(dtype), torch.randn(tokens, columns, generator=generator).to(dtype)
     weights = torch.rand(tokens, slots, generator=generator)
     there = to_cuda(grad, values, row, weights)
-    assert_same([combine.combine_forward(*there[1:])], [combine.combine_forward(values, row, weights)], dtype)
-    assert_same([combine.combine_forward(*there[1:3])], [combine.combine_forward(values, row)], dtype)
-    assert_same(combine.combine_backward(*there), combine.combine_backward(grad, values, row, weights), dtype)
+    assert_same(
+        [combine.combine_forward(*there[1:])],
+        [combine.combine_forward(values, row, weights)],
+        dtype,
+    )
+    assert_same(
+        [combine.combine_forward(*there[1:3])], [combine.combine_forward(values, row)], dtype
+    )
+    assert_same(
+        combine.combine_backward(*there),
+        combine.combine_backward(grad, values, row, weights),
+        dtype,
+    )
 
 
 def public_operations(x: Tensor, ids: Tensor, weights: Tensor) -> list[Tensor]:
@@ -138,7 +200,11 @@ def public_operations(x: Tensor, ids: Tensor, weights: Tensor) -> list[Tensor]:
 
 def test_public_operations_agree_with_the_cpu_and_do_not_wait() -> None:
     generator = torch.Generator().manual_seed(0)
-    arguments = torch.randn(63, 64, generator=generator), random_experts(63, 3, 8), torch.rand(63, 3, generator=generator)
+    arguments = (
+        torch.randn(63, 64, generator=generator),
+        random_experts(63, 3, 8),
+        torch.rand(63, 3, generator=generator),
+    )
     there = to_cuda(*arguments)
     public_operations(*there)  # this compiles kernels
     torch.cuda.set_sync_debug_mode("error")
@@ -152,16 +218,28 @@ def test_public_operations_agree_with_the_cpu_and_do_not_wait() -> None:
 BAD_CALLS = {
     "expert_id": "route.plan_route(torch.tensor([[0], [4]]).cuda(), 4)",
     "index": "gather.padded_index_gather(torch.ones(4, 2).cuda(), torch.tensor([4]).cuda())",
-    "row": "combine.weighted_combine(torch.ones(4, 2).cuda(), torch.tensor([[-2]]).cuda(), torch.ones(1, 1).cuda())",
-    "row_twice": "combine.weighted_combine(torch.ones(4, 2).cuda(), torch.tensor([[1, 1]]).cuda(), torch.ones(1, 2).cuda())",
+    "row": (
+        "combine.weighted_combine(torch.ones(4, 2).cuda(), "
+        "torch.tensor([[-2]]).cuda(), torch.ones(1, 1).cuda())"
+    ),
+    "row_twice": (
+        "combine.weighted_combine(torch.ones(4, 2).cuda(), "
+        "torch.tensor([[1, 1]]).cuda(), torch.ones(1, 2).cuda())"
+    ),
 }
 
 
 @pytest.mark.parametrize("name", BAD_CALLS)
 def test_wrong_indices_are_asserted_on_the_device(name: str) -> None:
-    """A process of its own makes the mistake, because a device assertion ends the use of the device."""
-    code = f"import torch\nfrom lather.kernels import combine, gather, route\n{BAD_CALLS[name]}\ntorch.cuda.synchronize()"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False)
+    """A process of its own makes the mistake, because a device assertion ends the use of the
+    device."""
+    code = (
+        "import torch\nfrom lather.kernels import combine, gather, "
+        f"route\n{BAD_CALLS[name]}\ntorch.cuda.synchronize()"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False
+    )
     assert result.returncode != 0
     assert "assert" in result.stderr.lower()
     assert ("twice" if name == "row_twice" else "out of range") in result.stderr + result.stdout
@@ -182,8 +260,8 @@ def milliseconds(function: Callable[[], Any]) -> float:
 
 
 def test_bandwidth_is_reported(record_property: Callable[[str, object], None]) -> None:
-    """The sizes are DeepSeek-V2-Lite's layer at 8192 tokens in bf16: GB/s of the bytes that have to be read and written, and of a device
-    copy of as many."""
+    """The sizes are DeepSeek-V2-Lite's layer at 8192 tokens in bf16: GB/s of the bytes that have to
+    be read and written, and of a device copy of as many."""
     torch.use_deterministic_algorithms(False)  # otherwise the poisoning would be timed, too
     t, d, f, k, e = 8192, 2048, 1408, 6, 64
     generator = torch.Generator("cuda").manual_seed(0)
@@ -193,35 +271,67 @@ def test_bandwidth_is_reported(record_property: Callable[[str, object], None]) -
 
     ids = torch.rand(t, e, generator=generator, device="cuda").topk(k).indices
     plan, x, rows = route.plan_route(ids, e), randn(t, d), randn(t * k, d)
-    weights, gate_up, grad_h = torch.rand(t, k, generator=generator, device="cuda"), randn(t * k, 2 * f), randn(t * k, f)
+    weights, gate_up, grad_h = (
+        torch.rand(t, k, generator=generator, device="cuda"),
+        randn(t * k, 2 * f),
+        randn(t * k, f),
+    )
     scale = weights.flatten()
     g = 2 * t * k  # the bytes of one column of all rows
     cases: dict[str, tuple[Callable[[], Any], int]] = {
         "swiglu forward": (lambda: swiglu.gate_forward(gate_up, SWIGLU), g * 3 * f),
         "swiglu gradient": (lambda: swiglu.gate_gradient(grad_h, gate_up, SWIGLU), g * 5 * f),
-        "swiglu backward, scaled": (lambda: swiglu.gate_backward(grad_h, gate_up, SWIGLU, scale), g * 6 * f),
+        "swiglu backward, scaled": (
+            lambda: swiglu.gate_backward(grad_h, gate_up, SWIGLU, scale),
+            g * 6 * f,
+        ),
         "clamped swiglu forward": (lambda: swiglu.gate_forward(gate_up, CLAMPED_SWIGLU), g * 3 * f),
-        "clamped swiglu backward, scaled": (lambda: swiglu.gate_backward(grad_h, gate_up, CLAMPED_SWIGLU, scale), g * 6 * f),
+        "clamped swiglu backward, scaled": (
+            lambda: swiglu.gate_backward(grad_h, gate_up, CLAMPED_SWIGLU, scale),
+            g * 6 * f,
+        ),
         "gather": (lambda: gather.gather_rows(x, plan.token_G), 2 * t * d + g * d),
-        "gather adjoint, any index": (lambda: gather.add_rows(rows, plan.token_G, t), 2 * t * d + g * d),
-        "gather adjoint, known rows": (lambda: combine.combine_forward(rows, plan.row_TK), 2 * t * d + g * d),
-        "combine forward": (lambda: combine.combine_forward(rows, plan.row_TK, weights), 2 * t * d + g * d),
-        "combine backward": (lambda: combine.combine_backward(x, rows, plan.row_TK, weights), 2 * t * d + 2 * g * d),
+        "gather adjoint, any index": (
+            lambda: gather.add_rows(rows, plan.token_G, t),
+            2 * t * d + g * d,
+        ),
+        "gather adjoint, known rows": (
+            lambda: combine.combine_forward(rows, plan.row_TK),
+            2 * t * d + g * d,
+        ),
+        "combine forward": (
+            lambda: combine.combine_forward(rows, plan.row_TK, weights),
+            2 * t * d + g * d,
+        ),
+        "combine backward": (
+            lambda: combine.combine_backward(x, rows, plan.row_TK, weights),
+            2 * t * d + 2 * g * d,
+        ),
         "route": (lambda: route.plan_route(ids, e), 3 * 8 * t * k),
     }
     for name, (function, num_bytes) in cases.items():
         source = torch.empty(num_bytes // 2, dtype=torch.uint8, device="cuda")
         target = torch.empty_like(source)
         time, copy = milliseconds(function), milliseconds(lambda s=source, t=target: t.copy_(s))
-        line = f"{name}: {time:.3f} ms, {num_bytes / time / 1e6:.0f} GB/s; device copy {num_bytes / copy / 1e6:.0f} GB/s"
+        line = (
+            f"{name}: {time:.3f} ms, {num_bytes / time / 1e6:.0f} GB/s; "
+            f"device copy {num_bytes / copy / 1e6:.0f} GB/s"
+        )
         record_property(name, line)
         print(line)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_the_gradient_of_an_fp32_weight_is_not_rounded_to_the_operands_dtype(dtype: torch.dtype) -> None:
-    grad, x = (torch.randn(500, width, generator=torch.Generator().manual_seed(width)).to("cuda", dtype) for width in (64, 48))
-    found = weight_product(grad[:, :32], x, torch.float32)  # part of the columns of wider rows, as in gate/up
+def test_the_gradient_of_an_fp32_weight_is_not_rounded_to_the_operands_dtype(
+    dtype: torch.dtype,
+) -> None:
+    grad, x = (
+        torch.randn(500, width, generator=torch.Generator().manual_seed(width)).to("cuda", dtype)
+        for width in (64, 48)
+    )
+    found = weight_product(
+        grad[:, :32], x, torch.float32
+    )  # part of the columns of wider rows, as in gate/up
     assert found.dtype == torch.float32
     assert is_close(found, grad[:, :32].double().T @ x.double(), 1e-5)
 
@@ -245,8 +355,13 @@ def test_rms_norm(shape: tuple[int, int], dtype: torch.dtype) -> None:
 def test_rotary(turn: Callable[..., Tensor], dtype: torch.dtype) -> None:
     """A part of each head is turned, and turned back."""
     generator = torch.Generator().manual_seed(0)
-    x, grad = torch.randn(2, 63, 3, 20, generator=generator).to(dtype), torch.randn(2, 63, 3, 12, generator=generator).to(dtype)
-    angles = 6 * torch.rand(1, 63, 6, generator=generator, dtype=torch.promote_types(dtype, torch.float32))
+    x, grad = (
+        torch.randn(2, 63, 3, 20, generator=generator).to(dtype),
+        torch.randn(2, 63, 3, 12, generator=generator).to(dtype),
+    )
+    angles = 6 * torch.rand(
+        1, 63, 6, generator=generator, dtype=torch.promote_types(dtype, torch.float32)
+    )
     cos, sin = angles.cos(), angles.sin()
     results = []
     for device in ("cuda", "cpu"):

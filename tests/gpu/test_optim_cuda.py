@@ -1,4 +1,5 @@
-"""The optimizers on a CUDA device: the CPU's numbers, whatever the streams, and no waiting for the device for each parameter."""
+"""The optimizers on a CUDA device: the CPU's numbers, whatever the streams, and no waiting for the
+device for each parameter."""
 
 from typing import Any
 
@@ -18,10 +19,22 @@ def shapes_for(cls: type[MatrixOptimizer]) -> list[tuple[int, ...]]:
     return [shape for shape in SHAPES if len(shape) > 1 or cls is not StackedSOAP]
 
 
-def trained(cls: type[MatrixOptimizer], device: str, steps: int = 8, **options: Any) -> tuple[list[torch.Tensor], MatrixOptimizer]:
+def trained(
+    cls: type[MatrixOptimizer], device: str, steps: int = 8, **options: Any
+) -> tuple[list[torch.Tensor], MatrixOptimizer]:
     generator = torch.Generator().manual_seed(0)
-    params = [torch.nn.Parameter(torch.randn(shape, generator=generator).to(device)) for shape in shapes_for(cls)]
-    optimizer = cls(params, lr=1e-2, adam_warmup_steps=3, precondition_frequency=2, second_moment="rotate", **options)
+    params = [
+        torch.nn.Parameter(torch.randn(shape, generator=generator).to(device))
+        for shape in shapes_for(cls)
+    ]
+    optimizer = cls(
+        params,
+        lr=1e-2,
+        adam_warmup_steps=3,
+        precondition_frequency=2,
+        second_moment="rotate",
+        **options,
+    )
     for _ in range(steps):
         for p in params:
             p.grad = torch.randn(p.shape, generator=generator).to(device)
@@ -31,10 +44,22 @@ def trained(cls: type[MatrixOptimizer], device: str, steps: int = 8, **options: 
 
 @pytest.mark.parametrize("cls", [SOAP, KLSOAP, StackedSOAP], ids=["SOAP", "KLSOAP", "StackedSOAP"])
 @pytest.mark.parametrize(
-    "options", [{}, {"refresh_method": "qr"}, {"refresh_method": "cholesky_qr"}, {"first_bases": "iteration"}, {"num_streams": 3}], ids=str
+    "options",
+    [
+        {},
+        {"refresh_method": "qr"},
+        {"refresh_method": "cholesky_qr"},
+        {"first_bases": "iteration"},
+        {"num_streams": 3},
+    ],
+    ids=str,
 )
 def test_cuda_agrees_with_the_cpu(cls: type[MatrixOptimizer], options: dict[str, Any]) -> None:
-    options = {"first_bases": "eigh", "fp32_matmul_prec": "highest", **options}  # "auto" means something else on another kind of device
+    options = {
+        "first_bases": "eigh",
+        "fp32_matmul_prec": "highest",
+        **options,
+    }  # "auto" means something else on another kind of device
     on_cuda, _ = trained(cls, "cuda", **options)
     on_cpu, _ = trained(cls, "cpu", **options)
     for p, expected in zip(on_cuda, on_cpu, strict=True):
@@ -52,7 +77,9 @@ def test_the_device_is_waited_for_a_fixed_number_of_times_per_step() -> None:
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
             optimizer.step()
         return sum(
-            event.count for event in profiler.key_averages() if event.key in ("aten::item", "aten::_local_scalar_dense", "aten::is_nonzero")
+            event.count
+            for event in profiler.key_averages()
+            if event.key in ("aten::item", "aten::_local_scalar_dense", "aten::is_nonzero")
         )
 
     assert waits(4) == waits(64)
@@ -72,12 +99,23 @@ def test_temporary_memory_keeps_to_the_bound() -> None:
     assert torch.cuda.max_memory_allocated() - before <= 2**25
 
 
-def trained_with_streams(cls: type[MatrixOptimizer], *, async_refresh: bool, busy: bool) -> tuple[list[torch.Tensor], MatrixOptimizer]:
-    """Train, and return parameters and state. If `busy`, the caller's stream works, and takes and frees memory, between the steps."""
+def trained_with_streams(
+    cls: type[MatrixOptimizer], *, async_refresh: bool, busy: bool
+) -> tuple[list[torch.Tensor], MatrixOptimizer]:
+    """Train, and return parameters and state. If `busy`, the caller's stream works, and takes and
+    frees memory, between the steps."""
     generator = torch.Generator().manual_seed(0)
-    shapes = [*shapes_for(cls), (768, 1024), (768, 1024)]  # a QR of these takes far longer than the host needs for a step
-    params = [torch.nn.Parameter(torch.randn(shape, generator=generator).to("cuda")) for shape in shapes]
-    optimizer = cls(params, lr=1e-2, precondition_frequency=2, refresh_method="qr", async_refresh=async_refresh)
+    shapes = [
+        *shapes_for(cls),
+        (768, 1024),
+        (768, 1024),
+    ]  # a QR of these takes far longer than the host needs for a step
+    params = [
+        torch.nn.Parameter(torch.randn(shape, generator=generator).to("cuda")) for shape in shapes
+    ]
+    optimizer = cls(
+        params, lr=1e-2, precondition_frequency=2, refresh_method="qr", async_refresh=async_refresh
+    )
     for _ in range(8):
         for p in params:
             p.grad = torch.randn(p.shape, generator=generator).to("cuda")
@@ -96,7 +134,9 @@ def test_refreshes_beside_the_forward_are_there_for_the_next_step(busy: bool) ->
     expected, plain = trained_with_streams(SOAP, async_refresh=False, busy=False)
     found, optimizer = trained_with_streams(SOAP, async_refresh=True, busy=busy)
     assert all(torch.equal(p, q) for p, q in zip(found, expected, strict=True))
-    for theirs, ours in zip(plain.state_dict()["state"].values(), optimizer.state_dict()["state"].values(), strict=True):
+    for theirs, ours in zip(
+        plain.state_dict()["state"].values(), optimizer.state_dict()["state"].values(), strict=True
+    ):
         assert all(torch.equal(value, ours[key]) for key, value in theirs.items())
 
 
@@ -109,7 +149,13 @@ def test_refreshes_beside_the_forward_repeat_to_the_bit(cls: type[MatrixOptimize
 
 def test_the_host_does_not_wait_for_a_refresh_beside_the_forward() -> None:
     params = [torch.nn.Parameter(torch.randn(48, 64, device="cuda")) for _ in range(4)]
-    optimizer = SOAP(params, precondition_frequency=1, refresh_method="qr", nonfinite="ignore", async_refresh=True)
+    optimizer = SOAP(
+        params,
+        precondition_frequency=1,
+        refresh_method="qr",
+        nonfinite="ignore",
+        async_refresh=True,
+    )
     for _ in range(3):
         for p in params:
             p.grad = torch.randn_like(p)

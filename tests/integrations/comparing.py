@@ -13,7 +13,10 @@ Weights = Mapping[str, Tensor]
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
     """Copy the parameters by name, sharded ones whole."""
-    return {name: getattr(p, "full_tensor", lambda p=p: p)().detach().clone() for name, p in model.named_parameters()}
+    return {
+        name: getattr(p, "full_tensor", lambda p=p: p)().detach().clone()
+        for name, p in model.named_parameters()
+    }
 
 
 def difference(one: Weights, other: Weights) -> float:
@@ -22,17 +25,19 @@ def difference(one: Weights, other: Weights) -> float:
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
-def assert_same_training(trained: Weights, plain: Callable[[float], Weights], tolerance: float) -> None:
-    """Compare trained weights with `plain(factor)`, those of a plain loop with learning rates `factor` times as high. 1 % more has to be
-    noticed."""
+def assert_same_training(
+    trained: Weights, plain: Callable[[float], Weights], tolerance: float
+) -> None:
+    """Compare trained weights with `plain(factor)`, those of a plain loop with learning rates
+    `factor` times as high. 1 % more has to be noticed."""
     same, other = difference(trained, plain(1.0)), difference(trained, plain(1.01))
     assert same <= tolerance
     assert other > 10 * tolerance
 
 
 def muon(groups: Any, precondition_frequency: int, **options: Any) -> Muon:
-    """Make Muon in place of SOAP, for tests in which gradients differ by rounding: where a gradient has low rank, bases beyond it are
-    arbitrary."""
+    """Make Muon in place of SOAP, for tests in which gradients differ by rounding: where a gradient
+    has low rank, bases beyond it are arbitrary."""
     return Muon(groups, **options)
 
 

@@ -32,7 +32,8 @@ def _fresh_accelerate() -> Iterator[None]:
 
 
 def plain_loop(factor: float, epochs: int = 1, parts: int = 1) -> Weights:
-    """Train without accelerate; the gradients of `parts` parts of a batch are averaged, as between processes."""
+    """Train without accelerate; the gradients of `parts` parts of a batch are averaged, as between
+    processes."""
     model, optimizer, data, schedule = example.make(PLAIN)
     schedule.base_lrs = [factor * lr for lr in schedule.base_lrs]
     for group in optimizer.param_groups:
@@ -87,9 +88,14 @@ def test_wrapping_keeps_functions_of_the_step_and_rules_of_groups() -> None:
 def test_a_scaler_skips_a_step_that_overflows() -> None:
     p = nn.Parameter(torch.ones(6, 4))
     example.make_accelerator()
-    optimizer = AcceleratedOptimizer(Muon([p], lr=1e-2), scaler=torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100))
+    optimizer = AcceleratedOptimizer(
+        Muon([p], lr=1e-2), scaler=torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100)
+    )
     for value, skipped in ((1.0, False), (torch.inf, True), (2.0, False)):
-        before, step = p.detach().clone(), int(optimizer.state[p]["step"]) if optimizer.state[p] else 0
+        before, step = (
+            p.detach().clone(),
+            int(optimizer.state[p]["step"]) if optimizer.state[p] else 0,
+        )
         optimizer.scaler.scale((p * value).sum()).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -98,11 +104,16 @@ def test_a_scaler_skips_a_step_that_overflows() -> None:
         assert int(optimizer.state[p]["step"]) == step + (not skipped)
 
 
-# --- two processes ------------------------------------------------------------------------------------------------------------------------
+# --- two processes --------------------------------------------------------------------------------
 
 
 def join(rank: int, num_ranks: int) -> Any:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+    }
     return example.make_accelerator()
 
 
@@ -129,13 +140,20 @@ def test_two_processes_under_ddp_are_one_process(tmp_path: Path) -> None:
 def fsdp2_on_cpu(accelerator: Any) -> None:
     """Do by hand what accelerate does to turn FSDP on, which it does for accelerators alone."""
     plugin = accelerate.FullyShardedDataParallelPlugin(
-        fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=100, state_dict_type="SHARDED_STATE_DICT"
+        fsdp_version=2,
+        auto_wrap_policy="size_based_wrap",
+        min_num_params=100,
+        state_dict_type="SHARDED_STATE_DICT",
     )
-    accelerator.state.distributed_type, accelerator.state.fsdp_plugin = accelerate.DistributedType.FSDP, plugin
+    accelerator.state.distributed_type, accelerator.state.fsdp_plugin = (
+        accelerate.DistributedType.FSDP,
+        plugin,
+    )
 
 
 def under_fsdp2(rank: int, num_ranks: int) -> tuple[Weights, int]:
-    """Return the weights after an epoch, and the elements of whole parameters that are still alive after the sharding."""
+    """Return the weights after an epoch, and the elements of whole parameters that are still alive
+    after the sharding."""
     accelerator, whole = join(rank, num_ranks), weakref.WeakSet()
 
     def noting(groups: Any, **options: Any) -> Muon:
@@ -152,7 +170,9 @@ def under_fsdp2(rank: int, num_ranks: int) -> tuple[Weights, int]:
     return weights_of(model), kept
 
 
-def test_two_processes_under_fsdp2_are_one_process_and_nobody_keeps_whole_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_processes_under_fsdp2_are_one_process_and_nobody_keeps_whole_parameters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(example, "SOAP", muon)
     (first, kept), (second, _) = run_ranks(under_fsdp2, 2)
     assert kept == 0

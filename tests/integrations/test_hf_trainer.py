@@ -18,7 +18,12 @@ from comparing import Weights, assert_same_bits, assert_same_training, weights_o
 from lather.optim import SOAP, Muon, parameter_groups
 
 STEPS = 8
-QUIET = {"max_steps": STEPS, "save_steps": STEPS // 2, "disable_tqdm": True, "train_sampling_strategy": "sequential"}
+QUIET = {
+    "max_steps": STEPS,
+    "save_steps": STEPS // 2,
+    "disable_tqdm": True,
+    "train_sampling_strategy": "sequential",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +49,9 @@ def with_muon(factor: float) -> Weights:
     model = example.make_model()
     matrices, experts, rest = parameter_groups(model)
     rest |= {"lr": factor * 3.2e-2, "weight_decay": 0.0}
-    return plain_loop(model, Muon([matrices, experts, rest], lr=factor * 1e-2, momentum=0.9, weight_decay=0.01))
+    return plain_loop(
+        model, Muon([matrices, experts, rest], lr=factor * 1e-2, momentum=0.9, weight_decay=0.01)
+    )
 
 
 def test_the_trainer_takes_the_steps_of_a_plain_loop(tmp_path: Path) -> None:
@@ -53,8 +60,12 @@ def test_the_trainer_takes_the_steps_of_a_plain_loop(tmp_path: Path) -> None:
     assert_same_training(weights_of(trainer.model), with_muon, 2e-6)
 
 
-def test_the_loss_falls_and_every_group_keeps_its_rule_and_its_share_of_the_rate(tmp_path: Path) -> None:
-    trainer = example.make_trainer(str(tmp_path), **QUIET | {"max_steps": 40, "save_strategy": "no"})
+def test_the_loss_falls_and_every_group_keeps_its_rule_and_its_share_of_the_rate(
+    tmp_path: Path,
+) -> None:
+    trainer = example.make_trainer(
+        str(tmp_path), **QUIET | {"max_steps": 40, "save_strategy": "no"}
+    )
     trainer.train()
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     assert losses[-1] < 0.7 * losses[0]
@@ -84,11 +95,17 @@ def own_trainer(folder: Path, checkpoint: str | None = None, **changes: Any) -> 
     for name, value in changes.items():
         setattr(arguments, name, value)
     options = {"lr": 5e-3, "precondition_frequency": 3}
-    return Own(example.make_model(checkpoint), arguments, train_dataset=example.make_rows(), optimizer_cls_and_kwargs=(SOAP, options))
+    return Own(
+        example.make_model(checkpoint),
+        arguments,
+        train_dataset=example.make_rows(),
+        optimizer_cls_and_kwargs=(SOAP, options),
+    )
 
 
 def test_the_trainers_own_groups_for_weight_decay(tmp_path: Path) -> None:
-    """The Trainer makes SOAP of them by `optimizer_cls_and_kwargs`; experts are then tensors of three dims, and norms are vectors."""
+    """The Trainer makes SOAP of them by `optimizer_cls_and_kwargs`; experts are then tensors of
+    three dims, and norms are vectors."""
     trainer = own_trainer(tmp_path)
     trainer.train()
 
@@ -96,7 +113,10 @@ def test_the_trainers_own_groups_for_weight_decay(tmp_path: Path) -> None:
         model = example.make_model()
         decaying = [p for name, p in model.named_parameters() if "norm" not in name]
         others = [p for name, p in model.named_parameters() if "norm" in name]
-        groups = [{"params": decaying, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
+        groups = [
+            {"params": decaying, "weight_decay": 0.01},
+            {"params": others, "weight_decay": 0.0},
+        ]
         return plain_loop(model, SOAP(groups, lr=factor * 5e-3, precondition_frequency=3))
 
     assert [group["weight_decay"] for group in trainer.optimizer.param_groups] == [0.01, 0.0]

@@ -1,4 +1,5 @@
-"""Lightning with its closure, its clipping and its checkpoints, on one process and on two under DDP and under FSDP2."""
+"""Lightning with its closure, its clipping and its checkpoints, on one process and on two under DDP
+and under FSDP2."""
 
 import os
 from pathlib import Path
@@ -21,7 +22,8 @@ from lather.optim import SOAP, parameter_groups
 
 
 def plain_loop(factor: float, parts: int = 1) -> Weights:
-    """Train without Lightning; the gradients of `parts` parts of a batch are averaged, as between processes."""
+    """Train without Lightning; the gradients of `parts` parts of a batch are averaged, as between
+    processes."""
     torch.manual_seed(0)
     module = example.Regression()
     groups = parameter_groups(module, rest_lr=factor * 3.2e-2)
@@ -32,7 +34,9 @@ def plain_loop(factor: float, parts: int = 1) -> Weights:
             optimizer.zero_grad()
             for a, b in zip(in_parts(x, parts), in_parts(y, parts), strict=True):
                 ((module.layers(a) - b).square().mean() / parts).backward()
-            torch.nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 1.0)
+            torch.nn.utils.clip_grad_norm_(
+                [p for group in optimizer.param_groups for p in group["params"]], 1.0
+            )
             optimizer.step()
             schedule.step()
     return weights_of(module)
@@ -54,7 +58,9 @@ def test_a_resumed_run_has_the_bits_of_the_whole_one(tmp_path: Path) -> None:
     second = example.fit(str(tmp_path), f"{tmp_path}/epoch=0.ckpt")
     assert second.losses == whole.losses[example.STEPS // 2 :]
     assert_same_bits(weights_of(whole), weights_of(second))
-    assert_same_bits(whole.trainer.optimizers[0].state_dict(), second.trainer.optimizers[0].state_dict())
+    assert_same_bits(
+        whole.trainer.optimizers[0].state_dict(), second.trainer.optimizers[0].state_dict()
+    )
 
 
 class ByHand(example.Regression):
@@ -78,8 +84,15 @@ def test_the_wrapper_of_manual_optimization(tmp_path: Path) -> None:
     """The wrapper's class is made of ours, and has our state, our counters and our saved form."""
     torch.manual_seed(0)
     module = ByHand()
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
-    lightning.Trainer(max_epochs=2, default_root_dir=tmp_path, **quiet).fit(module, example.make_data())
+    quiet = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+    }
+    lightning.Trainer(max_epochs=2, default_root_dir=tmp_path, **quiet).fit(
+        module, example.make_data()
+    )
     assert_same_training(weights_of(module), plain_loop, 0.0)
     wrapper, inner = module.optimizers(), module.trainer.optimizers[0]
     assert isinstance(wrapper, SOAP)
@@ -89,19 +102,34 @@ def test_the_wrapper_of_manual_optimization(tmp_path: Path) -> None:
     assert_same_bits(wrapper.state_dict(), inner.state_dict())
 
 
-# --- two processes ------------------------------------------------------------------------------------------------------------------------
+# --- two processes --------------------------------------------------------------------------------
 
 
 def join(rank: int, num_ranks: int) -> dict[str, Any]:
     """Make the options of a Trainer whose processes exist already."""
-    names = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
-    os.environ |= {name: str(value) for name, value in names.items()} | {"TORCHELASTIC_RUN_ID": "test"}
+    names = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "GROUP_RANK": 0,
+        "WORLD_SIZE": num_ranks,
+        "LOCAL_WORLD_SIZE": num_ranks,
+    }
+    os.environ |= {name: str(value) for name, value in names.items()} | {
+        "TORCHELASTIC_RUN_ID": "test"
+    }
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     rows = example.make_data().dataset
-    sampler = DistributedSampler(rows, num_ranks, rank, shuffle=False)  # Lightning's own sampler shuffles
+    sampler = DistributedSampler(
+        rows, num_ranks, rank, shuffle=False
+    )  # Lightning's own sampler shuffles
     data = DataLoader(rows, batch_size=example.BATCH // num_ranks, sampler=sampler)
     own = {"data": data, "use_distributed_sampler": False}
-    return {"accelerator": "cpu", "devices": num_ranks, "plugins": [TorchElasticEnvironment()], **own}
+    return {
+        "accelerator": "cpu",
+        "devices": num_ranks,
+        "plugins": [TorchElasticEnvironment()],
+        **own,
+    }
 
 
 def under_ddp(rank: int, num_ranks: int, folder: str) -> tuple[Weights, Weights]:
@@ -136,7 +164,9 @@ def under_fsdp2(rank: int, num_ranks: int, folder: str) -> tuple[Weights, Weight
     return runs[0], runs[1]
 
 
-def test_two_processes_under_fsdp2_are_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_processes_under_fsdp2_are_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(example, "SOAP", muon)
     (first, resumed), (other, _) = run_ranks(under_fsdp2, 2, str(tmp_path))
     assert_same_bits(first, other)

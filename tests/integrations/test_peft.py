@@ -1,4 +1,5 @@
-"""LoRA adapters of peft: only they are trained and have state, however many frozen weights stand beside them in a group."""
+"""LoRA adapters of peft: only they are trained and have state, however many frozen weights stand
+beside them in a group."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,8 +44,15 @@ def test_the_adapters_take_the_steps_that_they_take_alone() -> None:
 
     def plain(factor: float) -> Weights:
         alone = example.make_model()
-        optimizer = Muon([p for p in alone.parameters() if p.requires_grad], lr=factor * 1e-2, momentum=0.9)
-        example.train(alone, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, example.STEPS), range(STEPS))
+        optimizer = Muon(
+            [p for p in alone.parameters() if p.requires_grad], lr=factor * 1e-2, momentum=0.9
+        )
+        example.train(
+            alone,
+            optimizer,
+            torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, example.STEPS),
+            range(STEPS),
+        )
         return weights_of(alone)
 
     assert_same_training(after, plain, 0.0)
@@ -60,7 +68,9 @@ def test_saved_adapters_and_optimizer_go_on_to_the_bit(tmp_path: Path) -> None:
 
     second = peft.PeftModel.from_pretrained(example.make_base(), tmp_path, is_trainable=True)
     made = example.make_optimizer(second)
-    for one, saved in zip(made, torch.load(tmp_path / "optimizer.pt", weights_only=True), strict=True):
+    for one, saved in zip(
+        made, torch.load(tmp_path / "optimizer.pt", weights_only=True), strict=True
+    ):
         one.load_state_dict(saved)
     example.train(second, *made, range(STEPS // 2, STEPS))
     assert_same_bits(weights_of(whole), weights_of(second))
@@ -78,23 +88,42 @@ def test_another_adapter_takes_over() -> None:
     second, after = trained_names(model), weights_of(model)
     assert not first & second
     assert {name for name in after if not torch.equal(after[name], before[name])} <= second
-    assert {name for name, p in model.named_parameters() if optimizer.state.get(p)} == first | second
+    assert {
+        name for name, p in model.named_parameters() if optimizer.state.get(p)
+    } == first | second
 
 
 def test_soap_keeps_the_short_side_of_an_adapter_alone() -> None:
-    model = peft.get_peft_model(nn.Sequential(nn.Linear(128, 128)), peft.LoraConfig(r=4, target_modules=["0"]))
+    model = peft.get_peft_model(
+        nn.Sequential(nn.Linear(128, 128)), peft.LoraConfig(r=4, target_modules=["0"])
+    )
     optimizer = SOAP(parameter_groups(model), lr=1e-3)
     model(torch.randn(2, 128)).sum().backward()
     optimizer.step()
-    factors = [tuple(x.shape) for state in optimizer.state.values() for key, x in state.items() if key.startswith("factor")]
+    factors = [
+        tuple(x.shape)
+        for state in optimizer.state.values()
+        for key, x in state.items()
+        if key.startswith("factor")
+    ]
     assert factors == [(4, 4), (4, 4)]
 
 
 def test_adapters_under_the_hugging_face_trainer(tmp_path: Path) -> None:
     def trainer(folder: Path) -> hf_trainer_muon.MuonTrainer:
-        length = {"max_steps": STEPS, "save_steps": STEPS // 2, "per_device_train_batch_size": 16, "report_to": "none", "use_cpu": True}
-        arguments = transformers.TrainingArguments(str(folder), learning_rate=1e-1, lr_scheduler_type="cosine", disable_tqdm=True, **length)
-        return hf_trainer_muon.MuonTrainer(example.make_model(), arguments, train_dataset=hf_trainer_muon.make_rows())
+        length = {
+            "max_steps": STEPS,
+            "save_steps": STEPS // 2,
+            "per_device_train_batch_size": 16,
+            "report_to": "none",
+            "use_cpu": True,
+        }
+        arguments = transformers.TrainingArguments(
+            str(folder), learning_rate=1e-1, lr_scheduler_type="cosine", disable_tqdm=True, **length
+        )
+        return hf_trainer_muon.MuonTrainer(
+            example.make_model(), arguments, train_dataset=hf_trainer_muon.make_rows()
+        )
 
     whole = trainer(tmp_path)
     whole.train()

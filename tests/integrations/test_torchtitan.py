@@ -71,7 +71,11 @@ def set_weights(model: torch.nn.Module) -> None:
     generator = torch.Generator().manual_seed(0)
     for p in model.parameters():
         whole = torch.randn(p.shape, generator=generator) * 0.1
-        p.copy_(distribute_tensor(whole, p.device_mesh, p.placements) if isinstance(p, DTensor) else whole)
+        p.copy_(
+            distribute_tensor(whole, p.device_mesh, p.placements)
+            if isinstance(p, DTensor)
+            else whole
+        )
 
 
 def plain_loop(rank: int, num_ranks: int, factor: float) -> Weights:
@@ -82,21 +86,32 @@ def plain_loop(rank: int, num_ranks: int, factor: float) -> Weights:
     config = example.make_config("")
     spec = example.get_train_spec()
     with torch.device("meta"):
-        arguments = example.TransformerModelArgs(dim=32, n_layers=2, n_heads=4, vocab_size=64, multiple_of=32)
+        arguments = example.TransformerModelArgs(
+            dim=32, n_layers=2, n_heads=4, vocab_size=64, multiple_of=32
+        )
         arguments.update_from_config(config)
         model = spec.model_cls(arguments)
     model.to_empty(device="cpu")
     with torch.no_grad():
         model.init_weights()  # this initialises the buffers
     set_weights(model)
-    groups = example.parameter_groups(model, adam_names=("output",), rest_lr=3.2 * factor * config.optimizer.lr)
-    optimizer = example.Muon(groups, lr=factor * config.optimizer.lr, momentum=0.9, weight_decay=config.optimizer.weight_decay)
+    groups = example.parameter_groups(
+        model, adam_names=("output",), rest_lr=3.2 * factor * config.optimizer.lr
+    )
+    optimizer = example.Muon(
+        groups,
+        lr=factor * config.optimizer.lr,
+        momentum=0.9,
+        weight_decay=config.optimizer.weight_decay,
+    )
     (schedule,) = build_lr_schedulers([optimizer], config.lr_scheduler, STEPS)
     data = iter(example.Counting(1, 0, config))
     for _ in range(STEPS):
         inputs, labels = next(data)
         optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(inputs["input"]).flatten(0, 1).float(), labels.flatten()).backward()
+        torch.nn.functional.cross_entropy(
+            model(inputs["input"]).flatten(0, 1).float(), labels.flatten()
+        ).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
@@ -114,14 +129,18 @@ def test_the_trainer_takes_the_steps_of_a_plain_loop_and_the_loss_falls(alone: T
     assert_same_training(weights, lambda factor: run_ranks(plain_loop, 1, factor)[0], 2e-5)
 
 
-def test_two_ranks_under_fsdp2_are_one_and_checkpoints_go_on_on_any_number(alone: Trained, tmp_path: Path) -> None:
+def test_two_ranks_under_fsdp2_are_one_and_checkpoints_go_on_on_any_number(
+    alone: Trained, tmp_path: Path
+) -> None:
     folder = tmp_path / "two"
     first, second = run_ranks(train, 2, str(folder))
     assert_same_bits(first[0], second[0])
     assert difference(first[0], alone[0]) < 2e-5
     for num_ranks in (2, 1):
         copy = tmp_path / f"on {num_ranks}"
-        shutil.copytree(folder / "checkpoint" / f"step-{STEPS // 2}", copy / "checkpoint" / f"step-{STEPS // 2}")
+        shutil.copytree(
+            folder / "checkpoint" / f"step-{STEPS // 2}", copy / "checkpoint" / f"step-{STEPS // 2}"
+        )
         resumed, losses = run_ranks(train, num_ranks, str(copy))[0]
         assert len(losses) == STEPS // 2
         if num_ranks == 2:
@@ -148,9 +167,15 @@ def experts(rank: int, num_ranks: int) -> list[tuple[str, int]]:
 
     with torch.device("meta"):
         model = torch.nn.ModuleDict({"layer": MoE(MoEArgs(num_experts=4), 16, 32)})
-    return [(f"{kind} {name}", p.dim()) for kind, found in parameters_by_kind(model).items() for name, p in found]
+    return [
+        (f"{kind} {name}", p.dim())
+        for kind, found in parameters_by_kind(model).items()
+        for name, p in found
+    ]
 
 
 def test_experts_of_torchtitan_are_found() -> None:
     found = run_ranks(experts, 1)[0]
-    assert [one for one in found if one[0].startswith("experts")] == [(f"experts layer.experts.{name}", 3) for name in ("w1", "w2", "w3")]
+    assert [one for one in found if one[0].startswith("experts")] == [
+        (f"experts layer.experts.{name}", 3) for name in ("w1", "w2", "w3")
+    ]

@@ -41,11 +41,15 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
 
 
-def record(run_dir: Path, rows: list[dict[str, Any]], resume_step: int | None = None, **options: Any) -> list[str]:
+def record(
+    run_dir: Path, rows: list[dict[str, Any]], resume_step: int | None = None, **options: Any
+) -> list[str]:
     """Write the rows; return the notes."""
     notes: list[str] = []
     run_dir.mkdir(exist_ok=True)
-    writer = MetricsWriter(run_dir, resume_step, configuration=CONFIGURATION, note=notes.append, **options)
+    writer = MetricsWriter(
+        run_dir, resume_step, configuration=CONFIGURATION, note=notes.append, **options
+    )
     for row in rows:
         writer.write(row)  # type: ignore[arg-type]
     writer.close()
@@ -104,7 +108,9 @@ def test_wandb_offline_has_run_configuration_and_every_number(tmp_path: Path) ->
     assert history[2]["grad_norm"] == "0.5"
 
     time.sleep(1.1)  # folders of launches are named by the second
-    assert len(record(run_dir, [{"step": 3, "loss": 0.5}], resume_step=2, wandb_project="soaps")) == 1
+    assert (
+        len(record(run_dir, [{"step": 3, "loss": 0.5}], resume_step=2, wandb_project="soaps")) == 1
+    )
     later = max((run_dir / "wandb").glob("offline-run-*"))
     assert later != folder
     again, more = offline_record(later)
@@ -112,12 +118,16 @@ def test_wandb_offline_has_run_configuration_and_every_number(tmp_path: Path) ->
     assert more[3]["loss"] == "0.5"
 
 
-def test_wandb_without_a_login_records_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_without_a_login_records_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("WANDB_MODE")
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     (note,) = record(tmp_path / "run", ROWS, wandb_project="soaps")
-    assert "records offline (PermissionError: not logged in: wandb login); later: wandb sync" in note
+    assert (
+        "records offline (PermissionError: not logged in: wandb login); later: wandb sync" in note
+    )
     assert len(list((tmp_path / "run/wandb").glob("offline-run-*"))) == 1
 
 
@@ -145,7 +155,9 @@ writer.close()
 def test_the_death_of_wandbs_service_does_not_stop_a_run(tmp_path: Path) -> None:
     command = [sys.executable, "-c", BEREFT, str(tmp_path)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    run = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment, check=False)
+    run = subprocess.run(
+        command, capture_output=True, text=True, timeout=100, env=environment, check=False
+    )
     assert run.returncode == 0, run.stderr
     assert "killed" in run.stdout
     assert run.stdout.count("note: Weights & Biases failed (") == 1
@@ -160,7 +172,9 @@ def test_mlflow_in_a_folder_has_run_parameters_and_every_number(
 ) -> None:
     folder = tmp_path / "mlruns" if not place else tmp_path / "store"
     if place:
-        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{folder}" if place == "file:" else str(folder))
+        monkeypatch.setenv(
+            "MLFLOW_TRACKING_URI", f"file:{folder}" if place == "file:" else str(folder)
+        )
     assert record(tmp_path / "my run", ROWS, mlflow_experiment="soaps") == []
     monkeypatch.setitem(CONFIGURATION, "train.steps", 600)
     assert (
@@ -190,7 +204,9 @@ def test_mlflow_in_a_folder_has_run_parameters_and_every_number(
     assert names < run.data.metrics.keys()
 
 
-def test_an_mlflow_server_that_is_not_there_does_not_stop_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_mlflow_server_that_is_not_there_does_not_stop_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     (note,) = record(tmp_path / "run", ROWS, mlflow_experiment="soaps")

@@ -1,4 +1,5 @@
-"""Says, for the tests of every kernel, which implementations there are and when their results are the expected ones."""
+"""Says, for the tests of every kernel, which implementations there are and when their results are
+the expected ones."""
 
 from __future__ import annotations
 
@@ -14,14 +15,23 @@ except ModuleNotFoundError:
     triton = None
 
 INTERPRETER = pytest.mark.skipif(
-    triton is None or torch.cuda.is_available(), reason="needs Triton's interpreter; tests/gpu has the devices"
+    triton is None or torch.cuda.is_available(),
+    reason="needs Triton's interpreter; tests/gpu has the devices",
 )
-TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 8e-3}  # the interpreter cuts bits off where bf16 should be rounded
+TOLERANCE = {
+    torch.float64: 1e-13,
+    torch.float32: 1e-6,
+    torch.bfloat16: 8e-3,
+}  # the interpreter cuts bits off where bf16 should be rounded
 
 
 def on_each(reference: ModuleType, kernels: ModuleType | None) -> pytest.MarkDecorator:
-    """Run a test of `implementation` on the reference and on Triton's kernels, which are None without Triton."""
-    params = [pytest.param(reference, id="reference"), pytest.param(kernels, id="triton", marks=INTERPRETER)]
+    """Run a test of `implementation` on the reference and on Triton's kernels, which are None
+    without Triton."""
+    params = [
+        pytest.param(reference, id="reference"),
+        pytest.param(kernels, id="triton", marks=INTERPRETER),
+    ]
     return pytest.mark.parametrize("implementation", params)
 
 

@@ -1,4 +1,5 @@
-"""Adam in the basis: the reference has the bits of torch's own operations, Triton is the reference to 1e-6, and the optimizers use it."""
+"""Adam in the basis: the reference has the bits of torch's own operations, Triton is the reference
+to 1e-6, and the optimizers use it."""
 
 from __future__ import annotations
 
@@ -19,24 +20,42 @@ pytest.importorskip("triton")
 from lather.kernels.adam_in_basis import triton
 
 SHAPES = [(3, 21, 33), (63,), (500, 5), (1,), (0, 4), ()]
-OPTIONS = [{"correct_bias": c, "nesterov": n} for c, n in itertools.product([True, False], repeat=2)]
+OPTIONS = [
+    {"correct_bias": c, "nesterov": n} for c, n in itertools.product([True, False], repeat=2)
+]
 
 
-def tensors(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, moments: torch.dtype | None = None) -> list[Tensor]:
+def tensors(
+    shape: tuple[int, ...], dtype: torch.dtype = torch.float32, moments: torch.dtype | None = None
+) -> list[Tensor]:
     """Draw a gradient and two moments that are not zero."""
     generator = torch.Generator().manual_seed(0)
     g, m, v = (torch.randn(shape, generator=generator) for _ in range(3))
     return [g.to(dtype), (m * 0.1).to(moments or dtype), (v.square() * 0.01).to(moments or dtype)]
 
 
-def old(g: Tensor, m: Tensor, v: Tensor, t: int, betas: tuple[float, float], eps: float, *, correct_bias: bool, nesterov: bool) -> Tensor:
+def old(
+    g: Tensor,
+    m: Tensor,
+    v: Tensor,
+    t: int,
+    betas: tuple[float, float],
+    eps: float,
+    *,
+    correct_bias: bool,
+    nesterov: bool,
+) -> Tensor:
     """Run the operations of torch with which earlier optimizer states were made."""
     beta1, beta2 = betas
-    c1, c2, c1_next = (1 - beta1**t, 1 - beta2**t, 1 - beta1 ** (t + 1)) if correct_bias else (1.0, 1.0, 1.0)
+    c1, c2, c1_next = (
+        (1 - beta1**t, 1 - beta2**t, 1 - beta1 ** (t + 1)) if correct_bias else (1.0, 1.0, 1.0)
+    )
     m.lerp_(g, 1 - beta1)
     v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
     if nesterov:
-        return (m * (beta1 / c1_next)).add_(g, alpha=(1 - beta1) / c1) / v.sqrt().mul_(1 / math.sqrt(c2)).add_(eps)
+        return (m * (beta1 / c1_next)).add_(g, alpha=(1 - beta1) / c1) / v.sqrt().mul_(
+            1 / math.sqrt(c2)
+        ).add_(eps)
     return m / v.sqrt().mul_(c1 / math.sqrt(c2)).add_(eps * c1)
 
 
@@ -44,7 +63,9 @@ def assert_near(actual: list[Tensor], expected: list[Tensor], rtol: float) -> No
     for a, b in zip(actual, expected, strict=True):
         assert a.dtype == b.dtype
         assert a.shape == b.shape
-        torch.testing.assert_close(a, b, rtol=rtol, atol=rtol * (float(b.abs().max()) if b.numel() else 1.0))
+        torch.testing.assert_close(
+            a, b, rtol=rtol, atol=rtol * (float(b.abs().max()) if b.numel() else 1.0)
+        )
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -54,7 +75,9 @@ def test_the_reference_keeps_its_bits(dtype: torch.dtype, options: dict[str, boo
     before = g.clone()
     for t in range(1, 4):
         expected = old(g, m_old, v_old, t, (0.9, 0.95), 1e-8, **options)
-        assert torch.equal(adam_update(g, m, v, t, betas=(0.9, 0.95), eps=1e-8, **options), expected)
+        assert torch.equal(
+            adam_update(g, m, v, t, betas=(0.9, 0.95), eps=1e-8, **options), expected
+        )
         assert torch.equal(m, m_old)
         assert torch.equal(v, v_old)
     assert torch.equal(g, before)
@@ -63,11 +86,15 @@ def test_the_reference_keeps_its_bits(dtype: torch.dtype, options: dict[str, boo
 @pytest.mark.parametrize("betas", [(0.9, 0.95), (0.3, 0.999), (0.0, 0.0)], ids=str)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_triton_is_the_reference(shape: tuple[int, ...], options: dict[str, bool], betas: tuple[float, float]) -> None:
+def test_triton_is_the_reference(
+    shape: tuple[int, ...], options: dict[str, bool], betas: tuple[float, float]
+) -> None:
     results = []
     for module in (reference, triton):
         g, m, v = tensors(shape)
-        u = [module.adam_in_basis(g, m, v, t, betas=betas, eps=1e-8, **options) for t in (1, 2, 1000)]
+        u = [
+            module.adam_in_basis(g, m, v, t, betas=betas, eps=1e-8, **options) for t in (1, 2, 1000)
+        ]
         assert torch.equal(g, tensors(shape)[0])
         results.append([*u, m, v])
     assert_near(results[1], results[0], 1e-6)
@@ -78,11 +105,17 @@ def test_triton_is_the_reference(shape: tuple[int, ...], options: dict[str, bool
 
 @pytest.mark.parametrize("module", [reference, triton], ids=["reference", "triton"])
 @pytest.mark.parametrize("moments", [torch.bfloat16, torch.float16], ids=str)
-def test_narrow_moments_are_rounded_after_the_direction_is_made(module: Any, moments: torch.dtype) -> None:
+def test_narrow_moments_are_rounded_after_the_direction_is_made(
+    module: Any, moments: torch.dtype
+) -> None:
     g, m, v = tensors((63, 5), moments=moments)
     wide = [g, m.float(), v.float()]
-    expected = reference.adam_in_basis(*wide, 3, betas=(0.9, 0.95), eps=1e-8, correct_bias=True, nesterov=True)
-    u = module.adam_in_basis(g, m, v, 3, betas=(0.9, 0.95), eps=1e-8, correct_bias=True, nesterov=True)
+    expected = reference.adam_in_basis(
+        *wide, 3, betas=(0.9, 0.95), eps=1e-8, correct_bias=True, nesterov=True
+    )
+    u = module.adam_in_basis(
+        g, m, v, 3, betas=(0.9, 0.95), eps=1e-8, correct_bias=True, nesterov=True
+    )
     assert_near([u], [expected], 1e-6)
     assert_near([m, v], [x.to(moments) for x in wide[1:]], torch.finfo(moments).eps)
 
@@ -103,16 +136,26 @@ def test_each_matrix_may_have_its_own_eps(shape: tuple[int, ...]) -> None:
 
 def test_a_gradient_of_zeros_on_moments_of_zeros_gives_zeros() -> None:
     for module in (reference, triton):
-        u = module.adam_in_basis(*[torch.zeros(5) for _ in range(3)], 1, betas=(0.9, 0.95), eps=1e-8, correct_bias=True, nesterov=False)
+        u = module.adam_in_basis(
+            *[torch.zeros(5) for _ in range(3)],
+            1,
+            betas=(0.9, 0.95),
+            eps=1e-8,
+            correct_bias=True,
+            nesterov=False,
+        )
         assert not u.any()
 
 
 @pytest.mark.parametrize("apart", ["gradient", "moments", "all"])
 def test_any_strides(apart: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of a stack, a transposed gradient, moments with gaps: results are the same, and nothing beside the tensors is touched."""
+    """Rows of a stack, a transposed gradient, moments with gaps: results are the same, and nothing
+    beside the tensors is touched."""
     monkeypatch.setattr(op, "_has_kernel_for", lambda g: True)
     g, m, v = tensors((6, 9, 4))
-    expected_u = reference.adam_in_basis(g, m, v, 2, betas=(0.9, 0.95), eps=1e-8, correct_bias=True, nesterov=False)
+    expected_u = reference.adam_in_basis(
+        g, m, v, 2, betas=(0.9, 0.95), eps=1e-8, correct_bias=True, nesterov=False
+    )
     g, m_stack, v_stack = tensors((6, 9, 4))
     if apart in ("gradient", "all"):
         g = g.movedim(1, 2).contiguous().movedim(2, 1)
@@ -131,14 +174,27 @@ def test_any_strides(apart: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_fp64_is_left_to_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(op, "_has_kernel_for", lambda g: True)
-    results = [f(*tensors((5,), torch.float64), 1, betas=(0.9, 0.95), eps=1e-8) for f in (adam_in_basis, adam_update)]
-    expected = reference.adam_in_basis(*tensors((5,), torch.float64), 1, betas=(0.9, 0.95), eps=1e-8, correct_bias=True, nesterov=False)
+    results = [
+        f(*tensors((5,), torch.float64), 1, betas=(0.9, 0.95), eps=1e-8)
+        for f in (adam_in_basis, adam_update)
+    ]
+    expected = reference.adam_in_basis(
+        *tensors((5,), torch.float64),
+        1,
+        betas=(0.9, 0.95),
+        eps=1e-8,
+        correct_bias=True,
+        nesterov=False,
+    )
     assert all(torch.equal(u, expected) for u in results)
 
 
 def trained(cls: type[MatrixOptimizer], **options: Any) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
-    params = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in [(6, 9), (6, 9), (2, 5, 3), (7,)]]
+    params = [
+        torch.nn.Parameter(torch.randn(shape, generator=generator))
+        for shape in [(6, 9), (6, 9), (2, 5, 3), (7,)]
+    ]
     optimizer = cls(params, lr=1e-2, precondition_frequency=2, **options)
     for _ in range(4):
         for p in params:
@@ -149,11 +205,17 @@ def trained(cls: type[MatrixOptimizer], **options: Any) -> list[Tensor]:
 
 @pytest.mark.parametrize("cls", [SOAP, KLSOAP], ids=["SOAP", "KLSOAP"])
 @pytest.mark.parametrize("options", [{}, {"state_dtype": torch.bfloat16}], ids=["fp32", "bf16"])
-def test_the_optimizers_take_the_fused_kernel(cls: type[MatrixOptimizer], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_optimizers_take_the_fused_kernel(
+    cls: type[MatrixOptimizer], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = trained(cls, **options)
     calls: list[Any] = []
     original = triton.adam_in_basis
-    monkeypatch.setattr(triton, "adam_in_basis", lambda *args, **kwargs: calls.append(args) or original(*args, **kwargs))
+    monkeypatch.setattr(
+        triton,
+        "adam_in_basis",
+        lambda *args, **kwargs: calls.append(args) or original(*args, **kwargs),
+    )
     monkeypatch.setattr(op, "_has_kernel_for", lambda g: True)
     actual = trained(cls, **options)
     assert len(calls) >= 8

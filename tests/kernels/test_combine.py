@@ -1,4 +1,5 @@
-"""The weighted sum over slots against plain indexing under autograd; the Triton kernels, in the interpreter, against the reference."""
+"""The weighted sum over slots against plain indexing under autograd; the Triton kernels, in the
+interpreter, against the reference."""
 
 from __future__ import annotations
 
@@ -19,11 +20,21 @@ except ModuleNotFoundError:
 
 IMPLEMENTATIONS = on_each(reference, triton)
 
-SHAPES = [(63, 3, 33, 200), (500, 2, 4, 1000), (2, 6, 1100, 12), (1, 1, 1, 1), (0, 2, 3, 4), (3, 2, 3, 0)]  # tokens, slots, columns, rows
+SHAPES = [
+    (63, 3, 33, 200),
+    (500, 2, 4, 1000),
+    (2, 6, 1100, 12),
+    (1, 1, 1, 1),
+    (0, 2, 3, 4),
+    (3, 2, 3, 0),
+]  # tokens, slots, columns, rows
 
 
-def inputs(tokens: int, slots: int, columns: int, rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Draw inputs. Rows that belong to no token hold NaN; a tenth of the pairs has no row, and no pair of token 0 has one."""
+def inputs(
+    tokens: int, slots: int, columns: int, rows: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Draw inputs. Rows that belong to no token hold NaN; a tenth of the pairs has no row, and no
+    pair of token 0 has one."""
     generator = torch.Generator().manual_seed(tokens + columns)
     pairs = tokens * slots
     row = torch.full((pairs,), -1)
@@ -35,7 +46,12 @@ def inputs(tokens: int, slots: int, columns: int, rows: int, dtype: torch.dtype)
     used = row[row >= 0]
     values[used] = torch.randn(len(used), columns, generator=generator)
     weights = torch.rand(tokens, slots, generator=generator)
-    return values.to(dtype), row, weights, torch.randn(tokens, columns, generator=generator).to(dtype)
+    return (
+        values.to(dtype),
+        row,
+        weights,
+        torch.randn(tokens, columns, generator=generator).to(dtype),
+    )
 
 
 def plain(rows: Tensor, row_TK: Tensor, weights_TK: Tensor) -> Tensor:
@@ -52,7 +68,9 @@ def plain(rows: Tensor, row_TK: Tensor, weights_TK: Tensor) -> Tensor:
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_sums_and_gradients(implementation: ModuleType, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+def test_sums_and_gradients(
+    implementation: ModuleType, shape: tuple[int, int, int, int], dtype: torch.dtype
+) -> None:
     rows, row_TK, weights_TK, grad = inputs(*shape, dtype)
     weights_TK = weights_TK.to(torch.promote_types(dtype, torch.float32))
     leaves = rows.double().requires_grad_(), weights_TK.double().requires_grad_()
@@ -88,18 +106,31 @@ def test_slots_are_added_in_fp32(implementation: ModuleType) -> None:
 
 def test_fp32_is_the_plain_formula_to_rounding() -> None:
     generator = torch.Generator().manual_seed(0)
-    rows, weights = torch.randn(189, 33, generator=generator), torch.rand(63, 3, generator=generator)
+    rows, weights = (
+        torch.randn(189, 33, generator=generator),
+        torch.rand(63, 3, generator=generator),
+    )
     row_TK = torch.randperm(189, generator=generator).view(63, 3)
     expected = (rows[row_TK] * weights.unsqueeze(-1)).sum(1)
-    torch.testing.assert_close(weighted_combine(rows, row_TK, weights), expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        weighted_combine(rows, row_TK, weights), expected, rtol=1e-6, atol=1e-6
+    )
 
 
 def test_blocks_of_tokens_join(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, row_TK, weights, grad = inputs(63, 3, 8, 200, torch.bfloat16)
-    whole = [reference.combine_forward(rows, row_TK, weights), *reference.combine_backward(grad, rows, row_TK, weights)]
+    whole = [
+        reference.combine_forward(rows, row_TK, weights),
+        *reference.combine_backward(grad, rows, row_TK, weights),
+    ]
     monkeypatch.setattr(reference, "BLOCK", 40)
     for one, other in zip(
-        [reference.combine_forward(rows, row_TK, weights), *reference.combine_backward(grad, rows, row_TK, weights)], whole, strict=True
+        [
+            reference.combine_forward(rows, row_TK, weights),
+            *reference.combine_backward(grad, rows, row_TK, weights),
+        ],
+        whole,
+        strict=True,
     ):
         assert torch.equal(one, other)
 
@@ -108,7 +139,9 @@ def test_gradients_of_the_public_operation() -> None:
     rows, row_TK, weights, _ = inputs(7, 2, 3, 20, torch.float64)
     leaves = rows.nan_to_num(1.0).requires_grad_(), weights.double().requires_grad_()
     assert torch.autograd.gradcheck(lambda r, w: weighted_combine(r, row_TK, w), leaves)
-    assert torch.autograd.gradcheck(lambda r: weighted_combine(r, row_TK, weights.double()), leaves[:1])
+    assert torch.autograd.gradcheck(
+        lambda r: weighted_combine(r, row_TK, weights.double()), leaves[:1]
+    )
 
 
 @IMPLEMENTATIONS
@@ -143,12 +176,18 @@ def test_raw_operations_are_without_autograd() -> None:
     rows, row_TK, weights, grad = inputs(3, 2, 3, 9, torch.float32)
     rows.requires_grad_()
     outputs = op.combine_backward(grad, rows, row_TK, weights.requires_grad_())
-    for tensor in (*outputs, op.combine_forward(rows, row_TK, weights), op.combine_forward(rows, row_TK)):
+    for tensor in (
+        *outputs,
+        op.combine_forward(rows, row_TK, weights),
+        op.combine_forward(rows, row_TK),
+    ):
         assert not tensor.requires_grad
 
 
 @IMPLEMENTATIONS
-def test_rows_without_a_token_have_no_gradient_whatever_the_gradient(implementation: ModuleType) -> None:
+def test_rows_without_a_token_have_no_gradient_whatever_the_gradient(
+    implementation: ModuleType,
+) -> None:
     row_TK = torch.tensor([[1], [2]])
     grad = torch.tensor([[float("inf")], [1.0]])
     grad_rows, _ = implementation.combine_backward(grad, torch.ones(4, 1), row_TK, torch.ones(2, 1))
@@ -157,13 +196,20 @@ def test_rows_without_a_token_have_no_gradient_whatever_the_gradient(implementat
 
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_slot_without_a_row_adds_nothing_whatever_is_in_row_0(implementation: ModuleType, dtype: torch.dtype) -> None:
+def test_a_slot_without_a_row_adds_nothing_whatever_is_in_row_0(
+    implementation: ModuleType, dtype: torch.dtype
+) -> None:
     """An index of -1 is clamped to row 0."""
     rows = torch.tensor([[float("nan"), float("inf")], [2.0, 3.0]], dtype=dtype)
     row_TK = torch.tensor([[-1, 1], [-1, -1]])
     weights = torch.tensor([[4.0, 0.5], [1.0, 1.0]])
-    assert implementation.combine_forward(rows, row_TK, weights).tolist() == [[1.0, 1.5], [0.0, 0.0]]
+    assert implementation.combine_forward(rows, row_TK, weights).tolist() == [
+        [1.0, 1.5],
+        [0.0, 0.0],
+    ]
     assert implementation.combine_forward(rows, row_TK).tolist() == [[2.0, 3.0], [0.0, 0.0]]
-    grad_rows, grad_weights = implementation.combine_backward(torch.ones(2, 2, dtype=dtype), rows, row_TK, weights)
+    grad_rows, grad_weights = implementation.combine_backward(
+        torch.ones(2, 2, dtype=dtype), rows, row_TK, weights
+    )
     assert grad_rows.tolist() == [[0.0, 0.0], [0.5, 0.5]]
     assert grad_weights.tolist() == [[0.0, 5.0], [0.0, 0.0]]

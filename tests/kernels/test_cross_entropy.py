@@ -1,4 +1,5 @@
-"""The in-place loss against `F.cross_entropy` in fp64; reading logits that are gone raises, whatever the way; Triton against torch."""
+"""The in-place loss against `F.cross_entropy` in fp64; reading logits that are gone raises,
+whatever the way; Triton against torch."""
 
 from __future__ import annotations
 
@@ -49,7 +50,10 @@ def largest_error(actual: list[Tensor], expected: list[Tensor]) -> float:
     """The largest error, relative to the largest element of each tensor."""
     assert [x.shape for x in actual] == [x.shape for x in expected]
     pairs = [(a.double(), b.double()) for a, b in zip(actual, expected, strict=True) if b.numel()]
-    return max(float((a - b).abs().max() / b.abs().max()) if b.any() else float(a.abs().max()) for a, b in pairs)
+    return max(
+        float((a - b).abs().max() / b.abs().max()) if b.any() else float(a.abs().max())
+        for a, b in pairs
+    )
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
@@ -66,7 +70,9 @@ def test_is_cross_entropy(size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_narrow_logits_are_computed_in_fp32(dtype: torch.dtype) -> None:
     leaf, labels = inputs(63, 500, dtype)
-    loss, gradient = with_gradient(cross_entropy_(leaf * 1, labels, z_loss=1e-3, normalizer=50.0), leaf)
+    loss, gradient = with_gradient(
+        cross_entropy_(leaf * 1, labels, z_loss=1e-3, normalizer=50.0), leaf
+    )
     expected, expected_gradient = with_gradient(plain(leaf, labels, 1e-3, 50.0), leaf)
     assert (loss.dtype, gradient.dtype) == (torch.float32, dtype)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
@@ -88,14 +94,27 @@ def test_rows_without_a_label_may_hold_anything_and_masked_columns_are_left_out(
 
 def test_all_labels_ignored_gives_zeros() -> None:
     leaf, labels = inputs(13, 63)
-    assert not any(a.any() for a in with_gradient(cross_entropy_(leaf * 1, torch.full_like(labels, -100), z_loss=1.0), leaf))
+    assert not any(
+        a.any()
+        for a in with_gradient(
+            cross_entropy_(leaf * 1, torch.full_like(labels, -100), z_loss=1.0), leaf
+        )
+    )
 
 
 def test_an_ignore_index_that_is_a_token_too_and_a_normalizer_on_the_device() -> None:
     leaf, labels = inputs(13, 63)
     padded = labels.where(labels >= 0, 0)
-    actual = with_gradient(cross_entropy_(leaf * 1, padded, ignore_index=0, normalizer=torch.tensor(11)), leaf)
-    assert largest_error(actual, with_gradient(plain(leaf, padded.where(padded > 0, -100), normalizer=11.0), leaf)) < 1e-13
+    actual = with_gradient(
+        cross_entropy_(leaf * 1, padded, ignore_index=0, normalizer=torch.tensor(11)), leaf
+    )
+    assert (
+        largest_error(
+            actual,
+            with_gradient(plain(leaf, padded.where(padded > 0, -100), normalizer=11.0), leaf),
+        )
+        < 1e-13
+    )
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -110,7 +129,12 @@ def test_logits_of_a_linear_layer_with_a_batch_dim(bias: bool) -> None:
         return F.linear(x, weight, weight[:, 0] if bias else None)
 
     actual = with_gradient(cross_entropy_(logits(), labels), weight)
-    assert largest_error(actual, with_gradient(plain(logits().flatten(0, 1), labels.flatten()), weight)) < 1e-13
+    assert (
+        largest_error(
+            actual, with_gradient(plain(logits().flatten(0, 1), labels.flatten()), weight)
+        )
+        < 1e-13
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -123,7 +147,9 @@ def test_no_second_tensor_of_their_size(dtype: torch.dtype) -> None:
     with PeakBytes() as peak:
         loss.backward()
     assert leaf.grad is not None
-    assert leaf.grad.nbytes <= peak.bytes < 1.01 * leaf.nbytes  # the gradient of the leaf is another tensor
+    assert (
+        leaf.grad.nbytes <= peak.bytes < 1.01 * leaf.nbytes
+    )  # the gradient of the leaf is another tensor
 
 
 def test_the_gradient_is_the_logits_memory() -> None:
@@ -136,7 +162,7 @@ def test_the_gradient_is_the_logits_memory() -> None:
     assert seen == [where]
 
 
-# --- spent logits ---------------------------------------------------------------------------------------------------------------------
+# --- spent logits ---------------------------------------------------------------------------------
 
 READS: dict[str, Callable[[Tensor], Any]] = {
     "sum": lambda x: x.sum(),
@@ -195,7 +221,13 @@ def test_shape_dtype_and_device_can_still_be_asked() -> None:
     leaf, labels = inputs(3, 4)
     logits = leaf * 1
     loss = cross_entropy_(logits, labels)
-    assert (logits.shape, logits.dtype, logits.device, logits.dim(), logits.numel()) == ((3, 4), leaf.dtype, leaf.device, 2, 12)
+    assert (logits.shape, logits.dtype, logits.device, logits.dim(), logits.numel()) == (
+        (3, 4),
+        leaf.dtype,
+        leaf.device,
+        2,
+        12,
+    )
     assert isinstance(logits, SpentLogits)
     assert type(loss) is Tensor
     with pytest.raises(RuntimeError, match="went into cross_entropy_"):
@@ -286,7 +318,9 @@ def test_bad_labels_raise_before_the_logits_change() -> None:
     logits = leaf * 1
     for label in (4, -1, -99):
         labels[1] = label
-        with pytest.raises(ValueError, match=rf"label {label} is out of range: labels are in \[0, 4\)"):
+        with pytest.raises(
+            ValueError, match=rf"label {label} is out of range: labels are in \[0, 4\)"
+        ):
             cross_entropy_(logits, labels)
     with pytest.raises(ValueError, match="normalizer=0"):
         cross_entropy_(logits, labels, normalizer=0.0)
@@ -300,10 +334,13 @@ def test_under_checkpointing() -> None:
     def head(x: Tensor) -> Tensor:
         return cross_entropy_(x.tanh() * 1, labels)
 
-    assert largest_error(with_gradient(checkpoint(head, leaf, use_reentrant=False), leaf), expected) < 1e-13
+    assert (
+        largest_error(with_gradient(checkpoint(head, leaf, use_reentrant=False), leaf), expected)
+        < 1e-13
+    )
 
 
-# --- Triton ---------------------------------------------------------------------------------------------------------------------------
+# --- Triton ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -319,12 +356,16 @@ def test_triton_is_the_reference(size: tuple[int, int], dtype: torch.dtype) -> N
     for module in (reference, triton):
         gradient = logits.clone()
         losses = module.token_losses(gradient, labels, torch.tensor(0.3), z_loss=0.01)
-        torch.testing.assert_close(module.token_losses(logits, labels, z_loss=0.01), losses, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(
+            module.token_losses(logits, labels, z_loss=0.01), losses, rtol=1e-6, atol=1e-6
+        )
         results.append((losses, gradient))
     (expected, expected_gradient), (actual, gradient) = results
     assert actual.dtype == expected.dtype == torch.float32
     torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(gradient, expected_gradient, rtol=max(1e-5, torch.finfo(dtype).eps), atol=1e-6)
+    torch.testing.assert_close(
+        gradient, expected_gradient, rtol=max(1e-5, torch.finfo(dtype).eps), atol=1e-6
+    )
     if size[0] > 1 and size[1] > 1:
         assert not torch.allclose(1.01 * actual, expected, rtol=1e-3)
         assert not torch.allclose(1.01 * gradient, expected_gradient, rtol=8e-3, atol=1e-6)
@@ -335,18 +376,24 @@ def test_the_whole_operation_on_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = with_gradient(cross_entropy_(leaf * 1, labels, z_loss=1e-3, normalizer=7.0), leaf)
     calls: list[Any] = []
     original = triton.launch
-    monkeypatch.setattr(triton, "launch", lambda *args, **options: calls.append(args) or original(*args, **options))
+    monkeypatch.setattr(
+        triton, "launch", lambda *args, **options: calls.append(args) or original(*args, **options)
+    )
     monkeypatch.setattr(backend, "use_triton", lambda *tensors: True)
     loss = cross_entropy_(leaf * 1, labels, z_loss=1e-3, normalizer=7.0)
     assert largest_error(with_gradient(loss, leaf), expected) < 3e-6
     assert len(calls) == 1
 
 
-def test_a_node_that_saved_the_logits_raises_though_a_kernel_tells_torch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_saved_the_logits_raises_though_a_kernel_tells_torch_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Kernel:
         @staticmethod
         def token_losses(logits: Tensor, *args: Any, **options: Any) -> Tensor:
-            return reference.token_losses(torch.from_numpy(logits.numpy()), *args, **options)  # its own version
+            return reference.token_losses(
+                torch.from_numpy(logits.numpy()), *args, **options
+            )  # its own version
 
     monkeypatch.setattr(op, "_fastest", lambda operation, logits: Kernel.token_losses)
     leaf, labels = inputs(3, 4)
@@ -355,4 +402,6 @@ def test_a_node_that_saved_the_logits_raises_though_a_kernel_tells_torch_nothing
     loss = cross_entropy_(logits, labels)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         penalty.backward()
-    assert largest_error(with_gradient(loss, leaf), with_gradient(plain(leaf, labels), leaf)) < 1e-13
+    assert (
+        largest_error(with_gradient(loss, leaf), with_gradient(plain(leaf, labels), leaf)) < 1e-13
+    )

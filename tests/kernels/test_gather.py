@@ -1,4 +1,5 @@
-"""Gathering rows against plain indexing under autograd; the Triton kernels, in the interpreter, against the reference."""
+"""Gathering rows against plain indexing under autograd; the Triton kernels, in the interpreter,
+against the reference."""
 
 from __future__ import annotations
 
@@ -22,17 +23,25 @@ IMPLEMENTATIONS = on_each(reference, triton)
 SHAPES = [(63, 33, 500), (5, 2100, 3), (100, 1, 63), (1, 4, 9), (4, 3, 0), (0, 3, 2), (0, 3, 0)]
 
 
-def inputs(rows: int, columns: int, picked: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(
+    rows: int, columns: int, picked: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(rows + columns + picked)
     x = torch.randn(rows, columns, generator=generator).to(dtype)
-    index = torch.randint(-1, max(rows, 1), (picked,), generator=generator) if rows else torch.full((picked,), -1)
+    index = (
+        torch.randint(-1, max(rows, 1), (picked,), generator=generator)
+        if rows
+        else torch.full((picked,), -1)
+    )
     return x, index, torch.randn(picked, columns, generator=generator).to(dtype)
 
 
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_rows_and_their_adjoint(implementation: ModuleType, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+def test_rows_and_their_adjoint(
+    implementation: ModuleType, shape: tuple[int, int, int], dtype: torch.dtype
+) -> None:
     x, index, grad = inputs(*shape, dtype)
     with_zeros = torch.cat([x, x.new_zeros(1, x.shape[1])])  # an index of -1 picks this last row
     assert torch.equal(implementation.gather_rows(x, index), with_zeros[index])

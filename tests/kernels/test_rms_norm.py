@@ -1,4 +1,5 @@
-"""RMSNorm against the formula under autograd; the Triton kernels, in the interpreter, against the reference."""
+"""RMSNorm against the formula under autograd; the Triton kernels, in the interpreter, against the
+reference."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ def plain(x: Tensor, weight: Tensor) -> Tensor:
 
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_forward_and_backward_against_autograd_of_the_formula(implementation: ModuleType, shape: tuple[int, int]) -> None:
+def test_forward_and_backward_against_autograd_of_the_formula(
+    implementation: ModuleType, shape: tuple[int, int]
+) -> None:
     x, weight, grad = inputs(*shape, torch.float64)
     leaf, leaf_weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
     expected = plain(leaf, leaf_weight)
@@ -44,7 +47,9 @@ def test_forward_and_backward_against_autograd_of_the_formula(implementation: Mo
     assert inverse_rms.shape == (shape[0], 1)
     assert_close(y, expected.detach(), torch.float64)
     gradients = torch.autograd.grad(expected, (leaf, leaf_weight), grad)
-    for actual, right in zip(implementation.backward(grad, x, weight, inverse_rms), gradients, strict=True):
+    for actual, right in zip(
+        implementation.backward(grad, x, weight, inverse_rms), gradients, strict=True
+    ):
         assert_close(actual, right, torch.float64)
 
 
@@ -56,10 +61,18 @@ def test_triton_against_the_reference(shape: tuple[int, int], dtype: torch.dtype
     x, weight, grad = inputs(*shape, dtype)
     expected, inverse_rms = reference.forward(x, weight, EPS)
     actual, actual_inverse_rms = triton.forward(x, weight, EPS)
-    assert (actual.dtype, actual_inverse_rms.dtype) == (expected.dtype, inverse_rms.dtype) == (torch.float32, torch.float32)
+    assert (
+        (actual.dtype, actual_inverse_rms.dtype)
+        == (expected.dtype, inverse_rms.dtype)
+        == (torch.float32, torch.float32)
+    )
     assert_close(actual, expected, dtype)
     assert_close(actual_inverse_rms, inverse_rms, torch.float32)
-    for one, other in zip(triton.backward(grad, x, weight, inverse_rms), reference.backward(grad, x, weight, inverse_rms), strict=True):
+    for one, other in zip(
+        triton.backward(grad, x, weight, inverse_rms),
+        reference.backward(grad, x, weight, inverse_rms),
+        strict=True,
+    ):
         assert one.dtype == other.dtype
         assert_close(one, other, dtype)
 
@@ -71,13 +84,18 @@ def test_runs_of_rows_join(monkeypatch: pytest.MonkeyPatch) -> None:
     _, inverse_rms = reference.forward(x, weight, EPS)
     monkeypatch.setattr(triton, "TILE", 64)
     monkeypatch.setattr(triton, "PROGRAMS", 6)
-    for one, other in zip(triton.backward(grad, x, weight, inverse_rms), reference.backward(grad, x, weight, inverse_rms), strict=True):
+    for one, other in zip(
+        triton.backward(grad, x, weight, inverse_rms),
+        reference.backward(grad, x, weight, inverse_rms),
+        strict=True,
+    ):
         assert_close(one, other, torch.float32)
 
 
 @IMPLEMENTATIONS
 def test_other_layouts(implementation: ModuleType) -> None:
-    """Layouts with more dims, part of wider rows, transposed rows, and a gradient that repeats one row."""
+    """Layouts with more dims, part of wider rows, transposed rows, and a gradient that repeats one
+    row."""
     x, weight, grad = inputs(30, 40, torch.float32)
     narrow = weight[:24]
     for part, of_y in (

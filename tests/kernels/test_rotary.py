@@ -1,4 +1,5 @@
-"""The rotary turn against the formula under autograd; the Triton kernel, in the interpreter, against the reference."""
+"""The rotary turn against the formula under autograd; the Triton kernel, in the interpreter,
+against the reference."""
 
 from __future__ import annotations
 
@@ -21,11 +22,15 @@ HALVES = pytest.mark.parametrize("halves", [False, True], ids=["pairs", "halves"
 SHAPES = [(2, 63, 3, 10), (1, 5, 1, 2), (3, 7, 16, 64), (1, 1, 2, 300), (2, 0, 3, 4)]
 
 
-def inputs(shape: tuple[int, int, int, int], dtype: torch.dtype, *, shared: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def inputs(
+    shape: tuple[int, int, int, int], dtype: torch.dtype, *, shared: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Draw x, both tables and the gradient."""
     generator = torch.Generator().manual_seed(sum(shape))
     batch, positions, _, width = shape
-    angles = 6 * torch.rand(1 if shared else batch, positions, width // 2, generator=generator, dtype=torch.float64)
+    angles = 6 * torch.rand(
+        1 if shared else batch, positions, width // 2, generator=generator, dtype=torch.float64
+    )
     wide = torch.promote_types(dtype, torch.float32)
     x, grad = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
     return x, angles.cos().to(wide), angles.sin().to(wide), grad
@@ -51,7 +56,9 @@ def test_there_and_back_against_autograd_of_the_formula(
     expected = plain(leaf, cos, sin, halves=halves)
     assert_close(implementation.turn(x, cos, sin, halves=halves), expected.detach(), torch.float64)
     (gradient,) = torch.autograd.grad(expected, leaf, grad)
-    assert_close(implementation.turn(grad, cos, sin, halves=halves, back=True), gradient, torch.float64)
+    assert_close(
+        implementation.turn(grad, cos, sin, halves=halves, back=True), gradient, torch.float64
+    )
 
 
 @INTERPRETER
@@ -68,12 +75,19 @@ def test_triton_against_the_reference(dtype: torch.dtype, halves: bool) -> None:
 @IMPLEMENTATIONS
 @HALVES
 def test_other_layouts(implementation: ModuleType, halves: bool) -> None:
-    """Layouts: a part of wider heads, heads before positions, columns that are not neighbours, and one head for all."""
+    """Layouts: a part of wider heads, heads before positions, columns that are not neighbours, and
+    one head for all."""
     x, cos, sin, _ = inputs((2, 6, 3, 8), torch.float32)
     wider = torch.cat((torch.full((2, 6, 3, 5), torch.nan), x), dim=-1)
-    by_head, across = x.transpose(1, 2).contiguous().transpose(1, 2), x.transpose(1, 3).contiguous().transpose(1, 3)
+    by_head, across = (
+        x.transpose(1, 2).contiguous().transpose(1, 2),
+        x.transpose(1, 3).contiguous().transpose(1, 3),
+    )
     for same in (wider[..., 5:], by_head, across):
-        assert torch.equal(implementation.turn(same, cos, sin, halves=halves), implementation.turn(x, cos, sin, halves=halves))
+        assert torch.equal(
+            implementation.turn(same, cos, sin, halves=halves),
+            implementation.turn(x, cos, sin, halves=halves),
+        )
     one = x[:, :, :1].expand(-1, -1, 3, -1)
     expected = implementation.turn(one.contiguous(), cos, sin, halves=halves)
     assert torch.equal(implementation.turn(one, cos, sin, halves=halves), expected)
@@ -95,6 +109,11 @@ def test_autograd_keeps_the_tables_alone_and_gives_the_bits_of_plain_autograd(ha
 
 
 def test_errors_say_the_remedy() -> None:
-    for shape, table in (((2, 6, 3, 8), (2, 6, 3)), ((2, 6, 3, 8), (3, 6, 4)), ((6, 3, 8), (1, 6, 4)), ((2, 6, 3, 7), (2, 6, 3))):
+    for shape, table in (
+        ((2, 6, 3, 8), (2, 6, 3)),
+        ((2, 6, 3, 8), (3, 6, 4)),
+        ((6, 3, 8), (1, 6, 4)),
+        ((2, 6, 3, 7), (2, 6, 3)),
+    ):
         with pytest.raises(ValueError, match="both tables"):
             validate(torch.zeros(shape), torch.zeros(table), torch.zeros(table))

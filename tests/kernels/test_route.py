@@ -1,4 +1,5 @@
-"""Routing indices against plain loops over the pairs; the Triton kernels, in the interpreter, against the reference."""
+"""Routing indices against plain loops over the pairs; the Triton kernels, in the interpreter,
+against the reference."""
 
 from __future__ import annotations
 
@@ -35,12 +36,20 @@ CASES = {  # tokens, slots, experts, alignment, share of pairs without a row
 def experts(case: str) -> Tensor:
     tokens, slots, num_experts, _, missing = CASES[case]
     generator = torch.Generator().manual_seed(len(case))
-    scores = torch.rand(tokens, num_experts, generator=generator) * torch.linspace(1, 2, num_experts)
-    ids = scores.topk(min(slots, num_experts), -1).indices if tokens else torch.zeros(0, slots, dtype=torch.int64)
+    scores = torch.rand(tokens, num_experts, generator=generator) * torch.linspace(
+        1, 2, num_experts
+    )
+    ids = (
+        scores.topk(min(slots, num_experts), -1).indices
+        if tokens
+        else torch.zeros(0, slots, dtype=torch.int64)
+    )
     return ids.masked_fill(torch.rand(ids.shape, generator=generator) < missing, -1)
 
 
-def loops(experts_TK: Tensor, num_experts: int, alignment: int) -> tuple[list[int], list[list[int]], list[int], list[int]]:
+def loops(
+    experts_TK: Tensor, num_experts: int, alignment: int
+) -> tuple[list[int], list[list[int]], list[int], list[int]]:
     """Apply the definition: expert after expert, token after token, slot after slot."""
     tokens, slots = experts_TK.shape
     ids = experts_TK.tolist()
@@ -68,7 +77,12 @@ def test_indices_against_plain_loops(implementation: ModuleType, case: str) -> N
     experts_TK, (_, _, num_experts, alignment, _) = experts(case), CASES[case]
     token_of_row, row_of_pair, counts, ends = loops(experts_TK, num_experts, alignment)
     token_G, row_TK, count_E, end_E = implementation.plan_route(experts_TK, num_experts, alignment)
-    assert [t.dtype for t in (token_G, row_TK, count_E, end_E)] == [torch.int64, torch.int64, torch.int64, torch.int32]
+    assert [t.dtype for t in (token_G, row_TK, count_E, end_E)] == [
+        torch.int64,
+        torch.int64,
+        torch.int64,
+        torch.int32,
+    ]
     assert token_G.tolist() == token_of_row
     assert row_TK.shape == experts_TK.shape
     assert row_TK.tolist() == row_of_pair
@@ -82,7 +96,9 @@ def test_more_blocks_than_one_scan_takes(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(triton, "BLOCK_P", 8)
     monkeypatch.setattr(triton, "BLOCK_E", 2)
     experts_TK = experts("uneven")
-    for actual, expected in zip(triton.plan_route(experts_TK, 5, 4), reference.plan_route(experts_TK, 5, 4), strict=True):
+    for actual, expected in zip(
+        triton.plan_route(experts_TK, 5, 4), reference.plan_route(experts_TK, 5, 4), strict=True
+    ):
         assert torch.equal(actual, expected)
 
 
@@ -104,13 +120,19 @@ def test_ends_are_the_offsets_of_grouped_mm() -> None:
     for t in range(21):
         for k in range(2):
             if experts_TK[t, k] >= 0:
-                torch.testing.assert_close(out[route.row_TK[t, k]], x_TD[t] @ w_EDF[experts_TK[t, k]], rtol=1e-5, atol=1e-5)
+                torch.testing.assert_close(
+                    out[route.row_TK[t, k]], x_TD[t] @ w_EDF[experts_TK[t, k]], rtol=1e-5, atol=1e-5
+                )
 
 
 @INTERPRETER
 def test_input_of_any_layout() -> None:
     experts_TK = experts("holes").t().contiguous().t()
-    for actual, expected in zip(triton.plan_route(experts_TK, 64, 2), reference.plan_route(experts_TK.contiguous(), 64, 2), strict=True):
+    for actual, expected in zip(
+        triton.plan_route(experts_TK, 64, 2),
+        reference.plan_route(experts_TK.contiguous(), 64, 2),
+        strict=True,
+    ):
         assert torch.equal(actual, expected)
 
 
@@ -134,7 +156,9 @@ def test_errors_name_value_and_constraint() -> None:
 
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("alignment", [1, 8])
-def test_room_for_the_pairs_that_have_an_expert_here(implementation: ModuleType, alignment: int) -> None:
+def test_room_for_the_pairs_that_have_an_expert_here(
+    implementation: ModuleType, alignment: int
+) -> None:
     experts_TK = experts("holes").remainder(5).masked_fill(experts("holes") < 0, -1)
     here = int((experts_TK >= 0).sum())
     assert 0 < here < experts_TK.numel()

@@ -1,4 +1,5 @@
-"""The gated activations against the plain formula under autograd; the Triton kernels, in the interpreter, against the reference."""
+"""The gated activations against the plain formula under autograd; the Triton kernels, in the
+interpreter, against the reference."""
 
 from __future__ import annotations
 
@@ -29,7 +30,11 @@ def plain(gate_up: Tensor, gate: Gate) -> Tensor:
     num_columns = gate_up.shape[-1] // 2
     columns = []
     for f in range(num_columns):
-        g, u = (gate_up[..., 2 * f], gate_up[..., 2 * f + 1]) if gate.interleaved else (gate_up[..., f], gate_up[..., num_columns + f])
+        g, u = (
+            (gate_up[..., 2 * f], gate_up[..., 2 * f + 1])
+            if gate.interleaved
+            else (gate_up[..., f], gate_up[..., num_columns + f])
+        )
         if gate.limit is not None:
             g, u = g.clamp(max=gate.limit), u.clamp(-gate.limit, gate.limit)
         columns.append(g / (1 + torch.exp(-gate.alpha * g)) * (u + gate.offset))
@@ -39,7 +44,11 @@ def plain(gate_up: Tensor, gate: Gate) -> Tensor:
 def inputs(rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(rows * 1000 + columns)
     gate_up = 4 * torch.randn(rows, 2 * columns, generator=generator)
-    return gate_up.to(dtype), torch.randn(rows, columns, generator=generator).to(dtype), torch.rand(rows, generator=generator)
+    return (
+        gate_up.to(dtype),
+        torch.randn(rows, columns, generator=generator).to(dtype),
+        torch.rand(rows, generator=generator),
+    )
 
 
 def backward(
@@ -47,7 +56,13 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Do what `gate_backward` does, in one of the implementations."""
     h = gate_up.new_empty(grad.shape)
-    dot = None if scale is None else gate_up.new_zeros(len(gate_up), dtype=torch.promote_types(gate_up.dtype, torch.float32))
+    dot = (
+        None
+        if scale is None
+        else gate_up.new_zeros(
+            len(gate_up), dtype=torch.promote_types(gate_up.dtype, torch.float32)
+        )
+    )
     return module.gate_gradient(grad, gate_up, gate, scale, h, dot), h, dot
 
 
@@ -91,7 +106,8 @@ def test_blocks_of_rows_join(monkeypatch: pytest.MonkeyPatch) -> None:
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("gate", GATES, ids=GATE_IDS)
 def test_clamped_and_saturated_values(implementation: ModuleType, gate: Gate) -> None:
-    """Values lie at, above and far above the limit; nothing overflows, and a NaN is not clamped away."""
+    """Values lie at, above and far above the limit; nothing overflows, and a NaN is not clamped
+    away."""
     values = torch.tensor([-200.0, -7.0, -0.7, 0.0, 0.7, 7.0, 7.5, 200.0], dtype=torch.float64)
     gate_up = torch.cartesian_prod(values, values)
     grad = torch.ones(len(gate_up), 1, dtype=torch.float64)
@@ -106,11 +122,21 @@ def test_clamped_and_saturated_values(implementation: ModuleType, gate: Gate) ->
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("gate", GATES, ids=GATE_IDS)
 @pytest.mark.parametrize(("rows", "columns"), [(63, 33), (3, 1500), (500, 4), (1, 1), (0, 4)])
-def test_triton_against_the_reference(gate: Gate, rows: int, columns: int, dtype: torch.dtype) -> None:
+def test_triton_against_the_reference(
+    gate: Gate, rows: int, columns: int, dtype: torch.dtype
+) -> None:
     gate_up, grad, scale = inputs(rows, columns, dtype)
     assert_close(triton.gate_forward(gate_up, gate), reference.gate_forward(gate_up, gate), dtype)
-    assert_close(triton.gate_gradient(grad, gate_up, gate), reference.gate_gradient(grad, gate_up, gate), dtype)
-    for actual, expected in zip(backward(triton, grad, gate_up, gate, scale), backward(reference, grad, gate_up, gate, scale), strict=True):
+    assert_close(
+        triton.gate_gradient(grad, gate_up, gate),
+        reference.gate_gradient(grad, gate_up, gate),
+        dtype,
+    )
+    for actual, expected in zip(
+        backward(triton, grad, gate_up, gate, scale),
+        backward(reference, grad, gate_up, gate, scale),
+        strict=True,
+    ):
         assert actual.dtype == expected.dtype
         assert_close(actual, expected, dtype)
 
@@ -119,9 +145,14 @@ def test_triton_against_the_reference(gate: Gate, rows: int, columns: int, dtype
 def test_other_layouts(implementation: ModuleType) -> None:
     """Layouts with three dims, and with rows that do not follow each other in memory."""
     gate_up, grad, _ = inputs(30, 6, torch.float32)
-    for x, g in ((gate_up.view(5, 6, 12), grad.view(5, 6, 6)), (gate_up.t().contiguous().t(), grad[:1].expand(30, 6))):
+    for x, g in (
+        (gate_up.view(5, 6, 12), grad.view(5, 6, 6)),
+        (gate_up.t().contiguous().t(), grad[:1].expand(30, 6)),
+    ):
         contiguous = backward(reference, g.contiguous(), x.contiguous(), CLAMPED_SWIGLU)
-        for actual, expected in zip(backward(implementation, g, x, CLAMPED_SWIGLU)[:2], contiguous[:2], strict=True):
+        for actual, expected in zip(
+            backward(implementation, g, x, CLAMPED_SWIGLU)[:2], contiguous[:2], strict=True
+        ):
             torch.testing.assert_close(actual, expected)
 
 
@@ -130,7 +161,9 @@ def test_public_operations_under_autograd() -> None:
     leaf = gate_up.view(2, 2, 6).requires_grad_()
     assert torch.autograd.gradcheck(swiglu, (leaf,))
     assert torch.autograd.gradcheck(lambda x: swiglu(x, CLAMPED_SWIGLU), (leaf,))
-    assert torch.autograd.gradcheck(lambda x: swiglu(x, Gate(1.1, 1.0, 0.9, interleaved=True)), (leaf,))
+    assert torch.autograd.gradcheck(
+        lambda x: swiglu(x, Gate(1.1, 1.0, 0.9, interleaved=True)), (leaf,)
+    )
     torch.testing.assert_close(swiglu(gate_up, CLAMPED_SWIGLU), plain(gate_up, CLAMPED_SWIGLU))
 
 
@@ -166,6 +199,10 @@ def test_errors_name_value_and_constraint() -> None:
 def test_raw_operations_are_without_autograd() -> None:
     gate_up, grad, scale = inputs(3, 4, torch.float32)
     outputs = op.gate_backward(grad, gate_up.requires_grad_(), SWIGLU, scale.requires_grad_())
-    for tensor in (*outputs, op.gate_forward(gate_up, SWIGLU), op.gate_gradient(grad, gate_up, SWIGLU)):
+    for tensor in (
+        *outputs,
+        op.gate_forward(gate_up, SWIGLU),
+        op.gate_gradient(grad, gate_up, SWIGLU),
+    ):
         assert tensor is not None
         assert not tensor.requires_grad

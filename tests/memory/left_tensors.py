@@ -1,4 +1,5 @@
-"""Counts tensors of a dry run that only Python's garbage collector would free. A process of its own imports this."""
+"""Counts tensors of a dry run that only Python's garbage collector would free. A process of its own
+imports this."""
 
 from __future__ import annotations
 
@@ -18,10 +19,17 @@ from lather.planning.workers import Assumed
 
 
 def config_with_sinks() -> Config:
-    """Return GPT-OSS with sinks and sliding windows, at sizes for which a GPU takes flex attention."""
+    """Return GPT-OSS with sinks and sliding windows, at sizes for which a GPU takes flex
+    attention."""
     config = config_of("muon", precision="bf16")
-    sizes = {name: size for name, size in SIZES.items() if name not in ("num_experts", "moe_intermediate_size")}
-    return replace(config, model=FAMILIES["gpt_oss"].config(**sizes, num_local_experts=4, sliding_window=16))
+    sizes = {
+        name: size
+        for name, size in SIZES.items()
+        if name not in ("num_experts", "moe_intermediate_size")
+    }
+    return replace(
+        config, model=FAMILIES["gpt_oss"].config(**sizes, num_local_experts=4, sliding_window=16)
+    )
 
 
 def count_left(config: Config) -> int:

@@ -2,8 +2,9 @@
 
     python limited_run.py BYTES...
 
-A process for each number takes two steps of `limited_config()`; its exit status, which is printed, is 0, or 3 if memory was not enough. The
-bytes of the address space count, after a tiny run of the same kind, so that libraries have loaded what they load."""
+A process for each number takes two steps of `limited_config()`; its exit status, which is printed,
+is 0, or 3 if memory was not enough. The bytes of the address space count, after a tiny run of the
+same kind, so that libraries have loaded what they load."""
 
 from __future__ import annotations
 
@@ -29,8 +30,15 @@ NOT_ENOUGH = 3
 
 
 def limited_config() -> Config:
-    """Make most tensors so large that the C library gives each its own pages, which go back when it is freed."""
-    large = {"vocab_size": 4096, "hidden_size": 384, "intermediate_size": 768, "moe_intermediate_size": 384, "num_hidden_layers": 2}
+    """Make most tensors so large that the C library gives each its own pages, which go back when it
+    is freed."""
+    large = {
+        "vocab_size": 4096,
+        "hidden_size": 384,
+        "intermediate_size": 768,
+        "moe_intermediate_size": 384,
+        "num_hidden_layers": 2,
+    }
     config = config_of("soap")
     return replace(
         config,
@@ -45,7 +53,9 @@ def train(config: Config, steps: int) -> None:
     optimizer = build_optimizer(config.optim, engine.parameters)
     refresh_at_every_step(optimizer)
     step = TrainStep(engine, optimizer, config.train.max_grad_norm)
-    tokens = torch.randint(0, config.model.vocab_size, (config.train.batch_size, config.train.sequence_length + 1))
+    tokens = torch.randint(
+        0, config.model.vocab_size, (config.train.batch_size, config.train.sequence_length + 1)
+    )
     for _ in range(steps):
         step(Batch.of_tokens(tokens), 1e-3)
 

@@ -22,7 +22,9 @@ SIZES: dict[str, Any] = {
 }
 
 
-def config_of(rule: str, *, parallel: dict[str, Any] | None = None, batch_size: int = 8, **loop: Any) -> Config:
+def config_of(
+    rule: str, *, parallel: dict[str, Any] | None = None, batch_size: int = 8, **loop: Any
+) -> Config:
     """Configure two layers for every pipeline rank, one in each of its stages."""
     layers = 2 * (parallel or {}).get("pp", 1)
     return Config(

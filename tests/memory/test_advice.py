@@ -1,4 +1,5 @@
-"""Advice of `lather plan`: estimates against whole plans, the findings of a search, and the work that it counts as their price."""
+"""Advice of `lather plan`: estimates against whole plans, the findings of a search, and the work
+that it counts as their price."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -42,7 +43,9 @@ def deep_config(rule: str, *, layers: int = LAYERS, **parallel: int) -> Config:
         pytest.param({"ep": 2}, {}, marks=pytest.mark.grid),
         ({"ep": 2}, {"moe.memory": "recompute", "optim.name": "muon"}),
         pytest.param({"pp": 2}, {}, marks=pytest.mark.grid),
-        pytest.param({"pp": 2}, {"moe.memory": "recompute", "optim.name": "muon"}, marks=pytest.mark.grid),
+        pytest.param(
+            {"pp": 2}, {"moe.memory": "recompute", "optim.name": "muon"}, marks=pytest.mark.grid
+        ),
     ],
 )
 def test_estimates_are_near_plans(mesh: dict[str, int], changes: dict[str, str]) -> None:
@@ -53,18 +56,25 @@ def test_estimates_are_near_plans(mesh: dict[str, int], changes: dict[str, str])
         (estimate,) = Estimator(base, Assumed("cpu"), pool).estimates([config], 2)
     assert estimate is not None
     needed = plan(config.resolved(), 2, Assumed("cpu")).needed
-    assert estimate.needed == pytest.approx(needed, rel=0.15 if changes else 0.06)  # another mesh's factor is rougher
+    assert estimate.needed == pytest.approx(
+        needed, rel=0.15 if changes else 0.06
+    )  # another mesh's factor is rougher
 
 
 def test_with_layers_keeps_the_pattern_of_layers() -> None:
     config = config_of("muon")
-    gpt = FAMILIES["gpt_oss"].config(num_hidden_layers=24, layer_types=("full_attention", "sliding_attention") * 12)
-    assert with_layers(replace(config, model=gpt), 4).model.layer_types == ("full_attention", "sliding_attention") * 2  # type: ignore[attr-defined]
+    gpt = FAMILIES["gpt_oss"].config(
+        num_hidden_layers=24, layer_types=("full_attention", "sliding_attention") * 12
+    )
+    assert (
+        with_layers(replace(config, model=gpt), 4).model.layer_types
+        == ("full_attention", "sliding_attention") * 2
+    )  # type: ignore[attr-defined]
     dense = FAMILIES["deepseek_v2"].config(num_hidden_layers=9, first_k_dense_replace=3)
     assert with_layers(replace(config, model=dense), 2).model.first_k_dense_replace == 1  # type: ignore[attr-defined]
 
 
-# --- the search -----------------------------------------------------------------------------------------------------------------------
+# --- the search -----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -105,10 +115,25 @@ def test_nothing_fits(needed: int) -> None:
 
 
 @pytest.mark.grid
-def test_command_prints_a_table_and_writes_the_first(needed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_prints_a_table_and_writes_the_first(
+    needed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file, out = tmp_path / "run.toml", tmp_path / "advised.toml"
     file.write_text(config_to_toml(deep_config("soap")), "utf-8")
-    status = main(["plan", str(file), "--world", "2", "--device", "cpu", "--memory", f"{0.7 * needed / 1024:.0f}KiB", "--write", str(out)])
+    status = main(
+        [
+            "plan",
+            str(file),
+            "--world",
+            "2",
+            "--device",
+            "cpu",
+            "--memory",
+            f"{0.7 * needed / 1024:.0f}KiB",
+            "--write",
+            str(out),
+        ]
+    )
     printed = capsys.readouterr().out
     assert status == 1
     assert "does not fit" in printed
@@ -118,14 +143,16 @@ def test_command_prints_a_table_and_writes_the_first(needed: int, tmp_path: Path
 
 
 @pytest.mark.parametrize("option", [["--write", "x.toml"], ["--advice", "always"]])
-def test_options_that_need_memory(option: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_that_need_memory(
+    option: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "run.toml"
     file.write_text(tomli_w.dumps({"run_dir": "x"}), "utf-8")
     assert main(["plan", str(file), *option]) != 0
     assert "needs --memory" in capsys.readouterr().err
 
 
-# --- the search with made-up sizes -----------------------------------------------------------------------------------------------------
+# --- the search with made-up sizes ----------------------------------------------------------------
 
 STATES = {"soap": 60, "stacked_soap": 60, "soap_muon": 60, "muon": 20}
 
@@ -139,12 +166,19 @@ class MadeUp:
         """Take the arguments that an estimator takes."""
 
     def estimates(self, configs: list[Config], world_size: int) -> list[Estimate]:
-        return [Estimate(np.array([size_of(config, world_size)], float), 0.0, work_of(config)) for config in configs]
+        return [
+            Estimate(np.array([size_of(config, world_size)], float), 0.0, work_of(config))
+            for config in configs
+        ]
 
 
 def size_of(config: Config, world_size: int) -> int:
-    state = STATES[config.optim.name] // (2 if getattr(config.optim, "sides", "") == "smaller" else 1)
-    return (state + 30 - 10 * len(config.train.recompute)) * 2 // world_size + 5 * config.parallel.pp
+    state = STATES[config.optim.name] // (
+        2 if getattr(config.optim, "sides", "") == "smaller" else 1
+    )
+    return (
+        state + 30 - 10 * len(config.train.recompute)
+    ) * 2 // world_size + 5 * config.parallel.pp
 
 
 def work_of(config: Config) -> Work:
@@ -152,14 +186,19 @@ def work_of(config: Config) -> Work:
 
 
 def advised(memory: int, off: int = 0, saved: int = 0, *, only_early: bool = False) -> Advice:
-    """Advise two ranks with two-sided SOAP. Whole plans need `off` bytes more than estimates, and `saved` less with layers partitioned by
-    memory. If `only_early`, plans are too large for all but pipelines whose weight gradients come early."""
+    """Advise two ranks with two-sided SOAP. Whole plans need `off` bytes more than estimates, and
+    `saved` less with layers partitioned by memory. If `only_early`, plans are too large for all but
+    pipelines whose weight gradients come early."""
 
-    def planned(config: Config, world_size: int, assumed: Assumed, partition: Partition | None) -> SimpleNamespace:
+    def planned(
+        config: Config, world_size: int, assumed: Assumed, partition: Partition | None
+    ) -> SimpleNamespace:
         assert (partition is not None) == (config.parallel.partition == "memory")
         needed = size_of(config, world_size) + off - (0 if partition is None else saved)
         too_large = only_early and not config.parallel.early_weight_gradients
-        return SimpleNamespace(needed=needed + 1000 * too_large, peaks_where_weight_gradients_wait=too_large)
+        return SimpleNamespace(
+            needed=needed + 1000 * too_large, peaks_where_weight_gradients_wait=too_large
+        )
 
     def partitioned(config: Config, world_size: int, assumed: Assumed) -> Partition:
         if saved < 0:
@@ -179,7 +218,9 @@ def advised(memory: int, off: int = 0, saved: int = 0, *, only_early: bool = Fal
 def test_meshes_come_first_and_what_fits_as_it_is_stays() -> None:
     found = advised(95 + 5)
     assert found.settings[0][0].changes == {}
-    assert all(set(setting.changes) <= {"parallel.pp", "parallel.ep"} for setting, _ in found.settings)
+    assert all(
+        set(setting.changes) <= {"parallel.pp", "parallel.ep"} for setting, _ in found.settings
+    )
 
 
 def test_less_is_kept_before_the_rule_changes() -> None:
@@ -199,17 +240,21 @@ def test_layers_are_partitioned_by_memory_where_a_pipeline_nearly_fits() -> None
     assert partitioned.estimate.needed == pytest.approx(90)
     assert partitioned.bubble == bubble_of_layers((1, 2, 2, 3), 16)
     assert not any(setting.partition for setting, _ in advised(91, saved=0).settings)
-    assert not any(setting.partition for setting, _ in advised(80, saved=10).settings)  # the search does not hope for 20 % less
+    assert not any(
+        setting.partition for setting, _ in advised(80, saved=10).settings
+    )  # the search does not hope for 20 % less
 
 
 def test_weight_gradients_come_early_where_a_whole_plan_needs_it() -> None:
-    """An estimate does not see what waits for weight gradients: if that makes a pipeline's plan too large, the pipeline is planned once
-    more."""
+    """An estimate does not see what waits for weight gradients: if that makes a pipeline's plan too
+    large, the pipeline is planned once more."""
     early = [setting for setting, _ in advised(90, only_early=True).settings]
     assert early
     assert all(setting.changes["parallel.schedule_memory"] == "least" for setting in early)
     assert all(setting.bubble > bubble_of_layers((LAYERS // 4,) * 4, 16) for setting in early)
-    assert not any(setting.config.parallel.early_weight_gradients for setting, _ in advised(90).settings)
+    assert not any(
+        setting.config.parallel.early_weight_gradients for setting, _ in advised(90).settings
+    )
 
 
 def test_a_search_goes_on_where_layers_cannot_be_partitioned() -> None:
@@ -223,10 +268,14 @@ def test_then_the_state_and_at_last_the_rule() -> None:
     assert {setting.config.optim.name for setting, _ in advised(30).settings} == {"muon"}
 
 
-def test_owners_share_a_state_where_parameters_are_sharded_and_a_rank_may_have_all_experts() -> None:
+def test_owners_share_a_state_where_parameters_are_sharded_and_a_rank_may_have_all_experts() -> (
+    None
+):
     def lighter(**parallel: int) -> tuple[set[str], set[str]]:
         config = deep_config("soap", **parallel)
-        search = advice_module._Search(config, 2, 100, Assumed("cpu", 1.0, None), 8, MadeUp(), print)  # type: ignore[arg-type]
+        search = advice_module._Search(
+            config, 2, 100, Assumed("cpu", 1.0, None), 8, MadeUp(), print
+        )  # type: ignore[arg-type]
         states, rules = search.shared_states(), search.lighter_rules()
         return {name for one in states for name in one}, {one["optim.name"] for one in rules}
 
@@ -330,7 +379,7 @@ def test_a_larger_world_fits_only_with_expert_groups_on_machines() -> None:
     assert world(machine=3) is None  # ranks 2 and 3 would be on two machines
 
 
-# --- changes --------------------------------------------------------------------------------------------------------------------------
+# --- changes --------------------------------------------------------------------------------------
 
 
 def test_another_rule_has_its_own_options_and_rates() -> None:
@@ -347,20 +396,24 @@ def test_changes_that_do_not_go_together_are_none() -> None:
 
 def test_changes_read_as_options() -> None:
     assert (
-        as_options({"parallel.pp": 2, "train.recompute": ("attention", "experts")}) == "--parallel.pp 2 --train.recompute attention experts"
+        as_options({"parallel.pp": 2, "train.recompute": ("attention", "experts")})
+        == "--parallel.pp 2 --train.recompute attention experts"
     )
 
 
-# --- work -----------------------------------------------------------------------------------------------------------------------------
+# --- work -----------------------------------------------------------------------------------------
 
 
 def test_bytes_that_experts_exchange() -> None:
-    """Rows of hidden size travel to the other rank's experts and back, and so do their gradients, in fp32."""
+    """Rows of hidden size travel to the other rank's experts and back, and so do their gradients,
+    in fp32."""
     config = config_of("muon", parallel={"ep": 2}, batch_size=2)
     run = plan(config, 2, Assumed("cpu")).ranks[0]
     model, tokens = config.model, 32
     pairs = tokens * model.num_experts_per_tok
-    least, most = (4 * rows * model.hidden_size * 4 * model.num_hidden_layers for rows in (tokens, 2 * pairs))
+    least, most = (
+        4 * rows * model.hidden_size * 4 * model.num_hidden_layers for rows in (tokens, 2 * pairs)
+    )
     assert least <= run.work[MICRO_BATCHES].exchanged <= most
 
 
@@ -390,10 +443,22 @@ def test_bytes_sent_by_operation() -> None:
 
 
 def test_work_grows_with_micro_batches() -> None:
-    one, four = (plan(config_of("muon", batch_size=size), 1, Assumed("cpu")).ranks[0].work for size in (4, 16))
+    one, four = (
+        plan(config_of("muon", batch_size=size), 1, Assumed("cpu")).ranks[0].work
+        for size in (4, 16)
+    )
     assert four[MICRO_BATCHES].flops == pytest.approx(4 * one[MICRO_BATCHES].flops)
     assert four[REST].flops == one[REST].flops
     model = config_of("muon").model
-    experts = 6 * 4 * 32 * model.num_experts_per_tok * 3 * model.hidden_size * model.moe_intermediate_size * model.num_hidden_layers
+    experts = (
+        6
+        * 4
+        * 32
+        * model.num_experts_per_tok
+        * 3
+        * model.hidden_size
+        * model.moe_intermediate_size
+        * model.num_hidden_layers
+    )
     assert one[MICRO_BATCHES].flops > experts
     assert all(work.exchanged == 0 for work in one.values())

@@ -1,4 +1,5 @@
-"""Two layers of each kind stand for all: the numbers equal those of running every layer, in every family, memory mode and precision."""
+"""Two layers of each kind stand for all: the numbers equal those of running every layer, in every
+family, memory mode and precision."""
 
 from __future__ import annotations
 
@@ -16,7 +17,12 @@ from lather.models.families import ModelConfig, build_model
 from lather.models.gpt_oss import GptOssConfig
 from lather.models.qwen3_moe import Qwen3MoeConfig
 
-SMALL: dict[str, Any] = {"vocab_size": 37, "hidden_size": 24, "num_attention_heads": 2, "initializer_range": 0.15}
+SMALL: dict[str, Any] = {
+    "vocab_size": 37,
+    "hidden_size": 24,
+    "num_attention_heads": 2,
+    "initializer_range": 0.15,
+}
 DEEPSEEK: dict[str, Any] = {
     **SMALL,
     "intermediate_size": 40,
@@ -46,8 +52,12 @@ GPT_OSS: dict[str, Any] = {
     "sliding_window": 3,
 }
 MODELS: dict[str, ModelConfig] = {
-    "one dense, three MoE": DeepseekV2Config(**DEEPSEEK, num_hidden_layers=4, first_k_dense_replace=1, tie_word_embeddings=True),
-    "three dense, three MoE": DeepseekV2Config(**DEEPSEEK, num_hidden_layers=6, first_k_dense_replace=3),
+    "one dense, three MoE": DeepseekV2Config(
+        **DEEPSEEK, num_hidden_layers=4, first_k_dense_replace=1, tie_word_embeddings=True
+    ),
+    "three dense, three MoE": DeepseekV2Config(
+        **DEEPSEEK, num_hidden_layers=6, first_k_dense_replace=3
+    ),
     "one of each": DeepseekV2Config(**DEEPSEEK, num_hidden_layers=2, first_k_dense_replace=1),
     "two alike": Qwen3MoeConfig(**QWEN, num_hidden_layers=2),
     "four alike": Qwen3MoeConfig(**QWEN, num_hidden_layers=4),
@@ -95,7 +105,9 @@ def test_two_of_each_kind_give_what_all_layers_give(name: str, precision: str, m
     small = build_model(config, torch.Generator(), torch.device("meta"))
     cut = keep_two_of_each(small)
     materialize(small, torch.device("cpu"), torch.Generator().manual_seed(1))
-    assert sorted(index for kind in cut.kinds for index in kind) == list(range(config.num_hidden_layers))
+    assert sorted(index for kind in cut.kinds for index in kind) == list(
+        range(config.num_hidden_layers)
+    )
     for model in (whole, small):
         model.set_memory(mode)
     expected = profile_of(whole, config.vocab_size, precision)
@@ -132,7 +144,12 @@ def test_the_two_of_a_kind_share_their_parameters_and_no_two_kinds_do() -> None:
             assert one is other
     assert len(list(model.layers.parameters())) == len(names[0]) + len(names[1])
     materialize(model, torch.device("cpu"), torch.Generator().manual_seed(0))
-    assert all(one is other for one, other in zip(model.layers[1].parameters(), model.layers[3].parameters(), strict=True))
+    assert all(
+        one is other
+        for one, other in zip(
+            model.layers[1].parameters(), model.layers[3].parameters(), strict=True
+        )
+    )
 
 
 class Settings:
@@ -151,7 +168,9 @@ class Part(nn.Module):
         self.flag = flag
 
 
-@pytest.mark.parametrize("changes", [{"size": 4}, {"value": 2}, {"flag": True}, {"buffer": 3}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{"size": 4}, {"value": 2}, {"flag": True}, {"buffer": 3}], ids=str
+)
 def test_what_makes_blocks_differ(changes: dict[str, Any]) -> None:
     blocks = nn.ModuleList(nn.Sequential(Part(**kwargs)) for kwargs in ({}, changes, {}))
     blocks[2].eval()  # evaluation is a mode, and makes no other kind

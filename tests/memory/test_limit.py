@@ -1,4 +1,5 @@
-"""A run needs as many bytes as its plan says: it ends with 5 % more besides the interpreter's own, and fails with 5 % less."""
+"""A run needs as many bytes as its plan says: it ends with 5 % more besides the interpreter's own,
+and fails with 5 % less."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from lather.planning.workers import Assumed
 HERE = Path(__file__).parent
 ENVIRONMENT = {
     "PYTHONPATH": f"{HERE}:{HERE.parent}",
-    "MALLOC_MMAP_THRESHOLD_": "65536",  # gives larger blocks pages of their own, which go back when freed
+    # gives larger blocks pages of their own, which go back when freed
+    "MALLOC_MMAP_THRESHOLD_": "65536",
     "MALLOC_TRIM_THRESHOLD_": "65536",
     "MALLOC_ARENA_MAX": "1",
 }
@@ -25,6 +27,17 @@ ENVIRONMENT = {
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")
 def test_a_run_needs_what_its_plan_says() -> None:
     needed = plan(limited_config(), 1, Assumed("cpu")).needed
-    command = [sys.executable, str(HERE / "limited_run.py"), *(str(int(share * needed)) for share in (1.05, 0.95))]
-    done = subprocess.run(command, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, timeout=240, check=False)
+    command = [
+        sys.executable,
+        str(HERE / "limited_run.py"),
+        *(str(int(share * needed)) for share in (1.05, 0.95)),
+    ]
+    done = subprocess.run(
+        command,
+        env={**os.environ, **ENVIRONMENT},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
     assert done.stdout.split() == ["0", str(NOT_ENOUGH)], done.stderr

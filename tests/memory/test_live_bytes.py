@@ -1,4 +1,5 @@
-"""`PeakBytes` on sequences whose bytes are known, and against the CPU allocator's bytes in the profiler's record."""
+"""`PeakBytes` on sequences whose bytes are known, and against the CPU allocator's bytes in the
+profiler's record."""
 
 from __future__ import annotations
 
@@ -151,12 +152,15 @@ def test_the_meta_device_can_be_left_out() -> None:
 
 
 def allocated(work: Callable[[], object], folder: Path) -> int:
-    """Return the peak of the CPU allocator's bytes during `work`, from the profiler's record of every allocation."""
+    """Return the peak of the CPU allocator's bytes during `work`, from the profiler's record of
+    every allocation."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         work()
     profiler.export_chrome_trace(str(folder / "trace.json"))
     events = json.loads((folder / "trace.json").read_text())["traceEvents"]
-    changes = sorted((event["ts"], event["args"]["Bytes"]) for event in events if event.get("name") == "[memory]")
+    changes = sorted(
+        (event["ts"], event["args"]["Bytes"]) for event in events if event.get("name") == "[memory]"
+    )
     total = peak = 0
     for _, change in changes:
         total += change
@@ -165,14 +169,18 @@ def allocated(work: Callable[[], object], folder: Path) -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_nothing_large_is_hidden_inside_operations_of_the_loss(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_nothing_large_is_hidden_inside_operations_of_the_loss(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(96, 32, generator=generator).to(dtype).requires_grad_()
     weight = torch.randn(2000, 32, generator=generator).to(dtype).requires_grad_()
     labels = torch.randint(0, 2000, (96,), generator=generator)
 
     def work() -> object:
-        return torch.autograd.grad(linear_cross_entropy(x, weight, labels, tile=(32, 100)), (x, weight))
+        return torch.autograd.grad(
+            linear_cross_entropy(x, weight, labels, tile=(32, 100)), (x, weight)
+        )
 
     work()
     with PeakBytes() as peak:

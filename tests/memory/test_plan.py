@@ -1,4 +1,5 @@
-"""`lather plan`: each kind of bytes from first principles, refusals, and the output. (tests/distributed has plans against real ranks.)"""
+"""`lather plan`: each kind of bytes from first principles, refusals, and the output.
+(tests/distributed has plans against real ranks.)"""
 
 import json
 import re
@@ -32,23 +33,35 @@ def stored_plan(name: str) -> dict[str, Any]:
 
 
 def parameters() -> dict[str, nn.Parameter]:
-    return dict(build_model(FAMILIES["qwen3_moe"].config(**SIZES), None, torch.device("meta")).named_parameters())
+    return dict(
+        build_model(
+            FAMILIES["qwen3_moe"].config(**SIZES), None, torch.device("meta")
+        ).named_parameters()
+    )
 
 
 @pytest.fixture(scope="module")
 def planned() -> MemoryPlan:
-    """A plan of SOAP, with AdamW for embedding, head, routers and norms, in one process with bf16 products."""
+    """A plan of SOAP, with AdamW for embedding, head, routers and norms, in one process with bf16
+    products."""
     return plan(config_of("soap", precision="bf16"), 1, Assumed())
 
 
 def test_every_kind_from_first_principles(planned: MemoryPlan) -> None:
-    """There are fp32 parameters and gradients; two moments for each element; for each side of a matrix, also of each expert's, a factor and
-    a basis; and bf16 copies of the operands of products."""
+    """There are fp32 parameters and gradients; two moments for each element; for each side of a
+    matrix, also of each expert's, a factor and a basis; and bf16 copies of the operands of
+    products."""
     timeline = planned.ranks[0].steps["a step"]
     at_end = timeline.at(timeline.curves.shape[1] - 1)
     elements = sum(p.numel() for p in parameters().values())
-    of_blocks = [p for name, p in parameters().items() if p.dim() > 1 and not name.startswith(OUTER) and not name.endswith("gate.weight")]
-    sides = 4 * sum((len(p) if p.dim() == 3 else 1) * sum(n * n for n in p.shape[-2:]) for p in of_blocks)
+    of_blocks = [
+        p
+        for name, p in parameters().items()
+        if p.dim() > 1 and not name.startswith(OUTER) and not name.endswith("gate.weight")
+    ]
+    sides = 4 * sum(
+        (len(p) if p.dim() == 3 else 1) * sum(n * n for n in p.shape[-2:]) for p in of_blocks
+    )
     assert at_end["parameters"] == 4 * elements
     assert at_end["optimizer moments"] == 2 * 4 * elements
     assert at_end["optimizer factors"] == at_end["optimizer bases"] == sides
@@ -58,20 +71,43 @@ def test_every_kind_from_first_principles(planned: MemoryPlan) -> None:
 
 
 def test_activations_of_a_forward_from_first_principles() -> None:
-    """The tensors that two layers keep of T tokens in fp32, by segment; numbers per token count elements of four bytes.
+    """The tensors that two layers keep of T tokens in fp32, by segment; numbers per token count
+    elements of four bytes.
 
-    attention        queries and output (H d each), keys and values (G d each), the residual behind (D), flash attention's logsumexp (H),
-                     the inverse root of each norm (2 of rows, H + G of heads); the router's scores (E), its K weights before and after they
-                     are normalised, their sum, K experts in int64; and the rows of each expert in int64
-    experts          gate and up of K experts (2 K F), token and place of each of the K pairs in int64; ends of the experts' rows
-    between segments the layer's input (D)
-    head             the input of its product (D), inverse root of the norm, logsumexp, the label in int64; the loss
+        attention   queries and output (H d each), keys and values (G d each), the residual behind
+                    (D), flash attention's logsumexp (H), the inverse root of each norm (2 of rows,
+                    H + G of heads); the router's scores (E), its K weights before and after they
+                    are normalized, their sum, K experts in int64; rows of each expert in int64
+        experts     gate and up of K experts (2 K F), token and place of each of the K pairs in
+                    int64; ends of the experts' rows between segments
+        head        the layer's input (D), the input of its product (D), inverse root of the norm,
+                    logsumexp, the label in int64; the loss
     """
-    layers, tokens, heads, groups, width, size, experts, chosen = SIZES["num_hidden_layers"], 32, 2, 2, 32, 64, 4, 2
+    layers, tokens, heads, groups, width, size, experts, chosen = (
+        SIZES["num_hidden_layers"],
+        32,
+        2,
+        2,
+        32,
+        64,
+        4,
+        2,
+    )
     timeline = plan(config_of("adamw"), 1, Assumed()).ranks[0].steps["a step"]
     times = {mark.name: mark.time for mark in timeline.marks}
     before, after = (timeline.segments_at(times[name]) for name in ("0F0", "0B0"))
-    attention = 2 * (heads + groups) * width + size + heads + 2 + heads + groups + experts + 2 * chosen + 1 + 2 * chosen
+    attention = (
+        2 * (heads + groups) * width
+        + size
+        + heads
+        + 2
+        + heads
+        + groups
+        + experts
+        + 2 * chosen
+        + 1
+        + 2 * chosen
+    )
     tables = 2 * 4 * tokens * width // 2  # cosines and sines of half a head, which all layers share
     assert 0 <= after["attention"] - layers * (4 * tokens * attention + 8 * experts) - tables < 200
     kept_by_experts = 4 * tokens * (2 * chosen * SIZES["moe_intermediate_size"] + 4 * chosen)
@@ -80,11 +116,16 @@ def test_activations_of_a_forward_from_first_principles() -> None:
     assert after["head"] == 4 * tokens * (size + 1 + 1 + 2) + 4
 
 
-@pytest.mark.parametrize(("precision", "width"), [pytest.param("fp32", 4, marks=pytest.mark.grid), ("bf16", 2)])
+@pytest.mark.parametrize(
+    ("precision", "width"), [pytest.param("fp32", 4, marks=pytest.mark.grid), ("bf16", 2)]
+)
 def test_what_travels_are_micro_batches_of_activations(precision: str, width: int) -> None:
-    """Micro-batches have 32 tokens of 64 elements. There are at most two sends under way, a receive for each of the rank's stages, and in
-    bf16 the copy that is sent next. Besides, numbers of rows per expert, of 8 bytes each, may be on their way."""
-    for run in plan(config_of("adamw", parallel={"pp": 2}, precision=precision), 2, Assumed()).ranks:
+    """Micro-batches have 32 tokens of 64 elements. There are at most two sends under way, a receive
+    for each of the rank's stages, and in bf16 the copy that is sent next. Besides, numbers of rows
+    per expert, of 8 bytes each, may be on their way."""
+    for run in plan(
+        config_of("adamw", parallel={"pp": 2}, precision=precision), 2, Assumed()
+    ).ranks:
         timeline = run.steps["a step"]
         tensors, rest = np.divmod(timeline.curves[KINDS.index("communication")], 32 * 64 * width)
         assert 3 <= tensors.max() <= 4 + (precision == "bf16")
@@ -92,8 +133,8 @@ def test_what_travels_are_micro_batches_of_activations(precision: str, width: in
 
 
 def test_gathered_parameters_are_whole() -> None:
-    """Parameters are gathered from the forward on. While they are, what arrived of a unit lies beside them; the last unit has embedding,
-    norm, head."""
+    """Parameters are gathered from the forward on. While they are, what arrived of a unit lies
+    beside them; the last unit has embedding, norm, head."""
     elements = sum(p.numel() for p in parameters().values())
     outside = sum(p.numel() for name, p in parameters().items() if not name.startswith("layers"))
     timeline = plan(config_of("adamw"), 2, Assumed()).ranks[0].steps["a step"]
@@ -115,24 +156,38 @@ def test_a_step_needs_most_where_activations_are(planned: MemoryPlan) -> None:
     timeline = run.steps["a step"]
     assert timeline.peak == run.peak == int(timeline.total.max())
     assert sum(timeline.at(timeline.peak_time).values()) == run.peak
-    assert sum(timeline.segments_at(timeline.peak_time).values()) == timeline.at(timeline.peak_time)["activations"]
+    assert (
+        sum(timeline.segments_at(timeline.peak_time).values())
+        == timeline.at(timeline.peak_time)["activations"]
+    )
     assert planned.needed == run.peak + planned.allowance > run.peak
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.grid), 4])
 def test_an_asynchronous_checkpoint_has_copies_of_all_that_it_writes(world_size: int) -> None:
-    """It has two moments and the weights of each element, factors and bases, a step counter for each parameter, and the generator's
-    state."""
+    """It has two moments and the weights of each element, factors and bases, a step counter for
+    each parameter, and the generator's state."""
     config = config_of("soap", parallel={"ep": world_size // 2 or 1})
     at_once, copied = (
-        plan(replace(config, checkpoint=CheckpointConfig(asynchronous=flag)), world_size, Assumed("cpu")).largest for flag in (False, True)
+        plan(
+            replace(config, checkpoint=CheckpointConfig(asynchronous=flag)),
+            world_size,
+            Assumed("cpu"),
+        ).largest
+        for flag in (False, True)
     )
     assert at_once.checkpoint_bytes == copied.checkpoint_bytes
     for step in ("a checkpoint", "a step"):
         assert copied.steps[step].peak == at_once.steps[step].peak + copied.checkpoint_bytes
     before = at_once.steps["a checkpoint"].at(-1)
-    assert at_once.steps["a checkpoint"].peak <= sum(before.values()) + 5120  # views: nothing is gathered for it
-    stays = [size for kind, size in before.items() if kind == "parameters" or kind.startswith("optimizer")]
+    assert (
+        at_once.steps["a checkpoint"].peak <= sum(before.values()) + 5120
+    )  # views: nothing is gathered for it
+    stays = [
+        size
+        for kind, size in before.items()
+        if kind == "parameters" or kind.startswith("optimizer")
+    ]
     extra = copied.checkpoint_bytes - sum(stays)
     assert 0 <= extra - torch.get_rng_state().nbytes < 1024
 
@@ -153,10 +208,15 @@ def test_sharding_divides_parameters_gradients_and_state(alone: RankRun) -> None
 
 
 def test_a_part_is_whole_until_it_is_sharded(alone: RankRun) -> None:
-    """With two data ranks there are all parameters and the rank's half of them; one process has the parameters alone."""
+    """With two data ranks there are all parameters and the rank's half of them; one process has the
+    parameters alone."""
     elements = sum(p.numel() for p in parameters().values())
     with worker_processes() as workers:
-        shared = workers.submit(dry_run, config_of("adamw"), 2, Assumed("cpu"), 0, do=()).result(timeout=120).peak
+        shared = (
+            workers.submit(dry_run, config_of("adamw"), 2, Assumed("cpu"), 0, do=())
+            .result(timeout=120)
+            .peak
+        )
     whole = alone.steps[BUILDING].peak
     assert 4 * elements <= whole < 4.01 * elements  # buffers take a few bytes
     assert 1.4 * whole < shared < 2 * whole
@@ -164,7 +224,10 @@ def test_a_part_is_whole_until_it_is_sharded(alone: RankRun) -> None:
 
 def test_more_micro_batches_than_are_walked_change_only_what_tokens_take() -> None:
     """Only the tokens and labels of 8 bytes grow, and a few numbers of each micro-batch."""
-    few, many = (plan(config_of("adamw", parallel={"pp": 2}, batch_size=size), 2, Assumed("cpu")) for size in (6, 24))
+    few, many = (
+        plan(config_of("adamw", parallel={"pp": 2}, batch_size=size), 2, Assumed("cpu"))
+        for size in (6, 24)
+    )
     for one, other in zip(few.ranks, many.ranks, strict=True):
         assert other.peak - one.peak == 18 * 2 * 8 * 32
 
@@ -177,7 +240,8 @@ def test_only_as_many_micro_batches_are_walked_as_matter() -> None:
 
 
 def test_rows_of_an_even_load() -> None:
-    """With 4 experts on 2 ranks and 2 experts per token, C(2, 2) / C(4, 2) of the tokens have no expert of a rank's."""
+    """With 4 experts on 2 ranks and 2 experts per token, C(2, 2) / C(4, 2) of the tokens have no
+    expert of a rank's."""
     load = Load(config_of("adamw", parallel={"ep": 2}), tokens=600, imbalance=1.0)
     assert load.rows == 500
     assert load.pairs == 600
@@ -185,7 +249,7 @@ def test_rows_of_an_even_load() -> None:
     assert (uneven.rows, uneven.pairs) == (600, 900)
 
 
-# --- the ledger -----------------------------------------------------------------------------------------------------------------------
+# --- the ledger -----------------------------------------------------------------------------------
 
 
 def test_a_ledger_follows_births_sizes_and_deaths() -> None:
@@ -207,7 +271,12 @@ def test_a_ledger_follows_births_sizes_and_deaths() -> None:
         ledger.note([y])
     timeline = ledger.timeline()
     assert timeline.total.tolist() == [0, 100, 110, 60, 10]
-    assert (timeline.peak, timeline.peak_time, timeline.doing_at(2), timeline.doing_at(3)) == (110, 2, "two", "two")
+    assert (timeline.peak, timeline.peak_time, timeline.doing_at(2), timeline.doing_at(3)) == (
+        110,
+        2,
+        "two",
+        "two",
+    )
     assert timeline.at(2) == {"parameters": 10, "temporaries": 100}
     assert timeline.segments_at(3) == {"between segments": 50}
     assert ledger.timeline(3).total.tolist() == [60, 10]
@@ -235,19 +304,34 @@ def test_sizes_are_followed_only_inside() -> None:
     nn.Linear(2, 2).weight.untyped_storage().resize_(0)
 
 
-# --- the command ----------------------------------------------------------------------------------------------------------------------
+# --- the command ----------------------------------------------------------------------------------
 
 
-def test_the_command_shows_whether_it_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    small = ["--train.sequence-length", "32", "--train.batch-size", "2", "--model.num-hidden-layers", "1"]
+def test_the_command_shows_whether_it_fits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = [
+        "--train.sequence-length",
+        "32",
+        "--train.batch-size",
+        "2",
+        "--model.num-hidden-layers",
+        "1",
+    ]
     arguments = ["plan", "configs/quickstart.toml", "--device", "cpu", *small]
-    files = [text for kind in ("png", "json", "html") for text in (f"--{kind}".replace("png", "out"), str(tmp_path / f"plan.{kind}"))]
+    files = [
+        text
+        for kind in ("png", "json", "html")
+        for text in (f"--{kind}".replace("png", "out"), str(tmp_path / f"plan.{kind}"))
+    ]
     assert main([*arguments, "--memory", "10GiB", *files]) == 0
     shown = capsys.readouterr().out
     assert "fits in 10.00 GiB" in shown
     document = json.loads((tmp_path / "plan.json").read_text())
     (rank,) = document["ranks"]
-    assert document["needed"] == rank["peak"] == max(step["peak"] for step in rank["steps"].values())
+    assert (
+        document["needed"] == rank["peak"] == max(step["peak"] for step in rank["steps"].values())
+    )
     assert sum(rank["steps"]["a step"]["kinds"].values()) == rank["steps"]["a step"]["peak"]
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
     assert "quickstart: 1 rank" in (tmp_path / "plan.html").read_text("utf-8")
@@ -261,14 +345,19 @@ def test_the_command_shows_whether_it_fits(tmp_path: Path, capsys: pytest.Captur
         (["--memory", "80"], "--memory = '80' is not valid"),
         (["--memory", "eighty"], "--memory = 'eighty' is not valid"),
         (["--world", "0"], "--world = 0 is not valid"),
-        (["--world", "3", "--parallel.pp", "2"], "parallel.pp * parallel.ep = 2 * 1 = 2 does not divide the number of ranks, 3"),
+        (
+            ["--world", "3", "--parallel.pp", "2"],
+            "parallel.pp * parallel.ep = 2 * 1 = 2 does not divide the number of ranks, 3",
+        ),
         (["--imbalance", "0"], "--imbalance = 0.0 is not valid"),
         (["--out", "/nowhere/plan.png"], "cannot be written"),
         (["--html", "/nowhere/plan.html"], "cannot be written"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_what_makes_no_sense_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_makes_no_sense_is_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["plan", "configs/quickstart.toml", *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error
@@ -280,37 +369,59 @@ def test_the_command_wants_a_configuration(capsys: pytest.CaptureFixture[str]) -
     assert "lather plan configs/quickstart.toml" in capsys.readouterr().err
 
 
-# --- docs -----------------------------------------------------------------------------------------------------------------------------
+# --- docs -----------------------------------------------------------------------------------------
 
 
 def test_the_table_of_qwen3_30b_has_every_plan_and_what_fits() -> None:
-    lines = [line for line in (ROOT / "docs/memory.md").read_text().splitlines() if line.startswith(("| 16 | ", "| 8 | "))]
+    lines = [
+        line
+        for line in (ROOT / "docs/memory.md").read_text().splitlines()
+        if line.startswith(("| 16 | ", "| 8 | "))
+    ]
     names = []
     for line in lines:
         gpus, mesh, options, needs, *fits = (cell.strip() for cell in line.strip("|").split("|"))
-        quoted = re.fullmatch(r'\[([\d.]+)\]\(\.\./benchmarks/results/plans/([\w-]+)\.json "GiB that a rank needs"\)', needs)
+        quoted = re.fullmatch(
+            r'\[([\d.]+)\]\(\.\./benchmarks/results/plans/([\w-]+)\.json "GiB that a rank needs"\)',
+            needs,
+        )
         assert quoted
         document = stored_plan(quoted[2])
         axes = " ".join(f"--parallel.{axis}" for axis in mesh.split(", "))
         given = " ".join(re.findall(r"--\S+ \w+", options))
-        assert " ".join(document["arguments"]) == f"configs/qwen3-30b-a3b.toml --world {gpus} {axes} {given}".strip()
+        assert (
+            " ".join(document["arguments"])
+            == f"configs/qwen3-30b-a3b.toml --world {gpus} {axes} {given}".strip()
+        )
         assert f"{document['needed'] / 2**30:.2f}" == quoted[1]
-        assert fits == ["yes" if document["needed"] <= size * 2**30 else "no" for size in (64, 79, 139)]
+        assert fits == [
+            "yes" if document["needed"] <= size * 2**30 else "no" for size in (64, 79, 139)
+        ]
         names.append(quoted[2])
-    assert sorted(names) == sorted(name for name in plans.PLANS if name.startswith("qwen3-30b-a3b-"))
+    assert sorted(names) == sorted(
+        name for name in plans.PLANS if name.startswith("qwen3-30b-a3b-")
+    )
 
 
 def test_the_table_of_layers_partitioned_by_memory_is_that_of_its_plans() -> None:
-    lines = [line for line in (ROOT / "docs/memory.md").read_text().splitlines() if line.startswith("| pp ")]
+    lines = [
+        line
+        for line in (ROOT / "docs/memory.md").read_text().splitlines()
+        if line.startswith("| pp ")
+    ]
     assert len(lines) == 2
     for line in lines:
-        mesh, layers, even, by_memory, expected, bubble = (cell.strip() for cell in line.strip("|").split("|"))
+        mesh, layers, even, by_memory, expected, bubble = (
+            cell.strip() for cell in line.strip("|").split("|")
+        )
         name = f"qwen3-30b-a3b-16-{mesh.replace(', ', '-').replace(' ', '')}-soap_muon"
         uniform, by_size = (stored_plan(f"{name}{end}") for end in ("", "-by-memory"))
         found = by_size["partition"]
         assert [int(count) for count in layers.split()] == found["layers"]
         peaks = [max(rank["peak"] for rank in document["ranks"]) for document in (uniform, by_size)]
-        assert [even, by_memory, expected] == [f"{size / 2**30:.2f}" for size in (*peaks, found["expected"])]
+        assert [even, by_memory, expected] == [
+            f"{size / 2**30:.2f}" for size in (*peaks, found["expected"])
+        ]
         assert bubble == f"{100 * found['bubble_uniform']:.1f} % -> {100 * found['bubble']:.1f} %"
 
 
@@ -320,11 +431,19 @@ def test_deepseek_v2_needs_what_its_plan_says() -> None:
 
 
 def test_the_table_of_early_weight_gradients_is_that_of_its_plans() -> None:
-    lines = [line for line in (ROOT / "docs/memory.md").read_text().splitlines() if line.startswith("| attention")]
+    lines = [
+        line
+        for line in (ROOT / "docs/memory.md").read_text().splitlines()
+        if line.startswith("| attention")
+    ]
     assert len(lines) == 2
     for line, name in zip(lines, ("attention", "all"), strict=True):
         normal, early = (stored_plan(f"quickstart-deep-{name}{end}") for end in ("", "-early"))
-        peaks = [f"{rank['peak'] / 2**20:.2f}" for document in (normal, early) for rank in document["ranks"]]
+        peaks = [
+            f"{rank['peak'] / 2**20:.2f}"
+            for document in (normal, early)
+            for rank in document["ranks"]
+        ]
         price = early["early_weight_gradients"]
         bubbles = [f"{100 * price[key]:.1f} %" for key in ("bubble_normal", "bubble")]
         assert [cell.strip() for cell in line.strip("|").split("|")][1:] == [*peaks, *bubbles]
@@ -333,10 +452,18 @@ def test_the_table_of_early_weight_gradients_is_that_of_its_plans() -> None:
 def test_the_advice_of_the_page_needs_what_its_plans_say() -> None:
     page = (ROOT / "docs/memory.md").read_text()
     smaller, bf16 = "--optim.sides smaller", "--optim.state-dtype bfloat16"
-    for options, name in ((smaller, "smaller"), (f"{smaller} {bf16}", "smaller-bf16"), (bf16, "bf16")):
+    for options, name in (
+        (smaller, "smaller"),
+        (f"{smaller} {bf16}", "smaller-bf16"),
+        (bf16, "bf16"),
+    ):
         needed = stored_plan(f"qwen3-30b-a3b-16-pp2-ep8-soap-{name}")["needed"] / 2**30
-        assert re.search(rf"^ {options} +{needed:.2f} +{80 - needed:.2f} ", page, re.MULTILINE), options
-    alone, halved = (stored_plan(f"qwen3-30b-a3b-8-ep8-soap{end}")["needed"] / 2**30 for end in ("", "-smaller"))
+        assert re.search(rf"^ {options} +{needed:.2f} +{80 - needed:.2f} ", page, re.MULTILINE), (
+            options
+        )
+    alone, halved = (
+        stored_plan(f"qwen3-30b-a3b-8-ep8-soap{end}")["needed"] / 2**30 for end in ("", "-smaller")
+    )
     assert f"needs {alone:.2f} GiB, and {halved:.2f} with" in page
 
 

@@ -1,4 +1,5 @@
-"""Pictures of a memory plan that is made by hand: the data of the page are right, and both files are whole."""
+"""Pictures of a memory plan that is made by hand: the data of the page are right, and both files
+are whole."""
 
 from __future__ import annotations
 
@@ -20,7 +21,15 @@ from lather.pipeline.schedule import Kind
 from lather.planning.dry_run import RankRun
 from lather.planning.ledger import KINDS, Mark, MemoryTimeline
 from lather.planning.plan import MemoryPlan
-from lather.planning.plan_picture import Doing, doings, draw, figure_of, kinds_of, page_data, write_page
+from lather.planning.plan_picture import (
+    Doing,
+    doings,
+    draw,
+    figure_of,
+    kinds_of,
+    page_data,
+    write_page,
+)
 from lather.planning.workers import Assumed
 
 MIB = 2**20
@@ -35,13 +44,25 @@ def timeline(activations: list[int], marks: dict[int, str]) -> MemoryTimeline:
     return MemoryTimeline(curves, {}, [Mark(time, name) for time, name in marks.items()])
 
 
-STEP = timeline([0, 3, 9, 5, 2, 0], {0: "a step", 1: "0F1", 2: "(0F2;3B0)OVERLAP_F_B", 3: "between actions", 4: "optimizer, update"})
+STEP = timeline(
+    [0, 3, 9, 5, 2, 0],
+    {
+        0: "a step",
+        1: "0F1",
+        2: "(0F2;3B0)OVERLAP_F_B",
+        3: "between actions",
+        4: "optimizer, update",
+    },
+)
 
 
 @pytest.fixture
 def plan() -> MemoryPlan:
     steps = {"building the model": timeline([1, 1], {0: "building the model"}), "a step": STEP}
-    ranks = tuple(RankRun(rank, rank, (range(rank, 1 + rank), range(3 - rank, 4 - rank)), steps, {}, {}) for rank in (0, 1))
+    ranks = tuple(
+        RankRun(rank, rank, (range(rank, 1 + rank), range(3 - rank, 4 - rank)), steps, {}, {})
+        for rank in (0, 1)
+    )
     partition = Partition((1, 2, 3, 4), 19.0 * MIB, 20.0 * MIB)
     return MemoryPlan(config_of("adamw", parallel={"pp": 2}), 2, Assumed("cpu"), ranks, partition)
 
@@ -55,12 +76,16 @@ def test_the_strip_has_actions_and_phases_from_start_to_end() -> None:
 
 
 def test_marks_of_one_name_are_one_box() -> None:
-    assert list(doings(timeline([0] * 5, {0: "0F1", 2: "0F1", 5: "0F2"}))) == [Doing(0, 5, "0F1", (FORWARD[0],))]
+    assert list(doings(timeline([0] * 5, {0: "0F1", 2: "0F1", 5: "0F2"}))) == [
+        Doing(0, 5, "0F1", (FORWARD[0],))
+    ]
 
 
 def test_the_page_says_what_the_plan_says(plan: MemoryPlan) -> None:
     data = page_data(plan, 15 * MIB)
-    assert [kind["name"] for kind in data["kinds"]] == kinds_of(plan) == ["parameters", "activations"]
+    assert (
+        [kind["name"] for kind in data["kinds"]] == kinds_of(plan) == ["parameters", "activations"]
+    )
     assert not data["fits"]
     assert "does not fit" in data["notes"][0]
     assert "layers by stage 1 2 3 4" in data["notes"][1]
@@ -79,12 +104,16 @@ class Sources(HTMLParser):
         self.found: list[str] = []
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.found += [value or "" for name, value in attributes if name in ("src", "href", "srcset")]
+        self.found += [
+            value or "" for name, value in attributes if name in ("src", "href", "srcset")
+        ]
 
 
 def test_the_page_is_one_file_whatever_the_names(plan: MemoryPlan, tmp_path: Path) -> None:
     out = tmp_path / "plan.html"
-    write_page(plan, None, "<b>run</b> {{data}}", 'run_dir = "</pre><script>alert(1)</script>"', out)
+    write_page(
+        plan, None, "<b>run</b> {{data}}", 'run_dir = "</pre><script>alert(1)</script>"', out
+    )
     page = out.read_text("utf-8")
     sources = Sources()
     sources.feed(page)
@@ -92,7 +121,9 @@ def test_the_page_is_one_file_whatever_the_names(plan: MemoryPlan, tmp_path: Pat
     assert "<b>run" not in page
     assert "alert(1)</script>" not in page
     assert page.count("{{") == 2  # those in the title, which stays as it was given
-    (block,) = re.findall(r'<script id="data" type="application/json">(.*?)</script>', page, re.DOTALL)
+    (block,) = re.findall(
+        r'<script id="data" type="application/json">(.*?)</script>', page, re.DOTALL
+    )
     assert json.loads(block) == json.loads(json.dumps(page_data(plan, None)))
 
 
@@ -107,8 +138,15 @@ def test_bars_and_curves_are_as_long_as_the_peaks(plan: MemoryPlan) -> None:
     assert ends == {0: 19.0, 1: 19.0}
     for panel in panels:
         *curves, strip = panel.collections
-        assert max(path.vertices[:, 1].max() for curve in curves for path in curve.get_paths()) == 19.0
-        assert [path.vertices[:, 0].min() for path in strip.get_paths()] == [1.0, 2.0, 2.0, 4.0]  # an overlapped pair has two boxes
+        assert (
+            max(path.vertices[:, 1].max() for curve in curves for path in curve.get_paths()) == 19.0
+        )
+        assert [path.vertices[:, 0].min() for path in strip.get_paths()] == [
+            1.0,
+            2.0,
+            2.0,
+            4.0,
+        ]  # an overlapped pair has two boxes
         assert panel.lines[-1].get_ydata()[0] == 15.0  # the device's memory
         assert any("19.00 MiB in (0F2;3B0)OVERLAP_F_B" in text.get_text() for text in panel.texts)
 

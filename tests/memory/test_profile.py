@@ -1,4 +1,5 @@
-"""The tensors that a forward pass keeps, counted by hand: bytes, kinds and names on modules whose saved tensors are known."""
+"""The tensors that a forward pass keeps, counted by hand: bytes, kinds and names on modules whose
+saved tensors are known."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from lather.memory.profile import SavedTensors, profile_saved_tensors
 from memory.modules import F32, Act, Plan, leaf, only, profile_of, square
 
-# --- bytes and kinds ----------------------------------------------------------------------------------------------------------------
+# --- bytes and kinds ------------------------------------------------------------------------------
 
 
 def test_linear_keeps_its_input_once_and_its_weight_as_weight() -> None:
@@ -53,7 +54,12 @@ def test_two_layers_that_share_an_input_keep_it_once_at_the_first() -> None:
 
     profile = profile_of(Fork(), leaf(7, 5))
     one = only(profile)
-    assert (one.bytes, one.layer, one.num_saves, one.also_saved_in) == (7 * 5 * F32, "left", 2, ("right other",))
+    assert (one.bytes, one.layer, one.num_saves, one.also_saved_in) == (
+        7 * 5 * F32,
+        "left",
+        2,
+        ("right other",),
+    )
     assert profile.bytes("activation", layer="right") == 0
     assert profile.bytes("weight", layer="right") == 5 * 2 * F32
     assert profile.layers() == ("left", "right")
@@ -77,7 +83,8 @@ def test_two_slices_of_a_storage_count_it_once() -> None:
 
 
 def test_different_storages_at_one_address_are_told_apart() -> None:
-    """Each product is freed before the next is made, so that both may lie at one address; the tensors that they save are not freed."""
+    """Each product is freed before the next is made, so that both may lie at one address; the
+    tensors that they save are not freed."""
 
     def many(x: Tensor) -> Tensor:
         for _ in range(5):
@@ -154,13 +161,17 @@ def test_autocast_copies_of_weights_are_told_from_weights_and_activations() -> N
 
 
 def test_what_is_computed_from_a_weight_with_data_is_an_activation() -> None:
-    """As far as autograd can see, every activation of a language model comes from an embedding alone."""
+    """As far as autograd can see, every activation of a language model comes from an embedding
+    alone."""
     model = nn.Sequential(nn.Embedding(11, 5), Act(square))
     profile = profile_saved_tensors(model, lambda: model(torch.arange(7)).sum())
-    assert [(one.kind, one.bytes) for one in profile.storages] == [("activation", 7 * 8), ("activation", 7 * 5 * F32)]
+    assert [(one.kind, one.bytes) for one in profile.storages] == [
+        ("activation", 7 * 8),
+        ("activation", 7 * 5 * F32),
+    ]
 
 
-# --- custom functions, checkpoints, cut graphs --------------------------------------------------------------------------------------
+# --- custom functions, checkpoints, cut graphs ----------------------------------------------------
 
 
 class Twice(torch.autograd.Function):
@@ -197,7 +208,10 @@ def test_attributes_are_filed_under_the_module_that_was_running(first: str) -> N
         def __init__(self) -> None:
             super().__init__()
             plans = {first: Plan(torch.arange(4), {})}
-            self.parts = nn.ModuleList(Act(lambda x, name=name: Twice.apply(x.exp(), plans.get(name))) for name in ("0", "1"))
+            self.parts = nn.ModuleList(
+                Act(lambda x, name=name: Twice.apply(x.exp(), plans.get(name)))
+                for name in ("0", "1")
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             for part in self.parts:
@@ -217,7 +231,11 @@ def test_attributes_are_filed_under_the_module_that_calls_not_the_one_that_reads
         def forward(self, x: Tensor) -> Tensor:
             return self.inner(Twice.apply(x, Plan(torch.arange(4), {})))
 
-    (one,) = (one for one in profile_of(nn.Sequential(Outer()), leaf(7, 5)).storages if one.dtype == "int64")
+    (one,) = (
+        one
+        for one in profile_of(nn.Sequential(Outer()), leaf(7, 5)).storages
+        if one.dtype == "int64"
+    )
     assert one.module == "0"
 
 
@@ -229,7 +247,9 @@ def test_a_checkpointed_region_keeps_its_input_alone() -> None:
         return x.exp().sin().cos()
 
     model = Act(lambda x: torch.utils.checkpoint.checkpoint(region, x, use_reentrant=False))
-    (one,) = (one for one in profile_of(model, leaf(7, 5)).storages if one.bytes)  # torch 2.11 also keeps an empty tensor
+    (one,) = (
+        one for one in profile_of(model, leaf(7, 5)).storages if one.bytes
+    )  # torch 2.11 also keeps an empty tensor
     assert (one.bytes, one.saved_by) == (7 * 5 * F32, "")
     assert len(calls) == 1, "the profile ran the region again"
 
@@ -260,8 +280,13 @@ def test_what_went_backward_during_the_run_is_not_kept() -> None:
 
 def test_outputs_may_be_nested() -> None:
     model = Act(square)
-    profile = profile_saved_tensors(model, lambda: {"losses": [model(leaf(7, 5)), Plan(model(leaf(3, 5)), {})], "step": 3})
-    assert [one.saved_by for one in profile.storages] == ["MulBackward0.other", "MulBackward0.other"]
+    profile = profile_saved_tensors(
+        model, lambda: {"losses": [model(leaf(7, 5)), Plan(model(leaf(3, 5)), {})], "step": 3}
+    )
+    assert [one.saved_by for one in profile.storages] == [
+        "MulBackward0.other",
+        "MulBackward0.other",
+    ]
     assert profile.bytes() == (7 + 3) * 5 * F32
 
 

@@ -1,4 +1,5 @@
-"""`lather profile` as a user meets it: tables, files, and one clear line for everything that can be put right."""
+"""`lather profile` as a user meets it: tables, files, and one clear line for everything that can be
+put right."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from memory.written_profile import from_json
 from tiny_run import command, write_config
 
 ROWS = 2 * 16
-"""Tokens in a micro-batch of the tiny configuration: D = 16, F = 8, E = 4, K = 2, one dense and one MoE block with a shared expert."""
+"""Tokens in a micro-batch of the tiny configuration: D = 16, F = 8, E = 4, K = 2, one dense and one
+MoE block with a shared expert."""
 
 
 @pytest.fixture(scope="module")
@@ -41,49 +43,105 @@ def document(path: Path) -> dict[str, Any]:
     return parsed
 
 
-def test_tables_json_and_picture(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, lines, err = run(capsys, config, "--json", tmp_path / "p.json", "--out", tmp_path / "p.png")
+def test_tables_json_and_picture(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, lines, err = run(
+        capsys, config, "--json", tmp_path / "p.json", "--out", tmp_path / "p.png"
+    )
     assert (status, err) == (0, "")
     titles = [line.strip() for line in lines]
-    assert {"embed_tokens", "layers.0", "layers.1", "norm", "loss", "kept for backward, each storage once"} <= set(titles)
+    assert {
+        "embed_tokens",
+        "layers.0",
+        "layers.1",
+        "norm",
+        "loss",
+        "kept for backward, each storage once",
+    } <= set(titles)
     assert "one micro-batch of 2 x 16 tokens, fp32, memory 'saved'" in titles
     assert titles[-2:] == [str(tmp_path / "p.json"), str(tmp_path / "p.png")]
     assert matplotlib.image.imread(tmp_path / "p.png").std() > 0
 
     written = document(tmp_path / "p.json")
-    assert (written["measured_blocks"], written["precision"], written["torch"]) == ("all", "fp32", torch.__version__)
-    assert (written["micro_batch_size"], written["sequence_length"], written["model"]["hidden_size"]) == (2, 16, 16)
+    assert (written["measured_blocks"], written["precision"], written["torch"]) == (
+        "all",
+        "fp32",
+        torch.__version__,
+    )
+    assert (
+        written["micro_batch_size"],
+        written["sequence_length"],
+        written["model"]["hidden_size"],
+    ) == (2, 16, 16)
     (mode,) = written["profiles"]
     assert mode == "saved"
     profile = from_json(written["profiles"]["saved"])
     assert profile.num_tokens == ROWS
-    gate_up = [one for one in profile.storages if one.layer == "layers.1" and one.segment == "run_experts" and one.shape[-1:] == (2 * 8,)]
-    assert [one.bytes for one in gate_up if one.kind == "activation"] == [ROWS * 2 * 2 * 8 * 4]  # T K 2F elements in fp32
+    gate_up = [
+        one
+        for one in profile.storages
+        if one.layer == "layers.1" and one.segment == "run_experts" and one.shape[-1:] == (2 * 8,)
+    ]
+    assert [one.bytes for one in gate_up if one.kind == "activation"] == [
+        ROWS * 2 * 2 * 8 * 4
+    ]  # T K 2F elements in fp32
     assert profile.bytes("activation", segment="dispatch") == 0
     assert profile.bytes("weight", segment="run_experts") == (3 * 16 * 24 + 4 * 3 * 16 * 8) * 4
 
 
-def test_comparison_of_all_modes(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, lines, _ = run(capsys, config, "--compare", "--json", tmp_path / "p.json", "--out", tmp_path / "p.png")
+def test_comparison_of_all_modes(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, lines, _ = run(
+        capsys, config, "--compare", "--json", tmp_path / "p.json", "--out", tmp_path / "p.png"
+    )
     assert status == 0
-    profiles = {mode: from_json(one) for mode, one in document(tmp_path / "p.json")["profiles"].items()}
+    profiles = {
+        mode: from_json(one) for mode, one in document(tmp_path / "p.json")["profiles"].items()
+    }
     assert tuple(profiles) == MEMORY_MODES
     sizes = {mode: profile.bytes("activation") for mode, profile in profiles.items()}
     assert sizes["recompute"] < sizes["saved"] < sizes["reference"]
     (model,) = (line.split() for line in lines if line.split()[:1] == ["model"])
     kib = {mode: f"{size / ROWS / 1024:,.2f}" for mode, size in sizes.items()}
     ratio = {mode: f"{size / sizes['reference']:.2f}" for mode, size in sizes.items()}
-    assert model == ["model", kib["saved"], ratio["saved"], "x", kib["recompute"], ratio["recompute"], "x", kib["reference"]]
-    attention = {mode: profile.bytes("activation", segment="attend_and_route") for mode, profile in profiles.items()}
+    assert model == [
+        "model",
+        kib["saved"],
+        ratio["saved"],
+        "x",
+        kib["recompute"],
+        ratio["recompute"],
+        "x",
+        kib["reference"],
+    ]
+    attention = {
+        mode: profile.bytes("activation", segment="attend_and_route")
+        for mode, profile in profiles.items()
+    }
     assert attention["saved"] == attention["recompute"] < 0.7 * attention["reference"]
     assert matplotlib.image.imread(tmp_path / "p.png").std() > 0
 
 
-MESH = ("--model.num-hidden-layers", 5, "--parallel.pp", 2, "--parallel.ep", 2, "--train.batch-size", 16, "--train.micro-batch-size", 0)
+MESH = (
+    "--model.num-hidden-layers",
+    5,
+    "--parallel.pp",
+    2,
+    "--parallel.ep",
+    2,
+    "--train.batch-size",
+    16,
+    "--train.micro-batch-size",
+    0,
+)
 """Options that give a data rank 8 sequences in 4 micro-batches of 2."""
 
 
-def test_a_mesh_adds_what_each_rank_keeps(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mesh_adds_what_each_rank_keeps(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     status, lines, err = run(capsys, config, *MESH, "--json", tmp_path / "p.json")
     assert (status, err) == (0, "")
     written = document(tmp_path / "p.json")
@@ -94,10 +152,15 @@ def test_a_mesh_adds_what_each_rank_keeps(config: Path, tmp_path: Path, capsys: 
         [(1, [1, 2]), (2, [3])],
     ]
     for one in by_rank:
-        alive = sum(stage["chunks_at_peak"] * stage["kept"] + stage["waiting_at_peak"] * stage["waiting"] for stage in one["stages"])
+        alive = sum(
+            stage["chunks_at_peak"] * stage["kept"] + stage["waiting_at_peak"] * stage["waiting"]
+            for stage in one["stages"]
+        )
         assert one["peak"] == alive + one["boundaries_at_peak"] * ROWS * 16 * 4
         assert one["most_chunks"] == 5
-    (first, second) = (line.split() for line in lines if line.split()[:3] in (["0", "0", "0"], ["1", "1", "1-2"]))
+    (first, second) = (
+        line.split() for line in lines if line.split()[:3] in (["0", "0", "0"], ["1", "1", "1-2"])
+    )
     assert [first[-1], second[-1]] == [f"{one['peak'] / 2**20:.2f}" for one in by_rank]
     text = " ".join(" ".join(lines).split())
     assert "4 micro-batches on 2 pipeline x 2 expert ranks" in text
@@ -105,27 +168,57 @@ def test_a_mesh_adds_what_each_rank_keeps(config: Path, tmp_path: Path, capsys: 
     assert "ranks" not in document_of_one_rank(config, tmp_path, capsys)
 
 
-def document_of_one_rank(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+def document_of_one_rank(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> dict[str, Any]:
     assert run(capsys, config, "--json", tmp_path / "one.json")[0] == 0
     return document(tmp_path / "one.json")
 
 
-def test_a_mesh_is_compared_with_and_without_each_lever(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mesh_is_compared_with_and_without_each_lever(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     status, lines, _ = run(capsys, config, *MESH, "--compare", "--json", tmp_path / "p.json")
     assert status == 0
-    largest = {name: max(one["peak"] for one in by_rank) for name, by_rank in document(tmp_path / "p.json")["ranks"].items()}
-    others = [f"saved, {lever}" for lever in ("attention recomputed", "everything recomputed", "no early frees")]
+    largest = {
+        name: max(one["peak"] for one in by_rank)
+        for name, by_rank in document(tmp_path / "p.json")["ranks"].items()
+    }
+    others = [
+        f"saved, {lever}"
+        for lever in ("attention recomputed", "everything recomputed", "no early frees")
+    ]
     assert list(largest) == [*MEMORY_MODES, *others]
-    assert largest["recompute"] < largest["saved"] < largest["saved, no early frees"] < largest["reference"]
-    assert max(largest["saved, attention recomputed"], largest["saved, everything recomputed"]) < largest["saved"]
+    assert (
+        largest["recompute"]
+        < largest["saved"]
+        < largest["saved, no early frees"]
+        < largest["reference"]
+    )
+    assert (
+        max(largest["saved, attention recomputed"], largest["saved, everything recomputed"])
+        < largest["saved"]
+    )
     for name, size in largest.items():
-        assert any(line.strip().startswith(name) and line.split()[-1] == f"{size / 2**20:.2f}" for line in lines), name
+        assert any(
+            line.strip().startswith(name) and line.split()[-1] == f"{size / 2**20:.2f}"
+            for line in lines
+        ), name
 
 
-def test_distinct_layers_give_what_all_give(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_distinct_layers_give_what_all_give(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     written = {}
     for layers in ("all", "distinct"):
-        arguments = ("--model.num-hidden-layers", 4, "--layers", layers, "--json", tmp_path / "p.json")
+        arguments = (
+            "--model.num-hidden-layers",
+            4,
+            "--layers",
+            layers,
+            "--json",
+            tmp_path / "p.json",
+        )
         status, lines, _ = run(capsys, config, *arguments)
         assert status == 0
         written[layers] = document(tmp_path / "p.json")
@@ -137,17 +230,33 @@ def test_distinct_layers_give_what_all_give(config: Path, tmp_path: Path, capsys
 
 
 def test_big_models_are_cut_without_being_asked(
-    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    config: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("lather.commands.profile.MOST_PARAMETERS", 1000)
-    assert run(capsys, config, "--model.num-hidden-layers", 4, "--json", tmp_path / "p.json")[0] == 0
+    assert (
+        run(capsys, config, "--model.num-hidden-layers", 4, "--json", tmp_path / "p.json")[0] == 0
+    )
     assert document(tmp_path / "p.json")["measured_blocks"] == [0, 1, 2]
 
 
-def test_overrides_change_batch_precision_and_mode(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_overrides_change_batch_precision_and_mode(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     plain, other = tmp_path / "plain.json", tmp_path / "other.json"
     assert run(capsys, config, "--json", plain)[0] == 0
-    arguments = ("--train.micro-batch-size", 4, "--train.sequence-length", 8, "--train.precision", "bf16", "--moe.memory", "reference")
+    arguments = (
+        "--train.micro-batch-size",
+        4,
+        "--train.sequence-length",
+        8,
+        "--train.precision",
+        "bf16",
+        "--moe.memory",
+        "reference",
+    )
     assert run(capsys, config, *arguments, "--json", other)[0] == 0
     (before,), (after,) = (document(path)["profiles"].values() for path in (plain, other))
     assert before["num_tokens"] == after["num_tokens"] == ROWS
@@ -158,7 +267,10 @@ def test_overrides_change_batch_precision_and_mode(config: Path, tmp_path: Path,
 
 
 def test_documents_stay_apart_where_attention_is_packed(
-    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    config: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     given: list[Tensor | None] = []
     forward = Decoder.forward
@@ -182,14 +294,17 @@ def test_documents_stay_apart_where_attention_is_packed(
     assert packed > plain  # attention without documents needs no mask
 
     for length, expected in ((6, [0, 2, 4, 6, 8, 10, 12]), (1, [0, 1, 2])):
-        assert run(capsys, config, "--data.packed-attention", "--train.sequence-length", length)[0] == 0
+        assert (
+            run(capsys, config, "--data.packed-attention", "--train.sequence-length", length)[0]
+            == 0
+        )
         assert given[-1] is not None
         assert given[-1].tolist() == expected
 
 
 def test_files_are_written_for_a_reader_that_leaves_early(config: Path, tmp_path: Path) -> None:
-    """The reader of `lather profile ... | head` leaves; here before the first line, so that the pipe is closed whatever the machine's
-    speed."""
+    """The reader of `lather profile ... | head` leaves; here before the first line, so that the
+    pipe is closed whatever the machine's speed."""
     arguments = ("profile", config, "--json", tmp_path / "p.json", "--out", tmp_path / "p.png")
     process = fresh_python(command(*arguments)[1:], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None
@@ -201,16 +316,23 @@ def test_files_are_written_for_a_reader_that_leaves_early(config: Path, tmp_path
     assert from_json(document(tmp_path / "p.json")["profiles"]["saved"]).num_tokens == ROWS
 
 
-def test_the_picture_is_of_the_configuration(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_picture_is_of_the_configuration(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     titles: list[str] = []
-    monkeypatch.setattr("lather.memory.profile_report._save", lambda figure, axes, out: titles.append(axes.get_title()))
+    monkeypatch.setattr(
+        "lather.memory.profile_report._save",
+        lambda figure, axes, out: titles.append(axes.get_title()),
+    )
     for options in ([], ["--compare"]):
         assert main(["profile", str(config), "--out", str(tmp_path / "p.png"), *options]) == 0
     assert titles[0].startswith("tiny: kept for backward, memory 'saved'\n2 x 16 tokens, fp32\n")
     assert titles[1] == "tiny: kept for backward\n2 x 16 tokens, fp32"
 
 
-def test_the_run_directory_is_not_touched(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_run_directory_is_not_touched(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(capsys, config, "--run-dir", tmp_path / "run")[0] == 0
     assert list(tmp_path.iterdir()) == []
     assert not (config.parent / "data").exists()
@@ -221,19 +343,39 @@ BAD_INPUT: list[tuple[list[str], list[str]]] = [
     (["nowhere.toml"], ["nowhere.toml", "no such file"]),
     (["{config}", "--moe.memory", "lean"], ["--moe.memory", "'lean'", "'recompute'"]),
     (["{config}", "--layers", "some"], ["--layers", "'some'", "'distinct'"]),
-    (["{config}", "--train.sequence-length", "65"], ["train.sequence_length", "65", "model.max_position_embeddings (64)"]),
+    (
+        ["{config}", "--train.sequence-length", "65"],
+        ["train.sequence_length", "65", "model.max_position_embeddings (64)"],
+    ),
     (["{config}", "--train.micro-batch-size", "3"], ["train.batch_size", "4", "a multiple of 3"]),
-    (["{config}", "--parallel.pp", "2", "--model.num-hidden-layers", "4"], ["train.batch_size", "4", "at least 8"]),
-    (["{config}", "--out", "absent/x.png"], ["absent/x.png", "cannot be written", "no such folder"]),
-    (["{config}", "--json", "absent/x.json"], ["absent/x.json", "cannot be written", "no such folder"]),
-    (["{config}", "--out", "{folder}"], ["{folder}", "cannot be written", "a folder", "name a file"]),
-    (["{config}", "--json", "{folder}"], ["{folder}", "cannot be written", "a folder", "name a file"]),
+    (
+        ["{config}", "--parallel.pp", "2", "--model.num-hidden-layers", "4"],
+        ["train.batch_size", "4", "at least 8"],
+    ),
+    (
+        ["{config}", "--out", "absent/x.png"],
+        ["absent/x.png", "cannot be written", "no such folder"],
+    ),
+    (
+        ["{config}", "--json", "absent/x.json"],
+        ["absent/x.json", "cannot be written", "no such folder"],
+    ),
+    (
+        ["{config}", "--out", "{folder}"],
+        ["{folder}", "cannot be written", "a folder", "name a file"],
+    ),
+    (
+        ["{config}", "--json", "{folder}"],
+        ["{folder}", "cannot be written", "a folder", "name a file"],
+    ),
     (["{config}", "--comparison"], ["--comparison"]),
     (["{config}", "--out"], ["--out"]),
 ]
 
 
-@pytest.mark.parametrize(("arguments", "expected"), BAD_INPUT, ids=[" ".join(case[0]) or "nothing" for case in BAD_INPUT])
+@pytest.mark.parametrize(
+    ("arguments", "expected"), BAD_INPUT, ids=[" ".join(case[0]) or "nothing" for case in BAD_INPUT]
+)
 def test_bad_input_is_one_line_and_status_2(
     config: Path,
     tmp_path: Path,
@@ -243,8 +385,12 @@ def test_bad_input_is_one_line_and_status_2(
     expected: list[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("lather.commands.profile.build", None)  # errors come before a model is built
-    status, lines, err = run(capsys, *(argument.format(config=config, folder=config.parent) for argument in arguments))
+    monkeypatch.setattr(
+        "lather.commands.profile.build", None
+    )  # errors come before a model is built
+    status, lines, err = run(
+        capsys, *(argument.format(config=config, folder=config.parent) for argument in arguments)
+    )
     assert (status, lines) == (2, [])
     assert len(err.splitlines()) == 1
     for words in expected:

@@ -1,4 +1,5 @@
-"""The places under which a profile files kept tensors (layers, modules, segments), and that it leaves nothing behind."""
+"""The places under which a profile files kept tensors (layers, modules, segments), and that it
+leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -11,14 +12,24 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from lather.memory.profile import BLOCK_SEGMENTS, OUTSIDE, SavedStorage, SavedTensors, expand, layer_of, profile_saved_tensors, tensors_in
+from lather.memory.profile import (
+    BLOCK_SEGMENTS,
+    OUTSIDE,
+    SavedStorage,
+    SavedTensors,
+    expand,
+    layer_of,
+    profile_saved_tensors,
+    tensors_in,
+)
 from memory.modules import F32, Act, Plan, leaf, profile_of, square
 
-# --- places -------------------------------------------------------------------------------------------------------------------------
+# --- places ---------------------------------------------------------------------------------------
 
 
 class TinyBlock(nn.Module):
-    """A block whose five segments keep a tensor of its own size each; its forward keeps one more between them."""
+    """A block whose five segments keep a tensor of its own size each; its forward keeps one more
+    between them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,8 +78,18 @@ ROW = 5 * F32
 def test_segments_of_a_block_and_of_what_is_around_it() -> None:
     model = TinyDecoder()
     profile = profile_saved_tensors(model, lambda: model(torch.arange(2)).square().sum())
-    sizes = {(layer, segment): profile.bytes(layer=layer, segment=segment) for layer in profile.layers() for segment in profile.segments()}
-    block = {"attend_and_route": ROW, "dispatch": 2 * ROW, "run_experts": 4 * ROW + F32, "other": 16 * ROW, "aggregate": 32 * ROW}
+    sizes = {
+        (layer, segment): profile.bytes(layer=layer, segment=segment)
+        for layer in profile.layers()
+        for segment in profile.segments()
+    }
+    block = {
+        "attend_and_route": ROW,
+        "dispatch": 2 * ROW,
+        "run_experts": 4 * ROW + F32,
+        "other": 16 * ROW,
+        "aggregate": 32 * ROW,
+    }
     assert {place: size for place, size in sizes.items() if size} == {
         ("embed_tokens", "embedding"): 2 * 8,
         **{(f"layers.{n}", segment): size for n in (0, 1) for segment, size in block.items()},
@@ -87,8 +108,14 @@ def test_segments_of_a_block_and_of_what_is_around_it() -> None:
         "final_norm",
         "head_and_loss",
     )
-    modules = {one.segment: one.module for one in profile.storages if one.layer == "layers.1" and one.dtype == "float32" and one.shape}
-    assert modules == {name: "layers.1.mlp" if name == "run_experts" else "layers.1" for name in block}
+    modules = {
+        one.segment: one.module
+        for one in profile.storages
+        if one.layer == "layers.1" and one.dtype == "float32" and one.shape
+    }
+    assert modules == {
+        name: "layers.1.mlp" if name == "run_experts" else "layers.1" for name in block
+    }
 
 
 def test_a_storage_that_several_segments_keep_names_them() -> None:
@@ -109,7 +136,9 @@ def attributes_of(model: nn.Module) -> list[list[str]]:
 
 
 def hooks_of(model: nn.Module) -> int:
-    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+    return sum(
+        len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()
+    )
 
 
 @pytest.mark.parametrize("fails", ["", "attend_and_route", "run_experts", "mlp", "after"])
@@ -177,14 +206,18 @@ def test_a_model_with_a_norm_is_not_yet_a_decoder() -> None:
 
 def test_two_profiles_of_a_model_are_the_same() -> None:
     model = TinyDecoder()
-    first, second = (profile_saved_tensors(model, lambda: model(torch.arange(2)).sum()) for _ in range(2))
+    first, second = (
+        profile_saved_tensors(model, lambda: model(torch.arange(2)).sum()) for _ in range(2)
+    )
     assert first == second
 
 
 def test_the_pass_gives_the_same_numbers_and_gradients_as_without_hooks() -> None:
     def pass_(profiled: bool) -> list[Tensor]:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Embedding(11, 5), nn.Linear(5, 3), Act(torch.exp), Act(square), nn.Linear(3, 5))
+        model = nn.Sequential(
+            nn.Embedding(11, 5), nn.Linear(5, 3), Act(torch.exp), Act(square), nn.Linear(3, 5)
+        )
         losses: list[Tensor] = []
 
         def run() -> Tensor:
@@ -213,7 +246,8 @@ def test_the_graph_is_freed_afterwards() -> None:
         return y
 
     model = nn.Sequential(Act(watched), Act(square))
-    gc.disable()  # reference counts alone must free it: a cycle through autograd would never be found
+    # reference counts alone must free it: a cycle through autograd would never be found
+    gc.disable()
     try:
         profile = profile_of(model, leaf(7, 5))
         assert profile.bytes() == 7 * 5 * F32
@@ -222,12 +256,18 @@ def test_the_graph_is_freed_afterwards() -> None:
         gc.enable()
 
 
-# --- parts --------------------------------------------------------------------------------------------------------------------------
+# --- parts ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("path", "layer"),
-    [("layers.3.mlp.experts.0", "layers.3"), ("norm", "norm"), ("model.norm", "model"), ("0", "0"), ("", OUTSIDE)],
+    [
+        ("layers.3.mlp.experts.0", "layers.3"),
+        ("norm", "norm"),
+        ("model.norm", "model"),
+        ("0", "0"),
+        ("", OUTSIDE),
+    ],
 )
 def test_layer_of(path: str, layer: str) -> None:
     assert layer_of(path) == layer
@@ -235,20 +275,34 @@ def test_layer_of(path: str, layer: str) -> None:
 
 def test_tensors_in_finds_all_and_takes_classes_for_what_they_are() -> None:
     a, b, c = torch.ones(1), torch.ones(2), torch.ones(3)
-    assert [t.numel() for t in tensors_in([a, {"x": (b, Plan(c, {"y": [a]}))}, Plan, "text", None, 3])] == [1, 2, 3, 1]
+    assert [
+        t.numel() for t in tensors_in([a, {"x": (b, Plan(c, {"y": [a]}))}, Plan, "text", None, 3])
+    ] == [1, 2, 3, 1]
     assert list(tensors_in({"x": 1})) == []
 
 
 def test_layers_are_in_order_of_their_numbers() -> None:
     names = ["embed", "layers.0", "layers.10", "layers.9", "norm", "layers.2"]
-    storages = tuple(SavedStorage(name, "other", name, "", (1,), "float32", 4, "activation", "", 1, ()) for name in names)
-    assert SavedTensors(storages, 1).layers() == ("embed", "layers.0", "layers.2", "layers.9", "layers.10", "norm")
+    storages = tuple(
+        SavedStorage(name, "other", name, "", (1,), "float32", 4, "activation", "", 1, ())
+        for name in names
+    )
+    assert SavedTensors(storages, 1).layers() == (
+        "embed",
+        "layers.0",
+        "layers.2",
+        "layers.9",
+        "layers.10",
+        "norm",
+    )
 
 
 def test_expand_copies_the_second_of_a_kind_and_takes_weights_from_the_first() -> None:
     def storage(layer: str, kind: Any, size: int, also: tuple[str, ...] = ()) -> SavedStorage:
         weight = "" if kind == "activation" else f"{layer}.w"
-        return SavedStorage(layer, "other", f"{layer}.mlp", "", (size,), "uint8", size, kind, weight, 1, also)
+        return SavedStorage(
+            layer, "other", f"{layer}.mlp", "", (size,), "uint8", size, kind, weight, 1, also
+        )
 
     measured = SavedTensors(
         (
@@ -265,10 +319,17 @@ def test_expand_copies_the_second_of_a_kind_and_takes_weights_from_the_first() -
     whole = expand(measured, [["layers.1", "layers.10", "layers.11", "layers.12"]])
     assert whole.layers() == ("layers.0", "layers.1", "layers.10", "layers.11", "layers.12", "norm")
     for layer in ("layers.10", "layers.11", "layers.12"):
-        assert [whole.bytes(kind, layer=layer) for kind in ("activation", "weight copy", "weight")] == [30, 20, 10]
+        assert [
+            whole.bytes(kind, layer=layer) for kind in ("activation", "weight copy", "weight")
+        ] == [30, 20, 10]
         (one,) = (one for one in whole.storages if one.layer == layer and one.kind == "activation")
-        assert (one.module, one.also_saved_in) == (f"{layer}.mlp", (f"{layer} combine", "layers.1 other"))
+        assert (one.module, one.also_saved_in) == (
+            f"{layer}.mlp",
+            (f"{layer} combine", "layers.1 other"),
+        )
         assert {one.weight for one in whole.storages if one.layer == layer} == {"", f"{layer}.w"}
-    assert [whole.bytes(kind, layer="layers.1") for kind in ("activation", "weight copy", "weight")] == [130, 20, 10]
+    assert [
+        whole.bytes(kind, layer="layers.1") for kind in ("activation", "weight copy", "weight")
+    ] == [130, 20, 10]
     assert whole.num_tokens == 7
     assert whole.bytes() == 1 + 160 + 3 * 60 + 5

@@ -24,7 +24,9 @@ from memory.written_profile import from_json
 MIB = 2**20
 
 
-def storage(layer: str, segment: str, size: int, kind: Kind = "activation", **changes: Any) -> SavedStorage:
+def storage(
+    layer: str, segment: str, size: int, kind: Kind = "activation", **changes: Any
+) -> SavedStorage:
     values: dict[str, Any] = {
         "layer": layer,
         "segment": segment,
@@ -45,7 +47,12 @@ def example(scale: int = 1) -> SavedTensors:
     """A profile in which layers 1 and 2 keep the same, and layer 0 something else."""
     storages = [
         storage("embed_tokens", "embedding", 1 * MIB),
-        storage("layers.0", "attend_and_route", 2 * scale * MIB, also_saved_in=("layers.0 aggregate", "layers.1 aggregate")),
+        storage(
+            "layers.0",
+            "attend_and_route",
+            2 * scale * MIB,
+            also_saved_in=("layers.0 aggregate", "layers.1 aggregate"),
+        ),
     ]
     for layer in ("layers.1", "layers.2"):
         storages += [
@@ -65,7 +72,7 @@ def printed(show: Callable[[Console], None]) -> list[list[str]]:
     return [line.split() for line in console.file.getvalue().splitlines() if line.strip()]
 
 
-# --- JSON ---------------------------------------------------------------------------------------------------------------------------
+# --- JSON -----------------------------------------------------------------------------------------
 
 
 def test_json_gives_the_profile_back(tmp_path: Path) -> None:
@@ -77,7 +84,11 @@ def test_json_gives_the_profile_back(tmp_path: Path) -> None:
 
 def test_json_totals_are_the_storages() -> None:
     document = report.to_json(example())
-    assert document["bytes"] == {"activation": 25 * MIB, "weight copy": 64 * MIB, "weight": 32 * MIB}
+    assert document["bytes"] == {
+        "activation": 25 * MIB,
+        "weight copy": 64 * MIB,
+        "weight": 32 * MIB,
+    }
     assert document["activation_bytes_per_token"] == 25 * 1024
     assert document["activation_bytes_per_segment"] == {
         "embedding": MIB,
@@ -92,8 +103,14 @@ def test_json_totals_are_the_storages() -> None:
     assert list(document["layers"]) == ["embed_tokens", "layers.0", "layers.1", "layers.2"]
 
 
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("drawing")], ids=["full", "other"])
-def test_a_file_that_fails_leaves_the_old_one_and_nothing_else(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [OSError(28, "No space left on device"), RuntimeError("drawing")],
+    ids=["full", "other"],
+)
+def test_a_file_that_fails_leaves_the_old_one_and_nothing_else(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(self: object, out: Path, **_: object) -> None:
         out.write_text("the beginning")
         raise error
@@ -110,19 +127,31 @@ def test_a_file_that_fails_leaves_the_old_one_and_nothing_else(error: Exception,
 
 
 def test_files_that_cannot_be_written_are_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"absent/out\.json: cannot be written .*: give another --json"):
+    with pytest.raises(
+        UserError, match=r"absent/out\.json: cannot be written .*: give another --json"
+    ):
         write_numbers(tmp_path / "absent" / "out.json", {})
-    with pytest.raises(UserError, match=r"absent/out\.png: cannot be written .*: give another --out"):
+    with pytest.raises(
+        UserError, match=r"absent/out\.png: cannot be written .*: give another --out"
+    ):
         report.draw(example(), "title", tmp_path / "absent" / "out.png")
 
 
-# --- tables -------------------------------------------------------------------------------------------------------------------------
+# --- tables ---------------------------------------------------------------------------------------
 
 
 def test_layers_that_keep_the_same_are_alike() -> None:
     assert report.alike(example()) == [["embed_tokens"], ["layers.0"], ["layers.1", "layers.2"]]
-    different = (*example().storages[:-1], storage("layers.2", "run_experts", 31 * MIB, "weight copy"))
-    assert report.alike(SavedTensors(different, 1)) == [["embed_tokens"], ["layers.0"], ["layers.1"], ["layers.2"]]
+    different = (
+        *example().storages[:-1],
+        storage("layers.2", "run_experts", 31 * MIB, "weight copy"),
+    )
+    assert report.alike(SavedTensors(different, 1)) == [
+        ["embed_tokens"],
+        ["layers.0"],
+        ["layers.1"],
+        ["layers.2"],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -147,14 +176,22 @@ def test_storages_that_differ_in_rows_alone_make_one_line() -> None:
         return [storage(layer, "run_experts", 4 * 6 * n, shape=(n, 6)) for n in rows]
 
     other = storage("layers.0", "run_experts", 4 * 7, shape=(1, 7))
-    weights = [storage("layers.0", "run_experts", 24, "weight", weight=name) for name in ("layers.0.a", "layers.0.b")]
+    weights = [
+        storage("layers.0", "run_experts", 24, "weight", weight=name)
+        for name in ("layers.0.a", "layers.0.b")
+    ]
     profile = SavedTensors((*experts("layers.0", 3, 5), other, *weights), 1)
     lines = report.lines_of(profile, "layers.0")
-    assert [(line.shape, line.bytes, count) for line, count in lines if line.kind == "activation"] == [
+    assert [
+        (line.shape, line.bytes, count) for line, count in lines if line.kind == "activation"
+    ] == [
         ((-1, 6), 4 * 6 * 8, 2),
         ((1, 7), 28, 1),
     ]
-    assert [(line.weight, count) for line, count in lines if line.kind == "weight"] == [("a", 1), ("b", 1)]
+    assert [(line.weight, count) for line, count in lines if line.kind == "weight"] == [
+        ("a", 1),
+        ("b", 1),
+    ]
     alike = SavedTensors((*experts("layers.0", 3, 5), *experts("layers.1", 1, 7)), 1)
     assert report.alike(alike) == [["layers.0", "layers.1"]]
 
@@ -164,16 +201,49 @@ def test_the_list_has_every_tensor_of_distinct_layers() -> None:
     assert ["layers.1-2:", "2", "layers,", "each"] in lines
     assert ["mlp:", "Mm.self", "2097152", "float32", "activation", "8.00", "MiB"] in lines
     assert ["mlp:", "Mm.self", "4194304", "float32", "weight", "16.00", "MiB", "mlp.w"] in lines
-    assert ["mlp:", "Mm.self", "8388608", "float32", "weight", "copy", "32.00", "MiB", "mlp.w"] in lines
+    assert [
+        "mlp:",
+        "Mm.self",
+        "8388608",
+        "float32",
+        "weight",
+        "copy",
+        "32.00",
+        "MiB",
+        "mlp.w",
+    ] in lines
     assert ["run_experts", "51.00", "MiB"] in lines
-    assert ["mlp:", "Mm.self", "524288", "float32", "activation", "2.00", "MiB", "2", "other", "segments"] in lines
-    assert lines.index(["run_experts", "51.00", "MiB"]) < lines.index(["aggregate", "8.00", "MiB"])  # segments are in the order of the pass
+    assert [
+        "mlp:",
+        "Mm.self",
+        "524288",
+        "float32",
+        "activation",
+        "2.00",
+        "MiB",
+        "2",
+        "other",
+        "segments",
+    ] in lines
+    assert lines.index(["run_experts", "51.00", "MiB"]) < lines.index(
+        ["aggregate", "8.00", "MiB"]
+    )  # segments are in the order of the pass
     assert sum("layers.2" in line for line in lines) == 0
 
 
 def test_the_totals_are_per_layer_segment_and_model() -> None:
     lines = printed(lambda console: report.print_totals(example(), console))
-    assert ["MiB", "embedding", "attend_and_route", "run_experts", "aggregate", "activations", "weight", "copies", "weights"] in lines
+    assert [
+        "MiB",
+        "embedding",
+        "attend_and_route",
+        "run_experts",
+        "aggregate",
+        "activations",
+        "weight",
+        "copies",
+        "weights",
+    ] in lines
     assert ["layers.0", "-", "2.00", "-", "-", "2.00", "-", "-"] in lines
     assert ["layers.1-2", "(each)", "-", "-", "3.00", "8.00", "11.00", "32.00", "16.00"] in lines
     assert ["model", "1.00", "2.00", "6.00", "16.00", "25.00", "64.00", "32.00"] in lines
@@ -196,11 +266,13 @@ def test_a_segment_that_the_baseline_does_not_have_has_no_ratio() -> None:
     assert ["aggregate", "16.00", "-", "-"] in lines
 
 
-# --- pictures -----------------------------------------------------------------------------------------------------------------------
+# --- pictures -------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Callable[[Path], None]], Figure]:
+def drawn(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Callable[[Callable[[Path], None]], Figure]:
     """Catch the figure that would have been saved."""
 
     def figure_of(draw: Callable[[Path], None]) -> Figure:
@@ -218,7 +290,9 @@ def drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Callable
     return figure_of
 
 
-def test_the_picture_has_a_bar_per_layer_and_a_part_per_segment(drawn: Callable[..., Figure]) -> None:
+def test_the_picture_has_a_bar_per_layer_and_a_part_per_segment(
+    drawn: Callable[..., Figure],
+) -> None:
     figure = drawn(lambda out: report.draw(example(), "a title", out))
     (axes,) = figure.axes
     heights = {bars.get_label(): [bar.get_height() for bar in bars] for bars in axes.containers}
@@ -230,7 +304,10 @@ def test_the_picture_has_a_bar_per_layer_and_a_part_per_segment(drawn: Callable[
     }
     assert [bar.get_y() for bar in axes.containers[-1]] == [1, 2, 3, 3]  # bars lie on top of others
     assert [label.get_text() for label in axes.get_xticklabels()] == ["embed", "0", "1", "2"]
-    assert axes.get_title() == "a title\n25.00 KiB of activations per token, 25.00 MiB in all; weight copies 64.00 MiB"
+    assert (
+        axes.get_title()
+        == "a title\n25.00 KiB of activations per token, 25.00 MiB in all; weight copies 64.00 MiB"
+    )
     assert axes.get_ylabel() == "KiB per token"
     assert {text.get_text() for text in figure.legends[0].get_texts()} == heights.keys()
     assert_starts_at_0(axes, highest=11)
@@ -241,7 +318,10 @@ def test_the_comparison_has_a_bar_per_mode(drawn: Callable[..., Figure]) -> None
     figure = drawn(lambda out: report.draw_comparison(profiles, "plain", "a title", out))
     (axes,) = figure.axes
     assert [label.get_text() for label in axes.get_xticklabels()] == ["lean", "plain"]
-    assert [sum(bars[index].get_height() for bars in axes.containers) for index in (0, 1)] == [25, 49]
+    assert [sum(bars[index].get_height() for bars in axes.containers) for index in (0, 1)] == [
+        25,
+        49,
+    ]
     texts = [text.get_text() for text in axes.texts]
     assert "25.00 KiB\n0.51 x" in texts
     assert "49.00 KiB" in texts
@@ -253,12 +333,18 @@ def test_the_comparison_has_a_bar_per_mode(drawn: Callable[..., Figure]) -> None
 
 def test_every_number_in_a_picture_is_in_the_unit_of_its_axis(drawn: Callable[..., Figure]) -> None:
     """The highest bar decides about the unit: whole modes have MiB, single layers KiB."""
-    profiles = {name: SavedTensors(example(scale).storages, 16) for name, scale in (("lean", 1), ("plain", 4))}
+    profiles = {
+        name: SavedTensors(example(scale).storages, 16)
+        for name, scale in (("lean", 1), ("plain", 4))
+    }
     (axes,) = drawn(lambda out: report.draw_comparison(profiles, "plain", "a title", out)).axes
     assert axes.get_ylabel() == "MiB of activations per token"
     texts = [text.get_text() for text in axes.texts]
     assert {"1.56 MiB\n0.51 x", "3.06 MiB", "1.00", "0.38", "1.50"} <= set(texts)
-    assert [sum(bars[index].get_height() for bars in axes.containers) for index in (0, 1)] == [25 / 16, 49 / 16]
+    assert [sum(bars[index].get_height() for bars in axes.containers) for index in (0, 1)] == [
+        25 / 16,
+        49 / 16,
+    ]
 
     (axes,) = drawn(lambda out: report.draw(profiles["lean"], "a title", out)).axes
     assert axes.get_ylabel() == "KiB per token"
@@ -266,7 +352,9 @@ def test_every_number_in_a_picture_is_in_the_unit_of_its_axis(drawn: Callable[..
 
 
 def test_nothing_kept_is_a_picture_too(drawn: Callable[..., Figure]) -> None:
-    (axes,) = drawn(lambda out: report.draw_comparison({"lean": SavedTensors((), 1)}, "lean", "a title", out)).axes
+    (axes,) = drawn(
+        lambda out: report.draw_comparison({"lean": SavedTensors((), 1)}, "lean", "a title", out)
+    ).axes
     assert (axes.get_ylabel(), axes.get_ylim()) == ("KiB of activations per token", (0, 1))
     assert [text.get_text() for text in axes.texts] == ["0.00 KiB"]
 
@@ -285,7 +373,9 @@ def test_every_segment_has_a_color_of_its_own() -> None:
 
 def test_pictures_are_written(tmp_path: Path) -> None:
     report.draw(example(), "title", tmp_path / "one.png")
-    report.draw_comparison({"lean": example(), "plain": example(scale=4)}, "plain", "title", tmp_path / "two.png")
+    report.draw_comparison(
+        {"lean": example(), "plain": example(scale=4)}, "plain", "title", tmp_path / "two.png"
+    )
     pictures = [imread(tmp_path / name) for name in ("one.png", "two.png")]
     for picture in pictures:
         height, width, _ = picture.shape
@@ -296,7 +386,14 @@ def test_pictures_are_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "text"), [(0, "0 B"), (512, "512 B"), (1024, "1.00 KiB"), (3 * MIB / 2, "1.50 MiB"), (5 * 2**30, "5.00 GiB")]
+    ("size", "text"),
+    [
+        (0, "0 B"),
+        (512, "512 B"),
+        (1024, "1.00 KiB"),
+        (3 * MIB / 2, "1.50 MiB"),
+        (5 * 2**30, "5.00 GiB"),
+    ],
 )
 def test_sizes(size: float, text: str) -> None:
     assert report._size(size) == text

@@ -1,4 +1,5 @@
-"""The bytes that each layer adds to a rank, and the partition by memory: from made-up bytes, and against plans of all layers."""
+"""The bytes that each layer adds to a rank, and the partition by memory: from made-up bytes, and
+against plans of all layers."""
 
 from __future__ import annotations
 
@@ -19,15 +20,24 @@ from lather.planning.dry_run import BUILDING, RankRun
 from lather.planning.ledger import KINDS, Mark, MemoryTimeline
 from lather.planning.plan import MemoryPlan, plan
 from lather.planning.plan_report import describe_partition, to_json
-from lather.planning.stage_bytes import _rank_peaks, _Sample, _samples, memory_partition, phase_peaks
+from lather.planning.stage_bytes import (
+    _rank_peaks,
+    _Sample,
+    _samples,
+    memory_partition,
+    phase_peaks,
+)
 from lather.planning.workers import Assumed
 
 LAYERS = 6
 
 
 def deep_config(partition: str, **parallel: Any) -> Config:
-    """Make sequences so long that most of a rank's bytes are activations; the first stage has activations of more chunks than the last."""
-    config = config_of("adamw", parallel={"pp": 2, "partition": partition, **parallel}, batch_size=4)
+    """Make sequences so long that most of a rank's bytes are activations; the first stage has
+    activations of more chunks than the last."""
+    config = config_of(
+        "adamw", parallel={"pp": 2, "partition": partition, **parallel}, batch_size=4
+    )
     model = FAMILIES["qwen3_moe"].config(**SIZES | {"num_hidden_layers": LAYERS})
     return replace(config, model=model, train=replace(config.train, sequence_length=256))
 
@@ -42,7 +52,9 @@ def test_the_largest_rank_is_smaller_and_as_large_as_expected(plans: dict[str, M
     assert found is not None
     assert sum(found.layers) == LAYERS
     assert found.layers != uniform(LAYERS, 4)
-    assert [len(layers) for run in plans["memory"].ranks for layers in run.layers] == [found.layers[stage] for stage in (0, 3, 1, 2)]
+    assert [len(layers) for run in plans["memory"].ranks for layers in run.layers] == [
+        found.layers[stage] for stage in (0, 3, 1, 2)
+    ]
     assert plans["memory"].largest.peak < plans["uniform"].largest.peak
     assert plans["memory"].largest.peak == pytest.approx(found.largest, rel=0.01)
     assert plans["uniform"].largest.peak == pytest.approx(found.uniform_largest, rel=0.01)
@@ -64,23 +76,39 @@ def test_the_partition_is_shown_with_its_price(plans: dict[str, MemoryPlan]) -> 
 def test_nothing_is_searched_where_there_is_nothing_to_choose() -> None:
     assert memory_partition(deep_config("uniform"), 2, Assumed("cpu")) is None
     assert memory_partition(deep_config("memory", pp=1), 1, Assumed("cpu")) is None
-    one_way = config_of("adamw", parallel={"pp": 2, "partition": "memory"})  # four stages have four layers
+    one_way = config_of(
+        "adamw", parallel={"pp": 2, "partition": "memory"}
+    )  # four stages have four layers
     assert memory_partition(one_way, 2, Assumed("cpu")) is None
 
 
 def test_too_few_layers_of_a_kind_are_refused_before_anything_is_run() -> None:
-    with pytest.raises(ConfigError, match=r"needs three layers of one kind .* 5 layers of 3 kinds have at most 2: set .*'uniform'"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"needs three layers of one kind .* 5 layers of 3 "
+            r"kinds have at most 2: set .*'uniform'"
+        ),
+    ):
         _samples(([0, 1], [2, 3], [4]), position=0, pp=2)
 
 
-# --- from made-up bytes -----------------------------------------------------------------------------------------------------------------
+# --- from made-up bytes ---------------------------------------------------------------------------
 
 
 def test_kinds_are_told_by_what_blocks_are_made_of() -> None:
-    dense = FAMILIES["qwen3_moe"].config(**SIZES | {"num_hidden_layers": 6, "mlp_only_layers": (1, 4)})
-    assert block_kinds(build_model(dense, None, torch.device("meta")).layers) == [[0, 2, 3, 5], [1, 4]]
+    dense = FAMILIES["qwen3_moe"].config(
+        **SIZES | {"num_hidden_layers": 6, "mlp_only_layers": (1, 4)}
+    )
+    assert block_kinds(build_model(dense, None, torch.device("meta")).layers) == [
+        [0, 2, 3, 5],
+        [1, 4],
+    ]
     sliding = FAMILIES["gpt_oss"].config(num_hidden_layers=5)
-    assert block_kinds(build_model(sliding, None, torch.device("meta")).layers) == [[0, 2, 4], [1, 3]]
+    assert block_kinds(build_model(sliding, None, torch.device("meta")).layers) == [
+        [0, 2, 4],
+        [1, 3],
+    ]
 
 
 def test_samples_have_a_layer_in_each_stage_and_one_more() -> None:
@@ -96,12 +124,17 @@ def test_samples_have_a_layer_in_each_stage_and_one_more() -> None:
 
 
 def test_sums_over_layers_give_back_every_sample() -> None:
-    """The bytes are made of 10 for the rank, 1 and 2 for a layer of kinds 0 and 1 in the first stage, 3 and 5 for one in the second."""
+    """The bytes are made of 10 for the rank, 1 and 2 for a layer of kinds 0 and 1 in the first
+    stage, 3 and 5 for one in the second."""
     kinds = (0, 0, 0, 1)
     samples = _samples(([0, 1, 2], [3]), position=0, pp=1)
     adds = ({0: 1, 1: 2}, {0: 3, 1: 5})
     found = {
-        sample: {"step: F": 10 + sum(adds[stage][kinds[layer]] for stage in (0, 1) for layer in sample.layers[stage]), "step: less": 4}
+        sample: {
+            "step: F": 10
+            + sum(adds[stage][kinds[layer]] for stage in (0, 1) for layer in sample.layers[stage]),
+            "step: less": 4,
+        }
         for sample in samples
     }
     peaks = _rank_peaks(([0, 1, 2], [3]), found)
@@ -112,9 +145,20 @@ def test_sums_over_layers_give_back_every_sample() -> None:
 
 def test_a_phase_is_kept_if_some_number_of_layers_makes_it_the_largest() -> None:
     samples = _samples(([0, 1, 2],), position=0, pp=1)
-    grows = {sample: {"grows": sum(map(len, sample.layers)), "is large": 5, "is as large": 5, "is small": 1} for sample in samples}
+    grows = {
+        sample: {
+            "grows": sum(map(len, sample.layers)),
+            "is large": 5,
+            "is as large": 5,
+            "is small": 1,
+        }
+        for sample in samples
+    }
     peaks = _rank_peaks(([0, 1, 2],), grows)
-    assert sorted(zip(peaks.base.tolist(), peaks.first[:, 0].tolist(), strict=True)) == [(0.0, 1.0), (5.0, 0.0)]
+    assert sorted(zip(peaks.base.tolist(), peaks.first[:, 0].tolist(), strict=True)) == [
+        (0.0, 1.0),
+        (5.0, 0.0),
+    ]
 
 
 def test_phases_of_a_run_have_the_state_of_the_rank_that_owns_most() -> None:
@@ -123,6 +167,9 @@ def test_phases_of_a_run_have_the_state_of_the_rank_that_owns_most() -> None:
         curves[0] = totals
         return MemoryTimeline(curves, {}, [Mark(time, name) for time, name in marks.items()])
 
-    steps = {BUILDING: timeline(7, 8, marks={0: BUILDING}), "a step": timeline(1, 5, 2, 9, 3, marks={0: "F", 2: "B", 4: "F"})}
+    steps = {
+        BUILDING: timeline(7, 8, marks={0: BUILDING}),
+        "a step": timeline(1, 5, 2, 9, 3, marks={0: "F", 2: "B", 4: "F"}),
+    }
     run = RankRun(0, 0, (), steps, {}, {0: 10, 1: 14})
     assert phase_peaks(run) == {f"{BUILDING}: {BUILDING}": 8, "a step: F": 9, "a step: B": 13}

@@ -1,4 +1,5 @@
-"""Tables of `lather plan` and `lather profile` on consoles of any width: no line is wider, and every word and number is there, whole."""
+"""Tables of `lather plan` and `lather profile` on consoles of any width: no line is wider, and
+every word and number is there, whole."""
 
 from __future__ import annotations
 
@@ -57,16 +58,27 @@ def advice() -> Any:
     """Settings with many changes, as a search makes them."""
     work = SimpleNamespace(flops=3e15, exchanged=123_456 * GIB, sent=1234 * GIB)
     changes = {
-        **{"parallel.pp": "16", "parallel.ep": "8", "train.micro_batch_size": "1", "optim.name": "stacked_soap"},
+        **{
+            "parallel.pp": "16",
+            "parallel.ep": "8",
+            "train.micro_batch_size": "1",
+            "optim.name": "stacked_soap",
+        },
         **{"train.recompute": "attention experts shared_experts", "optim.state_dtype": "bfloat16"},
     }
     setting = SimpleNamespace(changes=changes, estimate=SimpleNamespace(work=work), bubble=0.1234)
-    return SimpleNamespace(settings=[(setting, SimpleNamespace(needed=79 * GIB))] * 3, number_tried=123, least_flops=2e15)
+    return SimpleNamespace(
+        settings=[(setting, SimpleNamespace(needed=79 * GIB))] * 3,
+        number_tried=123,
+        least_flops=2e15,
+    )
 
 
 @functools.cache
 def levers() -> dict[str, Any]:
-    chunks = ModelChunks((ChunkBytes(1234 * MIB, 2345 * MIB),) * 64, ChunkBytes(MIB // 2), MIB // 4, MIB // 4)
+    chunks = ModelChunks(
+        (ChunkBytes(1234 * MIB, 2345 * MIB),) * 64, ChunkBytes(MIB // 2), MIB // 4, MIB // 4
+    )
     found = rank_bytes(dualpipev(8, 16), chunks, stages_of(uniform(64, 16)))
     return {"saved": found, "saved, everything recomputed, and more words": found}
 
@@ -81,7 +93,9 @@ SHOWN: dict[str, Show] = {
     "advice": lambda console, _: plan_report.show_advice(advice(), 80 * GIB, console),
     "tensors": lambda console, _: profile_report.print_tensors(profile(), console),
     "totals": lambda console, _: profile_report.print_totals(profile(), console),
-    "comparison": lambda console, _: profile_report.print_comparison(profiles(), "reference", console),
+    "comparison": lambda console, _: profile_report.print_comparison(
+        profiles(), "reference", console
+    ),
     "ranks": lambda console, _: rank_peaks.print_ranks(levers()["saved"], console),
     "levers": lambda console, _: rank_peaks.print_levers(levers(), console),
 }
@@ -96,10 +110,18 @@ def printed(show: Show, planned: MemoryPlan, width: int) -> list[str]:
 
 @pytest.mark.parametrize("name", SHOWN)
 def test_a_table_is_complete_at_every_width(name: str, planned: MemoryPlan) -> None:
-    words = {word for line in printed(SHOWN[name], planned, WIDE) for word in line.split() if "\u2500" not in word}
+    words = {
+        word
+        for line in printed(SHOWN[name], planned, WIDE)
+        for word in line.split()
+        if "\u2500" not in word
+    }
     assert words
     for width in (60, 80, 100, 200):
         lines = printed(SHOWN[name], planned, width)
         assert max(map(len, lines)) <= width
         missing = words - {word for line in lines for word in line.split()}
-        assert all(len(word) > LONG_WORD for word in missing), (width, missing)  # broken between their parts
+        assert all(len(word) > LONG_WORD for word in missing), (
+            width,
+            missing,
+        )  # broken between their parts

@@ -1,4 +1,5 @@
-"""Makes tiny models as Hugging Face's `transformers` saves them, one of each family; all sizes differ, and every weight is drawn anew."""
+"""Makes tiny models as Hugging Face's `transformers` saves them, one of each family; all sizes
+differ, and every weight is drawn anew."""
 
 from __future__ import annotations
 
@@ -64,7 +65,9 @@ TOKENS = torch.randint(VOCAB_SIZE, (2, 13), generator=torch.Generator().manual_s
 
 def make_model(family: str, **changes: Any) -> nn.Module:
     """Make a model whose weights all differ: norms about 1, the others about 0."""
-    fields = copy.deepcopy({**COMMON, **FAMILIES[family], **changes})  # transformers writes into what it is given
+    fields = copy.deepcopy(
+        {**COMMON, **FAMILIES[family], **changes}
+    )  # transformers writes into what it is given
     config = transformers.AutoConfig.for_model(family, **fields)
     model = transformers.AutoModelForCausalLM.from_config(config, **EAGER)
     generator = torch.Generator().manual_seed(0)
@@ -78,7 +81,9 @@ def make_model(family: str, **changes: Any) -> nn.Module:
 
 def read_back(folder: Path) -> nn.Module:
     """Read a folder with `transformers`; nothing may be missing from it or left over."""
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **EAGER)
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True, **EAGER
+    )
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     assert not info["mismatched_keys"]

@@ -1,5 +1,5 @@
-"""Attention against a plain softmax, a head and a position at a time, in fp64; packed documents; tensors that are made once in a forward
-pass."""
+"""Attention against a plain softmax, a head and a position at a time, in fp64; packed documents;
+tensors that are made once in a forward pass."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from lather.models.attention import FLEX_DTYPES, GroupedQueryAttention, attend, flex_options, flexible_attention
+from lather.models.attention import (
+    FLEX_DTYPES,
+    GroupedQueryAttention,
+    attend,
+    flex_options,
+    flexible_attention,
+)
 from lather.models.rotary import Rotary
 from lather.models.token_positions import SequenceLayout, check_boundaries
 from models.tiny import error, random_normal, random_tokens, tiny_family_model
@@ -19,7 +25,8 @@ from models.tiny import error, random_normal, random_tokens, tiny_family_model
 CPU = torch.device("cpu")
 B, S, H, N = 2, 7, 6, 5
 PACKED = [0, 3, 4, 4, 9, 14]
-"""Ends of documents over two rows of 7 tokens: documents of 3, 1, no, 3 and then, in the next row, 2 and 5 tokens."""
+"""Ends of documents over two rows of 7 tokens: documents of 3, 1, no, 3 and then, in the next row,
+2 and 5 tokens."""
 DOCUMENTS = [[0, 0, 0, 1, 2, 2, 2], [3, 3, 4, 4, 4, 4, 4]]
 
 
@@ -29,7 +36,12 @@ def layout(packed: bool = False, length: int = S) -> SequenceLayout:
 
 def inputs(num_kv_heads: int = H, value_width: int = N, length: int = S) -> list[Tensor]:
     """Draw queries, keys, values and sinks."""
-    shapes = [(B, length, H, N), (B, length, num_kv_heads, N), (B, length, num_kv_heads, value_width), (H,)]
+    shapes = [
+        (B, length, H, N),
+        (B, length, num_kv_heads, N),
+        (B, length, num_kv_heads, value_width),
+        (H,),
+    ]
     return [random_normal(*shape, seed=seed).requires_grad_() for seed, shape in enumerate(shapes)]
 
 
@@ -39,7 +51,14 @@ def sees(b: int, query: int, key: int, window: int | None, packed: bool) -> bool
 
 
 def plain_attention(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, window: int | None = None, packed: bool = False, scale: float = N**-0.5
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    *,
+    window: int | None = None,
+    packed: bool = False,
+    scale: float = N**-0.5,
 ) -> Tensor:
     """Apply a softmax over the visible keys and the sink, a head and a position at a time."""
     rows = []
@@ -53,10 +72,16 @@ def plain_attention(
     return torch.stack(rows).view(*q.shape[:3], v.shape[-1])
 
 
-def assert_same_with_gradients(actual: Tensor, expected: Tensor, leaves: list[Tensor], tolerance: float = 1e-12) -> None:
+def assert_same_with_gradients(
+    actual: Tensor, expected: Tensor, leaves: list[Tensor], tolerance: float = 1e-12
+) -> None:
     assert error(actual, expected) < tolerance
     cotangent = random_normal(*expected.shape, seed=9)
-    for ours, plain in zip(torch.autograd.grad(actual, leaves, cotangent), torch.autograd.grad(expected, leaves, cotangent), strict=True):
+    for ours, plain in zip(
+        torch.autograd.grad(actual, leaves, cotangent),
+        torch.autograd.grad(expected, leaves, cotangent),
+        strict=True,
+    ):
         assert plain.abs().max() > 1e-3
         assert error(ours, plain) < tolerance
 
@@ -65,24 +90,32 @@ def assert_same_with_gradients(actual: Tensor, expected: Tensor, leaves: list[Te
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
 @pytest.mark.parametrize("window", [None, 1, 3, S - 1, S])
 @pytest.mark.parametrize("has_sinks", [False, True], ids=["no sinks", "sinks"])
-def test_attention_is_a_plain_softmax_with_its_gradients(num_kv_heads: int, packed: bool, window: int | None, has_sinks: bool) -> None:
+def test_attention_is_a_plain_softmax_with_its_gradients(
+    num_kv_heads: int, packed: bool, window: int | None, has_sinks: bool
+) -> None:
     q, k, v, sinks = inputs(num_kv_heads)
     sink = sinks if has_sinks else None
     actual = attend(q, k, v, layout(packed), window=window, sinks_H=sink)
     leaves = [v, sinks] if has_sinks else [v]
     if window != 1:  # with one key and no sink, scores do not matter
         leaves += [q, k]
-    assert_same_with_gradients(actual, plain_attention(q, k, v, sink, window=window, packed=packed), leaves)
+    assert_same_with_gradients(
+        actual, plain_attention(q, k, v, sink, window=window, packed=packed), leaves
+    )
 
 
 @pytest.mark.parametrize("value_width", [1, 4, 5, 6, 9])
 @pytest.mark.parametrize("has_sinks", [False, True], ids=["no sinks", "sinks"])
 @pytest.mark.parametrize("scale", [None, 0.3])
-def test_the_width_of_values_and_the_scale_are_free(value_width: int, has_sinks: bool, scale: float | None) -> None:
+def test_the_width_of_values_and_the_scale_are_free(
+    value_width: int, has_sinks: bool, scale: float | None
+) -> None:
     q, k, v, sinks = inputs(2, value_width)
     sink = sinks if has_sinks else None
     expected = plain_attention(q, k, v, sink, scale=N**-0.5 if scale is None else scale)
-    assert_same_with_gradients(attend(q, k, v, layout(), scale=scale, sinks_H=sink), expected, [q, k, v])
+    assert_same_with_gradients(
+        attend(q, k, v, layout(), scale=scale, sinks_H=sink), expected, [q, k, v]
+    )
 
 
 @pytest.mark.parametrize("length", [1, 2, 63])
@@ -104,8 +137,16 @@ def test_tolerance_rejects_an_error_of_one_percent(which: int) -> None:
 def test_a_sink_of_minus_infinity_is_none_and_a_great_one_takes_all() -> None:
     q, k, v, _ = inputs()
     without = attend(q, k, v, layout())
-    assert error(attend(q, k, v, layout(), sinks_H=torch.full((H,), -1e9, dtype=torch.float64)), without) < 1e-12
-    assert attend(q, k, v, layout(), sinks_H=torch.full((H,), 1e3, dtype=torch.float64)).abs().max() < 1e-100
+    assert (
+        error(
+            attend(q, k, v, layout(), sinks_H=torch.full((H,), -1e9, dtype=torch.float64)), without
+        )
+        < 1e-12
+    )
+    assert (
+        attend(q, k, v, layout(), sinks_H=torch.full((H,), 1e3, dtype=torch.float64)).abs().max()
+        < 1e-100
+    )
 
 
 @torch.no_grad()
@@ -114,21 +155,28 @@ def test_a_sink_of_minus_infinity_is_none_and_a_great_one_takes_all() -> None:
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
 @pytest.mark.parametrize("window", [None, 1, 3])
 @pytest.mark.parametrize("has_sinks", [False, True], ids=["no sinks", "sinks"])
-def test_flex_attention_gives_the_same(num_kv_heads: int, packed: bool, window: int | None, has_sinks: bool) -> None:
+def test_flex_attention_gives_the_same(
+    num_kv_heads: int, packed: bool, window: int | None, has_sinks: bool
+) -> None:
     """This is CUDA's path, here without its kernel. (tests/gpu has the kernel, and gradients.)"""
     q, k, v, sinks = inputs(num_kv_heads)
     sink = sinks if has_sinks else None
     heads = [x.transpose(1, 2).float() for x in (q, k, v)]
-    actual = flexible_attention(*heads, layout(packed).block_mask(window), N**-0.5, None if sink is None else sink.float())
+    actual = flexible_attention(
+        *heads, layout(packed).block_mask(window), N**-0.5, None if sink is None else sink.float()
+    )
     expected = plain_attention(q, k, v, sink, window=window, packed=packed)
     assert actual.dtype in FLEX_DTYPES
     assert error(actual.transpose(1, 2), expected.float()) < 1e-6
 
 
 @pytest.mark.parametrize(
-    ("width", "dtype", "fits"), [(192, torch.float32, True), (128, torch.float32, False), (192, torch.bfloat16, False)]
+    ("width", "dtype", "fits"),
+    [(192, torch.float32, True), (128, torch.float32, False), (192, torch.bfloat16, False)],
 )
-def test_flex_attention_takes_smaller_tiles_for_wide_heads_in_fp32(width: int, dtype: torch.dtype, fits: bool) -> None:
+def test_flex_attention_takes_smaller_tiles_for_wide_heads_in_fp32(
+    width: int, dtype: torch.dtype, fits: bool
+) -> None:
     """The tiles of query, key and value fit the memory that a block has on every GPU."""
     options = flex_options(torch.empty(1, 1, 4, width, dtype=dtype))
     assert (options is not None) == fits
@@ -139,16 +187,27 @@ def test_flex_attention_takes_smaller_tiles_for_wide_heads_in_fp32(width: int, d
 
 def test_grouped_queries_keep_no_more_than_the_formula_says() -> None:
     """Norms of queries and keys, and biases, have parameters only where they are asked for."""
-    sizes: dict[str, Any] = {"hidden_size": 8, "num_heads": 4, "num_kv_heads": 2, "rotary": Rotary(6, 10.0)}
+    sizes: dict[str, Any] = {
+        "hidden_size": 8,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "rotary": Rotary(6, 10.0),
+    }
     plain = {"q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight"}
     biases = {name.replace("weight", "bias") for name in plain}
     names = [
-        set(GroupedQueryAttention(**sizes, **more).state_dict()) for more in ({}, {"qk_norm_eps": 1e-6}, {"bias": True}, {"sinks": True})
+        set(GroupedQueryAttention(**sizes, **more).state_dict())
+        for more in ({}, {"qk_norm_eps": 1e-6}, {"bias": True}, {"sinks": True})
     ]
-    assert names == [plain, plain | {"q_norm.weight", "k_norm.weight"}, plain | biases, plain | {"sinks"}]
+    assert names == [
+        plain,
+        plain | {"q_norm.weight", "k_norm.weight"},
+        plain | biases,
+        plain | {"sinks"},
+    ]
 
 
-# --- Layouts --------------------------------------------------------------------------------------------------------------------------
+# --- Layouts --------------------------------------------------------------------------------------
 
 
 def test_positions_restart_and_documents_end_with_rows() -> None:
@@ -181,7 +240,11 @@ def test_an_empty_batch_has_a_layout(shape: tuple[int, int]) -> None:
         (torch.tensor([0.0, 14.0]), TypeError, "torch.float32"),
         (torch.tensor([[0, 14]]), ValueError, "shape (1, 2)"),
         (torch.tensor([14]), ValueError, "shape (1,)"),
-        (torch.tensor([1, 14]), ValueError, "from 1 to 14: it must go from 0 to batch * length = 14"),
+        (
+            torch.tensor([1, 14]),
+            ValueError,
+            "from 1 to 14: it must go from 0 to batch * length = 14",
+        ),
         (torch.tensor([0, 13]), ValueError, "from 0 to 13"),
         (torch.tensor([0, 15]), ValueError, "from 0 to 15"),
         (torch.tensor([0, 9, 5, 14]), ValueError, "falls from 9 to 5 at entry 2"),
@@ -200,7 +263,10 @@ def test_a_mask_is_what_is_seen_and_the_sink() -> None:
     assert mask.shape == (B, 1, S + 1, S + 1)
     assert mask[..., 0].all()
     assert not mask[:, :, 0, 1:].any()
-    expected = [[[sees(b, query, key, 3, packed=True) for key in range(S)] for query in range(S)] for b in range(B)]
+    expected = [
+        [[sees(b, query, key, 3, packed=True) for key in range(S)] for query in range(S)]
+        for b in range(B)
+    ]
     assert mask[:, 0, 1:, 1:].tolist() == expected
 
 
@@ -209,20 +275,34 @@ def test_masks_and_tables_are_made_once_for_all_layers() -> None:
     assert shared.mask(3) is shared.mask(3) is not shared.mask(4)
     assert shared.mask(S) is shared.mask(100) is shared.mask(None)
     assert shared.block_mask(3) is shared.block_mask(3)
-    assert shared.rotary_tables(Rotary(4, 10.0), torch.bfloat16)[0] is shared.rotary_tables(Rotary(4, 10.0), torch.float32)[0]
-    assert shared.rotary_tables(Rotary(4, 10.0), torch.float32)[0] is not shared.rotary_tables(Rotary(4, 11.0), torch.float32)[0]
+    assert (
+        shared.rotary_tables(Rotary(4, 10.0), torch.bfloat16)[0]
+        is shared.rotary_tables(Rotary(4, 10.0), torch.float32)[0]
+    )
+    assert (
+        shared.rotary_tables(Rotary(4, 10.0), torch.float32)[0]
+        is not shared.rotary_tables(Rotary(4, 11.0), torch.float32)[0]
+    )
     assert shared.rotary_tables(Rotary(4, 10.0), torch.float64)[0].dtype == torch.float64
 
 
 @pytest.mark.parametrize(
-    ("model_type", "packed", "num_masks"), [("deepseek_v2", False, 0), ("qwen3_moe", False, 0), ("gpt_oss", False, 1), ("gpt_oss", True, 2)]
+    ("model_type", "packed", "num_masks"),
+    [
+        ("deepseek_v2", False, 0),
+        ("qwen3_moe", False, 0),
+        ("gpt_oss", False, 1),
+        ("gpt_oss", True, 2),
+    ],
 )
 def test_a_forward_pass_makes_a_mask_per_distinct_window(
     model_type: str, packed: bool, num_masks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[int | None] = []
     original: Callable[..., Any] = SequenceLayout._sees
-    monkeypatch.setattr(SequenceLayout, "_sees", lambda self, window: made.append(window) or original(self, window))
+    monkeypatch.setattr(
+        SequenceLayout, "_sees", lambda self, window: made.append(window) or original(self, window)
+    )
     model = tiny_family_model(model_type, num_hidden_layers=5)
     model(random_tokens(B, S), cu_seqlens=torch.tensor(PACKED) if packed else None)
     assert len(made) == num_masks
@@ -232,7 +312,9 @@ def test_a_forward_pass_makes_a_mask_per_distinct_window(
 @pytest.mark.parametrize("model_type", ["deepseek_v2", "qwen3_moe", "gpt_oss"])
 def test_packed_documents_give_what_each_gives_alone(model_type: str) -> None:
     model, tokens = (
-        tiny_family_model(model_type, sliding_window=2) if model_type == "gpt_oss" else tiny_family_model(model_type),
+        tiny_family_model(model_type, sliding_window=2)
+        if model_type == "gpt_oss"
+        else tiny_family_model(model_type),
         random_tokens(B, S),
     )
     together = model(tokens, cu_seqlens=torch.tensor(PACKED)).logits_BSV

@@ -1,4 +1,5 @@
-"""The key-value cache against the forward pass that reads all tokens at once: every family, in pieces, in batches, in fp32 and fp64."""
+"""The key-value cache against the forward pass that reads all tokens at once: every family, in
+pieces, in batches, in fp32 and fp64."""
 
 from __future__ import annotations
 
@@ -46,18 +47,25 @@ def whole(model: Decoder, tokens_BS: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("pieces", PIECES, ids=str)
 @pytest.mark.parametrize("name", MODELS)
-def test_tokens_read_in_pieces_have_the_logits_of_one_pass(name: str, pieces: list[int], dtype: torch.dtype) -> None:
+def test_tokens_read_in_pieces_have_the_logits_of_one_pass(
+    name: str, pieces: list[int], dtype: torch.dtype
+) -> None:
     model, tokens_BS = model_of(name, dtype), random_tokens(2, LENGTH)
     expected = whole(model, tokens_BS)
     assert error(read(model, tokens_BS, pieces, KeyValueCache()), expected) < TOLERANCE[dtype]
     forgetful = read(model, tokens_BS[:, 1:], [LENGTH - 1], KeyValueCache())
-    assert error(forgetful, expected[:, 1:]) > 1e-2, "what came before makes no difference to this model"
+    assert error(forgetful, expected[:, 1:]) > 1e-2, (
+        "what came before makes no difference to this model"
+    )
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("name", MODELS)
-def test_rows_of_all_lengths_in_one_batch_are_what_each_is_alone(name: str, dtype: torch.dtype) -> None:
-    """The padding, left of the tokens, does not matter; after it two more tokens come one at a time."""
+def test_rows_of_all_lengths_in_one_batch_are_what_each_is_alone(
+    name: str, dtype: torch.dtype
+) -> None:
+    """The padding, left of the tokens, does not matter; after it two more tokens come one at a
+    time."""
     model, tokens_BS = model_of(name, dtype), random_tokens(LENGTH, LENGTH + 2)
     padding_B = torch.arange(LENGTH)
     results = []
@@ -111,13 +119,16 @@ def test_some_rows_go_on_alone_in_another_order(name: str) -> None:
 
 
 def test_windows_end_where_they_do_without_a_cache() -> None:
-    """A token changes that a window of 4 has left behind: in a model of one layer, which has that window, this makes no difference."""
+    """A token changes that a window of 4 has left behind: in a model of one layer, which has that
+    window, this makes no difference."""
     model = tiny_family_model("gpt_oss", num_hidden_layers=1).double()
     assert model.layers[0].self_attn.window == 4  # type: ignore[union-attr]
     tokens_BS = random_tokens(1, LENGTH)
     changed_BS = tokens_BS.clone()
     changed_BS[0, 3] = (changed_BS[0, 3] + 1) % 37
-    one, other = (read(model, x_BS, [6, *[1] * 5], KeyValueCache()) for x_BS in (tokens_BS, changed_BS))
+    one, other = (
+        read(model, x_BS, [6, *[1] * 5], KeyValueCache()) for x_BS in (tokens_BS, changed_BS)
+    )
     assert torch.equal(one[0, 7:], other[0, 7:])
     assert error(one[0, 6:7], other[0, 6:7]) > 1e-3
 
@@ -126,7 +137,9 @@ def test_latent_attention_remembers_latent_and_rotary_key_alone() -> None:
     model, cache = model_of("deepseek_v2"), KeyValueCache()
     seen: list[tuple[int, ...]] = []
     original = cache.extend
-    cache.extend = lambda layer, *new: seen.extend(tuple(x.shape) for x in new) or original(layer, *new)  # type: ignore[func-returns-value, method-assign]
+    cache.extend = lambda layer, *new: (
+        seen.extend(tuple(x.shape) for x in new) or original(layer, *new)
+    )  # type: ignore[func-returns-value, method-assign]
     read(model, random_tokens(2, 5), [5], cache)
     assert seen == [(2, 5, 1, 14 + 6)] * len(model.layers)
 

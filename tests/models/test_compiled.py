@@ -1,5 +1,5 @@
-"""Compiled parts give the model's numbers, each as one graph. They run in a process of their own: annotations checked at run time break
-graphs."""
+"""Compiled parts give the model's numbers, each as one graph. They run in a process of their own:
+annotations checked at run time break graphs."""
 
 from __future__ import annotations
 
@@ -36,18 +36,26 @@ for model_type, shapes in (("qwen3_moe", ((2, 7), (3, 5))), ("deepseek_v2", ((2,
             losses[-1].backward()
         errors.append(abs(losses[0].item() / losses[1].item() - 1))
     WeightGradients.run(queue.take())
-    errors += [(torch.dist(p.grad, q.grad) / p.grad.norm()).item() for p, q in zip(plain.parameters(), compiled.parameters())]
-    print(num_parts, sum(counters["graph_break"].values()), counters["stats"]["unique_graphs"], max(errors))
+    pairs = zip(plain.parameters(), compiled.parameters())
+    errors += [(torch.dist(p.grad, q.grad) / p.grad.norm()).item() for p, q in pairs]
+    num_breaks = sum(counters["graph_break"].values())
+    print(num_parts, num_breaks, counters["stats"]["unique_graphs"], max(errors))
     counters.clear()
 """
 
 
 def test_the_compiled_parts_are_the_model() -> None:
-    run = subprocess.run([sys.executable, "-c", COMPARE], capture_output=True, text=True, timeout=300, check=False, cwd=TESTS)
+    run = subprocess.run(
+        [sys.executable, "-c", COMPARE],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        cwd=TESTS,
+    )
     assert run.returncode == 0, run.stderr
     lines = [line.split() for line in run.stdout.splitlines()]
-    assert [line[:3] for line in lines] == [
-        ["4", "0", "8"],
-        ["4", "0", "4"],
-    ]  # attention and three norms: a graph of each kind, one more for recomputation in backward, and more for other sizes
+    # attention and three norms: a graph of each kind, one more for recomputation in backward, and
+    # more for other sizes
+    assert [line[:3] for line in lines] == [["4", "0", "8"], ["4", "0", "4"]]
     assert max(float(line[3]) for line in lines) < 1e-6

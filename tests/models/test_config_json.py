@@ -1,4 +1,5 @@
-"""Reading and writing `config.json`: the published models, what is supported, and what is refused by name."""
+"""Reading and writing `config.json`: the published models, what is supported, and what is refused
+by name."""
 
 from __future__ import annotations
 
@@ -13,17 +14,30 @@ import torch
 
 from lather.config.toml_file import load_config
 from lather.errors import ConfigError
-from lather.models.families import FAMILIES, ModelConfig, build_model, config_from_hugging_face, config_to_hugging_face
+from lather.models.families import (
+    FAMILIES,
+    ModelConfig,
+    build_model,
+    config_from_hugging_face,
+    config_to_hugging_face,
+)
 from lather.models.rotary import YarnConfig
 from models.tiny import tiny_family_config
 
 FAMILY_NAMES = list(FAMILIES)
 
-# --- The published models ---------------------------------------------------------------------------------------------------------------
+# --- The published models -------------------------------------------------------------------------
 
-PUBLISHED_COUNTS = {"deepseek-v2-lite": 15_706_484_224, "qwen3-30b-a3b": 30_532_122_624, "gpt-oss-20b": 20_914_757_184}
+PUBLISHED_COUNTS = {
+    "deepseek-v2-lite": 15_706_484_224,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "gpt-oss-20b": 20_914_757_184,
+}
 """Parameters of the models, published as 15.7, 30.5 and 20.9 billion."""
-PRESETS = {name: load_config(Path(__file__).parents[2] / "configs" / f"{name}.toml").model for name in PUBLISHED_COUNTS}
+PRESETS = {
+    name: load_config(Path(__file__).parents[2] / "configs" / f"{name}.toml").model
+    for name in PUBLISHED_COUNTS
+}
 
 COMMON_FILE = {
     "attention_dropout": 0.0,
@@ -134,7 +148,10 @@ PUBLISHED_FILES: dict[str, dict[str, Any]] = {
         "num_local_experts": 32,
         "output_router_logits": False,
         "pad_token_id": 199999,
-        "quantization_config": {"modules_to_not_convert": ["model.layers.*.self_attn"], "quant_method": "mxfp4"},
+        "quantization_config": {
+            "modules_to_not_convert": ["model.layers.*.self_attn"],
+            "quant_method": "mxfp4",
+        },
         "rms_norm_eps": 1e-05,
         "rope_scaling": {
             "beta_fast": 32.0,
@@ -161,15 +178,19 @@ def test_a_preset_is_what_its_published_file_says(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_has_the_published_number_of_parameters_and_costs_no_memory_to_look_at(name: str) -> None:
+def test_a_preset_has_the_published_number_of_parameters_and_costs_no_memory_to_look_at(
+    name: str,
+) -> None:
     model = build_model(PRESETS[name], torch.Generator(), torch.device("meta"))
     assert all(p.is_meta for p in model.parameters())
     assert sum(p.numel() for p in model.parameters()) == PUBLISHED_COUNTS[name]
 
 
-# --- config.json --------------------------------------------------------------------------------------------------------------------------
+# --- config.json ----------------------------------------------------------------------------------
 
-SCALING = YarnConfig(4.0, 64, 16.0, 2.0, mscale=0.7, mscale_all_dim=0.8, attention_factor=0.9, truncate=False)
+SCALING = YarnConfig(
+    4.0, 64, 16.0, 2.0, mscale=0.7, mscale_all_dim=0.8, attention_factor=0.9, truncate=False
+)
 OTHER_VALUES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {
         "q_lora_rank": 9,
@@ -182,7 +203,12 @@ OTHER_VALUES: dict[str, dict[str, Any]] = {
         "aux_loss_alpha": 0.5,
         "seq_aux": True,
     },
-    "qwen3_moe": {"mlp_only_layers": (0, 2), "attention_bias": True, "norm_topk_prob": False, "router_aux_loss_coef": 0.5},
+    "qwen3_moe": {
+        "mlp_only_layers": (0, 2),
+        "attention_bias": True,
+        "norm_topk_prob": False,
+        "router_aux_loss_coef": 0.5,
+    },
     "gpt_oss": {
         "layer_types": ("full_attention", "full_attention", "sliding_attention"),
         "attention_bias": False,
@@ -202,11 +228,15 @@ COMMON_VALUES: dict[str, Any] = {
 @pytest.mark.parametrize("changed", [False, True], ids=["defaults", "all changed"])
 @pytest.mark.parametrize("model_type", FAMILY_NAMES)
 def test_a_configuration_comes_back_from_its_file(model_type: str, changed: bool) -> None:
-    config = tiny_family_config(model_type, **(OTHER_VALUES[model_type] | COMMON_VALUES if changed else {}))
+    config = tiny_family_config(
+        model_type, **(OTHER_VALUES[model_type] | COMMON_VALUES if changed else {})
+    )
     written = json.loads(json.dumps(config_to_hugging_face(config)))
     assert config_from_hugging_face(written) == config
     only_old = {key: value for key, value in written.items() if key != "rope_parameters"}
-    only_new = {key: value for key, value in written.items() if key not in ("rope_theta", "rope_scaling")}
+    only_new = {
+        key: value for key, value in written.items() if key not in ("rope_theta", "rope_scaling")
+    }
     assert config_from_hugging_face(only_new) == config
     if changed or model_type != "gpt_oss":
         assert config_from_hugging_face(only_old) == config
@@ -217,10 +247,14 @@ def test_a_configuration_comes_back_from_its_file(model_type: str, changed: bool
 def test_a_configuration_comes_back_from_transformers(model_type: str, changed: bool) -> None:
     """transformers reads our file and writes its own."""
     transformers = pytest.importorskip("transformers")
-    config = tiny_family_config(model_type, **(OTHER_VALUES[model_type] | COMMON_VALUES if changed else {}))
+    config = tiny_family_config(
+        model_type, **(OTHER_VALUES[model_type] | COMMON_VALUES if changed else {})
+    )
     theirs = transformers.AutoConfig.for_model(**config_to_hugging_face(config))
     for written in (theirs.to_dict(), json.loads(theirs.to_json_string())):
-        layer_types = {"layer_types": tuple(written["layer_types"])} if model_type == "gpt_oss" else {}
+        layer_types = (
+            {"layer_types": tuple(written["layer_types"])} if model_type == "gpt_oss" else {}
+        )
         assert config_from_hugging_face(written) == dataclasses.replace(config, **layer_types)
 
 
@@ -237,7 +271,11 @@ def test_a_family_is_found_by_its_configuration(model_type: str) -> None:
 
 
 NECESSARY = [
-    *((model_type, name) for model_type in FAMILY_NAMES for name in ("vocab_size", "hidden_size", "num_experts_per_tok", "rope_theta")),
+    *(
+        (model_type, name)
+        for model_type in FAMILY_NAMES
+        for name in ("vocab_size", "hidden_size", "num_experts_per_tok", "rope_theta")
+    ),
     ("deepseek_v2", "q_lora_rank"),
     ("deepseek_v2", "n_shared_experts"),
     ("deepseek_v2", "kv_lora_rank"),
@@ -257,7 +295,13 @@ def test_a_missing_field_is_named(model_type: str, name: str) -> None:
 
 def test_all_missing_fields_are_named_at_once() -> None:
     with pytest.raises(ConfigError, match=r"^missing fields: vocab_size, hidden_size, .*head_dim"):
-        config_from_hugging_face({"model_type": "gpt_oss", "rope_theta": 1.0, "rope_parameters": {"rope_type": "default"}})
+        config_from_hugging_face(
+            {
+                "model_type": "gpt_oss",
+                "rope_theta": 1.0,
+                "rope_parameters": {"rope_type": "default"},
+            }
+        )
 
 
 OPTIONAL: list[tuple[str, str, Any]] = [
@@ -276,8 +320,12 @@ OPTIONAL: list[tuple[str, str, Any]] = [
 
 @pytest.mark.parametrize("is_null", [False, True], ids=["left out", "null"])
 @pytest.mark.parametrize(("model_type", "name", "value"), OPTIONAL)
-def test_what_a_field_left_out_or_null_means(model_type: str, name: str, value: Any, is_null: bool) -> None:
-    file = {key: each for key, each in FILES[model_type].items() if key != name} | ({name: None} if is_null else {})
+def test_what_a_field_left_out_or_null_means(
+    model_type: str, name: str, value: Any, is_null: bool
+) -> None:
+    file = {key: each for key, each in FILES[model_type].items() if key != name} | (
+        {name: None} if is_null else {}
+    )
     assert getattr(config_from_hugging_face(file), name) == value
 
 
@@ -285,12 +333,18 @@ UNSUPPORTED: list[tuple[str, str, Any, str]] = [
     *((model_type, "hidden_act", "gelu", "'silu'") for model_type in FAMILY_NAMES),
     *((model_type, "attention_dropout", 0.1, "0.0") for model_type in FAMILY_NAMES),
     *((model_type, "is_encoder_decoder", True, "false") for model_type in FAMILY_NAMES),
-    *((model_type, "architectures", ["LlamaForCausalLM"], "ForCausalLM") for model_type in FAMILY_NAMES),
+    *(
+        (model_type, "architectures", ["LlamaForCausalLM"], "ForCausalLM")
+        for model_type in FAMILY_NAMES
+    ),
     *((model_type, "is_causal", False, "true") for model_type in FAMILY_NAMES),
     *((model_type, "final_logit_softcapping", 30.0, "no ") for model_type in FAMILY_NAMES),
     *((model_type, "embedding_multiplier", 12.0, "1 or null") for model_type in FAMILY_NAMES),
     *((model_type, "router_jitter_noise", 0.01, "no ") for model_type in FAMILY_NAMES),
-    *((model_type, "per_layer_config", {"1": {"num_experts": 2}}, "no ") for model_type in FAMILY_NAMES),
+    *(
+        (model_type, "per_layer_config", {"1": {"num_experts": 2}}, "no ")
+        for model_type in FAMILY_NAMES
+    ),
     *((model_type, "scoring_func", "sigmoid", "'softmax'") for model_type in FAMILY_NAMES),
     ("deepseek_v2", "use_qk_norm", True, "no "),
     ("deepseek_v2", "rope_interleave", False, "true"),
@@ -318,7 +372,9 @@ UNSUPPORTED: list[tuple[str, str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("model_type", "name", "value", "supported"), UNSUPPORTED)
-def test_an_unsupported_field_or_value_is_named(model_type: str, name: str, value: Any, supported: str) -> None:
+def test_an_unsupported_field_or_value_is_named(
+    model_type: str, name: str, value: Any, supported: str
+) -> None:
     with pytest.raises(ConfigError) as raised:
         config_from_hugging_face(FILES[model_type] | {name: value})
     message = str(raised.value)
@@ -340,7 +396,9 @@ def test_a_list_of_another_length_is_told_by_its_length() -> None:
 
 @pytest.mark.parametrize("model_type", FAMILY_NAMES)
 def test_unknown_fields_that_are_null_are_harmless(model_type: str) -> None:
-    assert config_from_hugging_face(FILES[model_type] | {"surprise": None}) == config_from_hugging_face(FILES[model_type])
+    assert config_from_hugging_face(
+        FILES[model_type] | {"surprise": None}
+    ) == config_from_hugging_face(FILES[model_type])
 
 
 WRONG_TYPES: list[tuple[str, Any, str]] = [
@@ -364,27 +422,56 @@ def test_a_value_of_the_wrong_type_is_named(name: str, value: Any, words: str) -
 
 @pytest.mark.parametrize("model_type", [None, "llama", 3, ["gpt_oss"]], ids=str)
 def test_an_unknown_family_is_refused(model_type: Any) -> None:
-    with pytest.raises(ConfigError, match=r"^model_type = .* it must be one of deepseek_v2, qwen3_moe, gpt_oss$"):
+    with pytest.raises(
+        ConfigError, match=r"^model_type = .* it must be one of deepseek_v2, qwen3_moe, gpt_oss$"
+    ):
         config_from_hugging_face(FILES["gpt_oss"] | {"model_type": model_type})
 
 
 ROPE: list[tuple[dict[str, Any], str]] = [
-    ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling.rope_type = 'linear' is not supported"),
-    ({"rope_scaling": {"rope_type": "yarn", "type": "linear", "factor": 2.0}}, "rope_scaling.rope_type = 'linear/yarn' is not supported"),
+    (
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        "rope_scaling.rope_type = 'linear' is not supported",
+    ),
+    (
+        {"rope_scaling": {"rope_type": "yarn", "type": "linear", "factor": 2.0}},
+        "rope_scaling.rope_type = 'linear/yarn' is not supported",
+    ),
     ({"rope_scaling": {"rope_type": "yarn"}}, "missing fields: rope_scaling.factor"),
-    ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "short_factor": [1]}}, "rope_scaling.short_factor = [1] is not supported"),
-    ({"rope_scaling": {"rope_type": "yarn", "factor": "2"}}, "rope_scaling.factor = '2' is not valid"),
-    ({"rope_scaling": {"rope_type": "yarn", "factor": 0.5}}, "model.rope_scaling.factor = 0.5 is not valid"),
-    ({"rope_scaling": {"rope_type": "default", "factor": 2.0}}, "rope_scaling.factor = 2.0 is not supported"),
+    (
+        {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "short_factor": [1]}},
+        "rope_scaling.short_factor = [1] is not supported",
+    ),
+    (
+        {"rope_scaling": {"rope_type": "yarn", "factor": "2"}},
+        "rope_scaling.factor = '2' is not valid",
+    ),
+    (
+        {"rope_scaling": {"rope_type": "yarn", "factor": 0.5}},
+        "model.rope_scaling.factor = 0.5 is not valid",
+    ),
+    (
+        {"rope_scaling": {"rope_type": "default", "factor": 2.0}},
+        "rope_scaling.factor = 2.0 is not supported",
+    ),
     (
         {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "partial_rotary_factor": 0.5}},
         "rope_scaling.partial_rotary_factor = 0.5 is not",
     ),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),
-    ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters.full_attention = "),
-    ({"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}, "rope_theta = 1000000.0 and rope_parameters.rope_theta = 5.0"),
     (
-        {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}, "rope_parameters": {"rope_type": "default"}},
+        {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+        "rope_parameters.full_attention = ",
+    ),
+    (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}},
+        "rope_theta = 1000000.0 and rope_parameters.rope_theta = 5.0",
+    ),
+    (
+        {
+            "rope_scaling": {"rope_type": "yarn", "factor": 2.0},
+            "rope_parameters": {"rope_type": "default"},
+        },
         'rope_scaling = {"factor": 2.0, "original_max_position_embeddings": 40960',
     ),
     ({"num_local_experts": 64}, "num_local_experts = 64 contradicts num_experts = 128"),
@@ -392,22 +479,34 @@ ROPE: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "words"), ROPE, ids=[words for _, words in ROPE])
-def test_rotary_embedding_that_is_not_supported_or_contradicts_itself_is_named(changes: dict[str, Any], words: str) -> None:
+def test_rotary_embedding_that_is_not_supported_or_contradicts_itself_is_named(
+    changes: dict[str, Any], words: str
+) -> None:
     with pytest.raises(ConfigError) as raised:
         config_from_hugging_face(FILES["qwen3_moe"] | changes)
     assert str(raised.value).startswith(words)
 
 
 def test_yarn_without_an_original_length_takes_the_whole_one_as_transformers_does() -> None:
-    config = config_from_hugging_face(FILES["qwen3_moe"] | {"rope_scaling": {"type": "yarn", "factor": 4, "beta_fast": None}})
+    config = config_from_hugging_face(
+        FILES["qwen3_moe"] | {"rope_scaling": {"type": "yarn", "factor": 4, "beta_fast": None}}
+    )
     assert config.rope_scaling == YarnConfig(4.0, 40960)
 
 
 def test_quantized_weights_are_read_in_the_published_form_only() -> None:
-    for model_type, method in [("gpt_oss", "gptq"), ("qwen3_moe", "mxfp4"), ("gpt_oss", None), ("qwen3_moe", None)]:
+    for model_type, method in [
+        ("gpt_oss", "gptq"),
+        ("qwen3_moe", "mxfp4"),
+        ("gpt_oss", None),
+        ("qwen3_moe", None),
+    ]:
         for name in ("quantization_config", "compression_config", "quantization"):
             shown = f"'{method}'" if method else "null"
-            words = rf"^{name}.quant_method = {shown} is not supported for {model_type}.*weights are in bf16"
+            words = (
+                rf"^{name}.quant_method = {shown} is not supported "
+                rf"for {model_type}.*weights are in bf16"
+            )
             with pytest.raises(ConfigError, match=words):
                 config_from_hugging_face(FILES[model_type] | {name: {"quant_method": method}})
     assert "quantization_config" not in config_to_hugging_face(PRESETS["gpt-oss-20b"])

@@ -11,15 +11,31 @@ from torch import Tensor
 
 from lather.models.decoder import Attended, Block, DecoderOutput
 from lather.models.moe import LOCAL_EXCHANGE
-from models.tiny import error, gradients, largest_error, layout_of, next_token_loss, random_normal, random_tokens, tiny_model
+from models.tiny import (
+    error,
+    gradients,
+    largest_error,
+    layout_of,
+    next_token_loss,
+    random_normal,
+    random_tokens,
+    tiny_model,
+)
 
 EVEN_EXPERTS = {"num_experts_per_tok": 5}
-"""Options under which every expert has every token: routing then changes no product's number of rows, and so no order of sums."""
+"""Options under which every expert has every token: routing then changes no product's number of
+rows, and so no order of sums."""
 
 
 @pytest.mark.parametrize("position", [1, 4, 8])
-@pytest.mark.parametrize("changes", [EVEN_EXPERTS, {"first_k_dense_replace": 3}, {**EVEN_EXPERTS, "q_lora_rank": 9}], ids=str)
-def test_a_token_leaves_earlier_logits_bit_identical(changes: dict[str, int], position: int) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [EVEN_EXPERTS, {"first_k_dense_replace": 3}, {**EVEN_EXPERTS, "q_lora_rank": 9}],
+    ids=str,
+)
+def test_a_token_leaves_earlier_logits_bit_identical(
+    changes: dict[str, int], position: int
+) -> None:
     model, tokens = tiny_model(**changes), random_tokens(2, 9)
     changed = tokens.clone()
     changed[:, position] = (tokens[:, position] + 1) % 37
@@ -55,7 +71,9 @@ def test_segments_called_by_hand_give_the_reference(block: Block) -> None:
     x = random_normal(2, 5, 24)
     attended = block.attend_and_route(x, layout_of(x))
     dispatched = block.dispatch(attended, LOCAL_EXCHANGE)
-    y = block.aggregate(attended, block.combine(block.run_experts(attended, dispatched), dispatched, LOCAL_EXCHANGE))
+    y = block.aggregate(
+        attended, block.combine(block.run_experts(attended, dispatched), dispatched, LOCAL_EXCHANGE)
+    )
     expected, routing = block(x, layout_of(x))
     assert torch.equal(y, expected)
     assert (routing is None) == (attended.routing is None) == (dispatched is None)
@@ -82,7 +100,9 @@ def loss_with_cuts(block: Block, x: Tensor, cotangent: Tensor, cut: Cuts) -> Ten
     attended = block.attend_and_route(x, layout_of(x))
     routing = attended.routing
     if routing is not None:
-        routing = dataclasses.replace(routing, weights_TK=cut(routing.weights_TK), balance_loss=cut(routing.balance_loss))
+        routing = dataclasses.replace(
+            routing, weights_TK=cut(routing.weights_TK), balance_loss=cut(routing.balance_loss)
+        )
     attended = Attended(cut(attended.residual_BSD), cut(attended.normed_TD), routing)
     dispatched = block.dispatch(attended, LOCAL_EXCHANGE)
     if dispatched is not None:
@@ -108,7 +128,9 @@ def test_backward_through_cut_segments_gives_the_gradients_of_the_reference(bloc
 def test_output_reports_rows_and_balance_of_the_moe_blocks_alone() -> None:
     output = tiny_model(first_k_dense_replace=1)(random_tokens(2, 9))
     assert [int(routing.count_E.sum()) for routing in output.routings] == [2 * 9 * 2] * 2
-    assert output.balance_loss().item() == pytest.approx(sum(r.balance_loss.item() for r in output.routings))
+    assert output.balance_loss().item() == pytest.approx(
+        sum(r.balance_loss.item() for r in output.routings)
+    )
     assert output.balance_loss().item() >= 1.5
 
 
@@ -136,7 +158,8 @@ def run_in(precision: torch.dtype, **changes: int) -> tuple[DecoderOutput, dict[
 
 
 def distance(actual: Tensor, expected: Tensor) -> float:
-    """The relative difference in the Frobenius norm: roundings are independent, and the largest of thousands would say little."""
+    """The relative difference in the Frobenius norm: roundings are independent, and the largest of
+    thousands would say little."""
     return ((actual - expected).norm() / expected.norm()).item()
 
 
@@ -144,9 +167,10 @@ BF16_ROUNDING = 2**-9
 
 
 def test_bf16_autocast_stays_within_rounding_of_fp32() -> None:
-    """About 20 products lie on the way to a logit, with input, weight and output rounded by 2^-9: 60 roundings, 120 for a gradient.
-    Independent roundings add up like a random walk, to sqrt(60) and sqrt(120); twice that is allowed, as some sums cancel. Every expert has
-    every token, as near-ties between experts could turn."""
+    """About 20 products lie on the way to a logit, with input, weight and output rounded by 2^-9:
+    60 roundings, 120 for a gradient. Independent roundings add up like a random walk, to sqrt(60)
+    and sqrt(120); twice that is allowed, as some sums cancel. Every expert has every token, as
+    near-ties between experts could turn."""
     narrow, narrow_grads = run_in(torch.bfloat16, **EVEN_EXPERTS)
     wide, wide_grads = run_in(torch.float32, **EVEN_EXPERTS)
     assert narrow.logits_BSV.dtype == torch.bfloat16

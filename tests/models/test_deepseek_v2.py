@@ -1,7 +1,8 @@
-"""DeepSeek-V2: logits, loss and every gradient against Hugging Face's implementation, with the same weights.
+"""DeepSeek-V2: logits, loss and every gradient against Hugging Face's implementation, with the same
+weights.
 
-Two options are not compared: `norm_topk_prob`, which transformers ignores (test_moe.py tests it), and odd `kv_lora_rank`, which it cannot
-run.
+Two options are not compared: `norm_topk_prob`, which transformers ignores (test_moe.py tests it),
+and odd `kv_lora_rank`, which it cannot run.
 """
 
 from __future__ import annotations
@@ -55,11 +56,24 @@ ALL_AT_ONCE: dict[str, Any] = {
         {"v_head_dim": 16},
         {"v_head_dim": 19},
         {"num_attention_heads": 1},
-        {"n_routed_experts": 6, "topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 1},
+        {
+            "n_routed_experts": 6,
+            "topk_method": "group_limited_greedy",
+            "n_group": 3,
+            "topk_group": 1,
+        },
         {"n_routed_experts": 6, "topk_method": "greedy", "n_group": 3, "topk_group": 1},
         {"rope_theta": 50.0, "rope_scaling": YARN},
-        {"rope_theta": 50.0, "rope_scaling": YarnConfig(4.0, 64, mscale=0.7, beta_fast=4.0, beta_slow=0.5)},
-        {"rope_theta": 50.0, "rope_scaling": YarnConfig(4.0, 64, mscale_all_dim=0.7, truncate=False, beta_fast=4.0, beta_slow=0.5)},
+        {
+            "rope_theta": 50.0,
+            "rope_scaling": YarnConfig(4.0, 64, mscale=0.7, beta_fast=4.0, beta_slow=0.5),
+        },
+        {
+            "rope_theta": 50.0,
+            "rope_scaling": YarnConfig(
+                4.0, 64, mscale_all_dim=0.7, truncate=False, beta_fast=4.0, beta_slow=0.5
+            ),
+        },
         {"rope_theta": 50.0, "rope_scaling": YarnConfig(4.0, 64, attention_factor=0.8)},
         {"seq_aux": True},
         ALL_AT_ONCE,
@@ -91,8 +105,16 @@ def test_tolerance_rejects_an_error_of_one_percent_in_one_weight(name: str) -> N
     "change",
     [
         {"rope_theta": 51.0},
-        {"rope_scaling": YarnConfig(4.04, 64, beta_fast=4.0, beta_slow=0.5, mscale=0.7, mscale_all_dim=1.3)},
-        {"rope_scaling": YarnConfig(4.0, 64, beta_fast=4.0, beta_slow=0.5, mscale=0.7, mscale_all_dim=1.313)},
+        {
+            "rope_scaling": YarnConfig(
+                4.04, 64, beta_fast=4.0, beta_slow=0.5, mscale=0.7, mscale_all_dim=1.3
+            )
+        },
+        {
+            "rope_scaling": YarnConfig(
+                4.0, 64, beta_fast=4.0, beta_slow=0.5, mscale=0.7, mscale_all_dim=1.313
+            )
+        },
         {"topk_group": 3},
     ],
     ids=str,

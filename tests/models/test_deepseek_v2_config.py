@@ -1,4 +1,5 @@
-"""The configuration of DeepSeek-V2: every field refuses values that cannot be built, and says what to change; fresh weights."""
+"""The configuration of DeepSeek-V2: every field refuses values that cannot be built, and says what
+to change; fresh weights."""
 
 from __future__ import annotations
 
@@ -49,7 +50,9 @@ BAD: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("field", "bad", "constraint"), BAD)
-def test_a_bad_value_is_refused_with_its_name_and_constraint(field: str, bad: object, constraint: str) -> None:
+def test_a_bad_value_is_refused_with_its_name_and_constraint(
+    field: str, bad: object, constraint: str
+) -> None:
     with pytest.raises(ConfigError) as raised:
         tiny_config(**{field: bad})
     message = str(raised.value)
@@ -66,13 +69,18 @@ def test_infinity_is_refused(field: str) -> None:
 
 def test_every_field_that_can_be_bad_is_tried() -> None:
     tried = {field for field, _, _ in BAD}
-    assert {field.name for field in dataclasses.fields(DeepseekV2Config) if field.type != "bool"} - {"rope_scaling"} == tried
+    assert {
+        field.name for field in dataclasses.fields(DeepseekV2Config) if field.type != "bool"
+    } - {"rope_scaling"} == tried
 
 
 def test_the_groups_in_reach_must_have_experts_enough() -> None:
     groups: dict[str, Any] = {"n_group": 5, "topk_group": 2, "num_experts_per_tok": 3}
     tiny_config(**groups)
-    with pytest.raises(ConfigError, match=r"^model.num_experts_per_tok = 3 .* at most the 2 experts of topk_group groups"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^model.num_experts_per_tok = 3 .* at most the 2 experts of topk_group groups",
+    ):
         tiny_config(**groups, topk_method="group_limited_greedy")
 
 
@@ -85,13 +93,19 @@ def test_the_groups_in_reach_must_have_experts_enough() -> None:
     ],
     ids=["ones", "zeros", "upper limits"],
 )
-def test_the_smallest_and_largest_allowed_values_build_a_model_that_runs(changes: dict[str, Any]) -> None:
+def test_the_smallest_and_largest_allowed_values_build_a_model_that_runs(
+    changes: dict[str, Any],
+) -> None:
     model = build_deepseek_v2(tiny_config(**changes), torch.Generator().manual_seed(0))
-    assert model(random_tokens(2, 3) % model.embed_tokens.num_embeddings).logits_BSV.isfinite().all()
+    assert (
+        model(random_tokens(2, 3) % model.embed_tokens.num_embeddings).logits_BSV.isfinite().all()
+    )
 
 
 def fresh(seed: int = 0, **changes: Any) -> dict[str, torch.Tensor]:
-    return build_deepseek_v2(tiny_config(**changes), torch.Generator().manual_seed(seed)).state_dict()
+    return build_deepseek_v2(
+        tiny_config(**changes), torch.Generator().manual_seed(seed)
+    ).state_dict()
 
 
 def test_the_seed_fixes_every_bit_of_the_weights() -> None:
@@ -106,13 +120,19 @@ def test_norms_start_at_one_and_all_else_normal_with_the_given_deviation() -> No
         if "norm" in name:
             assert (weight == 1).all()
         else:
-            assert weight.mean().item() == pytest.approx(0, abs=5 * std / math.sqrt(weight.numel())), name
-            assert weight.std().item() == pytest.approx(std, rel=5 / math.sqrt(2 * weight.numel())), name
+            assert weight.mean().item() == pytest.approx(
+                0, abs=5 * std / math.sqrt(weight.numel())
+            ), name
+            assert weight.std().item() == pytest.approx(
+                std, rel=5 / math.sqrt(2 * weight.numel())
+            ), name
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_head_shares_its_storage_with_the_embedding_only_if_tied(tied: bool) -> None:
-    model = build_deepseek_v2(tiny_config(tie_word_embeddings=tied), torch.Generator().manual_seed(0))
+    model = build_deepseek_v2(
+        tiny_config(tie_word_embeddings=tied), torch.Generator().manual_seed(0)
+    )
     for each in (model, model.double()):
         assert (each.lm_head.weight.data_ptr() == each.embed_tokens.weight.data_ptr()) == tied
     assert ("lm_head.weight" in dict(model.named_parameters())) != tied
@@ -121,13 +141,26 @@ def test_head_shares_its_storage_with_the_embedding_only_if_tied(tied: bool) -> 
 @pytest.mark.parametrize("q_lora_rank", [None, 9])
 @pytest.mark.parametrize(("dense", "shared", "tied"), [(0, 2, False), (1, 0, False), (3, 1, True)])
 def test_parameter_count(q_lora_rank: int | None, dense: int, shared: int, tied: bool) -> None:
-    config = tiny_config(q_lora_rank=q_lora_rank, first_k_dense_replace=dense, n_shared_experts=shared, tie_word_embeddings=tied)
+    config = tiny_config(
+        q_lora_rank=q_lora_rank,
+        first_k_dense_replace=dense,
+        n_shared_experts=shared,
+        tie_word_embeddings=tied,
+    )
     d, heads, latent = SIZES["hidden_size"], SIZES["num_attention_heads"], SIZES["kv_lora_rank"]
     query, rope, value = heads * (10 + 6), 6, heads * 7
-    queries = d * query if q_lora_rank is None else d * q_lora_rank + q_lora_rank + q_lora_rank * query
+    queries = (
+        d * query if q_lora_rank is None else d * q_lora_rank + q_lora_rank + q_lora_rank * query
+    )
     attention = queries + d * (latent + rope) + latent + latent * (heads * 10 + value) + value * d
     moe = 5 * d + (5 + shared) * 3 * d * 11
-    expected = 37 * d * (1 if tied else 2) + d + 3 * (attention + 2 * d) + dense * 3 * d * 40 + (3 - dense) * moe
+    expected = (
+        37 * d * (1 if tied else 2)
+        + d
+        + 3 * (attention + 2 * d)
+        + dense * 3 * d * 40
+        + (3 - dense) * moe
+    )
     model = build_deepseek_v2(config, torch.Generator().manual_seed(0))
     assert sum(p.numel() for p in model.parameters()) == expected
 
@@ -143,6 +176,8 @@ def test_a_lone_expert_keeps_its_score_as_weight() -> None:
     """With a weight of 1 whatever the score is, the router would learn nothing."""
     assert tiny_config(norm_topk_prob=True, num_experts_per_tok=2).normalizes
     assert not tiny_config(norm_topk_prob=True, num_experts_per_tok=1).normalizes
-    model = build_deepseek_v2(tiny_config(norm_topk_prob=True, num_experts_per_tok=1), torch.Generator().manual_seed(0))
+    model = build_deepseek_v2(
+        tiny_config(norm_topk_prob=True, num_experts_per_tok=1), torch.Generator().manual_seed(0)
+    )
     weights_TK = model(random_tokens(2, 5)).routings[0].weights_TK
     assert (weights_TK < 1).all()

@@ -1,5 +1,5 @@
-"""Routed experts in every memory mode against the plain formula; the tensors that they keep for backward; padding, poison, frozen
-weights."""
+"""Routed experts in every memory mode against the plain formula; the tensors that they keep for
+backward; padding, poison, frozen weights."""
 
 from __future__ import annotations
 
@@ -32,7 +32,13 @@ WIDTHS = {"odd": (9, 7), "grouped_mm": (16, 8)}
 
 class Case:
     def __init__(
-        self, routing: str, widths: str = "odd", *, gate: Gate = SWIGLU, bias: bool = False, dtype: torch.dtype = torch.float64
+        self,
+        routing: str,
+        widths: str = "odd",
+        *,
+        gate: Gate = SWIGLU,
+        bias: bool = False,
+        dtype: torch.dtype = torch.float64,
     ) -> None:
         d, f = WIDTHS[widths]
         self.module = Experts(E, d, f, gate=gate, bias=bias).to(dtype)
@@ -50,17 +56,27 @@ class Case:
     def results(self, memory: str) -> dict[str, Tensor]:
         self.module.memory = memory
         y_TD = self.module(self.x_TD, self.experts_TK, self.weights_TK)
-        inputs = {"x": self.x_TD, "weights": self.weights_TK, **dict(self.module.named_parameters())}
-        grads = torch.autograd.grad((y_TD * self.cotangent).sum(), list(inputs.values()), materialize_grads=True)
+        inputs = {
+            "x": self.x_TD,
+            "weights": self.weights_TK,
+            **dict(self.module.named_parameters()),
+        }
+        grads = torch.autograd.grad(
+            (y_TD * self.cotangent).sum(), list(inputs.values()), materialize_grads=True
+        )
         return {"y": y_TD.detach(), **dict(zip(inputs, grads, strict=True))}
 
 
 @pytest.mark.parametrize("memory", LEAN)
 @pytest.mark.parametrize(
-    ("gate", "bias"), [(SWIGLU, False), (SWIGLU, True), (CLAMPED_SWIGLU, True), (Gate(1.5, 0.5, 0.8, True), False)], ids=str
+    ("gate", "bias"),
+    [(SWIGLU, False), (SWIGLU, True), (CLAMPED_SWIGLU, True), (Gate(1.5, 0.5, 0.8, True), False)],
+    ids=str,
 )
 @pytest.mark.parametrize("routing", ROUTINGS)
-def test_output_and_every_gradient_are_those_of_plain_autograd(routing: str, gate: Gate, bias: bool, memory: str) -> None:
+def test_output_and_every_gradient_are_those_of_plain_autograd(
+    routing: str, gate: Gate, bias: bool, memory: str
+) -> None:
     case = Case(routing, gate=gate, bias=bias)
     assert largest_error(case.results(memory), case.results("reference")) < (1e-13, "")
 
@@ -78,7 +94,9 @@ def test_gradients_are_those_of_finite_differences(routing: str) -> None:
     names, parameters = zip(*case.module.named_parameters(), strict=True)
 
     def run(x: Tensor, weights: Tensor, *values: Tensor) -> Tensor:
-        return torch.func.functional_call(case.module, dict(zip(names, values, strict=True)), (x, case.experts_TK, weights))
+        return torch.func.functional_call(
+            case.module, dict(zip(names, values, strict=True)), (x, case.experts_TK, weights)
+        )
 
     assert torch.autograd.gradcheck(run, (case.x_TD, case.weights_TK, *parameters), fast_mode=True)
 
@@ -133,14 +151,17 @@ def test_a_frozen_parameter_gets_no_gradient_and_the_others_theirs(frozen: str) 
     (case.module(case.x_TD, case.experts_TK, case.weights_TK) * case.cotangent).sum().backward()
     assert case.module.get_parameter(frozen).grad is None
     actual = {name: p.grad for name, p in case.module.named_parameters() if name != frozen}
-    assert largest_error({"x": case.x_TD.grad, **actual}, {name: expected[name] for name in ("x", *actual)}) < (1e-13, "")
+    assert largest_error(
+        {"x": case.x_TD.grad, **actual}, {name: expected[name] for name in ("x", *actual)}
+    ) < (1e-13, "")
 
 
-# --- what is kept -------------------------------------------------------------------------------------------------------------------
+# --- what is kept ---------------------------------------------------------------------------------
 
 
 def kept_elements(module: nn.Module, *arguments: Tensor) -> int:
-    """Count the floating-point elements that backward keeps, each storage once, without parameters and inputs."""
+    """Count the floating-point elements that backward keeps, each storage once, without parameters
+    and inputs."""
     known = {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *arguments)}
     kept: dict[int, Tensor] = {}
 
@@ -151,9 +172,13 @@ def kept_elements(module: nn.Module, *arguments: Tensor) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         y = module(*arguments)
-    for value in attributes_of_the_graph(y):  # hooks do not see what a Function keeps beside save_for_backward
+    for value in attributes_of_the_graph(
+        y
+    ):  # hooks do not see what a Function keeps beside save_for_backward
         keep(value)
-    return sum(tensor.untyped_storage().nbytes() // tensor.element_size() for tensor in kept.values())
+    return sum(
+        tensor.untyped_storage().nbytes() // tensor.element_size() for tensor in kept.values()
+    )
 
 
 def attributes_of_the_graph(y: Tensor) -> Iterator[Tensor]:
@@ -162,17 +187,26 @@ def attributes_of_the_graph(y: Tensor) -> Iterator[Tensor]:
     while nodes:
         node = nodes.pop()
         if node is not None:
-            yield from (value for value in getattr(node, "__dict__", {}).values() if isinstance(value, Tensor))
+            yield from (
+                value
+                for value in getattr(node, "__dict__", {}).values()
+                if isinstance(value, Tensor)
+            )
             nodes.extend(parent for parent, _ in node.next_functions)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("memory", "per_row"), [("saved", 2), ("recompute", 0)])
-def test_experts_keep_gate_up_and_nothing_else(memory: str, per_row: int, dtype: torch.dtype) -> None:
+def test_experts_keep_gate_up_and_nothing_else(
+    memory: str, per_row: int, dtype: torch.dtype
+) -> None:
     case = Case("uneven", dtype=dtype)
     case.module.memory = memory
     rows, f = case.experts_TK.numel(), 7
-    assert kept_elements(case.module, case.x_TD, case.experts_TK, case.weights_TK) == per_row * rows * f
+    assert (
+        kept_elements(case.module, case.x_TD, case.experts_TK, case.weights_TK)
+        == per_row * rows * f
+    )
 
 
 @pytest.mark.parametrize(("memory", "per_row"), [("saved", 2), ("recompute", 0), ("reference", 4)])
@@ -186,7 +220,7 @@ def test_rms_norm_keeps_one_number_per_row() -> None:
     assert kept_elements(RMSNorm(9, 1e-6), torch.randn(2, 3, 9).requires_grad_()) == 6
 
 
-# --- the other lean layers ----------------------------------------------------------------------------------------------------------
+# --- the other lean layers ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["experts", "mlp", "router"])
@@ -216,7 +250,9 @@ def test_gated_mlp_is_its_plain_formula(shape: tuple[int, ...], memory: str) -> 
     for mode in (memory, "reference"):
         module.memory = mode
         y = module(x)
-        grads = torch.autograd.grad((y * random_normal(*shape, seed=1)).sum(), (x, *module.parameters()))
+        grads = torch.autograd.grad(
+            (y * random_normal(*shape, seed=1)).sum(), (x, *module.parameters())
+        )
         results.append(dict(zip("yxgud", (y.detach(), *grads), strict=True)))
     assert largest_error(*results) < (1e-13, "")
 
@@ -229,10 +265,14 @@ def test_gated_mlp_under_autocast_is_its_plain_formula_within_rounding(dtype: to
         with torch.autocast("cpu", dtype=torch.bfloat16):
             y = module(x)
         assert y.dtype == torch.bfloat16
-        grads = torch.autograd.grad((y * random_normal(20, 64, seed=1)).sum(), (x, *module.parameters()))
+        grads = torch.autograd.grad(
+            (y * random_normal(20, 64, seed=1)).sum(), (x, *module.parameters())
+        )
         assert [grad.dtype for grad in grads] == [dtype, *[torch.float32] * 3]
         results.append([tensor.float() for tensor in (y, *grads)])
-    assert all((mine - plain).norm() < 2**-6 * plain.norm() for mine, plain in zip(*results, strict=True))
+    assert all(
+        (mine - plain).norm() < 2**-6 * plain.norm() for mine, plain in zip(*results, strict=True)
+    )
 
 
 def test_rms_norm_has_right_gradients() -> None:
@@ -258,16 +298,20 @@ def test_rms_norm_in_bf16_rounds_once_forward_and_backward() -> None:
     assert error(norm.weight.grad.float(), wide_norm.weight.grad) < 2**-7  # type: ignore[union-attr]
 
 
-# --- autocast -----------------------------------------------------------------------------------------------------------------------
+# --- autocast -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("memory", LEAN)
 @pytest.mark.parametrize("widths", WIDTHS)
-def test_under_autocast_products_are_in_bf16_and_gradients_in_the_parameters_dtype(widths: str, memory: str) -> None:
+def test_under_autocast_products_are_in_bf16_and_gradients_in_the_parameters_dtype(
+    widths: str, memory: str
+) -> None:
     case = Case("uneven", widths, gate=CLAMPED_SWIGLU, bias=True, dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         narrow = case.results(memory)
     wide = case.results("reference")
-    assert {name: tensor.dtype for name, tensor in narrow.items()} == dict.fromkeys(wide, torch.float32)
+    assert {name: tensor.dtype for name, tensor in narrow.items()} == dict.fromkeys(
+        wide, torch.float32
+    )
     for name, expected in wide.items():
         assert 0 < (narrow[name] - expected).norm() < 0.03 * expected.norm(), name

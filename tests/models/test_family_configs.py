@@ -52,28 +52,47 @@ POSITIVE = {
     "gpt_oss": ["rope_theta", "rms_norm_eps", "initializer_range", "swiglu_alpha", "swiglu_limit"],
 }
 BAD: list[tuple[str, str, Any, str]] = [
-    *((family, field, bad, "at least 1") for family, fields in AT_LEAST_ONE.items() for field in fields for bad in (0, -1)),
+    *(
+        (family, field, bad, "at least 1")
+        for family, fields in AT_LEAST_ONE.items()
+        for field in fields
+        for bad in (0, -1)
+    ),
     *(
         (family, field, bad, "greater than 0 and finite")
         for family, fields in POSITIVE.items()
         for field in fields
         for bad in (0.0, -1.0, math.nan, math.inf)
     ),
-    *((family, "router_aux_loss_coef", bad, "at least 0 and finite") for family in POSITIVE for bad in (-1.0, math.nan, math.inf)),
+    *(
+        (family, "router_aux_loss_coef", bad, "at least 0 and finite")
+        for family in POSITIVE
+        for bad in (-1.0, math.nan, math.inf)
+    ),
     *((family, "model_type", "llama", repr(family)) for family in POSITIVE),
     *((family, "head_dim", 5, "even") for family in POSITIVE),
-    *((family, "num_key_value_heads", 4, "a divisor of num_attention_heads (6)") for family in POSITIVE),
+    *(
+        (family, "num_key_value_heads", 4, "a divisor of num_attention_heads (6)")
+        for family in POSITIVE
+    ),
     ("qwen3_moe", "num_experts_per_tok", 6, "at most num_experts (5)"),
     ("qwen3_moe", "mlp_only_layers", (3,), "from 0 to 2"),
     ("qwen3_moe", "mlp_only_layers", (-1,), "from 0 to 2"),
     ("qwen3_moe", "mlp_only_layers", (1, 1), "different"),
     ("gpt_oss", "num_experts_per_tok", 6, "at most num_local_experts (5)"),
-    ("gpt_oss", "layer_types", ("full_attention", "linear_attention", "full_attention"), "'sliding_attention' and 'full_attention'"),
+    (
+        "gpt_oss",
+        "layer_types",
+        ("full_attention", "linear_attention", "full_attention"),
+        "'sliding_attention' and 'full_attention'",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("model_type", "field", "bad", "constraint"), BAD)
-def test_a_bad_value_is_refused_with_its_name_and_constraint(model_type: str, field: str, bad: object, constraint: str) -> None:
+def test_a_bad_value_is_refused_with_its_name_and_constraint(
+    model_type: str, field: str, bad: object, constraint: str
+) -> None:
     with pytest.raises(ConfigError) as raised:
         tiny_family_config(model_type, **{field: bad})
     message = str(raised.value)
@@ -85,7 +104,11 @@ def test_a_bad_value_is_refused_with_its_name_and_constraint(model_type: str, fi
 @pytest.mark.parametrize("model_type", AT_LEAST_ONE)
 def test_every_field_that_can_be_bad_is_tried(model_type: str) -> None:
     tried = {field for family, field, _, _ in BAD if family == model_type}
-    fields = {field.name for field in dataclasses.fields(FAMILIES[model_type].config) if field.type != "bool"}
+    fields = {
+        field.name
+        for field in dataclasses.fields(FAMILIES[model_type].config)
+        if field.type != "bool"
+    }
     assert fields - {"rope_scaling"} == tried
 
 
@@ -98,7 +121,9 @@ def test_yarn_needs_a_base_above_one(model_type: str) -> None:
 
 @pytest.mark.parametrize("model_type", AT_LEAST_ONE)
 def test_the_smallest_allowed_values_build_a_model_that_runs(model_type: str) -> None:
-    config = tiny_family_config(model_type, **dict.fromkeys(AT_LEAST_ONE[model_type], 1) | {"head_dim": 2})
+    config = tiny_family_config(
+        model_type, **dict.fromkeys(AT_LEAST_ONE[model_type], 1) | {"head_dim": 2}
+    )
     model = build_model(config, torch.Generator().manual_seed(0))
     assert model(random_tokens(2, 3) % 1).logits_BSV.isfinite().all()
 
@@ -108,33 +133,55 @@ def test_fresh_weights(model_type: str) -> None:
     """Norms are 1, biases 0, all else normal with the given deviation; the seed fixes every bit."""
     std = 0.02
     config = tiny_family_config(model_type, initializer_range=std)
-    first, again = (build_model(config, torch.Generator().manual_seed(0)).state_dict() for _ in range(2))
+    first, again = (
+        build_model(config, torch.Generator().manual_seed(0)).state_dict() for _ in range(2)
+    )
     for name, weight in first.items():
         assert torch.equal(weight, again[name])
         if "norm" in name or name.endswith("bias"):
             assert (weight == (0 if name.endswith("bias") else 1)).all()
         else:
-            assert weight.mean().item() == pytest.approx(0, abs=5 * std / math.sqrt(weight.numel())), name
-            assert weight.std().item() == pytest.approx(std, rel=5 / math.sqrt(2 * weight.numel())), name
+            assert weight.mean().item() == pytest.approx(
+                0, abs=5 * std / math.sqrt(weight.numel())
+            ), name
+            assert weight.std().item() == pytest.approx(
+                std, rel=5 / math.sqrt(2 * weight.numel())
+            ), name
 
 
 def test_published_balance_coefficients_weigh_blocks_as_transformers_weighs_their_mean() -> None:
-    """With an even load transformers' loss is K, whatever the number of blocks; ours is 1 for each block, summed."""
-    qwen = Qwen3MoeConfig(router_aux_loss_coef=0.3, num_experts_per_tok=4, num_hidden_layers=6, mlp_only_layers=(1,))
+    """With an even load transformers' loss is K, whatever the number of blocks; ours is 1 for each
+    block, summed."""
+    qwen = Qwen3MoeConfig(
+        router_aux_loss_coef=0.3, num_experts_per_tok=4, num_hidden_layers=6, mlp_only_layers=(1,)
+    )
     assert qwen.balance_loss_coef * 5 == pytest.approx(0.3 * 4)
     gpt_oss = GptOssConfig(router_aux_loss_coef=0.9, num_experts_per_tok=4, num_hidden_layers=6)
     assert gpt_oss.balance_loss_coef * 6 == pytest.approx(0.9 * 4)
 
 
 def test_gpt_oss_has_a_kind_of_attention_for_each_layer_whatever_their_number() -> None:
-    """A list that alternates counts as none. Every other list is kept, and has to have an entry for each layer."""
-    explicit = tiny_family_config("gpt_oss", layer_types=("sliding_attention", "full_attention", "sliding_attention"))
+    """A list that alternates counts as none. Every other list is kept, and has to have an entry for
+    each layer."""
+    explicit = tiny_family_config(
+        "gpt_oss", layer_types=("sliding_attention", "full_attention", "sliding_attention")
+    )
     assert explicit == tiny_family_config("gpt_oss")
     fewer = dataclasses.replace(explicit, num_hidden_layers=2)
     assert fewer.attention_types == ("sliding_attention", "full_attention")  # type: ignore[attr-defined]
-    own = tiny_family_config("gpt_oss", layer_types=("full_attention", "sliding_attention", "full_attention"))
-    assert own.attention_types == own.layer_types == ("full_attention", "sliding_attention", "full_attention")  # type: ignore[attr-defined]
+    own = tiny_family_config(
+        "gpt_oss", layer_types=("full_attention", "sliding_attention", "full_attention")
+    )
+    assert (
+        own.attention_types
+        == own.layer_types
+        == ("full_attention", "sliding_attention", "full_attention")
+    )  # type: ignore[attr-defined]
     with pytest.raises(
-        ConfigError, match=r"^model.layer_types has 3 entries, but model.num_hidden_layers is 2: give .* or leave layer_types out"
+        ConfigError,
+        match=(
+            r"^model.layer_types has 3 entries, but "
+            r"model.num_hidden_layers is 2: give .* or leave layer_types out"
+        ),
     ):
         dataclasses.replace(own, num_hidden_layers=2)

@@ -1,4 +1,5 @@
-"""Sampling: greedy and random choice, the window, the stop token, several prompts side by side, and what the cache saves."""
+"""Sampling: greedy and random choice, the window, the stop token, several prompts side by side, and
+what the cache saves."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 
 @pytest.mark.parametrize("context", [1, 4, 8, 100])
-def test_temperature_zero_takes_the_most_likely_token_of_each_window(model: Decoder, context: int) -> None:
+def test_temperature_zero_takes_the_most_likely_token_of_each_window(
+    model: Decoder, context: int
+) -> None:
     tokens = list(PROMPT)
     for _ in range(12):
         tokens.append(int(model(torch.tensor([tokens[-context:]])).logits_BSV[0, -1].argmax()))
@@ -33,7 +36,10 @@ def test_temperature_zero_takes_the_most_likely_token_of_each_window(model: Deco
 
 def test_top_k_of_one_is_greedy_at_any_temperature(model: Decoder) -> None:
     greedy = generate(model, PROMPT, 12, context=8, temperature=0)
-    assert generate(model, PROMPT, 12, context=8, temperature=5.0, top_k=1, generator=seeded()) == greedy
+    assert (
+        generate(model, PROMPT, 12, context=8, temperature=5.0, top_k=1, generator=seeded())
+        == greedy
+    )
 
 
 def test_the_seed_fixes_the_text(model: Decoder) -> None:
@@ -44,27 +50,40 @@ def test_the_seed_fixes_the_text(model: Decoder) -> None:
 def test_tokens_are_drawn_from_the_softmax_at_the_given_temperature(model: Decoder) -> None:
     probability = (model(torch.tensor([PROMPT])).logits_BSV[0, -1] / 2.5).softmax(-1)
     draw, n = seeded(), 300
-    tokens = [generate(model, PROMPT, 1, context=8, temperature=2.5, top_k=0, generator=draw)[0] for _ in range(n)]
+    tokens = [
+        generate(model, PROMPT, 1, context=8, temperature=2.5, top_k=0, generator=draw)[0]
+        for _ in range(n)
+    ]
     share = torch.tensor(tokens).bincount(minlength=37) / n
-    assert ((share - probability).abs() < 4 * (probability * (1 - probability) / n).sqrt() + 1 / n).all()
+    assert (
+        (share - probability).abs() < 4 * (probability * (1 - probability) / n).sqrt() + 1 / n
+    ).all()
 
 
 def test_top_k_draws_from_the_k_most_likely_tokens(model: Decoder) -> None:
     likely = model(torch.tensor([PROMPT])).logits_BSV[0, -1].topk(3).indices
     draw = seeded()
-    tokens = {generate(model, PROMPT, 1, context=8, temperature=10.0, top_k=3, generator=draw)[0] for _ in range(60)}
+    tokens = {
+        generate(model, PROMPT, 1, context=8, temperature=10.0, top_k=3, generator=draw)[0]
+        for _ in range(60)
+    }
     assert tokens == set(likely.tolist())
 
 
 def test_top_k_beyond_the_vocabulary_draws_from_all_of_it(model: Decoder) -> None:
-    whole, beyond = (generate(model, PROMPT, 20, context=8, top_k=k, generator=seeded()) for k in (0, 1000))
+    whole, beyond = (
+        generate(model, PROMPT, 20, context=8, top_k=k, generator=seeded()) for k in (0, 1000)
+    )
     assert whole == beyond
 
 
 def test_the_text_ends_before_the_stop_token(model: Decoder) -> None:
     text = generate(model, PROMPT, 12, context=8, temperature=0)
     stop = text[-1]
-    assert generate(model, PROMPT, 12, context=8, temperature=0, stop_token=stop) == text[: text.index(stop)]
+    assert (
+        generate(model, PROMPT, 12, context=8, temperature=0, stop_token=stop)
+        == text[: text.index(stop)]
+    )
 
 
 def test_a_stop_token_in_the_prompt_does_not_end_the_text(model: Decoder) -> None:
@@ -74,7 +93,10 @@ def test_a_stop_token_in_the_prompt_does_not_end_the_text(model: Decoder) -> Non
 
 
 def test_a_prompt_longer_than_the_context_is_read_from_its_end(model: Decoder) -> None:
-    texts = [generate(model, prompt, 9, context=4, generator=seeded()) for prompt in (PROMPT * 3, [9, 9, *PROMPT])]
+    texts = [
+        generate(model, prompt, 9, context=4, generator=seeded())
+        for prompt in (PROMPT * 3, [9, 9, *PROMPT])
+    ]
     assert texts[0] == texts[1]
 
 
@@ -85,13 +107,17 @@ def test_nothing_is_asked_for_and_the_prompt_is_left_alone(model: Decoder) -> No
     assert prompt == PROMPT
 
 
-@pytest.mark.parametrize(("prompt", "context", "culprit"), [([], 8, "prompt"), (PROMPT, 0, "context")])
-def test_an_empty_prompt_or_window_is_refused(model: Decoder, prompt: list[int], context: int, culprit: str) -> None:
+@pytest.mark.parametrize(
+    ("prompt", "context", "culprit"), [([], 8, "prompt"), (PROMPT, 0, "context")]
+)
+def test_an_empty_prompt_or_window_is_refused(
+    model: Decoder, prompt: list[int], context: int, culprit: str
+) -> None:
     with pytest.raises(ValueError, match=culprit):
         generate(model, prompt, 3, context=context)
 
 
-# --- the cache and batches ------------------------------------------------------------------------------------------------------------
+# --- the cache and batches ------------------------------------------------------------------------
 
 
 def plain_greedy(model: Decoder, prompt: list[int], num_tokens: int, context: int) -> list[int]:
@@ -105,7 +131,11 @@ def plain_greedy(model: Decoder, prompt: list[int], num_tokens: int, context: in
 def lengths_read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     read: list[tuple[int, ...]] = []
     original = Decoder.hidden
-    monkeypatch.setattr(Decoder, "hidden", lambda self, x, **options: read.append(tuple(x.shape)) or original(self, x, **options))
+    monkeypatch.setattr(
+        Decoder,
+        "hidden",
+        lambda self, x, **options: read.append(tuple(x.shape)) or original(self, x, **options),
+    )
     return read
 
 
@@ -114,7 +144,9 @@ PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5, 3, 5, 8, 9, 7, 9], [3, 2]]
 
 @pytest.mark.parametrize("context", [3, 8, 12, 100])
 @pytest.mark.parametrize("model_type", list(FAMILIES))
-def test_rows_side_by_side_are_each_row_alone_without_a_cache(model_type: str, context: int) -> None:
+def test_rows_side_by_side_are_each_row_alone_without_a_cache(
+    model_type: str, context: int
+) -> None:
     """Prompts are shorter and longer than the context, and texts grow beyond it."""
     model = tiny_family_model(model_type, initializer_range=0.3).double()
     rows = Continuations(model, PROMPTS, context=context, sampling=Sampling(0))
@@ -122,16 +154,22 @@ def test_rows_side_by_side_are_each_row_alone_without_a_cache(model_type: str, c
         assert list(rows.step()) == [0, 1, 2, 3]
     expected = [plain_greedy(model, prompt, 9, context) for prompt in PROMPTS]
     assert len({token for row in expected for token in row}) > 3
-    assert [tokens[len(prompt) :] for tokens, prompt in zip(rows.tokens, PROMPTS, strict=True)] == expected
+    assert [
+        tokens[len(prompt) :] for tokens, prompt in zip(rows.tokens, PROMPTS, strict=True)
+    ] == expected
 
 
-def test_every_token_is_read_once_until_the_context_is_full(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_token_is_read_once_until_the_context_is_full(
+    model: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     read = lengths_read(monkeypatch)
     generate(model, PROMPT, 6, context=8)
     assert read == [(1, 5), (1, 1), (1, 1), (1, 1), (1, 8), (1, 8)]
 
 
-def test_rows_that_end_are_read_no_more_and_leave_the_others_alone(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_end_are_read_no_more_and_leave_the_others_alone(
+    model: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     alone = [plain_greedy(model, prompt, 8, 100) for prompt in PROMPTS]
     stop = next(token for token in alone[0] if token not in alone[1] and alone[0].index(token) > 0)
     read = lengths_read(monkeypatch)
@@ -149,13 +187,21 @@ def test_rows_that_end_are_read_no_more_and_leave_the_others_alone(model: Decode
 
 def test_each_row_draws_from_its_own_generator(model: Decoder) -> None:
     def texts(prompts: list[list[int]], seeds: list[int]) -> list[list[int]]:
-        rows = Continuations(model, prompts, context=100, sampling=Sampling(2.0), generators=[seeded(seed) for seed in seeds])
+        rows = Continuations(
+            model,
+            prompts,
+            context=100,
+            sampling=Sampling(2.0),
+            generators=[seeded(seed) for seed in seeds],
+        )
         for _ in range(8):
             rows.step()
         return rows.tokens
 
     together = texts(PROMPTS, [5, 6, 7, 8])
-    assert together == [texts([prompt], [seed])[0] for prompt, seed in zip(PROMPTS, [5, 6, 7, 8], strict=True)]
+    assert together == [
+        texts([prompt], [seed])[0] for prompt, seed in zip(PROMPTS, [5, 6, 7, 8], strict=True)
+    ]
     assert len({tuple(tokens) for tokens in texts([PROMPT] * 4, [1, 2, 3, 4])}) > 1
 
 
@@ -164,13 +210,31 @@ def test_top_p_draws_from_the_fewest_tokens_that_have_that_probability() -> None
     draw = seeded()
     expected = {0.3: {1}, 0.5: {1, 3}, 0.75: {1, 3, 4}, 1.0: {0, 1, 2, 3, 4}}
     for top_p, tokens in expected.items():
-        assert {Sampling(1.0, 0, top_p).choose(probability.log(), draw) for _ in range(300)} == tokens
-    assert {Sampling(1.0, 2, 0.5).choose(probability.log(), draw) for _ in range(100)} == {1}, "of the two, 1 has 4/7"
-    shares = torch.tensor([Sampling(1.0, 0, 0.5).choose(probability.log(), draw) for _ in range(400)]).bincount(minlength=5) / 400
+        assert {
+            Sampling(1.0, 0, top_p).choose(probability.log(), draw) for _ in range(300)
+        } == tokens
+    assert {Sampling(1.0, 2, 0.5).choose(probability.log(), draw) for _ in range(100)} == {1}, (
+        "of the two, 1 has 4/7"
+    )
+    shares = (
+        torch.tensor(
+            [Sampling(1.0, 0, 0.5).choose(probability.log(), draw) for _ in range(400)]
+        ).bincount(minlength=5)
+        / 400
+    )
     assert abs(shares[1] - 4 / 7) < 0.1
 
 
-@pytest.mark.parametrize("bad", [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1}])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"temperature": -1.0},
+        {"temperature": float("nan")},
+        {"top_k": -1},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+    ],
+)
 def test_choices_that_cannot_be_made_are_refused(bad: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(bad))):
         Sampling(**bad)  # type: ignore[arg-type]
@@ -178,7 +242,8 @@ def test_choices_that_cannot_be_made_are_refused(bad: dict[str, float]) -> None:
 
 @pytest.mark.parametrize("model_type", list(FAMILIES))
 def test_greedy_text_is_that_of_transformers(model_type: str) -> None:
-    """The text is longer than the sliding window; the model's text varies, and is compared token by token."""
+    """The text is longer than the sliding window; the model's text varies, and is compared token by
+    token."""
     pytest.importorskip("transformers")
     from models.twins import greedy, twin
 

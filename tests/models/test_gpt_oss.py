@@ -1,4 +1,5 @@
-"""GPT-OSS: logits, loss and every gradient against Hugging Face's implementation, with the same weights; bf16 within its rounding."""
+"""GPT-OSS: logits, loss and every gradient against Hugging Face's implementation, with the same
+weights; bf16 within its rounding."""
 
 from __future__ import annotations
 
@@ -52,7 +53,10 @@ ALL_AT_ONCE: dict[str, Any] = {
 )
 def test_logits_loss_and_every_gradient_are_those_of_transformers(changes: dict[str, Any]) -> None:
     expected = expected_results("gpt_oss", changes)
-    assert largest_error(actual_results(tiny_family_model("gpt_oss", **changes)), expected) < (TOLERANCE, "")
+    assert largest_error(actual_results(tiny_family_model("gpt_oss", **changes)), expected) < (
+        TOLERANCE,
+        "",
+    )
 
 
 @functools.cache
@@ -60,7 +64,9 @@ def expected_of_all_at_once() -> dict[str, Tensor]:
     return expected_results("gpt_oss", ALL_AT_ONCE)
 
 
-@pytest.mark.parametrize("name", [name for name, _ in tiny_family_model("gpt_oss", **ALL_AT_ONCE).named_parameters()])
+@pytest.mark.parametrize(
+    "name", [name for name, _ in tiny_family_model("gpt_oss", **ALL_AT_ONCE).named_parameters()]
+)
 def test_tolerance_rejects_an_error_of_one_percent_in_one_weight(name: str) -> None:
     model = tiny_family_model("gpt_oss", **ALL_AT_ONCE)
     model.get_parameter(name).data.mul_(1.01)
@@ -91,6 +97,9 @@ def test_bf16_logits_are_as_near_the_fp32_ones_as_those_of_transformers_are() ->
     ours, exact = (tiny_family_model("gpt_oss", **changes) for _ in range(2))
     theirs = twin(ours, tiny_family_config("gpt_oss", **changes)).to(torch.bfloat16)
     expected = exact(TOKENS).logits_BSV
-    errors = [(logits.float() - expected).square().mean().sqrt() for logits in (ours.bfloat16()(TOKENS).logits_BSV, theirs(TOKENS).logits)]
+    errors = [
+        (logits.float() - expected).square().mean().sqrt()
+        for logits in (ours.bfloat16()(TOKENS).logits_BSV, theirs(TOKENS).logits)
+    ]
     assert 1e-4 * expected.std() < errors[0] < 1.25 * errors[1]
     assert errors[0] < 0.02 * expected.std()

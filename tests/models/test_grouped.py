@@ -1,4 +1,5 @@
-"""Products of rows grouped by expert, with `F.grouped_mm` and with the loop, against one product for each expert."""
+"""Products of rows grouped by expert, with `F.grouped_mm` and with the loop, against one product
+for each expert."""
 
 from __future__ import annotations
 
@@ -9,20 +10,38 @@ import torch
 from torch import Tensor
 
 from lather.models import grouped_products as grouped
-from lather.models.grouped_products import expert_of_row, grouped_linear, grouped_linear_transposed, grouped_sum, grouped_weight_gradient
+from lather.models.grouped_products import (
+    expert_of_row,
+    grouped_linear,
+    grouped_linear_transposed,
+    grouped_sum,
+    grouped_weight_gradient,
+)
 from models.tiny import error, random_normal
 
-COUNTS = {"uneven": [3, 0, 7, 1, 0], "all in one": [0, 11, 0, 0, 0], "nobody": [0, 0, 0, 0, 0], "last rows free": [2, 2, 0, 1, 3]}
-SIZES = {"grouped_mm": (torch.float32, 16, 8), "loop, odd sizes": (torch.float32, 15, 7), "loop, fp64": (torch.float64, 16, 8)}
+COUNTS = {
+    "uneven": [3, 0, 7, 1, 0],
+    "all in one": [0, 11, 0, 0, 0],
+    "nobody": [0, 0, 0, 0, 0],
+    "last rows free": [2, 2, 0, 1, 3],
+}
+SIZES = {
+    "grouped_mm": (torch.float32, 16, 8),
+    "loop, odd sizes": (torch.float32, 15, 7),
+    "loop, fp64": (torch.float64, 16, 8),
+}
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-14}
 
 
 class Case:
-    """Rows of experts in numbers `counts`, and free rows after them up to 14, which hold NaN, because nobody may read them."""
+    """Rows of experts in numbers `counts`, and free rows after them up to 14, which hold NaN,
+    because nobody may read them."""
 
     def __init__(self, counts: list[int], dtype: torch.dtype, i: int, o: int) -> None:
         self.end_E = torch.tensor(counts).cumsum(0).to(torch.int32)
-        self.rows = [slice(end - count, end) for end, count in zip(self.end_E.tolist(), counts, strict=True)]
+        self.rows = [
+            slice(end - count, end) for end, count in zip(self.end_E.tolist(), counts, strict=True)
+        ]
         self.used = sum(counts)
         self.x_GI, self.g_GO = (self._rows(width, dtype, seed) for width, seed in ((i, 0), (o, 1)))
         self.weight_EOI = random_normal(len(counts), o, i, seed=2).to(dtype)
@@ -39,14 +58,18 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 
 def test_linear_is_each_experts_own(case: Case) -> None:
-    expected = [case.x_GI[rows] @ weight.T for rows, weight in zip(case.rows, case.weight_EOI, strict=True)]
+    expected = [
+        case.x_GI[rows] @ weight.T for rows, weight in zip(case.rows, case.weight_EOI, strict=True)
+    ]
     actual = grouped_linear(case.x_GI, case.weight_EOI, case.end_E)
     assert actual.shape == case.g_GO.shape
     assert error(actual[: case.used], torch.cat(expected)) < TOLERANCE[actual.dtype]
 
 
 def test_transposed_linear_is_each_experts_own(case: Case) -> None:
-    expected = [case.g_GO[rows] @ weight for rows, weight in zip(case.rows, case.weight_EOI, strict=True)]
+    expected = [
+        case.g_GO[rows] @ weight for rows, weight in zip(case.rows, case.weight_EOI, strict=True)
+    ]
     actual = grouped_linear_transposed(case.g_GO, case.weight_EOI, case.end_E)
     assert actual.shape == case.x_GI.shape
     assert error(actual[: case.used], torch.cat(expected)) < TOLERANCE[actual.dtype]
@@ -54,13 +77,22 @@ def test_transposed_linear_is_each_experts_own(case: Case) -> None:
 
 def test_weight_gradient_is_each_experts_own_and_zero_without_rows(case: Case) -> None:
     expected = torch.stack([case.g_GO[rows].T @ case.x_GI[rows] for rows in case.rows])
-    assert error(grouped_weight_gradient(case.g_GO, case.x_GI, case.end_E), expected) < TOLERANCE[expected.dtype]
+    assert (
+        error(grouped_weight_gradient(case.g_GO, case.x_GI, case.end_E), expected)
+        < TOLERANCE[expected.dtype]
+    )
 
 
 @pytest.mark.parametrize("capability", [(9, 0), (10, 0)], ids=["sm_90", "sm_100"])
-def test_what_a_kernel_leaves_for_experts_without_rows_is_overwritten(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_kernel_leaves_for_experts_without_rows_is_overwritten(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(grouped, "is_gpu", lambda x: True)
-    monkeypatch.setattr(grouped, "gpu_module", lambda x: SimpleNamespace(get_device_capability=lambda device: capability))
+    monkeypatch.setattr(
+        grouped,
+        "gpu_module",
+        lambda x: SimpleNamespace(get_device_capability=lambda device: capability),
+    )
     left = torch.ones(4, 3, 2)
     left[[0, 2]] = torch.nan
     zeroed = grouped._zeros_for_idle(left.clone(), torch.tensor([0, 5, 5, 9], dtype=torch.int32))
@@ -68,11 +100,21 @@ def test_what_a_kernel_leaves_for_experts_without_rows_is_overwritten(capability
     torch.testing.assert_close(zeroed, expected, equal_nan=True, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(("capability", "sound"), [((8, 0), False), ((9, 0), True), ((10, 3), True), ((12, 0), False)], ids=str)
-def test_grouped_mm_is_for_gpus_that_have_its_kernel(capability: tuple[int, int], sound: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("capability", "sound"),
+    [((8, 0), False), ((9, 0), True), ((10, 3), True), ((12, 0), False)],
+    ids=str,
+)
+def test_grouped_mm_is_for_gpus_that_have_its_kernel(
+    capability: tuple[int, int], sound: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On other GPUs a loop over experts runs, and the host waits for the ends of their rows."""
     monkeypatch.setattr(grouped, "is_gpu", lambda x: True)
-    monkeypatch.setattr(grouped, "gpu_module", lambda x: SimpleNamespace(get_device_capability=lambda device: capability))
+    monkeypatch.setattr(
+        grouped,
+        "gpu_module",
+        lambda x: SimpleNamespace(get_device_capability=lambda device: capability),
+    )
     assert grouped._sound(torch.ones(8, 16, dtype=torch.bfloat16)) == sound
     assert not grouped._sound(torch.ones(8, 16))
 
@@ -86,14 +128,28 @@ def test_tolerance_rejects_one_percent() -> None:
     case = Case(COUNTS["uneven"], *SIZES["grouped_mm"])
     expected = grouped_linear(case.x_GI, case.weight_EOI, case.end_E)[: case.used]
     case.weight_EOI[2] *= 1.01
-    assert error(grouped_linear(case.x_GI, case.weight_EOI, case.end_E)[: case.used], expected) > 100 * TOLERANCE[torch.float32]
+    assert (
+        error(grouped_linear(case.x_GI, case.weight_EOI, case.end_E)[: case.used], expected)
+        > 100 * TOLERANCE[torch.float32]
+    )
 
 
 def test_expert_of_row() -> None:
-    assert expert_of_row(torch.tensor([2, 2, 5], dtype=torch.int32), 7).tolist() == [0, 0, 2, 2, 2, 3, 3]
+    assert expert_of_row(torch.tensor([2, 2, 5], dtype=torch.int32), 7).tolist() == [
+        0,
+        0,
+        2,
+        2,
+        2,
+        3,
+        3,
+    ]
 
 
 def test_bf16_products_are_rounded_once() -> None:
     case = Case(COUNTS["uneven"], torch.bfloat16, 16, 8)
     wide = grouped_linear(case.x_GI.float(), case.weight_EOI.float(), case.end_E)[: case.used]
-    assert error(grouped_linear(case.x_GI, case.weight_EOI, case.end_E)[: case.used].float(), wide) < 2**-8
+    assert (
+        error(grouped_linear(case.x_GI, case.weight_EOI, case.end_E)[: case.used].float(), wide)
+        < 2**-8
+    )

@@ -16,7 +16,12 @@ from torch import Tensor
 from lather.errors import ExchangeError
 from lather.models.families import build_model, config_from_hugging_face
 from lather.models.hf.model_export import copy_companions, save_hugging_face
-from lather.models.hf.model_folder import load_hugging_face, model_from_hugging_face, open_hugging_face, read_config
+from lather.models.hf.model_folder import (
+    load_hugging_face,
+    model_from_hugging_face,
+    open_hugging_face,
+    read_config,
+)
 from lather.models.hf.safetensors_folder import copy_weights, open_safetensors
 from models.tiny import error
 
@@ -42,13 +47,17 @@ def ours(model: Any) -> Tensor:
 
 def same_weights(one: Any, other: Any) -> bool:
     first, second = one.state_dict(), other.state_dict()
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    return first.keys() == second.keys() and all(
+        torch.equal(first[name], second[name]) for name in first
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}], ids=["", "tied"])
 @pytest.mark.parametrize("max_shard_bytes", [20_000, 5 * 10**9])
-def test_a_model_of_transformers_comes_back_to_the_bit(family: str, changes: dict[str, Any], max_shard_bytes: int, tmp_path: Path) -> None:
+def test_a_model_of_transformers_comes_back_to_the_bit(
+    family: str, changes: dict[str, Any], max_shard_bytes: int, tmp_path: Path
+) -> None:
     theirs = make_model(family, **changes)
     expected = logits(theirs)
     theirs.save_pretrained(tmp_path / "in", max_shard_size=max_shard_bytes)
@@ -58,7 +67,10 @@ def test_a_model_of_transformers_comes_back_to_the_bit(family: str, changes: dic
     assert error(ours(model), expected) < TOLERANCE
     weights, _ = open_hugging_face(tmp_path / "in")
     copy_weights(weights, tmp_path / "ours.safetensors")
-    for name, source in {"model": model, "file": open_safetensors(tmp_path / "ours.safetensors")}.items():
+    for name, source in {
+        "model": model,
+        "file": open_safetensors(tmp_path / "ours.safetensors"),
+    }.items():
         save_hugging_face(source, config, tmp_path / name, max_shard_bytes=max_shard_bytes)
         back = read_back(tmp_path / name)
         assert same_weights(back, theirs)
@@ -76,21 +88,39 @@ def test_tolerance_rejects_an_expert_that_is_one_percent_off(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_shards_hold_what_the_index_says_and_are_within_their_size(family: str, tmp_path: Path) -> None:
+def test_shards_hold_what_the_index_says_and_are_within_their_size(
+    family: str, tmp_path: Path
+) -> None:
     make_model(family).save_pretrained(tmp_path / "in")
     model, config = model_from_hugging_face(tmp_path / "in")
     save_hugging_face(model, config, tmp_path / "out", max_shard_bytes=9000)
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
     files = {path.name: load_file(path) for path in (tmp_path / "out").glob("*.safetensors")}
-    assert sorted(files) == [f"model-{n + 1:05d}-of-{len(files):05d}.safetensors" for n in range(len(files))]
-    assert index["weight_map"] == {name: file for file, tensors in files.items() for name in tensors}
-    sizes = {file: sum(tensor.nbytes for tensor in tensors.values()) for file, tensors in files.items()}
-    assert index["metadata"]["total_size"] == sum(sizes.values()) == sum(p.numel() * 4 for p in model.parameters())
+    assert sorted(files) == [
+        f"model-{n + 1:05d}-of-{len(files):05d}.safetensors" for n in range(len(files))
+    ]
+    assert index["weight_map"] == {
+        name: file for file, tensors in files.items() for name in tensors
+    }
+    sizes = {
+        file: sum(tensor.nbytes for tensor in tensors.values()) for file, tensors in files.items()
+    }
+    assert (
+        index["metadata"]["total_size"]
+        == sum(sizes.values())
+        == sum(p.numel() * 4 for p in model.parameters())
+    )
     assert all(size <= 9000 or len(files[file]) == 1 for file, size in sizes.items())
     first = {file: name for name, file in reversed(index["weight_map"].items())}
     for file, following in itertools.pairwise(sorted(files)):
-        assert sizes[file] + files[following][first[following]].nbytes > 9000, "there was room for one more"
-    experts_of_a_layer = {file for name, file in index["weight_map"].items() if name.startswith("model.layers.2.mlp.experts.")}
+        assert sizes[file] + files[following][first[following]].nbytes > 9000, (
+            "there was room for one more"
+        )
+    experts_of_a_layer = {
+        file
+        for name, file in index["weight_map"].items()
+        if name.startswith("model.layers.2.mlp.experts.")
+    }
     assert len(experts_of_a_layer) > 1
     single = load_file(tmp_path / "in/model.safetensors")
     together = {name: tensor for tensors in files.values() for name, tensor in tensors.items()}
@@ -100,18 +130,30 @@ def test_shards_hold_what_the_index_says_and_are_within_their_size(family: str, 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float64], ids=str)
-def test_any_floating_dtype_is_read_and_written(family: str, stored: torch.dtype, tmp_path: Path) -> None:
+def test_any_floating_dtype_is_read_and_written(
+    family: str, stored: torch.dtype, tmp_path: Path
+) -> None:
     make_model(family).to(stored).save_pretrained(tmp_path / "in")
     model, config = model_from_hugging_face(tmp_path / "in")
     assert {p.dtype for p in model.parameters()} == {stored}
     wide, _ = model_from_hugging_face(tmp_path / "in", dtype=torch.float64)
-    assert all(torch.equal(p.double(), q) for p, q in zip(model.parameters(), wide.parameters(), strict=True))
+    assert all(
+        torch.equal(p.double(), q)
+        for p, q in zip(model.parameters(), wide.parameters(), strict=True)
+    )
 
     save_hugging_face(wide, config, tmp_path / "same", dtype=stored)
-    before, after = load_file(tmp_path / "in/model.safetensors"), load_file(tmp_path / "same/model.safetensors")
+    before, after = (
+        load_file(tmp_path / "in/model.safetensors"),
+        load_file(tmp_path / "same/model.safetensors"),
+    )
     assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) and after[name].dtype == stored for name in before)
-    assert json.loads((tmp_path / "same/config.json").read_text())["dtype"] == str(stored).removeprefix("torch.")
+    assert all(
+        torch.equal(before[name], after[name]) and after[name].dtype == stored for name in before
+    )
+    assert json.loads((tmp_path / "same/config.json").read_text())["dtype"] == str(
+        stored
+    ).removeprefix("torch.")
     assert read_back(tmp_path / "same").dtype == stored
 
 
@@ -122,7 +164,9 @@ def test_loads_into_a_model_that_is_there(tmp_path: Path) -> None:
     pointers = [p.data_ptr() for p in model.parameters()]
     load_hugging_face(tmp_path / "in", model)
     expected, _ = model_from_hugging_face(tmp_path / "in", dtype=torch.bfloat16)
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), expected.parameters(), strict=True))
+    assert all(
+        torch.equal(p, q) for p, q in zip(model.parameters(), expected.parameters(), strict=True)
+    )
     assert [p.data_ptr() for p in model.parameters()] == pointers
 
 
@@ -159,7 +203,10 @@ def test_paths_may_be_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_harmless_surplus_is_left_out(tmp_path: Path) -> None:
     make_model("deepseek_v2").save_pretrained(tmp_path / "in")
     file = tmp_path / "in/model.safetensors"
-    harmless = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(3), "model.layers.1.mlp.none.weight": torch.ones(0, 24)}
+    harmless = {
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(3),
+        "model.layers.1.mlp.none.weight": torch.ones(0, 24),
+    }
     save_file({**load_file(file), **harmless}, file)
     model, _ = model_from_hugging_face(tmp_path / "in")
     assert model.norm.weight.isfinite().all()
@@ -184,24 +231,31 @@ def test_no_shared_experts(tmp_path: Path) -> None:
     assert error(ours(model), logits(theirs)) < TOLERANCE
 
 
-# --- MXFP4 --------------------------------------------------------------------------------------------------------------------------
+# --- MXFP4 ----------------------------------------------------------------------------------------
 
 
 def quantized_folder(folder: Path) -> dict[str, Tensor]:
-    """Make a GPT-OSS folder with packed experts; returns the dequantized tensors as `transformers` makes them, in its layout."""
+    """Make a GPT-OSS folder with packed experts; returns the dequantized tensors as `transformers`
+    makes them, in its layout."""
     generator = torch.Generator().manual_seed(3)
     model = make_model("gpt_oss", hidden_size=64, intermediate_size=32).to(torch.bfloat16)
     model.save_pretrained(folder)
     tensors, unpacked = load_file(folder / "model.safetensors"), {}
-    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+    for name in [
+        name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))
+    ]:
         experts, columns, rows = tensors.pop(name).shape
-        blocks = torch.randint(256, (experts, rows, columns // 32, 16), dtype=torch.uint8, generator=generator)
+        blocks = torch.randint(
+            256, (experts, rows, columns // 32, 16), dtype=torch.uint8, generator=generator
+        )
         scales = torch.randint(118, 125, blocks.shape[:-1], dtype=torch.uint8, generator=generator)
         tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
         unpacked[name] = convert_moe_packed_tensors(blocks, scales)
     save_file(tensors, folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "mxfp4"}}))
+    (folder / "config.json").write_text(
+        json.dumps({**config, "quantization_config": {"quant_method": "mxfp4"}})
+    )
     return unpacked
 
 
@@ -219,7 +273,7 @@ def test_packed_experts_are_those_that_transformers_unpacks(tmp_path: Path) -> N
     assert all(torch.equal(back[name], value) for name, value in expected.items())
 
 
-# --- configuration and tokenizer ----------------------------------------------------------------------------------------------------
+# --- configuration and tokenizer ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -238,8 +292,15 @@ def test_configuration_comes_back(family: str, tmp_path: Path) -> None:
 
 
 def test_tokenizer_and_generation_files_are_carried_along_and_code_is_not(tmp_path: Path) -> None:
-    make_model("qwen3_moe", bos_token_id=3, eos_token_id=[4, 5], pad_token_id=6).save_pretrained(tmp_path / "in")
-    carried = {"tokenizer.json": "{}", "tokenizer_config.json": "{}", "merges.txt": "a b", "chat_template.jinja": "{{ x }}"}
+    make_model("qwen3_moe", bos_token_id=3, eos_token_id=[4, 5], pad_token_id=6).save_pretrained(
+        tmp_path / "in"
+    )
+    carried = {
+        "tokenizer.json": "{}",
+        "tokenizer_config.json": "{}",
+        "merges.txt": "a b",
+        "chat_template.jinja": "{{ x }}",
+    }
     for name, text in {**carried, "modeling_x.py": "raise SystemExit", "README.md": "x"}.items():
         (tmp_path / "in" / name).write_text(text)
     model, config = model_from_hugging_face(tmp_path / "in")
@@ -248,7 +309,11 @@ def test_tokenizer_and_generation_files_are_carried_along_and_code_is_not(tmp_pa
     assert names == {*carried, "config.json", "generation_config.json", "model.safetensors"}
     assert all((tmp_path / "out" / name).read_text() == text for name, text in carried.items())
     written = json.loads((tmp_path / "out/config.json").read_text())
-    assert (written["bos_token_id"], written["eos_token_id"], written["pad_token_id"]) == (3, [4, 5], 6)
+    assert (written["bos_token_id"], written["eos_token_id"], written["pad_token_id"]) == (
+        3,
+        [4, 5],
+        6,
+    )
 
 
 def test_a_tokenizer_of_a_run_is_loaded_by_transformers(tmp_path: Path) -> None:
@@ -268,4 +333,6 @@ def test_a_tokenizer_of_a_run_is_loaded_by_transformers(tmp_path: Path) -> None:
         assert loaded.decode(loaded(text)["input_ids"]) == text
         assert loaded.eos_token == END_OF_TEXT
         assert loaded.model_max_length == config.max_position_embeddings
-    assert transformers.AutoConfig.from_pretrained(tmp_path / "out").eos_token_id == tokenizer.token_to_id(END_OF_TEXT)
+    assert transformers.AutoConfig.from_pretrained(
+        tmp_path / "out"
+    ).eos_token_id == tokenizer.token_to_id(END_OF_TEXT)

@@ -1,4 +1,5 @@
-"""Memory while weights are read and written: bytes counted at every operation, and the process's own peak."""
+"""Memory while weights are read and written: bytes counted at every operation, and the process's
+own peak."""
 
 from __future__ import annotations
 
@@ -25,21 +26,37 @@ SHARD = 300_000
 
 
 def make(family: str) -> tuple[ModelConfig, Decoder]:
-    """Make a model in bf16. DeepSeek-V2's largest tensor is the embedding; GPT-OSS's are the stacked experts, of which one at a time is in
-    memory."""
+    """Make a model in bf16. DeepSeek-V2's largest tensor is the embedding; GPT-OSS's are the
+    stacked experts, of which one at a time is in memory."""
     config: ModelConfig
     if family == "deepseek_v2":
-        config = tiny_config(vocab_size=2000, hidden_size=64, moe_intermediate_size=80, n_routed_experts=16, num_hidden_layers=4)
+        config = tiny_config(
+            vocab_size=2000,
+            hidden_size=64,
+            moe_intermediate_size=80,
+            n_routed_experts=16,
+            num_hidden_layers=4,
+        )
     else:
-        sizes = {"hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 4, "num_local_experts": 16}
-        config = GptOssConfig(vocab_size=300, **sizes, num_attention_heads=2, num_key_value_heads=1, head_dim=8)
+        sizes = {
+            "hidden_size": 64,
+            "intermediate_size": 80,
+            "num_hidden_layers": 4,
+            "num_local_experts": 16,
+        }
+        config = GptOssConfig(
+            vocab_size=300, **sizes, num_attention_heads=2, num_key_value_heads=1, head_dim=8
+        )
     return config, build_model(config, torch.Generator()).bfloat16()
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "gpt_oss"])
 @pytest.mark.parametrize("way", ["import", "load", "export from a file", "export a model"])
-def test_one_tensor_at_a_time(family: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tensor is there twice while its dtype changes, and three times while it is also transposed."""
+def test_one_tensor_at_a_time(
+    family: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tensor is there twice while its dtype changes, and three times while it is also
+    transposed."""
     config, model = make(family)
     save_hugging_face(model, config, tmp_path / "in", max_shard_bytes=SHARD)
     assert len(list((tmp_path / "in").glob("*.safetensors"))) > 4
@@ -49,7 +66,8 @@ def test_one_tensor_at_a_time(family: str, way: str, tmp_path: Path, monkeypatch
     read = SafetensorsFolder.read
 
     def counted_read(*arguments: Any) -> torch.Tensor:
-        """Count the copy: no operation makes the memory that a file is read into, so it would not be seen."""
+        """Count the copy: no operation makes the memory that a file is read into, so it would not
+        be seen."""
         tensor = read(*arguments)
         assert tensor.untyped_storage().nbytes() == tensor.nbytes
         return tensor.clone()
@@ -61,9 +79,13 @@ def test_one_tensor_at_a_time(family: str, way: str, tmp_path: Path, monkeypatch
         elif way == "load":
             load_hugging_face(tmp_path / "in", model)
         elif way == "export from a file":
-            save_hugging_face(stored, config, tmp_path / "out", max_shard_bytes=SHARD, dtype=torch.bfloat16)
+            save_hugging_face(
+                stored, config, tmp_path / "out", max_shard_bytes=SHARD, dtype=torch.bfloat16
+            )
         else:
-            save_hugging_face(model, config, tmp_path / "out", max_shard_bytes=SHARD, dtype=torch.float32)
+            save_hugging_face(
+                model, config, tmp_path / "out", max_shard_bytes=SHARD, dtype=torch.float32
+            )
     largest = max(p[0].numel() if p.dim() == 3 else p.numel() for p in model.parameters())
     assert 0 < peak.bytes <= largest * (2 + 4 + 4)
     assert peak.bytes < sum(p.numel() for p in model.parameters())
@@ -85,18 +107,31 @@ Path("/proc/self/clear_refs").write_text("5")
 before = memory("VmRSS")
 weights, config = open_hugging_face(folder / "in")
 copy_weights(weights, folder / "ours.safetensors")
-save_hugging_face(open_safetensors(folder / "ours.safetensors"), config, folder / "out", max_shard_bytes=8_000_000)
+tensors = open_safetensors(folder / "ours.safetensors")
+save_hugging_face(tensors, config, folder / "out", max_shard_bytes=8_000_000)
 print(memory("VmHWM") - before)
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's record of the peak")
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="needs Linux's record of the peak"
+)
 def test_the_process_grows_by_a_shard_and_a_tensor_not_by_the_model(tmp_path: Path) -> None:
     """The model has 112 MB in fp32, its shards 8 MB, its largest tensor 4 MB."""
-    sizes = {"vocab_size": 4000, "hidden_size": 256, "moe_intermediate_size": 256, "n_routed_experts": 64, "num_hidden_layers": 3}
-    save_hugging_face(tiny_model(**sizes), tiny_config(**sizes), tmp_path / "in", max_shard_bytes=8_000_000)
+    sizes = {
+        "vocab_size": 4000,
+        "hidden_size": 256,
+        "moe_intermediate_size": 256,
+        "n_routed_experts": 64,
+        "num_hidden_layers": 3,
+    }
+    save_hugging_face(
+        tiny_model(**sizes), tiny_config(**sizes), tmp_path / "in", max_shard_bytes=8_000_000
+    )
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", PEAK_OF_A_ROUND_TRIP, str(tmp_path)]
-    done = subprocess.run(command, env=environment, timeout=120, check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        command, env=environment, timeout=120, check=True, capture_output=True, text=True
+    )
     assert (tmp_path / "ours.safetensors").stat().st_size > 110_000_000
     assert int(done.stdout) < 8_000_000 + 2 * 4_000_000

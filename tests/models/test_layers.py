@@ -15,13 +15,20 @@ def test_rms_norm_is_its_formula() -> None:
     norm = RMSNorm(5, eps=0.3).double()
     torch.nn.init.uniform_(norm.weight, -2, 2, generator=torch.Generator().manual_seed(0))
     x = random_normal(2, 3, 5)
-    expected = torch.stack([row / math.sqrt((row @ row).item() / 5 + 0.3) for row in x.view(6, 5)]).view(2, 3, 5) * norm.weight
+    expected = (
+        torch.stack([row / math.sqrt((row @ row).item() / 5 + 0.3) for row in x.view(6, 5)]).view(
+            2, 3, 5
+        )
+        * norm.weight
+    )
     assert error(norm(x), expected) < 1e-14
 
 
 def test_rms_norm_squares_in_fp32() -> None:
     """1000^2 is beyond fp16's range."""
-    normed = RMSNorm(4, eps=1e-6).half()(torch.tensor([[1000.0, -1000.0, 1000.0, 1000.0]], dtype=torch.float16))
+    normed = RMSNorm(4, eps=1e-6).half()(
+        torch.tensor([[1000.0, -1000.0, 1000.0, 1000.0]], dtype=torch.float16)
+    )
     assert normed.dtype == torch.float16
     assert normed.tolist() == [[1, -1, 1, 1]]
 
@@ -37,7 +44,9 @@ def test_rms_norm_squares_in_fp32() -> None:
     ],
     ids=str,
 )
-def test_a_weights_gradient_is_added_up_in_the_wider_dtype(operands: torch.dtype, weight: torch.dtype, tolerance: float) -> None:
+def test_a_weights_gradient_is_added_up_in_the_wider_dtype(
+    operands: torch.dtype, weight: torch.dtype, tolerance: float
+) -> None:
     """The gradient is that of the rounded operands; x is rounded to the gradient's dtype."""
     grad, x = random_normal(500, 7).to(operands), random_normal(500, 11, seed=1)
     found = weight_product(grad, x, weight)

@@ -1,4 +1,5 @@
-"""Adapters beside frozen weights compute the function and gradients of W + s B A in plain autograd, without its copies and products."""
+"""Adapters beside frozen weights compute the function and gradients of W + s B A in plain autograd,
+without its copies and products."""
 
 from __future__ import annotations
 
@@ -24,15 +25,23 @@ FAMILIES = {
     "qwen3_moe": {"mlp_only_layers": (1,)},
     "gpt_oss": {},
 }
-TARGETS = {"deepseek_v2": ("attention", "experts", "shared_experts", "dense"), "qwen3_moe": ("attention", "experts", "dense")}
+TARGETS = {
+    "deepseek_v2": ("attention", "experts", "shared_experts", "dense"),
+    "qwen3_moe": ("attention", "experts", "dense"),
+}
 RANK = 3
 
 
-def make(name: str, memory: str = "saved", *, dtype: torch.dtype = torch.float64, **changes: Any) -> Decoder:
+def make(
+    name: str, memory: str = "saved", *, dtype: torch.dtype = torch.float64, **changes: Any
+) -> Decoder:
     """Make a model in which only adapters, with B other than zero, are trained."""
     family = name.partition(" ")[0]
     model = tiny_family_model(family, **FAMILIES[name], **changes).to(dtype)
-    add_adapters(model, LoraConfig(rank=RANK, alpha=4.0, targets=TARGETS.get(family, ("attention", "experts"))))
+    add_adapters(
+        model,
+        LoraConfig(rank=RANK, alpha=4.0, targets=TARGETS.get(family, ("attention", "experts"))),
+    )
     generator = torch.Generator().manual_seed(3)
     for parameter, p in model.named_parameters():
         p.requires_grad_(is_adapters(parameter))
@@ -47,13 +56,18 @@ def gradients_of(model: Decoder, seed: int = 0) -> tuple[Tensor, dict[str, Tenso
     output = model(tokens, tokens.roll(1, 1), normalizer=18.0)
     assert output.loss is not None
     (output.loss + 0.1 * output.balance_loss()).backward()
-    return output.loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return output.loss.detach(), {
+        name: p.grad for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 @pytest.mark.parametrize("memory", ["saved", "recompute"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_loss_and_gradients_are_those_of_the_sum_in_plain_autograd(name: str, memory: str) -> None:
-    (loss, found), (expected_loss, expected) = gradients_of(make(name, memory)), gradients_of(make(name, "reference"))
+    (loss, found), (expected_loss, expected) = (
+        gradients_of(make(name, memory)),
+        gradients_of(make(name, "reference")),
+    )
     assert all(is_adapters(parameter) for parameter in found)
     assert error(loss, expected_loss) < 1e-12
     assert largest_error(found, expected)[0] < 1e-11
@@ -107,8 +121,11 @@ def test_gradients_put_off_have_the_same_bits(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["deepseek_v2", "qwen3_moe", "gpt_oss"])
-def test_no_product_is_as_large_as_a_frozen_weight(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No gradient of a frozen weight is made, neither to throw it away nor to make those of A and B from it."""
+def test_no_product_is_as_large_as_a_frozen_weight(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No gradient of a frozen weight is made, neither to throw it away nor to make those of A and B
+    from it."""
     shapes: list[tuple[int, ...]] = []
 
     def recorded(function: Any) -> Any:
@@ -120,7 +137,9 @@ def test_no_product_is_as_large_as_a_frozen_weight(name: str, monkeypatch: pytes
 
     monkeypatch.setattr(layers, "weight_product", recorded(layers.weight_product))
     for module in (experts, lora):
-        monkeypatch.setattr(module, "grouped_weight_gradient", recorded(lora.grouped_weight_gradient))
+        monkeypatch.setattr(
+            module, "grouped_weight_gradient", recorded(lora.grouped_weight_gradient)
+        )
     model = make(name)
     gradients_of(model)
     trained = {tuple(p.shape) for p in model.parameters() if p.requires_grad}
@@ -130,7 +149,8 @@ def test_no_product_is_as_large_as_a_frozen_weight(name: str, monkeypatch: pytes
 
 
 def kept(memory: str) -> int:
-    """Count the bytes that autograd keeps besides parameters and their storages, in a wide model with few tokens."""
+    """Count the bytes that autograd keeps besides parameters and their storages, in a wide model
+    with few tokens."""
     model = make("qwen3_moe", memory, dtype=torch.float32, hidden_size=96, moe_intermediate_size=64)
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     found: dict[int, int] = {}
@@ -161,10 +181,19 @@ def test_no_copy_of_a_weight_is_kept() -> None:
     [
         (
             ("layers.9.*",),
-            "lora.targets = 'layers.9.*' is not valid: it matches no weight that can have an adapter; the nearest are layers.",
+            "lora.targets = 'layers.9.*' is not valid: it matches no weight that can have an "
+            "adapter; the nearest are layers.",
         ),
-        (("attention", "*.qproj"), "lora.targets = '*.qproj' is not valid: it matches no weight that can have an adapter; the nearest are"),
-        (("shared_experts",), "lora.targets = 'shared_experts' is not valid: the model has none; it has attention, experts"),
+        (
+            ("attention", "*.qproj"),
+            "lora.targets = '*.qproj' is not valid: it matches no weight that can have an adapter; "
+            "the nearest are",
+        ),
+        (
+            ("shared_experts",),
+            "lora.targets = 'shared_experts' is not valid: the model has none; it has attention, "
+            "experts",
+        ),
         (("lm_head",), "lora.targets = 'lm_head' is not valid"),
     ],
 )
@@ -175,8 +204,12 @@ def test_a_target_that_is_not_there_is_refused(targets: tuple[str, ...], expecte
 
 def test_patterns_choose_weights_by_name() -> None:
     model = tiny_family_model("qwen3_moe")
-    add_adapters(model, LoraConfig(rank=2, targets=("layers.1.self_attn.[qv]_proj", "*.experts.down_proj")))
-    names = [name for name, _ in model.named_parameters() if name.endswith("A") and is_adapters(name)]
+    add_adapters(
+        model, LoraConfig(rank=2, targets=("layers.1.self_attn.[qv]_proj", "*.experts.down_proj"))
+    )
+    names = [
+        name for name, _ in model.named_parameters() if name.endswith("A") and is_adapters(name)
+    ]
     assert sorted(names) == [
         *(f"layers.{layer}.mlp.experts.down_lora.A" for layer in (0, 1)),
         "layers.1.self_attn.q_proj.lora.A",
@@ -202,16 +235,24 @@ def test_merged_weights_are_the_sum() -> None:
     stored = {}
     for name, p in model.named_parameters():
         is_stack = ".experts." in name
-        stored |= {f"{name}.{e}": row for e, row in enumerate(p.detach())} if is_stack else {name: p.detach()}
+        stored |= (
+            {f"{name}.{e}": row for e, row in enumerate(p.detach())}
+            if is_stack
+            else {name: p.detach()}
+        )
     merged = MergedTensors(Tensors(stored), 4.0 / RANK)
     assert not any(is_adapters(name) for name in merged.tensors)
     for name in merged.tensors:
         a, b = (stored.get(factor) for factor in factor_names(name))
         expected = stored[name] if a is None or b is None else stored[name] + 4.0 / RANK * b @ a
         torch.testing.assert_close(merged.read(name), expected, rtol=1e-13, atol=1e-13)
-        torch.testing.assert_close(merged.read(name, (slice(1, 3),)), expected[1:3], rtol=1e-13, atol=1e-13)
+        torch.testing.assert_close(
+            merged.read(name, (slice(1, 3),)), expected[1:3], rtol=1e-13, atol=1e-13
+        )
     assert torch.equal(merged.read("norm.weight"), stored["norm.weight"])
-    assert not torch.equal(merged.read("layers.1.mlp.experts.down_proj.2"), stored["layers.1.mlp.experts.down_proj.2"])
+    assert not torch.equal(
+        merged.read("layers.1.mlp.experts.down_proj.2"), stored["layers.1.mlp.experts.down_proj.2"]
+    )
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -220,6 +261,12 @@ def test_a_key_value_cache_reads_adapted_weights(name: str) -> None:
     with torch.no_grad():
         expected = model(tokens_BS).logits_BSV
         cache = KeyValueCache()
-        found = torch.cat([model(piece_BS, cache=cache).logits_BSV for piece_BS in tokens_BS.split([4, 5], dim=1)], dim=1)
+        found = torch.cat(
+            [
+                model(piece_BS, cache=cache).logits_BSV
+                for piece_BS in tokens_BS.split([4, 5], dim=1)
+            ],
+            dim=1,
+        )
     assert expected is not None
     assert error(found, expected) < 1e-10

@@ -1,4 +1,5 @@
-"""The MoE block in every memory mode against a loop over tokens and experts in fp64; experts spread over ranks."""
+"""The MoE block in every memory mode against a loop over tokens and experts in fp64; experts spread
+over ranks."""
 
 from __future__ import annotations
 
@@ -92,7 +93,9 @@ def naive_block(x_BSD: Tensor, block: Block, case: Case) -> Tensor:
             gate, up = p["mlp.experts.gate_up_proj"][e].split(F_EXPERT)
             out = out + scores[e] * scale * gated(h, gate, up, p["mlp.experts.down_proj"][e])
         if case.shared:
-            out = out + gated(h, *(p[f"mlp.shared_experts.{name}_proj.weight"] for name in ("gate", "up", "down")))
+            out = out + gated(
+                h, *(p[f"mlp.shared_experts.{name}_proj.weight"] for name in ("gate", "up", "down"))
+            )
         y.append(out)
     return torch.stack(y).view_as(x_BSD)
 
@@ -101,7 +104,9 @@ def gradients_of(y: Tensor, x: Tensor, block: Block) -> dict[str, Tensor]:
     x.grad = None
     block.zero_grad()
     (y * random_normal(*y.shape, seed=2)).sum().backward()
-    block.input_layernorm.weight.grad = torch.zeros_like(block.input_layernorm.weight)  # not read, as there is no attention
+    block.input_layernorm.weight.grad = torch.zeros_like(
+        block.input_layernorm.weight
+    )  # not read, as there is no attention
     assert x.grad is not None
     return {"x": x.grad, **gradients(block)}
 
@@ -113,11 +118,17 @@ def test_block_is_the_loop_over_tokens_and_experts(case: Case, memory: str) -> N
     actual, _ = block(x, layout_of(x))
     expected = naive_block(x, block, case)
     assert error(actual, expected) < 1e-13
-    assert largest_error(gradients_of(actual, x, block), gradients_of(expected, x, block)) < (1e-12, "")
+    assert largest_error(gradients_of(actual, x, block), gradients_of(expected, x, block)) < (
+        1e-12,
+        "",
+    )
 
 
 def test_the_cases_route_as_they_say() -> None:
-    counts = {name: case.block()(case.inputs(), layout_of(case.inputs()))[1].count_E.tolist() for name, case in CASES.items()}
+    counts = {
+        name: case.block()(case.inputs(), layout_of(case.inputs()))[1].count_E.tolist()
+        for name, case in CASES.items()
+    }
     assert max(counts["mixed"]) > min(counts["mixed"]) > 0
     assert counts["all to one, none to two"][0] == 13
     assert counts["all to one, none to two"][3:] == [0, 0]
@@ -165,22 +176,27 @@ def test_a_call_of_the_layer_alone_is_the_blocks_feed_forward(shape: tuple[int, 
     assert all(p.isfinite().all() for p in moe.parameters())
     x = random_normal(*shape)
     y, routing = moe(x)
-    parts = moe.experts.reference_forward(x.view(-1, D), routing.experts_TK, routing.weights_TK) + moe.shared_experts(x.view(-1, D))
+    parts = moe.experts.reference_forward(
+        x.view(-1, D), routing.experts_TK, routing.weights_TK
+    ) + moe.shared_experts(x.view(-1, D))
     assert y.shape == shape
     assert error(y.view(-1, D), parts) < 1e-13
     assert not len(y) or y.std() > 1e-3
 
 
-# --- experts spread over ranks ------------------------------------------------------------------------------------------------------
+# --- experts spread over ranks --------------------------------------------------------------------
 
 
 class TwoRanks:
-    """Both ranks of an exchange in one process: each gets every token that has an expert there once, and returns a partial sum."""
+    """Both ranks of an exchange in one process: each gets every token that has an expert there
+    once, and returns a partial sum."""
 
     def __init__(self, experts: Experts) -> None:
         self.experts = experts
 
-    def __call__(self, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, list[int]]:
+    def __call__(
+        self, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor
+    ) -> tuple[Tensor, list[int]]:
         y_TD, received = torch.zeros_like(x_TD), []
         for start, stop in ((0, 2), (2, E)):
             here_TK = (experts_TK >= start) & (experts_TK < stop)
@@ -192,7 +208,8 @@ class TwoRanks:
         return y_TD, received
 
     def part(self, start: int, stop: int) -> Experts:
-        """Make experts `start` to `stop` with views of the whole's weights, so that gradients arrive there."""
+        """Make experts `start` to `stop` with views of the whole's weights, so that gradients
+        arrive there."""
         part = Experts(stop - start, D, F_EXPERT)
         part.memory = self.experts.memory
         for name in ("gate_up_proj", "down_proj"):
@@ -208,13 +225,20 @@ def test_partial_sums_of_two_ranks_are_the_whole(name: str, memory: str) -> None
     block = case.block(memory)
     assert isinstance(block.mlp, MoE)
     moe, x = block.mlp, random_normal(case.tokens, D, seed=7).requires_grad_()
-    cotangent, parameters = random_normal(case.tokens, D, seed=8), [x, *moe.gate.parameters(), *moe.experts.parameters()]
+    cotangent, parameters = (
+        random_normal(case.tokens, D, seed=8),
+        [x, *moe.gate.parameters(), *moe.experts.parameters()],
+    )
     routing = moe.gate(x)
     whole = moe.experts(x, routing.experts_TK, routing.weights_TK)
     expected = torch.autograd.grad((whole * cotangent).sum(), parameters)
     routing = moe.gate(x)
     parts, received = TwoRanks(moe.experts)(x, routing.experts_TK, routing.weights_TK)
-    assert max(received) <= case.tokens  # each token arrives once, however many of its experts are there
+    assert (
+        max(received) <= case.tokens
+    )  # each token arrives once, however many of its experts are there
     assert error(parts, whole) < 1e-14
-    for mine, theirs in zip(torch.autograd.grad((parts * cotangent).sum(), parameters), expected, strict=True):
+    for mine, theirs in zip(
+        torch.autograd.grad((parts * cotangent).sum(), parameters), expected, strict=True
+    ):
         assert error(mine, theirs) < 1e-13

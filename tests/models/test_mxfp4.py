@@ -1,4 +1,5 @@
-"""MXFP4 against its definition, element by element; test_huggingface.py compares it with `transformers`."""
+"""MXFP4 against its definition, element by element; test_huggingface.py compares it with
+`transformers`."""
 
 import math
 
@@ -20,7 +21,9 @@ def test_every_byte_at_scales_over_the_whole_range(scale: int) -> None:
     blocks = torch.arange(256, dtype=torch.uint8).view(2, 8, 16)
     scales = torch.full((2, 8), scale, dtype=torch.uint8)
     actual = dequantize_mxfp4(blocks, scales)
-    expected = [by_definition(code, scale) for byte in range(256) for code in (byte & 15, byte >> 4)]
+    expected = [
+        by_definition(code, scale) for byte in range(256) for code in (byte & 15, byte >> 4)
+    ]
     assert actual.shape == (2, 256)
     assert actual.flatten().tolist() == expected
     assert actual.bfloat16().flatten().tolist() == expected
@@ -35,4 +38,6 @@ def test_each_block_has_its_own_scale_and_255_is_not_a_number() -> None:
 
 
 def test_no_rows() -> None:
-    assert dequantize_mxfp4(torch.zeros(0, 2, 16, dtype=torch.uint8), torch.zeros(0, 2, dtype=torch.uint8)).shape == (0, 64)
+    assert dequantize_mxfp4(
+        torch.zeros(0, 2, 16, dtype=torch.uint8), torch.zeros(0, 2, dtype=torch.uint8)
+    ).shape == (0, 64)

@@ -34,7 +34,9 @@ from lather.models.hf.model_folder import (
 from models.test_config_json import FILES, PUBLISHED_FILES
 from models.tiny import error, tiny_config, tiny_family_config, tiny_family_model
 
-QWEN, DEEPSEEK, OSS = (PUBLISHED_FILES[name] for name in ("qwen3-30b-a3b", "deepseek-v2-lite", "gpt-oss-20b"))
+QWEN, DEEPSEEK, OSS = (
+    PUBLISHED_FILES[name] for name in ("qwen3-30b-a3b", "deepseek-v2-lite", "gpt-oss-20b")
+)
 
 # --- What is published --------------------------------------------------------------------------
 
@@ -51,7 +53,8 @@ OTHER_PUBLISHED: dict[str, dict[str, Any]] = {
         "transformers_version": "4.52.3",
         "use_qk_norm": True,
     },
-    "Qwen3-30B-A3B-Instruct-2507": QWEN | {"max_position_embeddings": 262144, "rope_theta": 10000000},
+    "Qwen3-30B-A3B-Instruct-2507": QWEN
+    | {"max_position_embeddings": 262144, "rope_theta": 10000000},
     "Qwen3-235B-A22B": QWEN
     | {
         "head_dim": 128,
@@ -179,7 +182,9 @@ OF_TOOLS: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize("model_type", FILES)
 @pytest.mark.parametrize(("tool", "fields"), OF_TOOLS, ids=[tool for tool, _ in OF_TOOLS])
-def test_fields_of_tools_that_change_nothing_are_accepted(model_type: str, tool: str, fields: dict[str, Any]) -> None:
+def test_fields_of_tools_that_change_nothing_are_accepted(
+    model_type: str, tool: str, fields: dict[str, Any]
+) -> None:
     file = FILES[model_type] | fields
     assert config_from_hugging_face(file) == config_from_hugging_face(FILES[model_type])
     assert unread_fields(file) == []
@@ -203,7 +208,9 @@ AGREEING: list[tuple[str, str, Any]] = [
 
 
 @pytest.mark.parametrize(("model_type", "name", "value"), AGREEING)
-def test_a_field_that_says_what_is_built_is_accepted(model_type: str, name: str, value: Any) -> None:
+def test_a_field_that_says_what_is_built_is_accepted(
+    model_type: str, name: str, value: Any
+) -> None:
     file = FILES[model_type] | {name: value}
     assert config_from_hugging_face(file) == config_from_hugging_face(FILES[model_type])
     assert unread_fields(file) == []
@@ -217,32 +224,50 @@ def test_fields_that_no_code_reads_are_passed_over_and_named_once(tmp_path: Path
     save_hugging_face(model, config, tmp_path / "folder")
     assert notes_on_config(tmp_path / "folder") == []
     file = tmp_path / "folder/config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"surprise": 3, "of_a_tool": {"a": 1}, "nothing": None}))
-    assert notes_on_config(tmp_path / "folder") == [f"{file}: no code for qwen3_moe reads surprise, of_a_tool: passed over"]
+    file.write_text(
+        json.dumps(
+            json.loads(file.read_text()) | {"surprise": 3, "of_a_tool": {"a": 1}, "nothing": None}
+        )
+    )
+    assert notes_on_config(tmp_path / "folder") == [
+        f"{file}: no code for qwen3_moe reads surprise, of_a_tool: passed over"
+    ]
     with pytest.warns(UserWarning, match="surprise, of_a_tool: passed over"):
         loaded, found = model_from_hugging_face(tmp_path / "folder")
     assert found == config
-    assert all(torch.equal(p, q) for p, q in zip(loaded.parameters(), model.parameters(), strict=True))
+    assert all(
+        torch.equal(p, q) for p, q in zip(loaded.parameters(), model.parameters(), strict=True)
+    )
     with pytest.warns(UserWarning, match="surprise, of_a_tool: passed over"):
         load_hugging_face(tmp_path / "folder", model)
 
 
 def test_a_field_that_transformers_ignores_and_lather_obeys_is_named(tmp_path: Path) -> None:
     for normalizes in (False, True):
-        (tmp_path / "config.json").write_text(json.dumps(config_to_hugging_face(tiny_config(norm_topk_prob=normalizes))))
-        assert [note[:35] for note in notes_on_config(tmp_path)] == ["transformers ignores norm_topk_prob"] * normalizes
+        (tmp_path / "config.json").write_text(
+            json.dumps(config_to_hugging_face(tiny_config(norm_topk_prob=normalizes)))
+        )
+        assert [note[:35] for note in notes_on_config(tmp_path)] == [
+            "transformers ignores norm_topk_prob"
+        ] * normalizes
 
 
 @pytest.mark.parametrize("model_type", FILES)
 def test_a_field_of_other_models_is_refused_unless_it_is_off(model_type: str) -> None:
     file = FILES[model_type]
     published = FAMILIES[model_type].published
-    own = {one.name for one in dataclasses.fields(FAMILIES[model_type].config)} | published.written.keys() | published.fixed.keys()
+    own = (
+        {one.name for one in dataclasses.fields(FAMILIES[model_type].config)}
+        | published.written.keys()
+        | published.fixed.keys()
+    )
     others = sorted(NEUTRAL.keys() - own)
     assert len(others) > 80
     for name in others:
         assert config_from_hugging_face(file | {name: None}) == config_from_hugging_face(file)
-        with pytest.raises(ConfigError, match=rf"^{name} = 7 is not supported for {model_type}: it must be "):
+        with pytest.raises(
+            ConfigError, match=rf"^{name} = 7 is not supported for {model_type}: it must be "
+        ):
             config_from_hugging_face(file | {name: 7})
 
 
@@ -325,9 +350,17 @@ def changes_of(family: str) -> list[tuple[str, Any]]:
     import transformers
 
     sizes = published.COMMON | published.FAMILIES[family]
-    defaults = {one.name: sizes.get(one.name, one.default) for one in dataclasses.fields(transformers.CONFIG_MAPPING[family])}
+    defaults = {
+        one.name: sizes.get(one.name, one.default)
+        for one in dataclasses.fields(transformers.CONFIG_MAPPING[family])
+    }
     names = {**defaults, **dict.fromkeys(OTHER_VALUES)}
-    changes = [(name, value) for name in names for value in other_values(name, defaults.get(name)) if value != defaults.get(name)]
+    changes = [
+        (name, value)
+        for name in names
+        for value in other_values(name, defaults.get(name))
+        if value != defaults.get(name)
+    ]
     return [change for change in changes if (family, change[0]) not in OTHER_FUNCTION]
 
 
@@ -354,18 +387,26 @@ def outcome(family: str, changes: dict[str, Any], folder: Path) -> str:
 
 @pytest.mark.usefixtures("_quiet")
 @pytest.mark.parametrize("family", EXPECTED)
-def test_every_field_that_transformers_has_gives_its_logits_or_is_refused(family: str, tmp_path: Path) -> None:
+def test_every_field_that_transformers_has_gives_its_logits_or_is_refused(
+    family: str, tmp_path: Path
+) -> None:
     found: dict[str, list[Any]] = {}
     for number, (name, value) in enumerate(changes_of(family)):
-        found.setdefault(outcome(family, {name: value}, tmp_path / str(number)), []).append((name, value))
+        found.setdefault(outcome(family, {name: value}, tmp_path / str(number)), []).append(
+            (name, value)
+        )
     assert found.keys() <= {"equal", "refused", "not built by transformers"}, found
     assert len(found["equal"]) >= EXPECTED[family]
 
 
 @pytest.mark.usefixtures("_quiet")
 @pytest.mark.parametrize("family", EXPECTED)
-def test_several_fields_together_give_its_logits_or_are_refused(family: str, tmp_path: Path) -> None:
+def test_several_fields_together_give_its_logits_or_are_refused(
+    family: str, tmp_path: Path
+) -> None:
     chance, changes = random.Random(0), changes_of(family)
     for number in range(30):
         chosen = dict(chance.sample(changes, 3))
-        assert not outcome(family, chosen, tmp_path / str(number)).startswith(("different", "refused in")), chosen
+        assert not outcome(family, chosen, tmp_path / str(number)).startswith(
+            ("different", "refused in")
+        ), chosen

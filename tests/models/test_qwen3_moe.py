@@ -1,4 +1,5 @@
-"""Qwen3-MoE: logits, loss and every gradient against Hugging Face's implementation, with the same weights."""
+"""Qwen3-MoE: logits, loss and every gradient against Hugging Face's implementation, with the same
+weights."""
 
 from __future__ import annotations
 
@@ -47,7 +48,10 @@ ALL_AT_ONCE: dict[str, Any] = {
 )
 def test_logits_loss_and_every_gradient_are_those_of_transformers(changes: dict[str, Any]) -> None:
     expected = expected_results("qwen3_moe", changes)
-    assert largest_error(actual_results(tiny_family_model("qwen3_moe", **changes)), expected) < (TOLERANCE, "")
+    assert largest_error(actual_results(tiny_family_model("qwen3_moe", **changes)), expected) < (
+        TOLERANCE,
+        "",
+    )
 
 
 @functools.cache
@@ -55,7 +59,9 @@ def expected_of_all_at_once() -> dict[str, Tensor]:
     return expected_results("qwen3_moe", ALL_AT_ONCE)
 
 
-@pytest.mark.parametrize("name", [name for name, _ in tiny_family_model("qwen3_moe", **ALL_AT_ONCE).named_parameters()])
+@pytest.mark.parametrize(
+    "name", [name for name, _ in tiny_family_model("qwen3_moe", **ALL_AT_ONCE).named_parameters()]
+)
 def test_tolerance_rejects_an_error_of_one_percent_in_one_weight(name: str) -> None:
     model = tiny_family_model("qwen3_moe", **ALL_AT_ONCE)
     model.get_parameter(name).data.mul_(1.01)
@@ -63,7 +69,11 @@ def test_tolerance_rejects_an_error_of_one_percent_in_one_weight(name: str) -> N
     assert worst > 10 * TOLERANCE
 
 
-@pytest.mark.parametrize("change", [{"rope_theta": 51.0}, {"rope_scaling": YarnConfig(4.04, 64, beta_fast=4.0, beta_slow=0.5)}], ids=str)
+@pytest.mark.parametrize(
+    "change",
+    [{"rope_theta": 51.0}, {"rope_scaling": YarnConfig(4.04, 64, beta_fast=4.0, beta_slow=0.5)}],
+    ids=str,
+)
 def test_tolerance_rejects_a_field_that_is_a_little_off(change: dict[str, Any]) -> None:
     actual = actual_results(tiny_family_model("qwen3_moe", **{**ALL_AT_ONCE, **change}))
     assert error(actual["logits"], expected_of_all_at_once()["logits"]) > 10 * TOLERANCE

@@ -1,4 +1,5 @@
-"""Tensors that backward makes again have the same bits: the same gradients, less is kept, and hooks outside see the rest."""
+"""Tensors that backward makes again have the same bits: the same gradients, less is kept, and hooks
+outside see the rest."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ def attention_of(family: str, **changes: Any) -> Block:
 def run(block: Block, x_BSD: Tensor, *, enabled: bool) -> Tensor:
     remaking = Remaking(enabled=enabled)
     with remaking.watch():
-        return block.self_attn(remaking.norm(block.input_layernorm, x_BSD), layout_of(x_BSD), remaking)
+        return block.self_attn(
+            remaking.norm(block.input_layernorm, x_BSD), layout_of(x_BSD), remaking
+        )
 
 
 def gradients(block: Block, y_BSD: Tensor, x_BSD: Tensor) -> list[Tensor]:
@@ -43,7 +46,9 @@ def gradients(block: Block, y_BSD: Tensor, x_BSD: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("changes", [{}, {"q_lora_rank": 9}], ids=["plain", "q latent"])
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp64", "bf16"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_have_the_bits_of_kept_tensors(family: str, autocast: bool, changes: dict[str, Any]) -> None:
+def test_gradients_have_the_bits_of_kept_tensors(
+    family: str, autocast: bool, changes: dict[str, Any]
+) -> None:
     block = attention_of(family, **(changes if family == "deepseek_v2" else {}))
     if autocast:
         block.float()
@@ -52,7 +57,9 @@ def test_gradients_have_the_bits_of_kept_tensors(family: str, autocast: bool, ch
     for enabled in (True, False):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
             y_BSD = run(block, x_BSD, enabled=enabled)
-        results.append([y_BSD, *gradients(block, y_BSD, x_BSD)])  # backward runs outside autocast, as everybody does it
+        results.append(
+            [y_BSD, *gradients(block, y_BSD, x_BSD)]
+        )  # backward runs outside autocast, as everybody does it
     assert len(results[0]) == len(results[1]) >= 6
     for again, kept in zip(*results, strict=True):
         assert again.equal(kept)
@@ -61,8 +68,8 @@ def test_gradients_have_the_bits_of_kept_tensors(family: str, autocast: bool, ch
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_less_is_kept(family: str) -> None:
-    """Latent attention then does not keep keys, values and the norms' outputs; norms on heads not queries and keys; no family o_proj's
-    input."""
+    """Latent attention then does not keep keys, values and the norms' outputs; norms on heads not
+    queries and keys; no family o_proj's input."""
     block = attention_of(family)
     x_BSD = random_normal(2, 70, 24).requires_grad_()
     kept = []
@@ -93,7 +100,8 @@ class Product(nn.Module):
 
 
 def test_hooks_outside_see_the_rest() -> None:
-    """They see everything that is kept without recomputation, but for the norm's output; and what they unpack is used."""
+    """They see everything that is kept without recomputation, but for the norm's output; and what
+    they unpack is used."""
     module, x_TI = Product(), torch.randn(3, 6, requires_grad=True)
     seen: dict[bool, list[Tensor]] = {True: [], False: []}
     for enabled, tensors in seen.items():
@@ -108,14 +116,20 @@ def test_hooks_outside_see_the_rest() -> None:
     normed_TI = module.norm(x_TI)
     assert any(x.equal(normed_TI) for x in seen[False] if x.shape == normed_TI.shape)
     assert not any(x.equal(normed_TI) for x in seen[True] if x.shape == normed_TI.shape)
-    assert len(seen[True]) == len(seen[False]) - 2 + 1  # less the two products' inputs, and plus the source of both
+    assert (
+        len(seen[True]) == len(seen[False]) - 2 + 1
+    )  # less the two products' inputs, and plus the source of both
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_block_keeps_no_normed_rows(family: str) -> None:
-    """It has two norms, of which the router, the experts and the shared experts read the second. Its bits are those of a block that keeps
-    all."""
-    block = attention_of(family, first_k_dense_replace=0) if family == "deepseek_v2" else attention_of(family)
+    """It has two norms, of which the router, the experts and the shared experts read the second.
+    Its bits are those of a block that keeps all."""
+    block = (
+        attention_of(family, first_k_dense_replace=0)
+        if family == "deepseek_v2"
+        else attention_of(family)
+    )
     x_BSD = random_normal(2, 7, 24).requires_grad_()
     layout, results, kept = layout_of(x_BSD), [], []
     block(x_BSD, layout)  # this makes the rotary tables

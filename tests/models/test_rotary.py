@@ -1,4 +1,5 @@
-"""Rotary embedding against complex multiplication and exact arithmetic; YaRN against transformers' frequencies and its own limits."""
+"""Rotary embedding against complex multiplication and exact arithmetic; YaRN against transformers'
+frequencies and its own limits."""
 
 from __future__ import annotations
 
@@ -54,7 +55,10 @@ def test_tables_of_one_row_serve_all_rows() -> None:
 @pytest.mark.parametrize("distance", [0, 1, 7, -3])
 def test_rotated_dot_products_depend_on_the_distance_alone(rotate: Any, distance: int) -> None:
     q, k = random_normal(6, seed=1), random_normal(6, seed=2)
-    dots = [float(rotate_at(rotate, q, position) @ rotate_at(rotate, k, position + distance)) for position in (3, 4, 50, 1000)]
+    dots = [
+        float(rotate_at(rotate, q, position) @ rotate_at(rotate, k, position + distance))
+        for position in (3, 4, 50, 1000)
+    ]
     assert max(dots) - min(dots) < 1e-10
     other = float(rotate_at(rotate, q, 3) @ rotate_at(rotate, k, 3 + distance + 1))
     assert abs(dots[0] - other) > 1e-2
@@ -63,8 +67,16 @@ def test_rotated_dot_products_depend_on_the_distance_alone(rotate: Any, distance
 @pytest.mark.parametrize("position", [0, 1, 12345])
 def test_rotation_keeps_the_norm_of_every_pair(position: int) -> None:
     x = random_normal(8)
-    assert error(rotate_at(rotate_pairs, x, position).view(4, 2).norm(dim=1), x.view(4, 2).norm(dim=1)) < 1e-14
-    assert error(rotate_at(rotate_halves, x, position).view(2, 4).norm(dim=0), x.view(2, 4).norm(dim=0)) < 1e-14
+    assert (
+        error(rotate_at(rotate_pairs, x, position).view(4, 2).norm(dim=1), x.view(4, 2).norm(dim=1))
+        < 1e-14
+    )
+    assert (
+        error(
+            rotate_at(rotate_halves, x, position).view(2, 4).norm(dim=0), x.view(2, 4).norm(dim=0)
+        )
+        < 1e-14
+    )
 
 
 @pytest.mark.parametrize("rotate", ROTATIONS)
@@ -78,17 +90,26 @@ def test_angles_are_exact_to_fp64_rounding(position: int) -> None:
     size, theta = 8, 10000.0
     with localcontext() as context:
         context.prec = 50
-        exact = [float(position * Decimal(theta) ** (-Decimal(2 * i) / size)) for i in range(size // 2)]
+        exact = [
+            float(position * Decimal(theta) ** (-Decimal(2 * i) / size)) for i in range(size // 2)
+        ]
     cos, sin = tables_at(position, Rotary(size, theta))
-    assert cos.flatten().tolist() == pytest.approx([math.cos(angle) for angle in exact], abs=1e-15 * position)
-    assert sin.flatten().tolist() == pytest.approx([math.sin(angle) for angle in exact], abs=1e-15 * position)
+    assert cos.flatten().tolist() == pytest.approx(
+        [math.cos(angle) for angle in exact], abs=1e-15 * position
+    )
+    assert sin.flatten().tolist() == pytest.approx(
+        [math.sin(angle) for angle in exact], abs=1e-15 * position
+    )
 
 
 @pytest.mark.parametrize("rotate", ROTATIONS)
 def test_fp32_vectors_are_rotated_exactly_at_a_large_position(rotate: Any) -> None:
     """Angles in fp32 would be off by 0.03 here."""
     x, position = random_normal(6), 1_000_000
-    assert error(rotate_at(rotate, x.float(), position).double(), rotate_at(rotate, x, position)) < 3e-7
+    assert (
+        error(rotate_at(rotate, x.float(), position).double(), rotate_at(rotate, x, position))
+        < 3e-7
+    )
 
 
 @pytest.mark.parametrize("rotate", ROTATIONS)
@@ -121,7 +142,9 @@ def test_yarn_is_that_of_transformers(yarn: YarnConfig, size: int, theta: float)
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     given = {name: value for name, value in vars(yarn).items() if value is not None}
-    config = transformers.GptOssConfig(head_dim=size, rope_parameters={"rope_type": "yarn", "rope_theta": theta, **given})
+    config = transformers.GptOssConfig(
+        head_dim=size, rope_parameters={"rope_type": "yarn", "rope_theta": theta, **given}
+    )
     frequencies, magnitude = ROPE_INIT_FUNCTIONS["yarn"](config, None)
     rotary = Rotary(size, theta, yarn)
     assert ((rotary.frequencies(CPU) / frequencies.double() - 1).abs() < 2e-6).all()
@@ -131,7 +154,9 @@ def test_yarn_is_that_of_transformers(yarn: YarnConfig, size: int, theta: float)
 
 
 def test_yarn_keeps_fast_pairs_divides_slow_ones_and_mixes_between() -> None:
-    plain, stretched = (Rotary(64, 10000.0, yarn).frequencies(CPU) for yarn in (None, YarnConfig(40.0, 4096)))
+    plain, stretched = (
+        Rotary(64, 10000.0, yarn).frequencies(CPU) for yarn in (None, YarnConfig(40.0, 4096))
+    )
     share = stretched / plain
     turns = 4096 * plain / (2 * math.pi)
     assert (share[turns > 33 * 10000 ** (1 / 32)] == 1).all()
@@ -164,7 +189,9 @@ BAD_YARN = [
 
 
 @pytest.mark.parametrize(("field", "bad", "constraint"), BAD_YARN)
-def test_a_bad_value_is_refused_with_its_name_and_constraint(field: str, bad: float, constraint: str) -> None:
+def test_a_bad_value_is_refused_with_its_name_and_constraint(
+    field: str, bad: float, constraint: str
+) -> None:
     with pytest.raises(ConfigError) as raised:
         YarnConfig(**{field: bad})
     assert str(raised.value).startswith(f"model.rope_scaling.{field} = {bad!r} ")

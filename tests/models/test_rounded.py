@@ -1,5 +1,5 @@
-"""Weights that are rounded once in a step: the bits of rounding them for each product, once for each weight, and nothing kept
-afterwards."""
+"""Weights that are rounded once in a step: the bits of rounding them for each product, once for
+each weight, and nothing kept afterwards."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def engine_of(family: str, keep: str, *, recompute: tuple[Any, ...] = (), lora: LoraConfig | None = None) -> Engine:
+def engine_of(
+    family: str, keep: str, *, recompute: tuple[Any, ...] = (), lora: LoraConfig | None = None
+) -> Engine:
     whole = tiny_family_model(family)
     empty = build_model(tiny_family_config(family), None, torch.device("meta"))
     for model in (whole, empty):
@@ -45,12 +47,23 @@ def engine_of(family: str, keep: str, *, recompute: tuple[Any, ...] = (), lora: 
         if name.endswith(".B"):
             nn.init.normal_(p, std=0.1, generator=torch.Generator().manual_seed(2))
         p.requires_grad_(lora is None or name.endswith((".A", ".B")))
-    loop = LoopConfig(batch_size=4, sequence_length=6, precision="bf16", rounded_weights=keep, recompute=recompute)  # type: ignore[arg-type]
-    return Engine(part, Mesh.single(torch.device("cpu")), sequential(4), loop, MoEConfig(balance_coefficient=0.0), Frees())
+    loop = LoopConfig(
+        batch_size=4, sequence_length=6, precision="bf16", rounded_weights=keep, recompute=recompute
+    )  # type: ignore[arg-type]
+    return Engine(
+        part,
+        Mesh.single(torch.device("cpu")),
+        sequential(4),
+        loop,
+        MoEConfig(balance_coefficient=0.0),
+        Frees(),
+    )
 
 
 def step(engine: Engine, seed: int) -> list[Tensor | float]:
-    result = engine.read(engine.launch_gradients(Batch.of_tokens(random_tokens(4, 7, seed=seed))))[0]
+    result = engine.read(engine.launch_gradients(Batch.of_tokens(random_tokens(4, 7, seed=seed))))[
+        0
+    ]
     found = [result.loss, *(p.grad.clone() for p in engine.part.parameters() if p.grad is not None)]
     with torch.no_grad():
         for p in engine.part.parameters():
@@ -69,7 +82,11 @@ class Roundings(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.aten._to_copy.default and kwargs.get("dtype") == torch.bfloat16 and args[0].shape in self.shapes:
+        if (
+            func is torch.ops.aten._to_copy.default
+            and kwargs.get("dtype") == torch.bfloat16
+            and args[0].shape in self.shapes
+        ):
             self.number += 1
         return func(*args, **kwargs)
 
@@ -83,7 +100,9 @@ def test_steps_have_the_bits_of_rounding_each_time(family: str, options: dict[st
         assert len(kept) == len(plain) > 10
         assert kept[0] == plain[0]
         assert all(one.equal(other) for one, other in zip(kept[1:], plain[1:], strict=True))  # type: ignore[union-attr, arg-type]
-    validation = [engine.validation_loss(Batch.of_tokens(random_tokens(4, 7, seed=5))) for engine in engines]
+    validation = [
+        engine.validation_loss(Batch.of_tokens(random_tokens(4, 7, seed=5))) for engine in engines
+    ]
     assert validation[0] == validation[1]
     assert not engines[0]._segments.rounded_weights.copies()
 
@@ -92,12 +111,19 @@ def test_each_stack_of_experts_is_rounded_once_in_a_step() -> None:
     numbers = {}
     for keep in ("step", "product"):
         engine = engine_of("qwen3_moe", keep)
-        experts = [module.experts for module in engine.part.modules() if hasattr(module, "experts") and isinstance(module, nn.Module)]
+        experts = [
+            module.experts
+            for module in engine.part.modules()
+            if hasattr(module, "experts") and isinstance(module, nn.Module)
+        ]
         shapes = {p.shape for layer in experts for p in layer.parameters()}
         with Roundings(shapes) as counted:
             step(engine, 3)
         numbers[keep] = counted.number
-    assert numbers == {"step": 2 * 3, "product": 2 * 3 * 4 * 2}  # two stacks, three layers; four micro-batches, forward and backward
+    assert numbers == {
+        "step": 2 * 3,
+        "product": 2 * 3 * 4 * 2,
+    }  # two stacks, three layers; four micro-batches, forward and backward
 
 
 def test_a_weight_that_changes_or_goes_is_rounded_again() -> None:
@@ -123,7 +149,11 @@ def test_a_weight_that_changes_or_goes_is_rounded_again() -> None:
         other = weight.detach()
         assert rounded(kept, other, torch.bfloat16) is not rounded(kept, other, torch.bfloat16)
         assert rounded(kept, weight, torch.float32).data_ptr() == weight.data_ptr()
-        assert to_round(kept, [weight, other, None], [other, weight, None]) == [weight, weight, None]
+        assert to_round(kept, [weight, other, None], [other, weight, None]) == [
+            weight,
+            weight,
+            None,
+        ]
     assert not kept.copies()
     assert to_round(kept, [weight], [other])[0] is other
 

@@ -1,4 +1,5 @@
-"""The router: scores, choice, weights, losses, load balancing and replay, against hand-made numbers and plain loops."""
+"""The router: scores, choice, weights, losses, load balancing and replay, against hand-made numbers
+and plain loops."""
 
 from __future__ import annotations
 
@@ -27,16 +28,25 @@ def scores_of(made: Router, x_TD: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("normalize", "scale"), [(False, 1.0), (True, 1.0), (False, 2.5), (True, 2.5)])
+@pytest.mark.parametrize(
+    ("normalize", "scale"), [(False, 1.0), (True, 1.0), (False, 2.5), (True, 2.5)]
+)
 @pytest.mark.parametrize("k", [1, 3, E])
-def test_the_best_experts_with_their_weights(score: str, bias: bool, normalize: bool, scale: float, k: int) -> None:
-    made, x = router(k, score=score, bias=bias, normalize=normalize, scale=scale), random_normal(17, D)
+def test_the_best_experts_with_their_weights(
+    score: str, bias: bool, normalize: bool, scale: float, k: int
+) -> None:
+    made, x = (
+        router(k, score=score, bias=bias, normalize=normalize, scale=scale),
+        random_normal(17, D),
+    )
     routing = made(x)
     for t, scores in enumerate(scores_of(made, x)):
         chosen = sorted(range(E), key=lambda e, scores=scores: -scores[e].item())[:k]
         total = sum(scores[e].item() for e in chosen) if normalize else 1.0
         assert routing.experts_TK[t].tolist() == chosen
-        assert routing.weights_TK[t].tolist() == pytest.approx([scale * scores[e].item() / total for e in chosen], rel=1e-13)
+        assert routing.weights_TK[t].tolist() == pytest.approx(
+            [scale * scores[e].item() / total for e in chosen], rel=1e-13
+        )
     assert routing.count_E.tolist() == [int((routing.experts_TK == e).sum()) for e in range(E)]
 
 
@@ -49,11 +59,19 @@ def test_only_the_best_groups_are_in_reach(score: str) -> None:
         best = [max(scores[2 * g : 2 * g + 2]) for g in range(3)]
         groups = sorted(range(3), key=lambda g, best=best: -best[g])[:2]
         reach = [e for g in groups for e in (2 * g, 2 * g + 1)]
-        assert routing.experts_TK[t].tolist() == sorted(reach, key=lambda e, scores=scores: -scores[e])[:2]
-        restricted += routing.experts_TK[t].tolist() != sorted(range(E), key=lambda e, scores=scores: -scores[e])[:2]
+        assert (
+            routing.experts_TK[t].tolist()
+            == sorted(reach, key=lambda e, scores=scores: -scores[e])[:2]
+        )
+        restricted += (
+            routing.experts_TK[t].tolist()
+            != sorted(range(E), key=lambda e, scores=scores: -scores[e])[:2]
+        )
     one_group = router(2, score=score, groups=(3, 1))(x)
     assert (one_group.experts_TK // 2 == one_group.experts_TK[:, :1] // 2).all()
-    assert restricted == 0  # the two best experts are always within the two best groups; one group does restrict:
+    assert (
+        restricted == 0
+    )  # the two best experts are always within the two best groups; one group does restrict:
     assert (one_group.experts_TK != routing.experts_TK).any()
 
 
@@ -89,11 +107,15 @@ def test_router_decides_in_fp32_under_autocast(normalize: bool) -> None:
 def test_balance_loss_is_one_when_the_load_is_even() -> None:
     scores = random_normal(10, E).softmax(-1)
     assert balance_loss(scores, torch.full((E,), 4)).item() == pytest.approx(1, rel=1e-14)
-    assert balance_loss(torch.full((10, E), 1 / E), torch.tensor([10, 10, 0, 0, 0, 0])).item() == pytest.approx(1, rel=1e-6)
+    assert balance_loss(
+        torch.full((10, E), 1 / E), torch.tensor([10, 10, 0, 0, 0, 0])
+    ).item() == pytest.approx(1, rel=1e-6)
 
 
 def test_balance_loss_and_its_gradient_by_hand() -> None:
-    scores = torch.tensor([[0.7, 0.2, 0.1], [0.5, 0.1, 0.4]], dtype=torch.float64, requires_grad=True)
+    scores = torch.tensor(
+        [[0.7, 0.2, 0.1], [0.5, 0.1, 0.4]], dtype=torch.float64, requires_grad=True
+    )
     loss = balance_loss(scores, torch.tensor([2, 1, 1]))
     loss.backward()
     assert loss.item() == pytest.approx(3 * (0.5 * 0.6 + 0.25 * 0.15 + 0.25 * 0.25))
@@ -105,7 +127,9 @@ def test_balance_loss_falls_as_routing_evens_out() -> None:
     losses = []
     for preference in (4, 1, 0.3, 0):
         scores = (random_normal(400, E) + preference * torch.arange(E)).softmax(-1)
-        losses.append(balance_loss(scores, scores.topk(2).indices.flatten().bincount(minlength=E)).item())
+        losses.append(
+            balance_loss(scores, scores.topk(2).indices.flatten().bincount(minlength=E)).item()
+        )
     assert losses == sorted(losses, reverse=True)
     assert losses[0] > 2.4
     assert losses[-1] < 1.01
@@ -113,7 +137,9 @@ def test_balance_loss_falls_as_routing_evens_out() -> None:
 
 def test_logits_keep_no_wide_copy_of_a_bf16_input_and_have_right_gradients() -> None:
     wide = router(bias=True)
-    assert torch.autograd.gradcheck(lambda x, *_: wide.logits(x), (random_normal(5, D).requires_grad_(), *wide.parameters()))
+    assert torch.autograd.gradcheck(
+        lambda x, *_: wide.logits(x), (random_normal(5, D).requires_grad_(), *wide.parameters())
+    )
     kept: list[Tensor] = []
     x, made = random_normal(5, D).bfloat16().requires_grad_(), router().bfloat16()
     with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda _: None):
@@ -143,7 +169,7 @@ def test_scores_that_all_underflow_give_finite_weights() -> None:
     assert routing.balance_loss.isfinite()
 
 
-# --- over what the balance loss is taken --------------------------------------------------------------------------------------------
+# --- over what the balance loss is taken ----------------------------------------------------------
 
 
 def test_balance_over_sequences_is_the_mean_of_each_alone() -> None:
@@ -169,11 +195,17 @@ def test_balance_over_the_global_batch_counts_all_micro_batches_of_the_step() ->
     with counting_step([made]):
         first, second = made(x), made(y)
     scores = scores_of(made, y)
-    assert first.balance_loss.item() == pytest.approx(balance_loss(scores_of(made, x), first.count_E).item(), rel=1e-13)
-    assert second.balance_loss.item() == pytest.approx(balance_loss(scores, first.count_E + second.count_E).item(), rel=1e-13)
+    assert first.balance_loss.item() == pytest.approx(
+        balance_loss(scores_of(made, x), first.count_E).item(), rel=1e-13
+    )
+    assert second.balance_loss.item() == pytest.approx(
+        balance_loss(scores, first.count_E + second.count_E).item(), rel=1e-13
+    )
     assert abs(balance_loss(scores, second.count_E) - second.balance_loss) > 1e-3
     with counting_step([made]):
-        assert made(y).balance_loss.item() == pytest.approx(balance_loss(scores, second.count_E).item(), rel=1e-13)
+        assert made(y).balance_loss.item() == pytest.approx(
+            balance_loss(scores, second.count_E).item(), rel=1e-13
+        )
 
 
 def test_outside_a_step_nothing_counts_towards_the_global_batch() -> None:
@@ -203,12 +235,13 @@ def test_a_step_that_failed_counts_no_longer() -> None:
     assert [made(x).balance_loss.item() for _ in range(2)] == [alone.item()] * 2
 
 
-# --- the router again in backward ---------------------------------------------------------------------------------------------------
+# --- the router again in backward -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("level", ["micro_batch", "sequence", "global_batch"])
 def test_a_recomputed_routing_has_the_same_bits_and_counts_nothing(level: str) -> None:
-    """Under activation checkpointing a step of three micro-batches runs without autograd, and each is made again later with it."""
+    """Under activation checkpointing a step of three micro-batches runs without autograd, and each
+    is made again later with it."""
     plain, again = (router(normalize=True, score="sigmoid") for _ in range(2))
     batches = [random_normal(6, D, seed=seed) + seed for seed in range(3)]
     for made in (plain, again):
@@ -228,9 +261,16 @@ def test_a_recomputed_routing_has_the_same_bits_and_counts_nothing(level: str) -
         for a, b in zip(left, right, strict=True):
             for name in ("experts_TK", "weights_TK", "count_E", "balance_loss", "z_loss"):
                 assert torch.equal(getattr(a, name), getattr(b, name)), name
-    losses = [[r.weights_TK.square().sum() + r.balance_loss + r.z_loss for r in routings] for routings in (expected, recomputed)]
+    losses = [
+        [r.weights_TK.square().sum() + r.balance_loss + r.z_loss for r in routings]
+        for routings in (expected, recomputed)
+    ]
     for mine, theirs in zip(*losses, strict=True):
-        for a, b in zip(torch.autograd.grad(mine, plain.weight), torch.autograd.grad(theirs, again.weight), strict=True):
+        for a, b in zip(
+            torch.autograd.grad(mine, plain.weight),
+            torch.autograd.grad(theirs, again.weight),
+            strict=True,
+        ):
             assert torch.equal(a, b)
 
 
@@ -246,11 +286,14 @@ def test_after_recomputing_the_steps_counts_are_as_before() -> None:
 
 
 def test_an_unknown_level_is_refused() -> None:
-    with pytest.raises(ValueError, match="'batch' is not valid: use one of 'micro_batch', 'sequence', 'global_batch'"):
+    with pytest.raises(
+        ValueError,
+        match="'batch' is not valid: use one of 'micro_batch', 'sequence', 'global_batch'",
+    ):
         LoadBalance("batch")
 
 
-# --- loss-free balancing ------------------------------------------------------------------------------------------------------------
+# --- loss-free balancing --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
@@ -277,7 +320,7 @@ def test_the_bias_moves_by_the_rate_towards_the_mean() -> None:
     assert "e_score_correction_bias" not in router().state_dict()
 
 
-# --- replay -------------------------------------------------------------------------------------------------------------------------
+# --- replay ---------------------------------------------------------------------------------------
 
 
 def test_replay_forces_the_experts_and_takes_their_scores() -> None:
@@ -301,7 +344,10 @@ def test_replaying_its_own_choice_changes_nothing_not_even_gradients() -> None:
     plain = made(x)
     with made.replay(plain.experts_TK):
         again = made(x)
-    first, second = (torch.autograd.grad(r.weights_TK.square().sum() + r.balance_loss, (x, made.weight)) for r in (plain, again))
+    first, second = (
+        torch.autograd.grad(r.weights_TK.square().sum() + r.balance_loss, (x, made.weight))
+        for r in (plain, again)
+    )
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
@@ -321,6 +367,9 @@ def test_a_replay_that_cannot_be_is_refused(experts: list[list[int]], message: s
 
 def test_a_replay_for_another_number_of_tokens_is_refused_and_ends_with_its_block() -> None:
     made = router()
-    with pytest.raises(ValueError, match="given 1 tokens, but the batch has 4"), made.replay(torch.tensor([[0, 1]])):
+    with (
+        pytest.raises(ValueError, match="given 1 tokens, but the batch has 4"),
+        made.replay(torch.tensor([[0, 1]])),
+    ):
         made(random_normal(4, D))
     assert made(random_normal(4, D)).experts_TK.shape == (4, 2)

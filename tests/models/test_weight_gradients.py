@@ -1,4 +1,5 @@
-"""Weight gradients that are put off have the bits of those made at once, for whole models; and what waits keeps no more than it says."""
+"""Weight gradients that are put off have the bits of those made at once, for whole models; and what
+waits keeps no more than it says."""
 
 from __future__ import annotations
 
@@ -20,13 +21,21 @@ from lather.models.experts import Experts
 from lather.models.layers import GatedMLP, Linear, project
 from lather.models.moe import LOCAL_EXCHANGE
 from lather.models.routing import Router
-from lather.models.saving.weight_gradients import DeferredGradient, WeightGradients, defer_weight_gradients, weight_gradient
+from lather.models.saving.weight_gradients import (
+    DeferredGradient,
+    WeightGradients,
+    defer_weight_gradients,
+    weight_gradient,
+)
 from lather.models.token_positions import SequenceLayout
 from models.tiny import random_normal, random_tokens, tiny_family_model
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2": ("deepseek_v2", {"first_k_dense_replace": 1}),
-    "deepseek_v2 with q-LoRA, tied": ("deepseek_v2", {"q_lora_rank": 9, "tie_word_embeddings": True}),
+    "deepseek_v2 with q-LoRA, tied": (
+        "deepseek_v2",
+        {"q_lora_rank": 9, "tie_word_embeddings": True},
+    ),
     "qwen3_moe": ("qwen3_moe", {}),
     "gpt_oss": ("gpt_oss", {}),
 }
@@ -68,13 +77,19 @@ def assert_same_gradients(actual: nn.Module, expected: nn.Module) -> None:
         assert p.grad is None or (p.grad.dtype == p.dtype and torch.equal(p.grad, other)), name
 
 
-# --- whole models -------------------------------------------------------------------------------------------------------------------
+# --- whole models ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("precision", "memory"), [*((one, "saved") for one in PRECISIONS), ("bf16 autocast", "recompute")])
+@pytest.mark.parametrize(
+    ("precision", "memory"),
+    [*((one, "saved") for one in PRECISIONS), ("bf16 autocast", "recompute")],
+)
 @pytest.mark.parametrize("model", MODELS)
-def test_micro_batches_with_gradients_put_off_have_the_same_bits(model: str, precision: str, memory: str) -> None:
-    """The order is backward, backward, weights of the first, backward, weights of the second and third."""
+def test_micro_batches_with_gradients_put_off_have_the_same_bits(
+    model: str, precision: str, memory: str
+) -> None:
+    """The order is backward, backward, weights of the first, backward, weights of the second and
+    third."""
     expected, actual = make(model, precision), make(model, precision)
     for one in (expected, actual):
         one.set_memory(memory)
@@ -102,7 +117,12 @@ def test_every_weight_in_a_product_but_the_heads_is_queued(model: str) -> None:
     backward(made, 0)
     queued = {id(entry.weight) for entry in queue.take()}
     at_once = {name for name, p in made.named_parameters() if id(p) not in queued}
-    assert all(name.endswith(("norm.weight", "layernorm.weight", "embed_tokens.weight", "lm_head.weight", "sinks")) for name in at_once)
+    assert all(
+        name.endswith(
+            ("norm.weight", "layernorm.weight", "embed_tokens.weight", "lm_head.weight", "sinks")
+        )
+        for name in at_once
+    )
     assert len(queued) + len(at_once) == len(list(made.parameters()))
 
 
@@ -156,7 +176,7 @@ def test_reference_memory_stays_plain_autograd() -> None:
     assert {id(entry.weight) for entry in queue.take()} == routers
 
 
-# --- activation checkpointing -------------------------------------------------------------------------------------------------------
+# --- activation checkpointing ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["saved-tensor hooks", "reentrant"])
@@ -168,7 +188,11 @@ def test_checkpointed_blocks_have_the_same_bits(model: str, reentrant: bool) -> 
         tokens = random_tokens(2, 7)
         layout, x = SequenceLayout(2, 7, tokens.device), one.embed_tokens(tokens)
         for block in one.layers:
-            x = checkpoint(without_routing, block, x, layout, use_reentrant=reentrant) if one is actual else block(x, layout)[0]
+            x = (
+                checkpoint(without_routing, block, x, layout, use_reentrant=reentrant)
+                if one is actual
+                else block(x, layout)[0]
+            )
         linear_cross_entropy(one.norm(x), one.lm_head.weight, tokens).backward()
     WeightGradients.run(queue.take())
     assert_same_gradients(actual, expected)
@@ -180,7 +204,8 @@ def without_routing(block: Block, x: Tensor, layout: SequenceLayout) -> Tensor:
 
 
 def test_a_segment_made_again_in_backward_gives_the_same_bits() -> None:
-    """Attention and router run without autograd first; what the later segments send back goes through a second run of them."""
+    """Attention and router run without autograd first; what the later segments send back goes
+    through a second run of them."""
     expected, actual = make("deepseek_v2").layers[1], make("deepseek_v2").layers[1]
     x, cotangent = (random_normal(2, 7, 24, seed=seed).float() for seed in (1, 2))
     layout, queue = SequenceLayout(2, 7, x.device), deferring(actual)
@@ -192,7 +217,9 @@ def test_a_segment_made_again_in_backward_gives_the_same_bits() -> None:
         attended = actual.attend_and_route(x, layout)
     assert attended.routing is not None
     cuts = [attended.residual_BSD, attended.normed_TD, attended.routing.weights_TK]
-    attended.residual_BSD, attended.normed_TD, attended.routing.weights_TK = (cut.detach().requires_grad_() for cut in cuts)
+    attended.residual_BSD, attended.normed_TD, attended.routing.weights_TK = (
+        cut.detach().requires_grad_() for cut in cuts
+    )
     cuts = [attended.residual_BSD, attended.normed_TD, attended.routing.weights_TK]
     dispatched = actual.dispatch(attended, LOCAL_EXCHANGE)
     combined = actual.combine(actual.run_experts(attended, dispatched), dispatched, LOCAL_EXCHANGE)
@@ -200,23 +227,34 @@ def test_a_segment_made_again_in_backward_gives_the_same_bits() -> None:
     again = x.clone().requires_grad_()
     with actual.mlp.gate.recompute(attended.routing):
         second = actual.attend_and_route(again, layout)
-    outputs = [second.residual_BSD, second.normed_TD, second.routing.weights_TK, second.routing.balance_loss, second.routing.z_loss]
+    outputs = [
+        second.residual_BSD,
+        second.normed_TD,
+        second.routing.weights_TK,
+        second.routing.balance_loss,
+        second.routing.z_loss,
+    ]
     torch.autograd.backward(outputs, [*(cut.grad for cut in cuts), torch.ones(()), torch.ones(())])
     WeightGradients.run(queue.take())
     assert torch.equal(again.grad, plain.grad)
     assert_same_gradients(actual, expected)
 
 
-# --- parameters that are swapped ----------------------------------------------------------------------------------------------------
+# --- parameters that are swapped ------------------------------------------------------------------
 
 
 def test_the_parameter_of_the_forward_pass_gets_the_gradient_even_if_its_values_are_gone() -> None:
-    """This happens under FSDP2: outside its forward and backward the module has another parameter, and the whole one's memory is given
-    back."""
+    """This happens under FSDP2: outside its forward and backward the module has another parameter,
+    and the whole one's memory is given back."""
     expected, actual = make("gpt_oss"), make("gpt_oss")
     backward(expected, 0)
     queue, stand_ins = deferring(actual), {}
-    owners = [(module, name) for module in actual.modules() for name, p in module._parameters.items() if p is not None]
+    owners = [
+        (module, name)
+        for module in actual.modules()
+        for name, p in module._parameters.items()
+        if p is not None
+    ]
     resting = [getattr(module, name) for module, name in owners]
     for (module, name), p in zip(owners, resting, strict=True):
         stand_ins[id(p)] = nn.Parameter(p.detach().clone())
@@ -231,13 +269,14 @@ def test_the_parameter_of_the_forward_pass_gets_the_gradient_even_if_its_values_
         assert torch.equal(stand_ins[id(p)].grad, expected.get_parameter(name).grad), name
 
 
-# --- what waits keeps ---------------------------------------------------------------------------------------------------------------
+# --- what waits keeps -----------------------------------------------------------------------------
 
 T, D, F_, E, K = 13, 8, 6, 5, 2
 
 
 def held_bytes(module: nn.Module, call: Callable[[], Tensor]) -> tuple[int, WeightGradients]:
-    """Return the bytes that were made in forward and backward and are still alive, and the queue that keeps them."""
+    """Return the bytes that were made in forward and backward and are still alive, and the queue
+    that keeps them."""
     queue = deferring(module)
     with PeakBytes() as peak:
         y = call()
@@ -250,7 +289,10 @@ def held_bytes(module: nn.Module, call: Callable[[], Tensor]) -> tuple[int, Weig
 
 def test_linear_layers_share_what_they_keep() -> None:
     layers = nn.ModuleList(Linear(D, width, bias=True) for width in (3, 5, 7))
-    x, cotangents = torch.randn(T, D), [torch.randn(T, width, dtype=torch.bfloat16) for width in (3, 5, 7)]
+    x, cotangents = (
+        torch.randn(T, D),
+        [torch.randn(T, width, dtype=torch.bfloat16) for width in (3, 5, 7)],
+    )
     queue = deferring(layers)
     with PeakBytes() as peak:
         with autocast():
@@ -310,7 +352,12 @@ class Thing:
 
 @pytest.mark.parametrize("kind", ["Linear", "GatedMLP", "Experts", "Router"])
 def test_what_waits_does_not_keep_the_graph_before_it(kind: str) -> None:
-    modules = {"Linear": Linear(D, D), "GatedMLP": GatedMLP(D, F_), "Experts": Experts(E, D, F_), "Router": Router(D, E, K)}
+    modules = {
+        "Linear": Linear(D, D),
+        "GatedMLP": GatedMLP(D, F_),
+        "Experts": Experts(E, D, F_),
+        "Router": Router(D, E, K),
+    }
     module = modules[kind]
     queue, thing = deferring(module), Thing()
     witness = weakref.ref(thing)
@@ -339,7 +386,7 @@ def test_each_entry_lets_go_when_it_is_done() -> None:
         WeightGradients.run(entries)
 
 
-# --- the queue ----------------------------------------------------------------------------------------------------------------------
+# --- the queue ------------------------------------------------------------------------------------
 
 
 def test_taking_empties_the_queue_and_keeps_the_order() -> None:
@@ -352,7 +399,11 @@ def test_taking_empties_the_queue_and_keeps_the_order() -> None:
 
 
 def test_the_same_weight_several_times_adds_up_in_its_own_dtype_without_a_graph() -> None:
-    queue, weight, wide = WeightGradients(), nn.Parameter(torch.zeros(3, dtype=torch.bfloat16)), torch.full((3,), 0.3, requires_grad=True)
+    queue, weight, wide = (
+        WeightGradients(),
+        nn.Parameter(torch.zeros(3, dtype=torch.bfloat16)),
+        torch.full((3,), 0.3, requires_grad=True),
+    )
     queue.deferring = True
     for _ in range(3):
         weight_gradient(queue, weight, lambda: wide * 1)
@@ -365,8 +416,11 @@ def test_the_same_weight_several_times_adds_up_in_its_own_dtype_without_a_graph(
 
 @pytest.mark.parametrize("weight", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("product", [torch.float32, torch.bfloat16])
-def test_further_gradients_are_added_in_the_weights_dtype_without_a_copy(weight: torch.dtype, product: torch.dtype) -> None:
-    """The bits are those of a copy in the weight's dtype; where that is the wider one, none is made."""
+def test_further_gradients_are_added_in_the_weights_dtype_without_a_copy(
+    weight: torch.dtype, product: torch.dtype
+) -> None:
+    """The bits are those of a copy in the weight's dtype; where that is the wider one, none is
+    made."""
     first, second = torch.randn(2, 64, 32, generator=torch.Generator().manual_seed(1)).to(product)
     expected = first.to(weight) + second.to(weight)
     p = torch.nn.Parameter(torch.zeros(64, 32, dtype=weight))
@@ -380,7 +434,11 @@ def test_further_gradients_are_added_in_the_weights_dtype_without_a_copy(weight:
 
 
 def test_at_once_is_the_gradient_in_the_weights_dtype() -> None:
-    gradient = weight_gradient(WeightGradients(), nn.Parameter(torch.zeros(3, dtype=torch.bfloat16)), lambda: torch.full((3,), 0.3))
+    gradient = weight_gradient(
+        WeightGradients(),
+        nn.Parameter(torch.zeros(3, dtype=torch.bfloat16)),
+        lambda: torch.full((3,), 0.3),
+    )
     assert gradient.dtype == torch.bfloat16
 
 
@@ -394,13 +452,15 @@ def test_a_weight_that_is_no_leaf_gets_its_gradient_at_once() -> None:
     assert torch.equal(source.grad, torch.tensor([2.0] * 3 + [0.0] * 3)[:, None].expand(6, D))
 
 
-# --- Linear -------------------------------------------------------------------------------------------------------------------------
+# --- Linear ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", [(63, D), (2, 3, D), (1, D), (0, D), (D,)], ids=str)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_linear_layer_is_torchs_to_the_bit(precision: str, bias: bool, shape: tuple[int, ...]) -> None:
+def test_a_linear_layer_is_torchs_to_the_bit(
+    precision: str, bias: bool, shape: tuple[int, ...]
+) -> None:
     """Gradients of weights under autocast are the exception: torch rounds them to bf16."""
     ours, theirs = Linear(D, 5, bias=bias), nn.Linear(D, 5, bias=bias)
     theirs.load_state_dict(ours.state_dict())
@@ -439,17 +499,26 @@ def test_gradients_of_a_shared_input_are_added_in_its_own_dtype() -> None:
         leaf = x.clone().requires_grad_()
         with autocast():
             x_ = leaf * 1  # of a leaf, autocast keeps one copy and adds up in bf16
-            outputs = project(x_, *layers) if together else [F.linear(x_, layer.weight) for layer in layers]
+            outputs = (
+                project(x_, *layers)
+                if together
+                else [F.linear(x_, layer.weight) for layer in layers]
+            )
         sum((i + 1) * y.float().square().sum() for i, y in enumerate(outputs[:3])).backward()
         grads.append(leaf.grad)
-    assert (grads[0] - grads[1]).abs().max() < 1e-6 * grads[1].abs().max()  # sums of the same bf16 products; sums in bf16 are off by 4e-3
+    assert (grads[0] - grads[1]).abs().max() < 1e-6 * grads[
+        1
+    ].abs().max()  # sums of the same bf16 products; sums in bf16 are off by 4e-3
     assert layers[3].weight.grad is None
 
 
 def test_a_layer_of_another_kind_is_called_as_it_is() -> None:
     x = torch.randn(3, D)
     ours, other = Linear(D, 2), nn.Linear(D, 3)
-    assert [torch.equal(y, layer(x)) for y, layer in zip(project(x, ours, other), (ours, other), strict=True)] == [True, True]
+    assert [
+        torch.equal(y, layer(x))
+        for y, layer in zip(project(x, ours, other), (ours, other), strict=True)
+    ] == [True, True]
     assert list(ours.state_dict()) == ["weight", "bias"]
 
 

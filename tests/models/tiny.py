@@ -1,4 +1,5 @@
-"""Makes tiny models of every family, whose sizes all differ, and measures how far apart two results are."""
+"""Makes tiny models of every family, whose sizes all differ, and measures how far apart two results
+are."""
 
 from __future__ import annotations
 
@@ -32,7 +33,12 @@ SIZES: dict[str, Any] = {
     "initializer_range": 0.15,
 }
 
-ATTENTION_SIZES: dict[str, Any] = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 10, "num_experts_per_tok": 2}
+ATTENTION_SIZES: dict[str, Any] = {
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 10,
+    "num_experts_per_tok": 2,
+}
 FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "deepseek_v2": SIZES,
     "qwen3_moe": {
@@ -65,7 +71,8 @@ def tiny_family_config(model_type: str, /, **changes: Any) -> ModelConfig:
 
 
 def tiny_family_model(model_type: str, /, *, seed: int = 0, **changes: Any) -> Decoder:
-    """Make a model with norm weights other than 1 and biases other than 0, so that a forgotten one is noticed."""
+    """Make a model with norm weights other than 1 and biases other than 0, so that a forgotten one
+    is noticed."""
     generator = torch.Generator().manual_seed(seed)
     model = build_model(tiny_family_config(model_type, **changes), generator)
     for name, p in model.named_parameters():
@@ -81,7 +88,8 @@ def tiny_config(**changes: Any) -> DeepseekV2Config:
 
 
 def tiny_model(*, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Decoder:
-    """Make a model with norm weights other than 1, so that a norm that forgot its weight is noticed."""
+    """Make a model with norm weights other than 1, so that a norm that forgot its weight is
+    noticed."""
     generator = torch.Generator().manual_seed(seed)
     model = build_deepseek_v2(tiny_config(**changes), generator)
     for name, p in model.named_parameters():
@@ -91,7 +99,9 @@ def tiny_model(*, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: 
 
 
 def random_tokens(batch: int, length: int, *, seed: int = 0) -> Tensor:
-    return torch.randint(SIZES["vocab_size"], (batch, length), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        SIZES["vocab_size"], (batch, length), generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def random_normal(*shape: int, seed: int = 0) -> Tensor:
@@ -115,7 +125,8 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def error(actual: Tensor, expected: Tensor) -> float:
-    """The largest difference, relative to the largest expected value (or to 1e-3, where zeros are expected)."""
+    """The largest difference, relative to the largest expected value (or to 1e-3, where zeros are
+    expected)."""
     assert actual.shape == expected.shape
     assert actual.isfinite().all()
     if expected.numel() == 0:
@@ -123,8 +134,11 @@ def error(actual: Tensor, expected: Tensor) -> float:
     return ((actual - expected).abs().max() / expected.abs().max().clamp(min=1e-3)).item()
 
 
-def largest_error(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[float, str]:
-    """The largest error and the name of the tensor that has it; both sides must have the same names."""
+def largest_error(
+    actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]
+) -> tuple[float, str]:
+    """The largest error and the name of the tensor that has it; both sides must have the same
+    names."""
     assert actual.keys() == expected.keys()
     return max((error(actual[name], expected[name]), name) for name in expected)
 

@@ -1,7 +1,8 @@
-"""Makes our models' twins in Hugging Face transformers, with the same weights, and returns the results of both by our names.
+"""Makes our models' twins in Hugging Face transformers, with the same weights, and returns the
+results of both by our names.
 
-Results are not compared in fp64, because transformers computes norms, rotation and router scores in fp32 whatever the weights are.
-"""
+Results are not compared in fp64, because transformers computes norms, rotation and router scores in
+fp32 whatever the weights are."""
 
 from __future__ import annotations
 
@@ -13,10 +14,19 @@ from torch import Tensor, nn
 
 from lather.models.decoder import Decoder
 from lather.models.families import ModelConfig, config_to_hugging_face
-from models.tiny import FAMILY_SIZES, gradients, next_token_loss, tiny_family_config, tiny_family_model
+from models.tiny import (
+    FAMILY_SIZES,
+    gradients,
+    next_token_loss,
+    tiny_family_config,
+    tiny_family_model,
+)
 
 TOLERANCE = 1e-5
-TOKENS = (torch.randperm(3 * 21, generator=torch.Generator().manual_seed(0)) % FAMILY_SIZES["gpt_oss"]["vocab_size"]).view(3, 21)
+TOKENS = (
+    torch.randperm(3 * 21, generator=torch.Generator().manual_seed(0))
+    % FAMILY_SIZES["gpt_oss"]["vocab_size"]
+).view(3, 21)
 """Tokens among which every token of the vocabulary occurs."""
 
 
@@ -25,19 +35,27 @@ def twin(ours: Decoder, config: ModelConfig) -> nn.Module:
     fields = config_to_hugging_face(config)
     architecture = getattr(transformers, fields.pop("architectures")[0])
     fields.pop("model_type")
-    twin_config = architecture.config_class(**fields, attn_implementation="eager", experts_implementation="eager")
+    twin_config = architecture.config_class(
+        **fields, attn_implementation="eager", experts_implementation="eager"
+    )
     model: nn.Module = architecture(twin_config)
     named = ((published_name(name, config), weight) for name, weight in ours.state_dict().items())
-    missing, unexpected = model.load_state_dict({name: _lay(weight, name, config) for name, weight in named}, strict=False)
+    missing, unexpected = model.load_state_dict(
+        {name: _lay(weight, name, config) for name, weight in named}, strict=False
+    )
     assert unexpected == []
-    assert all("shared_experts" in name and not model.get_parameter(name).numel() for name in missing)
+    assert all(
+        "shared_experts" in name and not model.get_parameter(name).numel() for name in missing
+    )
     return model
 
 
 def published_name(name: str, config: ModelConfig) -> str:
     if config.model_type == "gpt_oss":
         name = name.replace("mlp.gate.", "mlp.router.")
-        name = name.replace("gate_up_bias", "gate_up_proj_bias").replace("down_bias", "down_proj_bias")
+        name = name.replace("gate_up_bias", "gate_up_proj_bias").replace(
+            "down_bias", "down_proj_bias"
+        )
     return name if name.startswith("lm_head") else f"model.{name}"
 
 
@@ -49,7 +67,10 @@ def _lay(weight: Tensor, theirs: str, config: ModelConfig) -> Tensor:
 
 def expected_results(model_type: str, changes: dict[str, Any]) -> dict[str, Tensor]:
     """Return logits, loss and every gradient of the twin."""
-    config, ours = tiny_family_config(model_type, **changes), tiny_family_model(model_type, **changes)
+    config, ours = (
+        tiny_family_config(model_type, **changes),
+        tiny_family_model(model_type, **changes),
+    )
     model = twin(ours, config)
     output = model(TOKENS, labels=TOKENS)
     output.loss.backward()
@@ -72,6 +93,11 @@ def greedy(model: nn.Module, prompt: list[int], num_tokens: int) -> list[int]:
     """Continue the prompt with transformers' own generation."""
     tokens_BS = torch.tensor([prompt])
     whole: Tensor = model.generate(  # type: ignore[operator]
-        tokens_BS, attention_mask=torch.ones_like(tokens_BS), do_sample=False, max_new_tokens=num_tokens, eos_token_id=None, pad_token_id=0
+        tokens_BS,
+        attention_mask=torch.ones_like(tokens_BS),
+        do_sample=False,
+        max_new_tokens=num_tokens,
+        eos_token_id=None,
+        pad_token_id=0,
     )
     return whole[0, len(prompt) :].tolist()

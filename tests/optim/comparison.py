@@ -1,9 +1,11 @@
-"""Runs the package's optimizers beside the NumPy reference, on the same parameters and gradients, and compares them.
+"""Runs the package's optimizers beside the NumPy reference, on the same parameters and gradients,
+and compares them.
 
-Two right implementations agree only where the step is well-conditioned: the eigenvectors of a null space are arbitrary, and an entry
-of the projected gradient that is zero but for rounding has an arbitrary sign. Shapes and warm-ups of the fixed tests are therefore such
-that factors have full rank when the first basis is taken. A column of a basis is free up to its sign, which no comparison here sees.
-"""
+Two right implementations agree only where the step is well-conditioned: the eigenvectors of a null
+space are arbitrary, and an entry of the projected gradient that is zero but for rounding has an
+arbitrary sign. Shapes and warm-ups of the fixed tests are therefore such that factors have full
+rank when the first basis is taken. A column of a basis is free up to its sign, which no comparison
+here sees."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -25,10 +27,12 @@ Gradients = list[list[Array | None]]
 """Gradients by step, then by parameter; None: the parameter has no gradient."""
 
 TOLERANCE = 1e-7
-"""Largest difference that is allowed: of parameters in units of lr (a step has that size), of state relative to its largest entry. Rounding
-gives 1e-13 before eigenvectors amplify it."""
+"""Largest difference that is allowed: of parameters in units of lr (a step has that size), of state
+relative to its largest entry. Rounding gives 1e-13 before eigenvectors amplify it."""
 
-CLASSES: dict[str, tuple[type[MatrixOptimizer], type[Reference | ReferenceOfMuon], dict[str, Any]]] = {
+CLASSES: dict[
+    str, tuple[type[MatrixOptimizer], type[Reference | ReferenceOfMuon], dict[str, Any]]
+] = {
     "SOAP": (SOAP, ReferenceSOAP, {}),
     "KLSOAP": (KLSOAP, ReferenceKLSOAP, {}),
     "REKLS": (REKLS, ReferenceKLSOAP, {"refresh_method": "eigh", "precondition_frequency": 1}),
@@ -36,7 +40,8 @@ CLASSES: dict[str, tuple[type[MatrixOptimizer], type[Reference | ReferenceOfMuon
     "Muon": (Muon, ReferenceMuon, {}),
     "SOAPMuon": (SOAPMuon, ReferenceSOAPMuon, {}),
 }
-"""By name, the package's class, the reference's class, and the reference's options that make it the same rule."""
+"""By name, the package's class, the reference's class, and the reference's options that make it the
+same rule."""
 
 OF_THE_PACKAGE_ALONE = (
     "batched",
@@ -80,12 +85,15 @@ class Difference:
 
 @contextmanager
 def without_type_checks() -> Iterator[None]:
-    """Leave the package's annotations unchecked inside the block: checking takes ten times as long as the checked code."""
+    """Leave the package's annotations unchecked inside the block: checking takes ten times as long
+    as the checked code."""
     config = jaxtyping.config
     before = config.jaxtyping_disable
     config.update("jaxtyping_disable", True)
     try:
-        with mock.patch.object(jaxtyping, "jaxtyped", _leave_alone):  # this decorates functions inside functions, at every call
+        with mock.patch.object(
+            jaxtyping, "jaxtyped", _leave_alone
+        ):  # this decorates functions inside functions, at every call
             yield
     finally:
         config.update("jaxtyping_disable", before)
@@ -97,16 +105,26 @@ def _leave_alone(**_: Any) -> Callable[[Any], Any]:
 
 def described(options: dict[str, Any]) -> str:
     """Describe the options by an id for pytest that is the same in every process."""
-    return ", ".join(f"{key}={getattr(value, '__name__', value)}" for key, value in options.items()) or "defaults"
+    return (
+        ", ".join(f"{key}={getattr(value, '__name__', value)}" for key, value in options.items())
+        or "defaults"
+    )
 
 
 def gradients(
-    shapes: Sequence[Shape], steps: int, *, seed: int = 1, idle: bool = False, missing: tuple[int, ...] = (1,), scale: float = 1.0
+    shapes: Sequence[Shape],
+    steps: int,
+    *,
+    seed: int = 1,
+    idle: bool = False,
+    missing: tuple[int, ...] = (1,),
+    scale: float = 1.0,
 ) -> Gradients:
     """Draw ill-scaled Gaussians, with a scale for each step and one for each column.
 
     Args:
-        idle: in every step but the second, one slice along the leading dim of each parameter with more than two dims is zero.
+        idle: in every step but the second, one slice along the leading dim of each parameter with
+            more than two dims is zero.
         missing: indices of the parameters that have no gradient in the fourth and tenth step.
         scale: a factor on all gradients.
     """
@@ -115,7 +133,12 @@ def gradients(
     for step in range(steps):
         grads: list[Array | None] = []
         for index, shape in enumerate(shapes):
-            g = np.asarray(rng.normal(size=shape) * (0.2 + rng.random(shape[-1:] or None)) * scale * 10.0 ** rng.integers(-1, 2))
+            g = np.asarray(
+                rng.normal(size=shape)
+                * (0.2 + rng.random(shape[-1:] or None))
+                * scale
+                * 10.0 ** rng.integers(-1, 2)
+            )
             if idle and len(shape) > 2 and step != 1:
                 g[(step + index) % shape[0]] = 0.0
             grads.append(None if step in (3, 9) and index in missing else g)
@@ -128,20 +151,30 @@ def starting_points(shapes: Sequence[Shape], seed: int = 0) -> list[Array]:
     return [np.asarray(rng.normal(size=shape)) for shape in shapes]
 
 
-def optimizer_of(kind: str, groups: Sequence[Group], start: Sequence[Array], **options: Any) -> tuple[MatrixOptimizer, list[torch.Tensor]]:
-    """Make the package's optimizer, with fp64 parameters and state unless `options` say otherwise; returns it and its parameters in
-    order."""
+def optimizer_of(
+    kind: str, groups: Sequence[Group], start: Sequence[Array], **options: Any
+) -> tuple[MatrixOptimizer, list[torch.Tensor]]:
+    """Make the package's optimizer, with fp64 parameters and state unless `options` say otherwise;
+    returns it and its parameters in order."""
     params = [torch.nn.Parameter(torch.tensor(p)) for p in start]
     remaining = iter(params)
     own = [{"params": [next(remaining) for _ in group.shapes], **group.options} for group in groups]
     with without_type_checks():
-        return CLASSES[kind][0](own, **{"lr": 1e-2, "state_dtype": torch.float64, **options}), list(params)
+        return CLASSES[kind][0](own, **{"lr": 1e-2, "state_dtype": torch.float64, **options}), list(
+            params
+        )
 
 
-def reference_of(kind: str, start: Sequence[Array], options: dict[str, Any]) -> Reference | ReferenceOfMuon:
+def reference_of(
+    kind: str, start: Sequence[Array], options: dict[str, Any]
+) -> Reference | ReferenceOfMuon:
     """Make the reference with the package's options, translated."""
     _, reference, preset = CLASSES[kind]
-    known = {key: value for key, value in {"lr": 1e-2, **preset, **options}.items() if key not in OF_THE_PACKAGE_ALONE}
+    known = {
+        key: value
+        for key, value in {"lr": 1e-2, **preset, **options}.items()
+        if key not in OF_THE_PACKAGE_ALONE
+    }
     if known.get("refresh_method") in ("cholesky_qr", "auto"):
         known["refresh_method"] = "qr"
     return reference(list(start), **known)
@@ -162,7 +195,8 @@ def compare(
     Args:
         kind: a key of CLASSES.
         options: options of all groups, for both.
-        plan: the gradients, in the order of the groups' parameters; without it `gradients` draws those of so many `steps`.
+        plan: the gradients, in the order of the groups' parameters; without it `gradients` draws
+            those of so many `steps`.
         ours: options for the package alone.
         checked: whether the package's annotations are checked, too.
     """
@@ -171,7 +205,9 @@ def compare(
     optimizer, params = optimizer_of(kind, groups, start, **{**options, **(ours or {})})
     ends = np.cumsum([len(group.shapes) for group in groups])
     references = [
-        reference_of(kind, start[end - len(group.shapes) : end], {**options, **group.options, **group.theirs})
+        reference_of(
+            kind, start[end - len(group.shapes) : end], {**options, **group.options, **group.theirs}
+        )
         for group, end in zip(groups, ends, strict=True)
     ]
     worst = Difference()
@@ -181,15 +217,25 @@ def compare(
         for group, end, reference in zip(groups, ends, references, strict=True):
             first = end - len(group.shapes)
             reference.step(grads[first:end])
-            for p, w, state in zip(params[first:end], reference.params, reference.state, strict=True):
-                worst.params = max(worst.params, largest(p.detach().numpy() - w) / reference.options.lr)
+            for p, w, state in zip(
+                params[first:end], reference.params, reference.state, strict=True
+            ):
+                worst.params = max(
+                    worst.params, largest(p.detach().numpy() - w) / reference.options.lr
+                )
                 if number % 4 == 0 or number == len(plan):
-                    worst.state = max(worst.state, state_difference(optimizer.state.get(p, {}), state, w.shape))
+                    worst.state = max(
+                        worst.state, state_difference(optimizer.state.get(p, {}), state, w.shape)
+                    )
     return worst
 
 
 def step_package(
-    optimizer: MatrixOptimizer, params: Sequence[torch.Tensor], grads: Sequence[Array | None], *, checked: bool = False
+    optimizer: MatrixOptimizer,
+    params: Sequence[torch.Tensor],
+    grads: Sequence[Array | None],
+    *,
+    checked: bool = False,
 ) -> None:
     """Take a step with these gradients, which the step must not change."""
     for p, g in zip(params, grads, strict=True):
@@ -211,7 +257,8 @@ def relative(ours: Array, expected: Array) -> float:
 
 
 def state_difference(ours: dict[str, Any], expected: dict[str, Any], shape: Shape) -> float:
-    """The difference of two states of a parameter of this shape, with bases and exp_avg compared up to the signs of the bases' columns."""
+    """The difference of two states of a parameter of this shape, with bases and exp_avg compared up
+    to the signs of the bases' columns."""
     assert set(ours) == set(expected)
     if not expected:
         return 0.0
@@ -225,8 +272,13 @@ def state_difference(ours: dict[str, Any], expected: dict[str, Any], shape: Shap
             cosines = (got[key] * value).sum(-2)
             worst = max(worst, largest(np.abs(cosines) - 1.0))
     for key in {"exp_avg", "exp_avg_sq"} & expected.keys():
-        wanted, found = (moment_in_parameter_coordinates(one) if key == "exp_avg" else one[key] for one in (expected, got))
-        if found.shape != wanted.shape:  # a stacked parameter without any factor keeps its moments in its own shape
+        wanted, found = (
+            moment_in_parameter_coordinates(one) if key == "exp_avg" else one[key]
+            for one in (expected, got)
+        )
+        if (
+            found.shape != wanted.shape
+        ):  # a stacked parameter without any factor keeps its moments in its own shape
             wanted = unstacked(wanted, shape)
         worst = max(worst, relative(found, wanted))
     return worst
@@ -234,7 +286,14 @@ def state_difference(ours: dict[str, Any], expected: dict[str, Any], shape: Shap
 
 def moment_in_parameter_coordinates(state: dict[str, Any]) -> Array:
     """Project exp_avg out of the eigenbases."""
-    bases = {int(key.removeprefix("basis_")): q for key, q in state.items() if key.startswith("basis_")}
+    bases = {
+        int(key.removeprefix("basis_")): q for key, q in state.items() if key.startswith("basis_")
+    }
     if any(q.ndim == 3 for q in bases.values()):
-        return np.stack([project_out(m, {dim: q[e] for dim, q in bases.items()}) for e, m in enumerate(state["exp_avg"])])
+        return np.stack(
+            [
+                project_out(m, {dim: q[e] for dim, q in bases.items()})
+                for e, m in enumerate(state["exp_avg"])
+            ]
+        )
     return project_out(state["exp_avg"], bases)

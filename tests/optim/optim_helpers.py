@@ -10,22 +10,48 @@ import torch
 from strangers import Lion, Shampoo
 from torch import Tensor
 
-from lather.optim import KLSOAP, REKLS, SOAP, AdamW, MatrixOptimizer, Muon, Rule, SOAPMuon, StackedSOAP
+from lather.optim import (
+    KLSOAP,
+    REKLS,
+    SOAP,
+    AdamW,
+    MatrixOptimizer,
+    Muon,
+    Rule,
+    SOAPMuon,
+    StackedSOAP,
+)
 
 SOAP_KINDS: dict[str, tuple[type[MatrixOptimizer], dict[str, Any]]] = {
     "soap": (SOAP, {"precondition_frequency": 2}),
-    "soap_per_expert": (SOAP, {"precondition_frequency": 2, "matrix_layout": "per_expert", "second_moment": "rotate"}),
+    "soap_per_expert": (
+        SOAP,
+        {"precondition_frequency": 2, "matrix_layout": "per_expert", "second_moment": "rotate"},
+    ),
     "soap_stacked": (SOAP, {"precondition_frequency": 3, "matrix_layout": "stacked"}),
-    "soap_orthogonalized": (SOAP, {"precondition_frequency": 2, "orthogonalize": True, "statistics_of": "momentum"}),
-    "soap_own_momentum_per_expert": (SOAP, {"precondition_frequency": 1, "momentum_in": "parameter", "matrix_layout": "per_expert"}),
-    "soap_one_sided": (SOAP, {"precondition_frequency": 2, "sides": "smaller", "matrix_layout": "per_expert"}),
+    "soap_orthogonalized": (
+        SOAP,
+        {"precondition_frequency": 2, "orthogonalize": True, "statistics_of": "momentum"},
+    ),
+    "soap_own_momentum_per_expert": (
+        SOAP,
+        {"precondition_frequency": 1, "momentum_in": "parameter", "matrix_layout": "per_expert"},
+    ),
+    "soap_one_sided": (
+        SOAP,
+        {"precondition_frequency": 2, "sides": "smaller", "matrix_layout": "per_expert"},
+    ),
     "kl_soap": (KLSOAP, {"precondition_frequency": 3}),
     "kl_soap_per_expert": (KLSOAP, {"matrix_layout": "per_expert", "second_moment": "permute"}),
-    "kl_soap_floor": (KLSOAP, {"precondition_frequency": 2, "eigenvalue_floor": 1e-2, "sides": "auto"}),
+    "kl_soap_floor": (
+        KLSOAP,
+        {"precondition_frequency": 2, "eigenvalue_floor": 1e-2, "sides": "auto"},
+    ),
     "rekls": (REKLS, {}),
     "stacked_soap": (StackedSOAP, {}),
 }
-"""Kinds of the SOAP family: Adam in bases, on both sides or one, with a warm-up of plain Adam or without."""
+"""Kinds of the SOAP family: Adam in bases, on both sides or one, with a warm-up of plain Adam or
+without."""
 
 KINDS: dict[str, tuple[type[MatrixOptimizer] | type[Rule], dict[str, Any]]] = {
     **SOAP_KINDS,
@@ -33,7 +59,10 @@ KINDS: dict[str, tuple[type[MatrixOptimizer] | type[Rule], dict[str, Any]]] = {
     "muon_per_expert": (Muon, {"matrix_layout": "per_expert", "normalize": "row"}),
     "muon_stacked": (Muon, {"matrix_layout": "stacked", "keep_norm": True}),
     "soap_muon": (SOAPMuon, {"precondition_frequency": 2}),
-    "soap_muon_per_expert": (SOAPMuon, {"precondition_frequency": 2, "matrix_layout": "per_expert", "sides": "both"}),
+    "soap_muon_per_expert": (
+        SOAPMuon,
+        {"precondition_frequency": 2, "matrix_layout": "per_expert", "sides": "both"},
+    ),
     "adamw": (AdamW, {}),
     "shampoo": (Shampoo, {"precondition_frequency": 2, "lr": 1e-2}),
     "shampoo_per_expert": (Shampoo, {"matrix_layout": "per_expert", "lr": 1e-2}),
@@ -41,7 +70,8 @@ KINDS: dict[str, tuple[type[MatrixOptimizer] | type[Rule], dict[str, Any]]] = {
     "lion": (Lion, {"lr": 1e-2}),
     "lion_per_expert": (Lion, {"matrix_layout": "per_expert", "lr": 1e-2}),
 }
-"""Every optimizer and layout, and the rules of `strangers`, by name: an optimizer's class or a rule's, and options."""
+"""Every optimizer and layout, and the rules of `strangers`, by name: an optimizer's class or a
+rule's, and options."""
 
 FEW_SOAP_KINDS = ("soap", "kl_soap_per_expert", "stacked_soap")
 FEW_KINDS = (*FEW_SOAP_KINDS, "muon_per_expert", "soap_muon", "shampoo_per_expert", "lion")
@@ -58,24 +88,30 @@ WITH_EXPERTS = (
 """Kinds that know which experts got no token."""
 
 SOAP_CLASSES = {"SOAP": SOAP, "KLSOAP": KLSOAP, "REKLS": REKLS, "StackedSOAP": StackedSOAP}
-CLASSES: dict[str, type[MatrixOptimizer]] = {**SOAP_CLASSES, "Muon": Muon, "SOAPMuon": SOAPMuon, "AdamW": AdamW}
+CLASSES: dict[str, type[MatrixOptimizer]] = {
+    **SOAP_CLASSES,
+    "Muon": Muon,
+    "SOAPMuon": SOAPMuon,
+    "AdamW": AdamW,
+}
 
 MATRICES = ((6, 4), (3, 4, 5), (6, 4))
 SHAPES = (*MATRICES, (5,), (), (0, 3))
 
 FULL_RANK = {"adam_warmup_steps": 3, "state_dtype": torch.float64}
-"""Options for comparisons to rounding: the eigenvectors of a null space are arbitrary, so the first bases come when factors have full
-rank."""
+"""Options for comparisons to rounding: the eigenvectors of a null space are arbitrary, so the first
+bases come when factors have full rank."""
 
 OF_BASES = ("adam_warmup_steps", "precondition_frequency")
 """Options that tests give to every kind, but that only kinds with bases take."""
 
 
 def make(kind: str, params: Iterable[Any], **options: Any) -> MatrixOptimizer:
-    """Make the optimizer `kind`; parameters with fewer than two dims are in a group with layout "tensor".
+    """Make the optimizer `kind`; parameters with fewer than two dims are in a group with layout
+    "tensor".
 
-    `adam_warmup_steps` is the warm-up of every rule that has one, and left out of the others, as `precondition_frequency` is.
-    """
+    `adam_warmup_steps` is the warm-up of every rule that has one, and left out of the others, as
+    `precondition_frequency` is."""
     cls, preset = KINDS[kind]
     params = list(params)
     groups = [
@@ -95,20 +131,30 @@ def make(kind: str, params: Iterable[Any], **options: Any) -> MatrixOptimizer:
 
 def coupled_decay(kind: str) -> dict[str, Any]:
     """The option under which weight decay is added to the gradient."""
-    return {"use_decoupled_weight_decay": False} if KINDS[kind][0] is SOAP else {"weight_decay_method": "l2"}
+    return (
+        {"use_decoupled_weight_decay": False}
+        if KINDS[kind][0] is SOAP
+        else {"weight_decay_method": "l2"}
+    )
 
 
 def parameter(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.nn.Parameter:
-    return torch.nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype))
+    return torch.nn.Parameter(
+        torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    )
 
 
-def parameters(shapes: Iterable[Sequence[int]] = SHAPES, dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
+def parameters(
+    shapes: Iterable[Sequence[int]] = SHAPES, dtype: torch.dtype = torch.float32
+) -> list[torch.nn.Parameter]:
     return [parameter(*shape, dtype=dtype, seed=seed) for seed, shape in enumerate(shapes)]
 
 
 def clones(params: Iterable[Tensor]) -> list[torch.nn.Parameter]:
     """Make parameters of equal values and strides, without gradients."""
-    return [torch.nn.Parameter(p.detach().clone(memory_format=torch.preserve_format)) for p in params]
+    return [
+        torch.nn.Parameter(p.detach().clone(memory_format=torch.preserve_format)) for p in params
+    ]
 
 
 def give_gradients(params: Iterable[Tensor], step: int) -> None:
@@ -128,7 +174,11 @@ def run(optimizer: torch.optim.Optimizer, params: Sequence[Tensor], steps: Itera
         optimizer.step()
 
 
-def run_both(a: tuple[torch.optim.Optimizer, Sequence[Tensor]], b: tuple[torch.optim.Optimizer, Sequence[Tensor]], steps: range) -> None:
+def run_both(
+    a: tuple[torch.optim.Optimizer, Sequence[Tensor]],
+    b: tuple[torch.optim.Optimizer, Sequence[Tensor]],
+    steps: range,
+) -> None:
     """Take two optimizers through the same gradients."""
     for step in steps:
         give_gradients(a[1], step)
@@ -139,18 +189,29 @@ def run_both(a: tuple[torch.optim.Optimizer, Sequence[Tensor]], b: tuple[torch.o
 
 def same(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors are equal to the bit, NaN included."""
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.nan_to_num(nan=12345.0), b.nan_to_num(nan=12345.0))
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and torch.equal(a.nan_to_num(nan=12345.0), b.nan_to_num(nan=12345.0))
+    )
 
 
 def all_same(params: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
     return all(same(p.detach(), q.detach()) for p, q in zip(params, others, strict=True))
 
 
-def same_state(a: torch.optim.Optimizer, params: Iterable[Tensor], b: torch.optim.Optimizer, others: Iterable[Tensor]) -> bool:
+def same_state(
+    a: torch.optim.Optimizer,
+    params: Iterable[Tensor],
+    b: torch.optim.Optimizer,
+    others: Iterable[Tensor],
+) -> bool:
     """Whether two states have equal keys, and values and dtypes equal to the bit."""
     for p, q in zip(params, others, strict=True):
         ours, theirs = a.state.get(p, {}), b.state.get(q, {})
-        if ours.keys() != theirs.keys() or not all(same(value, theirs[key]) for key, value in ours.items()):
+        if ours.keys() != theirs.keys() or not all(
+            same(value, theirs[key]) for key, value in ours.items()
+        ):
             return False
     return True
 
@@ -158,7 +219,11 @@ def same_state(a: torch.optim.Optimizer, params: Iterable[Tensor], b: torch.opti
 def largest_difference(params: Iterable[Tensor], others: Iterable[Tensor]) -> float:
     pairs = list(zip(params, others, strict=True))
     assert all(p.shape == q.shape for p, q in pairs)
-    return max(float((p.detach().double() - q.detach().double()).abs().max()) for p, q in pairs if p.numel())
+    return max(
+        float((p.detach().double() - q.detach().double()).abs().max())
+        for p, q in pairs
+        if p.numel()
+    )
 
 
 def moment_of(optimizer: torch.optim.Optimizer, p: Tensor) -> str:

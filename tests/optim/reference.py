@@ -1,13 +1,16 @@
-"""Computes SOAP and KLSOAP slowly and literally in NumPy float64, for comparison with the package's optimizers.
+"""Computes SOAP and KLSOAP slowly and literally in NumPy float64, for comparison with the package's
+optimizers.
 
-Written from the specification alone (the optimizer specification: "Inner Adam", "SOAP", "Refresh", "KLSOAP and REKLS",
-"second_moment", "matrix_layout") and independent of the package: nothing is imported from it and none of its code was
-read. Every matrix is handled on its own, every product is spelt out, and nothing is batched, cached or skipped for speed.
+Written from the specification alone (the optimizer specification: "Inner Adam", "SOAP", "Refresh",
+"KLSOAP and REKLS", "second_moment", "matrix_layout") and independent of the package: nothing is
+imported from it and none of its code was read. Every matrix is handled on its own, every product is
+spelt out, and nothing is batched, cached or skipped for speed.
 
-Names follow the specification: `w` is a parameter, `g` its gradient, `t` the 1-based step of that parameter, `k` a
-Kronecker factor, `q` its eigenbasis (columns are eigenvectors), `eigenvalues` the diagonal of q^T k q (KL only), `m`
-and `v` the moments. Until a parameter has its first basis, its `basis_i` are identities, so that projecting changes
-nothing. REKLS is `ReferenceKLSOAP` with `refresh_method="eigh"`, StackedSOAP with `matrix_layout="stacked"`.
+Names follow the specification: `w` is a parameter, `g` its gradient, `t` the 1-based step of that
+parameter, `k` a Kronecker factor, `q` its eigenbasis (columns are eigenvectors), `eigenvalues` the
+diagonal of q^T k q (KL only), `m` and `v` the moments. Until a parameter has its first basis, its
+`basis_i` are identities, so that projecting changes nothing. REKLS is `ReferenceKLSOAP` with
+`refresh_method="eigh"`, StackedSOAP with `matrix_layout="stacked"`.
 """
 
 from __future__ import annotations
@@ -58,12 +61,15 @@ class Options:
             ("sides", ("both", "smaller", "larger", "auto")),
         ):
             if getattr(self, name) not in known:
-                raise ValueError(f"{name}={getattr(self, name)!r} is unknown to the reference, which has {known}")
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} is unknown to the reference, which has {known}"
+                )
 
 
 @dataclass(kw_only=True)
 class SOAPOptions(Options):
-    """SOAP's options; the specification calls `nesterov` `use_nesterov`, and `refresh_method="eigh"` `use_eigh`."""
+    """SOAP's options; the specification calls `nesterov` `use_nesterov`, and
+    `refresh_method="eigh"` `use_eigh`."""
 
     lr: float = 3e-3
     betas: tuple[float, float] = (0.95, 0.95)
@@ -105,9 +111,14 @@ class KLSOAPOptions(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.shampoo_beta < 1:
-            raise ValueError(f"shampoo_beta={self.shampoo_beta} must be in [0, 1) here; only SOAP has a value that stands for betas[1]")
+            raise ValueError(
+                f"shampoo_beta={self.shampoo_beta} must be in [0, 1) here; only SOAP has a value "
+                "that stands for betas[1]"
+            )
         if self.weight_decay_method not in ("decoupled", "independent", "l2", "palm"):
-            raise ValueError(f"weight_decay_method={self.weight_decay_method!r} is unknown to the reference")
+            raise ValueError(
+                f"weight_decay_method={self.weight_decay_method!r} is unknown to the reference"
+            )
 
 
 def contraction(g: Array, dim: int) -> Array:
@@ -117,7 +128,8 @@ def contraction(g: Array, dim: int) -> Array:
 
 
 def apply_on_dim(matrix: Array, x: Array, dim: int) -> Array:
-    """Return y with y[..., i, ...] = sum over j of matrix[i, j] x[..., j, ...], where i and j are indices of `dim`."""
+    """Return y with y[..., i, ...] = sum over j of matrix[i, j] x[..., j, ...], where i and j are
+    indices of `dim`."""
     return np.moveaxis(np.tensordot(matrix, x, axes=(1, dim)), 0, dim)
 
 
@@ -134,7 +146,8 @@ def project_out(x: Array, bases: dict[int, Array]) -> Array:
 
 
 def eigh_descending(k: Array) -> tuple[Array, Array]:
-    """Return eigenvalues and eigenvectors of k, eigenvalues descending; zeros and the identity when k is zero."""
+    """Return eigenvalues and eigenvectors of k, eigenvalues descending; zeros and the identity when
+    k is zero."""
     if not k.any():
         return np.zeros(len(k)), np.eye(len(k))
     values, vectors = np.linalg.eigh(k)
@@ -164,12 +177,15 @@ def is_batch_of_matrices(shape: Sequence[int], options: Options) -> bool:
 
 def is_stacked(shape: Sequence[int], options: Options) -> bool:
     if options.matrix_layout == "stacked" and len(shape) > 3:
-        raise ValueError(f"the reference stacks parameters of three dims only, got shape {tuple(shape)}")
+        raise ValueError(
+            f"the reference stacks parameters of three dims only, got shape {tuple(shape)}"
+        )
     return options.matrix_layout == "stacked" and len(shape) == 3
 
 
 def stacked(p: Array) -> Array:
-    """Copy (b, m, n) to the shape (m, b*n) if n <= m: matrix[i, e*n + j] = p[e, i, j]; otherwise to (b*m, n)."""
+    """Copy (b, m, n) to the shape (m, b*n) if n <= m: matrix[i, e*n + j] = p[e, i, j]; otherwise to
+    (b*m, n)."""
     _, m, n = p.shape
     return np.concatenate(list(p), axis=1 if n <= m else 0)
 
@@ -193,15 +209,20 @@ def dims_with_factor(matrix_shape: Sequence[int], options: Options) -> list[int]
 
 
 def new_state(shape: tuple[int, ...], options: Options) -> State:
-    """Make zero moments and factors, identity bases and, for KL, initial eigenvalues; a stacked `shape` is the merged one."""
+    """Make zero moments and factors, identity bases and, for KL, initial eigenvalues; a stacked
+    `shape` is the merged one."""
     state: State = {"step": 0, "exp_avg": np.zeros(shape), "exp_avg_sq": np.zeros(shape)}
-    batch_shape, matrix_shape = (shape[:1], shape[1:]) if is_batch_of_matrices(shape, options) else ((), shape)
+    batch_shape, matrix_shape = (
+        (shape[:1], shape[1:]) if is_batch_of_matrices(shape, options) else ((), shape)
+    )
     for dim in dims_with_factor(matrix_shape, options):
         n = matrix_shape[dim]
         state[f"factor_{dim}"] = np.zeros((*batch_shape, n, n))
         state[f"basis_{dim}"] = np.zeros((*batch_shape, n, n)) + np.eye(n)
         if isinstance(options, KLSOAPOptions):
-            state[f"eigenvalues_{dim}"] = np.full((*batch_shape, n), float(options.initial_eigenvalue))
+            state[f"eigenvalues_{dim}"] = np.full(
+                (*batch_shape, n), float(options.initial_eigenvalue)
+            )
     return state
 
 
@@ -210,9 +231,14 @@ def state_of_matrix(state: State, index: int | EllipsisType) -> MatrixState:
 
 
 def by_dim(matrix: MatrixState, name: str) -> dict[int, Array]:
-    """Return the "factor", "basis" or "eigenvalues" of a matrix's state, by dim, ascending; views, not copies."""
+    """Return the "factor", "basis" or "eigenvalues" of a matrix's state, by dim, ascending; views,
+    not copies."""
     prefix = name + "_"
-    return {int(key.removeprefix(prefix)): value for key, value in matrix.items() if key.startswith(prefix)}
+    return {
+        int(key.removeprefix(prefix)): value
+        for key, value in matrix.items()
+        if key.startswith(prefix)
+    }
 
 
 def adam(g: Array, matrix: MatrixState, t: int, options: Options) -> Array:
@@ -221,7 +247,9 @@ def adam(g: Array, matrix: MatrixState, t: int, options: Options) -> Array:
     m, v = matrix["exp_avg"], matrix["exp_avg_sq"]
     m[...] = b1 * m + (1 - b1) * g
     v[...] = b2 * v + (1 - b2) * g**2
-    c1, c1_next, c2 = (1 - b1**t, 1 - b1 ** (t + 1), 1 - b2**t) if options.correct_bias else (1.0, 1.0, 1.0)
+    c1, c1_next, c2 = (
+        (1 - b1**t, 1 - b1 ** (t + 1), 1 - b2**t) if options.correct_bias else (1.0, 1.0, 1.0)
+    )
     numerator = b1 * m / c1_next + (1 - b1) * g / c1 if options.nesterov else m / c1
     return np.asarray(numerator / (np.sqrt(v / c2) + options.eps))
 
@@ -249,7 +277,8 @@ def normalized(u: Array, matrix: MatrixState, options: SOAPOptions) -> Array:
 
 
 def update_factors_soap(g: Array, matrix: MatrixState, t: int, options: SOAPOptions) -> None:
-    """Update factors from the gradient, or from the momentum as it is, without bias correction; the first sample counts whole."""
+    """Update factors from the gradient, or from the momentum as it is, without bias correction; the
+    first sample counts whole."""
     beta = options.shampoo_beta if options.shampoo_beta >= 0 else options.betas[1]
     if options.correct_bias:
         beta = 1 - (1 - beta) / (1 - beta ** (t + 1))
@@ -261,17 +290,25 @@ def update_factors_soap(g: Array, matrix: MatrixState, t: int, options: SOAPOpti
 
 
 def update_factors_kl(g: Array, matrix: MatrixState, t: int, options: KLSOAPOptions) -> None:
-    """Update each factor from the gradient whitened on all the other dims that have a factor, by the old bases and eigenvalues.
+    """Update each factor from the gradient whitened on all the other dims that have a factor, by
+    the old bases and eigenvalues.
 
-    For a matrix: x = G Q_R diag(1/sqrt(w'_R)) gives L, so that x x^T = G Q_R diag(1/w'_R) Q_R^T G^T; R alike.
+    For a matrix: x = G Q_R diag(1/sqrt(w'_R)) gives L, so that x x^T = G Q_R diag(1/w'_R) Q_R^T
+    G^T; R alike.
     """
     beta = 1 - (1 - options.shampoo_beta) / (1 - options.shampoo_beta**t)
-    factors, bases, eigenvalues = by_dim(matrix, "factor"), by_dim(matrix, "basis"), by_dim(matrix, "eigenvalues")
+    factors, bases, eigenvalues = (
+        by_dim(matrix, "factor"),
+        by_dim(matrix, "basis"),
+        by_dim(matrix, "eigenvalues"),
+    )
     for dim, k in factors.items():
         x = g
         for other in factors:
             if other != dim:
-                w = np.maximum(eigenvalues[other], options.eigenvalue_floor * eigenvalues[other].mean())
+                w = np.maximum(
+                    eigenvalues[other], options.eigenvalue_floor * eigenvalues[other].mean()
+                )
                 scale = 1 / np.sqrt(np.maximum(w, options.eps))
                 x = apply_on_dim(np.diag(scale) @ bases[other].T, x, other)
         size_of_others = g.size / g.shape[dim]
@@ -279,30 +316,43 @@ def update_factors_kl(g: Array, matrix: MatrixState, t: int, options: KLSOAPOpti
 
 
 def change_bases(matrix: MatrixState, new_bases: dict[int, Array], options: Options) -> None:
-    """Take M out of the stored bases and into the new ones; carry V over if it rotates; then store the new bases."""
+    """Take M out of the stored bases and into the new ones; carry V over if it rotates; then store
+    the new bases."""
     m, v, stored = matrix["exp_avg"], matrix["exp_avg_sq"], by_dim(matrix, "basis")
     m[...] = project_in(project_out(m, stored), new_bases)
     for dim, q_new in new_bases.items():
-        if options.second_moment == "rotate":  # V_new = (S_L o S_L) V (S_R o S_R)^T, one dim after the other
+        if (
+            options.second_moment == "rotate"
+        ):  # V_new = (S_L o S_L) V (S_R o S_R)^T, one dim after the other
             s = q_new.T @ stored[dim]
             v[...] = apply_on_dim(s * s, v, dim)
         stored[dim][...] = q_new
 
 
 def first_refresh(matrix: MatrixState, options: Options) -> None:
-    """Make the first bases: always by eigh, without the adaptive criterion; V stays as it is, or rotates."""
+    """Make the first bases: always by eigh, without the adaptive criterion; V stays as it is, or
+    rotates."""
     new_bases, eigenvalues = {}, by_dim(matrix, "eigenvalues")
     for dim, k in by_dim(matrix, "factor").items():
         values, new_bases[dim] = eigh_descending(k)
-        if dim in eigenvalues and k.any():  # an expert that never saw a token keeps its initial eigenvalues
+        if (
+            dim in eigenvalues and k.any()
+        ):  # an expert that never saw a token keeps its initial eigenvalues
             eigenvalues[dim][...] = values
     change_bases(matrix, new_bases, options)
 
 
 def refresh(matrix: MatrixState, options: Options) -> None:
-    """Do a later refresh. Only KL has eigenvalues, and only KL sorts a second time, by the new ones."""
-    tolerance = 1e-7 if options.adaptive_update_tolerance is None else options.adaptive_update_tolerance
-    v, new_bases, eigenvalues = matrix["exp_avg_sq"], by_dim(matrix, "basis"), by_dim(matrix, "eigenvalues")
+    """Do a later refresh. Only KL has eigenvalues, and only KL sorts a second time, by the new
+    ones."""
+    tolerance = (
+        1e-7 if options.adaptive_update_tolerance is None else options.adaptive_update_tolerance
+    )
+    v, new_bases, eigenvalues = (
+        matrix["exp_avg_sq"],
+        by_dim(matrix, "basis"),
+        by_dim(matrix, "eigenvalues"),
+    )
     refreshed = False
     for dim, k in by_dim(matrix, "factor").items():
         q = new_bases[dim]
@@ -335,8 +385,11 @@ def frequency_divides(t: int, options: Options) -> bool:
     return t % (frequency(t) if callable(frequency) else frequency) == 0
 
 
-def step_soap(w: Array, g: Array, matrix: MatrixState, t: int, idle: bool, options: SOAPOptions) -> None:
-    """Take one step of one matrix, as numbered in the specification; `t` is already incremented; w changes in place."""
+def step_soap(
+    w: Array, g: Array, matrix: MatrixState, t: int, idle: bool, options: SOAPOptions
+) -> None:
+    """Take one step of one matrix, as numbered in the specification; `t` is already incremented; w
+    changes in place."""
     if t == 1:  # 1.
         for dim, k in by_dim(matrix, "factor").items():
             k[...] = contraction(g, dim)
@@ -351,12 +404,19 @@ def step_soap(w: Array, g: Array, matrix: MatrixState, t: int, idle: bool, optio
         update_factors_soap(g, matrix, t, options)  # 6.
     if t == options.adam_warmup_steps:  # 7.
         first_refresh(matrix, options)
-    elif t > options.adam_warmup_steps and not idle and (t <= options.precondition_warmup_steps or frequency_divides(t, options)):  # 8.
+    elif (
+        t > options.adam_warmup_steps
+        and not idle
+        and (t <= options.precondition_warmup_steps or frequency_divides(t, options))
+    ):  # 8.
         refresh(matrix, options)
 
 
-def step_kl(w: Array, g: Array, matrix: MatrixState, t: int, idle: bool, options: KLSOAPOptions) -> None:
-    """Take one step of one matrix, as numbered in the specification; `t` is already incremented; w changes in place."""
+def step_kl(
+    w: Array, g: Array, matrix: MatrixState, t: int, idle: bool, options: KLSOAPOptions
+) -> None:
+    """Take one step of one matrix, as numbered in the specification; `t` is already incremented; w
+    changes in place."""
     if not idle:
         update_factors_kl(g, matrix, t, options)  # 1. and 2.
     if t == options.adam_warmup_steps + 1:  # 3.
@@ -366,7 +426,9 @@ def step_kl(w: Array, g: Array, matrix: MatrixState, t: int, idle: bool, options
     if options.weight_decay_method == "l2":  # 4.
         g = g + options.weight_decay * w
     else:
-        rate = {"decoupled": options.lr, "independent": 1.0, "palm": options.lr**2}[options.weight_decay_method]
+        rate = {"decoupled": options.lr, "independent": 1.0, "palm": options.lr**2}[
+            options.weight_decay_method
+        ]
         w -= rate * options.weight_decay * w
     w -= options.lr * clipped(adam_in_eigenbasis(g, matrix, t, options), options)
 
@@ -400,7 +462,9 @@ class Reference:
         batched = is_batch_of_matrices(w.shape, self.options)
         for index in range(len(w)) if batched else [...]:
             idle = batched and not g[index].any()
-            self.step_matrix(w[index], g[index], state_of_matrix(state, index), state["step"], idle, self.options)
+            self.step_matrix(
+                w[index], g[index], state_of_matrix(state, index), state["step"], idle, self.options
+            )
         if merge:
             p[...] = unstacked(w, p.shape)
 

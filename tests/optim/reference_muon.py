@@ -1,11 +1,14 @@
-"""Computes Muon, NorMuon and SOAP-Muon slowly and literally in NumPy float64, for comparison with the package's optimizers.
+"""Computes Muon, NorMuon and SOAP-Muon slowly and literally in NumPy float64, for comparison with
+the package's optimizers.
 
-Written from the specification alone (the rules' specification: "Newton-Schulz", "Muon", "SOAP-Muon", "Hyperball"; the optimizer
-specification: "Refresh", "second_moment", "matrix_layout") and independent of the package: nothing is imported from it and none of
-its code was read. Every matrix is handled on its own and nothing is batched, cached or skipped for speed.
+Written from the specification alone (the rules' specification: "Newton-Schulz", "Muon",
+"SOAP-Muon", "Hyperball"; the optimizer specification: "Refresh", "second_moment", "matrix_layout")
+and independent of the package: nothing is imported from it and none of its code was read. Every
+matrix is handled on its own and nothing is batched, cached or skipped for speed.
 
-Names follow the specification: `w` is a parameter, `g` its gradient, `t` the 1-based step of that parameter, `b` the
-momentum, `n` the numerator, `k` a Kronecker factor, `q` its eigenbasis (columns are eigenvectors), `v` the second moment.
+Names follow the specification: `w` is a parameter, `g` its gradient, `t` the 1-based step of that
+parameter, `b` the momentum, `n` the numerator, `k` a Kronecker factor, `q` its eigenbasis (columns
+are eigenvectors), `v` the second moment.
 """
 
 from __future__ import annotations
@@ -61,7 +64,9 @@ class Options:
             ("weight_decay_method", ("decoupled", "independent", "palm", "l2")),
         ):
             if getattr(self, name) not in known:
-                raise ValueError(f"{name}={getattr(self, name)!r} is unknown to the reference, which has {known}")
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} is unknown to the reference, which has {known}"
+                )
 
 
 @dataclass(kw_only=True)
@@ -91,11 +96,14 @@ class SOAPMuonOptions(Options):
             ("second_moment", ("permute", "rotate")),
         ):
             if getattr(self, name) not in known:
-                raise ValueError(f"{name}={getattr(self, name)!r} is unknown to the reference, which has {known}")
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} is unknown to the reference, which has {known}"
+                )
 
 
 def numerator(g: Array, matrix: MatrixState, options: Options) -> Array:
-    """Update the momentum in place and return the matrix that is orthogonalized: the momentum, or Nesterov's look ahead."""
+    """Update the momentum in place and return the matrix that is orthogonalized: the momentum, or
+    Nesterov's look ahead."""
     mu, b = options.momentum, matrix["momentum_buffer"]
     b[...] = mu * b + (1 - mu) * g
     return mu * b + (1 - mu) * g if options.nesterov else b.copy()
@@ -133,17 +141,22 @@ def update_factors(x: Array, matrix: MatrixState, t: int, options: SOAPMuonOptio
 
 
 def first_bases(matrix: MatrixState) -> None:
-    """Return the eigenvectors of the factors, descending; the identity where a factor is zero. V is zero, so it need not be turned."""
+    """Return the eigenvectors of the factors, descending; the identity where a factor is zero. V is
+    zero, so it need not be turned."""
     for dim, k in by_dim(matrix, "factor").items():
         matrix[f"basis_{dim}"][...] = eigh_descending(k)[1]
 
 
 def refresh(matrix: MatrixState, options: SOAPMuonOptions) -> None:
-    """Make new bases, by orthogonal iteration or eigh; V follows. The momentum is in parameter coordinates and stays.
+    """Make new bases, by orthogonal iteration or eigh; V follows. The momentum is in parameter
+    coordinates and stays.
 
-    "rotate": V_new = (S_L o S_L) V (S_R o S_R)^T with S = Q_new^T Q_old; "permute": V is re-ordered with the columns.
+    "rotate": V_new = (S_L o S_L) V (S_R o S_R)^T with S = Q_new^T Q_old; "permute": V is re-ordered
+    with the columns.
     """
-    tolerance = 1e-7 if options.adaptive_update_tolerance is None else options.adaptive_update_tolerance
+    tolerance = (
+        1e-7 if options.adaptive_update_tolerance is None else options.adaptive_update_tolerance
+    )
     v, bases = matrix.get("exp_avg_sq"), by_dim(matrix, "basis")
     for dim, k in by_dim(matrix, "factor").items():
         q_old = bases[dim]
@@ -182,7 +195,9 @@ def preconditioned(n: Array, matrix: MatrixState, t: int, options: SOAPMuonOptio
     return project_out(with_norm_of(y, x), bases)
 
 
-def update_soap_muon(g: Array, matrix: MatrixState, t: int, idle: bool, options: SOAPMuonOptions) -> Array:
+def update_soap_muon(
+    g: Array, matrix: MatrixState, t: int, idle: bool, options: SOAPMuonOptions
+) -> Array:
     n = numerator(g, matrix, options)  # 1.
     if not idle:
         update_factors(n if options.statistics_of == "momentum" else g, matrix, t, options)  # 2.
@@ -200,7 +215,9 @@ class Reference:
     """An optimizer over copies of `params`, one set of options for all of them."""
 
     options_type: Callable[..., Options]
-    update: Callable[..., Array]  # U of one matrix, from (g, its state, t, whether it is an idle expert, options)
+    update: Callable[
+        ..., Array
+    ]  # U of one matrix, from (g, its state, t, whether it is an idle expert, options)
 
     def __init__(self, params: list[np.ndarray], **options: Any) -> None:
         self.options = self.options_type(**options)
@@ -208,10 +225,14 @@ class Reference:
         self.state: list[State] = [{} for _ in params]
         for p in self.params:
             if p.ndim != 2 and not (p.ndim == 3 and self.options.matrix_layout != "tensor"):
-                raise ValueError(f"the reference has no layout {self.options.matrix_layout!r} of a parameter of shape {p.shape}")
+                raise ValueError(
+                    f"the reference has no layout {self.options.matrix_layout!r} of a parameter of "
+                    f"shape {p.shape}"
+                )
 
     def new_state(self, shape: tuple[int, ...]) -> State:
-        """Make zeros, for a parameter of this shape, which is the merged one for a stacked parameter."""
+        """Make zeros, for a parameter of this shape, which is the merged one for a stacked
+        parameter."""
         state = {"step": 0, "momentum_buffer": np.zeros(shape)}
         if self.options.normalize == "row":
             state["row_moment"] = np.zeros(shape[:-1])
@@ -237,7 +258,9 @@ class Reference:
         batched = w.ndim == 3
         for index in range(len(w)) if batched else [...]:
             idle = batched and not g[index].any()
-            coupled = g[index] + o.weight_decay * w[index] if o.weight_decay_method == "l2" else g[index]
+            coupled = (
+                g[index] + o.weight_decay * w[index] if o.weight_decay_method == "l2" else g[index]
+            )
             matrix = state_of_matrix(state, index)
             if o.keep_norm and state["step"] == 1:
                 state["norm"][index] = np.linalg.norm(w[index])
@@ -246,7 +269,9 @@ class Reference:
                 r = float(state["norm"][index])
                 w[index] = with_norm(w[index] - o.lr * with_norm(u, r), r)
             else:
-                rate = {"decoupled": o.lr, "independent": 1.0, "palm": o.lr**2, "l2": 0.0}[o.weight_decay_method]
+                rate = {"decoupled": o.lr, "independent": 1.0, "palm": o.lr**2, "l2": 0.0}[
+                    o.weight_decay_method
+                ]
                 w[index] = (1 - rate * o.weight_decay) * w[index] - o.lr * u
         if merge:
             p[...] = unstacked(w, p.shape)
@@ -260,7 +285,8 @@ class ReferenceMuon(Reference):
 
 
 class ReferenceSOAPMuon(Reference):
-    """SOAP-Muon; dims of factors and bases are those of the matrix, 0 for its rows, also where experts are a leading dim."""
+    """SOAP-Muon; dims of factors and bases are those of the matrix, 0 for its rows, also where
+    experts are a leading dim."""
 
     options: SOAPMuonOptions
     options_type = SOAPMuonOptions
@@ -270,7 +296,9 @@ class ReferenceSOAPMuon(Reference):
         *batch, m, n = shape
         state = super().new_state(shape)
         smaller = 0 if m <= n else 1
-        both = self.options.sides == "both" or (self.options.sides == "auto" and max(m, n) <= 8 * min(m, n))
+        both = self.options.sides == "both" or (
+            self.options.sides == "auto" and max(m, n) <= 8 * min(m, n)
+        )
         wanted = {0, 1} if both else {1 - smaller if self.options.sides == "larger" else smaller}
         for dim, size in enumerate((m, n)):
             if dim in wanted and size <= self.options.max_precond_dim:

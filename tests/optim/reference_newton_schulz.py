@@ -1,4 +1,5 @@
-"""Computes Newton-Schulz and the scales of its results in NumPy float64, from the rules' specification alone: see `reference_muon`."""
+"""Computes Newton-Schulz and the scales of its results in NumPy float64, from the rules'
+specification alone: see `reference_muon`."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ COEFFICIENTS = {
 
 
 def orthogonalize(x: np.ndarray, steps: int = 5, coefficients: str = "quintic") -> Array:
-    """Iterate Newton-Schulz on one matrix, on its smaller side; past the end of the sequence its last coefficients repeat."""
+    """Iterate Newton-Schulz on one matrix, on its smaller side; past the end of the sequence its
+    last coefficients repeat."""
     x = np.array(x, dtype=np.float64)
     m, n = x.shape
     if m > n:

@@ -1,4 +1,5 @@
-"""Arguments that an optimizer does not have: a TypeError that names each, what is meant, and all that there are."""
+"""Arguments that an optimizer does not have: a TypeError that names each, what is meant, and all
+that there are."""
 
 from __future__ import annotations
 
@@ -79,7 +80,13 @@ def test_equivalents_are_options() -> None:
 
 def test_a_model_in_place_of_its_parameters_is_refused_with_the_remedy() -> None:
     for cls in (SOAP, Muon):
-        with pytest.raises(TypeError, match=r"^params is a model, Linear: give parameter_groups\(model\), or model\.parameters\(\)"):
+        with pytest.raises(
+            TypeError,
+            match=(
+                r"^params is a model, Linear: give "
+                r"parameter_groups\(model\), or model\.parameters\(\)"
+            ),
+        ):
             cls(torch.nn.Linear(4, 4), lr=1e-2)  # type: ignore[arg-type]
 
 
@@ -100,5 +107,7 @@ def test_an_optimizer_of_ones_own_hints_at_its_options() -> None:
 
 def test_a_group_names_the_equivalent_option() -> None:
     params = [torch.nn.Parameter(torch.ones(3, 3))]
-    with pytest.raises(ValueError, match=r"'soap': leave it out.*; .*give betas=\(momentum, beta2\)"):
+    with pytest.raises(
+        ValueError, match=r"'soap': leave it out.*; .*give betas=\(momentum, beta2\)"
+    ):
         SOAP([{"params": params, "momentum": 0.9}])

@@ -1,4 +1,5 @@
-"""`async_refresh`: the bases that are computed between two steps are there for the second, whatever happens in between."""
+"""`async_refresh`: the bases that are computed between two steps are there for the second, whatever
+happens in between."""
 
 import copy
 import pickle
@@ -16,11 +17,19 @@ from lather.optim.engine import streams as precision
 from lather.optim.linalg import eigenbasis
 from lather.optim.rules.kl_soap import KLSOAPRule
 
-UPDATE_FIRST = [*(kind for kind in SOAP_KINDS if kind.startswith("soap")), "soap_muon", "soap_muon_per_expert"]
+UPDATE_FIRST = [
+    *(kind for kind in SOAP_KINDS if kind.startswith("soap")),
+    "soap_muon",
+    "soap_muon_per_expert",
+]
 KL_KINDS = [kind for kind in SOAP_KINDS if not kind.startswith("soap")]
 
 
-@pytest.mark.parametrize("options", [{}, {"stagger_refresh": True}, {"use_adaptive_criteria": True}, {"refresh_method": "eigh"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"stagger_refresh": True}, {"use_adaptive_criteria": True}, {"refresh_method": "eigh"}],
+    ids=str,
+)
 @pytest.mark.parametrize("kind", UPDATE_FIRST)
 def test_soap_has_the_same_bits(kind: str, options: dict[str, Any]) -> None:
     params, others = parameters(), parameters()
@@ -35,7 +44,9 @@ def test_soap_has_the_same_bits(kind: str, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("warmup", [0, 2])
 @pytest.mark.parametrize("kind", KL_KINDS)
-def test_the_kl_rules_refresh_after_the_update(kind: str, warmup: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kl_rules_refresh_after_the_update(
+    kind: str, warmup: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     params, others = parameters(), parameters()
     a = make(kind, params, adam_warmup_steps=warmup)
     monkeypatch.setattr(KLSOAPRule, "refreshes_first", False)
@@ -48,20 +59,29 @@ def test_the_kl_rules_refresh_after_the_update(kind: str, warmup: int, monkeypat
     assert same_state(a, params, b, others)
 
 
-@pytest.mark.parametrize("options", [{}, {"use_adaptive_criteria": True}, {"second_moment": "rotate"}, {"refresh_method": "eigh"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"use_adaptive_criteria": True}, {"second_moment": "rotate"}, {"refresh_method": "eigh"}],
+    ids=str,
+)
 @pytest.mark.parametrize("kind", SOAP_KINDS)
 def test_pieces_that_the_caller_does_between_two_steps_have_the_same_bits(
     kind: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pending, "CPU_PIECE_FLOPS", 1.0)  # so that a piece is one matrix and dim
     params, others = parameters(), parameters()
-    a, b = make(kind, params, async_refresh=True, **options), make(kind, others, async_refresh=True, **options)
+    a, b = (
+        make(kind, params, async_refresh=True, **options),
+        make(kind, others, async_refresh=True, **options),
+    )
     refreshes, done = b.defer_refreshes(), []
     for step in range(8):
         run(a, params, [step])
         run(b, others, [step])
         done.append(min(step, len(refreshes)))
-        for _ in range(done[-1]):  # none after the first step, then more and more: the next step does the rest
+        for _ in range(
+            done[-1]
+        ):  # none after the first step, then more and more: the next step does the rest
             refreshes.work()
     assert sum(done) > 4
     assert all_same(params, others)
@@ -117,7 +137,10 @@ def test_a_refresh_that_fails_is_retried_before_anyone_sees_the_state() -> None:
     a, b = SOAP(params, **RETRIED), SOAP(others, async_refresh=True, **RETRIED)
     run(a, params, range(4))
     run(b, others, range(4))
-    assert (a.counters["refreshes_retried"], b.counters["refreshes_retried"]) == (12, 8)  # the last refreshes are under way
+    assert (a.counters["refreshes_retried"], b.counters["refreshes_retried"]) == (
+        12,
+        8,
+    )  # the last refreshes are under way
     assert not same_state(a, params, b, others)
     b.state_dict()
     assert same_state(a, params, b, others)
@@ -138,7 +161,9 @@ def test_what_is_under_way_is_in_a_saved_state(kind: str, how: str, puts_off: bo
     others = copy.deepcopy(params)
     b = make(kind, others, async_refresh=True, **RETRIED)
     run(b, others, range(2))
-    assert b._pending.waiting or b._pending.launched  # a refresh under way must not change what is loaded
+    assert (
+        b._pending.waiting or b._pending.launched
+    )  # a refresh under way must not change what is loaded
     for p, q in zip(params, others, strict=True):
         q.data.copy_(p.data)
     if how == "state_dict":
@@ -147,9 +172,16 @@ def test_what_is_under_way_is_in_a_saved_state(kind: str, how: str, puts_off: bo
         b.load_state_dict(pickle.loads(pickle.dumps(a)).state_dict())
     else:
         b.init_state()
-        saved = {(i, piece.name): piece.value for i, p in enumerate(params) for param, piece in a.state_pieces() if param is p}
+        saved = {
+            (i, piece.name): piece.value
+            for i, p in enumerate(params)
+            for param, piece in a.state_pieces()
+            if param is p
+        }
         for param, piece in b.state_pieces():
-            piece.value.copy_(saved[next(i for i, p in enumerate(others) if p is param), piece.name])
+            piece.value.copy_(
+                saved[next(i for i, p in enumerate(others) if p is param), piece.name]
+            )
     assert not a._pending.waiting
     assert not a._pending.launched
     assert same_state(a, params, b, others)
@@ -158,7 +190,9 @@ def test_what_is_under_way_is_in_a_saved_state(kind: str, how: str, puts_off: bo
     assert all_same(params, others)
 
 
-def test_streams_of_the_update_and_of_the_refresh_are_kept_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_of_the_update_and_of_the_refresh_are_kept_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Stream:
         device = cuda = torch.device("cuda")
 

@@ -1,5 +1,5 @@
-"""A step tells autograd that it has changed the weights, as torch's optimizers do: a graph from before the
-step raises in its backward pass, and does not give gradients of other weights."""
+"""A step tells autograd that it has changed the weights, as torch's optimizers do: a graph from
+before the step raises in its backward pass, and does not give gradients of other weights."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""Buckets: equal matrices share one stack of state, whatever happens to it, and work on the stack gives the results of work one by one."""
+"""Buckets: equal matrices share one stack of state, whatever happens to it, and work on the stack
+gives the results of work one by one."""
 
 import copy
 import math
@@ -38,7 +39,9 @@ from lather.optim.rules.soap import SOAPRule
 few_kinds = pytest.mark.parametrize("kind", FEW_KINDS)
 
 
-def stacks(optimizer: MatrixOptimizer, params: Iterable[Tensor], name: str) -> list[tuple[int, int]]:
+def stacks(
+    optimizer: MatrixOptimizer, params: Iterable[Tensor], name: str
+) -> list[tuple[int, int]]:
     """Return (storage, first element) of each parameter's tensor of state."""
     tensors = [optimizer.state[p][name] for p in params]
     assert all(x.is_contiguous() for x in tensors)
@@ -76,8 +79,17 @@ def test_vectors_and_matrices_without_factors_share_one_stack() -> None:
 
 
 def test_different_dtypes_and_kinds_of_state_stay_apart() -> None:
-    params = [parameter(4, 6), parameter(4, 6, dtype=torch.bfloat16), parameter(4, 6), parameter(4, 6)]
-    groups = [{"params": params[:2]}, {"params": params[2:3], "max_precond_dim": 5}, {"params": params[3:], "lr": 0.5}]
+    params = [
+        parameter(4, 6),
+        parameter(4, 6, dtype=torch.bfloat16),
+        parameter(4, 6),
+        parameter(4, 6),
+    ]
+    groups = [
+        {"params": params[:2]},
+        {"params": params[2:3], "max_precond_dim": 5},
+        {"params": params[3:], "lr": 0.5},
+    ]
     optimizer = SOAP(groups)
     run(optimizer, params, range(2))
     storages = [storage for storage, _ in stacks(optimizer, params, "exp_avg")]
@@ -86,7 +98,8 @@ def test_different_dtypes_and_kinds_of_state_stay_apart() -> None:
 
 
 def changed_by(what: str, optimizer: MatrixOptimizer) -> MatrixOptimizer:
-    """Do something that separates state from its stacks and changes no value; returns the optimizer."""
+    """Do something that separates state from its stacks and changes no value; returns the
+    optimizer."""
     p = optimizer.param_groups[0]["params"][1]
     if what == "deepcopy":
         return copy.deepcopy(optimizer)
@@ -106,7 +119,10 @@ def changed_by(what: str, optimizer: MatrixOptimizer) -> MatrixOptimizer:
     return optimizer
 
 
-@pytest.mark.parametrize("what", ["deepcopy", "pickle", "load_state_dict", "replaced_tensor", "replaced_state", "replaced_all"])
+@pytest.mark.parametrize(
+    "what",
+    ["deepcopy", "pickle", "load_state_dict", "replaced_tensor", "replaced_state", "replaced_all"],
+)
 @few_kinds
 def test_state_that_left_its_stack_is_stacked_again_with_its_values(kind: str, what: str) -> None:
     params = parameters([(4, 6), (4, 6), (4, 6), (3, 4, 5)])
@@ -166,7 +182,10 @@ def test_a_parameter_that_leaves_its_group_leaves_the_step() -> None:
 def test_parameters_that_join_later_share_a_stack_among_themselves(kind: str) -> None:
     params = parameters([(4, 6)] * 4, torch.float64)
     alone = clones(params)
-    optimizer, single = make(kind, params, **FULL_RANK), [make(kind, [p], **FULL_RANK) for p in alone]
+    optimizer, single = (
+        make(kind, params, **FULL_RANK),
+        [make(kind, [p], **FULL_RANK) for p in alone],
+    )
     for step in range(8):
         give_gradients(params, step)
         for p in params[2:] if step < 2 else []:
@@ -180,22 +199,38 @@ def test_parameters_that_join_later_share_a_stack_among_themselves(kind: str) ->
     for pair in (params[:2], params[2:]):
         for name in set(optimizer.state[pair[0]]) - {"step"}:
             places = stacks(optimizer, pair, name)
-            assert places == [(places[0][0], 0), (places[0][0], optimizer.state[pair[0]][name].numel())]
+            assert places == [
+                (places[0][0], 0),
+                (places[0][0], optimizer.state[pair[0]][name].numel()),
+            ]
 
 
-# --- together and one by one ----------------------------------------------------------------------------------------------------------
+# --- together and one by one ----------------------------------------------------------------------
 
 WORK = [(6, 4), (3, 4, 5), (6, 4), (3, 4, 5), (5,)]
 
 
-@pytest.mark.parametrize("how", [{"batched": False}, {"bucket_bytes": 1}, {"bucket_bytes": 4000}], ids=["one_by_one", "tiny", "small"])
 @pytest.mark.parametrize(
-    ("kind", "dtype"), [*((kind, torch.float64) for kind in KINDS), *((kind, torch.float32) for kind in FEW_KINDS)], ids=str
+    "how",
+    [{"batched": False}, {"bucket_bytes": 1}, {"bucket_bytes": 4000}],
+    ids=["one_by_one", "tiny", "small"],
 )
-def test_work_together_gives_what_work_in_smaller_pieces_gives(kind: str, how: dict[str, Any], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [*((kind, torch.float64) for kind in KINDS), *((kind, torch.float32) for kind in FEW_KINDS)],
+    ids=str,
+)
+def test_work_together_gives_what_work_in_smaller_pieces_gives(
+    kind: str, how: dict[str, Any], dtype: torch.dtype
+) -> None:
     together = parameters(WORK, dtype)
     apart, start = clones(together), clones(together)
-    options = {**FULL_RANK, "state_dtype": dtype, "weight_decay": 0.1, **({"second_moment": "rotate"} if kind == "soap" else {})}
+    options = {
+        **FULL_RANK,
+        "state_dtype": dtype,
+        "weight_decay": 0.1,
+        **({"second_moment": "rotate"} if kind == "soap" else {}),
+    }
     a, b = make(kind, together, **options), make(kind, apart, **options, **how)
     run_both((a, together), (b, apart), range(5))
     difference = largest_difference(together, apart)
@@ -209,7 +244,10 @@ def test_idle_experts_in_smaller_pieces() -> None:
         together = parameters([(5, 4, 4), (5, 4, 4)], torch.float64)
         apart = clones(together)
         options = {"precondition_frequency": 1, "state_dtype": torch.float64}
-        a, b = make(kind, together, **options), make(kind, apart, **options, bucket_bytes=3 * 6 * 16 * 8)
+        a, b = (
+            make(kind, together, **options),
+            make(kind, apart, **options, bucket_bytes=3 * 6 * 16 * 8),
+        )
         for step in range(6):
             give_gradients(together, step)
             for index, p in enumerate(together):
@@ -228,7 +266,11 @@ def test_groups_of_equal_options_are_worked_on_together(monkeypatch: pytest.Monk
     optimizer = SOAP([{"params": [p], "name": str(index)} for index, p in enumerate(params)])
     sizes: list[int] = []
     original = SOAPRule.update
-    monkeypatch.setattr(SOAPRule, "update", lambda self, g, *rest: (sizes.append(len(g)), original(self, g, *rest))[1])
+    monkeypatch.setattr(
+        SOAPRule,
+        "update",
+        lambda self, g, *rest: (sizes.append(len(g)), original(self, g, *rest))[1],
+    )
     run(optimizer, params, range(1))
     optimizer.param_groups[3]["lr"] = 0.5
     run(optimizer, params, range(1, 2))
@@ -239,7 +281,11 @@ def test_pieces_hold_as_many_matrices_as_fit(monkeypatch: pytest.MonkeyPatch) ->
     params = parameters([(8, 8)] * 7)
     sizes: list[int] = []
     original = SOAPRule.update
-    monkeypatch.setattr(SOAPRule, "update", lambda self, g, *rest: (sizes.append(len(g)), original(self, g, *rest))[1])
+    monkeypatch.setattr(
+        SOAPRule,
+        "update",
+        lambda self, g, *rest: (sizes.append(len(g)), original(self, g, *rest))[1],
+    )
     per_matrix = (TEMPORARIES * 64 + 64 // SYMMETRIC_BLOCKS) * 4
     for matrices in (3, 7, 100):
         optimizer = SOAP(params, bucket_bytes=matrices * per_matrix)
@@ -248,7 +294,9 @@ def test_pieces_hold_as_many_matrices_as_fit(monkeypatch: pytest.MonkeyPatch) ->
     assert math.prod(params[0].shape) == 64
 
 
-def test_batches_on_a_gpu_do_not_depend_on_the_memory_that_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_on_a_gpu_do_not_depend_on_the_memory_that_is_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A run that is resumed finds other memory free, and should have the same bits."""
     params = parameters([(8, 8)] * 3)
     optimizer = SOAP(params)
@@ -261,15 +309,20 @@ def test_batches_on_a_gpu_do_not_depend_on_the_memory_that_is_free(monkeypatch: 
 
 
 def test_a_batch_of_a_gpus_refresh_is_about_twenty_matrices_of_2048() -> None:
-    bucket = SimpleNamespace(inner=(2048, 1408), device=torch.device("meta"), temporary_bytes=buckets.GPU_BYTES)
+    bucket = SimpleNamespace(
+        inner=(2048, 1408), device=torch.device("meta"), temporary_bytes=buckets.GPU_BYTES
+    )
     job = DimRefresh(SimpleNamespace(bucket=bucket, rule=SOAPRule()), 0, range(64), ("auto",))  # type: ignore[arg-type]
     assert len(next(job.batches()).rows) >= 20
 
 
 def test_a_parameter_may_change_its_memory_format() -> None:
-    """A convolution without factors, whose format changes by `model.to(memory_format=...)` after the first steps, is then no longer one
-    flat batch."""
-    p, q = (torch.nn.Parameter(torch.randn(4, 3, 2, 2, generator=torch.Generator().manual_seed(0))) for _ in range(2))
+    """A convolution without factors, whose format changes by `model.to(memory_format=...)` after
+    the first steps, is then no longer one flat batch."""
+    p, q = (
+        torch.nn.Parameter(torch.randn(4, 3, 2, 2, generator=torch.Generator().manual_seed(0)))
+        for _ in range(2)
+    )
     a, b = SOAP([p], max_precond_dim=0), SOAP([q], max_precond_dim=0)
     for step in range(4):
         if step == 2:
@@ -284,7 +337,10 @@ def test_a_parameter_may_change_its_memory_format() -> None:
 
 def test_a_group_may_begin_to_stagger_in_mid_training() -> None:
     params = parameters([(4, 4)] * 6)
-    optimizer = SOAP([{"params": params[:3], "stagger_refresh": True}, {"params": params[3:]}], precondition_frequency=3)
+    optimizer = SOAP(
+        [{"params": params[:3], "stagger_refresh": True}, {"params": params[3:]}],
+        precondition_frequency=3,
+    )
     run(optimizer, params, range(4))
     optimizer.param_groups[1]["stagger_refresh"] = True
     done = optimizer.counters["refreshes_done"]

@@ -1,5 +1,6 @@
-"""Steps that differ from the one before: rates, decays and other numbers that schedulers change, and sets of
-gradients. Results are those of an optimizer that plans every step anew, without the price of new plans."""
+"""Steps that differ from the one before: rates, decays and other numbers that schedulers change,
+and sets of gradients. Results are those of an optimizer that plans every step anew, without the
+price of new plans."""
 
 from __future__ import annotations
 
@@ -9,7 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-from optim_helpers import FEW_KINDS, KINDS, all_same, clones, copy_gradients, give_gradients, make, parameters, run, same_state, snapshot
+from optim_helpers import (
+    FEW_KINDS,
+    KINDS,
+    all_same,
+    clones,
+    copy_gradients,
+    give_gradients,
+    make,
+    parameters,
+    run,
+    same_state,
+    snapshot,
+)
 from torch import Tensor
 
 from lather.optim import KLSOAP, SOAP, AdamW, MatrixOptimizer, Muon
@@ -118,7 +131,9 @@ def test_coupled_decay_that_comes_and_goes(kind: str) -> None:
         (Muon, "steps", (5, 3, 5, 2)),
     ],
 )
-def test_changes_that_change_more_than_a_number(cls: type[MatrixOptimizer], name: str, values: tuple[Any, ...]) -> None:
+def test_changes_that_change_more_than_a_number(
+    cls: type[MatrixOptimizer], name: str, values: tuple[Any, ...]
+) -> None:
     params, others = parameters(SHAPES), parameters(SHAPES)
     a, b = cls(params, lr=0.01), cls(others, lr=0.01)
     for step, value in enumerate(values):
@@ -140,7 +155,13 @@ def test_changes_that_change_more_than_a_number(cls: type[MatrixOptimizer], name
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("weight_decay", -0.1), ("betas", (0.9, 1.0)), ("betas", (0.9,)), ("eps", float("nan")), ("lr", float("inf"))],
+    [
+        ("weight_decay", -0.1),
+        ("betas", (0.9, 1.0)),
+        ("betas", (0.9,)),
+        ("eps", float("nan")),
+        ("lr", float("inf")),
+    ],
 )
 def test_a_number_out_of_range_is_refused_before_anything_changes(name: str, value: Any) -> None:
     params = parameters(SHAPES)
@@ -157,14 +178,25 @@ def test_a_number_out_of_range_is_refused_before_anything_changes(name: str, val
     run(optimizer, params, range(3, 4))
 
 
-def test_groups_share_batches_exactly_while_their_numbers_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_share_batches_exactly_while_their_numbers_are_equal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     params = parameters([(4, 6)] * 4)
     optimizer = Muon([{"params": params[:2]}, {"params": params[2:]}])
     sizes: list[int] = []
     original = Muon.rule.update
-    monkeypatch.setattr(Muon.rule, "update", lambda self, g, *rest: (sizes.append(len(g)), original(self, g, *rest))[1])
-    for step, (first, second) in enumerate([(0.1, 0.1), (0.1, 0.1), (0.1, 0.2), (0.3, 0.4), (0.5, 0.5), (0.6, 0.6)]):
-        optimizer.param_groups[0]["weight_decay"], optimizer.param_groups[1]["weight_decay"] = first, second
+    monkeypatch.setattr(
+        Muon.rule,
+        "update",
+        lambda self, g, *rest: (sizes.append(len(g)), original(self, g, *rest))[1],
+    )
+    for step, (first, second) in enumerate(
+        [(0.1, 0.1), (0.1, 0.1), (0.1, 0.2), (0.3, 0.4), (0.5, 0.5), (0.6, 0.6)]
+    ):
+        optimizer.param_groups[0]["weight_decay"], optimizer.param_groups[1]["weight_decay"] = (
+            first,
+            second,
+        )
         run(optimizer, params, range(step, step + 1))
     assert sizes == [4, 4, 2, 2, 2, 2, 4, 4]
 
@@ -189,7 +221,9 @@ def test_gradients_may_come_and_go(kind: str) -> None:
     assert same_state(a, params, b, others)
 
 
-def test_vectors_with_different_step_counts_are_few_calls_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vectors_with_different_step_counts_are_few_calls_of_the_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     params = [torch.nn.Parameter(torch.zeros(16)) for _ in range(40)]
     optimizer = AdamW(params)
     calls: list[int] = []
@@ -207,7 +241,9 @@ def test_vectors_with_different_step_counts_are_few_calls_of_the_kernel(monkeypa
     assert calls == [20, 20, 20]
 
 
-@pytest.mark.parametrize(("name", "bad"), [("lr", -1.0), ("lr", float("nan")), ("weight_decay", -1.0), ("betas", 3)])
+@pytest.mark.parametrize(
+    ("name", "bad"), [("lr", -1.0), ("lr", float("nan")), ("weight_decay", -1.0), ("betas", 3)]
+)
 def test_a_refused_change_of_one_group_leaves_the_others_as_they_are(name: str, bad: Any) -> None:
     first, second = parameters([(16,), (16,)])
     optimizer = AdamW([{"params": [first]}, {"params": [second]}], lr=0.1)

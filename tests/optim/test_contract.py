@@ -1,4 +1,5 @@
-"""The contract that users of every optimizer and layout rely on: special cases, and the things that a step leaves alone."""
+"""The contract that users of every optimizer and layout rely on: special cases, and the things that
+a step leaves alone."""
 
 import copy
 import pickle
@@ -63,7 +64,9 @@ def test_a_parameter_with_gradients_now_and_then_is_as_if_trained_alone(kind: st
         for optimizer, p in zip(single, alone, strict=True):
             if p.grad is not None:
                 optimizer.step()
-    assert [int(joint.state[p]["step"]) for p in together] == [int(o.state[p]["step"]) for o, p in zip(single, alone, strict=True)]
+    assert [int(joint.state[p]["step"]) for p in together] == [
+        int(o.state[p]["step"]) for o, p in zip(single, alone, strict=True)
+    ]
     assert largest_difference(together, alone) <= 1e-10
 
 
@@ -80,7 +83,10 @@ def test_without_any_gradient_nothing_happens_and_no_state_is_made() -> None:
 @few_kinds
 def test_maximize_is_descent_on_negated_gradients(kind: str) -> None:
     up, down = parameters(), parameters()
-    a, b = make(kind, up, maximize=True, **coupled_decay(kind)), make(kind, down, **coupled_decay(kind))
+    a, b = (
+        make(kind, up, maximize=True, **coupled_decay(kind)),
+        make(kind, down, **coupled_decay(kind)),
+    )
     for step in range(6):
         give_gradients(up, step)
         for p, q in zip(up, down, strict=True):
@@ -118,12 +124,14 @@ def test_zero_grad(set_to_none: bool) -> None:
     assert all(p.grad is None if set_to_none else not p.grad.any() for p in params)
 
 
-# --- parameters ---------------------------------------------------------------------------------------------------------------------
+# --- parameters -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 @few_kinds
-def test_a_parameter_of_any_dtype_is_the_fp32_one_rounded_once(kind: str, dtype: torch.dtype) -> None:
+def test_a_parameter_of_any_dtype_is_the_fp32_one_rounded_once(
+    kind: str, dtype: torch.dtype
+) -> None:
     params = parameters(dtype=dtype)
     wide = [torch.nn.Parameter(p.detach().float()) for p in params]
     a = make(kind, params, weight_decay=0.0, state_dtype=torch.float32)
@@ -131,13 +139,19 @@ def test_a_parameter_of_any_dtype_is_the_fp32_one_rounded_once(kind: str, dtype:
     for step in range(3):
         before = [p.detach().clone() for p in params]
         for p, q in zip(params, wide, strict=True):
-            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step)).bfloat16().to(dtype)
+            p.grad = (
+                torch.randn(p.shape, generator=torch.Generator().manual_seed(step))
+                .bfloat16()
+                .to(dtype)
+            )
             q.grad, q.data = p.grad.float(), p.detach().float()
         a.step()
         b.step()
         for p, q, start in zip(params, wide, before, strict=True):
             if dtype is torch.float64:
-                torch.testing.assert_close(p - start, (q - start.float()).double(), rtol=0, atol=1e-6)
+                torch.testing.assert_close(
+                    p - start, (q - start.float()).double(), rtol=0, atol=1e-6
+                )
             else:
                 assert same(p.detach(), q.detach().to(dtype))
     assert {value.dtype for p in params for value in a.state[p].values()} == {torch.float32}
@@ -161,7 +175,10 @@ def test_strides_of_gradients_do_not_matter(kind: str) -> None:
         for p, q in zip(params, others, strict=True):
             q.grad = torch.empty(p.shape[::-1]).permute(*reversed(range(p.dim()))).copy_(p.grad)
             assert not q.grad.is_contiguous()
-        params[2].grad, others[2].grad = torch.ones(()).expand(3, 4, 5).clone(), torch.ones(()).expand(3, 4, 5)
+        params[2].grad, others[2].grad = (
+            torch.ones(()).expand(3, 4, 5).clone(),
+            torch.ones(()).expand(3, 4, 5),
+        )
         a.step()
         b.step()
     assert all_same(params, others)
@@ -169,18 +186,26 @@ def test_strides_of_gradients_do_not_matter(kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [*((kind, {}) for kind in FEW_KINDS), *((kind, {"max_precond_dim": size}) for kind in FEW_SOAP_KINDS for size in (0, 4))],
+    [
+        *((kind, {}) for kind in FEW_KINDS),
+        *((kind, {"max_precond_dim": size}) for kind in FEW_SOAP_KINDS for size in (0, 4)),
+    ],
     ids=str,
 )
 def test_strides_of_parameters_do_not_matter(kind: str, options: dict[str, Any]) -> None:
     shapes = [(6, 4), (3, 4, 5)] + ([] if "stacked" in kind else [(4, 3, 2, 2)])
     params = parameters(shapes, torch.float64)
-    transposed = [torch.nn.Parameter(p.detach().transpose(0, 1).contiguous().transpose(0, 1)) for p in params]
+    transposed = [
+        torch.nn.Parameter(p.detach().transpose(0, 1).contiguous().transpose(0, 1)) for p in params
+    ]
     if len(shapes) == 3:
         transposed[2] = torch.nn.Parameter(params[2].detach().to(memory_format=torch.channels_last))
     assert not any(p.is_contiguous() for p in transposed)
     strides = [p.stride() for p in transposed]
-    a, b = make(kind, params, **FULL_RANK, **options), make(kind, transposed, **FULL_RANK, **options)
+    a, b = (
+        make(kind, params, **FULL_RANK, **options),
+        make(kind, transposed, **FULL_RANK, **options),
+    )
     run_both((a, params), (b, transposed), range(6))
     assert largest_difference(params, transposed) <= 1e-10
     assert [p.stride() for p in transposed] == strides
@@ -214,7 +239,7 @@ def test_parameters_without_order_are_refused_as_by_torch() -> None:
         SOAP([{"params": {parameter(2, 2), parameter(3, 3)}}])
 
 
-# --- options ------------------------------------------------------------------------------------------------------------------------
+# --- options --------------------------------------------------------------------------------------
 
 
 def test_each_group_has_its_own_options() -> None:
@@ -231,9 +256,14 @@ def test_each_group_has_its_own_options() -> None:
         {"weight_decay": 0.5},
     ]
     for cls in (SOAP, KLSOAP):
-        together, alone = parameters([(4, 4)] * len(options), torch.float64), parameters([(4, 4)] * len(options), torch.float64)
+        together, alone = (
+            parameters([(4, 4)] * len(options), torch.float64),
+            parameters([(4, 4)] * len(options), torch.float64),
+        )
         common = {"lr": 1e-2, "precondition_frequency": 3, "state_dtype": torch.float64}
-        joint = cls([{"params": [p], **own} for p, own in zip(together, options, strict=True)], **common)
+        joint = cls(
+            [{"params": [p], **own} for p, own in zip(together, options, strict=True)], **common
+        )
         run(joint, together, range(7))
         for index, own in enumerate(options):
             p = alone[index]
@@ -248,7 +278,9 @@ def test_each_group_has_its_own_options() -> None:
 def test_learning_rate_schedulers_drive_the_rate_of_each_group() -> None:
     p, q = parameters([(4, 4), (4, 4)])
     optimizer = SOAP([{"params": [p]}, {"params": [q], "lr": 0.0}], lr=0.1, weight_decay=0.0)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda t: 0.0 if t else 1.0, lambda t: 1.0])
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, [lambda t: 0.0 if t else 1.0, lambda t: 1.0]
+    )
     run(optimizer, [p, q], range(1))
     moved = p.detach().clone()
     assert not torch.equal(moved, parameter(4, 4, seed=0).detach())
@@ -262,9 +294,18 @@ def test_learning_rate_schedulers_drive_the_rate_of_each_group() -> None:
 def test_one_cycle_turns_rate_and_betas_as_for_adamw(kind: str) -> None:
     ours = parameters(dtype=torch.float64)
     theirs = clones(ours)
-    a = make(kind, ours, betas=(0.9, 0.95), weight_decay=0.01, max_precond_dim=0, state_dtype=torch.float64)
+    a = make(
+        kind,
+        ours,
+        betas=(0.9, 0.95),
+        weight_decay=0.01,
+        max_precond_dim=0,
+        state_dtype=torch.float64,
+    )
     b = torch.optim.AdamW(theirs, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.01)
-    schedulers = [torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=10) for o in (a, b)]
+    schedulers = [
+        torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=10) for o in (a, b)
+    ]
     momenta = set()
     for step in range(9):
         run_both((a, ours), (b, theirs), range(step, step + 1))
@@ -279,13 +320,19 @@ def test_one_cycle_turns_rate_and_momentum_as_for_torchs_muon() -> None:
     ours = parameters([(6, 4)])
     theirs = clones(ours)
     groups: list[Any] = [[{"params": params}] for params in (ours, theirs)]
-    groups[0].append({"params": [parameter(3)], "rule": "adamw"})  # this group's rule has no momentum
+    groups[0].append(
+        {"params": [parameter(3)], "rule": "adamw"}
+    )  # this group's rule has no momentum
     optimizers = [Muon(groups[0], lr=1e-2), torch.optim.Muon(groups[1], lr=1e-2)]
-    schedulers = [torch.optim.lr_scheduler.OneCycleLR(one, max_lr=0.1, total_steps=10) for one in optimizers]
+    schedulers = [
+        torch.optim.lr_scheduler.OneCycleLR(one, max_lr=0.1, total_steps=10) for one in optimizers
+    ]
     seen = set()
     for step in range(9):
         run_both((optimizers[0], ours), (optimizers[1], theirs), range(step, step + 1))
-        rates, theirs_now = ([one.param_groups[0][key] for key in ("lr", "momentum")] for one in optimizers)
+        rates, theirs_now = (
+            [one.param_groups[0][key] for key in ("lr", "momentum")] for one in optimizers
+        )
         assert rates == theirs_now
         seen.add(tuple(rates))
         for scheduler in schedulers:
@@ -338,10 +385,12 @@ def test_a_limit_on_the_update_may_be_set_in_mid_training() -> None:
     run(optimizer, [p], range(2, 3))
     run(twin, [q], range(2, 3))
     u = before - q.detach()
-    torch.testing.assert_close(before - p.detach(), u * 0.1 / u.square().mean().sqrt(), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        before - p.detach(), u * 0.1 / u.square().mean().sqrt(), rtol=1e-4, atol=1e-6
+    )
 
 
-# --- copies -------------------------------------------------------------------------------------------------------------------------
+# --- copies ---------------------------------------------------------------------------------------
 
 
 def pickled(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -7,14 +7,27 @@ import pytest
 import torch
 from torch import Tensor
 
-from lather.optim import KLSOAP, SOAP, AdamW, Entry, Matrix, MatrixOptimizer, Muon, RefreshingRule, Rule, State
+from lather.optim import (
+    KLSOAP,
+    SOAP,
+    AdamW,
+    Entry,
+    Matrix,
+    MatrixOptimizer,
+    Muon,
+    RefreshingRule,
+    Rule,
+    State,
+)
 from lather.optim.functional import orthogonalize
 from lather.optim.rules.adamw import AdamWRule
 from lather.optim.rules.soap import SOAPRule
 
 
 def parameter(*shape: int) -> torch.nn.Parameter:
-    return torch.nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))))
+    return torch.nn.Parameter(
+        torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+    )
 
 
 def steps(optimizer: torch.optim.Optimizer, num: int, seed: int = 0) -> None:
@@ -31,7 +44,9 @@ def steps(optimizer: torch.optim.Optimizer, num: int, seed: int = 0) -> None:
 def test_polar_express_stays_bounded_in_bf16(rank: int, steps_taken: int) -> None:
     """The gradient of an expert with one token has rank one."""
     generator = torch.Generator().manual_seed(rank)
-    x = torch.randn(8, 32, rank, generator=generator) @ torch.randn(8, rank, 48, generator=generator)
+    x = torch.randn(8, 32, rank, generator=generator) @ torch.randn(
+        8, rank, 48, generator=generator
+    )
     u = orthogonalize(x, steps_taken, "polar_express", "bfloat16")
     largest = torch.linalg.matrix_norm(u, ord=2)
     assert float(largest.max()) < 1.3
@@ -44,13 +59,16 @@ def test_parameters_may_be_given_by_name() -> None:
 
 
 class Counted(RefreshingRule):
-    """A rule that keeps a root for each dim, which a refresh replaces by the root that `by_dim` finds, plus 1."""
+    """A rule that keeps a root for each dim, which a refresh replaces by the root that `by_dim`
+    finds, plus 1."""
 
     def dims(self, matrix: Matrix) -> tuple[int, ...]:
         return (0, 1) if matrix.is_matrix else ()
 
     def state(self, matrix: Matrix) -> dict[str, Entry]:
-        roots = {f"root_{dim}": Entry((matrix.shape[dim],), "basis", 1.0) for dim in self.dims(matrix)}
+        roots = {
+            f"root_{dim}": Entry((matrix.shape[dim],), "basis", 1.0) for dim in self.dims(matrix)
+        }
         return {**roots, "root_extra_0": Entry(())}
 
     def update(self, g: Tensor, s: State, t: int) -> Tensor:
@@ -68,7 +86,9 @@ def test_what_a_refresh_replaces_is_kept(dtype: torch.dtype, num: int) -> None:
     params = [parameter(3, 4) for _ in range(num)]
     optimizer = MatrixOptimizer(params, Counted(1e-2, state_dtype=dtype))
     steps(optimizer, 3)
-    assert all(bool((optimizer.state[p][f"root_{dim}"] == 4).all()) for p in params for dim in (0, 1))
+    assert all(
+        bool((optimizer.state[p][f"root_{dim}"] == 4).all()) for p in params for dim in (0, 1)
+    )
 
 
 def test_a_saved_step_may_be_a_number() -> None:
@@ -99,7 +119,9 @@ def test_groups_of_another_optimizer_are_taken() -> None:
 def test_clipping_does_not_change_what_the_rest_inherits(cls: Any) -> None:
     found = []
     for options in ({}, {"max_update_rms": 0.1}):
-        optimizer = cls([{"params": [parameter(3)], "rule": "adamw"}], lr=1e-2, betas=(0.8, 0.85), **options)
+        optimizer = cls(
+            [{"params": [parameter(3)], "rule": "adamw"}], lr=1e-2, betas=(0.8, 0.85), **options
+        )
         found.append(optimizer.param_groups[0]["betas"])
     assert found == [(0.8, 0.85)] * 2
 
@@ -111,7 +133,9 @@ class TwoDecays(Rule):
     weight_decay: float = 0.5
 
     def on(self, matrix: Matrix) -> Rule:
-        return self.turned_into(AdamWRule, weight_decay=0.0 if matrix.num_dims < 2 else self.weight_decay)
+        return self.turned_into(
+            AdamWRule, weight_decay=0.0 if matrix.num_dims < 2 else self.weight_decay
+        )
 
 
 def test_a_rule_may_have_other_options_for_some_parameters() -> None:
@@ -151,7 +175,9 @@ def test_a_rule_that_is_put_into_a_group_later_is_refused_with_the_remedy() -> N
     optimizer = SOAP([parameter(3, 4)])
     steps(optimizer, 1)
     optimizer.param_groups[0]["rule"] = "muon"
-    with pytest.raises(ValueError, match=r"rule 'muon' of a parameter group was set after.*add_param_group"):
+    with pytest.raises(
+        ValueError, match=r"rule 'muon' of a parameter group was set after.*add_param_group"
+    ):
         steps(optimizer, 1)
 
 

@@ -1,4 +1,5 @@
-"""Bad gradients, bad options and failures in mid-step give one clear error, and nothing changes that need not change."""
+"""Bad gradients, bad options and failures in mid-step give one clear error, and nothing changes
+that need not change."""
 
 import logging
 from collections.abc import Callable
@@ -28,11 +29,14 @@ from lather.optim.rules import bases, kl_soap, soap, soap_muon
 every_kind = pytest.mark.parametrize("kind", KINDS)
 few_kinds = pytest.mark.parametrize("kind", FEW_KINDS)
 
-# --- gradients ------------------------------------------------------------------------------------------------------------------------
+# --- gradients ------------------------------------------------------------------------------------
 
 
-def with_a_bad_gradient(kind: str, value: float, **options: Any) -> tuple[MatrixOptimizer, list[torch.nn.Parameter]]:
-    """Take three steps of three equal parameters, and then put a number that is not finite into the second one's gradient."""
+def with_a_bad_gradient(
+    kind: str, value: float, **options: Any
+) -> tuple[MatrixOptimizer, list[torch.nn.Parameter]]:
+    """Take three steps of three equal parameters, and then put a number that is not finite into the
+    second one's gradient."""
     params = parameters([(3, 4, 4)] * 3)
     optimizer = make(kind, params, precondition_frequency=1, **options)
     run(optimizer, params, range(3))
@@ -46,7 +50,9 @@ def with_a_bad_gradient(kind: str, value: float, **options: Any) -> tuple[Matrix
 def test_nonfinite_raise_changes_nothing(kind: str, value: float) -> None:
     optimizer, params = with_a_bad_gradient(kind, value)
     before = snapshot(optimizer, params)
-    with pytest.raises(ValueError, match=r"parameter 1 of its group is not finite.*nonfinite='skip'"):
+    with pytest.raises(
+        ValueError, match=r"parameter 1 of its group is not finite.*nonfinite='skip'"
+    ):
         optimizer.step()
     assert all(map(same, before, snapshot(optimizer, params)))
 
@@ -62,12 +68,18 @@ def test_nonfinite_raise_names_the_parameter_and_makes_no_state() -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)
 @every_kind
-def test_nonfinite_skip_passes_over_that_parameter_alone_and_counts(kind: str, value: float) -> None:
+def test_nonfinite_skip_passes_over_that_parameter_alone_and_counts(
+    kind: str, value: float
+) -> None:
     optimizer, params = with_a_bad_gradient(kind, value, nonfinite="skip")
     before = [p.detach().clone() for p in params]
     state = {key: x.clone() for key, x in optimizer.state[params[1]].items()}
     optimizer.step()
-    assert [torch.equal(p, start) for p, start in zip(params, before, strict=True)] == [False, True, False]
+    assert [torch.equal(p, start) for p, start in zip(params, before, strict=True)] == [
+        False,
+        True,
+        False,
+    ]
     assert all(same(x, state[key]) for key, x in optimizer.state[params[1]].items())
     assert optimizer.counters["nonfinite_skipped"] == 1
     run(optimizer, params, range(4, 6))
@@ -152,7 +164,9 @@ def complex_valued(p: torch.nn.Parameter) -> None:
 
 @pytest.mark.parametrize("give", [sparse_coo, complex_valued], ids=["sparse", "complex"])
 @few_kinds
-def test_sparse_and_complex_gradients_are_refused_before_anything_changes(kind: str, give: Callable[[Any], None]) -> None:
+def test_sparse_and_complex_gradients_are_refused_before_anything_changes(
+    kind: str, give: Callable[[Any], None]
+) -> None:
     params = parameters([(3, 3), (3, 3)])
     optimizer = make(kind, params)
     give_gradients(params, 0)
@@ -163,7 +177,7 @@ def test_sparse_and_complex_gradients_are_refused_before_anything_changes(kind: 
     assert not optimizer.state
 
 
-# --- options --------------------------------------------------------------------------------------------------------------------------
+# --- options --------------------------------------------------------------------------------------
 
 BAD_OPTIONS: list[tuple[str, Any]] = [
     ("lr", -1e-3),
@@ -237,20 +251,35 @@ BAD_OF_SOAP_MUON: list[tuple[str, Any]] = [
 ]
 BAD = [
     *(("SOAP", *bad) for bad in BAD_OPTIONS + BAD_OF_SOAP),
-    *((name, *bad) for name in ("KLSOAP", "REKLS", "StackedSOAP") for bad in BAD_OPTIONS[::4] + BAD_OF_KL),
+    *(
+        (name, *bad)
+        for name in ("KLSOAP", "REKLS", "StackedSOAP")
+        for bad in BAD_OPTIONS[::4] + BAD_OF_KL
+    ),
     *((name, *bad) for name in ("Muon", "SOAPMuon") for bad in BAD_OF_MUON),
     *(("SOAPMuon", *bad) for bad in BAD_OF_SOAP_MUON),
-    *(("AdamW", *bad) for bad in (("lr", -1.0), ("betas", (0.9, 1.0)), ("eps", -1.0), ("correct_bias", 0))),
+    *(
+        ("AdamW", *bad)
+        for bad in (("lr", -1.0), ("betas", (0.9, 1.0)), ("eps", -1.0), ("correct_bias", 0))
+    ),
     *(
         ("SOAP", *bad)
-        for bad in (("sides", "left"), ("statistics_of", "weights"), ("orthogonalize", 1), ("keep_norm", 1), ("momentum_in", 1))
+        for bad in (
+            ("sides", "left"),
+            ("statistics_of", "weights"),
+            ("orthogonalize", 1),
+            ("keep_norm", 1),
+            ("momentum_in", 1),
+        )
     ),
     *(("KLSOAP", *bad) for bad in (("sides", "left"), ("eigenvalue_floor", -1e-3))),
 ]
 
 
 @pytest.mark.parametrize(("name", "option", "value"), BAD, ids=str)
-def test_bad_options_are_named_with_value_and_constraint(name: str, option: str, value: Any) -> None:
+def test_bad_options_are_named_with_value_and_constraint(
+    name: str, option: str, value: Any
+) -> None:
     with pytest.raises(ValueError, match=f"^{option}=.* is not valid: give ") as error:
         CLASSES[name]([{"params": [parameter(2, 2)], option: value}], lr=1e-3)
     assert repr(value) in str(error.value)
@@ -262,7 +291,13 @@ def test_decay_rates_that_bf16_moments_cannot_carry_out_are_refused(name: str) -
     CLASSES[name](params, lr=1e-3, betas=(0.9, 1 - 2**-8), state_dtype=torch.bfloat16)
     CLASSES[name](params, lr=1e-3, betas=(0.9, 0.999), state_dtype={"bases": torch.bfloat16})
     for dtype in (torch.bfloat16, {"moments": torch.bfloat16}):
-        with pytest.raises(ValueError, match=r"betas=\(0\.9, 0\.999\) with bf16 moments.*state_dtype=\{'bases': torch\.bfloat16\}"):
+        with pytest.raises(
+            ValueError,
+            match=(
+                r"betas=\(0\.9, 0\.999\) with bf16 "
+                r"moments.*state_dtype=\{'bases': torch\.bfloat16\}"
+            ),
+        ):
             CLASSES[name](params, lr=1e-3, betas=(0.9, 0.999), state_dtype=dtype)
 
 
@@ -291,7 +326,9 @@ def test_a_bad_group_leaves_the_optimizer_as_it_was(name: str) -> None:
     if name != "AdamW":  # AdamW treats all shapes alike
         bad_groups.append({"matrix_layout": "per_expert", "params": [parameter(3)]})
     for bad in bad_groups:
-        with pytest.raises(ValueError, match=r"lr|learning_rate|max_state_bytes|stacked|per_expert"):
+        with pytest.raises(
+            ValueError, match=r"lr|learning_rate|max_state_bytes|stacked|per_expert"
+        ):
             optimizer.add_param_group({"params": [parameter(3, 3)], **bad})
         assert len(optimizer.param_groups) == 1
 
@@ -300,20 +337,34 @@ def test_complex_parameters_and_vectors_among_experts_are_refused() -> None:
     with pytest.raises(TypeError, match="complex"):
         SOAP([torch.nn.Parameter(torch.zeros(2, 2, dtype=torch.complex64))])
     for layout in ("per_expert", "stacked"):
-        with pytest.raises(ValueError, match=rf"'norm' has shape \(3,\).*{layout}.*needs a matrix.*matrix_layout='tensor'"):
+        with pytest.raises(
+            ValueError,
+            match=rf"'norm' has shape \(3,\).*{layout}.*needs a matrix.*matrix_layout='tensor'",
+        ):
             SOAP([("norm", parameter(3))], matrix_layout=layout)
-    with pytest.raises(ValueError, match=r"'kernel': matrix_layout='stacked' takes \(experts, m, n\), not 4 dims: use 'per_expert'"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"'kernel': matrix_layout='stacked' takes \(experts, "
+            r"m, n\), not 4 dims: use 'per_expert'"
+        ),
+    ):
         KLSOAP([("kernel", parameter(2, 2, 2, 2))], 1e-3, matrix_layout="stacked")
 
 
 def test_too_much_state_is_refused_with_size_parameter_and_remedy() -> None:
     with pytest.raises(ValueError, match=r"'big'.*GiB.*max_precond_dim.*per_expert") as error:
-        SOAP([("big", torch.nn.Parameter(torch.empty(4096, 4096, device="meta")))], max_state_bytes=2**28)
+        SOAP(
+            [("big", torch.nn.Parameter(torch.empty(4096, 4096, device="meta")))],
+            max_state_bytes=2**28,
+        )
     assert "0.375 GiB" in str(error.value)
     stack = torch.nn.Parameter(torch.empty(128, 768, 2048, device="meta"))
     with pytest.raises(ValueError, match=r"73\.\d+ GiB"):
         SOAP([stack], matrix_layout="stacked", max_precond_dim=10**6, max_state_bytes=2**35)
-    SOAP([stack], matrix_layout="stacked", max_state_bytes=2**35)  # the default of max_precond_dim makes this one-sided
+    SOAP(
+        [stack], matrix_layout="stacked", max_state_bytes=2**35
+    )  # the default of max_precond_dim makes this one-sided
 
 
 def test_contradicting_ways_to_refresh_are_refused() -> None:
@@ -322,18 +373,25 @@ def test_contradicting_ways_to_refresh_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("adam", "precondition", "expected"), [(0, 0, 1), (-3, 0, 1), (5, 0, 5), (5, 5, 4), (9, 3, 2), (4, 1, 1), (2, 6, 2)]
+    ("adam", "precondition", "expected"),
+    [(0, 0, 1), (-3, 0, 1), (5, 0, 5), (5, 5, 4), (9, 3, 2), (4, 1, 1), (2, 6, 2)],
 )
-def test_warm_ups_are_brought_into_order_and_logged(adam: int, precondition: int, expected: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_warm_ups_are_brought_into_order_and_logged(
+    adam: int, precondition: int, expected: int, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO, logger="lather"):
-        optimizer = SOAP([parameter(2, 2)], adam_warmup_steps=adam, precondition_warmup_steps=precondition)
+        optimizer = SOAP(
+            [parameter(2, 2)], adam_warmup_steps=adam, precondition_warmup_steps=precondition
+        )
     assert optimizer.param_groups[0]["adam_warmup_steps"] == expected
     assert ("adam_warmup_steps" in caplog.text) == (adam != expected)
 
 
 @pytest.mark.parametrize("value", [0, 2.5, None])
 @pytest.mark.parametrize("kind", ["soap", "rekls"])
-def test_a_frequency_that_gives_nonsense_raises_before_anything_changes(kind: str, value: Any) -> None:
+def test_a_frequency_that_gives_nonsense_raises_before_anything_changes(
+    kind: str, value: Any
+) -> None:
     p = parameter(3, 3)
     optimizer = make(kind, [p], precondition_frequency=lambda t: value if t == 3 else 1)
     run(optimizer, [p], range(2))
@@ -343,15 +401,27 @@ def test_a_frequency_that_gives_nonsense_raises_before_anything_changes(kind: st
     assert all(map(same, before, snapshot(optimizer, [p])))
 
 
-# --- failures in mid-step -------------------------------------------------------------------------------------------------------------
+# --- failures in mid-step -------------------------------------------------------------------------
 
 FAULTS: dict[str, list[tuple[Any, str]]] = {
     "inspect": [(optimizer, "inspect_gradients")],
     "buckets": [(stateful, "make_buckets")],
     "allocation": [(matrix_layout.KeptEntry, "allocate")],
-    "statistics": [(soap, "update_kronecker_factors"), (kl_soap, "update_kronecker_factors_kl"), (soap_muon, "update_kronecker_factors")],
-    "adam": [(soap, "adam_in_basis"), (kl_soap, "adam_in_basis"), (soap_muon.MuonRule, "numerator")],
-    "precondition": [(soap, "precondition"), (kl_soap, "precondition"), (soap_muon, "precondition")],
+    "statistics": [
+        (soap, "update_kronecker_factors"),
+        (kl_soap, "update_kronecker_factors_kl"),
+        (soap_muon, "update_kronecker_factors"),
+    ],
+    "adam": [
+        (soap, "adam_in_basis"),
+        (kl_soap, "adam_in_basis"),
+        (soap_muon.MuonRule, "numerator"),
+    ],
+    "precondition": [
+        (soap, "precondition"),
+        (kl_soap, "precondition"),
+        (soap_muon, "precondition"),
+    ],
     "refresh": [(bases, "update_eigenbasis_and_momentum")],
     "gather": [(plan.Chunk, "gradients")],
     "apply": [(plan.Chunk, "_apply")],
@@ -375,7 +445,10 @@ def test_an_exception_in_any_phase_leaves_parameters_and_gradients_in_shape(
     steps = 0 if phase in ("buckets", "allocation") else 2
     run(optimizer, params, range(steps))
     give_gradients(params, 3)
-    seen = [(p.shape, p.data_ptr(), p.stride(), p.requires_grad, p.dtype, p.grad, p.grad.clone()) for p in params]
+    seen = [
+        (p.shape, p.data_ptr(), p.stride(), p.requires_grad, p.dtype, p.grad, p.grad.clone())
+        for p in params
+    ]
     calls = 0
 
     def failing(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -397,8 +470,16 @@ def test_an_exception_in_any_phase_leaves_parameters_and_gradients_in_shape(
             return
         with pytest.raises(InjectedError):
             optimizer.step()
-    for p, (shape, pointer, strides, requires_grad, dtype, grad, value) in zip(params, seen, strict=True):
-        assert (p.shape, p.data_ptr(), p.stride(), p.requires_grad, p.dtype) == (shape, pointer, strides, requires_grad, dtype)
+    for p, (shape, pointer, strides, requires_grad, dtype, grad, value) in zip(
+        params, seen, strict=True
+    ):
+        assert (p.shape, p.data_ptr(), p.stride(), p.requires_grad, p.dtype) == (
+            shape,
+            pointer,
+            strides,
+            requires_grad,
+            dtype,
+        )
         assert p.grad is grad
         assert same(grad, value)
         assert p.isfinite().all()

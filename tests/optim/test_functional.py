@@ -27,7 +27,8 @@ def spd(batch: int, n: int, seed: int = 0) -> Tensor:
 
 
 def contraction(x: Tensor, y: Tensor, dim: int) -> Tensor:
-    """Contract two tensors (B, n_0, ...) over all dims but the batch and inner dim `dim`, spelt out."""
+    """Contract two tensors (B, n_0, ...) over all dims but the batch and inner dim `dim`, spelt
+    out."""
     ours = "b" + LETTERS[: x.dim() - 1]
     theirs = ours.replace(ours[dim + 1], "z")
     return torch.einsum(f"{ours},{theirs}->b{ours[dim + 1]}z", x, y)
@@ -44,18 +45,27 @@ def test_factors_are_contractions_of_the_gradient(shape: tuple[int, ...]) -> Non
     h = randn(2, *shape, seed=1)
     update_kronecker_factors(factors, h, 0.8)
     for dim, k in factors.items():
-        torch.testing.assert_close(k, 0.8 * old[dim] + 0.2 * contraction(h, h, dim), rtol=1e-13, atol=1e-13)
+        torch.testing.assert_close(
+            k, 0.8 * old[dim] + 0.2 * contraction(h, h, dim), rtol=1e-13, atol=1e-13
+        )
         assert not torch.allclose(k, 0.802 * old[dim] + 0.198 * contraction(h, h, dim), rtol=1e-4)
     assert torch.equal(g, before)
 
 
 @pytest.mark.parametrize("shape", [(4, 6), (3, 4, 5)], ids=str)
 @pytest.mark.parametrize("rotated", [False, True], ids=["identity", "bases"])
-def test_kl_factors_weigh_the_other_dims_by_their_inverse(shape: tuple[int, ...], rotated: bool) -> None:
-    """For a matrix L = beta L + (1 - beta) / n G R^{-1} G^T, and both factors use the old inverses."""
+def test_kl_factors_weigh_the_other_dims_by_their_inverse(
+    shape: tuple[int, ...], rotated: bool
+) -> None:
+    """For a matrix L = beta L + (1 - beta) / n G R^{-1} G^T, and both factors use the old
+    inverses."""
     g, eps = randn(2, *shape), 0.3
     factors = {dim: spd(2, n, seed=dim) for dim, n in enumerate(shape)}
-    bases = {dim: torch.linalg.qr(randn(2, n, n, seed=7 + dim)).Q for dim, n in enumerate(shape)} if rotated else {}
+    bases = (
+        {dim: torch.linalg.qr(randn(2, n, n, seed=7 + dim)).Q for dim, n in enumerate(shape)}
+        if rotated
+        else {}
+    )
     eigenvalues = {dim: randn(2, n, seed=20 + dim).abs() for dim, n in enumerate(shape)}
     assert min(float(w.min()) for w in eigenvalues.values()) < eps
     inverses = {}
@@ -67,7 +77,9 @@ def test_kl_factors_weigh_the_other_dims_by_their_inverse(shape: tuple[int, ...]
         x = g
         for other, inverse in inverses.items():
             if other != dim:
-                x = torch.einsum("bij,b...j->b...i", inverse, x.movedim(other + 1, -1)).movedim(-1, other + 1)
+                x = torch.einsum("bij,b...j->b...i", inverse, x.movedim(other + 1, -1)).movedim(
+                    -1, other + 1
+                )
         expected[dim] = 0.9 * k + 0.1 * shape[dim] / g[0].numel() * contraction(x, g, dim)
     wrong = {dim: 0.9 * k + 1.01 * (expected[dim] - 0.9 * k) for dim, k in factors.items()}
     kept = {dim: w.clone() for dim, w in eigenvalues.items()}
@@ -108,7 +120,9 @@ def test_only_the_active_entries_of_a_batch_change(active: list[int]) -> None:
 
 @pytest.mark.parametrize("active", [None, [0, 2]], ids=["all", "some"])
 @pytest.mark.parametrize("shape", [(0, 0), (3, 5), (1, 17)], ids=["even", "uneven", "more_uneven"])
-def test_large_statistics_by_block_rows_are_the_same_and_symmetric(shape: tuple[int, int], active: list[int] | None) -> None:
+def test_large_statistics_by_block_rows_are_the_same_and_symmetric(
+    shape: tuple[int, int], active: list[int] | None
+) -> None:
     m, n = (kronecker.SYMMETRIC_FROM + extra for extra in shape)
     g = randn(3, m, n)
     x = randn(3, m, 4, seed=1)
@@ -131,8 +145,8 @@ def test_statistics_are_one_product_on_a_gpu(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_bias_corrected_average_is_the_weighted_mean() -> None:
-    """From the first sample on it is the sum of beta^(t-i) x_i over the sum of its weights, in which the first sample counts as every
-    other."""
+    """From the first sample on it is the sum of beta^(t-i) x_i over the sum of its weights, in
+    which the first sample counts as every other."""
     beta, samples = 0.9, [1.0, 5.0, -2.0, 3.0]
     average = samples[0]
     for t, x in enumerate(samples[1:], start=1):
@@ -144,14 +158,22 @@ def test_the_bias_corrected_average_is_the_weighted_mean() -> None:
 
 
 @pytest.mark.parametrize("shape", [(5,), (4, 6), (3, 4, 5)], ids=str)
-def test_in_and_out_are_products_with_each_basis_and_each_others_inverse(shape: tuple[int, ...]) -> None:
+def test_in_and_out_are_products_with_each_basis_and_each_others_inverse(
+    shape: tuple[int, ...],
+) -> None:
     x = randn(2, *shape)
     before = x.clone()
-    bases = {dim: torch.linalg.qr(randn(2, n, n, seed=dim + 1)).Q for dim, n in enumerate(shape) if dim != 1 or len(shape) < 3}
+    bases = {
+        dim: torch.linalg.qr(randn(2, n, n, seed=dim + 1)).Q
+        for dim, n in enumerate(shape)
+        if dim != 1 or len(shape) < 3
+    }
     inside = precondition(x, bases, "in")
     expected = x
     for dim, q in bases.items():
-        expected = torch.einsum("bji,b...j->b...i", q, expected.movedim(dim + 1, -1)).movedim(-1, dim + 1)
+        expected = torch.einsum("bji,b...j->b...i", q, expected.movedim(dim + 1, -1)).movedim(
+            -1, dim + 1
+        )
     torch.testing.assert_close(inside, expected, rtol=1e-13, atol=1e-13)
     torch.testing.assert_close(precondition(inside, bases, "out"), x, rtol=1e-12, atol=1e-12)
     assert torch.equal(x, before)
@@ -167,7 +189,9 @@ def test_adam_in_plain_numbers(nesterov: bool, correct_bias: bool) -> None:
     for t in range(1, 5):
         g = randn(2, 3, seed=t)
         before = g.clone()
-        u = adam_update(g, m, v, t, betas=(b1, b2), eps=eps, correct_bias=correct_bias, nesterov=nesterov)
+        u = adam_update(
+            g, m, v, t, betas=(b1, b2), eps=eps, correct_bias=correct_bias, nesterov=nesterov
+        )
         m_expected, v_expected = b1 * m_expected + (1 - b1) * g, b2 * v_expected + (1 - b2) * g**2
         c1, c1_next, c2 = (1 - b1**t, 1 - b1 ** (t + 1), 1 - b2**t) if correct_bias else (1, 1, 1)
         numerator = b1 * m_expected / c1_next + (1 - b1) * g / c1 if nesterov else m_expected / c1

@@ -12,7 +12,9 @@ class Tiny(nn.Module):
         self.embed_tokens = nn.Embedding(11, 4)
         self.positions = nn.Embedding(5, 4)
         self.mixer = nn.Linear(4, 6)
-        self.experts = nn.ParameterDict({"up": nn.Parameter(torch.zeros(3, 4, 6)), "bias": nn.Parameter(torch.zeros(3))})
+        self.experts = nn.ParameterDict(
+            {"up": nn.Parameter(torch.zeros(3, 4, 6)), "bias": nn.Parameter(torch.zeros(3))}
+        )
         self.convolution = nn.Conv1d(4, 4, 3, bias=False)
         self.frozen = nn.Parameter(torch.zeros(3, 3), requires_grad=False)
         self.lm_head = nn.Linear(4, 11, bias=False)
@@ -65,13 +67,18 @@ def test_experts_may_be_stacked() -> None:
 
 
 def test_embeddings_may_have_a_basis() -> None:
-    """They have it on the hidden side, also if the vocabulary is less than 8 times as long; vectors and matrices stay as before."""
+    """They have it on the hidden side, also if the vocabulary is less than 8 times as long; vectors
+    and matrices stay as before."""
     model = Tiny()
     optimizer = Muon(parameter_groups(model, rest_rule="embedding_soap"), lr=1e-2)
     for p in model.parameters():
         p.grad = torch.randn_like(p) if p.requires_grad else None
     optimizer.step()
-    bases = {key: tuple(x.shape) for key, x in optimizer.state[model.embed_tokens.weight].items() if key.startswith("basis")}
+    bases = {
+        key: tuple(x.shape)
+        for key, x in optimizer.state[model.embed_tokens.weight].items()
+        if key.startswith("basis")
+    }
     assert bases == {"basis_1": (4, 4)}
     assert optimizer.state[model.mixer.weight].keys() == {"step", "momentum_buffer"}
     assert optimizer.state[model.mixer.bias].keys() == {"step", "exp_avg", "exp_avg_sq"}

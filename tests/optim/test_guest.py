@@ -1,4 +1,5 @@
-"""Lather's optimizers in other people's programs: what editors see, compiled steps, schedulers that bring keys of their own."""
+"""Lather's optimizers in other people's programs: what editors see, compiled steps, schedulers that
+bring keys of their own."""
 
 import gc
 import inspect
@@ -29,14 +30,19 @@ PROGRAM = """
 
 
 def test_names_and_types_of_options_are_seen_by_mypy(tmp_path: Path) -> None:
-    """The settings and the cache are those of `make lint`, after which mypy reads torch and Lather from the cache."""
+    """The settings and the cache are those of `make lint`, after which mypy reads torch and Lather
+    from the cache."""
     program = tmp_path / "program.py"
     program.write_text(textwrap.dedent(PROGRAM))
     command = [sys.executable, "-m", "mypy", str(program)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, cwd=REPOSITORY)
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=240, check=False, cwd=REPOSITORY
+    )
     found = [line.partition("program.py:")[2] for line in result.stdout.splitlines()]
     lines = [line for line in found if " error: " in line or "Revealed" in line]
-    assert [line.partition(":")[0] for line in lines] == ["6", "7", "8", "9"], result.stdout + result.stderr
+    assert [line.partition(":")[0] for line in lines] == ["6", "7", "8", "9"], (
+        result.stdout + result.stderr
+    )
     for line, word in zip(lines, ("SOAP", '"frequency"', '"momentum"', '"lr"'), strict=True):
         assert word in line
 
@@ -46,7 +52,11 @@ def test_options_are_documented_where_python_looks(cls: type[MatrixOptimizer]) -
     parameters = inspect.signature(cls).parameters
     assert list(parameters)[:2] == ["params", "lr"]
     for name in set(parameters) - {"params", "tp_group"}:
-        line = next(line for line in (cls.__doc__ or "").splitlines() if line.strip().startswith(f"{name}: "))
+        line = next(
+            line
+            for line in (cls.__doc__ or "").splitlines()
+            if line.strip().startswith(f"{name}: ")
+        )
         assert len(line.strip()) > len(name) + 12, line
 
 
@@ -55,7 +65,10 @@ def test_a_compiled_step_is_the_step(name: str) -> None:
     ends = []
     for compiled in (False, True):
         generator = torch.Generator().manual_seed(0)
-        params = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((6, 4), (3, 4))]
+        params = [
+            torch.nn.Parameter(torch.randn(shape, generator=generator))
+            for shape in ((6, 4), (3, 4))
+        ]
         optimizer = MatrixOptimizer(params, RULES[name](lr=1e-2))
         step: Any = torch.compile(optimizer.step) if compiled else optimizer.step
         for _ in range(3):
@@ -80,8 +93,8 @@ def test_a_scheduler_that_cycles_momentum() -> None:
 
 
 def test_parameters_may_be_put_in_the_place_of_others_before_the_first_step() -> None:
-    """accelerate loads an optimizer's own state into it, then shards the model, and relies on the optimizer not to keep the whole
-    parameters."""
+    """accelerate loads an optimizer's own state into it, then shards the model, and relies on the
+    optimizer not to keep the whole parameters."""
     whole = torch.nn.Parameter(torch.randn(6, 4))
     optimizer = SOAP([whole], lr=1e-2)
     optimizer.load_state_dict(optimizer.state_dict())

@@ -17,11 +17,15 @@ print(seconds / (start - before_torch), *sorted(new - set(sys.stdlib_module_name
 
 
 def test_import_needs_torch_alone_and_adds_at_most_an_eighth_of_its_time() -> None:
-    """torch takes 1.7 s on a desktop core, so an eighth is 0.2 s. The limit is a share because seconds say little beside other
-    processes."""
+    """torch takes 1.7 s on a desktop core, so an eighth is 0.2 s. The limit is a share because
+    seconds say little beside other processes."""
     shares = []
-    while len(shares) < 3 and min(shares, default=1.0) > 1 / 8:  # tries again if something else took its time
-        done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, check=True, timeout=120)
+    while (
+        len(shares) < 3 and min(shares, default=1.0) > 1 / 8
+    ):  # tries again if something else took its time
+        done = subprocess.run(
+            [sys.executable, "-c", PROBE], capture_output=True, text=True, check=True, timeout=120
+        )
         share, *imported = done.stdout.split()
         assert imported == ["lather"]
         shares.append(float(share))

@@ -1,10 +1,22 @@
-"""`keep_norm` (hyperball) of every rule: W <- r V / |V| with V = W - lr r U / |U| and r the norm that W had at its first step."""
+"""`keep_norm` (hyperball) of every rule: W <- r V / |V| with V = W - lr r U / |U| and r the norm
+that W had at its first step."""
 
 from typing import Any
 
 import pytest
 import torch
-from optim_helpers import KINDS, all_same, clones, copy_gradients, give_gradients, largest_difference, make, parameter, parameters, run
+from optim_helpers import (
+    KINDS,
+    all_same,
+    clones,
+    copy_gradients,
+    give_gradients,
+    largest_difference,
+    make,
+    parameter,
+    parameters,
+    run,
+)
 from torch import Tensor
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -13,8 +25,13 @@ FP64: dict[str, Any] = {"state_dtype": torch.float64}
 
 
 def matrices_of(kind: str, x: Tensor) -> Tensor:
-    """View the parameter-shaped x as (B, ...), a batch of the tensors that the rule takes for a matrix."""
-    return x if ("per_expert" in kind and x.dim() == 3) or (kind == "soap_one_sided" and x.dim() == 3) else x.unsqueeze(0)
+    """View the parameter-shaped x as (B, ...), a batch of the tensors that the rule takes for a
+    matrix."""
+    return (
+        x
+        if ("per_expert" in kind and x.dim() == 3) or (kind == "soap_one_sided" and x.dim() == 3)
+        else x.unsqueeze(0)
+    )
 
 
 def norms(kind: str, x: Tensor) -> Tensor:
@@ -30,12 +47,14 @@ def expected_after(kind: str, w: Tensor, u: Tensor, r: Tensor, lr: float) -> Ten
 
 @every_kind
 def test_every_matrix_moves_on_the_sphere_that_it_started_on(kind: str) -> None:
-    """U does not depend on W, so it is read off an optimizer of the same rule without `keep_norm`, as its movement at rate 1. Rates
-    change."""
+    """U does not depend on W, so it is read off an optimizer of the same rule without `keep_norm`,
+    as its movement at rate 1. Rates change."""
     params = parameters(SHAPES, torch.float64)
     others, expected = clones(params), [p.detach().clone() for p in params]
     start = [norms(kind, w) for w in expected]
-    a = make(kind, params, keep_norm=True, lr=0.5, **FP64)  # it also has the default weight decay, which it does not apply
+    a = make(
+        kind, params, keep_norm=True, lr=0.5, **FP64
+    )  # it also has the default weight decay, which it does not apply
     b = make(kind, others, keep_norm=False, lr=1.0, weight_decay=0.0, **FP64)
     for step in range(9):
         for group in a.param_groups:
@@ -46,8 +65,14 @@ def test_every_matrix_moves_on_the_sphere_that_it_started_on(kind: str) -> None:
         a.step()
         b.step()
         updates = [p - q.detach() for p, q in zip(before, others, strict=True)]
-        wrong = [expected_after(kind, w, u, r, 1.01 * lr) for w, u, r in zip(expected, updates, start, strict=True)]
-        expected = [expected_after(kind, w, u, r, lr) for w, u, r in zip(expected, updates, start, strict=True)]
+        wrong = [
+            expected_after(kind, w, u, r, 1.01 * lr)
+            for w, u, r in zip(expected, updates, start, strict=True)
+        ]
+        expected = [
+            expected_after(kind, w, u, r, lr)
+            for w, u, r in zip(expected, updates, start, strict=True)
+        ]
         assert largest_difference(params, expected) <= 1e-12
         assert largest_difference(params, wrong) > 1e-5
     for p, w, r in zip(params, parameters(SHAPES), start, strict=True):
@@ -58,7 +83,11 @@ def test_every_matrix_moves_on_the_sphere_that_it_started_on(kind: str) -> None:
 
 @every_kind
 def test_vectors_and_matrices_that_start_at_zero_move_as_without(kind: str) -> None:
-    params = [parameter(5, dtype=torch.float64), parameter(dtype=torch.float64), torch.nn.Parameter(torch.zeros(6, 4, dtype=torch.float64))]
+    params = [
+        parameter(5, dtype=torch.float64),
+        parameter(dtype=torch.float64),
+        torch.nn.Parameter(torch.zeros(6, 4, dtype=torch.float64)),
+    ]
     others = clones(params)
     a = make(kind, params, keep_norm=True, lr=0.1, **FP64)
     b = make(kind, others, keep_norm=False, lr=0.1, weight_decay=0.0, **FP64)
@@ -100,7 +129,8 @@ def test_bf16_parameters_keep_the_norm_to_their_rounding() -> None:
 
 
 def test_it_may_begin_in_mid_training_with_the_norm_of_then() -> None:
-    """As with every option that state depends on, the change is refused with the remedy, or carried out."""
+    """As with every option that state depends on, the change is refused with the remedy, or carried
+    out."""
     p = parameter(6, 4)
     optimizer = make("muon", [p])
     run(optimizer, [p], range(3))

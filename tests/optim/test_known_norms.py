@@ -1,4 +1,5 @@
-"""A step that is given the measurements of its gradients (`measure_gradients`): the same numbers, and it does not measure again."""
+"""A step that is given the measurements of its gradients (`measure_gradients`): the same numbers,
+and it does not measure again."""
 
 from __future__ import annotations
 
@@ -16,7 +17,10 @@ RULES = [SOAP, KLSOAP, Muon, SOAPMuon, AdamW]
 
 def parameters() -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
-    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((6, 4), (3, 5, 4), (4, 6))]
+    return [
+        nn.Parameter(torch.randn(shape, generator=generator))
+        for shape in ((6, 4), (3, 5, 4), (4, 6))
+    ]
 
 
 def give_gradients(params: list[nn.Parameter], step: int) -> None:
@@ -30,10 +34,18 @@ def give_gradients(params: list[nn.Parameter], step: int) -> None:
 
 
 @pytest.mark.parametrize("cls", RULES, ids=lambda cls: cls.__name__)
-def test_a_step_with_known_norms_has_the_same_bits_and_does_not_look(cls: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_with_known_norms_has_the_same_bits_and_does_not_look(
+    cls: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told, plain = parameters(), parameters()
     optimizers = [
-        cls([{"params": some[:1]}, {"params": some[1:]}], lr=0.1, nonfinite="ignore", matrix_layout="per_expert") for some in (told, plain)
+        cls(
+            [{"params": some[:1]}, {"params": some[1:]}],
+            lr=0.1,
+            nonfinite="ignore",
+            matrix_layout="per_expert",
+        )
+        for some in (told, plain)
     ]
     for step in range(4):
         give_gradients(told, step)
@@ -56,7 +68,9 @@ def test_norms_of_experts_are_measured_one_by_one_and_no_others() -> None:
     norms = optimizer.measure_gradients()
     assert norms is not None
     assert params[1].grad is not None
-    torch.testing.assert_close(norms.of(params[1]), torch.linalg.vector_norm(params[1].grad, dim=(1, 2)))
+    torch.testing.assert_close(
+        norms.of(params[1]), torch.linalg.vector_norm(params[1].grad, dim=(1, 2))
+    )
     assert [norms.of(p) for p in (params[0], params[2])] == [None, None]
     assert norms.values.tolist() == norms.of(params[1]).tolist()  # type: ignore[union-attr]
 

@@ -1,4 +1,5 @@
-"""Kernel launches of an update's chunk on a GPU, counted on a stand-in: a hundred matrices take as many as two."""
+"""Kernel launches of an update's chunk on a GPU, counted on a stand-in: a hundred matrices take as
+many as two."""
 
 import json
 import os
@@ -20,7 +21,8 @@ warnings.simplefilter("ignore")
 def count(name, shapes, dtype, options):
     frequency = {} if name in ("Muon", "AdamW") else {"precondition_frequency": 100}
     with Counter() as counter:
-        params = [torch.nn.Parameter(torch.empty(shape, dtype=getattr(torch, dtype), device=counter.device)) for shape in shapes]
+        options_of = {"dtype": getattr(torch, dtype), "device": counter.device}
+        params = [torch.nn.Parameter(torch.empty(shape, **options_of)) for shape in shapes]
         optimizer = getattr(optim, name)(params, lr=1e-3, **frequency, **options)
         for _ in range(4):
             for p in params:
@@ -53,27 +55,43 @@ CASES: dict[str, tuple[str, list[list[int]], str, dict[str, Any], int]] = {
     "muon, bf16 weights": ("Muon", MATRICES * 20, "bfloat16", {}, 12 + NEWTON_SCHULZ),
     "soap_muon": ("SOAPMuon", MATRICES * 20, "float32", {}, 19 + NEWTON_SCHULZ),
     "soap_muon, experts": ("SOAPMuon", EXPERTS, "float32", PER_EXPERT, 18 + NEWTON_SCHULZ),
-    "soap_muon, both sides": ("SOAPMuon", MATRICES * 20, "float32", {"sides": "both"}, 22 + NEWTON_SCHULZ),
+    "soap_muon, both sides": (
+        "SOAPMuon",
+        MATRICES * 20,
+        "float32",
+        {"sides": "both"},
+        22 + NEWTON_SCHULZ,
+    ),
     "adamw": ("AdamW", MATRICES * 20, "float32", {}, 2),
     "adamw, bf16 weights": ("AdamW", MATRICES * 20, "bfloat16", {}, 6),
 }
-"""Cases by name: class, shapes, dtype, options, and the most launches of statistics and update, all of which fit one chunk."""
+"""Cases by name: class, shapes, dtype, options, and the most launches of statistics and update, all
+of which fit one chunk."""
 
 
 @pytest.fixture(scope="module")
 def counts() -> dict[str, dict[str, list[int]]]:
-    """The counts, from a process of its own: a process cannot undo that torch knows the stand-in."""
+    """The counts, from a process of its own: a process cannot undo that torch knows the
+    stand-in."""
     cases = json.dumps([case[:-1] for case in CASES.values()])
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}  # kernels are counted, not interpreted
+    environment = {
+        name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"
+    }  # kernels are counted, not interpreted
     command = [sys.executable, "-c", COUNT, cases]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=240, env=environment)
+    done = subprocess.run(
+        command, check=False, capture_output=True, text=True, timeout=240, env=environment
+    )
     assert done.returncode == 0, done.stderr
     return dict(zip(CASES, json.loads(done.stdout), strict=True))
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_chunk_is_few_launches_whatever_the_number_of_matrices(counts: dict[str, dict[str, list[int]]], case: str) -> None:
-    found = {phase: counts[case][phase] for phase in ("statistics", "update") if phase in counts[case]}
+def test_a_chunk_is_few_launches_whatever_the_number_of_matrices(
+    counts: dict[str, dict[str, list[int]]], case: str
+) -> None:
+    found = {
+        phase: counts[case][phase] for phase in ("statistics", "update") if phase in counts[case]
+    }
     assert 1 < sum(launches for launches, _, _ in found.values()) <= CASES[case][-1]
     assert not any(waits for _, _, waits in found.values())
 

@@ -1,4 +1,5 @@
-"""Bytes of state are known without allocating, and bytes of temporary memory do not grow with the number of parameters."""
+"""Bytes of state are known without allocating, and bytes of temporary memory do not grow with the
+number of parameters."""
 
 from dataclasses import fields
 from typing import Any
@@ -9,7 +10,16 @@ from optim_helpers import CLASSES, give_gradients, make, parameters
 from strangers import Lion, Shampoo
 from torch.profiler import ProfilerActivity, profile
 
-from lather.optim import KLSOAP, SOAP, MatrixOptimizer, Muon, Rule, SOAPMuon, StackedSOAP, state_bytes
+from lather.optim import (
+    KLSOAP,
+    SOAP,
+    MatrixOptimizer,
+    Muon,
+    Rule,
+    SOAPMuon,
+    StackedSOAP,
+    state_bytes,
+)
 
 SHAPES = [(5, 6), (3, 4, 5), (3, 5, 4), (), (0, 5)]
 
@@ -32,7 +42,10 @@ OPTIONS: list[dict[str, Any]] = [
     {"sides": "auto"},
 ]
 TYPES: dict[str, Any] = {**CLASSES, "Shampoo": Shampoo, "Lion": Lion}
-KNOWN = {name: {field.name for field in fields(cls if issubclass(cls, Rule) else cls.rule)} for name, cls in TYPES.items()}
+KNOWN = {
+    name: {field.name for field in fields(cls if issubclass(cls, Rule) else cls.rule)}
+    for name, cls in TYPES.items()
+}
 """The options that each class knows."""
 
 
@@ -45,7 +58,9 @@ def allocated(optimizer: torch.optim.Optimizer, p: torch.Tensor) -> int:
 
 
 @pytest.mark.parametrize(
-    ("name", "options"), [(name, options) for name in TYPES for options in OPTIONS if options.keys() <= KNOWN[name]], ids=str
+    ("name", "options"),
+    [(name, options) for name in TYPES for options in OPTIONS if options.keys() <= KNOWN[name]],
+    ids=str,
 )
 def test_state_bytes_is_what_is_allocated(name: str, options: dict[str, Any]) -> None:
     if name == "StackedSOAP" and options.get("matrix_layout") == "per_expert":
@@ -54,7 +69,11 @@ def test_state_bytes_is_what_is_allocated(name: str, options: dict[str, Any]) ->
         return
     cls = TYPES[name]
     params = [torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
-    optimizer = MatrixOptimizer(params, cls(1e-3, **options)) if issubclass(cls, Rule) else cls(params, lr=1e-3, **options)
+    optimizer = (
+        MatrixOptimizer(params, cls(1e-3, **options))
+        if issubclass(cls, Rule)
+        else cls(params, lr=1e-3, **options)
+    )
     optimizer.init_state()
     for p in params:
         assert state_bytes(tuple(p.shape), cls, **options) == allocated(optimizer, p), p.shape
@@ -78,9 +97,17 @@ def test_state_bytes_in_numbers() -> None:
     assert state_bytes((m, n), Muon) == 4 * m * n + 4
     assert state_bytes((m, n), Muon, normalize="row", keep_norm=True) == 4 * (m * n + m + 1) + 4
     assert state_bytes((m, n), SOAPMuon) == 4 * (2 * m * n + 2 * m * m) + 4
-    assert state_bytes((768, 2048), SOAPMuon) - 4 == 4 * 2.75 * 768 * 2048  # as the class documentation says
-    assert state_bytes((8, m, n), SOAPMuon, matrix_layout="per_expert", sides="both") == 8 * (state_bytes((m, n)) - 4) + 4
-    assert state_bytes((m, n), state_dtype=torch.bfloat16) == 2 * 2 * m * n + (4 + 2) * (m * m + n * n) + 4
+    assert (
+        state_bytes((768, 2048), SOAPMuon) - 4 == 4 * 2.75 * 768 * 2048
+    )  # as the class documentation says
+    assert (
+        state_bytes((8, m, n), SOAPMuon, matrix_layout="per_expert", sides="both")
+        == 8 * (state_bytes((m, n)) - 4) + 4
+    )
+    assert (
+        state_bytes((m, n), state_dtype=torch.bfloat16)
+        == 2 * 2 * m * n + (4 + 2) * (m * m + n * n) + 4
+    )
 
 
 def test_the_optimizers_own_account_of_bytes_is_the_limit_it_keeps() -> None:
@@ -90,17 +117,24 @@ def test_the_optimizers_own_account_of_bytes_is_the_limit_it_keeps() -> None:
         SOAP(parameters([(5, 6)]), max_state_bytes=size - 1)
 
 
-@pytest.mark.parametrize("options", [{"initial_eigenvalue": 1.0}, {"second_momentum": "rotate"}, {"max_precond_dim": -1}], ids=described)
-def test_state_bytes_refuses_options_that_the_optimizer_does_not_take(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{"initial_eigenvalue": 1.0}, {"second_momentum": "rotate"}, {"max_precond_dim": -1}],
+    ids=described,
+)
+def test_state_bytes_refuses_options_that_the_optimizer_does_not_take(
+    options: dict[str, Any],
+) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         state_bytes((4, 4), SOAP, **options)
 
 
-# --- temporary memory -----------------------------------------------------------------------------------------------------------------
+# --- temporary memory -----------------------------------------------------------------------------
 
 
 def peak_of_a_step(kind: str, num: int, bucket_bytes: int, **options: Any) -> int:
-    """Return the most bytes that a step held at once beyond those before it; the step refreshes every basis."""
+    """Return the most bytes that a step held at once beyond those before it; the step refreshes
+    every basis."""
     params = parameters([(64, 128)] * num)
     optimizer = make(kind, params, bucket_bytes=bucket_bytes, precondition_frequency=1, **options)
     for step in range(2):
@@ -114,10 +148,14 @@ def peak_of_a_step(kind: str, num: int, bucket_bytes: int, **options: Any) -> in
 
 def peak_of(optimizer: MatrixOptimizer) -> int:
     """Take a step; returns the most bytes that it held at once beyond those before it."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+    with profile(
+        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profiler:
         optimizer.step()
     held = peak = 0
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events = [
+        event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
     for event in sorted(events, key=lambda event: event.start_ns()):
         held += event.nbytes()
         peak = max(peak, held)
@@ -138,7 +176,9 @@ def test_the_first_step_of_large_factors_keeps_to_the_bound(shape: tuple[int, ..
 
 
 @pytest.mark.parametrize(("kind", "num"), [("soap", 64), ("kl_soap", 24)])
-def test_temporary_memory_is_bounded_by_bucket_bytes_whatever_the_number_of_parameters(kind: str, num: int) -> None:
+def test_temporary_memory_is_bounded_by_bucket_bytes_whatever_the_number_of_parameters(
+    kind: str, num: int
+) -> None:
     bound = 3 * 2**18
     few, many = peak_of_a_step(kind, 4, bound), peak_of_a_step(kind, num, bound)
     assert 0.8 * few <= many <= 1.2 * few

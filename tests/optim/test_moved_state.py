@@ -1,5 +1,6 @@
-"""State and weights belong to the user: what is moved, changed or removed between two steps counts, and
-its memory is free at once; an optimizer that is deleted frees everything without the collector."""
+"""State and weights belong to the user: what is moved, changed or removed between two steps counts,
+and its memory is free at once; an optimizer that is deleted frees everything without the
+collector."""
 
 from __future__ import annotations
 
@@ -77,7 +78,8 @@ def all_but_one(optimizer: MatrixOptimizer) -> None:
 
 
 def into_one_storage(optimizer: MatrixOptimizer) -> None:
-    """Move all state into one storage of the user's own, in which nothing is where stacks have it."""
+    """Move all state into one storage of the user's own, in which nothing is where stacks have
+    it."""
     found = entries(optimizer)
     for dtype in {x.dtype for x in found}:
         same = [x for x in found if x.dtype == dtype]
@@ -170,11 +172,13 @@ def test_state_that_moves_while_a_refresh_is_pending(kind: str) -> None:
     run(a, params, range(5, 7))
 
 
-# --- memory -----------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------
 
 
 def memory_of(tensors: Iterable[Tensor]) -> list[weakref.ref[Any]]:
-    return [weakref.ref(storage) for storage in {x.untyped_storage() for x in tensors if x.numel() > 1}]
+    return [
+        weakref.ref(storage) for storage in {x.untyped_storage() for x in tensors if x.numel() > 1}
+    ]
 
 
 def is_free(memory: Sequence[weakref.ref[Any]]) -> bool:
@@ -206,10 +210,14 @@ def loaded(optimizer: MatrixOptimizer) -> None:
 
 
 @pytest.mark.parametrize(
-    "give_back", [replaced, cleared, each_cleared, all_replaced, through_data, through_set, loaded], ids=lambda f: f.__name__
+    "give_back",
+    [replaced, cleared, each_cleared, all_replaced, through_data, through_set, loaded],
+    ids=lambda f: f.__name__,
 )
 @kinds
-def test_memory_of_state_is_free_when_the_user_gives_it_back(kind: str, give_back: Callable[[MatrixOptimizer], None]) -> None:
+def test_memory_of_state_is_free_when_the_user_gives_it_back(
+    kind: str, give_back: Callable[[MatrixOptimizer], None]
+) -> None:
     params = parameters(SHAPES)
     optimizer = make(kind, params)
     run(optimizer, params, range(3))
@@ -234,7 +242,9 @@ def test_memory_of_weights_and_gradients_is_free_when_the_user_gives_it_back(kin
 
 
 @few_kinds
-def test_moving_weights_changes_no_bits_and_makes_no_new_plan(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moving_weights_changes_no_bits_and_makes_no_new_plan(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     params = parameters(SHAPES)
     others = clones(params)
     a, b = make(kind, params), make(kind, others)
@@ -248,7 +258,9 @@ def test_moving_weights_changes_no_bits_and_makes_no_new_plan(kind: str, monkeyp
     assert all_same(params, others)
 
 
-def test_state_that_is_moved_one_by_one_frees_its_memory_by_and_by(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_that_is_moved_one_by_one_frees_its_memory_by_and_by(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The memory of a bucket is free after the last of its members, so buckets are small."""
     monkeypatch.setattr(buckets, "STATE_BYTES", 4 * 4 * 64 * 64 * 2 * 4)
     params = [parameter(64, 64, seed=seed) for seed in range(32)]
@@ -297,12 +309,14 @@ def test_an_optimizer_that_failed_in_a_step_is_free_at_once() -> None:
     assert reference() is None
 
 
-# --- loading ----------------------------------------------------------------------------------------
+# --- loading --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("cls", [AdamW, Muon, SOAP])
-def test_loading_takes_the_memory_of_the_state_once(cls: type[MatrixOptimizer], dtype: torch.dtype) -> None:
+def test_loading_takes_the_memory_of_the_state_once(
+    cls: type[MatrixOptimizer], dtype: torch.dtype
+) -> None:
     params = [parameter(64, 64, dtype=dtype, seed=seed) for seed in range(8)]
     optimizer = cls(params)
     run(optimizer, params, range(2))
@@ -316,14 +330,20 @@ def test_loading_takes_the_memory_of_the_state_once(cls: type[MatrixOptimizer], 
     with PeakBytes() as again:  # the old state is free before there is new
         fresh.load_state_dict(saved)
     assert again.bytes <= 1.1 * size
-    assert all(torch.equal(x, saved["state"][number][key]) for number, state in enumerate(fresh.state.values()) for key, x in state.items())
+    assert all(
+        torch.equal(x, saved["state"][number][key])
+        for number, state in enumerate(fresh.state.values())
+        for key, x in state.items()
+    )
 
 
-# --- in between -------------------------------------------------------------------------------------
+# --- in between -----------------------------------------------------------------------------------
 
 
 @few_kinds
-def test_init_state_between_two_steps_makes_what_was_removed_and_moves_nothing_else(kind: str) -> None:
+def test_init_state_between_two_steps_makes_what_was_removed_and_moves_nothing_else(
+    kind: str,
+) -> None:
     params, others = parameters(SHAPES), parameters(SHAPES)
     a, b = make(kind, params), make(kind, others)
     run_both((a, params), (b, others), range(2))
@@ -439,7 +459,9 @@ def test_a_parameter_that_leaves_is_free_after_the_next_step() -> None:
 
 
 @pytest.mark.parametrize("cls", [AdamW, Muon])
-def test_a_parameter_that_becomes_larger_or_smaller_in_place_is_refused(cls: type[MatrixOptimizer]) -> None:
+def test_a_parameter_that_becomes_larger_or_smaller_in_place_is_refused(
+    cls: type[MatrixOptimizer],
+) -> None:
     memory = torch.zeros(64, 16)
     p = torch.nn.Parameter(memory[:16])
     optimizer = cls([p], lr=0.1)

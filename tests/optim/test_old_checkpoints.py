@@ -25,7 +25,11 @@ INTEGERS = {2: torch.int16, 4: torch.int32}
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*(x.contiguous().view(INTEGERS[x.dtype.itemsize]) for x in (a, b)))
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and torch.equal(*(x.contiguous().view(INTEGERS[x.dtype.itemsize]) for x in (a, b)))
+    )
 
 
 def assert_same_state(state_dict: dict[str, Any], saved: dict[str, Any]) -> None:
@@ -41,8 +45,8 @@ def assert_same_state(state_dict: dict[str, Any], saved: dict[str, Any]) -> None
 
 @pytest.mark.parametrize("name", CASES)
 def test_an_old_optimizer_goes_on(name: str) -> None:
-    """They go on to the bit on the machine that saved them. Elsewhere products are rounded differently, but the loaded state is the same to
-    the bit."""
+    """They go on to the bit on the machine that saved them. Elsewhere products are rounded
+    differently, but the loaded state is the same to the bit."""
     case = load_case(name)
     optimizer, params = make_case(name)
     set_values(params, case["parameters"])

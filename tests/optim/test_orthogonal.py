@@ -1,4 +1,5 @@
-"""Cholesky-QR is orthonormal and equal to QR up to signs, or it is flagged as failed; it is never silently wrong."""
+"""Cholesky-QR is orthonormal and equal to QR up to signs, or it is flagged as failed; it is never
+silently wrong."""
 
 from typing import Any
 
@@ -26,7 +27,8 @@ def basis(n: int, seed: int = 0) -> Tensor:
 
 
 def of_spectrum(w: Tensor, n: int) -> Tensor:
-    """Make Q_0^T K, the rows of one step of orthogonal iteration, where K has eigenvalues w and Q_0 is as good as random."""
+    """Make Q_0^T K, the rows of one step of orthogonal iteration, where K has eigenvalues w and Q_0
+    is as good as random."""
     u = basis(n, 1)
     return basis(n, 2).mT @ ((u * w) @ u.mT)
 
@@ -43,7 +45,10 @@ def rank_deficient(n: int, rank: int) -> Tensor:
 
 KINDS = {
     "gaussian": lambda n: randn(BATCH, n, n),
-    "diagonal": lambda n: torch.eye(n, dtype=torch.float64).expand(BATCH, n, n) * torch.logspace(0, -6, n, dtype=torch.float64),
+    "diagonal": lambda n: (
+        torch.eye(n, dtype=torch.float64).expand(BATCH, n, n)
+        * torch.logspace(0, -6, n, dtype=torch.float64)
+    ),
     "wide_spectrum": lambda n: of_spectrum(torch.logspace(0, -5, n, dtype=torch.float64), n),
     "gaussian_factor": lambda n: basis(n).mT @ (randn(BATCH, n, n) @ randn(BATCH, n, n).mT),
     "clustered": clustered,
@@ -67,7 +72,12 @@ def test_cholesky_qr_is_orthonormal_or_flagged(kind: str, dtype: torch.dtype) ->
             y = (KINDS[kind](n) * scale).to(dtype)
             q, failed = orthonormal_rows(y.clone(), "cholesky_qr")
             worst = error(q).nan_to_num(nan=torch.inf)
-            assert bool((failed | (worst <= TOLERANCE[dtype])).all()), (n, scale, worst.tolist(), failed.tolist())
+            assert bool((failed | (worst <= TOLERANCE[dtype])).all()), (
+                n,
+                scale,
+                worst.tolist(),
+                failed.tolist(),
+            )
             assert bool((error(orthonormal_rows(y, "qr")[0]) <= TOLERANCE[dtype]).all())
 
 
@@ -87,7 +97,9 @@ def test_cholesky_qr_is_qr_up_to_signs_and_does_not_fail_where_it_need_not(n: in
 
 @pytest.mark.parametrize("n", [5, 40])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=["nan", "inf"])
-def test_what_is_not_finite_is_flagged_and_the_others_are_not_touched_by_it(n: int, value: float) -> None:
+def test_what_is_not_finite_is_flagged_and_the_others_are_not_touched_by_it(
+    n: int, value: float
+) -> None:
     y = (torch.eye(n) + 0.1 / n**0.5 * randn(3, n, n)).float()
     alone = torch.cat([orthonormal_rows(y[i : i + 1].clone(), "cholesky_qr")[0] for i in range(3)])
     y[1, n // 2, 1] = value
@@ -116,7 +128,11 @@ def test_the_eigenbasis_falls_back_to_qr_for_exactly_the_matrices_that_fail(n: i
 @pytest.mark.parametrize("kind", ["gaussian_factor", "clustered", "half_rank", "zero"])
 def test_every_eigenbasis_is_orthonormal(kind: str, method: str) -> None:
     for n in (1, 2, 33, 64, 65):
-        x = {"gaussian_factor": randn(BATCH, n, n), "clustered": clustered(n), "half_rank": rank_deficient(n, n // 2)}.get(kind)
+        x = {
+            "gaussian_factor": randn(BATCH, n, n),
+            "clustered": clustered(n),
+            "half_rank": rank_deficient(n, n // 2),
+        }.get(kind)
         k = torch.zeros(BATCH, n, n) if x is None else (x @ x.mT).float()
         q_new, order = get_eigenbasis_qr(k, basis(n).float(), power_iter_steps=2, method=method)
         assert error(q_new).max() <= 1e-5, n
@@ -130,7 +146,8 @@ def test_auto_depends_on_size_and_kind_of_device() -> None:
 
 
 def test_auto_takes_qr_for_the_matrices_on_which_cholesky_qr_would_fail() -> None:
-    """One batch alternates between bases near those of a flat spectrum and of one whose least eigenvalues are rounding errors."""
+    """One batch alternates between bases near those of a flat spectrum and of one whose least
+    eigenvalues are rounding errors."""
     n = 64
     easy, hard = torch.linspace(2, 1, n).double(), torch.logspace(0, -12, n).double()
     u = basis(n, 1)[:1]
@@ -140,12 +157,14 @@ def test_auto_takes_qr_for_the_matrices_on_which_cholesky_qr_would_fail() -> Non
     assert not failed.any()
     assert iterate(k, q, 2, "cholesky_qr")[2].tolist() == [True, False] * 2
     for number in range(4):
-        alone, order_alone, _ = iterate(k[number : number + 1], q[number : number + 1], 2, "cholesky_qr" if number % 2 else "qr")
+        alone, order_alone, _ = iterate(
+            k[number : number + 1], q[number : number + 1], 2, "cholesky_qr" if number % 2 else "qr"
+        )
         torch.testing.assert_close(found[number], alone[0], rtol=0, atol=1e-6)
         assert torch.equal(order[number], order_alone[0])
 
 
-# --- the root ---------------------------------------------------------------------------------------------------------------------------
+# --- the root -------------------------------------------------------------------------------------
 
 SPECTRA = {
     "flat": lambda i, n: torch.ones(n),
@@ -169,13 +188,17 @@ def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 def off_diagonal(k: Tensor, q: Tensor) -> Tensor:
     rotated = q.double().mT @ k.double() @ q.double()
     diagonal = torch.diag_embed(rotated.diagonal(dim1=1, dim2=2))
-    return torch.linalg.matrix_norm(rotated - diagonal) / torch.linalg.matrix_norm(rotated).clamp_min(1e-30)
+    return torch.linalg.matrix_norm(rotated - diagonal) / torch.linalg.matrix_norm(
+        rotated
+    ).clamp_min(1e-30)
 
 
 @pytest.mark.usefixtures("blocks")
 @pytest.mark.parametrize("scale", [1.0, 1e-16, 1e12], ids=str)
 @pytest.mark.parametrize("spectrum", SPECTRA)
-def test_the_root_is_as_good_as_qr_and_fails_at_most_on_few_equal_eigenvalues(spectrum: str, scale: float) -> None:
+def test_the_root_is_as_good_as_qr_and_fails_at_most_on_few_equal_eigenvalues(
+    spectrum: str, scale: float
+) -> None:
     for n in (1, 2, 15, 16, 33, 100, 161):
         w = scale * SPECTRA[spectrum](torch.arange(1, n + 1).double(), n).double()
         u = basis(n, 1)
@@ -185,10 +208,20 @@ def test_the_root_is_as_good_as_qr_and_fails_at_most_on_few_equal_eigenvalues(sp
             found, order, failed = iterate(k, q, 1, "root_qr")
             by_qr, order_by_qr, _ = iterate(k, q, 1, "qr")
             assert spectrum == "few" or not failed.any(), n
-            assert bool((failed | (error(found.mT.double()).nan_to_num(nan=torch.inf) <= 1e-5)).all()), n
+            assert bool(
+                (failed | (error(found.mT.double()).nan_to_num(nan=torch.inf) <= 1e-5)).all()
+            ), n
             assert torch.equal(order, order_by_qr)
             if q is near:
-                assert bool((failed | (off_diagonal(k, found.nan_to_num()) <= 1.02 * off_diagonal(k, by_qr) + 1e-4)).all()), n
+                assert bool(
+                    (
+                        failed
+                        | (
+                            off_diagonal(k, found.nan_to_num())
+                            <= 1.02 * off_diagonal(k, by_qr) + 1e-4
+                        )
+                    ).all()
+                ), n
 
 
 @pytest.mark.usefixtures("blocks")
@@ -199,7 +232,12 @@ def test_the_root_finds_what_qr_finds() -> None:
     for steps in (1, 3):
         found, _, _ = iterate(k, basis(n, 2), steps, "root_qr")
         expected, _, _ = iterate(k, basis(n, 2), steps, "qr")
-        torch.testing.assert_close((found * expected).sum(-2).abs(), torch.ones(BATCH, n, dtype=torch.float64), rtol=0, atol=1e-10)
+        torch.testing.assert_close(
+            (found * expected).sum(-2).abs(),
+            torch.ones(BATCH, n, dtype=torch.float64),
+            rtol=0,
+            atol=1e-10,
+        )
 
 
 def test_what_is_zero_keeps_its_basis_and_what_is_not_finite_fails() -> None:
@@ -211,7 +249,7 @@ def test_what_is_zero_keeps_its_basis_and_what_is_not_finite_fails() -> None:
     torch.testing.assert_close((found[0] * q[0]).sum(-2).abs(), torch.ones(40))
 
 
-# --- launches ---------------------------------------------------------------------------------------------------------------------------
+# --- launches -------------------------------------------------------------------------------------
 
 
 class Launches(TorchDispatchMode):
@@ -220,7 +258,10 @@ class Launches(TorchDispatchMode):
     num = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.num += not (func.is_view or func.name().startswith(("aten::empty", "aten::_unsafe_view", "aten::detach")))
+        self.num += not (
+            func.is_view
+            or func.name().startswith(("aten::empty", "aten::_unsafe_view", "aten::detach"))
+        )
         return func(*args, **(kwargs or {}))
 
 
@@ -234,5 +275,7 @@ def test_a_refresh_on_a_gpu_is_few_launches(n: int, monkeypatch: pytest.MonkeyPa
         assert 20 < launches.num <= most
     assert block_rows(n, torch.device("cuda")) * 4 >= n
     with Launches() as launches:
-        update_eigenbasis_and_momentum(k, k.clone(), k[:, :, :8].clone(), k[:, :, :8].clone(), 0, second_moment="rotate")
+        update_eigenbasis_and_momentum(
+            k, k.clone(), k[:, :, :8].clone(), k[:, :, :8].clone(), 0, second_moment="rotate"
+        )
     assert launches.num <= 130

@@ -1,5 +1,5 @@
-"""Where parts of a tensor are and who owns which matrix: pure functions of shapes, tested against torch's own cutting and by their
-properties."""
+"""Where parts of a tensor are and who owns which matrix: pure functions of shapes, tested against
+torch's own cutting and by their properties."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from lather.optim.sharded.placement import Box, Spread, boxes_of, chunk
 RULE = SOAPRule(matrix_layout="per_expert")
 
 
-def spread(shape: tuple[int, ...], mesh: tuple[int, ...], placements: list[Placement], position: int = 0) -> Spread:
+def spread(
+    shape: tuple[int, ...], mesh: tuple[int, ...], placements: list[Placement], position: int = 0
+) -> Spread:
     boxes = boxes_of(shape, mesh, placements)
     return Spread(shape, tuple(range(len(boxes))), boxes, position)
 
@@ -35,7 +37,9 @@ def cut(x: torch.Tensor, mesh: tuple[int, ...], placements: list[Placement]) -> 
             chunks = [part] * size
             if isinstance(placement, Shard):
                 pieces = (
-                    list(part.tensor_split(0, placement.dim)) if part.shape[placement.dim] == 0 else list(part.chunk(size, placement.dim))
+                    list(part.tensor_split(0, placement.dim))
+                    if part.shape[placement.dim] == 0
+                    else list(part.chunk(size, placement.dim))
                 )
                 empty = part.narrow(placement.dim, 0, 0)
                 chunks = [*pieces, *[empty] * (size - len(pieces))][:size]
@@ -49,7 +53,9 @@ def test_boxes_are_what_torch_cuts(mesh: tuple[int, ...]) -> None:
     choices: list[Placement] = [Replicate(), Shard(0), Shard(1)]
     for placements in itertools.product(choices, repeat=len(mesh)):
         x = torch.arange(7 * 4).view(7, 4)
-        for box, part in zip(boxes_of((7, 4), mesh, placements), cut(x, mesh, list(placements)), strict=True):
+        for box, part in zip(
+            boxes_of((7, 4), mesh, placements), cut(x, mesh, list(placements)), strict=True
+        ):
             found = x[tuple(slice(a, a + n) for a, n in zip(box.offset, box.size, strict=True))]
             assert found.numel() == part.numel()
             assert found.flatten().tolist() == part.flatten().tolist()
@@ -72,12 +78,21 @@ def test_overlap_and_index() -> None:
     assert Box((), ()).overlap(Box((), ())) == Box((), ())
 
 
-@given(costs=st.lists(st.floats(0.1, 100), min_size=1, max_size=60), num=st.integers(1, 8), data=st.data())
-def test_every_item_has_an_owner_and_none_has_much_more_than_the_mean(costs: list[float], num: int, data: st.DataObject) -> None:
+@given(
+    costs=st.lists(st.floats(0.1, 100), min_size=1, max_size=60),
+    num=st.integers(1, 8),
+    data=st.data(),
+)
+def test_every_item_has_an_owner_and_none_has_much_more_than_the_mean(
+    costs: list[float], num: int, data: st.DataObject
+) -> None:
     costs = sorted(costs, reverse=True)
     holders = [data.draw(st.lists(st.integers(0, num - 1), max_size=2, unique=True)) for _ in costs]
     owners = assign(costs, holders, [0.0] * num)
-    loads = [sum(cost for cost, owner in zip(costs, owners, strict=True) if owner == position) for position in range(num)]
+    loads = [
+        sum(cost for cost, owner in zip(costs, owners, strict=True) if owner == position)
+        for position in range(num)
+    ]
     assert max(loads) <= sum(costs) / num + max(costs) + 1e-6
     assert owners == assign(costs, holders, [0.0] * num)
 
@@ -111,10 +126,18 @@ def test_loads_of_before_count() -> None:
     assert [unit.owner for some in units for unit in some].count(1) == 3
 
 
-@pytest.mark.parametrize("placements", [[Replicate(), Shard(0)], [Replicate(), Replicate()], [Shard(1), Replicate()]], ids=str)
+@pytest.mark.parametrize(
+    "placements",
+    [[Replicate(), Shard(0)], [Replicate(), Replicate()], [Shard(1), Replicate()]],
+    ids=str,
+)
 @pytest.mark.parametrize("shape", [(7, 5), (1, 6), (3,), ()], ids=str)
-def test_copies_are_cut_among_their_holders_once(shape: tuple[int, ...], placements: list[Placement]) -> None:
-    placements = [one if one.is_replicate() or one.dim < len(shape) else Replicate() for one in placements]  # type: ignore[attr-defined]
+def test_copies_are_cut_among_their_holders_once(
+    shape: tuple[int, ...], placements: list[Placement]
+) -> None:
+    placements = [
+        one if one.is_replicate() or one.dim < len(shape) else Replicate() for one in placements
+    ]  # type: ignore[attr-defined]
     where = spread(shape, (2, 2), placements)
     counts = torch.zeros(shape)
     for unit in rows_of_copies(where):
@@ -125,5 +148,9 @@ def test_copies_are_cut_among_their_holders_once(shape: tuple[int, ...], placeme
 
 
 def test_matrices_of_layouts() -> None:
-    assert [box.offset for box in matrices_of(layout_of((3, 2, 4), RULE))] == [(0, 0, 0), (1, 0, 0), (2, 0, 0)]
+    assert [box.offset for box in matrices_of(layout_of((3, 2, 4), RULE))] == [
+        (0, 0, 0),
+        (1, 0, 0),
+        (2, 0, 0),
+    ]
     assert matrices_of(layout_of((3, 4), RULE)) == [Box((0, 0), (3, 4))]

@@ -1,4 +1,5 @@
-"""The settings under which a phase runs are the optimizer's own inside, and the caller's own after it."""
+"""The settings under which a phase runs are the optimizer's own inside, and the caller's own after
+it."""
 
 import subprocess
 import sys
@@ -50,7 +51,8 @@ def probe(setting):
     before = now(), words()
     p = torch.nn.Parameter(torch.randn(4, 4))
     p.grad = torch.randn(4, 4)
-    SOAP([p], precondition_frequency=1, fp32_matmul_prec="highest", qr_fp32_matmul_prec="medium").step()
+    precisions = {"fp32_matmul_prec": "highest", "qr_fp32_matmul_prec": "medium"}
+    SOAP([p], precondition_frequency=1, **precisions).step()
     medium = ["tf32", "bf16", "medium", True]
     assert seen == [["ieee", "ieee", "highest", False], medium, medium], (setting, seen)
     assert (now(), words()) == before, (setting, now(), words(), before)
@@ -76,8 +78,15 @@ SETTINGS = [
 
 
 def test_matmul_precision_is_as_asked_inside_and_the_callers_own_after() -> None:
-    """Each setting has a process of its own, because torch refuses to go back from one way of setting it to another."""
-    result = subprocess.run([sys.executable, "-c", PROBE, *SETTINGS], capture_output=True, text=True, timeout=120, check=False)
+    """Each setting has a process of its own, because torch refuses to go back from one way of
+    setting it to another."""
+    result = subprocess.run(
+        [sys.executable, "-c", PROBE, *SETTINGS],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert result.returncode == 0, result.stderr
 
 
@@ -171,7 +180,10 @@ def test_what_was_inherited_is_inherited_after_a_step_and_what_was_set_stays_set
 def test_autocast_does_not_reach_the_update(kind: str) -> None:
     inside = parameters([(4, 6), (3, 4, 5)])
     outside = clones(inside)
-    a, b = make(kind, inside, precondition_frequency=1), make(kind, outside, precondition_frequency=1)
+    a, b = (
+        make(kind, inside, precondition_frequency=1),
+        make(kind, outside, precondition_frequency=1),
+    )
     with torch.autocast("cpu", dtype=torch.bfloat16):
         run(a, inside, range(3))
     run(b, outside, range(3))
@@ -183,7 +195,10 @@ def settings() -> list[str]:
     return [backend.fp32_precision for backend in backends]
 
 
-@pytest.mark.parametrize(("on_gpu", "given", "expected"), [(True, "auto", "tf32"), (True, "highest", "ieee"), (False, "auto", "ieee")])
+@pytest.mark.parametrize(
+    ("on_gpu", "given", "expected"),
+    [(True, "auto", "tf32"), (True, "highest", "ieee"), (False, "auto", "ieee")],
+)
 def test_on_a_gpu_products_are_tf32_by_default_and_refreshes_never(
     monkeypatch: pytest.MonkeyPatch, on_gpu: bool, given: str, expected: str
 ) -> None:
@@ -199,7 +214,11 @@ def test_on_a_gpu_products_are_tf32_by_default_and_refreshes_never(
     monkeypatch.setattr(plan, "is_gpu", lambda _: on_gpu)
     monkeypatch.setattr(KLSOAPRule, "statistics", recorded("statistics", KLSOAPRule.statistics))
     monkeypatch.setattr(KLSOAPRule, "update", recorded("update", KLSOAPRule.update))
-    monkeypatch.setattr(bases, "update_eigenbasis_and_momentum", recorded("refresh", bases.update_eigenbasis_and_momentum))
+    monkeypatch.setattr(
+        bases,
+        "update_eigenbasis_and_momentum",
+        recorded("refresh", bases.update_eigenbasis_and_momentum),
+    )
     params = parameters([(4, 6)])
     run(KLSOAP(params, lr=1e-3, fp32_matmul_prec=given), params, range(3))  # type: ignore[arg-type]
     assert seen == {"statistics": expected, "update": expected, "refresh": "ieee"}

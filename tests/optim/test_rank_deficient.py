@@ -1,4 +1,5 @@
-"""Factors without full rank, on which Cholesky-QR fails: `refresh_method="auto"` does not use it there, and "root_qr" can do them."""
+"""Factors without full rank, on which Cholesky-QR fails: `refresh_method="auto"` does not use it
+there, and "root_qr" can do them."""
 
 import pytest
 import torch

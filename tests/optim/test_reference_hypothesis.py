@@ -1,8 +1,10 @@
-"""Random shapes, options and gradients: the package against the reference where a step is well-defined, and invariants everywhere.
+"""Random shapes, options and gradients: the package against the reference where a step is
+well-defined, and invariants everywhere.
 
-The reference itself tells whether a step is well-defined: it runs a second time with gradients that differ in the twelfth digit. As long as
-that changes little and no basis was taken of a factor that lacks full rank, the package has to agree to within that change. Where null
-spaces or equal eigenvalues leave the rule a choice, only the invariants are checked.
+The reference itself tells whether a step is well-defined: it runs a second time with gradients that
+differ in the twelfth digit. As long as that changes little and no basis was taken of a factor that
+lacks full rank, the package has to agree to within that change. Where null spaces or equal
+eigenvalues leave the rule a choice, only the invariants are checked.
 """
 
 import math
@@ -104,10 +106,23 @@ def cases(draw: st.DrawFn) -> Case:
     options = draw(st.fixed_dictionaries({}, optional=optional))
     shapes = draw(st.lists(shapes_of(), min_size=1, max_size=2))
     shapes += shapes[: draw(st.integers(0, 1))]  # a second member of the first shape's bucket
-    wanted = "stacked" if kind == "StackedSOAP" else draw(st.sampled_from(["tensor", "per_expert", "stacked"]))
-    layouts = ["tensor" if len(shape) < 2 or (wanted == "stacked" and len(shape) > 3) else wanted for shape in shapes]
-    groups = [Group([shape], {"matrix_layout": layout}) for shape, layout in zip(shapes, layouts, strict=True)]
-    warmup = max(full_rank_after(shape, layout) for shape, layout in zip(shapes, layouts, strict=True)) + 1
+    wanted = (
+        "stacked"
+        if kind == "StackedSOAP"
+        else draw(st.sampled_from(["tensor", "per_expert", "stacked"]))
+    )
+    layouts = [
+        "tensor" if len(shape) < 2 or (wanted == "stacked" and len(shape) > 3) else wanted
+        for shape in shapes
+    ]
+    groups = [
+        Group([shape], {"matrix_layout": layout})
+        for shape, layout in zip(shapes, layouts, strict=True)
+    ]
+    warmup = (
+        max(full_rank_after(shape, layout) for shape, layout in zip(shapes, layouts, strict=True))
+        + 1
+    )
     options["adam_warmup_steps"] = draw(st.sampled_from([min(warmup, 5), 1, 0, 2]))
     rng = np.random.default_rng(draw(st.integers(1, 2**16)))  # seed 0 gives the parameters
     patterns = st.lists(st.sampled_from(PATTERNS), min_size=len(shapes), max_size=len(shapes))
@@ -139,7 +154,8 @@ def disturbed(g: Array | None, layout: str, rng: np.random.Generator) -> Array |
 
 
 def lacks_rank(state: State) -> bool:
-    """Whether a factor with a basis lacks full rank; a factor of zeros does not count, because its basis is the identity."""
+    """Whether a factor with a basis lacks full rank; a factor of zeros does not count, because its
+    basis is the identity."""
     for name, q in state.items():
         if name.startswith("basis"):
             w = np.linalg.eigvalsh(state[name.replace("basis", "factor")])
@@ -149,8 +165,11 @@ def lacks_rank(state: State) -> bool:
     return False
 
 
-def check_state(optimizer: torch.optim.Optimizer, params: list[torch.Tensor], tolerance: float) -> None:
-    """Check that values are finite, bases orthonormal, factors symmetric and positive semi-definite, and second moments not negative."""
+def check_state(
+    optimizer: torch.optim.Optimizer, params: list[torch.Tensor], tolerance: float
+) -> None:
+    """Check that values are finite, bases orthonormal, factors symmetric and positive
+    semi-definite, and second moments not negative."""
     for p in params:
         assert bool(p.isfinite().all())
         for name, value in optimizer.state.get(p, {}).items():
@@ -168,9 +187,13 @@ def check_state(optimizer: torch.optim.Optimizer, params: list[torch.Tensor], to
 
 @given(cases(), st.booleans(), st.sampled_from([2**13, 2**28]))
 @settings(max_examples=200, **SETTINGS)
-def test_package_follows_the_reference_where_it_is_well_defined(case: Case, batched: bool, bucket_bytes: int) -> None:
+def test_package_follows_the_reference_where_it_is_well_defined(
+    case: Case, batched: bool, bucket_bytes: int
+) -> None:
     start = starting_points(case.shapes)
-    optimizer, params = optimizer_of(case.kind, case.groups, start, **case.options, batched=batched, bucket_bytes=bucket_bytes)
+    optimizer, params = optimizer_of(
+        case.kind, case.groups, start, **case.options, batched=batched, bucket_bytes=bucket_bytes
+    )
     rng = np.random.default_rng(0)
     pairs = [
         [reference_of(case.kind, [w], {**case.options, **group.options}) for _ in range(2)]
@@ -188,7 +211,10 @@ def test_package_follows_the_reference_where_it_is_well_defined(case: Case, batc
             follows = sensitivity <= 1e-3 * max(lr, largest(w - before))
             well_defined[i] = well_defined[i] and follows and not lacks_rank(reference.state[0])
             if well_defined[i]:
-                assert largest(params[i].detach().numpy() - w) <= 1e-9 * lr + 1e-13 * largest(w) + 10 * sensitivity
+                assert (
+                    largest(params[i].detach().numpy() - w)
+                    <= 1e-9 * lr + 1e-13 * largest(w) + 10 * sensitivity
+                )
     event(f"{sum(well_defined)} of {len(params)} parameters well-defined to the end")
     check_state(optimizer, params, 1e-9)
 
@@ -196,7 +222,9 @@ def test_package_follows_the_reference_where_it_is_well_defined(case: Case, batc
 def run_fp32(case: Case, *, transposed: bool = False, **options: Any) -> list[torch.Tensor]:
     """Run with the default state; returns parameters and state at the end."""
     start = [p.astype(np.float32) for p in starting_points(case.shapes)]
-    optimizer, params = optimizer_of(case.kind, case.groups, start, **{**case.options, "state_dtype": torch.float32, **options})
+    optimizer, params = optimizer_of(
+        case.kind, case.groups, start, **{**case.options, "state_dtype": torch.float32, **options}
+    )
     for p in params:
         if transposed and p.dim() > 1:
             p.data = p.data.mT.contiguous().mT
@@ -214,7 +242,10 @@ def test_invariants_in_fp32(case: Case, transposed: bool, batched: bool, bucket_
     run_fp32(case, transposed=transposed, batched=batched, bucket_bytes=bucket_bytes)
 
 
-@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="only MKL, with MKL_CBWR as in tests/tester.py, promises these bits")
+@pytest.mark.skipif(
+    not torch.backends.mkl.is_available(),
+    reason="only MKL, with MKL_CBWR as in tests/tester.py, promises these bits",
+)
 @given(cases(), st.sampled_from([2**13, 2**28]))
 @settings(max_examples=60, **SETTINGS)
 def test_one_by_one_gives_the_bits_of_batches(case: Case, bucket_bytes: int) -> None:

@@ -1,4 +1,5 @@
-"""One optimizer with several rules: how a group names its rule, which options it takes over, and keys that others leave in groups."""
+"""One optimizer with several rules: how a group names its rule, which options it takes over, and
+keys that others leave in groups."""
 
 import copy
 import pickle
@@ -6,7 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from optim_helpers import all_same, clones, copy_gradients, give_gradients, make, parameter, parameters, run, run_both, same_state
+from optim_helpers import (
+    all_same,
+    clones,
+    copy_gradients,
+    give_gradients,
+    make,
+    parameter,
+    parameters,
+    run,
+    run_both,
+    same_state,
+)
 from strangers import Shampoo
 from test_state import through_a_file
 from torch import nn
@@ -47,7 +59,13 @@ def test_a_group_names_its_rule(muon: dict[str, Any]) -> None:
         AdamW(others[3:4], **common, betas=(0.8, 0.9)),
         MatrixOptimizer(others[4:5], Shampoo(**common, precondition_frequency=3)),
     ]
-    assert [group["rule"] for group in joint.param_groups] == ["soap", "klsoap", "muon", "adamw", "strangers:Shampoo"]
+    assert [group["rule"] for group in joint.param_groups] == [
+        "soap",
+        "klsoap",
+        "muon",
+        "adamw",
+        "strangers:Shampoo",
+    ]
     for step in range(6):
         give_gradients(params, step)
         copy_gradients(params, others)
@@ -55,7 +73,11 @@ def test_a_group_names_its_rule(muon: dict[str, Any]) -> None:
         for one in single:
             one.step()
         if step == 3:
-            resumed = SOAP([{**group, "params": list(group["params"])} for group in groups], lr=3e-2, weight_decay=0.2)
+            resumed = SOAP(
+                [{**group, "params": list(group["params"])} for group in groups],
+                lr=3e-2,
+                weight_decay=0.2,
+            )
             resumed.load_state_dict(through_a_file(joint.state_dict()))
             joint = resumed
     assert all_same(params, others)
@@ -63,10 +85,16 @@ def test_a_group_names_its_rule(muon: dict[str, Any]) -> None:
         assert same_state(joint, [p], one, [q])
 
 
-@pytest.mark.parametrize("how", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize(
+    "how", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"]
+)
 def test_copies_know_the_rules_of_their_groups(how: Any) -> None:
     params = parameters(SHAPES[:3])
-    groups = [{"params": params[:1]}, {"params": params[1:2], "rule": "soap_muon"}, {"params": params[2:], "rule": Shampoo(1e-2)}]
+    groups = [
+        {"params": params[:1]},
+        {"params": params[1:2], "rule": "soap_muon"},
+        {"params": params[2:], "rule": Shampoo(1e-2)},
+    ]
     optimizer = Muon(groups)
     run(optimizer, params, range(3))
     other = how(optimizer)
@@ -77,17 +105,35 @@ def test_copies_know_the_rules_of_their_groups(how: Any) -> None:
 
 
 def test_groups_hold_plain_values() -> None:
-    """A saved state has rules and dtypes by name, so that a state dict is read without the classes."""
-    optimizer = Muon([{"params": [parameter(4, 4)]}, {"params": [parameter(4, 4)], "rule": Shampoo(1e-2, state_dtype=torch.bfloat16)}])
+    """A saved state has rules and dtypes by name, so that a state dict is read without the
+    classes."""
+    optimizer = Muon(
+        [
+            {"params": [parameter(4, 4)]},
+            {"params": [parameter(4, 4)], "rule": Shampoo(1e-2, state_dtype=torch.bfloat16)},
+        ]
+    )
     for group in optimizer.state_dict()["param_groups"]:
-        assert {type(value) for key, value in group.items()} <= {str, int, float, bool, tuple, list, dict, type(None)}
+        assert {type(value) for key, value in group.items()} <= {
+            str,
+            int,
+            float,
+            bool,
+            tuple,
+            list,
+            dict,
+            type(None),
+        }
     assert optimizer.state_dict()["param_groups"][1]["state_dtype"] == "bfloat16"
 
 
 def test_what_a_group_of_another_rule_takes_over_from_the_optimizer() -> None:
-    """It takes over learning rate, weight decay and its method, and options of the engine; but no option that only looks alike, such as a
-    layout or betas."""
-    groups = [{"params": [parameter(4, 4, seed=seed)], "rule": rule} for seed, rule in enumerate(("muon", "adamw", "klsoap", "soap"))]
+    """It takes over learning rate, weight decay and its method, and options of the engine; but no
+    option that only looks alike, such as a layout or betas."""
+    groups = [
+        {"params": [parameter(4, 4, seed=seed)], "rule": rule}
+        for seed, rule in enumerate(("muon", "adamw", "klsoap", "soap"))
+    ]
     groups.append({"params": [parameter(3)], "rule": "adamw", "lr": 0.5, "weight_decay": 0.0})
     groups.append({"params": [parameter(4, 4)], "rule": Muon.rule()})
     given: dict[str, Any] = {
@@ -97,7 +143,14 @@ def test_what_a_group_of_another_rule_takes_over_from_the_optimizer() -> None:
         "nonfinite": "skip",
         "max_state_bytes": 10**6,
     }
-    optimizer = SOAP(groups, **given, state_dtype=torch.float64, betas=(0.5, 0.6), eps=1e-3, matrix_layout="per_expert")
+    optimizer = SOAP(
+        groups,
+        **given,
+        state_dtype=torch.float64,
+        betas=(0.5, 0.6),
+        eps=1e-3,
+        matrix_layout="per_expert",
+    )
     muon, adamw, kl, soap, own, instance = optimizer.param_groups
     for group in (muon, adamw, kl, soap):
         assert {key: group[key] for key in given} == given
@@ -107,10 +160,17 @@ def test_what_a_group_of_another_rule_takes_over_from_the_optimizer() -> None:
     assert kl["betas"] == (0.9, 0.95)
     assert soap["betas"] == (0.5, 0.6)
     assert soap["matrix_layout"] == "per_expert"
-    assert adamw["betas"] == (0.5, 0.6)  # SOAP has AdamW for its vectors, so that these are AdamW's options, too
+    assert adamw["betas"] == (
+        0.5,
+        0.6,
+    )  # SOAP has AdamW for its vectors, so that these are AdamW's options, too
     assert adamw["eps"] == 1e-3
     assert (own["lr"], own["weight_decay"], own["nonfinite"]) == (0.5, 0.0, "skip")
-    assert (instance["lr"], instance["weight_decay"], instance["nonfinite"]) == (1e-2, 0.01, "raise")
+    assert (instance["lr"], instance["weight_decay"], instance["nonfinite"]) == (
+        1e-2,
+        0.01,
+        "raise",
+    )
     assert "momentum" not in soap
 
 
@@ -122,20 +182,36 @@ def test_a_scheduler_that_turns_betas_leaves_groups_without_them_alone() -> None
     seen = set()
     for step in range(9):
         run(optimizer, params, range(step, step + 1))
-        seen.add((optimizer.param_groups[0]["betas"][0], optimizer.param_groups[1]["momentum"], optimizer.param_groups[1]["lr"]))
+        seen.add(
+            (
+                optimizer.param_groups[0]["betas"][0],
+                optimizer.param_groups[1]["momentum"],
+                optimizer.param_groups[1]["lr"],
+            )
+        )
         scheduler.step()
     assert len(seen) == 9
     assert {momentum for _, momentum, _ in seen} == {0.95}
 
 
 def test_rules_that_are_not_known() -> None:
-    for name, problem in (("moun", "give one of"), ("strangers:Adam", "module:Class"), ("nowhere:Rule", "module:Class")):
+    for name, problem in (
+        ("moun", "give one of"),
+        ("strangers:Adam", "module:Class"),
+        ("nowhere:Rule", "module:Class"),
+    ):
         with pytest.raises(ValueError, match=f"rule '{name}' is not known.*{problem}"):
             SOAP([{"params": [parameter(2, 2)], "rule": name}])
     with pytest.raises(ValueError, match=r"not a subclass of lather\.optim\.Rule"):
         SOAP([{"params": [parameter(2, 2)], "rule": "strangers:torch"}])
     for rule in (torch.optim.AdamW, dict, 3):
-        with pytest.raises(TypeError, match=r"rule=.* of a parameter group is not valid: give a rule's name, its class, or an instance"):
+        with pytest.raises(
+            TypeError,
+            match=(
+                r"rule=.* of a parameter group is not valid: give a "
+                r"rule's name, its class, or an instance"
+            ),
+        ):
             SOAP([{"params": [parameter(2, 2)], "rule": rule}])
 
 
@@ -146,7 +222,7 @@ def test_options_of_another_rule_are_checked_by_that_rule() -> None:
         SOAP([{"params": [parameter(2, 2)], "rule": "klsoap", "eigenvalue_flor": 1.0}])
 
 
-# --- a good guest ---------------------------------------------------------------------------------------------------------------------
+# --- a good guest ---------------------------------------------------------------------------------
 
 OF_OTHERS = {
     "foreach": None,
@@ -170,13 +246,17 @@ OF_OTHERS = {
 """Keys that torchtitan, timm and others leave in groups."""
 
 
-@pytest.mark.parametrize("kind", ["soap", "kl_soap", "stacked_soap", "muon", "soap_muon", "adamw", "shampoo", "lion"])
+@pytest.mark.parametrize(
+    "kind", ["soap", "kl_soap", "stacked_soap", "muon", "soap_muon", "adamw", "shampoo", "lion"]
+)
 def test_keys_of_others_are_kept_and_ignored(kind: str, recwarn: pytest.WarningsRecorder) -> None:
     params = parameters([(6, 4), (4, 6)])
     others = clones(params)
     optimizer, plain = make(kind, params), make(kind, others)
     group = optimizer.param_groups.pop()
-    rule_and_options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    rule_and_options = {
+        key: value for key, value in group.items() if key not in ("params", "param_names")
+    }
     optimizer.add_param_group({"params": params, **rule_and_options, **OF_OTHERS})
     run_both((optimizer, params), (plain, others), range(4))
     assert all_same(params, others)
@@ -206,11 +286,13 @@ def test_keys_of_others_are_kept_and_ignored(kind: str, recwarn: pytest.Warnings
     ],
 )
 def test_near_misses_are_refused(cls: Any, key: str, meant: str) -> None:
-    with pytest.raises(ValueError, match=f"unknown option '{key}' in a parameter group: did you mean '{meant}'"):
+    with pytest.raises(
+        ValueError, match=f"unknown option '{key}' in a parameter group: did you mean '{meant}'"
+    ):
         cls([{"params": [parameter(2, 2)], key: 0.1}], lr=1e-3)
 
 
-# --- frozen and thawed ----------------------------------------------------------------------------------------------------------------
+# --- frozen and thawed ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["soap", "kl_soap", "soap_muon", "muon", "adamw", "shampoo"])
@@ -221,7 +303,9 @@ def test_frozen_parameters_are_stepped_once_they_have_gradients(kind: str) -> No
         p.requires_grad_(False)
     optimizer, single = make(kind, params), make(kind, alone)
     run(optimizer, params[:1], range(3))
-    optimizer.load_state_dict(through_a_file(optimizer.state_dict()))  # the state of parameters without any
+    optimizer.load_state_dict(
+        through_a_file(optimizer.state_dict())
+    )  # the state of parameters without any
     run(optimizer, params[:1], range(3, 5))
     assert all_same(params[1:], alone)
     assert not any(optimizer.state.get(p) for p in params[1:])

@@ -1,4 +1,5 @@
-"""Ready-made intervals between refreshes: their numbers, their limits, and how often they refresh."""
+"""Ready-made intervals between refreshes: their numbers, their limits, and how often they
+refresh."""
 
 import copy
 import pickle
@@ -42,7 +43,9 @@ def test_from_the_least_to_the_most_without_a_step_back(cls: Any) -> None:
 @by_class
 def test_equal_pickled_and_shown(cls: Any) -> None:
     schedule = cls(1, 8, 5)
-    assert pickle.loads(pickle.dumps(schedule)) == copy.deepcopy(schedule) == schedule != cls(1, 8, 6)
+    assert (
+        pickle.loads(pickle.dumps(schedule)) == copy.deepcopy(schedule) == schedule != cls(1, 8, 6)
+    )
     assert hash(schedule) == hash(cls(1, 8, 5))
     assert repr(schedule).startswith(f"{cls.__name__}(min_frequency=1")
 
@@ -73,11 +76,15 @@ def doubling(t: int) -> int:
     [1, 3, doubling, LinearFrequency(1, 4, 8), CosineFrequency(1, 4, 8), StepFrequency(1, 4, 4)],
     ids=["one", "three", "function", "linear", "cosine", "step"],
 )
-@pytest.mark.parametrize("kind", [*FEW_SOAP_KINDS, "soap_muon_per_expert", "shampoo_per_expert", "shampoo"])
+@pytest.mark.parametrize(
+    "kind", [*FEW_SOAP_KINDS, "soap_muon_per_expert", "shampoo_per_expert", "shampoo"]
+)
 def test_bases_are_refreshed_at_the_steps_that_the_interval_says(kind: str, frequency: Any) -> None:
     p = parameter(4, 4) if kind == "shampoo" else parameter(3, 4, 4)
     optimizer = make(kind, [p], precondition_frequency=frequency)
-    first = 1 if kind.startswith(("soap", "shampoo")) else 2  # KL rules refresh first in the step after the warm-up
+    first = (
+        1 if kind.startswith(("soap", "shampoo")) else 2
+    )  # KL rules refresh first in the step after the warm-up
     per_refresh = 2 * 3 if "per_expert" in kind else 2 if kind in ("stacked_soap", "shampoo") else 3
     expected, refreshed = [], []
     for t in range(1, 13):
@@ -93,7 +100,9 @@ def test_bases_are_refreshed_at_the_steps_that_the_interval_says(kind: str, freq
 
 def test_every_step_of_the_warm_up_refreshes() -> None:
     p = parameter(4, 4)
-    optimizer = make("soap", [p], precondition_frequency=5, precondition_warmup_steps=4, adam_warmup_steps=2)
+    optimizer = make(
+        "soap", [p], precondition_frequency=5, precondition_warmup_steps=4, adam_warmup_steps=2
+    )
     done = []
     for t in range(1, 11):
         run(optimizer, [p], range(t, t + 1))

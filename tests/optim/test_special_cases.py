@@ -1,4 +1,5 @@
-"""Special cases in which the family is another optimizer, or one member of the family is another member."""
+"""Special cases in which the family is another optimizer, or one member of the family is another
+member."""
 
 from typing import Any
 
@@ -23,6 +24,7 @@ from optim_helpers import (
     run_both,
     same,
 )
+from torch import Tensor
 
 from lather.optim import KLSOAP, SOAP, EmbeddingSOAP, StackedSOAP
 from lather.optim.rules.adamw import AdamWRule
@@ -31,7 +33,11 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 few_kinds = pytest.mark.parametrize("kind", FEW_KINDS)
 
 
-@pytest.mark.parametrize("identity_basis", [{"max_precond_dim": 0}, {"adam_warmup_steps": 100}], ids=["no_factor", "warm_up"])
+@pytest.mark.parametrize(
+    "identity_basis",
+    [{"max_precond_dim": 0}, {"adam_warmup_steps": 100}],
+    ids=["no_factor", "warm_up"],
+)
 @pytest.mark.parametrize("kind", [kind for kind in SOAP_KINDS if kind != "soap_orthogonalized"])
 def test_identity_basis_equals_adamw(kind: str, identity_basis: dict[str, Any]) -> None:
     settings = {"lr": 1e-2, "betas": (0.9, 0.97), "eps": 1e-6, "weight_decay": 0.1}
@@ -49,13 +55,23 @@ def test_coupled_decay_with_identity_basis_equals_adam(cls: Any) -> None:
     coupled = coupled_decay("soap" if cls is SOAP else "kl_soap")
     ours = parameters(dtype=torch.float64)
     theirs = clones(ours)
-    a = cls(ours, lr=1e-2, weight_decay=0.3, max_precond_dim=0, betas=(0.9, 0.95), state_dtype=torch.float64, **coupled)
+    a = cls(
+        ours,
+        lr=1e-2,
+        weight_decay=0.3,
+        max_precond_dim=0,
+        betas=(0.9, 0.95),
+        state_dtype=torch.float64,
+        **coupled,
+    )
     b = torch.optim.Adam(theirs, lr=1e-2, weight_decay=0.3, betas=(0.9, 0.95))
     run_both((a, ours), (b, theirs), range(8))
     assert largest_difference(ours, theirs) <= 1e-14
 
 
-@pytest.mark.parametrize(("method", "share"), [("decoupled", 0.1 * 0.5), ("independent", 0.5), ("palm", 0.1**2 * 0.5)])
+@pytest.mark.parametrize(
+    ("method", "share"), [("decoupled", 0.1 * 0.5), ("independent", 0.5), ("palm", 0.1**2 * 0.5)]
+)
 def test_decoupled_decays_take_their_share(method: str, share: float) -> None:
     p = parameter(4, 5, dtype=torch.float64)
     start = p.detach().clone()
@@ -70,7 +86,10 @@ def test_stacked_on_two_dims_is_exactly_tensor(cls: Any) -> None:
     params = parameters([(6, 4), (4, 7)])
     others = clones(params)
     options = {"lr": 1e-2, "precondition_frequency": 2}
-    a, b = cls(params, matrix_layout="stacked", **options), cls(others, matrix_layout="tensor", **options)
+    a, b = (
+        cls(params, matrix_layout="stacked", **options),
+        cls(others, matrix_layout="tensor", **options),
+    )
     run_both((a, params), (b, others), range(7))
     assert all_same(params, others)
 
@@ -79,9 +98,15 @@ def test_stacked_soap_is_kl_soap_on_the_merged_matrix() -> None:
     for shape in ((3, 8, 4), (3, 4, 8)):
         p = parameter(*shape, dtype=torch.float64)
         b, m, n = shape
-        merged = (lambda x: x.movedim(0, 1).reshape(m, b * n)) if n <= m else (lambda x: x.reshape(b * m, n))  # noqa: B023
+
+        def merged(x: Tensor, m: int = m, n: int = n, b: int = b) -> Tensor:
+            return x.movedim(0, 1).reshape(m, b * n) if n <= m else x.reshape(b * m, n)
+
         q = torch.nn.Parameter(merged(p.detach()).clone())
-        stacked, plain = StackedSOAP([p], 1e-2, state_dtype=torch.float64), KLSOAP([q], 1e-2, state_dtype=torch.float64)
+        stacked, plain = (
+            StackedSOAP([p], 1e-2, state_dtype=torch.float64),
+            KLSOAP([q], 1e-2, state_dtype=torch.float64),
+        )
         for step in range(6):
             give_gradients([p], step)
             q.grad = merged(p.grad).clone()
@@ -90,12 +115,22 @@ def test_stacked_soap_is_kl_soap_on_the_merged_matrix() -> None:
         assert same(merged(p.detach()), q.detach())
 
 
-@pytest.mark.parametrize(("shape", "tolerance"), [((5, 16, 24), 0.0), ((3, 32, 32), 0.0), ((5, 7, 7), 1e-4)], ids=str)
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if "per_expert" in kind or kind == "soap_one_sided"])
-def test_an_expert_alone_gives_the_same_as_in_a_stack(kind: str, shape: tuple[int, ...], tolerance: float) -> None:
-    """They are equal to the bit if every matrix of the stack starts on a cache line, on which MKL's results depend; otherwise up to
-    rounding."""
-    options = {"precondition_frequency": 2, "adam_warmup_steps": 3, **({"second_moment": "rotate"} if "soap" in kind else {})}
+@pytest.mark.parametrize(
+    ("shape", "tolerance"), [((5, 16, 24), 0.0), ((3, 32, 32), 0.0), ((5, 7, 7), 1e-4)], ids=str
+)
+@pytest.mark.parametrize(
+    "kind", [kind for kind in KINDS if "per_expert" in kind or kind == "soap_one_sided"]
+)
+def test_an_expert_alone_gives_the_same_as_in_a_stack(
+    kind: str, shape: tuple[int, ...], tolerance: float
+) -> None:
+    """They are equal to the bit if every matrix of the stack starts on a cache line, on which MKL's
+    results depend; otherwise up to rounding."""
+    options = {
+        "precondition_frequency": 2,
+        "adam_warmup_steps": 3,
+        **({"second_moment": "rotate"} if "soap" in kind else {}),
+    }
     stack = [parameter(*shape)]
     alone = clones(stack[0].detach().unbind())
     together, apart = make(kind, stack, **options), make(kind, alone, **options)
@@ -110,8 +145,14 @@ def test_an_expert_alone_gives_the_same_as_in_a_stack(kind: str, shape: tuple[in
 
 @every_kind
 def test_a_wide_matrix_is_its_transposed_tall_one(kind: str) -> None:
-    wide, tall = [parameter(5, 8, dtype=torch.float64)], [torch.nn.Parameter(parameter(5, 8, dtype=torch.float64).detach().T.contiguous())]
-    options = {**FULL_RANK, **({"normalize": None} if "normalize" in KINDS[kind][1] else {})}  # only rows are normalized
+    wide, tall = (
+        [parameter(5, 8, dtype=torch.float64)],
+        [torch.nn.Parameter(parameter(5, 8, dtype=torch.float64).detach().T.contiguous())],
+    )
+    options = {
+        **FULL_RANK,
+        **({"normalize": None} if "normalize" in KINDS[kind][1] else {}),
+    }  # only rows are normalized
     a, b = make(kind, wide, **options), make(kind, tall, **options)
     for step in range(9):
         give_gradients(wide, step)
@@ -127,7 +168,11 @@ def test_an_expert_without_tokens_keeps_factors_and_basis() -> None:
         p = parameter(3, 4, 4)
         optimizer = make(kind, [p], precondition_frequency=1)
         run(optimizer, [p], range(3))
-        keys = [key for key in optimizer.state[p] if key.startswith(("factor", "basis", "eigenvalues", "root"))]
+        keys = [
+            key
+            for key in optimizer.state[p]
+            if key.startswith(("factor", "basis", "eigenvalues", "root"))
+        ]
         before = {key: optimizer.state[p][key].clone() for key in keys}
         give_gradients([p], 3)
         p.grad[1] = 0
@@ -155,7 +200,9 @@ def test_an_expert_that_never_saw_a_token_is_left_alone() -> None:
             assert torch.equal(optimizer.state[p]["eigenvalues_0"][0], torch.ones(4))
 
 
-@pytest.mark.parametrize(("dtype", "is_fused"), [(torch.float32, True), (torch.bfloat16, False)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "is_fused"), [(torch.float32, True), (torch.bfloat16, False)], ids=str
+)
 def test_the_rest_takes_torchs_fused_kernel_where_its_dtypes_allow(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, is_fused: bool
 ) -> None:
@@ -178,12 +225,24 @@ def test_the_rest_takes_torchs_fused_kernel_where_its_dtypes_allow(
     [
         {"precondition_frequency": 1},
         {"precondition_frequency": 3, "use_nesterov": True, "second_moment": "rotate"},
-        {"precondition_frequency": 2, "statistics_of": "momentum", "sides": "smaller", "matrix_layout": "per_expert"},
-        {"precondition_frequency": 2, "weight_decay": 0.3, "weight_decay_method": "l2", "orthogonalize": True},
+        {
+            "precondition_frequency": 2,
+            "statistics_of": "momentum",
+            "sides": "smaller",
+            "matrix_layout": "per_expert",
+        },
+        {
+            "precondition_frequency": 2,
+            "weight_decay": 0.3,
+            "weight_decay_method": "l2",
+            "orthogonalize": True,
+        },
     ],
     ids=str,
 )
-def test_momentum_in_parameter_coordinates_is_the_one_in_the_bases_projected_out(options: dict[str, Any]) -> None:
+def test_momentum_in_parameter_coordinates_is_the_one_in_the_bases_projected_out(
+    options: dict[str, Any],
+) -> None:
     ours, theirs = parameters(MATRICES, torch.float64), parameters(MATRICES, torch.float64)
     own = SOAP(ours, momentum_in="parameter", **FULL_RANK, **options)
     turned = SOAP(theirs, **FULL_RANK, **options)
@@ -191,23 +250,40 @@ def test_momentum_in_parameter_coordinates_is_the_one_in_the_bases_projected_out
     assert largest_difference(ours, theirs) <= 1e-10
     state = turned.state[theirs[0]]
     m = state["basis_0"] @ state["exp_avg"] if "basis_0" in state else state["exp_avg"]
-    assert torch.allclose(own.state[ours[0]]["momentum_buffer"], m @ state["basis_1"].mT, rtol=0, atol=1e-10)
+    assert torch.allclose(
+        own.state[ours[0]]["momentum_buffer"], m @ state["basis_1"].mT, rtol=0, atol=1e-10
+    )
     with pytest.raises(ValueError, match="exp_avg missing"):
         SOAP(theirs, **FULL_RANK, **options).load_state_dict(
-            {"state": own.state_dict()["state"], "param_groups": turned.state_dict()["param_groups"]}
+            {
+                "state": own.state_dict()["state"],
+                "param_groups": turned.state_dict()["param_groups"],
+            }
         )
 
 
 def test_embedding_soap_is_soap_with_one_side_renewed_at_every_step() -> None:
-    """The bits are equal on an embedding, its transpose and a vector; with other defaults they are not."""
-    options = {"betas": (0.9, 0.95), "sides": "smaller", "precondition_frequency": 1, "second_moment": "rotate"}
+    """The bits are equal on an embedding, its transpose and a vector; with other defaults they are
+    not."""
+    options = {
+        "betas": (0.9, 0.95),
+        "sides": "smaller",
+        "precondition_frequency": 1,
+        "second_moment": "rotate",
+    }
     ours = parameters([(40, 6), (6, 40), (6,)])
     theirs, others = clones(ours), clones(ours)
-    run_both((EmbeddingSOAP(ours, lr=1e-2), ours), (SOAP(theirs, lr=1e-2, **options), theirs), range(8))
+    run_both(
+        (EmbeddingSOAP(ours, lr=1e-2), ours), (SOAP(theirs, lr=1e-2, **options), theirs), range(8)
+    )
     run(SOAP(others, lr=1e-2), others, range(8))
     assert largest_difference(ours, theirs) == 0
     assert largest_difference(ours, others) > 1e-4
     state = EmbeddingSOAP(parameters([(40, 6)]), lr=1e-2)
     state.param_groups[0]["params"][0].grad = torch.ones(40, 6)
     state.step()
-    assert {key: tuple(x.shape) for key, x in next(iter(state.state.values())).items() if key.startswith("basis")} == {"basis_1": (6, 6)}
+    assert {
+        key: tuple(x.shape)
+        for key, x in next(iter(state.state.values())).items()
+        if key.startswith("basis")
+    } == {"basis_1": (6, 6)}

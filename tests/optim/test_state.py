@@ -1,4 +1,5 @@
-"""The state of an optimizer: exact when saved and loaded, refused when it does not fit, made on request."""
+"""The state of an optimizer: exact when saved and loaded, refused when it does not fit, made on
+request."""
 
 import copy
 import io
@@ -7,7 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from optim_helpers import FEW_KINDS, KINDS, all_same, clones, give_gradients, make, parameter, parameters, run, run_both, same, same_state
+from optim_helpers import (
+    FEW_KINDS,
+    KINDS,
+    all_same,
+    clones,
+    give_gradients,
+    make,
+    parameter,
+    parameters,
+    run,
+    run_both,
+    same,
+    same_state,
+)
 
 from lather.optim import KLSOAP, SOAP, AdamW, MatrixOptimizer, StackedSOAP
 from lather.optim.schedules import LinearFrequency
@@ -24,10 +38,13 @@ def through_a_file(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype"), [*((kind, torch.float32) for kind in KINDS), *((kind, torch.bfloat16) for kind in FEW_KINDS)], ids=str
+    ("kind", "dtype"),
+    [*((kind, torch.float32) for kind in KINDS), *((kind, torch.bfloat16) for kind in FEW_KINDS)],
+    ids=str,
 )
 def test_state_is_exact_when_saved_and_loaded_at_any_time(kind: str, dtype: torch.dtype) -> None:
-    """It is saved before the first step, after it, in mid-interval, and after a refresh; the steps that follow are the same to the bit."""
+    """It is saved before the first step, after it, in mid-interval, and after a refresh; the steps
+    that follow are the same to the bit."""
     params = parameters([(5, 6), (2, 4, 3), (6,), ()], dtype)
     optimizer = make(kind, params)
     for step in range(7):
@@ -36,7 +53,9 @@ def test_state_is_exact_when_saved_and_loaded_at_any_time(kind: str, dtype: torc
             resumed = make(kind, others)
             resumed.load_state_dict(through_a_file(optimizer.state_dict()))
             assert same_state(optimizer, params, resumed, others)
-            assert {value.dtype for p in others for value in resumed.state.get(p, {}).values()} <= {torch.float32}
+            assert {value.dtype for p in others for value in resumed.state.get(p, {}).values()} <= {
+                torch.float32
+            }
             carried_on, its_params = copy.deepcopy((optimizer, params))
             run_both((carried_on, its_params), (resumed, others), range(step, step + 2))
             assert all_same(its_params, others)
@@ -72,7 +91,13 @@ def test_state_of_other_dtypes_is_exact_too(kind: str, state_dtype: Any) -> None
     )
     wide = torch.float64 if state_dtype is torch.float64 else torch.float32
     for name, value in optimizer.state[params[0]].items():
-        expected = moments if name.startswith(("exp_avg", "momentum_buffer")) else bases if name.startswith(("basis", "root")) else wide
+        expected = (
+            moments
+            if name.startswith(("exp_avg", "momentum_buffer"))
+            else bases
+            if name.startswith(("basis", "root"))
+            else wide
+        )
         assert value.dtype == (torch.float32 if name == "step" else expected), name
 
 
@@ -97,7 +122,10 @@ def test_a_schedule_of_refreshes_is_not_saved_and_the_loader_keeps_its_own() -> 
     others = clones(params)
     resumed = make("soap", others, precondition_frequency=schedule)
     resumed.load_state_dict(saved)
-    assert [group["precondition_frequency"] for group in resumed.param_groups] == [schedule, schedule]
+    assert [group["precondition_frequency"] for group in resumed.param_groups] == [
+        schedule,
+        schedule,
+    ]
     run_both((optimizer, params), (resumed, others), range(4, 9))
     assert all_same(params, others)
 
@@ -122,11 +150,14 @@ def test_loaded_state_is_a_copy() -> None:
 ADAM = "exp_avg exp_avg_sq"
 BOTH_SIDES = "factor_0 factor_1 basis_0 basis_1"
 KEYS = {
-    **dict.fromkeys(["soap", "soap_per_expert", "soap_stacked", "soap_orthogonalized"], f"{ADAM} {BOTH_SIDES}"),
+    **dict.fromkeys(
+        ["soap", "soap_per_expert", "soap_stacked", "soap_orthogonalized"], f"{ADAM} {BOTH_SIDES}"
+    ),
     "soap_own_momentum_per_expert": f"momentum_buffer exp_avg_sq {BOTH_SIDES}",
     "soap_one_sided": f"{ADAM} factor_1 basis_1",
     **dict.fromkeys(
-        ["kl_soap", "kl_soap_per_expert", "kl_soap_floor", "rekls", "stacked_soap"], f"{ADAM} {BOTH_SIDES} eigenvalues_0 eigenvalues_1"
+        ["kl_soap", "kl_soap_per_expert", "kl_soap_floor", "rekls", "stacked_soap"],
+        f"{ADAM} {BOTH_SIDES} eigenvalues_0 eigenvalues_1",
     ),
     "muon": "momentum_buffer",
     "muon_per_expert": "momentum_buffer row_moment",
@@ -134,7 +165,10 @@ KEYS = {
     "soap_muon": "momentum_buffer exp_avg_sq factor_1 basis_1",
     "soap_muon_per_expert": f"momentum_buffer exp_avg_sq {BOTH_SIDES}",
     "adamw": ADAM,
-    **dict.fromkeys(["shampoo", "shampoo_per_expert", "shampoo_stacked"], "exp_avg factor_0 factor_1 root_0 root_1"),
+    **dict.fromkeys(
+        ["shampoo", "shampoo_per_expert", "shampoo_stacked"],
+        "exp_avg factor_0 factor_1 root_0 root_1",
+    ),
     **dict.fromkeys(["lion", "lion_per_expert"], "exp_avg"),
 }
 """State keys of a matrix (6, 4)."""
@@ -147,7 +181,11 @@ def test_init_state_makes_the_keys_that_the_first_step_makes_and_changes_nothing
     prepared, plain = make(kind, params), make(kind, others)
     prepared.init_state()
     assert prepared.state[params[0]].keys() == {"step", *KEYS[kind].split()}
-    assert prepared.state[params[3]].keys() == {"step", "exp_avg", *([] if kind.startswith(("shampoo", "lion")) else ["exp_avg_sq"])}
+    assert prepared.state[params[3]].keys() == {
+        "step",
+        "exp_avg",
+        *([] if kind.startswith(("shampoo", "lion")) else ["exp_avg_sq"]),
+    }
     assert all(int(prepared.state[p]["step"]) == 0 for p in params)
     for p in (params[0], params[2]):
         for name in [name for name in prepared.state[p] if name.startswith(("basis", "root"))]:
@@ -178,7 +216,7 @@ def test_hooks_around_loading_see_and_change_what_is_loaded() -> None:
     assert torch.equal(loaded.state[a]["exp_avg"], 2 * saved.state[a]["exp_avg"])
 
 
-# --- states that do not fit -----------------------------------------------------------------------------------------------------------
+# --- states that do not fit -----------------------------------------------------------------------
 
 
 def trained(cls: type[MatrixOptimizer], *shapes: tuple[int, ...], **options: Any) -> dict[str, Any]:
@@ -190,7 +228,13 @@ def trained(cls: type[MatrixOptimizer], *shapes: tuple[int, ...], **options: Any
 
 def without(key: str) -> dict[str, Any]:
     saved = trained(SOAP, (4, 6), (5, 5))
-    return {**saved, "state": {i: {name: x for name, x in state.items() if name != key} for i, state in saved["state"].items()}}
+    return {
+        **saved,
+        "state": {
+            i: {name: x for name, x in state.items() if name != key}
+            for i, state in saved["state"].items()
+        },
+    }
 
 
 def with_a_number_for_a_tensor() -> dict[str, Any]:
@@ -253,5 +297,7 @@ def test_a_misfit_of_kl_soap_and_of_a_layout() -> None:
 
 
 def test_state_of_another_rule_is_refused_even_if_it_fits() -> None:
-    with pytest.raises(ValueError, match=r"saved group 0 has rule 'soap', this optimizer's has 'adamw'"):
+    with pytest.raises(
+        ValueError, match=r"saved group 0 has rule 'soap', this optimizer's has 'adamw'"
+    ):
         AdamW(parameters([(4,)])).load_state_dict(trained(SOAP, (4,)))

@@ -1,4 +1,5 @@
-"""Walks along the table: what is alive at which moment; and that nothing is left after a step, or after an error."""
+"""Walks along the table: what is alive at which moment; and that nothing is left after a step, or
+after an error."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def micro_batches(pair: Pair) -> list[MicroBatch]:
     return pair.engine._micro_batches(pair.share_of(pair.tokens()), 10.0, [1 / number] * number)
 
 
-# --- one process ----------------------------------------------------------------------------------------------------------------------
+# --- one process ----------------------------------------------------------------------------------
 
 
 def test_the_number_and_shape_of_micro_batches_are_checked_first() -> None:
@@ -45,15 +46,22 @@ def test_the_number_and_shape_of_micro_batches_are_checked_first() -> None:
     batches = micro_batches(pair)
     with pytest.raises(ValueError, match=r"got 2 micro-batches: this schedule is for 3"):
         executor_of(pair).run(batches[:2])
-    short = replace(batches[2], tokens_BS=batches[2].tokens_BS[:, :-1], labels_BS=batches[2].labels_BS[:, :-1])
-    with pytest.raises(ValueError, match=r"tokens of micro-batch 2 have shape \(1, 5\): every micro-batch must have \(1, 6\)"):
+    short = replace(
+        batches[2], tokens_BS=batches[2].tokens_BS[:, :-1], labels_BS=batches[2].labels_BS[:, :-1]
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"tokens of micro-batch 2 have shape \(1, 5\): every micro-batch must have \(1, 6\)",
+    ):
         executor_of(pair).run([*batches[:2], short])
     assert all(p.grad is None for p in pair.engine.part.parameters())
     executor_of(pair).run(batches)
 
 
 def gradients(pair: Pair) -> dict[str, Tensor]:
-    return {name: p.grad.clone() for name, p in pair.engine.parameters.named() if p.grad is not None}
+    return {
+        name: p.grad.clone() for name, p in pair.engine.parameters.named() if p.grad is not None
+    }
 
 
 class FaultError(RuntimeError):
@@ -61,7 +69,9 @@ class FaultError(RuntimeError):
 
 
 @pytest.mark.parametrize("at", [1, 3, 6, 13, 22])
-def test_a_step_after_an_error_in_backward_is_as_if_nothing_had_been(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_after_an_error_in_backward_is_as_if_nothing_had_been(
+    at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Backward fails after `at` segments, some of which leave weight gradients in the queue."""
     fresh, pair = make_pair(Case(layers=3)), make_pair(Case(layers=3))
     expected = fresh.run(fresh.tokens())
@@ -121,7 +131,9 @@ def test_validation_keeps_nothing_and_leaves_nothing() -> None:
         assert alive.now == 0
 
 
-def test_masks_and_tables_of_packed_micro_batches_are_those_of_the_live_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_and_tables_of_packed_micro_batches_are_those_of_the_live_chunks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pair = make_pair(Case(layers=2, num_micro_batches=6))
     batch = pair.share_of(pair.tokens())
     begins_BS = torch.zeros(batch.inputs_BS.shape, dtype=torch.bool)
@@ -149,7 +161,7 @@ def test_masks_and_tables_of_packed_micro_batches_are_those_of_the_live_chunks(m
     assert not any(batch.layout._made for batch in batches)
 
 
-# --- four ranks -----------------------------------------------------------------------------------------------------------------------
+# --- four ranks -----------------------------------------------------------------------------------
 
 CASES = {
     "2 x 2 data": Case(pp=2),
@@ -216,7 +228,8 @@ class Watch(Recorder):
         self.look_at_receives(str(action))
 
     def look_at_receives(self, when: str) -> None:
-        """Check that an input is gone after its chunk's backward, and a gradient after the backward and the work that this put off."""
+        """Check that an input is gone after its chunk's backward, and a gradient after the backward
+        and the work that this put off."""
         for (kind, *key), storage in self.received.items():
             stage, micro_batch = key
             backward = any((one, stage, micro_batch) in self.done for one in BACKWARDS)
@@ -224,7 +237,9 @@ class Watch(Recorder):
             weights = (Kind.BACKWARD_WEIGHT, stage, micro_batch) in self.done
             over = backward and (weights or not put_off) if kind is Kind.RECV_B else backward
             if over and storage() is not None:
-                self.problems.append(f"after {when} the buffer of {stage}{kind}{micro_batch} is alive")
+                self.problems.append(
+                    f"after {when} the buffer of {stage}{kind}{micro_batch} is alive"
+                )
 
     def waiting(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -246,8 +261,9 @@ def watch(pair: Pair) -> Watch:
 
 
 def settled(alive: PeakBytes, expected: tuple[int, int], patience: float) -> tuple[int, int]:
-    """Return the alive bytes and tensors, as soon as they are no more than expected or after `patience` seconds: gloo's threads let go of
-    what was reduced some time after the wait for it."""
+    """Return the alive bytes and tensors, as soon as they are no more than expected or after
+    `patience` seconds: gloo's threads let go of what was reduced some time after the wait for
+    it."""
     deadline = time.monotonic() + patience
     while True:
         gc.collect()
@@ -289,12 +305,22 @@ def walk_through(case: Case) -> dict[str, Any]:
     row = executor.schedule.ranks[executor.rank]
     return {
         "problems": watched.problems,
-        "tapes": (watched.peak_tapes, executor.schedule.peak_live_chunks(executor.rank), 2 * case.pp + 1),
+        "tapes": (
+            watched.peak_tapes,
+            executor.schedule.peak_live_chunks(executor.rank),
+            2 * case.pp + 1,
+        ),
         "most sends": watched.most_sends,
-        "put off": (watched.deferred > 0, any(action.kind is Kind.BACKWARD_INPUT for action in row)),
+        "put off": (
+            watched.deferred > 0,
+            any(action.kind is Kind.BACKWARD_INPUT for action in row),
+        ),
         "received": len(watched.received),
         "receives": sum(action.kind in (Kind.RECV_F, Kind.RECV_B) for action in row),
-        "sends": (len(watched.sends), sum(action.kind in (Kind.SEND_F, Kind.SEND_B) for action in row)),
+        "sends": (
+            len(watched.sends),
+            sum(action.kind in (Kind.SEND_F, Kind.SEND_B) for action in row),
+        ),
         "waited": all(send.waited for send in watched.sends),
         "sent bytes left": sum(send.bytes_left() for send in watched.sends),
         "alive": (after_second, after_third),
@@ -312,21 +338,27 @@ def seen() -> list[dict[str, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_tapes_alive_are_those_of_the_table_and_at_most_2p_plus_1(name: str, seen: list[dict[str, dict[str, Any]]]) -> None:
+def test_tapes_alive_are_those_of_the_table_and_at_most_2p_plus_1(
+    name: str, seen: list[dict[str, dict[str, Any]]]
+) -> None:
     for rank in seen:
         tapes, of_table, limit = rank[name]["tapes"]
         assert tapes == of_table <= limit
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_no_receive_buffer_outlives_its_reader_and_no_weight_gradient_its_queue(name: str, seen: list[dict[str, dict[str, Any]]]) -> None:
+def test_no_receive_buffer_outlives_its_reader_and_no_weight_gradient_its_queue(
+    name: str, seen: list[dict[str, dict[str, Any]]]
+) -> None:
     for rank in seen:
         assert rank[name]["problems"] == []
         assert rank[name]["received"] == rank[name]["receives"] > 0
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_weight_gradients_are_put_off_wherever_the_table_says_so(name: str, seen: list[dict[str, dict[str, Any]]]) -> None:
+def test_weight_gradients_are_put_off_wherever_the_table_says_so(
+    name: str, seen: list[dict[str, dict[str, Any]]]
+) -> None:
     assert any(rank[name]["put off"][1] for rank in seen)
     for rank in seen:
         found, of_table = rank[name]["put off"]
@@ -334,7 +366,9 @@ def test_weight_gradients_are_put_off_wherever_the_table_says_so(name: str, seen
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_send_is_waited_for_and_what_was_sent_is_given_back(name: str, seen: list[dict[str, dict[str, Any]]]) -> None:
+def test_every_send_is_waited_for_and_what_was_sent_is_given_back(
+    name: str, seen: list[dict[str, dict[str, Any]]]
+) -> None:
     for rank in seen:
         sent, of_table = rank[name]["sends"]
         assert sent == of_table > 0

@@ -1,11 +1,15 @@
-"""Counts what an MoE block keeps between forward and backward, to the byte: every alive storage, whoever holds it.
+"""Counts what an MoE block keeps between forward and backward, to the byte: every alive storage,
+whoever holds it.
 
-    attention and norms     measured by themselves, without the normed rows, which are made again from the residual
-    experts                 2F for each pair of token and expert; under expert parallelism also the R received rows (D)
+    attention and norms     measured by themselves, without the normed rows, which are made again
+                            from the residual
+    experts                 2F for each pair of token and expert; under expert parallelism also the
+                            R received rows (D)
     shared experts          nothing
     and                     scores (T, E), the router's weights, indices: `metadata`
 
-Letters: T tokens, D hidden size, E experts, K experts per token, F intermediate size, R received rows.
+Letters: T tokens, D hidden size, E experts, K experts per token, F intermediate size, R received
+rows.
 """
 
 from __future__ import annotations
@@ -38,19 +42,25 @@ SIZES = {"n_routed_experts": E, "first_k_dense_replace": 0, "num_hidden_layers":
 NUMBER = 8
 """Bytes of an element of fp64, in which no row is padded; most indices have as many."""
 SLACK = 32 * E * NUMBER
-"""Bytes for numbers per expert, and losses: less than T * F elements, so that no further tensor per token would pass."""
+"""Bytes for numbers per expert, and losses: less than T * F elements, so that no further tensor per
+token would pass."""
 
 
 def attention_bytes(block: Block, x_BSD: Tensor, layout: SequenceLayout) -> int:
-    """Count the bytes of attention and norms, without their input and without the second norm's output."""
+    """Count the bytes of attention and norms, without their input and without the second norm's
+    output."""
     with PeakBytes() as alive:
         remaking = Remaking()
         with remaking.watch():
-            attended_BSD = block.self_attn(remaking.norm(block.input_layernorm, x_BSD), layout, remaking)
+            attended_BSD = block.self_attn(
+                remaking.norm(block.input_layernorm, x_BSD), layout, remaking
+            )
             graph = get_gradient_edge(block.post_attention_layernorm(x_BSD + attended_BSD))
         del attended_BSD
         kept = alive.now
-        del graph  # holds an edge, because on torch 2.11 a `grad_fn` of a Python Function does not keep what the Function saved
+        # holds an edge, because on torch 2.11 a `grad_fn` of a Python Function does not keep what
+        # the Function saved
+        del graph
         return kept
 
 
@@ -86,7 +96,9 @@ def kept_by(block: Block, segments: Segments, seed: int = 0) -> Kept:
         left = out_BSD.nbytes + grad_x_BSD.nbytes
         deadline = time.monotonic() + 2
         while alive.now > left and time.monotonic() < deadline:
-            time.sleep(0.01)  # gloo's threads let go of what they sent a moment after it has arrived
+            time.sleep(
+                0.01
+            )  # gloo's threads let go of what they sent a moment after it has arrived
         after = alive.now - left
     return Kept(total, attention, after)
 
@@ -114,7 +126,9 @@ def test_a_block_keeps_what_the_contract_says_and_nothing_else() -> None:
 def test_recomputed_experts_keep_no_gate_and_up() -> None:
     assert 0 <= kept_by(moe_block("recompute"), Segments()).beyond(0) - METADATA < SLACK
     segments = Segments(recompute=("experts", "shared_experts"))
-    assert -2 * T * K * NUMBER <= kept_by(moe_block(), segments).beyond(T * D) - METADATA < SLACK  # both are given the normed rows
+    assert (
+        -2 * T * K * NUMBER <= kept_by(moe_block(), segments).beyond(T * D) - METADATA < SLACK
+    )  # both are given the normed rows
 
 
 def test_with_everything_recomputed_two_inputs_are_kept() -> None:
@@ -125,13 +139,16 @@ def test_with_everything_recomputed_two_inputs_are_kept() -> None:
 
 
 def test_without_early_frees_normed_rows_and_three_sums_more_are_kept() -> None:
-    """The sums are those of the experts, of the shared experts and of both together; the normed rows count as one more tensor."""
-    early, late = (kept_by(moe_block(), Segments(frees=Frees(enabled=enabled))) for enabled in (True, False))
+    """The sums are those of the experts, of the shared experts and of both together; the normed
+    rows count as one more tensor."""
+    early, late = (
+        kept_by(moe_block(), Segments(frees=Frees(enabled=enabled))) for enabled in (True, False)
+    )
     assert late.total - early.total == 4 * T * D * NUMBER
     assert late.after_backward == 0
 
 
-# --- experts on two ranks -------------------------------------------------------------------------------------------------------------
+# --- experts on two ranks -------------------------------------------------------------------------
 
 
 class Counting(ExpertExchange):
@@ -147,11 +164,19 @@ class Counting(ExpertExchange):
 def kept_on_two_ranks(rank: int, world_size: int) -> dict[str, dict[str, int]]:
     plain = tiny_family_model("deepseek_v2", **SIZES).double()
     share = PartLayers((range(1),), expert_rank=rank, expert_ranks=2)
-    part = empty_part(build_model(tiny_family_config("deepseek_v2", **SIZES), None, torch.device("meta")), share, torch.device("cpu"))
+    part = empty_part(
+        build_model(tiny_family_config("deepseek_v2", **SIZES), None, torch.device("meta")),
+        share,
+        torch.device("cpu"),
+    )
     part.double()
     fill(part, plain.named_parameters())
     results = {}
-    for name, options in (("saved", {}), ("recomputed", {"recompute": RECOMPUTABLE}), ("held", {"frees": Frees(enabled=False)})):
+    for name, options in (
+        ("saved", {}),
+        ("recomputed", {"recompute": RECOMPUTABLE}),
+        ("held", {"frees": Frees(enabled=False)}),
+    ):
         exchange = Counting(torch.distributed.group.WORLD, E)
         kept = kept_by(part.block(0), Segments(exchange, **options), seed=10 * rank)  # type: ignore[arg-type]
         kept.pairs, kept.received = exchange.pairs, exchange.received
@@ -161,16 +186,22 @@ def kept_on_two_ranks(rank: int, world_size: int) -> dict[str, dict[str, int]]:
 
 @pytest.fixture(scope="module")
 def two_ranks() -> list[dict[str, Kept]]:
-    return [{name: Kept(**kept) for name, kept in rank.items()} for rank in run_ranks(kept_on_two_ranks, 2)]
+    return [
+        {name: Kept(**kept) for name, kept in rank.items()}
+        for rank in run_ranks(kept_on_two_ranks, 2)
+    ]
 
 
 def metadata_of(kept: Kept) -> int:
-    """Count scores, and experts of each slot; weights and rows of each received slot; the token of each pair; the way back in int32."""
+    """Count scores, and experts of each slot; weights and rows of each received slot; the token of
+    each pair; the way back in int32."""
     numbers = T * E + T * K + 2 * kept.received * K + kept.pairs
     return numbers * NUMBER + T * K * 4
 
 
-def test_under_expert_parallelism_received_rows_are_kept_besides(two_ranks: list[dict[str, Kept]]) -> None:
+def test_under_expert_parallelism_received_rows_are_kept_besides(
+    two_ranks: list[dict[str, Kept]],
+) -> None:
     assert sum(rank["saved"].pairs for rank in two_ranks) == 2 * T * K
     for rank in two_ranks:
         kept = rank["saved"]
@@ -181,7 +212,9 @@ def test_under_expert_parallelism_received_rows_are_kept_besides(two_ranks: list
         assert kept.after_backward == 0
 
 
-def test_under_expert_parallelism_with_everything_recomputed(two_ranks: list[dict[str, Kept]]) -> None:
+def test_under_expert_parallelism_with_everything_recomputed(
+    two_ranks: list[dict[str, Kept]],
+) -> None:
     for rank in two_ranks:
         kept = rank["recomputed"]
         inputs = (T + kept.received) * D * NUMBER
@@ -189,7 +222,11 @@ def test_under_expert_parallelism_with_everything_recomputed(two_ranks: list[dic
         assert kept.after_backward == 0
 
 
-def test_under_expert_parallelism_the_partial_sums_are_one_more(two_ranks: list[dict[str, Kept]]) -> None:
+def test_under_expert_parallelism_the_partial_sums_are_one_more(
+    two_ranks: list[dict[str, Kept]],
+) -> None:
     for rank in two_ranks:
-        assert rank["held"].total - rank["saved"].total == (4 * T + rank["held"].received) * D * NUMBER
+        assert (
+            rank["held"].total - rank["saved"].total == (4 * T + rank["held"].received) * D * NUMBER
+        )
         assert rank["held"].after_backward == 0

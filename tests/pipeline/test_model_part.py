@@ -1,4 +1,5 @@
-"""A rank's part has the names, sizes and fresh weights, bit for bit, of one process's model, and no more memory than it needs."""
+"""A rank's part has the names, sizes and fresh weights, bit for bit, of one process's model, and no
+more memory than it needs."""
 
 from __future__ import annotations
 
@@ -22,11 +23,17 @@ from models.tiny import random_tokens, tiny_family_config, tiny_family_model, wh
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 FAMILIES = ("deepseek_v2", "qwen3_moe", "gpt_oss")
-EXPERTS = {"deepseek_v2": "n_routed_experts", "qwen3_moe": "num_experts", "gpt_oss": "num_local_experts"}
+EXPERTS = {
+    "deepseek_v2": "n_routed_experts",
+    "qwen3_moe": "num_experts",
+    "gpt_oss": "num_local_experts",
+}
 
 
 def config_of(family: str, *, layers: int = 5, experts: int = 6, tied: bool = False) -> ModelConfig:
-    return tiny_family_config(family, num_hidden_layers=layers, tie_word_embeddings=tied, **{EXPERTS[family]: experts})
+    return tiny_family_config(
+        family, num_hidden_layers=layers, tie_word_embeddings=tied, **{EXPERTS[family]: experts}
+    )
 
 
 def generator() -> torch.Generator:
@@ -49,13 +56,19 @@ def is_expert(name: str) -> bool:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize(("pp", "ep", "v"), [(1, 1, False), (1, 3, True), (2, 1, True), (2, 2, True)])
-def test_fresh_parts_together_are_the_model_of_one_process(family: str, tied: bool, pp: int, ep: int, v: bool) -> None:
+@pytest.mark.parametrize(
+    ("pp", "ep", "v"), [(1, 1, False), (1, 3, True), (2, 1, True), (2, 2, True)]
+)
+def test_fresh_parts_together_are_the_model_of_one_process(
+    family: str, tied: bool, pp: int, ep: int, v: bool
+) -> None:
     config = config_of(family, tied=tied)
     whole = {name: p.detach() for name, p in build_model(config, generator()).named_parameters()}
     seen: dict[str, list[Tensor]] = {}
     for share in shares(5, pp, ep, v=v):
-        for name, p in fresh_part(config, share, generator(), CPU, torch.float32, LoraConfig()).named_parameters():
+        for name, p in fresh_part(
+            config, share, generator(), CPU, torch.float32, LoraConfig()
+        ).named_parameters():
             assert p.requires_grad
             expected = whole[name].chunk(ep)[share.expert_rank] if is_expert(name) else whole[name]
             assert torch.equal(p, expected), name
@@ -69,7 +82,10 @@ def test_fresh_parts_together_are_the_model_of_one_process(family: str, tied: bo
 
 def test_tied_embeddings_are_one_parameter_on_the_rank_that_has_both_ends() -> None:
     config = config_of("deepseek_v2", tied=True)
-    first, second = (fresh_part(config, share, generator(), CPU, torch.float32, LoraConfig()) for share in shares(5, 2, 1))
+    first, second = (
+        fresh_part(config, share, generator(), CPU, torch.float32, LoraConfig())
+        for share in shares(5, 2, 1)
+    )
     assert first.lm_head is not None
     assert first.embed_tokens is not None
     assert first.lm_head.weight is first.embed_tokens.weight
@@ -85,14 +101,23 @@ def test_stages_have_their_layers_and_the_ends_theirs() -> None:
     first, second = (ModelPart(whole, share) for share in shares(5, 2, 1))
     assert [stage.index for stage in first.stages] == [0, 3]
     assert [stage.index for stage in second.stages] == [1, 2]
-    assert [list(stage.blocks) for stage in first.stages + second.stages] == [blocks[:1], blocks[4:], blocks[1:3], blocks[3:4]]
+    assert [list(stage.blocks) for stage in first.stages + second.stages] == [
+        blocks[:1],
+        blocks[4:],
+        blocks[1:3],
+        blocks[3:4],
+    ]
     begin, end = first.stages
     assert (begin.embed_tokens, end.norm, end.lm_head) == ends
     for stage in (begin, *second.stages):
         assert stage.norm is stage.lm_head is None
     for stage in (end, *second.stages):
         assert stage.embed_tokens is None
-    assert first.moe_layers == second.moe_layers == tuple(i for i, block in enumerate(blocks) if hasattr(block.mlp, "experts"))
+    assert (
+        first.moe_layers
+        == second.moe_layers
+        == tuple(i for i, block in enumerate(blocks) if hasattr(block.mlp, "experts"))
+    )
     assert second.own_moe_layers() == [1, 2, 3]
     assert len(second.routers()) == 3
     assert (first.num_experts, first.hidden_size) == (6, 24)
@@ -115,7 +140,9 @@ def test_a_filled_part_computes_what_the_model_does(family: str) -> None:
     plain = tiny_family_model(family, num_hidden_layers=5)
     stages = {}
     for share in shares(5, 2, 1):
-        part = empty_part(build_model(tiny_family_config(family, num_hidden_layers=5), None, META), share, CPU)
+        part = empty_part(
+            build_model(tiny_family_config(family, num_hidden_layers=5), None, META), share, CPU
+        )
         fill(part, plain.named_parameters())
         stages |= {stage.index: stage for stage in part.stages}
     expected = plain(random_tokens(2, 5), random_tokens(2, 5, seed=1)).loss
@@ -134,22 +161,41 @@ def test_a_whole_part_is_the_model_itself() -> None:
     part = whole_part(model)
     assert dict(part.named_parameters()).keys() == dict(model.named_parameters()).keys()
     assert all(p is dict(model.named_parameters())[name] for name, p in part.named_parameters())
-    assert torch.equal(loss_through(list(part.stages)), model(random_tokens(2, 5), random_tokens(2, 5, seed=1)).loss)
+    assert torch.equal(
+        loss_through(list(part.stages)),
+        model(random_tokens(2, 5), random_tokens(2, 5, seed=1)).loss,
+    )
 
 
 def test_the_experts_of_a_rank_are_neighbours() -> None:
     values = torch.arange(6)
     parts = [
-        PartLayers((range(1),), expert_rank=r, expert_ranks=3).of_parameter("layers.0.mlp.experts.down_proj", values) for r in range(3)
+        PartLayers((range(1),), expert_rank=r, expert_ranks=3).of_parameter(
+            "layers.0.mlp.experts.down_proj", values
+        )
+        for r in range(3)
     ]
     assert [part.tolist() for part in parts] == [[0, 1], [2, 3], [4, 5]]
-    for name in ("layers.0.mlp.shared_experts.down_proj.weight", "layers.0.mlp.gate.weight", "embed_tokens.weight"):
-        assert PartLayers((range(1),), expert_rank=1, expert_ranks=3).of_parameter(name, values) is values
+    for name in (
+        "layers.0.mlp.shared_experts.down_proj.weight",
+        "layers.0.mlp.gate.weight",
+        "embed_tokens.weight",
+    ):
+        assert (
+            PartLayers((range(1),), expert_rank=1, expert_ranks=3).of_parameter(name, values)
+            is values
+        )
 
 
 @pytest.mark.parametrize(("num_experts", "ranks"), [(6, 4), (5, 2), (2, 4)])
 def test_experts_that_cannot_be_divided_are_refused(num_experts: int, ranks: int) -> None:
-    with pytest.raises(ValueError, match=rf"{num_experts} experts .* evenly among {ranks} ranks: use a divisor of {num_experts}"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            rf"{num_experts} experts .* evenly among {ranks} "
+            rf"ranks: use a divisor of {num_experts}"
+        ),
+    ):
         fresh_part(
             config_of("deepseek_v2", experts=num_experts),
             PartLayers((range(5),), (0,), 0, ranks),

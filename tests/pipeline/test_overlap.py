@@ -1,4 +1,5 @@
-"""Two generators in one thread: which one has its turn, what they return, and what happens to one when the other fails."""
+"""Two generators in one thread: which one has its turn, what they return, and what happens to one
+when the other fails."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ import pytest
 from lather.pipeline.overlap import run, run_both
 
 
-def chunk(name: str, turns: int, seen: list[str], *, fails_at: int | None = None) -> Generator[None, None, str]:
+def chunk(
+    name: str, turns: int, seen: list[str], *, fails_at: int | None = None
+) -> Generator[None, None, str]:
     """Note every turn, and note if the generator is closed before its end."""
     try:
         for turn in range(turns + 1):
@@ -49,7 +52,9 @@ def test_alone(turns: int) -> None:
         ("b", 2, ["f0", "b0", "f1", "b1", "f2", "f closed"]),
     ],
 )
-def test_if_one_fails_the_other_is_closed_and_the_error_is_the_caller_s(failing: str, at: int, expected: list[str]) -> None:
+def test_if_one_fails_the_other_is_closed_and_the_error_is_the_caller_s(
+    failing: str, at: int, expected: list[str]
+) -> None:
     seen: list[str] = []
     chunks = {name: chunk(name, 3, seen, fails_at=at if name == failing else None) for name in "fb"}
     with pytest.raises(ValueError, match=f"{failing} failed"):

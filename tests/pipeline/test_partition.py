@@ -1,4 +1,5 @@
-"""Layers to stages: known sizes, properties over all sizes, and `smallest_peak` against every partition that exists."""
+"""Layers to stages: known sizes, properties over all sizes, and `smallest_peak` against every
+partition that exists."""
 
 from __future__ import annotations
 
@@ -35,11 +36,21 @@ def test_uniform_spreads_all_layers_evenly(num_stages: int) -> None:
         layers = uniform(num_layers, num_stages)
         assert len(layers) == num_stages
         assert sum(layers) == num_layers
-        assert {num_layers // num_stages} <= set(layers) <= {num_layers // num_stages, num_layers // num_stages + 1}
+        assert (
+            {num_layers // num_stages}
+            <= set(layers)
+            <= {num_layers // num_stages, num_layers // num_stages + 1}
+        )
         assert all(abs(layer - layers[-1 - stage]) <= 1 for stage, layer in enumerate(layers))
         inner = layers[1:-1]
-        assert list(inner) == sorted(inner, reverse=True)  # the first inner stages take what is left
-        assert not inner or max(layers[0], layers[-1]) <= min(inner) or layers[0] == layers[-1] == num_layers // num_stages
+        assert list(inner) == sorted(
+            inner, reverse=True
+        )  # the first inner stages take what is left
+        assert (
+            not inner
+            or max(layers[0], layers[-1]) <= min(inner)
+            or layers[0] == layers[-1] == num_layers // num_stages
+        )
         assert [layer for stage in stages_of(layers) for layer in stage] == list(range(num_layers))
 
 
@@ -50,16 +61,20 @@ def test_too_few_layers_are_refused() -> None:
         smallest_peak([RankPeaks(np.ones(1), np.ones((1, 3)), np.ones((1, 3)))] * 2)
 
 
-# --- by memory ------------------------------------------------------------------------------------------------------------------------
+# --- by memory ------------------------------------------------------------------------------------
 
 
 def random_ranks(generator: random.Random, num_ranks: int, num_layers: int) -> list[RankPeaks]:
     """Draw ranks with three phases, in whole numbers, so that sums are exact."""
 
     def some(*shape: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
-        return np.array([generator.randint(0, 9) for _ in range(int(np.prod(shape)))], np.float64).reshape(shape)
+        return np.array(
+            [generator.randint(0, 9) for _ in range(int(np.prod(shape)))], np.float64
+        ).reshape(shape)
 
-    return [RankPeaks(3 * some(3), some(3, num_layers), some(3, num_layers)) for _ in range(num_ranks)]
+    return [
+        RankPeaks(3 * some(3), some(3, num_layers), some(3, num_layers)) for _ in range(num_ranks)
+    ]
 
 
 def all_partitions(num_layers: int, num_stages: int) -> Iterator[tuple[int, ...]]:
@@ -90,15 +105,20 @@ def test_the_partition_is_the_most_even_of_those_that_are_nearly_the_smallest(se
     every = {layers: largest(ranks, layers) for layers in all_partitions(num_layers, 2 * num_ranks)}
     near = [layers for layers, size in every.items() if size <= (1 + SLACK) * min(every.values())]
     assert found.layers in near
-    assert sum(size**2 for size in found.layers) == min(sum(size**2 for size in layers) for layers in near)
+    assert sum(size**2 for size in found.layers) == min(
+        sum(size**2 for size in layers) for layers in near
+    )
     assert found.largest == every[found.layers]
     assert found.uniform_largest == every[uniform(num_layers, 2 * num_ranks)]
     assert found == smallest_peak(ranks)
 
 
 def test_a_peak_is_the_largest_phase_and_no_sum_of_largest_parts() -> None:
-    """The first stage counts in one phase, the second in another: 6 and 6 layers are as good as 12 in either phase alone."""
-    peaks = RankPeaks(np.zeros(2), np.array([[1.0] * 12, [0.0] * 12]), np.array([[0.0] * 12, [1.0] * 12]))
+    """The first stage counts in one phase, the second in another: 6 and 6 layers are as good as 12
+    in either phase alone."""
+    peaks = RankPeaks(
+        np.zeros(2), np.array([[1.0] * 12, [0.0] * 12]), np.array([[0.0] * 12, [1.0] * 12])
+    )
     found = smallest_peak([peaks])
     assert (found.layers, found.largest) == ((6, 6), 6.0)
 

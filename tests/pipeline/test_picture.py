@@ -27,7 +27,9 @@ def event(rank: int, text: str, start: float, end: float) -> Event:
 def figure_of(rows: list[Event], monkeypatch: pytest.MonkeyPatch, path: Path) -> Figure:
     figures: list[Figure] = []
     with monkeypatch.context() as patch:
-        patch.setattr(Figure, "savefig", lambda figure, out, **_: (figures.append(figure), out.touch()))
+        patch.setattr(
+            Figure, "savefig", lambda figure, out, **_: (figures.append(figure), out.touch())
+        )
         draw_timeline(rows, path / "unused.png", "a run")
     return figures[0]
 
@@ -37,7 +39,11 @@ def test_a_picture_of_the_table_is_written(tmp_path: Path) -> None:
     picture = imread(tmp_path / "out.png")
     assert picture.shape[0] > 150
     assert picture.shape[1] > 1000
-    for color in (COLORS[Kind.FORWARD][0], COLORS[Kind.FORWARD][1], COLORS[Kind.BACKWARD_WEIGHT][0]):
+    for color in (
+        COLORS[Kind.FORWARD][0],
+        COLORS[Kind.FORWARD][1],
+        COLORS[Kind.BACKWARD_WEIGHT][0],
+    ):
         rgb = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
         assert (np.abs(picture[..., :3] - rgb).max(-1) < 0.01).sum() > 500
 
@@ -51,9 +57,17 @@ def test_boxes_are_the_events(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         event(1, "1W9", 104.0, 108.0),
     ]
     axes = figure_of(rows, monkeypatch, tmp_path).axes[0]
-    (boxes,) = (collection for collection in axes.collections if isinstance(collection, PolyCollection))
+    (boxes,) = (
+        collection for collection in axes.collections if isinstance(collection, PolyCollection)
+    )
     extents = [box.get_extents().bounds for box in boxes.get_paths()]
-    assert [(x, width) for x, _, width, _ in extents] == [(0.0, 2.0), (3.0, 3.0), (3.0, 3.0), (6.0, 0.5), (4.0, 4.0)]
+    assert [(x, width) for x, _, width, _ in extents] == [
+        (0.0, 2.0),
+        (3.0, 3.0),
+        (3.0, 3.0),
+        (6.0, 0.5),
+        (4.0, 4.0),
+    ]
     heights = [height for *_, height in extents]
     assert extents[0][1] + heights[0] / 2 == pytest.approx(0)  # in the middle of its lane
     assert heights[1] == pytest.approx(heights[0] / 2)
@@ -61,12 +75,19 @@ def test_boxes_are_the_events(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     assert extents[4][1] == pytest.approx(1 + extents[0][1])
     assert [text.get_text() for text in axes.texts] == ["7", "8", "7", "9"]
     assert axes.get_title(loc="left") == "a run: bubble 43.8%"
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["rank 0  (stages 0, 3)", "rank 1  (stage 1)"]
+    assert [label.get_text() for label in axes.get_yticklabels()] == [
+        "rank 0  (stages 0, 3)",
+        "rank 1  (stage 1)",
+    ]
 
 
-def test_numbers_that_do_not_fit_are_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_numbers_that_do_not_fit_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     rows = [event(0, "0F1", 0.0, 1.0), event(0, "0F2", 1.0, 1000.0)]
-    assert [text.get_text() for text in figure_of(rows, monkeypatch, tmp_path).axes[0].texts] == ["2"]
+    assert [text.get_text() for text in figure_of(rows, monkeypatch, tmp_path).axes[0].texts] == [
+        "2"
+    ]
 
 
 def test_a_timeline_is_read_from_its_file(tmp_path: Path) -> None:
@@ -77,7 +98,10 @@ def test_a_timeline_is_read_from_its_file(tmp_path: Path) -> None:
     ]
     file = tmp_path / "timeline.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 11, "ra')
-    assert read_timeline(file) == (10, [event(1, "(0F3;3B1)OVERLAP_F_B", 3.0, 4.0), event(0, "0W0", 5.0, 6.0)])
+    assert read_timeline(file) == (
+        10,
+        [event(1, "(0F3;3B1)OVERLAP_F_B", 3.0, 4.0), event(0, "0W0", 5.0, 6.0)],
+    )
 
 
 @pytest.mark.parametrize(
@@ -91,7 +115,15 @@ def test_a_timeline_is_read_from_its_file(tmp_path: Path) -> None:
         ('{"step": 1, "rank": 0, "action": "0Q0", "start": 0, "end": 1}\n', "0Q0.*not an action"),
         ('{"step": 1, "rank": 0, "action": 7, "start": 0, "end": 1}\n', "not a timeline"),
     ],
-    ids=["missing", "empty", "no fields", "a list", "no JSON", "unknown action", "action of another type"],
+    ids=[
+        "missing",
+        "empty",
+        "no fields",
+        "a list",
+        "no JSON",
+        "unknown action",
+        "action of another type",
+    ],
 )
 def test_another_file_is_refused(text: str | None, message: str, tmp_path: Path) -> None:
     file = tmp_path / "timeline.jsonl"

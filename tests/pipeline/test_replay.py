@@ -1,4 +1,5 @@
-"""Replayed times: worked by hand, against an independent longest-path computation, and against DualPipeV's formula."""
+"""Replayed times: worked by hand, against an independent longest-path computation, and against
+DualPipeV's formula."""
 
 from __future__ import annotations
 
@@ -12,12 +13,20 @@ import pytest
 from benchmarks.pipeline_bubble import dualpipev_bubble, measured_durations
 from lather.pipeline.replay import Durations, Event, Timeline, replay
 from lather.pipeline.schedule import Action, Kind, Schedule, dualpipev, sequential
-from lather.pipeline.transfer_queues import QueueOf, TransferQueues, one_queue, queue_per_direction, queue_per_neighbor
+from lather.pipeline.transfer_queues import (
+    QueueOf,
+    TransferQueues,
+    one_queue,
+    queue_per_direction,
+    queue_per_neighbor,
+)
 
 cached_table = cache(dualpipev)
 
 
-def durations(f: float, i: float, w: float, overlap: float | None = None, **options: float) -> Durations:
+def durations(
+    f: float, i: float, w: float, overlap: float | None = None, **options: float
+) -> Durations:
     kinds = {Kind.FORWARD: f, Kind.BACKWARD_INPUT: i, Kind.BACKWARD_WEIGHT: w}
     return Durations(kinds if overlap is None else {**kinds, Kind.OVERLAP: overlap}, **options)
 
@@ -35,9 +44,17 @@ def test_one_stage_is_never_idle() -> None:
     ]
 
 
-def longest_path(table: Schedule, f: float, i: float, w: float, overlap: float, transfer: float) -> float:
-    """Return the end of the last action, by recursion from the end: an action ends its duration after all that it depends on."""
-    place = {str(chunk): (rank, at) for rank, row in enumerate(table.ranks) for at, action in enumerate(row) for chunk in action.chunks}
+def longest_path(
+    table: Schedule, f: float, i: float, w: float, overlap: float, transfer: float
+) -> float:
+    """Return the end of the last action, by recursion from the end: an action ends its duration
+    after all that it depends on."""
+    place = {
+        str(chunk): (rank, at)
+        for rank, row in enumerate(table.ranks)
+        for at, action in enumerate(row)
+        for chunk in action.chunks
+    }
     lasts = {"F": f, "I": i, "W": w, "B": i + w, "OVERLAP_F_B": overlap}
 
     @cache
@@ -46,7 +63,11 @@ def longest_path(table: Schedule, f: float, i: float, w: float, overlap: float, 
         starts = [end(rank, at - 1) if at else 0.0]
         for chunk in action.chunks:
             near = chunk.stage - 1 if chunk.kind.value == "F" else chunk.stage + 1
-            names = [f"{near}F{chunk.micro_batch}"] if chunk.kind.value == "F" else [f"{near}{k}{chunk.micro_batch}" for k in "BI"]
+            names = (
+                [f"{near}F{chunk.micro_batch}"]
+                if chunk.kind.value == "F"
+                else [f"{near}{k}{chunk.micro_batch}" for k in "BI"]
+            )
             if chunk.kind.value in ("F", "B", "I"):
                 found = [place[name] for name in names if name in place]
                 starts += [end(*where) + transfer * (where[0] != rank) for where in found]
@@ -61,13 +82,16 @@ def test_the_makespan_is_the_longest_path(seed: int) -> None:
     p = generator.randint(1, 4)
     table = dualpipev(p, generator.randint(2 * p, 3 * p))
     f, i, w, overlap, transfer = (generator.randint(1, 20) for _ in range(5))
-    assert replay(table, durations(f, i, w, overlap, transfer=transfer)).makespan == longest_path(table, f, i, w, overlap, transfer)
+    assert replay(table, durations(f, i, w, overlap, transfer=transfer)).makespan == longest_path(
+        table, f, i, w, overlap, transfer
+    )
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8, 16])
 @pytest.mark.parametrize("overlap", [20, 23, 30])
 def test_the_tip_idles_as_the_formula_says(num_ranks: int, overlap: int) -> None:
-    """With F = I = W this is exact, whatever the number of micro-batches; the other ranks idle as long or less."""
+    """With F = I = W this is exact, whatever the number of micro-batches; the other ranks idle as
+    long or less."""
     for n in (2 * num_ranks, 2 * num_ranks + 1, 4 * num_ranks)[: 1 if num_ranks == 16 else 3]:
         given = durations(10, 10, 10, overlap)
         idle = replay(cached_table(num_ranks, n), given).idle()
@@ -78,8 +102,12 @@ def test_the_tip_idles_as_the_formula_says(num_ranks: int, overlap: int) -> None
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8, 16])
-@pytest.mark.parametrize(("backward_input", "backward_weight"), [(11, 9), (10, 9), (10, 8), (10.5, 9.5)])
-def test_the_formula_holds_within_6_percent_near_equal_chunks(num_ranks: int, backward_input: float, backward_weight: float) -> None:
+@pytest.mark.parametrize(
+    ("backward_input", "backward_weight"), [(11, 9), (10, 9), (10, 8), (10.5, 9.5)]
+)
+def test_the_formula_holds_within_6_percent_near_equal_chunks(
+    num_ranks: int, backward_input: float, backward_weight: float
+) -> None:
     for overlap in (10 + backward_input + backward_weight, 25):
         given = durations(10, backward_input, backward_weight, overlap)
         idle = replay(cached_table(num_ranks, 2 * num_ranks), given).idle()[num_ranks - 1]
@@ -92,15 +120,30 @@ def test_the_tip_idles_as_the_longest_of_three_chains(seed: int) -> None:
     p = generator.choice((2, 3, 5))
     f, i, w = 10, generator.randint(5, 20), generator.randint(3, 10)
     overlap = generator.randint(max(f, i + w), f + i + w)
-    idle = replay(dualpipev(p, generator.randint(2 * p, 4 * p)), durations(f, i, w, overlap)).idle()[p - 1]
-    assert idle == max((p - 1) * (overlap + i - 2 * w) - f, (p - 1) * (overlap + f - 2 * w), (p - 1) * (overlap + f - i - w))
+    idle = replay(
+        dualpipev(p, generator.randint(2 * p, 4 * p)), durations(f, i, w, overlap)
+    ).idle()[p - 1]
+    assert idle == max(
+        (p - 1) * (overlap + i - 2 * w) - f,
+        (p - 1) * (overlap + f - 2 * w),
+        (p - 1) * (overlap + f - i - w),
+    )
 
 
 def test_durations_of_stages_come_before_those_of_kinds() -> None:
     given = Durations(
-        {Kind.FORWARD: 1.0, Kind.BACKWARD_INPUT: 2.0, Kind.BACKWARD_WEIGHT: 3.0}, {(Kind.FORWARD, 3): 7.0, (Kind.BACKWARD, 0): 9.0}
+        {Kind.FORWARD: 1.0, Kind.BACKWARD_INPUT: 2.0, Kind.BACKWARD_WEIGHT: 3.0},
+        {(Kind.FORWARD, 3): 7.0, (Kind.BACKWARD, 0): 9.0},
     )
-    names = {"0F0": 1.0, "3F0": 7.0, "0B1": 9.0, "1B1": 5.0, "(3F1;0B0)OVERLAP_F_B": 16.0, "(0F1;3B0)OVERLAP_F_B": 6.0, "0UNSHARD": 0.0}
+    names = {
+        "0F0": 1.0,
+        "3F0": 7.0,
+        "0B1": 9.0,
+        "1B1": 5.0,
+        "(3F1;0B0)OVERLAP_F_B": 16.0,
+        "(0F1;3B0)OVERLAP_F_B": 6.0,
+        "0UNSHARD": 0.0,
+    }
     assert {name: given.of(Action.from_text(name)) for name in names} == names
 
 
@@ -122,15 +165,23 @@ def test_measured_times_give_the_durations_back() -> None:
 
 def test_idle_time_is_the_time_without_computation() -> None:
     """A measured timeline starts anywhere, and waiting in a receive counts as idle."""
-    rows = [(0, "0F0", 10.0, 11.0), (0, "0RECV_B0", 11.0, 14.0), (0, "0B0", 14.0, 16.0), (1, "1RECV_F0", 9.0, 11.0), (1, "1F0", 11.0, 12.0)]
-    timeline = Timeline(tuple(Event(rank, Action.from_text(text), start, end) for rank, text, start, end in rows))
+    rows = [
+        (0, "0F0", 10.0, 11.0),
+        (0, "0RECV_B0", 11.0, 14.0),
+        (0, "0B0", 14.0, 16.0),
+        (1, "1RECV_F0", 9.0, 11.0),
+        (1, "1F0", 11.0, 12.0),
+    ]
+    timeline = Timeline(
+        tuple(Event(rank, Action.from_text(text), start, end) for rank, text, start, end in rows)
+    )
     assert timeline.makespan == 6.0
     assert timeline.idle() == {0: 3.0, 1: 5.0}
     assert timeline.bubble_fraction == pytest.approx(8 / 12)
     assert Timeline(()).bubble_fraction == 0
 
 
-# --- queues of transfers ------------------------------------------------------------------------------------------------------------
+# --- queues of transfers --------------------------------------------------------------------------
 
 
 def longer(table: Schedule, transfer: float, queue_of: QueueOf) -> float:
@@ -142,7 +193,9 @@ def longer(table: Schedule, transfer: float, queue_of: QueueOf) -> float:
 @pytest.mark.parametrize("early", [False, True], ids=["late", "early"])
 @pytest.mark.parametrize("transfer", [0.0, 0.05])
 @pytest.mark.parametrize(("num_ranks", "n"), [(2, 8), (4, 8), (4, 16), (8, 16), (8, 32)])
-def test_a_queue_for_each_neighbor_costs_at_most_2_percent(num_ranks: int, n: int, transfer: float, early: bool) -> None:
+def test_a_queue_for_each_neighbor_costs_at_most_2_percent(
+    num_ranks: int, n: int, transfer: float, early: bool
+) -> None:
     table = dualpipev(num_ranks, n, early_weight_gradients=early)
     for queue_of in (queue_per_neighbor, queue_per_direction):
         assert 1 <= longer(table, transfer, queue_of) <= 1.02
@@ -160,7 +213,12 @@ def test_a_transfer_waits_for_those_before_it_on_both_ranks() -> None:
     ends = {}
     for queue_of in (one_queue, queue_per_neighbor):
         queues = TransferQueues(table, 0.5, queue_of)
-        for rank, action, at in ((1, "1RECV_F0", 0.0), (1, "4RECV_F0", 0.0), (2, "3SEND_F0", 1.0), (0, "0SEND_F0", 4.0)):
+        for rank, action, at in (
+            (1, "1RECV_F0", 0.0),
+            (1, "4RECV_F0", 0.0),
+            (2, "3SEND_F0", 1.0),
+            (0, "0SEND_F0", 4.0),
+        ):
             queues.post(rank, Action.from_text(action), at)
         ends[queue_of] = queues.ends
     first, second = (Kind.RECV_F, 1, 0), (Kind.RECV_F, 4, 0)

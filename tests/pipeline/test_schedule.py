@@ -1,4 +1,5 @@
-"""The table of actions: it is torch's, complete, in order, free of deadlock, and the same after a trip through text."""
+"""The table of actions: it is torch's, complete, in order, free of deadlock, and the same after a
+trip through text."""
 
 from __future__ import annotations
 
@@ -14,7 +15,11 @@ from lather.errors import ConfigError, UserError
 from lather.pipeline.schedule import Action, Kind, Schedule, dualpipev, forwards, sequential
 from pipeline.schedule_text import from_text, to_text
 
-SIZES = [(p, n) for p in range(1, 9) for n in (range(2 * p, 4 * p + 1) if p <= 3 else (2 * p, 2 * p + 1, 4 * p))]
+SIZES = [
+    (p, n)
+    for p in range(1, 9)
+    for n in (range(2 * p, 4 * p + 1) if p <= 3 else (2 * p, 2 * p + 1, 4 * p))
+]
 SENDS = {"SEND_F": ("RECV_F", 1), "SEND_B": ("RECV_B", -1)}
 
 
@@ -30,20 +35,34 @@ def torch_table(num_ranks: int, num_micro_batches: int) -> list[str]:
     rows: dict[int, Any] = {}
     for rank in range(num_ranks):
         compute = torch_schedules.ScheduleDualPipeV._calculate_single_rank_operations(sizes, rank)
-        rows[rank] = torch_schedules._add_reduce_grad(torch_schedules._add_unshard_reshard(compute), num_micro_batches)
-    rows = torch_schedules._add_send_recv(rows, lambda stage: min(stage, stages - 1 - stage), stages)
+        rows[rank] = torch_schedules._add_reduce_grad(
+            torch_schedules._add_unshard_reshard(compute), num_micro_batches
+        )
+    rows = torch_schedules._add_send_recv(
+        rows, lambda stage: min(stage, stages - 1 - stage), stages
+    )
     return [" ".join(map(str, rows[rank])) for rank in range(num_ranks)]
 
 
-@pytest.mark.parametrize(("num_ranks", "num_micro_batches"), [(1, 2), (1, 5), (2, 4), (3, 7), (4, 16), (8, 21)])
+@pytest.mark.parametrize(
+    ("num_ranks", "num_micro_batches"), [(1, 2), (1, 5), (2, 4), (3, 7), (4, 16), (8, 21)]
+)
 def test_the_table_is_torch_s_word_for_word(num_ranks: int, num_micro_batches: int) -> None:
     table = dualpipev(num_ranks, num_micro_batches)
-    assert [" ".join(map(str, row)) for row in table.ranks] == torch_table(num_ranks, num_micro_batches)
+    assert [" ".join(map(str, row)) for row in table.ranks] == torch_table(
+        num_ranks, num_micro_batches
+    )
 
 
-def test_every_chunk_is_there_once_and_at_most_2p_plus_1_live(tables: dict[tuple[int, int], Schedule]) -> None:
+def test_every_chunk_is_there_once_and_at_most_2p_plus_1_live(
+    tables: dict[tuple[int, int], Schedule],
+) -> None:
     for (num_ranks, n), table in tables.items():
-        assert (table.num_ranks, table.num_stages, table.num_micro_batches) == (num_ranks, 2 * num_ranks, n)
+        assert (table.num_ranks, table.num_stages, table.num_micro_batches) == (
+            num_ranks,
+            2 * num_ranks,
+            n,
+        )
         chunks = [str(chunk) for row in table.ranks for action in row for chunk in action.chunks]
         names = set(chunks)
         assert len(chunks) == len(names)
@@ -62,9 +81,11 @@ def test_stages_are_in_v_order() -> None:
     assert {chunk.stage for action in table.ranks[1] for chunk in action.chunks} == {1, 4}
 
 
-def transfers(table: Schedule) -> tuple[dict[tuple[int, int], list[str]], dict[tuple[int, int], list[str]]]:
-    """Return what is sent, by the name under which it is received, and what is received, by (source, destination), with the V order written
-    out."""
+def transfers(
+    table: Schedule,
+) -> tuple[dict[tuple[int, int], list[str]], dict[tuple[int, int], list[str]]]:
+    """Return what is sent, by the name under which it is received, and what is received, by
+    (source, destination), with the V order written out."""
     home = [*range(table.num_ranks), *reversed(range(table.num_ranks))]
     sent: dict[tuple[int, int], list[str]] = {}
     received: dict[tuple[int, int], list[str]] = {}
@@ -72,7 +93,9 @@ def transfers(table: Schedule) -> tuple[dict[tuple[int, int], list[str]], dict[t
         for action in row:
             if action.kind.value in SENDS:
                 name, step = SENDS[action.kind.value]
-                sent.setdefault((rank, home[action.stage + step]), []).append(f"{action.stage + step}{name}{action.micro_batch}")
+                sent.setdefault((rank, home[action.stage + step]), []).append(
+                    f"{action.stage + step}{name}{action.micro_batch}"
+                )
             elif action.kind.value.startswith("RECV"):
                 source = home[action.stage + (-1 if action.kind.value == "RECV_F" else 1)]
                 received.setdefault((source, rank), []).append(str(action))
@@ -87,10 +110,16 @@ def test_sends_and_receives_match_in_order(tables: dict[tuple[int, int], Schedul
 
 
 def run_blocking(table: Schedule) -> bool:
-    """Whether all ranks finish if a send waits for its receive and a receive for its send, and nothing else goes on meanwhile."""
+    """Whether all ranks finish if a send waits for its receive and a receive for its send, and
+    nothing else goes on meanwhile."""
     home = [*range(table.num_stages // 2), *reversed(range(table.num_stages // 2))]
     rows = [
-        deque(action for action in row if "_" in action.kind.value and action.kind.value[:4] in ("SEND", "RECV")) for row in table.ranks
+        deque(
+            action
+            for action in row
+            if "_" in action.kind.value and action.kind.value[:4] in ("SEND", "RECV")
+        )
+        for row in table.ranks
     ]
     moving = True
     while moving:
@@ -113,7 +142,8 @@ def test_blocking_transfers_do_not_deadlock(tables: dict[tuple[int, int], Schedu
 
 
 def test_early_weight_gradients_follow_their_input_gradients_and_nothing_else_changes() -> None:
-    """Without W the two tables are equal, and so are transfers and live chunks. At most one chunk waits, until its gradient is sent."""
+    """Without W the two tables are equal, and so are transfers and live chunks. At most one chunk
+    waits, until its gradient is sent."""
     for p, n in SIZES:
         table, early = dualpipev(p, n), dualpipev(p, n, early_weight_gradients=True)
         assert run_blocking(early)
@@ -130,7 +160,9 @@ def without_weight_gradients(row: tuple[Action, ...]) -> list[Action]:
 
 def most_waiting(row: tuple[Action, ...]) -> int:
     """The most chunks of a rank whose input gradient is done and whose weight gradients are not."""
-    waiting = [{Kind.BACKWARD_INPUT: 1, Kind.BACKWARD_WEIGHT: -1}.get(action.kind, 0) for action in row]
+    waiting = [
+        {Kind.BACKWARD_INPUT: 1, Kind.BACKWARD_WEIGHT: -1}.get(action.kind, 0) for action in row
+    ]
     return max(accumulate(waiting))
 
 
@@ -146,13 +178,24 @@ def test_parameters_are_gathered_and_reduced_once(tables: dict[tuple[int, int], 
     for table in tables.values():
         for rank, row in enumerate(table.ranks):
             for kind in (Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD):
-                assert sorted(action.stage for action in row if action.kind is kind) == list(table.stages_of(rank))
+                assert sorted(action.stage for action in row if action.kind is kind) == list(
+                    table.stages_of(rank)
+                )
 
 
 def test_sequential() -> None:
     table = sequential(3)
-    assert " ".join(map(str, table.ranks[0])) == "0UNSHARD 0F0 0B0 0F1 0B1 0F2 0B2 0REDUCE_GRAD 0RESHARD"
-    assert (table.num_ranks, table.num_stages, table.stages_of(0), table.rank_of(0), table.peak_live_chunks(0)) == (1, 1, (0,), 0, 1)
+    assert (
+        " ".join(map(str, table.ranks[0]))
+        == "0UNSHARD 0F0 0B0 0F1 0B1 0F2 0B2 0REDUCE_GRAD 0RESHARD"
+    )
+    assert (
+        table.num_ranks,
+        table.num_stages,
+        table.stages_of(0),
+        table.rank_of(0),
+        table.peak_live_chunks(0),
+    ) == (1, 1, (0,), 0, 1)
 
 
 @pytest.mark.parametrize("make", [dualpipev, None], ids=["dualpipev", "sequential"])
@@ -160,7 +203,10 @@ def test_text_and_back(make: Any) -> None:
     table = make(4, 9) if make else sequential(5)
     text = to_text(table)
     assert from_text(text) == table
-    assert text.startswith(f"{table.num_ranks} ranks, {table.num_stages} stages, {table.num_micro_batches} micro-batches\nrank 0: 0UNSHARD")
+    assert text.startswith(
+        f"{table.num_ranks} ranks, {table.num_stages} stages, {table.num_micro_batches} "
+        "micro-batches\nrank 0: 0UNSHARD"
+    )
 
 
 @pytest.mark.parametrize("text", ["3F0", "12W345", "0UNSHARD", "7SEND_B3", "(0F3;3B1)OVERLAP_F_B"])
@@ -168,7 +214,9 @@ def test_an_action_s_text_is_torch_s(text: str) -> None:
     assert str(Action.from_text(text)) == text == str(torch_schedules._Action.from_str(text))
 
 
-@pytest.mark.parametrize("text", ["", "F0", "3X0", "3F0 ", "-1F0", "(0F3)OVERLAP_F_B", "0OVERLAP_F_B"])
+@pytest.mark.parametrize(
+    "text", ["", "F0", "3X0", "3F0 ", "-1F0", "(0F3)OVERLAP_F_B", "0OVERLAP_F_B"]
+)
 def test_other_text_is_no_action(text: str) -> None:
     with pytest.raises(ValueError, match="is not an action"):
         Action.from_text(text)
@@ -192,7 +240,11 @@ def changed(old: str, new: str, count: int = 1) -> str:
         ("0UNSHARD", "0UNSHARD 0UNSHARD", "unsharded already"),
         ("0UNSHARD ", "", "not unsharded"),
         (" 0RESHARD", "", "still unsharded"),
-        ("0REDUCE_GRAD 0RESHARD", "0RESHARD 0REDUCE_GRAD", "0REDUCE_GRAD comes while its parameters are not unsharded"),
+        (
+            "0REDUCE_GRAD 0RESHARD",
+            "0RESHARD 0REDUCE_GRAD",
+            "0REDUCE_GRAD comes while its parameters are not unsharded",
+        ),
         ("0REDUCE_GRAD ", "", "0 REDUCE_GRAD and should have 1"),
         ("0REDUCE_GRAD", "0REDUCE_GRAD1", "has a micro-batch"),
         ("1F0", "2F0", "comes before"),
@@ -226,9 +278,12 @@ def test_too_many_live_chunks_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "num_micro_batches", "message"), [(2, 3, "= 3 .* 4 for"), (64, 127, "128"), (0, 4, "parallel.pp = 0")]
+    ("num_ranks", "num_micro_batches", "message"),
+    [(2, 3, "= 3 .* 4 for"), (64, 127, "128"), (0, 4, "parallel.pp = 0")],
 )
-def test_sizes_that_do_not_fit_are_refused(num_ranks: int, num_micro_batches: int, message: str) -> None:
+def test_sizes_that_do_not_fit_are_refused(
+    num_ranks: int, num_micro_batches: int, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         dualpipev(num_ranks, num_micro_batches)
 
@@ -244,8 +299,11 @@ def test_a_torch_that_makes_no_such_table_is_named(monkeypatch: pytest.MonkeyPat
         dualpipev(2, 4)
 
 
-def test_nothing_waits_for_weight_gradients_where_a_rank_holds_most(tables: dict[tuple[int, int], Schedule]) -> None:
-    """Earlier weight gradients would thus save nothing without recomputation: a waiting chunk has less than twice a live one's bytes."""
+def test_nothing_waits_for_weight_gradients_where_a_rank_holds_most(
+    tables: dict[tuple[int, int], Schedule],
+) -> None:
+    """Earlier weight gradients would thus save nothing without recomputation: a waiting chunk has
+    less than twice a live one's bytes."""
     for schedule in tables.values():
         if not schedule.trains:
             continue
@@ -253,7 +311,11 @@ def test_nothing_waits_for_weight_gradients_where_a_rank_holds_most(tables: dict
             live, waiting, found = 0, 0, []
             for action in row:
                 for chunk in action.chunks:
-                    live += (chunk.kind is Kind.FORWARD) - (chunk.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT))
-                    waiting += (chunk.kind is Kind.BACKWARD_INPUT) - (chunk.kind is Kind.BACKWARD_WEIGHT)
+                    live += (chunk.kind is Kind.FORWARD) - (
+                        chunk.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+                    )
+                    waiting += (chunk.kind is Kind.BACKWARD_INPUT) - (
+                        chunk.kind is Kind.BACKWARD_WEIGHT
+                    )
                     found.append((live + 2 * waiting, waiting))
             assert any(size == max(found)[0] and waits == 0 for size, waits in found)

@@ -1,4 +1,5 @@
-"""Stages run segment by segment against the decoder's own forward and plain autograd, bit for bit; autocast; poison, which can fail."""
+"""Stages run segment by segment against the decoder's own forward and plain autograd, bit for bit;
+autocast; poison, which can fail."""
 
 from __future__ import annotations
 
@@ -16,7 +17,15 @@ from lather.models.routing import Routing
 from lather.models.saving.weight_gradients import WeightGradients, defer_weight_gradients
 from lather.models.token_positions import SequenceLayout
 from lather.pipeline import overlap
-from lather.pipeline.segments import RECOMPUTABLE, BlockTape, ChunkTape, MicroBatch, RoutingSummary, Segments, Steps
+from lather.pipeline.segments import (
+    RECOMPUTABLE,
+    BlockTape,
+    ChunkTape,
+    MicroBatch,
+    RoutingSummary,
+    Segments,
+    Steps,
+)
 from lather.pipeline.tape import Cut, Frees
 from models.tiny import random_tokens, tiny_family_model, whole_part
 
@@ -33,18 +42,31 @@ def model_of(family: str, **changes: Any) -> Decoder:
 
 
 def micro_batch(seed: int = 0) -> MicroBatch:
-    tokens, labels = random_tokens(BATCH, LENGTH, seed=seed), random_tokens(BATCH, LENGTH, seed=seed + 100)
+    tokens, labels = (
+        random_tokens(BATCH, LENGTH, seed=seed),
+        random_tokens(BATCH, LENGTH, seed=seed + 100),
+    )
     labels[0, :3] = -100
-    return MicroBatch(tokens, labels, SequenceLayout(BATCH, LENGTH, tokens.device), NORMALIZER, BALANCE, Z)
+    return MicroBatch(
+        tokens, labels, SequenceLayout(BATCH, LENGTH, tokens.device), NORMALIZER, BALANCE, Z
+    )
 
 
-def plain_step(model: Decoder, batch: MicroBatch, precision: torch.dtype | None = None) -> tuple[Tensor, list[RoutingSummary]]:
+def plain_step(
+    model: Decoder, batch: MicroBatch, precision: torch.dtype | None = None
+) -> tuple[Tensor, list[RoutingSummary]]:
     """Compute the loss in one graph; the gradients are left in the model."""
     with torch.autocast("cpu", dtype=precision, enabled=precision is not None):
         output = model(batch.tokens_BS, batch.labels_BS, normalizer=batch.normalizer)
     assert output.loss is not None
-    (output.loss + batch.balance_weight * output.balance_loss() + batch.z_weight * output.z_loss()).backward()
-    return output.loss.detach(), [RoutingSummary(r.count_E, r.balance_loss.detach()) for r in output.routings]
+    (
+        output.loss
+        + batch.balance_weight * output.balance_loss()
+        + batch.z_weight * output.z_loss()
+    ).backward()
+    return output.loss.detach(), [
+        RoutingSummary(r.count_E, r.balance_loss.detach()) for r in output.routings
+    ]
 
 
 def segments_step(
@@ -71,12 +93,18 @@ def assert_same_bits(actual: nn.Module, expected: nn.Module) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("recompute", [(), RECOMPUTABLE], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("frees", [Frees(), Frees(poison=True), Frees(enabled=False)], ids=["free", "poison", "hold"])
-def test_loss_gradients_and_routing_have_the_bits_of_one_graph(family: str, recompute: tuple[str, ...], frees: Frees) -> None:
+@pytest.mark.parametrize(
+    "frees", [Frees(), Frees(poison=True), Frees(enabled=False)], ids=["free", "poison", "hold"]
+)
+def test_loss_gradients_and_routing_have_the_bits_of_one_graph(
+    family: str, recompute: tuple[str, ...], frees: Frees
+) -> None:
     plain, model = model_of(family), model_of(family)
     for seed in (0, 1):
         expected, expected_routings = plain_step(plain, micro_batch(seed))
-        loss, routings, tape = segments_step(model, Segments(recompute=recompute, frees=frees), micro_batch(seed))
+        loss, routings, tape = segments_step(
+            model, Segments(recompute=recompute, frees=frees), micro_batch(seed)
+        )
         assert torch.equal(loss, expected)
         assert not any((tape.embed, tape.blocks, tape.head, tape.held))
         assert len(routings) == len(expected_routings) > 0
@@ -96,7 +124,9 @@ def test_each_segment_alone_can_be_recomputed(name: str) -> None:
 
 @pytest.mark.parametrize("recompute", [(), RECOMPUTABLE], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_put_off_weight_gradients_have_the_same_bits(family: str, recompute: tuple[str, ...]) -> None:
+def test_put_off_weight_gradients_have_the_same_bits(
+    family: str, recompute: tuple[str, ...]
+) -> None:
     plain, model, queue = model_of(family), model_of(family), WeightGradients()
     defer_weight_gradients(model, queue)
     segments = Segments(weight_gradients=queue, recompute=recompute, frees=Frees(poison=True))
@@ -108,7 +138,11 @@ def test_put_off_weight_gradients_have_the_same_bits(family: str, recompute: tup
         waiting.append(queue.take())
     late = {id(entry.weight) for entry in waiting[0]}
     products = {name for name, p in model.named_parameters() if id(p) in late}
-    assert {name for name in dict(model.named_parameters()) if name.endswith(("_proj", "_proj.weight", "gate.weight"))} <= products
+    assert {
+        name
+        for name in dict(model.named_parameters())
+        if name.endswith(("_proj", "_proj.weight", "gate.weight"))
+    } <= products
     assert not products & gradients(model).keys()
     for entries in waiting:
         WeightGradients.run(entries)
@@ -129,7 +163,11 @@ def test_without_grad_mode_the_tape_stays_empty() -> None:
     (stage,) = whole_part(model).stages
     tape = ChunkTape(batch)
     with torch.no_grad():
-        loss = overlap.run(Segments(recompute=["attention"], frees=Frees(poison=True)).forward(stage, None, tape, []))
+        loss = overlap.run(
+            Segments(recompute=["attention"], frees=Frees(poison=True)).forward(
+                stage, None, tape, []
+            )
+        )
     assert torch.equal(loss, plain_step(model, batch)[0])
     assert not tape.blocks
     for cut in (tape.embed, tape.head and tape.head[0]):
@@ -150,21 +188,28 @@ def test_an_error_in_backward_leaves_no_flag() -> None:
 
 
 def test_an_unknown_segment_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"recompute has 'router': use some of 'attention', 'experts', 'shared_experts'"):
+    with pytest.raises(
+        ValueError,
+        match=r"recompute has 'router': use some of 'attention', 'experts', 'shared_experts'",
+    ):
         Segments(recompute=["attention", "router"])
 
 
-# --- autocast -----------------------------------------------------------------------------------------------------------------------
+# --- autocast -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("recompute", [(), RECOMPUTABLE], ids=["kept", "recomputed"])
-def test_autocast_is_on_inside_segments_and_off_wherever_a_chunk_stops(recompute: tuple[str, ...]) -> None:
+def test_autocast_is_on_inside_segments_and_off_wherever_a_chunk_stops(
+    recompute: tuple[str, ...],
+) -> None:
     plain, model = model_of("deepseek_v2"), model_of("deepseek_v2")
     expected, _ = plain_step(plain, micro_batch(), torch.bfloat16)
     inside: list[bool] = []
     for module in model.modules():
         if isinstance(module, Linear):
-            module.register_forward_pre_hook(lambda *_: inside.append(torch.is_autocast_enabled("cpu")))
+            module.register_forward_pre_hook(
+                lambda *_: inside.append(torch.is_autocast_enabled("cpu"))
+            )
     segments = Segments(autocast=torch.bfloat16, recompute=recompute)
     (stage,) = whole_part(model).stages
     tape = ChunkTape(micro_batch())
@@ -195,7 +240,7 @@ def run_outside_autocast(chunk: Generator[None, None, Any]) -> tuple[Any, int]:
         assert not torch.is_autocast_enabled("cpu")
 
 
-# --- poison finds a wrong release ---------------------------------------------------------------------------------------------------
+# --- poison finds a wrong release -----------------------------------------------------------------
 
 
 class CopyingExchange(Exchange):
@@ -236,11 +281,15 @@ class TooEarly(Segments):
     def _attend(self, block: Block, x_BSD: Tensor, layout: SequenceLayout) -> Any:
         cut, attended = super()._attend(block, x_BSD, layout)
         if self.what in ("residual", "normed rows"):
-            self.frees.release(attended.residual_BSD if self.what == "residual" else attended.normed_TD, held=[])
+            self.frees.release(
+                attended.residual_BSD if self.what == "residual" else attended.normed_TD, held=[]
+            )
         return cut, attended
 
     def _was_read(self, attended: Attended, tape: ChunkTape, *cuts: Cut | None) -> None:
-        super()._was_read(attended, tape, *(() if self.what == "input of what is run again" else cuts))
+        super()._was_read(
+            attended, tape, *(() if self.what == "input of what is run again" else cuts)
+        )
 
 
 class GateUpTooEarly(Segments):
@@ -250,10 +299,17 @@ class GateUpTooEarly(Segments):
         self, block: Block, x_BSD: Tensor, tape: ChunkTape, routings: list[RoutingSummary]
     ) -> Steps[tuple[Tensor, BlockTape]]:
         saved: list[Tensor] = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: (saved.append(x), x)[1], lambda x: x):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda x: (saved.append(x), x)[1], lambda x: x
+        ):
             out_BSD, kept = yield from super()._forward_block(block, x_BSD, tape, routings)
         for x in saved:
-            if x.is_floating_point() and x.dim() == 2 and x.shape[-1] == 22 and not isinstance(x, nn.Parameter):
+            if (
+                x.is_floating_point()
+                and x.dim() == 2
+                and x.shape[-1] == 22
+                and not isinstance(x, nn.Parameter)
+            ):
                 self.frees.release(x, out_BSD, held=[])
         return out_BSD, kept
 
@@ -272,7 +328,15 @@ def wrong(what: str) -> Segments:
     return segments
 
 
-WRONG = ("block input", "normed rows", "received rows", "router's weights", "block output", "residual", "input of what is run again")
+WRONG = (
+    "block input",
+    "normed rows",
+    "received rows",
+    "router's weights",
+    "block output",
+    "residual",
+    "input of what is run again",
+)
 
 
 @pytest.mark.parametrize("what", WRONG)
@@ -284,7 +348,9 @@ def test_poison_finds_gate_up_released_too_early() -> None:
     assert is_found_out(GateUpTooEarly(frees=Frees(poison=True)))
 
 
-def test_poison_finds_a_combined_sum_released_before_it_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_poison_finds_a_combined_sum_released_before_it_is_added(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def wait_and_release(self: CopyingExchange, partial_RD: Tensor, way: Any) -> Any:
         Frees(poison=True).release(partial_RD, held=[])
         return Exchange.start_combine(self, partial_RD, way)
@@ -303,8 +369,8 @@ def test_what_is_released_rightly_is_not_found_fault_with(exchange: Exchange) ->
 
 
 def test_sums_and_normed_rows_are_given_back_in_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Storages count: with an exchange that copies, an MoE block has two sums, the shared experts' and the total; without copies two are
-    one."""
+    """Storages count: with an exchange that copies, an MoE block has two sums, the shared experts'
+    and the total; without copies two are one."""
     released: list[Tensor] = []
     original = Frees.release
 

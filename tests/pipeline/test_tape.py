@@ -1,4 +1,5 @@
-"""Cuts against plain autograd, bit for bit; the bytes that they keep; and frees, which may never take a tensor that somebody else reads."""
+"""Cuts against plain autograd, bit for bit; the bytes that they keep; and frees, which may never
+take a tensor that somebody else reads."""
 
 from __future__ import annotations
 
@@ -21,11 +22,14 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 class Model(nn.Module):
-    """A model of three segments with a residual, a second output of the first segment, and a parameter of the last two."""
+    """A model of three segments with a residual, a second output of the first segment, and a
+    parameter of the last two."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b, self.c = (nn.Parameter(normal(SIZE, SIZE, seed=seed) / 8) for seed in range(3))
+        self.a, self.b, self.c = (
+            nn.Parameter(normal(SIZE, SIZE, seed=seed) / 8) for seed in range(3)
+        )
 
     def first(self, x: Tensor) -> Outputs:
         y = (x @ self.a).tanh()
@@ -51,7 +55,9 @@ def gradients_of_plain(x: Tensor) -> tuple[Tensor, list[Tensor]]:
     return loss.detach(), [x.grad, model.a.grad, model.b.grad, model.c.grad]  # type: ignore[list-item]
 
 
-def gradients_of_cuts(x: Tensor, recompute: Callable[[], contextlib.AbstractContextManager[None]] | None) -> tuple[Tensor, list[Tensor]]:
+def gradients_of_cuts(
+    x: Tensor, recompute: Callable[[], contextlib.AbstractContextManager[None]] | None
+) -> tuple[Tensor, list[Tensor]]:
     model = Model()
     first, (residual, aux, best) = Cut.run(model.first, [x], recompute=recompute)
     second, (y,) = Cut.run(model.second, [residual], recompute=recompute)
@@ -68,7 +74,9 @@ def gradients_of_cuts(x: Tensor, recompute: Callable[[], contextlib.AbstractCont
 
 @pytest.mark.parametrize("recompute", [None, contextlib.nullcontext], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("rows", [63, 1, 0])
-def test_cuts_have_the_bits_of_plain_autograd(recompute: Callable[[], contextlib.AbstractContextManager[None]] | None, rows: int) -> None:
+def test_cuts_have_the_bits_of_plain_autograd(
+    recompute: Callable[[], contextlib.AbstractContextManager[None]] | None, rows: int
+) -> None:
     x = normal(rows, SIZE, seed=7)
     loss, grads = gradients_of_cuts(x, recompute)
     expected_loss, expected = gradients_of_plain(x)
@@ -84,8 +92,12 @@ def activations(x: Tensor) -> Outputs:
     return (((x * x).exp() * x).sin(),)
 
 
-@pytest.mark.parametrize(("recompute", "tensors"), [(None, 3), (contextlib.nullcontext, 1)], ids=["kept", "recomputed"])
-def test_between_forward_and_backward_there_is_the_graph_or_the_inputs(recompute: None, tensors: int) -> None:
+@pytest.mark.parametrize(
+    ("recompute", "tensors"), [(None, 3), (contextlib.nullcontext, 1)], ids=["kept", "recomputed"]
+)
+def test_between_forward_and_backward_there_is_the_graph_or_the_inputs(
+    recompute: None, tensors: int
+) -> None:
     with PeakBytes() as peak:
         x = torch.ones(SIZE, SIZE)
         cut, (y,) = Cut.run(activations, [x], recompute=recompute)
@@ -103,7 +115,9 @@ def test_the_function_is_let_go_of_after_its_last_run() -> None:
     for recompute, is_kept in ((None, False), (contextlib.nullcontext, True)):
         captured = torch.ones(3)
         alive = weakref.ref(captured)
-        cut, _ = Cut.run(lambda x, kept=captured: (x + kept.sum(),), [torch.ones(2)], recompute=recompute)
+        cut, _ = Cut.run(
+            lambda x, kept=captured: (x + kept.sum(),), [torch.ones(2)], recompute=recompute
+        )
         del captured
         assert (alive() is not None) == is_kept
         cut.backward([torch.ones(2)])
@@ -181,12 +195,14 @@ def test_the_context_is_entered_for_the_second_run_alone() -> None:
     assert entered == ["run without grad", "in", "run", "out"]
 
 
-# --- frees --------------------------------------------------------------------------------------------------------------------------
+# --- frees ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("shape", [(5, 7), (1, 1), (1,), ()])
-def test_own_storage_is_given_back_whoever_has_a_reference(shape: tuple[int, ...], device: str) -> None:
+def test_own_storage_is_given_back_whoever_has_a_reference(
+    shape: tuple[int, ...], device: str
+) -> None:
     x, other = torch.ones(shape, device=device), torch.ones(shape, device=device)
     view = x.view(-1)
     Frees().release(x, other, held=[])
@@ -206,7 +222,9 @@ def test_what_somebody_lives_in_is_left_alone(frees: Frees, shape: tuple[int, ..
     assert torch.equal(other, torch.zeros(shape))
 
 
-@pytest.mark.parametrize("frees", [Frees(), Frees(poison=True), Frees(enabled=False)], ids=["free", "poison", "hold"])
+@pytest.mark.parametrize(
+    "frees", [Frees(), Frees(poison=True), Frees(enabled=False)], ids=["free", "poison", "hold"]
+)
 def test_tensors_without_elements(frees: Frees) -> None:
     frees.release(torch.empty(0, 3), torch.empty(0), held=[])
     frees.release(torch.ones(2, 3)[:0], torch.empty(0), held=[])
@@ -223,8 +241,12 @@ def test_poison_is_all_of_the_storage_and_keeps_it() -> None:
         assert x.isnan().all()
 
 
-@pytest.mark.parametrize(("dtype", "floating"), [(torch.int32, torch.float32), (torch.int64, torch.float64)])
-def test_poison_of_integers_is_out_of_range_and_a_nan_where_they_are_bits(dtype: torch.dtype, floating: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "floating"), [(torch.int32, torch.float32), (torch.int64, torch.float64)]
+)
+def test_poison_of_integers_is_out_of_range_and_a_nan_where_they_are_bits(
+    dtype: torch.dtype, floating: torch.dtype
+) -> None:
     x = torch.arange(6, dtype=dtype)
     Frees(poison=True).free_buffer(x[1:3])
     assert (x > 2**30).all()
@@ -242,11 +264,15 @@ def test_a_buffer_of_nobody_else_is_given_back_as_told() -> None:
         assert not size or bool(x.isnan().all()) == frees.poison
 
 
-@pytest.mark.parametrize(("recompute", "number"), [(None, 0), (contextlib.nullcontext, 1)], ids=["kept", "recomputed"])
+@pytest.mark.parametrize(
+    ("recompute", "number"), [(None, 0), (contextlib.nullcontext, 1)], ids=["kept", "recomputed"]
+)
 def test_only_a_second_run_reads_the_inputs_themselves(recompute: None, number: int) -> None:
     x = torch.ones(3)
     cut, (y,) = Cut.run(activations, [x], recompute=recompute)
-    assert [kept.untyped_storage() is x.untyped_storage() for kept in cut.kept_inputs] == [True] * number
+    assert [kept.untyped_storage() is x.untyped_storage() for kept in cut.kept_inputs] == [
+        True
+    ] * number
     cut.backward([y])
     assert cut.kept_inputs == []
 

@@ -1,4 +1,5 @@
-"""The clock of one rank; several ranks and waiting for each other are in tests/distributed/test_training.py."""
+"""The clock of one rank; several ranks and waiting for each other are in
+tests/distributed/test_training.py."""
 
 import json
 import time
@@ -26,7 +27,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def test_actions_from_the_start_of_the_clock_and_what_was_waited_left_out(clock: list[float]) -> None:
+def test_actions_from_the_start_of_the_clock_and_what_was_waited_left_out(
+    clock: list[float],
+) -> None:
     recorder = TimelineRecorder(CPU, rank=2)
     recorder.begin()
     clock[0] += 1
@@ -38,7 +41,11 @@ def test_actions_from_the_start_of_the_clock_and_what_was_waited_left_out(clock:
             clock[0] += 10
         clock[0] += 4
     events = recorder.end()
-    assert events == [Event(2, FORWARD, 1.0, 3.0), Event(2, PAIR, 3.0, 6.0), Event(2, PAIR, 16.0, 20.0)]
+    assert events == [
+        Event(2, FORWARD, 1.0, 3.0),
+        Event(2, PAIR, 3.0, 6.0),
+        Event(2, PAIR, 16.0, 20.0),
+    ]
     assert measured_durations(events).kinds == {Kind.FORWARD: 2.0, Kind.OVERLAP: 7.0}
     assert Timeline(tuple(events)).idle() == {2: 10.0}
 
@@ -76,4 +83,10 @@ def test_the_file_is_what_the_picture_reads(tmp_path: Path) -> None:
     append_timeline(path, 4, [Event(1, PAIR, 0.25, 0.5), Event(0, FORWARD, 0.125, 1.0)])
     assert read_timeline(path) == (4, [Event(1, PAIR, 0.25, 0.5), Event(0, FORWARD, 0.125, 1.0)])
     row = json.loads(path.read_text().splitlines()[1])
-    assert row == {"step": 4, "rank": 1, "action": "(0F4;1B1)OVERLAP_F_B", "start": 0.25, "end": 0.5}
+    assert row == {
+        "step": 4,
+        "rank": 1,
+        "action": "(0F4;1B1)OVERLAP_F_B",
+        "start": 0.25,
+        "end": 0.5,
+    }

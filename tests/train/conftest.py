@@ -1,4 +1,5 @@
-"""Makes a corpus of a few files, a configuration of a few thousand parameters, and what tests of the trainer need of them."""
+"""Makes a corpus of a few files, a configuration of a few thousand parameters, and what tests of
+the trainer need of them."""
 
 import random
 from collections.abc import Callable
@@ -17,7 +18,12 @@ from lather.models.deepseek_v2 import DeepseekV2Config, build_deepseek_v2
 from lather.train.metrics import StepRow
 from tiny_model import TINY, VOCAB_SIZE
 
-MODEL: dict[str, Any] = {**TINY, "num_hidden_layers": 2, "aux_loss_alpha": 0.01, "tie_word_embeddings": True}
+MODEL: dict[str, Any] = {
+    **TINY,
+    "num_hidden_layers": 2,
+    "aux_loss_alpha": 0.01,
+    "tie_word_embeddings": True,
+}
 
 
 @pytest.fixture
@@ -25,7 +31,20 @@ def corpus(tmp_path: Path) -> Path:
     """Eight text files, one of them in a sub-folder."""
     folder = tmp_path / "corpus"
     (folder / "more").mkdir(parents=True)
-    words = ["the", "quick", "brown", "fox", "jumps", "over", "naïve", "café", "owners", "and", "日本", "\U0001f98a"]
+    words = [
+        "the",
+        "quick",
+        "brown",
+        "fox",
+        "jumps",
+        "over",
+        "naïve",
+        "café",
+        "owners",
+        "and",
+        "日本",
+        "\U0001f98a",
+    ]
     draw = random.Random(0)
     for number in range(8):
         text = "\n".join(" ".join(draw.choices(words, k=9)) for _ in range(12 + number))
@@ -35,13 +54,19 @@ def corpus(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def make_config(corpus: Path, tmp_path: Path) -> Callable[..., Config]:
-    """Make the tiny configuration with sections, or keys of sections, replaced: `make_config(train={"steps": 5}, seed=1)`."""
+    """Make the tiny configuration with sections, or keys of sections, replaced:
+    `make_config(train={"steps": 5}, seed=1)`."""
 
     def make(**changes: Any) -> Config:
         mapping: dict[str, Any] = {
             "run_dir": str(tmp_path / "run"),
             "model": MODEL,
-            "data": {"source": str(corpus), "pattern": "*.txt", "cache_dir": str(tmp_path / "cache"), "holdout_every": 4},
+            "data": {
+                "source": str(corpus),
+                "pattern": "*.txt",
+                "cache_dir": str(tmp_path / "cache"),
+                "holdout_every": 4,
+            },
             "optim": {"name": "soap", "lr": 1e-2, "precondition_frequency": 2, "warmup_steps": 2},
             "train": {
                 "steps": 4,
@@ -75,9 +100,13 @@ def sets(corpus: Path, tmp_path: Path) -> list[str]:
         texts = tmp_path / f"texts-{number}"
         texts.mkdir()
         for name, file in enumerate(sorted(corpus.glob("*.txt"))):
-            (texts / f"{name}.txt").write_text(f"set {number} " * 10 + file.read_text("utf-8"), "utf-8")
+            (texts / f"{name}.txt").write_text(
+                f"set {number} " * 10 + file.read_text("utf-8"), "utf-8"
+            )
         tokenizer = "" if number == 0 else str(folders[0] / "tokenizer.json")
-        recipe = DataRecipe((str(texts),), pattern="*.txt", vocab_size=264, holdout_every=4, tokenizer=tokenizer)
+        recipe = DataRecipe(
+            (str(texts),), pattern="*.txt", vocab_size=264, holdout_every=4, tokenizer=tokenizer
+        )
         make_dataset(folder, recipe, print)
     return [str(folder) for folder in folders]
 
@@ -102,7 +131,9 @@ def tokens() -> Callable[..., torch.Tensor]:
     """Draw random sequences, one token longer than those that are trained on."""
 
     def draw(seed: int, batch_size: int = 4, length: int = 17) -> torch.Tensor:
-        return torch.randint(VOCAB_SIZE, (batch_size, length), generator=torch.Generator().manual_seed(seed))
+        return torch.randint(
+            VOCAB_SIZE, (batch_size, length), generator=torch.Generator().manual_seed(seed)
+        )
 
     return draw
 

@@ -116,13 +116,17 @@ def test_alternatives_are_fields_and_none_is_its_own() -> None:
     ],
     ids=" ".join,
 )
-def test_both_on_the_command_line_are_an_error(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_both_on_the_command_line_are_an_error(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["train", str(QUICKSTART), *arguments]) == 2
     assert "are both given: leave one of them out" in capsys.readouterr().err
 
 
 def test_both_in_a_file_are_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"optim\.rest\.lr = 0\.1 and optim\.rest\.lr_factor = 2\.0 are"):
+    with pytest.raises(
+        ConfigError, match=r"optim\.rest\.lr = 0\.1 and optim\.rest\.lr_factor = 2\.0 are"
+    ):
         config_from_mapping({"optim": {"rest": {"lr": 0.1, "lr_factor": 2.0}}})
 
 
@@ -147,7 +151,9 @@ def test_a_run_that_resumes_takes_it_as_a_change(file: str, tmp_path: Path) -> N
 
 def test_a_run_goes_on_with_the_rate_and_records_it(tmp_path: Path) -> None:
     config = write_config(tmp_path, steps=2, checkpoint_every=2)
-    config.write_text(config.read_text().replace("[train]", "[optim.rest]\nlr_factor = 3.0\n[train]"))
+    config.write_text(
+        config.read_text().replace("[train]", "[optim.rest]\nlr_factor = 3.0\n[train]")
+    )
     where = ["--run-dir", str(tmp_path / "run")]
     assert run("train", config, *where)[0] == 0
     status, _, error = run("train", config, *where, "--train.steps", "3", "--optim.rest.lr", "0.01")

@@ -1,4 +1,5 @@
-"""Requests that a run obeys while it trains: a checkpoint, an end, and the wall-clock limit of a launch."""
+"""Requests that a run obeys while it trains: a checkpoint, an end, and the wall-clock limit of a
+launch."""
 
 from __future__ import annotations
 
@@ -27,7 +28,16 @@ from reaper import reaped
 from tiny_run import write_config
 
 SECONDS = 120
-LONG = ("--train.steps", "100000", "--train.validation-every", "0", "--checkpoint.every", "100000", "--checkpoint.keep-last", "9")
+LONG = (
+    "--train.steps",
+    "100000",
+    "--train.validation-every",
+    "0",
+    "--checkpoint.every",
+    "100000",
+    "--checkpoint.keep-last",
+    "9",
+)
 
 
 def steps(run_dir: Path) -> list[int]:
@@ -47,7 +57,11 @@ def has_trained(run_dir: Path) -> bool:
 
 
 def environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+    }
 
 
 def children_of(pid: int) -> list[int]:
@@ -95,8 +109,15 @@ def test_an_ignored_hangup_stays_ignored() -> None:
 
 
 def test_one_request_of_many_ranks_saves_once(tmp_path: Path) -> None:
-    """The same request arrives at each step, as from ranks that received the signal a moment later; then there is another one."""
-    config, _ = _read([str(write_config(tmp_path, steps=6, checkpoint_every=100)), "--run-dir", str(tmp_path / "run")])
+    """The same request arrives at each step, as from ranks that received the signal a moment later;
+    then there is another one."""
+    config, _ = _read(
+        [
+            str(write_config(tmp_path, steps=6, checkpoint_every=100)),
+            "--run-dir",
+            str(tmp_path / "run"),
+        ]
+    )
     shown, calls, begun = Shown(), [0], time.monotonic()
 
     def save() -> float:
@@ -108,12 +129,16 @@ def test_one_request_of_many_ranks_saves_once(tmp_path: Path) -> None:
     assert [note.split(":")[0] for note in said][:2] == ["step 2", "step 4"]
 
 
-@pytest.mark.parametrize(("ranks", "whom"), [(1, "the command"), (2, "the command"), (2, "one rank"), (2, "all")])
+@pytest.mark.parametrize(
+    ("ranks", "whom"), [(1, "the command"), (2, "the command"), (2, "one rank"), (2, "all")]
+)
 def test_signals_save_and_end(tmp_path: Path, ranks: int, whom: str) -> None:
     config, run_dir = write_config(tmp_path), tmp_path / "run"
     arguments = ["-m", "lather", "train", config, "--run-dir", run_dir, *LONG, "--nproc", ranks]
     pipe = subprocess.PIPE
-    process = reaped(ForkedPython(arguments, env=environment(), stdout=pipe, stderr=pipe, start_new_session=True))
+    process = reaped(
+        ForkedPython(arguments, env=environment(), stdout=pipe, stderr=pipe, start_new_session=True)
+    )
     try:
         wait_until("a step", lambda: has_trained(run_dir) or process.poll() is not None)
         workers = children_of(process.pid)
@@ -136,11 +161,14 @@ def test_signals_save_and_end(tmp_path: Path, ranks: int, whom: str) -> None:
     first, last = steps(run_dir)
     assert f"step {first}: SIGUSR1 saves" in out
     assert f"stopped at step {last}; saved" in out
-    assert [row["step"] for row in read_rows(run_dir / "metrics.jsonl") if "loss" in row] == list(range(1, last + 1))
+    assert [row["step"] for row in read_rows(run_dir / "metrics.jsonl") if "loss" in row] == list(
+        range(1, last + 1)
+    )
 
 
 def as_srun_sets(num_machines: int, on_each: int) -> list[dict[str, str]]:
-    """Return the variables of each task of a step on several machines, all of which are this one."""
+    """Return the variables of each task of a step on several machines, all of which are this
+    one."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     step = {
@@ -153,7 +181,9 @@ def as_srun_sets(num_machines: int, on_each: int) -> list[dict[str, str]]:
         "MASTER_PORT": str(port),
     }
     tasks = range(num_machines * on_each)
-    return [{**step, "SLURM_PROCID": str(task), "SLURM_LOCALID": str(task % on_each)} for task in tasks]
+    return [
+        {**step, "SLURM_PROCID": str(task), "SLURM_LOCALID": str(task % on_each)} for task in tasks
+    ]
 
 
 def test_signals_that_slurm_sends_to_all_tasks_save_once_and_end(tmp_path: Path) -> None:
@@ -190,12 +220,16 @@ def test_signals_that_slurm_sends_to_all_tasks_save_once_and_end(tmp_path: Path)
 
 
 def test_signals_while_it_starts_end_nothing(tmp_path: Path) -> None:
-    """A real process, which gets them while it imports torch: it has nothing to save yet, and ends as asked once it could."""
+    """A real process, which gets them while it imports torch: it has nothing to save yet, and ends
+    as asked once it could."""
     config, run_dir = write_config(tmp_path), tmp_path / "run"
     arguments = ["-m", "lather", "train", config, "--run-dir", run_dir, *LONG]
     process = reaped(fresh_python(arguments, env=environment(), stdout=subprocess.PIPE))
     try:
-        wait_until("its first line", lambda: signal.SIGUSR2 in held_by(process.pid) or process.poll() is not None)
+        wait_until(
+            "its first line",
+            lambda: signal.SIGUSR2 in held_by(process.pid) or process.poll() is not None,
+        )
         for number in (signal.SIGUSR1, signal.SIGUSR2):
             process.send_signal(number)
         out, _ = process.communicate(timeout=SECONDS)
@@ -217,19 +251,32 @@ def test_the_limit_leaves_room_for_a_step_and_a_checkpoint(monkeypatch: pytest.M
     assert limit.is_reached(0.0)
     for seconds in (3.0, 2.0):
         limit.took_step(seconds)
-    for passed, save, reached in ((51.9, 0.0, False), (52.1, 0.0, True), (46.9, 10.0, False), (47.1, 10.0, True)):
+    for passed, save, reached in (
+        (51.9, 0.0, False),
+        (52.1, 0.0, True),
+        (46.9, 10.0, False),
+        (47.1, 10.0, True),
+    ):
         now[0] = 100 + passed
         assert limit.is_reached(save) is reached
     now[0] = 1e6
     assert not TimeLimit(0.0, 100.0, 0).is_reached(9.0)
 
 
-def test_minutes_end_a_launch_with_a_checkpoint_and_the_next_has_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_minutes_end_a_launch_with_a_checkpoint_and_the_next_has_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config, run_dir = write_config(tmp_path), tmp_path / "run"
-    assert main(["train", str(config), "--run-dir", str(run_dir), *LONG, "--train.minutes", "0.02"]) == 0
+    assert (
+        main(["train", str(config), "--run-dir", str(run_dir), *LONG, "--train.minutes", "0.02"])
+        == 0
+    )
     out = capsys.readouterr().out
     (done,) = steps(run_dir)
-    assert f"stopped at step {done} because the 0.02 minutes of train.minutes are nearly over; saved" in out
+    assert (
+        f"stopped at step {done} because the 0.02 minutes of train.minutes are nearly over; saved"
+        in out
+    )
     assert "the same command resumes from there" in out
     assert main(["train", str(run_dir), "--train.steps", str(done + 2)]) == 0
     assert steps(run_dir)[-1] == done + 2

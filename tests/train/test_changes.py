@@ -1,4 +1,5 @@
-"""A run that is changed between two starts has the losses of a training without interruption that took the change."""
+"""A run that is changed between two starts has the losses of a training without interruption that
+took the change."""
 
 import json
 import re
@@ -22,27 +23,54 @@ from lather.files import read_rows
     [
         ({"train": {"steps": 9}}, "train.steps 4 -> 9"),
         ({"train": {"steps": 8}, "optim": {"lr": 1e-3}}, "optim.lr 0.01 -> 0.001"),
-        ({"train": {"steps": 8}, "optim": {"schedule": "cosine", "min_lr_ratio": 0.0}}, "optim.schedule linear -> cosine"),
+        (
+            {"train": {"steps": 8}, "optim": {"schedule": "cosine", "min_lr_ratio": 0.0}},
+            "optim.schedule linear -> cosine",
+        ),
         ({"train": {"steps": 8}, "optim": {"weight_decay": 0.5}}, "optim.weight_decay 0.01 -> 0.5"),
-        ({"train": {"steps": 8}, "optim": {"rest": {"lr_factor": 1.0}}}, "optim.rest.lr_factor 8 -> 1"),
+        (
+            {"train": {"steps": 8}, "optim": {"rest": {"lr_factor": 1.0}}},
+            "optim.rest.lr_factor 8 -> 1",
+        ),
         ({"train": {"steps": 8, "max_grad_norm": 0.1}}, "train.max_grad_norm 1 -> 0.1"),
-        ({"train": {"steps": 8}, "optim": {"precondition_frequency": 3}}, "optim.precondition_frequency 2 -> 3"),
-        ({"train": {"steps": 8}, "optim": {"stagger_refresh": True}}, "optim.stagger_refresh false -> true"),
+        (
+            {"train": {"steps": 8}, "optim": {"precondition_frequency": 3}},
+            "optim.precondition_frequency 2 -> 3",
+        ),
+        (
+            {"train": {"steps": 8}, "optim": {"stagger_refresh": True}},
+            "optim.stagger_refresh false -> true",
+        ),
         ({"train": {"steps": 8}, "optim": {"eps": 1e-4}}, "optim.eps 1e-08 -> 0.0001"),
-        ({"train": {"steps": 8}, "optim": {"weight_decay_method": "l2", "weight_decay": 0.1}}, "optim.weight_decay_method decoupled -> l2"),
+        (
+            {"train": {"steps": 8}, "optim": {"weight_decay_method": "l2", "weight_decay": 0.1}},
+            "optim.weight_decay_method decoupled -> l2",
+        ),
         ({"train": {"steps": 8}, "optim": {"warmup_steps": 7}}, "optim.warmup_steps 2 -> 7"),
-        ({"train": {"steps": 8}, "optim": {"schedule": "wsd", "decay_fraction": 0.3}}, "optim.decay_fraction 0.2 -> 0.3"),
-        ({"train": {"steps": 8}, "optim": {"experts": {"lr": 1e-3}}}, "optim.experts.lr none -> 0.001"),
+        (
+            {"train": {"steps": 8}, "optim": {"schedule": "wsd", "decay_fraction": 0.3}},
+            "optim.decay_fraction 0.2 -> 0.3",
+        ),
+        (
+            {"train": {"steps": 8}, "optim": {"experts": {"lr": 1e-3}}},
+            "optim.experts.lr none -> 0.001",
+        ),
     ],
 )
-def test_a_change_counts_from_the_step_at_which_the_run_goes_on(make_config: MakeConfig, changes: dict[str, Any], noted: str) -> None:
+def test_a_change_counts_from_the_step_at_which_the_run_goes_on(
+    make_config: MakeConfig, changes: dict[str, Any], noted: str
+) -> None:
     before, after = make_config(), make_config(**changes)
     run(before)
     notes = run(after)
     assert losses(after.run_dir) == uninterrupted(before, after)
     [note] = [text for text in notes if text.startswith("from step 5 on: ")]
     assert noted in note
-    first = next(row["lr"] for row in read_rows(Path(after.run_dir) / "metrics.jsonl") if row["step"] == 5 and "lr" in row)
+    first = next(
+        row["lr"]
+        for row in read_rows(Path(after.run_dir) / "metrics.jsonl")
+        if row["step"] == 5 and "lr" in row
+    )
     assert note.endswith(f"; the learning rate of step 5 is {first:.3g}")
     [row] = History.read(Path(after.run_dir), {}).rows
     assert (row.step, row.describe()) == (4, note.rpartition(";")[0])
@@ -54,25 +82,51 @@ def test_nothing_that_changes_nothing_is_recorded(make_config: MakeConfig) -> No
     assert not (Path(make_config().run_dir) / "changes.jsonl").exists()
 
 
-def test_another_micro_batch_gives_the_losses_of_a_run_that_always_had_it(make_config: MakeConfig, tmp_path: Path) -> None:
-    """They are equal up to rounding, as sums over a batch are added in other parts. A balance evened over a micro-batch would depend on its
-    size."""
+def test_another_micro_batch_gives_the_losses_of_a_run_that_always_had_it(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    """They are equal up to rounding, as sums over a batch are added in other parts. A balance
+    evened over a micro-batch would depend on its size."""
     common: dict[str, Any] = {"moe": {"balance_level": "sequence"}}
     run(make_config(train={"steps": 2, "precision": "fp64"}, **common))
-    run(make_config(train={"steps": 6, "precision": "fp64", "micro_batch_size": 1}, optim={"schedule": "constant"}, **common))
-    first = make_config(train={"steps": 2, "precision": "fp64", "micro_batch_size": 1}, run_dir=str(tmp_path / "always"), **common)
+    run(
+        make_config(
+            train={"steps": 6, "precision": "fp64", "micro_batch_size": 1},
+            optim={"schedule": "constant"},
+            **common,
+        )
+    )
+    first = make_config(
+        train={"steps": 2, "precision": "fp64", "micro_batch_size": 1},
+        run_dir=str(tmp_path / "always"),
+        **common,
+    )
     run(first)
-    run(replace(first, train=replace(first.train, steps=6), optim=replace(first.optim, schedule="constant")))
+    run(
+        replace(
+            first,
+            train=replace(first.train, steps=6),
+            optim=replace(first.optim, schedule="constant"),
+        )
+    )
     assert losses(make_config().run_dir) == pytest.approx(losses(tmp_path / "always"), rel=1e-7)
 
 
-def test_a_run_of_fewer_steps_than_are_done_is_refused_with_the_remedy(make_config: MakeConfig) -> None:
+def test_a_run_of_fewer_steps_than_are_done_is_refused_with_the_remedy(
+    make_config: MakeConfig,
+) -> None:
     run(make_config())
-    with pytest.raises(RunError, match=r"train\.steps = 3 is not valid: run_dir = .* has done 4 steps: .*--fork-from RUN@STEP"):
+    with pytest.raises(
+        RunError,
+        match=(
+            r"train\.steps = 3 is not valid: run_dir = .* has "
+            r"done 4 steps: .*--fork-from RUN@STEP"
+        ),
+    ):
         run(make_config(train={"steps": 3}))
 
 
-# --- the mixture of data ------------------------------------------------------------------------------------------------------------
+# --- the mixture of data --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -80,7 +134,9 @@ def test_a_run_of_fewer_steps_than_are_done_is_refused_with_the_remedy(make_conf
     [(2, 2, [3.0, 1.0]), (2, 3, [1.0, 1.0, 8.0]), (1, 3, [0.0, 1.0, 1.0])],
     ids=["weights", "a data set more", "others alone"],
 )
-def test_the_mixture_may_change(make_config: MakeConfig, sets: list[str], first: int, then: int, weights: list[float]) -> None:
+def test_the_mixture_may_change(
+    make_config: MakeConfig, sets: list[str], first: int, then: int, weights: list[float]
+) -> None:
     before = make_config(data={"path": sets[:first]})
     after = make_config(data={"path": sets[:then], "weights": weights}, train={"steps": 8})
     run(before)
@@ -90,35 +146,69 @@ def test_the_mixture_may_change(make_config: MakeConfig, sets: list[str], first:
     assert any("data.weights [] -> " in note for note in notes)
     last = make_config(data={"path": sets[:then], "weights": [1.0] * then}, train={"steps": 10})
     run(last)  # it changes once more
-    assert History.read(Path(last.run_dir), {}).phases(4) == [*phases, MixturePhase(32, (1.0,) * then, then)]
+    assert History.read(Path(last.run_dir), {}).phases(4) == [
+        *phases,
+        MixturePhase(32, (1.0,) * then, then),
+    ]
     data = json.loads((Path(last.run_dir) / "provenance.json").read_text())["data"]
     assert [folder for folder, _ in data] == sets[:then]
 
 
-def test_data_sets_that_are_gone_or_without_weights_are_refused(make_config: MakeConfig, sets: list[str]) -> None:
+def test_data_sets_that_are_gone_or_without_weights_are_refused(
+    make_config: MakeConfig, sets: list[str]
+) -> None:
     before = make_config(data={"path": sets[:2]})
     run(before)
     files = {path: path.read_bytes() for path in Path(before.run_dir).rglob("*") if path.is_file()}
     for path, weights, message in [
         (sets, [], "data.path names 3: give data.weights"),
         ([sets[2], *sets[:2]], [1.0] * 3, "was trained on other tokens"),
-        (sets[:1], [], "was trained on 2 data sets, and data.path names 1: name the earlier ones first"),
+        (
+            sets[:1],
+            [],
+            "was trained on 2 data sets, and data.path names 1: name the earlier ones first",
+        ),
     ]:
         with pytest.raises(RunError, match=message):
             run(make_config(data={"path": path, "weights": weights}, train={"steps": 8}))
-    assert {path: path.read_bytes() for path in Path(before.run_dir).rglob("*") if path.is_file()} == files
+    assert {
+        path: path.read_bytes() for path in Path(before.run_dir).rglob("*") if path.is_file()
+    } == files
 
 
-# --- which fields ---------------------------------------------------------------------------------------------------------------------
+# --- which fields ---------------------------------------------------------------------------------
 
 
 def test_every_field_has_a_class() -> None:
     """The lists of names must be changed when a field moves to another class."""
     names = set(field_names())
-    of_class = {which: {name for name in names if class_of(name) == which} for which in ("free", "changeable", "fixed")}
-    assert {"train.micro_batch_size", "train.device", "parallel.pp", "log.every", "data.source", "moe.memory"} <= of_class["free"]
-    assert {"train.steps", "optim.lr", "optim.weight_decay", "optim.rest.lr_factor", "data.weights"} <= of_class["changeable"]
-    assert {"seed", "model.hidden_size", "train.batch_size", "train.precision", "optim.name", "data.packing"} <= of_class["fixed"]
+    of_class = {
+        which: {name for name in names if class_of(name) == which}
+        for which in ("free", "changeable", "fixed")
+    }
+    assert {
+        "train.micro_batch_size",
+        "train.device",
+        "parallel.pp",
+        "log.every",
+        "data.source",
+        "moe.memory",
+    } <= of_class["free"]
+    assert {
+        "train.steps",
+        "optim.lr",
+        "optim.weight_decay",
+        "optim.rest.lr_factor",
+        "data.weights",
+    } <= of_class["changeable"]
+    assert {
+        "seed",
+        "model.hidden_size",
+        "train.batch_size",
+        "train.precision",
+        "optim.name",
+        "data.packing",
+    } <= of_class["fixed"]
 
 
 def test_the_lists_name_fields_that_there_are() -> None:
@@ -128,7 +218,11 @@ def test_the_lists_name_fields_that_there_are() -> None:
     sections = {name.partition(".")[0] for name in names}
     assert {*changes.FREE, *changes.CHANGEABLE, *changes.FIXED} <= names | sections
     options = {name.rpartition(".")[2] for name in names if name.startswith("optim.")}
-    others = {"eps", "precondition_frequency", "stagger_refresh"}  # options of rules that are not the default
+    others = {
+        "eps",
+        "precondition_frequency",
+        "stagger_refresh",
+    }  # options of rules that are not the default
     assert {*changes.CHANGEABLE_OPTIONS, *changes.FREE_OPTIONS} <= options | others
 
 
@@ -136,7 +230,10 @@ def test_the_documentation_names_every_field_that_may_change() -> None:
     from lather.config import changes
 
     text = (Path(__file__).parents[2] / "docs" / "changing-runs.md").read_text("utf-8")
-    free, changeable = (next(line for line in text.splitlines() if line.startswith(f"| {which} |")) for which in ("free", "changeable"))
+    free, changeable = (
+        next(line for line in text.splitlines() if line.startswith(f"| {which} |"))
+        for which in ("free", "changeable")
+    )
     for line, keys in [
         (free, (*changes.FREE, *changes.FREE_OPTIONS)),
         (changeable, (*changes.CHANGEABLE, *changes.CHANGEABLE_OPTIONS)),
@@ -146,7 +243,7 @@ def test_the_documentation_names_every_field_that_may_change() -> None:
         assert not missing
 
 
-# --- the history ----------------------------------------------------------------------------------------------------------------------
+# --- the history ----------------------------------------------------------------------------------
 
 
 def row(step: int, key: str, old: Any, new: Any) -> Row:
@@ -166,13 +263,22 @@ def test_changes_that_no_step_has_seen_are_replaced() -> None:
     """One start is killed before its first checkpoint, and another with other options follows."""
     history = History((row(2, "a", 0, 1), row(5, "b", 0, 1)), {"a": 1, "b": 1})
     assert history.going_on(5, {"b": (0, 1)}, {"a": 1, "b": 1}) == history
-    assert [each.changes for each in history.going_on(5, {"b": (0, 3)}, {}).rows] == [{"a": (0, 1)}, {"b": (0, 3)}]
+    assert [each.changes for each in history.going_on(5, {"b": (0, 3)}, {}).rows] == [
+        {"a": (0, 1)},
+        {"b": (0, 3)},
+    ]
     assert history.going_on(5, {}, {"a": 1, "b": 0}) == History(history.rows[:1], {"a": 1, "b": 0})
     assert [each.step for each in history.going_on(6, {"b": (1, 0)}, {}).rows] == [2, 5, 6]
 
 
 def test_a_history_is_read_as_it_was_written(tmp_path: Path) -> None:
-    history = History((Row(2, {"optim.lr": (None, 0.1)}, "2026-01-01T00:00:00+00:00"), Row(4, {}, "then", "runs/a@4")), {"optim.lr": 0.1})
+    history = History(
+        (
+            Row(2, {"optim.lr": (None, 0.1)}, "2026-01-01T00:00:00+00:00"),
+            Row(4, {}, "then", "runs/a@4"),
+        ),
+        {"optim.lr": 0.1},
+    )
     (tmp_path / "changes.jsonl").write_text(history.to_jsonl())
     assert History.read(tmp_path, {}) == history
     assert history.forked_from == "runs/a@4"
@@ -183,28 +289,53 @@ def test_a_history_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 def test_differences_leave_out_what_is_free(make_config: MakeConfig) -> None:
     one = values_of(make_config())
-    other = values_of(make_config(log={"every": 9}, optim={"lr": 1.0}, data={"path": ["somewhere"]}))
+    other = values_of(
+        make_config(log={"every": 9}, optim={"lr": 1.0}, data={"path": ["somewhere"]})
+    )
     assert differences(one, other) == {"optim.lr": (0.01, 1.0)}
 
 
-# --- what is kept -----------------------------------------------------------------------------------------------------------------------
+# --- what is kept ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_the_best_checkpoint_and_every_nth_are_kept(make_config: MakeConfig, asynchronous: bool) -> None:
-    """The rate is so high that the loss rises from the first step on, so that an early checkpoint is the best on any kind of CPU."""
-    checkpoint = {"every": 2, "keep_last": 1, "keep_every": 4, "keep_best": True, "asynchronous": asynchronous}
-    config = make_config(train={"steps": 12, "validation_every": 1}, optim={"lr": 1.0, "schedule": "constant"}, checkpoint=checkpoint)
+def test_the_best_checkpoint_and_every_nth_are_kept(
+    make_config: MakeConfig, asynchronous: bool
+) -> None:
+    """The rate is so high that the loss rises from the first step on, so that an early checkpoint
+    is the best on any kind of CPU."""
+    checkpoint = {
+        "every": 2,
+        "keep_last": 1,
+        "keep_every": 4,
+        "keep_best": True,
+        "asynchronous": asynchronous,
+    }
+    config = make_config(
+        train={"steps": 12, "validation_every": 1},
+        optim={"lr": 1.0, "schedule": "constant"},
+        checkpoint=checkpoint,
+    )
     run(replace(config, train=replace(config.train, steps=7)))
     run(config)  # the best checkpoint of the first start is still known
     rows = read_rows(Path(config.run_dir) / "metrics.jsonl")
-    best = min((row["validation_loss"], row["step"]) for row in rows if "validation_loss" in row and row["step"])[1]
+    best = min(
+        (row["validation_loss"], row["step"])
+        for row in rows
+        if "validation_loss" in row and row["step"]
+    )[1]
     assert best not in (4, 8, 12)
-    assert [step_of(path) for path in list_checkpoints(Path(config.run_dir) / "checkpoints")] == sorted({best, 4, 8, 12})
+    assert [
+        step_of(path) for path in list_checkpoints(Path(config.run_dir) / "checkpoints")
+    ] == sorted({best, 4, 8, 12})
 
 
 def test_a_number_to_keep_that_never_comes_is_refused(make_config: MakeConfig) -> None:
     with pytest.raises(
-        ConfigError, match=r"checkpoint\.keep_every = 5 is not valid: it must be a multiple of checkpoint\.every \(2\), or 0"
+        ConfigError,
+        match=(
+            r"checkpoint\.keep_every = 5 is not valid: it must be a "
+            r"multiple of checkpoint\.every \(2\), or 0"
+        ),
     ):
         make_config(checkpoint={"keep_every": 5})

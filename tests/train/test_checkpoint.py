@@ -1,4 +1,5 @@
-"""Checkpoints: the same bits come back, a save that fails anywhere loses nothing, and damage is reported by file name."""
+"""Checkpoints: the same bits come back, a save that fails anywhere loses nothing, and damage is
+reported by file name."""
 
 import contextlib
 import itertools
@@ -46,10 +47,16 @@ class Trainee:
     def __init__(self, model: Decoder, name: str, tokens: Callable[..., torch.Tensor]) -> None:
         self.model, self.tokens = model, tokens
         self.optimizer = build_optimizer(
-            optim_config(name, **({"precondition_frequency": 2} if "soap" in name else {})), model.named_parameters()
+            optim_config(name, **({"precondition_frequency": 2} if "soap" in name else {})),
+            model.named_parameters(),
         )
-        loop, moe = LoopConfig(batch_size=4, sequence_length=16), MoEConfig(balance_coefficient=0.01)
-        engine = Engine(whole_part(model), Mesh.single(torch.device("cpu")), sequential(1), loop, moe, Frees())
+        loop, moe = (
+            LoopConfig(batch_size=4, sequence_length=16),
+            MoEConfig(balance_coefficient=0.01),
+        )
+        engine = Engine(
+            whole_part(model), Mesh.single(torch.device("cpu")), sequential(1), loop, moe, Frees()
+        )
         self.step = TrainStep(engine, self.optimizer, 1.0)
         self.state = TrainingState.of_model(model, self.optimizer)
 
@@ -59,7 +66,9 @@ class Trainee:
         return self
 
     def save(self, folder: Path, step: int, keep_last: int = 2) -> Path:
-        return save_checkpoint(folder, Progress(step, 0.5 * step), self.state, retention=Retention(keep_last))
+        return save_checkpoint(
+            folder, Progress(step, 0.5 * step), self.state, retention=Retention(keep_last)
+        )
 
     def load(self, path: Path) -> Progress:
         return load_checkpoint(path, self.state)
@@ -74,13 +83,19 @@ class Trainee:
 
     def tensors(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """Return weights and optimizer state."""
-        weights, optimizer = ({rows.name: rows.value for rows in some} for some in (self.state.weights(), self.state.optimizer_state()))
+        weights, optimizer = (
+            {rows.name: rows.value for rows in some}
+            for some in (self.state.weights(), self.state.optimizer_state())
+        )
         return weights, optimizer
 
     def snapshot(self) -> dict[str, tuple[torch.dtype, bytes]]:
         weights, optimizer = self.tensors()
         tensors = {**weights, **optimizer}
-        return {name: (t.dtype, t.flatten().view(torch.uint8).numpy().tobytes()) for name, t in tensors.items()}
+        return {
+            name: (t.dtype, t.flatten().view(torch.uint8).numpy().tobytes())
+            for name, t in tensors.items()
+        }
 
 
 MakeTrainee = Callable[..., Trainee]
@@ -113,7 +128,8 @@ def saved(trained: Trainee, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def refused(victim: Trainee) -> Iterator[Callable[[Path], str]]:
-    """A function that loads a checkpoint which must be refused, and returns the message; the trainee must not change."""
+    """A function that loads a checkpoint which must be refused, and returns the message; the
+    trainee must not change."""
     before = victim.snapshot()
 
     def refuse(path: Path) -> str:
@@ -132,12 +148,14 @@ def rewrite(path: Path, **changes: Any) -> None:
     (path / "state.json").write_text(json.dumps({**state, "digest": digest_of(state)}))
 
 
-# --- the same bits ------------------------------------------------------------------------------------------------------------------
+# --- the same bits --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["soap", "adamw", "muon", "soap_muon"])
-def test_a_loaded_run_goes_on_with_the_same_bits(trainee: MakeTrainee, tmp_path: Path, name: str, dtype: torch.dtype) -> None:
+def test_a_loaded_run_goes_on_with_the_same_bits(
+    trainee: MakeTrainee, tmp_path: Path, name: str, dtype: torch.dtype
+) -> None:
     original, loaded = trainee(0, name, dtype), trainee(1, name, dtype)
     original.train(1, 2, 3)
     progress = loaded.load(original.save(tmp_path, 3))
@@ -149,7 +167,11 @@ def test_a_loaded_run_goes_on_with_the_same_bits(trainee: MakeTrainee, tmp_path:
     if "soap" in name:
         assert isinstance(loaded.optimizer, MatrixOptimizer)
         assert loaded.optimizer.counters["refreshes_done"] > 0
-        factors = {dtype for key, (dtype, _) in loaded.snapshot().items() if "/factor" in key or "/basis" in key}
+        factors = {
+            dtype
+            for key, (dtype, _) in loaded.snapshot().items()
+            if "/factor" in key or "/basis" in key
+        }
         assert factors == {torch.float32}
 
 
@@ -163,7 +185,10 @@ def test_a_trained_optimizer_is_overwritten_whole(trainee: MakeTrainee, saved: P
 
 def test_progress_comes_back(trained: Trainee, victim: Trainee, tmp_path: Path) -> None:
     progress = Progress(7, 12.25, skipped_in_a_row=3)
-    assert victim.load(save_checkpoint(tmp_path, progress, trained.state, retention=Retention(1))) == progress
+    assert (
+        victim.load(save_checkpoint(tmp_path, progress, trained.state, retention=Retention(1)))
+        == progress
+    )
 
 
 def test_weights_load_without_an_optimizer(trainee: MakeTrainee, saved: Path) -> None:
@@ -174,7 +199,9 @@ def test_weights_load_without_an_optimizer(trainee: MakeTrainee, saved: Path) ->
     assert not other.tensors()[1]
 
 
-def test_an_optimizer_that_never_stepped_is_saved_and_loaded(trainee: MakeTrainee, tmp_path: Path) -> None:
+def test_an_optimizer_that_never_stepped_is_saved_and_loaded(
+    trainee: MakeTrainee, tmp_path: Path
+) -> None:
     original, loaded = trainee(0), trainee(1)
     loaded.load(original.save(tmp_path, 0))
     original.train(1, 2)
@@ -182,7 +209,7 @@ def test_an_optimizer_that_never_stepped_is_saved_and_loaded(trainee: MakeTraine
     assert loaded.snapshot() == original.snapshot()
 
 
-# --- complete or absent -------------------------------------------------------------------------------------------------------------
+# --- complete or absent ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("keep_last", [1, 3])
@@ -190,7 +217,9 @@ def test_the_newest_are_kept(trained: Trainee, tmp_path: Path, keep_last: int) -
     for step in (1, 5, 20, 100):
         trained.save(tmp_path, step, keep_last)
     names = [path.name for path in list_checkpoints(tmp_path)]
-    assert names == ["step-00000001", "step-00000005", "step-00000020", "step-00000100"][-keep_last:]
+    assert (
+        names == ["step-00000001", "step-00000005", "step-00000020", "step-00000100"][-keep_last:]
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == names
 
 
@@ -204,7 +233,9 @@ def test_the_newest_are_kept(trained: Trainee, tmp_path: Path, keep_last: int) -
         (Retention(2, best=10), [9, 10]),
     ],
 )
-def test_every_nth_and_the_best_are_kept_beside_the_newest(trained: Trainee, tmp_path: Path, retention: Retention, kept: list[int]) -> None:
+def test_every_nth_and_the_best_are_kept_beside_the_newest(
+    trained: Trainee, tmp_path: Path, retention: Retention, kept: list[int]
+) -> None:
     for step in range(1, 11):
         save_checkpoint(tmp_path, Progress(step, 0.0), trained.state, retention=retention)
     assert [step_of(path) for path in list_checkpoints(tmp_path)] == kept
@@ -228,8 +259,11 @@ CALL_SITES: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("moment", ["before", "after"])
 @pytest.mark.parametrize("site", CALL_SITES)
-def test_a_save_that_fails_anywhere_loses_nothing(trained: Trainee, victim: Trainee, tmp_path: Path, site: str, moment: str) -> None:
-    """Each call of a function fails in turn, before or after it has done its work, until a save succeeds."""
+def test_a_save_that_fails_anywhere_loses_nothing(
+    trained: Trainee, victim: Trainee, tmp_path: Path, site: str, moment: str
+) -> None:
+    """Each call of a function fails in turn, before or after it has done its work, until a save
+    succeeds."""
     owner, name = CALL_SITES[site]
     original = getattr(owner, name)
     for step in (1, 2):
@@ -239,7 +273,9 @@ def test_a_save_that_fails_anywhere_loses_nothing(trained: Trainee, victim: Trai
         shutil.copytree(tmp_path / "begun", folder)
         calls = itertools.count()
 
-        def fail(*args: Any, calls: Iterator[int] = calls, failing: int = failing, **kwargs: Any) -> Any:
+        def fail(
+            *args: Any, calls: Iterator[int] = calls, failing: int = failing, **kwargs: Any
+        ) -> Any:
             is_the_one = next(calls) == failing
             result = None if is_the_one and moment == "before" else original(*args, **kwargs)
             if is_the_one:
@@ -259,7 +295,9 @@ def test_a_save_that_fails_anywhere_loses_nothing(trained: Trainee, victim: Trai
     assert failing >= 1
 
 
-def test_an_old_checkpoint_is_not_left_half_deleted(trained: Trainee, victim: Trainee, tmp_path: Path) -> None:
+def test_an_old_checkpoint_is_not_left_half_deleted(
+    trained: Trainee, victim: Trainee, tmp_path: Path
+) -> None:
     def delete_one_file(folder: Path) -> None:
         (folder / FILE).unlink()
         raise OSError("the process is killed")
@@ -271,7 +309,9 @@ def test_an_old_checkpoint_is_not_left_half_deleted(trained: Trainee, victim: Tr
     assert [victim.load(path).step for path in list_checkpoints(tmp_path)] == [2]
 
 
-def test_everything_is_on_disk_before_it_has_its_name(trained: Trainee, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everything_is_on_disk_before_it_has_its_name(
+    trained: Trainee, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     synced: list[str] = []
 
     def note(path: Path) -> None:
@@ -288,11 +328,13 @@ def test_everything_is_on_disk_before_it_has_its_name(trained: Trainee, tmp_path
     assert synced[-1] == tmp_path.name
 
 
-# --- damage -------------------------------------------------------------------------------------------------------------------------
+# --- damage ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("position", [0, 100, -1])
-def test_a_flipped_byte_in_the_tensors_is_named(saved: Path, refused: Callable[[Path], str], position: int) -> None:
+def test_a_flipped_byte_in_the_tensors_is_named(
+    saved: Path, refused: Callable[[Path], str], position: int
+) -> None:
     data = bytearray((saved / FILE).read_bytes())
     data[position] ^= 1
     (saved / FILE).write_bytes(data)
@@ -303,8 +345,14 @@ def test_a_flipped_byte_in_the_tensors_is_named(saved: Path, refused: Callable[[
 
 def test_a_flipped_byte_anywhere_in_the_state_is_noticed(saved: Path, victim: Trainee) -> None:
     intact, unnoticed = (saved / "state.json").read_bytes(), []
-    for position in [*range(0, 600, 5), *range(600, len(intact), 197), *range(len(intact) - 100, len(intact), 3)]:
-        (saved / "state.json").write_bytes(intact[:position] + bytes([intact[position] ^ 1]) + intact[position + 1 :])
+    for position in [
+        *range(0, 600, 5),
+        *range(600, len(intact), 197),
+        *range(len(intact) - 100, len(intact), 3),
+    ]:
+        (saved / "state.json").write_bytes(
+            intact[:position] + bytes([intact[position] ^ 1]) + intact[position + 1 :]
+        )
         before, message = victim.snapshot(), victim.refusal(saved)
         if message is None:
             unnoticed.append(intact[max(0, position - 12) : position + 1])
@@ -317,7 +365,9 @@ def test_a_flipped_byte_anywhere_in_the_state_is_noticed(saved: Path, victim: Tr
 
 @pytest.mark.parametrize("file", [FILE, "state.json"])
 @pytest.mark.parametrize("damage", ["missing", "empty", "truncated", "a folder"])
-def test_a_damaged_file_is_named(saved: Path, refused: Callable[[Path], str], file: str, damage: str) -> None:
+def test_a_damaged_file_is_named(
+    saved: Path, refused: Callable[[Path], str], file: str, damage: str
+) -> None:
     path = saved / file
     data = path.read_bytes()
     path.unlink()
@@ -332,9 +382,19 @@ def test_a_damaged_file_is_named(saved: Path, refused: Callable[[Path], str], fi
 
 @pytest.mark.parametrize(
     "contents",
-    [b"[]", b"{}", b"3", b"\xff\xfe", b'{"format": 2}', b'{"format": 2, "step": 2, "seconds": 1.0, "files": {}}', b"[" * 99999],
+    [
+        b"[]",
+        b"{}",
+        b"3",
+        b"\xff\xfe",
+        b'{"format": 2}',
+        b'{"format": 2, "step": 2, "seconds": 1.0, "files": {}}',
+        b"[" * 99999,
+    ],
 )
-def test_a_state_that_is_something_else_is_named(saved: Path, refused: Callable[[Path], str], contents: bytes) -> None:
+def test_a_state_that_is_something_else_is_named(
+    saved: Path, refused: Callable[[Path], str], contents: bytes
+) -> None:
     (saved / "state.json").write_bytes(contents)
     assert refused(saved).startswith(f"{saved / 'state.json'}: missing or damaged")
 
@@ -345,14 +405,19 @@ def test_another_format_is_named(saved: Path, refused: Callable[[Path], str]) ->
 
 
 @pytest.mark.parametrize("file", [FILE, "state.json", ".metadata"])
-def test_a_pickle_is_refused_and_not_run(saved: Path, refused: Callable[[Path], str], file: str, tmp_path: Path) -> None:
+def test_a_pickle_is_refused_and_not_run(
+    saved: Path, refused: Callable[[Path], str], file: str, tmp_path: Path
+) -> None:
     class Malice:
         def __reduce__(self) -> tuple[Any, ...]:
             return Path.touch, (tmp_path / "run",)
 
     (saved / file).write_bytes(pickle.dumps(Malice()))
     if file == FILE:
-        rewrite(saved, files={FILE: {"bytes": (saved / FILE).stat().st_size, "sha256": sha256(saved / FILE)}})
+        rewrite(
+            saved,
+            files={FILE: {"bytes": (saved / FILE).stat().st_size, "sha256": sha256(saved / FILE)}},
+        )
     message = refused(saved)
     assert message.startswith(f"{saved / file}: ")
     assert "refused" in message or "missing or damaged" in message
@@ -370,18 +435,26 @@ def test_a_pickle_is_refused_and_not_run(saved: Path, refused: Callable[[Path], 
     ],
 )
 def test_another_models_checkpoint_is_refused(
-    model_config: DeepseekV2Config, saved: Path, change: dict[str, Any], reason: str, tokens: Callable[..., torch.Tensor]
+    model_config: DeepseekV2Config,
+    saved: Path,
+    change: dict[str, Any],
+    reason: str,
+    tokens: Callable[..., torch.Tensor],
 ) -> None:
     model = build_deepseek_v2(replace(model_config, **change), torch.Generator().manual_seed(5))
     other = Trainee(model, "soap", tokens)
     before = other.snapshot()
-    with pytest.raises(CheckpointError, match=rf"state\.json: .*{reason}.*: use the configuration it was made with"):
+    with pytest.raises(
+        CheckpointError, match=rf"state\.json: .*{reason}.*: use the configuration it was made with"
+    ):
         other.load(saved)
     assert other.snapshot() == before
 
 
 @pytest.mark.parametrize("had_state", [False, True])
-def test_a_checkpoint_with_other_factors_is_refused(trainee: MakeTrainee, saved: Path, had_state: bool) -> None:
+def test_a_checkpoint_with_other_factors_is_refused(
+    trainee: MakeTrainee, saved: Path, had_state: bool
+) -> None:
     other = trainee(1)
     for group in other.optimizer.param_groups:
         group["max_precond_dim"] = min(group["max_precond_dim"], 12)
@@ -389,7 +462,10 @@ def test_a_checkpoint_with_other_factors_is_refused(trainee: MakeTrainee, saved:
     before = other.snapshot()
     with pytest.raises(
         CheckpointError,
-        match=r"state\.json: holds another optimizer's state \(.*/basis_0 is \(\d+, \d+\) in the checkpoint and absent in this run",
+        match=(
+            r"state\.json: holds another optimizer's state \(.*/basis_0 is \(\d+, "
+            r"\d+\) in the checkpoint and absent in this run"
+        ),
     ):
         other.load(saved)
     assert other.snapshot() == before

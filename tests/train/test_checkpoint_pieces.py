@@ -1,4 +1,5 @@
-"""Pieces of tensors: every element is written once and read from wherever it is, however the tensor was cut and is cut now."""
+"""Pieces of tensors: every element is written once and read from wherever it is, however the tensor
+was cut and is cut now."""
 
 from __future__ import annotations
 
@@ -34,9 +35,13 @@ CUTS: dict[str, tuple[list[int], ...]] = {
 def cut(sizes: tuple[list[int], ...], whole: Tensor) -> list[Piece]:
     starts = [[0, *itertools.accumulate(along)][:-1] for along in sizes]
     pieces = []
-    for at in itertools.product(*(zip(start, along, strict=True) for start, along in zip(starts, sizes, strict=True))):
+    for at in itertools.product(
+        *(zip(start, along, strict=True) for start, along in zip(starts, sizes, strict=True))
+    ):
         inside = tuple(slice(start, start + size) for start, size in at)
-        pieces.append(Piece("w", whole[inside].clone(), tuple(start for start, _ in at), tuple(whole.shape)))
+        pieces.append(
+            Piece("w", whole[inside].clone(), tuple(start for start, _ in at), tuple(whole.shape))
+        )
     return pieces
 
 
@@ -59,7 +64,15 @@ def test_what_was_cut_in_one_way_is_read_in_any_other(before: str, tmp_path: Pat
         for found, expected in zip(pieces, cut(after, WHOLE), strict=True):
             assert found.value.equal(expected.value)
     tensors = open_checkpoint(path)
-    for index in ((), (2,), (slice(1, 5),), (6, slice(2, 4)), (slice(2, 2),), (slice(None), slice(3, 5), 1), (3, 1, 2)):
+    for index in (
+        (),
+        (2,),
+        (slice(1, 5),),
+        (6, slice(2, 4)),
+        (slice(2, 2),),
+        (slice(None), slice(3, 5), 1),
+        (3, 1, 2),
+    ):
         assert tensors.read("w", index).equal(WHOLE[index]), index
 
 
@@ -79,7 +92,7 @@ def test_names_of_pieces_are_pythons_own() -> None:
     assert piece_name("w", Box((0, 2), (4, 1)), (4, 3)) == "w[:, 2:3]"
 
 
-# --- who writes ---------------------------------------------------------------------------------------------------------------------
+# --- who writes -----------------------------------------------------------------------------------
 
 
 def piece_of(name: str, size: int, whole: int, dtype: torch.dtype = torch.float32) -> Piece:
@@ -87,7 +100,8 @@ def piece_of(name: str, size: int, whole: int, dtype: torch.dtype = torch.float3
 
 
 def plan(num_ranks: int, sizes: list[int], havers: list[list[int]]) -> list[list[Piece]]:
-    """Decide who writes which of pieces of these lengths; each is on the ranks that have it, in an order of the rank's own."""
+    """Decide who writes which of pieces of these lengths; each is on the ranks that have it, in an
+    order of the rank's own."""
     local = []
     for rank in range(num_ranks):
         own = [number for number, ranks in enumerate(havers) if rank in ranks]
@@ -129,7 +143,10 @@ def test_cover_is_what_counting_elements_says() -> None:
     for _ in range(4000):
         boxes = []
         for _ in range(draw.randint(1, 4)):
-            edges = [sorted((draw.choice((0, 0, 1, 2, size)), draw.choice((0, 1, 2, size, size)))) for size in (3, 4)]
+            edges = [
+                sorted((draw.choice((0, 0, 1, 2, size)), draw.choice((0, 1, 2, size, size))))
+                for size in (3, 4)
+            ]
             boxes.append(Box(tuple(a for a, _ in edges), tuple(b - a for a, b in edges)))
         times = torch.zeros(3, 4, dtype=torch.int64)
         for box in boxes:
@@ -144,7 +161,7 @@ def test_cover_is_what_counting_elements_says() -> None:
     assert covers > 20
 
 
-# --- a table from elsewhere ---------------------------------------------------------------------------------------------------------
+# --- a table from elsewhere -----------------------------------------------------------------------
 
 
 def change(path: Path, edit: Any) -> None:
@@ -170,8 +187,12 @@ EDITS = {
     "no numbers": lambda state: state["tensors"]["w"].__setitem__("shape", [7.0, 5, True]),
     "dtype": lambda state: state["tensors"]["w"].__setitem__("dtype", "F128"),
     "another file": lambda state: pieces_of(state)[0].__setitem__(0, "rank-00009.safetensors"),
-    "a file outside": lambda state: state["files"].__setitem__("../rank-00000.safetensors", state["files"]["rank-00000.safetensors"]),
-    "an absolute file": lambda state: state["files"].__setitem__("/etc/passwd", {"bytes": 1, "sha256": ""}),
+    "a file outside": lambda state: state["files"].__setitem__(
+        "../rank-00000.safetensors", state["files"]["rank-00000.safetensors"]
+    ),
+    "an absolute file": lambda state: state["files"].__setitem__(
+        "/etc/passwd", {"bytes": 1, "sha256": ""}
+    ),
     "step": lambda state: state.__setitem__("step", "1"),
     "seconds": lambda state: state.__setitem__("seconds", None),
     "optimizer": lambda state: state.__setitem__("optimizer", 3),
@@ -191,16 +212,27 @@ def test_a_table_that_makes_no_sense_is_named(edit: str, tmp_path: Path) -> None
 
 def test_a_file_that_holds_something_else_is_named(tmp_path: Path) -> None:
     """Bytes and checksum are those of the table, but the tensors are another model's."""
-    path, other = written(tmp_path / "one", cut(CUTS["rows"], WHOLE)), written(tmp_path / "other", cut(CUTS["rows"], WHOLE[:, :, :2]))
+    path, other = (
+        written(tmp_path / "one", cut(CUTS["rows"], WHOLE)),
+        written(tmp_path / "other", cut(CUTS["rows"], WHOLE[:, :, :2])),
+    )
     files = json.loads((other / "state.json").read_text())["files"]
     (path / "rank-00000.safetensors").write_bytes((other / "rank-00000.safetensors").read_bytes())
     change(path, lambda state: state.__setitem__("files", files))
-    with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors: missing or damaged \(it does not hold 'w\[\d:\d, :, :\]'"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"rank-00000\.safetensors: missing or damaged \(it does not hold 'w\[\d:\d, :, :\]'",
+    ):
         open_checkpoint(path)
 
 
 def test_the_table_of_another_checkpoint_is_noticed(tmp_path: Path) -> None:
-    path, other = written(tmp_path / "one", cut(CUTS["rows"], WHOLE)), written(tmp_path / "other", cut(CUTS["rows"], WHOLE + 1))
+    path, other = (
+        written(tmp_path / "one", cut(CUTS["rows"], WHOLE)),
+        written(tmp_path / "other", cut(CUTS["rows"], WHOLE + 1)),
+    )
     (path / "state.json").write_bytes((other / "state.json").read_bytes())
-    with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors: missing or damaged \(its size or checksum"):
+    with pytest.raises(
+        CheckpointError, match=r"rank-00000\.safetensors: missing or damaged \(its size or checksum"
+    ):
         open_checkpoint(path)

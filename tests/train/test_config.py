@@ -1,4 +1,5 @@
-"""The configuration: values that are refused and their messages; and that TOML carries it without loss."""
+"""The configuration: values that are refused and their messages; and that TOML carries it without
+loss."""
 
 import ast
 import dataclasses
@@ -152,7 +153,9 @@ def hint_of(name: str) -> Any:
     """Return the type of the field in the first family that has it."""
     hint: Any = Config
     for part in name.split("."):
-        hint = typing.get_type_hints(next(cls for cls in members(hint) if part in typing.get_type_hints(cls)))[part]
+        hint = typing.get_type_hints(
+            next(cls for cls in members(hint) if part in typing.get_type_hints(cls))
+        )[part]
     return members(hint)[0]
 
 
@@ -168,7 +171,12 @@ def wrong_types(hint: Any) -> list[Any]:
         return [0.9, "0.9, 0.9", [0.9, "x"], [0.9, True]]
     if typing.get_origin(hint) is dict:
         return [3, "a", ["a"]]
-    return {int: [True, 1.5, "3", [1]], float: [True, "0.1", [0.1]], str: [3, True, ["a"]], bool: [1, 0, "true"]}[hint]
+    return {
+        int: [True, 1.5, "3", [1]],
+        float: [True, "0.1", [0.1]],
+        str: [3, True, ["a"]],
+        bool: [1, 0, "true"],
+    }[hint]
 
 
 def refusal(mapping: dict[str, Any]) -> str:
@@ -192,9 +200,14 @@ def assert_has_no_python(message: str) -> None:
 
 
 def test_every_field_has_its_bad_values_here() -> None:
-    """The other families' fields have theirs in tests/models/test_family_configs.py, rules' options in test_optim_config.py."""
-    others = {name for name in field_names() if name.startswith("model.")} - set(field_names(DeepseekV2Config, "model."))
-    others |= {name for name in field_names() if name.startswith("optim.")} - set(field_names(OptimConfig, "optim.")) | {"optim.lr"}
+    """The other families' fields have theirs in tests/models/test_family_configs.py, rules' options
+    in test_optim_config.py."""
+    others = {name for name in field_names() if name.startswith("model.")} - set(
+        field_names(DeepseekV2Config, "model.")
+    )
+    others |= {name for name in field_names() if name.startswith("optim.")} - set(
+        field_names(OptimConfig, "optim.")
+    ) | {"optim.lr"}
     assert sorted(set(field_names()) - others) == FIELDS
 
 
@@ -212,19 +225,26 @@ def test_a_value_of_another_type_is_refused_by_field_value_and_constraint(name: 
 
 @pytest.mark.parametrize("name", [name for name in FIELDS if hint_of(name) is float])
 def test_a_number_that_is_not_finite_is_refused(name: str) -> None:
-    values = [float("nan")] if name == "train.max_grad_norm" else [float("nan"), float("inf")]  # an infinite norm clips nothing
+    values = (
+        [float("nan")] if name == "train.max_grad_norm" else [float("nan"), float("inf")]
+    )  # an infinite norm clips nothing
     for value in values:
         assert_names_field_value_and_constraint(refusal(mapping_of(name, value)), name, value)
 
 
 def test_a_key_of_another_family_says_whose_it_is() -> None:
     message = refusal({"model": {"model_type": "qwen3_moe", "n_routed_experts": 3}})
-    assert message == "unknown key 'model.n_routed_experts'; it is a key of model_type 'deepseek_v2', not of 'qwen3_moe'"
+    assert message == (
+        "unknown key 'model.n_routed_experts'; it is a key of "
+        "model_type 'deepseek_v2', not of 'qwen3_moe'"
+    )
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
 def test_the_model_section_is_the_family_that_it_names(model_type: str) -> None:
-    config = config_from_mapping({"model": {"model_type": model_type, "rope_scaling": {"factor": 2.0}}})
+    config = config_from_mapping(
+        {"model": {"model_type": model_type, "rope_scaling": {"factor": 2.0}}}
+    )
     assert config.model.model_type == model_type
     assert config.model.rope_scaling is not None
     assert config_from_mapping(tomllib.loads(config_to_toml(config))) == config
@@ -261,7 +281,10 @@ def test_an_unknown_key_names_the_nearest_known_one(name: str, nearest: str) -> 
     assert f"did you mean {nearest!r}" in message
 
 
-@pytest.mark.parametrize(("typo", "section"), [("optm", "optim"), ("trian", "train"), ("checkpoints", "checkpoint"), ("modle", "model")])
+@pytest.mark.parametrize(
+    ("typo", "section"),
+    [("optm", "optim"), ("trian", "train"), ("checkpoints", "checkpoint"), ("modle", "model")],
+)
 def test_an_unknown_section_names_the_nearest_section(typo: str, section: str) -> None:
     message = refusal({typo: {"every": 1}})
     assert repr(typo) in message
@@ -277,7 +300,11 @@ def test_an_unknown_key_like_nothing_lists_the_keys_of_its_section() -> None:
 
 @pytest.mark.parametrize(
     ("contents", "reason"),
-    [(b"seed = ", "not valid TOML"), (b"seed = 1\nseed = 2", "not valid TOML"), (b"\xff\xfes\x00", "not valid TOML")],
+    [
+        (b"seed = ", "not valid TOML"),
+        (b"seed = 1\nseed = 2", "not valid TOML"),
+        (b"\xff\xfes\x00", "not valid TOML"),
+    ],
 )
 def test_a_file_that_is_not_toml_is_named(tmp_path: Path, contents: bytes, reason: str) -> None:
     path = tmp_path / "bad.toml"
@@ -286,7 +313,10 @@ def test_a_file_that_is_not_toml_is_named(tmp_path: Path, contents: bytes, reaso
         load_config(path)
 
 
-@pytest.mark.parametrize(("name", "reason"), [("absent.toml", "no such file"), ("", "cannot be read"), ("file/x.toml", "cannot be read")])
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("absent.toml", "no such file"), ("", "cannot be read"), ("file/x.toml", "cannot be read")],
+)
 def test_a_path_that_is_no_file_is_named(tmp_path: Path, name: str, reason: str) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=f"^{re.escape(str(tmp_path / name))}: {reason}"):
@@ -307,8 +337,12 @@ MAPPINGS = st.fixed_dictionaries(
     optional={
         "run_dir": st.text(min_size=1),
         "seed": st.integers(0, 2**63 - 1),
-        "model": st.fixed_dictionaries({}, optional={"q_lora_rank": st.integers(1, 999), "rope_theta": POSITIVE}),
-        "data": st.fixed_dictionaries({}, optional={"source": st.text(min_size=1), "shard_tokens": st.integers(1, 2**40)}),
+        "model": st.fixed_dictionaries(
+            {}, optional={"q_lora_rank": st.integers(1, 999), "rope_theta": POSITIVE}
+        ),
+        "data": st.fixed_dictionaries(
+            {}, optional={"source": st.text(min_size=1), "shard_tokens": st.integers(1, 2**40)}
+        ),
         "optim": st.fixed_dictionaries(
             {"name": st.sampled_from(["soap", "klsoap", "adamw"])},
             optional={
@@ -316,11 +350,17 @@ MAPPINGS = st.fixed_dictionaries(
                 "betas": BETAS,
                 "eps": POSITIVE,
                 "keep_norm": st.booleans(),
-                "experts": st.fixed_dictionaries({}, optional={"betas": BETAS, "lr_factor": st.floats(0, 9)}),
-                "rest": st.fixed_dictionaries({}, optional={"eps": POSITIVE, "rule": st.sampled_from(["", "adamw", "soap"])}),
+                "experts": st.fixed_dictionaries(
+                    {}, optional={"betas": BETAS, "lr_factor": st.floats(0, 9)}
+                ),
+                "rest": st.fixed_dictionaries(
+                    {}, optional={"eps": POSITIVE, "rule": st.sampled_from(["", "adamw", "soap"])}
+                ),
             },
         ),
-        "log": st.fixed_dictionaries({}, optional={"sample_prompt": st.text(min_size=1), "tensorboard": st.booleans()}),
+        "log": st.fixed_dictionaries(
+            {}, optional={"sample_prompt": st.text(min_size=1), "tensorboard": st.booleans()}
+        ),
     },
 )
 
@@ -345,22 +385,53 @@ def test_a_file_gives_the_same_configuration_back(tmp_path: Path, rank: int | No
 def test_every_field_has_a_docstring() -> None:
     """A section is documented by its class's docstring."""
     documented = set()
-    for module in (config_module, config_fields, data_config, optim_config_module, lora, deepseek_v2, qwen3_moe, gpt_oss, rotary):
-        for cls in (node for node in ast.parse(inspect.getsource(module)).body if isinstance(node, ast.ClassDef)):
+    for module in (
+        config_module,
+        config_fields,
+        data_config,
+        optim_config_module,
+        lora,
+        deepseek_v2,
+        qwen3_moe,
+        gpt_oss,
+        rotary,
+    ):
+        for cls in (
+            node
+            for node in ast.parse(inspect.getsource(module)).body
+            if isinstance(node, ast.ClassDef)
+        ):
             for statement, following in zip(cls.body, cls.body[1:], strict=False):
-                is_string = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
-                if isinstance(statement, ast.AnnAssign) and is_string and str(following.value.value).strip():
+                is_string = isinstance(following, ast.Expr) and isinstance(
+                    following.value, ast.Constant
+                )
+                if (
+                    isinstance(statement, ast.AnnAssign)
+                    and is_string
+                    and str(following.value.value).strip()
+                ):
                     documented.add((cls.name, ast.unparse(statement.target)))
-    sections = [cls for hint in typing.get_type_hints(Config).values() for cls in members(hint) if dataclasses.is_dataclass(cls)]
+    sections = [
+        cls
+        for hint in typing.get_type_hints(Config).values()
+        for cls in members(hint)
+        if dataclasses.is_dataclass(cls)
+    ]
     sections += [rotary.YarnConfig, KindConfig]
     assert all(ast.get_docstring(ast.parse(inspect.getsource(cls)).body[0]) for cls in sections)
     for cls in (Config, *sections):
         names = [f.name for f in dataclasses.fields(cls) if hint_is_value(cls, f.name)]
-        assert [name for name in names if not any((base.__name__, name) in documented for base in cls.__mro__)] == [], cls
+        assert [
+            name
+            for name in names
+            if not any((base.__name__, name) in documented for base in cls.__mro__)
+        ] == [], cls
 
 
 def hint_is_value(cls: type, name: str) -> bool:
-    return not any(dataclasses.is_dataclass(one) for one in members(typing.get_type_hints(cls)[name]))
+    return not any(
+        dataclasses.is_dataclass(one) for one in members(typing.get_type_hints(cls)[name])
+    )
 
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))

@@ -16,7 +16,9 @@ from lather.train.metrics import StepRow
 MakeRow = Callable[..., StepRow]
 
 
-def live(width: int = 140, now: Callable[[], float] = time.monotonic) -> tuple[LiveDisplay, io.StringIO]:
+def live(
+    width: int = 140, now: Callable[[], float] = time.monotonic
+) -> tuple[LiveDisplay, io.StringIO]:
     screen = io.StringIO()
     return LiveDisplay(Console(file=screen, force_terminal=True, width=width), Clock(now)), screen
 
@@ -26,7 +28,9 @@ def frames(screen: io.StringIO) -> list[str]:
     return re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.getvalue()))
 
 
-def test_plain_lines_are_the_first_every_nth_and_the_last_step(step_row: MakeRow, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plain_lines_are_the_first_every_nth_and_the_last_step(
+    step_row: MakeRow, capsys: pytest.CaptureFixture[str]
+) -> None:
     with PlainDisplay(every=3) as display:
         for step in range(1, 9):
             display.step(step_row(step), 8)
@@ -34,22 +38,44 @@ def test_plain_lines_are_the_first_every_nth_and_the_last_step(step_row: MakeRow
     assert shown == ["1/8", "3/8", "6/8", "8/8"]
 
 
-def test_a_plain_line_has_the_numbers(step_row: MakeRow, capsys: pytest.CaptureFixture[str]) -> None:
-    row = step_row(2, loss=1.23456, lr=3e-3, grad_norm=0.5, tokens_per_second=12345.6, seconds=4.0, peak_memory_bytes=3 * 2**29)
+def test_a_plain_line_has_the_numbers(
+    step_row: MakeRow, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = step_row(
+        2,
+        loss=1.23456,
+        lr=3e-3,
+        grad_norm=0.5,
+        tokens_per_second=12345.6,
+        seconds=4.0,
+        peak_memory_bytes=3 * 2**29,
+    )
     PlainDisplay(every=1).step(row, 10)
-    assert capsys.readouterr().out == "step 2/10  loss 1.2346  lr 3.00e-03  grad 0.50  12,346 tokens/s  1.50 GiB  4 s\n"
+    assert (
+        capsys.readouterr().out
+        == "step 2/10  loss 1.2346  lr 3.00e-03  grad 0.50  12,346 tokens/s  1.50 GiB  4 s\n"
+    )
 
 
-def test_plain_lines_say_how_much_time_is_left(step_row: MakeRow, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plain_lines_say_how_much_time_is_left(
+    step_row: MakeRow, capsys: pytest.CaptureFixture[str]
+) -> None:
     now = [0.0]
     display = PlainDisplay(1, Clock(lambda: now[0]))
     for step, now[0] in ((1, 30.0), (2, 60.0), (3, 90.0), (999, 29_970.0)):
         display.step(step_row(step, seconds=30.0 * step), 1000)
     times = [line.rpartition("GiB  ")[2] for line in capsys.readouterr().out.splitlines()]
-    assert times == ["30 s", "1 min 00 s, 8 h 19 min left", "1 min 30 s, 8 h 18 min left", "8 h 20 min, 30 s left"]
+    assert times == [
+        "30 s",
+        "1 min 00 s, 8 h 19 min left",
+        "1 min 30 s, 8 h 18 min left",
+        "8 h 20 min, 30 s left",
+    ]
 
 
-def test_a_skipped_step_always_has_a_plain_line(step_row: MakeRow, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_skipped_step_always_has_a_plain_line(
+    step_row: MakeRow, capsys: pytest.CaptureFixture[str]
+) -> None:
     PlainDisplay(every=100).step(step_row(7, loss=float("nan"), skipped=True), 200)
     assert capsys.readouterr().out == "step 7/200  skipped: loss or gradient not finite  1 s\n"
 
@@ -86,18 +112,34 @@ def test_the_live_bar_counts_the_steps(step_row: MakeRow) -> None:
 
 
 @pytest.mark.parametrize("width", [26, 36, 60, 80, 100, 200])
-def test_nothing_is_cut_or_left_out_however_wide_the_terminal_is(step_row: MakeRow, width: int) -> None:
+def test_nothing_is_cut_or_left_out_however_wide_the_terminal_is(
+    step_row: MakeRow, width: int
+) -> None:
     now = [0.0]
     display, screen = live(width, lambda: now[0])
-    big = {"loss": 12.3456, "tokens_per_second": 1_234_567.0, "grad_norm": 1234.56, "peak_memory_bytes": int(1234.5 * 2**30)}
+    big = {
+        "loss": 12.3456,
+        "tokens_per_second": 1_234_567.0,
+        "grad_norm": 1234.56,
+        "peak_memory_bytes": int(1234.5 * 2**30),
+    }
     with display:
         for step, now[0] in ((123_455, 0.0), (123_456, 4.2)):
             display.step(step_row(step, seconds=1e6, **big), 1_000_000)
-        display.note("a note of several words, which the terminal must not break within one of its words")
+        display.note(
+            "a note of several words, which the terminal must not break within one of its words"
+        )
     *_, head, _ = shown = frames(screen)
     assert max(map(len, shown)) <= width
     text = "\n".join(shown)
-    fields = ("step 123456/1000000", "loss 12.3456", "lr 1.00e-03", "grad 1234.56", "1,234,567 tokens/s", "1234.50 GiB")
+    fields = (
+        "step 123456/1000000",
+        "loss 12.3456",
+        "lr 1.00e-03",
+        "grad 1234.56",
+        "1,234,567 tokens/s",
+        "1234.50 GiB",
+    )
     note = ("a note", "several", "words,", "terminal", "must", "break", "within")
     for field in (*fields, "11 d 14 h, 42 d 15 h left", *note):
         assert field in text, (field, text)

@@ -1,4 +1,5 @@
-"""`lather train --optim.name X` for every rule, registered or a user's own: it runs, resumes to the bit, and exports."""
+"""`lather train --optim.name X` for every rule, registered or a user's own: it runs, resumes to the
+bit, and exports."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ def test_a_run_of_every_rule_resumes_to_the_bit_and_is_exported(
     run_dir, whole = tmp_path / "run", tmp_path / "whole"
     arguments = ["--optim.name", name, "--log.sample-tokens", "0"]
     with torch.random.fork_rng():
-        stopped = train(_read([str(config), *arguments, "--run-dir", str(run_dir)])[0], Silent(), stop_after(4))  # type: ignore[arg-type]
+        stopped = train(
+            _read([str(config), *arguments, "--run-dir", str(run_dir)])[0], Silent(), stop_after(4)
+        )  # type: ignore[arg-type]
         assert (stopped.finished, stopped.step) == (False, 4)
         assert main(["train", str(config), *arguments, "--run-dir", str(run_dir)]) == 0
         assert "resuming" in capsys.readouterr().out
@@ -52,21 +55,44 @@ def test_a_run_of_every_rule_resumes_to_the_bit_and_is_exported(
     assert load_config(run_dir / "config.toml").optim.name == name
     assert main(["export", str(run_dir), str(tmp_path / "exported")]) == 0
     kept = {
-        key.rpartition("/")[2] for key in open_checkpoint(list_checkpoints(run_dir / "checkpoints")[-1]).table.tensors if "o_proj" in key
+        key.rpartition("/")[2]
+        for key in open_checkpoint(list_checkpoints(run_dir / "checkpoints")[-1]).table.tensors
+        if "o_proj" in key
     }
-    own = {"adamw": {"exp_avg_sq"}, "muon": {"momentum_buffer"}, LION: {"exp_avg"}}.get(name, {"exp_avg_sq", "basis_1"})
+    own = {"adamw": {"exp_avg_sq"}, "muon": {"momentum_buffer"}, LION: {"exp_avg"}}.get(
+        name, {"exp_avg_sq", "basis_1"}
+    )
     assert own | {"step"} <= kept
     losses = [row["validation_loss"] for row in timeless_rows(run_dir) if "validation_loss" in row]
     assert losses[-1] < losses[0]
 
 
-def test_the_options_of_a_users_rule_are_fields(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [str(config), "--optim.name", LION, "--optim.betas", "0.8", "0.98", "--optim.rest.betas", "0.5", "0.6"]
+def test_the_options_of_a_users_rule_are_fields(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [
+        str(config),
+        "--optim.name",
+        LION,
+        "--optim.betas",
+        "0.8",
+        "0.98",
+        "--optim.rest.betas",
+        "0.5",
+        "0.6",
+    ]
     optim = _read(arguments)[0].optim
     assert (optim.name, optim.peak_lr, optim.resolved(8192).lr) == (LION, 1e-3, 1e-3)
     experts, rest = (optim.rule_of(kind) for kind in ("experts", "rest"))  # type: ignore[attr-defined]
-    assert (experts.betas, experts.matrix_layout, rest.betas) == ((0.8, 0.98), "per_expert", (0.5, 0.6))
+    assert (experts.betas, experts.matrix_layout, rest.betas) == (
+        (0.8, 0.98),
+        "per_expert",
+        (0.5, 0.6),
+    )
     with pytest.raises(SystemExit):
         main(["train", str(config), "--optim.name", LION, "--help", "optim"])
     out = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert "--optim.betas FLOAT FLOAT Decay rates of the sign's momentum and of the one that is kept. (default: 0.9 0.99)" in out
+    assert (
+        "--optim.betas FLOAT FLOAT Decay rates of the sign's momentum and of the one that is kept. "
+        "(default: 0.9 0.99)" in out
+    )

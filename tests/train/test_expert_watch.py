@@ -12,17 +12,30 @@ from lather.config.config import Config, LoopConfig, MoEConfig
 from lather.config.toml_file import config_to_toml
 from lather.models.families import FAMILIES
 from lather.train import expert_watch, loop, notices
-from lather.train.expert_watch import SETTLED, WINDOW, ExpertWatch, collapsed_blocks, describe, remedy
+from lather.train.expert_watch import (
+    SETTLED,
+    WINDOW,
+    ExpertWatch,
+    collapsed_blocks,
+    describe,
+    remedy,
+)
 from lather.train.report import collapses
 
 EVEN = torch.tensor([[100, 100, 100, 100], [120, 90, 110, 80]])
 DEAD = torch.tensor([[100, 100, 100, 100], [200, 4, 100, 96]])
 
 
-def first_word(counts: list[torch.Tensor], steps: int = 300, *, is_trained: bool = False, start: int = 0) -> Any:
+def first_word(
+    counts: list[torch.Tensor], steps: int = 300, *, is_trained: bool = False, start: int = 0
+) -> Any:
     """Return the step at which the watch speaks, and what it says."""
     watch = ExpertWatch(2, steps, is_trained=is_trained)
-    said = [(step, found) for step, one in enumerate(counts, start + 1) if (found := watch.saw(step, one)) is not None]
+    said = [
+        (step, found)
+        for step, one in enumerate(counts, start + 1)
+        if (found := watch.saw(step, one)) is not None
+    ]
     assert len(said) <= 1
     return said[0] if said else None
 
@@ -78,8 +91,12 @@ def test_blocks_of_trained_weights_that_are_uneven_from_the_start_are_excused() 
         ([[*[0.0] * 8, *[1.07] * 120]], 8, [0]),
     ],
 )
-def test_what_is_uneven(load: list[list[float]], num_experts_per_tok: int, expected: list[int]) -> None:
-    assert collapsed_blocks(torch.tensor(load, dtype=torch.float64), num_experts_per_tok) == expected
+def test_what_is_uneven(
+    load: list[list[float]], num_experts_per_tok: int, expected: list[int]
+) -> None:
+    assert (
+        collapsed_blocks(torch.tensor(load, dtype=torch.float64), num_experts_per_tok) == expected
+    )
 
 
 def test_the_remedy_is_stronger_than_what_there_is() -> None:
@@ -106,13 +123,17 @@ def test_a_run_says_it_once(
     changes = {"train": {"steps": 12}, "moe": {"balance_coefficient": 0.001}}
     loop.train(make_config(**changes), display)
     (note,) = [note for note in display.notes if "collapsed" in note]
-    assert note.startswith("note: the experts of MoE block 0 have collapsed: in steps 5 to 6 their loads")
+    assert note.startswith(
+        "note: the experts of MoE block 0 have collapsed: in steps 5 to 6 their loads"
+    )
     assert note.endswith(remedy(0.001))
     assert "\n" not in note
 
 
 def test_the_report_says_it(tmp_path: Path) -> None:
-    config = Config(run_dir=str(tmp_path), train=LoopConfig(steps=300), moe=MoEConfig(balance_coefficient=0.001))
+    config = Config(
+        run_dir=str(tmp_path), train=LoopConfig(steps=300), moe=MoEConfig(balance_coefficient=0.001)
+    )
     (tmp_path / "config.toml").write_text(config_to_toml(config))
     rows = [{"step": step, "expert_load": [[1.0, 1.0], [1.98, 0.02]]} for step in (50, 100, 200)]
     sentence = f"{describe(1, [200], 0.02, 1.98)}; {remedy(0.001)}"

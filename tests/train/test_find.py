@@ -13,14 +13,21 @@ from lather.errors import UserError
 LOSSES = {0: 5.0, 4: 3.0, 8: 2.0, 12: 2.5, 16: 1.0}
 
 
-def make_run(folder: Path, kept: tuple[int, ...] = (4, 8, 12), losses: dict[int, float] | None = None) -> Path:
+def make_run(
+    folder: Path, kept: tuple[int, ...] = (4, 8, 12), losses: dict[int, float] | None = None
+) -> Path:
     """Make a run that has no checkpoint of step 16 any more."""
     folder.mkdir(parents=True)
     for step in kept:
         (folder / f"checkpoints/step-{step:08d}").mkdir(parents=True)
     (folder / "config.toml").write_text("")
-    rows = [{"step": step, "validation_loss": loss} for step, loss in (LOSSES if losses is None else losses).items()]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [{"step": 8, "loss": 0.1}, *rows]))
+    rows = [
+        {"step": step, "validation_loss": loss}
+        for step, loss in (LOSSES if losses is None else losses).items()
+    ]
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in [{"step": 8, "loss": 0.1}, *rows])
+    )
     return folder
 
 
@@ -33,7 +40,9 @@ def test_a_name_means_a_checkpoint(tmp_path: Path, suffix: str, step: int) -> No
 def test_the_option_means_one_too(tmp_path: Path) -> None:
     run = make_run(tmp_path / "my-run")
     assert find_checkpoint(str(run), 4) == find_checkpoint(f"{run}@4")
-    with pytest.raises(UserError, match=r"--step 5: no such checkpoint .*: use one of 4, 8, 12, or best"):
+    with pytest.raises(
+        UserError, match=r"--step 5: no such checkpoint .*: use one of 4, 8, 12, or best"
+    ):
         find_checkpoint(str(run), 5)
     with pytest.raises(UserError, match="both say which checkpoint"):
         find_checkpoint(f"{run}@4", 4)
@@ -46,10 +55,16 @@ def test_runs_and_folders_may_have_an_at_in_their_names(tmp_path: Path) -> None:
     assert find_checkpoint(f"{run}@8")[1].name == "step-00000008"
 
 
-@pytest.mark.parametrize("suffix", ["@5", "@", "@newest", "@-4", "@4.0", "@\N{SUPERSCRIPT TWO}", "@16"])
-def test_steps_that_are_not_there_are_refused_with_those_that_are(tmp_path: Path, suffix: str) -> None:
+@pytest.mark.parametrize(
+    "suffix", ["@5", "@", "@newest", "@-4", "@4.0", "@\N{SUPERSCRIPT TWO}", "@16"]
+)
+def test_steps_that_are_not_there_are_refused_with_those_that_are(
+    tmp_path: Path, suffix: str
+) -> None:
     run = make_run(tmp_path / "my-run")
-    with pytest.raises(UserError, match=r"no such checkpoint in .*checkpoints: use one of 4, 8, 12, or best"):
+    with pytest.raises(
+        UserError, match=r"no such checkpoint in .*checkpoints: use one of 4, 8, 12, or best"
+    ):
         find_checkpoint(f"{run}{suffix}")
 
 

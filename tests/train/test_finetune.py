@@ -1,4 +1,5 @@
-"""Choosing by name what is trained; and starting from the weights of a Hugging Face folder or of another run."""
+"""Choosing by name what is trained; and starting from the weights of a Hugging Face folder or of
+another run."""
 
 from __future__ import annotations
 
@@ -22,7 +23,11 @@ from lather.data.documents import train_tokenizer
 from lather.data.recipe import END_OF_TEXT
 from lather.engine.engine import build_engine, build_model
 from lather.engine.optimizer import build_optimizer
-from lather.engine.trained_parameters import check_adapters_are_all, check_finetuning, trained_parameters
+from lather.engine.trained_parameters import (
+    check_adapters_are_all,
+    check_finetuning,
+    trained_parameters,
+)
 from lather.errors import CheckpointError, ConfigError, DataError, ExchangeError
 from lather.files import read_rows
 from lather.models.decoder import Decoder
@@ -50,9 +55,13 @@ class Notes:
 def published(make_config: ConfigMaker, tmp_path: Path) -> Path:
     """The tiny model in Hugging Face's format, with other weights than the seed's."""
     config = make_config()
-    train_tokenizer(iter(["the quick brown fox\n"] * 9), VOCAB_SIZE, END_OF_TEXT).save(str(tmp_path / "tokenizer.json"))
+    train_tokenizer(iter(["the quick brown fox\n"] * 9), VOCAB_SIZE, END_OF_TEXT).save(
+        str(tmp_path / "tokenizer.json")
+    )
     model = build_model(make_config(seed=9), torch.device("cpu"))
-    save_hugging_face(model, config.model, tmp_path / "published", tokenizer=tmp_path / "tokenizer.json")
+    save_hugging_face(
+        model, config.model, tmp_path / "published", tokenizer=tmp_path / "tokenizer.json"
+    )
     return tmp_path / "published"
 
 
@@ -62,7 +71,9 @@ def tune(make_config: ConfigMaker, published: Path) -> ConfigMaker:
 
     def make(**changes: Any) -> Config:
         data = {"tokenizer": str(published / "tokenizer.json")}
-        return make_config(**{"init_from": str(published), **changes, "data": {**data, **changes.get("data", {})}})
+        return make_config(
+            **{"init_from": str(published), **changes, "data": {**data, **changes.get("data", {})}}
+        )
 
     return make
 
@@ -75,7 +86,9 @@ def weights(config: Config) -> dict[str, Tensor]:
 
 def model_of(config: Config) -> Decoder:
     model = build_model(config, torch.device("cpu"))
-    load_checkpoint(list_checkpoints(Path(config.run_dir) / "checkpoints")[-1], TrainingState.of_model(model))
+    load_checkpoint(
+        list_checkpoints(Path(config.run_dir) / "checkpoints")[-1], TrainingState.of_model(model)
+    )
     return model
 
 
@@ -90,7 +103,7 @@ def run(config: Config, stop_after: int = 99) -> tuple[RunOutcome, list[str]]:
     return train(config, display, stop), display.notes
 
 
-# --- by name ------------------------------------------------------------------------------------------------------------------------
+# --- by name --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -98,17 +111,28 @@ def run(config: Config, stop_after: int = 99) -> tuple[RunOutcome, list[str]]:
     [
         ({}, ("",)),
         ({"train": {"trainable": ["layers.0.*"]}}, ("layers.0.",)),
-        ({"train": {"trainable": ["*.experts.*", "norm.weight"]}}, ("layers.1.mlp.experts.", "norm.")),
-        ({"train": {"trainable": ["layers.*"], "frozen": ["layers.0.*"]}}, ("layers.1.",)),
-        ({"lora": {"rank": 2, "targets": ["experts"]}}, ("layers.1.mlp.experts.gate_up_lora", "layers.1.mlp.experts.down_lora")),
         (
-            {"lora": {"rank": 2, "targets": ["*.o_proj"]}, "train": {"trainable": ["norm.*"], "frozen": ["layers.0.*"]}},
+            {"train": {"trainable": ["*.experts.*", "norm.weight"]}},
+            ("layers.1.mlp.experts.", "norm."),
+        ),
+        ({"train": {"trainable": ["layers.*"], "frozen": ["layers.0.*"]}}, ("layers.1.",)),
+        (
+            {"lora": {"rank": 2, "targets": ["experts"]}},
+            ("layers.1.mlp.experts.gate_up_lora", "layers.1.mlp.experts.down_lora"),
+        ),
+        (
+            {
+                "lora": {"rank": 2, "targets": ["*.o_proj"]},
+                "train": {"trainable": ["norm.*"], "frozen": ["layers.0.*"]},
+            },
             ("layers.1.self_attn.o_proj.lora", "norm."),
         ),
     ],
     ids=str,
 )
-def test_patterns_say_what_is_trained(changes: dict[str, Any], expected: tuple[str, ...], make_config: ConfigMaker) -> None:
+def test_patterns_say_what_is_trained(
+    changes: dict[str, Any], expected: tuple[str, ...], make_config: ConfigMaker
+) -> None:
     config = make_config(**changes)
     trained = trained_parameters(config)
     parameters = dict(build_model(config, torch.device("meta")).named_parameters())
@@ -127,17 +151,29 @@ def test_patterns_say_what_is_trained(changes: dict[str, Any], expected: tuple[s
     [
         (
             {"train": {"trainable": ["layer.0.*"]}},
-            "train.trainable = 'layer.0.*' is not valid: it matches no parameter; the nearest are layers.",
+            "train.trainable = 'layer.0.*' is not valid: it matches no parameter; the nearest are "
+            "layers.",
         ),
-        ({"train": {"frozen": ["*.expert.*"]}}, "train.frozen = '*.expert.*' is not valid: it matches no parameter; the nearest are"),
+        (
+            {"train": {"frozen": ["*.expert.*"]}},
+            "train.frozen = '*.expert.*' is not valid: it matches no parameter; the nearest are",
+        ),
         ({"train": {"frozen": ["lm_head.*"]}}, "train.frozen = 'lm_head.*' is not valid"),
-        ({"train": {"frozen": ["*"]}}, "train.frozen = ['*'] is not valid: it leaves nothing to train; give fewer patterns"),
+        (
+            {"train": {"frozen": ["*"]}},
+            "train.frozen = ['*'] is not valid: it leaves nothing to train; give fewer patterns",
+        ),
         ({"lora": {"rank": 2}}, "lora.rank = 2 is not valid: it must be 0 without init_from"),
-        ({"lora": {"rank": 2, "targets": ["heads"]}, "init_from": "x"}, "lora.targets = 'heads' is not valid: it matches no weight"),
+        (
+            {"lora": {"rank": 2, "targets": ["heads"]}, "init_from": "x"},
+            "lora.targets = 'heads' is not valid: it matches no weight",
+        ),
     ],
     ids=str,
 )
-def test_what_cannot_be_trained_is_refused(changes: dict[str, Any], expected: str, make_config: ConfigMaker) -> None:
+def test_what_cannot_be_trained_is_refused(
+    changes: dict[str, Any], expected: str, make_config: ConfigMaker
+) -> None:
     with pytest.raises(ConfigError, match=re.escape(expected)):
         check_finetuning(make_config(**changes))
 
@@ -150,10 +186,12 @@ def test_adapters_are_exported_alone_if_nothing_else_was_trained(make_config: Co
         check_adapters_are_all(make_config(lora={"rank": 2}, train={"trainable": ["norm.*"]}))
 
 
-# --- the start ----------------------------------------------------------------------------------------------------------------------
+# --- the start ------------------------------------------------------------------------------------
 
 
-def test_a_run_starts_from_a_hugging_face_folder(tune: ConfigMaker, make_config: ConfigMaker, published: Path) -> None:
+def test_a_run_starts_from_a_hugging_face_folder(
+    tune: ConfigMaker, make_config: ConfigMaker, published: Path
+) -> None:
     config = tune(optim={"lr": 0.0})
     outcome, notes = run(config)
     assert outcome.finished
@@ -164,13 +202,18 @@ def test_a_run_starts_from_a_hugging_face_folder(tune: ConfigMaker, make_config:
 
 
 @pytest.mark.parametrize("rule", ["muon", "soap", "adamw", "klsoap", "soap_muon"])
-def test_adapters_learn_under_every_rule_and_the_weights_stay(rule: str, tune: ConfigMaker, make_config: ConfigMaker) -> None:
+def test_adapters_learn_under_every_rule_and_the_weights_stay(
+    rule: str, tune: ConfigMaker, make_config: ConfigMaker
+) -> None:
     """The first gradient of every A is zero, because B is zero."""
     more = {"precondition_frequency": 2} if "soap" in rule else {}
     optim = {"name": rule, "lr": 2e-2, "warmup_steps": 1, "rest": {"lr_factor": 1.0}, **more}
     config = replace(tune(train={"steps": 12}, lora={"rank": 4}), optim=optim_config(**optim))
     _, notes = run(config)
-    assert any(re.match(r"[\d,]+ of [\d,]+ parameters are trained \([\d.]+ %\), 20 tensors", note) for note in notes), notes
+    assert any(
+        re.match(r"[\d,]+ of [\d,]+ parameters are trained \([\d.]+ %\), 20 tensors", note)
+        for note in notes
+    ), notes
     rows = [row for row in read_rows(Path(config.run_dir) / "metrics.jsonl") if "loss" in row]
     assert not any(row["skipped"] for row in rows)
     assert rows[-1]["loss"] < rows[0]["loss"] - 0.05
@@ -180,8 +223,12 @@ def test_adapters_learn_under_every_rule_and_the_weights_stay(rule: str, tune: C
     assert all(found[name].abs().max() > 0 for name in found.keys() - base.keys())
 
 
-def test_a_run_with_adapters_that_was_stopped_goes_on_to_the_same_bits(tune: ConfigMaker, tmp_path: Path) -> None:
-    whole, parted = (tune(lora={"rank": 2}, run_dir=str(tmp_path / name)) for name in ("whole", "parted"))
+def test_a_run_with_adapters_that_was_stopped_goes_on_to_the_same_bits(
+    tune: ConfigMaker, tmp_path: Path
+) -> None:
+    whole, parted = (
+        tune(lora={"rank": 2}, run_dir=str(tmp_path / name)) for name in ("whole", "parted")
+    )
     run(whole)
     assert run(parted, stop_after=3)[0].step == 3
     assert run(parted)[0].finished
@@ -191,47 +238,85 @@ def test_a_run_with_adapters_that_was_stopped_goes_on_to_the_same_bits(tune: Con
     assert all(torch.equal(found[name], x) for name, x in expected.items())
 
 
-def test_a_run_that_starts_from_one_with_adapters_starts_from_its_model(tune: ConfigMaker, tmp_path: Path) -> None:
-    first = tune(lora={"rank": 2, "targets": ["attention", "experts", "dense", "shared_experts"]}, run_dir=str(tmp_path / "first"))
+def test_a_run_that_starts_from_one_with_adapters_starts_from_its_model(
+    tune: ConfigMaker, tmp_path: Path
+) -> None:
+    first = tune(
+        lora={"rank": 2, "targets": ["attention", "experts", "dense", "shared_experts"]},
+        run_dir=str(tmp_path / "first"),
+    )
     run(first)
     tokens = torch.randint(VOCAB_SIZE, (2, 16), generator=torch.Generator().manual_seed(0))
     expected = model_of(first)(tokens).logits_BSV
     for name, changes in {"plain": {}, "more": {"lora": {"rank": 3}}}.items():
-        config = tune(init_from=str(tmp_path / "first"), run_dir=str(tmp_path / name), optim={"lr": 0.0}, **changes)
+        config = tune(
+            init_from=str(tmp_path / "first"),
+            run_dir=str(tmp_path / name),
+            optim={"lr": 0.0},
+            **changes,
+        )
         run(config)
-        torch.testing.assert_close(model_of(config)(tokens).logits_BSV, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            model_of(config)(tokens).logits_BSV, expected, rtol=1e-5, atol=1e-5
+        )
 
 
-def test_a_configuration_without_model_has_that_of_its_start(tune: ConfigMaker, published: Path, tmp_path: Path) -> None:
-    (tmp_path / "tune.toml").write_text(f'init_from = "{published}"\n[train]\nsequence_length = 60\n')
+def test_a_configuration_without_model_has_that_of_its_start(
+    tune: ConfigMaker, published: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "tune.toml").write_text(
+        f'init_from = "{published}"\n[train]\nsequence_length = 60\n'
+    )
     assert load_config(tmp_path / "tune.toml").model == tune().model
     (tmp_path / "tune.toml").write_text("[train]\nsequence_length = 60\n")
     assert load_config(tmp_path / "tune.toml", init_from=str(published)).model == tune().model
     (tmp_path / "tune.toml").write_text('init_from = "nowhere"\n')
-    with pytest.raises(ConfigError, match=r"tune.toml: init_from = 'nowhere' is not valid: it must be a run directory, or a folder"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"tune.toml: init_from = 'nowhere' is not valid: it "
+            r"must be a run directory, or a folder"
+        ),
+    ):
         load_config(tmp_path / "tune.toml")
 
 
 @pytest.mark.parametrize("of", ["folder", "run"])
-def test_another_model_is_refused_by_its_first_field(of: str, tune: ConfigMaker, tmp_path: Path, published: Path) -> None:
+def test_another_model_is_refused_by_its_first_field(
+    of: str, tune: ConfigMaker, tmp_path: Path, published: Path
+) -> None:
     if of == "run":
         run(tune(run_dir=str(tmp_path / "first"), train={"steps": 1}))
     source = published if of == "folder" else tmp_path / "first"
     harmless = {"initializer_range": 0.3, "aux_loss_alpha": 0.5}
-    config = tune(init_from=str(source), model={**harmless, "rms_norm_eps": 1e-5, "num_attention_heads": 4})
-    message = f"init_from = '{source}' is another model: model.num_attention_heads is 2 there and 4 here"
+    config = tune(
+        init_from=str(source), model={**harmless, "rms_norm_eps": 1e-5, "num_attention_heads": 4}
+    )
+    message = (
+        f"init_from = '{source}' is another model: model.num_attention_heads is 2 there and 4 here"
+    )
     with pytest.raises(ConfigError, match=re.escape(message)):
         run(config)
     assert not Path(config.run_dir).exists()
     assert run(tune(init_from=str(source), model=harmless))[0].finished
 
 
-def test_a_start_that_does_not_fit_is_refused(tune: ConfigMaker, published: Path, tmp_path: Path) -> None:
+def test_a_start_that_does_not_fit_is_refused(
+    tune: ConfigMaker, published: Path, tmp_path: Path
+) -> None:
     other = tmp_path / "other.json"
     train_tokenizer(iter(["another text\n"] * 9), VOCAB_SIZE, END_OF_TEXT).save(str(other))
-    with pytest.raises(DataError, match=r"was trained with another tokenizer: give data\.tokenizer"):
+    with pytest.raises(
+        DataError, match=r"was trained with another tokenizer: give data\.tokenizer"
+    ):
         run(tune(data={"tokenizer": str(other)}))
-    with pytest.raises(CheckpointError, match=r"has no checkpoint: give a run directory that has one, or a folder with config\.json"):
+    with pytest.raises(
+        CheckpointError,
+        match=(
+            r"has no checkpoint: give a run directory that has "
+            r"one, or a folder with config\.json"
+        ),
+    ):
         run(tune(init_from=str(tmp_path / "corpus")))
     file = published / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])

@@ -1,4 +1,5 @@
-"""Forks: a run goes on in another directory from any checkpoint of the first, unchanged or with changes."""
+"""Forks: a run goes on in another directory from any checkpoint of the first, unchanged or with
+changes."""
 
 import contextlib
 import json
@@ -34,11 +35,19 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def first(make_config: MakeConfig, tmp_path: Path, finished: Path) -> Config:
-    """Return a run with checkpoints at 2, 4, 6 and 8, which was trained once for all tests and is copied."""
-    config, made_at = make_config(train={"steps": STEPS}, checkpoint={"keep_last": 9}), finished / "made_at.txt"
+    """Return a run with checkpoints at 2, 4, 6 and 8, which was trained once for all tests and is
+    copied."""
+    config, made_at = (
+        make_config(train={"steps": STEPS}, checkpoint={"keep_last": 9}),
+        finished / "made_at.txt",
+    )
     if made_at.exists():
         shutil.copytree(finished / "run", config.run_dir)
-        for file in (path for path in Path(config.run_dir).iterdir() if path.suffix in (".toml", ".json", ".jsonl")):
+        for file in (
+            path
+            for path in Path(config.run_dir).iterdir()
+            if path.suffix in (".toml", ".json", ".jsonl")
+        ):
             file.write_text(file.read_text().replace(made_at.read_text(), str(tmp_path)))
     else:
         run(config)
@@ -51,7 +60,12 @@ def first(make_config: MakeConfig, tmp_path: Path, finished: Path) -> Config:
 def fork_config(make_config: MakeConfig, first: Config, tmp_path: Path) -> MakeConfig:
     def make(step: int | None = 4, **changes: object) -> Config:
         at = "" if step is None else f"@{step}"
-        made = {"run_dir": str(tmp_path / "fork"), "fork_from": f"{first.run_dir}{at}", "checkpoint": {"keep_last": 9}, **changes}
+        made = {
+            "run_dir": str(tmp_path / "fork"),
+            "fork_from": f"{first.run_dir}{at}",
+            "checkpoint": {"keep_last": 9},
+            **changes,
+        }
         made["train"] = {"steps": STEPS, **made.get("train", {})}  # type: ignore[dict-item]
         return make_config(**made)
 
@@ -59,7 +73,11 @@ def fork_config(make_config: MakeConfig, first: Config, tmp_path: Path) -> MakeC
 
 
 def files_of(folder: str | Path) -> dict[str, tuple[bytes, int]]:
-    return {str(path): (path.read_bytes(), path.stat().st_mtime_ns) for path in Path(folder).rglob("*") if path.is_file()}
+    return {
+        str(path): (path.read_bytes(), path.stat().st_mtime_ns)
+        for path in Path(folder).rglob("*")
+        if path.is_file()
+    }
 
 
 def timeless(run_dir: str | Path) -> list[dict[str, object]]:
@@ -68,14 +86,21 @@ def timeless(run_dir: str | Path) -> list[dict[str, object]]:
 
 
 @pytest.mark.parametrize("step", [2, 4, None])
-def test_a_fork_without_changes_has_the_bits_of_the_first_run(first: Config, fork_config: MakeConfig, step: int | None) -> None:
+def test_a_fork_without_changes_has_the_bits_of_the_first_run(
+    first: Config, fork_config: MakeConfig, step: int | None
+) -> None:
     before = files_of(first.run_dir)
     forked = fork_config(step)
     run(forked)
     assert timeless(forked.run_dir) == timeless(first.run_dir)
-    ends = [stored_tensors(list_checkpoints(Path(config.run_dir) / "checkpoints")[-1]) for config in (first, forked)]
+    ends = [
+        stored_tensors(list_checkpoints(Path(config.run_dir) / "checkpoints")[-1])
+        for config in (first, forked)
+    ]
     assert ends[0].keys() == ends[1].keys()
-    assert all(ends[0][name].equal(ends[1][name]) for name in ends[0] if not name.startswith("random/"))
+    assert all(
+        ends[0][name].equal(ends[1][name]) for name in ends[0] if not name.startswith("random/")
+    )
     assert files_of(first.run_dir) == before
     assert step_of(list_checkpoints(Path(forked.run_dir) / "checkpoints")[0]) == step or STEPS
     assert History.read(Path(forked.run_dir), {}).forked_from == f"{first.run_dir}@{step or STEPS}"
@@ -85,23 +110,33 @@ def test_a_fork_takes_its_changes_from_its_step_on(first: Config, fork_config: M
     forked = fork_config(4, optim={"lr": 1e-3}, train={"steps": 10})
     notes = run(forked)
     assert losses(forked.run_dir) == uninterrupted(first, forked, changed_at=4)
-    assert any("from step 5 on: optim.lr 0.01 -> 0.001, train.steps 8 -> 10" in note for note in notes)
+    assert any(
+        "from step 5 on: optim.lr 0.01 -> 0.001, train.steps 8 -> 10" in note for note in notes
+    )
 
 
-def test_a_fork_of_before_a_change_does_not_have_it(first: Config, fork_config: MakeConfig, make_config: MakeConfig) -> None:
+def test_a_fork_of_before_a_change_does_not_have_it(
+    first: Config, fork_config: MakeConfig, make_config: MakeConfig
+) -> None:
     """The first run went on with another rate; its fork goes back to the time before."""
     run(make_config(train={"steps": 12}, optim={"lr": 1e-3}, checkpoint={"keep_last": 9}))
-    plain, later = fork_config(4), fork_config(10, run_dir=f"{first.run_dir}-later", optim={"lr": 1e-3}, train={"steps": 12})
+    plain, later = (
+        fork_config(4),
+        fork_config(10, run_dir=f"{first.run_dir}-later", optim={"lr": 1e-3}, train={"steps": 12}),
+    )
     run(plain)
     assert losses(plain.run_dir) == losses(first.run_dir)[:STEPS]
     assert [row.changes for row in History.read(Path(plain.run_dir), {}).rows] == [{}]
     run(later)
     assert losses(later.run_dir) == losses(first.run_dir)
-    assert [(row.step, bool(row.changes)) for row in History.read(Path(later.run_dir), {}).rows] == [(8, True), (10, False)]
+    assert [
+        (row.step, bool(row.changes)) for row in History.read(Path(later.run_dir), {}).rows
+    ] == [(8, True), (10, False)]
 
 
 def test_the_same_command_goes_on_with_the_fork(fork_config: MakeConfig, first: Config) -> None:
-    """It is stopped before its first checkpoint, and after one; and the first run is deleted, too."""
+    """It is stopped before its first checkpoint, and after one; and the first run is deleted,
+    too."""
     forked = fork_config(4)
     for stop_after in (1, 3):
         shown = iter(range(stop_after))
@@ -111,18 +146,27 @@ def test_the_same_command_goes_on_with_the_fork(fork_config: MakeConfig, first: 
     assert timeless(forked.run_dir) == timeless(f"{first.run_dir}-moved")
 
 
-def test_a_fork_of_a_fork(first: Config, fork_config: MakeConfig, make_config: MakeConfig, tmp_path: Path) -> None:
+def test_a_fork_of_a_fork(
+    first: Config, fork_config: MakeConfig, make_config: MakeConfig, tmp_path: Path
+) -> None:
     forked = fork_config(4, optim={"lr": 1e-3})
     run(forked)
     changes = {"optim": {"lr": 1e-3}, "train": {"steps": STEPS}, "checkpoint": {"keep_last": 9}}
-    second = make_config(run_dir=str(tmp_path / "second"), fork_from=f"{forked.run_dir}@6", **changes)
+    second = make_config(
+        run_dir=str(tmp_path / "second"), fork_from=f"{forked.run_dir}@6", **changes
+    )
     run(second)
     assert timeless(second.run_dir) == timeless(forked.run_dir)
     run(second)
-    assert [row.forked_from for row in History.read(Path(second.run_dir), {}).rows] == [f"{first.run_dir}@4", f"{forked.run_dir}@6"]
+    assert [row.forked_from for row in History.read(Path(second.run_dir), {}).rows] == [
+        f"{first.run_dir}@4",
+        f"{forked.run_dir}@6",
+    ]
 
 
-def test_refused_forks_leave_nothing(first: Config, fork_config: MakeConfig, make_config: MakeConfig, tmp_path: Path) -> None:
+def test_refused_forks_leave_nothing(
+    first: Config, fork_config: MakeConfig, make_config: MakeConfig, tmp_path: Path
+) -> None:
     Path(tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "thesis.tex").write_text("precious")
     (tmp_path / "corpus" / "1.txt").write_text("other text", "utf-8")
@@ -133,10 +177,17 @@ def test_refused_forks_leave_nothing(first: Config, fork_config: MakeConfig, mak
         (fork_config(4, fork_from=f"{first.run_dir}@"), "no such checkpoint"),
         (
             fork_config(4, seed=3),
-            r"fork_from = .*: seed is 0 there and 3 here, which cannot change during a run; give the fork the same value",
+            r"fork_from = .*: seed is 0 there and 3 here, which cannot change during a run; give "
+            r"the fork the same value",
         ),
-        (fork_config(4, train={"steps": 3}), r"train\.steps = 3 is not valid: fork_from = .* has done 4 steps"),
-        (fork_config(4, run_dir=str(tmp_path / "taken")), "holds files: give the fork a --run-dir that is empty or does not exist"),
+        (
+            fork_config(4, train={"steps": 3}),
+            r"train\.steps = 3 is not valid: fork_from = .* has done 4 steps",
+        ),
+        (
+            fork_config(4, run_dir=str(tmp_path / "taken")),
+            "holds files: give the fork a --run-dir that is empty or does not exist",
+        ),
         (fork_config(4, run_dir=first.run_dir), "holds a run that is not a fork"),
     ]:
         with pytest.raises(RunError, match=message):
@@ -147,7 +198,9 @@ def test_refused_forks_leave_nothing(first: Config, fork_config: MakeConfig, mak
     assert not (tmp_path / "fork").exists()
 
 
-def test_a_disk_that_is_full_leaves_nothing(fork_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_full_leaves_nothing(
+    fork_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def link(source: str, target: str) -> None:
         raise OSError(28, "No space left on device")
 
@@ -161,7 +214,10 @@ def test_a_disk_that_is_full_leaves_nothing(fork_config: MakeConfig, tmp_path: P
 
 def test_names_of_forks(first: Config) -> None:
     run_dir = first.run_dir
-    assert find_fork(f"{run_dir}@4") == (Path(run_dir), Path(run_dir) / "checkpoints" / "step-00000004")
+    assert find_fork(f"{run_dir}@4") == (
+        Path(run_dir),
+        Path(run_dir) / "checkpoints" / "step-00000004",
+    )
     assert find_fork(run_dir)[1].name == "step-00000008"
     assert is_of_fork(f"{run_dir}@4", f"{run_dir}/@4")
     assert is_of_fork(f"{run_dir}@4", run_dir)
@@ -179,11 +235,15 @@ def test_a_history_says_whose_fork_it_is(first: Config, fork_config: MakeConfig)
     assert row["changes"] == {"optim.lr": [0.01, 0.001]}
 
 
-# --- what a fork takes along, and how it may be named -----------------------------------------------------------------------------------
+# --- what a fork takes along, and how it may be named ---------------------------------------------
 
 
-def test_a_fork_of_before_a_change_has_the_rate_of_that_time_if_none_is_given(first: Config, fork_config: MakeConfig) -> None:
-    given = replace(first, train=replace(first.train, steps=12), optim=replace(first.optim, lr=1e-3))
+def test_a_fork_of_before_a_change_has_the_rate_of_that_time_if_none_is_given(
+    first: Config, fork_config: MakeConfig
+) -> None:
+    given = replace(
+        first, train=replace(first.train, steps=12), optim=replace(first.optim, lr=1e-3)
+    )
     run(given)
     silent = fork_config(4)
     optim = {key: value for key, value in asdict(silent.optim).items() if key != "lr"}
@@ -192,7 +252,9 @@ def test_a_fork_of_before_a_change_has_the_rate_of_that_time_if_none_is_given(fi
     assert losses(silent.run_dir) == losses(first.run_dir)[:STEPS]
 
 
-def test_a_fork_of_before_a_mixture_does_without_its_data_sets(sets: list[str], make_config: MakeConfig, tmp_path: Path) -> None:
+def test_a_fork_of_before_a_mixture_does_without_its_data_sets(
+    sets: list[str], make_config: MakeConfig, tmp_path: Path
+) -> None:
     common: dict[str, object] = {"checkpoint": {"keep_last": 9}}
     plain = make_config(data={"path": sets[:2]}, train={"steps": 8}, **common)
     run(make_config(data={"path": sets[:2]}, **common))
@@ -203,20 +265,32 @@ def test_a_fork_of_before_a_mixture_does_without_its_data_sets(sets: list[str], 
     run(whole)
     run(replace(whole, train=plain.train))
     assert losses(fork.run_dir) == losses(whole.run_dir)
-    later = make_config(data={"path": sets, "weights": [1.0, 1.0, 8.0]}, train={"steps": 8}, **common)
+    later = make_config(
+        data={"path": sets, "weights": [1.0, 1.0, 8.0]}, train={"steps": 8}, **common
+    )
     run(replace(later, run_dir=str(tmp_path / "later"), fork_from=f"{plain.run_dir}@6"))
     assert losses(tmp_path / "later") == losses(plain.run_dir)
 
 
 @pytest.mark.parametrize("before", ["changes.jsonl", "config.toml"])
 def test_a_start_that_is_killed_while_it_records_changes_nothing(
-    sets: list[str], make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str
+    sets: list[str],
+    make_config: MakeConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    before: str,
 ) -> None:
-    """A fork of a run with two mixtures and rates takes back those of before; it is killed before each of its files is written."""
+    """A fork of a run with two mixtures and rates takes back those of before; it is killed before
+    each of its files is written."""
     common: dict[str, object] = {"checkpoint": {"keep_last": 9}}
     early = make_config(data={"path": sets[:2], "weights": [1.0, 1.0]}, **common)
     run(early)
-    changed = make_config(data={"path": sets[:2], "weights": [9.0, 1.0]}, train={"steps": 8}, optim={"lr": 1e-3}, **common)
+    changed = make_config(
+        data={"path": sets[:2], "weights": [9.0, 1.0]},
+        train={"steps": 8},
+        optim={"lr": 1e-3},
+        **common,
+    )
     run(changed)
     fork = replace(early, run_dir=str(tmp_path / "fork"), fork_from=f"{early.run_dir}@2")
     plain = replace(fork, run_dir=str(tmp_path / "plain"))
@@ -249,19 +323,27 @@ def test_the_same_fork_may_be_spelled_otherwise(
         run(replace(forked, fork_from=f"{name}@2"))
 
 
-def test_a_folder_named_like_a_checkpoint_is_not_taken_for_one(first: Config, fork_config: MakeConfig) -> None:
+def test_a_folder_named_like_a_checkpoint_is_not_taken_for_one(
+    first: Config, fork_config: MakeConfig
+) -> None:
     named = fork_config(2, run_dir=f"{first.run_dir}@2")
     run(named)
     run(named)
-    with pytest.raises(RunError, match=r"may mean checkpoint 2 of .*, or the run .*@2: rename that folder"):
+    with pytest.raises(
+        RunError, match=r"may mean checkpoint 2 of .*, or the run .*@2: rename that folder"
+    ):
         run(fork_config(2))
     run(fork_config(2, fork_from=f"{first.run_dir}@2@6"))
 
 
-def test_a_fork_of_the_first_weights(first: Config, fork_config: MakeConfig, make_config: MakeConfig, tmp_path: Path) -> None:
-    """A run that was stopped before its first step has a checkpoint of step 0; the same command goes on, and lost checkpoints are
-    reported."""
-    begun = make_config(run_dir=str(tmp_path / "begun"), train={"steps": STEPS}, checkpoint={"keep_last": 9})
+def test_a_fork_of_the_first_weights(
+    first: Config, fork_config: MakeConfig, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    """A run that was stopped before its first step has a checkpoint of step 0; the same command
+    goes on, and lost checkpoints are reported."""
+    begun = make_config(
+        run_dir=str(tmp_path / "begun"), train={"steps": STEPS}, checkpoint={"keep_last": 9}
+    )
     train(begun, Shown(), lambda: True)
     forked = fork_config(0, fork_from=f"{begun.run_dir}@0", optim={"lr": 1e-3})
     train(forked, Shown(), lambda: True)
@@ -273,7 +355,9 @@ def test_a_fork_of_the_first_weights(first: Config, fork_config: MakeConfig, mak
         run(forked)
 
 
-def test_an_empty_folder_is_taken_and_left_as_it_was(first: Config, fork_config: MakeConfig, tmp_path: Path) -> None:
+def test_an_empty_folder_is_taken_and_left_as_it_was(
+    first: Config, fork_config: MakeConfig, tmp_path: Path
+) -> None:
     folder = tmp_path / "mine"
     folder.mkdir()
     folder.chmod(0o750)  # whatever the umask is
@@ -286,7 +370,9 @@ def test_an_empty_folder_is_taken_and_left_as_it_was(first: Config, fork_config:
     assert losses(folder) == losses(first.run_dir)
 
 
-def test_a_copy_that_was_killed_is_made_anew(first: Config, fork_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_was_killed_is_made_anew(
+    first: Config, fork_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     forked = fork_config(4)
     rename = Path.rename
 

@@ -66,7 +66,9 @@ def test_one_that_is_deleted_while_it_is_taken_is_passed_over(tmp_path: Path) ->
 def test_a_run_that_deletes_them_all_is_given_up(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     with (
-        pytest.raises(CheckpointError, match=r"step-00000001: was deleted by its run before it could be read"),
+        pytest.raises(
+            CheckpointError, match=r"step-00000001: was deleted by its run before it could be read"
+        ),
         held_checkpoint(tmp_path, lambda: checkpoint_path(tmp_path / "checkpoints", 1)),
     ):
         pass
@@ -82,7 +84,9 @@ def test_errors_name_the_checkpoint_and_not_where_it_is_held(tmp_path: Path) -> 
         raise CheckpointError(f"{held}/state.json: damaged: delete {held}")
 
 
-def test_without_links_it_is_read_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_links_it_is_read_where_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = make_checkpoint(tmp_path, 3)
 
     def refuse(*_: object, **__: object) -> None:
@@ -98,7 +102,9 @@ def test_without_links_it_is_read_where_it_is(tmp_path: Path, monkeypatch: pytes
     assert (made / "state.json").exists()
 
 
-def test_what_a_killed_reader_has_left_is_cleared_and_what_another_holds_is_not(tmp_path: Path) -> None:
+def test_what_a_killed_reader_has_left_is_cleared_and_what_another_holds_is_not(
+    tmp_path: Path,
+) -> None:
     make_checkpoint(tmp_path, 3)
     script = f"""
 import os, signal, sys

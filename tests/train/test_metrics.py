@@ -24,7 +24,13 @@ from lather import files
 from lather.errors import RunError
 from lather.files import read_rows
 from lather.train import metrics, trackers
-from lather.train.metrics import MetricsWriter, StepRow, expert_load, take_peak_memory_bytes, training_rows
+from lather.train.metrics import (
+    MetricsWriter,
+    StepRow,
+    expert_load,
+    take_peak_memory_bytes,
+    training_rows,
+)
 from lather.train.trackers import numbers_of
 from tiny_run import TIME_FIELDS
 
@@ -35,7 +41,12 @@ def validation(step: int, loss: float = 5.0) -> dict[str, Any]:
     return {"step": step, "seconds": 0.1 * step, "validation_loss": loss}
 
 
-def write(run_dir: Path, rows: list[StepRow | dict[str, Any]], resume_step: int | None = None, **options: Any) -> None:
+def write(
+    run_dir: Path,
+    rows: list[StepRow | dict[str, Any]],
+    resume_step: int | None = None,
+    **options: Any,
+) -> None:
     writer = MetricsWriter(run_dir, resume_step, **options)
     for row in rows:
         writer.write(row)
@@ -54,15 +65,19 @@ def five_steps(step_row: MakeRow) -> list[StepRow | dict[str, Any]]:
     return rows
 
 
-# --- metrics.jsonl ------------------------------------------------------------------------------------------------------------------
+# --- metrics.jsonl --------------------------------------------------------------------------------
 
 
 def test_rows_come_back_as_they_were(tmp_path: Path, five_steps: list[Any]) -> None:
     write(tmp_path, five_steps)
-    assert read_rows(tmp_path / "metrics.jsonl") == [row if isinstance(row, dict) else asdict(row) for row in five_steps]
+    assert read_rows(tmp_path / "metrics.jsonl") == [
+        row if isinstance(row, dict) else asdict(row) for row in five_steps
+    ]
 
 
-def test_rows_are_in_the_file_as_soon_as_they_are_written(tmp_path: Path, step_row: MakeRow) -> None:
+def test_rows_are_in_the_file_as_soon_as_they_are_written(
+    tmp_path: Path, step_row: MakeRow
+) -> None:
     writer = MetricsWriter(tmp_path, None)
     writer.write(step_row(1))
     assert len(read_rows(tmp_path / "metrics.jsonl")) == 1
@@ -70,10 +85,16 @@ def test_rows_are_in_the_file_as_soon_as_they_are_written(tmp_path: Path, step_r
 
 
 @pytest.mark.parametrize("resume_step", range(6))
-def test_a_resumed_run_has_the_uninterrupted_ones_file(tmp_path: Path, five_steps: list[Any], resume_step: int) -> None:
+def test_a_resumed_run_has_the_uninterrupted_ones_file(
+    tmp_path: Path, five_steps: list[Any], resume_step: int
+) -> None:
     write(tmp_path, five_steps)
     uninterrupted = (tmp_path / "metrics.jsonl").read_bytes()
-    later = [row for row in five_steps if (row["step"] if isinstance(row, dict) else row.step) > resume_step]
+    later = [
+        row
+        for row in five_steps
+        if (row["step"] if isinstance(row, dict) else row.step) > resume_step
+    ]
     write(tmp_path, later, resume_step)
     assert (tmp_path / "metrics.jsonl").read_bytes() == uninterrupted
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
@@ -90,7 +111,9 @@ def test_no_file_is_no_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [1, 2, 30, 200])
-def test_a_last_line_that_a_kill_left_unfinished_is_passed_over(tmp_path: Path, step_row: MakeRow, cut: int) -> None:
+def test_a_last_line_that_a_kill_left_unfinished_is_passed_over(
+    tmp_path: Path, step_row: MakeRow, cut: int
+) -> None:
     write(tmp_path, [step_row(1), step_row(2)])
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(path.read_bytes()[: -cut - 1])  # without the newline, too
@@ -99,11 +122,29 @@ def test_a_last_line_that_a_kill_left_unfinished_is_passed_over(tmp_path: Path, 
     assert [row["step"] for row in read_rows(path)] == [1, 2]
 
 
-@pytest.mark.parametrize("line", ["{", "[]", "3", "null", "{}", '{"step": "x"}', '{"step": null}', '{"step": 1e999}', "\x00\x00", "\udcff"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{",
+        "[]",
+        "3",
+        "null",
+        "{}",
+        '{"step": "x"}',
+        '{"step": null}',
+        '{"step": 1e999}',
+        "\x00\x00",
+        "\udcff",
+    ],
+)
 def test_a_damaged_line_in_the_middle_is_named_by_number(tmp_path: Path, line: str) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_bytes(f'{{"step": 1}}\n{{"step": 2}}\n{line}\n{{"step": 4}}\n'.encode("utf-8", "surrogateescape"))
-    with pytest.raises(RunError, match=rf"^{path}, line 3: not a row of metrics: restore the file, or "):
+    path.write_bytes(
+        f'{{"step": 1}}\n{{"step": 2}}\n{line}\n{{"step": 4}}\n'.encode("utf-8", "surrogateescape")
+    )
+    with pytest.raises(
+        RunError, match=rf"^{path}, line 3: not a row of metrics: restore the file, or "
+    ):
         read_rows(path)
 
 
@@ -114,7 +155,9 @@ def test_a_damaged_last_line_that_was_finished_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_number_that_is_not_finite_becomes_null(tmp_path: Path, step_row: MakeRow, value: float) -> None:
+def test_a_number_that_is_not_finite_becomes_null(
+    tmp_path: Path, step_row: MakeRow, value: float
+) -> None:
     write(tmp_path, [step_row(1, loss=value, grad_norm=value, skipped=True), validation(1, value)])
     text = (tmp_path / "metrics.jsonl").read_text()
     step, validated = (json.loads(line, parse_constant=pytest.fail) for line in text.splitlines())
@@ -123,7 +166,13 @@ def test_a_number_that_is_not_finite_becomes_null(tmp_path: Path, step_row: Make
 
 
 def test_training_rows_are_the_steps_that_changed_something(step_row: MakeRow) -> None:
-    rows = [validation(0), asdict(step_row(1)), asdict(step_row(2, skipped=True)), validation(2), asdict(step_row(3))]
+    rows = [
+        validation(0),
+        asdict(step_row(1)),
+        asdict(step_row(2, skipped=True)),
+        validation(2),
+        asdict(step_row(3)),
+    ]
     assert [row["step"] for row in training_rows(rows)] == [1, 3]
 
 
@@ -131,13 +180,15 @@ def test_the_time_fields_are_fields() -> None:
     assert set(TIME_FIELDS) <= {field.name for field in fields(StepRow)}
 
 
-# --- what is measured ---------------------------------------------------------------------------------------------------------------
+# --- what is measured -----------------------------------------------------------------------------
 
 
 def test_expert_load_by_hand() -> None:
     least, most, entropy = expert_load(torch.tensor([[4, 4, 4, 4], [8, 8, 0, 0], [1, 3, 4, 8]]))
     half = math.log(2) / math.log(4)
-    uneven = -sum(share * math.log(share) for share in (1 / 16, 3 / 16, 4 / 16, 8 / 16)) / math.log(4)
+    uneven = -sum(share * math.log(share) for share in (1 / 16, 3 / 16, 4 / 16, 8 / 16)) / math.log(
+        4
+    )
     assert (least, most) == (0.0, 2.0)
     assert entropy == pytest.approx((1 + half + uneven) / 3, rel=1e-12)
 
@@ -152,7 +203,9 @@ def test_expert_load_by_hand() -> None:
         (torch.tensor([[0, 0]]), (0, 0, 0)),  # there is no token
     ],
 )
-def test_expert_load_at_its_ends(counts: torch.Tensor, expected: tuple[float, float, float]) -> None:
+def test_expert_load_at_its_ends(
+    counts: torch.Tensor, expected: tuple[float, float, float]
+) -> None:
     assert expert_load(counts) == pytest.approx(expected, abs=1e-12)
 
 
@@ -160,24 +213,31 @@ def test_expert_load_at_its_ends(counts: torch.Tensor, expected: tuple[float, fl
 @settings(deadline=None, max_examples=50)
 def test_expert_load_is_in_range(blocks: int, experts: int, data: st.DataObject) -> None:
     counts = st.lists(st.integers(0, 100), min_size=experts, max_size=experts).filter(any)
-    least, most, entropy = expert_load(torch.tensor(data.draw(st.lists(counts, min_size=blocks, max_size=blocks))))
+    least, most, entropy = expert_load(
+        torch.tensor(data.draw(st.lists(counts, min_size=blocks, max_size=blocks)))
+    )
     assert 0 <= least <= 1 + 1e-12
     assert 1 - 1e-12 <= most <= experts + 1e-12
     assert -1e-12 <= entropy <= 1 + 1e-12
 
 
 def test_peak_memory_is_in_bytes() -> None:
-    assert 50e6 < take_peak_memory_bytes(torch.device("cpu")) < 1e12  # Python with torch takes so much
+    assert (
+        50e6 < take_peak_memory_bytes(torch.device("cpu")) < 1e12
+    )  # Python with torch takes so much
 
 
 def test_a_gpus_peak_is_that_since_the_last_call(monkeypatch: pytest.MonkeyPatch) -> None:
     peak = [100]
-    gpu = SimpleNamespace(max_memory_allocated=lambda device: peak[0], reset_peak_memory_stats=lambda device: peak.__setitem__(0, 40))
+    gpu = SimpleNamespace(
+        max_memory_allocated=lambda device: peak[0],
+        reset_peak_memory_stats=lambda device: peak.__setitem__(0, 40),
+    )
     monkeypatch.setattr(metrics, "gpu_module", lambda device: gpu)
     assert [take_peak_memory_bytes(torch.device("cuda")) for _ in range(2)] == [100, 40]
 
 
-# --- TensorBoard and Weights & Biases -----------------------------------------------------------------------------------------------
+# --- TensorBoard and Weights & Biases -------------------------------------------------------------
 
 
 def scalars(run_dir: Path, tag: str) -> list[tuple[int, float]]:
@@ -190,35 +250,63 @@ def test_tensorboard_gets_every_number(tmp_path: Path, five_steps: list[Any]) ->
     write(tmp_path, five_steps, tensorboard=True)
     rows = read_rows(tmp_path / "metrics.jsonl")
     for tag in ("loss", "expert_load_entropy", "refreshes_done", "skipped", "validation_loss"):
-        assert scalars(tmp_path, tag) == [(row["step"], pytest.approx(float(row[tag]))) for row in rows if tag in row]
+        assert scalars(tmp_path, tag) == [
+            (row["step"], pytest.approx(float(row[tag]))) for row in rows if tag in row
+        ]
 
 
-def test_tensorboard_of_a_resumed_run_has_every_step_once(tmp_path: Path, step_row: MakeRow) -> None:
+def test_tensorboard_of_a_resumed_run_has_every_step_once(
+    tmp_path: Path, step_row: MakeRow
+) -> None:
     write(tmp_path, [step_row(step) for step in (1, 2, 3, 4)], tensorboard=True)
-    write(tmp_path, [step_row(step, loss=9.0, grad_norm=math.nan) for step in (3, 4, 5)], resume_step=2, tensorboard=True)
+    write(
+        tmp_path,
+        [step_row(step, loss=9.0, grad_norm=math.nan) for step in (3, 4, 5)],
+        resume_step=2,
+        tensorboard=True,
+    )
     assert scalars(tmp_path, "loss") == [(1, 5.0), (2, 2.5), (3, 9.0), (4, 9.0), (5, 9.0)]
 
 
 def test_every_held_out_set_reaches_tensorboard(tmp_path: Path, step_row: MakeRow) -> None:
     row = {**validation(0), "validation_losses": {"books": 2.5, "code": math.inf}}
-    write(tmp_path, [row, step_row(1), {"step": 1, "expert_load": [[0.5, 1.5], [2.0, 0.0]]}], tensorboard=True)
+    write(
+        tmp_path,
+        [row, step_row(1), {"step": 1, "expert_load": [[0.5, 1.5], [2.0, 0.0]]}],
+        tensorboard=True,
+    )
     assert scalars(tmp_path, "validation_losses/books") == [(0, 2.5)]
     assert scalars(tmp_path, "expert_load/1/0") == [(1, 2.0)]
     assert scalars(tmp_path, "loss") == [(1, 5.0)]
     with pytest.raises(KeyError):
         scalars(tmp_path, "validation_losses/code")
-    first = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0], parse_constant=pytest.fail)
+    first = json.loads(
+        (tmp_path / "metrics.jsonl").read_text().splitlines()[0], parse_constant=pytest.fail
+    )
     assert first["validation_losses"] == {"books": 2.5, "code": None}
 
 
 def test_the_numbers_of_a_row_are_all_found() -> None:
-    row = {"step": 3, "loss": None, "skipped": True, "by": {"a": {"b": 1}}, "each": [[0.5], [2]], "text": "no"}
-    assert numbers_of(row) == {"loss": None, "skipped": True, "by/a/b": 1, "each/0/0": 0.5, "each/1/0": 2}
+    row = {
+        "step": 3,
+        "loss": None,
+        "skipped": True,
+        "by": {"a": {"b": 1}},
+        "each": [[0.5], [2]],
+        "text": "no",
+    }
+    assert numbers_of(row) == {
+        "loss": None,
+        "skipped": True,
+        "by/a/b": 1,
+        "each/0/0": 0.5,
+        "each/1/0": 2,
+    }
 
 
 class FakeWandb(SimpleNamespace):
-    """Stands for the module, with the interface of version 0.31; `runs` has its calls of `init`, each
-    with what was logged, and `failing` names a function that raises."""
+    """Stands for the module, with the interface of version 0.31; `runs` has its calls of `init`,
+    each with what was logged, and `failing` names a function that raises."""
 
     def __init__(self, failing: str = "", *, is_logged_in: bool = True) -> None:
         super().__init__(runs=[], failing=failing, is_logged_in=is_logged_in)
@@ -228,7 +316,9 @@ class FakeWandb(SimpleNamespace):
         return self.is_logged_in
 
     def init(self, **options: Any) -> SimpleNamespace:
-        if self.failing == "init" or (self.failing == "network" and options.get("mode") != "offline"):
+        if self.failing == "init" or (
+            self.failing == "network" and options.get("mode") != "offline"
+        ):
             raise ConnectionError("no network\nand more lines")
         run = SimpleNamespace(options=options, logged=[], finished=False, url="https://wandb/run")
 
@@ -249,15 +339,23 @@ def _no_modes(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def test_wandb_gets_every_row_and_goes_on_in_the_same_run(tmp_path: Path, step_row: MakeRow, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_gets_every_row_and_goes_on_in_the_same_run(
+    tmp_path: Path, step_row: MakeRow, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wandb, notes = FakeWandb(), list[str]()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    options: dict[str, Any] = {"wandb_project": "soaps", "note": notes.append, "configuration": {"optim.lr": 0.5}}
+    options: dict[str, Any] = {
+        "wandb_project": "soaps",
+        "note": notes.append,
+        "configuration": {"optim.lr": 0.5},
+    }
     write(tmp_path, [validation(0), step_row(1)], **options)
     write(tmp_path, [step_row(2, loss=math.nan)], resume_step=1, **options)
     first, second = wandb.runs
     assert [step for step, _ in first.logged] == [0, 1]
-    assert first.logged[1][1] == {key: value for key, value in asdict(step_row(1)).items() if key != "step"}
+    assert first.logged[1][1] == {
+        key: value for key, value in asdict(step_row(1)).items() if key != "step"
+    }
     assert second.logged[0][0] == 2
     assert second.logged[0][1]["loss"] is None
     assert first.options["id"] == second.options["id"] == (tmp_path / "wandb_id").read_text()
@@ -274,10 +372,26 @@ def test_wandb_gets_every_row_and_goes_on_in_the_same_run(tmp_path: Path, step_r
 @pytest.mark.parametrize(
     ("wandb", "logged", "words"),
     [
-        (FakeWandb(is_logged_in=False), [1, 2, 3], ["not logged in: wandb login); later: wandb sync "]),
-        (FakeWandb("network"), [1, 2, 3], ["records offline (ConnectionError: no network); later: wandb sync "]),
-        (FakeWandb("init"), [], ["failed (ConnectionError: no network): training goes on without it"]),
-        (FakeWandb("log"), [1], ["at https", "failed (BrokenPipeError: the service has died): training goes on"]),
+        (
+            FakeWandb(is_logged_in=False),
+            [1, 2, 3],
+            ["not logged in: wandb login); later: wandb sync "],
+        ),
+        (
+            FakeWandb("network"),
+            [1, 2, 3],
+            ["records offline (ConnectionError: no network); later: wandb sync "],
+        ),
+        (
+            FakeWandb("init"),
+            [],
+            ["failed (ConnectionError: no network): training goes on without it"],
+        ),
+        (
+            FakeWandb("log"),
+            [1],
+            ["at https", "failed (BrokenPipeError: the service has died): training goes on"],
+        ),
     ],
     ids=["not logged in", "no network", "no start", "service dies"],
 )
@@ -291,7 +405,9 @@ def test_a_tracker_that_fails_is_told_once_and_the_run_goes_on(
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     notes: list[str] = []
-    write(tmp_path, [step_row(step) for step in (1, 2, 3)], wandb_project="soaps", note=notes.append)
+    write(
+        tmp_path, [step_row(step) for step in (1, 2, 3)], wandb_project="soaps", note=notes.append
+    )
     assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 2, 3]
     assert [step for run in wandb.runs for step, _ in run.logged] == logged
     assert len(notes) == len(words)
@@ -301,7 +417,9 @@ def test_a_tracker_that_fails_is_told_once_and_the_run_goes_on(
         assert "\n" not in note
 
 
-def test_a_tracker_that_hangs_does_not_delay_a_run(tmp_path: Path, step_row: MakeRow, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracker_that_hangs_does_not_delay_a_run(
+    tmp_path: Path, step_row: MakeRow, monkeypatch: pytest.MonkeyPatch
+) -> None:
     is_over, wandb = threading.Event(), FakeWandb()
     wandb.init = lambda **options: is_over.wait(60)  # type: ignore[method-assign]
     monkeypatch.setitem(sys.modules, "wandb", wandb)
@@ -309,15 +427,24 @@ def test_a_tracker_that_hangs_does_not_delay_a_run(tmp_path: Path, step_row: Mak
     monkeypatch.setattr(trackers, "MOST_ROWS", 5)
     notes: list[str] = []
     start = time.monotonic()
-    write(tmp_path, [step_row(step) for step in range(1, 9)], wandb_project="soaps", note=notes.append)
+    write(
+        tmp_path, [step_row(step) for step in range(1, 9)], wandb_project="soaps", note=notes.append
+    )
     is_over.set()
     assert time.monotonic() - start < 30
     assert len(read_rows(tmp_path / "metrics.jsonl")) == 8
-    assert notes == ["note: Weights & Biases is 5 rows behind: training goes on without it; metrics.jsonl has every row"]
+    assert notes == [
+        "note: Weights & Biases is 5 rows behind: training goes on without it; metrics.jsonl has "
+        "every row"
+    ]
 
 
-@pytest.mark.parametrize(("module", "field"), [("wandb", "wandb_project"), ("mlflow", "mlflow_experiment")])
-def test_a_missing_tracker_names_field_and_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, field: str) -> None:
+@pytest.mark.parametrize(
+    ("module", "field"), [("wandb", "wandb_project"), ("mlflow", "mlflow_experiment")]
+)
+def test_a_missing_tracker_names_field_and_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, field: str
+) -> None:
     """A new run does not start; one that is resumed goes on."""
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(RunError, match=rf"log\.{field} .* pip install 'lather\[{module}\]'"):
@@ -328,16 +455,28 @@ def test_a_missing_tracker_names_field_and_remedy(tmp_path: Path, monkeypatch: p
     assert "cannot be imported (ModuleNotFoundError" in notes[0]
 
 
-def test_rows_are_on_disk_before_they_replace_the_old_ones_and_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_on_disk_before_they_replace_the_old_ones_and_when_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A power loss right after a replacement, or after a checkpoint, must not cost rows."""
     events: list[str] = []
     replace, fsync = Path.replace, os.fsync
     for module in (files, metrics):
         monkeypatch.setattr(module, "sync", lambda path: events.append(f"sync {path.name}"))
-    monkeypatch.setattr(Path, "replace", lambda path, to: (events.append(f"replace {path.name}"), replace(path, to))[1])
-    monkeypatch.setattr(os, "fsync", lambda descriptor: (events.append("fsync rows"), fsync(descriptor))[1])
+    monkeypatch.setattr(
+        Path,
+        "replace",
+        lambda path, to: (events.append(f"replace {path.name}"), replace(path, to))[1],
+    )
+    monkeypatch.setattr(
+        os, "fsync", lambda descriptor: (events.append("fsync rows"), fsync(descriptor))[1]
+    )
     writer = MetricsWriter(tmp_path, None)
-    assert events == ["sync .tmp-metrics.jsonl", "replace .tmp-metrics.jsonl", f"sync {tmp_path.name}"]
+    assert events == [
+        "sync .tmp-metrics.jsonl",
+        "replace .tmp-metrics.jsonl",
+        f"sync {tmp_path.name}",
+    ]
     writer.sync()
     writer.close()
     assert events[3:] == ["fsync rows", f"sync {tmp_path.name}"]

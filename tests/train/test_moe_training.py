@@ -1,4 +1,5 @@
-"""The effects of `[moe]` and packed documents on a step; and runs that start from other weights and another tokenizer."""
+"""The effects of `[moe]` and packed documents on a step; and runs that start from other weights and
+another tokenizer."""
 
 from __future__ import annotations
 
@@ -40,11 +41,16 @@ MakeConfig = Callable[..., Config]
 Tokens = Callable[..., Tensor]
 
 
-def step_of(model: Decoder, moe: MoEConfig, tokens_BS: Tensor, *, end: int | None = None) -> tuple[dict[str, Tensor], StepResult]:
-    """Return the gradients that the optimizer is given, and the result. Token `end` ends a document, whose end attention does not cross."""
+def step_of(
+    model: Decoder, moe: MoEConfig, tokens_BS: Tensor, *, end: int | None = None
+) -> tuple[dict[str, Tensor], StepResult]:
+    """Return the gradients that the optimizer is given, and the result. Token `end` ends a
+    document, whose end attention does not cross."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     seen: dict[str, Tensor] = {}
-    optimizer.register_step_pre_hook(lambda *_: seen.update({name: p.grad.clone() for name, p in model.named_parameters()}))
+    optimizer.register_step_pre_hook(
+        lambda *_: seen.update({name: p.grad.clone() for name, p in model.named_parameters()})
+    )
     batch = Batch.of_tokens(tokens_BS)
     if end is not None:
         batch = replace(batch, begins_BS=F.pad(batch.inputs_BS[:, :-1] == end, (1, 0)))
@@ -52,23 +58,40 @@ def step_of(model: Decoder, moe: MoEConfig, tokens_BS: Tensor, *, end: int | Non
     return seen, result
 
 
-def train_step(model: Decoder, optimizer: torch.optim.Optimizer, moe: MoEConfig, length: int) -> TrainStep:
+def train_step(
+    model: Decoder, optimizer: torch.optim.Optimizer, moe: MoEConfig, length: int
+) -> TrainStep:
     """Make steps of two micro-batches of two sequences."""
     config = LoopConfig(batch_size=4, sequence_length=length)
-    return TrainStep(Engine(whole_part(model), Mesh.single(torch.device("cpu")), sequential(2), config, moe, Frees()), optimizer, 0.0)
+    return TrainStep(
+        Engine(
+            whole_part(model), Mesh.single(torch.device("cpu")), sequential(2), config, moe, Frees()
+        ),
+        optimizer,
+        0.0,
+    )
 
 
-def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-12) -> None:
+def assert_close(
+    actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-12
+) -> None:
     assert actual.keys() == expected.keys()
     for name, gradient in expected.items():
-        torch.testing.assert_close(actual[name], gradient, rtol=tolerance, atol=tolerance * float(gradient.abs().max()))
+        torch.testing.assert_close(
+            actual[name], gradient, rtol=tolerance, atol=tolerance * float(gradient.abs().max())
+        )
 
 
 @pytest.mark.parametrize("memory", ["saved", "recompute"])
-def test_memory_modes_give_the_gradient_of_plain_autograd(make_model: MakeModel, tokens: Tokens, memory: str) -> None:
+def test_memory_modes_give_the_gradient_of_plain_autograd(
+    make_model: MakeModel, tokens: Tokens, memory: str
+) -> None:
     batch = tokens(0)
     lean, plain = (
-        step_of(make_model(dtype=torch.float64), MoEConfig(memory=mode, balance_coefficient=0.1), batch) for mode in (memory, "reference")
+        step_of(
+            make_model(dtype=torch.float64), MoEConfig(memory=mode, balance_coefficient=0.1), batch
+        )
+        for mode in (memory, "reference")
     )
     assert_close(lean[0], plain[0])
     assert lean[1].loss == pytest.approx(plain[1].loss, rel=1e-12)
@@ -83,24 +106,37 @@ def test_the_z_loss_adds_its_gradient(make_model: MakeModel, tokens: Tokens) -> 
         output = model(part[:, :-1])
         assert output.z_loss() > 0
         (0.3 * 0.5 * output.z_loss()).backward()
-    gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
+    gradients = {
+        name: torch.zeros_like(p) if p.grad is None else p.grad
+        for name, p in model.named_parameters()
+    }
     assert gradients["layers.1.mlp.gate.weight"].abs().max() > 1e-4
-    assert_close(with_it, {name: without[name] + gradient for name, gradient in gradients.items()}, 1e-10)
+    assert_close(
+        with_it, {name: without[name] + gradient for name, gradient in gradients.items()}, 1e-10
+    )
 
 
-def test_balance_levels_differ_and_the_global_batch_starts_anew_each_step(make_model: MakeModel, tokens: Tokens) -> None:
+def test_balance_levels_differ_and_the_global_batch_starts_anew_each_step(
+    make_model: MakeModel, tokens: Tokens
+) -> None:
     batch = tokens(0)
     losses = {
-        level: step_of(make_model(), MoEConfig(balance_level=level, balance_coefficient=0.1), batch)[1].balance_loss  # type: ignore[arg-type]
+        level: step_of(
+            make_model(), MoEConfig(balance_level=level, balance_coefficient=0.1), batch
+        )[1].balance_loss  # type: ignore[arg-type]
         for level in ("micro_batch", "sequence", "global_batch")
     }
     assert len({round(loss, 6) for loss in losses.values()}) == 3
     model, moe = make_model(), MoEConfig(balance_level="global_batch", balance_coefficient=0.1)
     step = train_step(model, torch.optim.SGD(model.parameters(), lr=0.0), moe, batch.shape[1] - 1)
-    assert [step(Batch.of_tokens(batch), 0.0).balance_loss for _ in range(2)] == [losses["global_batch"]] * 2
+    assert [step(Batch.of_tokens(batch), 0.0).balance_loss for _ in range(2)] == [
+        losses["global_batch"]
+    ] * 2
 
 
-def test_loss_free_balancing_moves_the_bias_by_the_rate_after_a_step_that_counted(make_model: MakeModel, tokens: Tokens) -> None:
+def test_loss_free_balancing_moves_the_bias_by_the_rate_after_a_step_that_counted(
+    make_model: MakeModel, tokens: Tokens
+) -> None:
     model, moe = make_model(), MoEConfig(bias_update_rate=0.25)
     _, result = step_of(model, moe, tokens(0))
     bias = model.routers()[0].e_score_correction_bias
@@ -113,7 +149,7 @@ def test_loss_free_balancing_moves_the_bias_by_the_rate_after_a_step_that_counte
     assert bias.tolist() == (0.25 * (load.mean() - load).sign()).tolist()
 
 
-# --- packed documents ---------------------------------------------------------------------------------------------------------------
+# --- packed documents -----------------------------------------------------------------------------
 
 
 def test_boundaries_are_where_documents_begin() -> None:
@@ -123,22 +159,32 @@ def test_boundaries_are_where_documents_begin() -> None:
     assert document_boundaries(begins_BS[:0]).tolist() == [0]
 
 
-def test_packed_documents_give_the_gradient_of_each_alone(make_model: MakeModel, tokens: Tokens) -> None:
-    """Token 0 ends a document after 6 and 11 of 17 tokens; labels are the next tokens, also across documents."""
+def test_packed_documents_give_the_gradient_of_each_alone(
+    make_model: MakeModel, tokens: Tokens
+) -> None:
+    """Token 0 ends a document after 6 and 11 of 17 tokens; labels are the next tokens, also across
+    documents."""
     batch = tokens(0).clamp(min=1)
     batch[:, 5] = batch[:, 10] = 0
     moe = MoEConfig(balance_coefficient=0.0)
     packed, result = step_of(make_model(dtype=torch.float64), moe, batch, end=0)
     crossing, _ = step_of(make_model(dtype=torch.float64), moe, batch)
     model = make_model(dtype=torch.float64)
-    loss = sum(model(batch[:, a:b], batch[:, a + 1 : b + 1], normalizer=4.0 * 16).loss for a, b in ((0, 6), (6, 11), (11, 16)))
+    loss = sum(
+        model(batch[:, a:b], batch[:, a + 1 : b + 1], normalizer=4.0 * 16).loss
+        for a, b in ((0, 6), (6, 11), (11, 16))
+    )
     loss.backward()
-    assert_close(packed, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, 1e-10)
+    assert_close(
+        packed, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, 1e-10
+    )
     assert result.loss == pytest.approx(loss.item(), rel=1e-6)
-    assert (packed["layers.0.self_attn.o_proj.weight"] - crossing["layers.0.self_attn.o_proj.weight"]).abs().max() > 1e-4
+    assert (
+        packed["layers.0.self_attn.o_proj.weight"] - crossing["layers.0.self_attn.o_proj.weight"]
+    ).abs().max() > 1e-4
 
 
-# --- whole runs ---------------------------------------------------------------------------------------------------------------------
+# --- whole runs -----------------------------------------------------------------------------------
 
 
 def run(config: Config) -> Path:
@@ -148,9 +194,18 @@ def run(config: Config) -> Path:
 
 def test_a_run_keeps_bias_and_load_of_every_expert(make_config: MakeConfig) -> None:
     """There are five steps, because an odd number of moves by the same rate cannot cancel."""
-    config = make_config(moe={"bias_update_rate": 0.01}, log={"expert_load_every": 2}, data={"packed_attention": True}, train={"steps": 5})
+    config = make_config(
+        moe={"bias_update_rate": 0.01},
+        log={"expert_load_every": 2},
+        data={"packed_attention": True},
+        train={"steps": 5},
+    )
     run_dir = run(config)
-    loads = {row["step"]: row["expert_load"] for row in read_rows(run_dir / "metrics.jsonl") if "expert_load" in row}
+    loads = {
+        row["step"]: row["expert_load"]
+        for row in read_rows(run_dir / "metrics.jsonl")
+        if "expert_load" in row
+    }
     assert list(loads) == [2, 4]
     assert all(len(block) == 4 and sum(block) == pytest.approx(4, abs=1e-3) for block in loads[4])
     weights = load_file(list_checkpoints(run_dir / "checkpoints")[-1] / "rank-00000.safetensors")
@@ -164,34 +219,58 @@ def test_a_run_keeps_bias_and_load_of_every_expert(make_config: MakeConfig) -> N
 def test_a_run_of_another_family_is_refused(make_config: MakeConfig) -> None:
     run(make_config())
     other = dataclasses.replace(make_config(), model=Qwen3MoeConfig(vocab_size=264))
-    with pytest.raises(RunError, match=r"model.model_type is 'deepseek_v2' there and 'qwen3_moe' here and \d+ more"):
+    with pytest.raises(
+        RunError, match=r"model.model_type is 'deepseek_v2' there and 'qwen3_moe' here and \d+ more"
+    ):
         run(other)
 
 
 def test_load_per_expert_is_a_share_of_the_even_load() -> None:
-    assert load_per_expert(torch.tensor([[1, 2, 3], [0, 0, 9]])) == [[0.5, 1.0, 1.5], [0.0, 0.0, 3.0]]
+    assert load_per_expert(torch.tensor([[1, 2, 3], [0, 0, 9]])) == [
+        [0.5, 1.0, 1.5],
+        [0.0, 0.0, 3.0],
+    ]
     assert load_per_expert(torch.zeros(1, 2, dtype=torch.int64)) == [[0.0, 0.0]]
 
 
-def test_a_run_starts_from_the_newest_weights_of_another(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_a_run_starts_from_the_newest_weights_of_another(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
     first = run(make_config(run_dir=str(tmp_path / "first")))
     second = run(make_config(run_dir=str(tmp_path / "second"), init_from=str(first), seed=7))
-    ends = [row["validation_loss"] for row in read_rows(first / "metrics.jsonl") if "validation_loss" in row]
-    starts = [row["validation_loss"] for row in read_rows(second / "metrics.jsonl") if "validation_loss" in row]
+    ends = [
+        row["validation_loss"]
+        for row in read_rows(first / "metrics.jsonl")
+        if "validation_loss" in row
+    ]
+    starts = [
+        row["validation_loss"]
+        for row in read_rows(second / "metrics.jsonl")
+        if "validation_loss" in row
+    ]
     assert starts[0] == pytest.approx(ends[-1], rel=1e-6)
     assert starts[0] != pytest.approx(ends[0], rel=1e-3)
 
 
-def test_a_run_with_balancing_starts_from_weights_without_biases(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_a_run_with_balancing_starts_from_weights_without_biases(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
     first = run(make_config(run_dir=str(tmp_path / "first")))
-    run(make_config(run_dir=str(tmp_path / "second"), init_from=str(first), moe={"bias_update_rate": 0.1}))
+    run(
+        make_config(
+            run_dir=str(tmp_path / "second"), init_from=str(first), moe={"bias_update_rate": 0.1}
+        )
+    )
     third = run(make_config(run_dir=str(tmp_path / "third"), init_from=str(tmp_path / "second")))
     weights = load_file(list_checkpoints(third / "checkpoints")[-1] / "rank-00000.safetensors")
     assert not any("e_score_correction_bias" in name for name in weights)
 
 
-def test_a_stopped_run_with_balancing_goes_on_to_the_same_bits(make_config: MakeConfig, tmp_path: Path) -> None:
-    """It is stopped after step 3, when the biases are no longer 0; the memory mode may change on the way."""
+def test_a_stopped_run_with_balancing_goes_on_to_the_same_bits(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    """It is stopped after step 3, when the biases are no longer 0; the memory mode may change on
+    the way."""
     moe = {"bias_update_rate": 0.01, "balance_level": "global_batch", "z_loss_coefficient": 0.01}
     options: dict[str, Any] = {"moe": moe, "train": {"steps": 7}, "checkpoint": {"every": 10}}
     whole = run(make_config(run_dir=str(tmp_path / "whole"), **options))
@@ -199,14 +278,21 @@ def test_a_stopped_run_with_balancing_goes_on_to_the_same_bits(make_config: Make
     asked = iter([False] * 3 + [True])
     assert not train(config, PlainDisplay(100), lambda: next(asked)).finished
     stopped = run(config)
-    ends = [load_file(list_checkpoints(folder / "checkpoints")[-1] / "rank-00000.safetensors") for folder in (whole, stopped)]
+    ends = [
+        load_file(list_checkpoints(folder / "checkpoints")[-1] / "rank-00000.safetensors")
+        for folder in (whole, stopped)
+    ]
     assert ends[0]["layers.1.mlp.gate.e_score_correction_bias"].any()
     assert ends[0].keys() == ends[1].keys()
-    names = [name for name in ends[0] if not name.startswith("random/")]  # nothing has seeded this process
+    names = [
+        name for name in ends[0] if not name.startswith("random/")
+    ]  # nothing has seeded this process
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in names)
 
 
-def test_memory_may_change_when_a_run_goes_on_and_the_rest_of_the_section_may_not(make_config: MakeConfig) -> None:
+def test_memory_may_change_when_a_run_goes_on_and_the_rest_of_the_section_may_not(
+    make_config: MakeConfig,
+) -> None:
     asked = iter([False, True])
     train(make_config(moe={"memory": "saved"}), PlainDisplay(100), lambda: next(asked))
     with pytest.raises(RunError, match=r"moe\.bias_update_rate is 0\.0 there and 0\.5 here"):
@@ -214,9 +300,13 @@ def test_memory_may_change_when_a_run_goes_on_and_the_rest_of_the_section_may_no
     run(make_config(moe={"memory": "recompute"}))
 
 
-def test_a_start_from_a_folder_without_checkpoint_is_refused(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_a_start_from_a_folder_without_checkpoint_is_refused(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
     config = make_config(init_from=str(tmp_path / "nowhere"))
-    with pytest.raises(CheckpointError, match=r"init_from = '.*nowhere' has no checkpoint: give a run directory"):
+    with pytest.raises(
+        CheckpointError, match=r"init_from = '.*nowhere' has no checkpoint: give a run directory"
+    ):
         run(config)
     assert not Path(config.run_dir).exists()
 
@@ -224,8 +314,13 @@ def test_a_start_from_a_folder_without_checkpoint_is_refused(make_config: MakeCo
 def test_a_start_with_another_tokenizer_is_refused(make_config: MakeConfig, tmp_path: Path) -> None:
     """Another split of the corpus trains another tokenizer."""
     first = run(make_config(run_dir=str(tmp_path / "first")))
-    other = make_config(run_dir=str(tmp_path / "second"), init_from=str(first), data={"holdout_every": 2})
-    with pytest.raises(DataError, match=r"was trained with another tokenizer: give data.tokenizer = '.*first/tokenizer.json'"):
+    other = make_config(
+        run_dir=str(tmp_path / "second"), init_from=str(first), data={"holdout_every": 2}
+    )
+    with pytest.raises(
+        DataError,
+        match=r"was trained with another tokenizer: give data.tokenizer = '.*first/tokenizer.json'",
+    ):
         run(other)
     (first / "tokenizer.json").unlink()
     with pytest.raises(DataError, match=r"has no tokenizer.json: give its model's tokenizer"):
@@ -237,7 +332,9 @@ def test_a_given_tokenizer_is_used_as_it_is(make_config: MakeConfig, tmp_path: P
     first = run(make_config(run_dir=str(tmp_path / "first")))
     tokenizer = tmp_path / "given.json"
     shutil.copyfile(first / "tokenizer.json", tokenizer)
-    config = make_config(run_dir=str(tmp_path / "second"), data={"tokenizer": str(tokenizer), "holdout_every": 3})
+    config = make_config(
+        run_dir=str(tmp_path / "second"), data={"tokenizer": str(tokenizer), "holdout_every": 3}
+    )
     second = run(config)
     assert json.loads((second / "tokenizer.json").read_text()) == json.loads(tokenizer.read_text())
 
@@ -245,14 +342,22 @@ def test_a_given_tokenizer_is_used_as_it_is(make_config: MakeConfig, tmp_path: P
 @pytest.mark.parametrize(
     ("data", "model", "message"),
     [
-        ({"tokenizer": "missing.json"}, {}, "missing.json: not a usable tokenizer .* tokenizer must be"),
+        (
+            {"tokenizer": "missing.json"},
+            {},
+            "missing.json: not a usable tokenizer .* tokenizer must be",
+        ),
         ({"end_of_text": "<eos>"}, {}, "end_of_text = '<eos>' is not a token of"),
         ({}, {"vocab_size": 260}, "has token 263, but vocab_size is 260"),
     ],
     ids=["missing", "end of text", "vocabulary"],
 )
 def test_a_tokenizer_that_does_not_fit_is_refused(
-    make_config: MakeConfig, tmp_path: Path, data: dict[str, str], model: dict[str, int], message: str
+    make_config: MakeConfig,
+    tmp_path: Path,
+    data: dict[str, str],
+    model: dict[str, int],
+    message: str,
 ) -> None:
     first = run(make_config(run_dir=str(tmp_path / "first")))
     given = {"tokenizer": str(first / "tokenizer.json"), **data}

@@ -1,4 +1,5 @@
-"""Runs that earlier code began, resumed by this code, end where the earlier code's uninterrupted run ended."""
+"""Runs that earlier code began, resumed by this code, end where the earlier code's uninterrupted
+run ended."""
 
 import json
 import shutil
@@ -41,7 +42,8 @@ def copy_run(name: str, working_folder: Path) -> Path:
 
 
 def command(name: str, folder: Path, way: str) -> list[str]:
-    """Return the command that resumes the run, by its own configuration, or by the file and the options that it was begun with."""
+    """Return the command that resumes the run, by its own configuration, or by the file and the
+    options that it was begun with."""
     if way == "its own":
         return ["train", str(folder / "run" / "config.toml")]
     file = folder / "mine.toml"
@@ -56,9 +58,11 @@ def last_rows(run_dir: Path) -> list[int]:
 
 @pytest.mark.parametrize("way", ["its own", "the same command"])
 @pytest.mark.parametrize("name", RUNS)
-def test_an_old_run_goes_on_and_on(name: str, way: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """On the machine that trained it weights and optimizer state are equal to the bit; elsewhere products are rounded differently. It is
-    stopped once more on the way."""
+def test_an_old_run_goes_on_and_on(
+    name: str, way: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On the machine that trained it weights and optimizer state are equal to the bit; elsewhere
+    products are rounded differently. It is stopped once more on the way."""
     run_dir = copy_run(name, tmp_path)
     before = {file: file.read_bytes() for file in (run_dir / "checkpoints" / SAVED).iterdir()}
     arguments = command(name, tmp_path, way)
@@ -88,10 +92,26 @@ def test_an_old_run_goes_on_and_on(name: str, way: str, tmp_path: Path, capsys: 
     ("name", "arguments", "words"),
     [
         ("soap", ["--optim.name", "muon"], "optim.name is 'soap' there and 'muon' here"),
-        ("soap", ["--optim.rest.betas", "0.8", "0.9"], "optim.adam_betas is [0.9, 0.95] there and [0.8, 0.9] here"),
-        ("adamw", ["--optim.betas", "0.8", "0.9"], "optim.adam_betas is [0.9, 0.95] there and [0.8, 0.9] here"),
-        ("soap", ["--optim.sides", "smaller"], "was started before optim.sides (= 'smaller') existed"),
-        ("adamw", ["--optim.rest.lr-factor", "4"], "was started before optim.rest.lr_factor (= 4.0) existed"),
+        (
+            "soap",
+            ["--optim.rest.betas", "0.8", "0.9"],
+            "optim.adam_betas is [0.9, 0.95] there and [0.8, 0.9] here",
+        ),
+        (
+            "adamw",
+            ["--optim.betas", "0.8", "0.9"],
+            "optim.adam_betas is [0.9, 0.95] there and [0.8, 0.9] here",
+        ),
+        (
+            "soap",
+            ["--optim.sides", "smaller"],
+            "was started before optim.sides (= 'smaller') existed",
+        ),
+        (
+            "adamw",
+            ["--optim.rest.lr-factor", "4"],
+            "was started before optim.rest.lr_factor (= 4.0) existed",
+        ),
     ],
 )
 def test_what_an_old_run_was_not_begun_with_is_refused(
@@ -112,7 +132,9 @@ def test_what_an_old_run_was_not_begun_with_is_refused(
         ("adamw", ["--optim.lr", "6e-4"], "optim.lr 0.006 -> 0.0006"),
     ],
 )
-def test_an_old_run_may_be_changed(name: str, arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_old_run_may_be_changed(
+    name: str, arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The run gets a tenth of its rate, and the old run's optimizer steps with that."""
     rates, losses = [], []
     for folder, given in ((tmp_path / "as it was", []), (tmp_path / "changed", arguments)):
@@ -121,7 +143,11 @@ def test_an_old_run_may_be_changed(name: str, arguments: list[str], words: str, 
         first = int(SAVED.removeprefix("step-")) + 1
         assert main([*command(name, folder, "the same command"), *given]) == 0
         assert (words in capsys.readouterr().out.replace("\n", " ")) == bool(given)
-        rows = [row for row in read_rows(run_dir / "metrics.jsonl") if "loss" in row and row["step"] >= first]
+        rows = [
+            row
+            for row in read_rows(run_dir / "metrics.jsonl")
+            if "loss" in row and row["step"] >= first
+        ]
         rates.append([row["lr"] for row in rows])
         losses.append([row["loss"] for row in rows])
     assert rates[1] == pytest.approx([0.1 * rate for rate in rates[0]], rel=1e-12)

@@ -1,4 +1,5 @@
-"""`[optim]` and its sections: every option of every rule, by TOML and by command line; inheritance and refusals."""
+"""`[optim]` and its sections: every option of every rule, by TOML and by command line; inheritance
+and refusals."""
 
 from __future__ import annotations
 
@@ -21,7 +22,12 @@ from lather.optim.options import options_of
 from lather.optim.rules import RULES
 from tiny_run import write_config
 
-OTHER_VALUES: dict[Any, Any] = {bool: [True, False], int: [3], float: [0.25], str: ["row", "float64", "spectral"]}
+OTHER_VALUES: dict[Any, Any] = {
+    bool: [True, False],
+    int: [3],
+    float: [0.25],
+    str: ["row", "float64", "spectral"],
+}
 """Values for options of each type: one of them is neither the default nor out of range."""
 
 
@@ -32,7 +38,11 @@ def other_value(rule: type, name: str) -> Any:
     parts = [hint] if typing.get_origin(hint) in (typing.Literal, tuple) else parts
     for part in parts:
         literal = typing.get_args(part) if typing.get_origin(part) is typing.Literal else []
-        for value in [(0.5, 0.25)] if typing.get_origin(part) is tuple else [*literal, *OTHER_VALUES.get(part, [])]:
+        for value in (
+            [(0.5, 0.25)]
+            if typing.get_origin(part) is tuple
+            else [*literal, *OTHER_VALUES.get(part, [])]
+        ):
             if value != default and options_of(rule)[name].range.holds(as_option(name, value)):  # type: ignore[union-attr]
                 return value
     raise AssertionError(f"no value for {name}")
@@ -45,7 +55,9 @@ def as_option(name: str, value: Any) -> Any:
 
 def optim_of(*arguments: str, **mapping: Any) -> RuleOptimConfig:
     """Make the optimizer's configuration from a mapping, or from a command line."""
-    optim = _read([*arguments])[0].optim if arguments else config_from_mapping({"optim": mapping}).optim
+    optim = (
+        _read([*arguments])[0].optim if arguments else config_from_mapping({"optim": mapping}).optim
+    )
     assert isinstance(optim, RuleOptimConfig)
     return optim
 
@@ -56,12 +68,15 @@ def refusal(**mapping: Any) -> str:
     return str(caught.value)
 
 
-# --- every option -------------------------------------------------------------------------------------------------------------------
+# --- every option ---------------------------------------------------------------------------------
 
 CONTRADICTIONS = {
     (name, option): more
     for name in ("soap", "embedding_soap")
-    for option, more in (("use_eigh", {"refresh_method": "eigh"}), ("use_decoupled_weight_decay", {"weight_decay_method": "l2"}))
+    for option, more in (
+        ("use_eigh", {"refresh_method": "eigh"}),
+        ("use_decoupled_weight_decay", {"weight_decay_method": "l2"}),
+    )
 }
 """Options that have to be given together with these."""
 
@@ -81,8 +96,12 @@ def test_every_option_of_every_rule_is_a_field_and_reaches_the_rule(name: str) -
         plain = list(value) if isinstance(value, tuple) else value
         optim = optim_of(name=name, **{option: plain}, **CONTRADICTIONS.get((name, option), {}))
         expected = as_option(option, value)
-        assert getattr(optim.rule, option) == getattr(optim.rule_of("matrices"), option) == expected, option
-        mapping = tomllib.loads(config_to_toml(config_from_mapping({"optim": {"name": name, option: plain}})))
+        assert (
+            getattr(optim.rule, option) == getattr(optim.rule_of("matrices"), option) == expected
+        ), option
+        mapping = tomllib.loads(
+            config_to_toml(config_from_mapping({"optim": {"name": name, option: plain}}))
+        )
         assert getattr(config_from_mapping(mapping).optim, option) == value, option
 
 
@@ -98,7 +117,10 @@ def test_every_option_is_one_of_the_command_line(name: str, file: Path) -> None:
         if isinstance(default, bool):
             arguments.append(f"--optim.{'' if value else 'no-'}{flag}")
         else:
-            arguments += [f"--optim.{flag}", *map(str, value if isinstance(value, tuple) else (value,))]
+            arguments += [
+                f"--optim.{flag}",
+                *map(str, value if isinstance(value, tuple) else (value,)),
+            ]
     optim = optim_of(*arguments)
     for option in fields_of(rule):
         if (name, option) not in CONTRADICTIONS:
@@ -123,7 +145,9 @@ def test_a_value_out_of_range_is_refused_by_field_value_and_constraint(name: str
     for option, (hint, _) in fields_of(rule).items():
         wrong = "x" if str not in (typing.get_args(hint) or (hint,)) else 3.5j
         message = refusal(name=name, **{option: wrong})
-        assert message.startswith(f"optim.{option} = {as_toml(wrong)} is not valid: it must be"), message
+        assert message.startswith(f"optim.{option} = {as_toml(wrong)} is not valid: it must be"), (
+            message
+        )
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -133,21 +157,42 @@ def test_a_configuration_can_be_copied_and_written(name: str) -> None:
     assert optim.resolved(1024).resolved(8192) == optim.resolved(1024)
 
 
-# --- kinds --------------------------------------------------------------------------------------------------------------------------
+# --- kinds ----------------------------------------------------------------------------------------
 
 
 def test_a_kind_of_the_rule_of_optim_has_its_options_and_another_its_own() -> None:
-    optim = optim_of(name="soap", eps=1e-3, weight_decay=0.3, keep_norm=True, experts={"betas": [0.5, 0.6]}, matrices={"rule": "soap_muon"})
+    optim = optim_of(
+        name="soap",
+        eps=1e-3,
+        weight_decay=0.3,
+        keep_norm=True,
+        experts={"betas": [0.5, 0.6]},
+        matrices={"rule": "soap_muon"},
+    )
     experts, matrices, rest = (optim.rule_of(kind) for kind in ("experts", "matrices", "rest"))
-    assert (experts.name, experts.eps, experts.betas, experts.keep_norm) == ("soap", 1e-3, (0.5, 0.6), True)  # type: ignore[attr-defined]
-    assert (matrices.name, matrices.eps, matrices.weight_decay, matrices.keep_norm) == ("soap_muon", 1e-8, 0.3, True)  # type: ignore[attr-defined]
+    assert (experts.name, experts.eps, experts.betas, experts.keep_norm) == (
+        "soap",
+        1e-3,
+        (0.5, 0.6),
+        True,
+    )  # type: ignore[attr-defined]
+    assert (matrices.name, matrices.eps, matrices.weight_decay, matrices.keep_norm) == (
+        "soap_muon",
+        1e-8,
+        0.3,
+        True,
+    )  # type: ignore[attr-defined]
     assert (rest.name, rest.eps, rest.weight_decay, rest.betas) == ("adamw", 1e-8, 0.3, (0.9, 0.95))  # type: ignore[attr-defined]
 
 
 def test_a_router_is_a_part_of_the_rest_until_it_names_a_rule() -> None:
     rest = {"lr_factor": 3.0, "betas": [0.5, 0.6], "eps": 1e-3}
     part = optim_of(name="muon", lr=0.5, rest=rest, router={"eps": 1e-4})
-    assert (part.lr_of("router"), part.rule_of("router").betas, part.rule_of("router").eps) == (1.5, (0.5, 0.6), 1e-4)  # type: ignore[attr-defined]
+    assert (part.lr_of("router"), part.rule_of("router").betas, part.rule_of("router").eps) == (
+        1.5,
+        (0.5, 0.6),
+        1e-4,
+    )  # type: ignore[attr-defined]
     own = optim_of(name="muon", lr=0.5, rest=rest, router={"rule": "adamw"})
     assert (own.lr_of("router"), own.rule_of("router").betas) == (0.5, (0.9, 0.95))  # type: ignore[attr-defined]
     matrix = optim_of(name="muon", lr=0.5, momentum=0.8, router={"rule": "muon"})
@@ -159,35 +204,71 @@ def test_rates_of_kinds(name: str) -> None:
     optim = optim_of(name=name, lr=0.5)
     of_rest = {"adamw": 16.0, "muon": 2.0, "soap_muon": 2.0, "soap": 8.0}.get(name, 1.0)
     factors = {"experts": 1.0, "matrices": 1.0, "rest": of_rest, "router": of_rest}
-    assert {kind: optim.lr_of(kind) for kind in KINDS} == {kind: 0.5 * factor for kind, factor in factors.items()}
-    own = optim_of(name=name, lr=0.5, experts={"lr_factor": 4.0}, matrices={"lr": 0.25}, rest={"lr": 2.0})
-    assert {kind: own.lr_of(kind) for kind in KINDS} == {"experts": 2.0, "matrices": 0.25, "rest": 2.0, "router": 2.0}
-    expected = {"experts": f"{name} at 2", "matrices": f"{name} at 0.25", "router and rest": "adamw at 2"}
+    assert {kind: optim.lr_of(kind) for kind in KINDS} == {
+        kind: 0.5 * factor for kind, factor in factors.items()
+    }
+    own = optim_of(
+        name=name, lr=0.5, experts={"lr_factor": 4.0}, matrices={"lr": 0.25}, rest={"lr": 2.0}
+    )
+    assert {kind: own.lr_of(kind) for kind in KINDS} == {
+        "experts": 2.0,
+        "matrices": 0.25,
+        "rest": 2.0,
+        "router": 2.0,
+    }
+    expected = {
+        "experts": f"{name} at 2",
+        "matrices": f"{name} at 0.25",
+        "router and rest": "adamw at 2",
+    }
     if name == "adamw":
         expected = {"experts and router and rest": "adamw at 2", "matrices": "adamw at 0.25"}
-    assert own.describe_rates() == "; ".join(f"{rate} for {kinds}" for kinds, rate in expected.items())
+    assert own.describe_rates() == "; ".join(
+        f"{rate} for {kinds}" for kinds, rate in expected.items()
+    )
 
 
 @pytest.mark.parametrize("name", RULES)
 def test_a_rate_that_is_left_out_follows_the_tokens_of_a_step(name: str) -> None:
-    """It follows their fourth root between the sizes that were measured, and not beyond them; a rate that is given stays."""
+    """It follows their fourth root between the sizes that were measured, and not beyond them; a
+    rate that is given stays."""
     optim = optim_of(name=name, rest={"lr_factor": 2.0})
     rates = {tokens: optim.resolved(tokens).peak_lr for tokens in (1, 1024, 4096, 8192, 2**22)}
     least = optim.peak_lr
-    assert rates == pytest.approx({1: least, 1024: least, 4096: least * 4**0.25, 8192: least * 8**0.25, 2**22: least * 8**0.25}, rel=5e-3)
+    assert rates == pytest.approx(
+        {
+            1: least,
+            1024: least,
+            4096: least * 4**0.25,
+            8192: least * 8**0.25,
+            2**22: least * 8**0.25,
+        },
+        rel=5e-3,
+    )
     assert optim.resolved(8192).lr_of("rest") == 2 * rates[8192]  # type: ignore[attr-defined]
     assert optim_of(name=name, lr=0.5).resolved(8192).lr == 0.5
 
 
 def test_a_rate_and_a_factor_are_refused() -> None:
     message = refusal(rest={"lr": 1e-3, "lr_factor": 2.0})
-    assert message == "optim.rest.lr = 0.001 and optim.rest.lr_factor = 2.0 are both given: leave one of them out"
+    assert message == (
+        "optim.rest.lr = 0.001 and optim.rest.lr_factor = 2.0 are both given: leave one of them out"
+    )
     assert "give it a number > 0" in refusal(lr=0.0, rest={"lr": 1e-3})
 
 
 def test_kinds_on_the_command_line(file: Path) -> None:
-    words = ["--optim.rest.lr-factor", "4", "--optim.rest.betas", "0.9", "0.99", "--optim.experts.rule=muon"]
-    optim = optim_of(str(file), *words, "--optim.experts.momentum=0.8", "--optim.experts.nesterov", "False")
+    words = [
+        "--optim.rest.lr-factor",
+        "4",
+        "--optim.rest.betas",
+        "0.9",
+        "0.99",
+        "--optim.experts.rule=muon",
+    ]
+    optim = optim_of(
+        str(file), *words, "--optim.experts.momentum=0.8", "--optim.experts.nesterov", "False"
+    )
     assert (optim.lr_of("rest"), optim.rule_of("rest").betas) == (4 * optim.peak_lr, (0.9, 0.99))  # type: ignore[attr-defined]
     experts = optim.rule_of("experts")
     assert (experts.name, experts.momentum, experts.nesterov) == ("muon", 0.8, False)  # type: ignore[attr-defined]
@@ -195,13 +276,18 @@ def test_kinds_on_the_command_line(file: Path) -> None:
 
 def test_resolved_says_what_follows_from_defaults() -> None:
     rest = optim_of(name="muon").resolved(1024).section("rest")  # type: ignore[attr-defined]
-    assert (rest.rule, rest.lr_factor, rest.betas, rest.weight_decay) == ("adamw", 2.0, (0.9, 0.95), None)
+    assert (rest.rule, rest.lr_factor, rest.betas, rest.weight_decay) == (
+        "adamw",
+        2.0,
+        (0.9, 0.95),
+        None,
+    )
     rest = optim_of(name="muon", rest={"rule": "embedding_soap"}).resolved(1024).section("rest")  # type: ignore[attr-defined]
     assert (rest.rule, rest.lr_factor, rest.betas) == ("embedding_soap", 1.6, (0.9, 0.95))
     assert (rest.sides, rest.precondition_frequency, rest.second_moment) == ("smaller", 1, "rotate")
 
 
-# --- what is not there --------------------------------------------------------------------------------------------------------------
+# --- what is not there ----------------------------------------------------------------------------
 
 
 MOMENTUM = "momentum is an option of muon and soap_muon, not of"
@@ -210,34 +296,66 @@ MOMENTUM = "momentum is an option of muon and soap_muon, not of"
 @pytest.mark.parametrize(
     ("mapping", "message"),
     [
-        ({"name": "soap", "momentum": 0.9}, f"unknown key 'optim.momentum'; {MOMENTUM} soap: did you mean betas?"),
-        ({"rest": {"momentum": 0.9}}, f"unknown key 'optim.rest.momentum'; {MOMENTUM} adamw: did you mean betas?"),
-        ({"name": "muon", "momentun": 0.9}, "unknown key 'optim.momentun'; did you mean 'optim.momentum'?"),
-        ({"rest": {"beta": 0.9}}, "unknown key 'optim.rest.beta'; did you mean 'optim.rest.betas'?"),
+        (
+            {"name": "soap", "momentum": 0.9},
+            f"unknown key 'optim.momentum'; {MOMENTUM} soap: did you mean betas?",
+        ),
+        (
+            {"rest": {"momentum": 0.9}},
+            f"unknown key 'optim.rest.momentum'; {MOMENTUM} adamw: did you mean betas?",
+        ),
+        (
+            {"name": "muon", "momentun": 0.9},
+            "unknown key 'optim.momentun'; did you mean 'optim.momentum'?",
+        ),
+        (
+            {"rest": {"beta": 0.9}},
+            "unknown key 'optim.rest.beta'; did you mean 'optim.rest.betas'?",
+        ),
         ({"rset": {"lr": 0.9}}, "unknown key 'optim.rset'; did you mean 'optim.rest'?"),
         (
             {"nonfinite": "skip"},
-            "unknown key 'optim.nonfinite'; nonfinite is set by the trainer: a step whose loss or gradient is not finite is skipped",
+            "unknown key 'optim.nonfinite'; nonfinite is set by the trainer: a step whose loss or "
+            "gradient is not finite is skipped",
         ),
     ],
 )
-def test_an_unknown_option_names_its_rule_or_the_nearest(mapping: dict[str, Any], message: str) -> None:
+def test_an_unknown_option_names_its_rule_or_the_nearest(
+    mapping: dict[str, Any], message: str
+) -> None:
     assert refusal(**mapping) == message
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--optim.momentum", "0.9"], "--optim.momentum; momentum is an option of muon and soap_muon, not of soap"),
-        (["--optim.rest.momentum=0.9"], "--optim.rest.momentum; momentum is an option of muon and soap_muon, not of adamw"),
+        (
+            ["--optim.momentum", "0.9"],
+            "--optim.momentum; momentum is an option of muon and soap_muon, not of soap",
+        ),
+        (
+            ["--optim.rest.momentum=0.9"],
+            "--optim.rest.momentum; momentum is an option of muon and soap_muon, not of adamw",
+        ),
         (["--optim.no-nesterov"], "--optim.no-nesterov; nesterov is an option of adamw, "),
-        (["--optim.name", "muon", "--optim.momentun", "0.9"], "unknown option --optim.momentun; did you mean --optim.momentum?"),
-        (["--optim.experts.rule", "muno"], "--optim.experts.rule = 'muno' is not valid: it must be one of 'adamw', "),
+        (
+            ["--optim.name", "muon", "--optim.momentun", "0.9"],
+            "unknown option --optim.momentun; did you mean --optim.momentum?",
+        ),
+        (
+            ["--optim.experts.rule", "muno"],
+            "--optim.experts.rule = 'muno' is not valid: it must be one of 'adamw', ",
+        ),
         (["--optim.name", "nowhere:Rule"], "--optim.name = 'nowhere:Rule' is not valid"),
-        (["--optim.name", "stacked_soap", "--parallel.ep", "2"], "parallel.ep = 2 is not valid: it must be 1 with 'stacked_soap'"),
+        (
+            ["--optim.name", "stacked_soap", "--parallel.ep", "2"],
+            "parallel.ep = 2 is not valid: it must be 1 with 'stacked_soap'",
+        ),
     ],
 )
-def test_an_unknown_option_of_the_command_line(words: list[str], message: str, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_option_of_the_command_line(
+    words: list[str], message: str, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["train", str(file), *words]) == 2
     error = capsys.readouterr().err
     assert message in error
@@ -246,24 +364,36 @@ def test_an_unknown_option_of_the_command_line(words: list[str], message: str, f
 
 def test_another_rule_leaves_out_what_the_files_rule_has_alone(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text(
-        '[optim]\nname = "soap"\nlr = 0.5\nprecondition_frequency = 3\n[optim.experts]\nuse_eigh = true\nlr_factor = 2.0\n'
+        '[optim]\nname = "soap"\nlr = 0.5\nprecondition_frequency = '
+        "3\n[optim.experts]\nuse_eigh = true\nlr_factor = 2.0\n"
     )
     found = load_config(tmp_path / "a.toml", {"name": "muon", "rest.rule": "klsoap"}).optim
     assert isinstance(found, RuleOptimConfig)
-    assert (found.name, found.lr, found.lr_of("experts"), found.rule_of("rest").name) == ("muon", 0.5, 1.0, "klsoap")
+    assert (found.name, found.lr, found.lr_of("experts"), found.rule_of("rest").name) == (
+        "muon",
+        0.5,
+        1.0,
+        "klsoap",
+    )
     (tmp_path / "b.toml").write_text("[optim]\nprecondition_frequenzy = 3\n")
     with pytest.raises(ConfigError, match="precondition_frequenzy"):
         load_config(tmp_path / "b.toml", {"name": "muon"})
 
 
 def test_an_option_that_optim_has_for_itself_is_refused() -> None:
-    with pytest.raises(ConfigError, match="has an option 'schedule', which \\[optim\\] has already"):
+    with pytest.raises(
+        ConfigError, match="has an option 'schedule', which \\[optim\\] has already"
+    ):
         optim_config("lion_rule:Scheduled")
 
 
 def test_an_option_without_a_default_has_to_be_given() -> None:
     with pytest.raises(
-        ConfigError, match=r"optim\.strength is not given, and 'lion_rule:Strong' has no default for it: give optim\.strength"
+        ConfigError,
+        match=(
+            r"optim\.strength is not given, and 'lion_rule:Strong' has "
+            r"no default for it: give optim\.strength"
+        ),
     ):
         optim_config("lion_rule:Strong")
     assert optim_config("lion_rule:Strong", strength=0.5).rule_of("experts").strength == 0.5  # type: ignore[attr-defined]

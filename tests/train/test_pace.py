@@ -11,7 +11,8 @@ from lather.train.pace import IN_A_ROW, Pace
 
 @pytest.fixture
 def others(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list whose last number says how many other programs run; three ranks are the run's."""
+    """Return a list whose last number says how many other programs run; three ranks are the
+    run's."""
     running = [0]
     monkeypatch.setattr(pace, "other_programs", lambda own: running[-1] if own == 3 else -1)
     monkeypatch.setattr(pace, "num_cores", lambda: 2)
@@ -62,7 +63,9 @@ def test_without_another_program_the_doctor_is_named(on_cpu: bool, others: list[
         [1.0, 4.0, 4.0, 4.0, 4.0, 4.0, 4.0],  # too few steps to know what is usual
     ],
 )
-def test_single_steps_and_small_changes_are_not_told(seconds: list[float], others: list[int]) -> None:
+def test_single_steps_and_small_changes_are_not_told(
+    seconds: list[float], others: list[int]
+) -> None:
     assert notes_of(*seconds) == []
 
 

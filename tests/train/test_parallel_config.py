@@ -1,4 +1,5 @@
-"""Which numbers of ranks a configuration fits: refused with the numbers and the remedy before anything is started."""
+"""Which numbers of ranks a configuration fits: refused with the numbers and the remedy before
+anything is started."""
 
 from __future__ import annotations
 
@@ -8,14 +9,22 @@ from dataclasses import replace
 
 import pytest
 
-from lather.config.config import Config, LoopConfig, ParallelConfig, check_parallel, num_routed_experts
+from lather.config.config import (
+    Config,
+    LoopConfig,
+    ParallelConfig,
+    check_parallel,
+    num_routed_experts,
+)
 from lather.errors import ConfigError
 from lather.models.deepseek_v2 import DeepseekV2Config
 from lather.models.gpt_oss import GptOssConfig
 from lather.models.qwen3_moe import Qwen3MoeConfig
 
 
-def config(batch_size: int = 8, micro_batch_size: int = 1, layers: int = 8, **parallel: object) -> Config:
+def config(
+    batch_size: int = 8, micro_batch_size: int = 1, layers: int = 8, **parallel: object
+) -> Config:
     return Config(
         model=DeepseekV2Config(num_hidden_layers=layers, n_routed_experts=6),
         train=LoopConfig(batch_size=batch_size, micro_batch_size=micro_batch_size),
@@ -26,25 +35,55 @@ def config(batch_size: int = 8, micro_batch_size: int = 1, layers: int = 8, **pa
 @pytest.mark.parametrize(
     ("world_size", "arguments", "words"),
     [
-        (3, {"pp": 2}, ["parallel.pp * parallel.ep = 2 * 1 = 2", "number of ranks, 3", "--nproc 2"]),
+        (
+            3,
+            {"pp": 2},
+            ["parallel.pp * parallel.ep = 2 * 1 = 2", "number of ranks, 3", "--nproc 2"],
+        ),
         (1, {"pp": 2, "ep": 2}, ["= 4 does not divide the number of ranks, 1", "--nproc 4"]),
-        (6, {"ep": 2, "replicas": 2}, ["parallel.replicas = 2", "does not divide dp = 3", "6 ranks"]),
-        (2, {"batch_size": 8, "micro_batch_size": 8}, ["train.batch_size = 8", "a multiple of 16", "micro_batch_size 8", "2 data ranks"]),
+        (
+            6,
+            {"ep": 2, "replicas": 2},
+            ["parallel.replicas = 2", "does not divide dp = 3", "6 ranks"],
+        ),
+        (
+            2,
+            {"batch_size": 8, "micro_batch_size": 8},
+            ["train.batch_size = 8", "a multiple of 16", "micro_batch_size 8", "2 data ranks"],
+        ),
         (6, {"ep": 2}, ["train.batch_size = 8", "a multiple of 6", "6 data ranks"]),
-        (2, {"pp": 2, "batch_size": 3}, ["train.batch_size = 3", "at least 4", "needs 4 micro-batches", "give train.batch_size 4"]),
-        (8, {"pp": 4, "ep": 2, "batch_size": 12}, ["at least 16", "needs 8 micro-batches", "give train.batch_size 16"]),
+        (
+            2,
+            {"pp": 2, "batch_size": 3},
+            [
+                "train.batch_size = 3",
+                "at least 4",
+                "needs 4 micro-batches",
+                "give train.batch_size 4",
+            ],
+        ),
+        (
+            8,
+            {"pp": 4, "ep": 2, "batch_size": 12},
+            ["at least 16", "needs 8 micro-batches", "give train.batch_size 16"],
+        ),
         (1, {"schedule": "dualpipev", "batch_size": 1}, ["at least 2", "needs 2 micro-batches"]),
     ],
     ids=str,
 )
-def test_ranks_that_do_not_fit_are_refused(world_size: int, arguments: dict[str, int], words: list[str]) -> None:
+def test_ranks_that_do_not_fit_are_refused(
+    world_size: int, arguments: dict[str, int], words: list[str]
+) -> None:
     with pytest.raises(ConfigError) as caught:
         check_parallel(config(**arguments), world_size)  # type: ignore[arg-type]
     for word in words:
         assert word in str(caught.value)
 
 
-@pytest.mark.parametrize(("pp", "dp", "ep", "replicas", "micro"), list(itertools.product([1, 2, 4], [1, 2], [1, 3], [1, 2], [1, 2])))
+@pytest.mark.parametrize(
+    ("pp", "dp", "ep", "replicas", "micro"),
+    list(itertools.product([1, 2, 4], [1, 2], [1, 3], [1, 2], [1, 2])),
+)
 def test_the_smallest_batch_that_fits_is_accepted_and_one_micro_batch_less_is_not(
     pp: int, dp: int, ep: int, replicas: int, micro: int
 ) -> None:
@@ -60,17 +99,37 @@ def test_the_smallest_batch_that_fits_is_accepted_and_one_micro_batch_less_is_no
 
 
 def test_a_micro_batch_size_that_is_left_out_gives_as_few_micro_batches_as_will_do() -> None:
-    for batch_size, pp, data_ranks, expected in [(8, 1, 1, 1), (8, 1, 2, 1), (8, 2, 1, 4), (8, 2, 2, 4), (10, 2, 1, 5), (7, 2, 1, 7)]:
+    for batch_size, pp, data_ranks, expected in [
+        (8, 1, 1, 1),
+        (8, 1, 2, 1),
+        (8, 2, 1, 4),
+        (8, 2, 2, 4),
+        (10, 2, 1, 5),
+        (7, 2, 1, 7),
+    ]:
         assert config(batch_size, 0, pp=pp).num_micro_batches(data_ranks) == expected
-    with pytest.raises(ConfigError, match=r"train\.batch_size = 6 .* at least 8 .* give train\.batch_size 8$"):
+    with pytest.raises(
+        ConfigError, match=r"train\.batch_size = 6 .* at least 8 .* give train\.batch_size 8$"
+    ):
         config(6, 0, pp=2).num_micro_batches(2)
-    with pytest.raises(ConfigError, match=r"a multiple of 5 \(train\.micro_batch_size 5\): give train\.batch_size 5 or 10, or .*_size 4$"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"a multiple of 5 \(train\.micro_batch_size 5\): give "
+            r"train\.batch_size 5 or 10, or .*_size 4$"
+        ),
+    ):
         config(8, 5)
 
 
-@pytest.mark.parametrize(("pp", "data_ranks", "micro"), list(itertools.product([1, 2, 3], [1, 2, 6], [0, 1, 4])))
-def test_a_batch_that_does_not_fit_is_refused_with_changes_that_do(pp: int, data_ranks: int, micro: int) -> None:
-    """Sizes that nobody gave are not named, and no number between the batch and the suggested ones would do."""
+@pytest.mark.parametrize(
+    ("pp", "data_ranks", "micro"), list(itertools.product([1, 2, 3], [1, 2, 6], [0, 1, 4]))
+)
+def test_a_batch_that_does_not_fit_is_refused_with_changes_that_do(
+    pp: int, data_ranks: int, micro: int
+) -> None:
+    """Sizes that nobody gave are not named, and no number between the batch and the suggested ones
+    would do."""
     for batch in range(max(1, micro), 60, max(1, micro)):
         try:
             config(batch, micro, pp=pp).num_micro_batches(data_ranks)
@@ -80,7 +139,9 @@ def test_a_batch_that_does_not_fit_is_refused_with_changes_that_do(pp: int, data
         assert text.startswith(f"train.batch_size = {batch} is not valid")
         assert "train.micro_batch_size" not in text or micro
         remedies = text.rpartition("give ")[2]
-        batches = [int(number) for number in re.findall(r"\d+", remedies.partition(", or train.micro")[0])]
+        batches = [
+            int(number) for number in re.findall(r"\d+", remedies.partition(", or train.micro")[0])
+        ]
         sizes = [int(number) for number in re.findall(r"micro_batch_size (\d+)", remedies)]
         for fitting in batches:
             config(fitting, micro, pp=pp).num_micro_batches(data_ranks)
@@ -111,5 +172,9 @@ def test_schedule_auto() -> None:
 
 
 def test_every_family_says_how_many_experts_it_has() -> None:
-    families = [DeepseekV2Config(n_routed_experts=10), Qwen3MoeConfig(num_experts=10), GptOssConfig(num_local_experts=10)]
+    families = [
+        DeepseekV2Config(n_routed_experts=10),
+        Qwen3MoeConfig(num_experts=10),
+        GptOssConfig(num_local_experts=10),
+    ]
     assert [num_routed_experts(model) for model in families] == [10, 10, 10]

@@ -1,4 +1,5 @@
-"""The page of a run has the numbers of the run's files, loads nothing, and takes no text of users for HTML."""
+"""The page of a run has the numbers of the run's files, loads nothing, and takes no text of users
+for HTML."""
 
 from __future__ import annotations
 
@@ -23,11 +24,15 @@ from lather.models.experts import Experts
 from lather.train.metrics import MetricsWriter, StepRow
 from lather.train.report import POINTS, kept_rows, write_report
 
-HOSTILE = "</script></pre><img src=https://evil.example/x onerror=alert(1)><!--<script> {{data}} & ünï\u2028"
+HOSTILE = (
+    "</script></pre><img src=https://evil.example/x "
+    "onerror=alert(1)><!--<script> {{data}} & ünï\u2028"
+)
 
 
 class Tags(HTMLParser):
-    """Collects the elements of a page, the addresses that they would load, and the text of each `pre` and of the page's data."""
+    """Collects the elements of a page, the addresses that they would load, and the text of each
+    `pre` and of the page's data."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -40,7 +45,9 @@ class Tags(HTMLParser):
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
         self.opened.append(tag)
-        self.sources += [value for name, value in attributes if name in ("src", "href", "srcset", "onerror")]
+        self.sources += [
+            value for name, value in attributes if name in ("src", "href", "srcset", "onerror")
+        ]
         self.kept = tag == "pre" or ("type", "application/json") in attributes
         if self.kept:
             self.texts.append("")
@@ -63,21 +70,47 @@ def run(tmp_path: Path, step_row: Callable[..., StepRow], config: Config) -> Pat
     for step in range(1, 7):
         skipped = step == 4
         writer.write(
-            step_row(step, lr=step * 1.23e-3, grad_norm=step + 0.25, loss=float("nan") if skipped else 5.0 / step, skipped=skipped)
+            step_row(
+                step,
+                lr=step * 1.23e-3,
+                grad_norm=step + 0.25,
+                loss=float("nan") if skipped else 5.0 / step,
+                skipped=skipped,
+            )
         )
         if step % 2 == 0:
-            writer.write({"step": step, "seconds": 0.1 * step, "expert_load": [[0.5, 1.5], [step / 10, 2 - step / 10]]})
-    writer.write({"step": 6, "seconds": 0.6, "validation_loss": 4.5, "validation_losses": {HOSTILE: 4.5, "b": 4.75}})
+            writer.write(
+                {
+                    "step": step,
+                    "seconds": 0.1 * step,
+                    "expert_load": [[0.5, 1.5], [step / 10, 2 - step / 10]],
+                }
+            )
+    writer.write(
+        {
+            "step": 6,
+            "seconds": 0.6,
+            "validation_loss": 4.5,
+            "validation_losses": {HOSTILE: 4.5, "b": 4.75},
+        }
+    )
     writer.close()
     (run / "config.toml").write_text(f"# {HOSTILE}\n" + config_to_toml(config), "utf-8")
     (run / "sample.txt").write_text(HOSTILE, "utf-8")
     history = History((Row(2, {}, "then", "runs/a@2"), Row(3, {"train.steps": (4, 6)}, HOSTILE)))
     (run / "changes.jsonl").write_text(history.to_jsonl(), "utf-8")
-    sizes = {"kinds": {"parameters": {"planned": 100, "seen": 200}}, "peak": {"planned": 300, "seen": None}}
+    sizes = {
+        "kinds": {"parameters": {"planned": 100, "seen": 200}},
+        "peak": {"planned": 300, "seen": None},
+    }
     (run / "memory.json").write_text(json.dumps({"world_size": 1, "ranks": [{"rank": 0, **sizes}]}))
-    (run / "provenance.json").write_text(json.dumps({"data": [[HOSTILE, "abc"]], "torch": "2.13.0", "cuda": None}))
+    (run / "provenance.json").write_text(
+        json.dumps({"data": [[HOSTILE, "abc"]], "torch": "2.13.0", "cuda": None})
+    )
     events = [
-        {"step": 6, "rank": rank, "action": f"{rank}{kind}0", "start": at, "end": at + 1} for rank in (0, 1) for at, kind in enumerate("FB")
+        {"step": 6, "rank": rank, "action": f"{rank}{kind}0", "start": at, "end": at + 1}
+        for rank in (0, 1)
+        for at, kind in enumerate("FB")
     ]
     (run / "timeline.jsonl").write_text("".join(json.dumps(row) + "\n" for row in events))
     return run
@@ -90,7 +123,9 @@ def page_of(run: Path) -> str:
 
 def data_of(page: str) -> dict[str, Any]:
     """Parse the data as a browser does: JSON up to the first end of the script."""
-    (block,) = re.findall(r'<script id="data" type="application/json">(.*?)</script>', page, re.DOTALL)
+    (block,) = re.findall(
+        r'<script id="data" type="application/json">(.*?)</script>', page, re.DOTALL
+    )
     data: dict[str, Any] = json.loads(block)
     return data
 
@@ -98,14 +133,25 @@ def data_of(page: str) -> dict[str, Any]:
 def test_the_page_has_the_numbers_of_the_runs_files(run: Path) -> None:
     data, rows = data_of(page_of(run)), read_rows(run / "metrics.jsonl")
     steps = [row for row in rows if "loss" in row]
-    for name in ("step", "seconds", "loss", "lr", "grad_norm", "tokens_per_second", "peak_memory_bytes", "expert_load_entropy"):
+    for name in (
+        "step",
+        "seconds",
+        "loss",
+        "lr",
+        "grad_norm",
+        "tokens_per_second",
+        "peak_memory_bytes",
+        "expert_load_entropy",
+    ):
         assert data["curves"][name] == [row[name] for row in steps]
     assert data["curves"]["loss"][3] is data["curves"]["smoothed"][3] is None
     assert data["curves"]["tokens"] == [64, 128, 192, 256, 320, 384]
     assert data["curves"]["smoothed"][0] == pytest.approx(5.0)
     assert data["validation"] == [row for row in rows if "validation_loss" in row]
     assert data["loads"]["steps"] == [2, 4, 6]
-    assert data["loads"]["blocks"] == [[row["expert_load"][block] for row in rows if "expert_load" in row] for block in (0, 1)]
+    assert data["loads"]["blocks"] == [
+        [row["expert_load"][block] for row in rows if "expert_load" in row] for block in (0, 1)
+    ]
     assert data["memory"]["ranks"] == [[0, [["parameters", 100, 200], ["peak", 300, None]]]]
     assert len(data["memory"]["notes"]) == 1
     assert [bar[:2] for bar in data["schedule"]["bars"]] == [[0, 1], [1, 2]] * 2
@@ -137,12 +183,22 @@ def test_texts_of_users_are_no_html_and_nothing_is_loaded(run: Path) -> None:
     assert "default-src 'none'" in page
     code = page.replace(html.escape(HOSTILE), "").replace("http://www.w3.org/2000/svg", "")
     assert not re.findall(
-        r"https?://|@import|url\(|fetch\(|XMLHttpRequest", re.sub(r'<script id="data".*?</script>', "", code, flags=re.DOTALL)
+        r"https?://|@import|url\(|fetch\(|XMLHttpRequest",
+        re.sub(r'<script id="data".*?</script>', "", code, flags=re.DOTALL),
     )
 
 
 @pytest.mark.parametrize(
-    "name", ["metrics.jsonl", "config.toml", "sample.txt", "changes.jsonl", "memory.json", "provenance.json", "timeline.jsonl"]
+    "name",
+    [
+        "metrics.jsonl",
+        "config.toml",
+        "sample.txt",
+        "changes.jsonl",
+        "memory.json",
+        "provenance.json",
+        "timeline.jsonl",
+    ],
 )
 def test_a_run_without_a_file_or_with_a_damaged_one_shows_the_rest(run: Path, name: str) -> None:
     before = data_of(page_of(run))
@@ -167,7 +223,9 @@ def test_a_run_in_progress_is_reported(run: Path, capsys: pytest.CaptureFixture[
     assert ["steps", "2 of 4"] in data["tiles"]
 
 
-def test_what_is_no_run_or_cannot_be_written_is_named(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_run_or_cannot_be_written_is_named(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "empty").mkdir()
     assert main(["report", str(tmp_path / "empty")]) == 2
     assert main(["report", str(run), "--out", str(tmp_path / "absent" / "out.html")]) == 2
@@ -192,17 +250,42 @@ def test_long_runs_keep_what_stands_out() -> None:
 
 
 def test_the_top_names_the_run_and_each_start(run: Path, config: Config) -> None:
-    base = {"lather": "1", "commit": None, "python": "3.11", "torch": "2.13.0", "cuda": None, "machine": "x86_64"}
+    base = {
+        "lather": "1",
+        "commit": None,
+        "python": "3.11",
+        "torch": "2.13.0",
+        "cuda": None,
+        "machine": "x86_64",
+    }
     starts = [
-        {"time": "2026-01-01T00:00:00+00:00", "step": 0, "ranks": "1 rank", "device": "cpu", "threads": 1, **base},
-        {"time": "2026-01-02T00:00:00+00:00", "step": 4, "ranks": "2 ranks: 2 pipeline", "device": "cpu", "threads": 2, **base},
+        {
+            "time": "2026-01-01T00:00:00+00:00",
+            "step": 0,
+            "ranks": "1 rank",
+            "device": "cpu",
+            "threads": 1,
+            **base,
+        },
+        {
+            "time": "2026-01-02T00:00:00+00:00",
+            "step": 4,
+            "ranks": "2 ranks: 2 pipeline",
+            "device": "cpu",
+            "threads": 2,
+            **base,
+        },
     ]
     starts[1]["torch"] = "2.12.0"
-    (run / "provenance.json").write_text(json.dumps({"data": [["books", "abc"]], **base, "threads": 1, "starts": starts}))
+    (run / "provenance.json").write_text(
+        json.dumps({"data": [["books", "abc"]], **base, "threads": 1, "starts": starts})
+    )
     data = data_of(page_of(run))
     facts = dict(data["facts"])
     trained = trained_parameters(config.resolved()).num_parameters
-    assert facts["model"].startswith(f"deepseek_v2, {trained / 1e6:,.2f} M parameters, of which a token meets ")
+    assert facts["model"].startswith(
+        f"deepseek_v2, {trained / 1e6:,.2f} M parameters, of which a token meets "
+    )
     assert facts["rule and peak rates"] == config.resolved().optim.describe_rates()
     assert facts["step"] == "4 sequences of 16 tokens, 64 tokens, in fp32"
     assert facts["held-out losses"] == f"{HOSTILE} 4.5000, b 4.7500"
@@ -216,7 +299,14 @@ def test_the_top_names_the_run_and_each_start(run: Path, config: Config) -> None
 
 
 def test_a_run_that_began_before_starts_were_recorded_has_its_first(run: Path) -> None:
-    later = {"time": "then", "step": 4, "ranks": "1 rank", "device": "cpu", "threads": 2, "torch": "2.13.0"}
+    later = {
+        "time": "then",
+        "step": 4,
+        "ranks": "1 rank",
+        "device": "cpu",
+        "threads": 2,
+        "torch": "2.13.0",
+    }
     record = {"data": [["books", "abc"]], "torch": "2.12.0", "threads": 1}
     (run / "provenance.json").write_text(json.dumps({**record, "starts": [later]}))
     head, first, second = data_of(page_of(run))["starts"]
@@ -229,5 +319,9 @@ def test_a_token_meets_only_the_experts_that_it_chooses(config: Config) -> None:
     model = outline(config)
     experts = [module for module in model.modules() if isinstance(module, Experts)]
     assert experts
-    idle = sum(p[0].numel() * (len(p) - config.model.num_experts_per_tok) for one in experts for p in one.parameters())
+    idle = sum(
+        p[0].numel() * (len(p) - config.model.num_experts_per_tok)
+        for one in experts
+        for p in one.parameters()
+    )
     assert active_parameters(config) == sum(p.numel() for p in model.parameters()) - idle

@@ -1,4 +1,5 @@
-"""A run that is ended at any moment, by any signal, reaches the very end that the uninterrupted run reaches."""
+"""A run that is ended at any moment, by any signal, reaches the very end that the uninterrupted run
+reaches."""
 
 import contextlib
 import os
@@ -54,14 +55,18 @@ def rows_written(run_dir: Path) -> int:
 
 
 def kill_somewhere(process: subprocess.Popen[str], run_dir: Path, chance: random.Random) -> bool:
-    """Kill -9 the process, sometimes while it starts, mostly a little after a random number of further steps; returns whether it was still
-    alive."""
+    """Kill -9 the process, sometimes while it starts, mostly a little after a random number of
+    further steps; returns whether it was still alive."""
     if chance.random() < 0.2:
         time.sleep(chance.uniform(0.0, 0.4))
     else:
         target = rows_written(run_dir) + chance.randint(1, 8)
         deadline = time.monotonic() + 60
-        while rows_written(run_dir) < target and process.poll() is None and time.monotonic() < deadline:
+        while (
+            rows_written(run_dir) < target
+            and process.poll() is None
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.001)
         time.sleep(chance.uniform(0.0, 0.03))
     process.kill()
@@ -69,13 +74,20 @@ def kill_somewhere(process: subprocess.Popen[str], run_dir: Path, chance: random
     return process.returncode == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.grid) for seed in range(2, 8))])
-def test_killed_five_times_at_random_moments(uninterrupted: tuple[Path, Path], tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.grid) for seed in range(2, 8))]
+)
+def test_killed_five_times_at_random_moments(
+    uninterrupted: tuple[Path, Path], tmp_path: Path, seed: int
+) -> None:
     """The run saves at every step, so that many of the kills hit a save."""
     config, expected = uninterrupted
     run_dir = tmp_path / "run"
     chance = random.Random(seed)
-    killed = [kill_somewhere(start("train", config, "--run-dir", run_dir), run_dir, chance) for _ in range(5)]
+    killed = [
+        kill_somewhere(start("train", config, "--run-dir", run_dir), run_dir, chance)
+        for _ in range(5)
+    ]
     assert sum(killed) >= 4  # on a fast machine one run may have ended before its kill
     status, out, err = run("train", config, "--run-dir", run_dir)
     assert status == 0, out + err
@@ -103,7 +115,9 @@ def test_a_signal_saves_and_ends_cleanly(
     assert_same_end(run_dir, expected)
 
 
-def test_ctrl_c_on_a_terminal_says_what_happens_and_what_a_second_one_does(uninterrupted: tuple[Path, Path], tmp_path: Path) -> None:
+def test_ctrl_c_on_a_terminal_says_what_happens_and_what_a_second_one_does(
+    uninterrupted: tuple[Path, Path], tmp_path: Path
+) -> None:
     config, _ = uninterrupted
     out = []
     for times, seconds in ((1, 0.3), (2, 60)):
@@ -111,7 +125,9 @@ def test_ctrl_c_on_a_terminal_says_what_happens_and_what_a_second_one_does(unint
         ours, theirs = pty.openpty()
         command = (sys.executable, "-c", HELD_STEPS, seconds, "train", config, "--run-dir", run_dir)
         environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}
-        process = subprocess.Popen(tuple(map(str, command)), stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
+        process = subprocess.Popen(
+            tuple(map(str, command)), stdin=theirs, stdout=theirs, stderr=theirs, env=environment
+        )
         os.close(theirs)
         read, sent = b"", 0
         try:
@@ -147,9 +163,15 @@ def test_sigterm_before_the_first_step(uninterrupted: tuple[Path, Path], tmp_pat
     assert_same_end(run_dir, expected)
 
 
-def test_a_finished_run_started_again_shows_its_results_and_changes_nothing(uninterrupted: tuple[Path, Path]) -> None:
+def test_a_finished_run_started_again_shows_its_results_and_changes_nothing(
+    uninterrupted: tuple[Path, Path],
+) -> None:
     config, run_dir = uninterrupted
-    before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file() and path.name not in ("loss.png", "report.html")}
+    before = {
+        path: path.read_bytes()
+        for path in run_dir.rglob("*")
+        if path.is_file() and path.name not in ("loss.png", "report.html")
+    }
     status, out, err = run("train", config, "--run-dir", run_dir)
     assert status == 0, err
     assert "validation loss" in out

@@ -1,4 +1,5 @@
-"""The run directory has one owner, one configuration and one data set; whoever is refused changes nothing."""
+"""The run directory has one owner, one configuration and one data set; whoever is refused changes
+nothing."""
 
 import json
 import os
@@ -36,13 +37,17 @@ held = RunDirectory(load_config(Path(sys.argv[1])))
 print("held", flush=True)
 sys.stdin.read()
 """
-"""A program that opens the run of a configuration file and holds it until its standard input ends."""
+"""A program that opens the run of a configuration file and holds it until its standard input
+ends."""
 
 
 def snapshot(folder: Path) -> dict[str, tuple[bytes, int]]:
     """Record contents and times of change of everything below the folder."""
     return {
-        str(path.relative_to(folder)): (path.read_bytes() if path.is_file() else b"", path.stat().st_mtime_ns)
+        str(path.relative_to(folder)): (
+            path.read_bytes() if path.is_file() else b"",
+            path.stat().st_mtime_ns,
+        )
         for path in [folder, *folder.rglob("*")]
     }
 
@@ -62,7 +67,10 @@ def only_a_start_is_recorded(folder: Path) -> Iterator[None]:
     yield
     assert {**json.loads(file.read_text()), "starts": None} == {**record, "starts": None}
     after = snapshot(folder)
-    assert {name for name in {*before, *after} if before.get(name) != after.get(name)} <= {".", "provenance.json"}
+    assert {name for name in {*before, *after} if before.get(name) != after.get(name)} <= {
+        ".",
+        "provenance.json",
+    }
 
 
 def refusal(config: Config) -> str:
@@ -78,7 +86,7 @@ def begun(config: Config) -> Path:
     return Path(config.run_dir)
 
 
-# --- whose it is --------------------------------------------------------------------------------------------------------------------
+# --- whose it is ----------------------------------------------------------------------------------
 
 
 def test_a_new_run_is_made_with_its_configuration(make_config: MakeConfig, tmp_path: Path) -> None:
@@ -115,11 +123,16 @@ def test_another_configuration_is_refused_by_field_and_both_values(
 ) -> None:
     with nothing_changes(begun):
         message = refusal(make_config(**change))
-    assert message.startswith(f"run_dir = {str(begun)!r} belongs to another configuration: {key} is {theirs} there and {mine} here")
+    assert message.startswith(
+        f"run_dir = {str(begun)!r} belongs to another configuration: {key} is {theirs} there and "
+        f"{mine} here"
+    )
     assert "give another --run-dir" in message
 
 
-def test_a_rate_that_is_left_out_is_that_of_the_run(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_a_rate_that_is_left_out_is_that_of_the_run(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
     """It does not matter what the default was when the run was begun."""
     first = make_config(optim={"lr": 0.123}, run_dir=str(tmp_path / "run"))
     RunDirectory(first).close()
@@ -130,11 +143,15 @@ def test_a_rate_that_is_left_out_is_that_of_the_run(make_config: MakeConfig, tmp
 
 
 def test_several_differences_are_counted(make_config: MakeConfig, begun: Path) -> None:
-    message = refusal(make_config(seed=1, train={"batch_size": 8, "sequence_length": 8}, optim={"lr": 1.0}))
+    message = refusal(
+        make_config(seed=1, train={"batch_size": 8, "sequence_length": 8}, optim={"lr": 1.0})
+    )
     assert "seed is 0 there and 1 here and 2 more, which cannot change during a run;" in message
 
 
-def test_nothing_changes_before_the_run_is_known_to_go_on(make_config: MakeConfig, begun: Path) -> None:
+def test_nothing_changes_before_the_run_is_known_to_go_on(
+    make_config: MakeConfig, begun: Path
+) -> None:
     with nothing_changes(begun):
         RunDirectory(make_config(log={"every": 7}, optim={"lr": 1.0})).close()
 
@@ -145,7 +162,9 @@ def test_a_folder_that_is_no_run_is_refused(config: Config) -> None:
     (folder / "thesis.tex").write_text("precious")
     with nothing_changes(folder):
         message = refusal(config)
-    assert re.match(r"run_dir = .* holds files but no config\.toml.* give another --run-dir", message)
+    assert re.match(
+        r"run_dir = .* holds files but no config\.toml.* give another --run-dir", message
+    )
 
 
 def test_an_empty_folder_is_taken(config: Config) -> None:
@@ -155,14 +174,18 @@ def test_an_empty_folder_is_taken(config: Config) -> None:
 
 
 @pytest.mark.parametrize("contents", [b"", b"[train", b"\xff\xfe", b"unknown = 1\n"])
-def test_a_damaged_configuration_is_named_with_the_remedy(config: Config, begun: Path, contents: bytes) -> None:
+def test_a_damaged_configuration_is_named_with_the_remedy(
+    config: Config, begun: Path, contents: bytes
+) -> None:
     (begun / "config.toml").write_bytes(contents)
     with nothing_changes(begun), pytest.raises((ConfigError, RunError), match=r"run.*--run-dir"):
         RunDirectory(config)
 
 
 @pytest.mark.parametrize("below", ["", "/run", "/run/deeper"])
-def test_a_path_that_is_or_leads_through_a_file_is_refused(make_config: MakeConfig, tmp_path: Path, below: str) -> None:
+def test_a_path_that_is_or_leads_through_a_file_is_refused(
+    make_config: MakeConfig, tmp_path: Path, below: str
+) -> None:
     (tmp_path / "file").write_text("precious")
     with nothing_changes(tmp_path):
         message = refusal(make_config(run_dir=f"{tmp_path / 'file'}{below}"))
@@ -181,7 +204,7 @@ def test_text_beyond_the_locales_alphabet_is_kept(make_config: MakeConfig, tmp_p
     assert load_config(Path(config.run_dir) / "config.toml") == config.resolved()
 
 
-# --- who is writing it --------------------------------------------------------------------------------------------------------------
+# --- who is writing it ----------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -189,7 +212,12 @@ def holder(config: Config, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """Another process that has the run open."""
     file = tmp_path / "config.toml"
     file.write_text(config_to_toml(config), "utf-8")
-    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(file)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(file)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert process.stdout is not None
     assert process.stdout.readline() == "held\n"
     yield process
@@ -197,10 +225,15 @@ def holder(config: Config, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     process.communicate()
 
 
-def test_a_run_that_another_process_holds_is_refused_until_that_is_gone(config: Config, holder: subprocess.Popen[str]) -> None:
+def test_a_run_that_another_process_holds_is_refused_until_that_is_gone(
+    config: Config, holder: subprocess.Popen[str]
+) -> None:
     with nothing_changes(Path(config.run_dir)):
         message = refusal(config)
-    assert re.match(r"run_dir = .* is in use by another process: wait for it, or give another --run-dir", message)
+    assert re.match(
+        r"run_dir = .* is in use by another process: wait for it, or give another --run-dir",
+        message,
+    )
     holder.kill()
     holder.communicate()
     RunDirectory(config).close()
@@ -213,12 +246,14 @@ def test_a_run_is_held_until_it_is_closed(config: Config) -> None:
     RunDirectory(config).close()
 
 
-def test_a_refused_open_does_not_hold_the_run(config: Config, make_config: MakeConfig, begun: Path) -> None:
+def test_a_refused_open_does_not_hold_the_run(
+    config: Config, make_config: MakeConfig, begun: Path
+) -> None:
     refusal(make_config(seed=1))
     RunDirectory(config).close()
 
 
-# --- its data set -------------------------------------------------------------------------------------------------------------------
+# --- its data set ---------------------------------------------------------------------------------
 
 
 MakeData = Callable[[str], RunData]
@@ -232,7 +267,12 @@ def make_data(tmp_path: Path) -> MakeData:
         folder = tmp_path / "cache" / name
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "tokenizer.json").write_text(f"tokenizer of {name}")
-        return RunData(Batches([], Order([1], 0), 1), {}, folder / "tokenizer.json", {str(folder): f"identity of {name}"})
+        return RunData(
+            Batches([], Order([1], 0), 1),
+            {},
+            folder / "tokenizer.json",
+            {str(folder): f"identity of {name}"},
+        )
 
     return make
 
@@ -249,7 +289,9 @@ def opened(config: Config, make_data: MakeData) -> Iterator[RunDirectory]:
     run.close()
 
 
-def test_what_does_not_touch_the_numbers_may_change(make_config: MakeConfig, opened: RunDirectory, make_data: MakeData) -> None:
+def test_what_does_not_touch_the_numbers_may_change(
+    make_config: MakeConfig, opened: RunDirectory, make_data: MakeData
+) -> None:
     opened.close()
     changed = make_config(
         checkpoint={"every": 3, "keep_last": 9},
@@ -265,7 +307,9 @@ def test_what_does_not_touch_the_numbers_may_change(make_config: MakeConfig, ope
     assert not (opened.path / "changes.jsonl").exists()
 
 
-def test_a_run_may_move(make_config: MakeConfig, opened: RunDirectory, make_data: MakeData, tmp_path: Path) -> None:
+def test_a_run_may_move(
+    make_config: MakeConfig, opened: RunDirectory, make_data: MakeData, tmp_path: Path
+) -> None:
     opened.close()
     opened.path.rename(tmp_path / "moved")
     again = RunDirectory(make_config(run_dir=str(tmp_path / "moved")))
@@ -293,7 +337,9 @@ def test_the_same_data_set_is_taken_again(opened: RunDirectory, make_data: MakeD
         opened.record(make_data("books-1"))
 
 
-def test_each_start_is_recorded_and_one_whose_steps_were_lost_is_not_kept(opened: RunDirectory, make_data: MakeData) -> None:
+def test_each_start_is_recorded_and_one_whose_steps_were_lost_is_not_kept(
+    opened: RunDirectory, make_data: MakeData
+) -> None:
     def starts() -> list[tuple[int, str]]:
         rows = json.loads((opened.path / "provenance.json").read_text())["starts"]
         assert all({"time", "threads", "torch", "lather"} <= set(row) for row in rows)
@@ -311,30 +357,45 @@ def test_each_start_is_recorded_and_one_whose_steps_were_lost_is_not_kept(opened
         assert [one for one in starts() if one[0] >= 300] == expected
 
 
-def test_the_same_tokens_in_another_place_are_taken(opened: RunDirectory, make_data: MakeData) -> None:
+def test_the_same_tokens_in_another_place_are_taken(
+    opened: RunDirectory, make_data: MakeData
+) -> None:
     with only_a_start_is_recorded(opened.path):
-        opened.record(replace(make_data("books-1"), identities={"elsewhere": "identity of books-1"}))
+        opened.record(
+            replace(make_data("books-1"), identities={"elsewhere": "identity of books-1"})
+        )
 
 
 @pytest.mark.parametrize("tokenizer", ["there", "lost"])
-def test_another_data_set_is_refused_by_both_names(opened: RunDirectory, make_data: MakeData, tokenizer: str) -> None:
+def test_another_data_set_is_refused_by_both_names(
+    opened: RunDirectory, make_data: MakeData, tokenizer: str
+) -> None:
     if tokenizer == "lost":
         (opened.path / "tokenizer.json").unlink()
     with nothing_changes(opened.path), pytest.raises(RunError) as caught:
         opened.record(make_data("books-2"))
     assert re.search(
-        r"was trained on other tokens \(.*books-1\) than it has now \(.*books-2\): .*give another --run-dir", str(caught.value)
+        r"was trained on other tokens \(.*books-1\) than it has now \(.*books-2\): .*give another "
+        r"--run-dir",
+        str(caught.value),
     )
 
 
-def test_a_lost_tokenizer_comes_back_from_the_same_data_set(opened: RunDirectory, make_data: MakeData) -> None:
+def test_a_lost_tokenizer_comes_back_from_the_same_data_set(
+    opened: RunDirectory, make_data: MakeData
+) -> None:
     (opened.path / "tokenizer.json").unlink()
     opened.record(make_data("books-1"))
     assert (opened.path / "tokenizer.json").read_text() == "tokenizer of books-1"
 
 
-@pytest.mark.parametrize("contents", [b"", b"[]", b"{}", b"\xff\xfe", b'{"commit": null}', b'{"dataset": 3}', b'{"data": 3}'])
-def test_a_damaged_record_is_named(opened: RunDirectory, make_data: MakeData, contents: bytes) -> None:
+@pytest.mark.parametrize(
+    "contents",
+    [b"", b"[]", b"{}", b"\xff\xfe", b'{"commit": null}', b'{"dataset": 3}', b'{"data": 3}'],
+)
+def test_a_damaged_record_is_named(
+    opened: RunDirectory, make_data: MakeData, contents: bytes
+) -> None:
     (opened.path / "provenance.json").write_bytes(contents)
     for use in (opened.begun_with, lambda: opened.record(make_data("books-1"))):
         with pytest.raises(RunError, match=r"provenance\.json: damaged: delete "):
@@ -342,7 +403,8 @@ def test_a_damaged_record_is_named(opened: RunDirectory, make_data: MakeData, co
 
 
 def test_a_run_that_was_begun_when_the_pattern_was_another_goes_on_with_it(tmp_path: Path) -> None:
-    """The files that are taken without a pattern have changed since; but the files that a run learns from must not change."""
+    """The files that are taken without a pattern have changed since; but the files that a run
+    learns from must not change."""
     began = Config(run_dir=str(tmp_path), data=replace(Config().data, pattern="*.py"))
     (tmp_path / "config.toml").write_text(config_to_toml(began.resolved()))
     assert start_of(tmp_path, Config(run_dir=str(tmp_path))).config.data.pattern == "*.py"

@@ -1,4 +1,5 @@
-"""Saving beside training: the state on disk is that of the step, however long writing takes, and errors are not lost."""
+"""Saving beside training: the state on disk is that of the step, however long writing takes, and
+errors are not lost."""
 
 from __future__ import annotations
 
@@ -63,8 +64,12 @@ def trainee() -> Trainee:
     return trainee
 
 
-def test_what_is_written_is_the_state_at_the_step(trainee: Trainee, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = save_checkpoint(tmp_path / "at once", Progress(1, 0.5), trainee.state, retention=Retention(1))
+def test_what_is_written_is_the_state_at_the_step(
+    trainee: Trainee, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = save_checkpoint(
+        tmp_path / "at once", Progress(1, 0.5), trainee.state, retention=Retention(1)
+    )
     gate, saver = Gate(monkeypatch), trainee.saver(tmp_path / "beside")
     path = saver.save(Progress(1, 0.5))
     assert gate.reached.wait(60)
@@ -75,25 +80,35 @@ def test_what_is_written_is_the_state_at_the_step(trainee: Trainee, tmp_path: Pa
     saver.wait()
     assert list_checkpoints(tmp_path / "beside") == [path]
     assert same_bits(path, expected)
-    assert stored_tensors(path, random=True)["random/cpu.0"].equal(stored_tensors(expected, random=True)["random/cpu.0"])
+    assert stored_tensors(path, random=True)["random/cpu.0"].equal(
+        stored_tensors(expected, random=True)["random/cpu.0"]
+    )
     assert (path / "state.json").read_text() == (expected / "state.json").read_text()
-    trained = save_checkpoint(tmp_path / "at once", Progress(2, 0.5), trainee.state, retention=Retention(1))
+    trained = save_checkpoint(
+        tmp_path / "at once", Progress(2, 0.5), trainee.state, retention=Retention(1)
+    )
     assert not same_bits(path, trained)
 
 
-def test_the_next_save_waits_for_the_one_before(trainee: Trainee, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_save_waits_for_the_one_before(
+    trainee: Trainee, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gate, saver = Gate(monkeypatch), trainee.saver(tmp_path, keep_last=2)
     first = saver.save(Progress(1, 0.5))
     threading.Timer(0.2, gate.opened.set).start()
     second = saver.save(Progress(2, 0.5))
     assert list_checkpoints(tmp_path)[0] == first
     third = saver.save(Progress(3, 0.5))
-    assert saver.save(Progress(3, 0.5)) == third  # it is there already, and the step decides its contents
+    assert (
+        saver.save(Progress(3, 0.5)) == third
+    )  # it is there already, and the step decides its contents
     saver.wait()
     assert list_checkpoints(tmp_path) == [second, third]
 
 
-def test_the_copy_is_as_large_as_what_is_written_and_is_used_again(trainee: Trainee, tmp_path: Path) -> None:
+def test_the_copy_is_as_large_as_what_is_written_and_is_used_again(
+    trainee: Trainee, tmp_path: Path
+) -> None:
     saver = trainee.saver(tmp_path)
     saver.save(Progress(1, 0.5))
     saver.wait()
@@ -101,7 +116,9 @@ def test_the_copy_is_as_large_as_what_is_written_and_is_used_again(trainee: Trai
     trainee.train()
     path = saver.save(Progress(2, 0.5))
     saver.wait()
-    assert sum(copy.nbytes for copy in saver.staging._kept.values()) == sum(bytes_by_file(path).values())
+    assert sum(copy.nbytes for copy in saver.staging._kept.values()) == sum(
+        bytes_by_file(path).values()
+    )
     assert all(saver.staging._kept[index] is copy for index, copy in kept.items())
 
 
@@ -128,7 +145,9 @@ def test_an_error_is_raised_by_what_comes_next(
     assert list_checkpoints(tmp_path) == [first, last]
 
 
-def test_an_error_before_anything_was_copied_is_raised_too(trainee: Trainee, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_before_anything_was_copied_is_raised_too(
+    trainee: Trainee, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     saver = trainee.saver(tmp_path / "a file" / "folder")
     (tmp_path / "a file").touch()
     saver.save(Progress(1, 0.5))
@@ -136,22 +155,29 @@ def test_an_error_before_anything_was_copied_is_raised_too(trainee: Trainee, tmp
         saver.wait()
 
 
-# --- whole runs ---------------------------------------------------------------------------------------------------------------------
+# --- whole runs -----------------------------------------------------------------------------------
 
 
-def test_a_run_leaves_the_same_checkpoints_either_way(make_config: Callable[..., Config], tmp_path: Path) -> None:
+def test_a_run_leaves_the_same_checkpoints_either_way(
+    make_config: Callable[..., Config], tmp_path: Path
+) -> None:
     newest = []
     for asynchronous in (False, True):
         run_dir = tmp_path / f"run {asynchronous}"
         checkpoint = {"every": 1, "keep_last": 2, "asynchronous": asynchronous}
         outcome = train(make_config(run_dir=str(run_dir), checkpoint=checkpoint), PlainDisplay(100))
         assert outcome.sample
-        assert [path.name for path in list_checkpoints(run_dir / "checkpoints")] == ["step-00000003", "step-00000004"]
+        assert [path.name for path in list_checkpoints(run_dir / "checkpoints")] == [
+            "step-00000003",
+            "step-00000004",
+        ]
         newest.append(outcome.checkpoint)
     assert same_bits(*newest)
 
 
-def test_a_run_that_diverges_has_its_last_checkpoint(make_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_diverges_has_its_last_checkpoint(
+    make_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
     gate = Gate(monkeypatch)
     config = make_config(
         optim={"lr": 1e30, "warmup_steps": 0},

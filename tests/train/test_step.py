@@ -1,4 +1,5 @@
-"""One optimizer step: the gradient is that of the whole batch, it is clipped, and a gradient that is not finite changes nothing."""
+"""One optimizer step: the gradient is that of the whole batch, it is clipped, and a gradient that
+is not finite changes nothing."""
 
 import itertools
 import math
@@ -36,54 +37,97 @@ CPU = torch.device("cpu")
 SCHEDULES = ["constant", "linear", "cosine", "wsd"]
 
 
-def train_step(model: Decoder, optimizer: torch.optim.Optimizer, *, balance_coefficient: float = 0.0, **options: Any) -> TrainStep:
-    config = LoopConfig(**{"batch_size": 4, "micro_batch_size": 4, "max_grad_norm": 0.0, "sequence_length": 16, **options})
+def train_step(
+    model: Decoder,
+    optimizer: torch.optim.Optimizer,
+    *,
+    balance_coefficient: float = 0.0,
+    **options: Any,
+) -> TrainStep:
+    config = LoopConfig(
+        **{
+            "batch_size": 4,
+            "micro_batch_size": 4,
+            "max_grad_norm": 0.0,
+            "sequence_length": 16,
+            **options,
+        }
+    )
     schedule = sequential(config.batch_size // config.micro_batch_size)
-    engine = Engine(whole_part(model), Mesh.single(CPU), schedule, config, MoEConfig(balance_coefficient=balance_coefficient), Frees())
+    engine = Engine(
+        whole_part(model),
+        Mesh.single(CPU),
+        schedule,
+        config,
+        MoEConfig(balance_coefficient=balance_coefficient),
+        Frees(),
+    )
     return TrainStep(engine, optimizer, config.max_grad_norm)
 
 
 def optimizer_of(model: Decoder, name: str = "soap") -> torch.optim.Optimizer:
-    return build_optimizer(optim_config(name, **({"precondition_frequency": 2} if name == "soap" else {})), model.named_parameters())
+    return build_optimizer(
+        optim_config(name, **({"precondition_frequency": 2} if name == "soap" else {})),
+        model.named_parameters(),
+    )
 
 
 def bits(model: Decoder, optimizer: torch.optim.Optimizer) -> list[bytes]:
-    state = [torch.as_tensor(value) for p in model.parameters() for value in optimizer.state.get(p, {}).values()]
-    return [t.detach().clone().flatten().view(torch.uint8).numpy().tobytes() for t in [*model.parameters(), *state]]
+    state = [
+        torch.as_tensor(value)
+        for p in model.parameters()
+        for value in optimizer.state.get(p, {}).values()
+    ]
+    return [
+        t.detach().clone().flatten().view(torch.uint8).numpy().tobytes()
+        for t in [*model.parameters(), *state]
+    ]
 
 
-def gradients_seen(model: Decoder, tokens_BS: Tensor, **options: Any) -> tuple[dict[str, Tensor], StepResult]:
+def gradients_seen(
+    model: Decoder, tokens_BS: Tensor, **options: Any
+) -> tuple[dict[str, Tensor], StepResult]:
     """Return the gradients that the optimizer is given, and the result."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     seen: dict[str, Tensor] = {}
-    optimizer.register_step_pre_hook(lambda *_: seen.update({name: p.grad.clone() for name, p in model.named_parameters()}))
+    optimizer.register_step_pre_hook(
+        lambda *_: seen.update({name: p.grad.clone() for name, p in model.named_parameters()})
+    )
     step = train_step(model, optimizer, sequence_length=tokens_BS.shape[1] - 1, **options)
     return seen, step(Batch.of_tokens(tokens_BS), 0.0)
 
 
-# --- learning rate ------------------------------------------------------------------------------------------------------------------
+# --- learning rate --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_rate_at_the_ends_of_warm_up_and_decay(schedule: str) -> None:
-    config = optim_config(lr=2.0, schedule=schedule, warmup_steps=10, decay_fraction=0.25, min_lr_ratio=0.1)
+    config = optim_config(
+        lr=2.0, schedule=schedule, warmup_steps=10, decay_fraction=0.25, min_lr_ratio=0.1
+    )
     rates = [learning_rate(step, config, 100) for step in range(1, 101)]
     assert rates[:10] == pytest.approx([0.2 * step for step in range(1, 11)])
     assert rates[9] == 2.0
     assert rates[-1] == (2.0 if schedule == "constant" else pytest.approx(0.2))
-    halfway = {"constant": (55, 2.0), "linear": (55, 1.1), "cosine": (55, 1.1), "wsd": (75, 2.0)}[schedule]
+    halfway = {"constant": (55, 2.0), "linear": (55, 1.1), "cosine": (55, 1.1), "wsd": (75, 2.0)}[
+        schedule
+    ]
     assert learning_rate(halfway[0], config, 100) == pytest.approx(halfway[1])
 
 
 def test_wsd_is_constant_and_then_linear() -> None:
-    config = optim_config(lr=1.0, schedule="wsd", warmup_steps=10, decay_fraction=0.2, min_lr_ratio=0.0)
+    config = optim_config(
+        lr=1.0, schedule="wsd", warmup_steps=10, decay_fraction=0.2, min_lr_ratio=0.0
+    )
     rates = [learning_rate(step, config, 100) for step in range(10, 101)]
     assert rates == pytest.approx([1.0] * 71 + [1 - step / 20 for step in range(1, 21)])
 
 
 def test_without_warm_up_the_first_step_is_on_the_schedule() -> None:
     assert learning_rate(1, optim_config(lr=1.0, warmup_steps=0, schedule="constant"), 10) == 1.0
-    assert learning_rate(1, optim_config(lr=1.0, warmup_steps=0, schedule="linear", min_lr_ratio=0.0), 10) == pytest.approx(0.9)
+    assert learning_rate(
+        1, optim_config(lr=1.0, warmup_steps=0, schedule="linear", min_lr_ratio=0.0), 10
+    ) == pytest.approx(0.9)
 
 
 @given(
@@ -98,7 +142,9 @@ def test_without_warm_up_the_first_step_is_on_the_schedule() -> None:
 def test_the_rate_stays_between_its_ends_and_never_rises(
     schedule: str, steps: int, warmup: int, decay: float, ratio: float, lr: float
 ) -> None:
-    config = optim_config(lr=lr, schedule=schedule, warmup_steps=warmup, decay_fraction=decay, min_lr_ratio=ratio)
+    config = optim_config(
+        lr=lr, schedule=schedule, warmup_steps=warmup, decay_fraction=decay, min_lr_ratio=ratio
+    )
     rates = [learning_rate(step, config, steps) for step in range(1, steps + 1)]
     assert all(0 < rate <= lr * (1 + 1e-12) for rate in rates[:warmup])
     after = rates[warmup:]
@@ -106,11 +152,12 @@ def test_the_rate_stays_between_its_ends_and_never_rises(
     assert all(later <= earlier * (1 + 1e-12) for earlier, later in itertools.pairwise(after))
 
 
-# --- gradients ----------------------------------------------------------------------------------------------------------------------
+# --- gradients ------------------------------------------------------------------------------------
 
 
 def ragged(tokens_BS: Tensor) -> Tensor:
-    """Leave out the last label of two of four sequences; labels are also inputs, so that only the last one can be left out."""
+    """Leave out the last label of two of four sequences; labels are also inputs, so that only the
+    last one can be left out."""
     tokens_BS[1:3, -1] = IGNORE_INDEX
     return tokens_BS
 
@@ -124,7 +171,9 @@ def test_micro_batches_give_the_gradient_of_the_whole_batch(
     model, batch = make_model(dtype=torch.float64), ragged(tokens(0, 4, length))
     whole, expected = gradients_seen(model, batch)
     parts, result = gradients_seen(model, batch, micro_batch_size=micro_batch_size)
-    largest = max(float(gradient.abs().max()) for gradient in whole.values())  # with one key those of queries and keys are rounding
+    largest = max(
+        float(gradient.abs().max()) for gradient in whole.values()
+    )  # with one key those of queries and keys are rounding
     for name, gradient in whole.items():
         torch.testing.assert_close(parts[name], gradient, rtol=1e-12, atol=1e-12 * largest)
     assert result.tokens == expected.tokens == 4 * (length - 1) - 2
@@ -133,7 +182,9 @@ def test_micro_batches_give_the_gradient_of_the_whole_batch(
     assert result.grad_norm == pytest.approx(expected.grad_norm, rel=1e-12)
 
 
-def test_the_gradient_is_that_of_cross_entropy_and_balance_by_hand(make_model: MakeModel, tokens: Tokens) -> None:
+def test_the_gradient_is_that_of_cross_entropy_and_balance_by_hand(
+    make_model: MakeModel, tokens: Tokens
+) -> None:
     """Two micro-batches have 4 of 4 and 3 of 4 labels; the balance loss is each micro-batch's own,
     weighted with its tokens."""
     model, batch, coefficient = make_model(dtype=torch.float64), tokens(0, 4, 3), 0.5
@@ -154,7 +205,9 @@ def test_the_gradient_is_that_of_cross_entropy_and_balance_by_hand(make_model: M
     assert result.tokens == 7
     assert result.balance_loss == pytest.approx(balance, rel=1e-6)  # there is one MoE block
     assert result.loss == pytest.approx(total.item() - coefficient * balance, rel=1e-6)
-    assert result.grad_norm == pytest.approx(math.sqrt(sum(p.grad.square().sum().item() for p in model.parameters())), rel=1e-10)
+    assert result.grad_norm == pytest.approx(
+        math.sqrt(sum(p.grad.square().sum().item() for p in model.parameters())), rel=1e-10
+    )
     assert result.counts_LE.shape == (1, 4)
     assert result.counts_LE.sum() == 4 * 2 * 2  # sequences, positions, experts per token
 
@@ -166,9 +219,13 @@ def test_gradients_are_gone_after_the_step(make_model: MakeModel, tokens: Tokens
 
 
 @pytest.mark.parametrize("max_grad_norm", [0.0, 1e-3, 0.1, 1e6])
-def test_clipping_bounds_the_norm_that_the_optimizer_sees(make_model: MakeModel, tokens: Tokens, max_grad_norm: float) -> None:
+def test_clipping_bounds_the_norm_that_the_optimizer_sees(
+    make_model: MakeModel, tokens: Tokens, max_grad_norm: float
+) -> None:
     free, unclipped = gradients_seen(make_model(dtype=torch.float64), tokens(0))
-    seen, result = gradients_seen(make_model(dtype=torch.float64), tokens(0), max_grad_norm=max_grad_norm)
+    seen, result = gradients_seen(
+        make_model(dtype=torch.float64), tokens(0), max_grad_norm=max_grad_norm
+    )
     norm = math.sqrt(sum(gradient.square().sum().item() for gradient in seen.values()))
     assert result.grad_norm == unclipped.grad_norm > 0.2
     expected = min(max_grad_norm, result.grad_norm) if max_grad_norm else result.grad_norm
@@ -177,7 +234,7 @@ def test_clipping_bounds_the_norm_that_the_optimizer_sees(make_model: MakeModel,
         torch.testing.assert_close(gradient, free[name] * (norm / result.grad_norm))
 
 
-# --- not finite ---------------------------------------------------------------------------------------------------------------------
+# --- not finite -----------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -190,7 +247,9 @@ def loss_times(model: Decoder, value: float) -> Iterator[None]:
 @contextmanager
 def one_gradient(model: Decoder, value: float) -> Iterator[None]:
     """Set one gradient to `value`; the loss stays finite."""
-    handle = model.get_parameter("layers.1.input_layernorm.weight").register_hook(lambda g: g.index_fill(0, torch.tensor([1]), value))
+    handle = model.get_parameter("layers.1.input_layernorm.weight").register_hook(
+        lambda g: g.index_fill(0, torch.tensor([1]), value)
+    )
     yield
     handle.remove()
 
@@ -199,7 +258,11 @@ def one_gradient(model: Decoder, value: float) -> Iterator[None]:
 @pytest.mark.parametrize("spoiled", [loss_times, one_gradient])
 @pytest.mark.parametrize("name", ["soap", "adamw"])
 def test_what_is_not_finite_changes_nothing(
-    make_model: MakeModel, tokens: Tokens, name: str, spoiled: Callable[..., AbstractContextManager[None]], value: float
+    make_model: MakeModel,
+    tokens: Tokens,
+    name: str,
+    spoiled: Callable[..., AbstractContextManager[None]],
+    value: float,
 ) -> None:
     model, untouched = make_model(), make_model()
     step = train_step(model, optimizer_of(model, name), max_grad_norm=1.0)
@@ -221,10 +284,12 @@ def test_what_is_not_finite_changes_nothing(
     assert bits(model, step.optimizer) == bits(untouched, reference.optimizer)
 
 
-# --- validation and precision -------------------------------------------------------------------------------------------------------
+# --- validation and precision ---------------------------------------------------------------------
 
 
-def test_validation_loss_is_the_cross_entropy_by_hand(make_model: MakeModel, tokens: Tokens) -> None:
+def test_validation_loss_is_the_cross_entropy_by_hand(
+    make_model: MakeModel, tokens: Tokens
+) -> None:
     model, batch = make_model(dtype=torch.float64), tokens(0, 5)
     step = train_step(model, optimizer_of(model), micro_batch_size=2)
     logits_BSV = model(batch[:, :-1]).logits_BSV
@@ -233,15 +298,22 @@ def test_validation_loss_is_the_cross_entropy_by_hand(make_model: MakeModel, tok
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_bf16_multiplies_in_bf16_and_keeps_weights_and_state_in_fp32(make_model: MakeModel, tokens: Tokens) -> None:
+def test_bf16_multiplies_in_bf16_and_keeps_weights_and_state_in_fp32(
+    make_model: MakeModel, tokens: Tokens
+) -> None:
     losses = {}
     for precision in ("fp32", "bf16"):
         model = make_model()
         optimizer = optimizer_of(model)
         step = train_step(model, optimizer, precision=precision)
-        losses[precision] = [step(Batch.of_tokens(tokens(number)), 1e-2).loss for number in (1, 2, 3)]
+        losses[precision] = [
+            step(Batch.of_tokens(tokens(number)), 1e-2).loss for number in (1, 2, 3)
+        ]
         losses[precision].append(step.engine.validation_loss(Batch.of_tokens(tokens(4))))
-        tensors = [*model.parameters(), *(value for state in optimizer.state.values() for value in state.values())]
+        tensors = [
+            *model.parameters(),
+            *(value for state in optimizer.state.values() for value in state.values()),
+        ]
         assert {t.dtype for t in tensors} == {torch.float32}
     assert losses["bf16"] == pytest.approx(losses["fp32"], rel=1e-2)
     assert losses["bf16"][0] != losses["fp32"][0]
@@ -250,14 +322,18 @@ def test_bf16_multiplies_in_bf16_and_keeps_weights_and_state_in_fp32(make_model:
 def test_fp64_is_the_whole_models(make_config: Callable[..., Config]) -> None:
     config = make_config(train={"precision": "fp64"})
     engine = build_engine(config, Mesh.single(CPU))
-    step = TrainStep(engine, build_optimizer(config.optim, engine.parameters), config.train.max_grad_norm)
-    batch = torch.randint(config.model.vocab_size, (config.train.batch_size, config.train.sequence_length + 1))
+    step = TrainStep(
+        engine, build_optimizer(config.optim, engine.parameters), config.train.max_grad_norm
+    )
+    batch = torch.randint(
+        config.model.vocab_size, (config.train.batch_size, config.train.sequence_length + 1)
+    )
     assert not step(Batch.of_tokens(batch), 1e-2).skipped
     assert {p.dtype for p in engine.part.parameters()} == {torch.float64}
     assert {p.dtype for p in build_model(config, CPU).parameters()} == {torch.float64}
 
 
-# --- optimizers ---------------------------------------------------------------------------------------------------------------------
+# --- optimizers -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["soap", "adamw"])
@@ -273,7 +349,11 @@ def test_the_groups_of_soap(make_model: MakeModel) -> None:
     assert isinstance(optimizer, SOAP)
     kinds = {name: group for group in optimizer.param_groups for name in group["param_names"]}
     rest = {name for name, group in kinds.items() if group["rule"] == "adamw"}
-    assert rest == {"embed_tokens.weight", "layers.1.mlp.gate.weight", *(name for name in kinds if "norm" in name)}
+    assert rest == {
+        "embed_tokens.weight",
+        "layers.1.mlp.gate.weight",
+        *(name for name in kinds if "norm" in name),
+    }
     assert {kinds[name]["betas"] for name in rest} == {(0.9, 0.95)}
     assert {kinds[name]["betas"] for name in kinds.keys() - rest} == {(0.95, 0.95)}
     assert {kinds[name]["rule"] for name in kinds.keys() - rest} == {"soap"}
@@ -284,45 +364,86 @@ def test_the_groups_of_soap(make_model: MakeModel) -> None:
 
 def test_the_options_of_the_configuration_reach_the_optimizer(make_model: MakeModel) -> None:
     """The trainer decides about layouts; a section of a kind that gives an option has its own."""
-    given = {"lr": 0.5, "eps": 1e-4, "weight_decay": 0.3, "precondition_frequency": 7, "second_moment": "permute", "use_eigh": True}
-    config = optim_config("soap", **given, experts={"betas": (0.5, 0.6)}, rest={"lr": 0.25, "eps": 1e-5})
-    groups = {group["param_names"][0]: group for group in build_optimizer(config, make_model().named_parameters()).param_groups}
-    experts, matrices = groups["layers.1.mlp.experts.gate_up_proj"], groups["layers.0.self_attn.q_proj.weight"]
+    given = {
+        "lr": 0.5,
+        "eps": 1e-4,
+        "weight_decay": 0.3,
+        "precondition_frequency": 7,
+        "second_moment": "permute",
+        "use_eigh": True,
+    }
+    config = optim_config(
+        "soap", **given, experts={"betas": (0.5, 0.6)}, rest={"lr": 0.25, "eps": 1e-5}
+    )
+    groups = {
+        group["param_names"][0]: group
+        for group in build_optimizer(config, make_model().named_parameters()).param_groups
+    }
+    experts, matrices = (
+        groups["layers.1.mlp.experts.gate_up_proj"],
+        groups["layers.0.self_attn.q_proj.weight"],
+    )
     for group in (experts, matrices):
         assert {key: group[key] for key in given} == given
         assert (group["sides"], group["lr_factor"]) == ("auto", 1.0)
     assert (experts["betas"], matrices["betas"]) == ((0.5, 0.6), (0.95, 0.95))
     rest, router = groups["embed_tokens.weight"], groups["layers.1.mlp.gate.weight"]
     for group in (rest, router):
-        assert (group["rule"], group["lr"], group["lr_factor"], group["eps"], group["weight_decay"]) == ("adamw", 0.25, 0.5, 1e-5, 0.3)
+        assert (
+            group["rule"],
+            group["lr"],
+            group["lr_factor"],
+            group["eps"],
+            group["weight_decay"],
+        ) == ("adamw", 0.25, 0.5, 1e-5, 0.3)
 
 
 def test_all_groups_follow_one_schedule(make_model: MakeModel, tokens: Tokens) -> None:
     model = make_model()
-    config = optim_config("muon", lr=0.02, experts={"lr": 0.03}, rest={"lr_factor": 3.0}, router={"lr": 0.01})
+    config = optim_config(
+        "muon", lr=0.02, experts={"lr": 0.03}, rest={"lr_factor": 3.0}, router={"lr": 0.01}
+    )
     step = train_step(model, build_optimizer(config, model.named_parameters()))
     for share in (1.0, 0.5, 0.0):
         step(Batch.of_tokens(tokens(0)), 0.02 * share)
-        found = {group["param_names"][0].split(".")[-2]: group["lr"] for group in step.optimizer.param_groups}
+        found = {
+            group["param_names"][0].split(".")[-2]: group["lr"]
+            for group in step.optimizer.param_groups
+        }
         expected = {"q_proj": 0.02, "experts": 0.03, "embed_tokens": 0.06, "gate": 0.01}
         assert found == pytest.approx({name: share * lr for name, lr in expected.items()})
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_the_optimizer_is_of_the_class_that_is_registered_with_its_rule(make_model: MakeModel, name: str) -> None:
+def test_the_optimizer_is_of_the_class_that_is_registered_with_its_rule(
+    make_model: MakeModel, name: str
+) -> None:
     optimizer = optimizer_of(make_model(), name)
     assert optimizer.rule is RULES[name]
-    layouts = {group["param_names"][0]: group["matrix_layout"] for group in optimizer.param_groups if group["matrix_layout"] != "tensor"}
-    assert layouts == {"layers.1.mlp.experts.gate_up_proj": "stacked" if name == "stacked_soap" else "per_expert"}
+    layouts = {
+        group["param_names"][0]: group["matrix_layout"]
+        for group in optimizer.param_groups
+        if group["matrix_layout"] != "tensor"
+    }
+    assert layouts == {
+        "layers.1.mlp.experts.gate_up_proj": "stacked" if name == "stacked_soap" else "per_expert"
+    }
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_elementwise_state_of_parameters_in_fp64_is_in_fp64(make_model: MakeModel, tokens: Tokens, name: str) -> None:
+def test_elementwise_state_of_parameters_in_fp64_is_in_fp64(
+    make_model: MakeModel, tokens: Tokens, name: str
+) -> None:
     model = make_model(dtype=torch.float64)
     step = train_step(model, optimizer_of(model, name))
     step(Batch.of_tokens(tokens(0)), 1e-3)
     for group in step.optimizer.param_groups:
-        kept = {value.dtype for p in group["params"] for key, value in step.optimizer.state[p].items() if key != "step"}
+        kept = {
+            value.dtype
+            for p in group["params"]
+            for key, value in step.optimizer.state[p].items()
+            if key != "step"
+        }
         assert kept == {torch.float64 if group["rule"] == "adamw" else torch.float32}
 
 
@@ -350,13 +471,19 @@ def test_soap_is_adamw_on_embeddings_and_norms(make_model: MakeModel) -> None:
 
 def test_adamw_is_torchs_adamw_in_a_plain_loop(make_model: MakeModel, tokens: Tokens) -> None:
     model, plain = make_model(), make_model()
-    config = optim_config("adamw", weight_decay=0.1, betas=(0.8, 0.9), eps=1e-6, rest={"lr_factor": 1.0})
+    config = optim_config(
+        "adamw", weight_decay=0.1, betas=(0.8, 0.9), eps=1e-6, rest={"lr_factor": 1.0}
+    )
     step = train_step(model, build_optimizer(config, model.named_parameters()), max_grad_norm=0.5)
-    adamw = torch.optim.AdamW(plain.parameters(), lr=1.0, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1)
+    adamw = torch.optim.AdamW(
+        plain.parameters(), lr=1.0, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1
+    )
     for number, lr in ((1, 1e-3), (2, 1e-2), (3, 5e-3)):
         step(Batch.of_tokens(tokens(number)), lr)
         batch = tokens(number)
-        F.cross_entropy(plain(batch[:, :-1]).logits_BSV.flatten(0, 1), batch[:, 1:].flatten()).backward()
+        F.cross_entropy(
+            plain(batch[:, :-1]).logits_BSV.flatten(0, 1), batch[:, 1:].flatten()
+        ).backward()
         torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
         adamw.param_groups[0]["lr"] = lr
         adamw.step()
@@ -365,25 +492,39 @@ def test_adamw_is_torchs_adamw_in_a_plain_loop(make_model: MakeModel, tokens: To
         torch.testing.assert_close(p, plain.get_parameter(name), rtol=1e-5, atol=1e-6)
 
 
-def test_a_rate_of_zero_moves_nothing_and_refreshes_are_counted(make_model: MakeModel, tokens: Tokens) -> None:
+def test_a_rate_of_zero_moves_nothing_and_refreshes_are_counted(
+    make_model: MakeModel, tokens: Tokens
+) -> None:
     model, fresh = make_model(), make_model()
     step = train_step(model, optimizer_of(model))
     results = [step(Batch.of_tokens(tokens(number)), 0.0) for number in (1, 2, 3, 4)]
     assert all(p.equal(q) for p, q in zip(model.parameters(), fresh.parameters(), strict=True))
-    assert [result.refreshes_done > 0 for result in results] == [True, True, False, True]  # first bases, then every second step
+    assert [result.refreshes_done > 0 for result in results] == [
+        True,
+        True,
+        False,
+        True,
+    ]  # first bases, then every second step
     assert all(result.optimizer_seconds > 0 for result in results)
 
 
 def test_a_device_that_is_not_there_names_the_field(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert pick_device("auto") == pick_device("cpu") == torch.device("cpu")
-    with pytest.raises(ConfigError, match=r"train\.device = 'cuda', but there is no CUDA device: use 'auto' or 'cpu'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"train\.device = 'cuda', but there is no CUDA device: use 'auto' or 'cpu'",
+    ):
         pick_device("cuda")
 
 
-def test_refreshes_beside_the_forward_are_counted_once_whoever_waits_for_them(make_model: MakeModel, tokens: Tokens) -> None:
+def test_refreshes_beside_the_forward_are_counted_once_whoever_waits_for_them(
+    make_model: MakeModel, tokens: Tokens
+) -> None:
     model = make_model()
-    optimizer = build_optimizer(optim_config("soap", precondition_frequency=2, async_refresh=True), model.named_parameters())
+    optimizer = build_optimizer(
+        optim_config("soap", precondition_frequency=2, async_refresh=True), model.named_parameters()
+    )
     assert isinstance(optimizer, SOAP)
     step, counts = train_step(model, optimizer), []
     for number in range(6):

@@ -1,7 +1,9 @@
-"""The checkpoints of a run on disk: folders with names such as `step-00000100`, of which some are kept, and the table of each.
+"""The checkpoints of a run on disk: folders with names such as `step-00000100`, of which some are
+kept, and the table of each.
 
-A checkpoint is named RUN, the newest one of a run; RUN@STEP; or RUN@best, the kept one with the lowest validation loss. A run may also be
-named by its config.toml, and a checkpoint by its own folder.
+A checkpoint is named RUN, the newest one of a run; RUN@STEP; or RUN@best, the kept one with the
+lowest validation loss. A run may also be named by its config.toml, and a checkpoint by its own
+folder.
 
 The table, `state.json`, lists the contents of a checkpoint and their files:
 
@@ -10,8 +12,8 @@ The table, `state.json`, lists the contents of a checkpoint and their files:
     tensors    name -> dtype, shape, and pieces that cover it without overlap: file, offsets, sizes
     digest     of all of the above
 
-The tensors in a file are named by `piece_name`, so that each can be read on its own. Everything that is read is checked, since a table may
-come from anywhere.
+The tensors in a file are named by `piece_name`, so that each can be read on its own. Everything
+that is read is checked, since a table may come from anywhere.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints, oldest first."""
-    return sorted(path for path in folder.glob("step-*") if path.name[5:].isdigit() and path.is_dir())
+    return sorted(
+        path for path in folder.glob("step-*") if path.name[5:].isdigit() and path.is_dir()
+    )
 
 
 def step_of(checkpoint: Path) -> int:
@@ -64,8 +68,8 @@ class Retention:
     """Keep the checkpoint of this step."""
 
     def delete_others(self, folder: Path) -> None:
-        """Delete the checkpoints that are not kept. Each is renamed first, so that a kill leaves no incomplete checkpoint under its
-        name."""
+        """Delete the checkpoints that are not kept. Each is renamed first, so that a kill leaves no
+        incomplete checkpoint under its name."""
         for path in list_checkpoints(folder)[: -self.last]:
             step = step_of(path)
             if step != self.best and (not self.every or step % self.every):
@@ -73,18 +77,23 @@ class Retention:
 
 
 def find_checkpoint(run_at_step: str, step: int = -1) -> tuple[Path, Path]:
-    """Return the run and the checkpoint that RUN, RUN@STEP or RUN@best names. The run's own name may contain an @.
+    """Return the run and the checkpoint that RUN, RUN@STEP or RUN@best names. The run's own name
+    may contain an @.
 
-    `step`: the value of an option `--step`, negative if it was not given. Raises UserError if there is no such run or checkpoint, listing
-    the existing ones, or if both name a step.
+    `step`: the value of an option `--step`, negative if it was not given. Raises UserError if there
+    is no such run or checkpoint, listing the existing ones, or if both name a step.
     """
     (run, wanted), place = _split(run_at_step), run_at_step
     if step >= 0:
         if wanted is not None:
-            raise UserError(f"{run_at_step} and --step {step} both say which checkpoint: give one of them")
+            raise UserError(
+                f"{run_at_step} and --step {step} both say which checkpoint: give one of them"
+            )
         wanted, place = str(step), f"--step {step}"
     folder = run / "checkpoints"
-    found = list_checkpoints(folder) or list_checkpoints(folder)  # a training run may have replaced its only one during the first call
+    found = list_checkpoints(folder) or list_checkpoints(
+        folder
+    )  # a training run may have replaced its only one during the first call
     checkpoints = {step_of(path): path for path in found}
     if not checkpoints:
         raise UserError(f"{run / 'checkpoints'}: no checkpoint yet: let the run train first")
@@ -94,10 +103,15 @@ def find_checkpoint(run_at_step: str, step: int = -1) -> tuple[Path, Path]:
     if wanted == BEST:
         best = best_checkpoint(checkpoints, read_rows(run / "metrics.jsonl"))
         if best is None:
-            raise UserError(f"{run}@{BEST}: no validation loss is known for the kept checkpoints: use one of {there}")
+            raise UserError(
+                f"{run}@{BEST}: no validation loss is known for the kept checkpoints: use one of "
+                f"{there}"
+            )
         return run, checkpoints[best[1]]
     if not (wanted.isascii() and wanted.isdigit() and int(wanted) in checkpoints):
-        raise UserError(f"{place}: no such checkpoint in {run / 'checkpoints'}: use one of {there}, or {BEST}")
+        raise UserError(
+            f"{place}: no such checkpoint in {run / 'checkpoints'}: use one of {there}, or {BEST}"
+        )
     return run, checkpoints[int(wanted)]
 
 
@@ -107,7 +121,11 @@ def _split(run_at_step: str) -> tuple[Path, str | None]:
     if (whole / CONFIGURATION).exists():
         return whole, None
     folder, run = whole.parent, whole.parent.parent
-    if whole in list_checkpoints(folder) and folder.name == "checkpoints" and (run / CONFIGURATION).exists():
+    if (
+        whole in list_checkpoints(folder)
+        and folder.name == "checkpoints"
+        and (run / CONFIGURATION).exists()
+    ):
         return run, str(step_of(whole))
     name, at, step = run_at_step.rpartition("@")
     run = run_folder(Path(name)) if at and name else whole
@@ -129,12 +147,17 @@ def _no_run(folder: Path) -> str:
 
 
 def best_checkpoint(steps: Collection[int], rows: list[dict[str, Any]]) -> tuple[float, int] | None:
-    """Return the lowest validation loss at a step with a checkpoint, and that step; None if no such loss is known."""
-    losses = [(row["validation_loss"], row["step"]) for row in rows if row.get("validation_loss") is not None and row["step"] in steps]
+    """Return the lowest validation loss at a step with a checkpoint, and that step; None if no such
+    loss is known."""
+    losses = [
+        (row["validation_loss"], row["step"])
+        for row in rows
+        if row.get("validation_loss") is not None and row["step"] in steps
+    ]
     return min(losses, default=None)
 
 
-# --- the table ----------------------------------------------------------------------------------------------------------------------
+# --- the table ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -181,17 +204,27 @@ class Table:
     tensors: Mapping[str, StoredEntry]
 
     def write(self, folder: Path) -> None:
-        """Write the table into the folder of the checkpoint, a line per file and tensor, and sync it."""
-        files = {file.name: {"bytes": file.num_bytes, "sha256": file.sha256} for file in self.files.values()}
+        """Write the table into the folder of the checkpoint, a line per file and tensor, and sync
+        it."""
+        files = {
+            file.name: {"bytes": file.num_bytes, "sha256": file.sha256}
+            for file in self.files.values()
+        }
         tensors = {name: entry.to_json() for name, entry in self.tensors.items()}
-        state = {"format": FORMAT, **asdict(self.progress), "optimizer": self.optimizer, "files": files, "tensors": tensors}
+        state = {
+            "format": FORMAT,
+            **asdict(self.progress),
+            "optimizer": self.optimizer,
+            "files": files,
+            "tensors": tensors,
+        }
         (folder / STATE_FILE).write_text(_format({**state, "digest": digest_of(state)}), "utf-8")
         sync(folder / STATE_FILE)
 
 
 def piece_name(name: str, box: Box, shape: Sequence[int]) -> str:
-    """Return the name of a piece in a rank's file: the tensor's own if the piece is the whole tensor, else with its indices: `w[4:8,
-    :]`."""
+    """Return the name of a piece in a rank's file: the tensor's own if the piece is the whole
+    tensor, else with its indices: `w[4:8, :]`."""
     if box.size == tuple(shape):
         return name
     ranges = zip(box.offset, box.size, shape, strict=True)
@@ -200,11 +233,15 @@ def piece_name(name: str, box: Box, shape: Sequence[int]) -> str:
 
 
 def read_table(folder: Path) -> Table:
-    """Read the table of a checkpoint. Raises CheckpointError, naming the file, if it is missing, damaged or not a table of a checkpoint."""
+    """Read the table of a checkpoint. Raises CheckpointError, naming the file, if it is missing,
+    damaged or not a table of a checkpoint."""
     file = folder / STATE_FILE
     pickled = folder / ".metadata"
     if pickled.exists():
-        raise CheckpointError(f"{pickled}: pickled metadata is refused, since loading it can run arbitrary code: {remedy(folder)}")
+        raise CheckpointError(
+            f"{pickled}: pickled metadata is refused, since loading it can run arbitrary code: "
+            f"{remedy(folder)}"
+        )
     try:
         state = json.loads(read_text(file))
         if not isinstance(state, dict):
@@ -225,9 +262,14 @@ def remedy(folder: Path) -> str:
 def check_cover(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
     """Raise ValueError unless the boxes cover the tensor, each element once."""
     for box in boxes:
-        inside = all(start >= 0 and start + size <= whole for start, size, whole in zip(box.offset, box.size, shape, strict=True))
+        inside = all(
+            start >= 0 and start + size <= whole
+            for start, size, whole in zip(box.offset, box.size, shape, strict=True)
+        )
         if not inside:
-            raise ValueError(f"a piece of {name!r} at {box.offset} of {box.size} is not within {tuple(shape)}")
+            raise ValueError(
+                f"a piece of {name!r} at {box.offset} of {box.size} is not within {tuple(shape)}"
+            )
     if sum(box.numel for box in boxes) != math.prod(shape):
         raise ValueError(f"the pieces of {name!r} do not cover it")
     filled = sorted((box for box in boxes if box.numel), key=lambda box: box.offset)
@@ -271,16 +313,23 @@ def _entry(name: str, raw: Mapping[str, Any], files: Mapping[str, StoredFile]) -
 
 
 def _sizes(raw: Any) -> tuple[int, ...]:
-    if not isinstance(raw, list) or not all(type(size) is int and 0 <= size < 2**63 for size in raw):
+    if not isinstance(raw, list) or not all(
+        type(size) is int and 0 <= size < 2**63 for size in raw
+    ):
         raise ValueError(f"{raw!r} is not a list of sizes")
     return tuple(raw)
 
 
 def _format(values: Mapping[str, Any], indent: str = " ") -> str:
-    """Write an object with a line for each of its values and, one level down, for each value of an object."""
+    """Write an object with a line for each of its values and, one level down, for each value of an
+    object."""
 
     def text(value: Any) -> str:
-        return _format(value, "  ") if isinstance(value, dict) and indent == " " else json.dumps(value)
+        return (
+            _format(value, "  ") if isinstance(value, dict) and indent == " " else json.dumps(value)
+        )
 
-    lines = ",\n".join(f"{indent}{json.dumps(name)}: {text(value)}" for name, value in values.items())
+    lines = ",\n".join(
+        f"{indent}{json.dumps(name)}: {text(value)}" for name, value in values.items()
+    )
     return f"{{\n{lines}\n{indent[1:]}}}"

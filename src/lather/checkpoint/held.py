@@ -1,8 +1,9 @@
 """Keeps a checkpoint readable while its run may be training and deleting older checkpoints.
 
-Its files are hard-linked into a folder `.held-*` of the run directory, which is removed after reading: if the run deletes the checkpoint,
-the links remain. A folder left by a killed reader is recognized by its lock, which no process holds any more; the next reader removes it.
-Where files cannot be linked (a read-only disk, a file system without links) the checkpoint is read in place.
+Its files are hard-linked into a folder `.held-*` of the run directory, which is removed after
+reading: if the run deletes the checkpoint, the links remain. A folder left by a killed reader is
+recognized by its lock, which no process holds any more; the next reader removes it. Where files
+cannot be linked (a read-only disk, a file system without links) the checkpoint is read in place.
 """
 
 from __future__ import annotations
@@ -22,14 +23,17 @@ PREFIX = ".held-"
 YOUNG = 60.0
 """Seconds for which a new folder is not removed: its creator may be about to lock it."""
 ATTEMPTS = 100
-"""Maximal number of attempts: a run may delete the chosen checkpoint because it has saved another, but not many times in a row."""
+"""Maximal number of attempts: a run may delete the chosen checkpoint because it has saved another,
+but not many times in a row."""
 
 
 @contextlib.contextmanager
 def held_checkpoint(run: Path, choose: Callable[[], Path]) -> Iterator[Path]:
-    """Yield the checkpoint that `choose` returns, in a place where it stays until the block ends. `choose` may be called again.
+    """Yield the checkpoint that `choose` returns, in a place where it stays until the block ends.
+    `choose` may be called again.
 
-    Raises what `choose` raises. Errors of the block that name the temporary place name the checkpoint instead.
+    Raises what `choose` raises. Errors of the block that name the temporary place name the
+    checkpoint instead.
     """
     _clear_abandoned(run)
     with contextlib.ExitStack() as cleanup:
@@ -42,7 +46,8 @@ def held_checkpoint(run: Path, choose: Callable[[], Path]) -> Iterator[Path]:
 
 
 def _hold(run: Path, cleanup: contextlib.ExitStack) -> Path | None:
-    """Create a folder in the run directory and lock it until the stack is closed; None if that is not possible."""
+    """Create a folder in the run directory and lock it until the stack is closed; None if that is
+    not possible."""
     try:
         folder = tempfile.TemporaryDirectory(prefix=PREFIX, dir=run, ignore_cleanup_errors=True)
         holder = Path(cleanup.enter_context(folder))
@@ -55,7 +60,8 @@ def _hold(run: Path, cleanup: contextlib.ExitStack) -> Path | None:
 
 
 def _link(holder: Path, choose: Callable[[], Path]) -> tuple[Path, Path]:
-    """Return the checkpoint and the folder with its links; the checkpoint twice if files cannot be linked."""
+    """Return the checkpoint and the folder with its links; the checkpoint twice if files cannot be
+    linked."""
     for _ in range(ATTEMPTS):
         chosen = choose()
         held = holder / chosen.name
@@ -68,7 +74,10 @@ def _link(holder: Path, choose: Callable[[], Path]) -> tuple[Path, Path]:
             shutil.rmtree(held, ignore_errors=True)
         except OSError:
             return chosen, chosen
-    raise CheckpointError(f"{chosen}: was deleted by its run before it could be read: make checkpoint.keep_last larger")
+    raise CheckpointError(
+        f"{chosen}: was deleted by its run before it could be read: make checkpoint.keep_last "
+        "larger"
+    )
 
 
 def _clear_abandoned(run: Path) -> None:

@@ -1,4 +1,5 @@
-"""Reads a checkpoint, saved on any mesh: its tensors on demand, in one process, or as the state of a run.
+"""Reads a checkpoint, saved on any mesh: its tensors on demand, in one process, or as the state of
+a run.
 
 A state is loaded only after all files have been checked and compared with it. Nothing is unpickled.
 """
@@ -12,12 +13,27 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lather.checkpoint.folder import STATE_FILE, Progress, StoredEntry, StoredFile, Table, piece_name, read_table, remedy
+from lather.checkpoint.folder import (
+    STATE_FILE,
+    Progress,
+    StoredEntry,
+    StoredFile,
+    Table,
+    piece_name,
+    read_table,
+    remedy,
+)
 from lather.checkpoint.state import TrainingState, state_shapes
 from lather.errors import CheckpointError, ExchangeError
 from lather.files import sha256
 from lather.models.entry_names import split_entry
-from lather.models.hf.safetensors_folder import DTYPE_NAMES, DTYPES, Index, SafetensorsFolder, open_safetensors
+from lather.models.hf.safetensors_folder import (
+    DTYPE_NAMES,
+    DTYPES,
+    Index,
+    SafetensorsFolder,
+    open_safetensors,
+)
 from lather.optim.sharded.placement import Box, Piece
 from lather.parallel.agreement import errors_on_all_ranks
 
@@ -26,7 +42,8 @@ BIAS = ".e_score_correction_bias"
 
 
 def open_checkpoint(path: Path) -> CheckpointTensors:
-    """Open all tensors of a checkpoint, in one process. Raises CheckpointError if a file is missing or damaged."""
+    """Open all tensors of a checkpoint, in one process. Raises CheckpointError if a file is missing
+    or damaged."""
     tensors = CheckpointTensors(path, read_table(path))
     for file in tensors.table.files.values():
         tensors.check_file(file)
@@ -42,7 +59,10 @@ class CheckpointTensors:
 
     def weights(self) -> CheckpointTensors:
         """Return only the parameters and buffers."""
-        return CheckpointTensors(self.folder, replace(self.table, tensors={n: e for n, e in self.tensors.items() if "/" not in n}))
+        return CheckpointTensors(
+            self.folder,
+            replace(self.table, tensors={n: e for n, e in self.tensors.items() if "/" not in n}),
+        )
 
     def read(self, name: str, index: Index = ()) -> Tensor:
         """Return `tensor[index]` on the CPU; only this and one piece are in memory."""
@@ -54,7 +74,8 @@ class CheckpointTensors:
 
     @torch.no_grad()
     def read_into(self, target: Tensor, name: str, offset: Sequence[int]) -> None:
-        """Copy the box of a tensor that starts at `offset` and has the shape of `target` into `target`, one stored box at a time.
+        """Copy the box of a tensor that starts at `offset` and has the shape of `target` into
+        `target`, one stored box at a time.
 
         Only the requested rows of a stored box are read, and its other dims completely.
         """
@@ -72,7 +93,8 @@ class CheckpointTensors:
             target[common.within(box)].copy_(rows[(slice(None), *index[1:])] if index else rows)
 
     def check_file(self, file: StoredFile) -> None:
-        """Raise CheckpointError unless the file is unchanged since it was written and holds its pieces."""
+        """Raise CheckpointError unless the file is unchanged since it was written and holds its
+        pieces."""
         path = self.folder / file.name
         try:
             if path.stat().st_size != file.num_bytes or sha256(path) != file.sha256:
@@ -96,28 +118,35 @@ class CheckpointTensors:
         return stored, key
 
     def _damaged(self, file: str, error: Exception) -> CheckpointError:
-        return CheckpointError(f"{self.folder / file}: missing or damaged ({error}): {remedy(self.folder)}")
+        return CheckpointError(
+            f"{self.folder / file}: missing or damaged ({error}): {remedy(self.folder)}"
+        )
 
 
 def _box_of(shape: tuple[int, ...], index: Index) -> Box:
     """Return the box of `tensor[index]`, before dims selected by an int are dropped."""
-    ranges = [range(size)[at] if isinstance(at, slice) else range(at, at + 1) for size, at in zip(shape, index, strict=False)]
+    ranges = [
+        range(size)[at] if isinstance(at, slice) else range(at, at + 1)
+        for size, at in zip(shape, index, strict=False)
+    ]
     assert all(each.step == 1 for each in ranges), index
     ranges += [range(size) for size in shape[len(index) :]]
     return Box(tuple(each.start for each in ranges), tuple(len(each) for each in ranges))
 
 
-# --- the state of a run -------------------------------------------------------------------------------------------------------------
+# --- the state of a run ---------------------------------------------------------------------------
 
 
 def load_checkpoint(path: Path, state: TrainingState) -> Progress:
     """Load weights and, if there is an optimizer, optimizer and random state, saved on any mesh.
 
-    Every rank calls this. The ranks share the check of the files, and everything is compared with the state before anything is changed. A
-    rank's random state is loaded if the checkpoint has one for this rank.
+    Every rank calls this. The ranks share the check of the files, and everything is compared with
+    the state before anything is changed. A rank's random state is loaded if the checkpoint has one
+    for this rank.
 
-    Raises CheckpointError on all ranks, naming the file, if a file is missing or damaged, if names, shapes or dtypes of weights differ from
-    the model's, or if the optimizer is of another class or its moments have other shapes.
+    Raises CheckpointError on all ranks, naming the file, if a file is missing or damaged, if names,
+    shapes or dtypes of weights differ from the model's, or if the optimizer is of another class or
+    its moments have other shapes.
     """
     tensors = _open(path, state)
     table, pieces = tensors.table, list(state.weights())
@@ -127,20 +156,29 @@ def load_checkpoint(path: Path, state: TrainingState) -> Progress:
         try:
             state.create_optimizer_state(table.tensors)
         except CheckpointError as error:
-            raise CheckpointError(f"{path / STATE_FILE}: holds another optimizer's state ({error}): {ANOTHER}") from None
+            raise CheckpointError(
+                f"{path / STATE_FILE}: holds another optimizer's state ({error}): {ANOTHER}"
+            ) from None
         pieces += [piece for piece in state.optimizer_state() if piece.name in table.tensors]
-    random = [piece for piece in state.random_state() if _fits(piece, table.tensors.get(piece.name))]
+    random = [
+        piece for piece in state.random_state() if _fits(piece, table.tensors.get(piece.name))
+    ]
     _load(tensors, [*pieces, *random], state)
     state.set_random_state(random)
     return table.progress
 
 
 def load_parameters(path: Path, state: TrainingState) -> None:
-    """Load another run's weights as initial weights. Balancing biases are skipped, since they belong to the other run.
+    """Load another run's weights as initial weights. Balancing biases are skipped, since they
+    belong to the other run.
 
     Raises CheckpointError as `load_checkpoint` does.
     """
-    _load(_open(path, state, without=(BIAS,)), [piece for piece in state.weights() if not piece.name.endswith(BIAS)], state)
+    _load(
+        _open(path, state, without=(BIAS,)),
+        [piece for piece in state.weights() if not piece.name.endswith(BIAS)],
+        state,
+    )
 
 
 def _load(tensors: CheckpointTensors, pieces: Iterable[Piece], state: TrainingState) -> None:
@@ -151,7 +189,8 @@ def _load(tensors: CheckpointTensors, pieces: Iterable[Piece], state: TrainingSt
 
 
 def _open(path: Path, state: TrainingState, without: tuple[str, ...] = ()) -> CheckpointTensors:
-    """Check all files, and that the weights are those of all ranks, except names that end in one of `without`."""
+    """Check all files, and that the weights are those of all ranks, except names that end in one of
+    `without`."""
     names = {name for name in state.names() if not name.endswith(without)}
     with errors_on_all_ranks(state.mesh.control_group):
         table = read_table(path)
@@ -168,21 +207,34 @@ def _open(path: Path, state: TrainingState, without: tuple[str, ...] = ()) -> Ch
         for piece in state.weights():
             if piece.name in names and not _fits(piece, table.tensors[piece.name]):
                 stored = table.tensors[piece.name]
-                there, here = f"{stored.shape} {stored.dtype}", f"{piece.shape} {DTYPE_NAMES.get(piece.value.dtype, piece.value.dtype)}"
-                raise CheckpointError(f"{place}: {piece.name!r} is {there}, but the model's {here}: {ANOTHER}")
+                there, here = (
+                    f"{stored.shape} {stored.dtype}",
+                    f"{piece.shape} {DTYPE_NAMES.get(piece.value.dtype, piece.value.dtype)}",
+                )
+                raise CheckpointError(
+                    f"{place}: {piece.name!r} is {there}, but the model's {here}: {ANOTHER}"
+                )
     return tensors
 
 
 def _fits(piece: Piece, stored: StoredEntry | None) -> bool:
-    return stored is not None and (stored.shape, stored.dtype) == (piece.shape, DTYPE_NAMES.get(piece.value.dtype))
+    return stored is not None and (stored.shape, stored.dtype) == (
+        piece.shape,
+        DTYPE_NAMES.get(piece.value.dtype),
+    )
 
 
 def _check_optimizer(path: Path, table: Table, optimizer: object) -> None:
-    """Raise CheckpointError unless the stored state belongs to this class of optimizer and to this model."""
+    """Raise CheckpointError unless the stored state belongs to this class of optimizer and to this
+    model."""
     file, given = path / STATE_FILE, type(optimizer).__name__
     if table.optimizer != given:
-        raise CheckpointError(f"{file}: holds state of {table.optimizer}, not of {given}: {ANOTHER}")
+        raise CheckpointError(
+            f"{file}: holds state of {table.optimizer}, not of {given}: {ANOTHER}"
+        )
     parameters = {split_entry(name)[0] for name in table.tensors if "/" not in name}
     for entry in state_shapes(table.tensors):
         if split_entry(entry)[0] not in parameters:
-            raise CheckpointError(f"{file}: holds state of {entry!r}, which the model does not have: {ANOTHER}")
+            raise CheckpointError(
+                f"{file}: holds state of {entry!r}, which the model does not have: {ANOTHER}"
+            )

@@ -1,16 +1,22 @@
-"""Saves a checkpoint, which is complete or absent and does not depend on the mesh, at once or while training continues.
+"""Saves a checkpoint, which is complete or absent and does not depend on the mesh, at once or while
+training continues.
 
-Every rank has pieces of tensors of the whole model. Rank 0 assigns each piece to a rank that writes it; each rank writes one safetensors
-file; rank 0 writes the table `state.json` (`lather.checkpoint.folder`). Everything is written into a folder with a temporary name, synced,
-and renamed by rank 0 when the files of all ranks are complete, so a process killed at any time leaves the earlier checkpoints intact.
+Every rank has pieces of tensors of the whole model. Rank 0 assigns each piece to a rank that writes
+it; each rank writes one safetensors file; rank 0 writes the table `state.json`
+(`lather.checkpoint.folder`). Everything is written into a folder with a temporary name, synced, and
+renamed by rank 0 when the files of all ranks are complete, so a process killed at any time leaves
+the earlier checkpoints intact.
 
-A piece that several ranks have (replicas, step counters) is written by the one with the fewest bytes to write so far, so that the work is
-spread evenly. The assignment is always the same for the same mesh.
+A piece that several ranks have (replicas, step counters) is written by the one with the fewest
+bytes to write so far, so that the work is spread evenly. The assignment is always the same for the
+same mesh.
 
-While training continues, a thread runs all of `save_checkpoint`, including its planning. Training waits only until this rank's pieces have
-been copied to CPU memory. One checkpoint is written at a time, and the next one waits for it. This takes as much CPU memory as the rank
-writes, from the first checkpoint to the end of the run; for CUDA it is pinned, so that copies run at the speed of the bus. Of equal pieces
-on several ranks only one is copied. The thread has its own process group, the mesh's `saving_group`.
+While training continues, a thread runs all of `save_checkpoint`, including its planning. Training
+waits only until this rank's pieces have been copied to CPU memory. One checkpoint is written at a
+time, and the next one waits for it. This takes as much CPU memory as the rank writes, from the
+first checkpoint to the end of the run; for CUDA it is pinned, so that copies run at the speed of
+the bus. Of equal pieces on several ranks only one is copied. The thread has its own process group,
+the mesh's `saving_group`.
 """
 
 from __future__ import annotations
@@ -29,12 +35,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lather.checkpoint.folder import Progress, Retention, StoredEntry, StoredFile, Table, check_cover, checkpoint_path, piece_name
+from lather.checkpoint.folder import (
+    Progress,
+    Retention,
+    StoredEntry,
+    StoredFile,
+    Table,
+    check_cover,
+    checkpoint_path,
+    piece_name,
+)
 from lather.checkpoint.state import TrainingState
 from lather.device import gpu_module, is_gpu
 from lather.errors import CheckpointError
 from lather.files import names_full_disk, sha256, sync
-from lather.models.hf.safetensors_folder import DTYPE_NAMES, TensorToWrite, open_safetensors, write_safetensors
+from lather.models.hf.safetensors_folder import (
+    DTYPE_NAMES,
+    TensorToWrite,
+    open_safetensors,
+    write_safetensors,
+)
 from lather.optim.sharded.placement import Box, Piece, PieceKey
 from lather.parallel.agreement import broadcast, errors_on_all_ranks, gather, scatter
 
@@ -45,9 +65,12 @@ Values = Mapping[PieceKey, Tensor]
 
 
 class Saver:
-    """Writes a run's checkpoints, immediately or in a thread. All ranks call the same methods in the same order."""
+    """Writes a run's checkpoints, immediately or in a thread. All ranks call the same methods in
+    the same order."""
 
-    def __init__(self, folder: Path, state: TrainingState, *, retention: Retention, asynchronous: bool) -> None:
+    def __init__(
+        self, folder: Path, state: TrainingState, *, retention: Retention, asynchronous: bool
+    ) -> None:
         self.folder, self.state, self.retention = folder, state, retention
         self.staging = Staging(state.mesh.device)
         self._thread = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
@@ -56,15 +79,17 @@ class Saver:
         """Seconds that the longest checkpoint took to write; 0 if none was written."""
 
     def save(self, progress: Progress) -> Path:
-        """Save a checkpoint and return its path, where a thread may still be writing it. Raises the error of the previous save if that
-        failed."""
+        """Save a checkpoint and return its path, where a thread may still be writing it. Raises the
+        error of the previous save if that failed."""
         self.wait()
         if self._thread is None:
             with self._timed():
                 return save_checkpoint(self.folder, progress, self.state, retention=self.retention)
         device, copied = self.state.mesh.device, Event()
         if is_gpu(device):
-            gpu_module(device).current_stream(device).synchronize()  # the thread uses another stream
+            gpu_module(device).current_stream(
+                device
+            ).synchronize()  # the thread uses another stream
         self._writing = self._thread.submit(self._write, progress, self.retention, copied)
         copied.wait()
         return checkpoint_path(self.folder, progress.step)
@@ -97,7 +122,8 @@ class Saver:
 
 
 class Staging:
-    """CPU memory for copies of the tensors that a rank writes; it is reused for the next checkpoint."""
+    """CPU memory for copies of the tensors that a rank writes; it is reused for the next
+    checkpoint."""
 
     def __init__(self, device: torch.device, host: torch.device = CPU) -> None:
         """`device`: device of the tensors; `host`: the CPU, or its stand-in in a dry run."""
@@ -123,12 +149,18 @@ class Staging:
 
 
 def save_checkpoint(
-    folder: Path, progress: Progress, state: TrainingState, *, retention: Retention, stage: Callable[[Values], Values] | None = None
+    folder: Path,
+    progress: Progress,
+    state: TrainingState,
+    *,
+    retention: Retention,
+    stage: Callable[[Values], Values] | None = None,
 ) -> Path:
-    """Write `folder/step-<step>`, then delete older checkpoints that are not kept. Returns the path of the checkpoint.
+    """Write `folder/step-<step>`, then delete older checkpoints that are not kept. Returns the path
+    of the checkpoint.
 
-    Every rank calls this and writes its own pieces, or the tensors by which `stage` replaces them. On return the checkpoint is complete on
-    all ranks. If one rank raises, all ranks raise.
+    Every rank calls this and writes its own pieces, or the tensors by which `stage` replaces them.
+    On return the checkpoint is complete on all ranks. If one rank raises, all ranks raise.
     """
     target, group = checkpoint_path(folder, progress.step), state.mesh.saving_group
     if broadcast(target.exists(), group):  # then it is complete, and its contents are the same
@@ -149,7 +181,8 @@ def save_checkpoint(
 
 
 class CheckpointWriter:
-    """Writes the checkpoint `target` together with all ranks of a group (None: one process). Used for one save."""
+    """Writes the checkpoint `target` together with all ranks of a group (None: one process). Used
+    for one save."""
 
     def __init__(self, target: Path, group: dist.ProcessGroup | None) -> None:
         self.target, self.group = target, group
@@ -176,30 +209,41 @@ class CheckpointWriter:
         return {file.name: file for file in gather(stored, self.group) if file is not None}, tensors
 
     def _make_folder(self) -> None:
-        """Create the folder to write into, and delete what killed processes have left partly written or partly deleted."""
+        """Create the folder to write into, and delete what killed processes have left partly
+        written or partly deleted."""
         for leftover in self.target.parent.glob(".tmp-*"):
             shutil.rmtree(leftover)
         self.aside.mkdir(parents=True)
         sync(self.target.parent.parent)
 
-    def write_file(self, chosen: Sequence[Piece], values: Mapping[PieceKey, Tensor]) -> StoredFile | None:
-        """Write this rank's file and sync it to disk; return None if the rank has nothing to write."""
+    def write_file(
+        self, chosen: Sequence[Piece], values: Mapping[PieceKey, Tensor]
+    ) -> StoredFile | None:
+        """Write this rank's file and sync it to disk; return None if the rank has nothing to
+        write."""
         if not chosen:
             return None
         by_name = {piece_name(one.name, one.box, one.shape): one for one in chosen}
-        tensors = [TensorToWrite(name, one.value.dtype, one.box.size, [values[one.key]]) for name, one in sorted(by_name.items())]
+        tensors = [
+            TensorToWrite(name, one.value.dtype, one.box.size, [values[one.key]])
+            for name, one in sorted(by_name.items())
+        ]
         file, digest = self.aside / rank_file(self.rank), hashlib.sha256()
         with names_full_disk(self.target.parent):
             write_safetensors(file, tensors, digest.update)
         return StoredFile(file.name, file.stat().st_size, digest.hexdigest())
 
     def publish(self, table: Table, retention: Retention) -> None:
-        """Write the table, rename the folder, and delete older checkpoints; on rank 0, after all ranks have written."""
+        """Write the table, rename the folder, and delete older checkpoints; on rank 0, after all
+        ranks have written."""
         folder = self.target.parent
         for stored in table.files.values():
             path = self.aside / stored.name
             if not path.is_file() or path.stat().st_size != stored.num_bytes:
-                raise CheckpointError(f"{path}: was written by another rank, but is not here: give a run_dir that all ranks share")
+                raise CheckpointError(
+                    f"{path}: was written by another rank, but is not here: give a run_dir that "
+                    "all ranks share"
+                )
         with names_full_disk(folder):
             table.write(self.aside)
         sync(self.aside)
@@ -209,7 +253,8 @@ class CheckpointWriter:
 
 
 def each_once(by_rank: Sequence[Sequence[Piece]]) -> list[list[Piece]]:
-    """Assign every piece to one rank that has it: the one with the fewest bytes assigned so far, largest pieces first."""
+    """Assign every piece to one rank that has it: the one with the fewest bytes assigned so far,
+    largest pieces first."""
     havers: defaultdict[PieceKey, list[int]] = defaultdict(list)
     pieces: dict[PieceKey, Piece] = {}
     for rank, own in enumerate(by_rank):
@@ -219,7 +264,10 @@ def each_once(by_rank: Sequence[Sequence[Piece]]) -> list[list[Piece]]:
             assert first.is_like(piece), f"ranks differ in what {piece.name} is"
     load = [0] * len(by_rank)
     chosen: list[list[Piece]] = [[] for _ in by_rank]
-    for piece in sorted(pieces.values(), key=lambda piece: (len(havers[piece.key]) > 1, -piece.value.nbytes, piece.key)):
+    for piece in sorted(
+        pieces.values(),
+        key=lambda piece: (len(havers[piece.key]) > 1, -piece.value.nbytes, piece.key),
+    ):
         rank = min(havers[piece.key], key=lambda rank: (load[rank], rank))
         load[rank] += piece.value.nbytes
         chosen[rank].append(piece)
@@ -227,7 +275,8 @@ def each_once(by_rank: Sequence[Sequence[Piece]]) -> list[list[Piece]]:
 
 
 def stored_entries(plan: Sequence[Sequence[Piece]]) -> dict[str, StoredEntry]:
-    """Return the table's entries for this assignment. Raises ValueError if the pieces do not cover a tensor."""
+    """Return the table's entries for this assignment. Raises ValueError if the pieces do not cover
+    a tensor."""
     kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
     file_of: defaultdict[str, dict[Box, str]] = defaultdict(dict)
     for rank, own in enumerate(plan):
@@ -246,11 +295,11 @@ def rank_file(rank: int) -> str:
 
 
 def write_first_checkpoint(folder: Path, write_weights: Callable[[Path], None]) -> None:
-    """Create `folder/step-00000000` from weights that `write_weights` writes into the safetensors file that it is given, one entry per
-    expert.
+    """Create `folder/step-00000000` from weights that `write_weights` writes into the safetensors
+    file that it is given, one entry per expert.
 
-    Any optimizer can start from it with new state. It is not written atomically: the caller renames the folder that contains it.
-    """
+    Any optimizer can start from it with new state. It is not written atomically: the caller renames
+    the folder that contains it."""
     target = checkpoint_path(folder, 0)
     target.mkdir(parents=True)
     file = target / rank_file(0)

@@ -1,8 +1,9 @@
 """The state of a training run on one rank, as pieces of tensors of the whole model.
 
-On a mesh a rank has some layers, some of their experts, and some rows of each parameter or, for optimizers that need whole matrices, some
-matrices. A checkpoint does not depend on this: it has tensors with the names of the whole model, one per routed expert, and each rank has
-pieces of some of them. The pieces are views of the run's own tensors, for saving and loading.
+On a mesh a rank has some layers, some of their experts, and some rows of each parameter or, for
+optimizers that need whole matrices, some matrices. A checkpoint does not depend on this: it has
+tensors with the names of the whole model, one per routed expert, and each rank has pieces of some
+of them. The pieces are views of the run's own tensors, for saving and loading.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from lather.parallel.local_parameters import LocalParameter, ShardInfo
 from lather.parallel.mesh import Mesh
 
 RANDOM = "random/"
-"""Prefix of the names of random states, which distinguishes them from parameters and optimizer state."""
+"""Prefix of the names of random states, which distinguishes them from parameters and optimizer
+state."""
 
 Shapes = Mapping[str, Mapping[str, tuple[int, ...]]]
 """Shapes of optimizer state, by entry and key."""
@@ -34,26 +36,47 @@ class TrainingState:
     """Weights, buffers, optimizer state and random state of this rank, for saving and loading."""
 
     def __init__(
-        self, parameters: Iterable[LocalParameter], module: nn.Module, optimizer: torch.optim.Optimizer | None, mesh: Mesh
+        self,
+        parameters: Iterable[LocalParameter],
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        mesh: Mesh,
     ) -> None:
-        """`parameters`: those of a rank's engine or of a whole model; `module`: its part of the model, or the model."""
+        """`parameters`: those of a rank's engine or of a whole model; `module`: its part of the
+        model, or the model."""
         self.parameters, self.optimizer, self.mesh = list(parameters), optimizer, mesh
         kept = module.state_dict().keys()
         self._buffers = [_whole(name, x) for name, x in module.named_buffers() if name in kept]
         self._infos: dict[Tensor, ShardInfo] = {}
-        for one in self.parameters:  # an optimizer may have the rows of this rank, or the sharded parameter with those of all its ranks
-            first, length = mesh.ep_rank * len(one.source) if one.info.is_expert else 0, len(one.source)
+        # an optimizer may have the rows of this rank, or the sharded parameter with those of all
+        # its ranks
+        for one in self.parameters:
+            first, length = (
+                mesh.ep_rank * len(one.source) if one.info.is_expert else 0,
+                len(one.source),
+            )
             self._infos[one.source] = replace(one.info, offset=first, length=length)
             self._infos[one.parameter] = one.info
 
     @classmethod
-    def of_model(cls, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> TrainingState:
+    def of_model(
+        cls, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+    ) -> TrainingState:
         """Describe a whole model in one process."""
-        infos = [(ShardInfo(name, is_stack(name), tuple(p.shape), 0, len(p)), p) for name, p in model.named_parameters()]
-        return cls([LocalParameter(info, p, p) for info, p in infos], model, optimizer, Mesh.single(torch.device("cpu")))
+        infos = [
+            (ShardInfo(name, is_stack(name), tuple(p.shape), 0, len(p)), p)
+            for name, p in model.named_parameters()
+        ]
+        return cls(
+            [LocalParameter(info, p, p) for info, p in infos],
+            model,
+            optimizer,
+            Mesh.single(torch.device("cpu")),
+        )
 
     def names(self) -> set[str]:
-        """Return the names of the parameters, one per expert, and of the buffers of all ranks; every rank calls this."""
+        """Return the names of the parameters, one per expert, and of the buffers of all ranks;
+        every rank calls this."""
         own, group = {piece.name for piece in self.weights()}, self.mesh.control_group
         return broadcast(set().union(*gather(own, group)), group)
 
@@ -75,7 +98,11 @@ class TrainingState:
             pieces = self.optimizer.state_pieces()
         else:
             state = self.optimizer.state.items()
-            pieces = ((param, _whole(key, value)) for param, entries in state for key, value in entries.items())
+            pieces = (
+                (param, _whole(key, value))
+                for param, entries in state
+                for key, value in entries.items()
+            )
         for param, piece in pieces:
             yield from _pieces(self._infos[param], piece)
 
@@ -86,7 +113,10 @@ class TrainingState:
         states = {"cpu": torch.get_rng_state()}
         if is_gpu(self.mesh.device):
             states["cuda"] = gpu_module(self.mesh.device).get_rng_state(self.mesh.device)
-        return [Piece(f"{RANDOM}{name}.{self.mesh.rank}", state, (0,), (len(state),)) for name, state in states.items()]
+        return [
+            Piece(f"{RANDOM}{name}.{self.mesh.rank}", state, (0,), (len(state),))
+            for name, state in states.items()
+        ]
 
     def set_random_state(self, pieces: Iterable[Piece]) -> None:
         """Set the random states from the pieces of `random_state`, after loading into them."""
@@ -97,11 +127,11 @@ class TrainingState:
                 torch.set_rng_state(piece.value)
 
     def create_optimizer_state(self, stored: Mapping[str, StoredEntry]) -> None:
-        """Replace the optimizer state by one with the stored entries, to load into; parameters without stored state begin with
-        none. Every rank calls this.
+        """Replace the optimizer state by one with the stored entries, to load into; parameters
+        without stored state begin with none. Every rank calls this.
 
-        Raises CheckpointError, on all ranks, if the optimizer has another state than the stored one; the earlier state is then restored.
-        """
+        Raises CheckpointError, on all ranks, if the optimizer has another state than the stored
+        one; the earlier state is then restored."""
         assert self.optimizer is not None
         before, shapes = dict(self.optimizer.state), state_shapes(stored)
         self.optimizer.state.clear()
@@ -120,27 +150,39 @@ class TrainingState:
     def _check_optimizer_state(self, shapes: Shapes) -> None:
         found = state_shapes({piece.name: piece for piece in self.optimizer_state()})
         for entry in sorted(found.keys() & shapes.keys()):
-            owns = found[entry].keys() != {"step"}  # ranks that do not own the matrix have its step only
+            owns = found[entry].keys() != {
+                "step"
+            }  # ranks that do not own the matrix have its step only
             for key in sorted(found[entry].keys() | (shapes[entry].keys() if owns else set())):
                 there, here = (of[entry].get(key, "absent") for of in (shapes, found))
                 if there != here:
-                    raise CheckpointError(f"{entry}/{key} is {there} in the checkpoint and {here} in this run")
+                    raise CheckpointError(
+                        f"{entry}/{key} is {there} in the checkpoint and {here} in this run"
+                    )
 
     def _allocate(self, shapes: Shapes) -> None:
-        """Allocate the state of an optimizer with elementwise rules, whose entries have as many rows as the parameter."""
+        """Allocate the state of an optimizer with elementwise rules, whose entries have as many
+        rows as the parameter."""
         assert self.optimizer is not None
-        for options, p in [(group, p) for group in self.optimizer.param_groups for p in group["params"]]:
+        for options, p in [
+            (group, p) for group in self.optimizer.param_groups for p in group["params"]
+        ]:
             info = self._infos[p]
             one = entry_name(info.name, 0) if info.is_expert else info.name
             keys = {**shapes.get(info.name, {}), **shapes.get(one, {})}
             if keys:
-                device = p.device if options.get("fused") or options.get("capturable") else None  # where torch's optimizers count steps
+                device = (
+                    p.device if options.get("fused") or options.get("capturable") else None
+                )  # where torch's optimizers count steps
                 step = torch.zeros((), dtype=torch.float32, device=device)
-                self.optimizer.state[p] = {key: step if key == "step" else torch.zeros_like(p) for key in keys}
+                self.optimizer.state[p] = {
+                    key: step if key == "step" else torch.zeros_like(p) for key in keys
+                }
 
 
 def state_shapes(tensors: Mapping[str, StoredEntry | Piece]) -> Shapes:
-    """Return the shapes of the optimizer state among the tensors of a checkpoint, or among pieces of a state."""
+    """Return the shapes of the optimizer state among the tensors of a checkpoint, or among pieces
+    of a state."""
     shapes: defaultdict[str, dict[str, tuple[int, ...]]] = defaultdict(dict)
     for name, tensor in tensors.items():
         entry, slash, key = name.rpartition("/")
@@ -154,8 +196,9 @@ def _whole(name: str, value: Tensor) -> Piece:
 
 
 def _pieces(info: ShardInfo, piece: Piece) -> Iterator[Piece]:
-    """Yield the pieces, named as in a checkpoint, of a piece that belongs to the rows of a parameter: one per expert, a range of rows, or
-    one piece if its tensor is not divided. A piece with a name is optimizer state."""
+    """Yield the pieces, named as in a checkpoint, of a piece that belongs to the rows of a
+    parameter: one per expert, a range of rows, or one piece if its tensor is not divided. A piece
+    with a name is optimizer state."""
     suffix, offset, shape = f"/{piece.name}" if piece.name else "", piece.offset, piece.shape
     has_rows = bool(shape) and shape[0] == info.length
     if has_rows and info.is_expert:

@@ -1,4 +1,5 @@
-"""`lather bench optimizer | memory | pipeline | distributed | gaps | calls | launches | convergence | data [options]`."""
+"""`lather bench optimizer | memory | pipeline | distributed | gaps | calls | launches | convergence
+| data [options]`."""
 
 from __future__ import annotations
 
@@ -15,8 +16,13 @@ from lather.lines import fit
 
 BENCHMARKS = {
     "optimizer": "time and memory of SOAP against heavyball and pytorch_optimizer",
-    "memory": "bytes that MoE layers keep for backward, bytes that the loss needs, and the time of both",
-    "pipeline": "bytes that a pipeline rank keeps, step time and bubble, against torch's own DualPipeV runtime",
+    "memory": (
+        "bytes that MoE layers keep for backward, bytes that the loss needs, and the time of both"
+    ),
+    "pipeline": (
+        "bytes that a pipeline rank keeps, step time and "
+        "bubble, against torch's own DualPipeV runtime"
+    ),
     "gaps": "refreshes of the optimizer while ranks of a pipeline wait for each other",
     "distributed": "bytes and flops of a rank of a sharded optimizer, against one process",
     "calls": "Python calls of one optimizer step",
@@ -24,7 +30,8 @@ BENCHMARKS = {
     "data": "speed and memory of making and reading data sets",
     "convergence": "learning speed of rules: runs a study of many trainings (benchmarks/studies)",
 }
-"""The subject of each benchmark. `benchmarks.NAME` has its options, the class `NameBenchmark`, and `run`."""
+"""The subject of each benchmark. `benchmarks.NAME` has its options, the class `NameBenchmark`, and
+`run`."""
 FOLDERS = ("launches", "convergence")
 """Benchmarks that are a folder, whose options and `run` are in its module `command`."""
 
@@ -52,12 +59,16 @@ def bench_command(arguments: list[str]) -> int:
 
 
 def find_benchmark(name: str) -> tuple[type, Callable[[Any], int]]:
-    """Return the class of a benchmark's options, and the function that runs it. Its module, and no other benchmark's, is imported from the
-    checkout that holds the package, or from the current folder if that is a checkout. Raises UserError without a checkout."""
+    """Return the class of a benchmark's options, and the function that runs it. Its module, and no
+    other benchmark's, is imported from the checkout that holds the package, or from the current
+    folder if that is a checkout. Raises UserError without a checkout."""
     for root in (Path(lather.__file__).parents[2], Path.cwd()):
         if (root / "benchmarks" / "__init__.py").is_file() and (root / "pyproject.toml").is_file():
             if str(root) not in sys.path:
                 sys.path.append(str(root))
             module = import_module(f"benchmarks.{name}" + ".command" * (name in FOLDERS))
             return getattr(module, f"{name.capitalize()}Benchmark"), module.run
-    raise UserError("benchmarks are not installed with the package: run `lather bench` in the folder of a checkout of Lather's repository")
+    raise UserError(
+        "benchmarks are not installed with the package: run `lather bench` in the folder of a "
+        "checkout of Lather's repository"
+    )

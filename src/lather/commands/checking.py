@@ -1,5 +1,5 @@
-"""Checks of a command line before it is parsed: options that there are not, all of them at once, and values that are not
-of an option's type."""
+"""Checks of a command line before it is parsed: options that there are not, all of them at once,
+and values that are not of an option's type."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ SWITCH_VALUES = {"true", "false", "yes", "no", "on", "off", "1", "0"}
 
 
 def options_of_line(arguments: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yield the options of a command line, as they are written, each with the values that follow."""
+    """Yield the options of a command line, as they are written, each with the values that
+    follow."""
     places = [place for place, one in enumerate(arguments) if one.startswith("--")]
     for start, end in itertools.pairwise([*places, len(arguments)]):
         name, equals, value = arguments[start].partition("=")
@@ -30,7 +31,8 @@ def options_of_line(arguments: Sequence[str]) -> Iterator[tuple[str, list[str]]]
 
 
 def unknown_options(arguments: Sequence[str], options: Sequence[CommandOption]) -> list[Unknown]:
-    """Return the options of a command line that there are not, each with a hint, which may be empty."""
+    """Return the options of a command line that there are not, each with a hint, which may be
+    empty."""
     flags = {flag for option in options for flag in option.flags} | {"--help"}
     by_name = {option.name: option.flags[0] for option in options}
     unknown = {}
@@ -62,7 +64,11 @@ def _check(written: str, values: Sequence[str], option: CommandOption) -> None:
         return
     form = option.hint
     without_none = [part for part in _parts(form) if part is not types.NoneType]
-    if len(without_none) == 1 and typing.get_origin(without_none[0]) is tuple and values != ["None"]:
+    if (
+        len(without_none) == 1
+        and typing.get_origin(without_none[0]) is tuple
+        and values != ["None"]
+    ):
         form = without_none[0]
     if typing.get_origin(form) is tuple and typing.get_args(form)[-1:] != (Ellipsis,):
         of_each, count = typing.get_args(form)[0], len(typing.get_args(form))
@@ -71,7 +77,9 @@ def _check(written: str, values: Sequence[str], option: CommandOption) -> None:
     else:
         of_each, count = form, 1
     if option.name == "data.path" and not values:  # no folder at all would mean `data.source`
-        raise UserError(f"{written} needs at least one folder of a data set; leave it out for --data.source")
+        raise UserError(
+            f"{written} needs at least one folder of a data set; leave it out for --data.source"
+        )
     words = _words(of_each) or "a value"
     if len(values) < count:
         needs = f"needs {count} values, each of them {words}" if count > 1 else f"needs {words}"

@@ -1,7 +1,8 @@
-"""`lather completion bash | zsh | fish`: a script with which a shell completes commands, options and their values.
+"""`lather completion bash | zsh | fish`: a script with which a shell completes commands, options
+and their values.
 
-The script holds all names, so that a completion starts no Python. Options of all rules and model families are in it. `completion.bash` is
-its form for bash and zsh.
+The script holds all names, so that a completion starts no Python. Options of all rules and model
+families are in it. `completion.bash` is its form for bash and zsh.
 """
 
 from __future__ import annotations
@@ -27,16 +28,25 @@ from lather.optim.rules import RULES
 USAGE = """\
 usage: lather completion SHELL
 
-Print a script with which the shell completes lather's commands and options. To have it in every shell that you start:
+Print a script with which the shell completes lather's commands and options. To have it in every
+shell that you start:
 
   lather completion bash > ~/.local/share/bash-completion/completions/lather
   lather completion zsh >> ~/.zshrc
   lather completion fish > ~/.config/fish/completions/lather.fish
 """
-NAMES = {"optim.name": tuple(RULES), **{f"optim.{kind}.rule": tuple(RULES) for kind in KINDS}, "model.model_type": tuple(FAMILIES)}
+NAMES = {
+    "optim.name": tuple(RULES),
+    **{f"optim.{kind}.rule": tuple(RULES) for kind in KINDS},
+    "model.model_type": tuple(FAMILIES),
+}
 """Values of fields whose type does not say them."""
 WITH_CONFIG = ("train", "plan", "profile")
-FOLLOWING = {"data": ("make", "show", "check"), "bench": tuple(BENCHMARKS), "completion": ("bash", "zsh", "fish")}
+FOLLOWING = {
+    "data": ("make", "show", "check"),
+    "bench": tuple(BENCHMARKS),
+    "completion": ("bash", "zsh", "fish"),
+}
 """The words that follow a command."""
 FIRST = " ".join((*COMMANDS, "--help", "--version"))
 """The words that follow `lather`."""
@@ -51,16 +61,27 @@ def completion_command(arguments: list[str]) -> None:
         return
     (shell, *rest), shells = arguments, FOLLOWING["completion"]
     if shell not in shells or rest:
-        raise UserError(f"lather completion {' '.join(arguments)}: give one shell of {', '.join(shells)}")
+        raise UserError(
+            f"lather completion {' '.join(arguments)}: give one shell of {', '.join(shells)}"
+        )
     commands = (*COMMANDS, *(f"data {name}" for name in FOLLOWING["data"]))
-    options = {command: {option.name: option for option in options_of(command)} for command in commands}
-    print(_fish(options) if shell == "fish" else (ZSH if shell == "zsh" else "") + _bash(options), end="")
+    options = {
+        command: {option.name: option for option in options_of(command)} for command in commands
+    }
+    print(
+        _fish(options) if shell == "fish" else (ZSH if shell == "zsh" else "") + _bash(options),
+        end="",
+    )
 
 
 def options_of(command: str) -> Iterator[CommandOption]:
     """The options of a command, of all rules and families."""
     words = command.split()
-    cls = getattr(import_module(f"lather.commands.{COMMANDS[words[0]]}"), f"{words[-1].capitalize()}Arguments", None)
+    cls = getattr(
+        import_module(f"lather.commands.{COMMANDS[words[0]]}"),
+        f"{words[-1].capitalize()}Arguments",
+        None,
+    )
     if cls is not None:
         yield from options_of_command(cls)
     if command in WITH_CONFIG:
@@ -74,7 +95,9 @@ def options_of(command: str) -> Iterator[CommandOption]:
 
 
 def _values(option: CommandOption) -> tuple[str, ...]:
-    return (*SECTIONS, ALL) if option.name == "help" else NAMES.get(option.name, tuple(option.choices))
+    return (
+        (*SECTIONS, ALL) if option.name == "help" else NAMES.get(option.name, tuple(option.choices))
+    )
 
 
 def _bash(options: dict[str, dict[str, CommandOption]]) -> str:
@@ -85,12 +108,19 @@ def _bash(options: dict[str, dict[str, CommandOption]]) -> str:
             values[_values(option)] += [f"{command} {flag}" for flag in option.flags]
     del values[()]
     flags = {
-        command: dict.fromkeys([*(flag for option in own.values() for flag in option.flags), "--help"]) for command, own in options.items()
+        command: dict.fromkeys(
+            [*(flag for option in own.values() for flag in option.flags), "--help"]
+        )
+        for command, own in options.items()
     }
     script = read_text(files("lather.commands").joinpath("completion.bash"))
     script = script.replace("@commands@", shlex.quote(FIRST))
-    script = script.replace("@values@", "\n".join(_case(places, words) for words, places in values.items()))
-    return script.replace("@options@", "\n".join(_case([command], own) for command, own in flags.items()))
+    script = script.replace(
+        "@values@", "\n".join(_case(places, words) for words, places in values.items())
+    )
+    return script.replace(
+        "@options@", "\n".join(_case([command], own) for command, own in flags.items())
+    )
 
 
 def _case(patterns: Iterable[str], words: Iterable[str]) -> str:
@@ -102,9 +132,21 @@ def _fish(options: dict[str, dict[str, CommandOption]]) -> str:
     for command, own in options.items():
         seen = " && ".join(f"__fish_seen_subcommand_from {word}" for word in command.split())
         for word in FOLLOWING.get(command, ()):
-            lines.append(f"complete -c lather -n {shlex.quote(f'__fish_seen_subcommand_from {command}')} -a {word}")
+            lines.append(
+                f"complete -c lather -n {shlex.quote(f'__fish_seen_subcommand_from {command}')} -a "
+                f"{word}"
+            )
         for option in own.values():
-            value = f"-x -a {shlex.quote(' '.join(words))}" if (words := _values(option)) else "-r" if option.metavar else ""
+            value = (
+                f"-x -a {shlex.quote(' '.join(words))}"
+                if (words := _values(option))
+                else "-r"
+                if option.metavar
+                else ""
+            )
             text = shlex.quote(option.text.partition(". ")[0])
-            lines += [f"complete -c lather -n {shlex.quote(seen)} -l {flag[2:]} {value} -d {text}" for flag in option.flags]
+            lines += [
+                f"complete -c lather -n {shlex.quote(seen)} -l {flag[2:]} {value} -d {text}"
+                for flag in option.flags
+            ]
     return "\n".join(lines) + "\n"

@@ -1,4 +1,5 @@
-"""`lather data make FOLDER SOURCE ...`, `lather data show FOLDER` and `lather data check FOLDER`."""
+"""`lather data make FOLDER SOURCE ...`, `lather data show FOLDER` and `lather data check
+FOLDER`."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from lather.lines import fit, flow
 USAGE = """\
 usage: lather data COMMAND ...
 
-  make FOLDER SOURCE [SOURCE ...]   make a data set of text, JSONL, Parquet, chats or token files, or continue to make one
+  make FOLDER SOURCE [SOURCE ...]   make a data set of text, JSONL, Parquet, chats or tokens
   show FOLDER                       show what a data set holds and what it was made from
   check FOLDER                      read a data set and compare it with its checksums
 
@@ -37,7 +38,8 @@ PLAIN_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class MakeArguments:
-    """Make a data set. A command that was interrupted continues where it stopped when it is given again."""
+    """Make a data set. A command that was interrupted continues where it stopped when it is given
+    again."""
 
     folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
     """Folder to write the data set to."""
@@ -61,7 +63,9 @@ def data_command(arguments: list[str]) -> None:
         print(fit(USAGE), end="")
         return
     if arguments[0] not in commands:
-        raise UserError(f"unknown command data {arguments[0]!r}: use one of {', '.join(commands)}, or --help")
+        raise UserError(
+            f"unknown command data {arguments[0]!r}: use one of {', '.join(commands)}, or --help"
+        )
     commands[arguments[0]](arguments[1:])
 
 
@@ -70,7 +74,9 @@ def _make(arguments: list[str]) -> None:
     require(parsed.workers >= 0, "--workers", parsed.workers, "at least 0 processes")
     display = _ConsoleDisplay(command_console())
     with display.live or contextlib.nullcontext():
-        dataset = make_dataset(parsed.folder, parsed.recipe, display.note, parsed.workers, display.progress)
+        dataset = make_dataset(
+            parsed.folder, parsed.recipe, display.note, parsed.workers, display.progress
+        )
     print(fit(describe(dataset, display)))
 
 
@@ -85,19 +91,24 @@ def _check(arguments: list[str]) -> None:
         dataset.split(name)
     if wrong := dataset.check():
         raise DataError(
-            f"{'; '.join(wrong[:5])}{f'; and {len(wrong) - 5} more' if len(wrong) > 5 else ''}: restore them, or make the data set again"
+            f"{'; '.join(wrong[:5])}{f'; and {len(wrong) - 5} more' if len(wrong) > 5 else ''}: "
+            "restore them, or make the data set again"
         )
     print(fit(f"{dataset.folder} is as it was made ({dataset.manifest.identity})"))
 
 
 class _ConsoleDisplay:
-    """A progress line: on a terminal it is updated in place, otherwise a new line is printed from time to time. Measures the elapsed
-    time."""
+    """A progress line: on a terminal it is updated in place, otherwise a new line is printed from
+    time to time. Measures the elapsed time."""
 
     def __init__(self, console: Console) -> None:
         self.console, self.tokens = console, 0
         self.begun = self._shown = time.monotonic()
-        self.live = Live("", console=console, refresh_per_second=4, transient=True) if is_live(console) else None
+        self.live = (
+            Live("", console=console, refresh_per_second=4, transient=True)
+            if is_live(console)
+            else None
+        )
 
     def note(self, text: str) -> None:
         self.console.print(text, highlight=False, markup=False)
@@ -120,17 +131,31 @@ def describe(dataset: DataSet, made: _ConsoleDisplay | None = None) -> str:
     manifest = dataset.manifest
     lines = [("data set", str(dataset.folder))]
     for name, split in manifest.splits.items():
-        counts = f"{split.documents:,} documents, {split.tokens:,} tokens, the longest {split.longest:,}"
+        counts = (
+            f"{split.documents:,} documents, {split.tokens:,} tokens, the longest {split.longest:,}"
+        )
         lines.append((name, f"{counts}, {len(split.shards)} shards"))
     if made is not None and made.tokens:
         seconds = time.monotonic() - made.begun
         lines.append(("time", f"{duration(seconds)}, {made.tokens / seconds:,.0f} tokens/s"))
-    ends = "no token ends documents" if manifest.end_token is None else f"documents end with {manifest.end_of_text or manifest.end_token}"
+    ends = (
+        "no token ends documents"
+        if manifest.end_token is None
+        else f"documents end with {manifest.end_of_text or manifest.end_token}"
+    )
     lines.append(("vocabulary", f"{manifest.vocab_size:,} tokens, {ends}"))
-    sources, size = ", ".join(manifest.made_from["recipe"]["sources"]), f"{manifest.made_from['bytes']:,} bytes"
+    sources, size = (
+        ", ".join(manifest.made_from["recipe"]["sources"]),
+        f"{manifest.made_from['bytes']:,} bytes",
+    )
     lines.append(("made from", f"{sources} ({manifest.made_from['files']:,} files, {size})"))
     if set(manifest.encodings) - {"utf-8"}:
-        lines.append(("encodings", ", ".join(f"{count:,} x {name}" for name, count in manifest.encodings.items())))
+        lines.append(
+            (
+                "encodings",
+                ", ".join(f"{count:,} x {name}" for name, count in manifest.encodings.items()),
+            )
+        )
     if manifest.skipped:
         lines.append(("not taken", dataset.skipped_in_words))
     if left_out := manifest.made_from.get("left_out"):  # absent in data sets of earlier versions

@@ -1,4 +1,5 @@
-"""`lather doctor [--nproc N] [--run-dir DIR]`: whether what a training run needs is there and in order, also under torchrun or srun."""
+"""`lather doctor [--nproc N] [--run-dir DIR]`: whether what a training run needs is there and in
+order, also under torchrun or srun."""
 
 from __future__ import annotations
 
@@ -30,8 +31,9 @@ TIMEOUT = 120.0
 
 @dataclass(frozen=True)
 class DoctorArguments:
-    """Check versions, devices, memory, the disk of the run directory, and with --nproc N (or under torchrun or srun) clocks of ranks and
-    links between them. The exit status is 1 if something is wrong."""
+    """Check versions, devices, memory, the disk of the run directory, and with --nproc N (or under
+    torchrun or srun) clocks of ranks and links between them. The exit status is 1 if something is
+    wrong."""
 
     run_dir: Path = Path("runs")
     """Where runs are written; it is not made."""
@@ -46,11 +48,14 @@ def doctor_command(arguments: list[str]) -> int:
     world = World.of_environment(os.environ)
     rest, nproc = take_nproc(arguments, world)
     parsed = parse_arguments(DoctorArguments, "lather doctor [--nproc N]", rest)
-    return run_ranks(examine, (parsed,), world, nproc, GroupOptions(pick_device(parsed.device), TIMEOUT))
+    return run_ranks(
+        examine, (parsed,), world, nproc, GroupOptions(pick_device(parsed.device), TIMEOUT)
+    )
 
 
 def examine(parsed: DoctorArguments, world: World) -> int:
-    """One rank's part; the first one shows the findings. Returns the exit status, the same in every rank."""
+    """One rank's part; the first one shows the findings. Returns the exit status, the same in every
+    rank."""
     device = world.device(pick_device(parsed.device))
     facts, links = [find_facts(world, device, parsed.run_dir)], []
     if world.size > 1:
@@ -60,13 +65,17 @@ def examine(parsed: DoctorArguments, world: World) -> int:
     if world.rank == 0:
         if parsed.json:
             lists: dict[str, Sequence[Any]] = {"findings": findings, "ranks": facts, "links": links}
-            write_numbers(parsed.json, {name: [asdict(one) for one in several] for name, several in lists.items()})
+            write_numbers(
+                parsed.json,
+                {name: [asdict(one) for one in several] for name, several in lists.items()},
+            )
         show(findings, world.size, command_console())
     return int(any(finding.verdict == "wrong" for finding in findings))
 
 
 def _gathered(own: RankFacts, run_dir: Path, world: World) -> list[RankFacts]:
-    """The facts of all ranks, with what only several find out; every rank calls it and gets the same."""
+    """The facts of all ranks, with what only several find out; every rank calls it and gets the
+    same."""
     file = probe_file(nearest_folder(run_dir), "shared")
     with contextlib.suppress(OSError):
         if world.rank == 0:
@@ -94,10 +103,24 @@ def show(findings: Sequence[Finding], num_ranks: int, console: Console) -> None:
             table.add_row("", f"[bold]{topic}")
         remedy = f"\n[bold]\N{RIGHTWARDS ARROW} {escape(one.remedy)}[/]" if one.remedy else ""
         style = STYLES[one.verdict]
-        table.add_row(f"[{style}]{one.verdict}", f"  {escape(one.name)}", f"{escape(one.found)}{remedy}")
+        table.add_row(
+            f"[{style}]{one.verdict}", f"  {escape(one.name)}", f"{escape(one.found)}{remedy}"
+        )
     console.print(table, highlight=False)
-    counts = {verdict: sum(one.verdict == verdict for one in findings) for verdict in ("wrong", "warning")}
-    wrong = {0: "nothing is wrong", 1: "1 thing is wrong"}.get(counts["wrong"], f"{counts['wrong']} things are wrong")
-    console.print(f"{wrong}; warnings: {counts['warning']}", style=STYLES["wrong" if counts["wrong"] else "ok"], highlight=False)
+    counts = {
+        verdict: sum(one.verdict == verdict for one in findings) for verdict in ("wrong", "warning")
+    }
+    wrong = {0: "nothing is wrong", 1: "1 thing is wrong"}.get(
+        counts["wrong"], f"{counts['wrong']} things are wrong"
+    )
+    console.print(
+        f"{wrong}; warnings: {counts['warning']}",
+        style=STYLES["wrong" if counts["wrong"] else "ok"],
+        highlight=False,
+    )
     if num_ranks == 1:
-        console.print("links between ranks and their clocks are measured with --nproc 2 or more, or under torchrun", style="dim")
+        console.print(
+            "links between ranks and their clocks are measured with --nproc 2 or more, or under "
+            "torchrun",
+            style="dim",
+        )

@@ -1,5 +1,5 @@
-"""`lather eval RUN [DATA ...]`: evaluates a run on held-out sets, per token and per byte, or on tasks of lm-evaluation-harness
-(`--tasks`)."""
+"""`lather eval RUN [DATA ...]`: evaluates a run on held-out sets, per token and per byte, or on
+tasks of lm-evaluation-harness (`--tasks`)."""
 
 from __future__ import annotations
 
@@ -30,16 +30,25 @@ from lather.train.trained_model import TrainedModel
 
 RECORD = "evaluations.jsonl"
 """File in the run directory with a row per evaluation."""
-FORMS = {"sequences": ",", "tokens": ",", "loss": ".4f", "perplexity": ",.2f", "bits_per_byte": ".4f", "accuracy": ".1%"}
+FORMS = {
+    "sequences": ",",
+    "tokens": ",",
+    "loss": ".4f",
+    "perplexity": ",.2f",
+    "bits_per_byte": ".4f",
+    "accuracy": ".1%",
+}
 """Columns of the table of sets, and the form of their numbers."""
 
 
 @dataclass(frozen=True)
 class EvalArguments:
-    """Evaluate a checkpoint of a run in one process. Without DATA and --tasks, the run's own held-out sets are used."""
+    """Evaluate a checkpoint of a run in one process. Without DATA and --tasks, the run's own
+    held-out sets are used."""
 
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """Run directory, of which the newest checkpoint is evaluated; or RUN@STEP or RUN@best for another one."""
+    """Run directory, of which the newest checkpoint is evaluated; or RUN@STEP or RUN@best for
+    another one."""
     data: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[DATA ...]")] = ()
     """Data sets made by `lather data make`: FOLDER or NAME=FOLDER."""
     split: str = ""
@@ -67,17 +76,25 @@ class EvalArguments:
 
 
 def eval_command(arguments: list[str]) -> None:
-    """Evaluate, print a table (or an object with --json), and append the results to the run's record."""
+    """Evaluate, print a table (or an object with --json), and append the results to the run's
+    record."""
     parsed = parse_arguments(EvalArguments, "lather eval", arguments)
     for name in ("max_sequences", "limit"):
-        require(getattr(parsed, name) >= 0, f"--{name.replace('_', '-')}", getattr(parsed, name), "at least 0")
+        require(
+            getattr(parsed, name) >= 0,
+            f"--{name.replace('_', '-')}",
+            getattr(parsed, name),
+            "at least 0",
+        )
     require(parsed.batch_size >= 1, "--batch-size", parsed.batch_size, "at least 1")
     tasks = [task.strip() for task in parsed.tasks.split(",") if task.strip()]
     trained = TrainedModel.find(parsed.run, parsed.step)
     length = trained.context(parsed.sequence_length, "--sequence-length")
     _refuse_options_without_effect(parsed, tasks)
     manager, tasks = _find_tasks(tasks, parsed.task_folder) if tasks else (None, [])
-    sets = [] if tasks and not parsed.data else open_sets(trained, parsed.data, parsed.split, length)
+    sets = (
+        [] if tasks and not parsed.data else open_sets(trained, parsed.data, parsed.split, length)
+    )
     decoder = trained.decoder()
     result: dict[str, Any] = {
         "run": str(trained.run),
@@ -101,15 +118,30 @@ def eval_command(arguments: list[str]) -> None:
 
 
 def _refuse_options_without_effect(parsed: EvalArguments, tasks: list[str]) -> None:
-    of_tasks = {"--limit": parsed.limit, "--chat-template": parsed.chat_template, "--task-folder": parsed.task_folder}
+    of_tasks = {
+        "--limit": parsed.limit,
+        "--chat-template": parsed.chat_template,
+        "--task-folder": parsed.task_folder,
+    }
     of_tasks |= {"--num-fewshot": parsed.num_fewshot >= 0}
     of_sets = {"--split": parsed.split, "--max-sequences": parsed.max_sequences}
-    given = [name for name, value in (of_sets if tasks and not parsed.data else {} if tasks else of_tasks).items() if value]
+    given = [
+        name
+        for name, value in (
+            of_sets if tasks and not parsed.data else {} if tasks else of_tasks
+        ).items()
+        if value
+    ]
     if given:
-        raise UserError(f"{given[0]} applies to {'held-out sets: give DATA' if tasks else 'tasks: give --tasks'}, or leave it out")
+        raise UserError(
+            f"{given[0]} applies to "
+            f"{'held-out sets: give DATA' if tasks else 'tasks: give --tasks'}, or leave it out"
+        )
 
 
-def _score_sets(trained: TrainedModel, decoder: Decoder, sets: list[HeldOutSet], parsed: EvalArguments) -> dict[str, dict[str, Any]]:
+def _score_sets(
+    trained: TrainedModel, decoder: Decoder, sets: list[HeldOutSet], parsed: EvalArguments
+) -> dict[str, dict[str, Any]]:
     device, vocab_size = next(decoder.parameters()).device, trained.config.model.vocab_size
     found = {}
     with Console(stderr=True).status("") as status, trained.precision(device):
@@ -122,7 +154,15 @@ def _score_sets(trained: TrainedModel, decoder: Decoder, sets: list[HeldOutSet],
             def show(done: int, label: str = label) -> None:
                 status.update(f"{label}: {done:,} sequences")
 
-            score = score_set(decoder, one.source, indices, parsed.batch_size, apart=apart, bytes_V=bytes_V, progress=show)
+            score = score_set(
+                decoder,
+                one.source,
+                indices,
+                parsed.batch_size,
+                apart=apart,
+                bytes_V=bytes_V,
+                progress=show,
+            )
             if not score.tokens:
                 what = f"no token of its {len(indices)} sequences is learned, so it has no loss"
                 print(f"{one.source.name}: {what}: give another set or split", file=sys.stderr)
@@ -131,28 +171,49 @@ def _score_sets(trained: TrainedModel, decoder: Decoder, sets: list[HeldOutSet],
 
 
 def _find_tasks(tasks: list[str], folder: Path | None) -> Any:
-    """Return the harness's task manager, and the names of the tasks. Raises UserError if the harness is not installed or lacks a task."""
+    """Return the harness's task manager, and the names of the tasks. Raises UserError if the
+    harness is not installed or lacks a task."""
     if importlib.util.find_spec("lm_eval") is None:
-        raise UserError("--tasks needs lm-evaluation-harness, which is not installed: pip install 'lather[lm-eval]'")
+        raise UserError(
+            "--tasks needs lm-evaluation-harness, which is not installed: pip install "
+            "'lather[lm-eval]'"
+        )
     from lather.evaluation.harness import find_tasks
 
     return find_tasks(tasks, folder)
 
 
-def _run_tasks(trained: TrainedModel, decoder: Decoder, tasks: list[str], manager: Any, parsed: EvalArguments) -> dict[str, Any]:
+def _run_tasks(
+    trained: TrainedModel, decoder: Decoder, tasks: list[str], manager: Any, parsed: EvalArguments
+) -> dict[str, Any]:
     from lather.evaluation.harness import HarnessModel, run_tasks
 
-    model = HarnessModel(trained, batch_size=parsed.batch_size, context=parsed.sequence_length, decoder=decoder)
-    return run_tasks(model, tasks, manager, limit=parsed.limit, shots=parsed.num_fewshot, chat=parsed.chat_template)
+    model = HarnessModel(
+        trained, batch_size=parsed.batch_size, context=parsed.sequence_length, decoder=decoder
+    )
+    return run_tasks(
+        model,
+        tasks,
+        manager,
+        limit=parsed.limit,
+        shots=parsed.num_fewshot,
+        chat=parsed.chat_template,
+    )
 
 
 def _show(result: Mapping[str, Any], trained: TrainedModel) -> None:
     console = command_console()
     print(fit(f"{trained.checkpoint}, sequences of {result['sequence_length']} tokens"))
     if result["sets"]:
-        table = titled_table(left=("set", "split"), right=(name.replace("_", " ") for name in FORMS))
+        table = titled_table(
+            left=("set", "split"), right=(name.replace("_", " ") for name in FORMS)
+        )
         for name, row in result["sets"].items():
-            table.add_row(escape(name), row["split"], *(_number(row[key], form) for key, form in FORMS.items()))
+            table.add_row(
+                escape(name),
+                row["split"],
+                *(_number(row[key], form) for key, form in FORMS.items()),
+            )
         console.print(table)
     if result["tasks"]:
         table = titled_table(left=("task", "metric"), right=("value", "± standard error"))
@@ -160,7 +221,12 @@ def _show(result: Mapping[str, Any], trained: TrainedModel) -> None:
             for metric, value in metrics.items():
                 name, _, form = metric.partition(",")
                 if not name.endswith("_stderr"):
-                    table.add_row(escape(task), escape(name), f"{value:.4f}", _number(metrics.get(f"{name}_stderr,{form}"), ".4f"))
+                    table.add_row(
+                        escape(task),
+                        escape(name),
+                        f"{value:.4f}",
+                        _number(metrics.get(f"{name}_stderr,{form}"), ".4f"),
+                    )
         console.print(table)
 
 
@@ -169,7 +235,8 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _record(path: Path, result: Mapping[str, Any]) -> None:
-    """Append the results to the run's record. If it cannot be written, only warn: the results have been printed already."""
+    """Append the results to the run's record. If it cannot be written, only warn: the results have
+    been printed already."""
     before = path.stat().st_size if path.exists() else 0
     try:
         with path.open("a", encoding="utf-8") as file:

@@ -1,4 +1,5 @@
-"""`lather import FOLDER RUN` and `lather export RUN FOLDER`: read models from Hugging Face folders, and write them."""
+"""`lather import FOLDER RUN` and `lather export RUN FOLDER`: read models from Hugging Face folders,
+and write them."""
 
 from __future__ import annotations
 
@@ -47,14 +48,15 @@ from lather.train.trained_model import TrainedModel
 
 EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FURTHER_TRAINING = optim_config(lr=1e-4)
-"""Optimizer of an imported run: the trainer's default rule, as with `lather train --init-from`. Its rate
-is a hundredth of the default, which is meant for random weights and would undo what the model has
-learned."""
+"""Optimizer of an imported run: the trainer's default rule, as with `lather train --init-from`. Its
+rate is a hundredth of the default, which is meant for random weights and would undo what the model
+has learned."""
 
 
 @dataclass(frozen=True)
 class ImportArguments:
-    """Make a run at step 0 from a Hugging Face folder, to generate text, to train further, or to export. Its weights become fp32."""
+    """Make a run at step 0 from a Hugging Face folder, to generate text, to train further, or to
+    export. Its weights become fp32."""
 
     folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
     """Folder with config.json and safetensors."""
@@ -64,22 +66,27 @@ class ImportArguments:
 
 @dataclass(frozen=True)
 class ExportArguments:
-    """Write a run's model as a Hugging Face folder, with its tokenizer. The run may be training at the same time."""
+    """Write a run's model as a Hugging Face folder, with its tokenizer. The run may be training at
+    the same time."""
 
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """Run directory, of which the newest checkpoint is exported; or RUN@STEP or RUN@best for another one."""
+    """Run directory, of which the newest checkpoint is exported; or RUN@STEP or RUN@best for
+    another one."""
     folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
     """Folder to create."""
     dtype: Literal["fp32", "bf16", "fp16"] | None = None
     """Data type of the written weights; left out: bf16, and fp32 for adapters."""
     max_shard_size: str = "5GB"
-    """Maximal size of a file, such as 500MB, 5GB or 4GiB; a larger tensor gets a file of its own."""
+    """Maximal size of a file, such as 500MB, 5GB or 4GiB; a larger tensor gets a file of its
+    own."""
     step: int = -1
     """Step of the checkpoint; negative: the newest."""
     adapter: bool = False
-    """Write only the adapters of [lora], in PEFT's format, instead of the model with the adapters merged."""
+    """Write only the adapters of [lora], in PEFT's format, instead of the model with the adapters
+    merged."""
     base: str = ""
-    """With --adapter: name or folder of the base model, for PEFT; left out: the folder of init_from."""
+    """With --adapter: name or folder of the base model, for PEFT; left out: the folder of
+    init_from."""
 
 
 def import_command(arguments: list[str]) -> None:
@@ -102,7 +109,12 @@ def import_command(arguments: list[str]) -> None:
     for note in notes_on_config(parsed.folder):
         print(fit(f"note: {note}"))
     if TOKENIZER_FILE not in carried:
-        print(fit(f"no {TOKENIZER_FILE} in {parsed.folder}: `lather generate` needs one in {parsed.run}"))
+        print(
+            fit(
+                f"no {TOKENIZER_FILE} in {parsed.folder}: `lather generate` needs one in "
+                f"{parsed.run}"
+            )
+        )
     print(f"run               {parsed.run}")
     run, config_file = (shlex.quote(str(path)) for path in (parsed.run, parsed.run / "config.toml"))
     command = f"lather train {config_file} --init-from {run} --run-dir NEW --data.source FOLDER"
@@ -123,7 +135,9 @@ def export_command(arguments: list[str]) -> None:
     if parsed.adapter:
         check_adapters_are_all(config)
     elif parsed.base:
-        raise UserError(f"--base {parsed.base} applies to adapters only: give --adapter, or leave it out")
+        raise UserError(
+            f"--base {parsed.base} applies to adapters only: give --adapter, or leave it out"
+        )
     with held_checkpoint(run, lambda: find_checkpoint(parsed.run, parsed.step)[1]) as checkpoint:
         weights = open_checkpoint(checkpoint).weights()
         if parsed.adapter:
@@ -141,44 +155,65 @@ def export_command(arguments: list[str]) -> None:
                 ends=_ends(TrainedModel(run, checkpoint, config)),
             )
             print(f"{checkpoint.name} in {dtype}{'' if tokenizer else ', without a tokenizer'}")
-    if not parsed.adapter and isinstance(config.model, DeepseekV2Config) and config.model.normalizes:
+    if (
+        not parsed.adapter
+        and isinstance(config.model, DeepseekV2Config)
+        and config.model.normalizes
+    ):
         print(fit(f"note: {NORMALIZED}"))
     print(f"folder            {parsed.folder}")
 
 
-def _export_adapters(parsed: ExportArguments, config: Config, weights: TensorSource, dtype: str) -> None:
+def _export_adapters(
+    parsed: ExportArguments, config: Config, weights: TensorSource, dtype: str
+) -> None:
     is_published = config.init_from and (Path(config.init_from) / CONFIG_FILE).is_file()
     base = parsed.base or (str(Path(config.init_from).resolve()) if is_published else "")
-    save_peft(weights, config.model, config.lora, parsed.folder, base=base, dtype=EXPORT_DTYPES[dtype])
+    save_peft(
+        weights, config.model, config.lora, parsed.folder, base=base, dtype=EXPORT_DTYPES[dtype]
+    )
     if not base:
-        print(fit("note: no base model is named: export the run that init_from names, and give its folder as --base"))
+        print(
+            fit(
+                "note: no base model is named: export the run that init_from names, and give its "
+                "folder as --base"
+            )
+        )
 
 
 def _config(parsed: ImportArguments, model: ModelConfig) -> Config:
     data = _data(parsed)
     try:
-        train = LoopConfig(sequence_length=min(LoopConfig().sequence_length, model.max_position_embeddings))
-        return Config(run_dir=str(parsed.run), model=model, data=data, optim=FURTHER_TRAINING, train=train)
+        train = LoopConfig(
+            sequence_length=min(LoopConfig().sequence_length, model.max_position_embeddings)
+        )
+        return Config(
+            run_dir=str(parsed.run), model=model, data=data, optim=FURTHER_TRAINING, train=train
+        )
     except ConfigError as error:
         raise ExchangeError(f"{parsed.folder / CONFIG_FILE}: {error}") from None
 
 
 def _data(parsed: ImportArguments) -> DataConfig:
-    """Return data settings for further training: the model's own tokenizer, found from any working directory, and the model's own end of
-    text."""
+    """Return data settings for further training: the model's own tokenizer, found from any working
+    directory, and the model's own end of text."""
     if not (parsed.folder / TOKENIZER_FILE).is_file():
         return DataConfig()
     tokenizer = load_tokenizer(parsed.folder / TOKENIZER_FILE, "download it again, or remove it")
     ids = json.loads(read_text(parsed.folder / CONFIG_FILE)).get("eos_token_id")
     last = ids[0] if isinstance(ids, list) and ids else ids
-    candidates = [END_OF_TEXT, tokenizer.id_to_token(last) if isinstance(last, int) and 0 <= last < 2**32 else None]
+    candidates = [
+        END_OF_TEXT,
+        tokenizer.id_to_token(last) if isinstance(last, int) and 0 <= last < 2**32 else None,
+    ]
     known = [token for token in candidates if token and tokenizer.token_to_id(token) is not None]
     tokenizer_file = parsed.run.resolve() / TOKENIZER_FILE
     return DataConfig(tokenizer=str(tokenizer_file), end_of_text=known[0] if known else END_OF_TEXT)
 
 
 def _ends(trained: TrainedModel) -> list[int]:
-    """Return the tokens with which a run's model ends texts and answers; none if the run has no tokenizer."""
+    """Return the tokens with which a run's model ends texts and answers; none if the run has no
+    tokenizer."""
     if not (trained.run / TOKENIZER_FILE).is_file():
         return []
     tokenizer = trained.tokenizer()
@@ -189,7 +224,8 @@ def _ends(trained: TrainedModel) -> list[int]:
 
 
 def _tokenizer(run: Path, data: DataConfig) -> Path | None:
-    """Return the run's tokenizer; if an import left the same one with its companion files, that one."""
+    """Return the run's tokenizer; if an import left the same one with its companion files, that
+    one."""
     own = run / TOKENIZER_FILE
     brought = [folder / COMPANION_FOLDER for folder in (run, Path(data.tokenizer or own).parent)]
     if not own.is_file():

@@ -1,4 +1,5 @@
-"""`lather generate RUN`: continues one or more texts, texts from a file, or answers a message or a conversation."""
+"""`lather generate RUN`: continues one or more texts, texts from a file, or answers a message or a
+conversation."""
 
 from __future__ import annotations
 
@@ -17,7 +18,13 @@ from tokenizers import Tokenizer
 from lather.commands.parsing import parse_arguments
 from lather.data.chat import Messages
 from lather.errors import DataError, UserError, require
-from lather.generation.prompts import Conversation, ConversationFormat, Prompt, encode_text, read_prompts
+from lather.generation.prompts import (
+    Conversation,
+    ConversationFormat,
+    Prompt,
+    encode_text,
+    read_prompts,
+)
 from lather.generation.text import ContinuedText, Ending, continue_texts
 from lather.lines import rule
 from lather.models.decoder import Decoder
@@ -33,7 +40,8 @@ class GenerateArguments:
     """Continue texts, or answer messages, with a checkpoint of a run."""
 
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """Run directory, of which the newest checkpoint is used; or RUN@STEP or RUN@best for another one."""
+    """Run directory, of which the newest checkpoint is used; or RUN@STEP or RUN@best for another
+    one."""
     prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = field(default=())
     """Text to continue; may be given several times."""
     prompts: Path | None = None
@@ -58,7 +66,8 @@ class GenerateArguments:
     batch_size: int = 16
     """Texts that are generated at the same time."""
     context: int = 0
-    """Number of last tokens that the model reads; 0: `train.sequence_length`, at most `model.max_position_embeddings`."""
+    """Number of last tokens that the model reads; 0: `train.sequence_length`, at most
+    `model.max_position_embeddings`."""
     seed: int = 0
     """Random seed of the first text; each further text has the next one."""
     step: int = -1
@@ -85,20 +94,42 @@ def generate_command(arguments: list[str]) -> None:
 
 def _check(parsed: GenerateArguments) -> None:
     for name in ("tokens", "num_samples", "batch_size"):
-        require(getattr(parsed, name) >= 1, f"--{name.replace('_', '-')}", getattr(parsed, name), "at least 1")
-    require(parsed.temperature == 0 or parsed.temperature >= 1e-3, "--temperature", parsed.temperature, "0 or at least 0.001")
+        require(
+            getattr(parsed, name) >= 1,
+            f"--{name.replace('_', '-')}",
+            getattr(parsed, name),
+            "at least 1",
+        )
+    require(
+        parsed.temperature == 0 or parsed.temperature >= 1e-3,
+        "--temperature",
+        parsed.temperature,
+        "0 or at least 0.001",
+    )
     require(0 <= parsed.seed < LARGEST_SEED, "--seed", parsed.seed, "at least 0 and below 2**64")
     require(parsed.top_k >= 0, "--top-k", parsed.top_k, "at least 0")
     require(0 < parsed.top_p <= 1, "--top-p", parsed.top_p, "above 0 and at most 1")
-    require(not parsed.chat or parsed.num_samples == 1, "--num-samples", parsed.num_samples, "1 with --chat")
-    inputs = {"--prompt": bool(parsed.prompt), "--prompts": bool(parsed.prompts), "--message": bool(parsed.message), "--chat": parsed.chat}
+    require(
+        not parsed.chat or parsed.num_samples == 1,
+        "--num-samples",
+        parsed.num_samples,
+        "1 with --chat",
+    )
+    inputs = {
+        "--prompt": bool(parsed.prompt),
+        "--prompts": bool(parsed.prompts),
+        "--message": bool(parsed.message),
+        "--chat": parsed.chat,
+    }
     given = [name for name, is_given in inputs.items() if is_given]
     if not given:
         raise UserError(f"nothing to continue: give {INPUTS}")
     if len(given) > 1:
         raise UserError(f"{' and '.join(given)} were given: use one of {INPUTS}")
     if parsed.system and given[0] not in ("--message", "--chat"):
-        raise UserError(f"--system precedes a message, but {given[0]} was given: use --message or --chat")
+        raise UserError(
+            f"--system precedes a message, but {given[0]} was given: use --message or --chat"
+        )
 
 
 def _system(parsed: GenerateArguments) -> Messages:
@@ -126,7 +157,8 @@ def _lines_of_user() -> Iterator[str]:
 
 
 class _Writer:
-    """Generates and prints the texts of prompts. The model is loaded only after all prompts have been checked."""
+    """Generates and prints the texts of prompts. The model is loaded only after all prompts have
+    been checked."""
 
     def __init__(self, parsed: GenerateArguments, trained: TrainedModel) -> None:
         self._parsed, self._trained = parsed, trained
@@ -150,7 +182,9 @@ class _Writer:
             if live:
                 print(self._shown_before(prompts[0], encoded[0]), end="", flush=True)
             answers = not isinstance(prompts[batch[0][0]], str)
-            continued = self._continue(decoder, [encoded[number] for number, _ in batch], answers=answers, live=live)
+            continued = self._continue(
+                decoder, [encoded[number] for number, _ in batch], answers=answers, live=live
+            )
             for (number, sample), one in zip(batch, continued, strict=True):
                 if self._parsed.json:
                     self._print_row(prompts[number], sample, one)
@@ -161,21 +195,30 @@ class _Writer:
                     print(self._shown_before(prompts[number], encoded[number]) + one.text)
 
     def _batches(self, prompts: list[Prompt]) -> Iterator[list[tuple[int, int]]]:
-        """Yield batches of (number of the prompt, number of the sample). A batch never mixes texts and conversations, which end
-        differently."""
-        jobs = ((number, sample) for number in range(len(prompts)) for sample in range(self._parsed.num_samples))
+        """Yield batches of (number of the prompt, number of the sample). A batch never mixes texts
+        and conversations, which end differently."""
+        jobs = (
+            (number, sample)
+            for number in range(len(prompts))
+            for sample in range(self._parsed.num_samples)
+        )
         for _, alike in itertools.groupby(jobs, key=lambda job: isinstance(prompts[job[0]], str)):
             while batch := list(itertools.islice(alike, self._parsed.batch_size)):
                 yield batch
 
     def talk(self, lines: Iterator[str]) -> None:
-        """Answer one message after the other, each with the whole conversation so far as its context."""
+        """Answer one message after the other, each with the whole conversation so far as its
+        context."""
         decoder, messages = self._trained.decoder(), _system(self._parsed)
         for line in lines:
             messages.append({"role": "user", "content": line})
             prompt = self._encode(messages)
             if len(prompt) > self._context:
-                print(f"(the model reads the last {self._context} of the conversation's {len(prompt)} tokens)", file=sys.stderr)
+                print(
+                    f"(the model reads the last {self._context} of the conversation's "
+                    f"{len(prompt)} tokens)",
+                    file=sys.stderr,
+                )
             (answer,) = self._continue(decoder, [prompt], answers=True, live=not self._parsed.json)
             if self._parsed.json:
                 self._print_row(messages, 0, answer)
@@ -183,12 +226,20 @@ class _Writer:
                 print(flush=True)
             messages.append({"role": "assistant", "content": answer.text})
 
-    def _continue(self, decoder: Decoder, prompts: list[list[int]], *, answers: bool, live: bool) -> list[ContinuedText]:
-        """Continue the prompts. If they are conversations (`answers`), the chat template's end of an answer ends them too."""
+    def _continue(
+        self, decoder: Decoder, prompts: list[list[int]], *, answers: bool, live: bool
+    ) -> list[ContinuedText]:
+        """Continue the prompts. If they are conversations (`answers`), the chat template's end of
+        an answer ends them too."""
         ending = Ending(self._parsed.tokens, self._ends)
         if answers:
-            ending = Ending(self._parsed.tokens, self._ends | self._format.stop_tokens, self._format.stop_texts)
-        seeds = [(self._parsed.seed + self._texts_made + number) % LARGEST_SEED for number in range(len(prompts))]
+            ending = Ending(
+                self._parsed.tokens, self._ends | self._format.stop_tokens, self._format.stop_texts
+            )
+        seeds = [
+            (self._parsed.seed + self._texts_made + number) % LARGEST_SEED
+            for number in range(len(prompts))
+        ]
         self._texts_made += len(prompts)
 
         def show(row: int, piece: str) -> None:
@@ -196,7 +247,14 @@ class _Writer:
                 print(piece, end="", flush=True)
 
         return continue_texts(
-            decoder, self._tokenizer, prompts, ending, context=self._context, sampling=self._sampling, seeds=seeds, show=show
+            decoder,
+            self._tokenizer,
+            prompts,
+            ending,
+            context=self._context,
+            sampling=self._sampling,
+            seeds=seeds,
+            show=show,
         )
 
     def _encode(self, prompt: Prompt) -> list[int]:
@@ -210,12 +268,19 @@ class _Writer:
         return tokens
 
     def _shown_before(self, prompt: Prompt, encoded: list[int]) -> str:
-        """Return the text to print before a continuation: the decoded prompt, or nothing for a conversation."""
+        """Return the text to print before a continuation: the decoded prompt, or nothing for a
+        conversation."""
         return str(self._tokenizer.decode(encoded)) if isinstance(prompt, str) else ""
 
     def _print_row(self, prompt: Prompt, sample: int, one: ContinuedText) -> None:
         kind = "prompt" if isinstance(prompt, str) else "messages"
-        row = {kind: prompt, "sample": sample, "text": one.text, "tokens": one.num_tokens, "stopped": one.stopped}
+        row = {
+            kind: prompt,
+            "sample": sample,
+            "text": one.text,
+            "tokens": one.num_tokens,
+            "stopped": one.stopped,
+        }
         if isinstance(prompt, Conversation) and prompt.tools:
             row["tools"] = prompt.tools
         print(json.dumps(row, ensure_ascii=False), flush=True)

@@ -1,4 +1,5 @@
-"""`lather plan CONFIG --world N`: predicts the memory that every rank of a training run will need, without a GPU and before the run."""
+"""`lather plan CONFIG --world N`: predicts the memory that every rank of a training run will need,
+without a GPU and before the run."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ from lather.planning.workers import Assumed
 
 @dataclass(frozen=True)
 class PlanArguments:
-    """Run a few training steps of one rank at each pipeline position on tensors without storage, and show which bytes are alive at the
-    peak."""
+    """Run a few training steps of one rank at each pipeline position on tensors without storage,
+    and show which bytes are alive at the peak."""
 
     config: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
     world: int = 1
@@ -36,16 +37,19 @@ class PlanArguments:
     device: Literal["gpu", "cpu"] = "gpu"
     """Kind of device that the ranks have; some code differs between CPU and GPU."""
     imbalance: float = 1.0
-    """Rows that the experts of the busiest rank receive, relative to an even load; above 1 for routers that are not balanced."""
+    """Rows that the experts of the busiest rank receive, relative to an even load; above 1 for
+    routers that are not balanced."""
     out: Path | None = None
-    """PNG file to draw to: the peaks of all pipeline ranks, and their bytes by kind during a step."""
+    """PNG file to draw to: the peaks of all pipeline ranks, and their bytes by kind during a
+    step."""
     html: Path | None = None
-    """HTML file, without further files, with the same for every step; it can be explored with the mouse."""
+    """HTML file, without further files, with the same for every step; it can be explored with the
+    mouse."""
     json: Path | None = None
     """JSON file to write all numbers to."""
     advice: Literal["auto", "always", "never"] = "auto"
-    """Search for settings that fit in --memory among meshes, recomputation, smaller optimizer states and rules, which takes minutes; auto:
-    if the run does not fit."""
+    """Search for settings that fit in --memory among meshes, recomputation, smaller optimizer
+    states and rules, which takes minutes; auto: if the run does not fit."""
     machine: int = 8
     """Devices per machine; in the advice, the ranks that share the experts of a layer are on one
     machine, and pipelines may go from machine to machine."""
@@ -58,13 +62,19 @@ class PlanArguments:
         require(self.machine >= 1, "--machine", self.machine, "at least 1 device")
         if self.memory:
             parse_size(self.memory, "--memory", unit=True)
-        for name, needs_it in (("--write", self.write is not None), ("--advice always", self.advice == "always")):
+        for name, needs_it in (
+            ("--write", self.write is not None),
+            ("--advice always", self.advice == "always"),
+        ):
             if needs_it and not self.memory:
-                raise UserError(f"{name} needs --memory, the memory of a device, such as --memory 80GiB")
+                raise UserError(
+                    f"{name} needs --memory, the memory of a device, such as --memory 80GiB"
+                )
 
 
 def plan_command(arguments: list[str]) -> int:
-    """Make the plan, write the files that were asked for, and print the tables. Returns 1 if the run does not fit in the given memory."""
+    """Make the plan, write the files that were asked for, and print the tables. Returns 1 if the
+    run does not fit in the given memory."""
     parsed, name = parse_with_config(PlanArguments, "plan", arguments)
     for path in filter(None, (parsed.out, parsed.html, parsed.json, parsed.write)):
         if not path.absolute().parent.is_dir() or path.is_dir():
@@ -89,7 +99,8 @@ def plan_command(arguments: list[str]) -> int:
 
 
 def _advise(parsed: PlanArguments, assumed: Assumed, memory: int, console: Console) -> None:
-    """Search for settings that fit and print them; write the configuration of the first one if asked to."""
+    """Search for settings that fit and print them; write the configuration of the first one if
+    asked to."""
 
     def say(what: str) -> None:
         console.print(what, style="dim", highlight=False)
@@ -98,7 +109,9 @@ def _advise(parsed: PlanArguments, assumed: Assumed, memory: int, console: Conso
     plan_report.show_advice(found, memory, console)
     if parsed.write and found.settings:
         best = found.settings[0][0]
-        comment = f"# lather plan: for {parsed.world} ranks, {as_options(best.changes) or 'as it was'}\n"
+        comment = (
+            f"# lather plan: for {parsed.world} ranks, {as_options(best.changes) or 'as it was'}\n"
+        )
         with whole_file(parsed.write, "--write") as aside:
             aside.write_text(comment + config_to_toml(best.config), "utf-8")
         console.print(f"written: {parsed.write}", highlight=False)

@@ -1,4 +1,5 @@
-"""`lather plot RUN [RUN ...]`, `lather plot --schedule RUN` and `lather plot --schedule --pp P --micro-batches N`."""
+"""`lather plot RUN [RUN ...]`, `lather plot --schedule RUN` and `lather plot --schedule --pp P
+--micro-batches N`."""
 
 from __future__ import annotations
 
@@ -15,15 +16,17 @@ from lather.errors import UserError, require
 
 @dataclass(frozen=True)
 class PlotArguments:
-    """Draw one picture: of one or more runs, of a run's pipeline timeline, or of the DualPipeV schedule."""
+    """Draw one picture: of one or more runs, of a run's pipeline timeline, or of the DualPipeV
+    schedule."""
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional] = field()
     """Run directories."""
     out: Path | None = None
-    """PNG file to write; left out: loss.png in the run's folder for one run, comparison.png here for several; with --schedule timeline.png
-    in the run's folder, or schedule.png here."""
+    """PNG file to write; left out: loss.png in the run's folder for one run, comparison.png here
+    for several; with --schedule timeline.png in the run's folder, or schedule.png here."""
     schedule: bool = False
-    """Draw the timeline of the newest step in a run's timeline.jsonl; without a run, the schedule for --pp and --micro-batches."""
+    """Draw the timeline of the newest step in a run's timeline.jsonl; without a run, the schedule
+    for --pp and --micro-batches."""
     pp: int | None = None
     """Pipeline ranks of the schedule."""
     micro_batches: int | None = None
@@ -31,7 +34,8 @@ class PlotArguments:
     forward: float = 1.0
     """Duration of a stage's forward chunk in the schedule, in any unit."""
     backward_input: float = 1.0
-    """Duration of the gradient of a stage's input; a full backward chunk takes this plus the duration of the weight gradients."""
+    """Duration of the gradient of a stage's input; a full backward chunk takes this plus the
+    duration of the weight gradients."""
     backward_weight: float = 1.0
     """Duration of the weight gradients of a stage."""
     overlap: float | None = None
@@ -40,7 +44,12 @@ class PlotArguments:
     def __post_init__(self) -> None:
         for name in ("forward", "backward_input", "backward_weight", "overlap"):
             value = getattr(self, name)
-            require(value is None or 0 < value < float("inf"), f"--{name.replace('_', '-')}", value, "a time above 0")
+            require(
+                value is None or 0 < value < float("inf"),
+                f"--{name.replace('_', '-')}",
+                value,
+                "a time above 0",
+            )
 
 
 def plot_command(arguments: list[str]) -> None:
@@ -57,11 +66,15 @@ def _draw_runs(parsed: PlotArguments) -> Path:
         raise UserError("--pp and --micro-batches apply to the pipeline schedule: add --schedule")
     for run in parsed.runs:
         if not (run / "metrics.jsonl").is_file():
-            raise UserError(f"{run}: not a run (it has no metrics.jsonl): give the run_dir of a training run")
+            raise UserError(
+                f"{run}: not a run (it has no metrics.jsonl): give the run_dir of a training run"
+            )
 
     from lather.train.plot import draw  # matplotlib takes a second to import
 
-    out = parsed.out or (parsed.runs[0] / "loss.png" if len(parsed.runs) == 1 else Path("comparison.png"))
+    out = parsed.out or (
+        parsed.runs[0] / "loss.png" if len(parsed.runs) == 1 else Path("comparison.png")
+    )
     draw(parsed.runs, out)
     return out
 
@@ -73,7 +86,8 @@ def _draw_schedule(parsed: PlotArguments) -> Path:
     if parsed.runs or parsed.pp is None or parsed.micro_batches is None:
         raise UserError(
             "lather plot --schedule needs one run, or the size of a schedule: "
-            "lather plot --schedule runs/quickstart, or lather plot --schedule --pp 4 --micro-batches 16"
+            "lather plot --schedule runs/quickstart, or lather plot --schedule --pp 4 "
+            "--micro-batches 16"
         )
     return _draw_table(parsed, parsed.pp, parsed.micro_batches)
 
@@ -81,7 +95,10 @@ def _draw_schedule(parsed: PlotArguments) -> Path:
 def _draw_run_timeline(run: Path, out: Path | None) -> Path:
     file = run / "timeline.jsonl"
     if not file.is_file():
-        raise UserError(f"{run}: no timeline (it has no timeline.jsonl): give the run_dir of a run with --log.timeline-every N")
+        raise UserError(
+            f"{run}: no timeline (it has no timeline.jsonl): give the run_dir of a run with "
+            "--log.timeline-every N"
+        )
 
     from lather.pipeline.picture import draw_timeline, read_timeline
 
@@ -106,5 +123,10 @@ def _draw_table(parsed: PlotArguments, pp: int, micro_batches: int) -> Path:
         durations[Kind.OVERLAP] = parsed.overlap
     events = replay(dualpipev(pp, micro_batches), Durations(durations), queue_per_neighbor).events
     out = parsed.out or Path("schedule.png")
-    draw_timeline(events, out, f"DualPipeV, {pp} ranks, {micro_batches} micro-batches", unit="durations as given")
+    draw_timeline(
+        events,
+        out,
+        f"DualPipeV, {pp} ranks, {micro_batches} micro-batches",
+        unit="durations as given",
+    )
     return out

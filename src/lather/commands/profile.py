@@ -1,8 +1,8 @@
-"""`lather profile CONFIG`: lists the activations that each layer of a model keeps for backward, and on a mesh the bytes of each pipeline
-rank.
+"""`lather profile CONFIG`: lists the activations that each layer of a model keeps for backward, and
+on a mesh the bytes of each pipeline rank.
 
-The micro-batch consists of random tokens: no data is read, and no rank is started. With `data.packed_attention` each sequence holds four
-documents of equal length.
+The micro-batch consists of random tokens: no data is read, and no rank is started. With
+`data.packed_attention` each sequence holds four documents of equal length.
 """
 
 from __future__ import annotations
@@ -52,14 +52,16 @@ BASELINE = "reference"
 
 @dataclass(frozen=True)
 class ProfileArguments:
-    """List the tensors that a forward pass of one micro-batch keeps for backward, by layer and segment; with several pipeline or expert
-    ranks also the peak of each rank."""
+    """List the tensors that a forward pass of one micro-batch keeps for backward, by layer and
+    segment; with several pipeline or expert ranks also the peak of each rank."""
 
     config: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
     compare: bool = False
-    """Run all memory modes and show their totals side by side; on a mesh also with recomputation and without early frees."""
+    """Run all memory modes and show their totals side by side; on a mesh also with recomputation
+    and without early frees."""
     layers: Literal["auto", "all", "distinct"] = "auto"
-    """all: run every layer. distinct: run two layers of each kind; the others count like the second. auto: all, up to 300 M parameters."""
+    """all: run every layer. distinct: run two layers of each kind; the others count like the
+    second. auto: all, up to 300 M parameters."""
     out: Path | None = None
     """PNG file to write."""
     json: Path | None = None
@@ -84,9 +86,14 @@ def profile_command(arguments: list[str]) -> None:
     parsed, name = parse_with_config(ProfileArguments, "profile", arguments)
     for path in filter(None, (parsed.out, parsed.json)):
         if not path.absolute().parent.is_dir():
-            raise UserError(f"{path}: cannot be written (no such folder): make {path.parent} or name another file")
+            raise UserError(
+                f"{path}: cannot be written (no such folder): make {path.parent} or name another "
+                "file"
+            )
         if path.is_dir():
-            raise UserError(f"{path}: cannot be written (a folder): name a file, {path / 'profile'} for example")
+            raise UserError(
+                f"{path}: cannot be written (a folder): name a file, {path / 'profile'} for example"
+            )
 
     check_parallel(parsed.config, parsed.config.parallel.pp * data_ranks(parsed.config))
     model, cut = build(parsed.config, parsed.layers)
@@ -101,8 +108,11 @@ def profile_command(arguments: list[str]) -> None:
     show(found, command_console())
 
 
-def build(config: Config, layers: Literal["auto", "all", "distinct"]) -> tuple[Decoder, SampledBlocks | None]:
-    """Build the model; or, with random weights, a model with two blocks of each kind, and the record of the blocks that were left out."""
+def build(
+    config: Config, layers: Literal["auto", "all", "distinct"]
+) -> tuple[Decoder, SampledBlocks | None]:
+    """Build the model; or, with random weights, a model with two blocks of each kind, and the
+    record of the blocks that were left out."""
     device = pick_device(config.train.device)
     if layers != "all":
         model = build_model(config, torch.device("meta"))
@@ -114,7 +124,8 @@ def build(config: Config, layers: Literal["auto", "all", "distinct"]) -> tuple[D
 
 
 def profile_micro_batch(model: Decoder, config: Config) -> SavedTensors:
-    """Return the tensors that the forward pass of a training step keeps for one micro-batch of random tokens.
+    """Return the tensors that the forward pass of a training step keeps for one micro-batch of
+    random tokens.
 
     If documents are separated, each sequence holds `DOCUMENTS` of them, of about equal length; if
     they are packed whole, one position is padding (`batch_of`).
@@ -122,7 +133,9 @@ def profile_micro_batch(model: Decoder, config: Config) -> SavedTensors:
     tokens, boundaries, padding_BS = _random_batch(config, next(model.parameters()).device)
 
     def losses() -> list[Tensor]:
-        with torch.autocast(tokens.device.type, dtype=torch.bfloat16, enabled=config.train.precision == "bf16"):
+        with torch.autocast(
+            tokens.device.type, dtype=torch.bfloat16, enabled=config.train.precision == "bf16"
+        ):
             output: DecoderOutput = model(
                 tokens[:, :-1],
                 tokens[:, 1:],
@@ -130,7 +143,11 @@ def profile_micro_batch(model: Decoder, config: Config) -> SavedTensors:
                 padding_BS=padding_BS,
             )
         assert output.loss is not None
-        return [output.loss, output.balance_loss(), *([output.z_loss()] if config.moe.z_loss_coefficient else [])]
+        return [
+            output.loss,
+            output.balance_loss(),
+            *([output.z_loss()] if config.moe.z_loss_coefficient else []),
+        ]
 
     return profile_saved_tensors(model, losses, num_tokens=tokens[:, 1:].numel())
 
@@ -142,7 +159,9 @@ def _random_batch(
     """Return random tokens (B, S + 1), the boundaries of the documents, and the padding (B, S)."""
     size, length = micro_batch_size(config), config.train.sequence_length
     generator = torch.Generator().manual_seed(config.seed)
-    tokens = torch.randint(config.model.vocab_size, (size, length + 1), generator=generator).to(device)
+    tokens = torch.randint(config.model.vocab_size, (size, length + 1), generator=generator).to(
+        device
+    )
     batch = batch_of(config, size, size)
     boundaries = None if batch.begins_BS is None else document_boundaries(batch.begins_BS)
     return tokens, boundaries, batch.padding_BS
@@ -154,21 +173,32 @@ def data_ranks(config: Config) -> int:
 
 
 def micro_batch_size(config: Config) -> int:
-    return config.train.batch_size // (data_ranks(config) * config.num_micro_batches(data_ranks(config)))
+    return config.train.batch_size // (
+        data_ranks(config) * config.num_micro_batches(data_ranks(config))
+    )
 
 
-def profile_ranks(model: Decoder, cut: SampledBlocks | None, config: Config, *, compare: bool) -> dict[str, list[RankBytes]]:
+def profile_ranks(
+    model: Decoder, cut: SampledBlocks | None, config: Config, *, compare: bool
+) -> dict[str, list[RankBytes]]:
     """Return the bytes that every pipeline rank keeps, by the name of the memory levers."""
     schedule = schedule_for(config.parallel, config.num_micro_batches(data_ranks(config)))
     partition = memory_partition(config, config.parallel.pp * data_ranks(config), Assumed())
-    layers = stages_of(uniform(config.model.num_hidden_layers, schedule.num_stages)) if partition is None else partition.stages
+    layers = (
+        stages_of(uniform(config.model.num_hidden_layers, schedule.num_stages))
+        if partition is None
+        else partition.stages
+    )
     tokens, boundaries, padding_BS = _random_batch(config, next(model.parameters()).device)
     layout = SequenceLayout(len(tokens), config.train.sequence_length, tokens.device, boundaries)
     layout = layout.with_padding(padding_BS)
     micro_batch = MicroBatch(tokens[:, :-1], tokens[:, 1:], layout)
     autocast = torch.bfloat16 if config.train.precision == "bf16" else None
     meter = ChunkMeter(model, layer_places(model, cut), micro_batch, config.parallel.ep, autocast)
-    return {name: rank_bytes(schedule, meter.measure(levers), layers) for name, levers in _levers(config, compare=compare).items()}
+    return {
+        name: rank_bytes(schedule, meter.measure(levers), layers)
+        for name, levers in _levers(config, compare=compare).items()
+    }
 
 
 def _levers(config: Config, *, compare: bool) -> dict[str, MemoryLevers]:
@@ -200,12 +230,18 @@ def write(found: ProfileFound, name: str) -> None:
 def _batch(config: Config) -> str:
     train = config.train
     documents = f", {DOCUMENTS} documents per sequence" if config.data.apart else ""
-    return f"{micro_batch_size(config)} x {train.sequence_length} tokens, {train.precision}{documents}"
+    return (
+        f"{micro_batch_size(config)} x {train.sequence_length} tokens, {train.precision}{documents}"
+    )
 
 
 def show(found: ProfileFound, console: Console) -> None:
     """Print the tables, and the names of the written files."""
-    parsed, batch, cut = found.parsed, f"one micro-batch of {_batch(found.parsed.config)}", found.cut
+    parsed, batch, cut = (
+        found.parsed,
+        f"one micro-batch of {_batch(found.parsed.config)}",
+        found.cut,
+    )
     if parsed.compare:
         report.print_comparison(found.profiles, BASELINE, console)
         console.print(batch)
@@ -216,7 +252,8 @@ def show(found: ProfileFound, console: Console) -> None:
         console.print(f"{batch}, memory {mode!r}")
     if cut:
         console.print(
-            f"measured on {len(cut.kept)} of {parsed.config.model.num_hidden_layers} blocks, two of each kind; "
+            f"measured on {len(cut.kept)} of {parsed.config.model.num_hidden_layers} blocks, two "
+            "of each kind; "
             "the others count like the second of their kind"
         )
     if found.by_rank:
@@ -231,8 +268,10 @@ def _show_ranks(config: Config, by_rank: dict[str, list[RankBytes]], console: Co
     else:
         ranks.print_ranks(by_rank[CONFIGURED], console)
     console.print(
-        f"{config.num_micro_batches(data_ranks(config))} micro-batches on {config.parallel.pp} pipeline x {config.parallel.ep} expert "
-        "ranks; expected from one chunk of each stage and the schedule, for an even load of the experts; without parameters, gradients, "
+        f"{config.num_micro_batches(data_ranks(config))} micro-batches on {config.parallel.pp} "
+        f"pipeline x {config.parallel.ep} expert "
+        "ranks; expected from one chunk of each stage and the schedule, for an even load of the "
+        "experts; without parameters, gradients, "
         "optimizer state, and temporaries inside an action",
         highlight=False,
     )

@@ -15,7 +15,8 @@ from lather.errors import UserError
 
 @dataclass(frozen=True)
 class ReportArguments:
-    """Write a page of a run, one file of HTML: curves, experts' loads, memory, schedule, sample, changes, versions, configuration."""
+    """Write a page of a run, one file of HTML: curves, experts' loads, memory, schedule, sample,
+    changes, versions, configuration."""
 
     run: Annotated[Path, tyro.conf.Positional]
     """Run directory."""
@@ -28,7 +29,9 @@ def report_command(arguments: list[str]) -> None:
     parsed = parse_arguments(ReportArguments, "lather report", arguments)
     parsed = replace(parsed, run=run_folder(parsed.run))
     if not any((parsed.run / name).is_file() for name in ("metrics.jsonl", "config.toml")):
-        raise UserError(f"{parsed.run}: not a run (it has no metrics.jsonl): give the run_dir of a training run")
+        raise UserError(
+            f"{parsed.run}: not a run (it has no metrics.jsonl): give the run_dir of a training run"
+        )
 
     from lather.train.report import REPORT, write_report  # matplotlib takes a second to import
 

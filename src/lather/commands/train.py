@@ -39,7 +39,8 @@ With --init-from FOLDER the file may be left out: the model is then the folder's
 A run's folder, or the config.toml in it, resumes that run.
 
   --nproc N  Start N ranks on this machine, or with "gpu" one for each CUDA device, and let them \
-share the work as [parallel] says. torchrun and srun start ranks on several machines, without --nproc."""
+share the work as [parallel] says. torchrun and srun start ranks on several machines, without \
+--nproc."""
 
 STOPPING_NOTE = "stopping: the step is finished and saved first; Ctrl-C again ends at once"
 ENDED_NOTE = b"\nlather: ended at once, not saved; the last checkpoint, if any, can be resumed\n"
@@ -57,7 +58,9 @@ class StartingCommand:
 
 def train_command(arguments: list[str], started: float | None = None) -> int:
     """Train or resume the run that a TOML file describes, in this process or in several."""
-    started = time.monotonic() if started is None else started  # a command knows it from before torch was imported
+    started = (
+        time.monotonic() if started is None else started
+    )  # a command knows it from before torch was imported
     world = World.of_environment(os.environ)
     with surviving_output():
         try:
@@ -65,13 +68,19 @@ def train_command(arguments: list[str], started: float | None = None) -> int:
             check_parallel(config, world.size if world else nproc or 1)
             check_finetuning(config)
             options = GroupOptions(pick_device(config.train.device), config.parallel.timeout)
-            return run_ranks(run_worker, (config, StartingCommand(started, _told(arguments, config))), world, nproc, options)
+            return run_ranks(
+                run_worker,
+                (config, StartingCommand(started, _told(arguments, config))),
+                world,
+                nproc,
+                options,
+            )
         except UserError:
             if world is None or world.local_rank == 0:
                 raise
-            time.sleep(
-                UNWIND_SECONDS
-            )  # local rank 0 prints the error; if another rank exited first, torchrun would end rank 0 before it does
+            # Local rank 0 prints the error; if another rank exited first, torchrun would end rank 0
+            # before it does.
+            time.sleep(UNWIND_SECONDS)
             return 2
 
 
@@ -79,17 +88,23 @@ def _read(arguments: list[str], world: World | None = None) -> tuple[Config, int
     """Return the configuration of the command line, and `--nproc`."""
     arguments, nproc = take_nproc(arguments, world)
     without_file = not arguments or arguments[0].startswith("-")
-    if without_file and not any(one.startswith(("-h", "--help", "--init-from", "--init_from")) for one in arguments):
+    if without_file and not any(
+        one.startswith(("-h", "--help", "--init-from", "--init_from")) for one in arguments
+    ):
         raise ConfigError(
-            "lather train needs a configuration first, or weights to start from: lather train configs/quickstart.toml, "
+            "lather train needs a configuration first, or weights to start from: lather train "
+            "configs/quickstart.toml, "
             "lather train --init-from FOLDER_OR_RUN"
         )
-    config, _ = parse_with_config(lambda config: config, "train", arguments, ABOUT, needs_file=False)
+    config, _ = parse_with_config(
+        lambda config: config, "train", arguments, ABOUT, needs_file=False
+    )
     return config, nproc
 
 
 def _told(arguments: list[str], config: Config) -> str:
-    """Return what to say about the configuration file, if it is a run's own. Raises ConfigError for an imported run without data."""
+    """Return what to say about the configuration file, if it is a run's own. Raises ConfigError for
+    an imported run without data."""
     rest, _ = take_nproc(arguments)
     file = None if rest[0].startswith("-") else configuration_file(rest[0], "train")
     run = run_of(file) if file else None
@@ -100,7 +115,8 @@ def _told(arguments: list[str], config: Config) -> str:
 
 
 def run_worker(config: Config, command: StartingCommand, world: World) -> int:
-    """Run one rank of the training; only rank 0 prints. Returns the exit status, which is the same on all ranks."""
+    """Run one rank of the training; only rank 0 prints. Returns the exit status, which is the same
+    on all ranks."""
     check_parallel(config, world.size)
     device = world.device(pick_device(config.train.device))
     mesh = Mesh.build(config.parallel, device)
@@ -112,7 +128,10 @@ def run_worker(config: Config, command: StartingCommand, world: World) -> int:
             # in a thread: the handler may have interrupted the display, which holds a lock then
             threading.Thread(target=shown.note, args=(STOPPING_NOTE,), daemon=True).start()
 
-    stopped_by, saved_at = world.stop or (lambda: received.stop), world.save or (lambda: received.save)
+    stopped_by, saved_at = (
+        world.stop or (lambda: received.stop),
+        world.save or (lambda: received.save),
+    )
     asking = Asking(lambda: stopped_by() is not None, saved_at, command.started)
     with contextlib.ExitStack() as cleanup:
         cleanup.enter_context(surviving_output())
@@ -134,7 +153,8 @@ def run_worker(config: Config, command: StartingCommand, world: World) -> int:
 
 
 def _say_ended() -> None:
-    """Say that a repeated signal ends the run. This writes to the descriptor, because a signal may interrupt a print."""
+    """Say that a repeated signal ends the run. This writes to the descriptor, because a signal may
+    interrupt a print."""
     with contextlib.suppress(OSError):
         os.write(2, ENDED_NOTE)
 
@@ -149,8 +169,17 @@ def _display(config: Config, world: World) -> LiveDisplay | PlainDisplay:
 def _report(config: Config, outcome: RunOutcome) -> None:
     """Print the result of a run that has ended, and its files."""
     if not outcome.finished:
-        why = f" because the {config.train.minutes:g} minutes of train.minutes are nearly over" if outcome.out_of_time else ""
-        print(fit(f"stopped at step {outcome.step}{why}; saved {outcome.checkpoint}; the same command resumes from there"))
+        why = (
+            f" because the {config.train.minutes:g} minutes of train.minutes are nearly over"
+            if outcome.out_of_time
+            else ""
+        )
+        print(
+            fit(
+                f"stopped at step {outcome.step}{why}; saved {outcome.checkpoint}; the same "
+                "command resumes from there"
+            )
+        )
         return
     if outcome.sample:
         print(f"\n{rule('sample')}\n{outcome.sample}\n{rule()}")

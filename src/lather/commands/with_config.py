@@ -1,4 +1,5 @@
-"""Commands that take a configuration: the file, the options that override it, and `--help` as a short page, of everything or of a section.
+"""Commands that take a configuration: the file, the options that override it, and `--help` as a
+short page, of everything or of a section.
 
 The rules are read from the options first: which options exist depends on the rules.
 """
@@ -29,17 +30,28 @@ from lather.train.own_file import at_home, configuration_file, run_of
 
 A = TypeVar("A")
 
-RULE_OPTIONS = {"--optim.name": "name", **{f"--optim.{kind}.rule": f"{kind}.rule" for kind in KINDS}}
+RULE_OPTIONS = {
+    "--optim.name": "name",
+    **{f"--optim.{kind}.rule": f"{kind}.rule" for kind in KINDS},
+}
 """Options that choose rules, and their names in `load_config`."""
 SECTIONS = tuple(one.name for one in fields(Config) if is_dataclass(getattr(Config(), one.name)))
 ALL = "all"
 INDENT = (0, 0, 0, 2)
 NAMES_SHARE = 0.4
-"""Share of the width that names of options and their values may take; they are broken between values."""
+"""Share of the width that names of options and their values may take; they are broken between
+values."""
 OFTEN = (
     *("run_dir", "init_from", "fork_from", "data.source", "data.path", "data.tokenizer"),
     *("optim.name", "optim.lr", "optim.weight_decay", "optim.schedule", "optim.warmup_steps"),
-    *("train.steps", "train.batch_size", "train.micro_batch_size", "train.sequence_length", "train.recompute", "train.precision"),
+    *(
+        "train.steps",
+        "train.batch_size",
+        "train.micro_batch_size",
+        "train.sequence_length",
+        "train.recompute",
+        "train.precision",
+    ),
     *("parallel.pp", "parallel.ep", "checkpoint.every"),
 )
 """The fields of a configuration that are changed most."""
@@ -71,18 +83,26 @@ def read_config(
 
 
 def parse_with_config(
-    cls: Callable[[Config], A], command: str, arguments: list[str], about: str = "", needs_file: bool = True
+    cls: Callable[[Config], A],
+    command: str,
+    arguments: list[str],
+    about: str = "",
+    needs_file: bool = True,
 ) -> tuple[A, str]:
-    """Parse the arguments of a command that takes a configuration file first. `cls` makes the arguments' defaults from the file's
-    configuration, such as a dataclass whose first field it is. The short page of help begins with `about`, or else with its docstring.
+    """Parse the arguments of a command that takes a configuration file first. `cls` makes the
+    arguments' defaults from the file's configuration, such as a dataclass whose first field it is.
+    The short page of help begins with `about`, or else with its docstring.
 
-    Returns the parsed arguments, and the file's name without its suffix. Raises UserError if the arguments are not valid, and SystemExit
-    after showing the help that they ask for.
+    Returns the parsed arguments, and the file's name without its suffix. Raises UserError if the
+    arguments are not valid, and SystemExit after showing the help that they ask for.
     """
     arguments, topic = take_help(arguments)
     file = arguments[0] if arguments and not arguments[0].startswith("-") else None
     if file is None and topic is None and needs_file:
-        raise ConfigError(f"lather {command} needs a configuration first: lather {command} configs/quickstart.toml")
+        raise ConfigError(
+            f"lather {command} needs a configuration first: lather {command} "
+            "configs/quickstart.toml"
+        )
     path = configuration_file(arguments.pop(0), command) if file else None
     unknown: list[Unknown] = []
     default = cls(read_config(path, arguments, unknown))
@@ -90,7 +110,9 @@ def parse_with_config(
     if topic is not None:
         show_help(command, about or " ".join((cls.__doc__ or "").split()), default, topic)
         raise SystemExit(0)
-    return parse_arguments(type(default), f"lather {command} CONFIG", arguments, default=default), (path or Path()).stem
+    return parse_arguments(type(default), f"lather {command} CONFIG", arguments, default=default), (
+        path or Path()
+    ).stem
 
 
 def _field_of(option: str) -> str:
@@ -134,24 +156,41 @@ def _owner(option: str, config: Config) -> str:
 
 
 def take_help(arguments: Sequence[str]) -> tuple[list[str], str | None]:
-    """The arguments without -h, --help and what follows; None: no help is asked for, and empty: the short page.
+    """The arguments without -h, --help and what follows; None: no help is asked for, and empty: the
+    short page.
 
     Raises UserError for a section that there is not.
     """
     rest = list(arguments)
-    place = next((place for place, one in enumerate(rest) if one in ("-h", "--help") or one.startswith("--help=")), None)
+    place = next(
+        (
+            place
+            for place, one in enumerate(rest)
+            if one in ("-h", "--help") or one.startswith("--help=")
+        ),
+        None,
+    )
     if place is None:
         return rest, None
     option, _, topic = rest.pop(place).partition("=")
-    if not topic and place < len(rest) and not rest[place].startswith("-") and not Path(rest[place]).is_file():
+    if (
+        not topic
+        and place < len(rest)
+        and not rest[place].startswith("-")
+        and not Path(rest[place]).is_file()
+    ):
         topic = rest.pop(place)
     if topic and topic not in (*SECTIONS, ALL):
-        raise UserError(f"{option} {topic}: there is no such section: use one of {', '.join(SECTIONS)}, or {ALL}")
+        raise UserError(
+            f"{option} {topic}: there is no such section: use one of {', '.join(SECTIONS)}, or "
+            f"{ALL}"
+        )
     return rest, topic
 
 
 def show_help(command: str, about: str, default: Any, topic: str) -> None:
-    """Print the page for the arguments `default`, a `Config` or a dataclass with one. `about`: what the short page begins with."""
+    """Print the page for the arguments `default`, a `Config` or a dataclass with one. `about`: what
+    the short page begins with."""
     config = default if isinstance(default, Config) else default.config
     config = replace(config, optim=as_help_shows_it(config.optim))
     default = config if isinstance(default, Config) else replace(default, config=config)
@@ -162,12 +201,18 @@ def show_help(command: str, about: str, default: Any, topic: str) -> None:
     console.print(f"usage: lather {command} CONFIG [OPTIONS]\n")
     print(fit(about, console.width))
     options = list(options_of_command(type(default), default))
-    own = [option for option in options if not isinstance(default, Config) and option.name in {one.name for one in fields(default)}]
+    own = [
+        option
+        for option in options
+        if not isinstance(default, Config) and option.name in {one.name for one in fields(default)}
+    ]
     if own:
         console.print("\nOptions of this command")
         console.print(_table(own, console.width))
     else:
-        console.print("\nFields of the configuration that are changed most; each overrides the file")
+        console.print(
+            "\nFields of the configuration that are changed most; each overrides the file"
+        )
         by_name = {option.name: option for option in options}
         console.print(_table([by_name[name] for name in OFTEN if name in by_name], console.width))
     console.print("\nAll fields of the configuration, by section; each overrides the file")
@@ -184,10 +229,14 @@ def _only(config: Config, section: str) -> Any:
 
 def _table(options: Sequence[CommandOption], width: int) -> Padding:
     most = int(NAMES_SHARE * width)
-    names = [with_breaks(Text(f"{option.flags[0]} {option.metavar}"), most, ",") for option in options]
+    names = [
+        with_breaks(Text(f"{option.flags[0]} {option.metavar}"), most, ",") for option in options
+    ]
     longest = max(len(line) for name in names for line in name.plain.split("\n"))
     table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(width=max(min(longest, most), *(len(word) for name in names for word in name.plain.split())))
+    table.add_column(
+        width=max(min(longest, most), *(len(word) for name in names for word in name.plain.split()))
+    )
     table.add_column(ratio=1)
     for name, option in zip(names, options, strict=True):
         text = option.text.partition(". ")[0].rstrip(".")
@@ -198,7 +247,12 @@ def _table(options: Sequence[CommandOption], width: int) -> Padding:
 def _sections(config: Config) -> Padding:
     table = Table.grid(padding=(0, 2, 0, 0))
     for name in SECTIONS:
-        about = (type(getattr(config, name)).__doc__ or "").strip().partition("\n")[0].partition(". ")[0]
+        about = (
+            (type(getattr(config, name)).__doc__ or "")
+            .strip()
+            .partition("\n")[0]
+            .partition(". ")[0]
+        )
         table.add_row(f"--help {name}", about)
     table.add_row(f"--help {ALL}", "Every option of every section.")
     return Padding(table, INDENT)

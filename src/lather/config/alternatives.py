@@ -1,5 +1,5 @@
-"""Fields that say the same in two ways, or one of which makes the other meaningless: a choice on the command line replaces
-the file's alternatives to it."""
+"""Fields that say the same in two ways, or one of which makes the other meaningless: a choice on
+the command line replaces the file's alternatives to it."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ REPLACED: Mapping[str, tuple[str, ...]] = {
         for field, others in (_OF_RULES if section == "optim" else _OF_RULES | _OF_KINDS).items()
     },
 }
-"""Field -> its alternatives. `data.path`, and a coefficient and level of `[moe]`, take precedence over
-the other by themselves."""
+"""Field -> its alternatives. `data.path`, and a coefficient and level of `[moe]`, take precedence
+over the other by themselves."""
 
 
 def without_replaced(mapping: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
@@ -52,4 +52,6 @@ def _without(mapping: Mapping[str, Any], name: str) -> dict[str, Any]:
     if not rest:
         return {key: value for key, value in mapping.items() if key != first}
     inner = mapping.get(first)
-    return {**mapping, first: _without(inner, rest)} if isinstance(inner, Mapping) else dict(mapping)
+    return (
+        {**mapping, first: _without(inner, rest)} if isinstance(inner, Mapping) else dict(mapping)
+    )

@@ -1,16 +1,21 @@
-"""The classes of configuration fields that say what may change when a run is resumed, and the history of changes.
+"""The classes of configuration fields that say what may change when a run is resumed, and the
+history of changes.
 
 Every field of the configuration belongs to one of three classes:
 
-free         affects at most the rounding of results: devices, meshes, micro-batches, logging, location of the data
-changeable   takes effect at the step at which the run resumes, and is recorded: steps, rates, schedule, decay, data mixture
-fixed        all other fields: the model, the seed, the batch, the rules
+free         affects at most the rounding of results: devices, meshes, micro-batches, logging,
+location of the data
+changeable   takes effect at the step at which the run resumes, and is recorded: steps, rates,
+schedule, decay, data mixture fixed        all other fields: the model, the seed, the batch, the
+rules
 
-`changes.jsonl` has a row for each step at which fields changed: {"step": 300, "time": ..., "changes": {"train.steps": [300, 600]}}, with
-the old and the new value. The history of a forked run begins with {"step": 300, "forked_from": "runs/a@300"}. The last line of the file is
-the current configuration, so that one atomic write replaces both; undoing rows, newest first (`History.values_at`), gives the configuration
-at any earlier step. The learning rate is a function of the step and of the current configuration. The data mixture at each step is read
-from the history (`History.phases`).
+`changes.jsonl` has a row for each step at which fields changed: {"step": 300, "time": ...,
+"changes": {"train.steps": [300, 600]}}, with the old and the new value. The history of a forked run
+begins with {"step": 300, "forked_from": "runs/a@300"}. The last line of the file is the current
+configuration, so that one atomic write replaces both; undoing rows, newest first
+(`History.values_at`), gives the configuration at any earlier step. The learning rate is a function
+of the step and of the current configuration. The data mixture at each step is read from the history
+(`History.phases`).
 """
 
 from __future__ import annotations
@@ -31,24 +36,45 @@ CHANGES = "changes.jsonl"
 
 FREE = (
     *("checkpoint", "data", "fork_from", "init_from", "log", "moe.memory", "parallel", "run_dir"),
-    *("train.compile", "train.deterministic", "train.device", "train.recompute", "train.rounded_weights"),
-    *("train.max_skipped_steps", "train.micro_batch_size", "train.minutes", "train.validation_every", "train.validation_sequences"),
+    *(
+        "train.compile",
+        "train.deterministic",
+        "train.device",
+        "train.recompute",
+        "train.rounded_weights",
+    ),
+    *(
+        "train.max_skipped_steps",
+        "train.micro_batch_size",
+        "train.minutes",
+        "train.validation_every",
+        "train.validation_sequences",
+    ),
 )
-"""Sections and keys. Those of `data` only say where the tokens are; checksums verify that the tokens are the same."""
+"""Sections and keys. Those of `data` only say where the tokens are; checksums verify that the
+tokens are the same."""
 FREE_OPTIONS = ("batched", "bucket_bytes", "num_streams", "max_state_bytes")
 """Options of rules."""
 CHANGEABLE = (
     *("model.aux_loss_alpha", "model.router_aux_loss_coef"),
-    *("data.path", "data.weights", "moe.balance_coefficient", "moe.z_loss_coefficient", "train.max_grad_norm", "train.steps"),
+    *(
+        "data.path",
+        "data.weights",
+        "moe.balance_coefficient",
+        "moe.z_loss_coefficient",
+        "train.max_grad_norm",
+        "train.steps",
+    ),
     *("optim.decay_fraction", "optim.min_lr_ratio", "optim.schedule", "optim.warmup_steps"),
 )
-"""Keys. For `data.path` only the number of data sets counts: the same data sets may move to other places."""
+"""Keys. For `data.path` only the number of data sets counts: the same data sets may move to other
+places."""
 CHANGEABLE_OPTIONS = (
     *("eps", "lr", "lr_factor", "momentum", "weight_decay", "weight_decay_method"),
     *("precondition_frequency", "stagger_refresh"),
 )
-"""Options of rules, of `[optim]` and of its kinds, on which the optimizer state does not depend. Betas are fixed: bias correction assumes
-that they were the same at every step."""
+"""Options of rules, of `[optim]` and of its kinds, on which the optimizer state does not depend.
+Betas are fixed: bias correction assumes that they were the same at every step."""
 FIXED = ("data.packing", "data.packed_attention")
 """Keys that are fixed although their section is free."""
 
@@ -67,7 +93,9 @@ def class_of(key: str) -> str:
     is_option = section == "optim" or section.startswith("optim.")
     if key in CHANGEABLE or (is_option and option in CHANGEABLE_OPTIONS):
         return "changeable"
-    if key not in FIXED and ({key, key.partition(".")[0]} & set(FREE) or (is_option and option in FREE_OPTIONS)):
+    if key not in FIXED and (
+        {key, key.partition(".")[0]} & set(FREE) or (is_option and option in FREE_OPTIONS)
+    ):
         return "free"
     return "fixed"
 
@@ -78,11 +106,14 @@ def values_of(config: Config) -> dict[str, Any]:
 
 
 def differences(before: Values, after: Values) -> dict[str, Change]:
-    """Return the old and the new value of every field that differs and is not free; a missing field counts as None."""
+    """Return the old and the new value of every field that differs and is not free; a missing field
+    counts as None."""
     found = {}
     for key in {**before, **after}:
         old, new = before.get(key), after.get(key)
-        differs = max(1, len(old or ())) != max(1, len(new or ())) if key == "data.path" else old != new
+        differs = (
+            max(1, len(old or ())) != max(1, len(new or ())) if key == "data.path" else old != new
+        )
         if differs and class_of(key) != "free":
             found[key] = (old, new)
     return found
@@ -98,16 +129,22 @@ class Row:
     time: str = field(default="", compare=False)
     """Time of the change, ISO 8601."""
     forked_from: str = ""
-    """The run and step from which this run was forked; empty if it was not, or if the row is not the first."""
+    """The run and step from which this run was forked; empty if it was not, or if the row is not
+    the first."""
 
     def describe(self) -> str:
         """Describe the changes in one line."""
-        changes = ", ".join(f"{key} {_shown(old)} -> {_shown(new)}" for key, (old, new) in self.changes.items())
+        changes = ", ".join(
+            f"{key} {_shown(old)} -> {_shown(new)}" for key, (old, new) in self.changes.items()
+        )
         return f"from step {self.step + 1} on: {changes}"
 
     def brief(self) -> str:
         """Describe at most two changes, without section names, in a label for a picture."""
-        changes = [f"{key.rpartition('.')[2]} {_shown(old)} \N{RIGHTWARDS ARROW} {_shown(new)}" for key, (old, new) in self.changes.items()]
+        changes = [
+            f"{key.rpartition('.')[2]} {_shown(old)} \N{RIGHTWARDS ARROW} {_shown(new)}"
+            for key, (old, new) in self.changes.items()
+        ]
         more = [f"{len(changes) - 2} more"] if len(changes) > 2 else []
         text = ", ".join([*(["fork"] if self.forked_from else []), *changes[:2], *more])
         return text if len(text) <= LABEL else f"{text[: LABEL - 3]}..."
@@ -126,7 +163,8 @@ class History:
 
     @classmethod
     def read(cls, run_dir: Path, unchanged: Values) -> History:
-        """Read `changes.jsonl`. A run without this file has the configuration `unchanged`. Raises RunError if the file is damaged."""
+        """Read `changes.jsonl`. A run without this file has the configuration `unchanged`. Raises
+        RunError if the file is damaged."""
         file = run_dir / CHANGES
         if not file.exists():
             return cls((), unchanged)
@@ -134,10 +172,18 @@ class History:
             *rows, last = [json.loads(line) for line in read_text(file).splitlines()]
             return cls(tuple(_row(mapping) for mapping in rows), dict(last["configuration"]))
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise RunError(f"{file}: damaged: restore it, or start again in another run directory") from None
+            raise RunError(
+                f"{file}: damaged: restore it, or start again in another run directory"
+            ) from None
 
     def to_jsonl(self) -> str:
-        return "".join(f"{line}\n" for line in [*(row.to_json() for row in self.rows), json.dumps({"configuration": self.values})])
+        return "".join(
+            f"{line}\n"
+            for line in [
+                *(row.to_json() for row in self.rows),
+                json.dumps({"configuration": self.values}),
+            ]
+        )
 
     @property
     def forked_from(self) -> str:
@@ -145,33 +191,40 @@ class History:
         return next((row.forked_from for row in reversed(self.rows) if row.forked_from), "")
 
     def values_at(self, step: int) -> dict[str, Any]:
-        """Return the configuration after `step` completed steps, before the changes that were made at that step or later."""
+        """Return the configuration after `step` completed steps, before the changes that were made
+        at that step or later."""
         before = dict(self.values)
         for row in reversed([row for row in self.rows if row.step >= step]):
             before.update({key: old for key, (old, _) in row.changes.items()})
         return before
 
     def going_on(self, step: int, changes: dict[str, Change], values: Values) -> History:
-        """Return the history of a run that resumes after `step` steps with these changes and these values. The changes replace those
-        recorded at that step or later."""
+        """Return the history of a run that resumes after `step` steps with these changes and these
+        values. The changes replace those recorded at that step or later."""
         at_step = tuple(row for row in self.rows if row.step >= step)
         fork = History(at_step).forked_from
         new = (Row(step, changes, _now(), fork),) if changes or fork else ()
         return History((*self._before(step), *(at_step if at_step == new else new)), values)
 
     def forked(self, name: str, step: int, values: Values) -> History:
-        """Return the history of a fork after `step` steps with these values, from the run and step `name`."""
+        """Return the history of a fork after `step` steps with these values, from the run and step
+        `name`."""
         return History((*self._before(step), Row(step, {}, _now(), name)), values)
 
     def _before(self, step: int) -> tuple[Row, ...]:
         return tuple(row for row in self.rows if row.step < step)
 
     def phases(self, batch_size: int) -> list[MixturePhase]:
-        """Return the data mixtures of the run, the current one included, each with the first sample to which it applies."""
-        steps = [row.step for row in self.rows if {"data.weights", "data.path"} & row.changes.keys()]
+        """Return the data mixtures of the run, the current one included, each with the first sample
+        to which it applies."""
+        steps = [
+            row.step for row in self.rows if {"data.weights", "data.path"} & row.changes.keys()
+        ]
         values = [*(self.values_at(step) for step in steps), self.values]
         return [
-            MixturePhase(step * batch_size, tuple(mixture["data.weights"]), max(1, len(mixture["data.path"])))
+            MixturePhase(
+                step * batch_size, tuple(mixture["data.weights"]), max(1, len(mixture["data.path"]))
+            )
             for step, mixture in zip([0, *steps], values, strict=True)
         ]
 
@@ -182,7 +235,12 @@ def _now() -> str:
 
 def _row(mapping: Mapping[str, Any]) -> Row:
     changes = {str(key): (old, new) for key, (old, new) in mapping.get("changes", {}).items()}
-    return Row(int(mapping["step"]), changes, str(mapping.get("time", "")), str(mapping.get("forked_from", "")))
+    return Row(
+        int(mapping["step"]),
+        changes,
+        str(mapping.get("time", "")),
+        str(mapping.get("forked_from", "")),
+    )
 
 
 def _shown(value: object) -> str:
@@ -194,5 +252,7 @@ def _shown(value: object) -> str:
 def _flat(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in mapping.items():
-        flat.update(_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value})
+        flat.update(
+            _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        )
     return flat

@@ -1,6 +1,8 @@
-"""The configuration of a run: frozen dataclasses that check every value when they are constructed; `toml_file` reads and writes them.
+"""The configuration of a run: frozen dataclasses that check every value when they are constructed;
+`toml_file` reads and writes them.
 
-The string under each field is its documentation, with its unit; `lather train --help all` shows the same strings.
+The string under each field is its documentation, with its unit; `lather train --help all` shows the
+same strings.
 """
 
 from __future__ import annotations
@@ -23,21 +25,31 @@ class MoEConfig:
     """Load balancing of the experts, and the activations that MoE layers keep."""
 
     memory: Literal["saved", "recompute", "reference"] = "saved"
-    """saved: keep the gate and up products for backward. recompute: compute them a second time instead. reference: keep all that autograd
-    keeps."""
+    """saved: keep the gate and up products for backward. recompute: compute them a second time
+    instead. reference: keep all that autograd keeps."""
     balance_coefficient: float | None = None
     """Weight of each block's load-balancing loss; left out: the model's own."""
     balance_level: Literal["micro_batch", "sequence", "global_batch"] | None = None
-    """Tokens over which the expert load is balanced; global_batch: all micro-batches of the step so far. Left out: the model's own."""
+    """Tokens over which the expert load is balanced; global_batch: all micro-batches of the step so
+    far. Left out: the model's own."""
     z_loss_coefficient: float = 0.0
     """Weight of each block's router z-loss, which keeps the router's logits small; 0: none."""
     bias_update_rate: float = 0.0
-    """Balancing without a loss: change of each expert's router bias per step, towards an even load; 0: none."""
+    """Balancing without a loss: change of each expert's router bias per step, towards an even load;
+    0: none."""
 
     def __post_init__(self) -> None:
-        coefficients = {name: getattr(self, name) for name in ("balance_coefficient", "z_loss_coefficient", "bias_update_rate")}
+        coefficients = {
+            name: getattr(self, name)
+            for name in ("balance_coefficient", "z_loss_coefficient", "bias_update_rate")
+        }
         for name, value in coefficients.items():
-            require(value is None or 0 <= value < math.inf, f"moe.{name}", value, "at least 0 and finite")
+            require(
+                value is None or 0 <= value < math.inf,
+                f"moe.{name}",
+                value,
+                "at least 0 and finite",
+            )
 
 
 @dataclass(frozen=True)
@@ -47,71 +59,114 @@ class LoopConfig:
     steps: int = 300
     """Optimizer steps."""
     minutes: float = 0.0
-    """Wall-clock limit of a launch, in minutes since its start; it saves and ends when another step and a checkpoint might not fit; 0: no
-    limit."""
+    """Wall-clock limit of a launch, in minutes since its start; it saves and ends when another step
+    and a checkpoint might not fit; 0: no limit."""
     batch_size: int = 8
     """Sequences per step."""
     micro_batch_size: int = 0
-    """Sequences in one forward and backward pass of a rank; 0: the rank's share of batch_size, divided only as far as its pipeline
-    requires."""
+    """Sequences in one forward and backward pass of a rank; 0: the rank's share of batch_size,
+    divided only as far as its pipeline requires."""
     sequence_length: int = 256
     """Tokens per sequence."""
     max_grad_norm: float = 1.0
     """Clip the norm of the gradient to this value; 0: do not clip."""
     trainable: tuple[str, ...] = ()
-    """Patterns of parameter names to train, such as layers.0.* or *.experts.*; none: all parameters. With [lora]: in addition to the
-    adapters."""
+    """Patterns of parameter names to train, such as layers.0.* or *.experts.*; none: all
+    parameters. With [lora]: in addition to the adapters."""
     frozen: tuple[str, ...] = ()
     """Patterns of parameter names not to train; they take precedence over trainable and [lora]."""
     max_skipped_steps: int = 10
     """Stop the run after this many consecutive steps whose loss or gradient was not finite."""
     validation_every: int = 100
-    """Steps between validations; the run is always validated at its start and at its end. 0: only then."""
+    """Steps between validations; the run is always validated at its start and at its end. 0: only
+    then."""
     validation_sequences: int = 64
     """Held-out sequences per validation."""
     recompute: tuple[Literal["attention", "experts", "shared_experts"], ...] = ()
-    """Parts of each block whose activations are computed again in the backward pass instead of kept (activation checkpointing)."""
+    """Parts of each block whose activations are computed again in the backward pass instead of kept
+    (activation checkpointing)."""
     compile: bool = False
-    """Compile norms, rotary embeddings and similar operations with torch.compile; the start takes longer."""
+    """Compile norms, rotary embeddings and similar operations with torch.compile; the start takes
+    longer."""
     deterministic: bool = False
-    """Get the same bits in every run on a GPU (torch.use_deterministic_algorithms); attention's backward pass, among others, is slower."""
+    """Get the same bits in every run on a GPU (torch.use_deterministic_algorithms); attention's
+    backward pass, among others, is slower."""
     precision: Literal["fp32", "bf16", "fp64"] = "fp32"
-    """bf16: matrix products in bfloat16 (autocast), weights and optimizer state in float32. fp64: the model in float64, slow, to compare
-    two runs."""
+    """bf16: matrix products in bfloat16 (autocast), weights and optimizer state in float32. fp64:
+    the model in float64, slow, to compare two runs."""
     rounded_weights: Literal["step", "product"] = "step"
-    """When bf16 training rounds the weights. step: once per step, which takes 2 more bytes per weight of the rank. product: for each matrix
-    product."""
+    """When bf16 training rounds the weights. step: once per step, which takes 2 more bytes per
+    weight of the rank. product: for each matrix product."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA if there is a GPU, else the CPU."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "sequence_length", "max_skipped_steps", "validation_sequences"):
+        for name in (
+            "steps",
+            "batch_size",
+            "sequence_length",
+            "max_skipped_steps",
+            "validation_sequences",
+        ):
             require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "at least 1")
         require(self.max_grad_norm >= 0, "train.max_grad_norm", self.max_grad_norm, "at least 0")
-        require(0 <= self.minutes < math.inf, "train.minutes", self.minutes, "at least 0 minutes and finite")
-        require(self.validation_every >= 0, "train.validation_every", self.validation_every, "at least 0 steps")
+        require(
+            0 <= self.minutes < math.inf,
+            "train.minutes",
+            self.minutes,
+            "at least 0 minutes and finite",
+        )
+        require(
+            self.validation_every >= 0,
+            "train.validation_every",
+            self.validation_every,
+            "at least 0 steps",
+        )
         for name in ("trainable", "frozen"):
-            require(all(getattr(self, name)), f"train.{name}", getattr(self, name), "patterns of names, none of them empty")
-        require(self.micro_batch_size >= 0, "train.micro_batch_size", self.micro_batch_size, "at least 0 sequences")
+            require(
+                all(getattr(self, name)),
+                f"train.{name}",
+                getattr(self, name),
+                "patterns of names, none of them empty",
+            )
+        require(
+            self.micro_batch_size >= 0,
+            "train.micro_batch_size",
+            self.micro_batch_size,
+            "at least 0 sequences",
+        )
         if self.micro_batch_size and self.batch_size % self.micro_batch_size:
             raise ConfigError(self.batch_that_fits(1, 1))
 
     def batch_that_fits(self, data_ranks: int, least: int) -> str:
-        """Say why the batch cannot be divided among data ranks with at least `least` micro-batches each, and name the smallest changes that
-        mend it."""
+        """Say why the batch cannot be divided among data ranks with at least `least` micro-batches
+        each, and name the smallest changes that mend it."""
         batch, given = self.batch_size, self.micro_batch_size
         unit = data_ranks * max(1, given)
-        whose = [*([f"{data_ranks} data ranks"] if data_ranks > 1 else []), *([f"train.micro_batch_size {given}"] if given else [])]
+        whose = [
+            *([f"{data_ranks} data ranks"] if data_ranks > 1 else []),
+            *([f"train.micro_batch_size {given}"] if given else []),
+        ]
         constraints = [f"a multiple of {unit} ({' x '.join(whose)})"] if unit > 1 else []
         if least > 1:
-            constraints.append(f"at least {least * unit} (the pipeline needs {least} micro-batches of each data rank)")
-        batches = {max(number * unit, least * unit) for number in (batch // unit, batch // unit + 1)}
+            constraints.append(
+                f"at least {least * unit} (the pipeline needs {least} micro-batches of each data "
+                "rank)"
+            )
+        batches = {
+            max(number * unit, least * unit) for number in (batch // unit, batch // unit + 1)
+        }
         remedies = [f"train.batch_size {' or '.join(map(str, sorted(batches - {batch})))}"]
         share = batch // data_ranks if batch % data_ranks == 0 else 0
         sizes = [size for size in range(1, share // least + 1) if share % size == 0]
         if given and sizes:
-            remedies.append(f"train.micro_batch_size {min(sizes, key=lambda size: abs(size - given))}")
-        return f"train.batch_size = {batch} is not valid: it must be {' and '.join(constraints)}: give {', or '.join(remedies)}"
+            remedies.append(
+                f"train.micro_batch_size {min(sizes, key=lambda size: abs(size - given))}"
+            )
+        return (
+            f"train.batch_size = {batch} is not valid: it must be "
+            f"{' and '.join(constraints)}: give {', or '.join(remedies)}"
+        )
 
 
 @dataclass(frozen=True)
@@ -121,33 +176,49 @@ class ParallelConfig:
     pp: int = 1
     """Pipeline ranks; each holds two of the 2 * pp stages."""
     ep: int = 1
-    """Expert ranks, among which the experts of every layer are divided. All ranks / (pp * ep) is dp; the batch is divided among dp * ep
-    data ranks."""
+    """Expert ranks, among which the experts of every layer are divided. All ranks / (pp * ep) is
+    dp; the batch is divided among dp * ep data ranks."""
     replicas: int = 1
-    """Complete copies of the sharded parameters (HSDP), a divisor of dp = all ranks / (pp * ep); more copies: less communication, more
-    memory."""
+    """Complete copies of the sharded parameters (HSDP), a divisor of dp = all ranks / (pp * ep);
+    more copies: less communication, more memory."""
     partition: Literal["uniform", "memory"] = "uniform"
-    """How layers are assigned to stages. uniform: equally many to each stage. memory: so that the largest rank needs as few bytes as
-    possible, or at most 1 % more for a more even assignment; dry runs at the start find it, which takes a minute or more."""
+    """How layers are assigned to stages. uniform: equally many to each stage. memory: so that the
+    largest rank needs as few bytes as possible, or at most 1 % more for a more even assignment; dry
+    runs at the start find it, which takes a minute or more."""
     schedule: Literal["auto", "dualpipev", "sequential"] = "auto"
-    """Order of forward and backward passes. sequential: one micro-batch after the other. auto: dualpipev with at least two pipeline
-    ranks."""
+    """Order of forward and backward passes. sequential: one micro-batch after the other. auto:
+    dualpipev with at least two pipeline ranks."""
     schedule_memory: Literal["normal", "least"] = "normal"
-    """When a pipeline computes weight gradients. normal: where they fill bubbles. least: as early as possible, so that nothing is kept for
-    them. This lowers the peak where activations are recomputed and makes a step longer; `lather plan` shows both."""
+    """When a pipeline computes weight gradients. normal: where they fill bubbles. least: as early
+    as possible, so that nothing is kept for them. This lowers the peak where activations are
+    recomputed and makes a step longer; `lather plan` shows both."""
     poison: bool = False
-    """For debugging: overwrite memory that is freed early with NaN, so that a later read is noticed."""
+    """For debugging: overwrite memory that is freed early with NaN, so that a later read is
+    noticed."""
     timeout: float = 600.0
     """Seconds that a rank waits for another rank inside a step before it gives up."""
 
     def __post_init__(self) -> None:
         for name in ("pp", "ep", "replicas"):
             require(getattr(self, name) >= 1, f"parallel.{name}", getattr(self, name), "at least 1")
-        require(0 < self.timeout < math.inf, "parallel.timeout", self.timeout, "above 0 seconds and finite")
+        require(
+            0 < self.timeout < math.inf,
+            "parallel.timeout",
+            self.timeout,
+            "above 0 seconds and finite",
+        )
         fits = self.schedule != "sequential" or self.pp == 1
-        require(fits, "parallel.schedule", self.schedule, f"'dualpipev' or 'auto' with parallel.pp = {self.pp}")
+        require(
+            fits,
+            "parallel.schedule",
+            self.schedule,
+            f"'dualpipev' or 'auto' with parallel.pp = {self.pp}",
+        )
         fits = self.schedule_memory == "normal" or self.resolved_schedule == "dualpipev"
-        constraint = "'normal' without a pipeline: set parallel.pp to 2 or more, or parallel.schedule = 'dualpipev'"
+        constraint = (
+            "'normal' without a pipeline: set parallel.pp to 2 or "
+            "more, or parallel.schedule = 'dualpipev'"
+        )
         require(fits, "parallel.schedule_memory", self.schedule_memory, constraint)
 
     @property
@@ -162,19 +233,22 @@ class ParallelConfig:
         return self.schedule
 
     def data_ranks(self, world_size: int) -> int:
-        """Return the number of data ranks, dp * ep, among `world_size` ranks. Raises ConfigError if the ranks cannot be divided in this
-        way."""
+        """Return the number of data ranks, dp * ep, among `world_size` ranks. Raises ConfigError if
+        the ranks cannot be divided in this way."""
         dp, rest = divmod(world_size, self.pp * self.ep)
         if rest or not dp:
             raise ConfigError(
-                f"parallel.pp * parallel.ep = {self.pp} * {self.ep} = {self.pp * self.ep} does not divide the number of ranks, "
-                f"{world_size}: start {self.pp * self.ep} ranks (--nproc {self.pp * self.ep}) or a multiple, "
+                f"parallel.pp * parallel.ep = {self.pp} * {self.ep} = {self.pp * self.ep} does not "
+                "divide the number of ranks, "
+                f"{world_size}: start {self.pp * self.ep} ranks (--nproc {self.pp * self.ep}) or a "
+                "multiple, "
                 "or change parallel.pp or parallel.ep"
             )
         if dp % self.replicas:
             raise ConfigError(
                 f"parallel.replicas = {self.replicas} does not divide dp = {dp} "
-                f"({world_size} ranks / parallel.pp {self.pp} / parallel.ep {self.ep}): change it, or the number of ranks"
+                f"({world_size} ranks / parallel.pp {self.pp} / parallel.ep {self.ep}): change it, "
+                "or the number of ranks"
             )
         return dp * self.ep
 
@@ -184,21 +258,29 @@ class CheckpointConfig:
     """When checkpoints are saved, and which are kept."""
 
     every: int = 100
-    """Steps between checkpoints; a checkpoint is also saved at the end, and when a signal asks for one."""
+    """Steps between checkpoints; a checkpoint is also saved at the end, and when a signal asks for
+    one."""
     keep_last: int = 2
     """Number of newest checkpoints to keep; older ones are deleted."""
     keep_every: int = 0
     """Also keep every checkpoint whose step is a multiple of this; 0: none."""
     keep_best: bool = False
-    """Also keep the checkpoint with the lowest validation loss; one is saved whenever a validation is better than all earlier ones."""
+    """Also keep the checkpoint with the lowest validation loss; one is saved whenever a validation
+    is better than all earlier ones."""
     asynchronous: bool = False
-    """Write checkpoints while training continues, from a copy in CPU memory; it is as large as the rank's weights and optimizer state."""
+    """Write checkpoints while training continues, from a copy in CPU memory; it is as large as the
+    rank's weights and optimizer state."""
 
     def __post_init__(self) -> None:
         require(self.every >= 1, "checkpoint.every", self.every, "at least 1 step")
         require(self.keep_last >= 1, "checkpoint.keep_last", self.keep_last, "at least 1")
         fits = self.keep_every >= 0 and self.keep_every % self.every == 0
-        require(fits, "checkpoint.keep_every", self.keep_every, f"a multiple of checkpoint.every ({self.every}), or 0")
+        require(
+            fits,
+            "checkpoint.keep_every",
+            self.keep_every,
+            f"a multiple of checkpoint.every ({self.every}), or 0",
+        )
 
 
 @dataclass(frozen=True)
@@ -210,10 +292,11 @@ class LogConfig:
     expert_load_every: int = 100
     """Steps between records of every expert's load in metrics.jsonl; 0: none."""
     timeline_every: int = 0
-    """Steps between records in timeline.jsonl of when each rank did what, for `lather plot --schedule`; 0: none."""
+    """Steps between records in timeline.jsonl of when each rank did what, for `lather plot
+    --schedule`; 0: none."""
     memory_plan: Literal["auto", "always", "never"] = "auto"
-    """Plan the run's memory while it starts, report before the first step whether it fits, and write planned and measured bytes to
-    memory.json; auto: on GPUs only."""
+    """Plan the run's memory while it starts, report before the first step whether it fits, and
+    write planned and measured bytes to memory.json; auto: on GPUs only."""
     tensorboard: bool = False
     """Also write TensorBoard events to the run directory."""
     wandb_project: str = ""
@@ -230,9 +313,18 @@ class LogConfig:
 
     def __post_init__(self) -> None:
         require(self.every >= 1, "log.every", self.every, "at least 1 step")
-        require(self.expert_load_every >= 0, "log.expert_load_every", self.expert_load_every, "at least 0 steps")
-        require(self.timeline_every >= 0, "log.timeline_every", self.timeline_every, "at least 0 steps")
-        require(self.sample_tokens >= 0, "log.sample_tokens", self.sample_tokens, "at least 0 tokens")
+        require(
+            self.expert_load_every >= 0,
+            "log.expert_load_every",
+            self.expert_load_every,
+            "at least 0 steps",
+        )
+        require(
+            self.timeline_every >= 0, "log.timeline_every", self.timeline_every, "at least 0 steps"
+        )
+        require(
+            self.sample_tokens >= 0, "log.sample_tokens", self.sample_tokens, "at least 0 tokens"
+        )
 
 
 @dataclass(frozen=True)
@@ -242,9 +334,11 @@ class Config:
     run_dir: str = "runs/default"
     """Folder for everything that the run writes; a run that is already there is resumed."""
     init_from: str = ""
-    """Initial weights of a new run: a Hugging Face folder, RUN (its newest checkpoint), RUN@STEP or RUN@best; empty: random weights."""
+    """Initial weights of a new run: a Hugging Face folder, RUN (its newest checkpoint), RUN@STEP or
+    RUN@best; empty: random weights."""
     fork_from: str = ""
-    """Checkpoint from which a new run continues, with weights, optimizer state and position in the data: RUN, RUN@STEP or RUN@best."""
+    """Checkpoint from which a new run continues, with weights, optimizer state and position in the
+    data: RUN, RUN@STEP or RUN@best."""
     seed: int = 0
     """Seed of the initial weights and of the order of the data."""
     model: ModelConfig = field(default_factory=DeepseekV2Config)
@@ -259,33 +353,66 @@ class Config:
 
     def __post_init__(self) -> None:
         require(bool(self.run_dir), "run_dir", self.run_dir, "a folder")
-        require(self.model.vocab_size >= 257, "model.vocab_size", self.model.vocab_size, "at least 257 for byte-level BPE")
+        require(
+            self.model.vocab_size >= 257,
+            "model.vocab_size",
+            self.model.vocab_size,
+            "at least 257 for byte-level BPE",
+        )
         require(0 <= self.seed < 2**64, "seed", self.seed, "at least 0 and below 2**64")
         length, longest = self.train.sequence_length, self.model.max_position_embeddings
-        require(length <= longest, "train.sequence_length", length, f"at most model.max_position_embeddings ({longest})")
-        pp, ep, num_experts, layers = self.parallel.pp, self.parallel.ep, num_routed_experts(self.model), self.model.num_hidden_layers
-        require(num_experts % ep == 0, "parallel.ep", ep, f"a divisor of the {num_experts} routed experts")
+        require(
+            length <= longest,
+            "train.sequence_length",
+            length,
+            f"at most model.max_position_embeddings ({longest})",
+        )
+        pp, ep, num_experts, layers = (
+            self.parallel.pp,
+            self.parallel.ep,
+            num_routed_experts(self.model),
+            self.model.num_hidden_layers,
+        )
+        require(
+            num_experts % ep == 0,
+            "parallel.ep",
+            ep,
+            f"a divisor of the {num_experts} routed experts",
+        )
         if isinstance(self.optim, RuleOptimConfig) and self.optim.stacks_experts:
             rule = name_of(self.optim.rules["experts"])
-            fits = f"1 with {rule!r}, which stacks all experts of a layer to one matrix; klsoap updates each expert by itself"
+            fits = (
+                f"1 with {rule!r}, which stacks all experts of a layer to one "
+                "matrix; klsoap updates each expert by itself"
+            )
             require(ep == 1, "parallel.ep", ep, fits)
         if self.parallel.resolved_schedule == "dualpipev":
-            require(2 * pp <= layers, "parallel.pp", pp, f"at most {layers // 2}: each of 2 * pp stages needs one of the {layers} layers")
+            require(
+                2 * pp <= layers,
+                "parallel.pp",
+                pp,
+                f"at most {layers // 2}: each of 2 * pp stages needs one of the {layers} layers",
+            )
 
     def num_micro_batches(self, data_ranks: int) -> int:
-        """Return the number of micro-batches of a rank in a step. Raises ConfigError if the batch cannot be divided in this way."""
+        """Return the number of micro-batches of a rank in a step. Raises ConfigError if the batch
+        cannot be divided in this way."""
         train, pp = self.train, self.parallel.pp
         least = 2 * pp if self.parallel.resolved_schedule == "dualpipev" else 1
         own, rest = divmod(train.batch_size, data_ranks)
-        size = train.micro_batch_size or next((size for size in range(own // least, 0, -1) if own % size == 0), 1)
+        size = train.micro_batch_size or next(
+            (size for size in range(own // least, 0, -1) if own % size == 0), 1
+        )
         if rest or own % size or own // size < least:
             raise ConfigError(train.batch_that_fits(data_ranks, least))
         return own // size
 
     def resolved(self) -> Config:
-        """Return the configuration with the defaults of `[optim]` that depend on its rules and on the batch size, as the run directory
-        stores it."""
-        return replace(self, optim=self.optim.resolved(self.train.batch_size * self.train.sequence_length))
+        """Return the configuration with the defaults of `[optim]` that depend on its rules and on
+        the batch size, as the run directory stores it."""
+        return replace(
+            self, optim=self.optim.resolved(self.train.batch_size * self.train.sequence_length)
+        )
 
     def resolved_moe(self) -> MoEConfig:
         """Return `[moe]` with the model's own coefficient of the balance loss if none is given."""
@@ -295,11 +422,13 @@ class Config:
 
 
 def num_routed_experts(model: ModelConfig) -> int:
-    """Return the number of routed experts in an MoE layer, under whichever name the family has for it."""
+    """Return the number of routed experts in an MoE layer, under whichever name the family has for
+    it."""
     names = ("n_routed_experts", "num_experts", "num_local_experts")
     return next(int(getattr(model, name)) for name in names if hasattr(model, name))
 
 
 def check_parallel(config: Config, world_size: int) -> None:
-    """Raise ConfigError unless `world_size` ranks can run `config`; nothing is started or written."""
+    """Raise ConfigError unless `world_size` ranks can run `config`; nothing is started or
+    written."""
     config.num_micro_batches(config.parallel.data_ranks(world_size))

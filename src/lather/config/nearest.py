@@ -1,4 +1,5 @@
-"""The names that a user may have meant by one that there is not: what other trainers call the same, and the most similar ones."""
+"""The names that a user may have meant by one that there is not: what other trainers call the same,
+and the most similar ones."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ OPTIM_FIELDS = {one.name for one in dataclasses.fields(OptimConfig)}
 
 
 def hint_of(name: str, known: Iterable[str], write: Callable[[str], str] = repr) -> str:
-    """Return a sentence on a name that there is not: which of the dotted names `known` may be meant,
-    as `write` writes them, or why there is none. Empty if nothing is like it."""
+    """Return a sentence on a name that there is not: which of the dotted names `known` may be
+    meant, as `write` writes them, or why there is none. Empty if nothing is like it."""
     lower = name.lower()
     if reason := _of(lower, NO_FIELD):
         return reason

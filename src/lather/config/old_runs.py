@@ -1,5 +1,5 @@
-"""Runs that were started before `[optim]` had the options of each rule and a section for each kind of parameters, or before defaults of
-models were changed.
+"""Runs that were started before `[optim]` had the options of each rule and a section for each kind
+of parameters, or before defaults of models were changed.
 
 The config.toml of the former has no `[optim.rest]`. They continue with their original optimizer, to
 the bit: routers count as matrices, all parameters have one learning rate, and "adamw" is torch's
@@ -53,12 +53,14 @@ def is_old(config: Mapping[str, Any]) -> bool:
 
 
 def in_new_keys(optim: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate an old `[optim]` to today's keys: `adam_betas` become the betas of the rest, or of everything under "adamw". Options of
-    SOAP had no effect under "adamw" and are dropped."""
+    """Translate an old `[optim]` to today's keys: `adam_betas` become the betas of the rest, or of
+    everything under "adamw". Options of SOAP had no effect under "adamw" and are dropped."""
     new = dict(optim)
     betas = new.pop("adam_betas", None)
     if new.get("name") == "adamw":
-        new = {key: value for key, value in new.items() if key in SHARED_KEYS or key not in OLD_KEYS}
+        new = {
+            key: value for key, value in new.items() if key in SHARED_KEYS or key not in OLD_KEYS
+        }
         return new if betas is None else {**new, "betas": betas}
     return new if betas is None else {**new, "rest": {"betas": betas, **new.get("rest", {})}}
 
@@ -69,25 +71,38 @@ def with_earlier_defaults(saved: ModelConfig, asked: ModelConfig) -> ModelConfig
     earlier: dict[str, Any] = {
         name: before
         for name, before in EARLIER_DEFAULTS.items()
-        if getattr(saved, name, None) == before and getattr(asked, name, None) == getattr(type(asked), name, before)
+        if getattr(saved, name, None) == before
+        and getattr(asked, name, None) == getattr(type(asked), name, before)
     }
     return replace(asked, **earlier) if type(saved) is type(asked) else asked
 
 
 def going_on(saved: OldOptimConfig, asked: OptimConfig, run_dir: str) -> OldOptimConfig:
-    """Return `asked` in the old form of `[optim]`. A field that `asked` leaves at today's default gets its old default, or its
-    saved value if that equals today's default or has no effect.
+    """Return `asked` in the old form of `[optim]`. A field that `asked` leaves at today's default
+    gets its old default, or its saved value if that equals today's default or has no effect.
 
     Raises RunError if `asked` sets an option that the old form does not have.
     """
     if isinstance(asked, OldOptimConfig):
         return asked
     if asked.name != saved.name:
-        return replace(saved, name=asked.name)  # the caller compares both and reports the difference
-    given = {name: value for name, value in asdict(asked).items() if value != getattr(type(asked), name, None)}
+        return replace(
+            saved, name=asked.name
+        )  # the caller compares both and reports the difference
+    given = {
+        name: value
+        for name, value in asdict(asked).items()
+        if value != getattr(type(asked), name, None)
+    }
     for kind in KINDS:
-        given |= {f"{kind}.{key}": value for key, value in given.pop(kind, {}).items() if value not in (None, "")}
-    betas = given.pop("rest.betas", None) or (given.pop("betas", None) if asked.name == "adamw" else None)
+        given |= {
+            f"{kind}.{key}": value
+            for key, value in given.pop(kind, {}).items()
+            if value not in (None, "")
+        }
+    betas = given.pop("rest.betas", None) or (
+        given.pop("betas", None) if asked.name == "adamw" else None
+    )
     if betas is not None:
         given["adam_betas"] = betas
     for key in given.keys() - OLD_KEYS:

@@ -1,14 +1,17 @@
-"""`[optim]`: a rule with all its options, settings of each kind of parameters, and the learning-rate schedule.
+"""`[optim]`: a rule with all its options, settings of each kind of parameters, and the
+learning-rate schedule.
 
     [optim]             name = "muon", its options, the schedule
     [optim.experts]     routed experts                      rule: that of [optim]
     [optim.matrices]    all other matrices                  rule: that of [optim]
-    [optim.rest]        embeddings, head, norms, biases     rule: adamw, with lr_factor times the learning rate
+    [optim.rest]        embeddings, head, norms, biases     rule: adamw, with lr_factor times the
+                                                            learning rate
     [optim.router]      routers                             as [optim.rest], unless a rule is given
 
-The fields depend on the rules, so each choice of rules has a dataclass of its own: `optim_class` creates it, and `optim_config` an
-instance. A kind with the rule of `[optim]` inherits all options from there. A kind with another rule inherits weight decay and the options
-that every rule has; its other defaults are those of its rule.
+The fields depend on the rules, so each choice of rules has a dataclass of its own: `optim_class`
+creates it, and `optim_config` an instance. A kind with the rule of `[optim]` inherits all options
+from there. A kind with another rule inherits weight decay and the options that every rule has; its
+other defaults are those of its rule.
 """
 
 from __future__ import annotations
@@ -40,14 +43,18 @@ from lather.optim.rules import RULES
 
 KINDS = {
     "experts": "Routed experts, where their settings differ from [optim].",
-    "matrices": "Matrices other than experts, embeddings, head and router, where their settings differ from [optim].",
+    "matrices": (
+        "Matrices other than experts, embeddings, head and router, "
+        "where their settings differ from [optim]."
+    ),
     "router": "Routers: with the settings of [optim.rest], unless a rule is given.",
     "rest": "Embeddings, head, norms and biases.",
 }
 """Kinds of parameters, with their description in `--help`."""
 
 DEFAULT_RULE = "muon"
-"""Rule of matrices and experts: the one that gains most among those that cost little time and state (docs/results.md)."""
+"""Rule of matrices and experts: the one that gains most among those that cost little time and state
+(docs/results.md)."""
 REST_RULE = "adamw"
 REST_FACTORS = {
     ("adamw", "adamw"): 16.0,
@@ -57,8 +64,8 @@ REST_FACTORS = {
     ("muon", "embedding_soap"): 1.6,
     ("soap_muon", "embedding_soap"): 1.6,
 }
-"""Ratio of the learning rate of the rest to that of the matrices, by (rule of matrices, rule of the rest); 1 for all other pairs. From
-docs/results.md."""
+"""Ratio of the learning rate of the rest to that of the matrices, by (rule of matrices, rule of the
+rest); 1 for all other pairs. From docs/results.md."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +75,11 @@ class OptimConfig:
     name: str = DEFAULT_RULE
     """Rule of matrices and experts."""
     lr: float | None = None
-    """Peak learning rate of matrices and experts; left out: the rule's default for the number of tokens in a step."""
+    """Peak learning rate of matrices and experts; left out: the rule's default for the number of
+    tokens in a step."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "linear"
-    """Shape of the learning rate after warm-up, for all parameters; wsd: constant, then linear decay over the last decay_fraction."""
+    """Shape of the learning rate after warm-up, for all parameters; wsd: constant, then linear
+    decay over the last decay_fraction."""
     warmup_steps: int = 20
     """Steps of linear warm-up."""
     decay_fraction: float = 0.2
@@ -82,7 +91,9 @@ class OptimConfig:
         if type(self) is OptimConfig:
             raise TypeError("OptimConfig has no options of a rule: use optim_config(name, ...)")
         require(self.warmup_steps >= 0, "optim.warmup_steps", self.warmup_steps, "at least 0 steps")
-        require(0 < self.decay_fraction <= 1, "optim.decay_fraction", self.decay_fraction, "in (0, 1]")
+        require(
+            0 < self.decay_fraction <= 1, "optim.decay_fraction", self.decay_fraction, "in (0, 1]"
+        )
         require(0 <= self.min_lr_ratio <= 1, "optim.min_lr_ratio", self.min_lr_ratio, "in [0, 1]")
 
     @property
@@ -91,8 +102,9 @@ class OptimConfig:
         return DEFAULT_LR if self.lr is None else self.lr
 
     def resolved(self, tokens_per_step: int) -> OptimConfig:
-        """Return a copy with all defaults filled in that are not defaults of a field: the learning rate for steps of `tokens_per_step`
-        tokens, and the rule, rate and options of kinds that differ from `[optim]`."""
+        """Return a copy with all defaults filled in that are not defaults of a field: the learning
+        rate for steps of `tokens_per_step` tokens, and the rule, rate and options of kinds that
+        differ from `[optim]`."""
         return self
 
     def describe_rates(self) -> str:
@@ -105,11 +117,13 @@ class KindConfig:
     """Settings of one kind of parameters."""
 
     rule: str = ""
-    """Rule of these parameters, if it is another one; together with this option, --help optim shows the options of that rule."""
+    """Rule of these parameters, if it is another one; together with this option, --help optim shows
+    the options of that rule."""
     lr: float | None = None
     """Peak learning rate of these parameters; left out: lr_factor times optim.lr."""
     lr_factor: float | None = None
-    """Peak learning rate of these parameters as a factor of optim.lr; left out: the factor of the rules for these parameters."""
+    """Peak learning rate of these parameters as a factor of optim.lr; left out: the factor of the
+    rules for these parameters."""
 
     options_rule: ClassVar[type[Rule]]
     """The rule whose options the class has as fields."""
@@ -126,8 +140,15 @@ class RuleOptimConfig(OptimConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        rules = chosen_rules({"name": self.name} | {kind: vars(self.section(kind)) for kind in KINDS})
-        require(rules == self.given, "optim", dict(rules), f"for the rules {dict(self.given)}: use optim_config(name, ...) for others")
+        rules = chosen_rules(
+            {"name": self.name} | {kind: vars(self.section(kind)) for kind in KINDS}
+        )
+        require(
+            rules == self.given,
+            "optim",
+            dict(rules),
+            f"for the rules {dict(self.given)}: use optim_config(name, ...) for others",
+        )
         self.rule  # noqa: B018 - its construction checks its options
         for kind in ("experts", "matrices", "rest", "router"):  # the router inherits from the rest
             self.rule_of(kind)
@@ -136,7 +157,9 @@ class RuleOptimConfig(OptimConfig):
     def rule(self) -> Rule:
         """The rule of `[optim]`; raises ConfigError if its options contradict each other."""
         options = {name: getattr(self, name) for name in fields_of(self.rules[""])}
-        return _made(self.rules[""], {"nonfinite": "ignore", **options, "lr": self.peak_lr}, "optim.")
+        return _made(
+            self.rules[""], {"nonfinite": "ignore", **options, "lr": self.peak_lr}, "optim."
+        )
 
     @property
     def peak_lr(self) -> float:
@@ -152,11 +175,18 @@ class RuleOptimConfig(OptimConfig):
         return cast(KindConfig, getattr(self, kind))
 
     def rule_of(self, kind: str) -> Rule:
-        """Return the rule of one kind of parameters, with all its options; raises ConfigError if they contradict each other."""
+        """Return the rule of one kind of parameters, with all its options; raises ConfigError if
+        they contradict each other."""
         rule, own = self.rules[kind], self._own(kind)
         shared = {name: getattr(self, name) for name in inherited_by(rule, self.rules[""])}
-        options = {name: default for name, (_, default) in fields_of(rule).items() if default is not None} | shared | own
-        layout = "tensor" if kind != "experts" else "stacked" if self.stacks_experts else "per_expert"
+        options = (
+            {name: default for name, (_, default) in fields_of(rule).items() if default is not None}
+            | shared
+            | own
+        )
+        layout = (
+            "tensor" if kind != "experts" else "stacked" if self.stacks_experts else "per_expert"
+        )
         decided = {"lr": self.lr_of(kind), "nonfinite": "ignore", "matrix_layout": layout}
         return _made(rule, {**options, **decided}, f"optim.{kind}.")
 
@@ -166,11 +196,13 @@ class RuleOptimConfig(OptimConfig):
         if section.lr is not None:
             if section.lr_factor is not None:
                 raise ConfigError(
-                    f"optim.{kind}.lr = {section.lr} and optim.{kind}.lr_factor = {section.lr_factor} are both given: leave one of them out"
+                    f"optim.{kind}.lr = {section.lr} and optim.{kind}.lr_factor = "
+                    f"{section.lr_factor} are both given: leave one of them out"
                 )
             if not self.peak_lr and section.lr:
                 raise ConfigError(
-                    f"optim.lr = 0 with optim.{kind}.lr = {section.lr}: all learning rates are scaled with optim.lr: give it a number > 0"
+                    f"optim.lr = 0 with optim.{kind}.lr = {section.lr}: all learning rates are "
+                    "scaled with optim.lr: give it a number > 0"
                 )
             return section.lr
         if section.lr_factor is None and kind == "router" and not section.rule:
@@ -180,7 +212,9 @@ class RuleOptimConfig(OptimConfig):
     def describe_rates(self) -> str:
         kinds: dict[str, list[str]] = {}
         for kind in KINDS:
-            kinds.setdefault(f"{name_of(self.rules[kind])} at {self.lr_of(kind):.3g}", []).append(kind)
+            kinds.setdefault(f"{name_of(self.rules[kind])} at {self.lr_of(kind):.3g}", []).append(
+                kind
+            )
         return "; ".join(f"{rate} for {' and '.join(names)}" for rate, names in kinds.items())
 
     def _factor(self, kind: str) -> float:
@@ -197,7 +231,9 @@ class RuleOptimConfig(OptimConfig):
     def resolved(self, tokens_per_step: int) -> OptimConfig:
         changes: dict[str, KindConfig] = {}
         for kind, rule in self.rules.items():
-            if not kind or (kind != "rest" and (rule is self.rules[""] or not self.section(kind).rule)):
+            if not kind or (
+                kind != "rest" and (rule is self.rules[""] or not self.section(kind).rule)
+            ):
                 continue
             made, section = self.rule_of(kind), self.section(kind)
             factor = None if section.lr is not None else self._factor(kind)
@@ -215,7 +251,10 @@ class RuleOptimConfig(OptimConfig):
 def _made(rule: type[Rule], options: dict[str, Any], prefix: str) -> Rule:
     for name, option in options_of(rule).items():
         if option.default is MISSING and options.get(name) is None:
-            raise ConfigError(f"{prefix}{name} is not given, and {name_of(rule)!r} has no default for it: give {prefix}{name}")
+            raise ConfigError(
+                f"{prefix}{name} is not given, and {name_of(rule)!r} has no default for it: give "
+                f"{prefix}{name}"
+            )
     try:
         return rule(**options)
     except ValueError as error:
@@ -228,26 +267,31 @@ def default_factor(kind: str, rules: Mapping[str, type[Rule]]) -> float:
 
 
 def _default_rules(name: str) -> dict[str, str | None]:
-    """Return the rule of each kind that does not name one, given the rule of `[optim]`; None: the rule of the rest."""
+    """Return the rule of each kind that does not name one, given the rule of `[optim]`; None: the
+    rule of the rest."""
     return {"experts": name, "matrices": name, "rest": REST_RULE, "router": None}
 
 
 def optim_config(name: str = DEFAULT_RULE, **values: Any) -> OptimConfig:
-    """Build `[optim]` in Python from options of the rule and mappings for sections. Raises ConfigError for a bad value, TypeError for an
-    unknown option."""
+    """Build `[optim]` in Python from options of the rule and mappings for sections. Raises
+    ConfigError for a bad value, TypeError for an unknown option."""
     values = {"name": name, **values}
     return _with_sections(optim_class(chosen_rules(values)), values)
 
 
 def _with_sections(cls: type[OptimConfig], values: Mapping[str, Any]) -> OptimConfig:
     """Build an `[optim]` whose sections may be given as mappings."""
-    sections = {kind: cls.__annotations__[kind](**values[kind]) for kind in KINDS if isinstance(values.get(kind), Mapping)}
+    sections = {
+        kind: cls.__annotations__[kind](**values[kind])
+        for kind in KINDS
+        if isinstance(values.get(kind), Mapping)
+    }
     return cls(**{**values, **sections})
 
 
 def chosen_rules(mapping: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
-    """Return the names of the rules in an `[optim]`, for `optim_class`: its own, and those of kinds that name another than their
-    default."""
+    """Return the names of the rules in an `[optim]`, for `optim_class`: its own, and those of kinds
+    that name another than their default."""
     found = {"": mapping.get("name", DEFAULT_RULE)}
     for kind in KINDS:
         section = mapping.get(kind)
@@ -255,7 +299,9 @@ def chosen_rules(mapping: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
         if named and named != _default_rules(found[""])[kind]:
             found[kind] = named
     for kind, name in found.items():
-        require(isinstance(name, str), f"optim.{kind}.rule" if kind else "optim.name", name, "a string")
+        require(
+            isinstance(name, str), f"optim.{kind}.rule" if kind else "optim.name", name, "a string"
+        )
     return tuple(found.items())
 
 
@@ -269,25 +315,45 @@ def as_help_shows_it(optim: OptimConfig) -> OptimConfig:
 def optim_class(given: tuple[tuple[str, str], ...], brief: bool = False) -> type[RuleOptimConfig]:
     """Return the dataclass of `[optim]` for these rules (`chosen_rules`).
 
-    `brief` is for `--help`: a kind then only lists the names of the options that it inherits from `[optim]`, and they cannot be parsed.
-    """
+    `brief` is for `--help`: a kind then only lists the names of the options that it inherits from
+    `[optim]`, and they cannot be parsed."""
     names = dict(given)
     rules = {"": rule_named(names[""], "optim.name")}
     for kind in ("experts", "matrices", "rest", "router"):
         name = names.get(kind) or _default_rules(names[""])[kind]
         rules[kind] = rules["rest"] if name is None else rule_named(name, f"optim.{kind}.rule")
-    about = f"Rule of matrices and experts: {', '.join(RULES)}, or module:Class of your own. Its options follow."
+    about = (
+        f"Rule of matrices and experts: {', '.join(RULES)}, or "
+        "module:Class of your own. Its options follow."
+    )
     own: list[Any] = [("name", with_help(str, about), name_of(rules[""])), _lr_field(rules[""])]
     for name, (hint, default) in fields_of(rules[""]).items():
         if name != "lr":
             _refuse_if_taken(rules[""], name, OptimConfig)
-            own.append((name, with_help(hint if default is not None else hint | None, described(rules[""], name)), default))
+            own.append(
+                (
+                    name,
+                    with_help(
+                        hint if default is not None else hint | None, described(rules[""], name)
+                    ),
+                    default,
+                )
+            )
     for kind in KINDS:
         section = _kind_class(kind, rules, brief)
         own.append((kind, section, field(default_factory=section)))
     namespace = {"rules": rules, "given": given}
-    made = make_dataclass(f"OptimConfig of {names['']}", own, bases=(RuleOptimConfig,), frozen=True, namespace=namespace)
-    made.__doc__ = f"Optimizer and learning-rate schedule. {name_of(rules[''])}: {(rules[''].__doc__ or '').partition(chr(10))[0]}"
+    made = make_dataclass(
+        f"OptimConfig of {names['']}",
+        own,
+        bases=(RuleOptimConfig,),
+        frozen=True,
+        namespace=namespace,
+    )
+    made.__doc__ = (
+        f"Optimizer and learning-rate schedule. {name_of(rules[''])}: "
+        f"{(rules[''].__doc__ or '').partition(chr(10))[0]}"
+    )
     return made
 
 
@@ -295,8 +361,15 @@ def _lr_field(rule: type[Rule]) -> Any:
     least, most = (default_lr(rule, tokens) for tokens in MEASURED_TOKENS)
     of_default = f"(default: {least:g})"
     if most != least:
-        of_default = f"(default: {least:g} for steps of {MEASURED_TOKENS[0]:,} tokens or fewer, {most:g} from {MEASURED_TOKENS[1]:,} on)"
-    return ("lr", with_help(float | None, "Peak learning rate of matrices and experts.", of_default), None)
+        of_default = (
+            f"(default: {least:g} for steps of {MEASURED_TOKENS[0]:,} tokens or "
+            f"fewer, {most:g} from {MEASURED_TOKENS[1]:,} on)"
+        )
+    return (
+        "lr",
+        with_help(float | None, "Peak learning rate of matrices and experts.", of_default),
+        None,
+    )
 
 
 def _kind_class(kind: str, rules: Mapping[str, type[Rule]], brief: bool) -> type[KindConfig]:
@@ -306,7 +379,13 @@ def _kind_class(kind: str, rules: Mapping[str, type[Rule]], brief: bool) -> type
     factor = f"{default_factor(kind, rules):g}" if not is_rests else "that of the rest"
     own: list[Any] = [
         ("lr", with_help(float | None, "Peak learning rate, in place of lr_factor.", ""), None),
-        ("lr_factor", with_help(float | None, "Peak learning rate as a factor of optim.lr.", f"(default: {factor})"), None),
+        (
+            "lr_factor",
+            with_help(
+                float | None, "Peak learning rate as a factor of optim.lr.", f"(default: {factor})"
+            ),
+            None,
+        ),
     ]
     listed = []
     for name, (hint, default) in fields_of(rule).items():
@@ -316,11 +395,19 @@ def _kind_class(kind: str, rules: Mapping[str, type[Rule]], brief: bool) -> type
         of_default = f"as {above}" if name in inherited_by(rule, rules[""]) else shown(default)
         annotation = with_help(hint | None, described(rule, name), f"(default: {of_default})")
         is_other = kind == "rest" or (rule is not rules[""] and not is_rests)
-        if brief and not (is_other and name not in options_of(Rule)):  # inherited, or an option that all rules have
+        if brief and not (
+            is_other and name not in options_of(Rule)
+        ):  # inherited, or an option that all rules have
             annotation = Annotated[annotation, tyro.conf.Suppress]
             listed.append(f"--optim.{kind}.{name.replace('_', '-')}")
         own.append((name, annotation, None))
-    made = make_dataclass(f"KindConfig {kind}", own, bases=(KindConfig,), frozen=True, namespace={"options_rule": rule})
+    made = make_dataclass(
+        f"KindConfig {kind}",
+        own,
+        bases=(KindConfig,),
+        frozen=True,
+        namespace={"options_rule": rule},
+    )
     more = f" Further options, with defaults from {above}: {', '.join(listed)}." if listed else ""
     made.__doc__ = f"{KINDS[kind]} Rule: {name_of(rule)}.{more}"
     return made
@@ -329,4 +416,7 @@ def _kind_class(kind: str, rules: Mapping[str, type[Rule]], brief: bool) -> type
 def _refuse_if_taken(rule: type[Rule], name: str, base: type) -> None:
     taken = {one.name for one in fields(base)} - {"lr"} | {*KINDS}
     if name in taken:
-        raise ConfigError(f"rule {name_of(rule)!r} has an option {name!r}, which [optim] has already: rename the rule's option")
+        raise ConfigError(
+            f"rule {name_of(rule)!r} has an option {name!r}, which [optim] has already: rename the "
+            "rule's option"
+        )

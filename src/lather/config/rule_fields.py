@@ -1,7 +1,9 @@
-"""Fields of `[optim]` that are derived from the options of rules, so that TOML, command line and `--help` need no list of their own.
+"""Fields of `[optim]` that are derived from the options of rules, so that TOML, command line and
+`--help` need no list of their own.
 
-A field has the type of its option, reduced to types that a command line can parse: numbers, strings, choices, and tuples of these. Options
-of other types, and options that the trainer sets itself, have no field.
+A field has the type of its option, reduced to types that a command line can parse: numbers,
+strings, choices, and tuples of these. Options of other types, and options that the trainer sets
+itself, have no field.
 """
 
 from __future__ import annotations
@@ -39,16 +41,18 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "muon": {"momentum": 0.9},
     "soap_muon": {"momentum": 0.9},
 }
-"""Defaults of the trainer that differ from the rule's own. In addition, `sides` is "auto" where the rule has "both"."""
+"""Defaults of the trainer that differ from the rule's own. In addition, `sides` is "auto" where the
+rule has "both"."""
 
 DEFAULT_LR = 6e-3
 """Learning rate of rules without a default of their own."""
 
 MEASURED_TOKENS = 1024, 8192
-"""Tokens per step at which the best learning rates were measured (docs/results.md): the default rate grows between the two and is constant
-outside."""
+"""Tokens per step at which the best learning rates were measured (docs/results.md): the default
+rate grows between the two and is constant outside."""
 LR_EXPONENT = 0.25
-"""The default rate grows with this power of the tokens per step; measured were 0.23 for Muon and 0.33 for AdamW."""
+"""The default rate grows with this power of the tokens per step; measured were 0.23 for Muon and
+0.33 for AdamW."""
 
 PLAIN = (bool, int, float, str)
 """Types that a command line can parse, in the order in which they are tried."""
@@ -56,20 +60,24 @@ UNIONS = (types.UnionType, typing.Union)
 
 
 def rule_named(name: str, field: str) -> type[Rule]:
-    """Return the rule with this name, or `module:Class` (the current folder is searched too). Raises ConfigError, naming `field`, if there
-    is none."""
+    """Return the rule with this name, or `module:Class` (the current folder is searched too).
+    Raises ConfigError, naming `field`, if there is none."""
     if ":" in name and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
         return find_rule(name)
     except ValueError as error:
         known, reason = ", ".join(map(repr, RULES)), f" ({error})" if ":" in name else ""
-        raise ConfigError(f"{field} = {name!r} is not valid: it must be one of {known}, or module:Class of your own rule{reason}") from None
+        raise ConfigError(
+            f"{field} = {name!r} is not valid: it must be one of {known}, or module:Class of your "
+            f"own rule{reason}"
+        ) from None
 
 
 def fields_of(rule: type) -> dict[str, tuple[Any, Any]]:
-    """Return (type, default) of each option of a rule that is a field, by name: first the learning rate, then positional options, the
-    rule's other options, and the options that all rules have. A default of None means that there is none, or that None is the default."""
+    """Return (type, default) of each option of a rule that is a field, by name: first the learning
+    rate, then positional options, the rule's other options, and the options that all rules have. A
+    default of None means that there is none, or that None is the default."""
     return _fields_of(rule)
 
 
@@ -77,7 +85,10 @@ def fields_of(rule: type) -> dict[str, tuple[Any, Any]]:
 def _fields_of(rule: type) -> dict[str, tuple[Any, Any]]:
     found: dict[str, tuple[Any, Any]] = {}
     common, positional = options_of(Rule), {one.name for one in fields(rule) if not one.kw_only}
-    for name, option in sorted(options_of(rule).items(), key=lambda item: (item[0] != "lr", item[0] not in positional, item[0] in common)):
+    for name, option in sorted(
+        options_of(rule).items(),
+        key=lambda item: (item[0] != "lr", item[0] not in positional, item[0] in common),
+    ):
         hint = None if name in DECIDED else plain_type(option.hint)
         if hint is not None:
             found[name] = (hint, _default(rule, option, hint))
@@ -85,7 +96,8 @@ def _fields_of(rule: type) -> dict[str, tuple[Any, Any]]:
 
 
 def default_lr(rule: type, tokens_per_step: int = MEASURED_TOKENS[0]) -> float:
-    """Return the default peak learning rate of matrices. For a rule of the user's own it does not depend on the tokens per step."""
+    """Return the default peak learning rate of matrices. For a rule of the user's own it does not
+    depend on the tokens per step."""
     own = float(fields_of(rule)["lr"][1])
     if rule not in RULES.values():
         return own
@@ -94,16 +106,26 @@ def default_lr(rule: type, tokens_per_step: int = MEASURED_TOKENS[0]) -> float:
 
 
 def inherited_by(rule: type[Rule], other: type[Rule]) -> set[str]:
-    """Return the options that a kind with `rule` inherits from an `[optim]` with the rule `other`."""
+    """Return the options that a kind with `rule` inherits from an `[optim]` with the rule
+    `other`."""
     if rule is other:
         return set(fields_of(rule)) - {"lr"}
-    return ({"weight_decay", *options_of(Rule)} & fields_of(rule).keys() & fields_of(other).keys()) - {"lr"}
+    return (
+        {"weight_decay", *options_of(Rule)} & fields_of(rule).keys() & fields_of(other).keys()
+    ) - {"lr"}
 
 
 def plain_type(hint: Any) -> Any:
-    """Reduce a type to the part that a command line and TOML can express; None if nothing is left."""
-    parts = [part for part in (typing.get_args(hint) if typing.get_origin(hint) in UNIONS else (hint,)) if _is_plain(part)]
-    parts.sort(key=lambda part: PLAIN.index(part) if part in PLAIN else 0)  # str last: it accepts every value
+    """Reduce a type to the part that a command line and TOML can express; None if nothing is
+    left."""
+    parts = [
+        part
+        for part in (typing.get_args(hint) if typing.get_origin(hint) in UNIONS else (hint,))
+        if _is_plain(part)
+    ]
+    parts.sort(
+        key=lambda part: PLAIN.index(part) if part in PLAIN else 0
+    )  # str last: it accepts every value
     if not set(parts) - {types.NoneType}:
         return None
     return functools.reduce(lambda one, other: one | other, parts)
@@ -131,14 +153,19 @@ def _default(rule: type, option: Option, hint: Any) -> Any:
 
 
 def as_text(value: Any) -> Any:
-    """Write a dtype, or dtypes by part, as a command line does; return any other value unchanged."""
+    """Write a dtype, or dtypes by part, as a command line does; return any other value
+    unchanged."""
     value = saveable(value)
-    return ",".join(f"{key}={one}" for key, one in value.items()) if isinstance(value, Mapping) else value
+    return (
+        ",".join(f"{key}={one}" for key, one in value.items())
+        if isinstance(value, Mapping)
+        else value
+    )
 
 
 def in_toml(message: str, prefix: str) -> str:
-    """Rewrite the message of a rule about its options, which speaks Python, for a configuration: the
-    fields, whose names begin with `prefix`, and their values are written as in TOML."""
+    """Rewrite the message of a rule about its options, which speaks Python, for a configuration:
+    the fields, whose names begin with `prefix`, and their values are written as in TOML."""
 
     def assigned(match: re.Match[str]) -> str:
         name, text = match.groups()
@@ -151,7 +178,12 @@ def in_toml(message: str, prefix: str) -> str:
     message = re.sub(r"\b([a-z_]\w*)=([({\[][^(){}]*[)}\]]|'[^']*'|[\w.+-]+)", assigned, message)
     message = re.sub(r"torch\.(?=float|bfloat)", "", message.partition(" or a callable")[0])
     by_part = (BY_PART, "'moments=bfloat16' or 'bases=bfloat16'")
-    for python, toml in (by_part, ("True or False", "true or false"), (", or None", ""), (" or None", "")):
+    for python, toml in (
+        by_part,
+        ("True or False", "true or false"),
+        (", or None", ""),
+        (" or None", ""),
+    ):
         message = message.replace(python, toml)
     return f"{prefix}{message}"
 
@@ -162,7 +194,8 @@ def shown(value: Any) -> str:
 
 
 def described(rule: type[Rule], name: str) -> str:
-    """Return the text of an option for `--help`: its documentation, with the range of its values if that says more than the type."""
+    """Return the text of an option for `--help`: its documentation, with the range of its values if
+    that says more than the type."""
     text, values = documentation_of(rule).get(name, ""), options_of(rule)[name].range
     words = "" if values is None else values.words.partition(" or a callable")[0]
     if words and "one of" not in words and "torch" not in words and not words.startswith("True"):
@@ -171,14 +204,20 @@ def described(rule: type[Rule], name: str) -> str:
 
 
 def with_help(hint: Any, text: str, of_default: str | None = None) -> Any:
-    """Annotate a type with its text for `--help`. `of_default` replaces the text about the default."""
-    options: dict[str, Any] = {} if of_default is None else {"help_behavior_hint": of_default, "metavar": metavar(hint)}
+    """Annotate a type with its text for `--help`. `of_default` replaces the text about the
+    default."""
+    options: dict[str, Any] = (
+        {} if of_default is None else {"help_behavior_hint": of_default, "metavar": metavar(hint)}
+    )
     return Annotated[hint, tyro.conf.arg(help=text, **options)]
 
 
 def metavar(hint: Any) -> str:
     """Return the placeholder of `--help` for a value of this type; None is not shown as a value."""
-    origin, parts = typing.get_origin(hint), [part for part in typing.get_args(hint) if part not in (types.NoneType, Ellipsis)]
+    origin, parts = (
+        typing.get_origin(hint),
+        [part for part in typing.get_args(hint) if part not in (types.NoneType, Ellipsis)],
+    )
     if hint is bool:
         return "{True,False}"
     if origin is Literal:
@@ -189,7 +228,8 @@ def metavar(hint: Any) -> str:
 
 
 def owners(option: str, rule: type[Rule]) -> str:
-    """Explain who has an option that `rule` does not have: the trainer, or other rules. Empty if nobody has it."""
+    """Explain who has an option that `rule` does not have: the trainer, or other rules. Empty if
+    nobody has it."""
     this = name_of(rule)
     if option in DECIDED:
         return f"{option} is set by the trainer: {DECIDED[option]}"

@@ -8,5 +8,6 @@ CONFIGURATION = "config.toml"
 
 
 def run_folder(path: Path) -> Path:
-    """Return the folder of the run that `path` names: itself, or that of the config.toml that it is."""
+    """Return the folder of the run that `path` names: itself, or that of the config.toml that it
+    is."""
     return path.parent if path.name == CONFIGURATION and path.is_file() else path

@@ -1,6 +1,7 @@
 """Reads and writes a configuration as TOML; every error names the file and the key.
 
-`[model]` is the configuration of one model family: its key `model_type` names the family, "deepseek_v2" if left out.
+`[model]` is the configuration of one model family: its key `model_type` names the family,
+"deepseek_v2" if left out.
 """
 
 from __future__ import annotations
@@ -23,7 +24,14 @@ from lather.config.alternatives import without_replaced
 from lather.config.config import Config, LoopConfig
 from lather.config.nearest import hint_of
 from lather.config.old_runs import OldOptimConfig, in_new_keys, is_old
-from lather.config.optim import DEFAULT_RULE, KindConfig, OptimConfig, RuleOptimConfig, chosen_rules, optim_class
+from lather.config.optim import (
+    DEFAULT_RULE,
+    KindConfig,
+    OptimConfig,
+    RuleOptimConfig,
+    chosen_rules,
+    optim_class,
+)
 from lather.config.rule_fields import UNIONS, owners
 from lather.config.run_folder import run_folder
 from lather.errors import ConfigError, as_toml, require
@@ -48,24 +56,31 @@ def load_config(
     given: Collection[str] = (),
     unknown: list[Unknown] | None = None,
 ) -> Config:
-    """Read a configuration from a TOML file; every error names the file and the key. Without a file it is the default configuration.
+    """Read a configuration from a TOML file; every error names the file and the key. Without a file
+    it is the default configuration.
 
-    `rules` replaces names of rules in the file, by "name" or "<kind>.rule"; options that the new rules do not have are then dropped.
-    `run_dir`, `init_from` and `fork_from` replace those of the file. Without `[model]` the model is that of `init_from`.
+    `rules` replaces names of rules in the file, by "name" or "<kind>.rule"; options that the new
+    rules do not have are then dropped. `run_dir`, `init_from` and `fork_from` replace those of the
+    file. Without `[model]` the model is that of `init_from`.
 
-    `given`: dotted names of the fields for which the command line has values; the file's alternatives
-    to them (`lather.config.alternatives`) are dropped, and optional sections of them are there, with
-    their defaults. `unknown`: takes the keys that there are not; without it they are an error.
+    `given`: dotted names of the fields for which the command line has values; the file's
+    alternatives to them (`lather.config.alternatives`) are dropped, and optional sections of them
+    are there, with their defaults. `unknown`: takes the keys that there are not; without it they
+    are an error.
     """
     mapping = without_replaced(_read(path) if path else {}, given)
     asked = {"run_dir": run_dir, "init_from": init_from, "fork_from": fork_from}
     named = [value or mapping.get(name) for name, value in asked.items()]
-    run_dir, init_from, fork_from = (value if isinstance(value, str) else "" for value in named)  # others are refused below
+    run_dir, init_from, fork_from = (
+        value if isinstance(value, str) else "" for value in named
+    )  # others are refused below
     with _naming(path):
         mapping = _with_model(mapping, init_from, run_dir)
         optim = mapping.get("optim", {})
         if isinstance(optim, dict):
-            if "adam_betas" in optim or any(map(_is_old_run, (run_dir, fork_from, fork_from.rpartition("@")[0]))):
+            if "adam_betas" in optim or any(
+                map(_is_old_run, (run_dir, fork_from, fork_from.rpartition("@")[0]))
+            ):
                 optim = in_new_keys(optim)
             mapping = {**mapping, "optim": _with_rules(optim, rules or {})}
         mapping = _with_sections(mapping, Config, [name.split(".") for name in given])
@@ -73,7 +88,8 @@ def load_config(
 
 
 def load_run(run_dir: Path) -> Config:
-    """Read the configuration of a run; a run with the old form of `[optim]` keeps it. Every error names the file and the key."""
+    """Read the configuration of a run; a run with the old form of `[optim]` keeps it. Every error
+    names the file and the key."""
     path = run_dir / "config.toml"
     mapping = _read(path)
     with _naming(path):
@@ -95,19 +111,30 @@ def config_of_run(mapping: Mapping[str, Any]) -> Config:
     if not is_old(mapping):
         return config_from_mapping(mapping)
     optim = _checked(OldOptimConfig, mapping.get("optim", {}), "optim.")
-    return replace(config_from_mapping({key: value for key, value in mapping.items() if key != "optim"}), optim=optim)
+    return replace(
+        config_from_mapping({key: value for key, value in mapping.items() if key != "optim"}),
+        optim=optim,
+    )
 
 
 def _with_model(mapping: dict[str, Any], init_from: str, run_dir: str) -> dict[str, Any]:
-    """Add `[model]` to a configuration without one: the model of the run that is already in `run_dir`, or else of `init_from`, if given.
-    The default sequence length is then limited to the model's."""
+    """Add `[model]` to a configuration without one: the model of the run that is already in
+    `run_dir`, or else of `init_from`, if given. The default sequence length is then limited to the
+    model's."""
     if "model" in mapping or not init_from:
         return mapping
-    model = load_run(Path(run_dir)).model if run_dir and (Path(run_dir) / "config.toml").is_file() else model_of(init_from)
+    model = (
+        load_run(Path(run_dir)).model
+        if run_dir and (Path(run_dir) / "config.toml").is_file()
+        else model_of(init_from)
+    )
     fields = tomllib.loads(tomli_w.dumps(_without_none(dataclasses.asdict(model))))
     train = mapping.get("train", {})
     if isinstance(train, dict):
-        train = {"sequence_length": min(LoopConfig().sequence_length, model.max_position_embeddings), **train}
+        train = {
+            "sequence_length": min(LoopConfig().sequence_length, model.max_position_embeddings),
+            **train,
+        }
     return {**mapping, "model": fields, "train": train}
 
 
@@ -118,13 +145,15 @@ def folder_of(init_from: str) -> Path:
 
 
 def model_of(init_from: str) -> ModelConfig:
-    """Read the model of a run directory or a Hugging Face folder. Raises ConfigError, or ExchangeError for a bad config.json."""
+    """Read the model of a run directory or a Hugging Face folder. Raises ConfigError, or
+    ExchangeError for a bad config.json."""
     source = folder_of(init_from)
     if (source / CONFIG_FILE).is_file():
         return read_config(source)
     if not (source / "config.toml").is_file():
         raise ConfigError(
-            f"init_from = {init_from!r} is not valid: it must be a run directory, or a folder with config.json and safetensors"
+            f"init_from = {init_from!r} is not valid: it must be a run directory, or a folder with "
+            "config.json and safetensors"
         )
     return load_run(source).model
 
@@ -133,7 +162,9 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(read_text(path))
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file; configs/ of the checkout holds examples") from None
+        raise ConfigError(
+            f"{path}: no such file; configs/ of the checkout holds examples"
+        ) from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); give a TOML file") from None
     except UnicodeError as error:
@@ -165,7 +196,11 @@ def _without_lost(mapping: dict[str, Any], before: type, after: type) -> dict[st
     """Drop the keys that are fields of the class `before` and not of `after`."""
     old, new = _hints(before), _hints(after)
     kept = {key: value for key, value in mapping.items() if key in new or key not in old}
-    sections = {key for key, value in kept.items() if isinstance(value, dict) and dataclasses.is_dataclass(new.get(key))}
+    sections = {
+        key
+        for key, value in kept.items()
+        if isinstance(value, dict) and dataclasses.is_dataclass(new.get(key))
+    }
     return kept | {key: _without_lost(kept[key], old[key], new[key]) for key in sections}
 
 
@@ -174,8 +209,8 @@ def _with_sections(
     cls: type,
     names: Sequence[Sequence[str]],
 ) -> dict[str, Any]:
-    """Add an empty section where one that is left out has fields among `names`, which are divided at
-    their dots."""
+    """Add an empty section where one that is left out has fields among `names`, which are divided
+    at their dots."""
     whole, hints = dict(mapping), _hints(cls)
     for section in dict.fromkeys(first for first, *rest in names if rest and first in hints):
         inner = whole.get(section, {})
@@ -189,8 +224,8 @@ def _with_sections(
 
 
 def config_from_mapping(mapping: Mapping[str, Any], unknown: list[Unknown] | None = None) -> Config:
-    """Build a `Config` from nested mappings; missing keys get their defaults. Unknown keys are added
-    to `unknown`, or raise a ConfigError that names them all."""
+    """Build a `Config` from nested mappings; missing keys get their defaults. Unknown keys are
+    added to `unknown`, or raise a ConfigError that names them all."""
     if unknown is None:
         return _checked(Config, mapping, "")
     unknown += _unknown_keys(Config, mapping, "")
@@ -237,7 +272,9 @@ def field_names(cls: type = Config, prefix: str = "") -> Iterator[str]:
     """Yield the dotted names of all fields, without the sections themselves."""
     for name, hint in _hints(cls).items():
         if sections := _sections(hint):
-            yield from dict.fromkeys(key for section in sections for key in field_names(section, f"{prefix}{name}."))
+            yield from dict.fromkeys(
+                key for section in sections for key in field_names(section, f"{prefix}{name}.")
+            )
         else:
             yield f"{prefix}{name}"
 
@@ -253,23 +290,37 @@ def _sections(hint: Any) -> list[type]:
     """Return the dataclasses that a field of this type may hold; none if it is a plain value."""
     if hint is OptimConfig:
         return [optim_class((("", DEFAULT_RULE),))]
-    return [one for one in typing.get_args(hint) or (hint,) if isinstance(one, type) and dataclasses.is_dataclass(one)]
+    return [
+        one
+        for one in typing.get_args(hint) or (hint,)
+        if isinstance(one, type) and dataclasses.is_dataclass(one)
+    ]
 
 
 def _chosen(sections: list[type], mapping: Mapping[str, Any], name: str) -> type:
-    """Return the class of a section: for `[optim]` by its rules, for `[model]` by its `model_type`."""
+    """Return the class of a section: for `[optim]` by its rules, for `[model]` by its
+    `model_type`."""
     if issubclass(sections[0], RuleOptimConfig):
         return optim_class(chosen_rules(mapping))
     if len(sections) == 1:
         return sections[0]
     by_type = {getattr(section, "model_type", ""): section for section in sections}
     model_type = mapping.get("model_type", next(iter(by_type)))
-    require(model_type in list(by_type), f"{name}.model_type", model_type, f"one of {', '.join(map(repr, by_type))}")
+    require(
+        model_type in list(by_type),
+        f"{name}.model_type",
+        model_type,
+        f"one of {', '.join(map(repr, by_type))}",
+    )
     return by_type[model_type]
 
 
 def _without_none(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _without_none(value) if isinstance(value, dict) else value for key, value in mapping.items() if value is not None}
+    return {
+        key: _without_none(value) if isinstance(value, dict) else value
+        for key, value in mapping.items()
+        if value is not None
+    }
 
 
 def _build(cls: type[C], mapping: Mapping[str, Any], prefix: str) -> C:
@@ -282,7 +333,9 @@ def _build(cls: type[C], mapping: Mapping[str, Any], prefix: str) -> C:
             continue
         if sections := _sections(hints[key]):
             if not isinstance(value, dict):
-                raise ConfigError(f"{name} = {as_toml(value)} is not valid: it must be a section, [{name}]")
+                raise ConfigError(
+                    f"{name} = {as_toml(value)} is not valid: it must be a section, [{name}]"
+                )
             values[key] = _build(_chosen(sections, value, name), value, f"{name}.")
         else:
             values[key] = _convert(value, hints[key], name)
@@ -298,27 +351,37 @@ def _owner(cls: type, key: str) -> str:
 
 
 def families_with(key: str, model_type: str) -> str:
-    """Name the model families that have a key, which the family `model_type` has not; empty: none."""
+    """Name the model families that have a key, which the family `model_type` has not; empty:
+    none."""
     families = _sections(_hints(Config)["model"])
     having = [getattr(family, "model_type", "") for family in families if key in _hints(family)]
     if not having or model_type in having:
         return ""
-    return f"it is a key of model_type {' and '.join(map(as_toml, having))}, not of {as_toml(model_type)}"
+    return (
+        "it is a key of model_type "
+        f"{' and '.join(map(as_toml, having))}, not of {as_toml(model_type)}"
+    )
 
 
 def _nearest(name: str, cls: type) -> str:
-    """Suggest the section or field whose last component is most like that of `name`, or list the keys of its section, which is of class
-    `cls`."""
+    """Suggest the section or field whose last component is most like that of `name`, or list the
+    keys of its section, which is of class `cls`."""
     sections = [f.name for f in dataclasses.fields(Config)]
     section, dot, _ = name.rpartition(".")
     siblings = [f"{section}{dot}{f.name}" for f in dataclasses.fields(cls)]
     below = field_names(cls, f"{section}{dot}")
-    elsewhere = [key for key in field_names() if key.count(".") == 1 and key.partition(".")[0] != section]
-    return hint_of(name, [*siblings, *sections, *below, *elsewhere]) or f"known keys: {', '.join(siblings)}"
+    elsewhere = [
+        key for key in field_names() if key.count(".") == 1 and key.partition(".")[0] != section
+    ]
+    return (
+        hint_of(name, [*siblings, *sections, *below, *elsewhere])
+        or f"known keys: {', '.join(siblings)}"
+    )
 
 
 def _convert(value: Any, hint: Any, name: str) -> Any:
-    """Convert a TOML value to the field's type; only an int to a float is converted, any other mismatch raises ConfigError."""
+    """Convert a TOML value to the field's type; only an int to a float is converted, any other
+    mismatch raises ConfigError."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in UNIONS:
         *others, last = (arg for arg in args if arg is not types.NoneType)

@@ -1,1 +1,2 @@
-"""Data: turns text and token files into data sets of token shards, and data sets into the batches of a run."""
+"""Data: turns text and token files into data sets of token shards, and data sets into the batches
+of a run."""

@@ -1,4 +1,5 @@
-"""The batches of a run: the sequences of each step and data rank, as a function of the seed and the step."""
+"""The batches of a run: the sequences of each step and data rank, as a function of the seed and the
+step."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ class Batch:
     labels_BS: Int[Tensor, "b s"]
     """The token after each input; `IGNORE_INDEX` where the loss leaves it out."""
     begins_BS: Bool[Tensor, "b s"] | None = None
-    """True at the first token of a document, if attention stays within documents; None: attention spans the whole sequence."""
+    """True at the first token of a document, if attention stays within documents; None: attention
+    spans the whole sequence."""
     labels_of_all: int | None = None
     """Number of labels in the global batch; None: unknown, the ranks have to add up their own."""
     padding_BS: Bool[Tensor, "b s"] | None = None
@@ -85,8 +87,11 @@ class Source:
         return len(self.sequences)
 
 
-def read_batch(sources: Sequence[Source], samples: Sequence[tuple[int, int]], *, apart: bool) -> Batch:
-    """Read `samples`, pairs of (number of the source, number of the sequence). `apart`: attention stays within documents.
+def read_batch(
+    sources: Sequence[Source], samples: Sequence[tuple[int, int]], *, apart: bool
+) -> Batch:
+    """Read `samples`, pairs of (number of the source, number of the sequence). `apart`: attention
+    stays within documents.
 
     Raises DataError if a shard is truncated or has a token outside the vocabulary.
     """
@@ -100,7 +105,8 @@ def read_batch(sources: Sequence[Source], samples: Sequence[tuple[int, int]], *,
         highest = max(int(inputs_BS[row].max()), int(labels_BS[row].max()))
         if highest >= source.vocab_size:
             raise DataError(
-                f"{source.name}: token {highest} in sequence {index} is outside the vocabulary ({source.vocab_size}): a shard is damaged; "
+                f"{source.name}: token {highest} in sequence {index} is outside the vocabulary "
+                f"({source.vocab_size}): a shard is damaged; "
                 "`lather data check` says which"
             )
     is_padding_BS = inputs_BS == PADDING
@@ -116,13 +122,16 @@ def read_batch(sources: Sequence[Source], samples: Sequence[tuple[int, int]], *,
 class Batches:
     """The training batches of a run."""
 
-    def __init__(self, sources: Sequence[Source], order: Order, batch_size: int, *, apart: bool = False) -> None:
-        """`batch_size`: sequences per step, on all ranks; `apart`: attention stays within documents."""
+    def __init__(
+        self, sources: Sequence[Source], order: Order, batch_size: int, *, apart: bool = False
+    ) -> None:
+        """`batch_size`: sequences per step, on all ranks; `apart`: attention stays within
+        documents."""
         self.sources, self.order, self.batch_size, self.apart = sources, order, batch_size, apart
 
     def batch(self, step: int, rank: int = 0, ranks: int = 1) -> Batch:
-        """Read the sequences of step `step` (counted from 1) for data rank `rank` of `ranks`. A batch may span two epochs; no sequence is
-        dropped."""
+        """Read the sequences of step `step` (counted from 1) for data rank `rank` of `ranks`. A
+        batch may span two epochs; no sequence is dropped."""
         start, each = (step - 1) * self.batch_size, self.batch_size // ranks
         samples = self.order.samples(start, start + self.batch_size)
         batch = read_batch(self.sources, samples[rank * each : (rank + 1) * each], apart=self.apart)
@@ -137,7 +146,8 @@ class Batches:
 
 
 class HeldOut:
-    """Held-out sequences, the same at every validation, spread evenly over a source; a shorter last sequence is left out."""
+    """Held-out sequences, the same at every validation, spread evenly over a source; a shorter last
+    sequence is left out."""
 
     def __init__(self, source: Source, most: int, *, apart: bool = False) -> None:
         """`most`: maximal number of sequences."""
@@ -150,11 +160,15 @@ class HeldOut:
 
     def first_tokens(self) -> list[int]:
         """The tokens of the source's first sequence."""
-        return [int(token) for token in read_batch([self.source], [(0, 0)], apart=False).inputs_BS[0]]
+        return [
+            int(token) for token in read_batch([self.source], [(0, 0)], apart=False).inputs_BS[0]
+        ]
 
     def batch(self, rank: int = 0, ranks: int = 1) -> Batch:
         """Read the sequences of one data rank. Every rank gets the same number; ranks that lack
         some get padding."""
         each = -(-len(self.indices) // ranks)
         own = self.indices[rank * each : (rank + 1) * each]
-        return read_batch([self.source], [(0, index) for index in own], apart=self.apart).padded(each - len(own))
+        return read_batch([self.source], [(0, index) for index in own], apart=self.apart).padded(
+            each - len(own)
+        )

@@ -17,22 +17,27 @@ class DataConfig:
     path: tuple[str, ...] = ()
     """Folders of data sets made by `lather data make`; none: a data set is made from `source`."""
     weights: tuple[float, ...] = ()
-    """Weight of each data set in the mixture: its share of the training sequences is proportional to it; none: an epoch has every sequence
-    of all data sets once."""
+    """Weight of each data set in the mixture: its share of the training sequences is proportional
+    to it; none: an epoch has every sequence of all data sets once."""
     validation: dict[str, str] = field(default_factory=dict)
-    """Additional held-out sets, by name: folders of data sets, whose split "validation" is evaluated, or "train" if there is no other."""
+    """Additional held-out sets, by name: folders of data sets, whose split "validation" is
+    evaluated, or "train" if there is no other."""
     packing: Literal["stream", "documents"] = "stream"
-    """stream: all documents are joined and cut into sequences of equal length, across the ends of documents. documents: whole documents,
-    and pieces of long ones, are packed into sequences by best fit, and attention stays within each."""
+    """stream: all documents are joined and cut into sequences of equal length, across the ends of
+    documents. documents: whole documents, and pieces of long ones, are packed into sequences by
+    best fit, and attention stays within each."""
     packed_attention: bool = False
     """With packing "stream", too, attention stays within a document."""
     source: str = "python-stdlib"
-    """"python-stdlib": the running Python's own standard library; "package:NAME": an installed package's files; otherwise a file or a
-    folder. The data set is made when the run starts for the first time, and kept in `cache_dir`."""
+    """"python-stdlib": the running Python's own standard library; "package:NAME": an installed
+    package's files; otherwise a file or a folder. The data set is made when the run starts for the
+    first time, and kept in `cache_dir`."""
     pattern: str = ""
-    """Files of the folder to use (glob on the file name); empty: all files of a folder of your own, *.py of the other sources."""
+    """Files of the folder to use (glob on the file name); empty: all files of a folder of your own,
+    *.py of the other sources."""
     tokenizer: str = ""
-    """Path of a `tokenizer.json`; empty: a byte-level BPE tokenizer of `model.vocab_size` tokens is trained on the text."""
+    """Path of a `tokenizer.json`; empty: a byte-level BPE tokenizer of `model.vocab_size` tokens is
+    trained on the text."""
     end_of_text: str = END_OF_TEXT
     """Token that is added after each document; a given tokenizer must have it."""
     cache_dir: str = "data"
@@ -43,15 +48,39 @@ class DataConfig:
     """A shard is closed after the document with which it reaches this number of tokens."""
 
     def __post_init__(self) -> None:
-        require(bool(self.source), "data.source", self.source, "'python-stdlib', 'package:NAME', a file or a folder")
-        require(bool(self.end_of_text), "data.end_of_text", self.end_of_text, "a token of the tokenizer")
+        require(
+            bool(self.source),
+            "data.source",
+            self.source,
+            "'python-stdlib', 'package:NAME', a file or a folder",
+        )
+        require(
+            bool(self.end_of_text), "data.end_of_text", self.end_of_text, "a token of the tokenizer"
+        )
         require(bool(self.cache_dir), "data.cache_dir", self.cache_dir, "a folder")
-        require(self.holdout_every >= 2, "data.holdout_every", self.holdout_every, "at least 2 documents")
+        require(
+            self.holdout_every >= 2,
+            "data.holdout_every",
+            self.holdout_every,
+            "at least 2 documents",
+        )
         require(self.shard_tokens >= 1, "data.shard_tokens", self.shard_tokens, "at least 1 token")
         fits = len(self.weights) in (0, len(self.path))
-        require(fits, "data.weights", self.weights, f"one number for each of the {len(self.path)} data sets of data.path")
-        positive = all(0 <= weight < math.inf for weight in self.weights) and (not self.weights or sum(self.weights) > 0)
-        require(positive, "data.weights", self.weights, "finite numbers of at least 0, one of them above 0")
+        require(
+            fits,
+            "data.weights",
+            self.weights,
+            f"one number for each of the {len(self.path)} data sets of data.path",
+        )
+        positive = all(0 <= weight < math.inf for weight in self.weights) and (
+            not self.weights or sum(self.weights) > 0
+        )
+        require(
+            positive,
+            "data.weights",
+            self.weights,
+            "finite numbers of at least 0, one of them above 0",
+        )
 
     @property
     def apart(self) -> bool:
@@ -61,7 +90,9 @@ class DataConfig:
     @property
     def resolved_pattern(self) -> str:
         """The pattern that is meant where none is given."""
-        return self.pattern or ("*.py" if self.source == "python-stdlib" or self.source.startswith("package:") else "*")
+        return self.pattern or (
+            "*.py" if self.source == "python-stdlib" or self.source.startswith("package:") else "*"
+        )
 
     def recipe(self, vocab_size: int) -> DataRecipe:
         """Return the recipe of the data set that is made from `source`."""

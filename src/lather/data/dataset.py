@@ -1,8 +1,11 @@
-"""A data set: a folder with shards, a tokenizer, and a manifest that describes its content and sources.
+"""A data set: a folder with shards, a tokenizer, and a manifest that describes its content and
+sources.
 
     dataset.json            the manifest; it is written last and includes its own checksum
-    tokenizer.json          the tokenizer that encoded the texts; absent if token files came without one
-    train-00000-000.npy     a shard of the split "train" (`lather.data.shards`): number of the unit of work, number within the unit
+    tokenizer.json          the tokenizer that encoded the texts; absent if token files came without
+                            one
+    train-00000-000.npy     a shard of the split "train" (`lather.data.shards`): number of the unit
+                            of work, number within the unit
     skipped.jsonl           skipped documents and files, one per line: file, line, reason
     notes.jsonl             parts of records that documents lack, in the same form; may be absent
     files.jsonl             the source files: name, kind, bytes
@@ -54,7 +57,10 @@ class Split:
 
 def splits_of(mapping: dict[str, Any]) -> dict[str, Split]:
     """Return the splits that JSON describes."""
-    return {name: Split(**{**split, "shards": [ShardEntry(**entry) for entry in split["shards"]]}) for name, split in mapping.items()}
+    return {
+        name: Split(**{**split, "shards": [ShardEntry(**entry) for entry in split["shards"]]})
+        for name, split in mapping.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -83,7 +89,10 @@ class Manifest:
     def identity(self) -> str:
         """A short digest of the tokens; it does not depend on the folder or the sources."""
         content: list[Any] = [self.tokenizer_sha256, self.end_token]
-        content += [[name, [shard.checksums for shard in split.shards]] for name, split in sorted(self.splits.items())]
+        content += [
+            [name, [shard.checksums for shard in split.shards]]
+            for name, split in sorted(self.splits.items())
+        ]
         return digest_of(content)[:12]
 
     def to_json(self) -> str:
@@ -92,7 +101,8 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest. Raises DataError if it is missing, damaged, edited, or in the format of another version of Lather."""
+    """Read the manifest. Raises DataError if it is missing, damaged, edited, or in the format of
+    another version of Lather."""
     path = folder / MANIFEST
     remedy = f"restore it, or delete {folder} and make the data set again"
     inside = sorted(one.parent for one in folder.glob(f"*/{MANIFEST}"))
@@ -107,7 +117,10 @@ def read_manifest(folder: Path) -> Manifest:
             raise TypeError("not a JSON object")
         version = mapping.pop("format", None)
         if version != FORMAT:
-            raise DataError(f"{path}: format {version!r} is not {FORMAT}, this version's: delete {folder} and make the data set again")
+            raise DataError(
+                f"{path}: format {version!r} is not {FORMAT}, this version's: delete {folder} and "
+                "make the data set again"
+            )
         expected = mapping.pop("checksum", None)
         if expected != digest_of({"format": version, **mapping}):
             raise DataError(f"{path}: its checksum is wrong, it was edited or damaged: {remedy}")
@@ -129,15 +142,20 @@ class DataSet:
     def __init__(self, folder: Path) -> None:
         """Raises DataError if the folder holds no data set, or an incomplete one."""
         if not folder.is_dir():
-            raise DataError(f"{folder}: no such data set: make it with `lather data make {folder} SOURCE`")
+            raise DataError(
+                f"{folder}: no such data set: make it with `lather data make {folder} SOURCE`"
+            )
         self.folder, self.manifest = folder, read_manifest(folder)
 
     def split(self, name: str) -> ShardReader:
-        """Open the tokens of a split. Raises DataError if there is no such split, or a shard is missing or truncated."""
+        """Open the tokens of a split. Raises DataError if there is no such split, or a shard is
+        missing or truncated."""
         if name not in self.manifest.splits:
             there = ", ".join(self.manifest.splits) or "none"
             raise DataError(f"{self.folder}: no split {name!r}; there is: {there}")
-        return ShardReader(self.folder, self.manifest.splits[name].shards, token_dtype(self.manifest.vocab_size))
+        return ShardReader(
+            self.folder, self.manifest.splits[name].shards, token_dtype(self.manifest.vocab_size)
+        )
 
     @property
     def held_out_split(self) -> str:
@@ -158,13 +176,20 @@ class DataSet:
         """Compare all files with their checksums; return one line for each that is wrong."""
         wrong = []
         shards = [shard for split in self.manifest.splits.values() for shard in split.shards]
-        files = {f"{shard.name}.{suffix}": value for shard in shards for suffix, value in shard.checksums.items()}
+        files = {
+            f"{shard.name}.{suffix}": value
+            for shard in shards
+            for suffix, value in shard.checksums.items()
+        }
         if self.manifest.tokenizer_sha256:
             files[TOKENIZER] = self.manifest.tokenizer_sha256
         for name, expected in files.items():
             try:
                 if (found := sha256(self.folder / name)) != expected:
-                    wrong.append(f"{self.folder / name}: its checksum is {found[:12]}..., not {expected[:12]}... as it was written")
+                    wrong.append(
+                        f"{self.folder / name}: its checksum is {found[:12]}..., not "
+                        f"{expected[:12]}... as it was written"
+                    )
             except OSError as error:
                 wrong.append(f"{self.folder / name}: cannot be read ({error.strerror})")
         return wrong

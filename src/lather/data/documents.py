@@ -1,7 +1,8 @@
 """Makes documents from records, and tokens from documents.
 
-A document is a text and, for conversations, the ranges of it that are trained on. Documents are encoded in batches, because the library
-encodes a batch in parallel; a long text is encoded in parts that end with a line or a word, so that memory stays flat.
+A document is a text and, for conversations, the ranges of it that are trained on. Documents are
+encoded in batches, because the library encodes a batch in parallel; a long text is encoded in parts
+that end with a line or a word, so that memory stays flat.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ class Document:
 
 
 def document_of(record: Record, field: str, template: ChatTemplate | None) -> Document | Skip:
-    """Return the document of a record, or the reason to skip the record. `field`: name of the field that holds the text; with a `template`,
-    records are conversations instead."""
+    """Return the document of a record, or the reason to skip the record. `field`: name of the field
+    that holds the text; with a `template`, records are conversations instead."""
     found = _text(record, field) if template is None else _conversation(record, template)
     if isinstance(found, Skip):
         return found
@@ -52,7 +53,9 @@ def document_of(record: Record, field: str, template: ChatTemplate | None) -> Do
     try:
         return replace(found, num_bytes=len(found.text.encode("utf-8")))
     except UnicodeEncodeError as error:
-        return Skip(record.line, "not valid Unicode", f"a lone surrogate at character {error.start}")
+        return Skip(
+            record.line, "not valid Unicode", f"a lone surrogate at character {error.start}"
+        )
 
 
 def _conversation(record: Record, template: ChatTemplate) -> Document | Skip:
@@ -62,7 +65,11 @@ def _conversation(record: Record, template: ChatTemplate) -> Document | Skip:
         messages, tools = messages_of(record.content), tools_of(record.content)
         length = length_of(messages)
         if length > MOST_CHARACTERS or len(messages) > MOST_MESSAGES:
-            return Skip(record.line, "too long", f"a conversation of {len(messages):,} messages, {length:,} characters")
+            return Skip(
+                record.line,
+                "too long",
+                f"a conversation of {len(messages):,} messages, {length:,} characters",
+            )
         formatted = template.format(messages, tools)
         unread = [(f"field {name!r} is not read", "") for name in unread_fields(record.content)]
         return Document(formatted.text, formatted.answers, notes=[*formatted.notes, *unread])
@@ -74,11 +81,19 @@ def _text(record: Record, field: str) -> Document | Skip:
     if isinstance(record.content, str):
         return Document(record.content)
     if field not in record.content:
-        return Skip(record.line, f"no field {field!r}", f"it has {', '.join(map(str, record.content)) or 'none'}")
+        return Skip(
+            record.line,
+            f"no field {field!r}",
+            f"it has {', '.join(map(str, record.content)) or 'none'}",
+        )
     value = record.content[field]
     if value is None:
         return Skip(record.line, f"{field!r} is null")
-    return Document(value) if isinstance(value, str) else Skip(record.line, f"{field!r} is no text", type(value).__name__)
+    return (
+        Document(value)
+        if isinstance(value, str)
+        else Skip(record.line, f"{field!r} is no text", type(value).__name__)
+    )
 
 
 @dataclass(frozen=True)
@@ -94,7 +109,9 @@ class TokenRun:
     """Bytes of the whole document's text; 0 if unknown."""
 
 
-def encode(documents: Iterable[Document], tokenizer: Tokenizer, end: int | None, *, chat: bool) -> Iterator[TokenRun]:
+def encode(
+    documents: Iterable[Document], tokenizer: Tokenizer, end: int | None, *, chat: bool
+) -> Iterator[TokenRun]:
     """Encode documents in batches, and add the token `end` to each, if it is given; yield their
     tokens in order. `chat`: the name of a special token in a text is encoded as that token, for
     chat templates; otherwise as plain characters.
@@ -109,7 +126,11 @@ def encode(documents: Iterable[Document], tokenizer: Tokenizer, end: int | None,
             is_open = is_last and end is not None and not (chat and _is_ended(encoding, text, end))
             ending = [end] if is_open else []
             tokens = np.array(encoding.ids + ending, dtype=np.uint32)
-            learned = None if document.learned is None else _learned(encoding, document.learned, len(ending))
+            learned = (
+                None
+                if document.learned is None
+                else _learned(encoding, document.learned, len(ending))
+            )
             yield TokenRun(document.split, tokens, is_last, learned, document.num_bytes)
 
 
@@ -129,7 +150,8 @@ def _is_ended(encoding: Encoding, text: str, end: int) -> bool:
 
 
 def _learned(encoding: Encoding, spans: Iterable[tuple[int, int]], num_ends: int) -> Array:
-    """Mark the tokens to train on: those that start within a span, and the end-of-text token if the token before it is marked."""
+    """Mark the tokens to train on: those that start within a span, and the end-of-text token if the
+    token before it is marked."""
     starts = np.array([start for start, _ in encoding.offsets], dtype=np.int64)
     learned = np.zeros(len(starts), dtype=bool)
     for start, stop in spans:
@@ -137,7 +159,9 @@ def _learned(encoding: Encoding, spans: Iterable[tuple[int, int]], num_ends: int
     return np.append(learned, [bool(learned[-1:].any())] * num_ends).astype(bool)
 
 
-def _in_batches(parts: Iterable[tuple[Document, str, bool]]) -> Iterator[list[tuple[Document, str, bool]]]:
+def _in_batches(
+    parts: Iterable[tuple[Document, str, bool]],
+) -> Iterator[list[tuple[Document, str, bool]]]:
     """Yield batches of about `BATCH_CHARACTERS` characters."""
     batch: list[tuple[Document, str, bool]] = []
     characters = 0
@@ -151,11 +175,12 @@ def _in_batches(parts: Iterable[tuple[Document, str, bool]]) -> Iterator[list[tu
         yield batch
 
 
-# --- tokenizers ---------------------------------------------------------------------------------------------------------------------
+# --- tokenizers -----------------------------------------------------------------------------------
 
 
 def load_tokenizer(path: Path, remedy: str) -> Tokenizer:
-    """Load a `tokenizer.json`. Raises DataError, with the path and this remedy, if it is missing or damaged."""
+    """Load a `tokenizer.json`. Raises DataError, with the path and this remedy, if it is missing or
+    damaged."""
     try:
         tokenizer = Tokenizer.from_str(read_text(path))
     except Exception as error:  # the library raises nothing narrower
@@ -167,14 +192,23 @@ def load_tokenizer(path: Path, remedy: str) -> Tokenizer:
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int, end_of_text: str) -> Tokenizer:
-    """Train a byte-level BPE tokenizer: it encodes any text, and decodes it to the same text. Token 0 is `end_of_text`."""
+    """Train a byte-level BPE tokenizer: it encodes any text, and decodes it to the same text. Token
+    0 is `end_of_text`."""
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     if vocab_size < len(alphabet) + 1:
-        raise DataError(f"model.vocab_size = {vocab_size} is too small for byte-level BPE: give at least {len(alphabet) + 1}")
+        raise DataError(
+            f"model.vocab_size = {vocab_size} is too small for byte-level BPE: give at least "
+            f"{len(alphabet) + 1}"
+        )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[end_of_text], initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[end_of_text],
+        initial_alphabet=alphabet,
+        show_progress=False,
+    )
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.encode_special_tokens = True
     return tokenizer

@@ -1,8 +1,10 @@
-"""Data sets in format 1, from before data sets had a document index: runs that were started with one continue on it, in its order.
+"""Data sets in format 1, from before data sets had a document index: runs that were started with
+one continue on it, in its order.
 
-Such a data set is a folder in `data.cache_dir` with a digest of all texts in its name. Its `dataset.json` lists shards `<split>-00000.npy`
-of equal length; a sequence is a window within one shard; an epoch is numpy's permutation of all windows. A missing data set is made again,
-with all texts in memory.
+Such a data set is a folder in `data.cache_dir` with a digest of all texts in its name. Its
+`dataset.json` lists shards `<split>-00000.npy` of equal length; a sequence is a window within one
+shard; an epoch is numpy's permutation of all windows. A missing data set is made again, with all
+texts in memory.
 """
 
 from __future__ import annotations
@@ -34,8 +36,11 @@ Document = tuple[str, str]
 """Name and text."""
 
 
-def data_set_of_format_1(config: DataConfig, vocab_size: int, name: str, report: Callable[[str], None]) -> Path:
-    """Return the folder of the data set of this name; make it again if it is missing. Raises DataError if the texts have changed."""
+def data_set_of_format_1(
+    config: DataConfig, vocab_size: int, name: str, report: Callable[[str], None]
+) -> Path:
+    """Return the folder of the data set of this name; make it again if it is missing. Raises
+    DataError if the texts have changed."""
     folder = Path(config.cache_dir) / name
     if (folder / MANIFEST).exists():
         return folder
@@ -43,7 +48,8 @@ def data_set_of_format_1(config: DataConfig, vocab_size: int, name: str, report:
     now = f"{Path(config.source).resolve().name}-{vocab_size}-{_fingerprint(documents, config)}"
     if now != name:
         raise DataError(
-            f"the run was started with the data set {name}, but data.source now gives {now}: restore the text, or give another --run-dir"
+            f"the run was started with the data set {name}, but data.source now gives {now}: "
+            "restore the text, or give another --run-dir"
         )
     report(f"making the data set {name} again, for a run that was started with it")
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -69,7 +75,9 @@ def _read(config: DataConfig) -> list[Document]:
 
 
 def _fingerprint(documents: Sequence[Document], config: DataConfig) -> str:
-    digest = hashlib.sha256(json.dumps([FORMAT, config.holdout_every, config.shard_tokens]).encode())
+    digest = hashlib.sha256(
+        json.dumps([FORMAT, config.holdout_every, config.shard_tokens]).encode()
+    )
     if config.tokenizer:
         digest.update(config.end_of_text.encode())
         digest.update(Path(config.tokenizer).read_bytes())
@@ -79,26 +87,43 @@ def _fingerprint(documents: Sequence[Document], config: DataConfig) -> str:
     return digest.hexdigest()[:12]
 
 
-def _write(folder: Path, documents: Sequence[Document], config: DataConfig, vocab_size: int) -> None:
+def _write(
+    folder: Path, documents: Sequence[Document], config: DataConfig, vocab_size: int
+) -> None:
     place = min(config.holdout_every, len(documents)) // 2
     splits: dict[str, list[str]] = {"train": [], "validation": []}
     for index, (_, text) in enumerate(documents):
         splits["validation" if index % config.holdout_every == place else "train"].append(text)
     if config.tokenizer:
-        tokenizer = load_tokenizer(Path(config.tokenizer), "data.tokenizer must be a tokenizer.json, or empty")
+        tokenizer = load_tokenizer(
+            Path(config.tokenizer), "data.tokenizer must be a tokenizer.json, or empty"
+        )
     else:
         tokenizer = train_tokenizer(iter(splits["train"]), vocab_size, config.end_of_text)
     tokenizer.save(str(folder / TOKENIZER))
-    end, dtype = tokenizer.token_to_id(config.end_of_text), token_dtype(max(tokenizer.get_vocab().values()) + 1)
+    end, dtype = (
+        tokenizer.token_to_id(config.end_of_text),
+        token_dtype(max(tokenizer.get_vocab().values()) + 1),
+    )
     entries: dict[str, list[dict[str, Any]]] = {}
     for split, texts in splits.items():
         encoded = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        tokens = np.concatenate([np.asarray([*encoding.ids, end], dtype=dtype) for encoding in encoded])
-        parts = [tokens[start : start + config.shard_tokens] for start in range(0, len(tokens), config.shard_tokens)]
-        entries[split] = [{"file": f"{split}-{number:05d}.npy", "tokens": len(part)} for number, part in enumerate(parts)]
+        tokens = np.concatenate(
+            [np.asarray([*encoding.ids, end], dtype=dtype) for encoding in encoded]
+        )
+        parts = [
+            tokens[start : start + config.shard_tokens]
+            for start in range(0, len(tokens), config.shard_tokens)
+        ]
+        entries[split] = [
+            {"file": f"{split}-{number:05d}.npy", "tokens": len(part)}
+            for number, part in enumerate(parts)
+        ]
         for entry, part in zip(entries[split], parts, strict=True):
             np.save(folder / entry["file"], part)
-    (folder / MANIFEST).write_text(json.dumps({"format": FORMAT, "vocab_size": vocab_size, "splits": entries}, indent=1))
+    (folder / MANIFEST).write_text(
+        json.dumps({"format": FORMAT, "vocab_size": vocab_size, "splits": entries}, indent=1)
+    )
 
 
 class ShardWindows:
@@ -108,7 +133,8 @@ class ShardWindows:
     """
 
     def __init__(self, folder: Path, split: str, length: int, end_token: int | None) -> None:
-        """`end_token`: token that ends a document, which attention does not cross; None: attention crosses documents."""
+        """`end_token`: token that ends a document, which attention does not cross; None: attention
+        crosses documents."""
         self.folder, self.length, self.end_token = folder, length, end_token
         try:
             manifest = json.loads(read_text(folder / MANIFEST))
@@ -116,11 +142,21 @@ class ShardWindows:
                 raise ValueError(f"format {manifest['format']}")
             entries = manifest["splits"][split]
             shards = [np.load(folder / entry["file"], mmap_mode="r") for entry in entries]
-            if any(shard.shape != (entry["tokens"],) for shard, entry in zip(shards, entries, strict=True)):
+            if any(
+                shard.shape != (entry["tokens"],)
+                for shard, entry in zip(shards, entries, strict=True)
+            ):
                 raise ValueError("a shard is not as long as it was")
         except Exception as error:  # numpy's reader raises errors of many types for damaged headers
-            raise DataError(f"{folder}: the run's data set is damaged ({error}): delete it, and it is made again") from None
-        windows: Any = [sliding_window_view(shard, length + 1)[::length] for shard in shards if len(shard) > length]
+            raise DataError(
+                f"{folder}: the run's data set is damaged ({error}): delete it, and it is made "
+                "again"
+            ) from None
+        windows: Any = [
+            sliding_window_view(shard, length + 1)[::length]
+            for shard in shards
+            if len(shard) > length
+        ]
         self._windows: ConcatDataset[Array] = ConcatDataset(windows)
 
     def __len__(self) -> int:
@@ -145,7 +181,9 @@ class PermutedOrder(Order):
     def __init__(self, size: int, seed: int) -> None:
         """`size`: number of sequences."""
         super().__init__([size], seed)
-        self._permutation = lru_cache(1)(lambda epoch: np.random.Generator(np.random.PCG64([seed, epoch])).permutation(size))
+        self._permutation = lru_cache(1)(
+            lambda epoch: np.random.Generator(np.random.PCG64([seed, epoch])).permutation(size)
+        )
 
     def samples(self, start: int, stop: int) -> list[tuple[int, int]]:
         places = (divmod(sample, self.sizes[0]) for sample in range(start, stop))

@@ -1,8 +1,10 @@
-"""Makes a data set: divides the sources into units of work, distributes these over processes, and renames the result into place.
+"""Makes a data set: divides the sources into units of work, distributes these over processes, and
+renames the result into place.
 
-An unfinished data set is in FOLDER.partial: `plan.json` lists the units, `units/` has a report of each finished unit, and `dataset/` is
-renamed to FOLDER at the end. If the command is killed at any moment, the same command continues with the missing units. The result is the
-same to the byte for any number of processes, because every unit writes its documents to its own shards, in order.
+An unfinished data set is in FOLDER.partial: `plan.json` lists the units, `units/` has a report of
+each finished unit, and `dataset/` is renamed to FOLDER at the end. If the command is killed at any
+moment, the same command continues with the missing units. The result is the same to the byte for
+any number of processes, because every unit writes its documents to its own shards, in order.
 """
 
 from __future__ import annotations
@@ -27,7 +29,16 @@ from lather.data.dataset import FILES, MANIFEST, NOTES, SKIPPED, TOKENIZER, Data
 from lather.data.documents import load_tokenizer, train_tokenizer
 from lather.data.recipe import DataRecipe
 from lather.data.sources import ReadUnit, SourceFile, SplitName, divide, kind_instead, list_files
-from lather.data.work import SPLITS, Making, Progress, UnitReport, do_units, documents_of, is_done, report_path
+from lather.data.work import (
+    SPLITS,
+    Making,
+    Progress,
+    UnitReport,
+    do_units,
+    documents_of,
+    is_done,
+    report_path,
+)
 from lather.errors import DataError
 from lather.files import digest_of, read_text, reason, sha256, sync, write_aside
 
@@ -65,7 +76,8 @@ class Listing:
 
 
 def list_sources(recipe: DataRecipe) -> Listing:
-    """List the files of all sources, in order. Raises DataError if a source is missing, or if token files and texts are mixed."""
+    """List the files of all sources, in order. Raises DataError if a source is missing, or if token
+    files and texts are mixed."""
     listing = Listing()
     sources: list[tuple[SplitName, str]] = [("train", source) for source in recipe.sources]
     sources += [("validation", source) for source in recipe.validation]
@@ -75,7 +87,10 @@ def list_sources(recipe: DataRecipe) -> Listing:
         listing.skipped += found.skipped
         listing.left_out += found.left_out
     if len({file.kind == "tokens" for _, file in listing.files}) > 1:
-        raise DataError("some sources are token files and others texts: make a data set of each, and mix them by data.weights")
+        raise DataError(
+            "some sources are token files and others texts: make a data set of each, and mix them "
+            "by data.weights"
+        )
     return listing
 
 
@@ -86,14 +101,18 @@ def listing_of(files: list[tuple[SplitName, SourceFile]]) -> str:
 
 
 def make_plan(recipe: DataRecipe) -> MakingPlan:
-    """Divide the sources into units of work. Raises DataError if a source is missing, or the recipe lacks a tokenizer and its size."""
+    """Divide the sources into units of work. Raises DataError if a source is missing, or the recipe
+    lacks a tokenizer and its size."""
     sources = list_sources(recipe)
     files = sources.files
     if not (recipe.tokenizer or recipe.vocab_size):
         raise DataError(
-            "neither tokenizer nor vocab_size is given: give a tokenizer.json, or a size (for texts, a tokenizer of that size is trained)"
+            "neither tokenizer nor vocab_size is given: give a tokenizer.json, or a size (for "
+            "texts, a tokenizer of that size is trained)"
         )
-    others = {file.path: f"{kind}, not {file.kind}" for _, file in files if (kind := kind_instead(file))}
+    others = {
+        file.path: f"{kind}, not {file.kind}" for _, file in files if (kind := kind_instead(file))
+    }
     units = divide([(split, file) for split, file in files if file.path not in others], recipe)
     no_texts = [(path, "no text", detail) for path, detail in sorted(others.items())]
     skipped = [*sources.skipped, *no_texts]
@@ -109,16 +128,25 @@ def make_plan(recipe: DataRecipe) -> MakingPlan:
     )
 
 
-def make_dataset(folder: Path, recipe: DataRecipe, note: Note, workers: int = 0, progress: Progress = lambda *counts: None) -> DataSet:
-    """Make the data set, or continue to make it. `note` shows a line; `workers`: number of processes; 0: one per core.
+def make_dataset(
+    folder: Path,
+    recipe: DataRecipe,
+    note: Note,
+    workers: int = 0,
+    progress: Progress = lambda *counts: None,
+) -> DataSet:
+    """Make the data set, or continue to make it. `note` shows a line; `workers`: number of
+    processes; 0: one per core.
 
-    Raises DataError if sources are missing or have changed, no document can be used, or the folder exists already. Finished units are kept.
-    """
+    Raises DataError if sources are missing or have changed, no document can be used, or the folder
+    exists already. Finished units are kept."""
     partial = folder.with_name(folder.name + ".partial")
     if folder.exists() and not (partial / "plan.json").exists():
         raise DataError(f"{folder} exists already: give another folder, or delete it")
     with _locked(partial, note):
-        if (folder / MANIFEST).exists():  # another process has made it, or was killed just before its end
+        if (
+            folder / MANIFEST
+        ).exists():  # another process has made it, or was killed just before its end
             shutil.rmtree(partial, ignore_errors=True)
             return DataSet(folder)
         try:
@@ -139,7 +167,9 @@ def make_dataset(folder: Path, recipe: DataRecipe, note: Note, workers: int = 0,
     return DataSet(folder)
 
 
-def _make(partial: Path, folder: Path, plan: MakingPlan, note: Note, workers: int, progress: Progress) -> None:
+def _make(
+    partial: Path, folder: Path, plan: MakingPlan, note: Note, workers: int, progress: Progress
+) -> None:
     """Do the missing units, then rename the data set into place."""
     aside, units = partial / "dataset", partial / "units"
     for one in (aside, units):
@@ -162,7 +192,9 @@ def _locked(partial: Path, note: Note) -> Iterator[None]:
         partial.mkdir(parents=True, exist_ok=True)
         lock = (partial / ".lock").open("a")
     except OSError as error:
-        raise DataError(f"{partial} cannot be written ({reason(error, partial)}): give another folder") from None
+        raise DataError(
+            f"{partial} cannot be written ({reason(error, partial)}): give another folder"
+        ) from None
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -185,30 +217,39 @@ def _adopt_plan(partial: Path, plan: MakingPlan) -> None:
         (partial / FRUITLESS).unlink()
         write_aside(file, text)
     elif read_text(file) != text:
-        raise DataError(f"{partial} was started with other options, or its sources have changed since: delete it to start again")
+        raise DataError(
+            f"{partial} was started with other options, or its sources have changed since: delete "
+            "it to start again"
+        )
 
 
-# --- tokenizer ----------------------------------------------------------------------------------------------------------------------
+# --- tokenizer ------------------------------------------------------------------------------------
 
 
 def _tokenizer(plan: MakingPlan, folder: Path, note: Note) -> Tokenizer | None:
-    """Load or train the tokenizer, and copy it to the folder; None for token files without one. Raises DataError if it is not usable."""
+    """Load or train the tokenizer, and copy it to the folder; None for token files without one.
+    Raises DataError if it is not usable."""
     recipe, kept, given = plan.recipe, folder / TOKENIZER, plan.recipe.tokenizer_file
     if not kept.exists():
         if given is not None:
-            tokenizer = load_tokenizer(given, "tokenizer must be a tokenizer.json, a folder that has one, or empty")
+            tokenizer = load_tokenizer(
+                given, "tokenizer must be a tokenizer.json, a folder that has one, or empty"
+            )
             note(f"tokenizer: {given}")
         elif plan.files[0].kind == "tokens":
             return None
         else:
             note(f"tokenizer: byte-level BPE of {recipe.vocab_size} tokens, trained on the texts")
-            tokenizer = train_tokenizer(_texts_for_tokenizer(plan), recipe.vocab_size, recipe.end_of_text)
+            tokenizer = train_tokenizer(
+                _texts_for_tokenizer(plan), recipe.vocab_size, recipe.end_of_text
+            )
         write_aside(kept, tokenizer.to_str(pretty=True))
     return load_tokenizer(kept, f"delete {folder.parent} to start again")
 
 
 def _texts_for_tokenizer(plan: MakingPlan) -> Iterator[str]:
-    """Yield the first texts of each unit, for training a tokenizer; one of `holdout_every` is left out, even if it is not held out."""
+    """Yield the first texts of each unit, for training a tokenizer; one of `holdout_every` is left
+    out, even if it is not held out."""
     recipe, template = replace(plan.recipe, validation=()), plan.recipe.chat_template()
     units = [unit for unit in plan.units if unit.split == "train"]
     for unit in units:
@@ -229,17 +270,19 @@ def _making(recipe: DataRecipe, tokenizer: Tokenizer | None, folder: Path, units
         vocab_size = recipe.vocab_size or highest + 1
         if highest >= vocab_size:
             raise DataError(
-                f"tokenizer = {recipe.tokenizer!r} has token {highest}, but vocab_size is {vocab_size}: give at least {highest + 1}"
+                f"tokenizer = {recipe.tokenizer!r} has token {highest}, but vocab_size is "
+                f"{vocab_size}: give at least {highest + 1}"
             )
         end = tokenizer.token_to_id(recipe.end_of_text)
         if end is None:
             raise DataError(
-                f"end_of_text = {recipe.end_of_text!r} is not a token of {recipe.tokenizer}: give its token that ends a document"
+                f"end_of_text = {recipe.end_of_text!r} is not a token of {recipe.tokenizer}: give "
+                "its token that ends a document"
             )
     return Making(recipe, folder, units, vocab_size, end, recipe.chat_template())
 
 
-# --- the end ------------------------------------------------------------------------------------------------------------------------
+# --- the end --------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -256,7 +299,10 @@ class _Outcome:
 
 def _no_document(skipped: Counter[str], where: str) -> str:
     """Say why there is no document to train on, where it is listed, and which option may help."""
-    reasons = "; ".join(f"{count:,} x {reason}" for reason, count in skipped.most_common(3)) or "there is none"
+    reasons = (
+        "; ".join(f"{count:,} x {reason}" for reason, count in skipped.most_common(3))
+        or "there is none"
+    )
     remedy = ""
     if any(reason.startswith(("no field", "no such column")) for reason in skipped):
         remedy = "; --field NAME takes another field, --chat conversations"

@@ -1,4 +1,5 @@
-"""Opens the data sets of a run, makes one from `data.source` if necessary, and checks that they fit each other and the model."""
+"""Opens the data sets of a run, makes one from `data.source` if necessary, and checks that they fit
+each other and the model."""
 
 from __future__ import annotations
 
@@ -15,11 +16,17 @@ from lather.errors import DataError
 
 
 def open_datasets(config: DataConfig, vocab_size: int, report: Note) -> list[DataSet]:
-    """Open the data sets to train on. `report` is called with a line before each operation that takes long.
+    """Open the data sets to train on. `report` is called with a line before each operation that
+    takes long.
 
-    Raises DataError if one is missing or damaged, has another tokenizer than the first, or tokens outside the vocabulary.
+    Raises DataError if one is missing or damaged, has another tokenizer than the first, or tokens
+    outside the vocabulary.
     """
-    datasets = [DataSet(Path(path)) for path in config.path] if config.path else [_of_source(config, vocab_size, report)]
+    datasets = (
+        [DataSet(Path(path)) for path in config.path]
+        if config.path
+        else [_of_source(config, vocab_size, report)]
+    )
     first = next((dataset for dataset in datasets if dataset.tokenizer), datasets[0])
     for dataset in datasets:
         _check(dataset, first, vocab_size)
@@ -27,7 +34,8 @@ def open_datasets(config: DataConfig, vocab_size: int, report: Note) -> list[Dat
 
 
 def _of_source(config: DataConfig, vocab_size: int, report: Note) -> DataSet:
-    """Open or make the data set of `data.source` for the present names, sizes and times of its files."""
+    """Open or make the data set of `data.source` for the present names, sizes and times of its
+    files."""
     recipe = config.recipe(vocab_size)
     try:
         listing = listing_of(list_sources(recipe).files)
@@ -43,8 +51,10 @@ def _of_source(config: DataConfig, vocab_size: int, report: Note) -> DataSet:
             report(f"not taken: {dataset.skipped_in_words}")
     if "validation" not in dataset.manifest.splits:
         raise DataError(
-            f"data.source = {config.source!r}: {dataset.manifest.splits['train'].documents} document matches "
-            f"data.pattern = {config.resolved_pattern!r}, but at least 2 are needed (one is held out): give another folder or pattern"
+            f"data.source = {config.source!r}: {dataset.manifest.splits['train'].documents} "
+            "document matches "
+            f"data.pattern = {config.resolved_pattern!r}, but at least 2 are needed (one is held "
+            "out): give another folder or pattern"
         )
     return dataset
 
@@ -52,50 +62,73 @@ def _of_source(config: DataConfig, vocab_size: int, report: Note) -> DataSet:
 def _check(dataset: DataSet, first: DataSet, vocab_size: int) -> None:
     if dataset.manifest.vocab_size > vocab_size:
         raise DataError(
-            f"{dataset.folder} has a vocabulary of {dataset.manifest.vocab_size} tokens, but model.vocab_size is {vocab_size}: "
+            f"{dataset.folder} has a vocabulary of {dataset.manifest.vocab_size} tokens, but "
+            f"model.vocab_size is {vocab_size}: "
             "they do not fit"
         )
     hashes = [one.manifest.tokenizer_sha256 for one in (first, dataset)]
     if all(hashes) and hashes[0] != hashes[1]:
         raise DataError(
-            f"{dataset.folder} was made with another tokenizer than {first.folder}: make one of them again with the other's tokenizer.json"
+            f"{dataset.folder} was made with another tokenizer than {first.folder}: make one of "
+            "them again with the other's tokenizer.json"
         )
 
 
 def training_batches(
-    datasets: Sequence[DataSet], config: DataConfig, length: int, batch_size: int, seed: int, phases: Sequence[MixturePhase] = ()
+    datasets: Sequence[DataSet],
+    config: DataConfig,
+    length: int,
+    batch_size: int,
+    seed: int,
+    phases: Sequence[MixturePhase] = (),
 ) -> Batches:
-    """Return the training batches, of `batch_size` sequences of `length` tokens. `phases`: the mixtures of the run, if its weights have
-    changed; none: the configured mixture."""
+    """Return the training batches, of `batch_size` sequences of `length` tokens. `phases`: the
+    mixtures of the run, if its weights have changed; none: the configured mixture."""
     sources = [open_source(dataset, "train", config, length) for dataset in datasets]
-    order = Order([len(source) for source in sources], seed, phases or [MixturePhase(0, config.weights)])
+    order = Order(
+        [len(source) for source in sources], seed, phases or [MixturePhase(0, config.weights)]
+    )
     return Batches(sources, order, batch_size, apart=config.apart)
 
 
-def held_out_sets(datasets: Sequence[DataSet], config: DataConfig, length: int, most: int, vocab_size: int) -> dict[str, HeldOut]:
-    """Return, by name, up to `most` held-out sequences of each of the data sets that `evaluated` names.
+def held_out_sets(
+    datasets: Sequence[DataSet], config: DataConfig, length: int, most: int, vocab_size: int
+) -> dict[str, HeldOut]:
+    """Return, by name, up to `most` held-out sequences of each of the data sets that `evaluated`
+    names.
 
     Raises DataError if one of `data.validation` is missing or does not fit.
     """
     sets = evaluated(datasets, config)
     for dataset in sets.values():
         _check(dataset, datasets[0], vocab_size)
-    sources = {name: open_source(dataset, dataset.held_out_split, config, length) for name, dataset in sets.items()}
+    sources = {
+        name: open_source(dataset, dataset.held_out_split, config, length)
+        for name, dataset in sets.items()
+    }
     return {name: HeldOut(source, most, apart=config.apart) for name, source in sources.items()}
 
 
 def evaluated(datasets: Sequence[DataSet], config: DataConfig) -> dict[str, DataSet]:
-    """Name the data sets that a run is evaluated on: its training data sets that have a validation split, and `data.validation`."""
+    """Name the data sets that a run is evaluated on: its training data sets that have a validation
+    split, and `data.validation`."""
     sets: dict[str, DataSet] = {}
     for dataset in datasets:
         if dataset.held_out_split == "validation":
-            sets[dataset.folder.name if dataset.folder.name not in sets else str(dataset.folder)] = dataset
+            sets[
+                dataset.folder.name if dataset.folder.name not in sets else str(dataset.folder)
+            ] = dataset
     return sets | {name: DataSet(Path(folder)) for name, folder in config.validation.items()}
 
 
 def open_source(dataset: DataSet, split: str, config: DataConfig, length: int) -> Source:
-    """Open a split as sequences of `length` tokens, packed as configured. Raises DataError if there is no such split, or no sequence."""
+    """Open a split as sequences of `length` tokens, packed as configured. Raises DataError if there
+    is no such split, or no sequence."""
     reader = dataset.split(split)
     is_packed = config.packing == "documents"
-    sequences = PackedDocuments(reader, split, length) if is_packed else Windows(reader, length, apart=config.packed_attention)
+    sequences = (
+        PackedDocuments(reader, split, length)
+        if is_packed
+        else Windows(reader, length, apart=config.packed_attention)
+    )
     return Source(f"{dataset.folder} ({split})", sequences, dataset.manifest.vocab_size)

@@ -1,4 +1,5 @@
-"""The recipe of a data set: its sources, and the options for reading, dividing and encoding them."""
+"""The recipe of a data set: its sources, and the options for reading, dividing and encoding
+them."""
 
 from __future__ import annotations
 
@@ -21,27 +22,31 @@ END_OF_TEXT = "<|endoftext|>"
 class DataRecipe:
     """The options of `lather data make`."""
 
-    sources: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE [SOURCE ...]")]
+    sources: Annotated[
+        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE [SOURCE ...]")
+    ]
     """Files, folders, python-stdlib, package:NAME, or hf:NAME[@CONFIG]#SPLIT."""
     validation: tuple[str, ...] = ()
     """Sources for the validation split; none: one of `holdout_every` documents is held out."""
     pattern: str = "*"
     """Files of a folder to use (glob on the file name)."""
     format: Literal["auto", Kind] = "auto"
-    """Format of the files; auto: by the suffix (.jsonl, .jsonl.gz, .jsonl.zst, .parquet, .npy, .bin, .ds, and .json if the file itself is
-    given as a source); all other files are text."""
+    """Format of the files; auto: by the suffix (.jsonl, .jsonl.gz, .jsonl.zst, .parquet, .npy,
+    .bin, .ds, and .json if the file itself is given as a source); all other files are text."""
     field: str = "text"
     """Name of the JSONL field, or of the table column, that holds the text."""
     chat: bool = False
     """Lines and rows are conversations ("messages", "conversations", "prompt" and "completion", or
     "instruction" and "output"); only the assistant's answers are trained on."""
     separator: str = ""
-    """Text between two documents of a text file, such as "<|endoftext|>"; empty: a file is one document, or one per MiB above 1 MiB."""
+    """Text between two documents of a text file, such as "<|endoftext|>"; empty: a file is one
+    document, or one per MiB above 1 MiB."""
     encoding: str = "auto"
-    """Encoding of text files; auto: the encoding of the byte order mark, or else UTF-8, or else Windows-1252."""
+    """Encoding of text files; auto: the encoding of the byte order mark, or else UTF-8, or else
+    Windows-1252."""
     tokenizer: str = ""
-    """Path of a `tokenizer.json`, or of a folder that has one; empty: a byte-level BPE tokenizer of `vocab_size` tokens is trained on the
-    texts."""
+    """Path of a `tokenizer.json`, or of a folder that has one; empty: a byte-level BPE tokenizer of
+    `vocab_size` tokens is trained on the texts."""
     vocab_size: int = 0
     """Number of tokens in the vocabulary; 0: that of the tokenizer."""
     end_of_text: str = END_OF_TEXT
@@ -60,12 +65,20 @@ class DataRecipe:
         require(bool(self.pattern), "pattern", self.pattern, "a glob such as '*.txt'")
         require(bool(self.field), "field", self.field, "a field's name")
         require(self.vocab_size >= 0, "vocab_size", self.vocab_size, "at least 0 tokens")
-        require(self.holdout_every == 0 or self.holdout_every >= 2, "holdout_every", self.holdout_every, "0, or at least 2 documents")
+        require(
+            self.holdout_every == 0 or self.holdout_every >= 2,
+            "holdout_every",
+            self.holdout_every,
+            "0, or at least 2 documents",
+        )
         require(self.shard_tokens >= 1, "shard_tokens", self.shard_tokens, "at least 1 token")
         try:
             "".encode(self.encoding if self.encoding != "auto" else "utf-8")
         except LookupError:
-            raise DataError(f"encoding = {self.encoding!r} is not valid: give one that Python knows, such as latin-1, or auto") from None
+            raise DataError(
+                f"encoding = {self.encoding!r} is not valid: give one that Python knows, such as "
+                "latin-1, or auto"
+            ) from None
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -74,7 +87,8 @@ class DataRecipe:
 
     @property
     def hold_out_every(self) -> int:
-        """One of this number of documents is held out for validation; 0: none, also if there are sources for validation."""
+        """One of this number of documents is held out for validation; 0: none, also if there are
+        sources for validation."""
         return 0 if self.validation else self.holdout_every
 
     @property
@@ -85,17 +99,21 @@ class DataRecipe:
         return path / "tokenizer.json" if path.is_dir() else path
 
     def chat_template(self) -> ChatTemplate | None:
-        """Return the tokenizer's chat template; None if records are texts. Raises DataError if it is damaged or empty."""
+        """Return the tokenizer's chat template; None if records are texts. Raises DataError if it
+        is damaged or empty."""
         if not self.chat:
             return None
         template = ChatTemplate.beside(self.tokenizer_file or Path("tokenizer.json"))
         if not template.source.strip():
-            raise DataError(f"{self.tokenizer}: the chat template is empty: restore it, or remove it to use ChatML")
+            raise DataError(
+                f"{self.tokenizer}: the chat template is empty: restore it, or remove it to use "
+                "ChatML"
+            )
         return template
 
     def digest(self, listing: str) -> str:
-        """Return a short digest of the recipe and of the files (`MakingPlan.listing`); it does not depend on the paths of the sources and
-        the tokenizer."""
+        """Return a short digest of the recipe and of the files (`MakingPlan.listing`); it does not
+        depend on the paths of the sources and the tokenizer."""
         mapping: dict[str, Any] = {**asdict(self), "sources": len(self.sources)}
         if self.tokenizer_file is not None and self.tokenizer_file.is_file():
             mapping["tokenizer"] = sha256(self.tokenizer_file)

@@ -1,8 +1,8 @@
 """Reads the records of files (lines, rows and whole texts) as a stream, from any part of a file.
 
-A `FilePart` is a range of a file that can be read by itself: bytes of a text or JSONL file, row groups of a Parquet file, rows of a Hugging
-Face data set, or the whole of a compressed file. A record belongs to the part in which it begins, so adjacent parts neither repeat nor
-lose a record.
+A `FilePart` is a range of a file that can be read by itself: bytes of a text or JSONL file, row
+groups of a Parquet file, rows of a Hugging Face data set, or the whole of a compressed file. A
+record belongs to the part in which it begins, so adjacent parts neither repeat nor lose a record.
 """
 
 from __future__ import annotations
@@ -76,13 +76,20 @@ class Record:
 
 @dataclass
 class RecordReader:
-    """Iterates over the records of a part, and its skipped records. Afterwards `lines` is the number of lines that begin in the part."""
+    """Iterates over the records of a part, and its skipped records. Afterwards `lines` is the
+    number of lines that begin in the part."""
 
     part: FilePart
     lines: int = field(default=0, init=False)
 
     def __iter__(self) -> Iterator[Record | Skip]:
-        readers = {"text": self._texts, "jsonl": self._json_lines, "json": self._json, "parquet": self._rows, "huggingface": self._rows}
+        readers = {
+            "text": self._texts,
+            "jsonl": self._json_lines,
+            "json": self._json,
+            "parquet": self._rows,
+            "huggingface": self._rows,
+        }
         try:
             yield from readers[self.part.kind]()
         except (OSError, EOFError, zlib.error) as error:
@@ -94,7 +101,9 @@ class RecordReader:
     # --- text and JSONL
 
     def _texts(self) -> Iterator[Record | Skip]:
-        if self.part.stop < 0 and not has_plain_line_ends(first_bytes(self.part.path), self.part.encoding):
+        if self.part.stop < 0 and not has_plain_line_ends(
+            first_bytes(self.part.path), self.part.encoding
+        ):
             return self._whole()
         if self.part.separator:
             return self._separated()
@@ -105,9 +114,17 @@ class RecordReader:
     def _whole(self) -> Iterator[Record | Skip]:
         with _open(self.part.path) as file:
             for found in self._decoded(1, file.read()):
-                if isinstance(found, Record) and isinstance(found.content, str) and self.part.separator:
+                if (
+                    isinstance(found, Record)
+                    and isinstance(found.content, str)
+                    and self.part.separator
+                ):
                     texts = found.content.split(self.part.separator)
-                    yield from (Record(number, text, found.encoding) for number, text in enumerate(texts, 1) if text.strip())
+                    yield from (
+                        Record(number, text, found.encoding)
+                        for number, text in enumerate(texts, 1)
+                        if text.strip()
+                    )
                 else:
                     yield found
 
@@ -123,7 +140,9 @@ class RecordReader:
         yield from self._decoded(first, b"".join(piece))
 
     def _separated(self) -> Iterator[Record | Skip]:
-        separator = self.part.separator.encode("utf-8" if self.part.encoding == "auto" else self.part.encoding)
+        separator = self.part.separator.encode(
+            "utf-8" if self.part.encoding == "auto" else self.part.encoding
+        )
         for _, content in self._split(separator):
             yield from self._decoded(self.lines, content.removesuffix(separator))
 
@@ -139,7 +158,8 @@ class RecordReader:
                 yield Skip(line, "empty")
 
     def _json(self) -> Iterator[Record | Skip]:
-        """Read the whole file: a list of records, a single record, or JSONL with the suffix .json."""
+        """Read the whole file: a list of records, a single record, or JSONL with the suffix
+        .json."""
         with _open(self.part.path) as file:
             content = file.read()
         try:
@@ -179,7 +199,8 @@ class RecordReader:
         return Skip(self.lines, "not a JSON object", type(content).__name__)
 
     def _split(self, separator: bytes) -> Iterator[tuple[int, bytes]]:
-        """Yield the lines, or other pieces that a separator ends, that begin in the part, with their offsets."""
+        """Yield the lines, or other pieces that a separator ends, that begin in the part, with
+        their offsets."""
         with _open(self.part.path) as file:
             for piece in _split(file, separator, self.part.start, self.part.stop):
                 self.lines += 1
@@ -248,11 +269,15 @@ def first_bytes(path: str) -> bytes:
         return b""
 
 
-def _split(file: io.BufferedReader, separator: bytes, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
-    """Yield the pieces that begin from `start` until `stop` (-1: the end) with their offsets. A piece includes the separator that ends it;
-    the end of the file ends a piece, too."""
+def _split(
+    file: io.BufferedReader, separator: bytes, start: int, stop: int
+) -> Iterator[tuple[int, bytes]]:
+    """Yield the pieces that begin from `start` until `stop` (-1: the end) with their offsets. A
+    piece includes the separator that ends it; the end of the file ends a piece, too."""
     size = len(separator)
-    offset = start - size if start else 0  # offset of the buffer: a piece that begins at `start` has a separator before it
+    offset = (
+        start - size if start else 0
+    )  # offset of the buffer: a piece that begins at `start` has a separator before it
     if offset:
         file.seek(offset)
     buffer, begun = bytearray(), not start
@@ -266,7 +291,9 @@ def _split(file: io.BufferedReader, separator: bytes, start: int, stop: int) -> 
             begun, place = True, searched
             if 0 <= stop <= offset + place:
                 return
-        if not begun:  # the text belongs to another part, but its end may be the start of a separator
+        if (
+            not begun
+        ):  # the text belongs to another part, but its end may be the start of a separator
             place = max(0, len(buffer) - size + 1)
             if 0 <= stop <= offset + place:
                 return
@@ -277,14 +304,15 @@ def _split(file: io.BufferedReader, separator: bytes, start: int, stop: int) -> 
 
 
 def overlaps_itself(separator: str) -> bool:
-    """Tell whether the separator ends with its own beginning, so that the places found depend on where the search started."""
+    """Tell whether the separator ends with its own beginning, so that the places found depend on
+    where the search started."""
     encoded = separator.encode()
     return any(encoded.endswith(encoded[:length]) for length in range(1, len(encoded)))
 
 
 def open_huggingface(name: str) -> Any:
-    """Open a data set of Hugging Face's `datasets`: a folder made by `save_to_disk` (FOLDER, or FOLDER#SPLIT), or hf:NAME[@CONFIG]#SPLIT
-    from the hub."""
+    """Open a data set of Hugging Face's `datasets`: a folder made by `save_to_disk` (FOLDER, or
+    FOLDER#SPLIT), or hf:NAME[@CONFIG]#SPLIT from the hub."""
     datasets = _library("datasets")
     place, _, split = name.partition("#")
     try:
@@ -294,11 +322,15 @@ def open_huggingface(name: str) -> Any:
         found = datasets.load_from_disk(place)
     except Exception as error:  # the library raises errors of many types
         raise DataError(
-            f"{name}: not a readable Hugging Face data set ({error}): give a folder made by save_to_disk, or hf:NAME#SPLIT"
+            f"{name}: not a readable Hugging Face data set ({error}): give a folder made by "
+            "save_to_disk, or hf:NAME#SPLIT"
         ) from None
     if isinstance(found, datasets.DatasetDict):
         if split not in found:
-            raise DataError(f"{name}: has the splits {', '.join(found)}: name one, as in {place}#{next(iter(found))}")
+            raise DataError(
+                f"{name}: has the splits {', '.join(found)}: name one, as in "
+                f"{place}#{next(iter(found))}"
+            )
         return found[split]
     return found
 
@@ -308,4 +340,6 @@ def _library(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError:
         package = name.partition(".")[0]
-        raise DataError(f"{package} is needed to read this, and is not installed: pip install 'lather[data]'") from None
+        raise DataError(
+            f"{package} is needed to read this, and is not installed: pip install 'lather[data]'"
+        ) from None

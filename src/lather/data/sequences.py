@@ -1,9 +1,10 @@
 """The sequences of a split: inputs and labels of a fixed length, by number.
 
-Either the stream of tokens is cut into windows, or whole documents are packed into sequences by best fit. Then only documents longer than a
-sequence are cut, and each piece, longest first, goes to the fullest sequence that has room for it ("Fewer Truncations Improve Language
-Modeling", Ding et al., 2024). Pieces of equal length are placed together, so that the time grows with the number of different lengths, not
-with the number of documents.
+Either the stream of tokens is cut into windows, or whole documents are packed into sequences by
+best fit. Then only documents longer than a sequence are cut, and each piece, longest first, goes to
+the fullest sequence that has room for it ("Fewer Truncations Improve Language Modeling", Ding et
+al., 2024). Pieces of equal length are placed together, so that the time grows with the number of
+different lengths, not with the number of documents.
 
 S is the length of a sequence; a label is the token after its input.
 """
@@ -52,14 +53,17 @@ class Sequences(Protocol):
 
 
 class Windows:
-    """The tokens of a split, cut every S tokens across the ends of documents: each token except the first is a label in one sequence. The
-    last sequence may be shorter."""
+    """The tokens of a split, cut every S tokens across the ends of documents: each token except the
+    first is a label in one sequence. The last sequence may be shorter."""
 
     def __init__(self, reader: ShardReader, length: int, *, apart: bool = False) -> None:
-        """`apart`: attention stays within documents. Raises DataError if there are fewer than 2 tokens."""
+        """`apart`: attention stays within documents. Raises DataError if there are fewer than 2
+        tokens."""
         self.reader, self.length, self.apart = reader, length, apart
         if not len(self):
-            raise DataError(f"{reader.folder}: {len(reader)} tokens are too few for a sequence: give more text")
+            raise DataError(
+                f"{reader.folder}: {len(reader)} tokens are too few for a sequence: give more text"
+            )
 
     def __len__(self) -> int:
         return max(0, -(-(len(self.reader) - 1) // self.length))
@@ -83,7 +87,8 @@ class PackedDocuments:
     """Whole documents packed into sequences; attention stays within each document."""
 
     def __init__(self, reader: ShardReader, split: str, length: int) -> None:
-        """Open the packing that is kept in the data set's folder; compute it first if it is missing.
+        """Open the packing that is kept in the data set's folder; compute it first if it is
+        missing.
 
         Raises DataError if it cannot be written, or if no document has two tokens.
         """
@@ -93,11 +98,19 @@ class PackedDocuments:
             _keep(folder, *pack(reader, length))
         try:
             files = (folder / "chunks.npy", folder / "starts.npy")
-            self._chunks, self._starts = (np.load(file, mmap_mode="r", allow_pickle=False) for file in files)
-            if self._chunks.dtype != CHUNK or self._starts.dtype != np.int64 or int(self._starts[-1]) != len(self._chunks):
+            self._chunks, self._starts = (
+                np.load(file, mmap_mode="r", allow_pickle=False) for file in files
+            )
+            if (
+                self._chunks.dtype != CHUNK
+                or self._starts.dtype != np.int64
+                or int(self._starts[-1]) != len(self._chunks)
+            ):
                 raise ValueError("its parts do not fit")
         except Exception as error:  # numpy's reader raises errors of many types for damaged headers
-            raise DataError(f"{folder}: damaged ({error}): delete it, and it is made again") from None
+            raise DataError(
+                f"{folder}: damaged ({error}): delete it, and it is made again"
+            ) from None
         if not len(self):
             raise DataError(f"{reader.folder}: no document has two tokens: give more text")
 
@@ -132,11 +145,12 @@ def _fill(reader: ShardReader, start: int, stop: int, inputs_S: Array, labels_S:
         labels_S[:length][~reader.learned(start + 1, stop)] = IGNORE_INDEX
 
 
-# --- packing ------------------------------------------------------------------------------------------------------------------------
+# --- packing --------------------------------------------------------------------------------------
 
 
 def best_fit(lengths: npt.NDArray[np.integer], capacity: int) -> npt.NDArray[np.int32]:
-    """Return the number of the bin of each item, for items of length 1 to `capacity` and bins of size `capacity`."""
+    """Return the number of the bin of each item, for items of length 1 to `capacity` and bins of
+    size `capacity`."""
     bins = np.empty(len(lengths), dtype=np.int32)
     by_length = np.argsort(-lengths.astype(np.int32), kind="stable").astype(np.int64)
     starts = np.flatnonzero(np.diff(lengths[by_length], prepend=-1))
@@ -160,7 +174,11 @@ def best_fit(lengths: npt.NDArray[np.integer], capacity: int) -> npt.NDArray[np.
             bins[items[:placed]] = np.repeat(ids, each)[:placed]
             items = items[placed:]
             partly = placed - (len(ids) - 1) * each  # items in the last bin
-            for some, left in ((rest, room), (ids[:-1], room - each * length), (ids[-1:], room - partly * length)):
+            for some, left in (
+                (rest, room),
+                (ids[:-1], room - each * length),
+                (ids[-1:], room - partly * length),
+            ):
                 if len(some) and left:
                     if left not in open_bins:
                         insort(rooms, left)
@@ -169,9 +187,14 @@ def best_fit(lengths: npt.NDArray[np.integer], capacity: int) -> npt.NDArray[np.
 
 
 def pack(reader: ShardReader, length: int) -> tuple[npt.NDArray[np.void], npt.NDArray[np.int64]]:
-    """Return the pieces of all documents, sorted by sequence, and the index of each sequence's first piece, followed by the number of
-    pieces."""
-    chunks = np.concatenate([np.empty(0, CHUNK), *(_chunks(reader, shard, length) for shard in range(len(reader.entries)))])
+    """Return the pieces of all documents, sorted by sequence, and the index of each sequence's
+    first piece, followed by the number of pieces."""
+    chunks = np.concatenate(
+        [
+            np.empty(0, CHUNK),
+            *(_chunks(reader, shard, length) for shard in range(len(reader.entries))),
+        ]
+    )
     bins = best_fit(chunks["length"], length)
     order = np.argsort(bins, kind="stable")
     starts = np.searchsorted(bins[order], np.arange(int(bins.max(initial=-1)) + 2))
@@ -179,7 +202,8 @@ def pack(reader: ShardReader, length: int) -> tuple[npt.NDArray[np.void], npt.ND
 
 
 def _chunks(reader: ShardReader, shard: int, length: int) -> npt.NDArray[np.void]:
-    """Return the pieces of a shard's documents; tokens after the end of the last document form one more document."""
+    """Return the pieces of a shard's documents; tokens after the end of the last document form one
+    more document."""
     start, stop = reader.starts[shard : shard + 2].tolist()
     ends = np.append(reader.ends_between(start, stop), stop)
     firsts = np.concatenate([[start], ends[:-1]])
@@ -204,4 +228,7 @@ def _keep(folder: Path, chunks: Array, starts: Array) -> None:
         shutil.rmtree(aside, ignore_errors=True)
         if not folder.exists():  # otherwise another process was faster
             why = reason(error, folder)
-            raise DataError(f"{folder} cannot be written ({why}): make the data set's folder writable, free space, or copy it") from None
+            raise DataError(
+                f"{folder} cannot be written ({why}): make the data set's folder writable, free "
+                "space, or copy it"
+            ) from None

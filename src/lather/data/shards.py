@@ -1,9 +1,11 @@
-"""The shards of a data set: flat arrays of tokens in numpy's file format, written once as a stream and read in short pieces.
+"""The shards of a data set: flat arrays of tokens in numpy's file format, written once as a stream
+and read in short pieces.
 
-A shard NAME consists of up to three files: NAME.npy, the tokens (uint16, or uint32 for vocabularies above 65,536); NAME.ends.npy, the place
-after the last token of each document (int64); and, if only some tokens are trained on, NAME.learned.npy, a bool for each token. They can be
-memory-mapped with `numpy.load(file, mmap_mode="r")`. This module reads them with `os.pread`, because pages of a mapped file count as memory
-of the process, and a shuffle would touch all of them.
+A shard NAME consists of up to three files: NAME.npy, the tokens (uint16, or uint32 for vocabularies
+above 65,536); NAME.ends.npy, the place after the last token of each document (int64); and, if only
+some tokens are trained on, NAME.learned.npy, a bool for each token. They can be memory-mapped with
+`numpy.load(file, mmap_mode="r")`. This module reads them with `os.pread`, because pages of a mapped
+file count as memory of the process, and a shuffle would touch all of them.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
 
 
-# --- writing ------------------------------------------------------------------------------------------------------------------------
+# --- writing --------------------------------------------------------------------------------------
 
 
 class _ArrayFile:
@@ -80,8 +82,8 @@ class _ArrayFile:
 
 @dataclass
 class ShardWriter:
-    """Writes the documents of one unit and one split to shards `<prefix>-000`, `<prefix>-001`, ...; a shard is closed after the document
-    with which it reaches `shard_tokens` tokens."""
+    """Writes the documents of one unit and one split to shards `<prefix>-000`, `<prefix>-001`, ...;
+    a shard is closed after the document with which it reaches `shard_tokens` tokens."""
 
     folder: Path
     prefix: str
@@ -99,10 +101,15 @@ class ShardWriter:
             dtypes: dict[str, npt.DTypeLike] = {"npy": self.dtype, "ends.npy": np.int64}
             if self.masked:
                 dtypes["learned.npy"] = np.bool_
-            self._files = {suffix: _ArrayFile(self.folder / f"{name}.{suffix}", dtype) for suffix, dtype in dtypes.items()}
+            self._files = {
+                suffix: _ArrayFile(self.folder / f"{name}.{suffix}", dtype)
+                for suffix, dtype in dtypes.items()
+            }
         self._files["npy"].append(tokens)
         if self.masked:
-            self._files["learned.npy"].append(np.ones(len(tokens), dtype=bool) if learned is None else learned)
+            self._files["learned.npy"].append(
+                np.ones(len(tokens), dtype=bool) if learned is None else learned
+            )
 
     def end_document(self) -> None:
         """Record the end of a document."""
@@ -126,7 +133,7 @@ class ShardWriter:
         self._files = {}
 
 
-# --- reading ------------------------------------------------------------------------------------------------------------------------
+# --- reading --------------------------------------------------------------------------------------
 
 
 class _OpenFile:
@@ -140,13 +147,15 @@ class _OpenFile:
 class ShardReader:
     """The tokens of a split, as one stream over its shards.
 
-    Raises DataError, with the path, if a file is missing or has another length than in the manifest. Checksums are verified only by
-    `lather data check`.
+    Raises DataError, with the path, if a file is missing or has another length than in the
+    manifest. Checksums are verified only by `lather data check`.
     """
 
     def __init__(self, folder: Path, entries: list[ShardEntry], dtype: np.dtype[Any]) -> None:
         self.folder, self.entries, self.dtype = folder, entries, dtype
-        self.starts = np.concatenate([[0], np.cumsum([entry.tokens for entry in entries], dtype=np.int64)])
+        self.starts = np.concatenate(
+            [[0], np.cumsum([entry.tokens for entry in entries], dtype=np.int64)]
+        )
         self.has_mask = any(entry.has_mask for entry in entries)
         self._open = lru_cache(OPEN_FILES)(_OpenFile)
         for entry in entries:
@@ -165,7 +174,8 @@ class ShardReader:
         return self._read(start, stop, "learned.npy", np.dtype(np.bool_))
 
     def ends_between(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Return the ends of documents in the stream (the places after their last tokens), above `start` and up to `stop`."""
+        """Return the ends of documents in the stream (the places after their last tokens), above
+        `start` and up to `stop`."""
         found = [np.empty(0, np.int64)]
         for shard in range(self._shard_at(start), self._shard_at(max(start, stop - 1)) + 1):
             entry, first = self.entries[shard], int(self.starts[shard])
@@ -183,7 +193,9 @@ class ShardReader:
             length = min(stop, first + entry.tokens) - start
             if suffix == "npy" or entry.has_mask:
                 offset = HEADER_BYTES + (start - first) * dtype.itemsize
-                found = self._bytes(self.folder / f"{entry.name}.{suffix}", offset, length * dtype.itemsize)
+                found = self._bytes(
+                    self.folder / f"{entry.name}.{suffix}", offset, length * dtype.itemsize
+                )
                 parts.append(np.frombuffer(found, dtype=dtype))
             else:
                 parts.append(np.ones(length, dtype=bool))
@@ -194,7 +206,9 @@ class ShardReader:
         try:
             found = os.pread(self._open(path).descriptor, num_bytes, offset)
         except OSError as error:
-            raise DataError(f"{path}: token shard cannot be read ({error.strerror}): {_remedy(path)}") from None
+            raise DataError(
+                f"{path}: token shard cannot be read ({error.strerror}): {_remedy(path)}"
+            ) from None
         if len(found) != num_bytes:
             raise DataError(f"{path}: token shard is truncated: {_remedy(path)}")
         return found
@@ -211,11 +225,16 @@ class ShardReader:
             try:
                 found = path.stat().st_size
             except OSError as error:
-                raise DataError(f"{path}: token shard is missing ({error.strerror}): {_remedy(path)}") from None
+                raise DataError(
+                    f"{path}: token shard is missing ({error.strerror}): {_remedy(path)}"
+                ) from None
             expected = HEADER_BYTES + num_bytes
             if found != expected:
                 what = "empty" if not found else "truncated" if found < expected else "too long"
-                raise DataError(f"{path}: token shard is {what}: it has {found:,} bytes, not {expected:,}: {_remedy(path)}")
+                raise DataError(
+                    f"{path}: token shard is {what}: it has {found:,} bytes, not {expected:,}: "
+                    f"{_remedy(path)}"
+                )
 
 
 def _remedy(path: Path) -> str:

@@ -1,8 +1,9 @@
-"""The sources of a data set: lists their files, recognises the files' kinds, and divides the files into units of work.
+"""The sources of a data set: lists their files, recognises the files' kinds, and divides the files
+into units of work.
 
-A source is a file, a folder, "python-stdlib", "package:NAME", a folder saved by Hugging Face's `datasets`, or hf:NAME[@CONFIG]#SPLIT.
-The division depends only on the files and the options, so that the data set does not depend on the number of processes or on
-interruptions.
+A source is a file, a folder, "python-stdlib", "package:NAME", a folder saved by Hugging Face's
+`datasets`, or hf:NAME[@CONFIG]#SPLIT. The division depends only on the files and the options, so
+that the data set does not depend on the number of processes or on interruptions.
 """
 
 from __future__ import annotations
@@ -19,18 +20,41 @@ from pathlib import Path
 from typing import Literal
 
 from lather.data.recipe import DataRecipe
-from lather.data.records import PIECE_BYTES, FilePart, Kind, first_bytes, open_huggingface, open_parquet, overlaps_itself
+from lather.data.records import (
+    PIECE_BYTES,
+    FilePart,
+    Kind,
+    first_bytes,
+    open_huggingface,
+    open_parquet,
+    overlaps_itself,
+)
 from lather.data.texts import has_plain_line_ends, kind_of_bytes
 from lather.data.walk import KINDS, FolderWalk
 from lather.errors import DataError
 
 SplitName = Literal["train", "validation"]
-STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"}
-"""Folders of the standard library that are left out: tests, installed packages, and generated tables."""
-ENDINGS: dict[Kind, tuple[str, ...]] = {"jsonl": (".jsonl", ".ndjson"), "parquet": (".parquet",), "tokens": (".npy", ".bin", ".idx", ".ds")}
+STDLIB_LEFT_OUT = {
+    "test",
+    "tests",
+    "idle_test",
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+    "encodings",
+    "pydoc_data",
+}
+"""Folders of the standard library that are left out: tests, installed packages, and generated
+tables."""
+ENDINGS: dict[Kind, tuple[str, ...]] = {
+    "jsonl": (".jsonl", ".ndjson"),
+    "parquet": (".parquet",),
+    "tokens": (".npy", ".bin", ".idx", ".ds"),
+}
 """Endings of the names of files that are not text."""
 LEAST_UNIT_BYTES, MOST_UNIT_BYTES, UNITS = 32 << 20, 256 << 20, 64
-"""Minimal and maximal bytes of a unit of work, and the number of units to aim for within these limits."""
+"""Minimal and maximal bytes of a unit of work, and the number of units to aim for within these
+limits."""
 RANGE_BYTES = PIECE_BYTES
 """Byte ranges of text and JSONL files begin at multiples of this number."""
 MOST_ENDINGS = 5
@@ -88,8 +112,13 @@ def list_files(source: str, recipe: DataRecipe) -> SourceListing:
     folder = Path(source.partition("#")[0])
     is_saved_by_datasets = any(os.path.isfile(folder / name) for name in SAVED_BY_DATASETS)
     if source.startswith("hf:") or recipe.format == "huggingface" or is_saved_by_datasets:
-        found = [path.stat() for path in folder.rglob("*") if path.is_file()]  # none for a data set of the hub
-        size, changed = sum(one.st_size for one in found), max((one.st_mtime_ns for one in found), default=0)
+        found = [
+            path.stat() for path in folder.rglob("*") if path.is_file()
+        ]  # none for a data set of the hub
+        size, changed = (
+            sum(one.st_size for one in found),
+            max((one.st_mtime_ns for one in found), default=0),
+        )
         size = size if found else -1
         return SourceListing([SourceFile(source, "huggingface", size, changed, source)])
     root, left_out = root_of(source)
@@ -139,8 +168,8 @@ def _what_else(walk: FolderWalk) -> str:
 
 
 def _file(path: Path, root: Path, recipe: DataRecipe, *, is_named: bool = False) -> SourceFile:
-    """Describe a file. `is_named`: the file itself is given as a source; only then is a .json file read as records, because a .json file in
-    a folder of source code is text."""
+    """Describe a file. `is_named`: the file itself is given as a source; only then is a .json file
+    read as records, because a .json file in a folder of source code is text."""
     suffix = Path(path.name.removesuffix(".gz").removesuffix(".zst")).suffix.lower()
     by_name: Kind = next((kind for kind, endings in ENDINGS.items() if suffix in endings), "text")
     if is_named and suffix == ".json":
@@ -149,7 +178,9 @@ def _file(path: Path, root: Path, recipe: DataRecipe, *, is_named: bool = False)
     if kind in ("parquet", "tokens") and path.suffix in (".gz", ".zst"):
         raise DataError(f"{path}: {kind} files cannot be read compressed: unpack it")
     status = path.stat()
-    return SourceFile(str(path), kind, status.st_size, status.st_mtime_ns, path.relative_to(root).as_posix())
+    return SourceFile(
+        str(path), kind, status.st_size, status.st_mtime_ns, path.relative_to(root).as_posix()
+    )
 
 
 def root_of(source: str) -> tuple[Path, set[str]]:
@@ -162,7 +193,10 @@ def root_of(source: str) -> tuple[Path, set[str]]:
             spec = importlib.util.find_spec(name)
             for folder in (spec and spec.submodule_search_locations) or ():
                 return Path(folder), {"__pycache__"}
-        raise DataError(f"no package {name!r} is installed here: install it, or give another package or a folder")
+        raise DataError(
+            f"no package {name!r} is installed here: install it, or give another package or a "
+            "folder"
+        )
     try:
         mode = os.stat(source).st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -181,12 +215,14 @@ def root_of(source: str) -> tuple[Path, set[str]]:
     return Path(source), {"__pycache__"}
 
 
-# --- units --------------------------------------------------------------------------------------------------------------------------
+# --- units ----------------------------------------------------------------------------------------
 
 
 def divide(files: list[tuple[SplitName, SourceFile]], recipe: DataRecipe) -> list[ReadUnit]:
     """Divide the files, in order, into units of work."""
-    unit_bytes = min(max(sum(file.size for _, file in files) // UNITS, LEAST_UNIT_BYTES), MOST_UNIT_BYTES)
+    unit_bytes = min(
+        max(sum(file.size for _, file in files) // UNITS, LEAST_UNIT_BYTES), MOST_UNIT_BYTES
+    )
     units: list[ReadUnit] = []
     parts: list[FilePart] = []
     filled, current = 0, files[0][0] if files else "train"
@@ -201,21 +237,36 @@ def divide(files: list[tuple[SplitName, SourceFile]], recipe: DataRecipe) -> lis
 
 
 def _parts(file: SourceFile, recipe: DataRecipe, unit_bytes: int) -> Iterator[tuple[FilePart, int]]:
-    """Yield the parts of a file with their bytes; if the file can be cut, no part is much larger than a unit."""
-    whole = FilePart(file.path, file.kind, 0, -1, recipe.separator if file.kind == "text" else "", recipe.encoding, recipe.columns)
+    """Yield the parts of a file with their bytes; if the file can be cut, no part is much larger
+    than a unit."""
+    whole = FilePart(
+        file.path,
+        file.kind,
+        0,
+        -1,
+        recipe.separator if file.kind == "text" else "",
+        recipe.encoding,
+        recipe.columns,
+    )
     if file.kind == "parquet":
         return _ranges(whole, _num_row_groups(file.path), file.size, unit_bytes)
     if file.kind == "huggingface":
         rows = open_huggingface(file.path)
         return _ranges(whole, len(rows), int(rows.dataset_size or rows.data.nbytes), unit_bytes)
     is_cut = file.size > (unit_bytes if file.kind == "jsonl" or recipe.separator else PIECE_BYTES)
-    is_whole = file.kind in ("tokens", "json") or file.path.endswith((".gz", ".zst")) or overlaps_itself(recipe.separator)
+    is_whole = (
+        file.kind in ("tokens", "json")
+        or file.path.endswith((".gz", ".zst"))
+        or overlaps_itself(recipe.separator)
+    )
     if is_whole or not is_cut or not has_plain_line_ends(first_bytes(file.path), recipe.encoding):
         return iter([(whole, file.size)])
     return _ranges(whole, file.size, file.size, unit_bytes)
 
 
-def _ranges(whole: FilePart, length: int, size: int, unit_bytes: int) -> Iterator[tuple[FilePart, int]]:
+def _ranges(
+    whole: FilePart, length: int, size: int, unit_bytes: int
+) -> Iterator[tuple[FilePart, int]]:
     """Cut a file of `length` bytes, row groups or rows, and `size` bytes, into equal ranges."""
     if length <= 0:
         yield whole, size
@@ -229,7 +280,8 @@ def _ranges(whole: FilePart, length: int, size: int, unit_bytes: int) -> Iterato
 
 
 def kind_instead(file: SourceFile) -> str | None:
-    """Return the actual kind of a file that would be read as text or JSON, but whose first bytes are of another kind."""
+    """Return the actual kind of a file that would be read as text or JSON, but whose first bytes
+    are of another kind."""
     if file.kind not in ("text", "jsonl", "json") or file.path.endswith((".gz", ".zst")):
         return None
     return kind_of_bytes(first_bytes(file.path))

@@ -1,8 +1,10 @@
 """Decodes text files.
 
-The encoding is that of the byte order mark, or else UTF-8 if all bytes are valid, or else Windows-1252, which suits text of Western
-European languages with one byte per character. If most characters beyond ASCII are valid in UTF-8, the file counts as damaged UTF-8, and
-invalid bytes become U+FFFD. The encodings are counted. A file with zero bytes but without a byte order mark is not text.
+The encoding is that of the byte order mark, or else UTF-8 if all bytes are valid, or else
+Windows-1252, which suits text of Western European languages with one byte per character. If most
+characters beyond ASCII are valid in UTF-8, the file counts as damaged UTF-8, and invalid bytes
+become U+FFFD. The encodings are counted. A file with zero bytes but without a byte order mark is
+not text.
 """
 
 from __future__ import annotations
@@ -11,7 +13,13 @@ from collections.abc import Iterator
 
 from lather.files import BYTE_ORDER_MARKS, mark_of
 
-OTHER_KINDS = {b"PAR1": "Parquet", b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"PK\x03\x04": "zip", b"%PDF": "PDF"}
+OTHER_KINDS = {
+    b"PAR1": "Parquet",
+    b"\x1f\x8b": "gzip",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"PK\x03\x04": "zip",
+    b"%PDF": "PDF",
+}
 """Kinds of files that are not text, by their first bytes."""
 
 
@@ -29,7 +37,8 @@ def kind_of_bytes(start: bytes) -> str | None:
 
 
 def has_plain_line_ends(start: bytes, encoding: str) -> bool:
-    """Tell whether byte 10 always ends a line of a text that starts with these bytes, in this encoding."""
+    """Tell whether byte 10 always ends a line of a text that starts with these bytes, in this
+    encoding."""
     if BYTE_ORDER_MARKS.get(mark_of(start), "utf-8") != "utf-8":
         return False
     return encoding == "auto" or "\n".encode(encoding) == b"\n"
@@ -63,14 +72,17 @@ def _decode(content: bytes, encoding: str) -> str:
 
 
 def cut(text: str, length: int) -> Iterator[str]:
-    """Cut a text into parts of at most `length` characters, after a line or else before a space, if there is one."""
+    """Cut a text into parts of at most `length` characters, after a line or else before a space, if
+    there is one."""
     start = 0
     while len(text) - start > length:
         end = start + length
         for separator in ("\n", " "):
             place = text.rfind(separator, start, end)
             if place > start:
-                end = place if separator == " " else place + 1  # byte-level tokenizers put a space before its word
+                end = (
+                    place if separator == " " else place + 1
+                )  # byte-level tokenizers put a space before its word
                 break
         yield text[start:end]
         start = end

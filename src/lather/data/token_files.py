@@ -1,8 +1,9 @@
 """Token files that other programs have written.
 
-Megatron         NAME.bin and NAME.idx: sequences of any integer type, and an index of their lengths (Megatron-LM's `indexed_dataset.py`)
-llm.c            NAME.bin that begins with 256 int32: 20240520 and version 1 (uint16) or 20240801 and version 7 (uint32), number of tokens
-datatrove        NAME.ds and NAME.ds.index: uint16 or uint32, and where documents end (uint64)
+Megatron         NAME.bin and NAME.idx: sequences of any integer type, and an index of their lengths
+(Megatron-LM's `indexed_dataset.py`) llm.c            NAME.bin that begins with 256 int32: 20240520
+and version 1 (uint16) or 20240801 and version 7 (uint32), number of tokens datatrove        NAME.ds
+and NAME.ds.index: uint16 or uint32, and where documents end (uint64)
 bare             any other NAME.bin: uint16 or uint32 without a header, as nanoGPT writes
 numpy            NAME.npy, a flat array of integers
 
@@ -41,26 +42,38 @@ class TokenFile:
     length: int
     """Number of tokens."""
     ends: Array | None = None
-    """The place after each document's last token; None: documents end after each end-of-text token."""
+    """The place after each document's last token; None: documents end after each end-of-text
+    token."""
 
     def blocks(self, end: int | None) -> Iterator[tuple[Array, Array]]:
-        """Yield the tokens in blocks, each with the places in the block after which documents end."""
+        """Yield the tokens in blocks, each with the places in the block after which documents
+        end."""
         with self.path.open("rb") as file:
             file.seek(self.offset)
             for start in range(0, self.length, BLOCK_TOKENS):
                 count = min(BLOCK_TOKENS, self.length - start)
-                tokens = np.frombuffer(file.read(count * np.dtype(self.dtype).itemsize), dtype=self.dtype)
+                tokens = np.frombuffer(
+                    file.read(count * np.dtype(self.dtype).itemsize), dtype=self.dtype
+                )
                 if len(tokens) != count:
-                    raise TokenFileError(f"ends after {start + len(tokens):,} of {self.length:,} tokens")
+                    raise TokenFileError(
+                        f"ends after {start + len(tokens):,} of {self.length:,} tokens"
+                    )
                 if self.ends is not None:
                     first, last = np.searchsorted(self.ends, [start, start + count], side="right")
                     yield tokens, self.ends[first:last] - start
                 else:
-                    yield tokens, np.flatnonzero(tokens == end) + 1 if end is not None else np.empty(0, np.int64)
+                    yield (
+                        tokens,
+                        np.flatnonzero(tokens == end) + 1
+                        if end is not None
+                        else np.empty(0, np.int64),
+                    )
 
 
 def open_token_file(path: Path, bare_dtype: str = "") -> TokenFile:
-    """Recognise the format and find the tokens. `bare_dtype`: "uint16" or "uint32", for a .bin without a header. Raises TokenFileError."""
+    """Recognise the format and find the tokens. `bare_dtype`: "uint16" or "uint32", for a .bin
+    without a header. Raises TokenFileError."""
     size = path.stat().st_size
     if path.suffix == ".npy":
         return _numpy(path, size)
@@ -74,8 +87,16 @@ def open_token_file(path: Path, bare_dtype: str = "") -> TokenFile:
     if size >= LLM_C_HEADER and (dtype := LLM_C.get((header[0], header[1]))):
         return _of_length(path, dtype, LLM_C_HEADER, header[2], size)
     if not bare_dtype:
-        raise TokenFileError("no header says how its tokens are stored: give --token-dtype uint16 or uint32")
-    return _of_length(path, {"uint16": "<u2", "uint32": "<u4"}[bare_dtype], 0, size // int(np.dtype(bare_dtype).itemsize), size)
+        raise TokenFileError(
+            "no header says how its tokens are stored: give --token-dtype uint16 or uint32"
+        )
+    return _of_length(
+        path,
+        {"uint16": "<u2", "uint32": "<u4"}[bare_dtype],
+        0,
+        size // int(np.dtype(bare_dtype).itemsize),
+        size,
+    )
 
 
 def _of_length(path: Path, dtype: str, offset: int, length: int, size: int) -> TokenFile:
@@ -89,7 +110,11 @@ def _numpy(path: Path, size: int) -> TokenFile:
     try:
         with path.open("rb") as file:
             version = np.lib.format.read_magic(file)
-            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+            read = (
+                np.lib.format.read_array_header_1_0
+                if version == (1, 0)
+                else np.lib.format.read_array_header_2_0
+            )
             shape, _, dtype = read(file)
             offset = file.tell()
     except Exception as error:  # numpy's reader raises errors of many types for damaged headers
@@ -102,13 +127,19 @@ def _numpy(path: Path, size: int) -> TokenFile:
 def _datatrove(path: Path, size: int) -> TokenFile:
     index, mask = (path.with_name(path.name + suffix) for suffix in (".index", ".loss"))
     if mask.exists():
-        raise TokenFileError(f"{mask.name} says which tokens are trained on, but Lather cannot read it")
+        raise TokenFileError(
+            f"{mask.name} says which tokens are trained on, but Lather cannot read it"
+        )
     if not index.exists():
         raise TokenFileError(f"{index.name}, the index of its documents, is missing")
     content = index.read_bytes()
     ends = np.frombuffer(content[: len(content) // 8 * 8], "<u8").astype(np.int64)
     length = int(ends[-1]) if len(ends) else 0
-    if len(content) % 8 or (np.diff(ends, prepend=0) < 0).any() or size not in (2 * length, 4 * length):
+    if (
+        len(content) % 8
+        or (np.diff(ends, prepend=0) < 0).any()
+        or size not in (2 * length, 4 * length)
+    ):
         raise TokenFileError(f"{index.name} does not match its {size:,} bytes")
     return TokenFile(path, "<u2" if size == 2 * length else "<u4", 0, length, np.unique(ends))
 
@@ -120,19 +151,30 @@ def _megatron(path: Path, size: int) -> TokenFile:
     _, version, code, sequences, documents = struct.unpack_from("<9sQBQQ", index)
     dtype = MEGATRON_DTYPES.get(code, "")
     if version != 1 or np.dtype(dtype or "f4").kind not in "iu":
-        raise TokenFileError(f"{path.with_suffix('.idx').name} has version {version} and type {code}: not version 1 of integers")
+        raise TokenFileError(
+            f"{path.with_suffix('.idx').name} has version {version} and type {code}: not version 1 "
+            "of integers"
+        )
     expected = 34 + sequences * 12 + documents * 8
     if len(index) < expected:
-        raise TokenFileError(f"{path.with_suffix('.idx').name} has {len(index):,} bytes, not {expected:,} for {sequences:,} sequences")
+        raise TokenFileError(
+            f"{path.with_suffix('.idx').name} has {len(index):,} bytes, not {expected:,} for "
+            f"{sequences:,} sequences"
+        )
     lengths = np.frombuffer(index, "<i4", sequences, 34).astype(np.int64)
     pointers = np.frombuffer(index, "<i8", sequences, 34 + 4 * sequences)
-    borders = np.frombuffer(index, "<i8", documents, 34 + 12 * sequences)  # numbers of sequences, from 0
+    borders = np.frombuffer(
+        index, "<i8", documents, 34 + 12 * sequences
+    )  # numbers of sequences, from 0
     item = np.dtype(dtype).itemsize
     stops = np.cumsum(lengths)
     if sequences and not np.array_equal(pointers, (stops - lengths) * item):
         raise TokenFileError("its sequences do not follow each other")
     found = _of_length(path, dtype, 0, int(stops[-1]) if sequences else 0, size)
     if documents and (borders[0] != 0 or borders[-1] != sequences or (np.diff(borders) < 0).any()):
-        raise TokenFileError(f"{path.with_suffix('.idx').name} has documents that do not match its {sequences:,} sequences")
+        raise TokenFileError(
+            f"{path.with_suffix('.idx').name} has documents that do not match its {sequences:,} "
+            "sequences"
+        )
     of_documents = stops[borders[1:] - 1] if documents > 1 and sequences else stops
     return TokenFile(path, found.dtype, 0, found.length, np.unique(of_documents))

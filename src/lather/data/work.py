@@ -1,10 +1,12 @@
-"""Does units of work, in one or several processes: reads the documents of some parts of files and writes them to shards.
+"""Does units of work, in one or several processes: reads the documents of some parts of files and
+writes them to shards.
 
-A unit is finished when its report, `<number>.json` in the folder of units, exists. The report lists the unit's shards and is written last,
-so a unit whose process was killed is done again.
+A unit is finished when its report, `<number>.json` in the folder of units, exists. The report lists
+the unit's shards and is written last, so a unit whose process was killed is done again.
 
-The processes are spawned and not forked, because forking a process that has threads is not safe. They end with their parent. A single unit,
-or all units if one process is asked for, are done in the calling process, where the tokenizer uses all cores.
+The processes are spawned and not forked, because forking a process that has threads is not safe.
+They end with their parent. A single unit, or all units if one process is asked for, are done in the
+calling process, where the tokenizer uses all cores.
 """
 
 from __future__ import annotations
@@ -43,12 +45,14 @@ MOST_DETAIL = 200
 Count = Callable[[int, int], None]
 """Called with the numbers of documents and tokens made since the last call."""
 Progress = Callable[[int, int, int, int], None]
-"""Called with the numbers of finished units and of all units, and of the documents and tokens made since the command was started."""
+"""Called with the numbers of finished units and of all units, and of the documents and tokens made
+since the command was started."""
 
 
 @dataclass(frozen=True)
 class Making:
-    """Settings for making documents from records, and shards from documents; they are sent to every process."""
+    """Settings for making documents from records, and shards from documents; they are sent to every
+    process."""
 
     recipe: DataRecipe
     folder: Path
@@ -93,15 +97,25 @@ def is_done(unit: ReadUnit, folder: Path, units: Path) -> bool:
     except (OSError, ValueError, KeyError, TypeError):
         return False
     shards = (shard for split in report.splits.values() for shard in split.shards)
-    return all((folder / f"{shard.name}.{suffix}").exists() for shard in shards for suffix in shard.checksums)
+    return all(
+        (folder / f"{shard.name}.{suffix}").exists()
+        for shard in shards
+        for suffix in shard.checksums
+    )
 
 
 def do_unit(unit: ReadUnit, making: Making, count: Count) -> None:
-    """Write the unit's shards, then its report. After an error, such as OSError on a full disk, the current shards are deleted."""
+    """Write the unit's shards, then its report. After an error, such as OSError on a full disk, the
+    current shards are deleted."""
     report = UnitReport()
-    report_path(making.units, unit.number).unlink(missing_ok=True)  # its shards are gone; half of them must not count as all
+    report_path(making.units, unit.number).unlink(
+        missing_ok=True
+    )  # its shards are gone; half of them must not count as all
     options = token_dtype(making.vocab_size), making.recipe.shard_tokens, making.recipe.chat
-    writers = {split: ShardWriter(making.folder, f"{split}-{unit.number:05d}", *options) for split in SPLITS}
+    writers = {
+        split: ShardWriter(making.folder, f"{split}-{unit.number:05d}", *options)
+        for split in SPLITS
+    }
     try:
         length = 0
         for piece in (_tokens if unit.parts[0].kind == "tokens" else _texts)(unit, making, report):
@@ -109,7 +123,9 @@ def do_unit(unit: ReadUnit, making: Making, count: Count) -> None:
             length += len(piece.tokens)
             if piece.is_last:
                 writers[piece.split].end_document()
-                report.splits[piece.split] = report.splits.get(piece.split, Split()) + Split(1, length, length, piece.text_bytes)
+                report.splits[piece.split] = report.splits.get(piece.split, Split()) + Split(
+                    1, length, length, piece.text_bytes
+                )
                 count(1, length)
                 length = 0
         for split, writer in writers.items():
@@ -124,16 +140,19 @@ def do_unit(unit: ReadUnit, making: Making, count: Count) -> None:
 
 
 def _place_of_held_out(unit: int, every: int) -> int:
-    """Return the place of the held-out document among `every` documents. It varies with the unit, so that short units hold out neither
-    more nor fewer documents than long ones."""
+    """Return the place of the held-out document among `every` documents. It varies with the unit,
+    so that short units hold out neither more nor fewer documents than long ones."""
     return every // 2 if unit == 0 else unit * 2654435761 % 2**32 % every
 
 
-# --- texts --------------------------------------------------------------------------------------------------------------------------
+# --- texts ----------------------------------------------------------------------------------------
 
 
-def documents_of(unit: ReadUnit, recipe: DataRecipe, template: ChatTemplate | None, report: UnitReport) -> Iterator[Document]:
-    """Yield the unit's documents, each assigned to a split; record skipped documents and encodings in `report`."""
+def documents_of(
+    unit: ReadUnit, recipe: DataRecipe, template: ChatTemplate | None, report: UnitReport
+) -> Iterator[Document]:
+    """Yield the unit's documents, each assigned to a split; record skipped documents and encodings
+    in `report`."""
     documents, every = _documents(unit, recipe.field, template, report), recipe.hold_out_every
     if not every:
         yield from (replace(document, split=unit.split) for document in documents)
@@ -146,13 +165,17 @@ def documents_of(unit: ReadUnit, recipe: DataRecipe, template: ChatTemplate | No
         yield replace(document, split=SPLITS[index % every == place])
 
 
-def _documents(unit: ReadUnit, field: str, template: ChatTemplate | None, report: UnitReport) -> Iterator[Document]:
+def _documents(
+    unit: ReadUnit, field: str, template: ChatTemplate | None, report: UnitReport
+) -> Iterator[Document]:
     for number, part in enumerate(unit.parts):
         reader = RecordReader(part)
         for record in reader:
             found = record if isinstance(record, Skip) else document_of(record, field, template)
             if isinstance(found, Skip):
-                report.skipped.append((number, found.line, found.reason, found.detail[:MOST_DETAIL]))
+                report.skipped.append(
+                    (number, found.line, found.reason, found.detail[:MOST_DETAIL])
+                )
                 continue
             if not isinstance(record, Skip) and record.encoding:
                 report.encodings[record.encoding] = report.encodings.get(record.encoding, 0) + 1
@@ -164,12 +187,14 @@ def _documents(unit: ReadUnit, field: str, template: ChatTemplate | None, report
 
 
 def _texts(unit: ReadUnit, making: Making, report: UnitReport) -> Iterator[TokenRun]:
-    tokenizer = load_tokenizer(making.folder / TOKENIZER, "delete the unfinished folder, and start again")
+    tokenizer = load_tokenizer(
+        making.folder / TOKENIZER, "delete the unfinished folder, and start again"
+    )
     documents = documents_of(unit, making.recipe, making.template, report)
     return encode(documents, tokenizer, making.end, chat=making.recipe.chat)
 
 
-# --- tokens -------------------------------------------------------------------------------------------------------------------------
+# --- tokens ---------------------------------------------------------------------------------------
 
 
 def _tokens(unit: ReadUnit, making: Making, report: UnitReport) -> Iterator[TokenRun]:
@@ -189,10 +214,14 @@ def _tokens(unit: ReadUnit, making: Making, report: UnitReport) -> Iterator[Toke
         try:
             done = 0
             for tokens, ends in file.blocks(making.end):
-                if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < making.vocab_size:
+                if (
+                    tokens.size
+                    and not 0 <= int(tokens.min()) <= int(tokens.max()) < making.vocab_size
+                ):
                     worst = int(tokens.max()) if int(tokens.min()) >= 0 else int(tokens.min())
                     raise DataError(
-                        f"{part.path}: token {worst} is outside the vocabulary of {making.vocab_size}: give its own --vocab-size"
+                        f"{part.path}: token {worst} is outside the vocabulary of "
+                        f"{making.vocab_size}: give its own --vocab-size"
                     )
                 done += len(tokens)
                 bounds = np.unique([0, *ends, len(tokens)]).tolist()
@@ -205,11 +234,14 @@ def _tokens(unit: ReadUnit, making: Making, report: UnitReport) -> Iterator[Toke
             raise DataError(f"{part.path}: {error}: it changed while it was read") from None
 
 
-# --- processes ----------------------------------------------------------------------------------------------------------------------
+# --- processes ------------------------------------------------------------------------------------
 
 
-def do_units(units: Sequence[ReadUnit], num_units: int, making: Making, workers: int, progress: Progress) -> None:
-    """Do `units`, the missing ones of all `num_units`. Raises the error of a unit that fails; finished units are kept."""
+def do_units(
+    units: Sequence[ReadUnit], num_units: int, making: Making, workers: int, progress: Progress
+) -> None:
+    """Do `units`, the missing ones of all `num_units`. Raises the error of a unit that fails;
+    finished units are kept."""
     if workers == 1 or len(units) < 2:
         _do_here(units, num_units, making, progress)
         return
@@ -229,16 +261,23 @@ def do_units(units: Sequence[ReadUnit], num_units: int, making: Making, workers:
         while waiting or at_work:
             for connection in idle[: len(waiting)]:
                 at_work[connection] = waiting.pop()
-                with contextlib.suppress(ConnectionError):  # the process has ended, which is noticed below
+                with contextlib.suppress(
+                    ConnectionError
+                ):  # the process has ended, which is noticed below
                     connection.send(at_work[connection])
-            idle = [connection for connection in wait(list(at_work), POLL_SECONDS) if isinstance(connection, Connection)]
+            idle = [
+                connection
+                for connection in wait(list(at_work), POLL_SECONDS)
+                if isinstance(connection, Connection)
+            ]
             for connection in idle:
                 unit = at_work.pop(connection)
                 try:
                     error = connection.recv()
                 except (EOFError, ConnectionError):
                     raise DataError(
-                        f"a process ended while it was at work on {unit.parts[0].path}: it was killed, perhaps because memory ran out; "
+                        f"a process ended while it was at work on {unit.parts[0].path}: it was "
+                        "killed, perhaps because memory ran out; "
                         "the same command continues: give it fewer --workers"
                     ) from None
                 if error is not None:
@@ -267,7 +306,8 @@ def _do_here(units: Sequence[ReadUnit], num_units: int, making: Making, progress
 
 
 def _work(connection: Connection, making: Making, counts: Any) -> None:
-    """Do units from the connection until it closes. `counts`: documents and tokens made by all processes."""
+    """Do units from the connection until it closes. `counts`: documents and tokens made by all
+    processes."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     for number in (signal.SIGINT, signal.SIGTERM):  # the parent process handles and reports it
         signal.signal(number, signal.SIG_IGN)

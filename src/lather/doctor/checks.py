@@ -1,7 +1,8 @@
-"""The checks of `lather doctor`: small functions from the ranks' facts, which may be made up, to findings with a verdict and a remedy.
+"""The checks of `lather doctor`: small functions from the ranks' facts, which may be made up, to
+findings with a verdict and a remedy.
 
-Limits of speed are there to find what is misconfigured (a slow network disk, NCCL over TCP, far too many threads). They are chosen, not
-measured: a machine in order should be far from them.
+Limits of speed are there to find what is misconfigured (a slow network disk, NCCL over TCP, far too
+many threads). They are chosen, not measured: a machine in order should be far from them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ GB, GIB = 10**9, 2**30
 SHOWN = ("lather", "python", "torch", "cuda", "nccl", "triton", "transformers")
 """Packages that have a line of their own also when nothing is wrong with them."""
 MIN_CAPABILITY = (8, 0)
-"""Compute capability from which GPUs multiply bf16, and for which the kernels are compiled in CI."""
+"""Compute capability from which GPUs multiply bf16, and for which the kernels are compiled in
+CI."""
 MIN_GPU_FREE, MIN_HOST_FREE = 0.9, 0.1
 """Shares of memory that should be free before a run."""
 MIN_DISK_FREE = 10 * GIB
@@ -51,13 +53,19 @@ class Finding:
 Check = Callable[[Sequence[RankFacts]], Iterator[Finding]]
 
 
-def check_versions(facts: Sequence[RankFacts], needed: Sequence[Requirement] | None = None) -> Iterator[Finding]:
+def check_versions(
+    facts: Sequence[RankFacts], needed: Sequence[Requirement] | None = None
+) -> Iterator[Finding]:
     """Every package is there if it is needed, new enough, and the same on all ranks."""
     needed = requirements() if needed is None else needed
     own, missing, others_there = facts[0].versions, [], []
     for name in dict.fromkeys([*own, *(one.name for one in needed)]):
         wanted = [one for one in needed if one.name == name]
-        others = [f"{one.versions.get(name, 'none')} on rank {one.rank}" for one in facts if one.versions.get(name) != own.get(name)]
+        others = [
+            f"{one.versions.get(name, 'none')} on rank {one.rank}"
+            for one in facts
+            if one.versions.get(name) != own.get(name)
+        ]
         if others:
             found = f"{own.get(name, 'none')} on rank 0, {others[0]}"
             yield Finding("versions", name, found, "wrong", f"install the same {name} everywhere")
@@ -65,9 +73,16 @@ def check_versions(facts: Sequence[RankFacts], needed: Sequence[Requirement] | N
             if all(one.marker for one in wanted):
                 missing.append(name)
             else:
-                yield Finding("versions", name, "not installed", "wrong", f"pip install '{wanted[0]}'")
-        elif old := [one for one in wanted if not one.specifier.contains(Version(own[name]).base_version)]:
-            found, remedy = f"{own[name]}, which is not {old[0].specifier}", f"pip install '{name}{old[0].specifier}'"
+                yield Finding(
+                    "versions", name, "not installed", "wrong", f"pip install '{wanted[0]}'"
+                )
+        elif old := [
+            one for one in wanted if not one.specifier.contains(Version(own[name]).base_version)
+        ]:
+            found, remedy = (
+                f"{own[name]}, which is not {old[0].specifier}",
+                f"pip install '{name}{old[0].specifier}'",
+            )
             yield Finding("versions", name, found, "warning" if old[0].marker else "wrong", remedy)
         elif name in SHOWN:
             yield Finding("versions", name, own[name])
@@ -83,7 +98,10 @@ def check_devices(facts: Sequence[RankFacts]) -> Iterator[Finding]:
     gpus = [(one, gpu) for one in facts for gpu in one.gpus]
     if any(one.has_unseen_gpu for one in facts):
         host = next(one.host for one in facts if one.has_unseen_gpu)
-        remedy = "install a CUDA build of torch that fits the driver (nvidia-smi shows its CUDA version; pytorch.org/get-started)"
+        remedy = (
+            "install a CUDA build of torch that fits the driver (nvidia-smi "
+            "shows its CUDA version; pytorch.org/get-started)"
+        )
         yield Finding("devices", "GPU", f"{host} has one, and torch sees none", "wrong", remedy)
     elif not gpus:
         yield Finding("devices", "GPU", "none in use: training on the CPU")
@@ -91,13 +109,25 @@ def check_devices(facts: Sequence[RankFacts]) -> Iterator[Finding]:
         same = [(one, other) for one, other in gpus if other.name == gpu]
         owner, least = min(same, key=lambda pair: pair[1].free)
         capability = ".".join(map(str, least.capability))
-        found = f"{len(same)} x {gpu}, capability {capability}, {least.memory / GIB:.1f} GiB, at least {least.free / GIB:.1f} free"
-        verdict, remedy = _warning_if(least.free / least.memory < MIN_GPU_FREE, f"end other programs on the GPU of rank {owner.rank}")
+        found = (
+            f"{len(same)} x {gpu}, capability {capability}, "
+            f"{least.memory / GIB:.1f} GiB, at least {least.free / GIB:.1f} free"
+        )
+        verdict, remedy = _warning_if(
+            least.free / least.memory < MIN_GPU_FREE,
+            f"end other programs on the GPU of rank {owner.rank}",
+        )
         if least.capability < MIN_CAPABILITY:
-            verdict, remedy = "warning", 'it does not multiply bf16 quickly: train with train.precision = "fp32"'
+            verdict, remedy = (
+                "warning",
+                'it does not multiply bf16 quickly: train with train.precision = "fp32"',
+            )
         yield Finding("devices", "GPU", found, verdict, remedy)
     if failed := [one for one in facts if one.kernel_error]:
-        found, remedy = f"rank {failed[0].rank}: {failed[0].kernel_error}", "Triton needs a C compiler (gcc) and a driver"
+        found, remedy = (
+            f"rank {failed[0].rank}: {failed[0].kernel_error}",
+            "Triton needs a C compiler (gcc) and a driver",
+        )
         if failed[0].kernel_error == "absent":
             found = "Triton is not installed: slower operations of torch are used"
             remedy = "pip install triton, as torch's CUDA builds for Linux do"
@@ -107,16 +137,27 @@ def check_devices(facts: Sequence[RankFacts]) -> Iterator[Finding]:
 
 
 def check_threads(facts: Sequence[RankFacts]) -> Iterator[Finding]:
-    """Ranks of a machine have no more threads than it has cores, and no other programs beside them."""
+    """Ranks of a machine have no more threads than it has cores, and no other programs beside
+    them."""
     one = max(facts, key=lambda one: one.threads * one.ranks_here / one.cores)
-    found = f"{one.cores} cores; {_count(one.ranks_here, 'rank')}, each with {_count(one.threads, 'thread')}{_on(one, facts)}"
+    found = (
+        f"{one.cores} cores; {_count(one.ranks_here, 'rank')}, each with "
+        f"{_count(one.threads, 'thread')}{_on(one, facts)}"
+    )
     remedy = f"set OMP_NUM_THREADS={max(1, one.cores // one.ranks_here)}, or start fewer ranks"
-    yield Finding("devices", "CPU", found, *_warning_if(one.threads * one.ranks_here > one.cores, remedy))
+    yield Finding(
+        "devices", "CPU", found, *_warning_if(one.threads * one.ranks_here > one.cores, remedy)
+    )
     busy = max(facts, key=lambda one: one.other_programs)
     if busy.other_programs:
         found = f"{_count(busy.other_programs, 'other program')} running{_on(busy, facts)}"
         remedy = "end them: steps on the CPU are several times slower beside them"
-        yield Finding("devices", "load", found, *_warning_if(busy.other_programs + busy.threads > busy.cores, remedy))
+        yield Finding(
+            "devices",
+            "load",
+            found,
+            *_warning_if(busy.other_programs + busy.threads > busy.cores, remedy),
+        )
 
 
 def check_memory(facts: Sequence[RankFacts]) -> Iterator[Finding]:
@@ -125,7 +166,12 @@ def check_memory(facts: Sequence[RankFacts]) -> Iterator[Finding]:
     if known:
         one = min(known, key=lambda one: one.memory_free)
         found = f"{one.memory_free / GIB:.1f} of {one.memory / GIB:.1f} GiB free{_on(one, facts)}"
-        yield Finding("memory", "host", found, *_warning_if(one.memory_free / one.memory < MIN_HOST_FREE, "end other programs"))
+        yield Finding(
+            "memory",
+            "host",
+            found,
+            *_warning_if(one.memory_free / one.memory < MIN_HOST_FREE, "end other programs"),
+        )
 
 
 def check_disk(facts: Sequence[RankFacts]) -> Iterator[Finding]:
@@ -133,19 +179,47 @@ def check_disk(facts: Sequence[RankFacts]) -> Iterator[Finding]:
     disks = [(one, one.disk) for one in facts if one.disk]
     for one, disk in disks:
         if disk.error:
-            yield Finding("disk", disk.folder, f"cannot be written{_on(one, facts)}: {disk.error}", "wrong", "give another --run-dir")
+            yield Finding(
+                "disk",
+                disk.folder,
+                f"cannot be written{_on(one, facts)}: {disk.error}",
+                "wrong",
+                "give another --run-dir",
+            )
             return
     owner, least = min(disks, key=lambda pair: pair[1].free)
     place = _on(owner, facts)
-    yield Finding("disk", "free", f"{least.free / GIB:.1f} GiB in {least.folder}{place}", *_room(least))
+    yield Finding(
+        "disk", "free", f"{least.free / GIB:.1f} GiB in {least.folder}{place}", *_room(least)
+    )
     if measured := [(one, disk) for one, disk in disks if disk.write]:
         owner, slowest = min(measured, key=lambda pair: pair[1].write)
-        found = f"write {slowest.write / 1e6:,.0f} MB/s with fsync, read {slowest.read / 1e6:,.0f} MB/s{_on(owner, facts)}"
-        remedy = "use a faster disk, or checkpoint.asynchronous = true: training stands still while checkpoints are written"
-        yield Finding("disk", "speed", found, *_warning_if(min(slowest.write, slowest.read) < MIN_DISK_SPEED, remedy))
+        found = (
+            f"write {slowest.write / 1e6:,.0f} MB/s with fsync, read "
+            f"{slowest.read / 1e6:,.0f} MB/s{_on(owner, facts)}"
+        )
+        remedy = (
+            "use a faster disk, or checkpoint.asynchronous = true: training "
+            "stands still while checkpoints are written"
+        )
+        yield Finding(
+            "disk",
+            "speed",
+            found,
+            *_warning_if(min(slowest.write, slowest.read) < MIN_DISK_SPEED, remedy),
+        )
     if blind := [one for one in facts if not one.sees_run_dir]:
-        remedy = "all ranks must see the run directory at one path: put it on a disk that the machines share"
-        yield Finding("disk", "one for all ranks", f"rank {blind[0].rank} on {blind[0].host} does not see rank 0's", "wrong", remedy)
+        remedy = (
+            "all ranks must see the run directory at one path: put "
+            "it on a disk that the machines share"
+        )
+        yield Finding(
+            "disk",
+            "one for all ranks",
+            f"rank {blind[0].rank} on {blind[0].host} does not see rank 0's",
+            "wrong",
+            remedy,
+        )
     elif len(facts) > 1:
         yield Finding("disk", "one for all ranks", "every rank sees a file that rank 0 has written")
 
@@ -155,18 +229,36 @@ def check_clocks(facts: Sequence[RankFacts]) -> Iterator[Finding]:
     if len(facts) > 1:
         one = max(facts, key=lambda one: abs(one.clock))
         skew = abs(one.clock)
-        found = f"within {duration(max(skew, 1e-3))} of rank 0's" + (f", rank {one.rank} on {one.host}" if skew > MAX_SKEW else "")
+        found = f"within {duration(max(skew, 1e-3))} of rank 0's" + (
+            f", rank {one.rank} on {one.host}" if skew > MAX_SKEW else ""
+        )
         verdict: Verdict = "wrong" if skew > WRONG_SKEW else "warning" if skew > MAX_SKEW else "ok"
-        yield Finding("clocks", "ranks", found, verdict, f"set the clock of {one.host}: chrony or ntpd" if verdict != "ok" else "")
+        yield Finding(
+            "clocks",
+            "ranks",
+            found,
+            verdict,
+            f"set the clock of {one.host}: chrony or ntpd" if verdict != "ok" else "",
+        )
 
 
-CHECKS: tuple[Check, ...] = (check_versions, check_devices, check_threads, check_memory, check_disk, check_clocks)
+CHECKS: tuple[Check, ...] = (
+    check_versions,
+    check_devices,
+    check_threads,
+    check_memory,
+    check_disk,
+    check_clocks,
+)
 
 
 def check_links(links: Sequence[LinkFacts]) -> Iterator[Finding]:
     """Messages arrive with the right numbers, and quickly."""
     for backend, operation in dict.fromkeys((link.backend, link.operation) for link in links):
-        same = sorted((one for one in links if (one.backend, one.operation) == (backend, operation)), key=lambda one: one.num_bytes)
+        same = sorted(
+            (one for one in links if (one.backend, one.operation) == (backend, operation)),
+            key=lambda one: one.num_bytes,
+        )
         latency, *others = same
         speeds = [f"{one.bandwidth / GB:.2f} GB/s with {_size(one.num_bytes)}" for one in others]
         found = ", ".join([f"latency {duration(latency.seconds)}", *speeds])
@@ -177,14 +269,20 @@ def check_links(links: Sequence[LinkFacts]) -> Iterator[Finding]:
             remedy += "; NCCL_DEBUG=INFO shows what it uses" * (backend == "nccl")
         if not all(one.is_right for one in same):
             found, verdict = f"wrong numbers arrived; {found}", "wrong"
-            remedy = "a driver, a cable or a GPU is defective: try with NCCL_P2P_DISABLE=1, then run nccl-tests"
+            remedy = (
+                "a driver, a cable or a GPU is defective: try with "
+                "NCCL_P2P_DISABLE=1, then run nccl-tests"
+            )
         yield Finding(f"links, {backend}", operation, found, verdict, remedy)
 
 
 def _room(disk: DiskFacts) -> tuple[Verdict, str]:
     if disk.free < 2 * PROBE_BYTES:
         return "wrong", "the disk is full: make room, or give another --run-dir"
-    return _warning_if(disk.free < MIN_DISK_FREE, "checkpoints may fill it: make room, or lower checkpoint.keep_last")
+    return _warning_if(
+        disk.free < MIN_DISK_FREE,
+        "checkpoints may fill it: make room, or lower checkpoint.keep_last",
+    )
 
 
 def _warning_if(is_bad: bool, remedy: str) -> tuple[Verdict, str]:

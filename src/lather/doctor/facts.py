@@ -1,4 +1,5 @@
-"""The facts that a rank finds out about where it runs: versions, GPUs, cores, memory, and the disk of the run directory."""
+"""The facts that a rank finds out about where it runs: versions, GPUs, cores, memory, and the disk
+of the run directory."""
 
 from __future__ import annotations
 
@@ -64,12 +65,14 @@ class RankFacts:
     rank: int
     host: str
     versions: Mapping[str, str]
-    """Versions of Lather, Python, CUDA and NCCL, and of the packages that are installed, by name."""
+    """Versions of Lather, Python, CUDA and NCCL, and of the packages that are installed, by
+    name."""
     gpus: tuple[GpuFacts, ...]
     has_unseen_gpu: bool
     """The machine has an NVIDIA GPU, and torch finds none."""
     kernel_error: str
-    """Why a Triton kernel failed on the GPU; "absent": Triton is not installed; empty: it runs, or there is no GPU."""
+    """Why a Triton kernel failed on the GPU; "absent": Triton is not installed; empty: it runs, or
+    there is no GPU."""
     cores: int
     """Cores that this process may use."""
     threads: int
@@ -111,7 +114,8 @@ def find_facts(world: World, device: torch.device, run_dir: Path) -> RankFacts:
 
 
 def requirements() -> list[Requirement]:
-    """The packages that Lather uses, always or with an extra, but for developers' tools; none if its metadata are not installed."""
+    """The packages that Lather uses, always or with an extra, but for developers' tools; none if
+    its metadata are not installed."""
     try:
         found = [Requirement(line) for line in metadata.requires("lather") or []]
     except metadata.PackageNotFoundError:
@@ -123,13 +127,19 @@ def versions() -> dict[str, str]:
     """Return the version of everything that a run's numbers may depend on."""
     own = provenance()
     commit = own["commit"] or ""
-    found = {"lather": f"{own['lather']} {commit[:12]}{commit[40:]}".rstrip(), "python": platform.python_version()}
+    found = {
+        "lather": f"{own['lather']} {commit[:12]}{commit[40:]}".rstrip(),
+        "python": platform.python_version(),
+    }
     for name in dict.fromkeys(one.name for one in requirements()):
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
     found["torch"] = torch.__version__  # with the build, such as +cu128
     if torch.cuda.is_available():
-        found["cuda"], found["nccl"] = str(torch.version.cuda), ".".join(map(str, torch.cuda.nccl.version()))
+        found["cuda"], found["nccl"] = (
+            str(torch.version.cuda),
+            ".".join(map(str, torch.cuda.nccl.version())),
+        )
     return found
 
 
@@ -149,7 +159,8 @@ def kernel_error(device: torch.device) -> str:
 
 
 def host_memory() -> tuple[int, int]:
-    """Return the bytes of the host and those that are free, no more than the container's limit; 0 where the system does not say."""
+    """Return the bytes of the host and those that are free, no more than the container's limit; 0
+    where the system does not say."""
     try:
         lines = dict(line.split(":") for line in read_text(Path("/proc/meminfo")).splitlines())
         memory, free = (int(lines[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
@@ -161,7 +172,8 @@ def host_memory() -> tuple[int, int]:
 
 
 def probe_disk(run_dir: Path, rank: int = 0, num_bytes: int = PROBE_BYTES) -> DiskFacts:
-    """Write a file beside the run's, wait until it is on the disk, read it, and delete it; the run directory is not made."""
+    """Write a file beside the run's, wait until it is on the disk, read it, and delete it; the run
+    directory is not made."""
     folder = nearest_folder(run_dir)
     free = shutil.disk_usage(folder).free
     if free < 2 * num_bytes:
@@ -176,7 +188,9 @@ def probe_disk(run_dir: Path, rank: int = 0, num_bytes: int = PROBE_BYTES) -> Di
             os.fsync(out.fileno())
             written = time.perf_counter()
             if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(out.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # what is in memory would be read from there
+                os.posix_fadvise(
+                    out.fileno(), 0, 0, os.POSIX_FADV_DONTNEED
+                )  # what is in memory would be read from there
         opened = time.perf_counter()
         with file.open("rb", buffering=0) as source:
             while source.read(len(block)):
@@ -200,7 +214,12 @@ def _gpus(world: World, device: torch.device) -> tuple[GpuFacts, ...]:
     if not is_gpu(device):
         return ()
     found = []
-    for index in range(torch.cuda.device_count()) if world.size == 1 else [world.device(device).index]:
-        properties, (free, memory) = torch.cuda.get_device_properties(index), torch.cuda.mem_get_info(index)
+    for index in (
+        range(torch.cuda.device_count()) if world.size == 1 else [world.device(device).index]
+    ):
+        properties, (free, memory) = (
+            torch.cuda.get_device_properties(index),
+            torch.cuda.mem_get_info(index),
+        )
         found.append(GpuFacts(properties.name, (properties.major, properties.minor), memory, free))
     return tuple(found)

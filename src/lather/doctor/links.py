@@ -1,7 +1,9 @@
-"""Measurements between ranks: how long an all-reduce, an all-to-all and a transfer to the next rank take, and how far clocks are apart.
+"""Measurements between ranks: how long an all-reduce, an all-to-all and a transfer to the next rank
+take, and how far clocks are apart.
 
-Bandwidth is what a rank sends, which of B bytes is 2 (n - 1) / n B in an all-reduce, (n - 1) / n B in an all-to-all, and B to the next rank
-(github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md). Latency is the time of the smallest message.
+Bandwidth is what a rank sends, which of B bytes is 2 (n - 1) / n B in an all-reduce, (n - 1) / n B
+in an all-to-all, and B to the next rank (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md). Latency
+is the time of the smallest message.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from lather.device import gpu_module, is_gpu
 SMALLEST = 8
 """Bytes of the message whose time is the latency; all-to-all has 8 for each rank."""
 REPEATS, ROUNDS = 5, 10
-"""Measurements whose median counts, and questions to each clock, of which the one with the quickest answer counts."""
+"""Measurements whose median counts, and questions to each clock, of which the one with the quickest
+answer counts."""
 
 
 @dataclass(frozen=True)
@@ -49,23 +52,39 @@ def _all_reduce(x: Tensor, y: Tensor) -> None:
 
 def _to_next(x: Tensor, y: Tensor) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
-    transfers = [dist.P2POp(dist.isend, x, (rank + 1) % size), dist.P2POp(dist.irecv, y, (rank - 1) % size)]
+    transfers = [
+        dist.P2POp(dist.isend, x, (rank + 1) % size),
+        dist.P2POp(dist.irecv, y, (rank - 1) % size),
+    ]
     for work in dist.batch_isend_irecv(transfers):
         work.wait()
 
 
 Operation = Callable[[Tensor, Tensor], None]
 OPERATIONS: dict[str, tuple[Operation, Callable[[int], float], Callable[[int, int], Tensor]]] = {
-    "all-reduce": (_all_reduce, lambda size: 2 * (size - 1) / size, lambda rank, size: torch.tensor([size * (size - 1) / 2])),
-    "all-to-all": (lambda x, y: dist.all_to_all_single(y, x), lambda size: (size - 1) / size, lambda rank, size: torch.arange(size)),
-    "to the next rank": (_to_next, lambda size: 1.0, lambda rank, size: torch.tensor([(rank - 1) % size])),
+    "all-reduce": (
+        _all_reduce,
+        lambda size: 2 * (size - 1) / size,
+        lambda rank, size: torch.tensor([size * (size - 1) / 2]),
+    ),
+    "all-to-all": (
+        lambda x, y: dist.all_to_all_single(y, x),
+        lambda size: (size - 1) / size,
+        lambda rank, size: torch.arange(size),
+    ),
+    "to the next rank": (
+        _to_next,
+        lambda size: 1.0,
+        lambda rank, size: torch.tensor([(rank - 1) % size]),
+    ),
 }
-"""The operation, the share of a message that a rank sends, and the numbers that a rank has to get, equally many of each, if each rank sends
-its own number."""
+"""The operation, the share of a message that a rank sends, and the numbers that a rank has to get,
+equally many of each, if each rank sends its own number."""
 
 
 def measure_links(device: torch.device) -> list[LinkFacts]:
-    """Measure each operation with messages of several sizes; every rank calls it and gets the same."""
+    """Measure each operation with messages of several sizes; every rank calls it and gets the
+    same."""
     sizes = (SMALLEST, 2**20, (256 if is_gpu(device) else 16) * 2**20)
     return [_measure(name, num_bytes, device) for name in OPERATIONS for num_bytes in sizes]
 
@@ -90,11 +109,19 @@ def _measure(name: str, num_bytes: int, device: torch.device) -> LinkFacts:
     wrong = float(not torch.equal(y.cpu(), right.repeat_interleave(count // len(right))))
     found = torch.tensor([median(seconds() for _ in range(REPEATS)), wrong])
     dist.all_reduce(found, dist.ReduceOp.MAX)
-    return LinkFacts(name, "nccl" if is_gpu(device) else "gloo", 4 * count, found[0].item(), share(size) * 4 * count, not found[1].item())
+    return LinkFacts(
+        name,
+        "nccl" if is_gpu(device) else "gloo",
+        4 * count,
+        found[0].item(),
+        share(size) * 4 * count,
+        not found[1].item(),
+    )
 
 
 def clock_offsets() -> list[float]:
-    """Return, in rank 0, the seconds by which each rank's clock is ahead of its own, within half the time of an answer; all call it."""
+    """Return, in rank 0, the seconds by which each rank's clock is ahead of its own, within half
+    the time of an answer; all call it."""
     rank, offsets = dist.get_rank(), [0.0]
     now = torch.zeros((), dtype=torch.float64)
     for other in range(1, dist.get_world_size()):

@@ -1,4 +1,5 @@
-"""A model on a mesh of ranks: the gradients of a global batch, and validation. A single process is a mesh of one rank, with the same code.
+"""A model on a mesh of ranks: the gradients of a global batch, and validation. A single process is
+a mesh of one rank, with the same code.
 
 Every rank is given the sequences of its data rank; the ranks of a pipeline are given the same ones.
 The loss is a sum over labels divided by the number of labels on all ranks, so no gradient is
@@ -59,10 +60,12 @@ class BatchResult:
 
 @dataclass(frozen=True)
 class UnreadResult:
-    """The result of the forward and backward pass of a rank's share of the batch, still on the device."""
+    """The result of the forward and backward pass of a rank's share of the batch, still on the
+    device."""
 
     found: Tensor
-    """Loss, balance loss, and rows by block and expert, concatenated, in fp64, to be summed over all ranks."""
+    """Loss, balance loss, and rows by block and expert, concatenated, in fp64, to be summed over
+    all ranks."""
     num_labels: int
 
 
@@ -91,12 +94,24 @@ class Engine:
         self.parameters = local_parameters(part, mesh)
         shape = (self.micro_batch_size, loop.sequence_length, part.hidden_size)
         narrow = torch.bfloat16 if loop.precision == "bf16" else None
-        self._activation = Activation(shape, next(part.parameters()).dtype, mesh.device, travels_as=narrow)
+        self._activation = Activation(
+            shape, next(part.parameters()).dtype, mesh.device, travels_as=narrow
+        )
         exchange = LOCAL_EXCHANGE
         if mesh.ep > 1:
-            exchange = ExpertExchange(mesh.ep_group, part.num_experts, free_buffer=frees.free_buffer, sizes_group=mesh.sizes_group)
+            exchange = ExpertExchange(
+                mesh.ep_group,
+                part.num_experts,
+                free_buffer=frees.free_buffer,
+                sizes_group=mesh.sizes_group,
+            )
         self._segments = Segments(
-            exchange, weight_gradients=queue, frees=frees, recompute=loop.recompute, autocast=narrow, rounded_weights=self.rounded_weights
+            exchange,
+            weight_gradients=queue,
+            frees=frees,
+            recompute=loop.recompute,
+            autocast=narrow,
+            rounded_weights=self.rounded_weights,
         )
         group = mesh.pp_group if mesh.pp > 1 else None
         self._executor = Executor(
@@ -112,8 +127,8 @@ class Engine:
         self._layout = SequenceLayout(*shape[:2], mesh.device)
 
     def launch_gradients(self, batch: Batch) -> UnreadResult:
-        """Run the forward and backward pass of the global batch, of which `batch` is this rank's share; store the gradients of the step in
-        `parameters`.
+        """Run the forward and backward pass of the global batch, of which `batch` is this rank's
+        share; store the gradients of the step in `parameters`.
 
         Raises ValueError, before anything is sent, if the share does not have the engine's shape.
         """
@@ -140,10 +155,12 @@ class Engine:
 
     @torch.no_grad()
     def validation_loss(self, batch: Batch) -> float | None:
-        """Return the mean cross entropy in nats per label over the sequences of all ranks; each rank gives the same number, at least one.
-        None, without computing anything, if no rank has a label.
+        """Return the mean cross entropy in nats per label over the sequences of all ranks; each
+        rank gives the same number, at least one. None, without computing anything, if no rank has a
+        label.
 
-        Raises ValueError, before anything is sent, if the sequences do not have the engine's length.
+        Raises ValueError, before anything is sent, if the sequences do not have the engine's
+        length.
         """
         self._check_shape(batch, max(1, len(batch.inputs_BS)))
         num_labels, _ = self._add_up(batch)
@@ -151,8 +168,12 @@ class Engine:
             return None
         batch = batch.padded(-len(batch.inputs_BS) % self.micro_batch_size)
         schedule = forwards(self.schedule.num_stages, len(batch.inputs_BS) // self.micro_batch_size)
-        output = self._executor.run(self._micro_batches(batch, 1.0, [0.0] * schedule.num_micro_batches), schedule)
-        total = torch.stack([torch.zeros((), device=self.mesh.device), *output.losses]).double().sum()
+        output = self._executor.run(
+            self._micro_batches(batch, 1.0, [0.0] * schedule.num_micro_batches), schedule
+        )
+        total = (
+            torch.stack([torch.zeros((), device=self.mesh.device), *output.losses]).double().sum()
+        )
         if self.mesh.size > 1:
             dist.all_reduce(total)
         return total.item() / num_labels
@@ -166,7 +187,8 @@ class Engine:
         for name, x_BS in (("inputs", batch.inputs_BS), ("labels", batch.labels_BS)):
             if tuple(x_BS.shape) != expected:
                 raise ValueError(
-                    f"the batch's {name} have shape {tuple(x_BS.shape)}, not {expected}: give every rank its own share of the sequences, "
+                    f"the batch's {name} have shape {tuple(x_BS.shape)}, not {expected}: give "
+                    "every rank its own share of the sequences, "
                     "each of train.sequence_length"
                 )
 
@@ -190,16 +212,25 @@ class Engine:
         num_labels, num_tokens = total.tolist()
         return num_labels, num_tokens
 
-    def _micro_batches(self, batch: Batch, normalizer: float, shares: Sequence[float]) -> list[MicroBatch]:
+    def _micro_batches(
+        self, batch: Batch, normalizer: float, shares: Sequence[float]
+    ) -> list[MicroBatch]:
         """Divide a batch; `shares`: the weights of its micro-batches in the auxiliary losses."""
         size, length, device = self.micro_batch_size, batch.inputs_BS.shape[1], self.mesh.device
-        layouts = [self._layout] * len(shares)  # without documents masks and rotary tables are the same for all
+        layouts = [self._layout] * len(
+            shares
+        )  # without documents masks and rotary tables are the same for all
         if batch.begins_BS is not None:
-            layouts = [SequenceLayout(size, length, device, document_boundaries(begins)) for begins in batch.begins_BS.split(size)]
+            layouts = [
+                SequenceLayout(size, length, device, document_boundaries(begins))
+                for begins in batch.begins_BS.split(size)
+            ]
         if batch.padding_BS is not None:
             paddings = batch.padding_BS.split(size)
             layouts = [one.with_padding(own) for one, own in zip(layouts, paddings, strict=True)]
-        on_device = (to_device(x_BS, device).split(size) for x_BS in (batch.inputs_BS, batch.labels_BS))
+        on_device = (
+            to_device(x_BS, device).split(size) for x_BS in (batch.inputs_BS, batch.labels_BS)
+        )
         balance, z_loss = self.moe.balance_coefficient or 0.0, self.moe.z_loss_coefficient
         return [
             MicroBatch(x_BS, y_BS, layout, normalizer, balance * share, z_loss * share)
@@ -214,23 +245,41 @@ class Engine:
         if output.losses:
             found[0] = torch.stack(output.losses).double().sum()
         if own := self.part.own_moe_layers():
-            by_micro_batch = [[one for stage in self.part.stages for one in output.routings[stage.index, m]] for m in range(len(shares))]
+            by_micro_batch = [
+                [one for stage in self.part.stages for one in output.routings[stage.index, m]]
+                for m in range(len(shares))
+            ]
             summaries_LM = list(zip(*by_micro_batch, strict=True))
-            balance_LM = torch.stack([summary.balance_loss for row in summaries_LM for summary in row]).double().view(len(own), -1)
-            found[1] = (balance_LM * to_device(torch.tensor(shares, dtype=torch.float64), self.mesh.device)).sum() / len(layers)
+            balance_LM = (
+                torch.stack([summary.balance_loss for row in summaries_LM for summary in row])
+                .double()
+                .view(len(own), -1)
+            )
+            found[1] = (
+                balance_LM * to_device(torch.tensor(shares, dtype=torch.float64), self.mesh.device)
+            ).sum() / len(layers)
             for layer, row in zip(own, summaries_LM, strict=True):
-                counts_LE[layers.index(layer)] = torch.stack([summary.count_E for summary in row]).sum(0)
+                counts_LE[layers.index(layer)] = torch.stack(
+                    [summary.count_E for summary in row]
+                ).sum(0)
         return found
 
-    def read(self, result: UnreadResult, *, sums: Tensor | None = None, own: Tensor | None = None) -> tuple[BatchResult, Tensor, Tensor]:
-        """Return the result of all ranks and, on the CPU, `sums` summed over all ranks and `own` unchanged, both 1-D in fp64. Needs one
-        all-reduce and one wait for the device."""
+    def read(
+        self, result: UnreadResult, *, sums: Tensor | None = None, own: Tensor | None = None
+    ) -> tuple[BatchResult, Tensor, Tensor]:
+        """Return the result of all ranks and, on the CPU, `sums` summed over all ranks and `own`
+        unchanged, both 1-D in fp64. Needs one all-reduce and one wait for the device."""
         nothing = result.found.new_zeros(0)
-        sums, own = (nothing if more is None or not len(more) else more.to(nothing.device) for more in (sums, own))
+        sums, own = (
+            nothing if more is None or not len(more) else more.to(nothing.device)
+            for more in (sums, own)
+        )
         total = torch.cat((result.found, sums))
         if self.mesh.size > 1:
             dist.all_reduce(total)
-        found, sums, own = torch.cat((total, own)).cpu().split([len(result.found), len(sums), len(own)])
+        found, sums, own = (
+            torch.cat((total, own)).cpu().split([len(result.found), len(sums), len(own)])
+        )
         loss, balance = found[:2].tolist()
         loss = loss if result.num_labels else math.nan
         counts_LE = found[2:].view(len(self.part.moe_layers), self.part.num_experts).long()
@@ -241,26 +290,39 @@ class Engine:
         if self.moe.bias_update_rate:
             counts_LE = to_device(counts_LE, self.mesh.device)
             for layer, router in zip(self.part.own_moe_layers(), self.part.routers(), strict=True):
-                router.update_correction_bias(counts_LE[self.part.moe_layers.index(layer)], self.moe.bias_update_rate)
+                router.update_correction_bias(
+                    counts_LE[self.part.moe_layers.index(layer)], self.moe.bias_update_rate
+                )
 
 
 def build_model(config: Config, device: torch.device) -> Decoder:
-    """Build the whole model with random weights from the seed, and prepare its experts as `[moe]` says."""
+    """Build the whole model with random weights from the seed, and prepare its experts as `[moe]`
+    says."""
     generator = torch.Generator().manual_seed(config.seed)
-    model = with_adapters(build_family(config.model, generator, device), config.lora, generator).to(weights_dtype(config))
+    model = with_adapters(build_family(config.model, generator, device), config.lora, generator).to(
+        weights_dtype(config)
+    )
     prepare_experts(model, config.moe)
     return model
 
 
-def build_engine(config: Config, mesh: Mesh, *, record: Recorder | None = None, layers: Sequence[Sequence[int]] | None = None) -> Engine:
-    """Build this rank's engine with the random weights of the seed, the same on every mesh. `layers`: layers of every stage; None: equally
-    many."""
+def build_engine(
+    config: Config,
+    mesh: Mesh,
+    *,
+    record: Recorder | None = None,
+    layers: Sequence[Sequence[int]] | None = None,
+) -> Engine:
+    """Build this rank's engine with the random weights of the seed, the same on every mesh.
+    `layers`: layers of every stage; None: equally many."""
     schedule = schedule_for(config.parallel, config.num_micro_batches(mesh.data_size))
     if layers is None:
         layers = stages_of(uniform(config.model.num_hidden_layers, schedule.num_stages))
     share = PartLayers(tuple(layers), schedule.stages_of(mesh.pp_rank), mesh.ep_rank, mesh.ep)
     generator = torch.Generator().manual_seed(config.seed)
-    part = fresh_part(config.model, share, generator, mesh.device, weights_dtype(config), config.lora)
+    part = fresh_part(
+        config.model, share, generator, mesh.device, weights_dtype(config), config.lora
+    )
     train_only(part, trained_parameters(config).names)
     if config.train.compile:
         part.compile_parts()
@@ -272,7 +334,9 @@ def schedule_for(parallel: ParallelConfig, num_micro_batches: int) -> Schedule:
     """The table of a training step with so many micro-batches per data rank."""
     if parallel.resolved_schedule == "sequential":
         return sequential(num_micro_batches)
-    return dualpipev(parallel.pp, num_micro_batches, early_weight_gradients=parallel.early_weight_gradients)
+    return dualpipev(
+        parallel.pp, num_micro_batches, early_weight_gradients=parallel.early_weight_gradients
+    )
 
 
 def weights_dtype(config: Config) -> torch.dtype:
@@ -280,8 +344,11 @@ def weights_dtype(config: Config) -> torch.dtype:
     return torch.float64 if config.train.precision == "fp64" else torch.float32
 
 
-def prepare_experts(model: RoutedModel, config: MoEConfig, data_group: dist.ProcessGroup | None = None) -> None:
-    """Set the memory mode of the MoE layers, and how their load is balanced, over the ranks of `data_group`."""
+def prepare_experts(
+    model: RoutedModel, config: MoEConfig, data_group: dist.ProcessGroup | None = None
+) -> None:
+    """Set the memory mode of the MoE layers, and how their load is balanced, over the ranks of
+    `data_group`."""
     model.set_memory(config.memory)
     if config.balance_level is not None:
         model.balance_load(config.balance_level, data_group)
@@ -292,6 +359,7 @@ def prepare_experts(model: RoutedModel, config: MoEConfig, data_group: dist.Proc
 
 
 def document_boundaries(begins_BS: Bool[Tensor, "b s"]) -> Int[Tensor, " n"]:
-    """Return the boundaries of documents among the B * S tokens: 0, the first token of each document, B * S."""
+    """Return the boundaries of documents among the B * S tokens: 0, the first token of each
+    document, B * S."""
     edges = torch.tensor([0, begins_BS.numel()], device=begins_BS.device)
     return torch.cat((edges, begins_BS.flatten().nonzero().flatten())).unique()

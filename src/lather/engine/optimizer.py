@@ -1,4 +1,5 @@
-"""The optimizer of a run, with one group for each kind of parameters and its rule, and that of old runs, reproduced to the bit."""
+"""The optimizer of a run, with one group for each kind of parameters and its rule, and that of old
+runs, reproduced to the bit."""
 
 from __future__ import annotations
 
@@ -22,11 +23,13 @@ ROUTERS = ("gate",)
 """Name components that identify a router's parameters."""
 
 
-def build_optimizer(config: OptimConfig, parameters: LocalParameters | Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+def build_optimizer(
+    config: OptimConfig, parameters: LocalParameters | Iterable[tuple[str, nn.Parameter]]
+) -> torch.optim.Optimizer:
     """Build the optimizer for the rule of `[optim]`, whose groups have the rules of their kinds.
 
-    `parameters`: those of a rank, or all of a model in one process with their names; frozen ones are skipped. For fp64 parameters the state
-    of elementwise rules is fp64.
+    `parameters`: those of a rank, or all of a model in one process with their names; frozen ones
+    are skipped. For fp64 parameters the state of elementwise rules is fp64.
     """
     if isinstance(parameters, LocalParameters):
         rows, wholes = parameters.trained().named(), parameters.trained().spread()
@@ -41,27 +44,45 @@ def build_optimizer(config: OptimConfig, parameters: LocalParameters | Iterable[
             continue
         rule = config.rule_of(kind)
         options = {name: getattr(rule, name) for name in options_of(type(rule))}
-        if rule.elementwise and options["state_dtype"] == torch.float32 and all(p.dtype == torch.float64 for _, p in named):
+        if (
+            rule.elementwise
+            and options["state_dtype"] == torch.float32
+            and all(p.dtype == torch.float64 for _, p in named)
+        ):
             options["state_dtype"] = torch.float64
         factor = config.lr_of(kind) / config.peak_lr if config.peak_lr else 1.0
         groups.append({"params": named, "rule": type(rule), **options, LR_FACTOR: factor})
-    groups = groups or [{"params": []}]  # a rank whose layers are all frozen still takes part in steps
-    default, optimizer = config.rule, OPTIMIZER_OF.get(type(config.rule))  # checkpoints store the class name
+    groups = groups or [
+        {"params": []}
+    ]  # a rank whose layers are all frozen still takes part in steps
+    default, optimizer = (
+        config.rule,
+        OPTIMIZER_OF.get(type(config.rule)),
+    )  # checkpoints store the class name
     if optimizer is None:
         return MatrixOptimizer(groups, default)
     return optimizer(groups, **{name: getattr(default, name) for name in options_of(type(default))})
 
 
 def _old_optimizer(
-    config: OldOptimConfig, rows: list[tuple[str, nn.Parameter]], wholes: list[tuple[str, nn.Parameter]]
+    config: OldOptimConfig,
+    rows: list[tuple[str, nn.Parameter]],
+    wholes: list[tuple[str, nn.Parameter]],
 ) -> torch.optim.Optimizer:
-    """Build SOAP for matrices and experts with AdamW for the rest, or torch's AdamW for everything, as before `OptimConfig`."""
+    """Build SOAP for matrices and experts with AdamW for the rest, or torch's AdamW for everything,
+    as before `OptimConfig`."""
     if config.name == "adamw":
-        own: dict[str, Any] = {"betas": config.adam_betas, "eps": config.eps, "weight_decay": config.weight_decay}
+        own: dict[str, Any] = {
+            "betas": config.adam_betas,
+            "eps": config.eps,
+            "weight_decay": config.weight_decay,
+        }
         return torch.optim.AdamW(rows, lr=config.peak_lr, **own, fused=True)
     groups = parameter_groups(wholes)
     for group in groups:
-        group.update({"betas": config.adam_betas} if group.get("rule") == "adamw" else {"sides": "both"})
+        group.update(
+            {"betas": config.adam_betas} if group.get("rule") == "adamw" else {"sides": "both"}
+        )
     others = {one.name for one in fields(OptimConfig)} - {"lr"} | {"adam_betas"}
     options = {name: value for name, value in asdict(config).items() if name not in others}
     return SOAP(groups, **options, nonfinite="ignore", state_dtype=torch.float32)

@@ -1,4 +1,5 @@
-"""One optimizer step: forward and backward passes of the micro-batches, gradient norm, clipping, update."""
+"""One optimizer step: forward and backward passes of the micro-batches, gradient norm, clipping,
+update."""
 
 from __future__ import annotations
 
@@ -26,13 +27,23 @@ REFRESHES = ("refreshes_done", "refreshes_skipped")
 
 
 def learning_rate(step: int, config: OptimConfig, steps: int) -> float:
-    """Return `optim.lr` at step 1, 2, ..., `steps`: linear warm-up, then the schedule down to `min_lr_ratio` at the last step."""
+    """Return `optim.lr` at step 1, 2, ..., `steps`: linear warm-up, then the schedule down to
+    `min_lr_ratio` at the last step."""
     if step <= config.warmup_steps:
         return config.peak_lr * step / config.warmup_steps
-    start = config.warmup_steps if config.schedule != "wsd" else max(config.warmup_steps, round(steps * (1 - config.decay_fraction)))
+    start = (
+        config.warmup_steps
+        if config.schedule != "wsd"
+        else max(config.warmup_steps, round(steps * (1 - config.decay_fraction)))
+    )
     progress = min(1.0, max(0.0, (step - start) / max(1, steps - start)))
     linear = 1 - progress
-    shape = {"constant": 1.0, "linear": linear, "wsd": linear, "cosine": (1 + math.cos(math.pi * progress)) / 2}[config.schedule]
+    shape = {
+        "constant": 1.0,
+        "linear": linear,
+        "wsd": linear,
+        "cosine": (1 + math.cos(math.pi * progress)) / 2,
+    }[config.schedule]
     return config.peak_lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * shape)
 
 
@@ -59,7 +70,9 @@ class StepResult(BatchResult):
 class TrainStep:
     """Runs optimizer steps on a mesh; each rank calls it with its share of the batch."""
 
-    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, max_grad_norm: float) -> None:
+    def __init__(
+        self, engine: Engine, optimizer: torch.optim.Optimizer, max_grad_norm: float
+    ) -> None:
         """`optimizer`: for `engine.parameters`; `max_grad_norm`: 0 does not clip."""
         self.engine, self.optimizer, self.max_grad_norm = engine, optimizer, max_grad_norm
         if isinstance(optimizer, MatrixOptimizer) and engine.mesh.pp > 1:
@@ -67,7 +80,8 @@ class TrainStep:
         self._counters = optimizer.counters if isinstance(optimizer, MatrixOptimizer) else {}
 
     def __call__(self, batch: Batch, lr: float) -> StepResult:
-        """`batch`: this rank's share of the global batch; `lr`: `optim.lr` at this step, which groups multiply by their factors.
+        """`batch`: this rank's share of the global batch; `lr`: `optim.lr` at this step, which
+        groups multiply by their factors.
 
         A step whose loss or gradient is not finite changes nothing on any rank, and neither does
         one without labels, whose loss and norm are NaN and which computes nothing.
@@ -85,7 +99,9 @@ class TrainStep:
         batch = replace(batch, labels_of_all=num_labels, tokens_of_all=num_tokens)
         result, norm, norms = self._gradients(batch)
         finite = math.isfinite(result.loss + norm.item())
-        start = time.perf_counter()  # a GPU is idle now, since the host has just waited for the gradients
+        start = (
+            time.perf_counter()
+        )  # a GPU is idle now, since the host has just waited for the gradients
         if finite:
             if self.max_grad_norm:
                 clip_(self.engine.parameters.gradients(), norm, self.max_grad_norm)
@@ -99,15 +115,29 @@ class TrainStep:
         seconds = self._now() - start
         self.engine.parameters.clear_gradients()
         refreshes = self._new_refreshes()
-        return StepResult(**vars(result), **refreshes, grad_norm=norm.item(), optimizer_seconds=seconds, skipped=not finite)
+        return StepResult(
+            **vars(result),
+            **refreshes,
+            grad_norm=norm.item(),
+            optimizer_seconds=seconds,
+            skipped=not finite,
+        )
 
     def _gradients(self, batch: Batch) -> tuple[BatchResult, Tensor, GradientNorms | None]:
-        """Run the forward and backward pass; return its result, the norm of all gradients on the CPU, and the norms that the optimizer
-        needs, with one wait for the device."""
+        """Run the forward and backward pass; return its result, the norm of all gradients on the
+        CPU, and the norms that the optimizer needs, with one wait for the device."""
         engine, unread = self.engine, self.engine.launch_gradients(batch)
-        norms = self.optimizer.measure_gradients() if isinstance(self.optimizer, MatrixOptimizer) else None
-        square = squared_norm(engine.parameters, engine.mesh, *([] if norms is None else [norms.of]))
-        result, (square,), own = engine.read(unread, sums=square[None], own=None if norms is None else norms.values)
+        norms = (
+            self.optimizer.measure_gradients()
+            if isinstance(self.optimizer, MatrixOptimizer)
+            else None
+        )
+        square = squared_norm(
+            engine.parameters, engine.mesh, *([] if norms is None else [norms.of])
+        )
+        result, (square,), own = engine.read(
+            unread, sums=square[None], own=None if norms is None else norms.values
+        )
         if norms is not None:
             norms.values = own
         return result, square.sqrt().to(engine.parameters.norm_dtype), norms
@@ -125,6 +155,10 @@ class TrainStep:
         return dict(zip(REFRESHES, new, strict=True))
 
     def _now(self) -> float:
-        if is_gpu(self.engine.mesh.device):  # wait for this stream only: refreshes may continue on others
-            gpu_module(self.engine.mesh.device).current_stream(self.engine.mesh.device).synchronize()
+        if is_gpu(
+            self.engine.mesh.device
+        ):  # wait for this stream only: refreshes may continue on others
+            gpu_module(self.engine.mesh.device).current_stream(
+                self.engine.mesh.device
+            ).synchronize()
         return time.perf_counter()

@@ -1,4 +1,5 @@
-"""Selects the parameters of a model that are trained, by the patterns of `[train]` and by `[lora]`."""
+"""Selects the parameters of a model that are trained, by the patterns of `[train]` and by
+`[lora]`."""
 
 from __future__ import annotations
 
@@ -28,59 +29,84 @@ class Trained:
 
     def describe(self) -> str:
         share = 100 * self.num_trained / self.num_parameters
-        return f"{self.num_trained:,} of {self.num_parameters:,} parameters are trained ({share:.3g} %), {len(self.names)} tensors"
+        return (
+            f"{self.num_trained:,} of {self.num_parameters:,} parameters are "
+            f"trained ({share:.3g} %), {len(self.names)} tensors"
+        )
 
 
 def trained_parameters(config: Config) -> Trained:
-    """Return the parameters that `[train] trainable` and `frozen` and `[lora]` select; nothing is allocated.
+    """Return the parameters that `[train] trainable` and `frozen` and `[lora]` select; nothing is
+    allocated.
 
-    With adapters, only the adapters and the parameters that `trainable` names are trained. Raises ConfigError for a pattern or a target
-    that matches nothing, and if no parameter is selected.
+    With adapters, only the adapters and the parameters that `trainable` names are trained. Raises
+    ConfigError for a pattern or a target that matches nothing, and if no parameter is selected.
     """
     parameters = dict(outline(config).named_parameters())
     train, has_adapters = config.train, config.lora.rank > 0
-    trained = {name for name in parameters if is_adapters(name) or not (has_adapters or train.trainable)}
+    trained = {
+        name for name in parameters if is_adapters(name) or not (has_adapters or train.trainable)
+    }
     for pattern in train.trainable:
         trained.update(matching(pattern, parameters, "train.trainable", "parameter"))
     for pattern in train.frozen:
         trained.difference_update(matching(pattern, parameters, "train.frozen", "parameter"))
     if not trained:
         patterns = as_toml(train.frozen)
-        raise ConfigError(f"train.frozen = {patterns} is not valid: it leaves nothing to train; give fewer patterns")
+        raise ConfigError(
+            f"train.frozen = {patterns} is not valid: it leaves nothing to train; give fewer "
+            "patterns"
+        )
     sizes = {name: p.numel() for name, p in parameters.items()}
     return Trained(frozenset(trained), sum(sizes[name] for name in trained), sum(sizes.values()))
 
 
 def active_parameters(config: Config) -> int:
-    """Return the number of scalars in the parameters that one token meets: of each layer's experts only as many as a token chooses."""
+    """Return the number of scalars in the parameters that one token meets: of each layer's experts
+    only as many as a token chooses."""
     model, chosen = outline(config), config.model.num_experts_per_tok
     total = sum(p.numel() for p in model.parameters())
     for module in model.modules():
         if isinstance(module, Experts):
             experts = len(module.down_proj)
-            total -= sum(p.numel() for p in module.parameters()) // experts * (experts - min(chosen, experts))
+            total -= (
+                sum(p.numel() for p in module.parameters())
+                // experts
+                * (experts - min(chosen, experts))
+            )
     return total
 
 
 def check_finetuning(config: Config) -> None:
-    """Raise ConfigError for a pattern that matches nothing, if nothing is trained, and for adapters of random weights."""
+    """Raise ConfigError for a pattern that matches nothing, if nothing is trained, and for adapters
+    of random weights."""
     trained_parameters(config)
     fits = not config.lora.rank or bool(config.init_from)
-    require(fits, "lora.rank", config.lora.rank, "0 without init_from: adapters are added to trained weights")
+    require(
+        fits,
+        "lora.rank",
+        config.lora.rank,
+        "0 without init_from: adapters are added to trained weights",
+    )
 
 
 def check_adapters_are_all(config: Config) -> None:
     """Raise ConfigError unless the run has adapters and trains nothing else."""
     if not config.lora.rank:
-        raise ConfigError("--adapter needs a run with adapters, and this one has lora.rank = 0: export the model, without --adapter")
+        raise ConfigError(
+            "--adapter needs a run with adapters, and this one has lora.rank = 0: export the "
+            "model, without --adapter"
+        )
     if config.moe.bias_update_rate:
         raise ConfigError(
-            f"--adapter leaves out the balancing biases that moe.bias_update_rate = {config.moe.bias_update_rate} has changed, and without "
+            "--adapter leaves out the balancing biases that moe.bias_update_rate = "
+            f"{config.moe.bias_update_rate} has changed, and without "
             "them tokens go to other experts: train adapters with 0"
         )
     if others := sorted(name for name in trained_parameters(config).names if not is_adapters(name)):
         raise ConfigError(
-            f"--adapter leaves out parameters that train.trainable has trained besides the adapters, such as {others[0]!r}: "
+            "--adapter leaves out parameters that train.trainable has trained besides the "
+            f"adapters, such as {others[0]!r}: "
             "export the merged model, without --adapter"
         )
 

@@ -1,11 +1,14 @@
-"""Scores labels: the nats of each, and whether it was the most likely token; sums them over a held-out set, per token and per byte.
+"""Scores labels: the nats of each, and whether it was the most likely token; sums them over a
+held-out set, per token and per byte.
 
 Logits are computed for a few labels at a time to save memory, and always in fp32 or wider.
 
-With byte-level BPE (GPT-2's, and Lather's own) the count of bytes is exact: the bytes of a text's tokens add up to the bytes of the text.
-With other tokenizers, a token counts the bytes of its written form, in which SentencePiece's mark for a space is a space; if the tokenizer
-changes the text (case, accents, a space before the first word, unknown characters), the sum is that of the changed text. Special tokens,
-such as the end of a text, count no bytes, although their nats are part of the loss.
+With byte-level BPE (GPT-2's, and Lather's own) the count of bytes is exact: the bytes of a text's
+tokens add up to the bytes of the text. With other tokenizers, a token counts the bytes of its
+written form, in which SentencePiece's mark for a space is a space; if the tokenizer changes the
+text (case, accents, a space before the first word, unknown characters), the sum is that of the
+changed text. Special tokens, such as the end of a text, count no bytes, although their nats are
+part of the loss.
 
 Letters: B sequences, S positions, D hidden size, N labels, V vocabulary.
 """
@@ -41,8 +44,8 @@ CONTINUED = "##"
 
 @torch.no_grad()
 def score_labels(model: Decoder, batch: Batch) -> tuple[Float[Tensor, " n"], Bool[Tensor, " n"]]:
-    """Return the nats of each label that is not `IGNORE_INDEX`, in row order, and whether it was the most likely token; both on the model's
-    device."""
+    """Return the nats of each label that is not `IGNORE_INDEX`, in row order, and whether it was
+    the most likely token; both on the model's device."""
     device = next(model.parameters()).device
     boundaries = None if batch.begins_BS is None else document_boundaries(batch.begins_BS)
     inputs_BS = batch.inputs_BS.to(device)
@@ -79,8 +82,9 @@ class Score:
         """Return the fields of a row of results; values that are not finite, or not known without
         tokens, become null.
 
-        `loss`: nats per token; `perplexity`: exp(loss); `bits_per_byte`: bits per byte of text, which compares models with different
-        tokenizers, null if there are no bytes; `accuracy`: fraction of the labels that were the most likely token.
+        `loss`: nats per token; `perplexity`: exp(loss); `bits_per_byte`: bits per byte of text,
+        which compares models with different tokenizers, null if there are no bytes; `accuracy`:
+        fraction of the labels that were the most likely token.
         """
         loss = self.nats / self.tokens if self.tokens else math.nan
         row = {
@@ -92,7 +96,10 @@ class Score:
             "bits_per_byte": self.nats / math.log(2) / self.num_bytes if self.num_bytes else None,
             "accuracy": self.hits / self.tokens if self.tokens else math.nan,
         }
-        return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
+        return {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in row.items()
+        }
 
 
 def score_set(
@@ -105,7 +112,8 @@ def score_set(
     bytes_V: Int[Tensor, " v"] | None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Score:
-    """Score the sequences `indices` of a source. `apart`: attention stays within documents; `progress` gets the number scored."""
+    """Score the sequences `indices` of a source. `apart`: attention stays within documents;
+    `progress` gets the number scored."""
     nats, hits, tokens, num_bytes = 0.0, 0, 0, 0
     for first in range(0, len(indices), batch_size):
         some = indices[first : first + batch_size]
@@ -120,12 +128,14 @@ def score_set(
     return Score(len(indices), tokens, nats, hits, None if bytes_V is None else num_bytes)
 
 
-# --- bytes --------------------------------------------------------------------------------------------------------------------------
+# --- bytes ----------------------------------------------------------------------------------------
 
 
 def bytes_per_token(tokenizer: Tokenizer, vocab_size: int) -> Int[Tensor, " v"]:
     """Return the bytes of each token; 0 for tokens that the tokenizer does not have."""
-    kinds = set(re.findall(r'"type":"(\w+)"', tokenizer.to_str()))  # not in a token, whose quotes would be escaped
+    kinds = set(
+        re.findall(r'"type":"(\w+)"', tokenizer.to_str())
+    )  # not in a token, whose quotes would be escaped
     added = tokenizer.get_added_tokens_decoder()
     table = torch.zeros(vocab_size, dtype=torch.int64)
     for written, token in tokenizer.get_vocab(with_added_tokens=True).items():
@@ -139,5 +149,7 @@ def bytes_per_token(tokenizer: Tokenizer, vocab_size: int) -> Int[Tensor, " v"]:
             table[token] = 1
         else:
             text = written.replace(SPACE, " ")
-            table[token] = len((text.removeprefix(CONTINUED) if "WordPiece" in kinds else text).encode())
+            table[token] = len(
+                (text.removeprefix(CONTINUED) if "WordPiece" in kinds else text).encode()
+            )
     return table

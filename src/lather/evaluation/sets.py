@@ -1,4 +1,5 @@
-"""The held-out sets that a model is evaluated on: given data sets, or the run's own validation sets."""
+"""The held-out sets that a model is evaluated on: given data sets, or the run's own validation
+sets."""
 
 from __future__ import annotations
 
@@ -30,21 +31,37 @@ class HeldOutSet:
     tokenizer: Tokenizer | None
 
     def indices(self, most: int) -> Sequence[int]:
-        """Choose up to `most` sequences, spread evenly as in validation during training; 0: all of them."""
-        return range(len(self.source)) if most == 0 or most >= len(self.source) else HeldOut(self.source, most).indices
+        """Choose up to `most` sequences, spread evenly as in validation during training; 0: all of
+        them."""
+        return (
+            range(len(self.source))
+            if most == 0 or most >= len(self.source)
+            else HeldOut(self.source, most).indices
+        )
 
 
-def open_sets(trained: TrainedModel, named: Sequence[str], split: str, length: int) -> list[HeldOutSet]:
-    """Open the sets of `named`, each NAME=FOLDER or FOLDER, or the run's own if `named` is empty, in sequences of `length` tokens.
+def open_sets(
+    trained: TrainedModel, named: Sequence[str], split: str, length: int
+) -> list[HeldOutSet]:
+    """Open the sets of `named`, each NAME=FOLDER or FOLDER, or the run's own if `named` is empty,
+    in sequences of `length` tokens.
 
-    An empty `split` means "validation", or "train" for a data set without it. Raises DataError if a data set is missing or damaged, has
-    another tokenizer than the run, or has tokens outside the model's vocabulary; UserError if two sets have the same name.
-    """
+    An empty `split` means "validation", or "train" for a data set without it. Raises DataError if a
+    data set is missing or damaged, has another tokenizer than the run, or has tokens outside the
+    model's vocabulary; UserError if two sets have the same name."""
     sets = []
     for name, dataset in (_named(named) if named else _of_run(trained)).items():
         taken = split or dataset.held_out_split
         tokenizer = _checked_tokenizer(dataset, trained)
-        sets.append(HeldOutSet(name, dataset.folder, taken, open_source(dataset, taken, trained.config.data, length), tokenizer))
+        sets.append(
+            HeldOutSet(
+                name,
+                dataset.folder,
+                taken,
+                open_source(dataset, taken, trained.config.data, length),
+                tokenizer,
+            )
+        )
     return sets
 
 
@@ -57,7 +74,10 @@ def _named(named: Sequence[str]) -> dict[str, DataSet]:
         if not name or not folder:
             raise UserError(f"{given!r} names no data set: give FOLDER or NAME=FOLDER")
         if name in folders:
-            raise UserError(f"two data sets are called {name!r}: {folders[name]} and {folder}: give one of them as NAME=FOLDER")
+            raise UserError(
+                f"two data sets are called {name!r}: {folders[name]} and {folder}: give one of "
+                "them as NAME=FOLDER"
+            )
         folders[name] = Path(folder)
     return {name: DataSet(folder) for name, folder in folders.items()}
 
@@ -67,37 +87,54 @@ def _of_run(trained: TrainedModel) -> dict[str, DataSet]:
     data = trained.config.data
     found = evaluated([DataSet(Path(folder)) for folder in data.path or _recorded(trained)], data)
     if not found:
-        raise UserError(f"{trained.run} has no held-out set: name data sets, as in lather eval {trained.run} FOLDER")
+        raise UserError(
+            f"{trained.run} has no held-out set: name data sets, as in lather eval {trained.run} "
+            "FOLDER"
+        )
     return found
 
 
 def _recorded(trained: TrainedModel) -> list[str]:
-    """Return the data sets that were made from `data.source` when the run started. Those that are not where they were then are in
-    `data.cache_dir`."""
+    """Return the data sets that were made from `data.source` when the run started. Those that are
+    not where they were then are in `data.cache_dir`."""
     cache = Path(trained.config.data.cache_dir)
     try:
         record = json.loads(read_text(trained.run / "provenance.json"))
         folders = [Path(folder) for folder, _ in data_sets_of(record)]
-        moved = {one: cache / one.name for one in folders if not one.exists() and (cache / one.name).exists()}
+        moved = {
+            one: cache / one.name
+            for one in folders
+            if not one.exists() and (cache / one.name).exists()
+        }
         return [str(moved.get(one, one)) for one in folders]
     except (OSError, ValueError, KeyError, TypeError):
-        reason = "it does not record its training data sets (it was imported, or started with an older Lather)"
-        raise UserError(f"{trained.run}: {reason}: name data sets, as in lather eval {trained.run} FOLDER") from None
+        reason = (
+            "it does not record its training data sets (it was "
+            "imported, or started with an older Lather)"
+        )
+        raise UserError(
+            f"{trained.run}: {reason}: name data sets, as in lather eval {trained.run} FOLDER"
+        ) from None
 
 
 def _checked_tokenizer(dataset: DataSet, trained: TrainedModel) -> Tokenizer | None:
-    """Load the data set's tokenizer, if it has one. Raises DataError if the model has another tokenizer or a smaller vocabulary."""
+    """Load the data set's tokenizer, if it has one. Raises DataError if the model has another
+    tokenizer or a smaller vocabulary."""
     vocab_size = trained.config.model.vocab_size
     if dataset.manifest.vocab_size > vocab_size:
         raise DataError(
-            f"{dataset.folder} has a vocabulary of {dataset.manifest.vocab_size} tokens, but the model's is {vocab_size}: "
+            f"{dataset.folder} has a vocabulary of {dataset.manifest.vocab_size} tokens, but the "
+            f"model's is {vocab_size}: "
             f"make it again with {trained.run / 'tokenizer.json'}"
         )
     if dataset.tokenizer is None:
         return None
     theirs = load_tokenizer(dataset.tokenizer, "restore it")
-    if (trained.run / "tokenizer.json").exists() and theirs.to_str() != trained.tokenizer().to_str():
+    if (
+        trained.run / "tokenizer.json"
+    ).exists() and theirs.to_str() != trained.tokenizer().to_str():
         raise DataError(
-            f"{dataset.folder} was made with another tokenizer than the run's: make it again with {trained.run / 'tokenizer.json'}"
+            f"{dataset.folder} was made with another tokenizer than the run's: make it again with "
+            f"{trained.run / 'tokenizer.json'}"
         )
     return theirs

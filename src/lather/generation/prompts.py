@@ -1,6 +1,7 @@
 """Prompts: texts to continue and conversations to answer, read from files and encoded as tokens.
 
-A conversation is encoded up to the start of the assistant's answer; its format also says what ends the answer.
+A conversation is encoded up to the start of the assistant's answer; its format also says what ends
+the answer.
 """
 
 from __future__ import annotations
@@ -35,13 +36,15 @@ def read_prompts(path: Path) -> list[Prompt]:
     """Read the prompts of a file. Each line of a .jsonl file is an object with "prompt", "messages"
     or "conversations", and perhaps "tools"; each line of any other file is a text.
 
-    Empty lines are skipped. Raises DataError, with the line number, for a line that is not a prompt, and for a file without prompts.
-    """
+    Empty lines are skipped. Raises DataError, with the line number, for a line that is not a
+    prompt, and for a file without prompts."""
     try:
         lines = read_text(path).split("\n")
     except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise DataError(f"--prompts {path}: cannot be read ({reason}): give a .jsonl or text file") from None
+        raise DataError(
+            f"--prompts {path}: cannot be read ({reason}): give a .jsonl or text file"
+        ) from None
     lines = [line.removeprefix("\ufeff") for line in lines]  # files with marks may be joined
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not numbered:
@@ -55,8 +58,14 @@ def _of_line(line: str, place: str) -> Prompt:
     try:
         record = json.loads(line)
     except ValueError as error:
-        raise DataError(f"{place}: not JSON ({error}): give an object with prompt or messages") from None
-    if isinstance(record, dict) and isinstance(record.get("prompt"), str) and "completion" not in record:
+        raise DataError(
+            f"{place}: not JSON ({error}): give an object with prompt or messages"
+        ) from None
+    if (
+        isinstance(record, dict)
+        and isinstance(record.get("prompt"), str)
+        and "completion" not in record
+    ):
         return str(record["prompt"])
     try:
         mapping = record if isinstance(record, dict) else {}
@@ -88,20 +97,31 @@ class ConversationFormat:
         self.template = template
         self._tokenizer = Tokenizer.from_str(tokenizer.to_str())
         self._tokenizer.encode_special_tokens = False  # templates write special tokens by name
-        text = self.text([{"role": "user", "content": "x"}, {"role": "assistant", "content": PLACE}], asking=False)
+        text = self.text(
+            [{"role": "user", "content": "x"}, {"role": "assistant", "content": PLACE}],
+            asking=False,
+        )
         _, found, closing = text.rpartition(PLACE)
         if not found:
-            raise DataError("the chat template does not show the assistant's messages: give a tokenizer with another template")
+            raise DataError(
+                "the chat template does not show the assistant's messages: give a tokenizer with "
+                "another template"
+            )
         closing = closing.strip()
         tokens = _encode(self._tokenizer, closing, "message", add_special_tokens=False)
-        special = {token for token, added in self._tokenizer.get_added_tokens_decoder().items() if added.special}
+        special = {
+            token
+            for token, added in self._tokenizer.get_added_tokens_decoder().items()
+            if added.special
+        }
         self.stop_tokens = frozenset(tokens[:1]) & special
         """The special token that the template writes after an answer, if there is one."""
         self.stop_texts = () if self.stop_tokens or not closing else (closing,)
         """The text that the template writes after an answer, if that is not a special token."""
 
     def prompt(self, messages: Messages) -> list[int]:
-        """Encode a conversation and the template's beginning of an answer. Raises DataError if the template refuses the conversation."""
+        """Encode a conversation and the template's beginning of an answer. Raises DataError if the
+        template refuses the conversation."""
         return _encode(self._tokenizer, self.text(messages), "message", add_special_tokens=False)
 
     def notes(self, messages: Messages) -> list[Note]:
@@ -113,7 +133,8 @@ class ConversationFormat:
             raise DataError(f"the conversation cannot be written: {error}") from None
 
     def text(self, messages: Messages, *, asking: bool = True) -> str:
-        """Format the conversation; `asking` adds the template's beginning of an answer. Raises DataError if the template refuses it."""
+        """Format the conversation; `asking` adds the template's beginning of an answer. Raises
+        DataError if the template refuses it."""
         tools = messages.tools if isinstance(messages, Conversation) else None
         try:
             fitting = self.template.fitting(messages, tools)

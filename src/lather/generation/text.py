@@ -1,8 +1,10 @@
-"""Continues texts: generates tokens for several prompts side by side, and decodes these as they are generated.
+"""Continues texts: generates tokens for several prompts side by side, and decodes these as they are
+generated.
 
-A character may consist of several tokens, and tokenizers like SentencePiece's write a space before a word only if another token precedes
-it. So a token is decoded together with a few tokens before it; its piece is the text that it adds. Text that later tokens may still change
-is held back: an incomplete character, and the possible beginning of a stop text.
+A character may consist of several tokens, and tokenizers like SentencePiece's write a space before
+a word only if another token precedes it. So a token is decoded together with a few tokens before
+it; its piece is the text that it adds. Text that later tokens may still change is held back: an
+incomplete character, and the possible beginning of a stop text.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ class ContinuedText:
     num_tokens: int
     """Number of generated tokens, including those of a stop text."""
     stopped: bool
-    """True if a stop token or stop text ended the text; False if it reached the maximal number of tokens."""
+    """True if a stop token or stop text ended the text; False if it reached the maximal number of
+    tokens."""
 
 
 def continue_texts(
@@ -55,10 +58,17 @@ def continue_texts(
     seeds: Sequence[int],
     show: Callable[[int, str], None] = lambda row, piece: None,
 ) -> list[ContinuedText]:
-    """Continue all prompts side by side, with one of `seeds` for each. `show` is called with a row's number and the next piece of its text
-    as soon as that piece is final."""
+    """Continue all prompts side by side, with one of `seeds` for each. `show` is called with a
+    row's number and the next piece of its text as soon as that piece is final."""
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-    rows = Continuations(model, prompts, context=context, sampling=sampling, generators=generators, stop_tokens=ending.stop_tokens)
+    rows = Continuations(
+        model,
+        prompts,
+        context=context,
+        sampling=sampling,
+        generators=generators,
+        stop_tokens=ending.stop_tokens,
+    )
     streams = [TextStream(tokenizer, prompt, ending.stop_texts) for prompt in prompts]
     texts = [""] * len(prompts)
 
@@ -79,14 +89,21 @@ def continue_texts(
     limited = set(rows.going)
     for row in limited:
         add(row, streams[row].rest())
-    counts = [len(tokens) - len(prompt) for tokens, prompt in zip(rows.tokens, prompts, strict=True)]
-    return [ContinuedText(text, counts[row], row not in limited or streams[row].stopped) for row, text in enumerate(texts)]
+    counts = [
+        len(tokens) - len(prompt) for tokens, prompt in zip(rows.tokens, prompts, strict=True)
+    ]
+    return [
+        ContinuedText(text, counts[row], row not in limited or streams[row].stopped)
+        for row, text in enumerate(texts)
+    ]
 
 
 class TextStream:
     """Decodes the tokens that follow a prompt; special tokens add no text."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), stop_texts: Sequence[str] = ()) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: Sequence[int] = (), stop_texts: Sequence[str] = ()
+    ) -> None:
         """The text ends before the first occurrence of any of `stop_texts`."""
         self._tokenizer, self._stop_texts = tokenizer, [text for text in stop_texts if text]
         self._tokens = list(prompt[-TOKENS_BEFORE:])
@@ -127,6 +144,13 @@ class TextStream:
             return text[: min(places)]
         longest = max((len(stop) - 1 for stop in self._stop_texts), default=0)
         sizes = range(min(longest, len(text)), 0, -1)
-        held = next((size for size in sizes if any(stop.startswith(text[-size:]) for stop in self._stop_texts)), 0)
+        held = next(
+            (
+                size
+                for size in sizes
+                if any(stop.startswith(text[-size:]) for stop in self._stop_texts)
+            ),
+            0,
+        )
         self._held = text[len(text) - held :]
         return text[: len(text) - held]

@@ -1,5 +1,5 @@
-"""Choice of the implementation of an operation: Triton for GPU tensors, the torch reference for all others. Also what references share: the
-dtype in which they compute, and blocks of rows."""
+"""Choice of the implementation of an operation: Triton for GPU tensors, the torch reference for all
+others. Also what references share: the dtype in which they compute, and blocks of rows."""
 
 from __future__ import annotations
 
@@ -19,24 +19,33 @@ R = TypeVar("R")
 
 
 def run(operation: Callable[P, R], *arguments: P.args, **options: P.kwargs) -> R:
-    """The result of an operation of a `reference.py`; of that of the same name in the `triton.py` beside it, if it has arguments on a GPU.
+    """The result of an operation of a `reference.py`; of that of the same name in the `triton.py`
+    beside it, if it has arguments on a GPU.
 
     All tensors among `arguments` have to be there.
     """
-    return fastest(operation, *(x for x in arguments if isinstance(x, Tensor)))(*arguments, **options)
+    return fastest(operation, *(x for x in arguments if isinstance(x, Tensor)))(
+        *arguments, **options
+    )
 
 
-def fastest(operation: Callable[P, R], *tensors: Tensor, in_reference: bool = False) -> Callable[P, R]:
-    """Return an operation of a `reference.py`, or that of the same name in the `triton.py` beside it if the tensors are on a GPU; always
-    the first with `in_reference`, for tensors that the kernel does not take."""
+def fastest(
+    operation: Callable[P, R], *tensors: Tensor, in_reference: bool = False
+) -> Callable[P, R]:
+    """Return an operation of a `reference.py`, or that of the same name in the `triton.py` beside
+    it if the tensors are on a GPU; always the first with `in_reference`, for tensors that the
+    kernel does not take."""
     if in_reference or not use_triton(*tensors):
         return operation
     package = operation.__module__.rpartition(".")[0]
-    return cast(Callable[P, R], getattr(importlib.import_module(f"{package}.triton"), operation.__name__))
+    return cast(
+        Callable[P, R], getattr(importlib.import_module(f"{package}.triton"), operation.__name__)
+    )
 
 
 def use_triton(*tensors: Tensor) -> bool:
-    """Whether all tensors are on a GPU and Triton is installed. Callers import Triton only if this is true."""
+    """Whether all tensors are on a GPU and Triton is installed. Callers import Triton only if this
+    is true."""
     return HAS_TRITON and all(is_gpu(tensor) for tensor in tensors)
 
 
@@ -46,6 +55,7 @@ def wide_dtype(x: Tensor) -> torch.dtype:
 
 
 def blocks(x_RD: Tensor, elements: int) -> Iterator[slice]:
-    """Yield the rows of blocks of a matrix; a block has at most so many elements, but at least one row."""
+    """Yield the rows of blocks of a matrix; a block has at most so many elements, but at least one
+    row."""
     num_rows = max(elements // max(x_RD.shape[1], 1), 1)
     return (slice(start, start + num_rows) for start in range(0, len(x_RD), num_rows))

@@ -1,11 +1,13 @@
-"""Measures the bytes that a pipeline keeps for a chunk, a micro-batch in a stage, layer by layer, in one process with the engine's
-segments.
+"""Measures the bytes that a pipeline keeps for a chunk, a micro-batch in a stage, layer by layer,
+in one process with the engine's segments.
 
-    kept      between the chunk's forward and its backward: the layer's input and all tensors that autograd and the engine hold
+    kept      between the chunk's forward and its backward: the layer's input and all tensors that
+              autograd and the engine hold
     waiting   between its I action and its W action: tensors that the deferred weight gradients need
 
-Layers of one kind keep the same bytes, so one of each is run. Under expert parallelism the other ranks do not exist: each is assumed to
-send what it receives from this rank, so this rank's experts get as many pairs of token and expert as with one rank, which is an even load.
+Layers of one kind keep the same bytes, so one of each is run. Under expert parallelism the other
+ranks do not exist: each is assumed to send what it receives from this rank, so this rank's experts
+get as many pairs of token and expert as with one rank, which is an even load.
 
 Letters: B sequences of the micro-batch, S positions, D hidden size.
 """
@@ -71,7 +73,10 @@ class ModelChunks:
 
     def of_stages(self, stages: Sequence[range]) -> list[ChunkBytes]:
         """Return the bytes of a chunk in each stage, given the layers of all stages in order."""
-        sums = [sum((self.layers[layer] for layer in layers), ChunkBytes(self.tables)) for layers in stages]
+        sums = [
+            sum((self.layers[layer] for layer in layers), ChunkBytes(self.tables))
+            for layers in stages
+        ]
         sums[-1] += self.head
         return sums
 
@@ -83,19 +88,22 @@ class ChunkMeter:
     model: Decoder
     """A model with at least one layer of each kind; gradients of its weights are discarded."""
     layer_at: Sequence[int]
-    """For each layer of the whole model, the index in `model.layers` of a layer of the same kind."""
+    """For each layer of the whole model, the index in `model.layers` of a layer of the same
+    kind."""
     micro_batch: MicroBatch
     expert_ranks: int = 1
     autocast: torch.dtype | None = None
     _queue: WeightGradients = field(default_factory=WeightGradients, init=False)
 
     def measure(self, levers: MemoryLevers) -> ModelChunks:
-        """Count the bytes with these levers. Afterwards the model has the memory mode of `levers`, and weight gradients are not
-        deferred."""
+        """Count the bytes with these levers. Afterwards the model has the memory mode of `levers`,
+        and weight gradients are not deferred."""
         num_experts = len(self.model.routers()[0].weight) if self.model.routers() else 0
         frees = Frees(enabled=levers.early_frees)
         segments = Segments(
-            LOCAL_EXCHANGE if self.expert_ranks == 1 else _Mirror(num_experts, self.expert_ranks, frees.free_buffer),
+            LOCAL_EXCHANGE
+            if self.expert_ranks == 1
+            else _Mirror(num_experts, self.expert_ranks, frees.free_buffer),
             weight_gradients=self._queue,
             frees=frees,
             recompute=levers.recompute,
@@ -103,16 +111,25 @@ class ChunkMeter:
         )
         self.model.set_memory(levers.memory)
         defer_weight_gradients(self.model, self._queue)
-        backward = levers.memory != "reference"  # which defers nothing, and whose gradients of expert stacks take memory
+        backward = (
+            levers.memory != "reference"
+        )  # which defers nothing, and whose gradients of expert stacks take memory
         try:
             tables = self._tables(segments)
-            found = {at: self._chunk(self._stage(at), segments, backward=backward) for at in sorted(set(self.layer_at))}
-            head = self._chunk(Stage(1, (), None, self.model.norm, self.model.lm_head), segments, backward=backward)
+            found = {
+                at: self._chunk(self._stage(at), segments, backward=backward)
+                for at in sorted(set(self.layer_at))
+            }
+            head = self._chunk(
+                Stage(1, (), None, self.model.norm, self.model.lm_head), segments, backward=backward
+            )
         finally:
             defer_weight_gradients(self.model, None)
         hidden = self._hidden()
         travels = hidden.nbytes if self.autocast is None else hidden.to(self.autocast).nbytes
-        return ModelChunks(tuple(found[at] for at in self.layer_at), head, hidden.nbytes, travels, tables)
+        return ModelChunks(
+            tuple(found[at] for at in self.layer_at), head, hidden.nbytes, travels, tables
+        )
 
     def _stage(self, at: int) -> Stage:
         block = self.model.layers[at]
@@ -120,17 +137,24 @@ class ChunkMeter:
         return Stage(1, (block,))
 
     def _tables(self, segments: Segments) -> int:
-        """Create the tables that layers store in the micro-batch's layout for all layers; return their bytes."""
+        """Create the tables that layers store in the micro-batch's layout for all layers; return
+        their bytes."""
         with PeakBytes() as alive:
             for at in sorted(set(self.layer_at)):
-                overlap.run(segments.forward(self._stage(at), self._hidden(), ChunkTape(self.micro_batch), []))
+                overlap.run(
+                    segments.forward(
+                        self._stage(at), self._hidden(), ChunkTape(self.micro_batch), []
+                    )
+                )
                 gc.collect()  # frees reference cycles in a graph without a backward pass
             return 0 if self.micro_batch.layout.documents is None else alive.now
 
     def _chunk(self, stage: Stage, segments: Segments, *, backward: bool) -> ChunkBytes:
         tape = ChunkTape(self.micro_batch)
         waiting = 0
-        if self.micro_batch.layout.documents is not None:  # recreate the tables, which the last backward freed: they count separately
+        if (
+            self.micro_batch.layout.documents is not None
+        ):  # recreate the tables, which the last backward freed: they count separately
             overlap.run(segments.forward(stage, self._hidden(), ChunkTape(self.micro_batch), []))
         with PeakBytes() as alive:
             out = overlap.run(segments.forward(stage, self._hidden(), tape, []))
@@ -148,7 +172,8 @@ class ChunkMeter:
         return ChunkBytes(kept, waiting)
 
     def _hidden(self) -> Tensor:
-        """Return an input as the previous stage would produce it, with the same numbers each time."""
+        """Return an input as the previous stage would produce it, with the same numbers each
+        time."""
         weight_VD = self.model.embed_tokens.weight
         generator = torch.Generator().manual_seed(0)
         shape = (*self.micro_batch.tokens_BS.shape, weight_VD.shape[1])
@@ -156,7 +181,8 @@ class ChunkMeter:
 
 
 class _Mirror(ExpertExchange):
-    """An exchange with ranks that do not exist. Sent rows come back: rows for experts of another rank become rows for the experts here."""
+    """An exchange with ranks that do not exist. Sent rows come back: rows for experts of another
+    rank become rows for the experts here."""
 
     def __init__(self, num_experts: int, num_ranks: int, free_buffer: FreeBuffer) -> None:
         assert num_experts % num_ranks == 0
@@ -170,7 +196,9 @@ class _Mirror(ExpertExchange):
         sizes_P2 = plan.sizes_P2.tolist()
         return Pending(lambda: plan.way(sizes_P2, sizes_P2))
 
-    def _launch(self, rows: Tensor, sent_P: tuple[int, ...], received_P: tuple[int, ...], *, own: bool) -> Pending[Tensor]:
+    def _launch(
+        self, rows: Tensor, sent_P: tuple[int, ...], received_P: tuple[int, ...], *, own: bool
+    ) -> Pending[Tensor]:
         received = rows.clone()
         if own:
             self.free_buffer(rows)

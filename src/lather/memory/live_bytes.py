@@ -1,8 +1,10 @@
-"""Counts the peak bytes of live tensors exactly, without sampling: the same number on every machine.
+"""Counts the peak bytes of live tensors exactly, without sampling: the same number on every
+machine.
 
-It inspects the outputs of every operation. Each storage counts once, while it lives and with its current size. It works on any device,
-including the meta device, where shapes are run without data. Trade-off: memory that an operation allocates and frees inside its own C++
-code is not seen; use the statistics of a device's allocator or `torch.profiler` for that.
+It inspects the outputs of every operation. Each storage counts once, while it lives and with its
+current size. It works on any device, including the meta device, where shapes are run without data.
+Trade-off: memory that an operation allocates and frees inside its own C++ code is not seen; use the
+statistics of a device's allocator or `torch.profiler` for that.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from torch import Tensor
 from lather.torch_private import TorchDispatchMode
 
 _BORN_AS_INPUT = {torch.ops.aten.lift_fresh.default}
-"""Operations whose input is new: `torch.tensor` creates its storage before the first operation that can be intercepted."""
+"""Operations whose input is new: `torch.tensor` creates its storage before the first operation that
+can be intercepted."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -35,14 +38,16 @@ class _Seen:
 
 
 class PeakBytes(TorchDispatchMode):
-    """`with PeakBytes() as peak: ...` sets `peak.bytes`, counting storages that are created inside the block.
+    """`with PeakBytes() as peak: ...` sets `peak.bytes`, counting storages that are created inside
+    the block.
 
-    Storages that existed before, views of them and changes in place do not count. A resized storage counts with its new size from the next
-    operation, or the end of the block, on.
+    Storages that existed before, views of them and changes in place do not count. A resized storage
+    counts with its new size from the next operation, or the end of the block, on.
     """
 
     def __init__(self, *, count_meta: bool = True) -> None:
-        """`count_meta`: whether to count tensors on the meta device, which have a size but no memory."""
+        """`count_meta`: whether to count tensors on the meta device, which have a size but no
+        memory."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._count_meta = count_meta
         self.bytes = 0
@@ -64,13 +69,19 @@ class PeakBytes(TorchDispatchMode):
         self._around.close()
 
     def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         out = self.observe(func, args, kwargs)
         self.bytes = max(self.bytes, self.now)
         return out
 
-    def observe(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
+    def observe(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
+    ) -> Any:
         """Run the operation and record the storages that it creates, without updating the peak."""
         inputs = list(tensors_in([args, kwargs]))
         self._note(inputs, new_ones_count=func in _BORN_AS_INPUT)
@@ -107,7 +118,8 @@ class PeakBytes(TorchDispatchMode):
 
 @contextmanager
 def following_resizes(told: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Call `told` with every storage after its `resize_` in the block, which is no operation that a mode sees."""
+    """Call `told` with every storage after its `resize_` in the block, which is no operation that a
+    mode sees."""
     own = torch.UntypedStorage.resize_
 
     def resize_(storage: torch.UntypedStorage, size: int) -> Any:

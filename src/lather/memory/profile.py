@@ -1,23 +1,31 @@
-"""Lists the tensors that a forward pass keeps for backward: where and by what each was saved, and its bytes.
+"""Lists the tensors that a forward pass keeps for backward: where and by what each was saved, and
+its bytes.
 
-The forward pass runs once under `torch.autograd.graph.saved_tensors_hooks`. A tensor counts if autograd still holds it when the pass has
-ended. Tensors saved by a part of the graph that has become unreachable are gone by then, and so are storages that were resized to 0.
+The forward pass runs once under `torch.autograd.graph.saved_tensors_hooks`. A tensor counts if
+autograd still holds it when the pass has ended. Tensors saved by a part of the graph that has
+become unreachable are gone by then, and so are storages that were resized to 0.
 
-Each storage counts once, with all of its bytes, at its first saver: a view of a large tensor keeps the whole of it. Storages are
-distinguished by identity while a reference is held; an address is reused as soon as a tensor is freed, and differs between views.
+Each storage counts once, with all of its bytes, at its first saver: a view of a large tensor keeps
+the whole of it. Storages are distinguished by identity while a reference is held; an address is
+reused as soon as a tensor is freed, and differs between views.
 
     weight        the storage of a parameter or buffer
-    weight copy   a parameter cast or rearranged into its own storage, as by autocast; does not grow with the tokens
+    weight copy   a parameter cast or rearranged into its own storage, as by autocast; does not grow
+                  with the tokens
     activation    everything else
 
-The place of a storage is the innermost module whose forward was running, found by module hooks, and the segment, found by wrapping the
-segment methods of a block during the pass. Its saver is autograd's name for the operation and its argument, found afterwards in the graph
-of the output; a tensor that the output's graph does not reach (cut graphs, checkpointing) has no name but counts as well.
+The place of a storage is the innermost module whose forward was running, found by module hooks, and
+the segment, found by wrapping the segment methods of a block during the pass. Its saver is
+autograd's name for the operation and its argument, found afterwards in the graph of the output; a
+tensor that the output's graph does not reach (cut graphs, checkpointing) has no name but counts as
+well.
 
-Tensors that a custom `autograd.Function` keeps as attributes of its context, also inside dataclasses and containers, do not pass through
-the hooks. They are found in the output's graph, and placed by marks on the graph's nodes that are set when modules and segments end. Not
-found: such tensors in parts of the graph that the output does not reach or in other kinds of objects, and tensors in a function's closure.
-A cast without gradient inside a custom Function counts as an activation.
+Tensors that a custom `autograd.Function` keeps as attributes of its context, also inside
+dataclasses and containers, do not pass through the hooks. They are found in the output's graph, and
+placed by marks on the graph's nodes that are set when modules and segments end. Not found: such
+tensors in parts of the graph that the output does not reach or in other kinds of objects, and
+tensors in a function's closure. A cast without gradient inside a custom Function counts as an
+activation.
 """
 
 from __future__ import annotations
@@ -47,12 +55,18 @@ BLOCK_SEGMENTS = ("attend_and_route", "dispatch", "run_experts", "combine", "agg
 OUTSIDE = "loss"
 """Layer of tensors that are saved while only the model itself runs."""
 
-OUTER_SEGMENTS = {"embed_tokens": "embedding", "norm": "final_norm", "lm_head": "head_and_loss", OUTSIDE: "head_and_loss"}
-"""Segment of tensors saved in these layers of a decoder, which is a model that has all of these modules. Its own forward is head and
-loss."""
+OUTER_SEGMENTS = {
+    "embed_tokens": "embedding",
+    "norm": "final_norm",
+    "lm_head": "head_and_loss",
+    OUTSIDE: "head_and_loss",
+}
+"""Segment of tensors saved in these layers of a decoder, which is a model that has all of these
+modules. Its own forward is head and loss."""
 
 RAW = "_raw_saved_"
-"""Prefix of a node's attributes that hold saved tensors without unpacking them: unpacking those of a checkpoint would run it again."""
+"""Prefix of a node's attributes that hold saved tensors without unpacking them: unpacking those of
+a checkpoint would run it again."""
 
 OTHER = "other"
 """Segment of all other tensors, such as those of a block's own forward between its segments."""
@@ -86,7 +100,8 @@ class SavedStorage:
     module: str
     """Dotted path of the module whose forward saved it."""
     saved_by: str
-    """Operation and its argument ("MulBackward0.self"); empty if the output's graph does not reach it."""
+    """Operation and its argument ("MulBackward0.self"); empty if the output's graph does not reach
+    it."""
     shape: tuple[int, ...]
     dtype: str
     bytes: int
@@ -119,40 +134,61 @@ class SavedTensors:
     num_tokens: int
     """Tokens of the pass, for bytes per token."""
 
-    def bytes(self, kind: Kind | None = None, *, layer: str | None = None, segment: str | None = None) -> int:
+    def bytes(
+        self, kind: Kind | None = None, *, layer: str | None = None, segment: str | None = None
+    ) -> int:
         """Return the bytes of the storages of this kind, layer and segment; None: of any."""
         return sum(
-            one.bytes for one in self.storages if kind in (None, one.kind) and layer in (None, one.layer) and segment in (None, one.segment)
+            one.bytes
+            for one in self.storages
+            if kind in (None, one.kind)
+            and layer in (None, one.layer)
+            and segment in (None, one.segment)
         )
 
     def per_token(self, bytes_: float) -> float:
         return bytes_ / max(1, self.num_tokens)
 
     def layers(self) -> tuple[str, ...]:
-        """Return the layers in the order in which they first saved a tensor, numbered ones by number."""
+        """Return the layers in the order in which they first saved a tensor, numbered ones by
+        number."""
         seen = dict.fromkeys(one.layer for one in self.storages)
         stems = list(dict.fromkeys(layer.rstrip("0123456789") for layer in seen))
-        return tuple(sorted(seen, key=lambda layer: (stems.index(layer.rstrip("0123456789")), len(layer), layer)))
+        return tuple(
+            sorted(
+                seen, key=lambda layer: (stems.index(layer.rstrip("0123456789")), len(layer), layer)
+            )
+        )
 
     def segments(self) -> tuple[str, ...]:
         """Return the segments in the order of a forward pass."""
-        return tuple(segment for segment in SEGMENTS if any(one.segment == segment for one in self.storages))
+        return tuple(
+            segment for segment in SEGMENTS if any(one.segment == segment for one in self.storages)
+        )
 
     def by_segment(self, layer: str | None = None) -> dict[str, int]:
-        """Return the bytes of activations of a layer, or of the model, in each of the model's segments."""
-        return {segment: self.bytes("activation", layer=layer, segment=segment) for segment in self.segments()}
+        """Return the bytes of activations of a layer, or of the model, in each of the model's
+        segments."""
+        return {
+            segment: self.bytes("activation", layer=layer, segment=segment)
+            for segment in self.segments()
+        }
 
     def by_kind(self, layer: str | None = None) -> dict[str, int]:
         """Return the bytes of a layer, or of the model, of each kind."""
         return {kind: self.bytes(kind, layer=layer) for kind in KINDS}
 
 
-def profile_saved_tensors(model: nn.Module, run: Callable[[], Any], *, num_tokens: int = 0) -> SavedTensors:
-    """Call `run`, which does the forward pass of `model`, and list the tensors that it keeps for backward.
+def profile_saved_tensors(
+    model: nn.Module, run: Callable[[], Any], *, num_tokens: int = 0
+) -> SavedTensors:
+    """Call `run`, which does the forward pass of `model`, and list the tensors that it keeps for
+    backward.
 
     Args:
         model: its parameters and buffers are the weights, its modules the places.
-        run: returns the loss, or all tensors (also nested in containers and dataclasses) from which a backward pass would start.
+        run: returns the loss, or all tensors (also nested in containers and dataclasses) from which
+            a backward pass would start.
         num_tokens: number of tokens that `run` processes, for bytes per token.
 
     The model is unchanged afterwards, also if `run` raises. The graph is freed.
@@ -174,21 +210,27 @@ def _rename(path: str, layers: Mapping[str, str]) -> str:
 def expand(profile: SavedTensors, kinds: Iterable[Sequence[str]]) -> SavedTensors:
     """Return the profile of a whole model, from that of a model with two layers of each kind.
 
-    `kinds` has the layers of each kind of which there are several. The first two are in the profile; the others get a copy of the second
-    one's storages. The second may use the first one's parameters, so weights and their copies are taken from the first. Activations are
-    taken from the second, so that those that all layers share count once.
+    `kinds` has the layers of each kind of which there are several. The first two are in the
+    profile; the others get a copy of the second one's storages. The second may use the first one's
+    parameters, so weights and their copies are taken from the first. Activations are taken from the
+    second, so that those that all layers share count once.
     """
     storages = list(profile.storages)
     for first, second, *others in kinds:
         storages = [one for one in storages if one.layer != second or one.kind == "activation"]
-        storages += [one.renamed({first: second}) for one in storages if one.layer == first and one.kind != "activation"]
+        storages += [
+            one.renamed({first: second})
+            for one in storages
+            if one.layer == first and one.kind != "activation"
+        ]
         of_second = [one for one in storages if one.layer == second]
         storages += [one.renamed({second: other}) for other in others for one in of_second]
     return SavedTensors(tuple(storages), profile.num_tokens)
 
 
 class _Saved:
-    """Replaces a saved tensor in the graph. Only the graph keeps it, and through it the storage, alive."""
+    """Replaces a saved tensor in the graph. Only the graph keeps it, and through it the storage,
+    alive."""
 
     def __init__(self, tensor: Tensor, place: Place, copy_of: str) -> None:
         self.tensor = tensor.detach()  # an output with its graph would be a cycle
@@ -202,13 +244,16 @@ class _SavingHooks:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.weight_names = {id(p): name for name, p in chain(model.named_parameters(), model.named_buffers())}
+        self.weight_names = {
+            id(p): name for name, p in chain(model.named_parameters(), model.named_buffers())
+        }
         is_decoder = all(hasattr(model, name) for name in OUTER_SEGMENTS if name != OUTSIDE)
         self.segment_of_layer = OUTER_SEGMENTS if is_decoder else {}
         self.places = [Place(OUTSIDE, self.segment_of_layer.get(OUTSIDE, OTHER), "")]
         self.saved: list[weakref.ref[_Saved]] = []
         self.mark = object()
-        """Key of the place in a node's metadata; new in each profile, since nodes of the inputs of `run` may outlive it."""
+        """Key of the place in a node's metadata; new in each profile, since nodes of the inputs of
+        `run` may outlive it."""
 
     # --- hooks ---
 
@@ -234,7 +279,11 @@ class _SavingHooks:
         """Make `self.places` follow the forward pass inside the block."""
         with contextlib.ExitStack() as stack:
             for path, module in self.model.named_modules():
-                stack.callback(module.register_forward_pre_hook(partial(self._entering, path), with_kwargs=True).remove)
+                stack.callback(
+                    module.register_forward_pre_hook(
+                        partial(self._entering, path), with_kwargs=True
+                    ).remove
+                )
                 leave = module.register_forward_hook(self._leaving, always_call=True)
                 stack.callback(leave.remove)
                 if all(callable(getattr(type(module), name, None)) for name in BLOCK_SEGMENTS):
@@ -242,7 +291,9 @@ class _SavingHooks:
                         stack.enter_context(self._wrapped(module, path, name))
             yield
 
-    def _entering(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _entering(
+        self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         outer, layer = self.places[-1], layer_of(path)
         self._mark((args, kwargs), outer)
         inherited = outer.segment if outer.layer == layer else OTHER
@@ -251,8 +302,11 @@ class _SavingHooks:
     def _leaving(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self._mark(output, self.places.pop())
 
-    def _wrapped(self, module: nn.Module, path: str, name: str) -> contextlib.AbstractContextManager[object]:
-        """Replace the method of this module instance, inside the block, by one that records its place."""
+    def _wrapped(
+        self, module: nn.Module, path: str, name: str
+    ) -> contextlib.AbstractContextManager[object]:
+        """Replace the method of this module instance, inside the block, by one that records its
+        place."""
         method, place = getattr(module, name), Place(layer_of(path), name, path)
 
         @wraps(method)
@@ -269,7 +323,8 @@ class _SavingHooks:
         return patch.object(module, name, segment)
 
     def _mark(self, values: Any, place: Place) -> None:
-        """Set the place of all nodes that lead to `values` and have none. Marks in the metadata, unlike a list, do not keep nodes alive."""
+        """Set the place of all nodes that lead to `values` and have none. Marks in the metadata,
+        unlike a list, do not keep nodes alive."""
         for node in _nodes(values, lambda node: self.mark not in node.metadata):
             node.metadata[self.mark] = place
 
@@ -282,12 +337,16 @@ class _SavingHooks:
         groups: dict[int, list[_Saved]] = {}
         for one in chain(alive, attributes):
             groups.setdefault(id(one.storage), []).append(one)
-        weights = [(p.untyped_storage(), name) for name, p in chain(self.model.named_parameters(), self.model.named_buffers())]
+        weights = [
+            (p.untyped_storage(), name)
+            for name, p in chain(self.model.named_parameters(), self.model.named_buffers())
+        ]
         weight_of = {id(storage): name for storage, name in weights}
         return [_summary(group, names, weight_of.get(key, "")) for key, group in groups.items()]
 
     def _name(self, output: Any) -> tuple[dict[int, str], list[_Saved]]:
-        """Return the names of the saved tensors that `output` reaches, by id, and the tensors that custom Functions keep as attributes."""
+        """Return the names of the saved tensors that `output` reaches, by id, and the tensors that
+        custom Functions keep as attributes."""
         names: dict[int, str] = {}
         attributes = []
         found: dict[Any, None] = {}
@@ -298,7 +357,9 @@ class _SavingHooks:
             for name in dir(node):
                 if name.startswith(RAW):
                     for one in _packed(getattr(node, name, None)):
-                        names[id(one)] = f"{node.name()}.{name.removeprefix(RAW)}".removesuffix(".tensors")
+                        names[id(one)] = f"{node.name()}.{name.removeprefix(RAW)}".removesuffix(
+                            ".tensors"
+                        )
             for name, value in getattr(node, "__dict__", {}).items():
                 for tensor in tensors_in(value):
                     attributes.append(_Saved(tensor, place, ""))
@@ -324,8 +385,8 @@ def _summary(group: Sequence[_Saved], names: Mapping[int, str], weight: str) -> 
 
 
 def layer_of(path: str) -> str:
-    """Return the layer of a module: its path up to the first number ("layers.3"), else its first name ("norm"); OUTSIDE for the model
-    itself."""
+    """Return the layer of a module: its path up to the first number ("layers.3"), else its first
+    name ("norm"); OUTSIDE for the model itself."""
     parts = path.split(".")
     for index, part in enumerate(parts):
         if part.isdigit():
@@ -334,7 +395,8 @@ def layer_of(path: str) -> str:
 
 
 def _nodes(values: Any, is_new: Callable[[Any], bool]) -> Iterator[Any]:
-    """Yield the nodes that lead to a tensor in `values` through others that are new. The caller makes each known before the next.
+    """Yield the nodes that lead to a tensor in `values` through others that are new. The caller
+    makes each known before the next.
 
     They are of torch's class `Node`, whose stub declares the dictionary `metadata` as a method.
     """

@@ -1,10 +1,11 @@
-"""Computes the peak bytes of activations of each pipeline rank, from the bytes of a chunk in each stage and the schedule; no rank is
-started.
+"""Computes the peak bytes of activations of each pipeline rank, from the bytes of a chunk in each
+stage and the schedule; no rank is started.
 
-It follows the table as the executor does (`lather.pipeline.executor`). Alive between two actions are: chunks between their forward and
-their backward, weight gradients between I and W, and tensors that pass between stages, from their receive, or their creation on the same
-rank, to their reader, and until they are sent. Not counted: parameters with their gradients and state, the batch, and temporaries inside an
-action.
+It follows the table as the executor does (`lather.pipeline.executor`). Alive between two actions
+are: chunks between their forward and their backward, weight gradients between I and W, and tensors
+that pass between stages, from their receive, or their creation on the same rank, to their reader,
+and until they are sent. Not counted: parameters with their gradients and state, the batch, and
+temporaries inside an action.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ from lather.pipeline.schedule import Kind, Schedule
 from lather.pipeline.transfer_queues import MOST_SENDS_UNDER_WAY
 
 Alive = tuple[str, int]
-"""Something that may be alive: "kept" or "waiting" of a chunk in a stage, or one of the following."""
+"""Something that may be alive: "kept" or "waiting" of a chunk in a stage, or one of the
+following."""
 BOUNDARY, SENT, RECEIVED = ("boundary", -1), ("sent", -1), ("received", -1)
-"""A tensor that passes to the next stage, on this rank until it is sent; one that is being sent; one that was received."""
+"""A tensor that passes to the next stage, on this rank until it is sent; one that is being sent;
+one that was received."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,8 @@ class RankBytes:
     rank: int
     stages: tuple[StageBytes, ...]
     most_chunks: int
-    """Maximal number of chunks between forward and backward; it may occur at another time than the peak of the bytes."""
+    """Maximal number of chunks between forward and backward; it may occur at another time than the
+    peak of the bytes."""
     boundaries_at_peak: int
     """Number of activations and gradients that are sent, or wait for their reader, at the peak."""
     peak: int
@@ -71,12 +75,21 @@ def rank_bytes(schedule: Schedule, chunks: ModelChunks, layers: Sequence[range])
     for rank in range(schedule.num_ranks):
         at_peak = max(alive_after_actions(schedule, rank), key=bytes_of)
         stages = tuple(
-            StageBytes(stage, tuple(layers[stage]), chunk.kept, chunk.waiting, at_peak["kept", stage], at_peak["waiting", stage])
+            StageBytes(
+                stage,
+                tuple(layers[stage]),
+                chunk.kept,
+                chunk.waiting,
+                at_peak["kept", stage],
+                at_peak["waiting", stage],
+            )
             for stage, chunk in enumerate(of_stage)
             if stage in schedule.stages_of(rank)
         )
         boundaries = sum(at_peak[what] for what in (BOUNDARY, SENT, RECEIVED))
-        found.append(RankBytes(rank, stages, schedule.peak_live_chunks(rank), boundaries, bytes_of(at_peak)))
+        found.append(
+            RankBytes(rank, stages, schedule.peak_live_chunks(rank), boundaries, bytes_of(at_peak))
+        )
     return found
 
 
@@ -85,7 +98,8 @@ def alive_after_actions(schedule: Schedule, rank: int) -> Iterator[Counter[Alive
     own, alive = schedule.stages_of(rank), Counter[Alive]()
 
     def passes(given: int, read: int) -> None:
-        """Record that a chunk's result for stage `given` was made, and that of stage `read` was read; the model's ends have none."""
+        """Record that a chunk's result for stage `given` was made, and that of stage `read` was
+        read; the model's ends have none."""
         alive[BOUNDARY] += 0 <= given < schedule.num_stages
         if 0 <= read < schedule.num_stages:
             alive[BOUNDARY if read in own else RECEIVED] -= 1
@@ -116,22 +130,43 @@ def to_json(levers: Mapping[str, Sequence[RankBytes]]) -> dict[str, Any]:
 
 
 def print_ranks(ranks: Sequence[RankBytes], console: Console) -> None:
-    """Print a line per rank and stage: layers, MiB of a chunk, chunks at the peak; and the rank's peak with its first stage."""
-    numbers = ("MiB of a chunk", "waiting for W", "chunks at the peak", "waiting", "in transit", "peak, MiB")
+    """Print a line per rank and stage: layers, MiB of a chunk, chunks at the peak; and the rank's
+    peak with its first stage."""
+    numbers = (
+        "MiB of a chunk",
+        "waiting for W",
+        "chunks at the peak",
+        "waiting",
+        "in transit",
+        "peak, MiB",
+    )
     table = titled_table("a pipeline rank's activations", ("rank", "stage", "layers"), numbers)
     for one in ranks:
         for stage in one.stages:
             is_first = stage is one.stages[0]
-            rank, boundaries, peak = (str(one.rank), str(one.boundaries_at_peak), in_mib(one.peak)) if is_first else ("", "", "")
-            chunk = (in_mib(stage.kept), in_mib(stage.waiting), str(stage.chunks_at_peak), str(stage.waiting_at_peak))
-            table.add_row(rank, str(stage.stage), first_to_last(stage.layers), *chunk, boundaries, peak)
+            rank, boundaries, peak = (
+                (str(one.rank), str(one.boundaries_at_peak), in_mib(one.peak))
+                if is_first
+                else ("", "", "")
+            )
+            chunk = (
+                in_mib(stage.kept),
+                in_mib(stage.waiting),
+                str(stage.chunks_at_peak),
+                str(stage.waiting_at_peak),
+            )
+            table.add_row(
+                rank, str(stage.stage), first_to_last(stage.layers), *chunk, boundaries, peak
+            )
     console.print(table)
 
 
 def print_levers(levers: Mapping[str, Sequence[RankBytes]], console: Console) -> None:
     """Print a line for each set of levers: the peak of every rank, and the largest."""
     ranks = [f"rank {one.rank}" for one in next(iter(levers.values()))]
-    table = titled_table("a pipeline rank's activations at their peak, MiB", ["levers"], [*ranks, "largest"])
+    table = titled_table(
+        "a pipeline rank's activations at their peak, MiB", ["levers"], [*ranks, "largest"]
+    )
     for name, found in levers.items():
         peaks = [one.peak for one in found]
         table.add_row(name, *map(in_mib, (*peaks, max(peaks))))

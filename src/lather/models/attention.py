@@ -1,18 +1,19 @@
-"""Causal self-attention over packed documents and sliding windows: multi-head latent attention, and grouped-query attention with or without
-sinks.
+"""Causal self-attention over packed documents and sliding windows: multi-head latent attention, and
+grouped-query attention with or without sinks.
 
-Sources: multi-head latent attention, MLA (DeepSeek-V2, arXiv:2405.04434, section 2.1), in its training form, which expands keys and values
-from the latent and then attends as usual; grouped queries (Ainslie et al., arXiv:2305.13245); RMSNorm of queries and keys (Henry et al.,
-arXiv:2010.04245, in the form of Qwen3); sinks (GPT-OSS, arXiv:2508.10925): the softmax includes one learned logit per head that has no
-value.
+Sources: multi-head latent attention, MLA (DeepSeek-V2, arXiv:2405.04434, section 2.1), in its
+training form, which expands keys and values from the latent and then attends as usual; grouped
+queries (Ainslie et al., arXiv:2305.13245); RMSNorm of queries and keys (Henry et al.,
+arXiv:2010.04245, in the form of Qwen3); sinks (GPT-OSS, arXiv:2508.10925): the softmax includes one
+learned logit per head that has no value.
 
-Letters: B sequences, S positions, D hidden size, H heads, G key-value heads, N width of a head's query and key (MLA: non-rotary width),
-R rotary width, U width of a head's value, L rank of the key-value latent, P = R / 2 rotary pairs, T keys: S, or with a cache all slots of
-the cache.
+Letters: B sequences, S positions, D hidden size, H heads, G key-value heads, N width of a head's
+query and key (MLA: non-rotary width), R rotary width, U width of a head's value, L rank of the
+key-value latent, P = R / 2 rotary pairs, T keys: S, or with a cache all slots of the cache.
 
-A `lather.models.token_positions.SequenceLayout` says which tokens a token attends to. Plain causal attention needs no mask; windows and
-documents need a boolean mask on CPU, and flex attention's block mask on CUDA (not with a cache, because flex attention would be compiled
-again as T grows).
+A `lather.models.token_positions.SequenceLayout` says which tokens a token attends to. Plain causal
+attention needs no mask; windows and documents need a boolean mask on CPU, and flex attention's
+block mask on CUDA (not with a cache, because flex attention would be compiled again as T grows).
 """
 
 from __future__ import annotations
@@ -23,7 +24,12 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, FlexKernelOptions, flex_attention
+from torch.nn.attention.flex_attention import (
+    AuxRequest,
+    BlockMask,
+    FlexKernelOptions,
+    flex_attention,
+)
 
 from lather.device import is_gpu
 from lather.kernels.rotary import rotate_halves, rotate_pairs
@@ -41,7 +47,11 @@ Table = Float[Tensor, "#b s p"]
 FLEX_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FLEX_MIN_WIDTH = 16
 FLEX_WIDE = 128
-FLEX_TILES_WIDE_FP32: FlexKernelOptions = {"fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32, "fwd_num_stages": 1}  # type: ignore[typeddict-unknown-key]
+FLEX_TILES_WIDE_FP32: FlexKernelOptions = {
+    "fwd_BLOCK_M": 32,
+    "fwd_BLOCK_N": 32,
+    "fwd_num_stages": 1,
+}  # type: ignore[typeddict-unknown-key]
 
 
 def attend(
@@ -55,18 +65,25 @@ def attend(
     sinks_H: Float[Tensor, " h"] | None = None,
     recipe: Recipe | None = None,
 ) -> Float[Tensor, "b s h u"]:
-    """Compute softmax(scale q k^T) v over the keys that the layout lets each token attend to; H is a multiple of G.
+    """Compute softmax(scale q k^T) v over the keys that the layout lets each token attend to; H is
+    a multiple of G.
 
-    `scale` None means 1 / sqrt(N). With `window` a token attends to itself and to window - 1 earlier tokens. `sinks_H` are the logits of
-    one more key per head, whose value is zero. The result is computed in the values' dtype, because under autocast norms and biases may
-    have widened queries and keys.
-    Queries, keys and values that `recipe` can recompute are not saved for backward.
+    `scale` None means 1 / sqrt(N). With `window` a token attends to itself and to window - 1
+    earlier tokens. `sinks_H` are the logits of one more key per head, whose value is zero. The
+    result is computed in the values' dtype, because under autocast norms and biases may have
+    widened queries and keys. Queries, keys and values that `recipe` can recompute are not saved for
+    backward.
     """
     scale = q_BSHN.shape[-1] ** -0.5 if scale is None else scale
     q, k, v = (_by_head(x, v_BTGU.dtype) for x in (q_BSHN, k_BTGN, v_BTGU))
     if sinks_H is None and layout.is_plain(window):
         y_BHSU = _fused(q, k, v, None, scale, recipe)
-    elif is_gpu(v) and layout.cache is None and v.dtype in FLEX_DTYPES and min(q.shape[-1], v.shape[-1]) >= FLEX_MIN_WIDTH:
+    elif (
+        is_gpu(v)
+        and layout.cache is None
+        and v.dtype in FLEX_DTYPES
+        and min(q.shape[-1], v.shape[-1]) >= FLEX_MIN_WIDTH
+    ):
         y_BHSU = flexible_attention(q, k, v, layout.block_mask(window), scale, sinks_H)
     elif sinks_H is None:
         y_BHSU = _fused(q, k, v, layout.mask(window)[..., 1:, 1:], scale, recipe)
@@ -87,9 +104,11 @@ class Recipe:
     """Computes these tensors, of shape (B, S, heads, width), from `sources`."""
     sources: tuple[Tensor, ...]
 
-    def register(self, tensors: tuple[Tensor, Tensor, Tensor], prepare: Callable[[Tensor], Tensor]) -> None:
-        """Register the kernel's inputs `tensors` for recomputation: the results of `make`, by head and in the values' dtype, through
-        `prepare`."""
+    def register(
+        self, tensors: tuple[Tensor, Tensor, Tensor], prepare: Callable[[Tensor], Tensor]
+    ) -> None:
+        """Register the kernel's inputs `tensors` for recomputation: the results of `make`, by head
+        and in the values' dtype, through `prepare`."""
         dtype = tensors[2].dtype
 
         def again(*sources: Tensor) -> tuple[Tensor, ...]:
@@ -110,11 +129,23 @@ def flexible_attention(
     scale: float,
     sinks_H: Float[Tensor, " h"] | None,
 ) -> Float[Tensor, "b h s u"]:
-    """Attend with flex attention, compiled on CUDA. A sink only scales the output by exp(lse) / (exp(lse) + exp(sink))."""
+    """Attend with flex attention, compiled on CUDA. A sink only scales the output by exp(lse) /
+    (exp(lse) + exp(sink))."""
     attention = for_device(flex_attention, q_BHSN.device)
-    options = {"enable_gqa": q_BHSN.shape[1] != k_BGSN.shape[1], "kernel_options": flex_options(q_BHSN)}
+    options = {
+        "enable_gqa": q_BHSN.shape[1] != k_BGSN.shape[1],
+        "kernel_options": flex_options(q_BHSN),
+    }
     aux_request = AuxRequest(lse=sinks_H is not None)
-    y_BHSU, aux = attention(q_BHSN, k_BGSN, v_BGSU, block_mask=block_mask, scale=scale, return_aux=aux_request, **options)
+    y_BHSU, aux = attention(
+        q_BHSN,
+        k_BGSN,
+        v_BGSU,
+        block_mask=block_mask,
+        scale=scale,
+        return_aux=aux_request,
+        **options,
+    )
     if sinks_H is None:
         return y_BHSU
     share_BHS: Tensor = torch.sigmoid(aux.lse - sinks_H.to(aux.lse.dtype)[:, None])
@@ -122,15 +153,27 @@ def flexible_attention(
 
 
 def flex_options(q_BHSN: Tensor) -> FlexKernelOptions | None:
-    """Return tile sizes for flex attention's forward kernel if torch's default, 64 x 64 in three stages, exceeds a block's shared memory;
-    else None. This happens for fp32 heads wider than 128, which are padded to 256. The smaller tiles take 32 + 32 + 32 KiB if values are as
-    wide; the smallest GPUs have 99 KiB. (The backward kernel has tiles of 16 x 16 in fp32.)"""
-    return FLEX_TILES_WIDE_FP32 if q_BHSN.dtype == torch.float32 and q_BHSN.shape[-1] > FLEX_WIDE else None
+    """Return tile sizes for flex attention's forward kernel if torch's default, 64 x 64 in three
+    stages, exceeds a block's shared memory; else None. This happens for fp32 heads wider than 128,
+    which are padded to 256. The smaller tiles take 32 + 32 + 32 KiB if values are as wide; the
+    smallest GPUs have 99 KiB. (The backward kernel has tiles of 16 x 16 in fp32.)"""
+    return (
+        FLEX_TILES_WIDE_FP32
+        if q_BHSN.dtype == torch.float32 and q_BHSN.shape[-1] > FLEX_WIDE
+        else None
+    )
 
 
-def _fused(q_BHSN: Tensor, k_BGSN: Tensor, v_BGSU: Tensor, mask: Tensor | None, scale: float, recipe: Recipe | None = None) -> Tensor:
-    """Attend with torch's fused kernels; causal if there is no mask. The kernels need equal widths, so narrower tensors are padded with
-    zeros."""
+def _fused(
+    q_BHSN: Tensor,
+    k_BGSN: Tensor,
+    v_BGSU: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    recipe: Recipe | None = None,
+) -> Tensor:
+    """Attend with torch's fused kernels; causal if there is no mask. The kernels need equal widths,
+    so narrower tensors are padded with zeros."""
     width, value_width = max(q_BHSN.shape[-1], v_BGSU.shape[-1]), v_BGSU.shape[-1]
 
     def padded(x: Tensor) -> Tensor:
@@ -140,20 +183,28 @@ def _fused(q_BHSN: Tensor, k_BGSN: Tensor, v_BGSU: Tensor, mask: Tensor | None, 
     if recipe is not None:
         recipe.register((q, k, v), padded)
     grouped = q.shape[1] != k.shape[1]
-    if grouped and is_gpu(q) and q.dtype == torch.float32:  # here only the plain kernel supports groups, with (S, S) tensors
+    if (
+        grouped and is_gpu(q) and q.dtype == torch.float32
+    ):  # here only the plain kernel supports groups, with (S, S) tensors
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
         grouped = False
-    y: Tensor = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped)
+    y: Tensor = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+    )
     return y[..., :value_width]
 
 
-def _with_sink_token(q_BHSN: Tensor, k_BGSN: Tensor, v_BGSU: Tensor, sinks_H: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Represent sinks by a token before the first one: its value is zero, and an additional coordinate of its key and of all queries gives
-    each head's sink as the logit.
+def _with_sink_token(
+    q_BHSN: Tensor, k_BGSN: Tensor, v_BGSU: Tensor, sinks_H: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Represent sinks by a token before the first one: its value is zero, and an additional
+    coordinate of its key and of all queries gives each head's sink as the logit.
 
-    As the first token it is visible from everywhere in causal attention, so it needs no mask. The output of its own query is unused.
-    """
-    sink_BHS1 = (sinks_H.to(q_BHSN.dtype) / scale)[:, None, None].expand(len(q_BHSN), -1, q_BHSN.shape[2], 1)
+    As the first token it is visible from everywhere in causal attention, so it needs no mask. The
+    output of its own query is unused."""
+    sink_BHS1 = (sinks_H.to(q_BHSN.dtype) / scale)[:, None, None].expand(
+        len(q_BHSN), -1, q_BHSN.shape[2], 1
+    )
     q = F.pad(torch.cat((q_BHSN, sink_BHS1), dim=-1), (0, 0, 1, 0))
     k = F.pad(k_BGSN, (0, 1, 1, 0))
     unit_row = F.pad(k.new_ones(1, 1), (k.shape[-1] - 1, 0, 0, k.shape[-2] - 1))
@@ -161,17 +212,19 @@ def _with_sink_token(q_BHSN: Tensor, k_BGSN: Tensor, v_BGSU: Tensor, sinks_H: Te
 
 
 def _side_by_side(attended_BSHU: Tensor, remaking: Remaking) -> Tensor:
-    """Return the heads' outputs side by side, (B, S, H * U). Attention saves its output anyway; this reordered copy is recomputed from
-    it."""
+    """Return the heads' outputs side by side, (B, S, H * U). Attention saves its output anyway;
+    this reordered copy is recomputed from it."""
     side_by_side = attended_BSHU.flatten(2)
     remaking.add((side_by_side,), lambda attended_BSHU: (attended_BSHU.flatten(2),), attended_BSHU)
     return side_by_side
 
 
 class MultiHeadLatentAttention(nn.Module):
-    """Causal attention whose keys and values come from a low-rank latent, with one rotary key shared by all heads.
+    """Causal attention whose keys and values come from a low-rank latent, with one rotary key
+    shared by all heads.
 
-    Sizes are those of the published configuration (Hugging Face names). With `q_lora_rank` None the query has no latent.
+    Sizes are those of the published configuration (Hugging Face names). With `q_lora_rank` None the
+    query has no latent.
     """
 
     def __init__(
@@ -190,7 +243,9 @@ class MultiHeadLatentAttention(nn.Module):
         self.nope, self.rotary = qk_nope_head_dim, rotary
         self.q_lora_rank, self.kv_lora_rank = q_lora_rank, kv_lora_rank
         query_width = qk_nope_head_dim + rotary.size
-        self.scale = query_width**-0.5 * (1.0 if rotary.scaling is None else rotary.scaling.softmax_factor())
+        self.scale = query_width**-0.5 * (
+            1.0 if rotary.scaling is None else rotary.scaling.softmax_factor()
+        )
         if q_lora_rank is None:
             self.q_proj = Linear(hidden_size, num_heads * query_width, bias=False)
         else:
@@ -199,32 +254,58 @@ class MultiHeadLatentAttention(nn.Module):
             self.q_b_proj = Linear(q_lora_rank, num_heads * query_width, bias=False)
         self.kv_a_proj_with_mqa = Linear(hidden_size, kv_lora_rank + rotary.size, bias=False)
         self.kv_a_layernorm = RMSNorm(kv_lora_rank, LATENT_EPS)
-        self.kv_b_proj = Linear(kv_lora_rank, num_heads * (qk_nope_head_dim + v_head_dim), bias=False)
+        self.kv_b_proj = Linear(
+            kv_lora_rank, num_heads * (qk_nope_head_dim + v_head_dim), bias=False
+        )
         self.o_proj = Linear(num_heads * v_head_dim, hidden_size, bias=False)
 
-    def forward(self, x_BSD: Float[Tensor, "b s d"], layout: SequenceLayout, remaking: Remaking = NEVER) -> Float[Tensor, "b s d"]:
+    def forward(
+        self, x_BSD: Float[Tensor, "b s d"], layout: SequenceLayout, remaking: Remaking = NEVER
+    ) -> Float[Tensor, "b s d"]:
         tables = layout.rotary_tables(self.rotary, x_BSD.dtype)
-        query_BSx, latent_and_key = project(x_BSD, self.q_proj if self.q_lora_rank is None else self.q_a_proj, self.kv_a_proj_with_mqa)
+        query_BSx, latent_and_key = project(
+            x_BSD,
+            self.q_proj if self.q_lora_rank is None else self.q_a_proj,
+            self.kv_a_proj_with_mqa,
+        )
         if self.q_lora_rank is not None:
             query_BSx = self.q_b_proj(remaking.norm(self.q_a_layernorm, query_BSx))
         latent_BSL, k_BSR = latent_and_key.split((self.kv_lora_rank, self.rotary.size), dim=-1)
         if layout.cache is not None:
-            attended_BSHU = self._attend_to_latents(query_BSx, self.kv_a_layernorm(latent_BSL), k_BSR, layout, layout.cache)
+            attended_BSHU = self._attend_to_latents(
+                query_BSx, self.kv_a_layernorm(latent_BSL), k_BSR, layout, layout.cache
+            )
         else:
             kv_BSx = self.kv_b_proj(remaking.norm(self.kv_a_layernorm, latent_BSL))
 
-            def keys_and_values(latent_BSL: Tensor, *key_and_tables: Tensor) -> tuple[Tensor, Tensor]:
-                return self.keys_and_values(self.kv_b_proj(self.kv_a_layernorm(latent_BSL)), *key_and_tables)
+            def keys_and_values(
+                latent_BSL: Tensor, *key_and_tables: Tensor
+            ) -> tuple[Tensor, Tensor]:
+                return self.keys_and_values(
+                    self.kv_b_proj(self.kv_a_layernorm(latent_BSL)), *key_and_tables
+                )
 
             recipe = Recipe(remaking, (1, 2), keys_and_values, (latent_BSL, k_BSR, *tables))
-            attended_BSHU = attend(*self.heads(query_BSx, kv_BSx, k_BSR, *tables), layout, scale=self.scale, recipe=recipe)
+            attended_BSHU = attend(
+                *self.heads(query_BSx, kv_BSx, k_BSR, *tables),
+                layout,
+                scale=self.scale,
+                recipe=recipe,
+            )
         return self.o_proj(_side_by_side(attended_BSHU, remaking))
 
     def heads(
-        self, query_BSx: Float[Tensor, "b s x"], kv_BSx: Float[Tensor, "b s y"], k_BSR: Float[Tensor, "b s r"], *tables: Table
+        self,
+        query_BSx: Float[Tensor, "b s x"],
+        kv_BSx: Float[Tensor, "b s y"],
+        k_BSR: Float[Tensor, "b s r"],
+        *tables: Table,
     ) -> tuple[Float[Tensor, "b s h n"], Float[Tensor, "b s h n"], Float[Tensor, "b s h u"]]:
-        """Return queries, keys and values of each head, rotated, from the outputs of the projections; `tables` are cosines and sines."""
-        q_BSHN, q_BSHR = query_BSx.unflatten(-1, (self.num_heads, -1)).split((self.nope, self.rotary.size), dim=-1)
+        """Return queries, keys and values of each head, rotated, from the outputs of the
+        projections; `tables` are cosines and sines."""
+        q_BSHN, q_BSHR = query_BSx.unflatten(-1, (self.num_heads, -1)).split(
+            (self.nope, self.rotary.size), dim=-1
+        )
         query = torch.cat((q_BSHN, rotate_pairs(q_BSHR, *tables)), dim=-1)
         return query, *self.keys_and_values(kv_BSx, k_BSR, *tables)
 
@@ -238,28 +319,42 @@ class MultiHeadLatentAttention(nn.Module):
         return torch.cat((k_BSHN, k_BSHR), dim=-1), v_BSHU
 
     def _attend_to_latents(
-        self, query_BSx: Tensor, latent_BSL: Tensor, k_BSR: Tensor, layout: SequenceLayout, cache: KeyValueCache
+        self,
+        query_BSx: Tensor,
+        latent_BSL: Tensor,
+        k_BSR: Tensor,
+        layout: SequenceLayout,
+        cache: KeyValueCache,
     ) -> Float[Tensor, "b s h u"]:
-        """Compute the same attention on cached latents: the expansion to keys is applied to the queries instead, and the expansion to
-        values to the weighted sums. A token takes L + R elements of the cache, and L + R instead of N + R products per key."""
+        """Compute the same attention on cached latents: the expansion to keys is applied to the
+        queries instead, and the expansion to values to the weighted sums. A token takes L + R
+        elements of the cache, and L + R instead of N + R products per key."""
         tables = layout.rotary_tables(self.rotary, latent_BSL.dtype)
-        kv_HxL = merged(self.kv_b_proj.weight, self.kv_b_proj.lora).unflatten(0, (self.num_heads, -1))
+        kv_HxL = merged(self.kv_b_proj.weight, self.kv_b_proj.lora).unflatten(
+            0, (self.num_heads, -1)
+        )
         k_HNL, v_HUL = kv_HxL.split((self.nope, kv_HxL.shape[1] - self.nope), dim=1)
-        q_BSHN, q_BSHR = query_BSx.unflatten(-1, (self.num_heads, -1)).split((self.nope, self.rotary.size), dim=-1)
+        q_BSHN, q_BSHR = query_BSx.unflatten(-1, (self.num_heads, -1)).split(
+            (self.nope, self.rotary.size), dim=-1
+        )
         q_BSHL = torch.einsum("bshn,hnl->bshl", q_BSHN, k_HNL)
         query = torch.cat((q_BSHL, rotate_pairs(q_BSHR, *tables)), dim=-1)
-        key = torch.cat((latent_BSL.unsqueeze(2), rotate_pairs(k_BSR.unsqueeze(2), *tables)), dim=-1)
+        key = torch.cat(
+            (latent_BSL.unsqueeze(2), rotate_pairs(k_BSR.unsqueeze(2), *tables)), dim=-1
+        )
         (key_BT1x,) = cache.extend(self, key)
-        sums_BSHL = attend(query, key_BT1x, key_BT1x[..., : self.kv_lora_rank], layout, scale=self.scale)
+        sums_BSHL = attend(
+            query, key_BT1x, key_BT1x[..., : self.kv_lora_rank], layout, scale=self.scale
+        )
         return torch.einsum("bshl,hul->bshu", sums_BSHL, v_HUL)
 
 
 class GroupedQueryAttention(nn.Module):
-    """Causal attention in which several query heads share a key-value head; the rotary embedding covers whole heads, with pairs across
-    halves.
+    """Causal attention in which several query heads share a key-value head; the rotary embedding
+    covers whole heads, with pairs across halves.
 
-    Optional: RMSNorm of each head's query and key (`qk_norm_eps`), biases on the four projections, a sliding window, sinks.
-    """
+    Optional: RMSNorm of each head's query and key (`qk_norm_eps`), biases on the four projections,
+    a sliding window, sinks."""
 
     def __init__(
         self,
@@ -284,7 +379,9 @@ class GroupedQueryAttention(nn.Module):
         self.k_norm = nn.Identity() if qk_norm_eps is None else RMSNorm(width, qk_norm_eps)
         self.sinks = nn.Parameter(torch.empty(num_heads)) if sinks else None
 
-    def forward(self, x_BSD: Float[Tensor, "b s d"], layout: SequenceLayout, remaking: Remaking = NEVER) -> Float[Tensor, "b s d"]:
+    def forward(
+        self, x_BSD: Float[Tensor, "b s d"], layout: SequenceLayout, remaking: Remaking = NEVER
+    ) -> Float[Tensor, "b s d"]:
         tables = layout.rotary_tables(self.rotary, x_BSD.dtype)
         q_BSx, k_BSx, v_BSx = project(x_BSD, self.q_proj, self.k_proj, self.v_proj)
         projected = (q_BSx, k_BSx, v_BSx, *tables)
@@ -294,13 +391,25 @@ class GroupedQueryAttention(nn.Module):
         q_BSHN, k_BTGN, v_BTGN = self.heads(*projected)
         if layout.cache is not None:
             k_BTGN, v_BTGN = layout.cache.extend(self, k_BTGN, v_BTGN)
-        attended_BSHN = attend(q_BSHN, k_BTGN, v_BTGN, layout, window=self.window, sinks_H=self.sinks, recipe=recipe)
+        attended_BSHN = attend(
+            q_BSHN, k_BTGN, v_BTGN, layout, window=self.window, sinks_H=self.sinks, recipe=recipe
+        )
         return self.o_proj(_side_by_side(attended_BSHN, remaking))
 
     def heads(
-        self, q_BSx: Float[Tensor, "b s x"], k_BSx: Float[Tensor, "b s y"], v_BSx: Float[Tensor, "b s y"], *tables: Table
+        self,
+        q_BSx: Float[Tensor, "b s x"],
+        k_BSx: Float[Tensor, "b s y"],
+        v_BSx: Float[Tensor, "b s y"],
+        *tables: Table,
     ) -> tuple[Float[Tensor, "b s h n"], Float[Tensor, "b s g n"], Float[Tensor, "b s g n"]]:
-        """Return queries, keys and values of each head, normalized and rotated, from the outputs of the projections; `tables` are cosines
-        and sines."""
-        q_BSHN, k_BSGN, v_BSGN = (x.unflatten(-1, (-1, self.rotary.size)) for x in (q_BSx, k_BSx, v_BSx))
-        return rotate_halves(self.q_norm(q_BSHN), *tables), rotate_halves(self.k_norm(k_BSGN), *tables), v_BSGN
+        """Return queries, keys and values of each head, normalized and rotated, from the outputs of
+        the projections; `tables` are cosines and sines."""
+        q_BSHN, k_BSGN, v_BSGN = (
+            x.unflatten(-1, (-1, self.rotary.size)) for x in (q_BSx, k_BSx, v_BSx)
+        )
+        return (
+            rotate_halves(self.q_norm(q_BSHN), *tables),
+            rotate_halves(self.k_norm(k_BSGN), *tables),
+            v_BSGN,
+        )

@@ -6,11 +6,12 @@
     4 combine            sums back to their tokens             all-to-all under expert parallelism
     5 aggregate          shared experts, residual              compute
 
-In a dense block segments 2 and 4 are identities. `forward` composes the segments in one autograd graph; every other way of running a block
-must give the same results. `set_memory` chooses which tensors the feed-forward layers save for backward; "reference" is plain autograd.
+In a dense block segments 2 and 4 are identities. `forward` composes the segments in one autograd
+graph; every other way of running a block must give the same results. `set_memory` chooses which
+tensors the feed-forward layers save for backward; "reference" is plain autograd.
 
-Letters: B sequences, S positions, T = B * S tokens, D hidden size, E experts, K experts per token, R tokens that this rank's experts
-receive, V vocabulary.
+Letters: B sequences, S positions, T = B * S tokens, D hidden size, E experts, K experts per token,
+R tokens that this rank's experts receive, V vocabulary.
 """
 
 from __future__ import annotations
@@ -49,14 +50,18 @@ class Attended:
     """Recomputes `normed_TD` from the residual; None if autograd saves it."""
 
     def not_kept(self) -> AbstractContextManager[None]:
-        """Inside this context, autograd does not save `normed_TD`, but recomputes it in backward."""
+        """Inside this context, autograd does not save `normed_TD`, but recomputes it in
+        backward."""
         return nullcontext() if self.again is None else self.again.instead_of(self.normed_TD)
 
 
 class Block(nn.Module):
-    """Pre-norm attention and feed-forward layer with residuals; the feed-forward layer is a `MoE` or, in a dense block, a `GatedMLP`."""
+    """Pre-norm attention and feed-forward layer with residuals; the feed-forward layer is a `MoE`
+    or, in a dense block, a `GatedMLP`."""
 
-    def __init__(self, self_attn: nn.Module, mlp: MoE | GatedMLP, hidden_size: int, rms_norm_eps: float) -> None:
+    def __init__(
+        self, self_attn: nn.Module, mlp: MoE | GatedMLP, hidden_size: int, rms_norm_eps: float
+    ) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(hidden_size, rms_norm_eps)
         self.self_attn = self_attn
@@ -67,9 +72,13 @@ class Block(nn.Module):
     def attend_and_route(self, x_BSD: Float[Tensor, "b s d"], layout: SequenceLayout) -> Attended:
         remaking = Remaking(enabled=self.memory != "reference")
         with remaking.watch():
-            residual_BSD = x_BSD + self.self_attn(remaking.norm(self.input_layernorm, x_BSD), layout, remaking)
+            residual_BSD = x_BSD + self.self_attn(
+                remaking.norm(self.input_layernorm, x_BSD), layout, remaking
+            )
             normed_TD = self._normed(residual_BSD)
-            remaking.add((normed_TD,), lambda residual_BSD: (self._normed(residual_BSD),), residual_BSD)
+            remaking.add(
+                (normed_TD,), lambda residual_BSD: (self._normed(residual_BSD),), residual_BSD
+            )
             routing = None
             if isinstance(self.mlp, MoE):
                 routing = self.mlp.gate(normed_TD, len(x_BSD), layout.padding)
@@ -80,25 +89,41 @@ class Block(nn.Module):
 
     def dispatch(self, attended: Attended, exchange: Exchange) -> Dispatched | None:
         """Send tokens to the ranks of their experts; return None in a dense block."""
-        return None if attended.routing is None else exchange.dispatch(attended.normed_TD, attended.routing)
+        return (
+            None
+            if attended.routing is None
+            else exchange.dispatch(attended.normed_TD, attended.routing)
+        )
 
-    def run_experts(self, attended: Attended, dispatched: Dispatched | None) -> Float[Tensor, "r d"]:
-        """Run the experts and apply the router's weights to their outputs, so that `combine` only has to add."""
+    def run_experts(
+        self, attended: Attended, dispatched: Dispatched | None
+    ) -> Float[Tensor, "r d"]:
+        """Run the experts and apply the router's weights to their outputs, so that `combine` only
+        has to add."""
         if dispatched is None:
             return self.mlp(attended.normed_TD)
         assert isinstance(self.mlp, MoE)
-        return self.mlp.experts(dispatched.x_RD, dispatched.experts_RK, dispatched.weights_RK, dispatched.num_pairs)
+        return self.mlp.experts(
+            dispatched.x_RD, dispatched.experts_RK, dispatched.weights_RK, dispatched.num_pairs
+        )
 
-    def combine(self, partial_RD: Float[Tensor, "r d"], dispatched: Dispatched | None, exchange: Exchange) -> Float[Tensor, "t d"]:
+    def combine(
+        self, partial_RD: Float[Tensor, "r d"], dispatched: Dispatched | None, exchange: Exchange
+    ) -> Float[Tensor, "t d"]:
         return partial_RD if dispatched is None else exchange.combine(partial_RD, dispatched)
 
-    def aggregate(self, attended: Attended, combined_TD: Float[Tensor, "t d"]) -> Float[Tensor, "b s d"]:
+    def aggregate(
+        self, attended: Attended, combined_TD: Float[Tensor, "t d"]
+    ) -> Float[Tensor, "b s d"]:
         if isinstance(self.mlp, MoE) and self.mlp.shared_experts is not None:
             combined_TD = combined_TD + self.mlp.shared_experts(attended.normed_TD)
         return attended.residual_BSD + combined_TD.view_as(attended.residual_BSD)
 
     def forward(
-        self, x_BSD: Float[Tensor, "b s d"], layout: SequenceLayout, exchange: Exchange = LOCAL_EXCHANGE
+        self,
+        x_BSD: Float[Tensor, "b s d"],
+        layout: SequenceLayout,
+        exchange: Exchange = LOCAL_EXCHANGE,
     ) -> tuple[Float[Tensor, "b s d"], Routing | None]:
         attended = self.attend_and_route(x_BSD, layout)
         with attended.not_kept():
@@ -122,7 +147,8 @@ class DecoderOutput:
         return _sum([routing.balance_loss for routing in self.routings])
 
     def z_loss(self) -> Float[Tensor, ""]:
-        """Sum the z-losses of the MoE blocks whose routers compute one (`Router.takes_z_loss`); 0 if there are none."""
+        """Sum the z-losses of the MoE blocks whose routers compute one (`Router.takes_z_loss`); 0
+        if there are none."""
         return _sum([routing.z_loss for routing in self.routings if routing.z_loss is not None])
 
 
@@ -131,20 +157,23 @@ def _sum(losses: list[Tensor]) -> Tensor:
 
 
 class RoutedModel(nn.Module):
-    """A module with blocks, some of which may have experts; its methods set options of all blocks."""
+    """A module with blocks, some of which may have experts; its methods set options of all
+    blocks."""
 
     def routers(self) -> list[Router]:
         """Return the routers of the MoE blocks, in order."""
         return [module for module in self.modules() if isinstance(module, Router)]
 
     def set_memory(self, memory: str) -> None:
-        """Choose the tensors that the feed-forward layers, and with "reference" also the linear layers, save for backward (see
-        `lather.models.layers`).
+        """Choose the tensors that the feed-forward layers, and with "reference" also the linear
+        layers, save for backward (see `lather.models.layers`).
 
         Raises ValueError for an unknown mode.
         """
         if memory not in MEMORY_MODES:
-            raise ValueError(f"memory = {memory!r} is not valid: use one of {', '.join(map(repr, MEMORY_MODES))}")
+            raise ValueError(
+                f"memory = {memory!r} is not valid: use one of {', '.join(map(repr, MEMORY_MODES))}"
+            )
         for module in self.modules():
             if isinstance(module, GatedMLP | Experts | Linear | Block):
                 module.memory = memory
@@ -153,22 +182,34 @@ class RoutedModel(nn.Module):
                 module.keep_little()
 
     def compile_parts(self, **options: Any) -> int:
-        """Compile the parts that otherwise run as many small kernels in place, each as one full graph; return how many there are.
+        """Compile the parts that otherwise run as many small kernels in place, each as one full
+        graph; return how many there are.
 
-        These are norms and the preparation of queries, keys and values: a norm in fp32, the rotary embedding and the split into heads each
-        read and write whole tensors several times; compiled, forward and backward are one pass each. Other parts are not compiled: linear
-        layers, experts, router and loss have autograd functions that append weight gradients to a queue, a side effect that a compiled
-        backward cannot have; and attention itself is already one fused kernel (on CUDA, flex attention is compiled where it is called).
-        The small norms of attention's latents are not compiled, because torch limits the number of widths for which it compiles one
-        function.
+        These are norms and the preparation of queries, keys and values: a norm in fp32, the rotary
+        embedding and the split into heads each read and write whole tensors several times;
+        compiled, forward and backward are one pass each. Other parts are not compiled: linear
+        layers, experts, router and loss have autograd functions that append weight gradients to a
+        queue, a side effect that a compiled backward cannot have; and attention itself is already
+        one fused kernel (on CUDA, flex attention is compiled where it is called). The small norms
+        of attention's latents are not compiled, because torch limits the number of widths for which
+        it compiles one function.
 
-        `options` are those of `torch.compile`: backend, mode and so on. Names and values of parameters do not change. Results are equal up
-        to rounding. A second batch size causes one more compilation, which then serves all sizes.
+        `options` are those of `torch.compile`: backend, mode and so on. Names and values of
+        parameters do not change. Results are equal up to rounding. A second batch size causes one
+        more compilation, which then serves all sizes.
         """
         options = {"fullgraph": True, "dynamic": None, **options}
-        attentions = [layer for layer in self.modules() if isinstance(layer, GroupedQueryAttention | MultiHeadLatentAttention)]
+        attentions = [
+            layer
+            for layer in self.modules()
+            if isinstance(layer, GroupedQueryAttention | MultiHeadLatentAttention)
+        ]
         inside = {id(layer) for attention in attentions for layer in attention.modules()}
-        norms = [layer for layer in self.modules() if isinstance(layer, RMSNorm) and id(layer) not in inside]
+        norms = [
+            layer
+            for layer in self.modules()
+            if isinstance(layer, RMSNorm) and id(layer) not in inside
+        ]
         for attention in attentions:
             for name in ("keys_and_values", "heads"):  # backward recomputes the first by itself
                 if hasattr(attention, name):
@@ -206,13 +247,15 @@ class Decoder(RoutedModel):
         cache: KeyValueCache | None = None,
         padding_BS: Bool[Tensor, "b s"] | None = None,
     ) -> DecoderOutput:
-        """Compute logits, or with labels the sum of the cross entropy over labels that are not -100, divided by `normalizer`.
+        """Compute logits, or with labels the sum of the cross entropy over labels that are not
+        -100, divided by `normalizer`.
 
-        The loss never holds the logits of all tokens at the same time. `labels_BS[b, s]` is the token after `tokens_BS[b, s]`.
-        `cu_seqlens`: boundaries of the documents packed into the batch (see `SequenceLayout`). `exchange`: sends tokens to experts on other
-        ranks. `cache`: holds the tokens before these, and is extended by these; only inside `torch.no_grad()`, and without `cu_seqlens`.
-        `padding_BS`: True at positions that hold no token, which experts and their balance leave
-        out (see `SequenceLayout.with_padding`).
+        The loss never holds the logits of all tokens at the same time. `labels_BS[b, s]` is the
+        token after `tokens_BS[b, s]`. `cu_seqlens`: boundaries of the documents packed into the
+        batch (see `SequenceLayout`). `exchange`: sends tokens to experts on other ranks. `cache`:
+        holds the tokens before these, and is extended by these; only inside `torch.no_grad()`, and
+        without `cu_seqlens`. `padding_BS`: True at positions that hold no token, which experts and
+        their balance leave out (see `SequenceLayout.with_padding`).
         """
         x_BSD, routings = self.hidden(
             tokens_BS,
@@ -223,7 +266,11 @@ class Decoder(RoutedModel):
         )
         if labels_BS is None:
             return DecoderOutput(self.lm_head(x_BSD), None, routings)
-        return DecoderOutput(None, linear_cross_entropy(x_BSD, self.lm_head.weight, labels_BS, normalizer=normalizer), routings)
+        return DecoderOutput(
+            None,
+            linear_cross_entropy(x_BSD, self.lm_head.weight, labels_BS, normalizer=normalizer),
+            routings,
+        )
 
     def hidden(
         self,
@@ -234,7 +281,8 @@ class Decoder(RoutedModel):
         cache: KeyValueCache | None = None,
         padding_BS: Bool[Tensor, "b s"] | None = None,
     ) -> tuple[Float[Tensor, "b s d"], list[Routing]]:
-        """Return the last norm's output, which is the head's input, and the routings of the MoE blocks; see `forward`."""
+        """Return the last norm's output, which is the head's input, and the routings of the MoE
+        blocks; see `forward`."""
         batch, length = tokens_BS.shape
         layout = SequenceLayout(batch, length, tokens_BS.device, cu_seqlens, cache)
         layout = layout.with_padding(padding_BS)
@@ -248,35 +296,56 @@ class Decoder(RoutedModel):
 
     @contextlib.contextmanager
     def replay(self, experts_LTK: Sequence[Int[Tensor, "t k"]]) -> Iterator[None]:
-        """Inside this context, the tokens of each MoE block go to the given experts, one tensor per MoE block; see `Router.replay`."""
+        """Inside this context, the tokens of each MoE block go to the given experts, one tensor per
+        MoE block; see `Router.replay`."""
         routers = self.routers()
         if len(experts_LTK) != len(routers):
-            raise ValueError(f"replay got {len(experts_LTK)} routings: give one for each of the {len(routers)} MoE blocks")
+            raise ValueError(
+                f"replay got {len(experts_LTK)} routings: give one for each of the {len(routers)} "
+                "MoE blocks"
+            )
         with contextlib.ExitStack() as stack:
             for router, experts_TK in zip(routers, experts_LTK, strict=True):
                 stack.enter_context(router.replay(experts_TK))
             yield
 
-    def fresh_weights(self, std: float, generator: torch.Generator | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and a fresh value, on CPU, of each parameter: norms are 1, biases 0, all others drawn from a normal distribution
-        with this standard deviation, in the order of `parameters()`. The model may be on the meta device."""
+    def fresh_weights(
+        self, std: float, generator: torch.Generator | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the name and a fresh value, on CPU, of each parameter: norms are 1, biases 0, all
+        others drawn from a normal distribution with this standard deviation, in the order of
+        `parameters()`. The model may be on the meta device."""
         norms = {id(module.weight) for module in self.modules() if isinstance(module, RMSNorm)}
-        for name, p in self.named_parameters():  # the values have no name here, so that the caller can free each before the next
+        for (
+            name,
+            p,
+        ) in (
+            self.named_parameters()
+        ):  # the values have no name here, so that the caller can free each before the next
             if id(p) in norms:
                 yield name, torch.ones(p.shape, dtype=p.dtype, device="cpu")
             elif name.endswith("bias"):
                 yield name, torch.zeros(p.shape, dtype=p.dtype, device="cpu")
             else:
-                yield name, torch.empty(p.shape, dtype=p.dtype, device="cpu").normal_(0, std, generator=generator)
+                yield (
+                    name,
+                    torch.empty(p.shape, dtype=p.dtype, device="cpu").normal_(
+                        0, std, generator=generator
+                    ),
+                )
 
 
 def assemble(
-    config: CheckedFields, block: Callable[[int], Block], generator: torch.Generator | None, device: torch.device | None = None
+    config: CheckedFields,
+    block: Callable[[int], Block],
+    generator: torch.Generator | None,
+    device: torch.device | None = None,
 ) -> Decoder:
-    """Build the model of `block(0)`, `block(1)` and so on; its weights are drawn on CPU and moved to `device`.
+    """Build the model of `block(0)`, `block(1)` and so on; its weights are drawn on CPU and moved
+    to `device`.
 
-    On the meta device no weights are drawn and no memory is used; this gives the sizes, or a model whose weights are loaded later.
-    """
+    On the meta device no weights are drawn and no memory is used; this gives the sizes, or a model
+    whose weights are loaded later."""
     is_meta = device is not None and device.type == "meta"
     with torch.device("meta") if is_meta else nullcontext():
         decoder = Decoder([block(index) for index in range(config.num_hidden_layers)], config)

@@ -1,7 +1,8 @@
-"""DeepSeek-V2 (arXiv:2405.04434): multi-head latent attention, dense blocks first, then mixture-of-experts blocks with shared experts.
+"""DeepSeek-V2 (arXiv:2405.04434): multi-head latent attention, dense blocks first, then
+mixture-of-experts blocks with shared experts.
 
-Fields have the names and meanings of the published Hugging Face `config.json`. As in the authors' own code, `norm_topk_prob` and `seq_aux`
-take effect; transformers 5 ignores both.
+Fields have the names and meanings of the published Hugging Face `config.json`. As in the authors'
+own code, `norm_topk_prob` and `seq_aux` take effect; transformers 5 ignores both.
 """
 
 from __future__ import annotations
@@ -45,17 +46,18 @@ class DeepseekV2Config(CheckedFields):
     n_routed_experts: int = 8
     """Number of routed experts per MoE block."""
     n_shared_experts: int = 1
-    """Number of shared experts per MoE block, merged into one feed-forward layer of this multiple of `moe_intermediate_size`; 0: none."""
+    """Number of shared experts per MoE block, merged into one feed-forward layer of this multiple
+    of `moe_intermediate_size`; 0: none."""
     topk_method: str = "greedy"
-    """greedy: a token goes to the best of all experts. group_limited_greedy: to the best experts in the `topk_group` groups that have the
-    best single experts."""
+    """greedy: a token goes to the best of all experts. group_limited_greedy: to the best experts in
+    the `topk_group` groups that have the best single experts."""
     n_group: int = 1
     """Number of groups of neighbouring experts, for group_limited_greedy."""
     topk_group: int = 1
     """Number of groups that a token's experts may come from, for group_limited_greedy."""
     norm_topk_prob: bool = False
-    """Normalize the weights of a token's experts to a sum of 1, instead of multiplying them by `routed_scaling_factor`; without effect if
-    `num_experts_per_tok` is 1."""
+    """Normalize the weights of a token's experts to a sum of 1, instead of multiplying them by
+    `routed_scaling_factor`; without effect if `num_experts_per_tok` is 1."""
     routed_scaling_factor: float = 1.0
     """Factor on the weights of a token's experts."""
     aux_loss_alpha: float = 0.01
@@ -65,22 +67,30 @@ class DeepseekV2Config(CheckedFields):
     """Compute the load-balancing loss for each sequence, not for the micro-batch."""
 
     def __post_init__(self) -> None:
-        self._require_family_and_ranges(may_be_zero=("first_k_dense_replace", "n_shared_experts", "aux_loss_alpha"))
+        self._require_family_and_ranges(
+            may_be_zero=("first_k_dense_replace", "n_shared_experts", "aux_loss_alpha")
+        )
         self._require_rotary("qk_rope_head_dim")
         self._require_at_most("first_k_dense_replace", "num_hidden_layers")
         self._require_at_most("num_experts_per_tok", "n_routed_experts")
         methods = ("greedy", "group_limited_greedy")
-        self._require("topk_method", self.topk_method in methods, f"one of {', '.join(map(repr, methods))}")
+        self._require(
+            "topk_method", self.topk_method in methods, f"one of {', '.join(map(repr, methods))}"
+        )
         self._require_divides("n_group", "n_routed_experts")
         self._require_at_most("topk_group", "n_group")
         if self.topk_method == "group_limited_greedy":
             reach = self.n_routed_experts // self.n_group * self.topk_group
-            self._require("num_experts_per_tok", self.num_experts_per_tok <= reach, f"at most the {reach} experts of topk_group groups")
+            self._require(
+                "num_experts_per_tok",
+                self.num_experts_per_tok <= reach,
+                f"at most the {reach} experts of topk_group groups",
+            )
 
     @property
     def normalizes(self) -> bool:
-        """True if the weights of a token's experts are normalized; a single weight is not, as it would always be 1 and give the router no
-        gradient."""
+        """True if the weights of a token's experts are normalized; a single weight is not, as it
+        would always be 1 and give the router no gradient."""
         return self.norm_topk_prob and self.num_experts_per_tok > 1
 
     @property
@@ -92,8 +102,15 @@ class DeepseekV2Config(CheckedFields):
 PUBLISHED = PublishedConfig(
     architecture="DeepseekV2ForCausalLM",
     defaults={"first_k_dense_replace": 0, "seq_aux": True, "aux_loss_alpha": 0.001},
-    optional=frozenset({"norm_topk_prob", "routed_scaling_factor", "topk_method", "n_group", "topk_group"}),
-    fixed={"attention_bias": (False,), "mlp_bias": (False,), "moe_layer_freq": (1,), "scoring_func": ("softmax",)},
+    optional=frozenset(
+        {"norm_topk_prob", "routed_scaling_factor", "topk_method", "n_group", "topk_group"}
+    ),
+    fixed={
+        "attention_bias": (False,),
+        "mlp_bias": (False,),
+        "moe_layer_freq": (1,),
+        "scoring_func": ("softmax",),
+    },
     derived={
         "num_key_value_heads": lambda config: config.num_attention_heads,
         "head_dim": lambda config: config.qk_rope_head_dim,
@@ -103,16 +120,28 @@ PUBLISHED = PublishedConfig(
         "rope_interleave": (True,),
         "num_shared_experts": lambda config: (config.n_shared_experts,),
         "layer_types": lambda config: (["full_attention"] * config.num_hidden_layers,),
-        "mlp_layer_types": lambda config: (kinds_of_layers(config.num_hidden_layers, range(config.first_k_dense_replace)),),
+        "mlp_layer_types": lambda config: (
+            kinds_of_layers(config.num_hidden_layers, range(config.first_k_dense_replace)),
+        ),
     },
     aliases={"num_experts": "n_routed_experts", "num_local_experts": "n_routed_experts"},
     nullable=frozenset({"q_lora_rank"}),
 )
 
 
-def build_deepseek_v2(config: DeepseekV2Config, generator: torch.Generator | None = None, device: torch.device | None = None) -> Decoder:
-    """Build the model on `device`, with weights drawn from `generator` on CPU, so that they are the same on every device."""
-    return assemble(config, lambda index: _block(config, is_dense=index < config.first_k_dense_replace), generator, device)
+def build_deepseek_v2(
+    config: DeepseekV2Config,
+    generator: torch.Generator | None = None,
+    device: torch.device | None = None,
+) -> Decoder:
+    """Build the model on `device`, with weights drawn from `generator` on CPU, so that they are the
+    same on every device."""
+    return assemble(
+        config,
+        lambda index: _block(config, is_dense=index < config.first_k_dense_replace),
+        generator,
+        device,
+    )
 
 
 def _block(config: DeepseekV2Config, *, is_dense: bool) -> Block:
@@ -132,7 +161,11 @@ def _block(config: DeepseekV2Config, *, is_dense: bool) -> Block:
 def _moe(config: DeepseekV2Config) -> MoE:
     sizes = config.hidden_size, config.n_routed_experts, config.num_experts_per_tok
     scale = 1.0 if config.normalizes else config.routed_scaling_factor
-    groups = (config.n_group, config.topk_group) if config.topk_method == "group_limited_greedy" else (1, 1)
+    groups = (
+        (config.n_group, config.topk_group)
+        if config.topk_method == "group_limited_greedy"
+        else (1, 1)
+    )
     router = Router(*sizes, normalize=config.normalizes, scale=scale, groups=groups)
     router.balance = LoadBalance("sequence" if config.seq_aux else "micro_batch")
     experts = Experts(config.n_routed_experts, config.hidden_size, config.moe_intermediate_size)

@@ -1,4 +1,5 @@
-"""Names of a model's tensors in a file: a stack of routed experts is one parameter of the model, and one entry per expert in the file.
+"""Names of a model's tensors in a file: a stack of routed experts is one parameter of the model,
+and one entry per expert in the file.
 
 So a file does not depend on which rank had which experts.
 """
@@ -19,7 +20,8 @@ def entry_name(stack: str, expert: int) -> str:
 
 
 def split_entry(name: str) -> tuple[str, tuple[int, ...]]:
-    """Return the parameter, and the entry's index in it: the number of the expert, or nothing for an entry that is a whole parameter."""
+    """Return the parameter, and the entry's index in it: the number of the expert, or nothing for
+    an entry that is a whole parameter."""
     stack, _, number = name.rpartition(".")
     return (stack, (int(number),)) if is_stack(name) and number.isdecimal() else (name, ())
 
@@ -28,5 +30,9 @@ def entry_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, 
     """Return the names and shapes of the entries of parameters with these names and shapes."""
     found: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
-        found |= {entry_name(name, expert): shape[1:] for expert in range(shape[0])} if is_stack(name) else {name: shape}
+        found |= (
+            {entry_name(name, expert): shape[1:] for expert in range(shape[0])}
+            if is_stack(name)
+            else {name: shape}
+        )
     return found

@@ -1,18 +1,21 @@
 """Routed experts that save little memory between forward and backward.
 
-One autograd function computes the whole layer: gather the rows of each expert, gate/up, gate, down, weighted sum per token.
+One autograd function computes the whole layer: gather the rows of each expert, gate/up, gate, down,
+weighted sum per token.
 
-    saved for backward        x (R, D), which the caller saves as well; gate/up (G, 2F); indices and the router's weights
+    saved for backward        x (R, D), which the caller saves as well; gate/up (G, 2F); indices and
+                              the router's weights
     recomputed in backward    the experts' input rows (gathered), the gated product (from gate/up)
     not needed                the experts' outputs: the gradient of the router's weight of row g is
-                              <dy_g, W_down h_g> = <W_down^T dy_g, h_g>, and the left factor is computed anyway
+                              <dy_g, W_down h_g> = <W_down^T dy_g, h_g>, and the left factor is
+                              computed anyway
 
-With memory="recompute" gate/up is not saved either, which costs one more gather and product in backward. memory="reference" is the plain
-formula in plain autograd, against which the others are tested. Adapters (`lather.models.lora`) save nothing: backward recomputes their
-products.
+With memory="recompute" gate/up is not saved either, which costs one more gather and product in
+backward. memory="reference" is the plain formula in plain autograd, against which the others are
+tested. Adapters (`lather.models.lora`) save nothing: backward recomputes their products.
 
-Letters: R tokens on this rank, D hidden size, E experts on this rank, K experts per token, F intermediate size, G rows grouped by expert.
-"""
+Letters: R tokens on this rank, D hidden size, E experts on this rank, K experts per token, F
+intermediate size, G rows grouped by expert."""
 
 from __future__ import annotations
 
@@ -40,20 +43,33 @@ from lather.shapes import Float, Int
 
 
 class Experts(Deferrable, Rounding, nn.Module):
-    """E gated MLPs as stacked weights, with gate and up in one stack: `gate_up_proj` (E, 2F, D), `down_proj` (E, D, F), optional biases.
+    """E gated MLPs as stacked weights, with gate and up in one stack: `gate_up_proj` (E, 2F, D),
+    `down_proj` (E, D, F), optional biases.
 
-    `gate` defines the activation and the order of the columns of gate and up. `gate_up_lora` and `down_lora` are the adapters of the two
-    stacks, if there are any.
+    `gate` defines the activation and the order of the columns of gate and up. `gate_up_lora` and
+    `down_lora` are the adapters of the two stacks, if there are any.
     """
 
     gate_up_lora: Adapter | None
     down_lora: Adapter | None
 
-    def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int, *, gate: Gate = SWIGLU, bias: bool = False) -> None:
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        gate: Gate = SWIGLU,
+        bias: bool = False,
+    ) -> None:
         super().__init__()
-        self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, hidden_size))
+        self.gate_up_proj = nn.Parameter(
+            torch.empty(num_experts, 2 * intermediate_size, hidden_size)
+        )
         self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
-        self.gate_up_bias = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size)) if bias else None
+        self.gate_up_bias = (
+            nn.Parameter(torch.empty(num_experts, 2 * intermediate_size)) if bias else None
+        )
         self.down_bias = nn.Parameter(torch.empty(num_experts, hidden_size)) if bias else None
         self.register_module("gate_up_lora", None)
         self.register_module("down_lora", None)
@@ -62,38 +78,73 @@ class Experts(Deferrable, Rounding, nn.Module):
         reset_parameters(self)
 
     def forward(
-        self, x_RD: Float[Tensor, "r d"], experts_RK: Int[Tensor, "r k"], weights_RK: Float[Tensor, "r k"], num_pairs: int | None = None
+        self,
+        x_RD: Float[Tensor, "r d"],
+        experts_RK: Int[Tensor, "r k"],
+        weights_RK: Float[Tensor, "r k"],
+        num_pairs: int | None = None,
     ) -> Float[Tensor, "r d"]:
-        """Compute the sum over k of weights[r, k] * expert[r, k](x[r]); an expert of -1 is on another rank and adds nothing.
+        """Compute the sum over k of weights[r, k] * expert[r, k](x[r]); an expert of -1 is on
+        another rank and adds nothing.
 
-        `num_pairs`: number of experts that are not -1, if the host knows it; None: memory for all of them is allocated.
+        `num_pairs`: number of experts that are not -1, if the host knows it; None: memory for all
+        of them is allocated.
         """
         if self.memory == "reference":
             return self.reference_forward(x_RD, experts_RK, weights_RK)
         dtype = compute_dtype(x_RD)
-        route = plan_route(experts_RK, len(self.down_proj), run_alignment(x_RD.device, dtype), num_pairs)
+        route = plan_route(
+            experts_RK, len(self.down_proj), run_alignment(x_RD.device, dtype), num_pairs
+        )
         adapters = (self.gate_up_lora, self.down_lora)
         scales = tuple(0.0 if adapter is None else adapter.scale for adapter in adapters)
-        call = _Call(dtype, self.memory == "saved", self.weight_gradients, self.rounded_weights, self.gate, scales)
-        gate_up_factors, down_factors = ((None, None) if adapter is None else (adapter.A, adapter.B) for adapter in adapters)
-        parameters = (self.gate_up_proj, self.gate_up_bias, *gate_up_factors, self.down_proj, self.down_bias, *down_factors)
+        call = _Call(
+            dtype,
+            self.memory == "saved",
+            self.weight_gradients,
+            self.rounded_weights,
+            self.gate,
+            scales,
+        )
+        gate_up_factors, down_factors = (
+            (None, None) if adapter is None else (adapter.A, adapter.B) for adapter in adapters
+        )
+        parameters = (
+            self.gate_up_proj,
+            self.gate_up_bias,
+            *gate_up_factors,
+            self.down_proj,
+            self.down_bias,
+            *down_factors,
+        )
         with no_autocast(x_RD):
             return _RoutedExperts.apply(x_RD, weights_RK, call, route, *parameters)  # type: ignore[no-untyped-call]
 
     def reference_forward(
-        self, x_RD: Float[Tensor, "r d"], experts_RK: Int[Tensor, "r k"], weights_RK: Float[Tensor, "r k"]
+        self,
+        x_RD: Float[Tensor, "r d"],
+        experts_RK: Int[Tensor, "r k"],
+        weights_RK: Float[Tensor, "r k"],
     ) -> Float[Tensor, "r d"]:
         """Compute the same in plain autograd, expert by expert."""
         y_RD = torch.zeros_like(x_RD)
-        biases = [(None,) * len(self.down_proj) if b is None else b.unbind() for b in (self.gate_up_bias, self.down_bias)]
-        stacks = (merged(self.gate_up_proj, self.gate_up_lora), merged(self.down_proj, self.down_lora))
+        biases = [
+            (None,) * len(self.down_proj) if b is None else b.unbind()
+            for b in (self.gate_up_bias, self.down_bias)
+        ]
+        stacks = (
+            merged(self.gate_up_proj, self.gate_up_lora),
+            merged(self.down_proj, self.down_lora),
+        )
         weights = zip(*(stack.unbind() for stack in stacks), *biases, strict=True)
         for expert, (gate_up_HD, down_DF, gate_up_bias_H, down_bias_D) in enumerate(weights):
             token, slot = (experts_RK == expert).nonzero(as_tuple=True)
             h_NF = plain_gate(F.linear(x_RD[token], gate_up_HD, gate_up_bias_H), self.gate)
             out_ND = F.linear(h_NF, down_DF, down_bias_D)
             weighted_ND = (out_ND * weights_RK[token, slot, None].to(out_ND.dtype)).to(y_RD.dtype)
-            y_RD = y_RD.scatter_add(0, token[:, None].expand_as(weighted_ND), weighted_ND)  # index_add would save its operand
+            y_RD = y_RD.scatter_add(
+                0, token[:, None].expand_as(weighted_ND), weighted_ND
+            )  # index_add would save its operand
         return y_RD
 
 
@@ -105,7 +156,9 @@ def plain_gate(gate_up_NH: Float[Tensor, "n f2"], gate: Gate) -> Float[Tensor, "
         gate_NF, up_NF = gate_up_NH.chunk(2, dim=-1)
     if gate.limit is not None:
         gate_NF, up_NF = gate_NF.clamp(max=gate.limit), up_NF.clamp(-gate.limit, gate.limit)
-    activated_NF = F.silu(gate_NF) if gate.alpha == 1 else gate_NF * torch.sigmoid(gate.alpha * gate_NF)
+    activated_NF = (
+        F.silu(gate_NF) if gate.alpha == 1 else gate_NF * torch.sigmoid(gate.alpha * gate_NF)
+    )
     return activated_NF * (up_NF + gate.offset if gate.offset else up_NF)
 
 
@@ -120,31 +173,53 @@ class _Call(GatedCall):
     def stacks(self, end_E: Tensor, parameters: Sequence[Any]) -> tuple[AdaptedStack, AdaptedStack]:
         """Return the stacks of gate/up and of down for the parameters of the autograd function."""
         of_stacks = zip((parameters[:4], parameters[4:]), self.scales, strict=True)
-        gate_up, down = (AdaptedStack(weight, bias, a, b, scale, end_E, self.kept) for (weight, bias, a, b), scale in of_stacks)
+        gate_up, down = (
+            AdaptedStack(weight, bias, a, b, scale, end_E, self.kept)
+            for (weight, bias, a, b), scale in of_stacks
+        )
         return gate_up, down
 
 
 class _RoutedExperts(torch.autograd.Function):
-    """`parameters`: gate/up (E, 2F, D), its bias or None, A and B of its adapter or None; then the same of down (E, D, F)."""
+    """`parameters`: gate/up (E, 2F, D), its bias or None, A and B of its adapter or None; then the
+    same of down (E, D, F)."""
 
     @staticmethod
-    def forward(ctx: Any, x_RD: Tensor, weights_RK: Tensor, call: _Call, route: Route, *parameters: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any,
+        x_RD: Tensor,
+        weights_RK: Tensor,
+        call: _Call,
+        route: Route,
+        *parameters: Tensor | None,
+    ) -> Tensor:
         gate_up, down = call.stacks(route.end_E, parameters)
         gate_up_GH = gate_up.linear(gather_rows(x_RD.to(call.dtype), route.token_G))
         y_GD = down.linear(gate_forward(gate_up_GH, call.gate))
         y_RD = combine_forward(y_GD, route.row_TK, weights_RK)
         kept_GH = gate_up_GH if call.keep_gate_up else None
         ctx.call, ctx.parameters = call, parameters
-        ctx.save_for_backward(x_RD, weights_RK, kept_GH, route.token_G, route.row_TK, route.count_E, route.end_E, *parameters)
+        ctx.save_for_backward(
+            x_RD,
+            weights_RK,
+            kept_GH,
+            route.token_G,
+            route.row_TK,
+            route.count_E,
+            route.end_E,
+            *parameters,
+        )
         return y_RD.to(x_RD.dtype)
 
     @staticmethod
     @once_differentiable
     @without_autocast
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
-        """dy_g, the gradient of row g's output, is w_g times the gradient of its token; w_g multiplies the factor of size F in each
-        product."""
-        x_RD, weights_RK, gate_up_GH, token_G, row_RK, _, end_E, *saved = ctx.saved_tensors  # four of them are the route
+        """dy_g, the gradient of row g's output, is w_g times the gradient of its token; w_g
+        multiplies the factor of size F in each product."""
+        x_RD, weights_RK, gate_up_GH, token_G, row_RK, _, end_E, *saved = (
+            ctx.saved_tensors
+        )  # four of them are the route
         call: _Call = ctx.call
         gate_up, down = call.stacks(end_E, to_round(call.kept, ctx.parameters, saved))
         x_RD, grad_RD = x_RD.detach(), grad_RD.to(call.dtype)
@@ -152,8 +227,14 @@ class _RoutedExperts(torch.autograd.Function):
             gate_up_GH = gate_up.linear(gather_rows(x_RD.to(call.dtype), token_G))
         needs_x, _, _, _, *needs = ctx.needs_input_grad
 
-        def gradient(number: int, later: Callable[[], Tensor], now: Callable[[], Tensor] | None = None) -> Tensor | None:
-            return weight_gradient(call.queue, ctx.parameters[number], later, now) if needs[number] else None
+        def gradient(
+            number: int, later: Callable[[], Tensor], now: Callable[[], Tensor] | None = None
+        ) -> Tensor | None:
+            return (
+                weight_gradient(call.queue, ctx.parameters[number], later, now)
+                if needs[number]
+                else None
+            )
 
         grad_GD = gather_rows(grad_RD, token_G)
         weight_G = _weight_of_row(weights_RK, row_RK, len(token_G))
@@ -167,17 +248,30 @@ class _RoutedExperts(torch.autograd.Function):
         del h_GF, gathered
         if down.bias_EO is not None:
             dot_G = dot_G + (grad_GD * down.bias_of_rows(grad_GD)).sum(-1, dtype=dot_G.dtype)
-        grad_down_bias = gradient(5, partial(_down_bias_gradient, grad_RD, weight_G, token_G, end_E))
+        grad_down_bias = gradient(
+            5, partial(_down_bias_gradient, grad_RD, weight_G, token_G, end_E)
+        )
         grad_weights_RK = _rows_to_slots(dot_G, row_RK).to(weights_RK.dtype)
         del grad_GD
 
-        grad_gate_up = gradient(0, partial(_gate_up_gradient, grad_gate_up_GH, x_RD, token_G, end_E))
+        grad_gate_up = gradient(
+            0, partial(_gate_up_gradient, grad_gate_up_GH, x_RD, token_G, end_E)
+        )
         of_gate_up_factors: tuple[Tensor | None, Tensor | None] = (None, None)
         if any(needs[2:4]):
-            of_gate_up_factors = gate_up.factor_gradients(grad_gate_up_GH, gather_rows(x_RD.to(call.dtype), token_G))
+            of_gate_up_factors = gate_up.factor_gradients(
+                grad_gate_up_GH, gather_rows(x_RD.to(call.dtype), token_G)
+            )
         grad_gate_up_bias = gradient(1, partial(grouped_sum, grad_gate_up_GH, end_E))
-        grad_x = combine_forward(gate_up.transposed(grad_gate_up_GH), row_RK).to(x_RD.dtype) if needs_x else None
-        of_gate_up, of_down = (grad_gate_up, grad_gate_up_bias, *of_gate_up_factors), (grad_down, grad_down_bias, *of_down_factors)
+        grad_x = (
+            combine_forward(gate_up.transposed(grad_gate_up_GH), row_RK).to(x_RD.dtype)
+            if needs_x
+            else None
+        )
+        of_gate_up, of_down = (
+            (grad_gate_up, grad_gate_up_bias, *of_gate_up_factors),
+            (grad_down, grad_down_bias, *of_down_factors),
+        )
         return grad_x, grad_weights_RK, None, None, *of_gate_up, *of_down
 
 
@@ -185,12 +279,20 @@ def _down_gradient(grad_RD: Tensor, h_GF: Tensor, token_G: Tensor, end_E: Tensor
     return grouped_weight_gradient(gather_rows(grad_RD, token_G), h_GF, end_E)
 
 
-def _down_bias_gradient(grad_RD: Tensor, weight_G: Tensor, token_G: Tensor, end_E: Tensor) -> Tensor:
-    return grouped_sum(gather_rows(grad_RD, token_G).mul_(weight_G.to(grad_RD.dtype).unsqueeze(-1)), end_E)
+def _down_bias_gradient(
+    grad_RD: Tensor, weight_G: Tensor, token_G: Tensor, end_E: Tensor
+) -> Tensor:
+    return grouped_sum(
+        gather_rows(grad_RD, token_G).mul_(weight_G.to(grad_RD.dtype).unsqueeze(-1)), end_E
+    )
 
 
-def _gate_up_gradient(grad_gate_up_GH: Tensor, x_RD: Tensor, token_G: Tensor, end_E: Tensor) -> Tensor:
-    return grouped_weight_gradient(grad_gate_up_GH, gather_rows(x_RD.to(grad_gate_up_GH.dtype), token_G), end_E)
+def _gate_up_gradient(
+    grad_gate_up_GH: Tensor, x_RD: Tensor, token_G: Tensor, end_E: Tensor
+) -> Tensor:
+    return grouped_weight_gradient(
+        grad_gate_up_GH, gather_rows(x_RD.to(grad_gate_up_GH.dtype), token_G), end_E
+    )
 
 
 def _weight_of_row(weights_RK: Tensor, row_RK: Tensor, g: int) -> Tensor:

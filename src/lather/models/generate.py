@@ -1,8 +1,9 @@
 """Generates text with a decoder: continues prompts side by side, one token of each at a time.
 
-With a key-value cache the model reads each token once, until a row is longer than the context. From then on it reads the last `context`
-tokens of each row again for every new token, as if the text began there. This is exact, but costs a whole forward pass over the context per
-token. Each row draws from its own generator, so that up to rounding its text does not depend on the other rows.
+With a key-value cache the model reads each token once, until a row is longer than the context. From
+then on it reads the last `context` tokens of each row again for every new token, as if the text
+began there. This is exact, but costs a whole forward pass over the context per token. Each row
+draws from its own generator, so that up to rounding its text does not depend on the other rows.
 
 Letters: B rows that have not ended, S tokens read now, V vocabulary, K tokens to choose from.
 """
@@ -26,11 +27,13 @@ class Sampling:
     """Settings for choosing the next token."""
 
     temperature: float = 0.7
-    """Divisor of the logits: higher values give more varied text; 0: always the most likely token."""
+    """Divisor of the logits: higher values give more varied text; 0: always the most likely
+    token."""
     top_k: int = 50
     """Choose from this number of most likely tokens; 0: from all."""
     top_p: float = 1.0
-    """Choose from the fewest most likely tokens whose probabilities add up to at least this (nucleus sampling, arXiv:1904.09751)."""
+    """Choose from the fewest most likely tokens whose probabilities add up to at least this
+    (nucleus sampling, arXiv:1904.09751)."""
 
     def __post_init__(self) -> None:
         if not self.temperature >= 0:  # also refuses NaN
@@ -40,17 +43,25 @@ class Sampling:
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p = {self.top_p} is not valid: give more than 0 and at most 1")
 
-    def choose(self, logits_V: Float[Tensor, " v"], generator: torch.Generator | None = None) -> int:
+    def choose(
+        self, logits_V: Float[Tensor, " v"], generator: torch.Generator | None = None
+    ) -> int:
         """Choose a token; the logits and the generator are on CPU."""
         if not logits_V.max().isfinite():  # also refuses NaN
-            raise UserError("the model's logits are not finite: use an earlier checkpoint, RUN@STEP")
+            raise UserError(
+                "the model's logits are not finite: use an earlier checkpoint, RUN@STEP"
+            )
         if self.temperature == 0:
             return int(logits_V.argmax())
         num_tokens = len(logits_V)
-        logits_K, tokens_K = (logits_V / self.temperature).topk(min(self.top_k or num_tokens, num_tokens))
+        logits_K, tokens_K = (logits_V / self.temperature).topk(
+            min(self.top_k or num_tokens, num_tokens)
+        )
         weights_K = logits_K.softmax(-1)
         if self.top_p < 1:
-            before_K = weights_K.cumsum(-1) - weights_K  # 0 for the most likely token, which is always kept
+            before_K = (
+                weights_K.cumsum(-1) - weights_K
+            )  # 0 for the most likely token, which is always kept
             weights_K = weights_K.masked_fill(before_K >= self.top_p, 0)
         return int(tokens_K[torch.multinomial(weights_K, 1, generator=generator)])
 
@@ -68,18 +79,25 @@ class Continuations:
         generators: Sequence[torch.Generator | None] | None = None,
         stop_tokens: Iterable[int] = (),
     ) -> None:
-        """`context`: the model reads at most this number of tokens of a row, the last ones; `generators`: one for each row, on CPU; None:
-        torch's default.
+        """`context`: the model reads at most this number of tokens of a row, the last ones;
+        `generators`: one for each row, on CPU; None: torch's default.
 
-        Raises ValueError for an empty prompt or a context below 1, UserError for a token outside the vocabulary.
+        Raises ValueError for an empty prompt or a context below 1, UserError for a token outside
+        the vocabulary.
         """
         if not all(prompts):
             raise ValueError("prompt is empty: give at least one token")
         if context < 1:
             raise ValueError(f"context = {context} is not valid: give at least 1 token")
-        highest, vocab_size = max((max(prompt) for prompt in prompts), default=0), model.embed_tokens.num_embeddings
+        highest, vocab_size = (
+            max((max(prompt) for prompt in prompts), default=0),
+            model.embed_tokens.num_embeddings,
+        )
         if highest >= vocab_size:
-            raise UserError(f"a prompt has token {highest}, but the model's vocabulary has {vocab_size}: give text without that token")
+            raise UserError(
+                f"a prompt has token {highest}, but the model's vocabulary has {vocab_size}: give "
+                "text without that token"
+            )
         self.tokens = [list(prompt) for prompt in prompts]
         """The tokens of each row, including its prompt."""
         self.going = list(range(len(prompts)))
@@ -93,12 +111,15 @@ class Continuations:
 
     @torch.no_grad()
     def step(self) -> dict[int, int]:
-        """Append a token to each row that has not ended; return these tokens by row number. A stop token ends its row and is left out."""
+        """Append a token to each row that has not ended; return these tokens by row number. A stop
+        token ends its row and is left out."""
         if not self.going:
             return {}
         logits_BV = self._next_logits().float().cpu()
         rows = zip(self.going, logits_BV, strict=True)
-        chosen = {row: self._sampling.choose(logits_V, self._generators[row]) for row, logits_V in rows}
+        chosen = {
+            row: self._sampling.choose(logits_V, self._generators[row]) for row, logits_V in rows
+        }
         chosen = {row: token for row, token in chosen.items() if token not in self._stop_tokens}
         for row, token in chosen.items():
             self.tokens[row].append(token)
@@ -125,7 +146,9 @@ class Continuations:
         """Start an empty cache, and return the windows as a batch, padded on the left."""
         width = max(map(len, windows))
         padding = [width - len(window) for window in windows]
-        self._cache = KeyValueCache(torch.tensor(padding, device=self._device) if any(padding) else None)
+        self._cache = KeyValueCache(
+            torch.tensor(padding, device=self._device) if any(padding) else None
+        )
         padded = [[0] * more + window for more, window in zip(padding, windows, strict=True)]
         return torch.tensor(padded, device=self._device)
 
@@ -141,15 +164,26 @@ def generate(
     generator: torch.Generator | None = None,
     stop_token: int | Collection[int] | None = None,
 ) -> list[int]:
-    """Continue `prompt` (at least one token) with up to `num_tokens` tokens, ending before `stop_token` or any of several.
+    """Continue `prompt` (at least one token) with up to `num_tokens` tokens, ending before
+    `stop_token` or any of several.
 
-    The model reads the last `context` tokens. `generator` is on CPU. `Continuations` does the same for several prompts, token by token.
+    The model reads the last `context` tokens. `generator` is on CPU. `Continuations` does the same
+    for several prompts, token by token.
 
     Raises ValueError for an empty prompt, a context below 1, or values that `Sampling` refuses.
     """
-    stop_tokens = () if stop_token is None else (stop_token,) if isinstance(stop_token, int) else stop_token
+    stop_tokens = (
+        () if stop_token is None else (stop_token,) if isinstance(stop_token, int) else stop_token
+    )
     sampling = Sampling(temperature, top_k)
-    rows = Continuations(model, [prompt], context=context, sampling=sampling, generators=[generator], stop_tokens=stop_tokens)
+    rows = Continuations(
+        model,
+        [prompt],
+        context=context,
+        sampling=sampling,
+        generators=[generator],
+        stop_tokens=stop_tokens,
+    )
     for _ in range(num_tokens):
         if not rows.step():
             break

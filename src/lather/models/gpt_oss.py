@@ -1,7 +1,8 @@
-"""GPT-OSS (arXiv:2508.10925): grouped-query attention with sinks, a sliding window in some blocks, experts with biases and a clamped gate.
+"""GPT-OSS (arXiv:2508.10925): grouped-query attention with sinks, a sliding window in some blocks,
+experts with biases and a clamped gate.
 
-Fields have the names and meanings of the published Hugging Face `config.json`. The experts' columns for gate and up alternate, as in the
-published weights.
+Fields have the names and meanings of the published Hugging Face `config.json`. The experts' columns
+for gate and up alternate, as in the published weights.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ class GptOssConfig(CheckedFields):
     intermediate_size: int = 128
     """Width of one expert's feed-forward layer."""
     layer_types: tuple[str, ...] | None = None
-    """Attention of each block, sliding_attention or full_attention; left out: alternating, sliding first. A list with just this alternation
-    is treated as left out, so that the number of blocks can be changed without it."""
+    """Attention of each block, sliding_attention or full_attention; left out: alternating, sliding
+    first. A list with just this alternation is treated as left out, so that the number of blocks
+    can be changed without it."""
     sliding_window: int = 128
     """Number of tokens that a token attends to in sliding attention, including itself."""
     num_key_value_heads: int = 2
@@ -68,7 +70,8 @@ class GptOssConfig(CheckedFields):
             given, count = len(self.layer_types), self.num_hidden_layers
             if given != count:
                 raise ConfigError(
-                    f"model.layer_types has {given} entries, but model.num_hidden_layers is {count}: "
+                    f"model.layer_types has {given} entries, but model.num_hidden_layers is "
+                    f"{count}: "
                     "give one for each layer, or leave layer_types out to have them alternate"
                 )
             if self.layer_types == _alternating(count):
@@ -85,7 +88,8 @@ class GptOssConfig(CheckedFields):
         return self.layer_types or _alternating(self.num_hidden_layers)
 
     def window(self, index: int) -> int | None:
-        """Return the window of block `index` (counted from 0); None: a token attends to all earlier ones."""
+        """Return the window of block `index` (counted from 0); None: a token attends to all earlier
+        ones."""
         return self.sliding_window if self.attention_types[index] == SLIDING else None
 
 
@@ -97,7 +101,10 @@ PUBLISHED = PublishedConfig(
     architecture="GptOssForCausalLM",
     optional=frozenset({"layer_types", "attention_bias", "swiglu_alpha", "swiglu_limit"}),
     defaults={"router_aux_loss_coef": 0.001},
-    derived={"layer_types": lambda config: list(config.attention_types), "experts_per_token": lambda config: config.num_experts_per_tok},
+    derived={
+        "layer_types": lambda config: list(config.attention_types),
+        "experts_per_token": lambda config: config.num_experts_per_tok,
+    },
     agreeing={
         "qkv_bias": lambda config: (config.attention_bias,),
         "moe_intermediate_size": lambda config: (config.intermediate_size,),
@@ -111,8 +118,13 @@ PUBLISHED = PublishedConfig(
 )
 
 
-def build_gpt_oss(config: GptOssConfig, generator: torch.Generator | None = None, device: torch.device | None = None) -> Decoder:
-    """Build the model on `device`, with weights drawn from `generator` on CPU, so that they are the same on every device."""
+def build_gpt_oss(
+    config: GptOssConfig,
+    generator: torch.Generator | None = None,
+    device: torch.device | None = None,
+) -> Decoder:
+    """Build the model on `device`, with weights drawn from `generator` on CPU, so that they are the
+    same on every device."""
     return assemble(config, lambda index: _block(config, config.window(index)), generator, device)
 
 
@@ -126,7 +138,15 @@ def _block(config: GptOssConfig, window: int | None) -> Block:
         window=window,
         sinks=True,
     )
-    router = Router(config.hidden_size, config.num_local_experts, config.num_experts_per_tok, normalize=True, bias=True)
+    router = Router(
+        config.hidden_size,
+        config.num_local_experts,
+        config.num_experts_per_tok,
+        normalize=True,
+        bias=True,
+    )
     gate = Gate(alpha=config.swiglu_alpha, offset=1.0, limit=config.swiglu_limit, interleaved=True)
-    experts = Experts(config.num_local_experts, config.hidden_size, config.intermediate_size, gate=gate, bias=True)
+    experts = Experts(
+        config.num_local_experts, config.hidden_size, config.intermediate_size, gate=gate, bias=True
+    )
     return Block(attention, MoE(router, experts, None), config.hidden_size, config.rms_norm_eps)

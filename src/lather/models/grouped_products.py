@@ -1,11 +1,13 @@
 """Multiplies rows that are grouped by expert with one matrix per expert.
 
-`F.grouped_mm` is used where it is correct and fast: in bf16 on CUDA (compute capabilities 9 and 10; for others it loops over experts and
-waits for the device), and in fp32, fp16 and bf16 on CPU, for matrices whose rows are a multiple of 16 bytes. Otherwise a loop over experts
-is used, which reads `end_E` on the host.
+`F.grouped_mm` is used where it is correct and fast: in bf16 on CUDA (compute capabilities 9 and 10;
+for others it loops over experts and waits for the device), and in fp32, fp16 and bf16 on CPU, for
+matrices whose rows are a multiple of 16 bytes. Otherwise a loop over experts is used, which reads
+`end_E` on the host.
 
-Letters: G rows grouped by expert, E experts, I input and O output size. `end_E` (int32) has the end of each expert's rows, including their
-padding. Rows from the last end on have no expert: they are neither read nor written, so results are undefined there.
+Letters: G rows grouped by expert, E experts, I input and O output size. `end_E` (int32) has the end
+of each expert's rows, including their padding. Rows from the last end on have no expert: they are
+neither read nor written, so results are undefined there.
 """
 
 from __future__ import annotations
@@ -22,15 +24,19 @@ from lather.shapes import Float, Int
 GROUPED_MM_MAJORS = (9, 10)
 """Compute capabilities for which torch has a grouped kernel."""
 ROW_BYTES = 16
-"""grouped_mm needs each row of a matrix, and on CUDA the start of each expert's rows, at a multiple of this number of bytes."""
+"""grouped_mm needs each row of a matrix, and on CUDA the start of each expert's rows, at a multiple
+of this number of bytes."""
 
 
 def run_alignment(device: torch.device, dtype: torch.dtype) -> int:
-    """Return the multiple to which the number of an expert's rows must be padded, so that `F.grouped_mm` can contract over rows."""
+    """Return the multiple to which the number of an expert's rows must be padded, so that
+    `F.grouped_mm` can contract over rows."""
     return ROW_BYTES // dtype.itemsize if is_gpu(device) and dtype == torch.bfloat16 else 1
 
 
-def grouped_linear(x_GI: Float[Tensor, "g i"], weight_EOI: Float[Tensor, "e o i"], end_E: Int[Tensor, " e"]) -> Float[Tensor, "g o"]:
+def grouped_linear(
+    x_GI: Float[Tensor, "g i"], weight_EOI: Float[Tensor, "e o i"], end_E: Int[Tensor, " e"]
+) -> Float[Tensor, "g o"]:
     """Compute x W_e^T for the rows of each expert e."""
     return grouped_linear_transposed(x_GI, weight_EOI.transpose(1, 2), end_E)
 
@@ -47,8 +53,11 @@ def grouped_linear_transposed(
     return out_GI
 
 
-def grouped_weight_gradient(g_GO: Float[Tensor, "g o"], x_GI: Float[Tensor, "g i"], end_E: Int[Tensor, " e"]) -> Float[Tensor, "e o i"]:
-    """Compute g_e^T x_e over the rows of each expert e: the gradient of the weights in `grouped_linear`; 0 for experts without rows."""
+def grouped_weight_gradient(
+    g_GO: Float[Tensor, "g o"], x_GI: Float[Tensor, "g i"], end_E: Int[Tensor, " e"]
+) -> Float[Tensor, "e o i"]:
+    """Compute g_e^T x_e over the rows of each expert e: the gradient of the weights in
+    `grouped_linear`; 0 for experts without rows."""
     if _sound(g_GO) and _sound(x_GI):
         return _zeros_for_idle(F.grouped_mm(g_GO.T, x_GI, offs=end_E), end_E)
     out_EOI = g_GO.new_zeros(len(end_E), g_GO.shape[1], x_GI.shape[1])
@@ -58,7 +67,8 @@ def grouped_weight_gradient(g_GO: Float[Tensor, "g o"], x_GI: Float[Tensor, "g i
 
 
 def _zeros_for_idle(out_EOI: Tensor, end_E: Tensor) -> Tensor:
-    """Set the gradients of experts without rows to 0; the kernel for compute capability 10 leaves them unwritten."""
+    """Set the gradients of experts without rows to 0; the kernel for compute capability 10 leaves
+    them unwritten."""
     if not is_gpu(out_EOI) or gpu_module(out_EOI).get_device_capability(out_EOI.device) < (10, 0):
         return out_EOI
     num_E = end_E.diff(prepend=end_E.new_zeros(1))
@@ -66,15 +76,20 @@ def _zeros_for_idle(out_EOI: Tensor, end_E: Tensor) -> Tensor:
 
 
 def grouped_sum(x_GI: Float[Tensor, "g i"], end_E: Int[Tensor, " e"]) -> Float[Tensor, "e i"]:
-    """Sum each expert's rows in fp32 or wider, row after row, so that a GPU gives the same bits each time."""
+    """Sum each expert's rows in fp32 or wider, row after row, so that a GPU gives the same bits
+    each time."""
     offsets = F.pad(end_E.long(), (1, 0))
     wide_GI = x_GI.to(torch.promote_types(x_GI.dtype, torch.float32)).contiguous()
-    return torch.segment_reduce(wide_GI, "sum", offsets=offsets, axis=0, unsafe=True)  # unsafe: no check that waits
+    return torch.segment_reduce(
+        wide_GI, "sum", offsets=offsets, axis=0, unsafe=True
+    )  # unsafe: no check that waits
 
 
 def expert_of_row(end_E: Int[Tensor, " e"], num_rows: int) -> Int[Tensor, " g"]:
     """Return the expert of each row; E for rows without an expert."""
-    return torch.searchsorted(end_E, torch.arange(num_rows, dtype=end_E.dtype, device=end_E.device), right=True)
+    return torch.searchsorted(
+        end_E, torch.arange(num_rows, dtype=end_E.dtype, device=end_E.device), right=True
+    )
 
 
 def _runs(end_E: Tensor) -> Iterator[tuple[int, slice]]:

@@ -1,11 +1,16 @@
-"""Layers shared by the model families: RMSNorm, linear layers and the gated MLP, which save little memory for backward.
+"""Layers shared by the model families: RMSNorm, linear layers and the gated MLP, which save little
+memory for backward.
 
-    RMSNorm      saves its input and one number per row; plain autograd saves two more copies, in fp32
-    Linear       saves its input once for all layers that `project` it; autocast saves a copy for each layer, and one of each weight;
-                 with an adapter (`lather.models.lora`), also (T, r)
-    GatedMLP     saves its input and gate/up; plain autograd saves two more tensors (T, F); backward recomputes the gated product
+    RMSNorm      saves its input and one number per row; plain autograd saves two more copies, in
+                 fp32
+    Linear       saves its input once for all layers that `project` it; autocast saves a copy for
+                 each layer, and one of each weight; with an adapter (`lather.models.lora`), also
+                 (T, r)
+    GatedMLP     saves its input and gate/up; plain autograd saves two more tensors (T, F); backward
+                 recomputes the gated product
 
-Weight gradients of Linear and GatedMLP can be deferred: see `lather.models.saving.weight_gradients`.
+Weight gradients of Linear and GatedMLP can be deferred: see
+`lather.models.saving.weight_gradients`.
 
 Letters: T rows, D hidden size, F intermediate size, I input and O output size.
 """
@@ -33,11 +38,13 @@ from lather.models.saving.weight_gradients import Deferrable, WeightGradients, w
 from lather.shapes import Float
 
 MEMORY_MODES = ("saved", "recompute", "reference")
-"""Tensors that a feed-forward layer saves for backward: its input and gate/up; only its input; everything that plain autograd saves."""
+"""Tensors that a feed-forward layer saves for backward: its input and gate/up; only its input;
+everything that plain autograd saves."""
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype in which products of x are computed: autocast's dtype inside autocast, else x's own."""
+    """Return the dtype in which products of x are computed: autocast's dtype inside autocast, else
+    x's own."""
     device = x.device.type
     if x.is_meta or x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
         return x.dtype
@@ -48,8 +55,8 @@ B = TypeVar("B", bound=Callable[..., Any])
 
 
 def without_autocast(backward: B) -> B:
-    """Decorate the backward of an autograd Function, so that its products keep the dtypes of their operands even if the caller runs
-    backward inside autocast."""
+    """Decorate the backward of an autograd Function, so that its products keep the dtypes of their
+    operands even if the caller runs backward inside autocast."""
 
     @wraps(backward)
     def run(ctx: Any, *grads: Tensor | None) -> Any:
@@ -62,7 +69,8 @@ def without_autocast(backward: B) -> B:
 
 @torch.no_grad()
 def reset_parameters(module: nn.Module) -> None:
-    """Draw a module's own weights as `nn.Linear` does, uniformly within 1 / sqrt(inputs); set its biases to 0."""
+    """Draw a module's own weights as `nn.Linear` does, uniformly within 1 / sqrt(inputs); set its
+    biases to 0."""
     for name, p in module.named_parameters(recurse=False):
         if name.endswith("bias"):
             p.zero_()
@@ -83,7 +91,8 @@ class RMSNorm(nn.Module):
 
 
 class Linear(Deferrable, Rounding, nn.Linear):
-    """x W^T + b: like `nn.Linear`, with the same names and initial values. With memory="reference" it uses plain autograd.
+    """x W^T + b: like `nn.Linear`, with the same names and initial values. With memory="reference"
+    it uses plain autograd.
 
     `lora` is the adapter of its weight, if there is one.
     """
@@ -104,18 +113,27 @@ class Linear(Deferrable, Rounding, nn.Linear):
 def project(x: Float[Tensor, "*batch i"], *layers: nn.Module) -> tuple[Float[Tensor, "..."], ...]:
     """Return each layer's output for the same x, which is saved only once, in its own dtype.
 
-    The gradients of x are added in its own dtype, which under autocast is wider than that of the products. If one of the layers is not a
-    `Linear` (another library has replaced it by an adapter), all are called one by one; otherwise hooks on the layers do not run.
-    """
+    The gradients of x are added in its own dtype, which under autocast is wider than that of the
+    products. If one of the layers is not a `Linear` (another library has replaced it by an
+    adapter), all are called one by one; otherwise hooks on the layers do not run."""
     ours = [layer for layer in layers if isinstance(layer, Linear) and layer.memory != "reference"]
     if len(ours) != len(layers):
         return tuple(layer(x) for layer in layers)
-    products = [Product(layer.weight, layer.bias, layer.weight_gradients, layer.rounded_weights) for layer in ours]
-    adapters = [(index, layer.lora, product) for index, (layer, product) in enumerate(zip(ours, products, strict=True)) if layer.lora]
+    products = [
+        Product(layer.weight, layer.bias, layer.weight_gradients, layer.rounded_weights)
+        for layer in ours
+    ]
+    adapters = [
+        (index, layer.lora, product)
+        for index, (layer, product) in enumerate(zip(ours, products, strict=True))
+        if layer.lora
+    ]
     with_a = [replace(product, weight=adapter.A, bias=None) for _, adapter, product in adapters]
     outputs = list(multiply(x, compute_dtype(x), *products, *with_a))
     for (index, adapter, product), x_Tr in zip(adapters, outputs[len(ours) :], strict=True):
-        (added,) = multiply(x_Tr, compute_dtype(x_Tr), replace(product, weight=adapter.B, bias=None))
+        (added,) = multiply(
+            x_Tr, compute_dtype(x_Tr), replace(product, weight=adapter.B, bias=None)
+        )
         outputs[index] = torch.add(outputs[index], added, alpha=adapter.scale)
     return tuple(outputs[: len(ours)])
 
@@ -130,8 +148,11 @@ class Product:
     kept: RoundedWeights | None = None
 
 
-def multiply(x: Float[Tensor, "*batch i"], dtype: torch.dtype, *products: Product) -> tuple[Float[Tensor, "..."], ...]:
-    """Return x W^T + b in this dtype for each of the products. x is saved once for all, in its own dtype."""
+def multiply(
+    x: Float[Tensor, "*batch i"], dtype: torch.dtype, *products: Product
+) -> tuple[Float[Tensor, "..."], ...]:
+    """Return x W^T + b in this dtype for each of the products. x is saved once for all, in its own
+    dtype."""
     parameters = [parameter for product in products for parameter in (product.weight, product.bias)]
     with no_autocast(x):
         return _Linears.apply(x, dtype, products, *parameters)  # type: ignore[no-untyped-call]
@@ -141,14 +162,26 @@ class _Linears(torch.autograd.Function):
     """`parameters`: for each layer its weight, and its bias or None."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, products: tuple[Product, ...], *parameters: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        dtype: torch.dtype,
+        products: tuple[Product, ...],
+        *parameters: Tensor | None,
+    ) -> tuple[Tensor, ...]:
         weights, biases = parameters[::2], parameters[1::2]
         narrow = x.to(dtype)
-        ctx.save_for_backward(x, *weights)  # x itself, which a block can recompute (`Remaking`), not its rounded copy
+        ctx.save_for_backward(
+            x, *weights
+        )  # x itself, which a block can recompute (`Remaking`), not its rounded copy
         ctx.products, ctx.dtype = products, dtype
         ctx.set_materialize_grads(False)
         return tuple(
-            F.linear(narrow, rounded(product.kept, weight, dtype), None if bias is None else bias.to(dtype))
+            F.linear(
+                narrow,
+                rounded(product.kept, weight, dtype),
+                None if bias is None else bias.to(dtype),
+            )
             for weight, bias, product in zip(weights, biases, products, strict=True)
             if weight is not None
         )
@@ -158,13 +191,20 @@ class _Linears(torch.autograd.Function):
     @without_autocast
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         x, *saved = ctx.saved_tensors
-        weights = [to_round(product.kept, [product.weight], [weight])[0] for product, weight in zip(ctx.products, saved, strict=True)]
+        weights = [
+            to_round(product.kept, [product.weight], [weight])[0]
+            for product, weight in zip(ctx.products, saved, strict=True)
+        ]
         needs_x, _, _, *needs = ctx.needs_input_grad
-        narrow = x.detach() if x.dtype.itemsize <= ctx.dtype.itemsize else x.detach().to(ctx.dtype)  # a deferred gradient holds it
+        narrow = (
+            x.detach() if x.dtype.itemsize <= ctx.dtype.itemsize else x.detach().to(ctx.dtype)
+        )  # a deferred gradient holds it
         x_TI = narrow.reshape(x.shape[:-1].numel(), x.shape[-1])
         grad_x_TI: Tensor | None = None
         returned: list[Tensor | None] = []
-        for grad, weight_OI, product, needs_weight, needs_bias in zip(grads, weights, ctx.products, needs[::2], needs[1::2], strict=True):
+        for grad, weight_OI, product, needs_weight, needs_bias in zip(
+            grads, weights, ctx.products, needs[::2], needs[1::2], strict=True
+        ):
             if grad is None:
                 returned += [None, None]
                 continue
@@ -173,20 +213,36 @@ class _Linears(torch.autograd.Function):
                 part_TI = (grad_TO @ rounded(product.kept, weight_OI, ctx.dtype)).to(x.dtype)
                 grad_x_TI = part_TI if grad_x_TI is None else grad_x_TI.add_(part_TI)
             of_weight = partial(weight_product, grad_TO, x_TI, product.weight.dtype)
-            of_bias = partial(torch.sum, grad_TO, dim=0, dtype=torch.promote_types(grad_TO.dtype, product.weight.dtype))
-            returned.append(weight_gradient(product.queue, product.weight, of_weight) if needs_weight else None)
-            returned.append(weight_gradient(product.queue, product.bias, of_bias) if needs_bias and product.bias is not None else None)
+            of_bias = partial(
+                torch.sum,
+                grad_TO,
+                dim=0,
+                dtype=torch.promote_types(grad_TO.dtype, product.weight.dtype),
+            )
+            returned.append(
+                weight_gradient(product.queue, product.weight, of_weight) if needs_weight else None
+            )
+            returned.append(
+                weight_gradient(product.queue, product.bias, of_bias)
+                if needs_bias and product.bias is not None
+                else None
+            )
         return None if grad_x_TI is None else grad_x_TI.view(x.shape), None, None, *returned
 
 
-def weight_product(grad_TO: Float[Tensor, "t o"], x_TI: Float[Tensor, "t i"], dtype: torch.dtype) -> Float[Tensor, "o i"]:
-    """Compute the gradient of a weight (O, I) of this dtype, from operands in the dtype of `grad_TO`. The result is in the wider of the two
-    dtypes, so that sums over micro-batches do not add rounded values."""
+def weight_product(
+    grad_TO: Float[Tensor, "t o"], x_TI: Float[Tensor, "t i"], dtype: torch.dtype
+) -> Float[Tensor, "o i"]:
+    """Compute the gradient of a weight (O, I) of this dtype, from operands in the dtype of
+    `grad_TO`. The result is in the wider of the two dtypes, so that sums over micro-batches do not
+    add rounded values."""
     x_TI, wide = x_TI.to(grad_TO.dtype), torch.promote_types(grad_TO.dtype, dtype)
     if wide == grad_TO.dtype:
         return grad_TO.T @ x_TI
     if is_gpu(grad_TO) and wide == torch.float32:
-        return torch.mm(grad_TO.T, x_TI, out_dtype=wide)  # keeps the tensor cores' fp32 sums; torch supports this only on GPUs
+        return torch.mm(
+            grad_TO.T, x_TI, out_dtype=wide
+        )  # keeps the tensor cores' fp32 sums; torch supports this only on GPUs
     return grad_TO.T.to(wide) @ x_TI.to(wide)
 
 
@@ -208,9 +264,13 @@ class GatedCall:
 
 class _GatedMLPFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor, call: GatedCall) -> Tensor:
+    def forward(
+        ctx: Any, x_TD: Tensor, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor, call: GatedCall
+    ) -> Tensor:
         gate_up_TH = _gate_up(x_TD.to(call.dtype), gate_FD, up_FD, call)
-        ctx.save_for_backward(x_TD, gate_FD, up_FD, down_DF, gate_up_TH if call.keep_gate_up else None)
+        ctx.save_for_backward(
+            x_TD, gate_FD, up_FD, down_DF, gate_up_TH if call.keep_gate_up else None
+        )
         ctx.call, ctx.parameters = call, (gate_FD, up_FD, down_DF)
         return gate_forward(gate_up_TH, SWIGLU) @ call.rounded(down_DF).T
 
@@ -221,20 +281,31 @@ class _GatedMLPFunction(torch.autograd.Function):
         x_TD, *saved, gate_up_TH = ctx.saved_tensors
         call: GatedCall = ctx.call
         gate_FD, up_FD, down_DF = to_round(call.kept, ctx.parameters, saved)
-        x_TD, grad_TD = x_TD.detach(), grad_TD.to(call.dtype)  # deferred gradients must not keep the graph alive
+        x_TD, grad_TD = (
+            x_TD.detach(),
+            grad_TD.to(call.dtype),
+        )  # deferred gradients must not keep the graph alive
         if gate_up_TH is None:
             gate_up_TH = _gate_up(x_TD.to(call.dtype), gate_FD, up_FD, call)
-        grad_gate_up_TH, h_TF, _ = gate_backward(grad_TD @ call.rounded(down_DF), gate_up_TH, SWIGLU)
+        grad_gate_up_TH, h_TF, _ = gate_backward(
+            grad_TD @ call.rounded(down_DF), gate_up_TH, SWIGLU
+        )
         grad_gate_TF, grad_up_TF = grad_gate_up_TH.chunk(2, dim=-1)
         factors = ((grad_gate_TF, x_TD), (grad_up_TF, x_TD), (grad_TD, h_TF))
         needs_x, *needs = ctx.needs_input_grad[:4]
         grads = [
-            weight_gradient(call.queue, weight, partial(weight_product, *pair, weight.dtype)) if needed else None
+            weight_gradient(call.queue, weight, partial(weight_product, *pair, weight.dtype))
+            if needed
+            else None
             for weight, pair, needed in zip(ctx.parameters, factors, needs, strict=True)
         ]
         grad_x = None
         if needs_x:
-            grad_x = (grad_gate_TF @ call.rounded(gate_FD)).addmm_(grad_up_TF, call.rounded(up_FD)).to(x_TD.dtype)
+            grad_x = (
+                (grad_gate_TF @ call.rounded(gate_FD))
+                .addmm_(grad_up_TF, call.rounded(up_FD))
+                .to(x_TD.dtype)
+            )
         return grad_x, *grads, None
 
 
@@ -247,7 +318,8 @@ def _gate_up(x_TD: Tensor, gate_FD: Tensor, up_FD: Tensor, call: GatedCall) -> T
 
 
 class GatedMLP(Deferrable, Rounding, nn.Module):
-    """down(silu(gate(x)) * up(x)): the feed-forward layer of dense blocks, and the shared experts."""
+    """down(silu(gate(x)) * up(x)): the feed-forward layer of dense blocks, and the shared
+    experts."""
 
     def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
@@ -262,12 +334,15 @@ class GatedMLP(Deferrable, Rounding, nn.Module):
         if any(layer.lora is not None for layer in (self.gate_proj, self.up_proj, self.down_proj)):
             return self._with_adapters(x)
         weights = (self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight)
-        call = GatedCall(compute_dtype(x), self.memory == "saved", self.weight_gradients, self.rounded_weights)
+        call = GatedCall(
+            compute_dtype(x), self.memory == "saved", self.weight_gradients, self.rounded_weights
+        )
         with no_autocast(x):
             return _GatedMLPFunction.apply(x.flatten(0, -2), *weights, call).view(x.shape)  # type: ignore[no-untyped-call]
 
     def _with_adapters(self, x: Tensor) -> Tensor:
-        """Compute the same layer by layer; as in the autograd function, backward recomputes the tensors that are not saved."""
+        """Compute the same layer by layer; as in the autograd function, backward recomputes the
+        tensors that are not saved."""
 
         def hidden(x: Tensor) -> tuple[Tensor, Tensor]:
             gate_up = torch.cat(project(x, self.gate_proj, self.up_proj), dim=-1)

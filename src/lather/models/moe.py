@@ -1,13 +1,16 @@
-"""The mixture-of-experts layer: router, routed and shared experts, and the exchange of tokens between ranks.
+"""The mixture-of-experts layer: router, routed and shared experts, and the exchange of tokens
+between ranks.
 
-Source: DeepSeekMoE (Dai et al., arXiv:2401.06066) and DeepSeek-V2 (arXiv:2405.04434): top-k routing, shared experts that get every token.
-No token is ever dropped; an expert may have none.
+Source: DeepSeekMoE (Dai et al., arXiv:2401.06066) and DeepSeek-V2 (arXiv:2405.04434): top-k
+routing, shared experts that get every token. No token is ever dropped; an expert may have none.
 
-An `Exchange` sends tokens to the ranks of their experts, and the partial sums of each rank back. A token is sent to a rank only once, even
-if several of its experts are there: that rank copies its row for each expert, and weights and sums the results. So the tensors that are
-sent and saved are (R, D), never (T * K, D). With one rank nothing is sent.
+An `Exchange` sends tokens to the ranks of their experts, and the partial sums of each rank back. A
+token is sent to a rank only once, even if several of its experts are there: that rank copies its
+row for each expert, and weights and sums the results. So the tensors that are sent and saved are
+(R, D), never (T * K, D). With one rank nothing is sent.
 
-Letters: T tokens of this rank, R tokens that this rank's experts receive, D hidden size, E experts, K experts per token.
+Letters: T tokens of this rank, R tokens that this rank's experts receive, D hidden size, E experts,
+K experts per token.
 """
 
 from __future__ import annotations
@@ -46,7 +49,8 @@ class Pending(Generic[Result]):
     """A communication that has been started; it can be waited for once."""
 
     def __init__(self, finish: Callable[[], Result]) -> None:
-        """`finish` waits, and returns the result; it and the buffers that it holds are dropped afterwards."""
+        """`finish` waits, and returns the result; it and the buffers that it holds are dropped
+        afterwards."""
         self._finish: Callable[[], Result] | None = finish
 
     def wait(self) -> Result:
@@ -57,14 +61,17 @@ class Pending(Generic[Result]):
 
 
 class Exchange:
-    """Sends tokens to the ranks of their experts (`dispatch`) and partial sums back (`combine`); each is the other's adjoint.
+    """Sends tokens to the ranks of their experts (`dispatch`) and partial sums back (`combine`);
+    each is the other's adjoint.
 
-    This class is the exchange if all experts are on this rank: nothing is sent, and results may be the arguments themselves. Exchanges
-    between ranks are subclasses with methods of their own (`lather.parallel.expert_exchange`).
+    This class is the exchange if all experts are on this rank: nothing is sent, and results may be
+    the arguments themselves. Exchanges between ranks are subclasses with methods of their own
+    (`lather.parallel.expert_exchange`).
 
-    Both exist in two forms: differentiable, and asynchronous without autograd (`start_...`), so that other computations run until `wait`.
-    The asynchronous forms of the backward pass are separate methods. Tensors that are passed to a `start_...` method must not change before
-    `wait` returns. What was dispatched is sent back by its `Dispatched.way`.
+    Both exist in two forms: differentiable, and asynchronous without autograd (`start_...`), so
+    that other computations run until `wait`. The asynchronous forms of the backward pass are
+    separate methods. Tensors that are passed to a `start_...` method must not change before `wait`
+    returns. What was dispatched is sent back by its `Dispatched.way`.
     """
 
     num_ranks = 1
@@ -75,15 +82,19 @@ class Exchange:
         return Dispatched(x_TD, routing.experts_TK, routing.weights_TK, num_pairs=routing.num_pairs)
 
     def combine(self, partial_RD: Tensor, dispatched: Dispatched) -> Tensor:
-        """Send the weighted sums of this rank's experts (R, D); return the complete sums of this rank's tokens (T, D)."""
+        """Send the weighted sums of this rank's experts (R, D); return the complete sums of this
+        rank's tokens (T, D)."""
         return partial_RD
 
     def start_plan(self, routing: Routing) -> Pending[Any]:
         """Start to exchange the numbers of rows, which ranks need before they can send rows."""
         return Pending(lambda: None)
 
-    def start_dispatch(self, x_TD: Tensor, routing: Routing, plan: Any = None) -> Pending[Dispatched]:
-        """`plan`: the result of `start_plan` for this routing; None: this method exchanges the numbers itself, and waits for them."""
+    def start_dispatch(
+        self, x_TD: Tensor, routing: Routing, plan: Any = None
+    ) -> Pending[Dispatched]:
+        """`plan`: the result of `start_plan` for this routing; None: this method exchanges the
+        numbers itself, and waits for them."""
         dispatched = self.dispatch(x_TD, routing)
         return Pending(lambda: dispatched)
 
@@ -91,11 +102,15 @@ class Exchange:
         return Pending(lambda: partial_RD)
 
     def start_combine_backward(self, grad_TD: Tensor, way: Any) -> Pending[Tensor]:
-        """Send the gradient of the complete sums (T, D); the result is that of this rank's partial sums (R, D)."""
+        """Send the gradient of the complete sums (T, D); the result is that of this rank's partial
+        sums (R, D)."""
         return Pending(lambda: grad_TD)
 
-    def start_dispatch_backward(self, grad_RD: Tensor, grad_weights_RK: Tensor, way: Any) -> Pending[tuple[Tensor, Tensor]]:
-        """Send the gradients of the results of `dispatch`; the result is those of the tokens (T, D) and of the router's weights (T, K)."""
+    def start_dispatch_backward(
+        self, grad_RD: Tensor, grad_weights_RK: Tensor, way: Any
+    ) -> Pending[tuple[Tensor, Tensor]]:
+        """Send the gradients of the results of `dispatch`; the result is those of the tokens (T, D)
+        and of the router's weights (T, K)."""
         return Pending(lambda: (grad_RD, grad_weights_RK))
 
 
@@ -103,8 +118,8 @@ LOCAL_EXCHANGE = Exchange()
 
 
 class MoE(nn.Module):
-    """Router, routed experts and shared experts. `lather.models.decoder.Block` calls them segment by segment; `forward` calls all of
-    them."""
+    """Router, routed experts and shared experts. `lather.models.decoder.Block` calls them segment
+    by segment; `forward` calls all of them."""
 
     def __init__(self, router: Router, experts: Experts, shared_experts: GatedMLP | None) -> None:
         super().__init__()
@@ -114,13 +129,14 @@ class MoE(nn.Module):
         self.keep_little()
 
     def keep_little(self) -> None:
-        """Have the shared experts save only their input, which a block recomputes from its residual. Recomputing gate/up takes two products
-        in addition to their nine."""
+        """Have the shared experts save only their input, which a block recomputes from its
+        residual. Recomputing gate/up takes two products in addition to their nine."""
         if self.shared_experts is not None and self.shared_experts.memory == "saved":
             self.shared_experts.memory = "recompute"
 
     def forward(self, x: Float[Tensor, "*batch d"]) -> tuple[Float[Tensor, "*batch d"], Routing]:
-        """Return the weighted sum of each token's experts plus the shared experts' output, and the router's decision with its losses."""
+        """Return the weighted sum of each token's experts plus the shared experts' output, and the
+        router's decision with its losses."""
         x_TD = x.reshape(-1, x.shape[-1])
         routing: Routing = self.gate(x_TD)
         y_TD: Tensor = self.experts(x_TD, routing.experts_TK, routing.weights_TK)

@@ -1,4 +1,5 @@
-"""Qwen3-MoE (arXiv:2505.09388): grouped-query attention with RMSNorm of queries and keys, mixture-of-experts blocks without shared experts.
+"""Qwen3-MoE (arXiv:2505.09388): grouped-query attention with RMSNorm of queries and keys,
+mixture-of-experts blocks without shared experts.
 
 Fields have the names and meanings of the published Hugging Face `config.json`.
 """
@@ -54,17 +55,22 @@ class Qwen3MoeConfig(CheckedFields):
         self._require_divides("num_key_value_heads", "num_attention_heads")
         self._require_at_most("num_experts_per_tok", "num_experts")
         layers = range(self.num_hidden_layers)
-        inside = all(index in layers for index in self.mlp_only_layers) and len(set(self.mlp_only_layers)) == len(self.mlp_only_layers)
+        inside = all(index in layers for index in self.mlp_only_layers) and len(
+            set(self.mlp_only_layers)
+        ) == len(self.mlp_only_layers)
         self._require("mlp_only_layers", inside, f"different blocks from 0 to {len(layers) - 1}")
 
     @property
     def balance_loss_coef(self) -> float:
         """Coefficient of each block's own load-balancing loss, which is 1 for an even load."""
-        num_blocks = max(1, sum(not self.is_dense(index) for index in range(self.num_hidden_layers)))
+        num_blocks = max(
+            1, sum(not self.is_dense(index) for index in range(self.num_hidden_layers))
+        )
         return self.router_aux_loss_coef * self.num_experts_per_tok / num_blocks
 
     def is_dense(self, index: int) -> bool:
-        """Tell whether block `index` (counted from 0) has a dense feed-forward layer instead of experts."""
+        """Tell whether block `index` (counted from 0) has a dense feed-forward layer instead of
+        experts."""
         return index in self.mlp_only_layers or (index + 1) % self.decoder_sparse_step != 0
 
 
@@ -94,9 +100,16 @@ PUBLISHED = PublishedConfig(
 )
 
 
-def build_qwen3_moe(config: Qwen3MoeConfig, generator: torch.Generator | None = None, device: torch.device | None = None) -> Decoder:
-    """Build the model on `device`, with weights drawn from `generator` on CPU, so that they are the same on every device."""
-    return assemble(config, lambda index: _block(config, is_dense=config.is_dense(index)), generator, device)
+def build_qwen3_moe(
+    config: Qwen3MoeConfig,
+    generator: torch.Generator | None = None,
+    device: torch.device | None = None,
+) -> Decoder:
+    """Build the model on `device`, with weights drawn from `generator` on CPU, so that they are the
+    same on every device."""
+    return assemble(
+        config, lambda index: _block(config, is_dense=config.is_dense(index)), generator, device
+    )
 
 
 def _block(config: Qwen3MoeConfig, *, is_dense: bool) -> Block:
@@ -113,5 +126,12 @@ def _block(config: Qwen3MoeConfig, *, is_dense: bool) -> Block:
 
 
 def _moe(config: Qwen3MoeConfig) -> MoE:
-    router = Router(config.hidden_size, config.num_experts, config.num_experts_per_tok, normalize=config.norm_topk_prob)
-    return MoE(router, Experts(config.num_experts, config.hidden_size, config.moe_intermediate_size), None)
+    router = Router(
+        config.hidden_size,
+        config.num_experts,
+        config.num_experts_per_tok,
+        normalize=config.norm_topk_prob,
+    )
+    return MoE(
+        router, Experts(config.num_experts, config.hidden_size, config.moe_intermediate_size), None
+    )

@@ -1,12 +1,15 @@
-"""The positions and documents of the tokens of a batch, the masks and rotary tables that attention derives from them, and the cache of
-earlier tokens.
+"""The positions and documents of the tokens of a batch, the masks and rotary tables that attention
+derives from them, and the cache of earlier tokens.
 
-They are computed once per forward pass and shared by all layers. Plain causal attention needs no mask. Windows and documents need one
-boolean (S + 1, S + 1) mask per distinct window on CPU, and on CUDA flex attention's block mask, which has no (S, S) elements.
+They are computed once per forward pass and shared by all layers. Plain causal attention needs no
+mask. Windows and documents need one boolean (S + 1, S + 1) mask per distinct window on CPU, and on
+CUDA flex attention's block mask, which has no (S, S) elements.
 
-With a cache, a forward pass processes only new tokens, which attend to the cached ones as well; a cache is only for inference.
+With a cache, a forward pass processes only new tokens, which attend to the cached ones as well; a
+cache is only for inference.
 
-Letters: B sequences, S positions, T = B * S tokens (in masks: keys, which are all slots of a cache), P rotary pairs.
+Letters: B sequences, S positions, T = B * S tokens (in masks: keys, which are all slots of a
+cache), P rotary pairs.
 """
 
 from __future__ import annotations
@@ -30,11 +33,12 @@ Made = TypeVar("Made")
 
 
 class KeyValueCache:
-    """The keys and values of all layers for the tokens that have been processed; of latent attention it holds the latent and its rotary key
-    (arXiv:2405.04434, section 2.1.3).
+    """The keys and values of all layers for the tokens that have been processed; of latent
+    attention it holds the latent and its rotary key (arXiv:2405.04434, section 2.1.3).
 
-    Rows of a batch may have different lengths: shorter rows are padded on the left, so that all rows end in the same slot. T is the number
-    of slots: of all cached tokens, including padding and the S new ones.
+    Rows of a batch may have different lengths: shorter rows are padded on the left, so that all
+    rows end in the same slot. T is the number of slots: of all cached tokens, including padding and
+    the S new ones.
     """
 
     def __init__(self, padding_B: Int[Tensor, " b"] | None = None) -> None:
@@ -45,17 +49,20 @@ class KeyValueCache:
         self.length = 0
         """Number of slots of every row."""
         self._rooms: dict[tuple[nn.Module, int], Tensor] = {}
-        """The tensors (B, capacity, ...) of each layer by number; the capacity doubles when it is full."""
+        """The tensors (B, capacity, ...) of each layer by number; the capacity doubles when it is
+        full."""
 
     def extend(self, layer: nn.Module, *new_BS: Tensor) -> tuple[Tensor, ...]:
-        """Append the layer's tensors for the new tokens, (B, S, ...) each, which `length` includes already; return those of all slots,
-        (B, T, ...)."""
+        """Append the layer's tensors for the new tokens, (B, S, ...) each, which `length` includes
+        already; return those of all slots, (B, T, ...)."""
         for number, x_BS in enumerate(new_BS):
             start = self.length - x_BS.shape[1]
             room = self._rooms.get((layer, number))
             if room is None or room.shape[1] < self.length:
                 earlier = x_BS[:, :0] if room is None else room[:, :start]
-                room = self._rooms[layer, number] = x_BS.new_empty(len(x_BS), max(self.length, 2 * start), *x_BS.shape[2:])
+                room = self._rooms[layer, number] = x_BS.new_empty(
+                    len(x_BS), max(self.length, 2 * start), *x_BS.shape[2:]
+                )
                 room[:, :start] = earlier
             room[:, start : self.length] = x_BS
         return tuple(self._rooms[layer, number][:, : self.length] for number in range(len(new_BS)))
@@ -68,25 +75,35 @@ class KeyValueCache:
 
 
 class SequenceLayout:
-    """The positions and documents of the tokens of a (B, S) batch, with the masks and rotary tables that follow from them.
+    """The positions and documents of the tokens of a (B, S) batch, with the masks and rotary tables
+    that follow from them.
 
-    `cu_seqlens` packs several documents into the batch, as in flash-attention's varlen functions: it has the boundaries of the documents
-    among the B * S tokens in row order, from 0 to B * S, not descending (a repeated boundary is an empty document). A token attends only to
-    its own document, and positions restart with each. The ends of rows are always boundaries. The values are read on the host, which waits
-    for the device unless the tensor is on CPU.
+    `cu_seqlens` packs several documents into the batch, as in flash-attention's varlen functions:
+    it has the boundaries of the documents among the B * S tokens in row order, from 0 to B * S, not
+    descending (a repeated boundary is an empty document). A token attends only to its own document,
+    and positions restart with each. The ends of rows are always boundaries. The values are read on
+    the host, which waits for the device unless the tensor is on CPU.
 
-    With a `cache` the tokens come after those of the cache, whose length they extend, and attend to them as well.
+    With a `cache` the tokens come after those of the cache, whose length they extend, and attend to
+    them as well.
 
-    Raises TypeError if `cu_seqlens` does not hold integers, and ValueError if its values are not such boundaries, or if the cache does not
-    fit: outside `torch.no_grad()`, with packed documents, or with padding for another number of rows.
+    Raises TypeError if `cu_seqlens` does not hold integers, and ValueError if its values are not
+    such boundaries, or if the cache does not fit: outside `torch.no_grad()`, with packed documents,
+    or with padding for another number of rows.
     """
 
     def __init__(
-        self, batch: int, length: int, device: torch.device, cu_seqlens: Int[Tensor, " n"] | None = None, cache: KeyValueCache | None = None
+        self,
+        batch: int,
+        length: int,
+        device: torch.device,
+        cu_seqlens: Int[Tensor, " n"] | None = None,
+        cache: KeyValueCache | None = None,
     ) -> None:
         self.batch, self.length, self.device, self.cache = batch, length, device, cache
         self.start = 0
-        """Number of slots before the tokens, to which they attend as well; above 0 only with a cache."""
+        """Number of slots before the tokens, to which they attend as well; above 0 only with a
+        cache."""
         self.padding_B: Int[Tensor, " b"] | None = None
         """Number of slots at the start of each row of the cache that hold no token; None: 0."""
         self.positions: Int[Tensor, "b s"] = torch.arange(length, device=device).unsqueeze(0)
@@ -98,16 +115,24 @@ class SequenceLayout:
         self._made: dict[Any, Any] = {}
         if cache is not None:
             if cu_seqlens is not None:
-                raise ValueError("cu_seqlens and a cache were given: a cache does not support packed documents, give one of the two")
+                raise ValueError(
+                    "cu_seqlens and a cache were given: a cache does not support packed documents, "
+                    "give one of the two"
+                )
             self._append_to(cache)
         elif cu_seqlens is not None:
             self._pack(cu_seqlens)
 
     def _append_to(self, cache: KeyValueCache) -> None:
         if torch.is_grad_enabled():
-            raise ValueError("a key-value cache is for inference: call the model inside torch.no_grad()")
+            raise ValueError(
+                "a key-value cache is for inference: call the model inside torch.no_grad()"
+            )
         if cache.padding_B is not None and len(cache.padding_B) != self.batch:
-            raise ValueError(f"the batch has {self.batch} rows and the cache's padding {len(cache.padding_B)}: give one number per row")
+            raise ValueError(
+                f"the batch has {self.batch} rows and the cache's padding {len(cache.padding_B)}: "
+                "give one number per row"
+            )
         self.start = cache.length
         cache.length += self.length
         self.positions = self.positions + self.start
@@ -147,12 +172,15 @@ class SequenceLayout:
         return layout
 
     def forget(self) -> None:
-        """Free masks and tables of packed documents, because each micro-batch of a step has its own; they are computed again when needed.
-        Without documents all micro-batches share one layout, and nothing is freed."""
+        """Free masks and tables of packed documents, because each micro-batch of a step has its
+        own; they are computed again when needed. Without documents all micro-batches share one
+        layout, and nothing is freed."""
         if self.documents is not None:
             self._made.clear()
 
-    def rotary_tables(self, rotary: Rotary, dtype: torch.dtype) -> tuple[Float[Tensor, "b s p"], Float[Tensor, "b s p"]]:
+    def rotary_tables(
+        self, rotary: Rotary, dtype: torch.dtype
+    ) -> tuple[Float[Tensor, "b s p"], Float[Tensor, "b s p"]]:
         """Return cosines and sines for this rotary embedding, in fp32 or wider."""
         wide = torch.promote_types(dtype, torch.float32)
 
@@ -171,14 +199,16 @@ class SequenceLayout:
         return self.documents is not None or self.padding_B is not None
 
     def mask(self, window: int | None) -> Bool[Tensor, "b 1 s t"]:
-        """Return which queries (rows) attend to which keys, as (B or 1, 1, 1 + S, 1 + T), where T = S without a cache; row and column 0 are
-        for a sink, to which all queries attend."""
+        """Return which queries (rows) attend to which keys, as (B or 1, 1, 1 + S, 1 + T), where T =
+        S without a cache; row and column 0 are for a sink, to which all queries attend."""
         window = self._effective(window)
 
         def make() -> Tensor:
             key_T = torch.arange(self.start + self.length, device=self.device)
             batch_B = torch.arange(self.batch if self._rows_differ() else 1, device=self.device)
-            seen_BST = self._sees(window)(batch_B[:, None, None], 0, key_T[self.start :, None], key_T)
+            seen_BST = self._sees(window)(
+                batch_B[:, None, None], 0, key_T[self.start :, None], key_T
+            )
             mask_BST = F.pad(seen_BST.expand(len(batch_B), -1, -1), (1, 0, 1, 0))
             mask_BST[..., 0] = True
             return mask_BST.unsqueeze(1)
@@ -192,21 +222,27 @@ class SequenceLayout:
         def make() -> BlockMask:
             create = for_device(create_block_mask, self.device)
             batch = self.batch if self._rows_differ() else None
-            return create(self._sees(window), batch, None, self.length, self.length, device=self.device)
+            return create(
+                self._sees(window), batch, None, self.length, self.length, device=self.device
+            )
 
         return self._once(("blocks", window), make)
 
     def _sees(self, window: int | None) -> Callable[..., Tensor]:
-        """Return flex attention's predicate of (batch, head, query, key). It consists of lambdas, because flex attention counts the
-        arguments, which the wrapper of a type-checked function would hide.
+        """Return flex attention's predicate of (batch, head, query, key). It consists of lambdas,
+        because flex attention counts the arguments, which the wrapper of a type-checked function
+        would hide.
 
-        A padding slot attends only to itself, so that its output is finite, and no other slot attends to it."""
+        A padding slot attends only to itself, so that its output is finite, and no other slot
+        attends to it."""
         rules: list[Callable[..., Tensor]] = [lambda batch, head, query, key: key <= query]
         if window is not None:
             rules.append(lambda batch, head, query, key: key > query - window)
         documents, padding_B = self.documents, self.padding_B
         if documents is not None:
-            rules.append(lambda batch, head, query, key: documents[batch, query] == documents[batch, key])
+            rules.append(
+                lambda batch, head, query, key: documents[batch, query] == documents[batch, key]
+            )
         if padding_B is None:
             return and_masks(*rules)
         rules.append(lambda batch, head, query, key: key >= padding_B[batch])
@@ -228,25 +264,36 @@ def _padding_at(padding_BS: Bool[Tensor, "b s"], device: torch.device) -> Paddin
 
 
 def check_boundaries(cu_seqlens: Tensor, num_tokens: int) -> None:
-    """Raise TypeError or ValueError unless these are boundaries of documents with this number of tokens in total."""
+    """Raise TypeError or ValueError unless these are boundaries of documents with this number of
+    tokens in total."""
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"cu_seqlens is {cu_seqlens.dtype}: it must be int32 or int64, the boundaries of the documents")
+        raise TypeError(
+            f"cu_seqlens is {cu_seqlens.dtype}: it must be int32 or int64, the boundaries of the "
+            "documents"
+        )
     if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
-        raise ValueError(f"cu_seqlens has shape {tuple(cu_seqlens.shape)}: it must be one row of two or more boundaries, 0 to {num_tokens}")
+        raise ValueError(
+            f"cu_seqlens has shape {tuple(cu_seqlens.shape)}: it must be one row of two or more "
+            f"boundaries, 0 to {num_tokens}"
+        )
     bounds = cu_seqlens.cpu()
     if bounds[0] != 0 or bounds[-1] != num_tokens:
         raise ValueError(
-            f"cu_seqlens goes from {bounds[0]} to {bounds[-1]}: it must go from 0 to batch * length = {num_tokens}, "
+            f"cu_seqlens goes from {bounds[0]} to {bounds[-1]}: it must go from 0 to batch * "
+            f"length = {num_tokens}, "
             "so that every token is in a document"
         )
     falls = (bounds.diff() < 0).nonzero()
     if len(falls):
         at = int(falls[0])
-        raise ValueError(f"cu_seqlens falls from {bounds[at]} to {bounds[at + 1]} at entry {at + 1}: boundaries must ascend")
+        raise ValueError(
+            f"cu_seqlens falls from {bounds[at]} to {bounds[at + 1]} at entry {at + 1}: boundaries "
+            "must ascend"
+        )
 
 
 @functools.cache
 def for_device(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """Compile a function of flex attention on CUDA, where it would otherwise allocate (S, S) tensors. On other devices its compiled form
-    has no backward."""
+    """Compile a function of flex attention on CUDA, where it would otherwise allocate (S, S)
+    tensors. On other devices its compiled form has no backward."""
     return torch.compile(function) if is_gpu(device) else function

@@ -1,4 +1,5 @@
-"""Matrix optimizers as ordinary torch optimizers: the SOAP family, Muon, SOAP-Muon, AdamW, and rules of your own. Requires torch only."""
+"""Matrix optimizers as ordinary torch optimizers: the SOAP family, Muon, SOAP-Muon, AdamW, and
+rules of your own. Requires torch only."""
 
 from lather.optim import functional as functional
 from lather.optim import schedules as schedules

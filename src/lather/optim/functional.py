@@ -1,11 +1,22 @@
-"""Building blocks of the optimizers, for use in your own: pure functions, except where their docstrings say "in place".
+"""Building blocks of the optimizers, for use in your own: pure functions, except where their
+docstrings say "in place".
 
 All take tensors with a leading batch dim and run on CPU and CUDA.
 """
 
 from lather.kernels.adam_in_basis import adam_in_basis as adam_update
-from lather.optim.linalg.eigenbasis import get_eigenbasis_eigh, get_eigenbasis_qr, get_eigenbasis_svd, update_eigenbasis_and_momentum
-from lather.optim.linalg.kronecker import init_kronecker_factors, precondition, update_kronecker_factors, update_kronecker_factors_kl
+from lather.optim.linalg.eigenbasis import (
+    get_eigenbasis_eigh,
+    get_eigenbasis_qr,
+    get_eigenbasis_svd,
+    update_eigenbasis_and_momentum,
+)
+from lather.optim.linalg.kronecker import (
+    init_kronecker_factors,
+    precondition,
+    update_kronecker_factors,
+    update_kronecker_factors_kl,
+)
 from lather.optim.linalg.newton_schulz import orthogonalize
 
 __all__ = [

@@ -131,13 +131,13 @@ def parameter_groups(
     `parameters_by_kind`, with the same names, tells which parameters are in which group, by which
     rule, and what it warns of; `print(describe_parameters(model))` shows it. Matrices keep their
     shape; to those of three dims and more (convolutions) Muon and SOAPMuon give AdamW's step, at
-    the rate of the matrices. Experts have `matrix_layout=expert_layout`: "per_expert", or "stacked" for `StackedSOAP`.
-    Embeddings, heads, norms and biases have `rest_rule`: "adamw", or "embedding_soap", which learns
-    faster from small batches; and the learning rate `rest_lr`, or that of the optimizer if it is
-    None. (docs/optimizers.md has good rates.) In rules with bases, only the smaller side of a
-    matrix has one if the other is more than 8 times as long (`sides="auto"`): both sides of a
-    4096 x 8 LoRA matrix would need 1,026 times the memory of its weights. Frozen parameters are in
-    their groups and take no step until they have gradients.
+    the rate of the matrices. Experts have `matrix_layout=expert_layout`: "per_expert", or "stacked"
+    for `StackedSOAP`. Embeddings, heads, norms and biases have `rest_rule`: "adamw", or
+    "embedding_soap", which learns faster from small batches; and the learning rate `rest_lr`, or
+    that of the optimizer if it is None. (docs/optimizers.md has good rates.) In rules with bases,
+    only the smaller side of a matrix has one if the other is more than 8 times as long
+    (`sides="auto"`): both sides of a 4096 x 8 LoRA matrix would need 1,026 times the memory of its
+    weights. Frozen parameters are in their groups and take no step until they have gradients.
 
     Empty groups are left out. Groups contain the names of their parameters, which error messages
     then show.

@@ -21,11 +21,12 @@ def state_bytes(
     dtype: torch.dtype = torch.float32,
     **options: Any,
 ) -> int:
-    """Return the exact bytes of optimizer state of a parameter of `shape`, including the step counter.
+    """Return the exact bytes of optimizer state of a parameter of `shape`, including the step
+    counter.
 
-    `optimizer` is an optimizer (SOAP, Muon, ...) or the class of a rule; `options` are those of its options that differ from the defaults,
-    of which layout, sides and dtypes matter. `dtype` is that of the parameter, on which the state
-    depends if `state_dtype` is None.
+    `optimizer` is an optimizer (SOAP, Muon, ...) or the class of a rule; `options` are those of its
+    options that differ from the defaults, of which layout, sides and dtypes matter. `dtype` is that
+    of the parameter, on which the state depends if `state_dtype` is None.
 
     Raises:
         ValueError: for an option that the optimizer does not have, or that is out of range.
@@ -33,6 +34,9 @@ def state_bytes(
     rule = optimizer if issubclass(optimizer, Rule) else optimizer.rule
     known = options_of(rule)
     if unknown := sorted(set(options) - set(known)):
-        raise ValueError(f"unknown option {unknown[0]!r} of {optimizer.__name__}; known options: {', '.join(sorted(known))}")
+        raise ValueError(
+            f"unknown option {unknown[0]!r} of {optimizer.__name__}; known options: "
+            f"{', '.join(sorted(known))}"
+        )
     own = rule_for_dtype(rule(**{"lr": 1e-3, **options}), dtype)
     return layout_of(tuple(map(operator.index, shape)), own).state_bytes()

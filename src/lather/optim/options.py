@@ -1,9 +1,9 @@
 """Options of rules: their types, with the range of valid values, and their documentation.
 
-A rule is a dataclass, and a field of it defines an option completely: its name, its type with the range, its default, and its documentation
-in the string under it. From the fields come the conversion to plain values and the checks at
-construction, the documentation of the optimizers, `[optim]` of the trainer, `--help` and the tables
-in docs/.
+A rule is a dataclass, and a field of it defines an option completely: its name, its type with the
+range, its default, and its documentation in the string under it. From the fields come the
+conversion to plain values and the checks at construction, the documentation of the optimizers,
+`[optim]` of the trainer, `--help` and the tables in docs/.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ def holds(condition: Callable[..., Any], *values: Any) -> bool:
 
 def is_number(value: Any, minimum: float = 0.0, below: float = math.inf) -> bool:
     """Whether the plain value is an int or float, no bool, and finite, in [minimum, below)."""
-    is_finite = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    is_finite = (
+        isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    )
     return is_finite and minimum <= value < below
 
 
@@ -57,7 +59,11 @@ def at_least(minimum: int, more: str = "") -> Range:
 
 
 def _is_pair(betas: Any) -> bool:
-    return isinstance(betas, tuple | list) and len(betas) == 2 and all(is_number(beta, below=1.0) for beta in betas)
+    return (
+        isinstance(betas, tuple | list)
+        and len(betas) == 2
+        and all(is_number(beta, below=1.0) for beta in betas)
+    )
 
 
 def _is_rate(lr: Any) -> bool:
@@ -68,7 +74,9 @@ def _is_state_dtype(value: Any) -> bool:
     if value is None:
         return True
     if isinstance(value, Mapping):
-        return set(value) <= {"moments", "bases"} and all(dtype in (torch.float32, torch.bfloat16) for dtype in value.values())
+        return set(value) <= {"moments", "bases"} and all(
+            dtype in (torch.float32, torch.bfloat16) for dtype in value.values()
+        )
     return value in (torch.float32, torch.float64, torch.bfloat16)
 
 
@@ -80,13 +88,19 @@ Betas = Annotated[tuple[float, float], Range("two numbers in [0, 1)", _is_pair)]
 Count = Annotated[int, at_least(1)]
 Steps = Annotated[int, at_least(0)]
 Interval = Annotated[
-    int | Callable[[int], int], Range("an integer >= 1 or a callable of the step", lambda f: callable(f) or is_count(f, 1))
+    int | Callable[[int], int],
+    Range("an integer >= 1 or a callable of the step", lambda f: callable(f) or is_count(f, 1)),
 ]
 Scale = Annotated[
     str | float,
-    Range("'match_rms_adamw', 'spectral' or a number > 0", lambda s: s in ("match_rms_adamw", "spectral") or (is_number(s) and s > 0)),
+    Range(
+        "'match_rms_adamw', 'spectral' or a number > 0",
+        lambda s: s in ("match_rms_adamw", "spectral") or (is_number(s) and s > 0),
+    ),
 ]
-Bytes = Annotated[int | None, Range("an integer >= 1 or None", lambda size: size is None or is_count(size, 1))]
+Bytes = Annotated[
+    int | None, Range("an integer >= 1 or None", lambda size: size is None or is_count(size, 1))
+]
 Precision = Literal["auto", "highest", "high", "medium"]
 BY_PART = "{'moments': dtype, 'bases': dtype} of fp32 or bf16"
 """The value of `state_dtype` that sets the dtype of each part, in words."""
@@ -125,7 +139,8 @@ def name_of(rule: type) -> str:
 
 
 def options_of(rule: type) -> dict[str, Option]:
-    """Return the options of a rule by name, in the order of its fields, without `tp_group`, which parameter groups cannot set."""
+    """Return the options of a rule by name, in the order of its fields, without `tp_group`, which
+    parameter groups cannot set."""
     return _options_of(rule)
 
 
@@ -141,7 +156,8 @@ def _options_of(rule: type) -> dict[str, Option]:
 
 
 def _annotations(rule: type) -> dict[str, Any]:
-    """Return the types of the fields by name. `typing.get_type_hints` would evaluate a lambda in a range without its module's names."""
+    """Return the types of the fields by name. `typing.get_type_hints` would evaluate a lambda in a
+    range without its module's names."""
     found = {}
     for cls in reversed(rule.__mro__):
         names = vars(sys.modules[cls.__module__])
@@ -177,18 +193,25 @@ def check(rule: Any) -> None:
         value = getattr(rule, name, 0.0)
         if max(value if isinstance(value, tuple | list) else (value,)) > MAX_BF16_BETA:
             raise ValueError(
-                f"{name}={value!r} with bf16 moments: a moment that decays by less than 1 part in 256 per step is rounded back to "
-                f"what it was. Give {name} up to {MAX_BF16_BETA}, or keep the moments in fp32: state_dtype={{'bases': torch.bfloat16}}"
+                f"{name}={value!r} with bf16 moments: a moment that decays by less than 1 part in "
+                "256 per step is rounded back to "
+                f"what it was. Give {name} up to {MAX_BF16_BETA}, or keep the moments in fp32: "
+                f"state_dtype={{'bases': torch.bfloat16}}"
             )
 
 
 def documentation_of(rule: type) -> dict[str, str]:
-    """Return the string under the field of each option; empty if the source code is not available. Parsing the source is slow."""
+    """Return the string under the field of each option; empty if the source code is not available.
+    Parsing the source is slow."""
     found = {}
     for cls in reversed(rule.__mro__):
-        for field_and_string in itertools.pairwise(_classes_of(cls.__module__).get(cls.__qualname__, [])):
+        for field_and_string in itertools.pairwise(
+            _classes_of(cls.__module__).get(cls.__qualname__, [])
+        ):
             match field_and_string:
-                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(
+                    value=ast.Constant(value=str(text))
+                ):
                     found[name] = " ".join(text.split())
     return found
 

@@ -1,13 +1,17 @@
-"""The contract of a rule: everything that a researcher must know about the engine to write an optimizer.
+"""The contract of a rule: everything that a researcher must know about the engine to write an
+optimizer.
 
-A rule is a frozen dataclass. Its fields are its options (`lather.optim.options`); its methods are the mathematics, on batches of matrices
-of equal shape: a gradient g is (B, m, n), an entry of the state (B, ...). The methods never see a parameter, a rank, a stored dtype or a
-bucket, and work in fp32 (in fp64 if the state is). A step calls `statistics`, `refresh`, `update` in this order if the rule
-`refreshes_first`, otherwise `statistics`, `update`, `refresh`; it leaves out those that the rule does not define. The engine then changes
-the weights, W = (1 - decay) W - lr U, and implements all options that `Rule` itself has.
+A rule is a frozen dataclass. Its fields are its options (`lather.optim.options`); its methods are
+the mathematics, on batches of matrices of equal shape: a gradient g is (B, m, n), an entry of the
+state (B, ...). The methods never see a parameter, a rank, a stored dtype or a bucket, and work in
+fp32 (in fp64 if the state is). A step calls `statistics`, `refresh`, `update` in this order if the
+rule `refreshes_first`, otherwise `statistics`, `update`, `refresh`; it leaves out those that the
+rule does not define. The engine then changes the weights, W = (1 - decay) W - lr U, and implements
+all options that `Rule` itself has.
 
     Rule              any rule; it must define `state` and `update`
-    RefreshingRule    a rule with bases, roots or the like that are refreshed only every few steps; it must also define `dims` and `refresh`
+    RefreshingRule    a rule with bases, roots or the like that are refreshed only every few steps;
+                      it must also define `dims` and `refresh`
 """
 
 from __future__ import annotations
@@ -32,7 +36,8 @@ Tensors = Sequence[Tensor]
 
 @dataclass(frozen=True)
 class Matrix:
-    """One of the matrices of equal shape that a parameter consists of, as the methods of a rule receive it."""
+    """One of the matrices of equal shape that a parameter consists of, as the methods of a rule
+    receive it."""
 
     shape: tuple[int, ...]
     """Shape, usually (m, n); () or (n,) for scalars and vectors, more dims for a tensor."""
@@ -55,23 +60,30 @@ class Entry:
 
     shape: tuple[int, ...]
     kind: Literal["moment", "basis", "statistic"] = "statistic"
-    """Part of `state_dtype` that sets the dtype: "moment" (which has the shape of the matrix) or "basis"; a statistic is at least fp32."""
+    """Part of `state_dtype` that sets the dtype: "moment" (which has the shape of the matrix) or
+    "basis"; a statistic is at least fp32."""
     initial: float | None = 0.0
     """Value before the first step; None: the identity matrix."""
 
 
 class State(dict[str, Tensor]):
-    """The optimizer state of a batch of matrices: name -> entry (B, ...), which a rule changes in place."""
+    """The optimizer state of a batch of matrices: name -> entry (B, ...), which a rule changes in
+    place."""
 
     active: Tensor | None = None
-    """Indices of the matrices with a gradient if some are experts without tokens, whose statistics must not change; otherwise None."""
+    """Indices of the matrices with a gradient if some are experts without tokens, whose statistics
+    must not change; otherwise None."""
     weights: Tensor | None = None
     """Weights W (B, ...), for reading, if the rule `couples_decay`; otherwise None."""
 
     def by_dim(self, name: str) -> dict[int, Tensor]:
         """Return those of the entries `name_0`, `name_1`, ... that exist, by dim."""
         start = len(name) + 1
-        return {int(key[start:]): x for key, x in self.items() if key.startswith(name) and key[start:].isdigit()}
+        return {
+            int(key[start:]): x
+            for key, x in self.items()
+            if key.startswith(name) and key[start:].isdigit()
+        }
 
 
 @dataclass(frozen=True)
@@ -79,11 +91,13 @@ class Due:
     """The matrices whose bases a step refreshes."""
 
     who: Literal["nobody", "everybody", "interval"]
-    """interval: the matrices whose interval ends at this step; with `stagger_refresh` intervals end at different steps."""
+    """interval: the matrices whose interval ends at this step; with `stagger_refresh` intervals end
+    at different steps."""
     every: int = 1
     """The interval in steps."""
     first: bool = False
-    """Whether these are the first bases: experts without tokens get one, too, and no basis is skipped because it still fits."""
+    """Whether these are the first bases: experts without tokens get one, too, and no basis is
+    skipped because it still fits."""
 
 
 NOBODY = Due("nobody")
@@ -97,13 +111,16 @@ class Rule:
     """Learning rate; a one-element tensor is allowed."""
     _: KW_ONLY
     weight_decay_method: Literal["decoupled", "independent", "palm", "l2"] = "decoupled"
-    """decoupled: W -= lr wd W; independent: W -= wd W; palm: W -= lr^2 wd W; l2: wd W is added to the gradient."""
+    """decoupled: W -= lr wd W; independent: W -= wd W; palm: W -= lr^2 wd W; l2: wd W is added to
+    the gradient."""
     keep_norm: bool = False
-    """Keep every matrix W at the Frobenius norm that it had at its first step (hyperball): scale the update to that norm, and W back to it
-    after the step. Weight decay is then off. Vectors, and matrices that start at zero, are not scaled."""
+    """Keep every matrix W at the Frobenius norm that it had at its first step (hyperball): scale
+    the update to that norm, and W back to it after the step. Weight decay is then off. Vectors, and
+    matrices that start at zero, are not scaled."""
     matrix_layout: Literal["tensor", "per_expert", "stacked"] = "tensor"
-    """Layout of a parameter of 3 dims or more. tensor: one tensor; per_expert: a batch of independent matrices along the leading dim;
-    stacked: a stack (b, m, n) is one matrix, (m, b*n) if n <= m, otherwise (b*m, n)."""
+    """Layout of a parameter of 3 dims or more. tensor: one tensor; per_expert: a batch of
+    independent matrices along the leading dim; stacked: a stack (b, m, n) is one matrix, (m, b*n)
+    if n <= m, otherwise (b*m, n)."""
     maximize: bool = False
     """Maximize the objective instead of minimizing it."""
     nonfinite: Literal["raise", "skip", "ignore"] = "raise"
@@ -115,29 +132,37 @@ class Rule:
     bfloat16 is for moments and bases only: statistics and arithmetic stay fp32. {"moments": dtype}
     or {"bases": dtype} sets one of the two. As text: "float64", "moments=bfloat16"."""
     max_state_bytes: Bytes = None
-    """Largest state of a parameter in bytes; a parameter that needs more is refused. None: no limit."""
+    """Largest state of a parameter in bytes; a parameter that needs more is refused. None: no
+    limit."""
     batched: bool = True
-    """Update matrices of equal shape as one batch. Off: one at a time, with the same result up to rounding."""
+    """Update matrices of equal shape as one batch. Off: one at a time, with the same result up to
+    rounding."""
     bucket_bytes: Bytes = None
-    """Limit on the temporary memory of a step in bytes; one matrix is updated even if it needs more. None: 256 MiB on a CPU, 4 GiB on a
-    GPU."""
+    """Limit on the temporary memory of a step in bytes; one matrix is updated even if it needs
+    more. None: 256 MiB on a CPU, 4 GiB on a GPU."""
     num_streams: Count = 1
     """Number of CUDA streams that share the batches of a step."""
     fp32_matmul_prec: Precision = "auto"
-    """fp32 matmul precision of statistics and updates, by torch's names. auto: high (TF32) on a GPU, highest on a CPU."""
+    """fp32 matmul precision of statistics and updates, by torch's names. auto: high (TF32) on a
+    GPU, highest on a CPU."""
     ownership: Literal["whole", "replicated"] = "whole"
-    """Division of the work on a parameter that is spread over ranks. whole: one rank owns a matrix, keeps its state and computes its
-    update; replicated: every rank keeps some rows of the state, gathers the others in each step and computes the same update. That is for
-    state that does not fit on one rank."""
+    """Division of the work on a parameter that is spread over ranks. whole: one rank owns a matrix,
+    keeps its state and computes its update; replicated: every rank keeps some rows of the state,
+    gathers the others in each step and computes the same update. That is for state that does not
+    fit on one rank."""
     tp_group: Any = field(default=None, metadata={"group": False}, repr=False, compare=False)
-    """Process group of tensor-parallel shards that are plain tensors, for the whole optimizer; their groups have a `partition_dim`."""
+    """Process group of tensor-parallel shards that are plain tensors, for the whole optimizer;
+    their groups have a `partition_dim`."""
 
     name: ClassVar[str] = ""
-    """Name under which the rule is registered; empty for a rule outside of the package, whose name is `module:Class`."""
+    """Name under which the rule is registered; empty for a rule outside of the package, whose name
+    is `module:Class`."""
     moment_decays: ClassVar[tuple[str, ...]] = ("betas", "momentum")
-    """Names of the options that are decay rates of moments; bf16 moments limit them (`lather.optim.options.MAX_BF16_BETA`)."""
+    """Names of the options that are decay rates of moments; bf16 moments limit them
+    (`lather.optim.options.MAX_BF16_BETA`)."""
     elementwise: ClassVar[bool] = False
-    """Whether each element of an update depends on that element alone; parameters of all shapes then share batches."""
+    """Whether each element of an update depends on that element alone; parameters of all shapes
+    then share batches."""
     refreshes_first: ClassVar[bool] = False
     """Whether a step refreshes the bases before its update, instead of after it."""
 
@@ -149,50 +174,70 @@ class Rule:
         """dtype of each kind of entry of the state. That of statistics is also the dtype of all
         arithmetic: fp64 if moments or bases are (`rule_for_dtype`), otherwise fp32."""
         given: Any = self.state_dtype or torch.float32
-        both = [given.get(part, torch.float32) for part in ("moments", "bases")] if isinstance(given, Mapping) else [given, given]
-        return {"moment": both[0], "basis": both[1], "statistic": torch.float64 if torch.float64 in both else torch.float32}
+        both = (
+            [given.get(part, torch.float32) for part in ("moments", "bases")]
+            if isinstance(given, Mapping)
+            else [given, given]
+        )
+        return {
+            "moment": both[0],
+            "basis": both[1],
+            "statistic": torch.float64 if torch.float64 in both else torch.float32,
+        }
 
     @property
     def compute_dtype(self) -> torch.dtype:
         """dtype of all arithmetic and of statistics."""
         return self.dtypes["statistic"]
 
-    # --- what a rule provides ---------------------------------------------------------------------------------------------------------
+    # --- what a rule provides ---------------------------------------------------------------------
 
     def state(self, matrix: Matrix) -> dict[str, Entry]:
-        """Return the entries of the optimizer state of a matrix by name, without `step`, which every parameter has."""
+        """Return the entries of the optimizer state of a matrix by name, without `step`, which
+        every parameter has."""
         raise NotImplementedError
 
     def update(self, g: Tensor, s: State, t: int) -> Tensor:
-        """Return the update U (B, m, n), without lr. Change moments in place, but not g. t is 1 at the first gradient."""
+        """Return the update U (B, m, n), without lr. Change moments in place, but not g. t is 1 at
+        the first gradient."""
         raise NotImplementedError
 
     def statistics(self, g: Tensor, s: State, t: int) -> None:
-        """Add g to the statistics from which bases are refreshed, in place, for the matrices `s.active` alone."""
+        """Add g to the statistics from which bases are refreshed, in place, for the matrices
+        `s.active` alone."""
 
     def on(self, matrix: Matrix) -> Rule:
-        """Return the rule for this matrix: this rule, or another one for matrices that this one cannot handle (vectors, for example)."""
+        """Return the rule for this matrix: this rule, or another one for matrices that this one
+        cannot handle (vectors, for example)."""
         return self
 
     def on_vectors(self) -> Rule:
-        """Return the rule for parameters without a matrix, such as vectors; a group with `rule="adamw"` takes its defaults from it."""
+        """Return the rule for parameters without a matrix, such as vectors; a group with
+        `rule="adamw"` takes its defaults from it."""
         return self
 
     def dims(self, matrix: Matrix) -> tuple[int, ...]:
-        """Return the dims of the matrix that have a basis, ascending. Each is refreshed separately. Only a `RefreshingRule` has any."""
+        """Return the dims of the matrix that have a basis, ascending. Each is refreshed separately.
+        Only a `RefreshingRule` has any."""
         return ()
 
-    def step_whole(self, weights: Tensors, grads: Tensors, states: Mapping[str, Tensors], t: int, lr: float) -> bool:
+    def step_whole(
+        self, weights: Tensors, grads: Tensors, states: Mapping[str, Tensors], t: int, lr: float
+    ) -> bool:
         """Take the step of contiguous tensors in place if a kernel can; return whether it did."""
         return False
 
     def cost(self, matrix: Matrix) -> float:
-        """Return the flops of a step, in relation to those of other matrices: the engine balances the work of the ranks by it."""
+        """Return the flops of a step, in relation to those of other matrices: the engine balances
+        the work of the ranks by it."""
         dims = self.dims(matrix)
         without = matrix.numel * (min(matrix.shape) if matrix.is_matrix else 1)
-        return float(sum(matrix.shape[dim] ** 3 + matrix.numel * matrix.shape[dim] for dim in dims) or without)
+        return float(
+            sum(matrix.shape[dim] ** 3 + matrix.numel * matrix.shape[dim] for dim in dims)
+            or without
+        )
 
-    # --- weight decay: fields `weight_decay` (a number) and `weight_decay_method` -------------------------------------------------------
+    # --- weight decay: fields `weight_decay` (a number) and `weight_decay_method` -----------------
 
     @property
     def weight_decay(self) -> float:
@@ -201,52 +246,77 @@ class Rule:
 
     @property
     def couples_decay(self) -> bool:
-        """Whether weight decay is added to the gradient; `State.weights`, which `decayed` reads, are then set."""
+        """Whether weight decay is added to the gradient; `State.weights`, which `decayed` reads,
+        are then set."""
         return bool(self.weight_decay) and self.weight_decay_method == "l2" and not self.keep_norm
 
     def decayed(self, g: Tensor, s: State) -> Tensor:
         """Return g + wd W if weight decay is coupled, otherwise g."""
-        return g if s.weights is None or not self.couples_decay else g.add(s.weights, alpha=self.weight_decay)
+        return (
+            g
+            if s.weights is None or not self.couples_decay
+            else g.add(s.weights, alpha=self.weight_decay)
+        )
 
     def decay(self, lr: float) -> float:
         """Return the fraction of W that decoupled weight decay subtracts in a step."""
-        share = {"decoupled": lr, "independent": 1.0, "palm": lr * lr, "l2": 0.0}[self.weight_decay_method]
+        share = {"decoupled": lr, "independent": 1.0, "palm": lr * lr, "l2": 0.0}[
+            self.weight_decay_method
+        ]
         return 0.0 if self.keep_norm else share * float(self.weight_decay)
 
     def turned_into(self, rule: type[R], **options: Any) -> R:
-        """Return a rule of another class with this rule's values of the options that both have, except for those given in `options`."""
+        """Return a rule of another class with this rule's values of the options that both have,
+        except for those given in `options`."""
         own = {one.name for one in fields(self)}
-        return rule(**{**{one.name: getattr(self, one.name) for one in fields(rule) if one.name in own}, **options})
+        return rule(
+            **{
+                **{one.name: getattr(self, one.name) for one in fields(rule) if one.name in own},
+                **options,
+            }
+        )
 
 
 @dataclass(frozen=True)
 class RefreshingRule(Rule):
-    """Base class of rules with bases, or something like them, that are refreshed for each dim separately, and not at every step."""
+    """Base class of rules with bases, or something like them, that are refreshed for each dim
+    separately, and not at every step."""
 
     _: KW_ONLY
     precondition_frequency: Interval = 1
-    """Steps between refreshes. In Python it may also be a function of the step (`lather.optim.schedules`)."""
+    """Steps between refreshes. In Python it may also be a function of the step
+    (`lather.optim.schedules`)."""
     precondition_warmup_steps: Steps = 0
     """Number of steps at the start of the run in each of which bases are refreshed."""
     stagger_refresh: bool = False
-    """Distribute the refreshes over the steps of an interval, so that every step costs about the same."""
+    """Distribute the refreshes over the steps of an interval, so that every step costs about the
+    same."""
     stagger_first: bool = False
-    """With `stagger_refresh`: distribute the first refreshes over an interval, too; until then a matrix has the identity as basis."""
+    """With `stagger_refresh`: distribute the first refreshes over an interval, too; until then a
+    matrix has the identity as basis."""
     async_refresh: bool = False
-    """Refresh on a CUDA side stream during the next forward and backward pass. Refreshes then always come after the update, on every
-    device: KL-SOAP and other rules that otherwise refresh before the update give different results with this option."""
+    """Refresh on a CUDA side stream during the next forward and backward pass. Refreshes then
+    always come after the update, on every device: KL-SOAP and other rules that otherwise refresh
+    before the update give different results with this option."""
     qr_fp32_matmul_prec: Literal["highest", "high", "medium"] = "highest"
-    """fp32 matmul precision of refreshes, by torch's names. In TF32 (high), small eigenvalues and orthonormality are lost."""
+    """fp32 matmul precision of refreshes, by torch's names. In TF32 (high), small eigenvalues and
+    orthonormality are lost."""
 
     @property
     def first_refresh(self) -> int:
-        """The step that computes the first bases; with `stagger_first`, the first step that computes some of them."""
+        """The step that computes the first bases; with `stagger_first`, the first step that
+        computes some of them."""
         return 1
 
     def due(self, t: int) -> Due:
-        """Return which matrices step t refreshes. Raises ValueError if `precondition_frequency` gives no integer >= 1."""
+        """Return which matrices step t refreshes. Raises ValueError if `precondition_frequency`
+        gives no integer >= 1."""
         since = t - self.first_refresh
-        is_spread = self.stagger_refresh and self.stagger_first and self.first_refresh >= self.precondition_warmup_steps
+        is_spread = (
+            self.stagger_refresh
+            and self.stagger_first
+            and self.first_refresh >= self.precondition_warmup_steps
+        )
         if since < 0:
             return NOBODY
         if since == 0 and not is_spread:
@@ -255,28 +325,41 @@ class RefreshingRule(Rule):
         if callable(f):
             f = as_count(f(t))
             if not is_count(f, 1):
-                raise ValueError(f"precondition_frequency gives {f!r} for step {t}: it must give an integer >= 1")
+                raise ValueError(
+                    f"precondition_frequency gives {f!r} for step {t}: it must give an integer >= 1"
+                )
         if t <= self.precondition_warmup_steps:
             return Due("everybody")
-        return Due("interval", f, first=is_spread and since < f) if self.stagger_refresh or t % f == 0 else NOBODY
+        return (
+            Due("interval", f, first=is_spread and since < f)
+            if self.stagger_refresh or t % f == 0
+            else NOBODY
+        )
 
     def refresh(self, s: State, dim: int, method: str, first: bool) -> Tensor | None:
-        """Refresh the basis of dim `dim` in place, and rotate the state that is kept in its coordinates. Return which matrices failed (B,),
-        whose state must be unchanged, or None if a refresh cannot fail."""
+        """Refresh the basis of dim `dim` in place, and rotate the state that is kept in its
+        coordinates. Return which matrices failed (B,), whose state must be unchanged, or None if a
+        refresh cannot fail."""
         raise NotImplementedError
 
     def methods(self, first: bool) -> tuple[str, ...]:
-        """Return the names of the refresh methods in the order in which the engine tries them: each on the matrices that failed before."""
+        """Return the names of the refresh methods in the order in which the engine tries them: each
+        on the matrices that failed before."""
         return ("",)
 
     def fits(self, s: State, dim: int) -> Tensor | None:
-        """Return which matrices (B,) need no refresh of this dim now, or None if all are to be refreshed."""
+        """Return which matrices (B,) need no refresh of this dim now, or None if all are to be
+        refreshed."""
         return None
 
     def refresh_cost(self, matrix: Matrix) -> float:
-        """Return the flops of one refresh of a matrix, to first order; `stagger_refresh` distributes refreshes by it."""
+        """Return the flops of one refresh of a matrix, to first order; `stagger_refresh`
+        distributes refreshes by it."""
         dims = self.dims(matrix)
-        return sum((2 + 8 / 3) * matrix.shape[dim] ** 3 + 4 * matrix.shape[dim] * matrix.numel for dim in dims)
+        return sum(
+            (2 + 8 / 3) * matrix.shape[dim] ** 3 + 4 * matrix.shape[dim] * matrix.numel
+            for dim in dims
+        )
 
 
 def rms(u: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""Agreement between ranks on Python objects: work that one rank does for all, and errors that all ranks raise."""
+"""Agreement between ranks on Python objects: work that one rank does for all, and errors that all
+ranks raise."""
 
 from __future__ import annotations
 
@@ -17,13 +18,15 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def errors_on_all_ranks(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Wait at the end of the block for all ranks. If any rank raises inside, every rank raises: its own error, or else that of the lowest
-    rank that has one.
+    """Wait at the end of the block for all ranks. If any rank raises inside, every rank raises: its
+    own error, or else that of the lowest rank that has one.
 
-    Use it for work of some ranks on which others depend, such as writing a file. `group` is the mesh's `control_group`, on which ranks may
-    wait as long as the work takes; None: a single process. The launcher deals with ranks that die.
+    Use it for work of some ranks on which others depend, such as writing a file. `group` is the
+    mesh's `control_group`, on which ranks may wait as long as the work takes; None: a single
+    process. The launcher deals with ranks that die.
 
-    The block must not wait for another rank: one that has failed is already at the end of the block.
+    The block must not wait for another rank: one that has failed is already at the end of the
+    block.
     """
     if group is None:
         yield
@@ -43,8 +46,8 @@ def errors_on_all_ranks(group: dist.ProcessGroup | None) -> Iterator[None]:
 
 
 def broadcast(value: T, group: dist.ProcessGroup | None) -> T:
-    """Return rank 0's value on all ranks of `group`, for values that ranks might see differently, such as the entries of a slow file
-    system."""
+    """Return rank 0's value on all ranks of `group`, for values that ranks might see differently,
+    such as the entries of a slow file system."""
     if group is None:
         return value
     values = [value]
@@ -56,7 +59,9 @@ def gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
     """Return the values of all ranks of `group` on rank 0, and an empty list on the others."""
     if group is None:
         return [value]
-    values: list[T | None] = [None] * dist.get_world_size(group) if dist.get_rank(group) == 0 else []
+    values: list[T | None] = (
+        [None] * dist.get_world_size(group) if dist.get_rank(group) == 0 else []
+    )
     dist.gather_object(value, values or None, group=group, group_dst=0)
     return cast(list[T], values)
 
@@ -72,7 +77,8 @@ def scatter(values: Sequence[T], group: dist.ProcessGroup | None) -> T:
 
 
 def on_rank_0(work: Callable[[], T], group: dist.ProcessGroup | None) -> T:
-    """Do the work on rank 0 alone and return its result on all ranks of `group`; if it raises there, all ranks raise."""
+    """Do the work on rank 0 alone and return its result on all ranks of `group`; if it raises
+    there, all ranks raise."""
     if group is None:
         return work()
     found: T | None = None
@@ -83,7 +89,8 @@ def on_rank_0(work: Callable[[], T], group: dist.ProcessGroup | None) -> T:
 
 
 def _portable(error: Exception) -> Exception:
-    """Return the error in a form that can be sent: not every exception can be pickled and unpickled."""
+    """Return the error in a form that can be sent: not every exception can be pickled and
+    unpickled."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

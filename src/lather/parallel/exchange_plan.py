@@ -1,15 +1,15 @@
-"""Plans an expert exchange: the index of the row that takes a token to a rank. A token is sent once to a rank, however many of its experts
-are there.
+"""Plans an expert exchange: the index of the row that takes a token to a rank. A token is sent once
+to a rank, however many of its experts are there.
 
-Rows to send are ordered by destination rank, then token; received rows are then ordered by source rank, then token. Global expert e is
-number e % N on rank e // N. The router's decision is sent beside the rows in one integer buffer: local numbers of the experts, and the bits
-of the weights.
+Rows to send are ordered by destination rank, then token; received rows are then ordered by source
+rank, then token. Global expert e is number e % N on rank e // N. The router's decision is sent
+beside the rows in one integer buffer: local numbers of the experts, and the bits of the weights.
 
-Trade-off: the numbers of rows are exact, so nothing is padded and no token dropped; the host therefore has to know these numbers, which are
-exchanged first.
+Trade-off: the numbers of rows are exact, so nothing is padded and no token dropped; the host
+therefore has to know these numbers, which are exchanged first.
 
-Letters: T tokens of this rank, R rows that it receives, S rows that it sends, K experts per token, P ranks, N experts on a rank.
-"""
+Letters: T tokens of this rank, R rows that it receives, S rows that it sends, K experts per token,
+P ranks, N experts on a rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from lather.shapes import Float, Int
 
 @dataclass(frozen=True)
 class Way:
-    """Indices and row counts of an exchange, with which results and gradients are sent back the same way."""
+    """Indices and row counts of an exchange, with which results and gradients are sent back the
+    same way."""
 
     token_S: Int[Tensor, " s"]
     """Token of each sent row. int32."""
@@ -52,7 +53,8 @@ class ExchangePlan:
     """A rank's part of a `Way`, before the ranks have exchanged the numbers of rows."""
 
     sizes_P2: Int[Tensor, "p 2"]
-    """Message to each rank: the number of rows for it, and the number of pairs of these rows and its experts."""
+    """Message to each rank: the number of rows for it, and the number of pairs of these rows and
+    its experts."""
     row_TK: Int[Tensor, "t k"]
     row_TP: Int[Tensor, "t p"]
     """The row of each token for each rank; one past the last row if the token is not sent there."""
@@ -60,9 +62,13 @@ class ExchangePlan:
     def way(self, own_P2: list[list[int]], told_P2: list[list[int]]) -> Way:
         """Complete the plan with this rank's message to each rank, and each rank's to this one."""
         t, p = self.row_TP.shape
-        sent_P, received_P = (tuple(rows for rows, _ in messages_P2) for messages_P2 in (own_P2, told_P2))
+        sent_P, received_P = (
+            tuple(rows for rows, _ in messages_P2) for messages_P2 in (own_P2, told_P2)
+        )
         s = sum(sent_P)
-        token_S = self.row_TK.new_empty(s + 1)  # the last entry takes the pairs of token and rank without a row
+        token_S = self.row_TK.new_empty(
+            s + 1
+        )  # the last entry takes the pairs of token and rank without a row
         token_T1 = torch.arange(t, dtype=torch.int32, device=token_S.device).unsqueeze(1)
         token_S.scatter_(0, self.row_TP.flatten(), token_T1.expand(t, p).flatten())
         return Way(token_S[:s], self.row_TK, sent_P, received_P, sum(pairs for _, pairs in told_P2))
@@ -81,7 +87,9 @@ def plan_routing(routing: Routing, num_local_experts: int, num_ranks: int) -> Ex
     return ExchangePlan(sizes_P2, plan.row_TK.masked_fill(is_padding_TK, -1), row_TP)
 
 
-def plan_rows(experts_TK: Int[Tensor, "t k"], num_local_experts: int, num_ranks: int) -> ExchangePlan:
+def plan_rows(
+    experts_TK: Int[Tensor, "t k"], num_local_experts: int, num_ranks: int
+) -> ExchangePlan:
     """Assign a row to each pair of a token and a rank to which it is sent."""
     (t, k), p, device = experts_TK.shape, num_ranks, experts_TK.device
     rank_TK = experts_TK // num_local_experts
@@ -95,22 +103,36 @@ def plan_rows(experts_TK: Int[Tensor, "t k"], num_local_experts: int, num_ranks:
     pairs_P = torch.zeros(p, dtype=torch.int64, device=device)
     pairs_P.scatter_add_(0, rank_TK.flatten(), torch.ones_like(rank_TK.flatten()))
     sent_P = goes_TP.sum(0)
-    return ExchangePlan(torch.stack([sent_P, pairs_P], dim=1), row_TK, torch.where(goes_TP, row_TP, sent_P.sum()))
+    return ExchangePlan(
+        torch.stack([sent_P, pairs_P], dim=1), row_TK, torch.where(goes_TP, row_TP, sent_P.sum())
+    )
 
 
 def pack_routing(routing: Routing, way: Way, num_local_experts: int) -> Int[Tensor, "s packed"]:
-    """Pack, for each sent row, its rank's numbers of the experts (-1 for experts elsewhere), and their weights (0 for those) as bits."""
+    """Pack, for each sent row, its rank's numbers of the experts (-1 for experts elsewhere), and
+    their weights (0 for those) as bits."""
     wide = torch.promote_types(routing.weights_TK.dtype, torch.float32)
     bits = torch.int64 if wide.itemsize == 8 else torch.int32
     row_S1 = torch.arange(len(way.token_S), device=way.token_S.device).unsqueeze(1)
     here_SK = way.row_of_slot().index_select(0, way.token_S) == row_S1
     experts_SK = routing.experts_TK.index_select(0, way.token_S) % num_local_experts
     weights_SK = routing.weights_TK.index_select(0, way.token_S).to(wide)
-    return torch.cat([torch.where(here_SK, experts_SK, -1).to(bits), torch.where(here_SK, weights_SK, 0).view(bits)], dim=1)
+    return torch.cat(
+        [
+            torch.where(here_SK, experts_SK, -1).to(bits),
+            torch.where(here_SK, weights_SK, 0).view(bits),
+        ],
+        dim=1,
+    )
 
 
-def unpack_routing(packed: Int[Tensor, "r packed"], dtype: torch.dtype) -> tuple[Int[Tensor, "r k"], Float[Tensor, "r k"]]:
-    """Return experts and weights from `pack_routing`, the weights in `dtype`; both are copies, so that either can be freed alone."""
-    experts_RK, bits_RK = (half.clone(memory_format=torch.contiguous_format) for half in packed.chunk(2, dim=1))
+def unpack_routing(
+    packed: Int[Tensor, "r packed"], dtype: torch.dtype
+) -> tuple[Int[Tensor, "r k"], Float[Tensor, "r k"]]:
+    """Return experts and weights from `pack_routing`, the weights in `dtype`; both are copies, so
+    that either can be freed alone."""
+    experts_RK, bits_RK = (
+        half.clone(memory_format=torch.contiguous_format) for half in packed.chunk(2, dim=1)
+    )
     wide = torch.float64 if packed.dtype == torch.int64 else torch.float32
     return experts_RK.long(), bits_RK.view(wide).to(dtype)

@@ -1,25 +1,34 @@
-"""The exchange of expert parallelism: all-to-alls take tokens to the ranks of their experts, and the partial sums of each rank back.
+"""The exchange of expert parallelism: all-to-alls take tokens to the ranks of their experts, and
+the partial sums of each rank back.
 
-Source: GShard (Lepikhin et al., arXiv:2006.16668) for the all-to-all. A token is sent to a rank once, however many of its experts are
-there, and one partial sum comes back, as in DeepSeek-V3 between nodes (arXiv:2412.19437, section 3.2.2).
+Source: GShard (Lepikhin et al., arXiv:2006.16668) for the all-to-all. A token is sent to a rank
+once, however many of its experts are there, and one partial sum comes back, as in DeepSeek-V3
+between nodes (arXiv:2412.19437, section 3.2.2).
 
                          sent                             result
-    plan                 rows and pairs, (P, 2)           the numbers of rows of all following exchanges, on the host
-    dispatch             x_TD gathered to (S, D)          x_RD; experts and weights (R, K) in one integer buffer beside it
-    combine              partial_RD as it is              (S, D), summed per token in fp32, slots in order: (T, D)
+    plan                 rows and pairs, (P, 2)           the numbers of rows of all following
+                                                          exchanges, on the host
+    dispatch             x_TD gathered to (S, D)          x_RD; experts and weights (R, K) in one
+                                                          integer buffer beside it
+    combine              partial_RD as it is              (S, D), summed per token in fp32, slots in
+                                                          order: (T, D)
     combine backward     grad_TD gathered to (S, D)       grad_RD
-    dispatch backward    grad_RD, grad_weights_RK         (S, D), summed per token: (T, D); (S, K), each slot from its rank: (T, K)
+    dispatch backward    grad_RD, grad_weights_RK         (S, D), summed per token: (T, D); (S, K),
+                                                          each slot from its rank: (T, K)
 
-Rows are sent in the dtype in which they are given, in both directions, and summed in fp32 (fp64 for fp64), slots in order, rounded once.
+Rows are sent in the dtype in which they are given, in both directions, and summed in fp32 (fp64 for
+fp64), slots in order, rounded once.
 
-Between forward and backward only indices are kept (`exchange_plan.Way`); every buffer is freed once its rows have arrived or been summed.
+Between forward and backward only indices are kept (`exchange_plan.Way`); every buffer is freed once
+its rows have arrived or been summed.
 
-Every phase is a collective operation; dispatch and its backward are two, one after the other. All ranks of the group have to launch the
-same phases in the same order, including ranks without tokens, or the others wait forever. With the differentiable functions this holds for
-the backward pass as well, so the loss has to depend on the result either on every rank or on none.
+Every phase is a collective operation; dispatch and its backward are two, one after the other. All
+ranks of the group have to launch the same phases in the same order, including ranks without tokens,
+or the others wait forever. With the differentiable functions this holds for the backward pass as
+well, so the loss has to depend on the result either on every rank or on none.
 
-Letters: T tokens of this rank, R rows that it receives, S rows that it sends, D hidden size, K experts per token, P ranks.
-"""
+Letters: T tokens of this rank, R rows that it receives, S rows that it sends, D hidden size, K
+experts per token, P ranks."""
 
 from __future__ import annotations
 
@@ -50,13 +59,15 @@ def resize_away(buffer: Tensor) -> None:
 
 
 class ExpertExchange(Exchange):
-    """The exchange between the P ranks of `group` (None: all ranks): expert e is number e % N on rank e // N, where N = num_experts / P.
-    If P is 1, `lather.models.moe.LOCAL_EXCHANGE` does the same without copies.
+    """The exchange between the P ranks of `group` (None: all ranks): expert e is number e % N on
+    rank e // N, where N = num_experts / P. If P is 1, `lather.models.moe.LOCAL_EXCHANGE` does the
+    same without copies.
 
-    Any number of layers and micro-batches can be under way, since the exchange keeps no state of them. T may differ between ranks and be 0;
-    D, K and dtypes must not differ. `free_buffer` is called with each buffer that the exchange allocated. `sizes_group` has the same ranks
-    and its own communicator, so that the numbers of rows do not queue behind rows. Raises ValueError if the experts cannot be divided
-    evenly.
+    Any number of layers and micro-batches can be under way, since the exchange keeps no state of
+    them. T may differ between ranks and be 0; D, K and dtypes must not differ. `free_buffer` is
+    called with each buffer that the exchange allocated. `sizes_group` has the same ranks and its
+    own communicator, so that the numbers of rows do not queue behind rows. Raises ValueError if the
+    experts cannot be divided evenly.
     """
 
     def __init__(
@@ -67,43 +78,64 @@ class ExpertExchange(Exchange):
         free_buffer: FreeBuffer = resize_away,
         sizes_group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.group, self.num_experts, self.num_ranks = group, num_experts, dist.get_world_size(group)
-        self.sizes_group, self.free_buffer = group if sizes_group is None else sizes_group, free_buffer
+        self.group, self.num_experts, self.num_ranks = (
+            group,
+            num_experts,
+            dist.get_world_size(group),
+        )
+        self.sizes_group, self.free_buffer = (
+            group if sizes_group is None else sizes_group,
+            free_buffer,
+        )
         if num_experts < 1 or num_experts % self.num_ranks:
             raise ValueError(
-                f"{num_experts} experts cannot be divided evenly among {self.num_ranks} ranks: use an expert-parallel size that does"
+                f"{num_experts} experts cannot be divided evenly among {self.num_ranks} ranks: use "
+                "an expert-parallel size that does"
             )
         self.num_local_experts = num_experts // self.num_ranks
         self._sizes_stream: Any = None
 
     def dispatch(self, x_TD: Float[Tensor, "t d"], routing: Routing) -> Dispatched:
-        """Send tokens to the ranks of their experts; differentiable with respect to tokens and weights.
+        """Send tokens to the ranks of their experts; differentiable with respect to tokens and
+        weights.
 
-        Weights of experts on other ranks arrive as 0. Only indices are kept. Errors as in `start_dispatch`.
+        Weights of experts on other ranks arrive as 0. Only indices are kept. Errors as in
+        `start_dispatch`.
         """
         x_RD, weights_RK, experts_RK, way = _Dispatch.apply(x_TD, routing.weights_TK, routing, self)  # type: ignore[no-untyped-call]
         return Dispatched(x_RD, experts_RK, weights_RK, way, way.num_pairs)
 
-    def combine(self, partial_RD: Float[Tensor, "r d"], dispatched: Dispatched) -> Float[Tensor, "t d"]:
-        """Send partial sums back and sum them per token; differentiable. Only indices are kept. Errors as in `start_combine`."""
+    def combine(
+        self, partial_RD: Float[Tensor, "r d"], dispatched: Dispatched
+    ) -> Float[Tensor, "t d"]:
+        """Send partial sums back and sum them per token; differentiable. Only indices are kept.
+        Errors as in `start_combine`."""
         return _CombineRanks.apply(partial_RD, dispatched.way, self)  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def start_plan(self, routing: Routing) -> Pending[Way]:
-        """Start the exchange of the numbers of rows. The host waits for them in the result's `wait`, and nowhere else.
+        """Start the exchange of the numbers of rows. The host waits for them in the result's
+        `wait`, and nowhere else.
 
-        Raises ValueError, before anything is sent, if experts are out of range (on CUDA the device asserts this).
+        Raises ValueError, before anything is sent, if experts are out of range (on CUDA the device
+        asserts this).
         """
         lowest = 0 if routing.num_pairs is None else -1
         check_range(routing.experts_TK, lowest, self.num_experts, "experts_TK")
         plan = plan_routing(routing, self.num_local_experts, self.num_ranks)
         sizes_2P2 = torch.stack([plan.sizes_P2, torch.empty_like(plan.sizes_P2)])
-        work = dist.all_to_all_single(sizes_2P2[1], plan.sizes_P2, group=self.sizes_group, async_op=True)
+        work = dist.all_to_all_single(
+            sizes_2P2[1], plan.sizes_P2, group=self.sizes_group, async_op=True
+        )
         arrive: Callable[[], object] = work.wait
         if is_gpu(sizes_2P2):
-            if self._sizes_stream is None:  # another priority, so that it is none of NCCL's own streams
+            if (
+                self._sizes_stream is None
+            ):  # another priority, so that it is none of NCCL's own streams
                 self._sizes_stream = gpu_module(sizes_2P2).Stream(sizes_2P2.device, priority=-1)
-            with gpu_module(sizes_2P2).stream(self._sizes_stream):  # the compute stream may have further work queued
+            with gpu_module(sizes_2P2).stream(
+                self._sizes_stream
+            ):  # the compute stream may have further work queued
                 work.wait()
                 _used_here(plan.sizes_P2, sizes_2P2)
                 sizes_2P2 = sizes_2P2.to("cpu", non_blocking=True)
@@ -116,17 +148,24 @@ class ExpertExchange(Exchange):
         return Pending(finish)
 
     @torch.no_grad()
-    def start_dispatch(self, x_TD: Float[Tensor, "t d"], routing: Routing, plan: Way | None = None) -> Pending[Dispatched]:
-        """Start to send tokens. Raises ValueError, before anything is sent, if `routing` has another number of tokens, and as `start_plan`
-        does."""
+    def start_dispatch(
+        self, x_TD: Float[Tensor, "t d"], routing: Routing, plan: Way | None = None
+    ) -> Pending[Dispatched]:
+        """Start to send tokens. Raises ValueError, before anything is sent, if `routing` has
+        another number of tokens, and as `start_plan` does."""
         if not len(x_TD) == len(routing.experts_TK) == len(routing.weights_TK):
             raise ValueError(
-                f"{len(x_TD)} tokens, but experts for {len(routing.experts_TK)} and weights for {len(routing.weights_TK)}: "
+                f"{len(x_TD)} tokens, but experts for {len(routing.experts_TK)} and weights for "
+                f"{len(routing.weights_TK)}: "
                 "give the routing of these tokens"
             )
         way = self.start_plan(routing).wait() if plan is None else plan
-        packed_travel = self._launch(pack_routing(routing, way, self.num_local_experts), way.sent_P, way.received_P, own=True)
-        x_travel = self._launch(gather_rows(x_TD, way.token_S), way.sent_P, way.received_P, own=True)
+        packed_travel = self._launch(
+            pack_routing(routing, way, self.num_local_experts), way.sent_P, way.received_P, own=True
+        )
+        x_travel = self._launch(
+            gather_rows(x_TD, way.token_S), way.sent_P, way.received_P, own=True
+        )
         dtype = routing.weights_TK.dtype
 
         def finish() -> Dispatched:
@@ -139,13 +178,15 @@ class ExpertExchange(Exchange):
 
     @torch.no_grad()
     def start_combine(self, partial_RD: Float[Tensor, "r d"], way: Way) -> Pending[Tensor]:
-        """Start to send partial sums back. Raises ValueError, before anything is sent, unless there are R of them."""
+        """Start to send partial sums back. Raises ValueError, before anything is sent, unless there
+        are R of them."""
         travel = self._launch_back(partial_RD, way)
         return Pending(lambda: self._sum_per_token(way, travel.wait()))
 
     @torch.no_grad()
     def start_combine_backward(self, grad_TD: Float[Tensor, "t d"], way: Way) -> Pending[Tensor]:
-        """Start the backward pass of combine. Raises ValueError, before anything is sent, unless there are T gradients."""
+        """Start the backward pass of combine. Raises ValueError, before anything is sent, unless
+        there are T gradients."""
         _check_rows(grad_TD, len(way.row_TK))
         _used_here(way.token_S)
         return self._launch(gather_rows(grad_TD, way.token_S), way.sent_P, way.received_P, own=True)
@@ -154,9 +195,13 @@ class ExpertExchange(Exchange):
     def start_dispatch_backward(
         self, grad_RD: Float[Tensor, "r d"], grad_weights_RK: Float[Tensor, "r k"], way: Way
     ) -> Pending[tuple[Tensor, Tensor]]:
-        """Start the backward pass of dispatch. Raises ValueError, before anything is sent, unless there are R gradients of either kind."""
+        """Start the backward pass of dispatch. Raises ValueError, before anything is sent, unless
+        there are R gradients of either kind."""
         _check_rows(grad_weights_RK, sum(way.received_P))
-        grad_travel, weights_travel = self._launch_back(grad_RD, way), self._launch_back(grad_weights_RK, way)
+        grad_travel, weights_travel = (
+            self._launch_back(grad_RD, way),
+            self._launch_back(grad_weights_RK, way),
+        )
 
         def finish() -> tuple[Tensor, Tensor]:
             grad_SD, grad_weights_SK = grad_travel.wait(), weights_travel.wait()
@@ -179,10 +224,15 @@ class ExpertExchange(Exchange):
         _check_rows(rows_RD, sum(way.received_P))
         return self._launch(rows_RD.contiguous(), way.received_P, way.sent_P, own=False)
 
-    def _launch(self, rows: Tensor, sent_P: tuple[int, ...], received_P: tuple[int, ...], *, own: bool) -> Pending[Tensor]:
-        """Start an all-to-all of rows. `own`: the exchange allocated them, so they are freed when they have been sent."""
+    def _launch(
+        self, rows: Tensor, sent_P: tuple[int, ...], received_P: tuple[int, ...], *, own: bool
+    ) -> Pending[Tensor]:
+        """Start an all-to-all of rows. `own`: the exchange allocated them, so they are freed when
+        they have been sent."""
         received = rows.new_empty(sum(received_P), rows.shape[1])
-        work = dist.all_to_all_single(received, rows, list(received_P), list(sent_P), group=self.group, async_op=True)
+        work = dist.all_to_all_single(
+            received, rows, list(received_P), list(sent_P), group=self.group, async_op=True
+        )
 
         def finish() -> Tensor:
             work.wait()
@@ -206,8 +256,12 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_RD: Tensor, grad_weights_RK: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        grad_TD, grad_weights_TK = ctx.exchange.start_dispatch_backward(grad_RD, grad_weights_RK, _kept(ctx)).wait()
+    def backward(
+        ctx: Any, grad_RD: Tensor, grad_weights_RK: Tensor, *_: Any
+    ) -> tuple[Tensor | None, ...]:
+        grad_TD, grad_weights_TK = ctx.exchange.start_dispatch_backward(
+            grad_RD, grad_weights_RK, _kept(ctx)
+        ).wait()
         return grad_TD, grad_weights_TK, None, None
 
 
@@ -235,11 +289,15 @@ def _kept(ctx: Any) -> Way:
 
 def _check_rows(rows: Tensor, expected: int) -> None:
     if len(rows) != expected:
-        raise ValueError(f"{len(rows)} rows, but this dispatch had {expected} here: give one row for each of them, in their order")
+        raise ValueError(
+            f"{len(rows)} rows, but this dispatch had {expected} here: give one row for each of "
+            "them, in their order"
+        )
 
 
 def _used_here(*tensors: Tensor) -> None:
-    """On CUDA, tell the allocator that the current stream uses these tensors: a launch and its wait may be on different streams."""
+    """On CUDA, tell the allocator that the current stream uses these tensors: a launch and its wait
+    may be on different streams."""
     for tensor in tensors:
         if is_gpu(tensor):
             tensor.record_stream(gpu_module(tensor.device).current_stream(tensor.device))

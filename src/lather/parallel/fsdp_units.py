@@ -1,19 +1,25 @@
-"""Shards parameters over data ranks with FSDP2 (`torch.distributed.fsdp.fully_shard`), without its hooks and without its division.
+"""Shards parameters over data ranks with FSDP2 (`torch.distributed.fsdp.fully_shard`), without its
+hooks and without its division.
 
     dense parameters     over all data ranks: every (dp, ep) coordinate has its own sequences
-    routed experts       over dp: each ep rank has its own experts, and the exchange has brought it the tokens of all ep ranks
-    replicas (HSDP)      over a 2-D mesh (replicate, shard): sharded within a replica, gradients summed over the replicas
+    routed experts       over dp: each ep rank has its own experts, and the exchange has brought it
+                         the tokens of all ep ranks
+    replicas (HSDP)      over a 2-D mesh (replicate, shard): sharded within a replica, gradients
+                         summed over the replicas
 
-The loss is a sum over tokens divided by the number of tokens on all ranks. So the gradient of every parameter is the plain sum over data
-ranks, and FSDP2's division is off. Sums are in the parameters' dtype, which is fp32 or fp64.
+The loss is a sum over tokens divided by the number of tokens on all ranks. So the gradient of every
+parameter is the plain sum over data ranks, and FSDP2's division is off. Sums are in the parameters'
+dtype, which is fp32 or fp64.
 
-FSDP2's hooks gather parameters before a module is called, and reduce gradients in its backward pass. A pipeline calls the segments of a
-block one by one, for alternating micro-batches, so the hooks would run at the wrong times. `fully_shard` is therefore applied to holders:
-modules that contain a block's experts, or the rest of the block, and are never called. The schedule's actions UNSHARD, RESHARD and
-REDUCE_GRAD gather, reshard and reduce. Until REDUCE_GRAD, gradients accumulate in `.grad` of the unsharded parameters, without
-communication.
+FSDP2's hooks gather parameters before a module is called, and reduce gradients in its backward
+pass. A pipeline calls the segments of a block one by one, for alternating micro-batches, so the
+hooks would run at the wrong times. `fully_shard` is therefore applied to holders: modules that
+contain a block's experts, or the rest of the block, and are never called. The schedule's actions
+UNSHARD, RESHARD and REDUCE_GRAD gather, reshard and reduce. Until REDUCE_GRAD, gradients accumulate
+in `.grad` of the unsharded parameters, without communication.
 
-A single process, and parameters that only one rank has, use the same code: nothing is gathered and nothing is reduced.
+A single process, and parameters that only one rank has, use the same code: nothing is gathered and
+nothing is reduced.
 """
 
 from __future__ import annotations
@@ -28,11 +34,16 @@ from torch.distributed.fsdp import FSDPModule, UnshardHandle, fully_shard
 
 from lather.models.experts import Experts
 from lather.parallel.mesh import Mesh
-from lather.torch_private import finish_gradient_reduction, prepare_sharding, start_gradient_reduction
+from lather.torch_private import (
+    finish_gradient_reduction,
+    prepare_sharding,
+    start_gradient_reduction,
+)
 
 
 class Holder(nn.Module):
-    """A module, never called, that contains existing modules, so that FSDP2 finds their parameters."""
+    """A module, never called, that contains existing modules, so that FSDP2 finds their
+    parameters."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         super().__init__()
@@ -43,13 +54,14 @@ class Holder(nn.Module):
 class FsdpUnit:
     """Parameters that are gathered, resharded and reduced together.
 
-    `users` stages need them: the first that asks gathers them, the last that releases them reshards, and the last that asks to reduce
-    reduces.
+    `users` stages need them: the first that asks gathers them, the last that releases them
+    reshards, and the last that asks to reduce reduces.
     """
 
     modules: nn.ModuleList
     root: Holder | None = None
-    """Contains all sharded holders, which reduce one after another through one buffer; None: nothing is sharded."""
+    """Contains all sharded holders, which reduce one after another through one buffer; None:
+    nothing is sharded."""
     users: int = 1
     _holding: int = field(default=0, init=False)
     _reducing: int = field(default=0, init=False)
@@ -69,8 +81,8 @@ class FsdpUnit:
     def unshard(self, *, async_op: bool = False) -> None:
         """Gather the parameters on this rank. With `async_op` they are available after `wait`.
 
-        With `async_op` the gathered buffers of all holders are alive until then, besides the parameters; otherwise one at a time.
-        """
+        With `async_op` the gathered buffers of all holders are alive until then, besides the
+        parameters; otherwise one at a time."""
         self._holding += 1
         if self._holding == 1:
             handles = [holder.unshard(async_op=async_op) for holder in self._sharded()]
@@ -92,12 +104,16 @@ class FsdpUnit:
                 holder.reshard()
 
     def reduce_gradients(self) -> None:
-        """Launch the sum over data ranks of the accumulated gradients, and free these. Call it while the parameters are gathered.
+        """Launch the sum over data ranks of the accumulated gradients, and free these. Call it
+        while the parameters are gathered.
 
-        After `wait_for_gradients` every sharded parameter has a gradient: one without a gradient on this rank counts as zero, so that all
-        ranks communicate alike and the optimizer sees the same parameters on every mesh.
+        After `wait_for_gradients` every sharded parameter has a gradient: one without a gradient on
+        this rank counts as zero, so that all ranks communicate alike and the optimizer sees the
+        same parameters on every mesh.
         """
-        assert self._holding > 0, "reduce_gradients needs gathered parameters: call it before reshard"
+        assert self._holding > 0, (
+            "reduce_gradients needs gathered parameters: call it before reshard"
+        )
         self._reducing += 1
         if self._reducing < self.users:
             return
@@ -111,7 +127,8 @@ class FsdpUnit:
             self._launched = True
 
     def abandon(self) -> None:
-        """Reset after an error within a step: no stage holds the parameters any more. A process without peers may continue."""
+        """Reset after an error within a step: no stage holds the parameters any more. A process
+        without peers may continue."""
         self._holding = self._reducing = 0
 
     def wait_for_gradients(self) -> None:
@@ -122,23 +139,30 @@ class FsdpUnit:
             self._launched = False
 
     def _sharded(self) -> list[FSDPModule]:
-        return [] if self.root is None else [holder for holder in self.root.held if isinstance(holder, FSDPModule)]
+        return (
+            []
+            if self.root is None
+            else [holder for holder in self.root.held if isinstance(holder, FSDPModule)]
+        )
 
 
 def shard(part: nn.Module, mesh: Mesh) -> list[list[FsdpUnit]]:
-    """Shard the parameters of `part` in place, and return the units of each of `part.stages`: its blocks, and the parameters that stages
-    share.
+    """Shard the parameters of `part` in place, and return the units of each of `part.stages`: its
+    blocks, and the parameters that stages share.
 
-    Shared are the parameters outside of blocks: embedding, final norm and head, which are on one rank, and one weight if they are tied.
-    Sharded parameters are replaced by DTensors. Call this once, when the parameters are on `mesh.device` with values and in their final
-    dtype. Raises TypeError for parameters of several dtypes, or of one narrower than fp32, if gradients are summed over ranks.
-    """
+    Shared are the parameters outside of blocks: embedding, final norm and head, which are on one
+    rank, and one weight if they are tied. Sharded parameters are replaced by DTensors. Call this
+    once, when the parameters are on `mesh.device` with values and in their final dtype. Raises
+    TypeError for parameters of several dtypes, or of one narrower than fp32, if gradients are
+    summed over ranks."""
     if mesh.data_size > 1:
         check_dtypes(part)
     stages: list[nn.Module] = list(part.stages)  # type: ignore[arg-type]
     blocks = [list(stage.blocks) for stage in stages]  # type: ignore[arg-type]
     in_blocks = {p for members in blocks for block in members for p in block.parameters()}
-    shared = [m for m in part.modules() if any(p not in in_blocks for p in m.parameters(recurse=False))]
+    shared = [
+        m for m in part.modules() if any(p not in in_blocks for p in m.parameters(recurse=False))
+    ]
     units = [[_unit(members, mesh)] for members in blocks]
     if shared:
         unit = _unit([Holder(shared)], mesh, users=len(stages))
@@ -148,17 +172,22 @@ def shard(part: nn.Module, mesh: Mesh) -> list[list[FsdpUnit]]:
 
 
 def _unit(modules: list[nn.Module], mesh: Mesh, users: int = 1) -> FsdpUnit:
-    """Create a holder for the experts of each module, and one for the rest of it, if they have parameters that are shared with other
-    ranks."""
+    """Create a holder for the experts of each module, and one for the rest of it, if they have
+    parameters that are shared with other ranks."""
     sharded = []
     for module in modules:
         experts = [m for m in module.modules() if isinstance(m, Experts)]
         expert_params = {p for m in experts for p in m.parameters()}
-        for held, device_mesh, ignored in (([module], mesh.dense_mesh, expert_params), (experts, mesh.expert_mesh, set())):
+        for held, device_mesh, ignored in (
+            ([module], mesh.dense_mesh, expert_params),
+            (experts, mesh.expert_mesh, set()),
+        ):
             params = {p for m in held for p in m.parameters()} - ignored
             if params and is_shared(device_mesh):
                 holder = Holder(held)
-                fully_shard(holder, mesh=device_mesh, reshard_after_forward=False, ignored_params=ignored)
+                fully_shard(
+                    holder, mesh=device_mesh, reshard_after_forward=False, ignored_params=ignored
+                )
                 assert isinstance(holder, FSDPModule)
                 holder.set_gradient_divide_factor(1.0)
                 holder.set_force_sum_reduction_for_comms(True)
@@ -180,10 +209,14 @@ def is_shared(mesh: DeviceMesh | None) -> bool:
 def check_dtypes(part: nn.Module) -> None:
     dtypes = {p.dtype for p in part.parameters()}
     if len(dtypes) > 1:
-        raise TypeError(f"parameters have dtypes {sorted(map(str, dtypes))}, but FSDP2 needs a single one: convert the model")
+        raise TypeError(
+            f"parameters have dtypes {sorted(map(str, dtypes))}, but FSDP2 needs a single one: "
+            "convert the model"
+        )
     for dtype in dtypes:
         if torch.promote_types(dtype, torch.float32) != dtype:
             raise TypeError(
-                f"parameters have dtype {dtype}, which is too narrow to sum the gradients of many micro-batches: "
+                f"parameters have dtype {dtype}, which is too narrow to sum the gradients of many "
+                "micro-batches: "
                 "keep fp32 parameters and compute in bf16 under torch.autocast"
             )

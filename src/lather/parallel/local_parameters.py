@@ -1,14 +1,17 @@
-"""This rank's rows of every parameter: as plain parameters for elementwise optimizers, and as DTensors for those that need whole matrices;
-the norm of their gradients, and clipping by it, with the same numbers on any mesh as in one process.
+"""This rank's rows of every parameter: as plain parameters for elementwise optimizers, and as
+DTensors for those that need whole matrices; the norm of their gradients, and clipping by it, with
+the same numbers on any mesh as in one process.
 
-A sharded parameter is split on dim 0: rows of a matrix, or whole experts of a stack. If dim 0 has fewer rows than there are ranks, some
-ranks have none.
+A sharded parameter is split on dim 0: rows of a matrix, or whole experts of a stack. If dim 0 has
+fewer rows than there are ranks, some ranks have none.
 
-    squared_norm  this rank's part of the sum of squares: every row of every parameter counts once over all pipeline stages, shards and
-                  experts, without replicas
-    clip_         by the factor of `torch.nn.utils.clip_grads_with_norm_`; gradients are not touched if the norm is small enough
+    squared_norm  this rank's part of the sum of squares: every row of every parameter counts once
+                  over all pipeline stages, shards and experts, without replicas
+    clip_         by the factor of `torch.nn.utils.clip_grads_with_norm_`; gradients are not touched
+                  if the norm is small enough
 
-Norms do not wait for the device. `clip_` takes a norm that is on the host, where steps that are not finite are skipped.
+Norms do not wait for the device. `clip_` takes a norm that is on the host, where steps that are not
+finite are skipped.
 """
 
 from __future__ import annotations
@@ -37,7 +40,8 @@ class ShardInfo:
     name: str
     """Name in the whole model."""
     is_expert: bool
-    """Whether it belongs to routed experts: dim 0 is then over experts, which are also divided among ep ranks."""
+    """Whether it belongs to routed experts: dim 0 is then over experts, which are also divided
+    among ep ranks."""
     shape: tuple[int, ...]
     """Shape of the whole parameter, with all experts."""
     offset: int
@@ -58,7 +62,8 @@ class LocalParameter:
 
     info: ShardInfo
     parameter: nn.Parameter
-    """The rows, in the memory of the sharded parameter; the parameter itself if it is not sharded."""
+    """The rows, in the memory of the sharded parameter; the parameter itself if it is not
+    sharded."""
     source: nn.Parameter
     """The parameter of the model while it is resharded."""
 
@@ -69,14 +74,17 @@ class LocalParameters(tuple[LocalParameter, ...]):
     @functools.cached_property
     def norm_dtype(self) -> torch.dtype:
         """The dtype of norms: that of the gradients, at least fp32."""
-        return functools.reduce(torch.promote_types, (entry.parameter.dtype for entry in self), torch.float32)
+        return functools.reduce(
+            torch.promote_types, (entry.parameter.dtype for entry in self), torch.float32
+        )
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
         """Return the rows, for an optimizer whose rule is elementwise."""
         return [(entry.info.name, entry.parameter) for entry in self]
 
     def spread(self) -> list[tuple[str, nn.Parameter]]:
-        """Return DTensors where parameters are sharded, for an optimizer that assembles whole matrices."""
+        """Return DTensors where parameters are sharded, for an optimizer that assembles whole
+        matrices."""
         return [(entry.info.name, entry.source) for entry in self]
 
     def trained(self) -> LocalParameters:
@@ -85,7 +93,8 @@ class LocalParameters(tuple[LocalParameter, ...]):
 
     @torch.no_grad()
     def collect_gradients(self) -> None:
-        """Give every local parameter the reduced gradient of its rows, without a copy. Call it after `FsdpUnit.wait_for_gradients`."""
+        """Give every local parameter the reduced gradient of its rows, without a copy. Call it
+        after `FsdpUnit.wait_for_gradients`."""
         for entry in self:
             grad = entry.source.grad
             entry.parameter.grad = grad.to_local() if isinstance(grad, DTensor) else grad
@@ -98,33 +107,56 @@ class LocalParameters(tuple[LocalParameter, ...]):
 
     def gradients(self) -> list[Tensor]:
         """Return the collected gradients of parameters that have rows on this rank."""
-        return [grad for entry in self if (grad := entry.parameter.grad) is not None and not entry.info.is_empty]
+        return [
+            grad
+            for entry in self
+            if (grad := entry.parameter.grad) is not None and not entry.info.is_empty
+        ]
 
     def unique(self) -> list[LocalParameter]:
         """Return the parameters with gradients, without replicas that another rank counts."""
-        return [entry for entry in self if entry.parameter.grad is not None and not entry.info.is_empty and entry.info.replica == 0]
+        return [
+            entry
+            for entry in self
+            if entry.parameter.grad is not None
+            and not entry.info.is_empty
+            and entry.info.replica == 0
+        ]
 
 
 def local_parameters(part: nn.Module, mesh: Mesh) -> LocalParameters:
-    """Return this rank's rows of every parameter of `part`. Raises ValueError before `shard`, or while parameters are gathered.
+    """Return this rank's rows of every parameter of `part`. Raises ValueError before `shard`, or
+    while parameters are gathered.
 
-    The rows stay valid through steps and loaded state dicts, but not if `part` is moved or converted.
+    The rows stay valid through steps and loaded state dicts, but not if `part` is moved or
+    converted.
     """
-    experts = {p for module in part.modules() if isinstance(module, Experts) for p in module.parameters()}
-    return LocalParameters(_local_parameter(name, p, p in experts, mesh) for name, p in part.named_parameters())
+    experts = {
+        p for module in part.modules() if isinstance(module, Experts) for p in module.parameters()
+    }
+    return LocalParameters(
+        _local_parameter(name, p, p in experts, mesh) for name, p in part.named_parameters()
+    )
 
 
 @torch.no_grad()
-def _local_parameter(name: str, source: nn.Parameter, is_expert: bool, mesh: Mesh) -> LocalParameter:
+def _local_parameter(
+    name: str, source: nn.Parameter, is_expert: bool, mesh: Mesh
+) -> LocalParameter:
     parameter, rows, start, length, replica = source, len(source), 0, len(source), 0
     if isinstance(source, DTensor):
         device_mesh = source.device_mesh
-        start, length = chunk(rows, device_mesh.size(-1), device_mesh.get_local_rank(device_mesh.ndim - 1))
+        start, length = chunk(
+            rows, device_mesh.size(-1), device_mesh.get_local_rank(device_mesh.ndim - 1)
+        )
         replica = device_mesh.get_local_rank(0) if device_mesh.ndim > 1 else 0
         parameter = nn.Parameter(source.to_local(), requires_grad=source.requires_grad)
         assert parameter.shape == (length, *source.shape[1:])
     elif is_shared(mesh.expert_mesh if is_expert else mesh.dense_mesh):
-        raise ValueError(f"{name} is not sharded, or is gathered at the moment: call shard first, and reshard every unit")
+        raise ValueError(
+            f"{name} is not sharded, or is gathered at the moment: call shard first, and reshard "
+            "every unit"
+        )
     if is_expert:
         start, rows = start + mesh.ep_rank * rows, rows * mesh.ep
     info = ShardInfo(name, is_expert, (rows, *source.shape[1:]), start, length, replica)
@@ -133,12 +165,15 @@ def _local_parameter(name: str, source: nn.Parameter, is_expert: bool, mesh: Mes
 
 @torch.no_grad()
 def squared_norm(
-    parameters: LocalParameters, mesh: Mesh, known: Callable[[Tensor], Tensor | None] = lambda source: None
+    parameters: LocalParameters,
+    mesh: Mesh,
+    known: Callable[[Tensor], Tensor | None] = lambda source: None,
 ) -> Float[Tensor, ""]:
-    """Return this rank's part of the squared norm of the gradients of the whole model, in fp64, on `mesh.device`.
+    """Return this rank's part of the squared norm of the gradients of the whole model, in fp64, on
+    `mesh.device`.
 
-    Call it after `collect_gradients`. `known` returns the 2-norms (1-D) of the parts of this rank's gradient of a `LocalParameter.source`
-    if they have been measured already, else None.
+    Call it after `collect_gradients`. `known` returns the 2-norms (1-D) of the parts of this rank's
+    gradient of a `LocalParameter.source` if they have been measured already, else None.
     """
     norms, unmeasured = [], []
     for entry in parameters.unique():
@@ -149,12 +184,17 @@ def squared_norm(
             norms.append(measured)
     if unmeasured:
         norms.append(torch.stack(foreach_norm(unmeasured, 2, dtype=parameters.norm_dtype)))
-    return torch.cat(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64, device=mesh.device)
+    return (
+        torch.cat(norms).double().square().sum()
+        if norms
+        else torch.zeros((), dtype=torch.float64, device=mesh.device)
+    )
 
 
 @torch.no_grad()
 def clip_(gradients: Sequence[Tensor], norm: Float[Tensor, ""], max_norm: float) -> None:
-    """Multiply the gradients in place by max_norm / (norm + 1e-6) if that is less than 1. A norm that is not finite destroys them."""
+    """Multiply the gradients in place by max_norm / (norm + 1e-6) if that is less than 1. A norm
+    that is not finite destroys them."""
     if not max_norm > 0:
         raise ValueError(f"max_norm={max_norm} is not valid: give a number > 0")
     factor = (max_norm / (norm.cpu() + 1e-6)).clamp(max=1)

@@ -1,15 +1,18 @@
 """The mesh of pipeline, data and expert ranks, and the process groups of its axes.
 
-rank = (pp_rank * dp + dp_rank) * ep + ep_rank, so that expert ranks, which communicate most, are neighbours. Every (dp, ep) coordinate is a
-*data rank*: it has its own sequences, which all ranks of its pipeline share. Routed experts are divided over ep and sharded over dp; all
-other parameters are sharded over data = dp x ep. With `replicas` > 1 (HSDP) dp is divided into that many replicas, each of which holds a
-complete sharded copy: parameters are then gathered within a replica, at the cost of that many times the memory.
+rank = (pp_rank * dp + dp_rank) * ep + ep_rank, so that expert ranks, which communicate most, are
+neighbours. Every (dp, ep) coordinate is a *data rank*: it has its own sequences, which all ranks of
+its pipeline share. Routed experts are divided over ep and sharded over dp; all other parameters are
+sharded over data = dp x ep. With `replicas` > 1 (HSDP) dp is divided into that many replicas, each
+of which holds a complete sharded copy: parameters are then gathered within a replica, at the cost
+of that many times the memory.
 
-Axes that divide the same ranks in another way (dp x ep as one, or dp in two) are further DeviceMeshes over them. Context and tensor
-parallelism would be two more axes between dp and ep; they do not exist yet.
+Axes that divide the same ranks in another way (dp x ep as one, or dp in two) are further
+DeviceMeshes over them. Context and tensor parallelism would be two more axes between dp and ep;
+they do not exist yet.
 
-Inside a step ranks wait for each other at most `parallel.timeout`. While one rank works for all, the others wait in `control_group`.
-"""
+Inside a step ranks wait for each other at most `parallel.timeout`. While one rank works for all,
+the others wait in `control_group`."""
 
 from __future__ import annotations
 
@@ -29,7 +32,8 @@ if TYPE_CHECKING:
     from lather.config.config import ParallelConfig
 
 CONTROL_TIMEOUT = timedelta(days=1)
-"""Time limit of waits for work such as preparing a data set or writing a checkpoint. Dead ranks are noticed by the launcher, at once."""
+"""Time limit of waits for work such as preparing a data set or writing a checkpoint. Dead ranks are
+noticed by the launcher, at once."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,19 +52,21 @@ class Mesh:
     device: torch.device
     pp_group: dist.ProcessGroup | None = None
     neighbor_groups: Mapping[int, dist.ProcessGroup] = field(default_factory=dict)
-    """On a GPU, by pipeline rank: this rank and a neighbor in the pipeline, for their transfers alone. NCCL executes the operations of one
-    group in order, and a receive that waits for one neighbor must not hold up the transfers with the other."""
+    """On a GPU, by pipeline rank: this rank and a neighbor in the pipeline, for their transfers
+    alone. NCCL executes the operations of one group in order, and a receive that waits for one
+    neighbor must not hold up the transfers with the other."""
     ep_group: dist.ProcessGroup | None = None
     sizes_group: dist.ProcessGroup | None = None
-    """A second group of the ranks of `ep_group`, on CUDA only: NCCL executes the operations of one group in order, and row counts, for
-    which the host waits, must not queue behind rows."""
+    """A second group of the ranks of `ep_group`, on CUDA only: NCCL executes the operations of one
+    group in order, and row counts, for which the host waits, must not queue behind rows."""
     data_group: dist.ProcessGroup | None = None
     """The data ranks of one pipeline rank: dp x ep."""
     control_group: dist.ProcessGroup | None = None
-    """All ranks, over gloo on any device, with `CONTROL_TIMEOUT`: for Python objects, for errors, and for work that one rank does for
-    all."""
+    """All ranks, over gloo on any device, with `CONTROL_TIMEOUT`: for Python objects, for errors,
+    and for work that one rank does for all."""
     saving_group: dist.ProcessGroup | None = None
-    """Like `control_group`, for checkpoints: a thread writes them while another trains, and two threads must not share a group."""
+    """Like `control_group`, for checkpoints: a thread writes them while another trains, and two
+    threads must not share a group."""
     dense_mesh: DeviceMesh | None = None
     """Over data, for parameters other than routed experts: one axis, or ("replicate", "shard")."""
     expert_mesh: DeviceMesh | None = None
@@ -89,16 +95,19 @@ class Mesh:
     @classmethod
     def single(cls, device: torch.device) -> Mesh:
         """Return the mesh of a single process."""
-        if str(device) == "cuda":  # the saving thread sets its device to this one, which needs an index
+        if (
+            str(device) == "cuda"
+        ):  # the saving thread sets its device to this one, which needs an index
             device = torch.device("cuda", torch.cuda.current_device())
         return cls(pp=1, dp=1, ep=1, replicas=1, rank=0, device=device)
 
     @classmethod
     def build(cls, config: ParallelConfig, device: torch.device) -> Mesh:
-        """Build the mesh of all ranks of the default process group, which must be initialized unless this is the only process.
+        """Build the mesh of all ranks of the default process group, which must be initialized
+        unless this is the only process.
 
-        Collective: every rank calls this with the same arguments. Raises ConfigError if `config` does not fit the number of ranks.
-        """
+        Collective: every rank calls this with the same arguments. Raises ConfigError if `config`
+        does not fit the number of ranks."""
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         dp = config.data_ranks(world_size) // config.ep
         if world_size == 1:
@@ -106,7 +115,9 @@ class Mesh:
         pp, ep, replicas = config.pp, config.ep, config.replicas
 
         def mesh(names: tuple[str, ...], *sizes: int) -> DeviceMesh:
-            return DeviceMesh(device.type, torch.arange(world_size).view(sizes), mesh_dim_names=names)
+            return DeviceMesh(
+                device.type, torch.arange(world_size).view(sizes), mesh_dim_names=names
+            )
 
         grid = mesh(("pp", "dp", "ep"), pp, dp, ep)
         data = mesh(("pp", "data"), pp, dp * ep)
@@ -116,12 +127,20 @@ class Mesh:
             dense = mesh(("pp", *two), pp, replicas, dp // replicas * ep)[two]
             expert = mesh(("pp", *two, "ep"), pp, replicas, dp // replicas, ep)[two]
         sizes_group = dist.new_subgroups(ep)[0] if ep > 1 and is_gpu(device) else None
-        groups = [group for device_mesh in (grid, data, dense, expert) for group in device_mesh.get_all_groups()]
+        groups = [
+            group
+            for device_mesh in (grid, data, dense, expert)
+            for group in device_mesh.get_all_groups()
+        ]
         groups += [sizes_group] if sizes_group else []
         for group in groups:
             set_timeout(group, timedelta(seconds=config.timeout))
         _create_communicators(groups, device)
-        neighbor_groups = _neighbor_groups(grid, device, timedelta(seconds=config.timeout)) if is_gpu(device) else {}
+        neighbor_groups = (
+            _neighbor_groups(grid, device, timedelta(seconds=config.timeout))
+            if is_gpu(device)
+            else {}
+        )
         return cls(
             pp=pp,
             dp=dp,
@@ -147,11 +166,15 @@ class Mesh:
         return f"{ranks}: {self.pp} pipeline x {self.dp} data x {self.ep} expert{replicas}"
 
 
-def _neighbor_groups(grid: DeviceMesh, device: torch.device, timeout: timedelta) -> dict[int, dist.ProcessGroup]:
-    """Make a group of each two neighbors in each pipeline; returns this rank's, by the pipeline rank of the other.
+def _neighbor_groups(
+    grid: DeviceMesh, device: torch.device, timeout: timedelta
+) -> dict[int, dist.ProcessGroup]:
+    """Make a group of each two neighbors in each pipeline; returns this rank's, by the pipeline
+    rank of the other.
 
-    Collective over all ranks. The two exchange a tensor in each direction, so that NCCL has connected them before the first step. A rank
-    meets its neighbors in the order of the pairs, and so no two wait for each other.
+    Collective over all ranks. The two exchange a tensor in each direction, so that NCCL has
+    connected them before the first step. A rank meets its neighbors in the order of the pairs, and
+    so no two wait for each other.
     """
     own = grid.get_local_rank("pp")
     found: dict[int, dist.ProcessGroup] = {}
@@ -163,7 +186,10 @@ def _neighbor_groups(grid: DeviceMesh, device: torch.device, timeout: timedelta)
         found[2 * first + 1 - own] = group
         sent, received = torch.zeros(1, device=device), torch.zeros(1, device=device)
         peer = int(own == first)
-        both = [dist.P2POp(dist.isend, sent, group=group, group_peer=peer), dist.P2POp(dist.irecv, received, group=group, group_peer=peer)]
+        both = [
+            dist.P2POp(dist.isend, sent, group=group, group_peer=peer),
+            dist.P2POp(dist.irecv, received, group=group, group_peer=peer),
+        ]
         for work in dist.batch_isend_irecv(both):
             work.wait()
     if is_gpu(device):
@@ -172,10 +198,12 @@ def _neighbor_groups(grid: DeviceMesh, device: torch.device, timeout: timedelta)
 
 
 def _create_communicators(groups: list[dist.ProcessGroup], device: torch.device) -> None:
-    """Run one collective operation on each group, so that its communicator exists before anything else is sent.
+    """Run one collective operation on each group, so that its communicator exists before anything
+    else is sent.
 
-    NCCL would create it at the first operation and wait for all ranks of the group, but the first operation of a pipeline is a transfer
-    between two of them. Collective over all ranks, whose groups are in the same order.
+    NCCL would create it at the first operation and wait for all ranks of the group, but the first
+    operation of a pipeline is a transfer between two of them. Collective over all ranks, whose
+    groups are in the same order.
     """
     for group in dict.fromkeys(groups):
         dist.all_reduce(torch.zeros((), device=device), group=group)

@@ -1,1 +1,2 @@
-"""Pipeline parallelism: the partition of layers into stages, the schedule of each rank, and its execution."""
+"""Pipeline parallelism: the partition of layers into stages, the schedule of each rank, and its
+execution."""

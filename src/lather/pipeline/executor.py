@@ -1,8 +1,10 @@
-"""Executes one rank's row of the schedule: forward and backward passes, weight gradients, sends, receives, and FSDP actions.
+"""Executes one rank's row of the schedule: forward and backward passes, weight gradients, sends,
+receives, and FSDP actions.
 
-Tensors that travel exist no longer than necessary: the buffer of a receive is allocated when its action comes and is passed to its only
-reader; a sent tensor is freed when the send is complete. Of a micro-batch's forward pass only its tape is kept, until its backward pass. At
-most 2P + 1 chunks (a chunk is a micro-batch in a stage) are alive on a rank.
+Tensors that travel exist no longer than necessary: the buffer of a receive is allocated when its
+action comes and is passed to its only reader; a sent tensor is freed when the send is complete. Of
+a micro-batch's forward pass only its tape is kept, until its backward pass. At most 2P + 1 chunks
+(a chunk is a micro-batch in a stage) are alive on a rank.
 
 Letters: B sequences of a micro-batch, S positions, D hidden size, P pipeline ranks.
 """
@@ -36,8 +38,8 @@ Key = tuple[int, int]
 """Stage and micro-batch."""
 
 Passing = tuple[Kind, Key]
-"""A tensor that passes between stages, by the action that receives it or sends it; also where both stages are on one rank and there is no
-such action."""
+"""A tensor that passes between stages, by the action that receives it or sends it; also where both
+stages are on one rank and there is no such action."""
 
 
 class Recorder:
@@ -89,8 +91,9 @@ class Executor:
         units: Sequence[Sequence[FsdpUnit]] | None = None,
         record: Recorder | None = None,
     ) -> None:
-        """`stages`: the stages of this rank; `units`: the FSDP units of each; `group`: the pipeline's process group, None for one rank;
-        `neighbor_groups`: the groups of this rank with each neighbor alone, for their transfers; without them `group` is used."""
+        """`stages`: the stages of this rank; `units`: the FSDP units of each; `group`: the
+        pipeline's process group, None for one rank; `neighbor_groups`: the groups of this rank with
+        each neighbor alone, for their transfers; without them `group` is used."""
         self.stages = {stage.index: stage for stage in stages}
         self.schedule, self.segments, self.activation = schedule, segments, activation
         self.rank = 0 if group is None else dist.get_rank(group)
@@ -98,10 +101,11 @@ class Executor:
         self.units = dict(zip(self.stages, units or [[] for _ in stages], strict=True))
         self.record = record or Recorder()
         self.filler: PendingRefreshes | None = None
-        """Optional refreshes for idle time, set by their owner: on a CPU done while the rank waits, on a GPU beside the other streams."""
+        """Optional refreshes for idle time, set by their owner: on a CPU done while the rank waits,
+        on a GPU beside the other streams."""
         self.last_waits: dict[tuple[int, Passing], float] = {}
-        """Seconds that the rank waited for each input in the last step with this number of micro-batches, as an estimate for the next
-        step."""
+        """Seconds that the rank waited for each input in the last step with this number of
+        micro-batches, as an estimate for the next step."""
         self.walk: _Walk | None = None
         """The current step, for code that counts live tensors."""
         shared = any(unit.has_peers for units in self.units.values() for unit in units)
@@ -109,19 +113,24 @@ class Executor:
         self._is_out_of_step = False
         assert tuple(self.stages) == schedule.stages_of(self.rank)
 
-    def run(self, micro_batches: Sequence[MicroBatch], schedule: Schedule | None = None) -> StepOutput:
-        """Execute all actions of this rank in order, by the executor's schedule or by another one with the same stages. Without grad mode
-        the schedule must consist of forward passes alone.
+    def run(
+        self, micro_batches: Sequence[MicroBatch], schedule: Schedule | None = None
+    ) -> StepOutput:
+        """Execute all actions of this rank in order, by the executor's schedule or by another one
+        with the same stages. Without grad mode the schedule must consist of forward passes alone.
 
-        Raises ValueError, before anything is sent, if the micro-batches do not have the number or shape of the schedule. After an error
-        inside a step the gradients are incomplete: clear them. Ranks with peers are then out of step, and the next step raises
-        RuntimeError.
+        Raises ValueError, before anything is sent, if the micro-batches do not have the number or
+        shape of the schedule. After an error inside a step the gradients are incomplete: clear
+        them. Ranks with peers are then out of step, and the next step raises RuntimeError.
         """
         schedule = self.schedule if schedule is None else schedule
         assert schedule.num_stages == self.schedule.num_stages
         self._check(micro_batches, schedule.num_micro_batches)
         if self._is_out_of_step:
-            raise RuntimeError("an error interrupted an earlier step, so this rank is out of step with the others: restart all ranks")
+            raise RuntimeError(
+                "an error interrupted an earlier step, so this rank is out of step with the "
+                "others: restart all ranks"
+            )
         walk = self.walk = _Walk(self, micro_batches, schedule)
         try:
             with self.segments.rounded_weights.kept():
@@ -129,7 +138,12 @@ class Executor:
                     walk.wait_for_input(action)
                     with self.record.action(action):
                         walk.do(action)
-                    if self.is_on_gpu and action.kind in COMPUTE and self.filler and not self.filler.is_busy:
+                    if (
+                        self.is_on_gpu
+                        and action.kind in COMPUTE
+                        and self.filler
+                        and not self.filler.is_busy
+                    ):
                         self.fill()
                 walk.finish()
             while self.filler:  # the remaining pieces have to be done before the next step
@@ -156,12 +170,17 @@ class Executor:
 
     def _check(self, micro_batches: Sequence[MicroBatch], expected_number: int) -> None:
         if len(micro_batches) != expected_number:
-            raise ValueError(f"got {len(micro_batches)} micro-batches: this schedule is for {expected_number}")
+            raise ValueError(
+                f"got {len(micro_batches)} micro-batches: this schedule is for {expected_number}"
+            )
         expected = self.activation.shape[:2]
         for number, batch in enumerate(micro_batches):
             for name, x in (("tokens", batch.tokens_BS), ("labels", batch.labels_BS)):
                 if tuple(x.shape) != expected:
-                    raise ValueError(f"{name} of micro-batch {number} have shape {tuple(x.shape)}: every micro-batch must have {expected}")
+                    raise ValueError(
+                        f"{name} of micro-batch {number} have shape {tuple(x.shape)}: every "
+                        f"micro-batch must have {expected}"
+                    )
 
 
 @dataclass
@@ -175,7 +194,9 @@ class _Arriving:
 class _Walk:
     """The state of one step."""
 
-    def __init__(self, executor: Executor, micro_batches: Sequence[MicroBatch], schedule: Schedule) -> None:
+    def __init__(
+        self, executor: Executor, micro_batches: Sequence[MicroBatch], schedule: Schedule
+    ) -> None:
         self.executor, self.micro_batches, self.schedule = executor, micro_batches, schedule
         self.stages, self.segments = executor.stages, executor.segments
         self.output = StepOutput()
@@ -188,8 +209,9 @@ class _Walk:
         self.sends: deque[tuple[dist.Work, Tensor, ChunkTape | None]] = deque()
 
     def wait_for_input(self, action: Action) -> None:
-        """Wait for the parameters and for the received input of a computation. For an overlapped pair, wait only for the input of the
-        forward pass; the input of the backward pass may arrive until its first turn."""
+        """Wait for the parameters and for the received input of a computation. For an overlapped
+        pair, wait only for the input of the forward pass; the input of the backward pass may arrive
+        until its first turn."""
         if action.kind not in COMPUTE:
             return
         for chunk in action.chunks:
@@ -229,18 +251,25 @@ class _Walk:
         if torch.is_grad_enabled():
             self.tapes[key] = tape
         routings = self.output.routings.setdefault(key, [])
-        return (yield from self.segments.forward(self.stages[action.stage], self._take((Kind.RECV_F, key)), tape, routings))
+        return (
+            yield from self.segments.forward(
+                self.stages[action.stage], self._take((Kind.RECV_F, key)), tape, routings
+            )
+        )
 
     def _backward(self, action: Action) -> Steps[Tensor | None]:
         key, defer = _key(action), action.kind == Kind.BACKWARD_INPUT
-        grad_BSD = yield from self.segments.backward(self.tapes.pop(key), self._take((Kind.RECV_B, key)), defer=defer)
+        grad_BSD = yield from self.segments.backward(
+            self.tapes.pop(key), self._take((Kind.RECV_B, key)), defer=defer
+        )
         if defer:
             self.waiting[key] = self.segments.weight_gradients.take()
         return grad_BSD
 
     def _pass(self, sends: Kind, action: Action, x: Tensor | None) -> None:
-        """Pass an output to the next stage, or the gradient of an input to the previous one, on this rank or another. The output of the
-        last stage is the loss; the first stage has no gradient (None)."""
+        """Pass an output to the next stage, or the gradient of an input to the previous one, on
+        this rank or another. The output of the last stage is the loss; the first stage has no
+        gradient (None)."""
         stage, micro_batch = _key(action)
         to = stage + TRANSFERS[sends]
         if x is None:
@@ -256,13 +285,19 @@ class _Walk:
         key = _key(action)
         if action.kind in (Kind.SEND_F, Kind.SEND_B):
             x = self._narrowed(self.outgoing.pop((action.kind, key)).contiguous(), key)
-            self.sends.append((self._start(dist.isend, x, self.schedule.peer_of(action)), x, self.tapes.get(key)))
-            while len(self.sends) > MOST_SENDS_UNDER_WAY or (is_gpu(x) and self.sends and self.sends[0][0].is_completed()):
+            self.sends.append(
+                (self._start(dist.isend, x, self.schedule.peer_of(action)), x, self.tapes.get(key))
+            )
+            while len(self.sends) > MOST_SENDS_UNDER_WAY or (
+                is_gpu(x) and self.sends and self.sends[0][0].is_completed()
+            ):
                 self._finish_oldest_send()
             return
         like = self.executor.activation
         buffer = torch.empty(like.shape, dtype=like.travels_as or like.dtype, device=like.device)
-        self.incoming[action.kind, key] = _Arriving(buffer, self._start(dist.irecv, buffer, self.schedule.peer_of(action)))
+        self.incoming[action.kind, key] = _Arriving(
+            buffer, self._start(dist.irecv, buffer, self.schedule.peer_of(action))
+        )
 
     def _start(self, operation: Callable[..., Any], x: Tensor, peer: int) -> dist.Work:
         group = self.executor.group
@@ -272,7 +307,8 @@ class _Walk:
         return work
 
     def _narrowed(self, x: Tensor, key: Key) -> Tensor:
-        """Return an output or gradient in the dtype in which it is sent; if that is a copy, free the original."""
+        """Return an output or gradient in the dtype in which it is sent; if that is a copy, free
+        the original."""
         narrow = x.to(self.executor.activation.travels_as or x.dtype)
         if narrow is not x:
             self._free_buffer(x, self.tapes.get(key))
@@ -298,7 +334,8 @@ class _Walk:
                 unit.reduce_gradients()
 
     def _take(self, passing: Passing) -> Tensor | None:
-        """Remove and return the tensor that arrived; None for the input of the first stage and the gradient of the last."""
+        """Remove and return the tensor that arrived; None for the input of the first stage and the
+        gradient of the last."""
         x = self.incoming.pop(passing, None)
         if not isinstance(x, _Arriving):
             return x
@@ -306,14 +343,19 @@ class _Walk:
             return self._received(x, passing)
 
     def _received(self, arriving: _Arriving, passing: Passing) -> Tensor:
-        """Return the received tensor. On a CPU, do pieces of the filler's work as long as the wait of the last step suggests that there is
-        time; on a GPU only the stream waits, not the host."""
+        """Return the received tensor. On a CPU, do pieces of the filler's work as long as the wait
+        of the last step suggests that there is time; on a GPU only the stream waits, not the
+        host."""
         executor = self.executor
         if executor.filler and not executor.is_on_gpu:
             key, start = (self.schedule.num_micro_batches, passing), time.perf_counter()
             expected_end = start + executor.last_waits.get(key, 0.0)
             arrived = in_thread(arriving.work.wait)
-            while executor.filler and time.perf_counter() + executor.filler.next_seconds() <= expected_end and not arrived.done():
+            while (
+                executor.filler
+                and time.perf_counter() + executor.filler.next_seconds() <= expected_end
+                and not arrived.done()
+            ):
                 executor.fill()
             executor.last_waits[key] = arrived.result() - start
         else:
@@ -322,7 +364,8 @@ class _Walk:
 
 
 def in_thread(wait: Callable[[], object]) -> Future[float]:
-    """Call `wait` in a daemon thread; the result is the time, by `time.perf_counter`, at which it returned."""
+    """Call `wait` in a daemon thread; the result is the time, by `time.perf_counter`, at which it
+    returned."""
     result: Future[float] = Future()
 
     def call() -> None:

@@ -1,12 +1,14 @@
-"""One rank's part of a model: the layers of its stages and, under expert parallelism, its share of their experts.
+"""One rank's part of a model: the layers of its stages and, under expert parallelism, its share of
+their experts.
 
-A `ModelPart` is built from a whole model on the meta device; it keeps only what belongs to the rank, and only that gets memory. Parameters
-have the same names as in the whole model (`layers.17.mlp.experts.down_proj`); dim 0 of expert parameters holds the rank's experts. In
-DualPipeV the first and the last stage are on the same rank, and with them embedding, final norm and head, so tied embeddings are one
-parameter.
+A `ModelPart` is built from a whole model on the meta device; it keeps only what belongs to the
+rank, and only that gets memory. Parameters have the same names as in the whole model
+(`layers.17.mlp.experts.down_proj`); dim 0 of expert parameters holds the rank's experts. In
+DualPipeV the first and the last stage are on the same rank, and with them embedding, final norm and
+head, so tied embeddings are one parameter.
 
-Random weights equal those of one process bit for bit: every rank draws all of them in the same order, one at a time, and keeps its own.
-"""
+Random weights equal those of one process bit for bit: every rank draws all of them in the same
+order, one at a time, and keeps its own."""
 
 from __future__ import annotations
 
@@ -56,17 +58,20 @@ class PartLayers:
         return value[self.experts(len(value))] if is_stack(name) else value
 
     def experts(self, num_experts: int) -> slice:
-        """Return this rank's experts, which are consecutive. Raises ValueError if they cannot be divided evenly."""
+        """Return this rank's experts, which are consecutive. Raises ValueError if they cannot be
+        divided evenly."""
         if num_experts % self.expert_ranks:
             raise ValueError(
-                f"{num_experts} experts cannot be divided evenly among {self.expert_ranks} ranks: use a divisor of {num_experts}"
+                f"{num_experts} experts cannot be divided evenly among {self.expert_ranks} ranks: "
+                f"use a divisor of {num_experts}"
             )
         each = num_experts // self.expert_ranks
         return slice(self.expert_rank * each, (self.expert_rank + 1) * each)
 
 
 class ModelPart(RoutedModel):
-    """One rank's part of a model, as the module docstring describes. `stages` are this rank's, first to last."""
+    """One rank's part of a model, as the module docstring describes. `stages` are this rank's,
+    first to last."""
 
     embed_tokens: nn.Embedding | None
     norm: nn.Module | None
@@ -77,13 +82,20 @@ class ModelPart(RoutedModel):
         super().__init__()
         self.share = share
         self.hidden_size = whole.embed_tokens.embedding_dim
-        self.moe_layers = tuple(layer for layer, block in enumerate(whole.layers) if isinstance(block.mlp, MoE))
+        self.moe_layers = tuple(
+            layer for layer, block in enumerate(whole.layers) if isinstance(block.mlp, MoE)
+        )
         """MoE layers of the whole model."""
         self.num_experts = len(whole.routers()[0].weight) if self.moe_layers else 0
         """Experts of each MoE layer, on all ranks."""
-        has_first, has_last = 0 in share.own_stages, len(share.layers_of_stage) - 1 in share.own_stages
+        has_first, has_last = (
+            0 in share.own_stages,
+            len(share.layers_of_stage) - 1 in share.own_stages,
+        )
         self.embed_tokens = whole.embed_tokens if has_first else None
-        own_layers = [layer for stage in sorted(share.own_stages) for layer in share.layers_of_stage[stage]]
+        own_layers = [
+            layer for stage in sorted(share.own_stages) for layer in share.layers_of_stage[stage]
+        ]
         self.layers = nn.ModuleDict({str(layer): whole.layers[layer] for layer in own_layers})
         self.norm = whole.norm if has_last else None
         self.lm_head = whole.lm_head if has_last else None
@@ -109,8 +121,11 @@ class ModelPart(RoutedModel):
         raise TypeError("a ModelPart is run by lather.pipeline.Executor, not called")
 
 
-def empty_part(whole: Decoder, share: PartLayers, device: torch.device, dtype: torch.dtype = torch.float32) -> ModelPart:
-    """Return the part with uninitialized memory on `device`. `whole` is on the meta device; the part takes over its modules."""
+def empty_part(
+    whole: Decoder, share: PartLayers, device: torch.device, dtype: torch.dtype = torch.float32
+) -> ModelPart:
+    """Return the part with uninitialized memory on `device`. `whole` is on the meta device; the
+    part takes over its modules."""
     part = ModelPart(whole, share)
     if share.expert_ranks > 1:
         for experts in [module for module in part.modules() if isinstance(module, Experts)]:
@@ -139,10 +154,16 @@ def fill(part: ModelPart, weights: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def fresh_part(
-    config: ModelConfig, share: PartLayers, generator: torch.Generator, device: torch.device, dtype: torch.dtype, lora: LoraConfig
+    config: ModelConfig,
+    share: PartLayers,
+    generator: torch.Generator,
+    device: torch.device,
+    dtype: torch.dtype,
+    lora: LoraConfig,
 ) -> ModelPart:
-    """Return the part with the random weights that one process would draw from `generator`, which has the same seed on every rank; wider
-    dtypes get the same values. Adapters are drawn last, so that they do not change the other weights."""
+    """Return the part with the random weights that one process would draw from `generator`, which
+    has the same seed on every rank; wider dtypes get the same values. Adapters are drawn last, so
+    that they do not change the other weights."""
     whole, empty = (build_model(config, None, torch.device("meta")) for _ in range(2))
     add_adapters(empty, lora)
     part = empty_part(empty, share, device, dtype)

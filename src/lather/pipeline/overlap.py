@@ -1,12 +1,14 @@
-"""Overlaps the forward pass of one chunk with the backward pass of another in one thread: while the tokens of one travel, the other
-computes.
+"""Overlaps the forward pass of one chunk with the backward pass of another in one thread: while the
+tokens of one travel, the other computes.
 
-Chunks are generators that stop right after they have launched a communication (`lather.pipeline.segments`) and are resumed after the other
-chunk has had its turn. On a CPU the communication continues in gloo's threads. On CUDA it runs on NCCL's own stream; events make that
-stream wait for the compute stream, and the compute stream wait for it when the chunk is resumed. The host waits for nothing but the sizes
-of an exchange.
+Chunks are generators that stop right after they have launched a communication
+(`lather.pipeline.segments`) and are resumed after the other chunk has had its turn. On a CPU the
+communication continues in gloo's threads. On CUDA it runs on NCCL's own stream; events make that
+stream wait for the compute stream, and the compute stream wait for it when the chunk is resumed.
+The host waits for nothing but the sizes of an exchange.
 
-The order of turns does not depend on time. Every rank of an expert group runs the same chunks, so their exchanges match.
+The order of turns does not depend on time. Every rank of an expert group runs the same chunks, so
+their exchanges match.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ def run(chunk: Generator[None, None, F]) -> F:
 
 
 def run_both(forward: Generator[None, None, F], backward: Generator[None, None, B]) -> tuple[F, B]:
-    """Run two chunks in turns, the forward pass first, and return their results. If one raises, the other is closed."""
+    """Run two chunks in turns, the forward pass first, and return their results. If one raises, the
+    other is closed."""
     results: dict[Generator[None, None, object], object] = {}
     running: list[Generator[None, None, object]] = [forward, backward]
     try:

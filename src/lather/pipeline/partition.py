@@ -1,18 +1,23 @@
-"""Assigns layers to pipeline stages: consecutive layers in V order, where rank r holds stages r and S - 1 - r of S.
+"""Assigns layers to pipeline stages: consecutive layers in V order, where rank r holds stages r and
+S - 1 - r of S.
 
-`uniform` assigns as equal numbers of layers as possible. `smallest_peak` makes the peak memory of the largest rank as small as possible, or
-nearly so. A rank has several *phases* (actions of its schedule, steps of the optimizer), and in each its bytes are a sum over its layers,
+`uniform` assigns as equal numbers of layers as possible. `smallest_peak` makes the peak memory of
+the largest rank as small as possible, or nearly so. A rank has several *phases* (actions of its
+schedule, steps of the optimizer), and in each its bytes are a sum over its layers,
 
-    peak_r(A, B) = max over phases p of base_r(p) + sum over layers a in A of first_r(p, a) + sum over b in B of second_r(p, b)
+    peak_r(A, B) = max over phases p of base_r(p) + sum over layers a in A of first_r(p, a) + sum
+    over b in B of second_r(p, b)
 
-for A in its first and B in its second stage. The ranks outside rank r take layers from both ends, and rank r takes the next ones from both
-ends of the remaining layers [a, b). So this is a dynamic program over [a, b):
+for A in its first and B in its second stage. The ranks outside rank r take layers from both ends,
+and rank r takes the next ones from both ends of the remaining layers [a, b). So this is a dynamic
+program over [a, b):
 
     f_r(a, b) = min over a' < a, b' > b of max(f_{r-1}(a', b'), peak_r([a', a), [b, b')))
 
-in O(n^4 P) steps for n layers on P ranks, vectorized over (a', b') and the phases. Only the largest rank counts, so many partitions are
-equally good, and a much more even one often costs little more; with uneven stages other ranks wait. So a second pass chooses, among all
-partitions within `SLACK` of the minimum, the most even one: the one with the least sum of squares of the numbers of layers.
+in O(n^4 P) steps for n layers on P ranks, vectorized over (a', b') and the phases. Only the largest
+rank counts, so many partitions are equally good, and a much more even one often costs little more;
+with uneven stages other ranks wait. So a second pass chooses, among all partitions within `SLACK`
+of the minimum, the most even one: the one with the least sum of squares of the numbers of layers.
 """
 
 from __future__ import annotations
@@ -44,7 +49,11 @@ class RankPeaks:
 
     def peak(self, first: range, second: range) -> float:
         """Return the peak bytes with these layers in the two stages."""
-        sums = self.base + self.first[:, first.start : first.stop].sum(1) + self.second[:, second.start : second.stop].sum(1)
+        sums = (
+            self.base
+            + self.first[:, first.start : first.stop].sum(1)
+            + self.second[:, second.start : second.stop].sum(1)
+        )
         return float(sums.max())
 
 
@@ -76,17 +85,22 @@ def stages_of(layers: Sequence[int]) -> tuple[range, ...]:
 
 
 def uniform(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Return equal numbers of layers for the stages. Remaining layers go to inner stages first, since the outer ones also have the
-    embedding, or the final norm and head. Raises ConfigError if there are fewer layers than stages."""
+    """Return equal numbers of layers for the stages. Remaining layers go to inner stages first,
+    since the outer ones also have the embedding, or the final norm and head. Raises ConfigError if
+    there are fewer layers than stages."""
     if num_layers < num_stages:
-        raise ConfigError(f"{num_layers} layers do not fill {num_stages} pipeline stages, two to a rank: lower parallel.pp")
+        raise ConfigError(
+            f"{num_layers} layers do not fill {num_stages} pipeline stages, two to a rank: lower "
+            "parallel.pp"
+        )
     least, rest = divmod(num_layers, num_stages)
     inner_first = [*range(1, num_stages - 1), 0, num_stages - 1]
     return tuple(least + (stage in inner_first[:rest]) for stage in range(num_stages))
 
 
 def smallest_peak(ranks: Sequence[RankPeaks]) -> Partition:
-    """Return the most even partition whose largest peak is within `SLACK` of the minimum, for these pipeline ranks; deterministic.
+    """Return the most even partition whose largest peak is within `SLACK` of the minimum, for these
+    pipeline ranks; deterministic.
 
     Raises ConfigError if there are fewer layers than stages.
     """
@@ -112,24 +126,36 @@ def largest_peak(ranks: Sequence[RankPeaks], layers: Sequence[int]) -> float:
 
 
 def _search(
-    ranks: Sequence[RankPeaks], charge: Callable[[Array, Array], Array], combine: Callable[[Array, Array], Array]
+    ranks: Sequence[RankPeaks],
+    charge: Callable[[Array, Array], Array],
+    combine: Callable[[Array, Array], Array],
 ) -> tuple[float, tuple[int, ...]]:
-    """Minimize the combined cost of all ranks; return the minimum and the numbers of layers that reach it. `charge` computes the cost of a
-    rank from its peaks and from the sums of squares of its stages' sizes, both for all (a', b')."""
+    """Minimize the combined cost of all ranks; return the minimum and the numbers of layers that
+    reach it. `charge` computes the cost of a rank from its peaks and from the sums of squares of
+    its stages' sizes, both for all (a', b')."""
     n, num_ranks = ranks[0].first.shape[1], len(ranks)
     best = np.full((n + 1, n + 1), np.inf)
     best[0, n] = 0.0
     came_from = []
     for rank, peaks in enumerate(ranks):
-        firsts, seconds = (np.concatenate((np.zeros((len(x), 1)), x.cumsum(1)), axis=1) for x in (peaks.first, peaks.second))
+        firsts, seconds = (
+            np.concatenate((np.zeros((len(x), 1)), x.cumsum(1)), axis=1)
+            for x in (peaks.first, peaks.second)
+        )
         inside = num_ranks - 1 - rank  # each of these ranks needs a layer at both ends
         new, origin = np.full_like(best, np.inf), np.zeros((n + 1, n + 1), np.int64)
-        ends = [(a, a) for a in range(rank + 1, n - rank)] if not inside else _ends(n, rank + 1, inside)
+        ends = (
+            [(a, a) for a in range(rank + 1, n - rank)]
+            if not inside
+            else _ends(n, rank + 1, inside)
+        )
         for a, b in ends:  # [a, b) remains for the ranks inside this one
             first = firsts[:, a, None] - firsts[:, :a] + peaks.base[:, None]
             second = seconds[:, b + 1 :] - seconds[:, b, None]
             sizes = np.arange(a, 0, -1)[:, None] ** 2 + np.arange(1, n - b + 1)[None, :] ** 2
-            charged = charge((first[:, :, None] + second[:, None, :]).max(0), sizes.astype(np.float64))
+            charged = charge(
+                (first[:, :, None] + second[:, None, :]).max(0), sizes.astype(np.float64)
+            )
             total = combine(best[:a, b + 1 :], charged)
             origin[a, b] = at = int(np.argmin(total))
             new[a, b] = total.flat[at]
@@ -147,5 +173,6 @@ def _search(
 
 
 def _ends(n: int, outside: int, inside: int) -> list[tuple[int, int]]:
-    """Return all [a, b) that leave at least `outside` layers on either side and contain at least 2 * `inside` layers."""
+    """Return all [a, b) that leave at least `outside` layers on either side and contain at least 2
+    * `inside` layers."""
     return [(a, b) for a in range(outside, n + 1) for b in range(a + 2 * inside, n - outside + 1)]

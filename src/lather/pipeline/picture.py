@@ -1,9 +1,12 @@
-"""Draws a timeline: a lane per rank, colors by kind of action, micro-batch numbers where they fit, idle time hatched.
+"""Draws a timeline: a lane per rank, colors by kind of action, micro-batch numbers where they fit,
+idle time hatched.
 
-A forward chunk is blue and a backward chunk green; if it is split, the input part is light green and the weight part orange. Chunks of a
-rank's second stage, on the way back up the V, are darker. In an overlapped pair the forward chunk is drawn above the backward chunk. Pieces
-of the optimizer's refreshes that fill idle time are violet. Transfers and FSDP actions that took time are a grey strip below. The picture
-grows with the number of chunks in a lane, up to a limit; numbers that would be too small to read are left out.
+A forward chunk is blue and a backward chunk green; if it is split, the input part is light green
+and the weight part orange. Chunks of a rank's second stage, on the way back up the V, are darker.
+In an overlapped pair the forward chunk is drawn above the backward chunk. Pieces of the optimizer's
+refreshes that fill idle time are violet. Transfers and FSDP actions that took time are a grey strip
+below. The picture grows with the number of chunks in a lane, up to a limit; numbers that would be
+too small to read are left out.
 """
 
 from __future__ import annotations
@@ -36,13 +39,16 @@ REFRESH = "#b39ddb"
 OTHER = "#8a8a8a"
 DARK = {"#2f6db3", "#3a8f54"}
 """Colors that need white numbers."""
-LABELS = dict(zip(COLORS, ("forward", "backward", "backward, input", "backward, weights"), strict=True))
+LABELS = dict(
+    zip(COLORS, ("forward", "backward", "backward, input", "backward, weights"), strict=True)
+)
 
 IDLE: dict[str, Any] = {"facecolor": "#f7f7f7", "edgecolor": "#cfcfcf", "hatch": "////"}
 
 DPI = 110
 LANE, STRIP = 0.42, 0.12
-"""Half the height of a lane, and the height of the strip of transfers, in units of the distance between lanes."""
+"""Half the height of a lane, and the height of the strip of transfers, in units of the distance
+between lanes."""
 MIN_WIDTH, MAX_WIDTH, INCHES_PER_CHUNK = 12.0, 36.0, 0.17
 MAX_HEIGHT = 36.0
 SMALLEST_NUMBER, LARGEST_NUMBER = 5.0, 9.0
@@ -63,8 +69,8 @@ class Bar:
 
 
 def draw_timeline(rows: Iterable[Event], path: Path, title: str, *, unit: str = "s") -> None:
-    """Write a PNG of the events `rows`, of which there is at least one; `unit` is that of their times. The bubble fraction is added to
-    `title`.
+    """Write a PNG of the events `rows`, of which there is at least one; `unit` is that of their
+    times. The bubble fraction is added to `title`.
 
     Raises UserError if `path` cannot be written or no event is a computation.
     """
@@ -72,7 +78,10 @@ def draw_timeline(rows: Iterable[Event], path: Path, title: str, *, unit: str = 
     if not timeline.makespan > 0:
         raise RunError(f"{path}: nothing to draw: no action of the timeline computes for any time")
     ranks = timeline.ranks
-    chunks = max(sum(event.action.kind in COMPUTE for event in timeline.events if event.rank == rank) for rank in ranks)
+    chunks = max(
+        sum(event.action.kind in COMPUTE for event in timeline.events if event.rank == rank)
+        for rank in ranks
+    )
     width = min(max(MIN_WIDTH, 1.5 + INCHES_PER_CHUNK * chunks), MAX_WIDTH)
     scale = (width / MIN_WIDTH) ** 0.6  # for lanes and fonts
     height = min(scale * (1.1 + 0.5 * len(ranks)), MAX_HEIGHT)
@@ -82,13 +91,23 @@ def draw_timeline(rows: Iterable[Event], path: Path, title: str, *, unit: str = 
     boxes = list(bars(timeline, lanes))
     _draw_boxes(axes, boxes)
     _draw_frame(axes, timeline, lanes)
-    axes.set_title(f"{title}: bubble {timeline.bubble_fraction:.1%}", loc="left", fontsize=11 * scale)
+    axes.set_title(
+        f"{title}: bubble {timeline.bubble_fraction:.1%}", loc="left", fontsize=11 * scale
+    )
     axes.set_xlabel(f"time ({unit})", fontsize=9 * scale)
     axes.tick_params(axis="x", labelsize=8 * scale)
     axes.tick_params(axis="y", labelsize=min(9 * scale, 0.5 * 72 * height / len(ranks)))
-    figure.legend(handles=_legend(timeline), loc="outside lower left", ncols=7, frameon=False, fontsize=8 * scale)
+    figure.legend(
+        handles=_legend(timeline),
+        loc="outside lower left",
+        ncols=7,
+        frameon=False,
+        fontsize=8 * scale,
+    )
     figure.draw_without_rendering()
-    figure.set_layout_engine("none")  # fix the layout: the font sizes depend on it, and it need not measure every number
+    figure.set_layout_engine(
+        "none"
+    )  # fix the layout: the font sizes depend on it, and it need not measure every number
     _draw_numbers(axes, boxes)
     with whole_file(path, "--out") as aside:
         figure.savefig(aside, dpi=DPI, format="png")
@@ -104,7 +123,8 @@ def _stages(timeline: Timeline) -> dict[int, list[int]]:
 
 
 def bars(timeline: Timeline, lanes: dict[int, int]) -> Iterator[Bar]:
-    """Make the boxes of all events; their times begin with the timeline, and `lanes` has the place of each rank."""
+    """Make the boxes of all events; their times begin with the timeline, and `lanes` has the place
+    of each rank."""
     stages = _stages(timeline)
     for event in timeline.events:
         middle, chunks = lanes[event.rank], event.action.chunks
@@ -116,22 +136,37 @@ def bars(timeline: Timeline, lanes: dict[int, int]) -> Iterator[Bar]:
             for index, chunk in enumerate(chunks):
                 color = COLORS[chunk.kind][chunk.stage > stages[event.rank][0]]
                 top = middle - LANE + index * height
-                yield Bar(left, right, top + height, top, color, str(event.action), chunk.micro_batch)
+                yield Bar(
+                    left, right, top + height, top, color, str(event.action), chunk.micro_batch
+                )
         elif right > left:
             yield Bar(left, right, middle + LANE, middle + LANE - STRIP, OTHER, str(event.action))
 
 
 def _draw_boxes(axes: Axes, boxes: Sequence[Bar]) -> None:
-    corners = [[(b.left, b.bottom), (b.left, b.top), (b.right, b.top), (b.right, b.bottom)] for b in boxes]
+    corners = [
+        [(b.left, b.bottom), (b.left, b.top), (b.right, b.top), (b.right, b.bottom)] for b in boxes
+    ]
     edge = 0.4 if len(boxes) < 10_000 else 0.0
-    axes.add_collection(PolyCollection(corners, facecolors=[b.color for b in boxes], edgecolors="white", linewidths=edge, zorder=2))
+    axes.add_collection(
+        PolyCollection(
+            corners,
+            facecolors=[b.color for b in boxes],
+            edgecolors="white",
+            linewidths=edge,
+            zorder=2,
+        )
+    )
 
 
 def _draw_frame(axes: Axes, timeline: Timeline, lanes: dict[int, int]) -> None:
     """Draw the axes, and hatched lanes below the computations."""
     axes.barh(list(lanes.values()), timeline.makespan, 2 * LANE, linewidth=0, zorder=1, **IDLE)
     stages = _stages(timeline)
-    names = [f"rank {rank}  (stage{'s' * (len(stages[rank]) > 1)} {', '.join(map(str, stages[rank]))})" for rank in lanes]
+    names = [
+        f"rank {rank}  (stage{'s' * (len(stages[rank]) > 1)} {', '.join(map(str, stages[rank]))})"
+        for rank in lanes
+    ]
     axes.set_yticks(list(lanes.values()), names)
     axes.set_ylim(len(lanes) - 0.4, -0.6)
     axes.set_xlim(0, timeline.makespan)
@@ -147,15 +182,28 @@ def _draw_numbers(axes: Axes, boxes: Sequence[Bar]) -> None:
     points = 72 / DPI
 
     def fits(box: Bar) -> float:
-        """Return the font size at which the longest number fills the bar: a digit is 0.62 times as wide as the font size."""
-        width, height = (box.right - box.left) * abs(across) * points, (box.bottom - box.top) * abs(down) * points
+        """Return the font size at which the longest number fills the bar: a digit is 0.62 times as
+        wide as the font size."""
+        width, height = (
+            (box.right - box.left) * abs(across) * points,
+            (box.bottom - box.top) * abs(down) * points,
+        )
         return float(min(0.85 * width / (0.62 * digits), 0.8 * height))
 
     for box, number in numbered:
         if (size := min(fits(box), LARGEST_NUMBER)) >= SMALLEST_NUMBER:
             x, y = (box.left + box.right) / 2, (box.top + box.bottom) / 2
             color = "white" if box.color in DARK else "0.15"
-            axes.text(x, y, str(number), ha="center", va="center_baseline", fontsize=size, color=color, zorder=3)
+            axes.text(
+                x,
+                y,
+                str(number),
+                ha="center",
+                va="center_baseline",
+                fontsize=size,
+                color=color,
+                zorder=3,
+            )
 
 
 def color_key(timeline: Timeline) -> list[tuple[str, str]]:
@@ -164,7 +212,10 @@ def color_key(timeline: Timeline) -> list[tuple[str, str]]:
     found = [(COLORS[kind][0], label) for kind, label in LABELS.items() if kind in kinds]
     if Kind.REFRESH in kinds:
         found.append((REFRESH, "refresh"))
-    if any(event.action.kind not in (*COMPUTE, Kind.REFRESH) and event.end > event.start for event in timeline.events):
+    if any(
+        event.action.kind not in (*COMPUTE, Kind.REFRESH) and event.end > event.start
+        for event in timeline.events
+    ):
         found.append((OTHER, "transfers, FSDP"))
     return found
 
@@ -178,14 +229,18 @@ def _legend(timeline: Timeline) -> list[Patch]:
 
 
 def read_timeline(path: Path) -> tuple[int, list[Event]]:
-    """Read the newest step in `path` and its events. A line is {"step", "rank", "action", "start", "end"}, with times in seconds.
+    """Read the newest step in `path` and its events. A line is {"step", "rank", "action", "start",
+    "end"}, with times in seconds.
 
-    An incomplete last line is ignored. Raises RunError if there is no such file, or if it is not a timeline.
+    An incomplete last line is ignored. Raises RunError if there is no such file, or if it is not a
+    timeline.
     """
     try:
         lines = read_text(path).splitlines(keepends=True)
     except OSError as error:
-        raise RunError(f"{path}: cannot be read ({error.strerror}): the run must have written a timeline") from None
+        raise RunError(
+            f"{path}: cannot be read ({error.strerror}): the run must have written a timeline"
+        ) from None
     except UnicodeError as error:
         raise RunError(f"{path}: not a timeline ({error}): restore the file") from None
     complete = [line for line in lines if line.endswith("\n") and line.strip()]
@@ -193,12 +248,19 @@ def read_timeline(path: Path) -> tuple[int, list[Event]]:
         rows: list[dict[str, Any]] = [json.loads(line) for line in complete]
         step = max((int(row["step"]) for row in rows), default=0)
         events = [
-            Event(int(row["rank"]), Action.from_text(row["action"]), float(row["start"]), float(row["end"]))
+            Event(
+                int(row["rank"]),
+                Action.from_text(row["action"]),
+                float(row["start"]),
+                float(row["end"]),
+            )
             for row in rows
             if row["step"] == step
         ]
     except (ValueError, KeyError, TypeError) as error:
         raise RunError(f"{path}: not a timeline ({error!r}): restore the file") from None
     if not events:
-        raise RunError(f"{path}: no actions to draw: give the folder of a run that wrote a timeline")
+        raise RunError(
+            f"{path}: no actions to draw: give the folder of a run that wrote a timeline"
+        )
     return step, events

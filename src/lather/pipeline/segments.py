@@ -1,19 +1,26 @@
-"""Runs the forward and backward pass of a micro-batch through a stage, segment by segment, as generators that stop at each communication.
+"""Runs the forward and backward pass of a micro-batch through a stage, segment by segment, as
+generators that stop at each communication.
 
-    forward of a block    attend and route | plan ...yield... dispatch ...yield... | experts | combine ...yield... | aggregate
-    backward of a block   combine's gradient ...yield... | experts' | dispatch's gradient ...yield... (twice) | attention's and router's
+    forward of a block    attend and route | plan ...yield... dispatch ...yield... | experts |
+                          combine ...yield... | aggregate
+    backward of a block   combine's gradient ...yield... | experts' | dispatch's gradient
+                          ...yield... (twice) | attention's and router's
 
-At a `yield` an all-to-all has been launched, and the caller may compute something else (`lather.pipeline.overlap`). Work that needs no
-communication is done while it runs: shared experts while tokens travel; the experts' weight gradients while gradients travel, between two
-stops, so that the other chunk can launch its exchange meanwhile. (If weight gradients are deferred, there is one stop less.) The
-mathematics is that of `Block`, whose `forward` is the reference; autograd graphs end at every segment (`lather.pipeline.tape`).
+At a `yield` an all-to-all has been launched, and the caller may compute something else
+(`lather.pipeline.overlap`). Work that needs no communication is done while it runs: shared experts
+while tokens travel; the experts' weight gradients while gradients travel, between two stops, so
+that the other chunk can launch its exchange meanwhile. (If weight gradients are deferred, there is
+one stop less.) The mathematics is that of `Block`, whose `forward` is the reference; autograd
+graphs end at every segment (`lather.pipeline.tape`).
 
-Kept per MoE block and token: the activations that attention and the norms keep (the normed rows are recomputed from the residual), the
-router's scores, gate/up of the experts, and indices; under expert parallelism also the received rows (D each). The experts' outputs and
-combined sums are freed as soon as they are added. Under autocast, rows and their gradients travel in its dtype, to which the experts would
-round them anyway.
+Kept per MoE block and token: the activations that attention and the norms keep (the normed rows are
+recomputed from the residual), the router's scores, gate/up of the experts, and indices; under
+expert parallelism also the received rows (D each). The experts' outputs and combined sums are freed
+as soon as they are added. Under autocast, rows and their gradients travel in its dtype, to which
+the experts would round them anyway.
 
-Letters: B sequences, S positions, T = B * S tokens, D hidden size, R tokens at this rank's experts, K experts per token.
+Letters: B sequences, S positions, T = B * S tokens, D hidden size, R tokens at this rank's experts,
+K experts per token.
 """
 
 from __future__ import annotations
@@ -56,7 +63,8 @@ class MicroBatch:
     labels_BS: Int[Tensor, "b s"]
     layout: SequenceLayout
     normalizer: float = 1.0
-    """Divisor of the sum of the labels' losses: the number of labels of the whole step, on all ranks."""
+    """Divisor of the sum of the labels' losses: the number of labels of the whole step, on all
+    ranks."""
     balance_weight: float = 0.0
     """Weight of each block's balance loss in the differentiated loss: its coefficient times this
     micro-batch's fraction of the step's tokens, on all ranks, without padding."""
@@ -102,7 +110,8 @@ class ChunkTape:
 
 @dataclass(eq=False)
 class Segments:
-    """Runs micro-batches through the stages of a rank. Holds settings only, no state of a micro-batch.
+    """Runs micro-batches through the stages of a rank. Holds settings only, no state of a
+    micro-batch.
 
     Raises ValueError for a segment that cannot be recomputed.
     """
@@ -117,19 +126,31 @@ class Segments:
     autocast: torch.dtype | None = None
     """dtype of matrix products."""
     rounded_weights: RoundedWeights = field(default_factory=RoundedWeights)
-    """The store of weights rounded to that dtype that the layers were given, filled while `lather.pipeline.executor.Executor` runs."""
+    """The store of weights rounded to that dtype that the layers were given, filled while
+    `lather.pipeline.executor.Executor` runs."""
 
     def __post_init__(self) -> None:
         if unknown := sorted(set(self.recompute) - set(RECOMPUTABLE)):
-            raise ValueError(f"recompute has {unknown[0]!r}: use some of {', '.join(map(repr, RECOMPUTABLE))}")
+            raise ValueError(
+                f"recompute has {unknown[0]!r}: use some of {', '.join(map(repr, RECOMPUTABLE))}"
+            )
 
-    def forward(self, stage: Stage, x_BSD: Float[Tensor, "b s d"] | None, tape: ChunkTape, routings: list[RoutingSummary]) -> Steps[Tensor]:
-        """Compute the stage's output from its input (None for the first stage, which reads tokens); the last stage returns the loss.
+    def forward(
+        self,
+        stage: Stage,
+        x_BSD: Float[Tensor, "b s d"] | None,
+        tape: ChunkTape,
+        routings: list[RoutingSummary],
+    ) -> Steps[Tensor]:
+        """Compute the stage's output from its input (None for the first stage, which reads tokens);
+        the last stage returns the loss.
 
         A summary of each MoE block is appended to `routings`. Without grad mode nothing is kept.
         """
         if stage.embed_tokens is not None:
-            tape.embed, (x_BSD,) = Cut.run(partial(_call, stage.embed_tokens, tape.micro_batch.tokens_BS), ())
+            tape.embed, (x_BSD,) = Cut.run(
+                partial(_call, stage.embed_tokens, tape.micro_batch.tokens_BS), ()
+            )
         for block in stage.blocks:
             assert x_BSD is not None
             x_BSD, kept = yield from self._forward_block(block, x_BSD, tape, routings)
@@ -144,8 +165,11 @@ class Segments:
         tape.head = (head, torch.ones_like(loss))
         return loss
 
-    def backward(self, tape: ChunkTape, grad_BSD: Float[Tensor, "b s d"] | None, *, defer: bool = False) -> Steps[Tensor | None]:
-        """Compute the gradient of the stage's input (None for the first stage) from that of its output (None for the last stage, the loss).
+    def backward(
+        self, tape: ChunkTape, grad_BSD: Float[Tensor, "b s d"] | None, *, defer: bool = False
+    ) -> Steps[Tensor | None]:
+        """Compute the gradient of the stage's input (None for the first stage) from that of its
+        output (None for the last stage, the loss).
 
         The tape is empty afterwards. With `defer` the weight gradients stay in the queue.
         """
@@ -155,7 +179,9 @@ class Segments:
             tape.head = None
         while tape.blocks:
             assert grad_BSD is not None
-            grad_BSD = yield from self._backward_block(tape.blocks.pop(), grad_BSD, tape.micro_batch, defer=defer)
+            grad_BSD = yield from self._backward_block(
+                tape.blocks.pop(), grad_BSD, tape.micro_batch, defer=defer
+            )
         if tape.embed is not None:
             self._back(tape.embed, [grad_BSD], defer=defer)
             tape.embed = grad_BSD = None
@@ -167,21 +193,31 @@ class Segments:
         self, block: Block, x_BSD: Tensor, tape: ChunkTape, routings: list[RoutingSummary]
     ) -> Steps[tuple[Tensor, BlockTape]]:
         attend, attended = self._attend(block, x_BSD, tape.micro_batch.layout)
-        residual_BSD, normed_TD, routing = attended.residual_BSD, attended.normed_TD, attended.routing
+        residual_BSD, normed_TD, routing = (
+            attended.residual_BSD,
+            attended.normed_TD,
+            attended.routing,
+        )
         if not isinstance(block.mlp, MoE) or routing is None:
-            experts, (sum_TD,) = self._run("experts", partial(_call, block.mlp), normed_TD, reads=attended)
+            experts, (sum_TD,) = self._run(
+                "experts", partial(_call, block.mlp), normed_TD, reads=attended
+            )
             self._was_read(attended, tape, experts)
             return self._aggregate(residual_BSD, sum_TD, None, tape), BlockTape(attend, experts)
 
         routings.append(RoutingSummary(routing.count_E, routing.balance_loss))
         planning = self.exchange.start_plan(routing)
         yield
-        travelling = self.exchange.start_dispatch(self._cast_for_exchange(normed_TD), routing, planning.wait())
+        travelling = self.exchange.start_dispatch(
+            self._cast_for_exchange(normed_TD), routing, planning.wait()
+        )
         shared, shared_TD = self._shared(block.mlp, attended)
         yield
         dispatched = travelling.wait()
         run_experts = partial(_run_experts, block.mlp, dispatched.experts_RK, dispatched.num_pairs)
-        experts, (partial_RD,) = self._run("experts", run_experts, dispatched.x_RD, dispatched.weights_RK, reads=attended)
+        experts, (partial_RD,) = self._run(
+            "experts", run_experts, dispatched.x_RD, dispatched.weights_RK, reads=attended
+        )
         self._was_read(attended, tape, experts, shared)
         travelling_back = self.exchange.start_combine(partial_RD, dispatched.way)
         kept = BlockTape(attend, experts, shared, _losses(routing), dispatched.way)
@@ -191,35 +227,52 @@ class Segments:
         self.frees.release(partial_RD, sum_TD, held=tape.held)
         return self._aggregate(residual_BSD, sum_TD.to(residual_BSD.dtype), shared_TD, tape), kept
 
-    def _backward_block(self, kept: BlockTape, grad_BSD: Tensor, batch: MicroBatch, *, defer: bool) -> Steps[Tensor]:
+    def _backward_block(
+        self, kept: BlockTape, grad_BSD: Tensor, batch: MicroBatch, *, defer: bool
+    ) -> Steps[Tensor]:
         grad_TD = grad_BSD.flatten(0, 1)  # the gradient of each term of a sum is that of the sum
         if not kept.losses:
             gradients = [grad_BSD, *self._back(kept.experts, [grad_TD], defer=defer)]
         else:
-            travelling = self.exchange.start_combine_backward(self._cast_for_exchange(grad_TD), kept.way)
-            grad_shared_TD = None if kept.shared is None else self._back(kept.shared, [grad_TD], defer=defer)[0]
+            travelling = self.exchange.start_combine_backward(
+                self._cast_for_exchange(grad_TD), kept.way
+            )
+            grad_shared_TD = (
+                None if kept.shared is None else self._back(kept.shared, [grad_TD], defer=defer)[0]
+            )
             yield
             grad_x_RD, grad_weights_RK = self._back(kept.experts, [travelling.wait()], defer=True)
             assert grad_x_RD is not None
             assert grad_weights_RK is not None
-            travelling_back = self.exchange.start_dispatch_backward(grad_x_RD, grad_weights_RK, kept.way)
+            travelling_back = self.exchange.start_dispatch_backward(
+                grad_x_RD, grad_weights_RK, kept.way
+            )
             del grad_x_RD, grad_weights_RK
             if not defer:
-                entries = self.weight_gradients.take()  # dropped if the generator is closed at the yield
+                entries = (
+                    self.weight_gradients.take()
+                )  # dropped if the generator is closed at the yield
                 yield
                 WeightGradients.run(entries)
             yield
             grad_normed_TD, grad_weights_TK = travelling_back.wait()
-            if grad_shared_TD is not None:  # may be changed in place: nothing else uses it, and its dtype is wide enough
+            if (
+                grad_shared_TD is not None
+            ):  # may be changed in place: nothing else uses it, and its dtype is wide enough
                 grad_normed_TD = grad_shared_TD.add_(grad_normed_TD)
-            gradients = [grad_BSD, grad_normed_TD, grad_weights_TK, *_loss_gradients(kept.losses, batch)]
+            gradients = [
+                grad_BSD,
+                grad_normed_TD,
+                grad_weights_TK,
+                *_loss_gradients(kept.losses, batch),
+            ]
         (grad_in_BSD,) = self._back(kept.attend, gradients, defer=defer)
         assert grad_in_BSD is not None
         return grad_in_BSD
 
     def _attend(self, block: Block, x_BSD: Tensor, layout: SequenceLayout) -> tuple[Cut, Attended]:
-        """Run segment 1. Its differentiable outputs are the residual, the normed rows and, in an MoE block, the router's weights and
-        losses."""
+        """Run segment 1. Its differentiable outputs are the residual, the normed rows and, in an
+        MoE block, the router's weights and losses."""
         decision: list[Routing] = []
         again: list[Again | None] = []
 
@@ -229,39 +282,63 @@ class Segments:
             if attended.routing is None:
                 return attended.residual_BSD, attended.normed_TD
             decision[:] = decision or [attended.routing]
-            return attended.residual_BSD, attended.normed_TD, attended.routing.weights_TK, *_losses(attended.routing)
+            return (
+                attended.residual_BSD,
+                attended.normed_TD,
+                attended.routing.weights_TK,
+                *_losses(attended.routing),
+            )
 
         def same_decision() -> AbstractContextManager[Any]:
-            return block.mlp.gate.recompute(decision[0]) if isinstance(block.mlp, MoE) else nullcontext()
+            return (
+                block.mlp.gate.recompute(decision[0])
+                if isinstance(block.mlp, MoE)
+                else nullcontext()
+            )
 
-        cut, (residual_BSD, normed_TD, *of_router) = self._run("attention", attend, x_BSD, again=same_decision)
+        cut, (residual_BSD, normed_TD, *of_router) = self._run(
+            "attention", attend, x_BSD, again=same_decision
+        )
         attended = Attended(residual_BSD, normed_TD, None, again[0])
         if decision:
             weights_TK, balance_loss, *z_loss = of_router
-            routing = replace(decision[0], weights_TK=weights_TK, balance_loss=balance_loss, z_loss=z_loss[0] if z_loss else None)
-            decision[0] = replace(routing, weights_TK=weights_TK.new_empty(()).expand_as(weights_TK))  # a second run recomputes them
+            routing = replace(
+                decision[0],
+                weights_TK=weights_TK,
+                balance_loss=balance_loss,
+                z_loss=z_loss[0] if z_loss else None,
+            )
+            decision[0] = replace(
+                routing, weights_TK=weights_TK.new_empty(()).expand_as(weights_TK)
+            )  # a second run recomputes them
             attended.routing = routing
         return cut, attended
 
     def _shared(self, moe: MoE, attended: Attended) -> tuple[Cut | None, Tensor | None]:
         if moe.shared_experts is None:
             return None, None
-        cut, (shared_TD,) = self._run("shared_experts", partial(_call, moe.shared_experts), attended.normed_TD, reads=attended)
+        cut, (shared_TD,) = self._run(
+            "shared_experts", partial(_call, moe.shared_experts), attended.normed_TD, reads=attended
+        )
         return cut, shared_TD
 
     def _was_read(self, attended: Attended, tape: ChunkTape, *cuts: Cut | None) -> None:
-        """Free the normed rows after their last reader, unless a cut keeps them as input of a recomputation."""
+        """Free the normed rows after their last reader, unless a cut keeps them as input of a
+        recomputation."""
         if attended.again is not None:
             kept = [x for cut in cuts if cut is not None for x in cut.kept_inputs]
             self.frees.release(attended.normed_TD, *kept, held=tape.held)
 
     def _cast_for_exchange(self, x: Tensor) -> Tensor:
-        """Cast rows that travel to the autocast dtype, which halves the bytes of the exchange and of the received rows."""
+        """Cast rows that travel to the autocast dtype, which halves the bytes of the exchange and
+        of the received rows."""
         if self.autocast is None or self.exchange.num_ranks == 1 or x.dtype == torch.float64:
             return x
         return x.to(self.autocast)
 
-    def _aggregate(self, residual_BSD: Tensor, sum_TD: Tensor, shared_TD: Tensor | None, tape: ChunkTape) -> Tensor:
+    def _aggregate(
+        self, residual_BSD: Tensor, sum_TD: Tensor, shared_TD: Tensor | None, tape: ChunkTape
+    ) -> Tensor:
         """Run segment 5: sums, whose backward pass needs no graph."""
         total_TD = sum_TD if shared_TD is None else sum_TD + shared_TD
         out_BSD = residual_BSD + total_TD.view_as(residual_BSD)
@@ -270,17 +347,27 @@ class Segments:
         return out_BSD
 
     def _run(
-        self, name: str, function: Callable[..., Outputs], *inputs: Tensor, again: MakeContext = nullcontext, reads: Attended | None = None
+        self,
+        name: str,
+        function: Callable[..., Outputs],
+        *inputs: Tensor,
+        again: MakeContext = nullcontext,
+        reads: Attended | None = None,
     ) -> tuple[Cut, Outputs]:
-        """`again`: context of a second run; `reads`: the `Attended` whose normed rows are among the inputs, if any."""
+        """`again`: context of a second run; `reads`: the `Attended` whose normed rows are among the
+        inputs, if any."""
         if self.autocast is not None:
-            function = inside(partial(torch.autocast, inputs[0].device.type, dtype=self.autocast), function)
+            function = inside(
+                partial(torch.autocast, inputs[0].device.type, dtype=self.autocast), function
+            )
         with record_function(f"lather.segment.{name}"):
             if name in self.recompute:
                 return Cut.run(function, inputs, recompute=again)
             return Cut.run(function if reads is None else inside(reads.not_kept, function), inputs)
 
-    def _back(self, cut: Cut, gradients: Sequence[Tensor | None], *, defer: bool) -> list[Tensor | None]:
+    def _back(
+        self, cut: Cut, gradients: Sequence[Tensor | None], *, defer: bool
+    ) -> list[Tensor | None]:
         self.weight_gradients.deferring = defer
         try:
             with record_function("lather.segment.backward"):
@@ -293,21 +380,34 @@ def _call(module: nn.Module, x: Tensor) -> Outputs:
     return (module(x),)
 
 
-def _run_experts(moe: MoE, experts_RK: Tensor, num_pairs: int | None, x_RD: Tensor, weights_RK: Tensor) -> Outputs:
+def _run_experts(
+    moe: MoE, experts_RK: Tensor, num_pairs: int | None, x_RD: Tensor, weights_RK: Tensor
+) -> Outputs:
     return (moe.experts(x_RD, experts_RK, weights_RK, num_pairs),)
 
 
 def _loss(stage: Stage, batch: MicroBatch, x_BSD: Tensor) -> Outputs:
     assert stage.norm is not None
     assert stage.lm_head is not None
-    return (linear_cross_entropy(stage.norm(x_BSD), stage.lm_head.weight, batch.labels_BS, normalizer=batch.normalizer),)
+    return (
+        linear_cross_entropy(
+            stage.norm(x_BSD), stage.lm_head.weight, batch.labels_BS, normalizer=batch.normalizer
+        ),
+    )
 
 
 def _losses(routing: Routing) -> Outputs:
-    return (routing.balance_loss,) if routing.z_loss is None else (routing.balance_loss, routing.z_loss)
+    return (
+        (routing.balance_loss,)
+        if routing.z_loss is None
+        else (routing.balance_loss, routing.z_loss)
+    )
 
 
 def _loss_gradients(losses: Outputs, batch: MicroBatch) -> list[Tensor | None]:
     """Return the gradients of `_losses`; None for a loss with weight 0."""
     weights = (batch.balance_weight, batch.z_weight)
-    return [torch.full_like(loss, weight) if weight else None for loss, weight in zip(losses, weights, strict=False)]
+    return [
+        torch.full_like(loss, weight) if weight else None
+        for loss, weight in zip(losses, weights, strict=False)
+    ]

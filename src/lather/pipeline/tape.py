@@ -1,14 +1,17 @@
-"""The tape: pieces of autograd graph that are kept between forward and backward, and the early freeing of tensors.
+"""The tape: pieces of autograd graph that are kept between forward and backward, and the early
+freeing of tensors.
 
-A `Cut` is one segment: a function of detached inputs whose graph ends at its outputs. It keeps the graph's edges, not the outputs, which
-live only as long as they are referenced. `Frees.release` frees the storage of a tensor after its last reader, even if references remain; it
-never frees a storage that another live tensor shares, which it decides by comparing storages, not by the configuration.
+A `Cut` is one segment: a function of detached inputs whose graph ends at its outputs. It keeps the
+graph's edges, not the outputs, which live only as long as they are referenced. `Frees.release`
+frees the storage of a tensor after its last reader, even if references remain; it never frees a
+storage that another live tensor shares, which it decides by comparing storages, not by the
+configuration.
 
 A recomputed segment keeps only its inputs and runs a second time just before its backward pass.
 
-Rounding: if several cuts read a tensor, the caller adds their gradients, each of which is the sum within one cut. The result has the same
-bits as autograd's sum for the whole graph if each cut contributes one term and they are added in reverse order of reading.
-"""
+Rounding: if several cuts read a tensor, the caller adds their gradients, each of which is the sum
+within one cut. The result has the same bits as autograd's sum for the whole graph if each cut
+contributes one term and they are added in reverse order of reading."""
 
 from __future__ import annotations
 
@@ -26,7 +29,8 @@ MakeContext = Callable[[], AbstractContextManager[Any]]
 
 
 class Cut:
-    """The autograd graph of one segment, from detached inputs to its outputs; call `run`, then `backward` once."""
+    """The autograd graph of one segment, from detached inputs to its outputs; call `run`, then
+    `backward` once."""
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         self._leaves = [x.detach().requires_grad_() for x in inputs]
@@ -37,12 +41,17 @@ class Cut:
 
     @classmethod
     def run(
-        cls, function: Callable[..., Outputs], inputs: Sequence[Tensor], *, recompute: MakeContext | None = None
+        cls,
+        function: Callable[..., Outputs],
+        inputs: Sequence[Tensor],
+        *,
+        recompute: MakeContext | None = None,
     ) -> tuple[Cut, Outputs]:
-        """Run `function(*inputs)`; return the cut and the detached outputs. Without grad mode nothing is kept.
+        """Run `function(*inputs)`; return the cut and the detached outputs. Without grad mode
+        nothing is kept.
 
-        With `recompute` only the inputs and the function are kept; the second run is inside the context that `recompute` returns.
-        """
+        With `recompute` only the inputs and the function are kept; the second run is inside the
+        context that `recompute` returns."""
         cut = cls(inputs)
         if not torch.is_grad_enabled():
             cut._leaves = []
@@ -66,8 +75,8 @@ class Cut:
         return outputs
 
     def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Compute the gradients of the inputs (None: no gradient) from those of the outputs (None: zero); add parameter gradients to
-        `.grad`.
+        """Compute the gradients of the inputs (None: no gradient) from those of the outputs (None:
+        zero); add parameter gradients to `.grad`.
 
         The graph is freed.
         """
@@ -75,7 +84,11 @@ class Cut:
             with torch.enable_grad():
                 self._record(self._again)
             self._again = None
-        pairs = [(edge, grad) for edge, grad in zip(self._edges, gradients, strict=True) if edge is not None and grad is not None]
+        pairs = [
+            (edge, grad)
+            for edge, grad in zip(self._edges, gradients, strict=True)
+            if edge is not None and grad is not None
+        ]
         self._edges = []
         edges, grads = [edge for edge, _ in pairs], [grad for _, grad in pairs]
         del pairs
@@ -86,8 +99,8 @@ class Cut:
 
 
 def inside(context: MakeContext, function: Callable[..., Outputs]) -> Callable[..., Outputs]:
-    """Return the function wrapped in a context that is created for each call. (Around a generator's `yield` the context would stay open for
-    other code that runs meanwhile.)"""
+    """Return the function wrapped in a context that is created for each call. (Around a generator's
+    `yield` the context would stay open for other code that runs meanwhile.)"""
 
     def run(*inputs: Tensor) -> Outputs:
         with context():
@@ -101,15 +114,18 @@ class Frees:
     """Frees tensors that will not be read again."""
 
     enabled: bool = True
-    """False: keep the tensors until the chunk's backward pass, as without early frees, for comparison."""
+    """False: keep the tensors until the chunk's backward pass, as without early frees, for
+    comparison."""
     poison: bool = False
-    """Debug mode: instead of freeing a tensor, fill it with `poison_`, so that a later read is noticed."""
+    """Debug mode: instead of freeing a tensor, fill it with `poison_`, so that a later read is
+    noticed."""
 
     def release(self, x: Tensor, *still_read: Tensor, held: list[Tensor]) -> None:
-        """Free the storage of `x`, which nothing reads any more, unless one of `still_read` shares it.
+        """Free the storage of `x`, which nothing reads any more, unless one of `still_read` shares
+        it.
 
-        On CUDA, the current stream must have waited for all other streams that read `x`. `held` is the chunk's list of unfreed tensors.
-        """
+        On CUDA, the current stream must have waited for all other streams that read `x`. `held` is
+        the chunk's list of unfreed tensors."""
         if not self.enabled:
             held.append(x)
             return
@@ -118,8 +134,8 @@ class Frees:
             self.free_buffer(x)
 
     def free_buffer(self, x: Tensor) -> None:
-        """Free a buffer that belongs to no chunk, such as an exchange's own. If not `enabled`, it lives until its last reference is
-        gone."""
+        """Free a buffer that belongs to no chunk, such as an exchange's own. If not `enabled`, it
+        lives until its last reference is gone."""
         storage = x.untyped_storage()
         if not self.enabled or not storage.nbytes():
             return
@@ -130,7 +146,8 @@ class Frees:
 
 
 def poison_(x: Tensor) -> None:
-    """Fill the whole storage of `x` with NaN, or with the maximal integer, whose bits are a NaN too."""
+    """Fill the whole storage of `x` with NaN, or with the maximal integer, whose bits are a NaN
+    too."""
     value = torch.nan if x.is_floating_point() else torch.iinfo(x.dtype).max
     with torch.no_grad():
         torch.empty(0, dtype=x.dtype, device=x.device).set_(x.untyped_storage()).fill_(value)

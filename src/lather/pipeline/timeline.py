@@ -1,12 +1,16 @@
-"""Records when a rank executes the actions of a step, on one clock for all ranks, for the picture and for `replay`.
+"""Records when a rank executes the actions of a step, on one clock for all ranks, for the picture
+and for `replay`.
 
-An action starts when its input has arrived, so it does not include waits for other ranks. An overlapped pair may have to wait for its
-second input; it is then recorded as two events, before and after the wait.
+An action starts when its input has arrived, so it does not include waits for other ranks. An
+overlapped pair may have to wait for its second input; it is then recorded as two events, before and
+after the wait.
 
-On CUDA the times are those of the compute stream, from events that are read after the step, so the host never waits in between.
-Communication on other streams is not counted. Every action is also an NVTX range for profilers, whether times are recorded or not.
+On CUDA the times are those of the compute stream, from events that are read after the step, so the
+host never waits in between. Communication on other streams is not counted. Every action is also an
+NVTX range for profilers, whether times are recorded or not.
 
-Clocks start at a barrier. They differ by the time in which ranks leave it, fractions of a millisecond on one machine.
+Clocks start at a barrier. They differ by the time in which ranks leave it, fractions of a
+millisecond on one machine.
 """
 
 from __future__ import annotations
@@ -35,7 +39,8 @@ Moment = Any
 
 
 class TimelineRecorder(Recorder):
-    """Records the actions of one rank between `begin` and `end`; given to `Executor` as `record`."""
+    """Records the actions of one rank between `begin` and `end`; given to `Executor` as
+    `record`."""
 
     def __init__(self, device: torch.device, rank: int = 0, num_ranks: int = 1) -> None:
         """`num_ranks`: size of the default process group, which is not needed for one rank."""
@@ -59,12 +64,19 @@ class TimelineRecorder(Recorder):
         if is_gpu(self.device):
             gpu_module(self.device).synchronize(self.device)
         pieces, self._pieces = self._pieces or [], None
-        return [Event(self.rank, action, self._seconds(start), self._seconds(end)) for action, start, end in pieces]
+        return [
+            Event(self.rank, action, self._seconds(start), self._seconds(end))
+            for action, start, end in pieces
+        ]
 
     @contextmanager
     def action(self, action: Action) -> Iterator[None]:
         """Record an action around the block."""
-        with gpu_module(self.device).nvtx.range(str(action)) if is_gpu(self.device) else nullcontext():
+        with (
+            gpu_module(self.device).nvtx.range(str(action))
+            if is_gpu(self.device)
+            else nullcontext()
+        ):
             if self._pieces is None:
                 yield
                 return
@@ -97,14 +109,24 @@ class TimelineRecorder(Recorder):
         return event
 
     def _seconds(self, moment: Moment) -> float:
-        return moment - self._origin if isinstance(moment, float) else self._origin.elapsed_time(moment) / 1000
+        return (
+            moment - self._origin
+            if isinstance(moment, float)
+            else self._origin.elapsed_time(moment) / 1000
+        )
 
 
 def append_timeline(path: Path, step: int, events: Iterable[Event]) -> None:
-    """Append the events of all ranks in a step to a `timeline.jsonl`, for `lather.pipeline.picture.read_timeline`: a line per event, times
-    in seconds."""
+    """Append the events of all ranks in a step to a `timeline.jsonl`, for
+    `lather.pipeline.picture.read_timeline`: a line per event, times in seconds."""
     rows = [
-        {"step": step, "rank": event.rank, "action": str(event.action), "start": round(event.start, 9), "end": round(event.end, 9)}
+        {
+            "step": step,
+            "rank": event.rank,
+            "action": str(event.action),
+            "start": round(event.start, 9),
+            "end": round(event.end, 9),
+        }
         for event in events
     ]
     with names_full_disk(path), path.open("a", encoding="utf-8") as file:

@@ -15,8 +15,8 @@ from collections.abc import Callable, Hashable
 from lather.pipeline.schedule import RECEIVED_AS, TRANSFERS, Action, Kind, Schedule
 
 MOST_SENDS_UNDER_WAY = 2
-"""Maximal number of unfinished sends of a rank; before a further one, the oldest is waited for. gloo does not report when a send is
-complete, and sent tensors must not accumulate."""
+"""Maximal number of unfinished sends of a rank; before a further one, the oldest is waited for.
+gloo does not report when a send is complete, and sent tensors must not accumulate."""
 
 Transfer = tuple[Kind, int, int]
 """A transfer by its receive: kind, stage and micro-batch."""

@@ -1,1 +1,2 @@
-"""Memory plans: dry runs of training steps on tensors without storage, and a search for settings that fit."""
+"""Memory plans: dry runs of training steps on tensors without storage, and a search for settings
+that fit."""

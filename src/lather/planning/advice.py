@@ -1,12 +1,14 @@
 """Searches settings with which a run fits into its devices, and their price.
 
-Settings are tried in this order, each kind completely: other meshes of the same ranks; layers assigned to stages by memory; fewer kept
-activations; smaller optimizer states; rows of the state on every rank; rules with less state. The search stops after the first kind with
-which enough settings fit. Replicas are not tried: they need more memory and, at the assumed rates, save nothing. Bytes are estimated
-(`lather.planning.estimate`); the cheapest settings are then planned in full, and only those that fit by their plan are advised.
+Settings are tried in this order, each kind completely: other meshes of the same ranks; layers
+assigned to stages by memory; fewer kept activations; smaller optimizer states; rows of the state on
+every rank; rules with less state. The search stops after the first kind with which enough settings
+fit. Replicas are not tried: they need more memory and, at the assumed rates, save nothing. Bytes
+are estimated (`lather.planning.estimate`); the cheapest settings are then planned in full, and only
+those that fit by their plan are advised.
 
-The price is flops, bytes sent and bubble. To order settings these are converted to seconds at assumed rates (`FLOPS`, `LINK`, `EXCHANGE`),
-which are no prediction.
+The price is flops, bytes sent and bubble. To order settings these are converted to seconds at
+assumed rates (`FLOPS`, `LINK`, `EXCHANGE`), which are no prediction.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ from lather.planning.workers import Assumed, worker_processes
 FLOPS = 400e12
 """Assumed flops per second of a device."""
 LINK, EXCHANGE = 50e9, 300e9
-"""Assumed bytes per second that a device sends to any rank, and to expert ranks of its machine; none of it overlaps with compute."""
+"""Assumed bytes per second that a device sends to any rank, and to expert ranks of its machine;
+none of it overlaps with compute."""
 
 ENOUGH = 3
 """Number of advised settings."""
@@ -42,7 +45,8 @@ MOST_PLANS = 6
 MOST_PARTITIONED = 2
 """Maximal number of settings whose layers are assigned by memory; each takes its own dry runs."""
 PARTITION_SAVES = 0.15
-"""Fraction of the largest rank's bytes that assigning layers by memory is assumed to save at most; the largest observed was 0.13."""
+"""Fraction of the largest rank's bytes that assigning layers by memory is assumed to save at most;
+the largest observed was 0.13."""
 LARGEST_WORLD = 64
 """Largest factor by which the number of ranks is multiplied if nothing fits."""
 
@@ -70,7 +74,8 @@ class Setting:
     config: Config
     estimate: Estimate
     bubble: float
-    """Fraction of the step in which a pipeline rank waits, if a layer's backward takes twice as long as its forward."""
+    """Fraction of the step in which a pipeline rank waits, if a layer's backward takes twice as
+    long as its forward."""
     partition: Partition | None = None
     """The partition, if layers are assigned by memory."""
 
@@ -93,14 +98,20 @@ class Advice:
     lightest: Setting
     """The setting that needs the least memory."""
     world_that_fits: int | None
-    """If nothing fits: the smallest number of ranks, among doublings, with which the lightest settings fit; None: not even `LARGEST_WORLD`
-    times as many are enough."""
+    """If nothing fits: the smallest number of ranks, among doublings, with which the lightest
+    settings fit; None: not even `LARGEST_WORLD` times as many are enough."""
 
 
 def advise(
-    config: Config, world_size: int, assumed: Assumed, *, machine: int = 8, say: Callable[[str], None] = lambda what: None
+    config: Config,
+    world_size: int,
+    assumed: Assumed,
+    *,
+    machine: int = 8,
+    say: Callable[[str], None] = lambda what: None,
 ) -> Advice:
-    """Search settings with which `world_size` ranks, whose memory `assumed` says, can train this model.
+    """Search settings with which `world_size` ranks, whose memory `assumed` says, can train this
+    model.
 
     Args:
         config: not resolved, so that defaults that depend on the rule can follow another rule.
@@ -108,16 +119,28 @@ def advise(
             Pipelines may go from machine to machine.
         say: called with a line of progress.
 
-    Raises ConfigError if no mesh of this many ranks can run the batch, or if no setting can be estimated.
+    Raises ConfigError if no mesh of this many ranks can run the batch, or if no setting can be
+    estimated.
     """
     assert assumed.memory is not None
     with worker_processes() as pool:
-        search = _Search(config, world_size, assumed.memory, assumed, machine, Estimator(config, assumed, pool), say)
+        search = _Search(
+            config,
+            world_size,
+            assumed.memory,
+            assumed,
+            machine,
+            Estimator(config, assumed, pool),
+            say,
+        )
         search.run()
         lightest = min(search.tried, key=lambda setting: setting.estimate.needed)
         best = sorted(search.fitting(), key=lambda setting: setting.seconds)
         if len(best) > MOST_PLANS:
-            best = [*(setting for setting in best[:MOST_PLANS] if setting is not lightest), lightest]  # fits if any does
+            best = [
+                *(setting for setting in best[:MOST_PLANS] if setting is not lightest),
+                lightest,
+            ]  # fits if any does
         chosen: list[tuple[Setting, MemoryPlan]] = []
         for setting in best:
             for one in (setting, search.with_early_weight_gradients(setting)):
@@ -130,7 +153,13 @@ def advise(
             if len(chosen) == ENOUGH:
                 break
         world = None if chosen else search.world_that_fits(lightest)
-    return Advice(tuple(chosen), len(search.tried), min(setting.estimate.work.flops for setting in search.tried), lightest, world)
+    return Advice(
+        tuple(chosen),
+        len(search.tried),
+        min(setting.estimate.work.flops for setting in search.tried),
+        lightest,
+        world,
+    )
 
 
 @dataclass
@@ -154,7 +183,9 @@ class _Search:
                 "model and batch with all ranks that share experts on one machine: change --world, "
                 "--machine or train.batch_size"
             )
-        meshes.sort(key=lambda mesh: mesh["parallel.pp"] != 2)  # the estimator measures other settings on the first mesh only
+        meshes.sort(
+            key=lambda mesh: mesh["parallel.pp"] != 2
+        )  # the estimator measures other settings on the first mesh only
         kept = [*ACTIVATIONS, *({**one, "train.micro_batch_size": 1} for one in ACTIVATIONS)]
         self.try_all("meshes", meshes)
         if not self.tried:
@@ -168,25 +199,47 @@ class _Search:
             ("rules with less state", self.lighter_rules()),
         ):
             if not self.is_enough() and lighter:
-                self.try_all(name, [mesh | less | state for state, mesh, less in product(lighter, meshes, kept)])
+                self.try_all(
+                    name,
+                    [mesh | less | state for state, mesh, less in product(lighter, meshes, kept)],
+                )
 
     def partition_by_memory(self) -> None:
-        """Retry the fastest pipelines that nearly fit, with layers assigned so that the largest rank is as small as possible."""
-        uniform = [one for one in self.tried if one.config.parallel.pp > 1 and one.config.parallel.partition == "uniform"]
-        near = [one for one in uniform if self.memory < one.estimate.needed <= self.memory / (1 - PARTITION_SAVES)]
+        """Retry the fastest pipelines that nearly fit, with layers assigned so that the largest
+        rank is as small as possible."""
+        uniform = [
+            one
+            for one in self.tried
+            if one.config.parallel.pp > 1 and one.config.parallel.partition == "uniform"
+        ]
+        near = [
+            one
+            for one in uniform
+            if self.memory < one.estimate.needed <= self.memory / (1 - PARTITION_SAVES)
+        ]
         for setting in sorted(near, key=lambda setting: setting.seconds)[:MOST_PARTITIONED]:
             changes: Changes = {**setting.changes, "parallel.partition": "memory"}
             config = changed(self.config, changes, self.world_size)
             assert config is not None
-            self.say(f"assigning layers by memory: {as_options(setting.changes) or 'the given configuration'}")
+            self.say(
+                "assigning layers by memory: "
+                f"{as_options(setting.changes) or 'the given configuration'}"
+            )
             try:
                 partition = memory_partition(config.resolved(), self.world_size, self.assumed)
-            except (ConfigError, RuntimeError) as error:  # too few layers of a kind, or an operation that refuses these sizes
+            except (
+                ConfigError,
+                RuntimeError,
+            ) as error:  # too few layers of a kind, or an operation that refuses these sizes
                 self.say(f"not assigned: {error}")
                 continue
             if partition is not None and partition.largest < partition.uniform_largest:
                 peak = setting.estimate.peak * (partition.largest / partition.uniform_largest)
-                estimate = replace(setting.estimate, peak=peak, allowance=allowance_for(float(peak.sum()), self.assumed.device))
+                estimate = replace(
+                    setting.estimate,
+                    peak=peak,
+                    allowance=allowance_for(float(peak.sum()), self.assumed.device),
+                )
                 bubble = bubble_of(config, self.world_size, partition.layers)
                 self.tried.append(Setting(changes, config, estimate, bubble, partition))
 
@@ -197,13 +250,17 @@ class _Search:
         return [setting for setting in self.tried if setting.estimate.needed <= self.memory]
 
     def meshes(self) -> Iterator[Changes]:
-        """Yield the meshes that can run the model and the batch, and whose expert groups each lie on
-        one machine, the configured one first."""
+        """Yield the meshes that can run the model and the batch, and whose expert groups each lie
+        on one machine, the configured one first."""
         own, world_size = mesh_of(self.config), self.world_size
         experts = num_routed_experts(self.config.model)
         sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
         fitting = [(pp, ep) for pp, ep in product(sizes, sizes) if world_size % (pp * ep) == 0]
-        others = [{"parallel.pp": pp, "parallel.ep": ep} for pp, ep in fitting if experts % ep == 0 and self.has_room(pp * ep)]
+        others = [
+            {"parallel.pp": pp, "parallel.ep": ep}
+            for pp, ep in fitting
+            if experts % ep == 0 and self.has_room(pp * ep)
+        ]
         for changes in [own, *(one for one in others if one != own)]:
             if changed(self.config, changes, world_size) is None:
                 continue
@@ -217,12 +274,16 @@ class _Search:
                 )
 
     def has_room(self, parts: int) -> bool:
-        """Return whether a rank's part of the model and its gradients, all of which it holds at a time, are smaller than its memory."""
+        """Return whether a rank's part of the model and its gradients, all of which it holds at a
+        time, are smaller than its memory."""
         return 8 * self.num_parameters / parts < self.memory
 
     @cached_property
     def num_parameters(self) -> int:
-        return sum(p.numel() for p in build_model(self.config.model, None, torch.device("meta")).parameters())
+        return sum(
+            p.numel()
+            for p in build_model(self.config.model, None, torch.device("meta")).parameters()
+        )
 
     def lighter_states(self) -> list[Changes]:
         """Return changes that make the state of the same rule smaller, from more bytes to fewer."""
@@ -233,39 +294,74 @@ class _Search:
         return [one | two for one, two in product(sides, dtypes)][1:]
 
     def shared_states(self) -> list[Changes]:
-        """Return the same changes, and none, each with rows of every matrix's state on every rank, if parameters are sharded."""
-        is_sharded = self.config.parallel.data_ranks(self.world_size) > self.config.parallel.replicas
-        return [{"optim.ownership": "replicated", **state} for state in [{}, *self.lighter_states()]] if is_sharded else []
+        """Return the same changes, and none, each with rows of every matrix's state on every rank,
+        if parameters are sharded."""
+        is_sharded = (
+            self.config.parallel.data_ranks(self.world_size) > self.config.parallel.replicas
+        )
+        return (
+            [{"optim.ownership": "replicated", **state} for state in [{}, *self.lighter_states()]]
+            if is_sharded
+            else []
+        )
 
     def lighter_rules(self) -> list[Changes]:
-        """Return rules with less state than the configured one; those that stack all experts of a layer only if every rank has them all."""
+        """Return rules with less state than the configured one; those that stack all experts of a
+        layer only if every rank has them all."""
         assert isinstance(self.config.optim, RuleOptimConfig)
         own = name_of(self.config.optim.rules[""])
         lighter = LIGHTER_RULES[LIGHTER_RULES.index(own) + 1 if own in LIGHTER_RULES else 0 :]
-        return [{"optim.name": name} for name in lighter if self.config.parallel.ep == 1 or name != STACKED]
+        return [
+            {"optim.name": name}
+            for name in lighter
+            if self.config.parallel.ep == 1 or name != STACKED
+        ]
 
     def try_all(self, name: str, several: Sequence[Changes]) -> None:
         """Estimate the settings that were not tried yet."""
         known = {repr(setting.config) for setting in self.tried}
-        possible = ((changes, changed(self.config, changes, self.world_size)) for changes in several)
-        new = {repr(config): (changes, config) for changes, config in possible if config is not None and repr(config) not in known}
+        possible = (
+            (changes, changed(self.config, changes, self.world_size)) for changes in several
+        )
+        new = {
+            repr(config): (changes, config)
+            for changes, config in possible
+            if config is not None and repr(config) not in known
+        }
         self.say(f"trying {name}: {len(new)} settings")
-        estimates = self.estimator.estimates([config for _, config in new.values()], self.world_size)
+        estimates = self.estimator.estimates(
+            [config for _, config in new.values()], self.world_size
+        )
         self.tried += (
-            Setting(differences(changes, self.config), config, estimate, bubble_of(config, self.world_size))
+            Setting(
+                differences(changes, self.config),
+                config,
+                estimate,
+                bubble_of(config, self.world_size),
+            )
             for (changes, config), estimate in zip(new.values(), estimates, strict=True)
             if estimate is not None
         )
 
     def with_early_weight_gradients(self, setting: Setting) -> Setting:
-        """The same setting of a pipeline with weight gradients as early as they can be. Estimates, which are of the first rank, do not show
-        what this saves: it is tried where a plan does."""
+        """The same setting of a pipeline with weight gradients as early as they can be. Estimates,
+        which are of the first rank, do not show what this saves: it is tried where a plan does."""
         changes = {**setting.changes, "parallel.schedule_memory": "least"}
         config = changed(self.config, changes, self.world_size)
-        return setting if config is None else replace(setting, changes=changes, config=config, bubble=bubble_of(config, self.world_size))
+        return (
+            setting
+            if config is None
+            else replace(
+                setting, changes=changes, config=config, bubble=bubble_of(config, self.world_size)
+            )
+        )
 
     def world_that_fits(self, lightest: Setting) -> int | None:
-        kept = {name: value for name, value in lightest.changes.items() if not name.startswith("parallel.")}
+        kept = {
+            name: value
+            for name, value in lightest.changes.items()
+            if not name.startswith("parallel.")
+        }
         larger = self
         while larger.world_size < LARGEST_WORLD * self.world_size:
             larger = replace(self, world_size=2 * larger.world_size, tried=[])
@@ -290,18 +386,25 @@ def mesh_of(config: Config) -> Changes:
 
 
 def changed(config: Config, changes: Changes, world_size: int | None = None) -> Config | None:
-    """Return the configuration with other values, not resolved; None if they contradict each other, or if `world_size` ranks cannot divide
-    the batch. Another rule comes with its own default options and rates."""
+    """Return the configuration with other values, not resolved; None if they contradict each other,
+    or if `world_size` ranks cannot divide the batch. Another rule comes with its own default
+    options and rates."""
     try:
         if (rule := changes.get("optim.name")) is not None:
             shared = ("schedule", "warmup_steps", "decay_fraction", "min_lr_ratio")
-            config = replace(config, optim=optim_config(rule, **{name: getattr(config.optim, name) for name in shared}))
+            config = replace(
+                config,
+                optim=optim_config(rule, **{name: getattr(config.optim, name) for name in shared}),
+            )
         sections: dict[str, Changes] = {}
         for name, value in changes.items():
             if name != "optim.name":
                 section, _, key = name.partition(".")
                 sections.setdefault(section, {})[key] = value
-        config = replace(config, **{name: replace(getattr(config, name), **values) for name, values in sections.items()})
+        config = replace(
+            config,
+            **{name: replace(getattr(config, name), **values) for name, values in sections.items()},
+        )
         if world_size is not None:
             config.num_micro_batches(config.parallel.data_ranks(world_size))
     except ValueError:
@@ -312,11 +415,17 @@ def changed(config: Config, changes: Changes, world_size: int | None = None) -> 
 def differences(changes: Changes, config: Config) -> Changes:
     """Return the changes to values that the configuration does not have."""
     sections = {name: name.partition(".") for name in changes}
-    own = {name: getattr(getattr(config, section), key, None) for name, (section, _, key) in sections.items()}
+    own = {
+        name: getattr(getattr(config, section), key, None)
+        for name, (section, _, key) in sections.items()
+    }
     return {name: value for name, value in changes.items() if value != own[name]}
 
 
 def as_options(changes: Changes) -> str:
     """Write changes as command-line options."""
-    parts = [f"--{name.replace('_', '-')} {' '.join(value) if isinstance(value, tuple) else value}" for name, value in changes.items()]
+    parts = [
+        f"--{name.replace('_', '-')} {' '.join(value) if isinstance(value, tuple) else value}"
+        for name, value in changes.items()
+    ]
     return " ".join(parts)

@@ -1,8 +1,10 @@
-"""Runs training steps of one rank on tensors without storage, with the real engine, executor and optimizer, and records its live bytes.
+"""Runs training steps of one rank on tensors without storage, with the real engine, executor and
+optimizer, and records its live bytes.
 
-The device is the stand-in (`lather.standin`). The other ranks do not exist, and communication with them completes at once (torch's fake
-process group). Where a step depends on values, they are assumed: every label counts, gradients are finite, and the load of the experts is
-even, times `imbalance` on this rank.
+The device is the stand-in (`lather.standin`). The other ranks do not exist, and communication with
+them completes at once (torch's fake process group). Where a step depends on values, they are
+assumed: every label counts, gradients are finite, and the load of the experts is even, times
+`imbalance` on this rank.
 
 Letters: T tokens of a micro-batch, K experts per token, E experts of the model, P expert ranks.
 """
@@ -78,15 +80,18 @@ class RankRun:
     layers: tuple[Sequence[int], ...]
     """Layers of each of the rank's stages."""
     steps: Mapping[str, MemoryTimeline]
-    """Timelines by name: building the model, whose part is unsharded at first; the first optimizer step alone, which creates the state; a
-    checkpoint; then complete steps, each of which refreshes all bases."""
+    """Timelines by name: building the model, whose part is unsharded at first; the first optimizer
+    step alone, which creates the state; a checkpoint; then complete steps, each of which refreshes
+    all bases."""
     work: Mapping[str, Work]
     """Work of one step with all micro-batches, by how often it occurs (`WorkTally`)."""
     state_bytes: Mapping[int, int]
-    """Bytes of the optimizer state of spread matrices, by rank, for the ranks at this position; empty if there are none."""
+    """Bytes of the optimizer state of spread matrices, by rank, for the ranks at this position;
+    empty if there are none."""
     checkpoint_bytes: int = 0
-    """Bytes of weights, optimizer state and random state that the rank contributes to a checkpoint; of copies on several ranks, one is
-    written. An asynchronous checkpoint keeps a copy of these bytes, in the plan of a CPU, or in the host's memory beside a GPU."""
+    """Bytes of weights, optimizer state and random state that the rank contributes to a checkpoint;
+    of copies on several ranks, one is written. An asynchronous checkpoint keeps a copy of these
+    bytes, in the plan of a CPU, or in the host's memory beside a GPU."""
 
     @property
     def peak(self) -> int:
@@ -105,7 +110,8 @@ class RankRun:
 
     @property
     def missing_state(self) -> int:
-        """Bytes of optimizer state that the rank at this position that owns the most has, and this rank does not."""
+        """Bytes of optimizer state that the rank at this position that owns the most has, and this
+        rank does not."""
         return max(self.state_bytes.values(), default=0) - self.state_bytes.get(self.rank, 0)
 
 
@@ -132,14 +138,27 @@ class LedgerMode(StandInMode):
         self._set_segment()
 
     def _set_segment(self) -> None:
-        innermost = next((name for name in reversed(self._segments) if name.startswith(SEGMENT)), "")
+        innermost = next(
+            (name for name in reversed(self._segments) if name.startswith(SEGMENT)), ""
+        )
         self.ledger.segment = innermost.removeprefix(SEGMENT)
-        self.tally.refreshing = any(name.startswith(OPTIMIZER) and name.endswith("refresh") for name in self._segments)
+        self.tally.refreshing = any(
+            name.startswith(OPTIMIZER) and name.endswith("refresh") for name in self._segments
+        )
 
     def launch(self, name: str, read: int, written: int, *, flops: int = 0) -> None:
         self.tally.add(Work(flops))
 
-    def ran(self, func: Any, name: str, args: Any, kwargs: Any, inputs: list[Tensor], made: list[Tensor], out: Any) -> None:
+    def ran(
+        self,
+        func: Any,
+        name: str,
+        args: Any,
+        kwargs: Any,
+        inputs: list[Tensor],
+        made: list[Tensor],
+        out: Any,
+    ) -> None:
         travels = func.namespace == "c10d"
         self.ledger.note(filter(self.is_here, inputs if travels else made), travels=travels)
         if travels:
@@ -171,7 +190,10 @@ class Bookkeeper(Recorder):
 
     def label_step(self) -> None:
         """Label the current gradients and rounded weights."""
-        self.ledger.label("gradients", [local(p.grad) for p in self.engine.part.parameters() if p.grad is not None])
+        self.ledger.label(
+            "gradients",
+            [local(p.grad) for p in self.engine.part.parameters() if p.grad is not None],
+        )
         self.ledger.label("rounded weights", self.engine.rounded_weights.copies())
 
     def label_state(self, optimizer: torch.optim.Optimizer) -> None:
@@ -181,9 +203,11 @@ class Bookkeeper(Recorder):
                     self.ledger.label(kind_of_state(name), [local(x)])
 
     def save(self, optimizer: torch.optim.Optimizer, staging: Staging | None) -> int:
-        """Collect the tensors of the rank's checkpoint without writing them; return their bytes. `staging` copies them to the stand-in
-        device, which is then a CPU, and keeps the copies."""
-        pieces = TrainingState(self.engine.parameters, self.engine.part, optimizer, self.engine.mesh).pieces()
+        """Collect the tensors of the rank's checkpoint without writing them; return their bytes.
+        `staging` copies them to the stand-in device, which is then a CPU, and keeps the copies."""
+        pieces = TrainingState(
+            self.engine.parameters, self.engine.part, optimizer, self.engine.mesh
+        ).pieces()
         written = {piece.key: piece.value for piece in pieces if piece.counts}
         if staging is not None:
             self.ledger.label("checkpoint copies", staging.copy(written).values())
@@ -192,7 +216,9 @@ class Bookkeeper(Recorder):
 
 def kind_of_state(name: str) -> str:
     """Return the kind of bytes of an entry in a parameter's optimizer state."""
-    return {"factor": "optimizer factors", "basis": "optimizer bases"}.get(name.partition("_")[0], "optimizer moments")
+    return {"factor": "optimizer factors", "basis": "optimizer bases"}.get(
+        name.partition("_")[0], "optimizer moments"
+    )
 
 
 @dataclass(frozen=True)
@@ -207,21 +233,32 @@ class Load:
     @property
     def pairs(self) -> int:
         """Number of pairs of a token of an expert rank and one of this rank's experts."""
-        most = self.tokens * min(self.config.model.num_experts_per_tok, num_routed_experts(self.config.model) // self.config.parallel.ep)
+        most = self.tokens * min(
+            self.config.model.num_experts_per_tok,
+            num_routed_experts(self.config.model) // self.config.parallel.ep,
+        )
         even = self.tokens * self.config.model.num_experts_per_tok / self.config.parallel.ep
         return min(most, math.ceil(even * self.imbalance))
 
     @property
     def rows(self) -> int:
-        """Number of tokens of an expert rank that have an expert on this rank: the expectation for K different experts, drawn uniformly."""
-        experts, chosen = num_routed_experts(self.config.model), self.config.model.num_experts_per_tok
+        """Number of tokens of an expert rank that have an expert on this rank: the expectation for
+        K different experts, drawn uniformly."""
+        experts, chosen = (
+            num_routed_experts(self.config.model),
+            self.config.model.num_experts_per_tok,
+        )
         elsewhere = experts - experts // self.config.parallel.ep
-        none_here = math.prod((elsewhere - i) / (experts - i) for i in range(chosen)) if elsewhere >= chosen else 0.0
+        none_here = (
+            math.prod((elsewhere - i) / (experts - i) for i in range(chosen))
+            if elsewhere >= chosen
+            else 0.0
+        )
         return min(self.tokens, math.ceil(self.tokens * (1 - none_here) * self.imbalance))
 
     def integers(self, x: Tensor) -> Tensor:
-        """Return the values of `x` for its reader: hashes that ranks compare, indices that are checked, sizes of an exchange, or ends of
-        experts' rows."""
+        """Return the values of `x` for its reader: hashes that ranks compare, indices that are
+        checked, sizes of an exchange, or ends of experts' rows."""
         reader = " < ".join(islice(places(), 2))
         if "_check_same" in reader:
             return torch.tensor([1, -1])
@@ -235,15 +272,20 @@ class Load:
         return (torch.arange(1, x.numel() + 1) * pairs // max(1, x.numel())).view(x.shape)
 
     def trues(self, x: Tensor) -> int:
-        """Return how many flags are true, of pairs of a row and a slot of the router: those whose expert is on this rank, or is a single
-        expert."""
+        """Return how many flags are true, of pairs of a row and a slot of the router: those whose
+        expert is on this rank, or is a single expert."""
         pairs = min(x.numel(), self.pairs * self.config.parallel.ep)
         of_one_expert = next(places(), "").startswith("models/experts.py")
-        return pairs * self.config.parallel.ep // num_routed_experts(self.config.model) if of_one_expert else pairs
+        return (
+            pairs * self.config.parallel.ep // num_routed_experts(self.config.model)
+            if of_one_expert
+            else pairs
+        )
 
 
 def refresh_at_every_step(optimizer: torch.optim.Optimizer) -> bool:
-    """Make the optimizer refresh all bases at every step, from the first or second on; return whether it has bases."""
+    """Make the optimizer refresh all bases at every step, from the first or second on; return
+    whether it has bases."""
     refreshing = [group for group in optimizer.param_groups if "precondition_frequency" in group]
     for group in refreshing:
         group["precondition_frequency"] = 1
@@ -254,7 +296,8 @@ def refresh_at_every_step(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def step_without_passes(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
-    """Run the optimizer's step alone, which creates state and first bases. Forward and backward passes before it need less memory."""
+    """Run the optimizer's step alone, which creates state and first bases. Forward and backward
+    passes before it need less memory."""
     for entry in engine.parameters:
         if entry.source.requires_grad:
             entry.source.grad = torch.empty_like(entry.source)
@@ -305,10 +348,11 @@ def dry_run(
     do: Collection[str] = (FIRST, SAVE, STEP),
     layers: Sequence[Sequence[int]] | None = None,
 ) -> RankRun:
-    """Run one of `world_size` ranks of a training run and return its memory, in a process that is used for this call alone.
+    """Run one of `world_size` ranks of a training run and return its memory, in a process that is
+    used for this call alone.
 
-    `do`: which of FIRST, SAVE, PASSES and STEP to run after the model is built. `layers`: layers of every stage; None: equally many.
-    """
+    `do`: which of FIRST, SAVE, PASSES and STEP to run after the model is built. `layers`: layers of
+    every stage; None: equally many."""
     os.environ.pop("TRITON_INTERPRET", None)  # interpreted kernels would read values
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -324,7 +368,9 @@ def dry_run(
         mesh = Mesh.build(config.parallel, device)
         ledger.mark(BUILDING)
         engine = bookkeeper.engine = build_engine(config, mesh, record=bookkeeper, layers=layers)
-        ledger.label("parameters", [local(x) for x in (*engine.part.parameters(), *engine.part.buffers())])
+        ledger.label(
+            "parameters", [local(x) for x in (*engine.part.parameters(), *engine.part.buffers())]
+        )
         found = {BUILDING: ledger.timeline()}
         optimizer = build_optimizer(config.optim, engine.parameters)
         batch = batch_of(config, config.train.batch_size // data_size, engine.micro_batch_size)
@@ -345,8 +391,14 @@ def dry_run(
             record(FIRST, lambda: step_without_passes(engine, optimizer))
             if has_bases and not optimizer.counters["refreshes_done"]:  # type: ignore[attr-defined]
                 record(f"{FIRST}, again", lambda: step_without_passes(engine, optimizer))
-        staging = Staging(torch.device("cpu"), mesh.device) if config.checkpoint.asynchronous and not is_gpu(device) else None
-        checkpoint_bytes = record(SAVE, lambda: bookkeeper.save(optimizer, staging)) if SAVE in do else 0
+        staging = (
+            Staging(torch.device("cpu"), mesh.device)
+            if config.checkpoint.asynchronous and not is_gpu(device)
+            else None
+        )
+        checkpoint_bytes = (
+            record(SAVE, lambda: bookkeeper.save(optimizer, staging)) if SAVE in do else 0
+        )
         if PASSES in do:
             record(PASSES, lambda: engine.launch_gradients(batch))
         if STEP in do:
@@ -354,14 +406,22 @@ def dry_run(
             record(STEP, step)
             if any(group.get("async_refresh") for group in optimizer.param_groups):
                 record("a step beside refreshes", step)
-        owned = _state_of_ranks(optimizer, rank, config.parallel.ep) if isinstance(optimizer, MatrixOptimizer) else {}
-        own_layers = tuple(engine.part.share.layers_of_stage[stage] for stage in engine.part.share.own_stages)
-        return RankRun(rank, mesh.pp_rank, own_layers, found, dict(tally.found), owned, checkpoint_bytes)
+        owned = (
+            _state_of_ranks(optimizer, rank, config.parallel.ep)
+            if isinstance(optimizer, MatrixOptimizer)
+            else {}
+        )
+        own_layers = tuple(
+            engine.part.share.layers_of_stage[stage] for stage in engine.part.share.own_stages
+        )
+        return RankRun(
+            rank, mesh.pp_rank, own_layers, found, dict(tally.found), owned, checkpoint_bytes
+        )
 
 
 def _state_of_ranks(optimizer: MatrixOptimizer, rank: int, expert_ranks: int) -> dict[int, int]:
-    """Return bytes of state by rank. This rank does not see the other expert ranks; their experts are assumed to have the same state as its
-    own."""
+    """Return bytes of state by rank. This rank does not see the other expert ranks; their experts
+    are assumed to have the same state as its own."""
     found: dict[int, int] = {}
     for ranks, of_owners in optimizer.state_bytes_of_owners().items():
         is_of_experts = len({one % expert_ranks for one in ranks}) == 1
@@ -373,18 +433,23 @@ def _state_of_ranks(optimizer: MatrixOptimizer, rank: int, expert_ranks: int) ->
 
 
 def shortened(config: Config, world_size: int) -> Config:
-    """Reduce the number of micro-batches, keeping their size, as far as the peak stays the same except for tokens and labels, which exist
-    from the start: a pipeline of P ranks has at most 2 P + 1 live chunks; a single rank has gradients from the second micro-batch on."""
+    """Reduce the number of micro-batches, keeping their size, as far as the peak stays the same
+    except for tokens and labels, which exist from the start: a pipeline of P ranks has at most 2 P
+    + 1 live chunks; a single rank has gradients from the second micro-batch on."""
     data_size = config.parallel.data_ranks(world_size)
     number = config.num_micro_batches(data_size)
     each = config.train.batch_size // (data_size * number)
-    few = min(number, 2 * config.parallel.pp + 2 if config.parallel.resolved_schedule == "dualpipev" else 2)
+    few = min(
+        number,
+        2 * config.parallel.pp + 2 if config.parallel.resolved_schedule == "dualpipev" else 2,
+    )
     train = replace(config.train, batch_size=each * data_size * few, micro_batch_size=each)
     return replace(config, train=train)
 
 
 def _group(rank: int, world_size: int, device: torch.device) -> AbstractContextManager[object]:
-    """Create a default process group, for a block, whose other ranks do not exist; none for a single rank."""
+    """Create a default process group, for a block, whose other ranks do not exist; none for a
+    single rank."""
     stack = ExitStack()
     if world_size > 1:
         start_fake_process_group(rank, world_size, device)

@@ -1,9 +1,10 @@
-"""Estimates a rank's memory and work within seconds, from dry runs of a few layers that are extrapolated to all. For searches; `plan` is
-exact.
+"""Estimates a rank's memory and work within seconds, from dry runs of a few layers that are
+extrapolated to all. For searches; `plan` is exact.
 
-Bytes and work grow linearly with the layers of a stage, so two numbers of layers suffice. The first pipeline rank is run, which has
-embedding and head. Forward and backward passes are run separately from the optimizer, since each depends on settings that do not affect the
-other; the results of dry runs are cached.
+Bytes and work grow linearly with the layers of a stage, so two numbers of layers suffice. The first
+pipeline rank is run, which has embedding and head. Forward and backward passes are run separately
+from the optimizer, since each depends on settings that do not affect the other; the results of dry
+runs are cached.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class Estimate:
 
 @dataclass(frozen=True)
 class _Half:
-    """One half of an estimate: the forward and backward passes, or the optimizer's step and the state that it leaves."""
+    """One half of an estimate: the forward and backward passes, or the optimizer's step and the
+    state that it leaves."""
 
     peak: Bytes
     building: Bytes
@@ -57,7 +59,8 @@ class _Half:
     refresh: Work
 
     def scaled(self, own: _Half, base: _Half, kinds: npt.NDArray[np.bool_]) -> _Half:
-        """Return a copy whose bytes of these kinds, and whose work, are multiplied by the ratios of `own` to `base`."""
+        """Return a copy whose bytes of these kinds, and whose work, are multiplied by the ratios of
+        `own` to `base`."""
 
         def bytes_(name: str) -> Bytes:
             mine, theirs, others = (np.asarray(getattr(half, name)) for half in (self, own, base))
@@ -65,16 +68,20 @@ class _Half:
 
         def work(name: str) -> Work:
             mine, theirs, others = (astuple(getattr(half, name)) for half in (self, own, base))
-            return Work(*(one * _ratio(*ratio) for one, *ratio in zip(mine, theirs, others, strict=True)))
+            return Work(
+                *(one * _ratio(*ratio) for one, *ratio in zip(mine, theirs, others, strict=True))
+            )
 
         return _Half(bytes_("peak"), self.building, bytes_("state"), work("rest"), work("refresh"))
 
 
 class Estimator:
-    """Estimates configurations that differ from `base` in mesh, kept activations and optimizer, with the processes of `pool`.
+    """Estimates configurations that differ from `base` in mesh, kept activations and optimizer,
+    with the processes of `pool`.
 
-    Every mesh is run with the activations and the optimizer of `base`. How other activations, or another optimizer, change bytes and work
-    is measured on one mesh, the first that is asked about, and assumed to be the same factor on all meshes.
+    Every mesh is run with the activations and the optimizer of `base`. How other activations, or
+    another optimizer, change bytes and work is measured on one mesh, the first that is asked about,
+    and assumed to be the same factor on all meshes.
     """
 
     def __init__(self, base: Config, assumed: Assumed, pool: ProcessPoolExecutor) -> None:
@@ -83,14 +90,22 @@ class Estimator:
         self._known: dict[str, _Half | str] = {}
 
     def estimates(self, configs: Sequence[Config], world_size: int) -> list[Estimate | None]:
-        """Return an estimate for each configuration; None if a dry run failed, for example because an operation refuses its sizes."""
+        """Return an estimate for each configuration; None if a dry run failed, for example because
+        an operation refuses its sizes."""
         if self._first is None and configs:
             self._first = (configs[0].parallel, world_size)
         parts = [self._parts(config, world_size) for config in configs]
-        new = {repr(part): part for several in parts for part in several if repr(part) not in self._known}
+        new = {
+            repr(part): part
+            for several in parts
+            for part in several
+            if repr(part) not in self._known
+        }
         jobs = {key: self._pool.submit(_half, self._assumed, *part) for key, part in new.items()}
         self._known |= {key: job.result() for key, job in jobs.items()}
-        return [self._estimate(config, several) for config, several in zip(configs, parts, strict=True)]
+        return [
+            self._estimate(config, several) for config, several in zip(configs, parts, strict=True)
+        ]
 
     @property
     def failures(self) -> list[str]:
@@ -98,15 +113,27 @@ class Estimator:
         return [half for half in self._known.values() if isinstance(half, str)]
 
     def _parts(self, config: Config, world_size: int) -> list[tuple[Config, int, str]]:
-        """Return the dry runs of an estimate, for passes and for the optimizer: `base` on this mesh, `base` on the first mesh, and this
-        configuration on the first mesh."""
+        """Return the dry runs of an estimate, for passes and for the optimizer: `base` on this
+        mesh, `base` on the first mesh, and this configuration on the first mesh."""
         assert self._first is not None
-        runs = ((self._asked, config.parallel, world_size), (self._asked, *self._first), (config, *self._first))
+        runs = (
+            (self._asked, config.parallel, world_size),
+            (self._asked, *self._first),
+            (config, *self._first),
+        )
         plain = replace(self._asked.train, recompute=(), micro_batch_size=0)
-        passes = [(replace(like, parallel=mesh, optim=optim_config()), ranks, PASSES) for like, mesh, ranks in runs]
-        return passes + [(replace(like, parallel=mesh, moe=MoEConfig(), train=plain), ranks, FIRST) for like, mesh, ranks in runs]
+        passes = [
+            (replace(like, parallel=mesh, optim=optim_config()), ranks, PASSES)
+            for like, mesh, ranks in runs
+        ]
+        return passes + [
+            (replace(like, parallel=mesh, moe=MoEConfig(), train=plain), ranks, FIRST)
+            for like, mesh, ranks in runs
+        ]
 
-    def _estimate(self, config: Config, parts: Sequence[tuple[Config, int, str]]) -> Estimate | None:
+    def _estimate(
+        self, config: Config, parts: Sequence[tuple[Config, int, str]]
+    ) -> Estimate | None:
         halves = [half for part in parts if isinstance(half := self._known[repr(part)], _Half)]
         if len(halves) < len(parts):
             return None
@@ -124,11 +151,15 @@ def _ratio(one: float, other: float) -> float:
 
 
 def _half(assumed: Assumed, config: Config, world_size: int, name: str) -> _Half | str:
-    """Run one half of an estimate in a process of its own; return the error's message if it cannot be run."""
+    """Run one half of an estimate in a process of its own; return the error's message if it cannot
+    be run."""
     stages = 2 * config.parallel.pp if config.parallel.resolved_schedule == "dualpipev" else 1
     sizes = (1, 2) if stages > 1 else (2, 4)
     try:
-        small, large = (dry_run(with_layers(config, size * stages), world_size, assumed, 0, do=(name,)) for size in sizes)
+        small, large = (
+            dry_run(with_layers(config, size * stages), world_size, assumed, 0, do=(name,))
+            for size in sizes
+        )
     except (ConfigError, RuntimeError) as error:
         return str(error)
     layers = -(-config.model.num_hidden_layers // stages)
@@ -140,7 +171,10 @@ def _half(assumed: Assumed, config: Config, world_size: int, name: str) -> _Half
 
 def _summary(run: RankRun, name: str) -> _Half:
     steps = [timeline for step, timeline in run.steps.items() if step.startswith(name)]
-    peak, building = (one.curves[:, one.peak_time] for one in (max(steps, key=lambda one: one.peak), run.steps[BUILDING]))
+    peak, building = (
+        one.curves[:, one.peak_time]
+        for one in (max(steps, key=lambda one: one.peak), run.steps[BUILDING])
+    )
     state = np.zeros_like(peak)
     if name == FIRST:
         state[IS_STATE] = steps[-1].curves[IS_STATE, -1]
@@ -150,7 +184,8 @@ def _summary(run: RankRun, name: str) -> _Half:
 
 
 def with_layers(config: Config, number: int) -> Config:
-    """Return the configuration with the first `number` layers only, one of them dense if the model has dense layers."""
+    """Return the configuration with the first `number` layers only, one of them dense if the model
+    has dense layers."""
     model: Any = config.model
     changes: dict[str, Any] = {"num_hidden_layers": number}
     for one in fields(model):

@@ -1,9 +1,11 @@
-"""Records which bytes are alive at which operation, and their purpose: the creation, changes of size and deletion of every storage.
+"""Records which bytes are alive at which operation, and their purpose: the creation, changes of
+size and deletion of every storage.
 
-A `Ledger` is given the tensors of each operation (`note`), and counts operations as time. The purpose of a storage is often known only
-later (a tensor that a forward pass creates and nothing deletes is an activation), so `label` and `settle` may set its kind at any time
-while it lives, and the kind applies from its creation on. Storages are distinguished by identity and count with their current size, which
-`resize_` may change.
+A `Ledger` is given the tensors of each operation (`note`), and counts operations as time. The
+purpose of a storage is often known only later (a tensor that a forward pass creates and nothing
+deletes is an activation), so `label` and `settle` may set its kind at any time while it lives, and
+the kind applies from its creation on. Storages are distinguished by identity and count with their
+current size, which `resize_` may change.
 """
 
 from __future__ import annotations
@@ -66,7 +68,8 @@ class Mark:
 
 
 class Ledger:
-    """The record that the module docstring describes. `following_sizes` sees `resize_`; only one ledger can do so at a time."""
+    """The record that the module docstring describes. `following_sizes` sees `resize_`; only one
+    ledger can do so at a time."""
 
     def __init__(self) -> None:
         self.time = 0
@@ -76,7 +79,7 @@ class Ledger:
         self.marks: list[Mark] = []
         self._alive: dict[int, tuple[ref[torch.UntypedStorage], StorageRecord]] = {}
 
-    # --- what happens -----------------------------------------------------------------------------------------------------------------
+    # --- what happens -----------------------------------------------------------------------------
 
     def note(self, tensors: Iterable[Tensor], *, travels: bool = False) -> None:
         """Record an operation that created or used these tensors."""
@@ -108,7 +111,8 @@ class Ledger:
                 known[1].kind = kind
 
     def settle(self, kind: str, phase: str | None = None) -> None:
-        """Set the kind of all live storages that have none yet; with `phase`, only of those created in it."""
+        """Set the kind of all live storages that have none yet; with `phase`, only of those created
+        in it."""
         assert kind in KINDS
         for _, record in self._alive.values():
             if not record.kind and record.size and phase in (None, record.phase):
@@ -118,7 +122,8 @@ class Ledger:
         self._resized(self._alive.pop(key)[1], 0, self.time + 1)
 
     def _resized(self, record: StorageRecord, size: int, time: int) -> None:
-        """Record a change of size. Bytes that are freed after an operation count during it, and not at the next."""
+        """Record a change of size. Bytes that are freed after an operation count during it, and not
+        at the next."""
         if size != record.size:
             record.changes.append((time, size - record.size))
             record.size = size
@@ -132,7 +137,7 @@ class Ledger:
 
         return following_resizes(resized)
 
-    # --- what is found ----------------------------------------------------------------------------------------------------------------
+    # --- what is found ----------------------------------------------------------------------------
 
     @property
     def bytes_now(self) -> int:
@@ -147,13 +152,21 @@ class Ledger:
             kind = record.kind or ("communication" if record.travels else "temporaries")
             rows = [curves[KINDS.index(kind)]]
             if kind == "activations":
-                rows.append(segments.setdefault(record.segment or "between segments", np.zeros(length, np.int64)))
+                rows.append(
+                    segments.setdefault(
+                        record.segment or "between segments", np.zeros(length, np.int64)
+                    )
+                )
             for time, change in record.changes:
                 if time <= self.time:  # not what was freed after the last operation
                     for row in rows:
                         row[max(0, time - start)] += change
         marks = [Mark(mark.time - start, mark.name) for mark in self.marks if mark.time >= start]
-        return MemoryTimeline(np.cumsum(curves, axis=1), {name: np.cumsum(row) for name, row in segments.items()}, marks)
+        return MemoryTimeline(
+            np.cumsum(curves, axis=1),
+            {name: np.cumsum(row) for name, row in segments.items()},
+            marks,
+        )
 
 
 @dataclass(frozen=True)
@@ -185,20 +198,31 @@ class MemoryTimeline:
         return self.at(self.peak_time)
 
     def thinned(self, points: int) -> MemoryTimeline:
-        """Return a copy with at most `points` times; each interval keeps its time with the most bytes, so that the peak stays."""
+        """Return a copy with at most `points` times; each interval keeps its time with the most
+        bytes, so that the peak stays."""
         length = self.curves.shape[1]
         if length <= points:
             return self
         edges = np.linspace(0, length, points + 1).astype(int)
         total = self.total
-        kept = np.array([start + int(total[start:stop].argmax()) for start, stop in pairwise(edges)])
+        kept = np.array(
+            [start + int(total[start:stop].argmax()) for start, stop in pairwise(edges)]
+        )
         doing = [self.doing_at(int(time)) for time in kept]
-        marks = [Mark(time, name) for time, name in enumerate(doing) if time == 0 or name != doing[time - 1]]
-        return MemoryTimeline(self.curves[:, kept], {name: row[kept] for name, row in self.segments.items()}, marks)
+        marks = [
+            Mark(time, name)
+            for time, name in enumerate(doing)
+            if time == 0 or name != doing[time - 1]
+        ]
+        return MemoryTimeline(
+            self.curves[:, kept], {name: row[kept] for name, row in self.segments.items()}, marks
+        )
 
     def at(self, time: int) -> dict[str, int]:
         """Return the bytes of each kind that is present."""
-        return {kind: int(row[time]) for kind, row in zip(KINDS, self.curves, strict=True) if row[time]}
+        return {
+            kind: int(row[time]) for kind, row in zip(KINDS, self.curves, strict=True) if row[time]
+        }
 
     def segments_at(self, time: int) -> dict[str, int]:
         """Return the bytes of activations by segment, largest first."""
@@ -208,7 +232,12 @@ class MemoryTimeline:
     def spans(self) -> Iterator[tuple[str, int, int]]:
         """Return the name of each mark, its time and that of the next one."""
         starts = [mark.time for mark in self.marks]
-        return zip((mark.name for mark in self.marks), starts, [*starts[1:], self.curves.shape[1]], strict=True)
+        return zip(
+            (mark.name for mark in self.marks),
+            starts,
+            [*starts[1:], self.curves.shape[1]],
+            strict=True,
+        )
 
     @property
     def when(self) -> str:

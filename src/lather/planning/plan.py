@@ -1,10 +1,12 @@
-"""Plans the memory of a training run, rank by rank: dry-runs one rank at each pipeline position, each in a process of its own.
+"""Plans the memory of a training run, rank by rank: dry-runs one rank at each pipeline position,
+each in a process of its own.
 
-Ranks at the same position differ little: the first one has the most rows of every parameter, and whole matrices are assigned to owners by
-cost. So the first data rank is run, and also the rank that owns the most optimizer state, if that is another one.
+Ranks at the same position differ little: the first one has the most rows of every parameter, and
+whole matrices are assigned to owners by cost. So the first data rank is run, and also the rank that
+owns the most optimizer state, if that is another one.
 
-An allowance is added for memory that a dry run does not see: a GPU's context, libraries and communication buffers, and fragmentation. It is
-assumed, not measured.
+An allowance is added for memory that a dry run does not see: a GPU's context, libraries and
+communication buffers, and fragmentation. It is assumed, not measured.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from lather.planning.workers import Assumed, Device, worker_processes
 CONTEXT_BYTES = 3 * 2**29
 """Allowance on a GPU for CUDA's context and kernels, cuBLAS's workspace and NCCL's buffers."""
 FRAGMENTATION = 0.03
-"""Allowance on a GPU, as a fraction of the peak, for memory that the allocator holds but cannot use."""
+"""Allowance on a GPU, as a fraction of the peak, for memory that the allocator holds but cannot
+use."""
 
 POINTS = 1500
 """Points of each timeline's curves that are kept."""
@@ -58,52 +61,82 @@ class MemoryPlan:
 
     @property
     def peaks_where_weight_gradients_wait(self) -> bool:
-        """Whether the largest rank needs most while it leaves weight gradients for later, which `parallel.schedule_memory` can change."""
+        """Whether the largest rank needs most while it leaves weight gradients for later, which
+        `parallel.schedule_memory` can change."""
         is_early = self.config.parallel.early_weight_gradients
         return not is_early and re.search(r"\d[IW]\d", self.largest.largest.when) is not None
 
     def bubble(self, layers: tuple[int, ...] | None = None, *, early: bool | None = None) -> float:
-        """Return the bubble with other numbers of layers on the stages, or with weight gradients as early as possible or not; None: as
-        planned."""
+        """Return the bubble with other numbers of layers on the stages, or with weight gradients as
+        early as possible or not; None: as planned."""
         own = None if self.partition is None else self.partition.layers
         return bubble_of(self.config, self.world_size, layers or own, early=early)
 
 
-def bubble_of(config: Config, world_size: int, layers: tuple[int, ...] | None = None, *, early: bool | None = None) -> float:
-    """Return the fraction of a step in which a pipeline rank waits, if all layers take equally long, with these numbers of layers on the
-    stages; None: equally many. `early`: weight gradients are computed as early as possible; None: as configured."""
+def bubble_of(
+    config: Config,
+    world_size: int,
+    layers: tuple[int, ...] | None = None,
+    *,
+    early: bool | None = None,
+) -> float:
+    """Return the fraction of a step in which a pipeline rank waits, if all layers take equally
+    long, with these numbers of layers on the stages; None: equally many. `early`: weight gradients
+    are computed as early as possible; None: as configured."""
     parallel = config.parallel
     if parallel.resolved_schedule != "dualpipev" or parallel.pp == 1:
         return 0.0
     layers = layers or uniform(config.model.num_hidden_layers, 2 * parallel.pp)
     early = parallel.early_weight_gradients if early is None else early
-    return bubble_of_layers(layers, config.num_micro_batches(config.parallel.data_ranks(world_size)), early_weight_gradients=early)
+    return bubble_of_layers(
+        layers,
+        config.num_micro_batches(config.parallel.data_ranks(world_size)),
+        early_weight_gradients=early,
+    )
 
 
-def plan(config: Config, world_size: int, assumed: Assumed, partition: Partition | None = None) -> MemoryPlan:
+def plan(
+    config: Config, world_size: int, assumed: Assumed, partition: Partition | None = None
+) -> MemoryPlan:
     """Plan the memory of `world_size` ranks that train with this configuration.
 
-    `partition`: result of `memory_partition` for these arguments, if known; None: it is computed. Raises ConfigError if the ranks cannot be
-    divided as the configuration says.
+    `partition`: result of `memory_partition` for these arguments, if known; None: it is computed.
+    Raises ConfigError if the ranks cannot be divided as the configuration says.
     """
     check_parallel(config, world_size)
     if partition is None:
         partition = memory_partition(config, world_size, assumed)
     firsts = range(0, world_size, world_size // config.parallel.pp)
-    run = partial(_thinned_dry_run, config, world_size, assumed, None if partition is None else partition.stages)
+    run = partial(
+        _thinned_dry_run,
+        config,
+        world_size,
+        assumed,
+        None if partition is None else partition.stages,
+    )
     with worker_processes() as pool:
         runs = list(pool.map(run, firsts))
-        others = [max(one.state_bytes, key=one.state_bytes.__getitem__) for one in runs if one.missing_state]
+        others = [
+            max(one.state_bytes, key=one.state_bytes.__getitem__)
+            for one in runs
+            if one.missing_state
+        ]
         runs += pool.map(run, others)
-    at_position = [[run for run in runs if run.pp_rank == position] for position in range(config.parallel.pp)]
+    at_position = [
+        [run for run in runs if run.pp_rank == position] for position in range(config.parallel.pp)
+    ]
     largest = tuple(max(several, key=lambda run: run.peak) for several in at_position)
     return MemoryPlan(config, world_size, assumed, largest, partition)
 
 
-def _thinned_dry_run(config: Config, world_size: int, assumed: Assumed, layers: Sequence[range] | None, rank: int) -> RankRun:
+def _thinned_dry_run(
+    config: Config, world_size: int, assumed: Assumed, layers: Sequence[range] | None, rank: int
+) -> RankRun:
     """Dry-run a rank, and keep `POINTS` points of each timeline, including its peak."""
     found = dry_run(config, world_size, assumed, rank, layers=layers)
-    return replace(found, steps={name: timeline.thinned(POINTS) for name, timeline in found.steps.items()})
+    return replace(
+        found, steps={name: timeline.thinned(POINTS) for name, timeline in found.steps.items()}
+    )
 
 
 def allowance_for(peak: float, device: Device) -> int:

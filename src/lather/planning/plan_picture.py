@@ -1,8 +1,9 @@
-"""Draws a memory plan: the peaks of all pipeline ranks as bars, and each rank's bytes during its largest step, stacked by kind, with a
-strip of the rank's actions below.
+"""Draws a memory plan: the peaks of all pipeline ranks as bars, and each rank's bytes during its
+largest step, stacked by kind, with a strip of the rank's actions below.
 
-`write_page` writes it as one HTML page without further files: verdict, table, bars, and each rank's bytes over every step, which can be
-explored with the mouse. The template `plan_page.html` draws the values of `page_data`."""
+`write_page` writes it as one HTML page without further files: verdict, table, bars, and each rank's
+bytes over every step, which can be explored with the mouse. The template `plan_page.html` draws the
+values of `page_data`."""
 
 from __future__ import annotations
 
@@ -29,7 +30,19 @@ from lather.planning.ledger import KINDS, MemoryTimeline
 from lather.planning.plan import MemoryPlan
 from lather.planning.plan_report import describe_partition, layers_of, needs, verdict
 
-_HUES = ("0.35", "#332288", "#4477aa", "#66ccee", "#228833", "#ccbb44", "#ddddaa", "#ee6677", "#aa3377", "#88aa99", "0.78")
+_HUES = (
+    "0.35",
+    "#332288",
+    "#4477aa",
+    "#66ccee",
+    "#228833",
+    "#ccbb44",
+    "#ddddaa",
+    "#ee6677",
+    "#aa3377",
+    "#88aa99",
+    "0.78",
+)
 COLORS = dict(zip(KINDS, _HUES, strict=True))
 """A color for each kind, distinguishable with any color vision."""
 STRIP = 0.07
@@ -51,16 +64,32 @@ class Doing:
 
 
 def doings(timeline: MemoryTimeline) -> Iterator[Doing]:
-    """Yield the schedule's actions, in the colors of `lather plot --schedule`, and the optimizer's phases."""
+    """Yield the schedule's actions, in the colors of `lather plot --schedule`, and the optimizer's
+    phases."""
     actions = {mark.name: _action(mark.name) for mark in timeline.marks}
-    first_stage = min((chunk.stage for action in actions.values() if action is not None for chunk in action.chunks), default=0)
+    first_stage = min(
+        (
+            chunk.stage
+            for action in actions.values()
+            if action is not None
+            for chunk in action.chunks
+        ),
+        default=0,
+    )
     for name, several in groupby(timeline.spans(), key=lambda span: span[0]):
         spans = [(start, stop) for _, start, stop in several]
         (start, _), (_, stop) = spans[0], spans[-1]
         if start >= stop:
             continue
         if (action := actions[name]) is not None:
-            yield Doing(start, stop, name, tuple(picture.COLORS[chunk.kind][chunk.stage > first_stage] for chunk in action.chunks))
+            yield Doing(
+                start,
+                stop,
+                name,
+                tuple(
+                    picture.COLORS[chunk.kind][chunk.stage > first_stage] for chunk in action.chunks
+                ),
+            )
         elif name.startswith("optimizer"):
             yield Doing(start, stop, name, (picture.REFRESH,))
 
@@ -75,7 +104,8 @@ def _action(name: str) -> Action | None:
 
 
 def draw(plan: MemoryPlan, memory: int | None, title: str, out: Path) -> None:
-    """Write a PNG of the plan; `memory`, the bytes of a device, is a dashed line. Raises UserError if `out` cannot be written."""
+    """Write a PNG of the plan; `memory`, the bytes of a device, is a dashed line. Raises UserError
+    if `out` cannot be written."""
     with whole_file(out, "--out") as aside:
         figure_of(plan, memory, title).savefig(aside, dpi=110, format="png")
 
@@ -94,7 +124,10 @@ def figure_of(plan: MemoryPlan, memory: int | None, title: str) -> Figure:
         panel.set_ylim(axes[1].get_ylim())
     handles = [Patch(color=COLORS[kind], label=kind) for kind in kinds_of(plan)][::-1]
     figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=9)
-    strip = "strip: forward blue, backward green, for weights alone orange, darker on the rank's second stage; optimizer violet"
+    strip = (
+        "strip: forward blue, backward green, for weights alone orange, "
+        "darker on the rank's second stage; optimizer violet"
+    )
     axes[-1].set_xlabel(f"operations of a step ({strip})", fontsize=9)
     return figure
 
@@ -102,7 +135,11 @@ def figure_of(plan: MemoryPlan, memory: int | None, title: str) -> Figure:
 def kinds_of(plan: MemoryPlan) -> list[str]:
     """Return the kinds of bytes that occur in the plan."""
     timelines = [timeline for run in plan.ranks for timeline in run.steps.values()]
-    return [kind for row, kind in enumerate(KINDS) if any(timeline.curves[row].any() for timeline in timelines)]
+    return [
+        kind
+        for row, kind in enumerate(KINDS)
+        if any(timeline.curves[row].any() for timeline in timelines)
+    ]
 
 
 def _draw_bars(panel: Axes, plan: MemoryPlan, memory: int | None, unit: str, scale: int) -> None:
@@ -127,16 +164,26 @@ def _draw_bars(panel: Axes, plan: MemoryPlan, memory: int | None, unit: str, sca
 def _draw_rank(panel: Axes, run: RankRun, memory: int | None, unit: str, scale: int) -> None:
     timeline = run.largest
     times = np.arange(timeline.curves.shape[1])
-    panel.stackplot(times, timeline.curves / scale, colors=[COLORS[kind] for kind in KINDS], step="post", linewidth=0)
+    panel.stackplot(
+        times,
+        timeline.curves / scale,
+        colors=[COLORS[kind] for kind in KINDS],
+        step="post",
+        linewidth=0,
+    )
     at, peak = timeline.peak_time, timeline.peak / scale
     highest = 1.15 * max(peak, 0 if memory is None else memory / scale)
     panel.plot([at], [peak], "v", color="black", markersize=5)
     side = "right" if at > 0.6 * len(times) else "left"
-    panel.annotate(f" {peak:.2f} {unit} in {timeline.when} ", (at, peak), ha=side, va="bottom", fontsize=8)
+    panel.annotate(
+        f" {peak:.2f} {unit} in {timeline.when} ", (at, peak), ha=side, va="bottom", fontsize=8
+    )
     if memory is not None:
         panel.axhline(memory / scale, color="black", linestyle="--", linewidth=0.8)
     _draw_strip(panel, timeline, -STRIP * highest)
-    panel.set_title(f"rank {run.rank}, layers {layers_of(run)}, {run.peak_step}", fontsize=9, loc="left")
+    panel.set_title(
+        f"rank {run.rank}, layers {layers_of(run)}, {run.peak_step}", fontsize=9, loc="left"
+    )
     panel.set_ylabel(unit)
     panel.set_xlim(0, len(times))
     panel.set_xticks([])
@@ -151,19 +198,35 @@ def _draw_strip(panel: Axes, timeline: MemoryTimeline, bottom: float) -> None:
         height = bottom / len(doing.colors)
         for place, color in enumerate(doing.colors):
             top = place * height
-            corners.append([(doing.start, top), (doing.start, top + height), (doing.stop, top + height), (doing.stop, top)])
+            corners.append(
+                [
+                    (doing.start, top),
+                    (doing.start, top + height),
+                    (doing.stop, top + height),
+                    (doing.stop, top),
+                ]
+            )
             colors.append(color)
     panel.add_collection(PolyCollection(corners, facecolors=colors, linewidths=0))
 
 
-def write_page(plan: MemoryPlan, memory: int | None, title: str, configuration: str, out: Path) -> None:
+def write_page(
+    plan: MemoryPlan, memory: int | None, title: str, configuration: str, out: Path
+) -> None:
     """Write the page; `configuration` is TOML. Raises UserError if `out` cannot be written."""
     with whole_file(out, "--html") as aside:
-        page.write_page(aside, ("lather.planning", "plan_page.html"), page_data(plan, memory), title=title, configuration=configuration)
+        page.write_page(
+            aside,
+            ("lather.planning", "plan_page.html"),
+            page_data(plan, memory),
+            title=title,
+            configuration=configuration,
+        )
 
 
 def page_data(plan: MemoryPlan, memory: int | None) -> dict[str, Any]:
-    """Return the values of the page: kinds with their colors, and the layers and steps of each rank."""
+    """Return the values of the page: kinds with their colors, and the layers and steps of each
+    rank."""
     unit, scale = unit_of(max(plan.largest.peak, memory or 0))
     kinds = kinds_of(plan)
     notes = [verdict(plan, memory)] if memory is not None else []
@@ -183,7 +246,10 @@ def page_data(plan: MemoryPlan, memory: int | None) -> dict[str, Any]:
                 "rank": run.rank,
                 "layers": layers_of(run),
                 "peakStep": run.peak_step,
-                "steps": {name: _step(timeline.thinned(POINTS), kinds) for name, timeline in run.steps.items()},
+                "steps": {
+                    name: _step(timeline.thinned(POINTS), kinds)
+                    for name, timeline in run.steps.items()
+                },
             }
             for run in plan.ranks
         ],

@@ -1,5 +1,6 @@
-"""Reports a memory plan as a table of every pipeline rank's peak by kind, and as JSON; and prints the settings that a search advises, or
-the reason why nothing fits. (Pictures: `lather.planning.plan_picture`.)"""
+"""Reports a memory plan as a table of every pipeline rank's peak by kind, and as JSON; and prints
+the settings that a search advises, or the reason why nothing fits. (Pictures:
+`lather.planning.plan_picture`.)"""
 
 from __future__ import annotations
 
@@ -34,18 +35,33 @@ GIB = 2**30
 
 
 def show(plan: MemoryPlan, memory: int | None, console: Console) -> None:
-    """Print a line per pipeline rank at its peak, the activations of the largest rank, and whether the run fits in `memory` bytes."""
+    """Print a line per pipeline rank at its peak, the activations of the largest rank, and whether
+    the run fits in `memory` bytes."""
     unit, scale = unit_of(plan.largest.peak)
     table = titled_table(_title(plan, unit), ("rank", "layers"), (*COLUMNS, "peak"))
     table.add_column("when")
     for run in plan.ranks:
         at_peak = run.largest.at_peak
-        cells = [_in(sum(at_peak.get(kind, 0) for kind in kinds), scale) for kinds in COLUMNS.values()]
-        table.add_row(str(run.rank), layers_of(run), *cells, _in(run.peak, scale), f"{run.peak_step}, {run.largest.when}")
+        cells = [
+            _in(sum(at_peak.get(kind, 0) for kind in kinds), scale) for kinds in COLUMNS.values()
+        ]
+        table.add_row(
+            str(run.rank),
+            layers_of(run),
+            *cells,
+            _in(run.peak, scale),
+            f"{run.peak_step}, {run.largest.when}",
+        )
     console.print(table)
     timeline = plan.largest.largest
-    segments = ", ".join(f"{name} {_in(size, scale)}" for name, size in timeline.segments_at(timeline.peak_time).items())
-    lines = [f"activations of rank {plan.largest.rank} at its peak, by the segment that made them: {segments or 'none'}"]
+    segments = ", ".join(
+        f"{name} {_in(size, scale)}"
+        for name, size in timeline.segments_at(timeline.peak_time).items()
+    )
+    lines = [
+        f"activations of rank {plan.largest.rank} at its peak, by the segment that made them: "
+        f"{segments or 'none'}"
+    ]
     if plan.partition is not None:
         lines.append(describe_partition(plan, plan.partition))
     if plan.config.parallel.early_weight_gradients:
@@ -61,19 +77,25 @@ def show(plan: MemoryPlan, memory: int | None, console: Console) -> None:
 def needs(plan: MemoryPlan) -> str:
     """Describe the bytes that a GPU needs, and what they consist of."""
     return (
-        f"a GPU needs {_in(plan.needed, GIB)} GiB: the peak of rank {plan.largest.rank}, {CONTEXT_BYTES / GIB:.1f} GiB for context and "
+        f"a GPU needs {_in(plan.needed, GIB)} GiB: the peak of rank {plan.largest.rank}, "
+        f"{CONTEXT_BYTES / GIB:.1f} GiB for context and "
         f"libraries and {FRAGMENTATION:.0%} for fragmentation (assumed, not measured)"
     )
 
 
 def checkpoint(plan: MemoryPlan) -> str:
-    """Describe the bytes that a rank writes into a checkpoint, and the memory that copies of them take."""
+    """Describe the bytes that a rank writes into a checkpoint, and the memory that copies of them
+    take."""
     most = max(plan.ranks, key=lambda run: run.checkpoint_bytes)
     unit, scale = unit_of(most.checkpoint_bytes)
-    text = f"a checkpoint has at most {_in(most.checkpoint_bytes, scale)} {unit} from a rank, rank {most.rank}"
+    text = (
+        "a checkpoint has at most "
+        f"{_in(most.checkpoint_bytes, scale)} {unit} from a rank, rank {most.rank}"
+    )
     if not plan.config.checkpoint.asynchronous:
         return f"{text}, and takes no further memory"
-    return f"{text}, and takes as much {'of its memory' if plan.assumed.device == 'cpu' else 'memory of the host'} while it is written"
+    memory = "of its memory" if plan.assumed.device == "cpu" else "memory of the host"
+    return f"{text}, and takes as much {memory} while it is written"
 
 
 def verdict(plan: MemoryPlan, memory: int) -> str:
@@ -86,28 +108,44 @@ def verdict(plan: MemoryPlan, memory: int) -> str:
 def describe_partition(plan: MemoryPlan, partition: Partition) -> str:
     """Describe a partition by memory in one line."""
     unit, scale = unit_of(partition.uniform_largest)
-    counts, least, even = " ".join(map(str, partition.layers)), _in(partition.largest, scale), _in(partition.uniform_largest, scale)
+    counts, least, even = (
+        " ".join(map(str, partition.layers)),
+        _in(partition.largest, scale),
+        _in(partition.uniform_largest, scale),
+    )
     if partition.layers == partition.uniform_layers:
-        return f"layers by stage {counts}: equally many, as no other partition has a largest rank that is {SLACK:.0%} smaller"
+        return (
+            f"layers by stage {counts}: equally many, as no other partition "
+            f"has a largest rank that is {SLACK:.0%} smaller"
+        )
     return (
-        f"layers by stage {counts}: the largest rank is expected to have {least} {unit}, with equally many {even}; "
-        f"bubble {plan.bubble():.1%} instead of {plan.bubble(partition.uniform_layers, early=False):.1%} if all layers take equally long"
+        f"layers by stage {counts}: the largest rank is expected to have {least} {unit}, with "
+        f"equally many {even}; "
+        f"bubble {plan.bubble():.1%} instead of "
+        f"{plan.bubble(partition.uniform_layers, early=False):.1%} if all layers take equally long"
     )
 
 
 def early_weight_gradients(plan: MemoryPlan) -> str:
     """The price of computing weight gradients as soon as they can be."""
     bubbles = f"{plan.bubble(early=True):.1%} instead of {plan.bubble(early=False):.1%}"
-    return f"weight gradients as early as they can be: bubble {bubbles} if all layers take equally long"
+    return (
+        "weight gradients as early as they can be: bubble "
+        f"{bubbles} if all layers take equally long"
+    )
 
 
 def write(plan: MemoryPlan, arguments: Sequence[str], out: Path) -> None:
-    """Write all numbers as JSON, with the arguments of the command that planned. Raises UserError if the file cannot be written."""
-    write_numbers(out, {"lather": describe_version(), "arguments": list(arguments), **to_json(plan)})
+    """Write all numbers as JSON, with the arguments of the command that planned. Raises UserError
+    if the file cannot be written."""
+    write_numbers(
+        out, {"lather": describe_version(), "arguments": list(arguments), **to_json(plan)}
+    )
 
 
 def to_json(plan: MemoryPlan) -> dict[str, Any]:
-    """Return plain values: the bytes at the peak by kind and segment, for each step of each pipeline rank."""
+    """Return plain values: the bytes at the peak by kind and segment, for each step of each
+    pipeline rank."""
     partition, early = None, None
     if plan.partition is not None:
         partition = {
@@ -139,7 +177,12 @@ def _rank_json(run: RankRun) -> dict[str, Any]:
         "peak": run.peak,
         "checkpoint": run.checkpoint_bytes,
         "steps": {
-            name: {"peak": one.peak, "when": one.when, "kinds": one.at_peak, "segments": one.segments_at(one.peak_time)}
+            name: {
+                "peak": one.peak,
+                "when": one.when,
+                "kinds": one.at_peak,
+                "segments": one.segments_at(one.peak_time),
+            }
             for name, one in run.steps.items()
         },
     }
@@ -177,13 +220,18 @@ def show_advice(advice: Advice, memory: int, console: Console) -> None:
     table = titled_table(title, ["change"], (*sizes_of, *prices_of))
     for setting, plan in advice.settings:
         sizes = (f"{plan.needed / GIB:.2f}", f"{(memory - plan.needed) / GIB:.2f}")
-        table.add_row(as_options(setting.changes) or "none", *sizes, *_price(setting, advice.least_flops))
+        table.add_row(
+            as_options(setting.changes) or "none", *sizes, *_price(setting, advice.least_flops)
+        )
     console.print(table)
     if any("optim.name" in setting.changes for setting, _ in advice.settings):
-        console.print("another rule has its own default options and rates: tune them", highlight=False)
+        console.print(
+            "another rule has its own default options and rates: tune them", highlight=False
+        )
     console.print(
         "flops and bytes of a step of the first pipeline rank are counted; 'flops above least' "
-        f"compares with the fewest of all {advice.number_tried} settings tried; the length of a step "
+        f"compares with the fewest of all {advice.number_tried} settings tried; the length of a "
+        "step "
         f"assumes {FLOPS / 1e12:.0f} TFLOP/s, {EXCHANGE / 1e9:.0f} GB/s to experts and "
         f"{LINK / 1e9:.0f} GB/s to others, not measured",
         highlight=False,
@@ -191,7 +239,10 @@ def show_advice(advice: Advice, memory: int, console: Console) -> None:
 
 
 def _price(setting: Setting, least_flops: float) -> tuple[str, ...]:
-    sent = (f"{size / GIB:,.1f}" for size in (setting.estimate.work.exchanged, setting.estimate.work.sent))
+    sent = (
+        f"{size / GIB:,.1f}"
+        for size in (setting.estimate.work.exchanged, setting.estimate.work.sent)
+    )
     return f"{setting.estimate.work.flops / least_flops - 1:.1%}", *sent, f"{setting.bubble:.1%}"
 
 
@@ -200,10 +251,16 @@ def _show_infeasible(advice: Advice, memory: int, console: Console) -> None:
     kinds = sorted(zip(KINDS, lightest.estimate.peak, strict=True), key=lambda item: -item[1])[:2]
     most = " and ".join(f"{name} {size / GIB:.1f}" for name, size in kinds)
     console.print(
-        f"nothing fits in {memory / GIB:.2f} GiB, of {advice.number_tried} settings tried; the lightest, "
-        f"{as_options(lightest.changes) or 'without changes'}, needs about {lightest.estimate.needed / GIB:.2f} GiB, most of it {most}",
+        f"nothing fits in {memory / GIB:.2f} GiB, of {advice.number_tried} settings tried; the "
+        "lightest, "
+        f"{as_options(lightest.changes) or 'without changes'}, needs about "
+        f"{lightest.estimate.needed / GIB:.2f} GiB, most of it {most}",
         highlight=False,
     )
     world = advice.world_that_fits
-    what = "no larger world that was tried is enough" if world is None else f"the same settings would fit on {world} ranks (estimated)"
+    what = (
+        "no larger world that was tried is enough"
+        if world is None
+        else f"the same settings would fit on {world} ranks (estimated)"
+    )
     console.print(what, highlight=False)

@@ -1,8 +1,10 @@
-"""Measures the bytes that each layer adds to a pipeline rank, phase by phase, and finds the partition whose largest rank is smallest.
+"""Measures the bytes that each layer adds to a pipeline rank, phase by phase, and finds the
+partition whose largest rank is smallest.
 
-A rank is dry-run with one layer in each of its stages, and again for each kind of layer and each stage, with one such layer added there.
-The bytes that a layer adds are assumed not to depend on the other layers. This is nearly so: the optimizer batches matrices of equal shape,
-so its temporaries grow by less. The plan with the resulting partition runs all layers.
+A rank is dry-run with one layer in each of its stages, and again for each kind of layer and each
+stage, with one such layer added there. The bytes that a layer adds are assumed not to depend on the
+other layers. This is nearly so: the optimizer batches matrices of equal shape, so its temporaries
+grow by less. The plan with the resulting partition runs all layers.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ Phases = Mapping[str, int]
 
 
 def memory_partition(config: Config, world_size: int, assumed: Assumed) -> Partition | None:
-    """Return the partition for `parallel.partition = "memory"`; None if layers are assigned uniformly, or if only one partition is
-    possible.
+    """Return the partition for `parallel.partition = "memory"`; None if layers are assigned
+    uniformly, or if only one partition is possible.
 
     Raises ConfigError if the ranks cannot be divided as the configuration says.
     """
@@ -37,12 +39,23 @@ def memory_partition(config: Config, world_size: int, assumed: Assumed) -> Parti
     pp = config.parallel.pp
     if config.parallel.partition != "memory" or pp == 1 or config.model.num_hidden_layers == 2 * pp:
         return None
-    kinds = sorted(block_kinds(build_model(config.model, None, torch.device("meta")).layers), key=len, reverse=True)
+    kinds = sorted(
+        block_kinds(build_model(config.model, None, torch.device("meta")).layers),
+        key=len,
+        reverse=True,
+    )
     samples = [sample for position in range(pp) for sample in _samples(kinds, position, pp)]
     run = partial(_phase_peaks, config, world_size, assumed)
     with worker_processes() as pool:
         phases = dict(zip(samples, pool.map(run, samples), strict=True))
-    return smallest_peak([_rank_peaks(kinds, {sample: phases[sample] for sample in samples if sample.position == at}) for at in range(pp)])
+    return smallest_peak(
+        [
+            _rank_peaks(
+                kinds, {sample: phases[sample] for sample in samples if sample.position == at}
+            )
+            for at in range(pp)
+        ]
+    )
 
 
 @dataclass(frozen=True)
@@ -54,20 +67,27 @@ class _Sample:
     layers: tuple[tuple[int, ...], ...]
     """Layers of every stage; stages of other ranks have none."""
     added: tuple[int, int] | None = None
-    """Kind of the layer that this run has in addition to the base run, and its stage (0 or 1 of the rank); None: the base run."""
+    """Kind of the layer that this run has in addition to the base run, and its stage (0 or 1 of the
+    rank); None: the base run."""
 
 
 def _samples(kinds: Sequence[Sequence[int]], position: int, pp: int) -> list[_Sample]:
-    """Return the dry runs of a position, with layers from anywhere in the model; `kinds` has the layers of each kind, the most common kind
-    first. Raises ConfigError unless three layers are of one kind."""
+    """Return the dry runs of a position, with layers from anywhere in the model; `kinds` has the
+    layers of each kind, the most common kind first. Raises ConfigError unless three layers are of
+    one kind."""
     if len(kinds[0]) < 3:
         raise ConfigError(
-            "parallel.partition = 'memory' is not valid: it needs three layers of one kind to measure, and "
-            f"{sum(map(len, kinds))} layers of {len(kinds)} kinds have at most {len(kinds[0])}: set parallel.partition = 'uniform'"
+            "parallel.partition = 'memory' is not valid: it needs three layers of one kind to "
+            "measure, and "
+            f"{sum(map(len, kinds))} layers of {len(kinds)} kinds have at most {len(kinds[0])}: "
+            "set parallel.partition = 'uniform'"
         )
 
     def layers(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        return tuple({position: first, 2 * pp - 1 - position: second}.get(stage, ()) for stage in range(2 * pp))
+        return tuple(
+            {position: first, 2 * pp - 1 - position: second}.get(stage, ())
+            for stage in range(2 * pp)
+        )
 
     a, b, third = kinds[0][:3]
     samples = [_Sample(position, layers((a,), (b,)))]
@@ -85,7 +105,8 @@ def _phase_peaks(config: Config, world_size: int, assumed: Assumed, sample: _Sam
 
 
 def phase_peaks(run: RankRun) -> Phases:
-    """Return the peak of each phase of each step, with the optimizer state of the rank at this position that owns the most."""
+    """Return the peak of each phase of each step, with the optimizer state of the rank at this
+    position that owns the most."""
     found: defaultdict[str, int] = defaultdict(int)
     for step, timeline in run.steps.items():
         total, missing = timeline.total, 0 if step == BUILDING else run.missing_state
@@ -99,19 +120,26 @@ def _rank_peaks(kinds: Sequence[Sequence[int]], samples: Mapping[_Sample, Phases
     """Combine the samples of a rank, without phases that can never be its largest."""
     shared = set.intersection(*(set(phases) for phases in samples.values()))
     names = sorted(shared)
-    bytes_of = {sample.added: np.array([phases[name] for name in names], np.float64) for sample, phases in samples.items()}
+    bytes_of = {
+        sample.added: np.array([phases[name] for name in names], np.float64)
+        for sample, phases in samples.items()
+    }
     least = bytes_of[None]
     adds = {added: x - least for added, x in bytes_of.items() if added is not None}
     base = least - adds[0, 0] - adds[0, 1]
     columns = np.stack([base, *adds.values()])
     kept = [i for i in range(len(names)) if not _is_dominated(columns, i)]
     kind_of = {layer: kind for kind, layers in enumerate(kinds) for layer in layers}
-    first, second = (np.stack([adds[kind_of[layer], stage] for layer in range(len(kind_of))], axis=1) for stage in (0, 1))
+    first, second = (
+        np.stack([adds[kind_of[layer], stage] for layer in range(len(kind_of))], axis=1)
+        for stage in (0, 1)
+    )
     return RankPeaks(base[kept], first[kept], second[kept])
 
 
 def _is_dominated(columns: np.ndarray[tuple[int, int], np.dtype[np.float64]], i: int) -> bool:
-    """Return whether another phase has at least as many bytes for any layers; of equal phases the first is kept."""
+    """Return whether another phase has at least as many bytes for any layers; of equal phases the
+    first is kept."""
     least = (columns >= columns[:, i : i + 1]).all(0)
     equal = (columns == columns[:, i : i + 1]).all(0)
     return bool((least & ~equal).any() or equal[:i].any())

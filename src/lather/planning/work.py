@@ -1,6 +1,8 @@
-"""Counts the work of a rank's step: flops of matrix products, attention and factorizations, and bytes sent to other ranks.
+"""Counts the work of a rank's step: flops of matrix products, attention and factorizations, and
+bytes sent to other ranks.
 
-A dry run (`lather.planning.dry_run`) counts it, operation by operation. Products inside Triton kernels are not counted.
+A dry run (`lather.planning.dry_run`) counts it, operation by operation. Products inside Triton
+kernels are not counted.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ class Work:
     """Bytes of token rows sent to the experts of other ranks, and back."""
 
     def __add__(self, other: Work) -> Work:
-        return Work(self.flops + other.flops, self.sent + other.sent, self.exchanged + other.exchanged)
+        return Work(
+            self.flops + other.flops, self.sent + other.sent, self.exchanged + other.exchanged
+        )
 
     def __mul__(self, factor: float) -> Work:
         return Work(self.flops * factor, self.sent * factor, self.exchanged * factor)
@@ -35,7 +39,8 @@ class Work:
 
 @dataclass
 class WorkTally:
-    """Sums the work of a step by how often it occurs: for every micro-batch, for every refresh of the bases, or once."""
+    """Sums the work of a step by how often it occurs: for every micro-batch, for every refresh of
+    the bases, or once."""
 
     repeats: float
     """Micro-batches of the run per micro-batch of the dry run."""
@@ -58,7 +63,8 @@ class WorkTally:
 
 
 def sent_bytes(name: str, args: Sequence[Any]) -> int:
-    """Return the bytes that a rank sends in an operation of a process group, by torch's name for it; 0 for receives and waits."""
+    """Return the bytes that a rank sends in an operation of a process group, by torch's name for
+    it; 0 for receives and waits."""
     sizes = [sum(map(nbytes, tensors_in(x))) for x in (*args[:2], (), ())]
     if name in ("_allgather_base_", "allgather_"):
         return sizes[0] - sizes[1]  # in a ring, a rank forwards everything but one part

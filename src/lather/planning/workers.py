@@ -1,4 +1,5 @@
-"""Starts processes for dry runs, one for each, since torch caches meshes for a whole process and each run has another mesh."""
+"""Starts processes for dry runs, one for each, since torch caches meshes for a whole process and
+each run has another mesh."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ class Assumed:
 
 @contextmanager
 def worker_processes() -> Iterator[ProcessPoolExecutor]:
-    """Make a pool with as many processes as cores; a process runs one call. Calls that have not begun at the end of the block are
-    dropped."""
+    """Make a pool with as many processes as cores; a process runs one call. Calls that have not
+    begun at the end of the block are dropped."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["lather.planning.dry_run", IMPORTED_LATE])
     pool = ProcessPoolExecutor(num_cores(), context, end_with_parent, max_tasks_per_child=1)

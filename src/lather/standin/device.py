@@ -1,7 +1,9 @@
-"""A device without memory or arithmetic that torch and Lather treat as a GPU, so that code branches as on CUDA; or as a CPU.
+"""A device without memory or arithmetic that torch and Lather treat as a GPU, so that code branches
+as on CUDA; or as a CPU.
 
-It is registered with torch as "standin", or as "cpu_standin". Its tensors are fake (shape, dtype and device, but no elements); `mode`
-creates them. Streams and events exist but order nothing; they report waits of the host to a listener.
+It is registered with torch as "standin", or as "cpu_standin". Its tensors are fake (shape, dtype
+and device, but no elements); `mode` creates them. Streams and events exist but order nothing; they
+report waits of the host to a listener.
 """
 
 from __future__ import annotations
@@ -61,10 +63,16 @@ class StandInEvent:
 
 
 class StandIn:
-    """The module that `torch.get_device_module("standin")` returns: the part of `torch.cuda` that a training step uses."""
+    """The module that `torch.get_device_module("standin")` returns: the part of `torch.cuda` that a
+    training step uses."""
 
     Stream, Event = StandInStream, StandInEvent
-    nvtx = SimpleNamespace(range=lambda *_: nullcontext(), range_push=lambda *_: 0, range_pop=lambda: 0, mark=lambda *_: None)
+    nvtx = SimpleNamespace(
+        range=lambda *_: nullcontext(),
+        range_push=lambda *_: 0,
+        range_pop=lambda: 0,
+        mark=lambda *_: None,
+    )
     device = stream = device_of = returning(nullcontext())
     is_available = is_initialized = is_bf16_supported = returning(True)
     _is_in_bad_fork = returning(False)
@@ -73,7 +81,9 @@ class StandIn:
     device_count = returning(1)
     get_device_capability = returning(HOPPER)
     get_amp_supported_dtype = returning([torch.bfloat16, torch.float16])
-    set_device = set_stream = empty_cache = reset_peak_memory_stats = manual_seed_all = returning(None)
+    set_device = set_stream = empty_cache = reset_peak_memory_stats = manual_seed_all = returning(
+        None
+    )
     """There is one device, and it has no state."""
 
     def __init__(self) -> None:
@@ -99,7 +109,11 @@ class StandIn:
         return standin().type
 
     def get_device_properties(self, device: object = None) -> Any:
-        sizes = {"multi_processor_count": 132, "total_memory": self.memory, "L2_cache_size": 50 * 2**20}
+        sizes = {
+            "multi_processor_count": 132,
+            "total_memory": self.memory,
+            "L2_cache_size": 50 * 2**20,
+        }
         return SimpleNamespace(name=standin().type, major=HOPPER[0], minor=HOPPER[1], **sizes)
 
 
@@ -107,14 +121,18 @@ module = StandIn()
 
 
 def standin(stands_for: Literal["gpu", "cpu"] | None = None) -> torch.device:
-    """Return the device, which is registered with torch at the first call; None: the kind that is registered, else a GPU.
+    """Return the device, which is registered with torch at the first call; None: the kind that is
+    registered, else a GPU.
 
-    Registration cannot be undone, and a process has only one such device, so use the process for counting and planning only. Raises
-    RuntimeError if the device is registered as the other kind.
+    Registration cannot be undone, and a process has only one such device, so use the process for
+    counting and planning only. Raises RuntimeError if the device is registered as the other kind.
     """
     registered = next((kind for kind, name in NAMES.items() if hasattr(torch, name)), None)
     if registered is None:
         register_python_device(NAMES[stands_for or "gpu"], module)
     elif stands_for not in (None, registered):
-        raise RuntimeError(f"the stand-in device stands for a {registered} in this process: use another process for a {stands_for}")
+        raise RuntimeError(
+            f"the stand-in device stands for a {registered} in this process: use another process "
+            f"for a {stands_for}"
+        )
     return torch.device(NAMES[registered or stands_for or "gpu"], 0)

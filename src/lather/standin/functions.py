@@ -1,4 +1,5 @@
-"""Emulates decisions above torch's operations as CUDA or a CPU would make them: attention kernels, Triton launches, compiled functions."""
+"""Emulates decisions above torch's operations as CUDA or a CPU would make them: attention kernels,
+Triton launches, compiled functions."""
 
 from __future__ import annotations
 
@@ -33,7 +34,11 @@ class Functions(TorchFunctionMode):
         self.mode = mode
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
         if func is F.scaled_dot_product_attention and self.mode.is_here(args[0]):
@@ -54,8 +59,8 @@ class Functions(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """Run FlashAttention in bf16 and fp16, the memory-efficient kernel in fp32, else attention with (S, S) elements; on a CPU its own
-        kernel.
+        """Run FlashAttention in bf16 and fp16, the memory-efficient kernel in fp32, else attention
+        with (S, S) elements; on a CPU its own kernel.
 
         torch turns a mask of booleans into one of numbers first, which each call keeps for
         backward.
@@ -66,22 +71,52 @@ class Functions(TorchFunctionMode):
             hidden = attn_mask.new_full((), -math.inf, dtype=query.dtype)
             attn_mask = torch.where(attn_mask, visible, hidden)
         is_dense, alike = all(x.stride(-1) == 1 for x in (query, key, value)), len(widths) == 1
-        if is_cpu(query) and alike and is_dense and not dropout_p and (attn_mask is None or not attn_mask.requires_grad):
+        if (
+            is_cpu(query)
+            and alike
+            and is_dense
+            and not dropout_p
+            and (attn_mask is None or not attn_mask.requires_grad)
+        ):
             if query.shape[1] != key.shape[1]:
-                key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))
+                key, value = (
+                    x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value)
+                )
             on_cpu = aten._scaled_dot_product_flash_attention_for_cpu
-            return on_cpu(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
-        if query.dtype in NARROW and attn_mask is None and alike and is_dense and max(widths) <= 256 and not max(widths) % 8:
-            return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
+            return on_cpu(
+                query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+            )[0]
+        if (
+            query.dtype in NARROW
+            and attn_mask is None
+            and alike
+            and is_dense
+            and max(widths) <= 256
+            and not max(widths) % 8
+        ):
+            return aten._scaled_dot_product_flash_attention(
+                query, key, value, dropout_p, is_causal, scale=scale
+            )[0]
         enable_gqa = enable_gqa and query.shape[1] != key.shape[1]
-        if not enable_gqa and is_dense and not any(width * query.element_size() % 16 for width in widths) and query.dtype != torch.float64:
+        if (
+            not enable_gqa
+            and is_dense
+            and not any(width * query.element_size() % 16 for width in widths)
+            and query.dtype != torch.float64
+        ):
             needs = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
             efficient = aten._scaled_dot_product_efficient_attention
-            return efficient(query, key, value, attn_mask, needs, dropout_p, is_causal, scale=scale)[0]
+            return efficient(
+                query, key, value, attn_mask, needs, dropout_p, is_causal, scale=scale
+            )[0]
         self.mode.note(f"attention with (S, S) elements, {str(query.dtype)[6:]}")
         if enable_gqa:
-            key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))
-        return aten._scaled_dot_product_attention_math(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)[0]
+            key, value = (
+                x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value)
+            )
+        return aten._scaled_dot_product_attention_math(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale
+        )[0]
 
 
 def counted_triton(mode: StandInMode) -> AbstractContextManager[object]:
@@ -93,25 +128,36 @@ def counted_triton(mode: StandInMode) -> AbstractContextManager[object]:
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> None:
         bound = dict(zip(self.arg_names, args, strict=False)) | kwargs
-        needed = [name for name, one in self.signature.parameters.items() if one.default is inspect.Parameter.empty]
+        needed = [
+            name
+            for name, one in self.signature.parameters.items()
+            if one.default is inspect.Parameter.empty
+        ]
         if missing := [name for name in needed if name not in bound]:
             raise TypeError(f"{self.fn.__name__} is launched without {missing}")
         tensors = {name: x for name, x in bound.items() if isinstance(x, Tensor)}
         if wrong := {name: str(x.device) for name, x in tensors.items() if not mode.is_here(x)}:
-            raise RuntimeError(f"{self.fn.__name__} is launched with tensors that are elsewhere: {wrong}")
+            raise RuntimeError(
+                f"{self.fn.__name__} is launched with tensors that are elsewhere: {wrong}"
+            )
         blocks = grid(bound) if callable(grid) else grid
         if min(blocks) < 1 or blocks[0] >= 2**31 or max(blocks[1:], default=1) > 65535:
-            raise RuntimeError(f"{self.fn.__name__} is launched with the grid {blocks}, which CUDA refuses")
+            raise RuntimeError(
+                f"{self.fn.__name__} is launched with the grid {blocks}, which CUDA refuses"
+            )
         mode.launch_triton(self.fn, tensors)
 
     return patch.object(JITFunction, "run", run)
 
 
 def counted_compile(mode: StandInMode) -> AbstractContextManager[object]:
-    """Make `torch.compile` return flex attention as one forward and two backward kernels, a block mask as one kernel, and other functions
-    unchanged."""
+    """Make `torch.compile` return flex attention as one forward and two backward kernels, a block
+    mask as one kernel, and other functions unchanged."""
 
-    counted: dict[str, Callable[..., Any]] = {"flex_attention": _flex_attention, "create_block_mask": _block_mask}
+    counted: dict[str, Callable[..., Any]] = {
+        "flex_attention": _flex_attention,
+        "create_block_mask": _block_mask,
+    }
 
     def compiled(function: Any = None, **options: Any) -> Any:
         name = getattr(function, "__name__", "")
@@ -122,8 +168,18 @@ def counted_compile(mode: StandInMode) -> AbstractContextManager[object]:
     return patch.object(torch, "compile", compiled)
 
 
-def _flex_attention(mode: StandInMode, q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool, return_aux: Any = None, **options: Any) -> Any:
-    """Launch flex attention; its other options, such as the block mask, change neither shapes nor flops."""
+def _flex_attention(
+    mode: StandInMode,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    enable_gqa: bool,
+    return_aux: Any = None,
+    **options: Any,
+) -> Any:
+    """Launch flex attention; its other options, such as the block mask, change neither shapes nor
+    flops."""
     if len({x.dtype for x in (q, k, v)}) > 1:
         raise TypeError(f"flex attention got {q.dtype}, {k.dtype} and {v.dtype}")
     if q.shape[1] != k.shape[1] and not enable_gqa:
@@ -136,12 +192,23 @@ class _Flex(torch.autograd.Function):
     """Shapes, bytes and flops of flex attention; every block counts as visible."""
 
     @staticmethod
-    def forward(ctx: Any, mode: StandInMode, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        y, lse = q.new_empty((*q.shape[:3], v.shape[-1])), q.new_empty(q.shape[:3], dtype=torch.float32)
+    def forward(
+        ctx: Any, mode: StandInMode, q: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        y, lse = (
+            q.new_empty((*q.shape[:3], v.shape[-1])),
+            q.new_empty(q.shape[:3], dtype=torch.float32),
+        )
         ctx.save_for_backward(q, k, v, y, lse)
-        ctx.mode, ctx.flops = mode, 2 * math.prod(q.shape[:3]) * k.shape[2] * (q.shape[3] + v.shape[3])
+        ctx.mode, ctx.flops = (
+            mode,
+            2 * math.prod(q.shape[:3]) * k.shape[2] * (q.shape[3] + v.shape[3]),
+        )
         mode.launch(
-            "flex attention", sum(map(operations.nbytes, (q, k, v))), operations.nbytes(y) + operations.nbytes(lse), flops=ctx.flops
+            "flex attention",
+            sum(map(operations.nbytes, (q, k, v))),
+            operations.nbytes(y) + operations.nbytes(lse),
+            flops=ctx.flops,
         )
         return y, lse
 
@@ -149,16 +216,30 @@ class _Flex(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, y, lse = ctx.saved_tensors
         gradients, delta = [torch.empty_like(x) for x in (q, k, v)], torch.empty_like(lse)
-        ctx.mode.launch("flex attention's delta", 2 * operations.nbytes(y), operations.nbytes(delta))
+        ctx.mode.launch(
+            "flex attention's delta", 2 * operations.nbytes(y), operations.nbytes(delta)
+        )
         size = sum(map(operations.nbytes, (q, k, v)))
-        ctx.mode.launch("flex attention's backward", size + 2 * operations.nbytes(y), size, flops=5 * ctx.flops // 2)
+        ctx.mode.launch(
+            "flex attention's backward",
+            size + 2 * operations.nbytes(y),
+            size,
+            flops=5 * ctx.flops // 2,
+        )
         return None, *gradients
 
 
 def _block_mask(
-    mode: StandInMode, rule: Callable[..., Tensor], batch: int | None, heads: int | None, queries: int, keys: int, device: Any
+    mode: StandInMode,
+    rule: Callable[..., Tensor],
+    batch: int | None,
+    heads: int | None,
+    queries: int,
+    keys: int,
+    device: Any,
 ) -> object:
-    """Run the mask's rule once, to check that it runs. (Scalars would be read if they are used as indices.)"""
+    """Run the mask's rule once, to check that it runs. (Scalars would be read if they are used as
+    indices.)"""
     zero = torch.zeros(1, dtype=torch.int64, device=device)
     if not mode.is_here(rule(zero, zero, zero, zero)):
         raise RuntimeError("the rule of a block mask answers on another device")

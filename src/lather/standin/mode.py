@@ -1,11 +1,13 @@
-"""Runs the real code on the stand-in device: `with StandInMode() as mode: ...` around work on `mode.device`.
+"""Runs the real code on the stand-in device: `with StandInMode() as mode: ...` around work on
+`mode.device`.
 
-CPU operations run on real tensors. Tensors on the device are fake: an operation yields shape, dtype and strides. Values that the host reads
-from them are assumed: numbers are finite, flags are not set, and integers are those of `StandInMode.integers`. Operations of process groups
-complete at once.
+CPU operations run on real tensors. Tensors on the device are fake: an operation yields shape, dtype
+and strides. Values that the host reads from them are assumed: numbers are finite, flags are not
+set, and integers are those of `StandInMode.integers`. Operations of process groups complete at
+once.
 
-A subclass is notified of every operation (`ran`), kernel (`launch`), wait of the host (`wait`) and remark (`note`), with the place in
-Lather.
+A subclass is notified of every operation (`ran`), kernel (`launch`), wait of the host (`wait`) and
+remark (`note`), with the place in Lather.
 """
 
 from __future__ import annotations
@@ -35,9 +37,14 @@ BESIDES = tuple(SOURCE + name for name in ("torch_private.py", "memory", "planni
 class StandInMode(TorchDispatchMode):
     """The mode that the module docstring describes. Only one can use the device at a time."""
 
-    def __init__(self, integers: Callable[[Tensor], Tensor] | None = None, trues: Callable[[Tensor], int] | None = None) -> None:
-        """`integers`: the values of an integer tensor that the host reads; None: 1, 2, 3 and so on. `trues`: the number of true elements of
-        a tensor of flags that determines the size of a result; None: all."""
+    def __init__(
+        self,
+        integers: Callable[[Tensor], Tensor] | None = None,
+        trues: Callable[[Tensor], int] | None = None,
+    ) -> None:
+        """`integers`: the values of an integer tensor that the host reads; None: 1, 2, 3 and so on.
+        `trues`: the number of true elements of a tensor of flags that determines the size of a
+        result; None: all."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = device.standin()
         self.trues = trues or Tensor.numel
@@ -49,8 +56,17 @@ class StandInMode(TorchDispatchMode):
 
     def __enter__(self) -> Self:
         told = patch.multiple(device.module, waited=self.wait, peak=lambda: self.peak_bytes)
-        unmarked = patch.object(Tensor, "record_stream", lambda x, stream: None)  # torch accepts only its own streams
-        for context in (told, fake_tensors_behave(), counted_triton(self), counted_compile(self), unmarked, Functions(self)):
+        unmarked = patch.object(
+            Tensor, "record_stream", lambda x, stream: None
+        )  # torch accepts only its own streams
+        for context in (
+            told,
+            fake_tensors_behave(),
+            counted_triton(self),
+            counted_compile(self),
+            unmarked,
+            Functions(self),
+        ):
             self._around.enter_context(context)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -63,7 +79,7 @@ class StandInMode(TorchDispatchMode):
         """Return whether x is a tensor on the device."""
         return isinstance(x, self.fake) and x.device.type == self.device.type
 
-    # --- what a subclass is told ------------------------------------------------------------------------------------------------------
+    # --- what a subclass is told ------------------------------------------------------------------
 
     @property
     def peak_bytes(self) -> int:
@@ -80,7 +96,8 @@ class StandInMode(TorchDispatchMode):
         """Called when a kernel is launched that is not one of torch's operations."""
 
     def launch_triton(self, function: Any, tensors: Mapping[str, Tensor]) -> None:
-        """Called when a Triton kernel is launched with these tensors, by the names of its parameters."""
+        """Called when a Triton kernel is launched with these tensors, by the names of its
+        parameters."""
 
     def entered(self, name: str) -> None:
         """Called when a `record_function` range begins."""
@@ -92,13 +109,27 @@ class StandInMode(TorchDispatchMode):
         """Run an operation on fake tensors."""
         return func(*args, **kwargs)
 
-    def ran(self, func: Any, name: str, args: Any, kwargs: Any, inputs: list[Tensor], made: list[Tensor], out: Any) -> None:
-        """Called after an operation on the device with its `inputs` and its result `out`, which contains the tensors `made`."""
+    def ran(
+        self,
+        func: Any,
+        name: str,
+        args: Any,
+        kwargs: Any,
+        inputs: list[Tensor],
+        made: list[Tensor],
+        out: Any,
+    ) -> None:
+        """Called after an operation on the device with its `inputs` and its result `out`, which
+        contains the tensors `made`."""
 
-    # --- operations -------------------------------------------------------------------------------------------------------------------
+    # --- operations -------------------------------------------------------------------------------
 
     def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs, name = dict(kwargs or {}), operations.name_of(func)
         if name == "_record_function_enter_new":
@@ -115,7 +146,9 @@ class StandInMode(TorchDispatchMode):
             return self._copied(func, name, args, kwargs)
         return self._run(func, name, args, kwargs)
 
-    def _on_cpu(self, func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _on_cpu(
+        self, func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
         if name == "is_pinned":
             return id(args[0].untyped_storage()) in self._pinned
         if name == "_pin_memory":
@@ -126,10 +159,19 @@ class StandInMode(TorchDispatchMode):
             return args[0]  # random weights, whose values do not matter
         return func(*args, **kwargs)
 
-    def _copied(self, func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run a copy, which may be from the device to the host, from the host to the device, or neither."""
-        source, to = (args[1], args[0].device) if name == "copy_" else (args[0], torch.device(kwargs.get("device") or args[0].device))
-        waits_not = kwargs.get("non_blocking", False) or (name == "copy_" and len(args) > 2 and args[2])
+    def _copied(
+        self, func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a copy, which may be from the device to the host, from the host to the device, or
+        neither."""
+        source, to = (
+            (args[1], args[0].device)
+            if name == "copy_"
+            else (args[0], torch.device(kwargs.get("device") or args[0].device))
+        )
+        waits_not = kwargs.get("non_blocking", False) or (
+            name == "copy_" and len(args) > 2 and args[2]
+        )
         if self.is_here(source) == (to.type == self.device.type) or source.device.type == "meta":
             return self._run(func, name, args, kwargs)
         if self.is_here(source):
@@ -137,7 +179,11 @@ class StandInMode(TorchDispatchMode):
                 self.wait("copy to the host")
             self.launch("copy to the host", operations.nbytes(source), 0)
             values = self._values(source)
-            return args[0].copy_(values) if name == "copy_" else values.to(kwargs.get("dtype") or source.dtype)
+            return (
+                args[0].copy_(values)
+                if name == "copy_"
+                else values.to(kwargs.get("dtype") or source.dtype)
+            )
         if not waits_not:
             self.wait("blocking copy to the device")
         elif id(source.untyped_storage()) not in self._pinned:
@@ -148,11 +194,18 @@ class StandInMode(TorchDispatchMode):
         """Return the assumed values of a tensor that the host reads."""
         if x.dtype == torch.bool:
             return torch.full(x.shape, bool(getattr(x, "lather_truth", None)))
-        return torch.ones(x.shape, dtype=x.dtype) if x.is_floating_point() else self.integers(x).to(x.dtype)
+        return (
+            torch.ones(x.shape, dtype=x.dtype)
+            if x.is_floating_point()
+            else self.integers(x).to(x.dtype)
+        )
 
     def _run(self, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         operands: list[Any]
-        operands, kwargs = operations.mapped(lambda x: x if isinstance(x, self.fake) else self._mode.from_tensor(x), (list(args), kwargs))
+        operands, kwargs = operations.mapped(
+            lambda x: x if isinstance(x, self.fake) else self._mode.from_tensor(x),
+            (list(args), kwargs),
+        )
         with self._mode:
             out = self._of_flags(name, operands)
             if out is None:
@@ -167,10 +220,13 @@ class StandInMode(TorchDispatchMode):
         return out
 
     def _of_flags(self, name: str, args: list[Any]) -> Any:
-        """Return the result of an operation whose size depends on flags; replace masks in `args` that are indices by positions."""
+        """Return the result of an operation whose size depends on flags; replace masks in `args`
+        that are indices by positions."""
         if name == "nonzero":
             return args[0].new_empty(self.trues(args[0]), args[0].dim(), dtype=torch.int64)
-        if name in operations.TAKE_INDICES and any(x is not None and x.dtype == torch.bool for x in args[1]):
+        if name in operations.TAKE_INDICES and any(
+            x is not None and x.dtype == torch.bool for x in args[1]
+        ):
             args[1] = [one for x in args[1] for one in self._positions(x)]
         return None
 
@@ -182,7 +238,8 @@ class StandInMode(TorchDispatchMode):
 
 
 def places() -> Iterator[str]:
-    """Yield "file:line function" of Lather's frames, innermost first, without code that observes."""
+    """Yield "file:line function" of Lather's frames, innermost first, without code that
+    observes."""
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename

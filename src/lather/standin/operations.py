@@ -17,19 +17,38 @@ VIEWS = frozenset(["_unsafe_view", "lift", "unsafe_split"])
 COPIES = frozenset(("_to_copy", "copy_"))
 RANDOM = frozenset(("normal_", "uniform_", "random_", "bernoulli_"))
 SHAPES: dict[str, Callable[..., Any]] = {
-    "_grouped_mm": lambda a, b, offs=None, bias=None, out_dtype=None: _grouped_product(a, b, offs, out_dtype),
+    "_grouped_mm": lambda a, b, offs=None, bias=None, out_dtype=None: _grouped_product(
+        a, b, offs, out_dtype
+    ),
     "geqrf": lambda a: (torch.empty_like(a), a.new_empty((*a.shape[:-2], min(a.shape[-2:])))),
 }
-"""Results of operations for which torch has no shape function on the meta device, or not for all dtypes that the CPU accepts."""
+"""Results of operations for which torch has no shape function on the meta device, or not for all
+dtypes that the CPU accepts."""
 TAKE_INDICES = frozenset(["index", "index_put_", "index_put", "_index_put_impl_"])
 CARRY_FLAGS = frozenset(
-    ["any", "cat", "stack", "bitwise_or", "bitwise_or_", "__or__", "__ior__", "logical_or", "where", "index_select", "_to_copy", "clone"]
+    [
+        "any",
+        "cat",
+        "stack",
+        "bitwise_or",
+        "bitwise_or_",
+        "__or__",
+        "__ior__",
+        "logical_or",
+        "where",
+        "index_select",
+        "_to_copy",
+        "clone",
+    ]
 )
 """Operations whose flags are those of their operands."""
 
 
-def _grouped_product(a: Tensor, b: Tensor, offs: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
-    """Return the result of a product per group: groups are the leading dim, or runs, by `offs`, of the dim that 2-D operands share."""
+def _grouped_product(
+    a: Tensor, b: Tensor, offs: Tensor | None, out_dtype: torch.dtype | None
+) -> Tensor:
+    """Return the result of a product per group: groups are the leading dim, or runs, by `offs`, of
+    the dim that 2-D operands share."""
     groups = offs.numel() if offs is not None and a.dim() == b.dim() == 2 else 0
     leading = (groups,) if groups else a.shape[:1] if a.dim() == 3 and b.dim() == 3 else ()
     return a.new_empty((*leading, a.shape[-2], b.shape[-1]), dtype=out_dtype or a.dtype)
@@ -53,13 +72,19 @@ def mapped(function: Callable[[Tensor], Tensor], values: Any) -> Any:
 
 def nbytes(x: Tensor) -> int:
     """Return the bytes of elements at different places: an expanded dim counts once."""
-    return math.prod(n for n, stride in zip(x.shape, x.stride(), strict=True) if stride) * x.element_size()
+    return (
+        math.prod(n for n, stride in zip(x.shape, x.stride(), strict=True) if stride)
+        * x.element_size()
+    )
 
 
 def truth(func: Any, name: str, args: Sequence[Any]) -> bool | None:
-    """Return the assumed value of a tensor of flags, which follows from flags that are known, as those of `isfinite` are (`functions`).
-    The results of other comparisons are not known (None), and a reader gets false."""
-    known: list[bool | None] = [getattr(x, "lather_truth", None) for x in tensors_in(args) if x.dtype == torch.bool]
+    """Return the assumed value of a tensor of flags, which follows from flags that are known, as
+    those of `isfinite` are (`functions`). The results of other comparisons are not known (None),
+    and a reader gets false."""
+    known: list[bool | None] = [
+        getattr(x, "lather_truth", None) for x in tensors_in(args) if x.dtype == torch.bool
+    ]
     if name in ("bitwise_not", "logical_not"):
         return None if known[0] is None else not known[0]
     if name in ("bitwise_and", "logical_and", "all"):
@@ -70,11 +95,13 @@ def truth(func: Any, name: str, args: Sequence[Any]) -> bool | None:
 
 
 ATTENTION = "_scaled_dot_product_"
-"""Prefix of the names of fused attention. The formulas of torch 2.11 reject fewer heads of keys than of queries."""
+"""Prefix of the names of fused attention. The formulas of torch 2.11 reject fewer heads of keys
+than of queries."""
 
 
 def flops(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> int:
-    """Return the flops of products, attention and factorizations; causal masks save nothing, and elementwise work counts nothing."""
+    """Return the flops of products, attention and factorizations; causal masks save nothing, and
+    elementwise work counts nothing."""
     formula = None if name.startswith(ATTENTION) else flop_registry.get(func.overloadpacket)
     return int(formula(*args, **kwargs, out_val=out)) if formula else _other_flops(name, args)
 
@@ -85,15 +112,30 @@ def _other_flops(name: str, args: Sequence[Any]) -> int:
         backward = name.endswith("_backward")
         q_BHSU, k_BGTU, v_BGTV = args[1:4] if backward else args[:3]
         u, v = q_BHSU.shape[-1], v_BGTV.shape[-1]
-        return 2 * math.prod(q_BHSU.shape[:3]) * k_BGTU.shape[2] * (3 * u + 2 * v if backward else u + v)
-    if name == "_grouped_mm":  # rows by expert times a matrix each, or a product for each expert over its rows
+        return (
+            2
+            * math.prod(q_BHSU.shape[:3])
+            * k_BGTU.shape[2]
+            * (3 * u + 2 * v if backward else u + v)
+        )
+    if (
+        name == "_grouped_mm"
+    ):  # rows by expert times a matrix each, or a product for each expert over its rows
         return 2 * args[0].shape[-2] * args[0].shape[-1] * args[1].shape[-1]
     if name in ("addmm_", "baddbmm_"):
         return 2 * args[1].numel() * args[2].shape[-1]
     if name == "linalg_solve_triangular":
         return args[1].numel() * args[0].shape[-1]
-    if name in ("linalg_cholesky_ex", "geqrf", "linalg_householder_product", "_linalg_eigh", "_linalg_svd"):
+    if name in (
+        "linalg_cholesky_ex",
+        "geqrf",
+        "linalg_householder_product",
+        "_linalg_eigh",
+        "_linalg_svd",
+    ):
         n = args[0].shape[-1]
-        cubes = {"linalg_cholesky_ex": 1 / 3, "_linalg_eigh": 9.0, "_linalg_svd": 22.0}.get(name, 4 / 3)
+        cubes = {"linalg_cholesky_ex": 1 / 3, "_linalg_eigh": 9.0, "_linalg_svd": 22.0}.get(
+            name, 4 / 3
+        )
         return int(cubes * args[0].numel() * n)
     return 0

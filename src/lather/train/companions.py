@@ -1,7 +1,8 @@
-"""Companion files of a run's tokenizer and model: chat template, tokenizer settings, generation settings.
+"""Companion files of a run's tokenizer and model: chat template, tokenizer settings, generation
+settings.
 
-They are found where the weights or the tokenizer came from. A run copies them when it starts, because those folders may disappear later; an
-export includes them.
+They are found where the weights or the tokenizer came from. A run copies them when it starts,
+because those folders may disappear later; an export includes them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ TEMPLATE_FILE, SETTINGS_FILE = "chat_template.jinja", "tokenizer_config.json"
 
 
 def companion_folders(run: Path, config: Config) -> Iterator[Path]:
-    """Yield the folders that may hold companion files: first the run's own, then those that its configuration and its data sets name."""
+    """Yield the folders that may hold companion files: first the run's own, then those that its
+    configuration and its data sets name."""
     folders = [run]
     if config.data.tokenizer:
         folders.append(Path(config.data.tokenizer).parent)
@@ -46,12 +48,15 @@ def manifests(config: Config) -> list[Manifest]:
 
 
 def keep_companions(run: Path, config: Config) -> None:
-    """Copy the companion files of the run's tokenizer to `COMPANION_FOLDER`, if they are found and the folder does not exist yet."""
+    """Copy the companion files of the run's tokenizer to `COMPANION_FOLDER`, if they are found and
+    the folder does not exist yet."""
     target, own = run / COMPANION_FOLDER, run / TOKENIZER_FILE
     if target.exists() or not own.is_file():
         return
     for folder in companion_folders(run, config):
-        is_described = any((folder / name).is_file() for name in (TEMPLATE_FILE, SETTINGS_FILE, GENERATION_FILE))
+        is_described = any(
+            (folder / name).is_file() for name in (TEMPLATE_FILE, SETTINGS_FILE, GENERATION_FILE)
+        )
         if folder != run and is_described and same_tokenizer(folder / TOKENIZER_FILE, own):
             with complete_folder(target) as aside:
                 copy_companions(folder, aside)
@@ -61,18 +66,21 @@ def keep_companions(run: Path, config: Config) -> None:
 
 
 def generation_ends(run: Path, config: Config) -> list[int]:
-    """Return the tokens that end a text by the settings of the model from which a run comes. Its tokenizer is the run's. Raises DataError
-    if the settings cannot be read."""
+    """Return the tokens that end a text by the settings of the model from which a run comes. Its
+    tokenizer is the run's. Raises DataError if the settings cannot be read."""
     for folder in companion_folders(run, config):
         has_settings = any((folder / name).is_file() for name in (GENERATION_FILE, CONFIG_FILE))
-        if has_settings and (folder.parent == run or same_tokenizer(folder / TOKENIZER_FILE, run / TOKENIZER_FILE)):
+        if has_settings and (
+            folder.parent == run or same_tokenizer(folder / TOKENIZER_FILE, run / TOKENIZER_FILE)
+        ):
             return ends_of(folder)
     return []
 
 
 def ends_of(folder: Path) -> list[int]:
-    """Return the `eos_token_id` of a model's folder, one or several, as generation in transformers reads them: those of
-    generation_config.json, or of config.json if there are none. Raises DataError if they are not tokens."""
+    """Return the `eos_token_id` of a model's folder, one or several, as generation in transformers
+    reads them: those of generation_config.json, or of config.json if there are none. Raises
+    DataError if they are not tokens."""
     for file in (folder / GENERATION_FILE, folder / CONFIG_FILE):
         try:
             found = json.loads(read_text(file)).get("eos_token_id") if file.is_file() else None
@@ -82,20 +90,24 @@ def ends_of(folder: Path) -> list[int]:
             continue
         tokens: list[int] = found if isinstance(found, list) else [found]
         if not all(type(token) is int and token >= 0 for token in tokens):
-            raise DataError(f"{file}: eos_token_id = {found!r} is not valid: it must be the number of a token, or a list of numbers")
+            raise DataError(
+                f"{file}: eos_token_id = {found!r} is not valid: it must be the number of a token, "
+                "or a list of numbers"
+            )
         return tokens
     return []
 
 
 def same_tokenizer(one: Path, other: Path) -> bool:
-    """Return whether both files exist and encode alike. Their bytes may differ, because training rewrites the tokenizer that it is
-    given."""
+    """Return whether both files exist and encode alike. Their bytes may differ, because training
+    rewrites the tokenizer that it is given."""
     read = [load_tokenizer(path, "restore it").to_str() for path in (one, other) if path.is_file()]
     return len(read) == 2 and read[0] == read[1]
 
 
 def has_template(folder: Path) -> bool:
-    """Return whether the folder has a chat template. Raises DataError if its settings cannot be read."""
+    """Return whether the folder has a chat template. Raises DataError if its settings cannot be
+    read."""
     if (folder / TEMPLATE_FILE).is_file():
         return True
     settings = folder / SETTINGS_FILE

@@ -26,7 +26,8 @@ GIB = 2**30
 
 
 class Clock:
-    """Measures the time that a run has taken in this process and before, and estimates the time that is left from this process's steps."""
+    """Measures the time that a run has taken in this process and before, and estimates the time
+    that is left from this process's steps."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -69,12 +70,16 @@ class PlainDisplay(contextlib.AbstractContextManager["PlainDisplay"]):
     def step(self, row: StepRow, num_steps: int) -> None:
         self.clock.saw(row)
         if row.step % self.every == 0 or row.step in (1, num_steps) or (row.skipped and row.tokens):
-            self.note("  ".join((f"step {row.step}/{num_steps}", *numbers_of(row), self.clock.times(num_steps))))
+            self.note(
+                "  ".join(
+                    (f"step {row.step}/{num_steps}", *numbers_of(row), self.clock.times(num_steps))
+                )
+            )
 
 
 class LiveDisplay(contextlib.AbstractContextManager["LiveDisplay"]):
-    """Shows a bar with the step, the time spent and the time left, and below it the numbers of the step, on as many lines as the terminal's
-    width requires; notes scroll above it."""
+    """Shows a bar with the step, the time spent and the time left, and below it the numbers of the
+    step, on as many lines as the terminal's width requires; notes scroll above it."""
 
     def __init__(self, console: Console, clock: Clock | None = None) -> None:
         self.console, self.clock = console, clock or Clock()
@@ -104,7 +109,9 @@ class LiveDisplay(contextlib.AbstractContextManager["LiveDisplay"]):
         room = width - sum(map(cell_len, fields)) - 4
         if room >= LEAST_BAR:
             line = Table.grid(padding=(0, 2, 0, 0))
-            line.add_row(fields[0], ProgressBar(self._num_steps, row.step, min(room, MOST_BAR)), fields[1])
+            line.add_row(
+                fields[0], ProgressBar(self._num_steps, row.step, min(room, MOST_BAR)), fields[1]
+            )
             yield line
             fields = []
         yield Text("\n".join(flow((*fields, *numbers_of(row)), width)))

@@ -34,7 +34,8 @@ STRONG = 0.015
 
 
 def collapsed_blocks(load_LE: Tensor, num_experts_per_tok: int) -> list[int]:
-    """Return the blocks, counted from 0, whose load is uneven. Loads are relative to an even one."""
+    """Return the blocks, counted from 0, whose load is uneven. Loads are relative to an even
+    one."""
     if load_LE.numel() == 0:
         return []
     num_experts = load_LE.shape[1]
@@ -85,10 +86,16 @@ class ExpertWatch:
 def remedy(coefficient: float) -> str:
     """Return the options that balance experts better than a balance loss with this coefficient."""
     stronger = STRONG if coefficient < STRONG / 1.5 else 3 * coefficient
-    return f"balance them more strongly with --moe.balance-coefficient {stronger:.3g} (now {coefficient:.3g}), also when the run is resumed"
+    return (
+        f"balance them more strongly with --moe.balance-coefficient {stronger:.3g} "
+        f"(now {coefficient:.3g}), also when the run is resumed"
+    )
 
 
 def describe(block: int, steps: Sequence[int], least: float, most: float) -> str:
     """Return the sentence about a collapsed block with its extreme loads in these steps."""
     when = f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
-    return f"the experts of MoE block {block} have collapsed: in {when} their loads are between {least:.2f} and {most:.2f} of an even one"
+    return (
+        f"the experts of MoE block {block} have collapsed: in {when} their loads "
+        f"are between {least:.2f} and {most:.2f} of an even one"
+    )

@@ -1,4 +1,5 @@
-"""Files of a run on which nothing depends: where one cannot be written, the run says so and goes on."""
+"""Files of a run on which nothing depends: where one cannot be written, the run says so and goes
+on."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The initial weights of a new run that are read from another run or from a Hugging Face folder.
 
-Every rank reads its own part. Adapters of the other run are merged into its weights: a run starts from a model and adds its own adapters.
-"""
+Every rank reads its own part. Adapters of the other run are merged into its weights: a run starts
+from a model and adds its own adapters."""
 
 from __future__ import annotations
 
@@ -18,34 +18,55 @@ from lather.config.toml_file import folder_of, load_run, model_of
 from lather.errors import CheckpointError, ConfigError, DataError, as_toml
 from lather.models.adapted import MergedTensors, is_adapters
 from lather.models.families import ModelConfig
-from lather.models.hf.model_folder import CONFIG_FILE, TOKENIZER_FILE, notes_on_config, open_hugging_face
+from lather.models.hf.model_folder import (
+    CONFIG_FILE,
+    TOKENIZER_FILE,
+    notes_on_config,
+    open_hugging_face,
+)
 from lather.models.hf.safetensors_folder import TensorSource
 from lather.parallel.agreement import errors_on_all_ranks
 from lather.train.companions import same_tokenizer
 
-OF_TRAINING = frozenset({"initializer_range", "aux_loss_alpha", "seq_aux", "router_aux_loss_coef", "max_position_embeddings"})
+OF_TRAINING = frozenset(
+    {
+        "initializer_range",
+        "aux_loss_alpha",
+        "seq_aux",
+        "router_aux_loss_coef",
+        "max_position_embeddings",
+    }
+)
 """Fields of a model's configuration that do not change what its weights compute."""
 
 
 def find_start(config: Config) -> Path:
     """Return the checkpoint of a run, or the Hugging Face folder, that `init_from` names.
 
-    Raises ConfigError if its model differs from `[model]`, CheckpointError if it has no weights, DataError if no tokenizer is known for it.
-    """
+    Raises ConfigError if its model differs from `[model]`, CheckpointError if it has no weights,
+    DataError if no tokenizer is known for it."""
     source = folder_of(config.init_from)
     is_published = (source / CONFIG_FILE).is_file()
     checkpoints = [] if is_published else list_checkpoints(source / "checkpoints")
     if not is_published and not checkpoints:
         raise CheckpointError(
-            f"init_from = {config.init_from!r} has no checkpoint: give a run directory that has one, "
+            f"init_from = {config.init_from!r} has no checkpoint: give a run directory that has "
+            "one, "
             "or a folder with config.json and safetensors"
         )
     if source != Path(config.init_from):
         checkpoints = [find_checkpoint(config.init_from)[1]]
     if is_published or (source / "config.toml").is_file():
         check_same_model(config.init_from, model_of(config.init_from), config.model)
-    if not config.data.tokenizer and not config.data.path and not (source / TOKENIZER_FILE).exists():
-        raise DataError(f"init_from = {config.init_from!r} has no tokenizer.json: give its model's tokenizer as data.tokenizer")
+    if (
+        not config.data.tokenizer
+        and not config.data.path
+        and not (source / TOKENIZER_FILE).exists()
+    ):
+        raise DataError(
+            f"init_from = {config.init_from!r} has no tokenizer.json: give its model's tokenizer "
+            "as data.tokenizer"
+        )
     return source if is_published else checkpoints[-1]
 
 
@@ -56,8 +77,13 @@ def notes_on_start(path: Path) -> list[str]:
 
 
 def check_same_model(init_from: str, theirs: ModelConfig, ours: ModelConfig) -> None:
-    """Raise ConfigError, naming the first field that differs, unless both models compute the same from the same weights."""
-    names = ["model_type"] if type(theirs) is not type(ours) else [one.name for one in fields(ours) if one.name not in OF_TRAINING]
+    """Raise ConfigError, naming the first field that differs, unless both models compute the same
+    from the same weights."""
+    names = (
+        ["model_type"]
+        if type(theirs) is not type(ours)
+        else [one.name for one in fields(ours) if one.name not in OF_TRAINING]
+    )
     for name in names:
         there, here = getattr(theirs, name), getattr(ours, name)
         if there != here:
@@ -72,11 +98,15 @@ def check_same_tokenizer(source: Path, ours: Path) -> None:
     """Raise DataError if the initial weights were trained with another tokenizer."""
     theirs = source / TOKENIZER_FILE
     if theirs.exists() and not same_tokenizer(theirs, ours):
-        raise DataError(f"init_from = {str(source)!r} was trained with another tokenizer: give data.tokenizer = {str(theirs)!r}")
+        raise DataError(
+            f"init_from = {str(source)!r} was trained with another tokenizer: give data.tokenizer "
+            f"= {str(theirs)!r}"
+        )
 
 
 def load_start(path: Path, state: TrainingState) -> None:
-    """Load the weights that `find_start` found; every rank calls this and reads its own part. Adapters are not changed.
+    """Load the weights that `find_start` found; every rank calls this and reads its own part.
+    Adapters are not changed.
 
     Raises CheckpointError or ExchangeError, on all ranks, if the weights are damaged or do not fit.
     """
@@ -98,14 +128,22 @@ def load_start(path: Path, state: TrainingState) -> None:
 def load_source(source: TensorSource, state: TrainingState) -> None:
     """Copy this rank's part of every weight except adapters and balancing biases.
 
-    Raises CheckpointError, before anything is changed, if the source lacks a weight or has one of another shape.
+    Raises CheckpointError, before anything is changed, if the source lacks a weight or has one of
+    another shape.
     """
-    pieces = [piece for piece in state.weights() if not is_adapters(piece.name) and not piece.name.endswith(BIAS)]
+    pieces = [
+        piece
+        for piece in state.weights()
+        if not is_adapters(piece.name) and not piece.name.endswith(BIAS)
+    ]
     found = source.tensors
     for piece in pieces:
         there = found[piece.name].shape if piece.name in found else "absent"
         if there != piece.shape:
-            raise CheckpointError(f"{piece.name!r} is {there} in init_from, but {piece.shape} in the model: give weights of this model")
+            raise CheckpointError(
+                f"{piece.name!r} is {there} in init_from, but {piece.shape} in the model: give "
+                "weights of this model"
+            )
     for piece in pieces:
         rows = (slice(piece.offset[0], piece.offset[0] + len(piece.value)),) if piece.shape else ()
         assert piece.value.shape[1:] == piece.shape[1:], piece.name

@@ -1,7 +1,8 @@
 """A training run, from its start or from its newest checkpoint, to its end.
 
-A step is recorded in an order that makes a kill harmless at any time: metrics row, validation row, then the checkpoint. A run that is
-started again cuts its metrics to the newest complete checkpoint and continues from there.
+A step is recorded in an order that makes a kill harmless at any time: metrics row, validation row,
+then the checkpoint. A run that is started again cuts its metrics to the newest complete checkpoint
+and continues from there.
 """
 
 from __future__ import annotations
@@ -38,7 +39,12 @@ from lather.pipeline.timeline import TimelineRecorder, append_timeline
 from lather.train import metrics
 from lather.train.asking import ALIKE_SECONDS, Asking, TimeLimit
 from lather.train.extras import draw_run, optional_file
-from lather.train.initial_weights import check_same_tokenizer, find_start, load_start, notes_on_start
+from lather.train.initial_weights import (
+    check_same_tokenizer,
+    find_start,
+    load_start,
+    notes_on_start,
+)
 from lather.train.memory_check import MemoryCheck, agreed_partition
 from lather.train.notices import Notices, describe_run
 from lather.train.run_data import RunData, check_same_data, open_run_data
@@ -71,7 +77,8 @@ class RunOutcome:
     step: int
     seconds: float
     validation_losses: list[float | None]
-    """All of the run, first to last; None for one that was not finite. On rank 0 alone: empty on the others."""
+    """All of the run, first to last; None for one that was not finite. On rank 0 alone: empty on
+    the others."""
     sample: str
     checkpoint: Path
     out_of_time: bool = False
@@ -79,12 +86,17 @@ class RunOutcome:
 
 
 def train(
-    config: Config, display: Display, stop: Callable[[], bool] = lambda: False, mesh: Mesh | None = None, asking: Asking | None = None
+    config: Config,
+    display: Display,
+    stop: Callable[[], bool] = lambda: False,
+    mesh: Mesh | None = None,
+    asking: Asking | None = None,
 ) -> RunOutcome:
-    """Run `config` to its end, resuming the run that its directory holds. Between steps, `stop` returns whether to save and end early;
-    `asking` takes its place and has further requests.
+    """Run `config` to its end, resuming the run that its directory holds. Between steps, `stop`
+    returns whether to save and end early; `asking` takes its place and has further requests.
 
-    On a mesh every rank calls this; rank 0 writes and displays. The run stops if `stop` is true on any rank. Without a mesh: one process.
+    On a mesh every rank calls this; rank 0 writes and displays. The run stops if `stop` is true on
+    any rank. Without a mesh: one process.
 
     Raises:
         UserError: an error that the user can correct; nothing was overwritten.
@@ -107,9 +119,11 @@ def train(
             return run.train(asking)
 
 
-def _prepared_run(config: Config, mesh: Mesh, display: Display, run_dir: RunDirectory | None) -> _TrainingRun:
-    """Find initial weights or checkpoint, open the data, build model and optimizer, and record what the run is made from. Only rank 0 has
-    `run_dir`; all ranks use what it finds there."""
+def _prepared_run(
+    config: Config, mesh: Mesh, display: Display, run_dir: RunDirectory | None
+) -> _TrainingRun:
+    """Find initial weights or checkpoint, open the data, build model and optimizer, and record what
+    the run is made from. Only rank 0 has `run_dir`; all ranks use what it finds there."""
     group, rate_is_given = mesh.control_group, config.optim.lr is not None
     begin = broadcast(None if run_dir is None else run_dir.start, group)
     assert begin is not None
@@ -124,20 +138,34 @@ def _prepared_run(config: Config, mesh: Mesh, display: Display, run_dir: RunDire
         for note in notes_on_start(source):
             display.note(f"note: {note}")
     if source is not None and not rate_is_given and not config.lora.rank:
-        display.note("the default rate is for random weights and may undo what these have learned: give --optim.lr, a tenth or less")
+        display.note(
+            "the default rate is for random weights and may undo what these have learned: give "
+            "--optim.lr, a tenth or less"
+        )
     if begin.changes:
         rate = learning_rate(begin.step + 1, config.optim, config.train.steps)
         display.note(f"{begin.changes}; the learning rate of step {begin.step + 1} is {rate:.3g}")
     with errors_on_all_ranks(group):
         if run_dir is not None:
-            run_dir.record(data, {"ranks": mesh.describe() if mesh.size > 1 else "1 rank", "device": mesh.device.type})
+            run_dir.record(
+                data,
+                {
+                    "ranks": mesh.describe() if mesh.size > 1 else "1 rank",
+                    "device": mesh.device.type,
+                },
+            )
     return run
 
 
-def _open_data(begin: Start, mesh: Mesh, display: Display, run_dir: RunDirectory | None, source: Path | None) -> RunData:
-    """Open the data sets: first on rank 0, which may have to tokenize text, then on the others, which check that they see the same."""
+def _open_data(
+    begin: Start, mesh: Mesh, display: Display, run_dir: RunDirectory | None, source: Path | None
+) -> RunData:
+    """Open the data sets: first on rank 0, which may have to tokenize text, then on the others,
+    which check that they see the same."""
     config, phases = begin.config, begin.history.phases(begin.config.train.batch_size)
-    begun_with = on_rank_0(lambda: None if run_dir is None else run_dir.begun_with(), mesh.control_group)
+    begun_with = on_rank_0(
+        lambda: None if run_dir is None else run_dir.begun_with(), mesh.control_group
+    )
     data: RunData | None = None
     with errors_on_all_ranks(mesh.control_group):
         if run_dir is not None:
@@ -155,13 +183,25 @@ def _open_data(begin: Start, mesh: Mesh, display: Display, run_dir: RunDirectory
 class _TrainingRun:
     """One rank of a run."""
 
-    def __init__(self, config: Config, data: RunData, mesh: Mesh, display: Display, start: Path | None) -> None:
+    def __init__(
+        self, config: Config, data: RunData, mesh: Mesh, display: Display, start: Path | None
+    ) -> None:
         """`start`: a checkpoint or folder with initial weights."""
-        self.config, self.path, self.mesh, self.display = config, Path(config.run_dir), mesh, display
+        self.config, self.path, self.mesh, self.display = (
+            config,
+            Path(config.run_dir),
+            mesh,
+            display,
+        )
         self.batches, self.held_out = data.batches, data.held_out
         self.timeline = TimelineRecorder(mesh.device, mesh.rank, mesh.size)
         partition = agreed_partition(config, mesh)
-        self.engine = build_engine(config, mesh, record=self.timeline, layers=None if partition is None else partition.stages)
+        self.engine = build_engine(
+            config,
+            mesh,
+            record=self.timeline,
+            layers=None if partition is None else partition.stages,
+        )
         self.optimizer = build_optimizer(config.optim, self.engine.parameters)
         self.step = TrainStep(self.engine, self.optimizer, config.train.max_grad_norm)
         state = TrainingState(self.engine.parameters, self.engine.part, self.optimizer, mesh)
@@ -176,7 +216,10 @@ class _TrainingRun:
             display.note(f"resuming {existing[-1]}")
         elif start is not None:
             display.note(f"starting from the weights of {start}")
-        layers, num_sequences = self.engine.part.share.layers_of_stage, sum(self.batches.order.sizes)
+        layers, num_sequences = (
+            self.engine.part.share.layers_of_stage,
+            sum(self.batches.order.sizes),
+        )
         for line in describe_run(config, mesh, num_sequences, layers):
             display.note(line)
         self.metrics: metrics.MetricsWriter | None = None
@@ -204,7 +247,9 @@ class _TrainingRun:
         self.lowest_loss = math.inf
         if saving.keep_best:
             steps, file = {step_of(path) for path in existing}, self.path / "metrics.jsonl"
-            self._keep_best(on_rank_0(lambda: best_checkpoint(steps, read_rows(file)), mesh.control_group))
+            self._keep_best(
+                on_rank_0(lambda: best_checkpoint(steps, read_rows(file)), mesh.control_group)
+            )
 
     def train(self, asking: Asking) -> RunOutcome:
         steps = self.config.train.steps
@@ -220,7 +265,9 @@ class _TrainingRun:
                 start = time.monotonic()
                 self._one_step()
                 step = self.progress.step
-                is_best = (step == steps or _is_due(step, self.config.train.validation_every)) and self._validate()
+                is_best = (
+                    step == steps or _is_due(step, self.config.train.validation_every)
+                ) and self._validate()
                 limit.took_step(time.monotonic() - start)
                 if (is_best or _is_due(step, self.config.checkpoint.every)) and step < steps:
                     self._save()
@@ -234,7 +281,9 @@ class _TrainingRun:
             if self.metrics is not None:
                 with self._keeping_error():
                     self.metrics.close()
-        with errors_on_all_ranks(self.mesh.control_group):  # rank 0 draws, and loads the model for the sample
+        with errors_on_all_ranks(
+            self.mesh.control_group
+        ):  # rank 0 draws, and loads the model for the sample
             if self.unwritten is not None:
                 self.display.note(f"saved {checkpoint}, but not all metrics")
                 raise self.unwritten
@@ -246,8 +295,8 @@ class _TrainingRun:
         return TimeLimit(minutes, started, num_bytes)
 
     def _is_over(self, asking: Asking, limit: TimeLimit) -> bool:
-        """Obey what is asked of any rank: save a checkpoint, or return that the run ends, which all ranks do after the same step. Rank 0's
-        clock and its metrics count."""
+        """Obey what is asked of any rank: save a checkpoint, or return that the run ends, which all
+        ranks do after the same step. Rank 0's clock and its metrics count."""
         is_late = self.mesh.rank == 0 and limit.is_reached(self.saver.longest)
         wants_end = asking.stop() or is_late or self.unwritten is not None
         wants_save = asking.save() > self.saved_for + ALIKE_SECONDS
@@ -268,11 +317,20 @@ class _TrainingRun:
                 write_aside(self.path / SAMPLE, sample)
         if finished and self.config.log.picture and any(metrics.training_rows(rows)):
             draw_run(self.path, self.display.note)
-        return RunOutcome(finished, self.progress.step, self.progress.seconds, losses, sample, checkpoint, self.out_of_time)
+        return RunOutcome(
+            finished,
+            self.progress.step,
+            self.progress.seconds,
+            losses,
+            sample,
+            checkpoint,
+            self.out_of_time,
+        )
 
     @contextlib.contextmanager
     def _keeping_error(self) -> Iterator[None]:
-        """Write metrics in the block: if they cannot be written, keep the error until all ranks have saved a checkpoint and end."""
+        """Write metrics in the block: if they cannot be written, keep the error until all ranks
+        have saved a checkpoint and end."""
         try:
             yield
         except OSError as error:
@@ -311,18 +369,31 @@ class _TrainingRun:
         row = self._row(result, lr, step_seconds, peak)
         self._write(row)
         if _is_due(number, self.config.log.expert_load_every) and result.counts_LE.any():
-            self._write({"step": number, "seconds": self.progress.seconds, "expert_load": metrics.load_per_expert(result.counts_LE)})
+            self._write(
+                {
+                    "step": number,
+                    "seconds": self.progress.seconds,
+                    "expert_load": metrics.load_per_expert(result.counts_LE),
+                }
+            )
         self.display.step(row, self.config.train.steps)
         self.notices.saw_step(number, result, step_seconds)
         if in_a_row >= self.config.train.max_skipped_steps:
             raise DivergedError(
-                f"{in_a_row} steps in a row, the last of them step {number}, had a loss or gradient that was not finite: "
-                f"lower optim.lr (now {self.config.optim.peak_lr:g}) or raise optim.warmup_steps, and continue from an earlier checkpoint "
-                f"in another folder, with --fork-from {self.path}@STEP and --run-dir, or start a new run"
+                f"{in_a_row} steps in a row, the last of them step {number}, had a loss or "
+                "gradient that was not finite: "
+                f"lower optim.lr (now {self.config.optim.peak_lr:g}) or raise optim.warmup_steps, "
+                "and continue from an earlier checkpoint "
+                f"in another folder, with --fork-from {self.path}@STEP and --run-dir, or start a "
+                "new run"
             )
 
-    def _row(self, result: StepResult, lr: float, step_seconds: float, peak: int) -> metrics.StepRow:
-        measured = {name: value for name, value in vars(result).items() if name != "counts_LE"}  # fields of the row, too
+    def _row(
+        self, result: StepResult, lr: float, step_seconds: float, peak: int
+    ) -> metrics.StepRow:
+        measured = {
+            name: value for name, value in vars(result).items() if name != "counts_LE"
+        }  # fields of the row, too
         loads = metrics.expert_load(result.counts_LE) if result.tokens else (math.nan,) * 3
         return metrics.StepRow(
             **measured,
@@ -344,8 +415,9 @@ class _TrainingRun:
             self.saver.retention = replace(self.saver.retention, best=step)
 
     def _validate(self) -> bool:
-        """Evaluate on the held-out sequences, the same ones every time. Returns whether to save a checkpoint because the loss of the first
-        set, which is the run's validation loss, is the lowest so far."""
+        """Evaluate on the held-out sequences, the same ones every time. Returns whether to save a
+        checkpoint because the loss of the first set, which is the run's validation loss, is the
+        lowest so far."""
         ranks = self.mesh.data_rank, self.mesh.data_size
         batches = {name: held_out.batch(*ranks) for name, held_out in self.held_out.items()}
         found = {name: self.engine.validation_loss(batch) for name, batch in batches.items()}
@@ -353,7 +425,11 @@ class _TrainingRun:
             return False
         losses = {name: math.nan if loss is None else loss for name, loss in found.items()}
         loss = next(iter(losses.values()))
-        row: metrics.ValidationRow = {"step": self.progress.step, "seconds": self.progress.seconds, "validation_loss": loss}
+        row: metrics.ValidationRow = {
+            "step": self.progress.step,
+            "seconds": self.progress.seconds,
+            "validation_loss": loss,
+        }
         if len(losses) > 1:
             row["validation_losses"] = losses
         self._write(row)
@@ -363,7 +439,9 @@ class _TrainingRun:
         self.display.note(f"step {self.progress.step}: validation loss {first}")
         sizes = {name: len(held_out.indices) for name, held_out in self.held_out.items()}
         self.notices.saw_validation(found, sizes)
-        is_best = self.config.checkpoint.keep_best and self.progress.step > 0 and loss < self.lowest_loss
+        is_best = (
+            self.config.checkpoint.keep_best and self.progress.step > 0 and loss < self.lowest_loss
+        )
         if is_best:
             self._keep_best((loss, self.progress.step))
         return is_best
@@ -380,13 +458,16 @@ class _TrainingRun:
         return self.saver.save(self.progress)
 
     def _sample(self, checkpoint: Path) -> str:
-        """Generate the sample if it is wanted and the run has a tokenizer; data sets of token files may have none.
+        """Generate the sample if it is wanted and the run has a tokenizer; data sets of token files
+        may have none.
 
         On a mesh no rank has the whole model, so rank 0 loads it from the checkpoint.
         """
         if not self.config.log.sample_tokens or not (self.path / "tokenizer.json").exists():
             return ""
-        return TrainedModel(self.path, checkpoint, self.config).sample(next(iter(self.held_out.values()), None), self.mesh.device)
+        return TrainedModel(self.path, checkpoint, self.config).sample(
+            next(iter(self.held_out.values()), None), self.mesh.device
+        )
 
 
 def _is_due(step: int, every: int) -> bool:

@@ -1,8 +1,10 @@
-"""A run's memory plan: reported before the first step, and compared at the end with the memory that the ranks used (`memory.json`).
+"""A run's memory plan: reported before the first step, and compared at the end with the memory that
+the ranks used (`memory.json`).
 
-With `parallel.partition = "memory"`, rank 0 first assigns the layers to stages. It makes the plan in separate processes while the run
-starts (`lather.planning.plan`), and waits for it before the first step. Kinds of memory that persist between steps are compared on every
-planned rank; the peak only on GPUs, whose allocator records it. A run that does not fit is not refused.
+With `parallel.partition = "memory"`, rank 0 first assigns the layers to stages. It makes the plan
+in separate processes while the run starts (`lather.planning.plan`), and waits for it before the
+first step. Kinds of memory that persist between steps are compared on every planned rank; the peak
+only on GPUs, whose allocator records it. A run that does not fit is not refused.
 """
 
 from __future__ import annotations
@@ -35,14 +37,21 @@ FILE = "memory.json"
 TOLERANCE = 0.05
 """Fraction of the planned bytes by which the measured bytes may differ without a warning."""
 PATIENCE = 180.0
-"""Seconds that the first step waits for the plan. The other ranks wait for rank 0 meanwhile, at most `parallel.timeout`."""
+"""Seconds that the first step waits for the plan. The other ranks wait for rank 0 meanwhile, at
+most `parallel.timeout`."""
 GIB = 2**30
 
 
 class MemoryCheck:
     """The memory check on one rank. All ranks call the same methods in the same order."""
 
-    def __init__(self, config: Config, mesh: Mesh, note: Callable[[str], None], partition: Partition | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        note: Callable[[str], None],
+        partition: Partition | None = None,
+    ) -> None:
         """`partition`: the result of `agreed_partition`."""
         self.mesh, self.note, self.path = mesh, note, Path(config.run_dir) / FILE
         self.timeout = config.parallel.timeout
@@ -64,7 +73,8 @@ class MemoryCheck:
         rank, needed = found.largest.rank, found.needed / GIB
         if self._memory is not None and found.needed > self._memory:
             self.note(
-                f"memory plan: this run will not fit: rank {rank} needs {needed:.2f} GiB, and its device has {self._memory / GIB:.2f}; "
+                f"memory plan: this run will not fit: rank {rank} needs {needed:.2f} GiB, and its "
+                f"device has {self._memory / GIB:.2f}; "
                 "lather plan --memory finds settings that do"
             )
         else:
@@ -72,8 +82,8 @@ class MemoryCheck:
             self.note(f"memory plan: rank {rank} needs most, {needed:.2f}{of_all} GiB")
 
     def saw(self, peak: int) -> None:
-        """Record the peak of a step, in bytes, from `take_peak_memory_bytes`; on a CPU that is the peak of the whole process and is
-        ignored."""
+        """Record the peak of a step, in bytes, from `take_peak_memory_bytes`; on a CPU that is the
+        peak of the whole process and is ignored."""
         if is_gpu(self.mesh.device):
             self.peak = max(self.peak, peak)
 
@@ -88,19 +98,25 @@ class MemoryCheck:
         seen = {rank: (kinds, peak) for rank, kinds, peak in everybody}
         ranks = [_compared(run, *seen[run.rank]) for run in found.ranks]
         with optional_file(self.path, self.note):
-            write_aside(self.path, json.dumps({"world_size": self.mesh.size, "ranks": ranks}, indent=1) + "\n")
+            write_aside(
+                self.path,
+                json.dumps({"world_size": self.mesh.size, "ranks": ranks}, indent=1) + "\n",
+            )
         for warning in (text for row in ranks for text in differences(row)):
             self.note(f"memory plan: {warning}")
 
     def _planned(self, seconds: float) -> MemoryPlan | None:
-        """Wait at most `seconds` for the plan and return it. None on ranks other than 0, if it is not finished, or if it failed; the last
-        two are reported, the failure once."""
+        """Wait at most `seconds` for the plan and return it. None on ranks other than 0, if it is
+        not finished, or if it failed; the last two are reported, the failure once."""
         if self._plan is None:
             return None
         try:
             return self._plan.result(seconds)
         except TimeoutError:
-            self.note(f"memory plan: not finished after {duration(seconds)}; run lather plan, which has no time limit")
+            self.note(
+                f"memory plan: not finished after {duration(seconds)}; run lather plan, which has "
+                "no time limit"
+            )
             return None
         except Exception as error:
             self.note(f"memory plan: failed: {type(error).__name__}: {error}")
@@ -109,11 +125,14 @@ class MemoryCheck:
 
 
 def agreed_partition(config: Config, mesh: Mesh) -> Partition | None:
-    """Return the partition for `parallel.partition = "memory"`, which rank 0 searches while the others wait; None if layers are assigned
-    uniformly. Raises ConfigError on all ranks if the search is not possible for this model."""
+    """Return the partition for `parallel.partition = "memory"`, which rank 0 searches while the
+    others wait; None if layers are assigned uniformly. Raises ConfigError on all ranks if the
+    search is not possible for this model."""
     if config.parallel.partition == "uniform" or mesh.pp == 1:
         return None
-    return on_rank_0(lambda: memory_partition(config, mesh.size, assumed_for(mesh.device)), mesh.control_group)
+    return on_rank_0(
+        lambda: memory_partition(config, mesh.size, assumed_for(mesh.device)), mesh.control_group
+    )
 
 
 def assumed_for(device: torch.device) -> Assumed:
@@ -123,11 +142,16 @@ def assumed_for(device: torch.device) -> Assumed:
 
 def device_memory(device: torch.device) -> int | None:
     """Return the memory of the device in bytes if it is a GPU, else None."""
-    return int(gpu_module(device).get_device_properties(device).total_memory) if is_gpu(device) else None
+    return (
+        int(gpu_module(device).get_device_properties(device).total_memory)
+        if is_gpu(device)
+        else None
+    )
 
 
 def seen_bytes(engine: Engine, optimizer: torch.optim.Optimizer) -> Counter[str]:
-    """Return the bytes of this rank's parameters and optimizer state, by the kinds of a plan; each storage counts once."""
+    """Return the bytes of this rank's parameters and optimizer state, by the kinds of a plan; each
+    storage counts once."""
     labeled = [("parameters", x) for x in (*engine.part.parameters(), *engine.part.buffers())]
     states = (item for state in optimizer.state.values() for item in state.items())
     labeled += [(kind_of_state(name), x) for name, x in states if isinstance(x, torch.Tensor)]
@@ -142,7 +166,8 @@ def seen_bytes(engine: Engine, optimizer: torch.optim.Optimizer) -> Counter[str]
 
 
 def _compared(run: RankRun, kinds: dict[str, int], peak: int) -> dict[str, Any]:
-    """Return a row of memory.json: planned and measured bytes of persistent kinds, and of the peak if it was measured."""
+    """Return a row of memory.json: planned and measured bytes of persistent kinds, and of the peak
+    if it was measured."""
     last = list(run.steps.values())[-1].at(-1)
     sizes = {name: {"planned": last.get(name, 0), "seen": size} for name, size in kinds.items()}
     return {"rank": run.rank, "kinds": sizes, "peak": {"planned": run.peak, "seen": peak or None}}
@@ -159,5 +184,8 @@ def differences(row: dict[str, Any]) -> list[str]:
     for name, size in sizes_of(row).items():
         planned, seen = size["planned"], size["seen"]
         if seen is not None and abs(seen - planned) > TOLERANCE * planned:
-            found.append(f"rank {row['rank']} had {seen / GIB:.3f} GiB of {name} where {planned / GIB:.3f} were planned")
+            found.append(
+                f"rank {row['rank']} had {seen / GIB:.3f} GiB of {name} where {planned / GIB:.3f} "
+                "were planned"
+            )
     return found

@@ -1,8 +1,8 @@
 """The measurements of a run: rows in `metrics.jsonl`, and in the trackers that are enabled.
 
-`StepRow`, `ValidationRow` and `ExpertLoadRow` are the schema of the file; a number that is not finite becomes null. All rows up to a
-checkpoint are on disk before the checkpoint is. A resumed run drops later rows, so the file equals that of an uninterrupted run.
-"""
+`StepRow`, `ValidationRow` and `ExpertLoadRow` are the schema of the file; a number that is not
+finite becomes null. All rows up to a checkpoint are on disk before the checkpoint is. A resumed run
+drops later rows, so the file equals that of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -50,27 +50,32 @@ class StepRow:
     optimizer_seconds: float
     """Seconds of this step in the optimizer."""
     peak_memory_bytes: int
-    """Memory of the rank with most. On a GPU the most that was allocated at a time since the previous row; on a CPU the most that the
-    process has had in memory at a time (resident) since it began."""
+    """Memory of the rank with most. On a GPU the most that was allocated at a time since the
+    previous row; on a CPU the most that the process has had in memory at a time (resident) since it
+    began."""
     expert_load_min: float
-    """Tokens sent to the least loaded expert of any block, relative to an even load: 1 for an even load, 0 if it got none."""
+    """Tokens sent to the least loaded expert of any block, relative to an even load: 1 for an even
+    load, 0 if it got none."""
     expert_load_max: float
-    """Tokens sent to the most loaded expert of any block, relative to an even load: 1 for an even load, the number of experts divided by
-    those that a token chooses if it got all."""
+    """Tokens sent to the most loaded expert of any block, relative to an even load: 1 for an even
+    load, the number of experts divided by those that a token chooses if it got all."""
     expert_load_entropy: float
-    """Entropy of the load divided by that of an even load, averaged over blocks. 1: every expert gets equally many tokens. The smaller, the
-    fewer experts do the work: ln k / ln E if k of E experts share it evenly and the others get nothing (4 of 8 experts: 0.67)."""
+    """Entropy of the load divided by that of an even load, averaged over blocks. 1: every expert
+    gets equally many tokens. The smaller, the fewer experts do the work: ln k / ln E if k of E
+    experts share it evenly and the others get nothing (4 of 8 experts: 0.67)."""
     refreshes_done: int
     """Eigenbases refreshed in this step, on all ranks."""
     refreshes_skipped: int
-    """Eigenbases not refreshed because of `use_adaptive_criteria` (they were still good) or because there were no tokens."""
+    """Eigenbases not refreshed because of `use_adaptive_criteria` (they were still good) or because
+    there were no tokens."""
     skipped: bool
     """Whether the step changed nothing because its loss or gradient was not finite, or because
     there was no token to learn (`tokens` is 0, and no loss, norm or load is known)."""
 
 
 class ValidationRow(TypedDict):
-    """One validation: before the first step, every `train.validation_every` steps, and after the last."""
+    """One validation: before the first step, every `train.validation_every` steps, and after the
+    last."""
 
     step: int
     """Steps trained before it."""
@@ -98,24 +103,30 @@ Row = StepRow | ValidationRow | ExpertLoadRow
 
 
 def expert_load(counts_LE: Tensor) -> tuple[float, float, float]:
-    """Return the least and greatest load relative to an even load, and the mean entropy as a fraction of ln E, from rows per block and
-    expert."""
+    """Return the least and greatest load relative to an even load, and the mean entropy as a
+    fraction of ln E, from rows per block and expert."""
     if not counts_LE.numel():
         return 1.0, 1.0, 1.0
     share = counts_LE.double() / counts_LE.sum(1, keepdim=True).clamp(min=1)
     num_experts = share.shape[1]
     entropy = float(-torch.xlogy(share, share).sum(1).mean())
-    return float(share.min()) * num_experts, float(share.max()) * num_experts, entropy / math.log(num_experts) if num_experts > 1 else 1.0
+    return (
+        float(share.min()) * num_experts,
+        float(share.max()) * num_experts,
+        entropy / math.log(num_experts) if num_experts > 1 else 1.0,
+    )
 
 
 def load_per_expert(counts_LE: Tensor) -> list[list[float]]:
-    """Return the rows of each expert relative to the even load of its block, to four decimal places."""
+    """Return the rows of each expert relative to the even load of its block, to four decimal
+    places."""
     load_LE = counts_LE.double() / counts_LE.double().mean(1, keepdim=True).clamp(min=1e-12)
     return [[round(load, 4) for load in load_E] for load_E in load_LE.tolist()]
 
 
 def take_peak_memory_bytes(device: torch.device) -> int:
-    """Return, on a GPU, the peak of allocated memory since the last call; otherwise the peak resident memory of the process so far."""
+    """Return, on a GPU, the peak of allocated memory since the last call; otherwise the peak
+    resident memory of the process so far."""
     if is_gpu(device):
         peak = int(gpu_module(device).max_memory_allocated(device))
         gpu_module(device).reset_peak_memory_stats(device)
@@ -185,7 +196,11 @@ def _finite(value: Any) -> Any:
 
 def cut_rows(path: Path, resume_step: int | None) -> None:
     """Keep only the rows of steps up to `resume_step` (none for a new run) in a file of rows."""
-    kept = [] if resume_step is None else [row for row in read_rows(path) if row["step"] <= resume_step]
+    kept = (
+        []
+        if resume_step is None
+        else [row for row in read_rows(path) if row["step"] <= resume_step]
+    )
     write_aside(path, "".join(json.dumps(row) + "\n" for row in kept))
 
 

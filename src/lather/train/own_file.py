@@ -1,9 +1,11 @@
-"""The config.toml that a run has written into its own folder, given to a command: it means that run, wherever the run is now.
+"""The config.toml that a run has written into its own folder, given to a command: it means that
+run, wherever the run is now.
 
-Relative paths in the file begin at the folder in which the run was started. That is the current folder if the file's `run_dir` leads from
-there to the run; otherwise it is found by taking `run_dir` off the end of the run's own path. If the run was renamed, copied or moved by
-itself, they begin at the current folder if something that it reads is there, else at the nearest folder above the run where something is.
-Whether it is the same, the checksums of the data sets tell.
+Relative paths in the file begin at the folder in which the run was started. That is the current
+folder if the file's `run_dir` leads from there to the run; otherwise it is found by taking
+`run_dir` off the end of the run's own path. If the run was renamed, copied or moved by itself, they
+begin at the current folder if something that it reads is there, else at the nearest folder above
+the run where something is. Whether it is the same, the checksums of the data sets tell.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ STARTED = ("provenance.json", ".lock")
 
 
 def configuration_file(argument: str, command: str) -> Path:
-    """Return the configuration file that `argument` names: the file itself, or the own one of a run's folder.
+    """Return the configuration file that `argument` names: the file itself, or the own one of a
+    run's folder.
 
     Raises ConfigError for another folder, and for a checkpoint.
     """
@@ -37,33 +40,44 @@ def configuration_file(argument: str, command: str) -> Path:
     except UserError:
         if path.is_dir():
             raise ConfigError(
-                f"{argument}: cannot be read (a folder without {CONFIGURATION}): give a TOML file, or the folder of a run"
+                f"{argument}: cannot be read (a folder without {CONFIGURATION}): give a TOML file, "
+                "or the folder of a run"
             ) from None
         return path
     raise ConfigError(
-        f"{argument}: a checkpoint, not a configuration: lather {command} {run} takes the run with its newest one; "
-        f"lather train {run} --fork-from {run}@{step_of(checkpoint)} --run-dir NEW continues from this one in another folder"
+        f"{argument}: a checkpoint, not a configuration: lather {command} {run} takes the run with "
+        "its newest one; "
+        f"lather train {run} --fork-from {run}@{step_of(checkpoint)} --run-dir NEW continues from "
+        "this one in another folder"
     )
 
 
 def run_of(file: Path) -> Path | None:
-    """Return the folder of the run whose own configuration `file` is, also where the path leads through links; None for any other file."""
-    for path in (file, Path(os.path.realpath(file))):  # as it was given first: the folder of runs may be a link
+    """Return the folder of the run whose own configuration `file` is, also where the path leads
+    through links; None for any other file."""
+    for path in (
+        file,
+        Path(os.path.realpath(file)),
+    ):  # as it was given first: the folder of runs may be a link
         folder = path.parent
-        known = any((folder / name).exists() for name in STARTED) or list_checkpoints(folder / "checkpoints")
+        known = any((folder / name).exists() for name in STARTED) or list_checkpoints(
+            folder / "checkpoints"
+        )
         if path.name == CONFIGURATION and path.is_file() and known:
             return folder if folder.name not in ("", "..") else Path(os.path.abspath(folder))
     return None
 
 
 def load_own(run: Path) -> Config:
-    """Read the configuration of a run as it applies where the run is now. Raises ConfigError as `load_config` does."""
+    """Read the configuration of a run as it applies where the run is now. Raises ConfigError as
+    `load_config` does."""
     return at_home(load_config(run / CONFIGURATION, run_dir=str(run)), run)
 
 
 def at_home(config: Config, run: Path) -> Config:
-    """Return the configuration that the run's own file holds, with the run's folder as `run_dir`, with paths that lead from the current
-    folder, and without the limit of `train.minutes`, which was that of an earlier launch."""
+    """Return the configuration that the run's own file holds, with the run's folder as `run_dir`,
+    with paths that lead from the current folder, and without the limit of `train.minutes`, which
+    was that of an earlier launch."""
     config = replace(config, train=replace(config.train, minutes=0.0))
     is_here, is_absolute = _is_same(Path(config.run_dir), run), os.path.isabs(config.run_dir)
     base = _base(config, run)
@@ -74,24 +88,35 @@ def at_home(config: Config, run: Path) -> Config:
 
 
 def describe_own(file: Path, run: Path, config: Config) -> str:
-    """Say in one line which run a command trains that was given the run's own file: empty if the file says the same.
+    """Say in one line which run a command trains that was given the run's own file: empty if the
+    file says the same.
 
     `config`: the configuration of the command.
     """
     target = Path(config.run_dir)
     if not _is_same(target, run):
-        is_plain = not (target / CONFIGURATION).exists() and not config.init_from and not config.fork_from
-        more = f"; to continue the training of {run}, leave out --run-dir, or add --fork-from {run}" if is_plain else ""
+        is_plain = (
+            not (target / CONFIGURATION).exists() and not config.init_from and not config.fork_from
+        )
+        more = (
+            f"; to continue the training of {run}, leave out --run-dir, or add --fork-from {run}"
+            if is_plain
+            else ""
+        )
         return f"the run in {target}, with the configuration of {run}{more}"
     written = load_config(file, run_dir=str(run))
     if _is_same(Path(written.run_dir), run):
         return ""
     where = f"; relative paths in it begin at {_base(written, run)}" if _inputs(written) else ""
-    return f"{file} is the configuration of the run in {run}, although it names run_dir = {written.run_dir!r}{where}"
+    return (
+        f"{file} is the configuration of the run in {run}, although it "
+        f"names run_dir = {written.run_dir!r}{where}"
+    )
 
 
 def check_data_is_named(run: Path, arguments: Sequence[str], config: Config) -> None:
-    """Raise ConfigError if the command would train an imported run in its own folder on the default text, which nobody has named.
+    """Raise ConfigError if the command would train an imported run in its own folder on the default
+    text, which nobody has named.
 
     `arguments`: the command line; `config`: its configuration.
     """
@@ -100,7 +125,8 @@ def check_data_is_named(run: Path, arguments: Sequence[str], config: Config) -> 
     is_named = not is_default or any(one.startswith("--data.source") for one in arguments)
     if is_imported and not is_named and _is_same(Path(config.run_dir), run):
         raise ConfigError(
-            f"{run} was imported, and its configuration names no data: give --data.path or --data.source to train it in its own folder, "
+            f"{run} was imported, and its configuration names no data: give --data.path or "
+            "--data.source to train it in its own folder, "
             f"or also --init-from {run} --run-dir NEW to keep it as it is"
         )
 
@@ -115,23 +141,42 @@ def _base(config: Config, run: Path) -> Path:
     parts = Path(os.path.normpath(config.run_dir)).parts
     if not os.path.isabs(config.run_dir) and _is_same(Path(config.run_dir), run):
         return here
-    begun = [Path(*place.parts[: -len(parts)]) for place in places if parts and place.parts[-len(parts) :] == parts]
-    above = [folder for place in places for folder in place.parents[:-1]]  # not the root, where a folder data may be anybody's
+    begun = [
+        Path(*place.parts[: -len(parts)])
+        for place in places
+        if parts and place.parts[-len(parts) :] == parts
+    ]
+    above = [
+        folder for place in places for folder in place.parents[:-1]
+    ]  # not the root, where a folder data may be anybody's
     inputs = _inputs(config) or [config.data.cache_dir]
     folders = (*begun, here, *above)
-    return next((folder for folder in folders if any((folder / path).exists() for path in inputs)), here)
+    return next(
+        (folder for folder in folders if any((folder / path).exists() for path in inputs)), here
+    )
 
 
 def _inputs(config: Config) -> list[str]:
     """Return the relative paths that the configuration reads."""
     data, first = config.data, config.init_from
-    paths = [*data.path, *data.validation.values(), data.source, data.tokenizer, str(folder_of(first)) if first else ""]
+    paths = [
+        *data.path,
+        *data.validation.values(),
+        data.source,
+        data.tokenizer,
+        str(folder_of(first)) if first else "",
+    ]
     special = data.source == DataConfig().source or data.source.startswith(("package:", "hf:"))
-    return [path for path in paths if path and not os.path.isabs(path) and not (special and path == data.source)]
+    return [
+        path
+        for path in paths
+        if path and not os.path.isabs(path) and not (special and path == data.source)
+    ]
 
 
 def _from(folder: Path, config: Config) -> Config:
-    """Return the configuration with those relative paths made absolute that lead to something from `folder`."""
+    """Return the configuration with those relative paths made absolute that lead to something from
+    `folder`."""
 
     def found(path: str) -> str:
         return str(folder / path) if path and (folder / path).exists() else path

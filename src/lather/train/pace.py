@@ -29,7 +29,8 @@ class Pace:
         self._is_told = False
 
     def begin(self) -> None:
-        """Tell of other programs that want this run's cores at the start: all its steps are slow."""
+        """Tell of other programs that want this run's cores at the start: all its steps are
+        slow."""
         others = other_programs(self._ranks) if self._on_cpu else 0
         if others and others + self._ranks * torch.get_num_threads() > num_cores():
             self._note(f"{_programs(others)}: steps take longer than they would alone")
@@ -48,7 +49,8 @@ class Pace:
             self._is_told = True
             self._note(
                 f"the last {IN_A_ROW} steps took {median(self._slow):.2g} s each, "
-                f"{median(self._slow) / usual:.1f} times as long as those before ({usual:.2g} s): " + self._remedy()
+                f"{median(self._slow) / usual:.1f} times as long as those before ({usual:.2g} s): "
+                + self._remedy()
             )
 
     def _remedy(self) -> str:
@@ -63,4 +65,7 @@ class Pace:
 def _programs(others: int) -> str:
     """Say how many threads of other programs run, and how many cores they share with this one."""
     cores = num_cores()
-    return f"other programs run on this machine ({others}, with {cores} core{'' if cores == 1 else 's'} for this run)"
+    return (
+        f"other programs run on this machine ({others}, with {cores} "
+        f"core{'' if cores == 1 else 's'} for this run)"
+    )

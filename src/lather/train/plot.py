@@ -62,7 +62,8 @@ class Curves:
 
 @dataclass(frozen=True)
 class Look:
-    """The look of a run among others: a color, and a line and a marker that change when the colors begin again."""
+    """The look of a run among others: a color, and a line and a marker that change when the colors
+    begin again."""
 
     color: str
     line: str
@@ -74,7 +75,13 @@ class Look:
     @classmethod
     def of(cls, index: int, number: int) -> Look:
         turn = index // COLORS
-        return cls(f"C{index % COLORS}", LINES[turn % len(LINES)], MARKERS[turn % len(MARKERS)], number == 1, number <= FEW)
+        return cls(
+            f"C{index % COLORS}",
+            LINES[turn % len(LINES)],
+            MARKERS[turn % len(MARKERS)],
+            number == 1,
+            number <= FEW,
+        )
 
 
 def read_curves(run_dir: Path) -> Curves:
@@ -83,14 +90,23 @@ def read_curves(run_dir: Path) -> Curves:
     rows, history = read_rows(file), History.read(run_dir, {})
     steps = list(training_rows(rows))
     if not steps:
-        raise RunError(f"{file}: no training steps to draw: give the folder of a run that has trained")
+        raise RunError(
+            f"{file}: no training steps to draw: give the folder of a run that has trained"
+        )
     try:
         training = _columns(steps, "step", "seconds", "loss", "step_seconds", "optimizer_seconds")
-        validation = _columns([row for row in rows if row.get("validation_loss") is not None], "step", "seconds", "validation_loss")
+        validation = _columns(
+            [row for row in rows if row.get("validation_loss") is not None],
+            "step",
+            "seconds",
+            "validation_loss",
+        )
     except (KeyError, TypeError, ValueError) as error:
         raise RunError(f"{file}: not the metrics of a run ({error!r}): restore the file") from None
     name = run_dir.name or str(run_dir.resolve())
-    return Curves(name, training, validation, tuple((row.step, row.brief()) for row in history.rows))
+    return Curves(
+        name, training, validation, tuple((row.step, row.brief()) for row in history.rows)
+    )
 
 
 def _columns(rows: Sequence[Mapping[str, float]], *names: str) -> dict[str, Array]:
@@ -98,12 +114,14 @@ def _columns(rows: Sequence[Mapping[str, float]], *names: str) -> dict[str, Arra
 
 
 def draw(run_dirs: Sequence[Path], out: Path) -> None:
-    """Draw all runs in one picture: training loss (raw, with a smoothed line over it), validation losses, and a bar of the time per
-    step. Several runs are in the order of their final losses, the greatest first, as the ends of their curves are. Raises UserError if
-    `out` cannot be written."""
+    """Draw all runs in one picture: training loss (raw, with a smoothed line over it), validation
+    losses, and a bar of the time per step. Several runs are in the order of their final losses, the
+    greatest first, as the ends of their curves are. Raises UserError if `out` cannot be written."""
     names, common = short_names(run_dirs)
     runs = [read_curves(run_dir) for run_dir in run_dirs]
-    runs = [replace(run, name=name.replace("$", r"\$")) for run, name in zip(runs, names, strict=True)]
+    runs = [
+        replace(run, name=name.replace("$", r"\$")) for run, name in zip(runs, names, strict=True)
+    ]
     runs.sort(key=lambda run: run.final_loss, reverse=True)
     labels = [_label(run) for run in runs] if len(runs) > 1 else []
     columns = max(1, int(LEGEND_CHARACTERS // (max(map(len, labels)) + 8))) if labels else 1
@@ -121,10 +139,22 @@ def draw(run_dirs: Sequence[Path], out: Path) -> None:
     if labels:
         _zoom((over_steps, over_time), runs)
         handles = [line for line in over_steps.lines if not str(line.get_label()).startswith("_")]
-        title = f"greatest final loss first; dots: validation{f'; all names begin with {common}' * bool(common)}"
-        figure.legend(handles, labels, title=title.replace("$", r"\$"), loc="outside lower center", ncols=columns, **LEGEND)
+        title = (
+            "greatest final loss first; dots: "
+            f"validation{f'; all names begin with {common}' * bool(common)}"
+        )
+        figure.legend(
+            handles,
+            labels,
+            title=title.replace("$", r"\$"),
+            loc="outside lower center",
+            ncols=columns,
+            **LEGEND,
+        )
     else:
-        figure.legend(*over_steps.get_legend_handles_labels(), loc="outside lower center", ncols=2, **LEGEND)
+        figure.legend(
+            *over_steps.get_legend_handles_labels(), loc="outside lower center", ncols=2, **LEGEND
+        )
     _draw_time(time_share, runs)
     for axes in (over_steps, over_time):
         axes.grid(alpha=0.25)
@@ -144,7 +174,10 @@ def _zoom(panels: Sequence[Axes], runs: Sequence[Curves]) -> None:
     """Let the curves' steep beginnings leave the frame, so that their ends are apart."""
     smooth = [smoothed(run.training["loss"]) for run in runs]
     values = [*(float(losses.min()) for losses in smooth), *(run.final_loss for run in runs)]
-    least, most = min(values), max(float(losses[int(BEGINNING * len(losses)) :].max()) for losses in smooth)
+    least, most = (
+        min(values),
+        max(float(losses[int(BEGINNING * len(losses)) :].max()) for losses in smooth),
+    )
     margin = 0.05 * (max(most, *values) - least) or 0.1
     for axes in panels:
         axes.set_ylim(least - margin, max(most, *values) + margin)
@@ -152,7 +185,11 @@ def _zoom(panels: Sequence[Axes], runs: Sequence[Curves]) -> None:
 
 def _draw_loss(axes: Axes, run: Curves, look: Look, over: str, unit: float) -> None:
     """Draw the losses over the column `over`, in units of its values."""
-    x, loss, validation_loss = run.training[over] / unit, run.training["loss"], run.validation["validation_loss"]
+    x, loss, validation_loss = (
+        run.training[over] / unit,
+        run.training["loss"],
+        run.validation["validation_loss"],
+    )
     if look.has_raw:
         axes.plot(x, loss, color=look.color, alpha=0.2, linewidth=0.8)
     label = f"training: {run.name}"
@@ -160,34 +197,57 @@ def _draw_loss(axes: Axes, run: Curves, look: Look, over: str, unit: float) -> N
     if len(validation_loss):
         label = f"validation: {run.name} ({validation_loss[-1]:.3f})" if look.is_alone else "_"
         x = run.validation[over] / unit
-        axes.plot(x, validation_loss, look.marker, color=look.color, label=label, markersize=6 if look.has_raw else 4)
+        axes.plot(
+            x,
+            validation_loss,
+            look.marker,
+            color=look.color,
+            label=label,
+            markersize=6 if look.has_raw else 4,
+        )
 
 
 def _draw_changes(axes: Axes, run: Curves, look: Look) -> None:
-    """Draw a line at each step after which the run was changed, with a short description along it."""
+    """Draw a line at each step after which the run was changed, with a short description along
+    it."""
     for step, text in run.changes:
         axes.axvline(step, color=look.color, linestyle=":", linewidth=1)
         if not look.has_raw:
             continue
         label = axes.annotate(
-            text.replace("$", r"\$"), (step, 0.97), xycoords=axes.get_xaxis_transform(), xytext=(-2, 0), textcoords="offset points"
+            text.replace("$", r"\$"),
+            (step, 0.97),
+            xycoords=axes.get_xaxis_transform(),
+            xytext=(-2, 0),
+            textcoords="offset points",
         )
         label.set_in_layout(False)
-        label.set(rotation=90, horizontalalignment="right", verticalalignment="top", fontsize=7, color=look.color)
+        label.set(
+            rotation=90,
+            horizontalalignment="right",
+            verticalalignment="top",
+            fontsize=7,
+            color=look.color,
+        )
 
 
 def smoothed(values: Array) -> Array:
-    """The course of noisy values without a lag: weighted means (tricube) over as many values before as after.
+    """The course of noisy values without a lag: weighted means (tricube) over as many values before
+    as after.
 
-    Towards the start fewer and fewer are taken in, because losses fall steeply there. At the end, where there are none to come, it is a
-    straight line through the last ones, fitted with the same weights (W. S. Cleveland, 1979): a mean would lag again.
+    Towards the start fewer and fewer are taken in, because losses fall steeply there. At the end,
+    where there are none to come, it is a straight line through the last ones, fitted with the same
+    weights (W. S. Cleveland, 1979): a mean would lag again.
     """
     reach, number = max(LEAST_REACH, int(SHARE * len(values))), len(values)
     result = np.array(values)
     if number > 2 * reach:
         weights = _tricube(np.arange(-reach, reach + 1, dtype=np.float64), reach)
         result[reach : number - reach] = np.convolve(values, weights / weights.sum(), "valid")
-    for index in [*range(1, min(2 * reach, number)), *range(max(2 * reach, number - reach), number)]:
+    for index in [
+        *range(1, min(2 * reach, number)),
+        *range(max(2 * reach, number - reach), number),
+    ]:
         own = min(reach, (index + 1) // 2)
         distances = np.arange(-own, min(own, number - 1 - index) + 1, dtype=np.float64)
         weights, near = _tricube(distances, own), values[index - own : index - own + len(distances)]

@@ -1,7 +1,8 @@
-"""A run as one HTML page: what it is, curves, experts' loads, memory, schedule, sample, changes, versions and configuration.
+"""A run as one HTML page: what it is, curves, experts' loads, memory, schedule, sample, changes,
+versions and configuration.
 
-The page (`report_page.html`) draws what `report_data` says. A file of the run that is missing leaves its part out; one that is damaged
-leaves a note in its place. A run may be writing meanwhile.
+The page (`report_page.html`) draws what `report_data` says. A file of the run that is missing
+leaves its part out; one that is damaged leaves a note in its place. A run may be writing meanwhile.
 """
 
 from __future__ import annotations
@@ -39,12 +40,22 @@ from lather.train.trained_model import SAMPLE
 
 REPORT = "report.html"
 CURVES = (
-    *("loss", "balance_loss", "lr", "grad_norm", "tokens_per_second", "step_seconds", "optimizer_seconds", "peak_memory_bytes"),
+    *(
+        "loss",
+        "balance_loss",
+        "lr",
+        "grad_norm",
+        "tokens_per_second",
+        "step_seconds",
+        "optimizer_seconds",
+        "peak_memory_bytes",
+    ),
     *("expert_load_min", "expert_load_max", "expert_load_entropy"),
 )
 """Fields of a step's row that are drawn."""
 POINTS = 1000
-"""Steps of a longer run are divided into so many groups, and of each the rows with the least and greatest loss and gradient are kept."""
+"""Steps of a longer run are divided into so many groups, and of each the rows with the least and
+greatest loss and gradient are kept."""
 MOST_LOADS = 300_000
 """Loads of experts on a page; of more, later records are passed over evenly."""
 
@@ -58,16 +69,28 @@ def write_report(run_dir: Path, out: Path) -> None:
     data = {**report_data(run_dir, notes), "notes": list(dict.fromkeys(notes))}
     title, time = run_dir.name or run_dir.resolve().name, f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
     with whole_file(out, "--out") as aside:
-        page.write_page(aside, ("lather.train", "report_page.html"), data, title=title, time=time, **texts)
+        page.write_page(
+            aside, ("lather.train", "report_page.html"), data, title=title, time=time, **texts
+        )
 
 
 def report_data(run_dir: Path, notes: list[str]) -> dict[str, Any]:
-    """Plain values, in which numbers that are not finite are None; `notes` gets a sentence for each file that cannot be read."""
+    """Plain values, in which numbers that are not finite are None; `notes` gets a sentence for each
+    file that cannot be read."""
     rows: list[dict[str, Any]] = _part(notes, run_dir / "metrics.jsonl", read_rows, [])
     steps = [row for row in rows if "loss" in row]
-    history = _part(notes, run_dir / "changes.jsonl", lambda path: History.read(path.parent, {}), History())
-    planned = _part(notes, run_dir / "config.toml", lambda path: load_run(path.parent).train.steps, None)
-    checkpoints = _part(notes, run_dir / "checkpoints", lambda path: [step_of(one) for one in list_checkpoints(path)], [])
+    history = _part(
+        notes, run_dir / "changes.jsonl", lambda path: History.read(path.parent, {}), History()
+    )
+    planned = _part(
+        notes, run_dir / "config.toml", lambda path: load_run(path.parent).train.steps, None
+    )
+    checkpoints = _part(
+        notes,
+        run_dir / "checkpoints",
+        lambda path: [step_of(one) for one in list_checkpoints(path)],
+        [],
+    )
     data = {
         "tiles": _part(notes, run_dir / "metrics.jsonl", lambda _: tiles(rows, planned), []),
         "facts": [
@@ -83,10 +106,20 @@ def report_data(run_dir: Path, notes: list[str]) -> dict[str, Any]:
         "memory": _part(notes, run_dir / MEMORY, memory, None),
         "schedule": _part(notes, run_dir / TIMELINE, schedule, None),
         "happened": [
-            *([row.time, f"forked from {row.forked_from}" * bool(row.forked_from) or row.describe()] for row in history.rows),
+            *(
+                [
+                    row.time,
+                    f"forked from {row.forked_from}" * bool(row.forked_from) or row.describe(),
+                ]
+                for row in history.rows
+            ),
             *(["", _why_skipped(row)] for row in steps if row.get("skipped")),
             *_part(notes, run_dir / "config.toml", lambda path: collapses(rows, path.parent), []),
-            *([["checkpoints", f"steps {', '.join(map(str, checkpoints))}"]] if checkpoints else []),
+            *(
+                [["checkpoints", f"steps {', '.join(map(str, checkpoints))}"]]
+                if checkpoints
+                else []
+            ),
         ],
         "machine": _part(notes, run_dir / "provenance.json", machine, []),
         "starts": _part(notes, run_dir / "provenance.json", starts, []),
@@ -109,7 +142,12 @@ def tiles(rows: Sequence[dict[str, Any]], planned: int | None) -> list[list[str]
     found = [["steps", f"{last['step']:,}" + (f" of {planned:,}" if planned else "")]]
     if validation:
         ends = [f"{loss:.4f}" for loss in (validation[0], validation[-1])]
-        found.append(["validation loss", " \N{RIGHTWARDS ARROW} ".join(ends if len(validation) > 1 else ends[:1])])
+        found.append(
+            [
+                "validation loss",
+                " \N{RIGHTWARDS ARROW} ".join(ends if len(validation) > 1 else ends[:1]),
+            ]
+        )
     if good := [row["loss"] for row in training_rows(list(rows))]:
         found.append(["training loss", f"{good[-1]:.4f}"])
     return [
@@ -117,24 +155,42 @@ def tiles(rows: Sequence[dict[str, Any]], planned: int | None) -> list[list[str]
         ["tokens", f"{sum(row['tokens'] for row in steps):,}"],
         ["tokens per second", f"{median(row['tokens_per_second'] for row in steps):,.0f} (median)"],
         ["time", duration(last["seconds"])],
-        ["optimizer", f"{sum(row['optimizer_seconds'] for row in steps) / max(seconds, 1e-9):.0%} of the time"],
+        [
+            "optimizer",
+            f"{sum(row['optimizer_seconds'] for row in steps) / max(seconds, 1e-9):.0%} of the "
+            "time",
+        ],
         ["peak memory", f"{max(row['peak_memory_bytes'] for row in steps) / 2**30:,.2f} GiB"],
     ]
 
 
 def curves(rows: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
-    """Columns of the steps' rows; `smoothed` is the loss without its noise, `tokens` counts all up to a step."""
+    """Columns of the steps' rows; `smoothed` is the loss without its noise, `tokens` counts all up
+    to a step."""
     steps = [row for row in rows if "loss" in row]
     good = list(training_rows(list(rows)))
-    smooth = dict(zip((row["step"] for row in good), smoothed(np.array([row["loss"] for row in good], np.float64)).tolist(), strict=True))
+    smooth = dict(
+        zip(
+            (row["step"] for row in good),
+            smoothed(np.array([row["loss"] for row in good], np.float64)).tolist(),
+            strict=True,
+        )
+    )
     tokens = list(accumulate(row["tokens"] for row in steps))
     kept = kept_rows(steps)
-    columns = {name: [steps[index].get(name) for index in kept] for name in ("step", "seconds", *CURVES)}
-    return {**columns, "tokens": [tokens[index] for index in kept], "smoothed": [smooth.get(steps[index]["step"]) for index in kept]}
+    columns = {
+        name: [steps[index].get(name) for index in kept] for name in ("step", "seconds", *CURVES)
+    }
+    return {
+        **columns,
+        "tokens": [tokens[index] for index in kept],
+        "smoothed": [smooth.get(steps[index]["step"]) for index in kept],
+    }
 
 
 def kept_rows(steps: Sequence[dict[str, Any]]) -> list[int]:
-    """Indices of the rows that are drawn, in order: all, or those that stand out in each group, and the first and last."""
+    """Indices of the rows that are drawn, in order: all, or those that stand out in each group, and
+    the first and last."""
     if len(steps) <= 4 * POINTS:
         return list(range(len(steps)))
 
@@ -158,13 +214,15 @@ def loads(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     size = sum(map(len, records[0]["expert_load"]))
     records = records[:: math.ceil(len(records) * size / MOST_LOADS)]
     blocks = [
-        [[round(load, 3) for load in row["expert_load"][block]] for row in records] for block in range(len(records[0]["expert_load"]))
+        [[round(load, 3) for load in row["expert_load"][block]] for row in records]
+        for block in range(len(records[0]["expert_load"]))
     ]
     return {"steps": [row["step"] for row in records], "blocks": blocks}
 
 
 def collapses(rows: Sequence[dict[str, Any]], run_dir: Path) -> list[list[str]]:
-    """A sentence for each block whose experts have collapsed by its last records, with the remedy."""
+    """A sentence for each block whose experts have collapsed by its last records, with the
+    remedy."""
     config = load_run(run_dir)
     start = 0 if config.init_from else min(SETTLED, config.train.steps // 2)
     records = [row for row in rows if row.get("expert_load") and row["step"] > start]
@@ -186,7 +244,13 @@ def memory(path: Path) -> dict[str, Any]:
     """Bytes planned and seen, by rank and kind, and a sentence for each that differs."""
     ranks = json.loads(read_text(path))["ranks"]
     return {
-        "ranks": [[row["rank"], [[name, size["planned"], size["seen"]] for name, size in sizes_of(row).items()]] for row in ranks],
+        "ranks": [
+            [
+                row["rank"],
+                [[name, size["planned"], size["seen"]] for name, size in sizes_of(row).items()],
+            ]
+            for row in ranks
+        ],
         "notes": [text for row in ranks for text in differences(row)],
     }
 
@@ -196,7 +260,10 @@ def schedule(path: Path) -> dict[str, Any]:
     step, events = picture.read_timeline(path)
     timeline = Timeline(tuple(events))
     lanes = {rank: lane for lane, rank in enumerate(timeline.ranks)}
-    bars = [[bar.left, bar.right, bar.top, bar.bottom, bar.color, bar.number, bar.action] for bar in picture.bars(timeline, lanes)]
+    bars = [
+        [bar.left, bar.right, bar.top, bar.bottom, bar.color, bar.number, bar.action]
+        for bar in picture.bars(timeline, lanes)
+    ]
     return {
         "step": step,
         "bubble": timeline.bubble_fraction,
@@ -210,7 +277,8 @@ def schedule(path: Path) -> dict[str, Any]:
 
 
 def _part(notes: list[str], path: Path, read: Callable[[Path], Any], otherwise: Any) -> Any:
-    """Return what `read` makes of a file; `otherwise` if it is not there, or if it is damaged, which is noted."""
+    """Return what `read` makes of a file; `otherwise` if it is not there, or if it is damaged,
+    which is noted."""
     if not path.exists():
         return otherwise
     try:

@@ -12,17 +12,27 @@ from lather.engine.trained_parameters import active_parameters, trained_paramete
 from lather.files import read_text
 from lather.train.run_dir import data_sets_of
 
-STARTS = {"time": "when", "step": "from step", "ranks": "ranks", "device": "device", "threads": "threads"}
+STARTS = {
+    "time": "when",
+    "step": "from step",
+    "ranks": "ranks",
+    "device": "device",
+    "threads": "threads",
+}
 """Columns of the table of starts that are always there, by the key in provenance.json."""
 VERSIONS = ("lather", "commit", "python", "torch", "cuda", "machine")
 """Further columns, which are there if the starts differ in them."""
 
 
 def facts(run_dir: Path) -> list[list[str]]:
-    """Return names and values of what a run's configuration says of it. Raises UserError if it cannot be read."""
+    """Return names and values of what a run's configuration says of it. Raises UserError if it
+    cannot be read."""
     config = load_run(run_dir).resolved()
     trained, active = trained_parameters(config), active_parameters(config)
-    parameters = f"{_millions(trained.num_parameters)} parameters, of which a token meets {_millions(active)}"
+    parameters = (
+        f"{_millions(trained.num_parameters)} parameters, of "
+        f"which a token meets {_millions(active)}"
+    )
     train = config.train
     batch = f"{train.batch_size:,} sequences of {train.sequence_length:,} tokens"
     found = [["model", f"{config.model.model_type}, {parameters}"]]
@@ -35,7 +45,10 @@ def facts(run_dir: Path) -> list[list[str]]:
         ["rule and peak rates", config.optim.describe_rates()],
         ["schedule", f"{config.optim.schedule}, {config.optim.warmup_steps:,} steps of warm-up"],
         ["data", ", ".join(config.data.path) or config.data.source],
-        ["step", f"{batch}, {train.batch_size * train.sequence_length:,} tokens, in {train.precision}"],
+        [
+            "step",
+            f"{batch}, {train.batch_size * train.sequence_length:,} tokens, in {train.precision}",
+        ],
     ]
 
 
@@ -43,21 +56,27 @@ def losses(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """The last loss of each held-out set, where there are several."""
     of_sets = [row["validation_losses"] for row in rows if row.get("validation_losses")]
     last: dict[str, float | None] = of_sets[-1] if of_sets else {}
-    texts = (f"{name} {'none' if loss is None else format(loss, '.4f')}" for name, loss in last.items())
+    texts = (
+        f"{name} {'none' if loss is None else format(loss, '.4f')}" for name, loss in last.items()
+    )
     return [["held-out losses", ", ".join(texts)]] if len(last) > 1 else []
 
 
 def machine(path: Path) -> list[list[str]]:
-    """The record of what the run was begun with: names and values, data sets with their identities."""
+    """The record of what the run was begun with: names and values, data sets with their
+    identities."""
     record = json.loads(read_text(path))
     record.pop("starts", None)
     if "data" in record:
-        record["data"] = ", ".join(f"{folder} ({identity})" for folder, identity in data_sets_of(record))
+        record["data"] = ", ".join(
+            f"{folder} ({identity})" for folder, identity in data_sets_of(record)
+        )
     return [[str(name), _text(value)] for name, value in record.items()]
 
 
 def starts(path: Path) -> list[list[str]]:
-    """The table of a run's starts, the head first; of a run that began when starts were not recorded, what is known of them."""
+    """The table of a run's starts, the head first; of a run that began when starts were not
+    recorded, what is known of them."""
     record = json.loads(read_text(path))
     rows: list[dict[str, Any]] = list(record.get("starts", []))
     if not rows or rows[0]["step"]:

@@ -39,8 +39,9 @@ class RunDirectory:
     def __init__(self, config: Config) -> None:
         """Create a run, fork it from `config.fork_from`, or open the existing one.
 
-        An existing run is not changed before `record`. Raises RunError if the folder is not writable, is in use, holds something else, or
-        if a fixed field of the configuration has changed.
+        An existing run is not changed before `record`. Raises RunError if the folder is not
+        writable, is in use, holds something else, or if a fixed field of the configuration has
+        changed.
         """
         path = self.path = Path(config.run_dir)
         if fork_source(path, config) is None:
@@ -49,7 +50,9 @@ class RunDirectory:
         self.start = Start(config, is_new=self._is_made)
         self._lock = _lock(path)
         try:
-            source = fork_source(path, config)  # again, now under the lock: another process may have forked meanwhile
+            source = fork_source(
+                path, config
+            )  # again, now under the lock: another process may have forked meanwhile
             if source is not None:
                 self._is_fork = True
                 copy_run(*source, path)
@@ -62,7 +65,8 @@ class RunDirectory:
             raise
 
     def begun_with(self) -> str | None:
-        """The data set of a run that started when data sets had format 1 (`lather.data.format1`); None for other runs."""
+        """The data set of a run that started when data sets had format 1 (`lather.data.format1`);
+        None for other runs."""
         record = self._record()
         return None if record is None else record.get("dataset")
 
@@ -71,20 +75,27 @@ class RunDirectory:
         record = self._record()
         if record is None or "dataset" in record:
             return
-        before, now = data_sets_of(record)[: self.start.num_data_sets], list(data.identities.items())
+        before, now = (
+            data_sets_of(record)[: self.start.num_data_sets],
+            list(data.identities.items()),
+        )
         if [identity for _, identity in now[: len(before)]] != [identity for _, identity in before]:
             raise RunError(
-                f"run_dir = {str(self.path)!r} was trained on other tokens ({', '.join(folder for folder, _ in before)}) than it has "
-                f"now ({', '.join(data.identities)}): restore the text, or give another --run-dir; added data sets come after the first "
+                f"run_dir = {str(self.path)!r} was trained on other tokens "
+                f"({', '.join(folder for folder, _ in before)}) than it has "
+                f"now ({', '.join(data.identities)}): restore the text, or give another --run-dir; "
+                "added data sets come after the first "
                 "ones in data.path, and a weight of 0 leaves one out"
             )
 
     def record(self, data: RunData, place: Mapping[str, str] | None = None) -> None:
-        """Record the configuration, its changes, the data sets and their tokenizer, as they are from now on, and this start: its step,
-        versions, hardware, and `place`, texts that say where it runs, such as its ranks.
+        """Record the configuration, its changes, the data sets and their tokenizer, as they are
+        from now on, and this start: its step, versions, hardware, and `place`, texts that say where
+        it runs, such as its ranks.
 
-        History and configuration are replaced by one atomic write, so that a start that is killed here does not change what the next start
-        reads. Raises RunError, before anything is written, as `check_data` does.
+        History and configuration are replaced by one atomic write, so that a start that is killed
+        here does not change what the next start reads. Raises RunError, before anything is written,
+        as `check_data` does.
         """
         self.check_data(data)
         if data.tokenizer is not None:
@@ -98,9 +109,14 @@ class RunDirectory:
         if record is None:
             keep_companions(self.path, self.start.config)
             record = {"data": data_sets, **provenance()}
-        elif "data" in record and [identity for _, identity in data_sets_of(record)] != [identity for _, identity in data_sets]:
+        elif "data" in record and [identity for _, identity in data_sets_of(record)] != [
+            identity for _, identity in data_sets
+        ]:
             record = {**record, "data": data_sets}
-        record["starts"] = [*starts_before(record, self.start.step), {**self._this_start(), **(place or {})}]
+        record["starts"] = [
+            *starts_before(record, self.start.step),
+            {**self._this_start(), **(place or {})},
+        ]
         write_aside(self.path / "provenance.json", json.dumps(record, indent=1))
 
     def _this_start(self) -> dict[str, Any]:
@@ -108,20 +124,24 @@ class RunDirectory:
         return {"time": now, "step": self.start.step, **provenance()}
 
     def _record(self) -> dict[str, Any] | None:
-        """Read the record of versions and data sets; None for a new run. Raises RunError if it is damaged."""
+        """Read the record of versions and data sets; None for a new run. Raises RunError if it is
+        damaged."""
         file = self.path / "provenance.json"
         if not file.exists():
             return None
         try:
             record: dict[str, Any] = json.loads(read_text(file))
-            if not isinstance(record.get("dataset", ""), str) or not ("dataset" in record or data_sets_of(record)):
+            if not isinstance(record.get("dataset", ""), str) or not (
+                "dataset" in record or data_sets_of(record)
+            ):
                 raise ValueError("no data set")
         except (ValueError, KeyError, TypeError, AttributeError):
             raise RunError(f"{file}: damaged: delete {self.path} to start again") from None
         return record
 
     def abandon(self) -> None:
-        """Remove the files of a run that could not start; a run that existed before is not changed."""
+        """Remove the files of a run that could not start; a run that existed before is not
+        changed."""
         if self._is_fork:
             remove_copy(self.path)
         elif self.start.is_new:
@@ -139,28 +159,40 @@ class RunDirectory:
 
 
 def _lock(path: Path) -> IO[str]:
-    """Create the folder and lock it against other processes. Raises RunError if it is not writable or locked."""
+    """Create the folder and lock it against other processes. Raises RunError if it is not writable
+    or locked."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         lock = (path / ".lock").open("a")
     except OSError as error:
-        raise RunError(f"run_dir = {str(path)!r} cannot be written ({reason(error, path)}): give another --run-dir") from None
+        raise RunError(
+            f"run_dir = {str(path)!r} cannot be written ({reason(error, path)}): give another "
+            "--run-dir"
+        ) from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         lock.close()
-        raise RunError(f"run_dir = {str(path)!r} is in use by another process: wait for it, or give another --run-dir") from None
+        raise RunError(
+            f"run_dir = {str(path)!r} is in use by another process: wait for it, or give another "
+            "--run-dir"
+        ) from None
     return lock
 
 
 def data_sets_of(record: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return folder and identity of each data set in a provenance.json; earlier versions stored a mapping."""
+    """Return folder and identity of each data set in a provenance.json; earlier versions stored a
+    mapping."""
     data = record["data"]
-    return [(str(folder), str(identity)) for folder, identity in (data.items() if isinstance(data, dict) else data)]
+    return [
+        (str(folder), str(identity))
+        for folder, identity in (data.items() if isinstance(data, dict) else data)
+    ]
 
 
 def starts_before(record: Mapping[str, Any], step: int) -> list[dict[str, Any]]:
-    """Return the starts in a provenance.json that led to this step: those whose steps were lost are left out."""
+    """Return the starts in a provenance.json that led to this step: those whose steps were lost are
+    left out."""
     return [one for one in record.get("starts", []) if one["step"] < step]
 
 
@@ -171,7 +203,8 @@ def _replace(path: Path, content: bytes) -> None:
 
 
 def provenance() -> dict[str, Any]:
-    """Return versions and hardware on which the numbers of a run may depend besides its configuration."""
+    """Return versions and hardware on which the numbers of a run may depend besides its
+    configuration."""
     return {
         "lather": lather.__version__,
         "commit": find_commit(),

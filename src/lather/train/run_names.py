@@ -15,8 +15,9 @@ DOTS = "\N{HORIZONTAL ELLIPSIS}"
 
 
 def short_names(run_dirs: Sequence[Path]) -> tuple[list[str], str]:
-    """Return a name for each run, different ones for different folders as far as their length allows, and the beginning that all names
-    had in common and that was left out ("" if there is none)."""
+    """Return a name for each run, different ones for different folders as far as their length
+    allows, and the beginning that all names had in common and that was left out ("" if there is
+    none)."""
     if len(run_dirs) < 2:
         return [_shortened(path.name or path.resolve().name) for path in run_dirs], ""
     names = _different_parts([path.resolve().parts for path in run_dirs])
@@ -25,11 +26,14 @@ def short_names(run_dirs: Sequence[Path]) -> tuple[list[str], str]:
     common = prefix[0] if prefix and len(prefix[0]) >= LEAST_PREFIX and len({*names}) > 1 else ""
     if common in names:
         common = ""
-    return [_shortened(DOTS * bool(common) + name[len(common) :]) for name in names], _shortened(common)
+    return [_shortened(DOTS * bool(common) + name[len(common) :]) for name in names], _shortened(
+        common
+    )
 
 
 def _different_parts(paths: Sequence[tuple[str, ...]]) -> list[str]:
-    """Return each path without the first and the last parts that are the same in all, but with at least one."""
+    """Return each path without the first and the last parts that are the same in all, but with at
+    least one."""
     if len({*paths}) == 1:
         return [parts[-1] for parts in paths]
     first, last = 0, 0

@@ -1,9 +1,11 @@
-"""The start of a run, new, resumed or forked, and the check of which configuration fields may have changed.
+"""The start of a run, new, resumed or forked, and the check of which configuration fields may have
+changed.
 
-A fork is a new run directory in which a run continues from a checkpoint of another run. It copies the checkpoint (its files are linked
-where the file system allows it), the rows of the metrics up to its step, the record of the data sets, and the history and configuration as
-they were at that step. After that the fork is a run like any other: it is resumed, and where its configuration differs, that is a change
-(`lather.config.changes`).
+A fork is a new run directory in which a run continues from a checkpoint of another run. It copies
+the checkpoint (its files are linked where the file system allows it), the rows of the metrics up to
+its step, the record of the data sets, and the history and configuration as they were at that step.
+After that the fork is a run like any other: it is resumed, and where its configuration differs,
+that is a change (`lather.config.changes`).
 """
 
 from __future__ import annotations
@@ -28,8 +30,17 @@ from lather.train.companions import COMPANION_FOLDER
 
 ASIDE = ".fork"
 """Folder in which the copy is built; it exists only while the copy is incomplete."""
-COPIED = ("checkpoints", "metrics.jsonl", CHANGES, "provenance.json", "tokenizer.json", COMPANION_FOLDER, "config.toml")
-"""Copied files, in the order in which they are moved into place: config.toml is last, because a folder with a config.toml is a run."""
+COPIED = (
+    "checkpoints",
+    "metrics.jsonl",
+    CHANGES,
+    "provenance.json",
+    "tokenizer.json",
+    COMPANION_FOLDER,
+    "config.toml",
+)
+"""Copied files, in the order in which they are moved into place: config.toml is last, because a
+folder with a config.toml is a run."""
 
 
 @dataclass(frozen=True)
@@ -55,36 +66,50 @@ class Start:
     def changes(self) -> str:
         """The changes of this start in one line; empty if there are none."""
         row = self.history.rows[-1] if self.history.rows else None
-        return row.describe() if row is not None and row.changes and row.step == self.step and not self.is_finished else ""
+        return (
+            row.describe()
+            if row is not None and row.changes and row.step == self.step and not self.is_finished
+            else ""
+        )
 
 
 def start_of(path: Path, config: Config) -> Start:
     """Return the start of a run of `config` in this directory.
 
-    Raises RunError if the directory holds something else, or a run that cannot continue with `config`.
+    Raises RunError if the directory holds something else, or a run that cannot continue with
+    `config`.
     """
     if not (path / "config.toml").exists():
         if path.is_dir() and any(not child.name.startswith(".") for child in path.iterdir()):
-            raise RunError(f"run_dir = {str(path)!r} holds files but no config.toml, so it is not a run: give another --run-dir")
+            raise RunError(
+                f"run_dir = {str(path)!r} holds files but no config.toml, so it is not a run: give "
+                "another --run-dir"
+            )
         config = config.resolved()
         return Start(config, history=History((), values_of(config)))
     subject = f"run_dir = {str(path)!r}"
     steps = [step_of(checkpoint) for checkpoint in list_checkpoints(path / "checkpoints")]
-    start = _going_on(path, config, max(steps, default=0), subject, "give another --run-dir, or delete it")
+    start = _going_on(
+        path, config, max(steps, default=0), subject, "give another --run-dir, or delete it"
+    )
     if start.history.forked_from and not steps:
-        raise RunError(f"{subject} is a fork of {start.history.forked_from}, but its checkpoints are gone: restore them, or delete it")
+        raise RunError(
+            f"{subject} is a fork of {start.history.forked_from}, but its checkpoints are gone: "
+            "restore them, or delete it"
+        )
     return start
 
 
 def config_at(path: Path, step: int) -> tuple[Config, History]:
-    """Return the configuration of a run after `step` completed steps, and its history. Raises ConfigError if it cannot be read."""
+    """Return the configuration of a run after `step` completed steps, and its history. Raises
+    ConfigError if it cannot be read."""
     history = History.read(path, values_of(load_run(path).resolved()))
     return config_of_run(_nested(history.values_at(step))).resolved(), history
 
 
 def _going_on(path: Path, config: Config, step: int, subject: str, remedy: str) -> Start:
-    """Return the start of `config` after `step` steps of the run at `path`. Errors begin with `subject`; `remedy` is for another
-    configuration."""
+    """Return the start of `config` after `step` steps of the run at `path`. Errors begin with
+    `subject`; `remedy` is for another configuration."""
     try:
         before, history = config_at(path, step)
     except ConfigError as error:
@@ -101,21 +126,27 @@ def _going_on(path: Path, config: Config, step: int, subject: str, remedy: str) 
     _refuse_fixed(changes, subject, remedy)
     if config.train.steps < step:
         raise RunError(
-            f"train.steps = {config.train.steps} is not valid: {subject} has done {step} steps: give as many or "
-            "more, or continue from an earlier checkpoint in another folder, with --fork-from RUN@STEP and --run-dir"
+            f"train.steps = {config.train.steps} is not valid: {subject} has done {step} steps: "
+            "give as many or "
+            "more, or continue from an earlier checkpoint in another folder, with --fork-from "
+            "RUN@STEP and --run-dir"
         )
     if step and "data.path" in changes:
         _check_added(*changes["data.path"], config, subject)
     start = Start(config, step, history, max(1, len(before.data.path)) if step else 0, is_new=False)
     if start.is_finished:
         return start
-    return replace(start, history=history.going_on(step, changes if step else {}, values_of(config)))
+    return replace(
+        start, history=history.going_on(step, changes if step else {}, values_of(config))
+    )
 
 
 def _refuse_fixed(changes: dict[str, Change], subject: str, remedy: str) -> None:
     different = [key for key in changes if class_of(key) == "fixed"]
     in_both = [key for key in different if None not in changes[key]]
-    different = in_both or different  # name a key of both sides first: another family or rule has other keys
+    different = (
+        in_both or different
+    )  # name a key of both sides first: another family or rule has other keys
     if different:
         key = different[0]
         more = f" and {len(different) - 1} more" if len(different) > 1 else ""
@@ -131,7 +162,10 @@ def _check_added(before: Sequence[str], now: Sequence[str], config: Config, subj
     old, new = max(1, len(before)), max(1, len(now))
     counts = f"{subject} was trained on {old} data sets, and data.path names {new}"
     if new < old:
-        raise RunError(f"{counts}: name the earlier ones first, in their order; a weight of 0 in data.weights leaves one out")
+        raise RunError(
+            f"{counts}: name the earlier ones first, in their order; a weight of 0 in data.weights "
+            "leaves one out"
+        )
     if not config.data.weights:
         raise RunError(f"{counts}: give data.weights, a number for each")
 
@@ -149,10 +183,11 @@ def _nested(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def fork_source(path: Path, config: Config) -> tuple[Path, Path] | None:
-    """Return the run and the checkpoint to copy to `path`; None if there is nothing to copy, or it was copied before; RUN and RUN@best of
-    `fork_from` match any step of that run.
+    """Return the run and the checkpoint to copy to `path`; None if there is nothing to copy, or it
+    was copied before; RUN and RUN@best of `fork_from` match any step of that run.
 
-    Raises RunError if `path` holds something else or another fork, or if `config` cannot continue from that checkpoint.
+    Raises RunError if `path` holds something else or another fork, or if `config` cannot continue
+    from that checkpoint.
     """
     if not config.fork_from:
         return None
@@ -160,12 +195,28 @@ def fork_source(path: Path, config: Config) -> tuple[Path, Path] | None:
         forked_from = History.read(path, {}).forked_from
         if not is_of_fork(forked_from, config.fork_from):
             was = f"was forked from {forked_from}" if forked_from else "is not a fork"
-            raise RunError(f"run_dir = {str(path)!r} holds a run that {was}: give another --run-dir, or leave out --fork-from")
+            raise RunError(
+                f"run_dir = {str(path)!r} holds a run that {was}: give another --run-dir, or leave "
+                "out --fork-from"
+            )
         return None
-    if path.is_dir() and not (path / ASIDE).exists() and any(not child.name.startswith(".") for child in path.iterdir()):
-        raise RunError(f"run_dir = {str(path)!r} holds files: give the fork a --run-dir that is empty or does not exist")
+    if (
+        path.is_dir()
+        and not (path / ASIDE).exists()
+        and any(not child.name.startswith(".") for child in path.iterdir())
+    ):
+        raise RunError(
+            f"run_dir = {str(path)!r} holds files: give the fork a --run-dir that is empty or does "
+            "not exist"
+        )
     source, checkpoint = find_fork(config.fork_from)
-    _going_on(source, config, step_of(checkpoint), f"fork_from = {config.fork_from!r}", "give the fork the same value")
+    _going_on(
+        source,
+        config,
+        step_of(checkpoint),
+        f"fork_from = {config.fork_from!r}",
+        "give the fork the same value",
+    )
     return source, checkpoint
 
 
@@ -187,18 +238,21 @@ def find_fork(name: str) -> tuple[Path, Path]:
 
 
 def is_of_fork(forked_from: str, name: str) -> bool:
-    """Return whether `forked_from`, "RUN@STEP", is a checkpoint that `name` may mean, whichever way the folder and the step are spelled."""
+    """Return whether `forked_from`, "RUN@STEP", is a checkpoint that `name` may mean, whichever way
+    the folder and the step are spelled."""
     run, _, step = forked_from.rpartition("@")
     asked, at, asked_step = name.rpartition("@")
     readings = [(name, "")] + ([(asked, asked_step)] if at else [])
     return bool(run) and any(
-        run_folder(Path(folder)).resolve() == Path(run).resolve() and (not number.isdigit() or int(number) == int(step))
+        run_folder(Path(folder)).resolve() == Path(run).resolve()
+        and (not number.isdigit() or int(number) == int(step))
         for folder, number in readings
     )
 
 
 def copy_run(source: Path, checkpoint: Path, target: Path) -> None:
-    """Copy a run as it was at a checkpoint to `target`, a folder without files, which becomes a run only when the copy is complete.
+    """Copy a run as it was at a checkpoint to `target`, a folder without files, which becomes a run
+    only when the copy is complete.
 
     Raises RunError if a file cannot be read or written; everything copied is then removed.
     """
@@ -206,7 +260,9 @@ def copy_run(source: Path, checkpoint: Path, target: Path) -> None:
     try:
         remove_copy(target)
         aside.mkdir()
-        shutil.copytree(checkpoint, checkpoint_path(aside / "checkpoints", step), copy_function=_link)
+        shutil.copytree(
+            checkpoint, checkpoint_path(aside / "checkpoints", step), copy_function=_link
+        )
         for name in ("provenance.json", "tokenizer.json"):
             if (source / name).exists():
                 shutil.copyfile(source / name, aside / name)
@@ -215,7 +271,9 @@ def copy_run(source: Path, checkpoint: Path, target: Path) -> None:
         rows = [row for row in read_rows(source / "metrics.jsonl") if row["step"] <= step]
         (aside / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         config, history = config_at(source, step)
-        (aside / CHANGES).write_text(history.forked(f"{source}@{step}", step, values_of(config)).to_jsonl(), "utf-8")
+        (aside / CHANGES).write_text(
+            history.forked(f"{source}@{step}", step, values_of(config)).to_jsonl(), "utf-8"
+        )
         (aside / "config.toml").write_text(config_to_toml(config), "utf-8")
         for name in COPIED:
             if (aside / name).exists():
@@ -224,7 +282,10 @@ def copy_run(source: Path, checkpoint: Path, target: Path) -> None:
     except OSError as error:
         why = f"{error.filename or target}: {reason(error, target)}"
         remove_copy(target)
-        raise RunError(f"run_dir = {str(target)!r}: {checkpoint} cannot be copied to it ({why}): free some space there") from None
+        raise RunError(
+            f"run_dir = {str(target)!r}: {checkpoint} cannot be copied to it ({why}): free some "
+            "space there"
+        ) from None
 
 
 def remove_copy(target: Path) -> None:

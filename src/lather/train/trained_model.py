@@ -1,4 +1,5 @@
-"""A trained model, for evaluation and generation: a checkpoint's weights, the tokenizer, the chat template and the stop tokens.
+"""A trained model, for evaluation and generation: a checkpoint's weights, the tokenizer, the chat
+template and the stop tokens.
 
 It also generates the sample text at the end of a run.
 """
@@ -28,7 +29,13 @@ from lather.errors import require
 from lather.generation.prompts import encode_text
 from lather.models.decoder import Decoder
 from lather.models.generate import generate
-from lather.train.companions import SETTINGS_FILE, companion_folders, generation_ends, has_template, manifests
+from lather.train.companions import (
+    SETTINGS_FILE,
+    companion_folders,
+    generation_ends,
+    has_template,
+    manifests,
+)
 from lather.train.own_file import load_own
 
 SAMPLE = "sample.txt"
@@ -47,8 +54,8 @@ class TrainedModel:
 
     @classmethod
     def find(cls, run_at_step: str, step: int = -1) -> TrainedModel:
-        """Find the checkpoint that RUN, RUN@STEP or RUN@best names, or that of `step` if it is not negative. Raises UserError if there is
-        none."""
+        """Find the checkpoint that RUN, RUN@STEP or RUN@best names, or that of `step` if it is not
+        negative. Raises UserError if there is none."""
         run, checkpoint = find_checkpoint(run_at_step, step)
         return cls(run, checkpoint, load_own(run))
 
@@ -57,27 +64,43 @@ class TrainedModel:
         return step_of(self.checkpoint)
 
     def context(self, asked: int, option: str = "--context") -> int:
-        """Return how many tokens the model reads at most: the value `asked` of `option`, or, if that is 0, the length of a training
-        sequence.
+        """Return how many tokens the model reads at most: the value `asked` of `option`, or, if
+        that is 0, the length of a training sequence.
 
         Raises ConfigError if the model has fewer positions.
         """
         require(asked >= 0, option, asked, "at least 0 tokens")
         longest = self.config.model.max_position_embeddings
-        require(asked <= longest, option, asked, f"at most model.max_position_embeddings ({longest})")
+        require(
+            asked <= longest, option, asked, f"at most model.max_position_embeddings ({longest})"
+        )
         return asked or self.config.train.sequence_length
 
     def tokenizer(self) -> Tokenizer:
         """Load the run's tokenizer. Raises DataError if it has none."""
-        return load_tokenizer(self.run / "tokenizer.json", "`lather train` with the run's configuration puts it back")
+        return load_tokenizer(
+            self.run / "tokenizer.json", "`lather train` with the run's configuration puts it back"
+        )
 
     def chat_template(self) -> ChatTemplate:
-        """Return the template that belongs to the tokenizer, else the one that formatted the run's conversations, else ChatML."""
+        """Return the template that belongs to the tokenizer, else the one that formatted the run's
+        conversations, else ChatML."""
         folders = list(companion_folders(self.run, self.config))
-        for folder in (*filter(has_template, folders), *(folder for folder in folders if (folder / SETTINGS_FILE).is_file())):
+        for folder in (
+            *filter(has_template, folders),
+            *(folder for folder in folders if (folder / SETTINGS_FILE).is_file()),
+        ):
             return ChatTemplate.beside(folder / "tokenizer.json")
-        sources = [source for manifest in manifests(self.config) if (source := manifest.made_from.get("chat_template"))]
-        return ChatTemplate(sources[0], {}) if sources else ChatTemplate.beside(self.run / "tokenizer.json")
+        sources = [
+            source
+            for manifest in manifests(self.config)
+            if (source := manifest.made_from.get("chat_template"))
+        ]
+        return (
+            ChatTemplate(sources[0], {})
+            if sources
+            else ChatTemplate.beside(self.run / "tokenizer.json")
+        )
 
     def has_conversations(self) -> bool:
         """Return whether a chat template came with the tokenizer or formatted the run's data."""
@@ -85,15 +108,21 @@ class TrainedModel:
         return made or any(map(has_template, companion_folders(self.run, self.config)))
 
     def stop_tokens(self, tokenizer: Tokenizer) -> frozenset[int]:
-        """Return the tokens that end a text: the run's end of documents, the tokenizer's end, and those of the settings for generation of
-        the model from which the run comes."""
-        names = {self.config.data.end_of_text, self.chat_template().special_tokens.get("eos_token", "")}
+        """Return the tokens that end a text: the run's end of documents, the tokenizer's end, and
+        those of the settings for generation of the model from which the run comes."""
+        names = {
+            self.config.data.end_of_text,
+            self.chat_template().special_tokens.get("eos_token", ""),
+        }
         names |= {manifest.end_of_text for manifest in manifests(self.config)}
         tokens = (tokenizer.token_to_id(name) for name in names if name)
-        return frozenset(token for token in tokens if token is not None) | frozenset(generation_ends(self.run, self.config))
+        return frozenset(token for token in tokens if token is not None) | frozenset(
+            generation_ends(self.run, self.config)
+        )
 
     def decoder(self, device: str | torch.device = "auto") -> Decoder:
-        """Build the model with the checkpoint's weights. Raises CheckpointError if the checkpoint is damaged."""
+        """Build the model with the checkpoint's weights. Raises CheckpointError if the checkpoint
+        is damaged."""
         model = build_model(self.config, pick_device(device) if isinstance(device, str) else device)
         with held_checkpoint(self.run, lambda: self.checkpoint) as checkpoint:
             load_checkpoint(checkpoint, TrainingState.of_model(model))
@@ -101,28 +130,42 @@ class TrainedModel:
 
     def precision(self, device: torch.device) -> AbstractContextManager[Any]:
         """Return an autocast block for bfloat16 if the run was trained with it."""
-        return torch.autocast(device.type, torch.bfloat16, enabled=self.config.train.precision == "bf16")
+        return torch.autocast(
+            device.type, torch.bfloat16, enabled=self.config.train.precision == "bf16"
+        )
 
     def sample(self, held_out: HeldOut | None, device: torch.device) -> str:
-        """Return `log.sample_prompt`, or else the first words of the held-out text, and the model's continuation, which reads the last
-        `train.sequence_length` tokens. Empty if there is no prompt.
+        """Return `log.sample_prompt`, or else the first words of the held-out text, and the model's
+        continuation, which reads the last `train.sequence_length` tokens. Empty if there is no
+        prompt.
 
         Raises DataError if the prompt has no tokens.
         """
         config, tokenizer = self.config, self.tokenizer()
-        prompt = config.log.sample_prompt or ("" if held_out is None else first_words(held_out, tokenizer, config.data.end_of_text))
+        prompt = config.log.sample_prompt or (
+            "" if held_out is None else first_words(held_out, tokenizer, config.data.end_of_text)
+        )
         if not prompt:
             return ""
         tokens = encode_text(tokenizer, prompt)
         decoder, context = self.decoder(device), config.train.sequence_length
         generator, ends = torch.Generator().manual_seed(config.seed), self.stop_tokens(tokenizer)
-        more = generate(decoder, tokens, config.log.sample_tokens, context=context, generator=generator, stop_token=ends)
+        more = generate(
+            decoder,
+            tokens,
+            config.log.sample_tokens,
+            context=context,
+            generator=generator,
+            stop_token=ends,
+        )
         return str(tokenizer.decode([*tokens, *more]))
 
 
 def first_words(held_out: HeldOut, tokenizer: Tokenizer, end_of_text: str) -> str:
     """The beginning of the first document that is not empty."""
     tokens, end = held_out.first_tokens(), tokenizer.token_to_id(end_of_text)
-    document = itertools.takewhile(lambda token: token != end, itertools.dropwhile(lambda token: token == end, tokens))
+    document = itertools.takewhile(
+        lambda token: token != end, itertools.dropwhile(lambda token: token == end, tokens)
+    )
     words = tokenizer.decode(list(itertools.islice(document, PROMPT_TOKENS)))
     return str(words).rstrip("\N{REPLACEMENT CHARACTER}")  # half a letter

@@ -1,7 +1,8 @@
 """`adam_in_basis`: Adam's moments and step direction, in the coordinates of the gradient.
 
-Source: Kingma and Ba, arXiv:1412.6980; its Nesterov form is NAdam's. On CUDA one kernel reads and writes memory once; elsewhere torch's
-operations run one after the other. On a CPU the optimizer passes chunks that stay in the cache, where that costs little.
+Source: Kingma and Ba, arXiv:1412.6980; its Nesterov form is NAdam's. On CUDA one kernel reads and
+writes memory once; elsewhere torch's operations run one after the other. On a CPU the optimizer
+passes chunks that stay in the cache, where that costs little.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ def adam_in_basis(
     correct_bias: bool = True,
     nesterov: bool = False,
 ) -> Float[Tensor, "*dims"]:
-    """Update both moments in place with `g`, and return the step direction u in the shape and dtype of `g`; the caller subtracts lr * u.
+    """Update both moments in place with `g`, and return the step direction u in the shape and dtype
+    of `g`; the caller subtracts lr * u.
 
     Args:
         g: gradient of any shape, which is not changed.
-        exp_avg, exp_avg_sq: first and second moment, in the dtype of `g` or a narrower one; u is computed before they are rounded.
-        step: t, 1 for the first gradient.
+        exp_avg, exp_avg_sq: first and second moment, in the dtype of `g` or a narrower one; u is
+        computed before they are rounded. step: t, 1 for the first gradient.
         betas: decay rates of the first and second moment, each in [0, 1).
         eps: number added to the root of the second moment, or numbers (B,), one for each matrix of
             `g` (B, ...), in its dtype.
@@ -38,11 +40,25 @@ def adam_in_basis(
         nesterov: use Nesterov momentum.
     """
     implementation = reference.adam_in_basis
-    if _has_kernel_for(g) and g.dtype == torch.float32 and exp_avg.is_contiguous() and exp_avg_sq.is_contiguous():
+    if (
+        _has_kernel_for(g)
+        and g.dtype == torch.float32
+        and exp_avg.is_contiguous()
+        and exp_avg_sq.is_contiguous()
+    ):
         from lather.kernels.adam_in_basis import triton
 
         implementation = triton.adam_in_basis
-    return implementation(g, exp_avg, exp_avg_sq, step, betas=betas, eps=eps, correct_bias=correct_bias, nesterov=nesterov)
+    return implementation(
+        g,
+        exp_avg,
+        exp_avg_sq,
+        step,
+        betas=betas,
+        eps=eps,
+        correct_bias=correct_bias,
+        nesterov=nesterov,
+    )
 
 
 def _has_kernel_for(g: Tensor) -> bool:

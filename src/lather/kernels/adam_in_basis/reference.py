@@ -1,10 +1,11 @@
 """Adam's moments and step direction in torch: the specification.
 
-    m = beta1 m + (1 - beta1) g        v = beta2 v + (1 - beta2) g^2        u = (m / c1) / (sqrt(v / c2) + eps)
+    m = beta1 m + (1 - beta1) g        v = beta2 v + (1 - beta2) g^2        u = (m / c1) / (sqrt(v /
+                                       c2) + eps)
 
-with c_i = 1 - beta_i^t, or 1 without bias correction. Nesterov's form replaces m / c1 by beta1 m / c1' + (1 - beta1) g / c1, with c1' of
-step t + 1. Moments in a narrower dtype than g are converted for the computation and rounded once, after u has been computed from them.
-"""
+with c_i = 1 - beta_i^t, or 1 without bias correction. Nesterov's form replaces m / c1 by beta1 m /
+c1' + (1 - beta1) g / c1, with c1' of step t + 1. Moments in a narrower dtype than g are converted
+for the computation and rounded once, after u has been computed from them."""
 
 from __future__ import annotations
 
@@ -14,10 +15,16 @@ import torch
 from torch import Tensor
 
 
-def corrections(step: int, betas: tuple[float, float], *, correct_bias: bool) -> tuple[float, float, float]:
+def corrections(
+    step: int, betas: tuple[float, float], *, correct_bias: bool
+) -> tuple[float, float, float]:
     """Return c1 and c2 of this step, and c1 of the next."""
     beta1, beta2 = betas
-    return (1 - beta1**step, 1 - beta2**step, 1 - beta1 ** (step + 1)) if correct_bias else (1.0, 1.0, 1.0)
+    return (
+        (1 - beta1**step, 1 - beta2**step, 1 - beta1 ** (step + 1))
+        if correct_bias
+        else (1.0, 1.0, 1.0)
+    )
 
 
 def adam_in_basis(
@@ -31,7 +38,8 @@ def adam_in_basis(
     correct_bias: bool,
     nesterov: bool,
 ) -> Tensor:
-    """Change both moments in place and return u, in as few passes over memory as torch's operations allow."""
+    """Change both moments in place and return u, in as few passes over memory as torch's operations
+    allow."""
     beta1, beta2 = betas
     m, v = exp_avg.to(g.dtype), exp_avg_sq.to(g.dtype)
     m.lerp_(g, 1 - beta1)

@@ -1,7 +1,8 @@
-"""Adam's moments and step direction in Triton: the formulas of `reference.py` in one pass, 3 reads and 3 writes per element.
+"""Adam's moments and step direction in Triton: the formulas of `reference.py` in one pass, 3 reads
+and 3 writes per element.
 
-torch's operations make about 18, and memory bandwidth limits both. The computation is in fp32. The moments must be contiguous; a gradient
-that is not contiguous is copied first.
+torch's operations make about 18, and memory bandwidth limits both. The computation is in fp32. The
+moments must be contiguous; a gradient that is not contiguous is copied first.
 """
 
 # ruff: noqa: PLR0913, PLR0917 - kernels cannot take structs

@@ -1,10 +1,12 @@
-"""Copying of token rows into the order of the experts; autograd keeps only the index for the backward pass.
+"""Copying of token rows into the order of the experts; autograd keeps only the index for the
+backward pass.
 
 Letters: N rows of the source, D columns, G picked rows.
 
-`padded_index_gather` returns x[index] in a buffer whose number of rows is rounded up. An index of -1 means "no row": zeros in the forward
-pass, no gradient in the backward pass. Backward adds the gradients of repeated indices in fp32, in the order of the index, without atomics,
-so that every run has the same bits (on CUDA without Triton, torch determines the order).
+`padded_index_gather` returns x[index] in a buffer whose number of rows is rounded up. An index of
+-1 means "no row": zeros in the forward pass, no gradient in the backward pass. Backward adds the
+gradients of repeated indices in fp32, in the order of the index, without atomics, so that every run
+has the same bits (on CUDA without Triton, torch determines the order).
 """
 
 from __future__ import annotations
@@ -22,27 +24,35 @@ from lather.shapes import Float, Int
 
 
 @torch.no_grad()
-def gather_rows(x: Float[Tensor, "n d"], index: Int[Tensor, " g"], num_rows: int | None = None) -> Float[Tensor, "r d"]:
-    """Return x[index] in the first G of `num_rows` rows (None: G); the others, and rows with index -1, are zero. Without autograd or
-    checks."""
+def gather_rows(
+    x: Float[Tensor, "n d"], index: Int[Tensor, " g"], num_rows: int | None = None
+) -> Float[Tensor, "r d"]:
+    """Return x[index] in the first G of `num_rows` rows (None: G); the others, and rows with index
+    -1, are zero. Without autograd or checks."""
     return run(reference.gather_rows, x, index, num_rows)
 
 
 @torch.no_grad()
-def add_rows(grad: Float[Tensor, "g d"], index: Int[Tensor, " g"], num_rows: int) -> Float[Tensor, "n d"]:
-    """Return the adjoint of gathering from `num_rows` rows: row n is the sum of the rows of `grad` with index n; -1 is dropped.
+def add_rows(
+    grad: Float[Tensor, "g d"], index: Int[Tensor, " g"], num_rows: int
+) -> Float[Tensor, "n d"]:
+    """Return the adjoint of gathering from `num_rows` rows: row n is the sum of the rows of `grad`
+    with index n; -1 is dropped.
 
-    Sums are computed in fp32 (fp64 for fp64), in the order of `index`, and rounded once to the dtype of `grad`, without autograd or checks.
-    If every source row was picked at most K times and these rows are known, `combine.combine_forward` does the same without sorting.
-    """
+    Sums are computed in fp32 (fp64 for fp64), in the order of `index`, and rounded once to the
+    dtype of `grad`, without autograd or checks. If every source row was picked at most K times and
+    these rows are known, `combine.combine_forward` does the same without sorting."""
     return run(reference.add_rows, grad, index, num_rows)
 
 
-def padded_index_gather(x: Float[Tensor, "n d"], index: Int[Tensor, " g"], pad_to_multiple: int = 1024) -> Float[Tensor, "g d"]:
-    """Return x[index] as a view of a buffer whose number of rows is rounded up to a multiple of `pad_to_multiple`; its other rows are zero.
+def padded_index_gather(
+    x: Float[Tensor, "n d"], index: Int[Tensor, " g"], pad_to_multiple: int = 1024
+) -> Float[Tensor, "g d"]:
+    """Return x[index] as a view of a buffer whose number of rows is rounded up to a multiple of
+    `pad_to_multiple`; its other rows are zero.
 
-    `index` is int64, from 0 to N - 1, or -1 for a row of zeros. Autograd keeps only the index; the result can be differentiated once.
-    Errors: see `validate`.
+    `index` is int64, from 0 to N - 1, or -1 for a row of zeros. Autograd keeps only the index; the
+    result can be differentiated once. Errors: see `validate`.
     """
     validate(x, index, pad_to_multiple)
     check_range(index, -1, len(x), "index")
@@ -50,13 +60,17 @@ def padded_index_gather(x: Float[Tensor, "n d"], index: Int[Tensor, " g"], pad_t
 
 
 def validate(x: Tensor, index: Tensor, pad_to_multiple: int) -> None:
-    """Raise ValueError for a wrong shape, device or multiple, and TypeError for a wrong dtype; `route.check_range` checks the range."""
+    """Raise ValueError for a wrong shape, device or multiple, and TypeError for a wrong dtype;
+    `route.check_range` checks the range."""
     if not x.is_floating_point():
         raise TypeError(f"x is {x.dtype}: has to be floating point")
     if index.dtype != torch.int64:
         raise TypeError(f"index is {index.dtype}: has to be torch.int64")
     if x.dim() != 2 or index.dim() != 1:
-        raise ValueError(f"x has shape {tuple(x.shape)}, index {tuple(index.shape)}: have to be (rows, columns) and (picked rows,)")
+        raise ValueError(
+            f"x has shape {tuple(x.shape)}, index {tuple(index.shape)}: have to be (rows, columns) "
+            "and (picked rows,)"
+        )
     if x.device != index.device:
         raise ValueError(f"x is on {x.device}, index on {index.device}: have to be on one device")
     if pad_to_multiple < 1:
@@ -69,7 +83,9 @@ class _Gather(torch.autograd.Function):
         ctx.save_for_backward(index)
         ctx.num_source_rows = len(x)
         buffer = gather_rows(x, index, num_rows)
-        return buffer.resize_(len(index), x.shape[1])  # the storage stays; callers could not write to a slice in place
+        return buffer.resize_(
+            len(index), x.shape[1]
+        )  # the storage stays; callers could not write to a slice in place
 
     @staticmethod
     @once_differentiable

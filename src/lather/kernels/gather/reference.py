@@ -1,7 +1,8 @@
-"""Gathering of rows by an index, and its adjoint: the specification of triton.py, and the implementation for CPUs.
+"""Gathering of rows by an index, and its adjoint: the specification of triton.py, and the
+implementation for CPUs.
 
-Letters: N rows of the source, D columns, G picked rows. An index of -1 picks a row of zeros and drops that row's gradient.
-"""
+Letters: N rows of the source, D columns, G picked rows. An index of -1 picks a row of zeros and
+drops that row's gradient."""
 
 from __future__ import annotations
 
@@ -27,10 +28,12 @@ def gather_rows(x_ND: Tensor, index_G: Tensor, num_rows: int | None = None) -> T
 
 
 def add_rows(grad_GD: Tensor, index_G: Tensor, num_rows: int) -> Tensor:
-    """Return the adjoint: row n is the sum of the rows with index n, added in order, in fp32 (fp64 for fp64), and rounded once."""
+    """Return the adjoint: row n is the sum of the rows with index n, added in order, in fp32 (fp64
+    for fp64), and rounded once."""
     if len(grad_GD) == 0:
         return grad_GD.new_zeros(num_rows, grad_GD.shape[1])
     order = index_G.argsort(stable=True)
     start_N = torch.searchsorted(index_G[order], torch.arange(-1, num_rows, device=index_G.device))
-    # The first bag has the dropped rows, then there is one per source row. Bags are several times faster than index_add_ or a loop.
+    # The first bag has the dropped rows, then there is one per source row. Bags are several times
+    # faster than index_add_ or a loop.
     return F.embedding_bag(order, grad_GD.contiguous(), start_N, mode="sum")[1:]

@@ -1,9 +1,11 @@
-"""Gathering of rows on CUDA: each program copies a tile of rows and columns; the adjoint uses no atomics.
+"""Gathering of rows on CUDA: each program copies a tile of rows and columns; the adjoint uses no
+atomics.
 
-The adjoint sorts the index (torch's radix sort), so that rows with the same source row form a run. One program per source row adds its run
-in registers and writes the sum once, which is deterministic and needs no fp32 buffer. The longest run determines the time, because one
-program computes the whole sum for a source row. Letters: N rows of the source, D columns, G picked rows; a tile is ROWS x BLOCK.
-"""
+The adjoint sorts the index (torch's radix sort), so that rows with the same source row form a run.
+One program per source row adds its run in registers and writes the sum once, which is deterministic
+and needs no fp32 buffer. The longest run determines the time, because one program computes the
+whole sum for a source row. Letters: N rows of the source, D columns, G picked rows; a tile is ROWS
+x BLOCK."""
 
 from __future__ import annotations
 
@@ -34,25 +36,52 @@ def add_rows(grad_GD: Tensor, index_G: Tensor, num_rows: int) -> Tensor:
     out = grad_GD.new_empty(num_rows, grad_GD.shape[1])
     block = tile(out.shape[1], TILE)["BLOCK"]
     grid = (num_rows, triton.cdiv(out.shape[1], block))
-    launch(_add_kernel, grid, grad_GD, order, start_N, out, out.shape[1], WIDE=wide(out), BLOCK=block)
+    launch(
+        _add_kernel, grid, grad_GD, order, start_N, out, out.shape[1], WIDE=wide(out), BLOCK=block
+    )
     return out
 
 
 @triton.jit
-def _gather_kernel(x_ptr, index_ptr, out_ptr, num_picked, num_rows, num_columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _gather_kernel(
+    x_ptr,
+    index_ptr,
+    out_ptr,
+    num_picked,
+    num_rows,
+    num_columns,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     source = tl.load(index_ptr + row, mask=row < num_picked, other=-1).to(tl.int64)[:, None]
-    values = tl.load(x_ptr + source * num_columns + column, mask=(source >= 0) & (column < num_columns), other=0.0)
-    tl.store(out_ptr + row[:, None] * num_columns + column, values, mask=(row[:, None] < num_rows) & (column < num_columns))
+    values = tl.load(
+        x_ptr + source * num_columns + column,
+        mask=(source >= 0) & (column < num_columns),
+        other=0.0,
+    )
+    tl.store(
+        out_ptr + row[:, None] * num_columns + column,
+        values,
+        mask=(row[:, None] < num_rows) & (column < num_columns),
+    )
 
 
 @triton.jit
-def _add_kernel(grad_ptr, order_ptr, start_ptr, out_ptr, num_columns, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+def _add_kernel(
+    grad_ptr, order_ptr, start_ptr, out_ptr, num_columns, WIDE: tl.constexpr, BLOCK: tl.constexpr
+):
     source = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), dtype=WIDE)
     for place in range(tl.load(start_ptr + source), tl.load(start_ptr + source + 1)):
         row = tl.load(order_ptr + place)
-        total += tl.load(grad_ptr + row * num_columns + column, mask=column < num_columns, other=0.0).to(WIDE)
-    tl.store(out_ptr + source * num_columns + column, total.to(out_ptr.dtype.element_ty), mask=column < num_columns)
+        total += tl.load(
+            grad_ptr + row * num_columns + column, mask=column < num_columns, other=0.0
+        ).to(WIDE)
+    tl.store(
+        out_ptr + source * num_columns + column,
+        total.to(out_ptr.dtype.element_ty),
+        mask=column < num_columns,
+    )

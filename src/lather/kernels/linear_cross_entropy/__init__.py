@@ -1,22 +1,28 @@
-"""`linear_cross_entropy`: the cross entropy of the logits `x @ weight^T`, without storing them (0.8 GB in bf16 for 4096 tokens and a
-vocabulary of 102400).
+"""`linear_cross_entropy`: the cross entropy of the logits `x @ weight^T`, without storing them (0.8
+GB in bf16 for 4096 tokens and a vocabulary of 102400).
 
-    loss = 1 / normalizer * sum over tokens with a label of (Z - logits[label] + z_loss Z^2),   Z = logsumexp(logits)
+    loss = 1 / normalizer * sum over tokens with a label of (Z - logits[label] + z_loss Z^2),   Z =
+        logsumexp(logits)
 
 Letters: T tokens, D hidden size, V vocabulary; a tile is N tokens by C columns of the vocabulary.
 
-Forward processes the tiles with a running maximum and sum of exponentials (online softmax) and keeps Z of each token besides its inputs.
-Backward computes each tile again, overwrites it with its gradient and multiplies that twice. Columns are the outer loop: dW of a column is
-summed in fp32 over all tokens and written once; dx is summed in fp32 over all columns, directly in the output if that is fp32.
+Forward processes the tiles with a running maximum and sum of exponentials (online softmax) and
+keeps Z of each token besides its inputs. Backward computes each tile again, overwrites it with its
+gradient and multiplies that twice. Columns are the outer loop: dW of a column is summed in fp32
+over all tokens and written once; dx is summed in fp32 over all columns, directly in the output if
+that is fp32.
 
-Cost: four products of T V D flops instead of the three with stored logits (a third more arithmetic), and one fp32 copy of a bf16 dx. With
-chunks of tokens times the whole vocabulary, forward could compute both gradients and save the fourth product, but an fp32 copy of dW would
-again take 0.8 GB here.
+Cost: four products of T V D flops instead of the three with stored logits (a third more
+arithmetic), and one fp32 copy of a bf16 dx. With chunks of tokens times the whole vocabulary,
+forward could compute both gradients and save the fourth product, but an fp32 copy of dW would again
+take 0.8 GB here.
 
-dW is computed together with dx, even if a pipeline defers other weight gradients: later it would need each tile again, a fifth product.
+dW is computed together with dx, even if a pipeline defers other weight gradients: later it would
+need each tile again, a fifth product.
 
-Logits are always fp32: on CUDA the products take bf16 and return fp32; a CPU has no such product, so tiles of the inputs are converted to
-fp32. On CUDA the gradient of a tile is rounded to bf16 for the products, as in plain autograd.
+Logits are always fp32: on CUDA the products take bf16 and return fp32; a CPU has no such product,
+so tiles of the inputs are converted to fp32. On CUDA the gradient of a tile is rounded to bf16 for
+the products, as in plain autograd.
 """
 
 from __future__ import annotations
@@ -37,15 +43,18 @@ from lather.kernels.linear_cross_entropy import reference
 from lather.shapes import Float, Int
 
 GPU_TILE_TOKENS, GPU_TILE_ELEMENTS = 8192, 2**24
-"""Largest number of tokens, and of elements, of a tile on a GPU: 64 MiB of fp32 logits and half of that for their bf16 gradient. 8,192
-tokens and a vocabulary of 102,400 make 50 tiles and about 500 launches in forward and backward; with tiles of an eighth of the size, which
-need 100 MB less, there are 6,000."""
+"""Largest number of tokens, and of elements, of a tile on a GPU: 64 MiB of fp32 logits and half of
+that for their bf16 gradient. 8,192 tokens and a vocabulary of 102,400 make 50 tiles and about 500
+launches in forward and backward; with tiles of an eighth of the size, which need 100 MB less, there
+are 6,000."""
 
 CPU_TILE = (512, 512)
-"""Tokens and columns of a tile on a CPU: 1 MiB in fp32, which stays in the cache between the products and the elementwise work."""
+"""Tokens and columns of a tile on a CPU: 1 MiB in fp32, which stays in the cache between the
+products and the elementwise work."""
 
 SUM_ELEMENTS = 2**24
-"""Largest size, in elements, of a product that is stored before it is added to a sum, if one call cannot do both: 64 MiB in fp32."""
+"""Largest size, in elements, of a product that is stored before it is added to a sum, if one call
+cannot do both: 64 MiB in fp32."""
 
 
 def linear_cross_entropy(
@@ -58,48 +67,70 @@ def linear_cross_entropy(
     normalizer: float | Tensor = 1.0,
     tile: tuple[int, int] | None = None,
 ) -> Float[Tensor, ""]:
-    """Return the cross entropy in nats of the logits `x @ weight^T`, summed over tokens and divided by `normalizer`.
+    """Return the cross entropy in nats of the logits `x @ weight^T`, summed over tokens and divided
+    by `normalizer`.
 
     Args:
-        x: (..., D). Under autocast, `x` and `weight` are converted to its dtype, tile by tile, as in `F.linear`; gradients have their
-        dtypes. weight: (V, D), in the dtype of `x` outside autocast. No gradient is computed for a frozen `weight` or `x`. labels: (...),
-        integers in [0, V), or `ignore_index` for tokens that do not count. z_loss: coefficient of the squared logsumexp. normalizer: > 0,
-        the number of labels in all micro-batches on all ranks; the host does not wait for a tensor on the device. tile: (tokens, columns)
-        of a tile of logits; None: a size that suits the device.
+        x: (..., D). Under autocast, `x` and `weight` are converted to its dtype, tile by tile, as
+            in `F.linear`; gradients have their
+        dtypes. weight: (V, D), in the dtype of `x` outside autocast. No gradient is computed for a
+        frozen `weight` or `x`. labels: (...), integers in [0, V), or `ignore_index` for tokens that
+        do not count. z_loss: coefficient of the squared logsumexp. normalizer: > 0, the number of
+        labels in all micro-batches on all ranks; the host does not wait for a tensor on the device.
+        tile: (tokens, columns) of a tile of logits; None: a size that suits the device.
 
     Returns:
         The loss, a scalar in fp32 (fp64 for fp64).
 
     Raises:
-        TypeError, ValueError: for dtypes, shapes or devices that do not match, a label out of range (on CUDA that is a device-side assert),
-            or a normalizer that is not > 0.
+        TypeError, ValueError: for dtypes, shapes or devices that do not match, a label out of range
+            (on CUDA that is a device-side assert), or a normalizer that is not > 0.
     """
     check_inputs(x, labels, normalizer, "x")
     dtype = _check_weight(x, weight)
     if tile is not None and min(tile) < 1:
-        raise ValueError(f"tile={tile} is not valid: give two numbers >= 1, tokens and columns of the vocabulary")
+        raise ValueError(
+            f"tile={tile} is not valid: give two numbers >= 1, tokens and columns of the vocabulary"
+        )
     labels_T = flat_labels(labels, len(weight), ignore_index)
-    plan = _ProductPlan(dtype, is_gpu(x), tile or (gpu_tile(labels_T.numel()) if is_gpu(x) else CPU_TILE), z_loss, normalizer)
+    plan = _ProductPlan(
+        dtype,
+        is_gpu(x),
+        tile or (gpu_tile(labels_T.numel()) if is_gpu(x) else CPU_TILE),
+        z_loss,
+        normalizer,
+    )
     return _LinearCrossEntropy.apply(x, weight, labels_T, plan)  # type: ignore[no-untyped-call]
 
 
 def gpu_tile(num_tokens: int) -> tuple[int, int]:
-    """Return tokens and columns of a tile on a GPU. They depend on the number of tokens alone, so that bits do not depend on free
-    memory."""
+    """Return tokens and columns of a tile on a GPU. They depend on the number of tokens alone, so
+    that bits do not depend on free memory."""
     rows = min(GPU_TILE_TOKENS, max(1, num_tokens))
     return rows, GPU_TILE_ELEMENTS // rows
 
 
 def _check_weight(x: Tensor, weight: Tensor) -> torch.dtype:
-    """Return the dtype of the operands of the product. Raises ValueError or TypeError for operands that do not match."""
+    """Return the dtype of the operands of the product. Raises ValueError or TypeError for operands
+    that do not match."""
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
-        raise ValueError(f"weight has shape {tuple(weight.shape)}, but x has {tuple(x.shape)}: give (vocabulary, {x.shape[-1]})")
+        raise ValueError(
+            f"weight has shape {tuple(weight.shape)}, but x has {tuple(x.shape)}: give "
+            f"(vocabulary, {x.shape[-1]})"
+        )
     if weight.device != x.device:
         raise ValueError(f"weight is on {weight.device}, but x is on {x.device}: move it there")
-    if not x.is_meta and torch.is_autocast_enabled(x.device.type) and torch.float64 not in (x.dtype, weight.dtype):
+    if (
+        not x.is_meta
+        and torch.is_autocast_enabled(x.device.type)
+        and torch.float64 not in (x.dtype, weight.dtype)
+    ):
         return torch.get_autocast_dtype(x.device.type)
     if weight.dtype != x.dtype:
-        raise TypeError(f"weight has dtype {weight.dtype}, but x has {x.dtype}: convert one, or use torch.autocast")
+        raise TypeError(
+            f"weight has dtype {weight.dtype}, but x has {x.dtype}: convert one, or use "
+            "torch.autocast"
+        )
     return x.dtype
 
 
@@ -110,7 +141,8 @@ class _ProductPlan:
     dtype: torch.dtype
     """dtype to which `x` and `weight` are converted."""
     mixed: bool
-    """Whether products of bf16 or fp16 tensors can return fp32 on the device (`torch.mm(..., out_dtype=torch.float32)`)."""
+    """Whether products of bf16 or fp16 tensors can return fp32 on the device (`torch.mm(...,
+    out_dtype=torch.float32)`)."""
     tile: tuple[int, int]
     z_loss: float
     normalizer: float | Tensor
@@ -133,8 +165,8 @@ class _ProductPlan:
         return torch.mm(a, b) if a.dtype == self.wide else torch.mm(a, b, out_dtype=self.wide)
 
     def add_product_(self, total: Tensor, a: Tensor, b: Tensor) -> None:
-        """Add a b to `total`. With `out_dtype` not every supported torch can add to an fp32 sum in one call: pieces of rows are added
-        then."""
+        """Add a b to `total`. With `out_dtype` not every supported torch can add to an fp32 sum in
+        one call: pieces of rows are added then."""
         if a.dtype == self.wide:
             total.addmm_(a, b)
             return
@@ -143,7 +175,8 @@ class _ProductPlan:
             piece.add_(self.product(rows, b))
 
     def parts(self, x: Tensor, num_rows: int) -> Iterator[tuple[slice, Tensor]]:
-        """Yield so many rows of `x` after the other, each time their places and the rows as operands of products."""
+        """Yield so many rows of `x` after the other, each time their places and the rows as
+        operands of products."""
         for first in range(0, len(x), num_rows):
             rows = slice(first, first + num_rows)
             yield rows, x[rows].to(self.dtype).to(self.operands)
@@ -151,12 +184,18 @@ class _ProductPlan:
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_VD: Tensor, labels_T: Tensor, plan: _ProductPlan) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight_VD: Tensor, labels_T: Tensor, plan: _ProductPlan
+    ) -> Tensor:
         with no_autocast(x):
-            logsumexp_T, label_logit_T = _logsumexp(plan.rounded(x, labels_T), weight_VD, labels_T, plan)
+            logsumexp_T, label_logit_T = _logsumexp(
+                plan.rounded(x, labels_T), weight_VD, labels_T, plan
+            )
             ctx.save_for_backward(x, weight_VD, labels_T, logsumexp_T)
             ctx.plan = plan
-            return divided(losses(logsumexp_T, label_logit_T, labels_T, plan.z_loss).sum(), plan.normalizer)
+            return divided(
+                losses(logsumexp_T, label_logit_T, labels_T, plan.z_loss).sum(), plan.normalizer
+            )
 
     @staticmethod
     @once_differentiable
@@ -166,35 +205,59 @@ class _LinearCrossEntropy(torch.autograd.Function):
             scale_T = torch.where(labels_T >= 0, divided(grad, ctx.plan.normalizer), 0)
             x_TD = ctx.plan.rounded(x, labels_T)
             needed = (ctx.needs_input_grad[0], ctx.needs_input_grad[1])
-            dx_TD, dw_VD = _gradients(x_TD, weight_VD, labels_T, logsumexp_T, scale_T, ctx.plan, needed)
+            dx_TD, dw_VD = _gradients(
+                x_TD, weight_VD, labels_T, logsumexp_T, scale_T, ctx.plan, needed
+            )
             return None if dx_TD is None else dx_TD.to(x.dtype).view(x.shape), dw_VD, None, None
 
 
-def _logsumexp(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, plan: _ProductPlan) -> tuple[Tensor, Tensor]:
+def _logsumexp(
+    x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, plan: _ProductPlan
+) -> tuple[Tensor, Tensor]:
     """Return the logsumexp of each token's logits, and the logit of its label."""
     max_T = torch.full_like(labels_T, -torch.inf, dtype=plan.wide)
     sum_T, label_logit_T = torch.zeros_like(max_T), torch.zeros_like(max_T)
-    update_logsumexp_ = fastest(reference.update_logsumexp_, x_TD, in_reference=plan.wide == torch.float64)
+    update_logsumexp_ = fastest(
+        reference.update_logsumexp_, x_TD, in_reference=plan.wide == torch.float64
+    )
     for columns, weight_CD in plan.parts(weight_VD, plan.tile[1]):
         for rows, x_ND in plan.parts(x_TD, plan.tile[0]):
             logits_NC = plan.product(x_ND, weight_CD.T)
-            update_logsumexp_(max_T[rows], sum_T[rows], label_logit_T[rows], logits_NC, labels_T[rows], columns.start)
+            update_logsumexp_(
+                max_T[rows],
+                sum_T[rows],
+                label_logit_T[rows],
+                logits_NC,
+                labels_T[rows],
+                columns.start,
+            )
     return max_T + sum_T.log(), label_logit_T
 
 
 def _gradients(
-    x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, logsumexp_T: Tensor, scale_T: Tensor, plan: _ProductPlan, needed: tuple[bool, bool]
+    x_TD: Tensor,
+    weight_VD: Tensor,
+    labels_T: Tensor,
+    logsumexp_T: Tensor,
+    scale_T: Tensor,
+    plan: _ProductPlan,
+    needed: tuple[bool, bool],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of `x_TD`, in fp32 or wider, and of `weight_VD`, in its dtype; None if not needed."""
+    """Return the gradients of `x_TD`, in fp32 or wider, and of `weight_VD`, in its dtype; None if
+    not needed."""
     dx_TD = torch.zeros_like(x_TD, dtype=plan.wide) if needed[0] else None
     dw_VD = torch.zeros_like(weight_VD) if needed[1] else None
-    softmax_gradient = fastest(reference.softmax_gradient, x_TD, in_reference=plan.wide == torch.float64)
+    softmax_gradient = fastest(
+        reference.softmax_gradient, x_TD, in_reference=plan.wide == torch.float64
+    )
     for columns, weight_CD in plan.parts(weight_VD, plan.tile[1]):
         dw_CD = None if dw_VD is None else _sum_for(dw_VD[columns], plan.wide)
         for rows, x_ND in plan.parts(x_TD, plan.tile[0]):
             logits_NC = plan.product(x_ND, weight_CD.T)
             tile = labels_T[rows], columns.start, logsumexp_T[rows], scale_T[rows]
-            gradient_NC = softmax_gradient(logits_NC, *tile, z_loss=plan.z_loss, dtype=plan.operands)
+            gradient_NC = softmax_gradient(
+                logits_NC, *tile, z_loss=plan.z_loss, dtype=plan.operands
+            )
             del logits_NC  # free its memory for the products below
             if dw_CD is not None:
                 plan.add_product_(dw_CD, gradient_NC.T, x_ND)
@@ -206,5 +269,6 @@ def _gradients(
 
 
 def _sum_for(out_CD: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a tensor of zeros with this dtype for the sum: `out_CD` itself, which is zero, if it has the dtype."""
+    """Return a tensor of zeros with this dtype for the sum: `out_CD` itself, which is zero, if it
+    has the dtype."""
     return out_CD if out_CD.dtype == dtype else torch.zeros_like(out_CD, dtype=dtype)

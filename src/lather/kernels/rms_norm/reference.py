@@ -19,7 +19,9 @@ def forward(x: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return weight_D * (wide * inverse_rms).to(x.dtype), inverse_rms
 
 
-def backward(grad: Tensor, x: Tensor, weight_D: Tensor, inverse_rms: Tensor) -> tuple[Tensor, Tensor]:
+def backward(
+    grad: Tensor, x: Tensor, weight_D: Tensor, inverse_rms: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return dx in the dtype of x, and dw in that of the weight."""
     normed = x * inverse_rms
     grad_weight_D = (grad * normed).flatten(0, -2).sum(0)

@@ -1,9 +1,12 @@
-"""Rotary position embedding: the rotation of each pair of a head's coordinates by the angle of its position.
+"""Rotary position embedding: the rotation of each pair of a head's coordinates by the angle of its
+position.
 
-Source: RoPE (Su et al., arXiv:2104.09864). Letters: B sequences, S positions, H heads, R rotary width of a head, P = R / 2 pairs.
+Source: RoPE (Su et al., arXiv:2104.09864). Letters: B sequences, S positions, H heads, R rotary
+width of a head, P = R / 2 pairs.
 
-Autograd keeps only the tables of cosines and sines: backward rotates the gradient by the negative angles. On a GPU, forward and backward
-are one kernel each, which can read the heads as a slice of a wider tensor.
+Autograd keeps only the tables of cosines and sines: backward rotates the gradient by the negative
+angles. On a GPU, forward and backward are one kernel each, which can read the heads as a slice of a
+wider tensor.
 """
 
 from __future__ import annotations
@@ -21,14 +24,20 @@ from lather.shapes import Float
 
 
 def rotate(
-    x_BSHR: Float[Tensor, "b s h r"], cos_BSP: Float[Tensor, "#b s p"], sin_BSP: Float[Tensor, "#b s p"], *, halves: bool
+    x_BSHR: Float[Tensor, "b s h r"],
+    cos_BSP: Float[Tensor, "#b s p"],
+    sin_BSP: Float[Tensor, "#b s p"],
+    *,
+    halves: bool,
 ) -> Float[Tensor, "b s h r"]:
-    """Rotate each pair of coordinates of a head by the angle of its position. The result has the dtype of x; the computation is in the
-    dtype of the tables or a wider one.
+    """Rotate each pair of coordinates of a head by the angle of its position. The result has the
+    dtype of x; the computation is in the dtype of the tables or a wider one.
 
     It can be differentiated once, for x. Raises ValueError for shapes that do not match.
     """
-    if torch.compiler.is_compiling():  # the compiler fuses the reference with the operations around it
+    if (
+        torch.compiler.is_compiling()
+    ):  # the compiler fuses the reference with the operations around it
         return reference.turn(x_BSHR, cos_BSP, sin_BSP, halves=halves)
     validate(x_BSHR, cos_BSP, sin_BSP)
     return _Turn.apply(x_BSHR, cos_BSP, sin_BSP, halves)  # type: ignore[no-untyped-call]
@@ -50,14 +59,22 @@ class _Turn(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_BSHR: Tensor) -> tuple[Tensor, None, None, None]:
-        return run(reference.turn, grad_BSHR, *ctx.saved_tensors, halves=ctx.halves, back=True), None, None, None
+        return (
+            run(reference.turn, grad_BSHR, *ctx.saved_tensors, halves=ctx.halves, back=True),
+            None,
+            None,
+            None,
+        )
 
 
 def validate(x_BSHR: Tensor, cos_BSP: Tensor, sin_BSP: Tensor) -> None:
     """Raise ValueError for shapes that do not match."""
     fits = x_BSHR.dim() == 4 and cos_BSP.shape == sin_BSP.shape and x_BSHR.shape[-1] % 2 == 0
-    if not fits or cos_BSP.shape not in {(batch, x_BSHR.shape[1], x_BSHR.shape[3] // 2) for batch in (1, len(x_BSHR))}:
+    if not fits or cos_BSP.shape not in {
+        (batch, x_BSHR.shape[1], x_BSHR.shape[3] // 2) for batch in (1, len(x_BSHR))
+    }:
         raise ValueError(
-            f"x has shape {tuple(x_BSHR.shape)} with tables {tuple(cos_BSP.shape)} and {tuple(sin_BSP.shape)}: x has to be (B, S, H, 2 P) "
+            f"x has shape {tuple(x_BSHR.shape)} with tables {tuple(cos_BSP.shape)} and "
+            f"{tuple(sin_BSP.shape)}: x has to be (B, S, H, 2 P) "
             "and both tables (B or 1, S, P)"
         )

@@ -1,7 +1,9 @@
-"""The rotation of rotary position embedding on CUDA: a program processes a few heads, each of which is read and written once.
+"""The rotation of rotary position embedding on CUDA: a program processes a few heads, each of which
+is read and written once.
 
-Letters: B sequences, S positions, H heads, P pairs; rows are the heads of all positions, a tile is ROWS x P. Adjacent pairs are read as one
-run of 2 P columns and split in registers, so that both layouts load and store whole cache lines.
+Letters: B sequences, S positions, H heads, P pairs; rows are the heads of all positions, a tile is
+ROWS x P. Adjacent pairs are read as one run of 2 P columns and split in registers, so that both
+layouts load and store whole cache lines.
 """
 
 # ruff: noqa: PLR0913, PLR0917 - kernels cannot take structs
@@ -19,16 +21,33 @@ TILE = 2048
 """Pairs in one tile."""
 
 
-def turn(x_BSHR: Tensor, cos_BSP: Tensor, sin_BSP: Tensor, *, halves: bool, back: bool = False) -> Tensor:
+def turn(
+    x_BSHR: Tensor, cos_BSP: Tensor, sin_BSP: Tensor, *, halves: bool, back: bool = False
+) -> Tensor:
     x_BSHR = x_BSHR if x_BSHR.stride(-1) == 1 else x_BSHR.contiguous()
     y_BSHR = torch.empty(x_BSHR.shape, dtype=x_BSHR.dtype, device=x_BSHR.device)
     num_batch, num_positions, num_heads, width = x_BSHR.shape
     num_rows = num_batch * num_positions * num_heads
-    options = {"PAIRS": width // 2, "SHARED": len(cos_BSP) == 1, "HALVES": halves, "BACK": back, "WIDE": wide(x_BSHR, cos_BSP)}
+    options = {
+        "PAIRS": width // 2,
+        "SHARED": len(cos_BSP) == 1,
+        "HALVES": halves,
+        "BACK": back,
+        "WIDE": wide(x_BSHR, cos_BSP),
+    }
     options |= tile(width // 2, TILE, whole_rows=True)
     tensors = (x_BSHR, cos_BSP.contiguous(), sin_BSP.contiguous(), y_BSHR)
     grid = (triton.cdiv(num_rows, options["ROWS"]),)
-    launch(_turn_kernel, grid, *tensors, num_rows, num_positions, num_heads, *x_BSHR.stride()[:3], **options)
+    launch(
+        _turn_kernel,
+        grid,
+        *tensors,
+        num_rows,
+        num_positions,
+        num_heads,
+        *x_BSHR.stride()[:3],
+        **options,
+    )
     return y_BSHR
 
 
@@ -52,7 +71,9 @@ def _turn_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # 32-bit divisions: there are fewer than 2^31 heads
+    row = tl.program_id(0) * ROWS + tl.arange(
+        0, ROWS
+    )  # 32-bit divisions: there are fewer than 2^31 heads
     token, head = row // num_heads, row % num_heads
     batch, position = token // num_positions, token % num_positions
     pair = tl.arange(0, BLOCK)[None, :]
@@ -62,7 +83,11 @@ def _turn_kernel(
     sin = tl.load(sin_ptr + of_token, mask=inside, other=0.0).to(WIDE)
     if BACK:
         sin = -sin
-    begin = batch.to(tl.int64) * batch_stride + position.to(tl.int64) * position_stride + head.to(tl.int64) * head_stride
+    begin = (
+        batch.to(tl.int64) * batch_stride
+        + position.to(tl.int64) * position_stride
+        + head.to(tl.int64) * head_stride
+    )
     from_ptr = x_ptr + begin[:, None]
     to_ptr = y_ptr + row.to(tl.int64)[:, None] * (2 * PAIRS)
     if HALVES:

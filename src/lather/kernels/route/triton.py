@@ -1,12 +1,17 @@
-"""Routing indices on CUDA: a stable counting sort in four kernels, without atomics; the host does not wait for the device.
+"""Routing indices on CUDA: a stable counting sort in four kernels, without atomics; the host does
+not wait for the device.
 
 1. histogram   each block of BLOCK_N pairs counts its pairs per expert: count_EP (P blocks)
-2. scan        one program per expert turns its P counts into "pairs of this expert in earlier blocks", and their sum into count_E
-3. ends        one program rounds the counts up to the alignment and computes their cumulative sums: start_E, end_E
-4. scatter     each block computes start + earlier blocks + rank within the block for its pairs, and writes the two permutations
+2. scan        one program per expert turns its P counts into "pairs of this expert in earlier
+   blocks", and their sum into count_E
+3. ends        one program rounds the counts up to the alignment and computes their cumulative sums:
+   start_E, end_E
+4. scatter     each block computes start + earlier blocks + rank within the block for its pairs, and
+   writes the two permutations
 
-The rank of a pair within its block is the number of earlier pairs with the same expert: BLOCK_N^2 comparisons, which are less work than a
-sort at this size and keep (token, slot) order. Letters: N = T * K pairs, E experts, P blocks of pairs.
+The rank of a pair within its block is the number of earlier pairs with the same expert: BLOCK_N^2
+comparisons, which are less work than a sort at this size and keep (token, slot) order. Letters: N =
+T * K pairs, E experts, P blocks of pairs.
 """
 
 # ruff: noqa: PLR0913, PLR0917 - kernels cannot take structs
@@ -26,37 +31,84 @@ BLOCK_E = 64
 BLOCK_P = 1024
 
 
-def plan_route(experts_TK: Tensor, num_experts: int, alignment: int, num_pairs: int | None = None) -> tuple[Tensor, ...]:
+def plan_route(
+    experts_TK: Tensor, num_experts: int, alignment: int, num_pairs: int | None = None
+) -> tuple[Tensor, ...]:
     experts_TK = experts_TK.contiguous()
     token_G = experts_TK.new_full((rows_for(experts_TK, num_experts, alignment, num_pairs),), -1)
     num_pairs, num_slots = experts_TK.numel(), experts_TK.shape[1]
     num_blocks = triton.cdiv(num_pairs, BLOCK_N)
     row_TK = torch.empty_like(experts_TK)
     count_E = experts_TK.new_empty(num_experts)
-    start_E, end_E = torch.empty_like(count_E, dtype=torch.int32), torch.empty_like(count_E, dtype=torch.int32)
+    start_E, end_E = (
+        torch.empty_like(count_E, dtype=torch.int32),
+        torch.empty_like(count_E, dtype=torch.int32),
+    )
     count_EP = experts_TK.new_empty((num_experts, num_blocks), dtype=torch.int32)
-    grid, blocks = (num_blocks, triton.cdiv(num_experts, BLOCK_E)), {"BLOCK_N": BLOCK_N, "BLOCK_E": BLOCK_E}
-    launch(_histogram_kernel, grid, experts_TK, count_EP, num_pairs, num_experts, num_blocks, **blocks)
+    grid, blocks = (
+        (num_blocks, triton.cdiv(num_experts, BLOCK_E)),
+        {"BLOCK_N": BLOCK_N, "BLOCK_E": BLOCK_E},
+    )
+    launch(
+        _histogram_kernel, grid, experts_TK, count_EP, num_pairs, num_experts, num_blocks, **blocks
+    )
     launch(_scan_kernel, (num_experts,), count_EP, count_E, num_blocks, BLOCK_P=BLOCK_P)
-    launch(_ends_kernel, (1,), count_E, start_E, end_E, num_experts, alignment, BLOCK=triton.next_power_of_2(num_experts))
+    launch(
+        _ends_kernel,
+        (1,),
+        count_E,
+        start_E,
+        end_E,
+        num_experts,
+        alignment,
+        BLOCK=triton.next_power_of_2(num_experts),
+    )
     places = (count_EP, start_E, token_G, row_TK)
-    launch(_scatter_kernel, (num_blocks,), experts_TK, *places, num_pairs, num_blocks, K=num_slots, BLOCK_N=BLOCK_N)
+    launch(
+        _scatter_kernel,
+        (num_blocks,),
+        experts_TK,
+        *places,
+        num_pairs,
+        num_blocks,
+        K=num_slots,
+        BLOCK_N=BLOCK_N,
+    )
     return token_G, row_TK, count_E, end_E
 
 
 def check_range(index: Tensor, low: int, high: int, name: str) -> None:
     index = index.contiguous()
-    launch(_check_kernel, (triton.cdiv(index.numel(), 1024),), index, index.numel(), low, high, NAME=name, BLOCK=1024)
+    launch(
+        _check_kernel,
+        (triton.cdiv(index.numel(), 1024),),
+        index,
+        index.numel(),
+        low,
+        high,
+        NAME=name,
+        BLOCK=1024,
+    )
 
 
 @triton.jit
-def _histogram_kernel(expert_ptr, count_ptr, num_pairs, num_experts, num_blocks, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr):
+def _histogram_kernel(
+    expert_ptr,
+    count_ptr,
+    num_pairs,
+    num_experts,
+    num_blocks,
+    BLOCK_N: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
     block = tl.program_id(0)
     pair = block.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     id_N = tl.load(expert_ptr + pair, mask=pair < num_pairs, other=-1)
     expert_E = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     count_E = tl.sum((id_N[None, :] == expert_E[:, None]).to(tl.int32), axis=1)
-    tl.store(count_ptr + expert_E.to(tl.int64) * num_blocks + block, count_E, mask=expert_E < num_experts)
+    tl.store(
+        count_ptr + expert_E.to(tl.int64) * num_blocks + block, count_E, mask=expert_E < num_experts
+    )
 
 
 @triton.jit
@@ -66,7 +118,11 @@ def _scan_kernel(count_ptr, total_ptr, num_blocks, BLOCK_P: tl.constexpr):
     for start in range(0, num_blocks, BLOCK_P):
         block = start + tl.arange(0, BLOCK_P)
         count = tl.load(count_ptr + expert * num_blocks + block, mask=block < num_blocks, other=0)
-        tl.store(count_ptr + expert * num_blocks + block, total + tl.cumsum(count, 0) - count, mask=block < num_blocks)
+        tl.store(
+            count_ptr + expert * num_blocks + block,
+            total + tl.cumsum(count, 0) - count,
+            mask=block < num_blocks,
+        )
         total += tl.sum(count, axis=0)
     tl.store(total_ptr + expert, total.to(tl.int64))
 
@@ -82,7 +138,17 @@ def _ends_kernel(count_ptr, start_ptr, end_ptr, num_experts, alignment, BLOCK: t
 
 
 @triton.jit
-def _scatter_kernel(expert_ptr, before_ptr, start_ptr, token_ptr, row_ptr, num_pairs, num_blocks, K: tl.constexpr, BLOCK_N: tl.constexpr):
+def _scatter_kernel(
+    expert_ptr,
+    before_ptr,
+    start_ptr,
+    token_ptr,
+    row_ptr,
+    num_pairs,
+    num_blocks,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     block = tl.program_id(0)
     lane = tl.arange(0, BLOCK_N)
     pair = block.to(tl.int64) * BLOCK_N + lane

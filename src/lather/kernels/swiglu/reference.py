@@ -1,11 +1,14 @@
-"""The gated activation in plain torch: the specification of triton.py, and the implementation for CPUs.
+"""The gated activation in plain torch: the specification of triton.py, and the implementation for
+CPUs.
 
-    h = g * sigmoid(alpha * g) * (u + offset)    with g = min(gate, limit), u = clamp(up, -limit, limit)
+    h = g * sigmoid(alpha * g) * (u + offset)    with g = min(gate, limit), u = clamp(up, -limit,
+                                                 limit)
 
 Source: SwiGLU, Shazeer (arXiv:2002.05202); the clamped form is that of OpenAI's GPT-OSS.
-Letters: R rows (all leading dims), F intermediate size. Everything is computed in fp32 (fp64 for fp64 inputs) and rounded once to the dtype
-of the input. Backward processes blocks of rows that stay in the cache, so that it reads and writes memory once and needs only a few hundred
-KiB of temporary memory for any R.
+Letters: R rows (all leading dims), F intermediate size. Everything is computed in fp32 (fp64 for
+fp64 inputs) and rounded once to the dtype of the input. Backward processes blocks of rows that stay
+in the cache, so that it reads and writes memory once and needs only a few hundred KiB of temporary
+memory for any R.
 """
 
 from __future__ import annotations
@@ -33,7 +36,8 @@ class Gate:
     limit: float | None = None
     """Limit for clamping: the gate from above, up from both sides; None: no clamping."""
     interleaved: bool = False
-    """True: even columns are the gate, odd ones up. False: the first half of the columns is the gate, the second is up."""
+    """True: even columns are the gate, odd ones up. False: the first half of the columns is the
+    gate, the second is up."""
 
     def __post_init__(self) -> None:
         if self.limit is not None and not self.limit > 0:
@@ -47,9 +51,15 @@ def gate_forward(gate_up: Tensor, gate: Gate) -> Tensor:
 
 
 def gate_gradient(
-    grad_h: Tensor, gate_up: Tensor, gate: Gate, scale: Tensor | None = None, h: Tensor | None = None, dot: Tensor | None = None
+    grad_h: Tensor,
+    gate_up: Tensor,
+    gate: Gate,
+    scale: Tensor | None = None,
+    h: Tensor | None = None,
+    dot: Tensor | None = None,
 ) -> Tensor:
-    """Return the gradient of `gate_up`; write h, and with `scale` the gradients of the weights, to the tensors that are given."""
+    """Return the gradient of `gate_up`; write h, and with `scale` the gradients of the weights, to
+    the tensors that are given."""
     grad_gate_up = gate_up.new_empty(gate_up.shape)
     grad_RF, gate_up_R2F, h_RF = _rows(grad_h), _rows(gate_up), None if h is None else _rows(h)
     out_g, out_u = _halves(_rows(grad_gate_up), gate)
@@ -69,13 +79,17 @@ def gate_gradient(
 
 
 def _factors(gate_up_R2F: Tensor, gate: Gate) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return g * sigmoid(alpha * g) and u + offset, whose product is h, and dh/d(gate) and dh/d(up), in fp32 or wider."""
+    """Return g * sigmoid(alpha * g) and u + offset, whose product is h, and dh/d(gate) and
+    dh/d(up), in fp32 or wider."""
     g, u = _clamped_halves(gate_up_R2F, gate)
     sigmoid = torch.sigmoid(g if gate.alpha == 1 else gate.alpha * g)
     activated = g * sigmoid
     if gate.offset:
         u = u + gate.offset
-    d_gate, d_up = torch.addcmul(sigmoid, activated, 1 - sigmoid, value=gate.alpha).mul_(u), activated
+    d_gate, d_up = (
+        torch.addcmul(sigmoid, activated, 1 - sigmoid, value=gate.alpha).mul_(u),
+        activated,
+    )
     if gate.limit is not None:
         raw_g, raw_u = _halves(gate_up_R2F, gate)
         d_gate.masked_fill_(raw_g > gate.limit, 0)
@@ -85,12 +99,20 @@ def _factors(gate_up_R2F: Tensor, gate: Gate) -> tuple[Tensor, Tensor, Tensor, T
 
 def _clamped_halves(gate_up: Tensor, gate: Gate) -> tuple[Tensor, Tensor]:
     g, u = (half.to(wide_dtype(gate_up)) for half in _halves(gate_up, gate))
-    return (g, u) if gate.limit is None else (g.clamp(max=gate.limit), u.clamp(-gate.limit, gate.limit))
+    return (
+        (g, u)
+        if gate.limit is None
+        else (g.clamp(max=gate.limit), u.clamp(-gate.limit, gate.limit))
+    )
 
 
 def _halves(gate_up: Tensor, gate: Gate) -> tuple[Tensor, Tensor]:
     middle = gate_up.shape[-1] // 2
-    return (gate_up[..., 0::2], gate_up[..., 1::2]) if gate.interleaved else (gate_up[..., :middle], gate_up[..., middle:])
+    return (
+        (gate_up[..., 0::2], gate_up[..., 1::2])
+        if gate.interleaved
+        else (gate_up[..., :middle], gate_up[..., middle:])
+    )
 
 
 def _rows(tensor: Tensor) -> Tensor:

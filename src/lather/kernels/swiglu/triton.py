@@ -1,9 +1,10 @@
-"""The gated activation on CUDA: a program processes a few whole rows (one, if they are long) in blocks of columns, so that each input is
-read once, each output is written once, and the dot product of a row needs no second pass.
+"""The gated activation on CUDA: a program processes a few whole rows (one, if they are long) in
+blocks of columns, so that each input is read once, each output is written once, and the dot product
+of a row needs no second pass.
 
-Letters: R rows, F intermediate size; a tile is ROWS x BLOCK. Interleaved gate and up are read as one run of 2 * BLOCK columns and split in
-registers, so that both layouts load and store whole cache lines. Values are clamped by comparisons, not by `min`, because NaN must stay
-NaN.
+Letters: R rows, F intermediate size; a tile is ROWS x BLOCK. Interleaved gate and up are read as
+one run of 2 * BLOCK columns and split in registers, so that both layouts load and store whole cache
+lines. Values are clamped by comparisons, not by `min`, because NaN must stay NaN.
 """
 
 # ruff: noqa: PLR0913, PLR0917 - kernels cannot take structs
@@ -28,36 +29,76 @@ def gate_forward(gate_up: Tensor, gate: Gate) -> Tensor:
     gate_up = gate_up.contiguous()
     h = gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
     num_rows, options = h.shape[:-1].numel(), _options(gate_up, gate)
-    launch(_forward_kernel, (triton.cdiv(num_rows, options["ROWS"]),), gate_up, h, num_rows, h.shape[-1], **options)
+    launch(
+        _forward_kernel,
+        (triton.cdiv(num_rows, options["ROWS"]),),
+        gate_up,
+        h,
+        num_rows,
+        h.shape[-1],
+        **options,
+    )
     return h
 
 
 def gate_gradient(
-    grad_h: Tensor, gate_up: Tensor, gate: Gate, scale: Tensor | None = None, h: Tensor | None = None, dot: Tensor | None = None
+    grad_h: Tensor,
+    gate_up: Tensor,
+    gate: Gate,
+    scale: Tensor | None = None,
+    h: Tensor | None = None,
+    dot: Tensor | None = None,
 ) -> Tensor:
-    """Return the gradient of `gate_up`; write h, and with `scale` the gradients of the weights, to the tensors that are given."""
+    """Return the gradient of `gate_up`; write h, and with `scale` the gradients of the weights, to
+    the tensors that are given."""
     grad_h, gate_up = grad_h.contiguous(), gate_up.contiguous()
     grad_gate_up = torch.empty_like(gate_up)
     num_rows, options = grad_h.shape[:-1].numel(), _options(gate_up, gate)
     options |= {"SCALED": scale is not None, "STORE_H": h is not None}
-    scale, h, dot = (gate_up if x is None else x.contiguous() for x in (scale, h, dot))  # unused pointers must still be valid
+    scale, h, dot = (
+        gate_up if x is None else x.contiguous() for x in (scale, h, dot)
+    )  # unused pointers must still be valid
     tensors = (grad_h, gate_up, scale, grad_gate_up, h, dot)
-    launch(_backward_kernel, (triton.cdiv(num_rows, options["ROWS"]),), *tensors, num_rows, grad_h.shape[-1], **options)
+    launch(
+        _backward_kernel,
+        (triton.cdiv(num_rows, options["ROWS"]),),
+        *tensors,
+        num_rows,
+        grad_h.shape[-1],
+        **options,
+    )
     return grad_gate_up
 
 
 def _options(gate_up: Tensor, gate: Gate) -> dict[str, Any]:
     limit = float("inf") if gate.limit is None else gate.limit
-    options = {"ALPHA": gate.alpha, "OFFSET": gate.offset, "LIMIT": limit, "INTERLEAVED": gate.interleaved, "WIDE": wide(gate_up)}
+    options = {
+        "ALPHA": gate.alpha,
+        "OFFSET": gate.offset,
+        "LIMIT": limit,
+        "INTERLEAVED": gate.interleaved,
+        "WIDE": wide(gate_up),
+    }
     return options | tile(gate_up.shape[-1] // 2, TILE)
 
 
 @triton.jit
-def _load_halves(ptr, row, num_rows, start, num_columns, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _load_halves(
+    ptr,
+    row,
+    num_rows,
+    start,
+    num_columns,
+    INTERLEAVED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     ptr += row[:, None] * 2 * num_columns
     if INTERLEAVED:
         both = 2 * start + tl.arange(0, 2 * BLOCK)[None, :]
-        values = tl.load(ptr + both, mask=(row[:, None] < num_rows) & (both < 2 * num_columns), other=0.0)
+        values = tl.load(
+            ptr + both, mask=(row[:, None] < num_rows) & (both < 2 * num_columns), other=0.0
+        )
         g, u = tl.split(tl.reshape(values, (ROWS, BLOCK, 2)))
     else:
         column = start + tl.arange(0, BLOCK)[None, :]
@@ -68,7 +109,18 @@ def _load_halves(ptr, row, num_rows, start, num_columns, INTERLEAVED: tl.constex
 
 
 @triton.jit
-def _store_halves(ptr, g, u, row, num_rows, start, num_columns, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _store_halves(
+    ptr,
+    g,
+    u,
+    row,
+    num_rows,
+    start,
+    num_columns,
+    INTERLEAVED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     g, u = g.to(ptr.dtype.element_ty), u.to(ptr.dtype.element_ty)
     ptr += row[:, None] * 2 * num_columns
     if INTERLEAVED:
@@ -84,8 +136,12 @@ def _store_halves(ptr, g, u, row, num_rows, start, num_columns, INTERLEAVED: tl.
 
 @triton.jit
 def _clamp(g, u, LIMIT: tl.constexpr):
-    limit = tl.full((), LIMIT, g.dtype)  # a bare constant would be rounded to fp32, by Triton 3.6 in comparisons, too
-    return tl.where(g > limit, limit, g), tl.where(u > limit, limit, tl.where(u < -limit, -limit, u))
+    limit = tl.full(
+        (), LIMIT, g.dtype
+    )  # a bare constant would be rounded to fp32, by Triton 3.6 in comparisons, too
+    return tl.where(g > limit, limit, g), tl.where(
+        u > limit, limit, tl.where(u < -limit, -limit, u)
+    )
 
 
 @triton.jit
@@ -104,12 +160,16 @@ def _forward_kernel(
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     for start in range(0, num_columns, BLOCK):
-        raw_g, raw_u = _load_halves(gate_up_ptr, row, num_rows, start, num_columns, INTERLEAVED, ROWS, BLOCK)
+        raw_g, raw_u = _load_halves(
+            gate_up_ptr, row, num_rows, start, num_columns, INTERLEAVED, ROWS, BLOCK
+        )
         g, u = _clamp(raw_g.to(WIDE), raw_u.to(WIDE), LIMIT)
         h = g * tl.sigmoid(ALPHA * g) * (u + OFFSET)
         column = start + tl.arange(0, BLOCK)[None, :]
         inside = (row[:, None] < num_rows) & (column < num_columns)
-        tl.store(h_ptr + row[:, None] * num_columns + column, h.to(h_ptr.dtype.element_ty), mask=inside)
+        tl.store(
+            h_ptr + row[:, None] * num_columns + column, h.to(h_ptr.dtype.element_ty), mask=inside
+        )
 
 
 @triton.jit
@@ -137,11 +197,15 @@ def _backward_kernel(
     if SCALED:
         weight = tl.load(scale_ptr + row, mask=row < num_rows, other=0.0).to(WIDE)[:, None]
     for start in range(0, num_columns, BLOCK):
-        raw_g, raw_u = _load_halves(gate_up_ptr, row, num_rows, start, num_columns, INTERLEAVED, ROWS, BLOCK)
+        raw_g, raw_u = _load_halves(
+            gate_up_ptr, row, num_rows, start, num_columns, INTERLEAVED, ROWS, BLOCK
+        )
         raw_g, raw_u = raw_g.to(WIDE), raw_u.to(WIDE)
         column = start + tl.arange(0, BLOCK)[None, :]
         inside = (row[:, None] < num_rows) & (column < num_columns)
-        grad = tl.load(grad_h_ptr + row[:, None] * num_columns + column, mask=inside, other=0.0).to(WIDE)
+        grad = tl.load(grad_h_ptr + row[:, None] * num_columns + column, mask=inside, other=0.0).to(
+            WIDE
+        )
         g, u = _clamp(raw_g, raw_u, LIMIT)
         sigmoid = tl.sigmoid(ALPHA * g)
         activated = g * sigmoid
@@ -153,8 +217,23 @@ def _backward_kernel(
         d_gate = grad * (u + OFFSET) * (sigmoid + ALPHA * activated * (1 - sigmoid))
         d_gate = tl.where(raw_g > g, 0.0, d_gate)
         d_up = tl.where(tl.abs(raw_u) > tl.abs(u), 0.0, grad * activated)
-        _store_halves(grad_gate_up_ptr, d_gate, d_up, row, num_rows, start, num_columns, INTERLEAVED, ROWS, BLOCK)
+        _store_halves(
+            grad_gate_up_ptr,
+            d_gate,
+            d_up,
+            row,
+            num_rows,
+            start,
+            num_columns,
+            INTERLEAVED,
+            ROWS,
+            BLOCK,
+        )
         if STORE_H:
-            tl.store(h_ptr + row[:, None] * num_columns + column, h.to(h_ptr.dtype.element_ty), mask=inside)
+            tl.store(
+                h_ptr + row[:, None] * num_columns + column,
+                h.to(h_ptr.dtype.element_ty),
+                mask=inside,
+            )
     if SCALED:
         tl.store(dot_ptr + row, tl.sum(partial, axis=1), mask=row < num_rows)

@@ -1,16 +1,17 @@
 """Maps Lather's parameters to the published tensors.
 
-Most names differ only by the prefix `model.`. The families differ in the router and in the routed experts, which Lather stacks as
-(E, 2F, D) and (E, D, F):
+Most names differ only by the prefix `model.`. The families differ in the router and in the routed
+experts, which Lather stacks as (E, 2F, D) and (E, D, F):
 
                     experts                                                   router
     deepseek_v2     separate gate, up (F, D) and down (D, F) per expert       mlp.gate.weight
     qwen3_moe       the same                                                  the same
-    gpt_oss         stacked and transposed, (E, D, 2F) and (E, F, D),         mlp.router.weight, .bias
+    gpt_oss         stacked and transposed, (E, D, 2F) and (E, F, D),         mlp.router.weight,
+                    .bias
                     or MXFP4 (E, 2F, D/32, 16) and (E, D, F/32, 16)
 
-A parameter may be published in several formats: all can be read, and the first is written. The entries of a parameter are in the order of
-its memory, so that it can be streamed in pieces.
+A parameter may be published in several formats: all can be read, and the first is written. The
+entries of a parameter are in the order of its memory, so that it can be streamed in pieces.
 
 Letters: D hidden size, E experts, F expert intermediate size.
 """
@@ -28,10 +29,13 @@ from lather.models.hf.safetensors_folder import Index
 
 Shape = tuple[int, ...]
 
-EXPERTS = re.compile(r"(?P<mlp>.*\.mlp)\.experts\.(?P<part>gate_up_proj|down_proj|gate_up_bias|down_bias)")
+EXPERTS = re.compile(
+    r"(?P<mlp>.*\.mlp)\.experts\.(?P<part>gate_up_proj|down_proj|gate_up_bias|down_bias)"
+)
 STACKED_FAMILIES = ("gpt_oss",)
 HARMLESS = re.compile(r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)")
-"""Tensors that some folders hold in addition to the weights, and that are computed from the configuration."""
+"""Tensors that some folders hold in addition to the weights, and that are computed from the
+configuration."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,8 @@ class MappedTensor:
     """A published tensor, and the part of a parameter that it holds."""
 
     published: str
-    """Name in the folder; with `is_packed` there are two tensors, `<name>_blocks` and `<name>_scales`."""
+    """Name in the folder; with `is_packed` there are two tensors, `<name>_blocks` and
+    `<name>_scales`."""
     parameter: str
     """Lather's name of the parameter."""
     shape: Shape
@@ -53,7 +58,8 @@ class MappedTensor:
 
     @property
     def entries(self) -> list[str]:
-        """Names of the entries that hold the part in a file of Lather's: one, or one for each expert."""
+        """Names of the entries that hold the part in a file of Lather's: one, or one for each
+        expert."""
         if not is_stack(self.parameter):
             return [self.parameter]
         experts: Iterable[Any] = self.index[:1] or range(self.shape[0])
@@ -64,30 +70,50 @@ class MappedTensor:
         shape = self.shape
         if self.is_packed:
             blocks = (*shape[:-1], -(-shape[-1] // BLOCK))
-            return {f"{self.published}_blocks": (*blocks, BLOCK // 2), f"{self.published}_scales": blocks}
-        return {self.published: (*shape[:-2], shape[-1], shape[-2]) if self.is_transposed else shape}
+            return {
+                f"{self.published}_blocks": (*blocks, BLOCK // 2),
+                f"{self.published}_scales": blocks,
+            }
+        return {
+            self.published: (*shape[:-2], shape[-1], shape[-2]) if self.is_transposed else shape
+        }
 
 
 def published_ways(model_type: str, name: str, shape: Shape) -> list[list[MappedTensor]]:
-    """Return the formats in which this family publishes the parameter, each a list of entries in the order of memory; the first is
-    written."""
+    """Return the formats in which this family publishes the parameter, each a list of entries in
+    the order of memory; the first is written."""
     has_stacks = model_type in STACKED_FAMILIES
     if match := EXPERTS.fullmatch(name):
         stack = MappedTensor(f"model.{name}", name, shape)
         if not has_stacks:
-            return [_separate_experts(f"model.{match['mlp']}.experts", match["part"], stack), [stack]]
+            return [
+                _separate_experts(f"model.{match['mlp']}.experts", match["part"], stack),
+                [stack],
+            ]
         if name.endswith("_bias"):
-            return [[replace(stack, published=f"{stack.published.removesuffix('_bias')}_proj_bias")]]
+            return [
+                [replace(stack, published=f"{stack.published.removesuffix('_bias')}_proj_bias")]
+            ]
         return [[replace(stack, is_transposed=True)], [replace(stack, is_packed=True)]]
     published = name.replace(".mlp.gate.", ".mlp.router.") if has_stacks else name
-    return [[MappedTensor(published if published.startswith("lm_head.") else f"model.{published}", name, shape)]]
+    return [
+        [
+            MappedTensor(
+                published if published.startswith("lm_head.") else f"model.{published}", name, shape
+            )
+        ]
+    ]
 
 
 def _separate_experts(experts: str, part: str, stack: MappedTensor) -> list[MappedTensor]:
-    """Return the entries of a stack's experts. (The stack itself is the format that transformers has in memory, which is also Lather's.)"""
+    """Return the entries of a stack's experts. (The stack itself is the format that transformers
+    has in memory, which is also Lather's.)"""
     num_experts, rows, *columns = stack.shape
     if part != "gate_up_proj":
-        return [MappedTensor(f"{experts}.{e}.{part}.weight", stack.parameter, stack.shape[1:], (e,)) for e in range(num_experts)]
+        return [
+            MappedTensor(f"{experts}.{e}.{part}.weight", stack.parameter, stack.shape[1:], (e,))
+            for e in range(num_experts)
+        ]
     half = rows // 2
     halves = {"gate_proj": slice(0, half), "up_proj": slice(half, 2 * half)}
     return [

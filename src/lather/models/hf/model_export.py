@@ -1,7 +1,8 @@
-"""Writes models as Hugging Face folders: `config.json`, safetensors (one file, or shards with an index), tokenizer files.
+"""Writes models as Hugging Face folders: `config.json`, safetensors (one file, or shards with an
+index), tokenizer files.
 
-Tensors are streamed: besides the model itself, only one tensor, or one expert of a stack, is in memory at any moment. A folder appears only
-when it is complete.
+Tensors are streamed: besides the model itself, only one tensor, or one expert of a stack, is in
+memory at any moment. A folder appears only when it is complete.
 """
 
 from __future__ import annotations
@@ -19,12 +20,39 @@ from lather.files import StrPath, complete_folder, write_json
 from lather.models.entry_names import entry_shapes, split_entry
 from lather.models.families import ModelConfig, config_to_hugging_face
 from lather.models.hf.key_map import MappedTensor, Shape, published_ways
-from lather.models.hf.model_folder import CONFIG_FILE, TOKENIZER_FILE, first_name, parameter_shapes, read_json
-from lather.models.hf.safetensors_folder import DTYPE_NAMES, DTYPES, Index, TensorHeader, TensorSource, TensorToWrite, write_published
+from lather.models.hf.model_folder import (
+    CONFIG_FILE,
+    TOKENIZER_FILE,
+    first_name,
+    parameter_shapes,
+    read_json,
+)
+from lather.models.hf.safetensors_folder import (
+    DTYPE_NAMES,
+    DTYPES,
+    Index,
+    TensorHeader,
+    TensorSource,
+    TensorToWrite,
+    write_published,
+)
 
 GENERATION_FILE = "generation_config.json"
-OF_TOKENIZERS = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model", "vocab.json", "merges.txt"
-COMPANIONS = (TOKENIZER_FILE, *OF_TOKENIZERS, "chat_template.jinja", "chat_template.json", GENERATION_FILE)
+OF_TOKENIZERS = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+)
+COMPANIONS = (
+    TOKENIZER_FILE,
+    *OF_TOKENIZERS,
+    "chat_template.jinja",
+    "chat_template.json",
+    GENERATION_FILE,
+)
 """Files of a model besides its configuration and weights."""
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 BALANCING_BIAS = ".e_score_correction_bias"
@@ -32,7 +60,8 @@ MAX_SHARD_BYTES = 5 * 10**9
 
 
 class _ModelTensors:
-    """The parameters and persistent buffers of a model, read like those of a checkpoint: with one entry per expert."""
+    """The parameters and persistent buffers of a model, read like those of a checkpoint: with one
+    entry per expert."""
 
     def __init__(self, model: nn.Module) -> None:
         state = model.state_dict().keys()
@@ -41,9 +70,15 @@ class _ModelTensors:
 
     @property
     def tensors(self) -> Mapping[str, TensorHeader]:
-        dtypes = {name: DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype)) for name, tensor in self._tensors.items()}
+        dtypes = {
+            name: DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
+            for name, tensor in self._tensors.items()
+        }
         shapes = entry_shapes({name: tuple(tensor.shape) for name, tensor in self._tensors.items()})
-        return {name: TensorHeader(dtypes[split_entry(name)[0]], shape) for name, shape in shapes.items()}
+        return {
+            name: TensorHeader(dtypes[split_entry(name)[0]], shape)
+            for name, shape in shapes.items()
+        }
 
     def read(self, name: str, index: Index = ()) -> Tensor:
         parameter, at = split_entry(name)
@@ -70,29 +105,45 @@ def save_hugging_face(
         tokenizer: a `tokenizer.json`, or a folder whose tokenizer and generation files are copied.
         ends: tokens that end a text, for generation_config.json, if none is copied.
 
-    Raises ExchangeError, before anything is written, if the source's tensors are not those of a model of this configuration, if
-    `max_shard_bytes` is below 1, or if `folder` holds something.
+    Raises ExchangeError, before anything is written, if the source's tensors are not those of a
+    model of this configuration, if `max_shard_bytes` is below 1, or if `folder` holds something.
     """
     if max_shard_bytes < 1:
-        raise ExchangeError(f"max_shard_bytes = {max_shard_bytes} is not valid: give at least 1 byte")
+        raise ExchangeError(
+            f"max_shard_bytes = {max_shard_bytes} is not valid: give at least 1 byte"
+        )
     weights = _ModelTensors(source) if isinstance(source, nn.Module) else source
     stored, shapes = weights.tensors, parameter_shapes(config)
-    _check_source({name: tuple(tensor.shape) for name, tensor in stored.items()}, entry_shapes(shapes))
+    _check_source(
+        {name: tuple(tensor.shape) for name, tensor in stored.items()}, entry_shapes(shapes)
+    )
     published = config_to_hugging_face(config)
     to_write = []
     for parameter, shape in shapes.items():
         for part in published_ways(config.model_type, parameter, shape)[0]:
             ((name, published_shape),) = part.published_shapes().items()
             stored_dtype = DTYPES[stored[part.entries[0]].dtype]
-            to_write.append(TensorToWrite(name, dtype or stored_dtype, published_shape, _pieces(part, weights)))
+            to_write.append(
+                TensorToWrite(name, dtype or stored_dtype, published_shape, _pieces(part, weights))
+            )
 
     with complete_folder(Path(folder)) as aside:
         write_published(aside, to_write, max_shard_bytes)
-        ids = {} if tokenizer is None else _write_companions(aside, Path(tokenizer), config.max_position_embeddings)
+        ids = (
+            {}
+            if tokenizer is None
+            else _write_companions(aside, Path(tokenizer), config.max_position_embeddings)
+        )
         if ends and not (aside / GENERATION_FILE).exists():
-            write_json(aside / GENERATION_FILE, {**ids, "eos_token_id": list(ends) if len(ends) > 1 else ends[0]})
+            write_json(
+                aside / GENERATION_FILE,
+                {**ids, "eos_token_id": list(ends) if len(ends) > 1 else ends[0]},
+            )
         embedding = dtype or DTYPES[stored["embed_tokens.weight"].dtype]
-        write_json(aside / CONFIG_FILE, {**published, **ids, "dtype": str(embedding).removeprefix("torch.")})
+        write_json(
+            aside / CONFIG_FILE,
+            {**published, **ids, "dtype": str(embedding).removeprefix("torch.")},
+        )
 
 
 def _pieces(part: MappedTensor, weights: TensorSource) -> Iterator[Tensor]:
@@ -104,12 +155,20 @@ def _pieces(part: MappedTensor, weights: TensorSource) -> Iterator[Tensor]:
 def _check_source(found: Mapping[str, Shape], expected: Mapping[str, Shape]) -> None:
     if biases := sorted(name for name in found if name.endswith(BALANCING_BIAS)):
         raise ExchangeError(
-            f"{first_name(biases)} of loss-free balancing cannot be exported: published models of this family have no such bias and would "
+            f"{first_name(biases)} of loss-free balancing cannot be exported: published models of "
+            "this family have no such bias and would "
             "route differently: train with moe.bias_update_rate = 0 to export"
         )
-    if different := sorted({split_entry(name)[0] for name in {**expected, **found} if found.get(name) != expected.get(name)}):
+    if different := sorted(
+        {
+            split_entry(name)[0]
+            for name in {**expected, **found}
+            if found.get(name) != expected.get(name)
+        }
+    ):
         raise ExchangeError(
-            f"{first_name(different)} of the weights does not match the configuration: give the one that they were trained with"
+            f"{first_name(different)} of the weights does not match the configuration: give the "
+            "one that they were trained with"
         )
 
 
@@ -122,7 +181,8 @@ def copy_companions(source: StrPath, target: StrPath) -> list[str]:
 
 
 def _write_companions(folder: Path, tokenizer: Path, max_length: int) -> dict[str, Any]:
-    """Copy or make the tokenizer's files in `folder`; return the ids of its special tokens, for config.json."""
+    """Copy or make the tokenizer's files in `folder`; return the ids of its special tokens, for
+    config.json."""
     if tokenizer.is_dir():
         copy_companions(tokenizer, folder)
         original = tokenizer / CONFIG_FILE
@@ -131,7 +191,16 @@ def _write_companions(folder: Path, tokenizer: Path, max_length: int) -> dict[st
     content = read_json(tokenizer, "give another tokenizer")
     shutil.copyfile(tokenizer, folder / TOKENIZER_FILE)
     special = [token for token in content.get("added_tokens", []) if token["special"]]
-    ends = special[0] if len(special) == 1 else None  # the only special token of Lather's own tokenizers ends a document
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_length, "clean_up_tokenization_spaces": False}
-    write_json(folder / "tokenizer_config.json", settings | ({"eos_token": ends["content"]} if ends else {}))
+    ends = (
+        special[0] if len(special) == 1 else None
+    )  # the only special token of Lather's own tokenizers ends a document
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": max_length,
+        "clean_up_tokenization_spaces": False,
+    }
+    write_json(
+        folder / "tokenizer_config.json",
+        settings | ({"eos_token": ends["content"]} if ends else {}),
+    )
     return {"bos_token_id": None, "eos_token_id": ends["id"] if ends else None}

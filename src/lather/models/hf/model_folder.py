@@ -1,11 +1,12 @@
-"""Reads models from Hugging Face folders: `config.json`, and safetensors in one file or in shards with an index.
+"""Reads models from Hugging Face folders: `config.json`, and safetensors in one file or in shards
+with an index.
 
-Tensors are streamed: besides the model itself, only one tensor, or one expert of a stack, is in memory at any moment. Before anything is
-changed, the names, shapes and dtypes in all headers are compared with the model, and the values of a head with those of the embedding that
-it is tied to.
+Tensors are streamed: besides the model itself, only one tensor, or one expert of a stack, is in
+memory at any moment. Before anything is changed, the names, shapes and dtypes in all headers are
+compared with the model, and the values of a head with those of the embedding that it is tied to.
 
-`model_export` writes such folders. `key_map` has the names of tensors, `safetensors_folder` the file format, and `families` the supported
-configurations.
+`model_export` writes such folders. `key_map` has the names of tensors, `safetensors_folder` the
+file format, and `families` the supported configurations.
 """
 
 from __future__ import annotations
@@ -85,8 +86,8 @@ def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
 
 @dataclass(frozen=True)
 class PublishedWeights:
-    """The weights of a Hugging Face folder whose headers match a model. They are read on demand like those of a checkpoint: under Lather's
-    names, with one entry per expert."""
+    """The weights of a Hugging Face folder whose headers match a model. They are read on demand
+    like those of a checkpoint: under Lather's names, with one entry per expert."""
 
     stored: SafetensorsFolder
     entries: dict[str, list[MappedTensor]]
@@ -95,17 +96,22 @@ class PublishedWeights:
 
     @property
     def tensors(self) -> Mapping[str, TensorHeader]:
-        return {name: TensorHeader("F32", shape) for name, shape in entry_shapes(self.shapes).items()}
+        return {
+            name: TensorHeader("F32", shape) for name, shape in entry_shapes(self.shapes).items()
+        }
 
     def read(self, name: str, index: Index = ()) -> Tensor:
-        """Return `tensor[index]` on CPU, in its published dtype; for an expert the whole matrix is read."""
+        """Return `tensor[index]` on CPU, in its published dtype; for an expert the whole matrix is
+        read."""
         parameter, at = split_entry(name)
         entries = self.entries[parameter]
         first = entries[0]
         if not at:
             return self.stored.read(first.published, index)
         if first.is_packed:
-            return dequantize_mxfp4(*(self.stored.read(part, at) for part in first.published_shapes()))[index]
+            return dequantize_mxfp4(
+                *(self.stored.read(part, at) for part in first.published_shapes())
+            )[index]
         if first.index:
             number = len(entries) // self.shapes[parameter][0]
             parts = entries[at[0] * number : (at[0] + 1) * number]
@@ -123,15 +129,28 @@ def _match(folder: Path, model_type: str, shapes: Mapping[str, Shape]) -> Publis
     for name, taken in entries.items():
         for entry in taken:
             if entry.is_packed and shapes[name][-1] % BLOCK:
-                raise ExchangeError(f"{folder}: {entry.published} has rows of {shapes[name][-1]}, not whole MXFP4 blocks: give a bf16 copy")
-            wanted |= {key: (shape, entry.is_packed) for key, shape in entry.published_shapes().items()}
+                raise ExchangeError(
+                    f"{folder}: {entry.published} has rows of {shapes[name][-1]}, not whole MXFP4 "
+                    "blocks: give a bf16 copy"
+                )
+            wanted |= {
+                key: (shape, entry.is_packed) for key, shape in entry.published_shapes().items()
+            }
     if missing := [key for key in wanted if key not in stored.tensors]:
-        raise ExchangeError(f"{folder}: lacks {first_name(missing)}, which {CONFIG_FILE} asks for: give the weights that belong to it")
+        raise ExchangeError(
+            f"{folder}: lacks {first_name(missing)}, which {CONFIG_FILE} asks for: give the "
+            "weights that belong to it"
+        )
     is_tied = HEAD not in shapes
-    surplus = [key for key in stored.tensors if key not in wanted and not _is_harmless(key, stored, is_tied=is_tied)]
+    surplus = [
+        key
+        for key in stored.tensors
+        if key not in wanted and not _is_harmless(key, stored, is_tied=is_tied)
+    ]
     if surplus:
         raise ExchangeError(
-            f"{stored.tensors[surplus[0]].file}: has a surplus {first_name(surplus)}, which a model of {CONFIG_FILE} does not have: "
+            f"{stored.tensors[surplus[0]].file}: has a surplus {first_name(surplus)}, which a "
+            f"model of {CONFIG_FILE} does not have: "
             "give the configuration that belongs to it"
         )
     for key, (shape, is_packed) in wanted.items():
@@ -141,9 +160,15 @@ def _match(folder: Path, model_type: str, shapes: Mapping[str, Shape]) -> Publis
     return PublishedWeights(stored, entries, dict(shapes))
 
 
-def _the_way_taken(choices: list[list[MappedTensor]], stored: SafetensorsFolder) -> list[MappedTensor]:
+def _the_way_taken(
+    choices: list[list[MappedTensor]], stored: SafetensorsFolder
+) -> list[MappedTensor]:
     """Return the first format of which the folder has a tensor; the first of all if it has none."""
-    taken = (entries for entries in choices if any(name in stored.tensors for entry in entries for name in entry.published_shapes()))
+    taken = (
+        entries
+        for entries in choices
+        if any(name in stored.tensors for entry in entries for name in entry.published_shapes())
+    )
     return next(taken, choices[0])
 
 
@@ -156,10 +181,18 @@ def _check_tensor(key: str, stored: SafetensorsFolder, shape: Shape, *, is_packe
     found = stored.tensors[key]
     if found.shape != shape:
         raise ExchangeError(
-            f"{found.file}: {key!r} has shape {found.shape}, but {CONFIG_FILE} asks for {shape}: give the configuration that belongs to it"
+            f"{found.file}: {key!r} has shape {found.shape}, but {CONFIG_FILE} asks for {shape}: "
+            "give the configuration that belongs to it"
         )
-    if found.dtype not in (("U8",) if is_packed else [name for name, dtype in DTYPES.items() if dtype.is_floating_point]):
-        raise ExchangeError(f"{found.file}: {key!r} is of dtype {found.dtype}, which is not supported: give a copy in BF16, F16 or F32")
+    if found.dtype not in (
+        ("U8",)
+        if is_packed
+        else [name for name, dtype in DTYPES.items() if dtype.is_floating_point]
+    ):
+        raise ExchangeError(
+            f"{found.file}: {key!r} is of dtype {found.dtype}, which is not supported: give a copy "
+            "in BF16, F16 or F32"
+        )
 
 
 def _check_tied_head(stored: SafetensorsFolder, embedding: str) -> None:
@@ -172,8 +205,10 @@ def _check_tied_head(stored: SafetensorsFolder, embedding: str) -> None:
         one, other = (stored.read(name, at).double() for name in (HEAD, embedding))
         if not torch.allclose(one, other, rtol=0, atol=0, equal_nan=True):
             raise ExchangeError(
-                f"{stored.tensors[HEAD].file}: {HEAD!r} differs from {embedding!r}, but {CONFIG_FILE} makes them one: set its "
-                f"tie_word_embeddings to false, or remove {HEAD!r} if it does not belong to the model"
+                f"{stored.tensors[HEAD].file}: {HEAD!r} differs from {embedding!r}, but "
+                f"{CONFIG_FILE} makes them one: set its "
+                f"tie_word_embeddings to false, or remove {HEAD!r} if it does not belong to the "
+                "model"
             )
 
 
@@ -183,7 +218,8 @@ def first_name(names: list[str]) -> str:
 
 
 def read_json(file: Path, remedy: str) -> dict[str, Any]:
-    """Read a JSON object. Raises ExchangeError, with the remedy, if the file is missing or damaged."""
+    """Read a JSON object. Raises ExchangeError, with the remedy, if the file is missing or
+    damaged."""
     try:
         mapping = json.loads(read_text(file))
         if not isinstance(mapping, dict):
@@ -194,10 +230,11 @@ def read_json(file: Path, remedy: str) -> dict[str, Any]:
 
 
 def open_hugging_face(folder: StrPath) -> tuple[PublishedWeights, ModelConfig]:
-    """Open the weights of a Hugging Face folder, check that they match its configuration, and return both.
+    """Open the weights of a Hugging Face folder, check that they match its configuration, and
+    return both.
 
-    Raises ExchangeError, with the file and the field or tensor, if anything is missing, damaged, surplus or not supported, or if a head
-    differs from the embedding that it is tied to.
+    Raises ExchangeError, with the file and the field or tensor, if anything is missing, damaged,
+    surplus or not supported, or if a head differs from the embedding that it is tied to.
     """
     config = read_config(folder)
     return _match(Path(folder), config.model_type, parameter_shapes(config)), config
@@ -214,14 +251,21 @@ def load_hugging_face(folder: StrPath, model: nn.Module) -> None:
     """Set a model's parameters to the folder's weights, which may have any floating dtype. Warn of
     what `notes_on_config` returns.
 
-    If the folder cannot be read, or does not hold exactly the model's parameters, this raises ExchangeError and changes nothing.
-    """
+    If the folder cannot be read, or does not hold exactly the model's parameters, this raises
+    ExchangeError and changes nothing."""
     weights, _ = _open_and_warn(folder)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    if different := sorted({name for name in {**shapes, **weights.shapes} if shapes.get(name) != weights.shapes.get(name)}):
+    if different := sorted(
+        {
+            name
+            for name in {**shapes, **weights.shapes}
+            if shapes.get(name) != weights.shapes.get(name)
+        }
+    ):
         found, given = (shape.get(different[0], "absent") for shape in (weights.shapes, shapes))
         raise ExchangeError(
-            f"{folder}: holds another model: {different[0]} is {found} there and {given} here: build the model from its {CONFIG_FILE}"
+            f"{folder}: holds another model: {different[0]} is {found} there and {given} here: "
+            f"build the model from its {CONFIG_FILE}"
         )
     _fill(model, weights)
 

@@ -1,13 +1,17 @@
-"""Writes the adapters of a model in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`.
+"""Writes the adapters of a model in PEFT's format: `adapter_config.json` and
+`adapter_model.safetensors`.
 
-PEFT (tested with 0.21) adapts linear modules (`target_modules`) and parameters (`target_parameters`). In transformers 5 the experts of a
-block are two parameters with three dims, gate_up_proj and down_proj. The other feed-forward layers are listed as parameters, too: PEFT
-would mistake their module names for those of experts in transformers 4.
+PEFT (tested with 0.21) adapts linear modules (`target_modules`) and parameters
+(`target_parameters`). In transformers 5 the experts of a block are two parameters with three dims,
+gate_up_proj and down_proj. The other feed-forward layers are listed as parameters, too: PEFT would
+mistake their module names for those of experts in transformers 4.
 
     attention              q_proj.lora_A.weight (r, I)           q_proj.lora_B.weight (O, r)
     dense, shared          gate_proj.lora_A.weight (r, I)        gate_proj.lora_B.weight (O, r)
-    experts, down          experts.lora_A.weight (E r, I)        experts.lora_B.weight (O, r E): B[o, k E + e]
-    experts, gate and up   the same, below experts.base_layer if down is adapted as well, because PEFT nests the two layers
+    experts, down          experts.lora_A.weight (E r, I)        experts.lora_B.weight (O, r E):
+                           B[o, k E + e]
+    experts, gate and up   the same, below experts.base_layer if down is adapted as well, because
+                           PEFT nests the two layers
 
 Letters: I input and O output size, E experts, r rank.
 """
@@ -28,7 +32,12 @@ from lather.models.entry_names import entry_shapes
 from lather.models.families import ModelConfig, build_model
 from lather.models.hf.key_map import Shape
 from lather.models.hf.model_folder import parameter_shapes
-from lather.models.hf.safetensors_folder import DTYPES, TensorSource, TensorToWrite, write_safetensors
+from lather.models.hf.safetensors_folder import (
+    DTYPES,
+    TensorSource,
+    TensorToWrite,
+    write_safetensors,
+)
 from lather.models.lora import LoraConfig
 
 CONFIG_FILE = "adapter_config.json"
@@ -36,9 +45,16 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 
 
 def save_peft(
-    source: TensorSource, config: ModelConfig, lora: LoraConfig, folder: StrPath, *, base: str = "", dtype: torch.dtype | None = None
+    source: TensorSource,
+    config: ModelConfig,
+    lora: LoraConfig,
+    folder: StrPath,
+    *,
+    base: str = "",
+    dtype: torch.dtype | None = None,
 ) -> None:
-    """Write the adapters among the tensors of a checkpoint as a folder that `PeftModel.from_pretrained` loads.
+    """Write the adapters among the tensors of a checkpoint as a folder that
+    `PeftModel.from_pretrained` loads.
 
     Args:
         source: the tensors of a checkpoint, one entry per expert.
@@ -46,8 +62,8 @@ def save_peft(
         base: name or folder of the adapted model, for adapter_config.json.
         dtype: dtype of the written adapters; None: that of the source.
 
-    Raises ExchangeError, before anything is written, if the source lacks one of the adapters of `lora`, or if `folder` holds something.
-    """
+    Raises ExchangeError, before anything is written, if the source lacks one of the adapters of
+    `lora`, or if `folder` holds something."""
     model = build_model(config, None, torch.device("meta"))
     names, groups = adapted(model, lora), adaptable(model)
     factors = list(_factors(names, parameter_shapes(config), source, dtype))
@@ -56,14 +72,23 @@ def save_peft(
         write_json(aside / CONFIG_FILE, _config(names, groups, lora, base))
 
 
-def _factors(names: list[str], shapes: Mapping[str, Shape], source: TensorSource, dtype: torch.dtype | None) -> Iterator[TensorToWrite]:
-    """Yield A and B of each adapter in PEFT's format. Raises ExchangeError if the source lacks one of them."""
+def _factors(
+    names: list[str], shapes: Mapping[str, Shape], source: TensorSource, dtype: torch.dtype | None
+) -> Iterator[TensorToWrite]:
+    """Yield A and B of each adapter in PEFT's format. Raises ExchangeError if the source lacks one
+    of them."""
     for name in names:
         stack_shape = shapes.get(name)
-        entries = [factor_names(entry) for entry in entry_shapes({f"{name}.weight": ()} if stack_shape is None else {name: stack_shape})]
+        entries = [
+            factor_names(entry)
+            for entry in entry_shapes(
+                {f"{name}.weight": ()} if stack_shape is None else {name: stack_shape}
+            )
+        ]
         if missing := [entry for pair in entries for entry in pair if entry not in source.tensors]:
             raise ExchangeError(
-                f"{missing[0]!r} is not among the weights, but [lora] needs it: give the configuration that they were trained with"
+                f"{missing[0]!r} is not among the weights, but [lora] needs it: give the "
+                "configuration that they were trained with"
             )
         module = f"base_model.model.model.{name}"
         if stack_shape is not None:
@@ -73,9 +98,19 @@ def _factors(names: list[str], shapes: Mapping[str, Shape], source: TensorSource
         a, b = (source.tensors[entry] for entry in entries[0])
         each_a, each_b = (map(source.read, factors) for factors in zip(*entries, strict=True))
         number = len(entries)
-        yield TensorToWrite(f"{module}.lora_A.weight", dtype or DTYPES[a.dtype], (number * a.shape[0], a.shape[1]), each_a)
+        yield TensorToWrite(
+            f"{module}.lora_A.weight",
+            dtype or DTYPES[a.dtype],
+            (number * a.shape[0], a.shape[1]),
+            each_a,
+        )
         pieces = each_b if stack_shape is None else _side_by_side(each_b)
-        yield TensorToWrite(f"{module}.lora_B.weight", dtype or DTYPES[b.dtype], (b.shape[0], number * b.shape[1]), pieces)
+        yield TensorToWrite(
+            f"{module}.lora_B.weight",
+            dtype or DTYPES[b.dtype],
+            (b.shape[0], number * b.shape[1]),
+            pieces,
+        )
 
 
 def _side_by_side(experts: Iterable[Tensor]) -> Iterator[Tensor]:
@@ -83,10 +118,19 @@ def _side_by_side(experts: Iterable[Tensor]) -> Iterator[Tensor]:
     yield torch.stack(list(experts), dim=-1)
 
 
-def _config(names: list[str], groups: dict[str, str], lora: LoraConfig, base: str) -> dict[str, Any]:
+def _config(
+    names: list[str], groups: dict[str, str], lora: LoraConfig, base: str
+) -> dict[str, Any]:
     modules = {name for name in names if groups[name] == "attention"}
-    parameters = {name if groups[name] == "experts" else f"{name}.weight" for name in names if name not in modules}
-    others = [name if group in ("attention", "experts") else f"{name}.weight" for name, group in groups.items()]
+    parameters = {
+        name if groups[name] == "experts" else f"{name}.weight"
+        for name in names
+        if name not in modules
+    }
+    others = [
+        name if group in ("attention", "experts") else f"{name}.weight"
+        for name, group in groups.items()
+    ]
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -107,7 +151,8 @@ def _config(names: list[str], groups: dict[str, str], lora: LoraConfig, base: st
 
 
 def _shortest(names: Iterable[str], all_names: list[str], *, of_module: bool = False) -> list[str]:
-    """Return the shortest targets that match exactly these names: the part after the layer's number if all layers are included."""
+    """Return the shortest targets that match exactly these names: the part after the layer's number
+    if all layers are included."""
     chosen = set(names)
     found: dict[str, None] = {}
     for name in all_names:

@@ -1,8 +1,9 @@
 """Reads and writes safetensors files in pieces, and the shards of Hugging Face folders.
 
-Source: the safetensors format: eight bytes with the length of the header (little-endian), the header in JSON (name, dtype, shape and
-offsets of each tensor), then the bytes of the tensors without gaps. The library checks headers, but it can write only tensors that are all
-in memory, so this module writes files itself.
+Source: the safetensors format: eight bytes with the length of the header (little-endian), the
+header in JSON (name, dtype, shape and offsets of each tensor), then the bytes of the tensors
+without gaps. The library checks headers, but it can write only tensors that are all in memory, so
+this module writes files itself.
 
 Tensors, or parts of them, are read only on demand.
 """
@@ -26,7 +27,13 @@ from lather.files import StrPath, read_text, write_json
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "U8": torch.uint8}
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "U8": torch.uint8,
+}
 """Supported dtypes of weights; U8 holds packed weights."""
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 ANOTHER_COPY = "download or save it again"
@@ -54,16 +61,18 @@ class StoredTensor(TensorHeader):
 
 
 class SafetensorsFolder:
-    """The tensors of one or more safetensors files; headers have been checked, values are read on demand."""
+    """The tensors of one or more safetensors files; headers have been checked, values are read on
+    demand."""
 
     def __init__(self, tensors: Mapping[str, StoredTensor]) -> None:
         self.tensors = dict(tensors)
 
     def read(self, name: str, index: Index = ()) -> Tensor:
-        """Read `tensor[index]`, which must be contiguous in the file, and return it on CPU; only this part is read.
+        """Read `tensor[index]`, which must be contiguous in the file, and return it on CPU; only
+        this part is read.
 
-        The file is not memory-mapped, because mapped pages would count as memory of the process. Raises ExchangeError if the file has
-        changed since its header was checked.
+        The file is not memory-mapped, because mapped pages would count as memory of the process.
+        Raises ExchangeError if the file has changed since its header was checked.
         """
         stored = self.tensors[name]
         part = torch.empty(stored.shape, dtype=DTYPES[stored.dtype], device="meta")[index]
@@ -75,9 +84,13 @@ class SafetensorsFolder:
             with stored.file.open("rb") as file:
                 file.seek(stored.start + int(part.storage_offset()) * part.itemsize)
                 if file.readinto(content) != part.nbytes:
-                    raise ExchangeError(f"{stored.file}: was truncated while it was read: {ANOTHER_COPY}")
+                    raise ExchangeError(
+                        f"{stored.file}: was truncated while it was read: {ANOTHER_COPY}"
+                    )
         except OSError as error:
-            raise ExchangeError(f"{stored.file}: has become unreadable ({error.strerror}): {ANOTHER_COPY}") from None
+            raise ExchangeError(
+                f"{stored.file}: has become unreadable ({error.strerror}): {ANOTHER_COPY}"
+            ) from None
         return torch.frombuffer(content, dtype=part.dtype).view(part.shape)
 
 
@@ -97,10 +110,12 @@ def open_safetensors(file: StrPath) -> SafetensorsFolder:
 
 
 def open_published(folder: Path) -> SafetensorsFolder:
-    """Open the weights of a Hugging Face folder: `model.safetensors`, or the shards that `model.safetensors.index.json` lists.
+    """Open the weights of a Hugging Face folder: `model.safetensors`, or the shards that
+    `model.safetensors.index.json` lists.
 
-    Raises ExchangeError if there are no weights, if the index names a file that is missing, is outside the folder or lacks a tensor, or if
-    a file is truncated or damaged. Pickled weights (`pytorch_model.bin`) are never opened.
+    Raises ExchangeError if there are no weights, if the index names a file that is missing, is
+    outside the folder or lacks a tensor, or if a file is truncated or damaged. Pickled weights
+    (`pytorch_model.bin`) are never opened.
     """
     if (folder / SINGLE_FILE).exists():
         return open_safetensors(folder / SINGLE_FILE)
@@ -109,33 +124,49 @@ def open_published(folder: Path) -> SafetensorsFolder:
         pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
         if pickles:
             raise ExchangeError(
-                f"{folder / pickles[0]}: pickled weights are refused, since loading them can run any code: save the model as safetensors "
+                f"{folder / pickles[0]}: pickled weights are refused, since loading them can run "
+                "any code: save the model as safetensors "
                 "(transformers' save_pretrained does) and give that folder"
             )
-        raise ExchangeError(f"{folder}: holds neither {SINGLE_FILE} nor {INDEX_FILE}: give a folder with weights in safetensors")
+        raise ExchangeError(
+            f"{folder}: holds neither {SINGLE_FILE} nor {INDEX_FILE}: give a folder with weights "
+            "in safetensors"
+        )
     weight_map = _read_index(index)
     headers = {name: _read_header(folder / name) for name in dict.fromkeys(weight_map.values())}
     for name, file in weight_map.items():
         if name not in headers[file]:
-            raise ExchangeError(f"{index}: places {name!r} in {file}, which does not hold it: {ANOTHER_COPY}")
+            raise ExchangeError(
+                f"{index}: places {name!r} in {file}, which does not hold it: {ANOTHER_COPY}"
+            )
     for file, header in headers.items():
         if surplus := [name for name in header if weight_map.get(name) != file]:
-            raise ExchangeError(f"{folder / file}: holds {surplus[0]!r}, which {INDEX_FILE} does not place there: {ANOTHER_COPY}")
+            raise ExchangeError(
+                f"{folder / file}: holds {surplus[0]!r}, which {INDEX_FILE} does not place there: "
+                f"{ANOTHER_COPY}"
+            )
     return SafetensorsFolder({name: headers[file][name] for name, file in weight_map.items()})
 
 
 def _read_index(index: Path) -> dict[str, str]:
     try:
         weight_map = json.loads(read_text(index))["weight_map"]
-        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        if not isinstance(weight_map, dict) or not all(
+            isinstance(file, str) for file in weight_map.values()
+        ):
             raise ValueError("its weight_map does not give a file name to each tensor")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ExchangeError(f"{index}: not a usable index ({error}): {ANOTHER_COPY}") from None
     for name, file in weight_map.items():
         if Path(file).name != file or not file.endswith(".safetensors"):
-            raise ExchangeError(f"{index}: places {name!r} in {file!r}, which is not a .safetensors file beside it: {ANOTHER_COPY}")
+            raise ExchangeError(
+                f"{index}: places {name!r} in {file!r}, which is not a .safetensors file beside "
+                f"it: {ANOTHER_COPY}"
+            )
         if not (index.parent / file).is_file():
-            raise ExchangeError(f"{index}: places {name!r} in {file}, which is missing: {ANOTHER_COPY}")
+            raise ExchangeError(
+                f"{index}: places {name!r} in {file}, which is missing: {ANOTHER_COPY}"
+            )
     return weight_map
 
 
@@ -147,11 +178,15 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
             header = json.loads(content.read(length))
         header.pop("__metadata__", None)
         return {
-            name: StoredTensor(entry["dtype"], tuple(entry["shape"]), file, 8 + length + entry["data_offsets"][0])
+            name: StoredTensor(
+                entry["dtype"], tuple(entry["shape"]), file, 8 + length + entry["data_offsets"][0]
+            )
             for name, entry in header.items()
         }
     except (SafetensorError, OSError, ValueError) as error:
-        raise ExchangeError(f"{file}: missing, truncated or damaged ({error}): {ANOTHER_COPY}") from None
+        raise ExchangeError(
+            f"{file}: missing, truncated or damaged ({error}): {ANOTHER_COPY}"
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -162,22 +197,30 @@ class TensorToWrite:
     dtype: torch.dtype
     shape: tuple[int, ...]
     pieces: Iterable[Tensor]
-    """The values in the order of memory, on any device and of any floating dtype. They are read when the tensor is written, once, and one
-    piece is in memory at a time."""
+    """The values in the order of memory, on any device and of any floating dtype. They are read
+    when the tensor is written, once, and one piece is in memory at a time."""
 
     @property
     def num_bytes(self) -> int:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-def write_safetensors(file: Path, tensors: Iterable[TensorToWrite], hashed: Callable[[Any], object] | None = None) -> None:
+def write_safetensors(
+    file: Path, tensors: Iterable[TensorToWrite], hashed: Callable[[Any], object] | None = None
+) -> None:
     """Write a file, and sync it to disk. `hashed` gets all bytes, in order."""
-    ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)  # so that every tensor is aligned without gaps
+    ordered = sorted(
+        tensors, key=lambda tensor: -tensor.dtype.itemsize
+    )  # so that every tensor is aligned without gaps
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in ordered:
         start, end = end, end + tensor.num_bytes
-        header[tensor.name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        header[tensor.name] = {
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
     with file.open("wb") as out:
@@ -201,19 +244,25 @@ def write_safetensors(file: Path, tensors: Iterable[TensorToWrite], hashed: Call
 
 def copy_weights(weights: TensorSource, file: StrPath) -> None:
     """Write the tensors in fp32 to one file."""
-    tensors = [TensorToWrite(name, torch.float32, one.shape, map(weights.read, [name])) for name, one in weights.tensors.items()]
+    tensors = [
+        TensorToWrite(name, torch.float32, one.shape, map(weights.read, [name]))
+        for name, one in weights.tensors.items()
+    ]
     write_safetensors(Path(file), tensors)
 
 
 def write_published(folder: Path, tensors: list[TensorToWrite], max_shard_bytes: int) -> None:
-    """Write the weights of a Hugging Face folder: one file, or shards with an index if that is larger than `max_shard_bytes`."""
+    """Write the weights of a Hugging Face folder: one file, or shards with an index if that is
+    larger than `max_shard_bytes`."""
     shards = _shards(tensors, max_shard_bytes)
     for file, shard in shards.items():
         write_safetensors(folder / file, shard)
     if list(shards) != [SINGLE_FILE]:
         size = sum(tensor.num_bytes for tensor in tensors)
         weight_map = {tensor.name: file for file, shard in shards.items() for tensor in shard}
-        write_json(folder / INDEX_FILE, {"metadata": {"total_size": size}, "weight_map": weight_map})
+        write_json(
+            folder / INDEX_FILE, {"metadata": {"total_size": size}, "weight_map": weight_map}
+        )
 
 
 def _shards(tensors: list[TensorToWrite], max_bytes: int) -> dict[str, list[TensorToWrite]]:
@@ -228,4 +277,7 @@ def _shards(tensors: list[TensorToWrite], max_bytes: int) -> dict[str, list[Tens
         room -= tensor.num_bytes
     if len(groups) == 1:
         return {SINGLE_FILE: groups[0]}
-    return {f"model-{number:05d}-of-{len(groups):05d}.safetensors": group for number, group in enumerate(groups, 1)}
+    return {
+        f"model-{number:05d}-of-{len(groups):05d}.safetensors": group
+        for number, group in enumerate(groups, 1)
+    }

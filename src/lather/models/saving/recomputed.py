@@ -1,11 +1,14 @@
-"""Recomputes tensors in backward from other tensors that autograd saves anyway, instead of saving them.
+"""Recomputes tensors in backward from other tensors that autograd saves anyway, instead of saving
+them.
 
-It is meant for tensors that are cheap to compute and large to save: a norm's output (from its input), the keys and values of latent
-attention (from the latent), the normalized and rotated heads (from the projections). Unlike activation checkpointing, it recomputes only
-registered tensors and builds no graph again. The same operations give the same values as in the forward pass (in compiled parts, up to
-rounding).
+It is meant for tensors that are cheap to compute and large to save: a norm's output (from its
+input), the keys and values of latent attention (from the latent), the normalized and rotated heads
+(from the projections). Unlike activation checkpointing, it recomputes only registered tensors and
+builds no graph again. The same operations give the same values as in the forward pass (in compiled
+parts, up to rounding).
 
-`Remaking` uses `torch.autograd.graph.saved_tensors_hooks`. Hooks that were active outside still get all other tensors.
+`Remaking` uses `torch.autograd.graph.saved_tensors_hooks`. Hooks that were active outside still get
+all other tensors.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ Place = tuple[torch.UntypedStorage, int, tuple[int, ...], tuple[int, ...]]
 
 
 class Remaking:
-    """Registers the tensors to recompute; use it inside `watch`. With `enabled` False autograd saves everything."""
+    """Registers the tensors to recompute; use it inside `watch`. With `enabled` False autograd
+    saves everything."""
 
     def __init__(self, *, enabled: bool = True) -> None:
         self.enabled = enabled
@@ -39,7 +43,10 @@ class Remaking:
         if not self.enabled or not torch.is_grad_enabled():
             yield
             return
-        self._hooks = pack_outside, unpack_outside = saved_tensors_hooks_in_force() or (_as_it_is, _as_it_is)
+        self._hooks = pack_outside, unpack_outside = saved_tensors_hooks_in_force() or (
+            _as_it_is,
+            _as_it_is,
+        )
         again = self._again
 
         def pack(x: Tensor) -> Any:
@@ -56,9 +63,11 @@ class Remaking:
             again.clear()  # the hooks live as long as the graph, but the table is no longer needed
 
     def add(self, tensors: tuple[Tensor, ...], make: Make, *sources: Tensor) -> None:
-        """Register `tensors`, which `make(*sources)` recomputes. The sources should be tensors that autograd saves anyway.
+        """Register `tensors`, which `make(*sources)` recomputes. The sources should be tensors that
+        autograd saves anyway.
 
-        `make` runs in backward, without autograd, with the present state of autocast. Call this inside `watch`.
+        `make` runs in backward, without autograd, with the present state of autocast. Call this
+        inside `watch`.
         """
         if self.enabled and torch.is_grad_enabled():
             pack, unpack = self._hooks
@@ -74,12 +83,14 @@ class Remaking:
         return y
 
     def again(self, x: Tensor) -> Again | None:
-        """Return the object that recomputes x, for other graphs that use x; None if x is not registered. Call this inside `watch`."""
+        """Return the object that recomputes x, for other graphs that use x; None if x is not
+        registered. Call this inside `watch`."""
         return self._again.get(_place(x))
 
 
 class _Group:
-    """Tensors that are recomputed together, once; each is freed when it has been used as often as autograd would have saved it."""
+    """Tensors that are recomputed together, once; each is freed when it has been used as often as
+    autograd would have saved it."""
 
     def __init__(self, make: Callable[[], tuple[Tensor, ...]], device: str) -> None:
         self._make, self._context = make, _same_autocast(device)
@@ -104,10 +115,11 @@ class Again:
 
     @contextmanager
     def instead_of(self, x: Tensor) -> Iterator[None]:
-        """Inside this context, every graph that would save x, or a detached x, saves this placeholder instead, which recomputes x.
+        """Inside this context, every graph that would save x, or a detached x, saves this
+        placeholder instead, which recomputes x.
 
-        All these graphs have to run backward before any of their forward passes is repeated, because x is freed after its last use.
-        """
+        All these graphs have to run backward before any of their forward passes is repeated,
+        because x is freed after its last use."""
         remaking = Remaking()
         with remaking.watch():
             if torch.is_grad_enabled():
@@ -123,7 +135,8 @@ class Again:
 
 
 def _place(x: Tensor) -> Place:
-    """Return a key that identifies a tensor; it keeps the storage alive, so that no other one takes its place."""
+    """Return a key that identifies a tensor; it keeps the storage alive, so that no other one takes
+    its place."""
     return x.untyped_storage(), int(x.storage_offset()), tuple(x.shape), x.stride()
 
 

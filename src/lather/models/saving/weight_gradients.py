@@ -1,29 +1,39 @@
 """Weight gradients, computed either in the backward pass or later, when the caller chooses.
 
-The backward of a product y = x W^T computes two gradients: that of x, which the layers before need at once, and that of W, which only the
-optimizer needs. A pipeline that defers the second one fills time in which a rank would be idle.
+The backward of a product y = x W^T computes two gradients: that of x, which the layers before need
+at once, and that of W, which only the optimizer needs. A pipeline that defers the second one fills
+time in which a rank would be idle.
 
-Source: zero-bubble pipelines (Qi et al., arXiv:2401.10241), the split of backward into B (inputs) and W (weights).
+Source: zero-bubble pipelines (Qi et al., arXiv:2401.10241), the split of backward into B (inputs)
+and W (weights).
 
-A layer's backward passes the parameter, and a function that computes its gradient, to `weight_gradient`. A deferred gradient is an
-entry in a queue. It holds the parameter itself, never the tensor that autograd saved (with activation checkpointing that is unpacked as
-another tensor, and a gradient written there is lost), and the operands of the product. An entry computes the same product as backward
-would, and adds it to `.grad` as autograd does; so gradients have the same bits if the entries of a weight run in the order in which
-backward made them, and if no graph uses the weight twice.
+A layer's backward passes the parameter, and a function that computes its gradient, to
+`weight_gradient`. A deferred gradient is an entry in a queue. It holds the parameter itself, never
+the tensor that autograd saved (with activation checkpointing that is unpacked as another tensor,
+and a gradient written there is lost), and the operands of the product. An entry computes the same
+product as backward would, and adds it to `.grad` as autograd does; so gradients have the same bits
+if the entries of a weight run in the order in which backward made them, and if no graph uses the
+weight twice.
 
-Besides the parameter, entries hold these tensors until they have run (T rows, letters as in each layer's file):
+Besides the parameter, entries hold these tensors until they have run (T rows, letters as in each
+layer's file):
 
-    Linear              x (T, I) in the products' dtype, once for all layers that `project` was called with; the output's gradient (T, O)
-    GatedMLP            x (T, D); the gradient of gate/up (T, 2F) and the gated product (T, F); the output's gradient (T, D)
-    Experts             the same for G rows, but x and the output's gradient as (R, D): they are gathered again; the rows' indices
+    Linear              x (T, I) in the products' dtype, once for all layers that `project` was
+                        called with; the output's gradient (T, O)
+    GatedMLP            x (T, D); the gradient of gate/up (T, 2F) and the gated product (T, F); the
+                        output's gradient (T, D)
+    Experts             the same for G rows, but x and the output's gradient as (R, D): they are
+                        gathered again; the rows' indices
     Router              x (T, D); the gradient of the logits (T, E)
 
-These inputs and gradients may be the same tensors that other layers read, or that backward passes on, so they must not be overwritten or
-freed before the entries have run. The values of the weights are not needed and may be freed.
+These inputs and gradients may be the same tensors that other layers read, or that backward passes
+on, so they must not be overwritten or freed before the entries have run. The values of the weights
+are not needed and may be freed.
 
-Some gradients are never deferred: those of norms, sinks and embeddings, which are not products; and that of the head, because the loss
-computes each tile of the logits' gradient once for both products, and deferring one of them would mean saving (T, V) elements or computing
-every tile a third time.
+Some gradients are never deferred: those of norms, sinks and embeddings, which are not products; and
+that of the head, because the loss computes each tile of the logits' gradient once for both
+products, and deferring one of them would mean saving (T, V) elements or computing every tile a
+third time.
 """
 
 from __future__ import annotations
@@ -56,14 +66,17 @@ class DeferredGradient:
         dtype = self.weight.dtype
         if self.weight.grad is None:
             self.weight.grad = gradient.to(dtype)
-        elif torch.promote_types(dtype, gradient.dtype) == dtype:  # the sum is that of a copy in `dtype`, without its 8 bytes per element
+        elif (
+            torch.promote_types(dtype, gradient.dtype) == dtype
+        ):  # the sum is that of a copy in `dtype`, without its 8 bytes per element
             self.weight.grad += gradient
         else:
             self.weight.grad += gradient.to(dtype)
 
 
 class WeightGradients:
-    """A queue of weight gradients: while `deferring`, backward passes append to it; otherwise gradients are computed at once."""
+    """A queue of weight gradients: while `deferring`, backward passes append to it; otherwise
+    gradients are computed at once."""
 
     def __init__(self) -> None:
         self.deferring = False
@@ -77,21 +90,27 @@ class WeightGradients:
 
     @staticmethod
     def run(entries: Sequence[DeferredGradient]) -> None:
-        """Compute each gradient and add it to `.grad`, in the weight's dtype; an entry then drops its tensors."""
+        """Compute each gradient and add it to `.grad`, in the weight's dtype; an entry then drops
+        its tensors."""
         for entry in entries:
             entry.run()
 
 
 def weight_gradient(
-    queue: WeightGradients | None, weight: nn.Parameter | Tensor, later: Callable[[], Tensor], now: Callable[[], Tensor] | None = None
+    queue: WeightGradients | None,
+    weight: nn.Parameter | Tensor,
+    later: Callable[[], Tensor],
+    now: Callable[[], Tensor] | None = None,
 ) -> Float[Tensor, "..."] | None:
-    """Return the value that the backward of an autograd Function must return for `weight`, a tensor that requires a gradient.
+    """Return the value that the backward of an autograd Function must return for `weight`, a tensor
+    that requires a gradient.
 
-    This is the gradient, in the dtype of `weight`; or None, if `later`, which computes it, was queued. (A weight that is not a leaf has no
-    `.grad`, so its gradient is computed at once.) Hooks on the weight, or on its gradient accumulation, do not run for deferred gradients.
+    This is the gradient, in the dtype of `weight`; or None, if `later`, which computes it, was
+    queued. (A weight that is not a leaf has no `.grad`, so its gradient is computed at once.) Hooks
+    on the weight, or on its gradient accumulation, do not run for deferred gradients.
 
-    `now` computes the same as `later`, with less work, from tensors that exist during backward but would take more memory if deferred.
-    """
+    `now` computes the same as `later`, with less work, from tensors that exist during backward but
+    would take more memory if deferred."""
     if queue is not None and queue.deferring and weight.is_leaf:
         queue.entries.append(DeferredGradient(weight, later))
         return None
@@ -99,15 +118,18 @@ def weight_gradient(
 
 
 class Deferrable:
-    """A module whose weight gradients can be deferred: its backward gives them to the queue `self.weight_gradients`; None: at once."""
+    """A module whose weight gradients can be deferred: its backward gives them to the queue
+    `self.weight_gradients`; None: at once."""
 
     weight_gradients: WeightGradients | None = None
 
 
 def defer_weight_gradients(module: nn.Module, queue: WeightGradients | None) -> None:
-    """Set the queue of every `Deferrable` layer inside `module`; None, as in a new layer: gradients are computed at once.
+    """Set the queue of every `Deferrable` layer inside `module`; None, as in a new layer: gradients
+    are computed at once.
 
-    This applies to later forward passes. Layers whose memory is "reference" use plain autograd and never defer.
+    This applies to later forward passes. Layers whose memory is "reference" use plain autograd and
+    never defer.
     """
     for layer in module.modules():
         if isinstance(layer, Deferrable):

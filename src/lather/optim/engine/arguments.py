@@ -5,7 +5,13 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Mapping, Sequence
 
-from lather.optim.engine.known_keys import EQUIVALENTS, HARMLESS, LEAVE_OUT, OTHER_NAMES, WHAT_HAPPENS
+from lather.optim.engine.known_keys import (
+    EQUIVALENTS,
+    HARMLESS,
+    LEAVE_OUT,
+    OTHER_NAMES,
+    WHAT_HAPPENS,
+)
 from lather.optim.options import options_of
 from lather.optim.rule import Rule
 
@@ -27,14 +33,17 @@ def describe_unknown(
         known: names of those that it has.
         others: rules by the names of their optimizers, whose options may be meant.
     """
-    each = ", ".join(f"{name!r} ({hint})" if (hint := _hint(name, known, others)) else f"{name!r}" for name in unknown)
+    each = ", ".join(
+        f"{name!r} ({hint})" if (hint := _hint(name, known, others)) else f"{name!r}"
+        for name in unknown
+    )
     noun = "argument" if len(unknown) == 1 else "arguments"
     return f"{optimizer} has no {noun} {each}. Its arguments are {', '.join(known)}"
 
 
 def equivalent(name: str, known: Collection[str]) -> str:
-    """Say which of the options `known` has the meaning of an option that is not among them; empty if
-    none has."""
+    """Say which of the options `known` has the meaning of an option that is not among them; empty
+    if none has."""
     for option, text in EQUIVALENTS.get(name.lower(), ()):
         if option in known:
             return text

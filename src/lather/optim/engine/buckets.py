@@ -9,9 +9,11 @@ A member of a bucket is the part of a parameter on which this rank works. It has
 in all three cases: gradient and weight as tensors of one shape, and the tensor that an update
 changes.
 
-    index ()         a parameter that is not spread over ranks, or this rank's whole part of one that is
+    index ()         a parameter that is not spread over ranks, or this rank's whole part of one
+                     that is
     index (slices)   the rows of this rank's part that this rank owns
-    index None       matrices that this rank owns and gathers: gradients arrive from other ranks, and updates are sent back to them
+    index None       matrices that this rank owns and gathers: gradients arrive from other ranks,
+                     and updates are sent back to them
 """
 
 from __future__ import annotations
@@ -37,15 +39,15 @@ BUCKET_BYTES = 2**28
 """Limit on the temporary memory of a step on a CPU if `bucket_bytes` is not given."""
 
 GPU_BYTES = 2**32
-"""The same on a GPU: about 20 matrices of 2048 rows then form a batch of a refresh; with half of it a refresh takes 1.6 times as many
-launches. It does not depend on the memory that is free, because another division into batches gives other bits, and a run that is
-resumed should not."""
+"""The same on a GPU: about 20 matrices of 2048 rows then form a batch of a refresh; with half of it
+a refresh takes 1.6 times as many launches. It does not depend on the memory that is free, because
+another division into batches gives other bits, and a run that is resumed should not."""
 
 STATE_BYTES, GPU_STATE_BYTES = 2**26, 2**31
 """Largest state of a bucket of several members on a CPU, and on a GPU; a quarter of it under an
 elementwise rule, whose kernel needs no stacks. The memory of a bucket is free when the state of its
-last member has been moved away, so larger ones would raise the peak of moving all state; smaller ones
-would divide the batches of a step."""
+last member has been moved away, so larger ones would raise the peak of moving all state; smaller
+ones would divide the batches of a step."""
 
 States = Mapping[Tensor, dict[str, Tensor]]
 """Parameter -> its state: `step`, and entries by name."""
@@ -88,7 +90,8 @@ class Member:
         return local(self.param)[self.index]
 
     def target(self) -> Tensor:
-        """Return the tensor that an update changes: a view of the parameter, or the update that is to be sent."""
+        """Return the tensor that an update changes: a view of the parameter, or the update that is
+        to be sent."""
         return self.weight() if self.update is None else self.update
 
 
@@ -101,8 +104,12 @@ def member_of(one: ParamInfo, share: OwnedParameter | None) -> Member | None:
     numbers = tuple(unit.number for unit in share.own)
     if share.in_place:
         index = share.region.within(share.spread.box)
-        layout = one.layout.of_part(share.region.size, contiguous=local(one.param)[index].is_contiguous())
-        return Member(one.param, layout, range(layout.batch) if share.elementwise else numbers, index)
+        layout = one.layout.of_part(
+            share.region.size, contiguous=local(one.param)[index].is_contiguous()
+        )
+        return Member(
+            one.param, layout, range(layout.batch) if share.elementwise else numbers, index
+        )
     shape = one.layout.shape
     if one.layout.kind == "per_expert":
         shape = (len(numbers), *shape[1:])
@@ -164,7 +171,8 @@ class Bucket:
         return GPU_BYTES if is_gpu(self.device) else BUCKET_BYTES
 
     def is_stacked(self, state: States) -> bool:
-        """Whether the state of the members consists of views of stacks, as `allocate` makes them."""
+        """Whether the state of the members consists of views of stacks, as `allocate` makes
+        them."""
         states = [state.get(member.param, {}) for member in self.members]
         if any(own.keys() != {"step", *self.entries} for own in states):
             return False
@@ -182,7 +190,8 @@ class Bucket:
 
 
 def move_to(x: Tensor, new: Tensor) -> bool:
-    """Give the tensor object `x` the memory of `new`; return whether torch allows it for these two."""
+    """Give the tensor object `x` the memory of `new`; return whether torch allows it for these
+    two."""
     try:
         x.data = new
     except (RuntimeError, TypeError):
@@ -195,7 +204,9 @@ def _strides(size: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(size[dim + 1 :]) for dim in range(len(size)))
 
 
-def make_buckets(members: Iterable[Member], *, apart: Mapping[int, Any] | None = None) -> list[Bucket]:
+def make_buckets(
+    members: Iterable[Member], *, apart: Mapping[int, Any] | None = None
+) -> list[Bucket]:
     """Divide the members into as few buckets as possible, each with one member or with at most
     `STATE_BYTES` of state; members with different values in `apart` (by id of the parameter) never
     share one."""

@@ -4,9 +4,9 @@
     DeepSpeed's ZeRO, Megatron's distributed optimizer    vectors without a mark, in the groups
 
 Marked pieces are refused, also where a model is sorted into kinds of parameters. Pieces without a
-mark look like vectors, so only all parameters of a rule tell something: a rule for matrices that had
-some and has none now is refused, and one that never had any is named in a warning. Elementwise rules
-are right on any piece.
+mark look like vectors, so only all parameters of a rule tell something: a rule for matrices that
+had some and has none now is refused, and one that never had any is named in a warning. Elementwise
+rules are right on any piece.
 """
 
 from __future__ import annotations

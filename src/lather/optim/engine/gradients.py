@@ -1,8 +1,10 @@
-"""Checks of the gradients before a step changes anything: whether they are dense, real and finite, and which experts got no token.
+"""Checks of the gradients before a step changes anything: whether they are dense, real and finite,
+and which experts got no token.
 
-The check reads each gradient once and waits for the device once, and once more for each mesh over which parameters are spread, whose ranks
-then agree. A caller that reads other values from the device anyway can start the check first (`measure_gradients`) and read its results
-together with them; the step itself then waits for nothing.
+The check reads each gradient once and waits for the device once, and once more for each mesh over
+which parameters are spread, whose ranks then agree. A caller that reads other values from the
+device anyway can start the check first (`measure_gradients`) and read its results together with
+them; the step itself then waits for nothing.
 
 Both answers come from the 2-norm in the dtype of the arithmetic. It is also infinite where only the
 squares overflow, which would ruin second moments and factors, and also zero where all squares
@@ -39,14 +41,16 @@ class Inspection:
     usable: list[ParamInfo]
     """Parameters that take the step."""
     idle: dict[int, list[bool]]
-    """id of a parameter with experts -> for each expert, whether it got no token (its gradient is exactly zero)."""
+    """id of a parameter with experts -> for each expert, whether it got no token (its gradient is
+    exactly zero)."""
     num_bad: int
     """Number of gradients that are skipped because they are not finite."""
 
 
 @dataclass(eq=False)
 class _Measured:
-    """Measurements, not yet read, of the gradients of parameters on one mesh, or of parameters that are not spread over ranks."""
+    """Measurements, not yet read, of the gradients of parameters on one mesh, or of parameters that
+    are not spread over ranks."""
 
     params: Sequence[ParamInfo]
     own: dict[int, Tensor]
@@ -54,11 +58,13 @@ class _Measured:
     found: Tensor
     """All measured values, 1-D."""
     lengths: Sequence[int]
-    """Numbers of consecutive values in `found` that belong to each parameter. On a mesh the first part holds flags: whether a rank must
-    raise, and on how many ranks each parameter has a gradient."""
+    """Numbers of consecutive values in `found` that belong to each parameter. On a mesh the first
+    part holds flags: whether a rank must raise, and on how many ranks each parameter has a
+    gradient."""
 
     def read(self) -> tuple[dict[int, list[float]], bool]:
-        """Return id -> norms of the parameters that have a gradient on any rank, and whether any rank must raise."""
+        """Return id -> norms of the parameters that have a gradient on any rank, and whether any
+        rank must raise."""
         if self.params and self.params[0].spread is not None:
             flags, *squared = self.found.cpu().split(list(self.lengths))
             elsewhere, *present = flags.tolist()
@@ -66,15 +72,18 @@ class _Measured:
             found = zip(self.params, present, squared, strict=True)
             present_ones = ((one, x.to(one.dtypes_of_norms[1])) for one, here, x in found if here)
             return {id(one): x.sqrt().tolist() for one, x in present_ones}, elsewhere > 0
-        return dict(zip(map(id, self.params), _split(self.found.tolist(), self.lengths), strict=True)), False
+        return dict(
+            zip(map(id, self.params), _split(self.found.tolist(), self.lengths), strict=True)
+        ), False
 
 
 @dataclass(eq=False)
 class GradientNorms:
     """Norms and flags that a step needs about its gradients, measured but not yet read.
 
-    A caller that reads other values from the device anyway reads `values` together with them, assigns the result, on the host, to `values`,
-    and passes this object to the step, which then does not wait for the device.
+    A caller that reads other values from the device anyway reads `values` together with them,
+    assigns the result, on the host, to `values`, and passes this object to the step, which then
+    does not wait for the device.
     """
 
     params: Sequence[ParamInfo]
@@ -90,41 +99,56 @@ class GradientNorms:
 
     @values.setter
     def values(self, values: Tensor) -> None:
-        for some, found in zip(self.measured, values.split([len(some.found) for some in self.measured]), strict=True):
+        for some, found in zip(
+            self.measured, values.split([len(some.found) for some in self.measured]), strict=True
+        ):
             some.found = found
 
     def of(self, param: Tensor) -> Tensor | None:
-        """Return the 2-norm of this rank's part of a parameter's gradient, or the norms of its experts, on the device; None if they were
-        not measured."""
+        """Return the 2-norm of this rank's part of a parameter's gradient, or the norms of its
+        experts, on the device; None if they were not measured."""
         return self._by_param.get(id(param))
 
     @cached_property
     def _by_param(self) -> dict[int, Tensor]:
-        return {id(one.param): some.own[id(one)] for some in self.measured for one in some.params if id(one) in some.own}
+        return {
+            id(one.param): some.own[id(one)]
+            for some in self.measured
+            for one in some.params
+            if id(one) in some.own
+        }
 
 
 def measure_gradients(params: Sequence[ParamInfo], group_of: GroupOf) -> GradientNorms | None:
     """Start on the device the measurements that `inspect_gradients` needs, without waiting for it.
 
-    Returns None if a group has `nonfinite` other than "ignore", for then ranks must agree mesh by mesh. Raises TypeError as
-    `inspect_gradients` does.
+    Returns None if a group has `nonfinite` other than "ignore", for then ranks must agree mesh by
+    mesh. Raises TypeError as `inspect_gradients` does.
     """
     if any(one.settings.rule.nonfinite != "ignore" for one in params):
         return None
     _check_all(params)
-    return GradientNorms(params, [_measure(some, group_of, raises=False) for some in _by_mesh(params)])
+    return GradientNorms(
+        params, [_measure(some, group_of, raises=False) for some in _by_mesh(params)]
+    )
 
 
-def inspect_gradients(params: Sequence[ParamInfo], group_of: GroupOf, known: GradientNorms | None = None) -> Inspection:
-    """Check the gradients. A parameter that is spread over ranks takes the step if any rank has a gradient for it; all ranks of its mesh
-    get the same results.
+def inspect_gradients(
+    params: Sequence[ParamInfo], group_of: GroupOf, known: GradientNorms | None = None
+) -> Inspection:
+    """Check the gradients. A parameter that is spread over ranks takes the step if any rank has a
+    gradient for it; all ranks of its mesh get the same results.
 
-    Raises TypeError for a gradient that is sparse, complex or has other placements than its parameter, and ValueError, on all ranks of the
-    meshes, for a non-finite gradient whose group has `nonfinite="raise"`. `known`: measurements of these gradients that the caller has
-    read.
+    Raises TypeError for a gradient that is sparse, complex or has other placements than its
+    parameter, and ValueError, on all ranks of the meshes, for a non-finite gradient whose group has
+    `nonfinite="raise"`. `known`: measurements of these gradients that the caller has read.
     """
     if known is not None and known.params is params:
-        return _inspection(params, {key: norms for some in known.measured for key, norms in some.read()[0].items()}, set())
+        return _inspection(
+            params,
+            {key: norms for some in known.measured for key, norms in some.read()[0].items()},
+            set(),
+        )
     _check_all(params)
     norms: dict[int, list[float]] = {}
     bad: set[int] = set()
@@ -133,26 +157,41 @@ def inspect_gradients(params: Sequence[ParamInfo], group_of: GroupOf, known: Gra
         found, elsewhere = _measure(some, group_of, raises=offender is not None).read()
         norms |= found
         if not all(map(math.isfinite, chain.from_iterable(found.values()))):
-            more = [one for one in some if one.settings.rule.nonfinite != "ignore" and not all(map(math.isfinite, found.get(id(one), ())))]
+            more = [
+                one
+                for one in some
+                if one.settings.rule.nonfinite != "ignore"
+                and not all(map(math.isfinite, found.get(id(one), ())))
+            ]
             bad |= set(map(id, more))
-            offender = offender or next((one.name for one in more if one.settings.rule.nonfinite == "raise"), None)
+            offender = offender or next(
+                (one.name for one in more if one.settings.rule.nonfinite == "raise"), None
+            )
         offender = offender or ("a parameter of other ranks" if elsewhere else None)
     if offender is not None:
         raise ValueError(
-            f"gradient of {offender} is not finite, or its square is not; nothing was changed. Skip such steps, lower the "
+            f"gradient of {offender} is not finite, or its square is not; nothing was changed. "
+            "Skip such steps, lower the "
             "learning rate, or set nonfinite='skip' to pass over the parameter"
         )
     return _inspection(params, norms, bad)
 
 
-def _inspection(params: Sequence[ParamInfo], norms: Mapping[int, list[float]], bad: set[int]) -> Inspection:
+def _inspection(
+    params: Sequence[ParamInfo], norms: Mapping[int, list[float]], bad: set[int]
+) -> Inspection:
     usable = [one for one in params if id(one) in norms and id(one) not in bad]
-    idle = {id(one.param): [norm == 0 for norm in norms[id(one)]] for one in usable if one.layout.has_experts}
+    idle = {
+        id(one.param): [norm == 0 for norm in norms[id(one)]]
+        for one in usable
+        if one.layout.has_experts
+    }
     return Inspection(usable, idle, len(bad))
 
 
 def _by_mesh(params: Sequence[ParamInfo]) -> list[list[ParamInfo]]:
-    """Divide parameters into those that are not spread over ranks, if any, and those of each mesh, in the same order on every rank."""
+    """Divide parameters into those that are not spread over ranks, if any, and those of each mesh,
+    in the same order on every rank."""
     found: dict[tuple[int, ...], list[ParamInfo]] = {}
     for one in params:
         found.setdefault(() if one.spread is None else one.spread.ranks, []).append(one)
@@ -178,31 +217,44 @@ def _check_all(params: Sequence[ParamInfo]) -> None:
             continue
         if one.spread is not None and grad.dtype != one.param.dtype:
             raise TypeError(
-                f"gradient of {one.name} is {grad.dtype}, the parameter {one.param.dtype}: spread over ranks, both must have the same dtype"
+                f"gradient of {one.name} is {grad.dtype}, the parameter {one.param.dtype}: spread "
+                "over ranks, both must have the same dtype"
             )
-        if one.spread is not None and is_dtensor(one.param) and (not is_dtensor(grad) or grad.placements != one.param.placements):
+        if (
+            one.spread is not None
+            and is_dtensor(one.param)
+            and (not is_dtensor(grad) or grad.placements != one.param.placements)
+        ):
             found = tuple(grad.placements) if is_dtensor(grad) else "none"
             raise TypeError(
-                f"gradient of {one.name} has placements {found}, the parameter {tuple(one.param.placements)}: they must be equal; "
+                f"gradient of {one.name} has placements {found}, the parameter "
+                f"{tuple(one.param.placements)}: they must be equal; "
                 "give it as grad.redistribute(placements=parameter.placements)"
             )
         if grad.layout is not torch.strided or grad.is_complex():
             kind = "complex" if grad.is_complex() else "sparse"
             raise TypeError(
-                f"gradient of {one.name} is {kind}; {one.rule.name or 'this rule'} takes dense real gradients: give it to another optimizer"
+                f"gradient of {one.name} is {kind}; {one.rule.name or 'this rule'} takes dense "
+                "real gradients: give it to another optimizer"
             )
 
 
 def _measure(some: Sequence[ParamInfo], group_of: GroupOf, *, raises: bool) -> _Measured:
-    """Measure the gradients of parameters on one mesh, whose ranks also exchange whether any of them `raises`, or of parameters that are
-    not spread over ranks."""
+    """Measure the gradients of parameters on one mesh, whose ranks also exchange whether any of
+    them `raises`, or of parameters that are not spread over ranks."""
     spread = some[0].spread
     if spread is None:
         some = [one for one in some if one.param.grad is not None]
     measured = _norms(some)
-    own = {id(one): norm for alike, norms in measured for one, norm in zip(alike, norms.split(alike[0].num_norms), strict=True)}
+    own = {
+        id(one): norm
+        for alike, norms in measured
+        for one, norm in zip(alike, norms.split(alike[0].num_norms), strict=True)
+    }
     if spread is None:
-        order = [one for alike, _ in measured for one in alike] + [one for one in some if id(one) not in own]
+        order = [one for alike, _ in measured for one in alike] + [
+            one for one in some if id(one) not in own
+        ]
         found = torch.zeros(0, device="cpu")
         if measured:
             found = torch.cat([norms.to(measured[0][1].device) for _, norms in measured])
@@ -215,7 +267,9 @@ def _measure(some: Sequence[ParamInfo], group_of: GroupOf, *, raises: bool) -> _
         squares = torch.zeros(one.num_norms, dtype=torch.float64, device=device)
         if one.num_norms:
             first = one.spread.box.offset[0] if one.layout.has_experts else 0
-            squares[first : first + len(own[id(one)])] = own[id(one)].double().square() / len(one.spread.positions_of[one.spread.box])
+            squares[first : first + len(own[id(one)])] = own[id(one)].double().square() / len(
+                one.spread.positions_of[one.spread.box]
+            )
         parts.append(squares)
     found = torch.cat(parts)
     dist.all_reduce(found, group=group_of(spread))
@@ -223,7 +277,8 @@ def _measure(some: Sequence[ParamInfo], group_of: GroupOf, *, raises: bool) -> _
 
 
 def _norms(params: Sequence[ParamInfo]) -> list[tuple[list[ParamInfo], Tensor]]:
-    """Compute the norms that are needed: those of this rank's experts of one parameter, or one norm for each of several parameters."""
+    """Compute the norms that are needed: those of this rank's experts of one parameter, or one norm
+    for each of several parameters."""
     found: list[tuple[list[ParamInfo], Tensor]] = []
     whole: dict[tuple[torch.dtype, torch.dtype], list[ParamInfo]] = {}
     for one in params:
@@ -236,7 +291,9 @@ def _norms(params: Sequence[ParamInfo]) -> list[tuple[list[ParamInfo], Tensor]]:
         elif one.num_norms:
             whole.setdefault(one.dtypes_of_norms, []).append(one)
     for (dtype, arithmetic), same in whole.items():
-        grads: Any = [one.param.grad if one.spread is None else local_grad(one.param) for one in same]
+        grads: Any = [
+            one.param.grad if one.spread is None else local_grad(one.param) for one in same
+        ]
         each = [norm.to(grads[0].device) for norm in foreach_norm(grads, 2, dtype=dtype)]
         norms = torch.stack(each)
         found.append((same, norms if dtype == arithmetic else _in_range(norms, arithmetic)))
@@ -251,7 +308,8 @@ def _in_range(norms: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def read_together(tensors: Sequence[Tensor]) -> list[list[Any]]:
-    """Return the values of 1-D tensors on the host; the device is waited for once if all tensors are on the same one."""
+    """Return the values of 1-D tensors on the host; the device is waited for once if all tensors
+    are on the same one."""
     if not tensors:
         return []
     return _split(torch.cat([x.to(tensors[0].device) for x in tensors]).tolist(), map(len, tensors))

@@ -1,4 +1,5 @@
-"""`GroupedOptimizer`: parameter groups, each with its rule, and the roster of parameters that is made from them."""
+"""`GroupedOptimizer`: parameter groups, each with its rule, and the roster of parameters that is
+made from them."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ class GroupedOptimizer(torch.optim.Optimizer):
         self._name_unknown_keys()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with their own options; a bad option, layout or parameter raises before the group is added.
+        """Add parameters with their own options; a bad option, layout or parameter raises before
+        the group is added.
 
         A parameter that is given twice (tied weights) counts once. Keys that are no options are
         kept and ignored, unless they ask for another rule or step, or look like misspelt options,
@@ -101,7 +103,8 @@ class GroupedOptimizer(torch.optim.Optimizer):
             warnings.warn(f"{text}: {', '.join(sorted(new))}", stacklevel=2)
 
     def _rule_of(self, group: Mapping[str, Any]) -> tuple[type[Rule], dict[str, Any]]:
-        """Return the class of the rule that a group names, and the options of a rule that is given as an instance."""
+        """Return the class of the rule that a group names, and the options of a rule that is given
+        as an instance."""
         named = group.get("rule", type(self._default))
         if isinstance(named, Rule):
             return type(named), {name: getattr(named, name) for name in options_of(type(named))}
@@ -111,7 +114,10 @@ class GroupedOptimizer(torch.optim.Optimizer):
             return self._rules.get(named) or find_rule(named), {}
         found = getattr(named, "rule", named)  # a class of optimizers stands for its rule
         if not (isinstance(found, type) and issubclass(found, Rule)):
-            raise TypeError(f"rule={named!r} of a parameter group is not valid: give a rule's name, its class, or an instance")
+            raise TypeError(
+                f"rule={named!r} of a parameter group is not valid: give a rule's name, its class, "
+                "or an instance"
+            )
         return found, {}
 
     def _check_group(self, group: dict[str, Any], rule: Rule) -> bool:
@@ -121,23 +127,32 @@ class GroupedOptimizer(torch.optim.Optimizer):
         for name, p in zip(names_of(group), group["params"], strict=True):
             spread = self._sharding.spread_of(p, group, name)
             if p.is_complex():
-                raise TypeError(f"{name} is complex ({p.dtype}); {name_of(type(rule))} takes real parameters: give it to torch.optim.Adam")
+                raise TypeError(
+                    f"{name} is complex ({p.dtype}); {name_of(type(rule))} takes real parameters: "
+                    "give it to torch.optim.Adam"
+                )
             if rule.matrix_layout != "tensor" and p.dim() == 1 and flat.is_for_matrices(rule):
                 flat.check_piece(name, p, f"{name_of(type(rule))} needs whole matrices")
                 raise ValueError(
-                    f"{name} has shape {tuple(p.shape)}, but matrix_layout={rule.matrix_layout!r} needs a matrix: "
+                    f"{name} has shape {tuple(p.shape)}, but matrix_layout={rule.matrix_layout!r} "
+                    "needs a matrix: "
                     "put it in a group with matrix_layout='tensor'"
                 )
             try:
                 layout = whole_layout(p, settings.rule, spread)
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
-            size = layout.state_bytes(len(spread.ranks) if spread is not None and rule.ownership == "replicated" else 1)
+            size = layout.state_bytes(
+                len(spread.ranks) if spread is not None and rule.ownership == "replicated" else 1
+            )
             if rule.max_state_bytes is not None and size > rule.max_state_bytes:
                 raise ValueError(
-                    f"state of {name} with shape {layout.shape} would take {size / GIB:.3f} GiB, more than max_state_bytes "
-                    f"({rule.max_state_bytes / GIB:.3f} GiB): lower max_precond_dim or set sides='smaller' for one-sided preconditioning, "
-                    "use the matrix_layout ('per_expert', 'stacked') with the smaller factors, spread the state of a sharded parameter "
+                    f"state of {name} with shape {layout.shape} would take {size / GIB:.3f} GiB, "
+                    "more than max_state_bytes "
+                    f"({rule.max_state_bytes / GIB:.3f} GiB): lower max_precond_dim or set "
+                    "sides='smaller' for one-sided preconditioning, "
+                    "use the matrix_layout ('per_expert', 'stacked') with the smaller factors, "
+                    "spread the state of a sharded parameter "
                     "over its ranks (ownership='replicated'), or raise the limit"
                 )
             has_matrices = has_matrices or flat.is_matrix(layout)
@@ -150,8 +165,8 @@ class GroupedOptimizer(torch.optim.Optimizer):
         flat.check_whole(settings, self._had_matrices)
 
     def _current_roster(self) -> Roster:
-        """Return the roster. If parameters or options have changed it is made again; an option that is now out of range raises
-        ValueError."""
+        """Return the roster. If parameters or options have changed it is made again; an option that
+        is now out of range raises ValueError."""
         if self._roster is None or not self._is_unchanged(self._roster):
             self._roster = None
             roster = self._make_roster()
@@ -168,7 +183,8 @@ class GroupedOptimizer(torch.optim.Optimizer):
         for number, group in enumerate(self.param_groups):
             if group["rule"] not in self._rules:
                 raise ValueError(
-                    f"rule {group['rule']!r} of a parameter group was set after the optimizer was made: make a new optimizer, "
+                    f"rule {group['rule']!r} of a parameter group was set after the optimizer was "
+                    "made: make a new optimizer, "
                     "or give add_param_group other parameters with that rule"
                 )
             with _naming(group, number):
@@ -186,7 +202,9 @@ class GroupedOptimizer(torch.optim.Optimizer):
                     frozen.append(p)
                     continue
                 spread = self._sharding.spread_of(p, group)
-                params.append(ParamInfo(p, settings, name, whole_layout(p, settings.rule, spread), spread))
+                params.append(
+                    ParamInfo(p, settings, name, whole_layout(p, settings.rule, spread), spread)
+                )
         self._unknown_keys |= unknown
         self._name_unknown_keys()
         flat.check_whole(groups, self._had_matrices)

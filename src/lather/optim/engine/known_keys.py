@@ -100,7 +100,9 @@ EQUIVALENTS: dict[str, tuple[tuple[str, str], ...]] = {
     **dict.fromkeys(OTHER_NAMES_OF_STEPS, (("steps", "did you mean 'steps'?"),)),
     **dict.fromkeys(("ns_coefficients", "ns_coeffs"), (("coefficients", COEFFICIENTS_OF),)),
     **dict.fromkeys(("adjust_lr_fn", "adjust_lr", "use_adjusted_lr"), (("scale", SCALES),)),
-    **dict.fromkeys(("bias_correction", "adam_debias"), (("correct_bias", "did you mean 'correct_bias'?"),)),
+    **dict.fromkeys(
+        ("bias_correction", "adam_debias"), (("correct_bias", "did you mean 'correct_bias'?"),)
+    ),
     **dict.fromkeys(
         ("decoupled_weight_decay", "weight_decouple", "adam_w_mode", "decouple", "decoupled"),
         (("weight_decay_method", _METHOD),),
@@ -109,11 +111,13 @@ EQUIVALENTS: dict[str, tuple[tuple[str, str], ...]] = {
         ("precond_freq", "precondition_freq", "preconditioner_update_freq", "update_freq"),
         (("precondition_frequency", _FREQUENCY),),
     ),
-    "normalize_grads": (("normalize_preconditioned_grads", "did you mean 'normalize_preconditioned_grads'?"),),
+    "normalize_grads": (
+        ("normalize_preconditioned_grads", "did you mean 'normalize_preconditioned_grads'?"),
+    ),
     "one_sided": (("sides", "give sides='smaller'"),),
 }
-"""Names of options -> options of the same meaning, the first of which that a rule has is meant, each
-with a hint."""
+"""Names of options -> options of the same meaning, the first of which that a rule has is meant,
+each with a hint."""
 
 TORCH_ADAM = {"lr", "betas", "eps", "weight_decay", "amsgrad", "maximize"}
 TORCH_ADAM |= {"foreach", "capturable", "differentiable", "fused"}

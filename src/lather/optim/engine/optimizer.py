@@ -1,11 +1,12 @@
-"""`MatrixOptimizer`, the torch Optimizer for every rule. A step checks the gradients and then executes its plan in phases:
+"""`MatrixOptimizer`, the torch Optimizer for every rule. A step checks the gradients and then
+executes its plan in phases:
 
-collect      check every gradient and interval before anything changes; create missing state; make a plan if anything is new; count the step
-statistics   call `Rule.statistics` of rules that define it
+collect      check every gradient and interval before anything changes; create missing state; make a
+plan if anything is new; count the step statistics   call `Rule.statistics` of rules that define it
 refresh      refresh the bases that are due, for rules that do so before the update
 update       call `Rule.update` and change the parameters
-refresh      refresh the bases that are due, for all other rules; with `async_refresh` while the caller works until the next step
-"""
+refresh      refresh the bases that are due, for all other rules; with `async_refresh` while the
+caller works until the next step"""
 
 from __future__ import annotations
 
@@ -24,7 +25,12 @@ from torch.autograd.profiler import record_function
 from torch.optim.optimizer import ParamsT
 
 from lather.optim.engine.arguments import describe_unknown
-from lather.optim.engine.gradients import GradientNorms, are_zero, inspect_gradients, measure_gradients
+from lather.optim.engine.gradients import (
+    GradientNorms,
+    are_zero,
+    inspect_gradients,
+    measure_gradients,
+)
 from lather.optim.engine.pending import PendingRefreshes
 from lather.optim.engine.plan import (
     Chunk,
@@ -54,11 +60,15 @@ P = ParamSpec("P")
 S = TypeVar("S")
 
 
-def constructor(rule: Callable[P, Rule]) -> Callable[[Callable[[S, ParamsT, Rule], None]], Callable[Concatenate[S, ParamsT, P], None]]:
-    """Decorate the `__init__` of an optimizer: callers pass the options of its rule instead of the rule, and editors and mypy know the
-    names and types of these options."""
+def constructor(
+    rule: Callable[P, Rule],
+) -> Callable[[Callable[[S, ParamsT, Rule], None]], Callable[Concatenate[S, ParamsT, P], None]]:
+    """Decorate the `__init__` of an optimizer: callers pass the options of its rule instead of the
+    rule, and editors and mypy know the names and types of these options."""
 
-    def decorate(init: Callable[[S, ParamsT, Rule], None]) -> Callable[Concatenate[S, ParamsT, P], None]:
+    def decorate(
+        init: Callable[[S, ParamsT, Rule], None],
+    ) -> Callable[Concatenate[S, ParamsT, P], None]:
         def construct(self: S, *args: Any, **options: Any) -> None:
             if unknown := [name for name in options if name not in signature.parameters]:
                 known = [name for name in ["params", *own.parameters] if name != "tp_group"]
@@ -72,7 +82,10 @@ def constructor(rule: Callable[P, Rule]) -> Callable[[Callable[[S, ParamsT, Rule
 
         own = inspect.signature(rule)
         construct.__qualname__ = construct.__name__ = init.__qualname__  # in messages of Python
-        first = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("self", "params")]
+        first = [
+            inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+            for name in ("self", "params")
+        ]
         signature = own.replace(parameters=[*first, *own.parameters.values()])
         construct.__signature__ = signature  # type: ignore[attr-defined]
         return construct  # type: ignore[return-value]  # `signature` has what it takes
@@ -89,7 +102,8 @@ def _optimizers(cls: type[MatrixOptimizer]) -> Iterator[type[MatrixOptimizer]]:
 
 
 class _Documented(type):
-    """Metaclass that appends the options of the rule to the docstring of an optimizer, when somebody reads it."""
+    """Metaclass that appends the options of the rule to the docstring of an optimizer, when
+    somebody reads it."""
 
     @property
     def __doc__(cls) -> str:  # type: ignore[override]
@@ -97,8 +111,13 @@ class _Documented(type):
         if rule is None:
             return own
         options, texts = options_of(rule), documentation_of(rule)
-        lines = [f"    {name}: {texts.get(name, '')}{_default(option)}" for name, option in options.items()]
-        return "\n".join([own, "", "Args:", "    params: Parameters, as for `MatrixOptimizer`.", *lines])
+        lines = [
+            f"    {name}: {texts.get(name, '')}{_default(option)}"
+            for name, option in options.items()
+        ]
+        return "\n".join(
+            [own, "", "Args:", "    params: Parameters, as for `MatrixOptimizer`.", *lines]
+        )
 
 
 def _default(option: Option) -> str:
@@ -109,16 +128,18 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
     """An optimizer in which each parameter group has a rule.
 
     Args:
-        params: parameters, (name, parameter) pairs or parameter groups. Every option of a rule may differ between groups. A group may also
-            have another rule: `{"params": ..., "rule": "muon", "momentum": 0.9}`. Give the rule as its name, its class or an instance.
+        params: parameters, (name, parameter) pairs or parameter groups. Every option of a rule may
+            differ between groups. A group may also have another rule: `{"params": ..., "rule":
+            "muon", "momentum": 0.9}`. Give the rule as its name, its class or an instance.
         rule: rule of the groups that do not give one.
 
     Raises:
-        ValueError, TypeError: at construction, for a value out of range or a parameter that does not suit the layout; names the remedy.
+        ValueError, TypeError: at construction, for a value out of range or a parameter that does
+        not suit the layout; names the remedy.
 
-    The state of a parameter is flat: `step`, and the entries of its rule (`Rule.state`). All but `step` are views of a stack that
-    parameters with matrices of equal shape share. With `async_refresh`, call `state_dict()` before you read `state` between two steps.
-    """
+    The state of a parameter is flat: `step`, and the entries of its rule (`Rule.state`). All but
+    `step` are views of a stack that parameters with matrices of equal shape share. With
+    `async_refresh`, call `state_dict()` before you read `state` between two steps."""
 
     rule: ClassVar[type[Rule]]
     """Class of a subclass's default rule."""
@@ -127,20 +148,27 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
         self._plan: StepPlan | None = None
         super().__init__(params, rule)
 
-    # --- the step ---------------------------------------------------------------------------------------------------------------------
+    # --- the step ---------------------------------------------------------------------------------
 
     @torch.no_grad()
     @disable_dynamo
-    def step(self, closure: Callable[[], Any] | None = None, *, norms: GradientNorms | None = None) -> Any:
+    def step(
+        self, closure: Callable[[], Any] | None = None, *, norms: GradientNorms | None = None
+    ) -> Any:
         """Take a step for every parameter that has a gradient, and return the closure's loss.
 
-        `norms`: result of `measure_gradients` for these gradients, with `values` on the host; the step then does not measure them.
+        `norms`: result of `measure_gradients` for these gradients, with `values` on the host; the
+        step then does not measure them.
 
-        Raises TypeError for sparse or complex gradients. Raises ValueError for non-finite gradients under `nonfinite="raise"`, and if both
-        `norms` and a closure, which computes other gradients, are given. In all these cases nothing has changed.
+        Raises TypeError for sparse or complex gradients. Raises ValueError for non-finite gradients
+        under `nonfinite="raise"`, and if both `norms` and a closure, which computes other
+        gradients, are given. In all these cases nothing has changed.
         """
         if closure is not None and norms is not None:
-            raise ValueError("norms and closure are both given, but the closure computes other gradients: give one of the two")
+            raise ValueError(
+                "norms and closure are both given, but the closure computes other gradients: give "
+                "one of the two"
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -169,23 +197,26 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
     @torch.no_grad()
     @disable_dynamo
     def measure_gradients(self) -> GradientNorms | None:
-        """Start on the device the measurements of the gradients that a step needs, for a caller that reads other values from it anyway:
+        """Start on the device the measurements of the gradients that a step needs, for a caller
+        that reads other values from it anyway:
 
             norms = optimizer.measure_gradients()
             if norms is not None:
                 loss, norms.values = read_together(loss, norms.values)  # on the host
             optimizer.step(norms=norms)
 
-        Returns None if a group has `nonfinite` other than "ignore"; the step then measures the gradients itself. All ranks over which
-        parameters are spread must call it together.
+        Returns None if a group has `nonfinite` other than "ignore"; the step then measures the
+        gradients itself. All ranks over which parameters are spread must call it together.
         """
         return measure_gradients(self._current_roster().params, self._sharding.group_of)
 
     def _collect(self, norms: GradientNorms | None) -> StepPlan | None:
-        """Check everything that can raise, before anything changes, and return the plan of the step, or None if there is nothing to do.
+        """Check everything that can raise, before anything changes, and return the plan of the
+        step, or None if there is nothing to do.
 
-        torch's tools for distributed checkpoints make an optimizer create its state by a first step with learning rate 0 and only zero
-        gradients: such a step creates the state and is not counted.
+        torch's tools for distributed checkpoints make an optimizer create its state by a first step
+        with learning rate 0 and only zero gradients: such a step creates the state and is not
+        counted.
         """
         if self._pending.waiting or self._pending.launched:
             self._pending.finish()
@@ -236,10 +267,13 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
             if not roster.take_changes():
                 return False
             roster.places, self._roster = _places(roster.params), roster
-        return not (roster.frozen and any(p.requires_grad or p.grad is not None for p in roster.frozen))
+        return not (
+            roster.frozen and any(p.requires_grad or p.grad is not None for p in roster.frozen)
+        )
 
     def _make_plan(self, usable: list[ParamInfo], key: tuple[object, ...]) -> StepPlan:
-        """Make the plan, and the state of parameters that have none. An error is raised before anything changes."""
+        """Make the plan, and the state of parameters that have none. An error is raised before
+        anything changes."""
         self._bring_buckets_up_to_date()
         step_of = step_counts(usable, self.state)
         with_bases = [one for one in usable if one.layout.dims]
@@ -252,16 +286,20 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
         if self._sharding.has_shares:
             exchanges = self._sharding.exchanges(alive, self._members())
             exchange_of = {id(x.param): exchange for exchange in exchanges for x in exchange.params}
-        taking = {id(one.param): (one, step_of[id(one)], exchange_of.get(id(one.param))) for one in alive}
+        taking = {
+            id(one.param): (one, step_of[id(one)], exchange_of.get(id(one.param))) for one in alive
+        }
         runs = [run for bucket in self._buckets for run in runs_of(bucket, taking)]
         self._state_places = places_of(self.state)
         return StepPlan(usable, runs, exchanges, self.state, key)
 
-    # --- the phases of the step -------------------------------------------------------------------------------------------------------
+    # --- the phases of the step -------------------------------------------------------------------
 
-    def _walk(self, runs: list[MemberRun], exchanges: list[OwnerExchange], *, defers: bool = True) -> None:
-        """Run all phases for runs whose buckets are open. Without `defers`, refreshes are done now that
-        could be done until the next step."""
+    def _walk(
+        self, runs: list[MemberRun], exchanges: list[OwnerExchange], *, defers: bool = True
+    ) -> None:
+        """Run all phases for runs whose buckets are open. Without `defers`, refreshes are done now
+        that could be done until the next step."""
         statistics = list(filter(attrgetter("info.has_statistics"), runs))
         coming = list(filter(attrgetter("has_statistics"), exchanges))
         if statistics or coming:
@@ -282,7 +320,8 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
             self._pending.add(self._due(deferred))
 
     def _step_replicated(self, one: ParamInfo, idle: dict[int, list[bool]]) -> None:
-        """Run all phases for one parameter that every rank gathers and updates (`ownership="replicated"`)."""
+        """Run all phases for one parameter that every rank gathers and updates
+        (`ownership="replicated"`)."""
         state = self.state[one.param]
         whole = Gathered(one, self._sharding, state)
         runs = runs_of(whole.bucket, {id(one.param): (one, int(state["step"]) - 1, None)})
@@ -290,9 +329,12 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
         self._walk(runs, [], defers=False)
         whole.keep(*one.rates())
 
-    def _work_through(self, runs: list[MemberRun], exchanges: Sequence[OwnerExchange], *, is_last: bool) -> None:
-        """Process the runs that need no exchange while the gradients of the first exchange arrive, then the runs of one exchange after the
-        other, each while the gradients of the next one arrive."""
+    def _work_through(
+        self, runs: list[MemberRun], exchanges: Sequence[OwnerExchange], *, is_last: bool
+    ) -> None:
+        """Process the runs that need no exchange while the gradients of the first exchange arrive,
+        then the runs of one exchange after the other, each while the gradients of the next one
+        arrive."""
         leaving: OwnerExchange | None = None
         if exchanges:
             exchanges[0].launch_in()
@@ -323,7 +365,9 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
             if not take_whole(some):
                 alike.setdefault((some[0].precision, some[0].rule.num_streams), []).extend(some)
         for some in alike.values():
-            chunks: Iterable[tuple[MemberRun, Chunk]] = [(run, chunk) for run in some for chunk in run.chunks]
+            chunks: Iterable[tuple[MemberRun, Chunk]] = [
+                (run, chunk) for run in some for chunk in run.chunks
+            ]
             num_streams = some[0].rule.num_streams
             if num_streams > 1:
                 chunks = on_streams(chunks, self._streams, num_streams, some[0].bucket.device)
@@ -339,13 +383,14 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
             refresh(self._due(runs), self._counts)
 
     def state_bytes_of_owners(self) -> dict[tuple[int, ...], dict[int, int]]:
-        """Return the bytes of optimizer state of all parameters that are spread over ranks: the ranks -> owner rank -> bytes (global
-        ranks). Empty before the first step."""
+        """Return the bytes of optimizer state of all parameters that are spread over ranks: the
+        ranks -> owner rank -> bytes (global ranks). Empty before the first step."""
         return self._sharding.state_bytes()
 
     def defer_refreshes(self) -> PendingRefreshes:
-        """From now on defer the refreshes of groups with `async_refresh` and return the object that holds them: the caller does them in
-        pieces (`PendingRefreshes.work`) whenever it would wait for other ranks. The next step does the rest."""
+        """From now on defer the refreshes of groups with `async_refresh` and return the object that
+        holds them: the caller does them in pieces (`PendingRefreshes.work`) whenever it would wait
+        for other ranks. The next step does the rest."""
         self._pending.deferred = True
         return self._pending
 
@@ -356,7 +401,10 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
             assert self._roster is not None
             assert isinstance(run.rule, RefreshingRule)
             if rows := due_rows(run, self._roster, self._counts):
-                jobs += [DimRefresh(run, dim, rows, run.rule.methods(run.due.first)) for dim in run.bucket.dims]
+                jobs += [
+                    DimRefresh(run, dim, rows, run.rule.methods(run.due.first))
+                    for dim in run.bucket.dims
+                ]
         return jobs
 
     def _reset_buckets(self) -> None:
@@ -364,7 +412,8 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
         self._plan = None
 
     def _count_step(self, runs: list[MemberRun], idle: dict[int, list[bool]]) -> None:
-        """Set t, the refreshes that are due and the idle experts of the runs for this step. An invalid interval raises before that."""
+        """Set t, the refreshes that are due and the idle experts of the runs for this step. An
+        invalid interval raises before that."""
         due = [run.rule.due(run.step + 1) if run.bucket.dims else NOBODY for run in runs]  # type: ignore[attr-defined]
         for run, now in zip(runs, due, strict=True):
             run.step += 1
@@ -372,11 +421,19 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
                 run.take_values()
             run.due, run.idle = now, []
             if idle and run.bucket.has_experts:
-                marks = [idle[id(member.param)][number] for member in run.members for number in member.numbers]
+                marks = [
+                    idle[id(member.param)][number]
+                    for member in run.members
+                    for number in member.numbers
+                ]
                 run.idle = marks if any(marks) else []
 
 
 def _places(params: Sequence[ParamInfo]) -> list[Any]:
     """Return the memory addresses, strides and sizes of the parameters."""
     tensors = [one.param if one.spread is None else local(one.param) for one in params]
-    return [*map(Tensor.data_ptr, tensors), *map(Tensor.stride, tensors), *map(Tensor.numel, tensors)]
+    return [
+        *map(Tensor.data_ptr, tensors),
+        *map(Tensor.stride, tensors),
+        *map(Tensor.numel, tensors),
+    ]

@@ -1,9 +1,10 @@
 """Refreshes that are done between a step and the next one (`async_refresh`).
 
-On a GPU they are launched on a side stream immediately and run during the next forward and backward pass. A caller that sometimes waits for
-other ranks can defer them instead (`deferred`) and do one piece at a time, by `work`, while it waits. The next step, and everything that
-reads the state, first does the rest (`finish`). Between two steps nothing else reads or changes factors, bases and moments, so results do
-not depend on when a piece was done.
+On a GPU they are launched on a side stream immediately and run during the next forward and backward
+pass. A caller that sometimes waits for other ranks can defer them instead (`deferred`) and do one
+piece at a time, by `work`, while it waits. The next step, and everything that reads the state,
+first does the rest (`finish`). Between two steps nothing else reads or changes factors, bases and
+moments, so results do not depend on when a piece was done.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from lather.optim.engine.refresh import Counts, DimRefresh, Launched, finish, la
 from lather.optim.engine.streams import SideStreams, beside, join, no_autocast
 
 CPU_PIECE_FLOPS = 2e8
-"""Approximate flops of a piece on a CPU, which has at least one matrix. It takes some milliseconds: input that arrives for the rank
-meanwhile waits that long, but smaller batches are slower."""
+"""Approximate flops of a piece on a CPU, which has at least one matrix. It takes some milliseconds:
+input that arrives for the rank meanwhile waits that long, but smaller batches are slower."""
 
 FIRST_RATE = 1e10
 """Flops per second that are assumed before the first piece is timed."""
@@ -41,12 +42,14 @@ class PendingRefreshes:
         self.waiting: deque[DimRefresh] = deque()
         """Pieces that have not been started."""
         self.launched: Launched = []
-        """Refreshes that have been launched: a GPU may still work on them; a CPU has done them, but failures have not been handled."""
+        """Refreshes that have been launched: a GPU may still work on them; a CPU has done them, but
+        failures have not been handled."""
         self._last: Any = None
         """Event at the end of the last piece, on a GPU."""
         self._rate = FIRST_RATE
         self.deferred = False
-        """Whether pieces wait for the caller's `work`; otherwise all are launched when they are added."""
+        """Whether pieces wait for the caller's `work`; otherwise all are launched when they are
+        added."""
 
     def __len__(self) -> int:
         """Number of pieces that have not been started."""
@@ -125,10 +128,15 @@ def _pieces(job: DimRefresh) -> Iterator[DimRefresh]:
     """Yield the batches of a job; on a CPU, divided into pieces that each take a short time."""
     for batch in job.batches():
         count = len(batch.rows)
-        yield from batch.divided(count if is_gpu(batch.run.bucket.device) else max(1, int(CPU_PIECE_FLOPS * count / _flops(batch))))
+        yield from batch.divided(
+            count
+            if is_gpu(batch.run.bucket.device)
+            else max(1, int(CPU_PIECE_FLOPS * count / _flops(batch)))
+        )
 
 
 def _flops(batch: DimRefresh) -> float:
-    """Return the flops of a refresh by Cholesky-QR with the rotation of a moment, to first order."""
+    """Return the flops of a refresh by Cholesky-QR with the rotation of a moment, to first
+    order."""
     inner, n = batch.run.bucket.inner, batch.run.bucket.inner[batch.dim]
     return len(batch.rows) * (8.0 * n**3 + 4.0 * n * math.prod(inner))

@@ -1,9 +1,10 @@
-"""The plan of a step: which rows of which buckets are updated together, in which chunks, and what ranks exchange.
+"""The plan of a step: which rows of which buckets are updated together, in which chunks, and what
+ranks exchange.
 
 A plan is made when parameters, options other than numbers, or the set of existing gradients have
-changed; every step then executes it. Adjacent members of a bucket that have a gradient, the same step
-count and the same options form a run. A run is processed in chunks that are small enough to limit
-temporary memory and, on a CPU, to fit into the cache.
+changed; every step then executes it. Adjacent members of a bucket that have a gradient, the same
+step count and the same options form a run. A run is processed in chunks that are small enough to
+limit temporary memory and, on a CPU, to fit into the cache.
 
     MemberRun   adjacent members that take a step with the same t and the same options
     Chunk       some rows of a run, which the rule receives as one batch
@@ -40,23 +41,35 @@ if TYPE_CHECKING:
 _grad, _param = operator.attrgetter("grad"), operator.attrgetter("param")
 
 TEMPORARIES = 8
-"""Temporary memory of an update per matrix, in matrices: the gradient, its projection, the update, and intermediate results."""
+"""Temporary memory of an update per matrix, in matrices: the gradient, its projection, the update,
+and intermediate results."""
 
 CPU_CACHE_BYTES = 2**21
-"""Largest size of a chunk's gradients on a CPU, so that all passes of an update find them in the cache (measured: 1 to 4 MiB is best)."""
+"""Largest size of a chunk's gradients on a CPU, so that all passes of an update find them in the
+cache (measured: 1 to 4 MiB is best)."""
 
 
 def cpu_count(count: int) -> int:
-    """Round a number of matrices up to a multiple of the threads: with three matrices one of two threads would wait."""
+    """Round a number of matrices up to a multiple of the threads: with three matrices one of two
+    threads would wait."""
     threads = torch.get_num_threads()
     return -(-max(1, count) // threads) * threads
 
 
 class MemberRun:
-    """Adjacent members of a bucket, from number `first` on, that take a step with the same t and the same options."""
+    """Adjacent members of a bucket, from number `first` on, that take a step with the same t and
+    the same options."""
 
-    def __init__(self, bucket: Bucket, first: int, infos: Sequence[ParamInfo], step: int, exchange: OwnerExchange | None) -> None:
-        """`step`: t of the previous step; `exchange`: the exchange to which the members belong, if any."""
+    def __init__(
+        self,
+        bucket: Bucket,
+        first: int,
+        infos: Sequence[ParamInfo],
+        step: int,
+        exchange: OwnerExchange | None,
+    ) -> None:
+        """`step`: t of the previous step; `exchange`: the exchange to which the members belong, if
+        any."""
         self.bucket, self.info, self.step, self.exchange = bucket, infos[0], step, exchange
         self.numbers = range(first, first + len(infos))
         """Numbers of the members in the bucket."""
@@ -66,15 +79,22 @@ class MemberRun:
         self.take_values()
         self.is_async = isinstance(self.rule, RefreshingRule) and self.rule.async_refresh
         auto = "high" if is_gpu(bucket.device) else "highest"
-        self.precision = auto if self.rule.fp32_matmul_prec == "auto" else self.rule.fp32_matmul_prec
+        self.precision = (
+            auto if self.rule.fp32_matmul_prec == "auto" else self.rule.fp32_matmul_prec
+        )
         """fp32 matmul precision of statistics and update, by torch's names."""
         self.due: Due = NOBODY
         """Refreshes that are due in this step."""
         self.idle: list[bool] = []
-        """For each row, whether it is an expert that got no token in this step; empty if all got some."""
-        is_plain = all(member.index == () and info.spread is None for member, info in zip(self.members, infos, strict=True))
+        """For each row, whether it is an expert that got no token in this step; empty if all got
+        some."""
+        is_plain = all(
+            member.index == () and info.spread is None
+            for member, info in zip(self.members, infos, strict=True)
+        )
         self.params = [member.param for member in self.members] if is_plain else None
-        """Parameters of the members if their `grad` is exactly the gradient that is needed; None: ask the members."""
+        """Parameters of the members if their `grad` is exactly the gradient that is needed; None:
+        ask the members."""
         self.is_flat = bucket.kind == "elements" and all(m.index is not None for m in self.members)
         """Whether weights and state are tensors for `Rule.step_whole`."""
 
@@ -84,17 +104,22 @@ class MemberRun:
         return [Chunk(self, start, stop) for start, stop in self._chunk_bounds()]
 
     def _chunk_bounds(self) -> Iterator[tuple[int, int]]:
-        """Yield (start, stop) of chunks whose temporary memory is at most `bucket_bytes`, but which have at least one matrix."""
+        """Yield (start, stop) of chunks whose temporary memory is at most `bucket_bytes`, but which
+        have at least one matrix."""
         bucket, rule = self.bucket, self.rule
         dtype, numel = rule.compute_dtype, math.prod(bucket.inner)
         entries = bucket.entries.values()
         copied = sum(math.prod(x.shape) for x in entries if bucket.has_experts or x.dtype != dtype)
-        block_row = max((bucket.inner[dim] ** 2 // SYMMETRIC_BLOCKS for dim in bucket.dims), default=0)
+        block_row = max(
+            (bucket.inner[dim] ** 2 // SYMMETRIC_BLOCKS for dim in bucket.dims), default=0
+        )
         per_matrix = dtype.itemsize * (TEMPORARIES * numel + copied + block_row)
         count = (rule.bucket_bytes or bucket.temporary_bytes) // rule.num_streams // per_matrix
         if is_cpu(bucket.device):
             fitting = CPU_CACHE_BYTES // (dtype.itemsize * numel)
-            count = min(count, cpu_count(fitting) if fitting else 1)  # threads share the work on one large matrix
+            count = min(
+                count, cpu_count(fitting) if fitting else 1
+            )  # threads share the work on one large matrix
         count = max(1, count) if rule.batched or bucket.kind == "elements" else 1
         for start in range(self.rows.start, self.rows.stop, count):
             yield start, min(start + count, self.rows.stop)
@@ -124,8 +149,8 @@ def take_whole(runs: Sequence[MemberRun]) -> bool:
 
 
 class Chunk:
-    """Rows start to stop of a bucket, all within one run, which its methods are given (a chunk that held
-    its run would form a cycle with it, and keep the parameters of an old plan)."""
+    """Rows start to stop of a bucket, all within one run, which its methods are given (a chunk that
+    held its run would form a cycle with it, and keep the parameters of an old plan)."""
 
     def __init__(self, run: MemberRun, start: int, stop: int) -> None:
         self.bucket, self.start, self.stop = run.bucket, start, stop
@@ -142,28 +167,44 @@ class Chunk:
         self._lengths = [high - low for _, low, high in self._pieces]
         is_whole = all(high - low == member.layout.batch for member, low, high in self._pieces)
         self._params: list[Tensor] | None = None
-        """Parameters whose concatenated gradients and weights are the batch; None: the batch is gathered from parts of parameters."""
+        """Parameters whose concatenated gradients and weights are the batch; None: the batch is
+        gathered from parts of parameters."""
         if is_whole and run.params is not None and run.bucket.kind in ("tensor", "per_expert"):
             self._params = [member.param for member, _, _ in self._pieces]
 
     def _as_parameters(self, batch: Tensor) -> list[Tensor]:
-        """Return views of the batch (B, ...) in the shapes of its parameters, for a chunk of whole parameters."""
+        """Return views of the batch (B, ...) in the shapes of its parameters, for a chunk of whole
+        parameters."""
         return list(batch.unbind() if self.bucket.kind == "tensor" else batch.split(self._lengths))
 
     def _gather(self, tensors: list[Tensor]) -> Tensor:
-        """Join tensors of parameters, in any layout, to one contiguous batch in the dtype of computation; a view if possible."""
+        """Join tensors of parameters, in any layout, to one contiguous batch in the dtype of
+        computation; a view if possible."""
         if self._params is None:
-            tensors = [member.layout.as_batch(x, low, high) for x, (member, low, high) in zip(tensors, self._pieces, strict=True)]
+            tensors = [
+                member.layout.as_batch(x, low, high)
+                for x, (member, low, high) in zip(tensors, self._pieces, strict=True)
+            ]
         if len(tensors) == 1:
             is_matrix = self._params is not None and self.bucket.kind == "tensor"
-            return (tensors[0].unsqueeze(0) if is_matrix else tensors[0]).to(self.dtype).contiguous()
+            return (
+                (tensors[0].unsqueeze(0) if is_matrix else tensors[0]).to(self.dtype).contiguous()
+            )
         out = tensors[0].new_empty((self.stop - self.start, *self.bucket.inner), dtype=self.dtype)
-        foreach_copy_(list(out.split(self._lengths)) if self._params is None else self._as_parameters(out), tensors)
+        foreach_copy_(
+            list(out.split(self._lengths)) if self._params is None else self._as_parameters(out),
+            tensors,
+        )
         return out
 
     def gradients(self, run: MemberRun) -> Tensor:
-        """Return the gradients (B, n_0, n_1, ...), negated for `maximize`; nobody may change them in place."""
-        grads: Any = [member.grad() for member, _, _ in self._pieces] if self._params is None else [p.grad for p in self._params]
+        """Return the gradients (B, n_0, n_1, ...), negated for `maximize`; nobody may change them
+        in place."""
+        grads: Any = (
+            [member.grad() for member, _, _ in self._pieces]
+            if self._params is None
+            else [p.grad for p in self._params]
+        )
         g = self._gather(grads)
         return -g if run.rule.maximize else g
 
@@ -174,7 +215,8 @@ class Chunk:
         return self._gather([member.weight() for member, _, _ in self._pieces])
 
     def state(self, run: MemberRun) -> tuple[State, dict[str, Tensor]]:
-        """Return the state of these rows in the dtype of computation, and as it is stored; call `store` after changing it."""
+        """Return the state of these rows in the dtype of computation, and as it is stored; call
+        `store` after changing it."""
         stacks = self.bucket.stacks
         if not self._is_whole:
             stacks = {name: stack[self.start : self.stop] for name, stack in stacks.items()}
@@ -184,11 +226,14 @@ class Chunk:
         if run.idle:
             offset = self._first_of_run
             marks = run.idle[self.start - offset : self.stop - offset]
-            state.active = index_on([row for row, mark in enumerate(marks) if not mark], self.bucket.device)
+            state.active = index_on(
+                [row for row, mark in enumerate(marks) if not mark], self.bucket.device
+            )
         return state, stacks
 
     def store(self, state: State, stacks: dict[str, Tensor]) -> None:
-        """Copy entries that were converted to the dtype of computation, or that a rule has replaced, into the stacks."""
+        """Copy entries that were converted to the dtype of computation, or that a rule has
+        replaced, into the stacks."""
         for name, stack in stacks.items():
             if state[name] is not stack:
                 stack.copy_(state[name])
@@ -211,7 +256,8 @@ class Chunk:
         self.store(state, stacks)
 
     def _with_kept_norm(self, u: Tensor, state: State, run: MemberRun) -> Tensor:
-        """Return new weights: W - lr r U / |U|, scaled to the norm r of the first step; W - lr U where r is 0."""
+        """Return new weights: W - lr r U / |U|, scaled to the norm r of the first step; W - lr U
+        where r is 0."""
         w, lr = state.weights, run.lr
         assert w is not None
         if run.step == 1:
@@ -221,7 +267,8 @@ class Chunk:
         return new * factors_between(r, column(norms(new), new)).where(r > 0, 1.0)
 
     def _apply(self, u: Tensor, run: MemberRun) -> None:
-        """Set W = (1 - decay) W - lr U for weights on this rank, and copy other updates to where they are sent from."""
+        """Set W = (1 - decay) W - lr U for weights on this rank, and copy other updates to where
+        they are sent from."""
         lr, decay = run.rates
         if self._params is not None:
             apply_(self._params, self._as_parameters(u), lr, decay)
@@ -238,11 +285,16 @@ class Chunk:
 
 
 def apply_(weights: list[Tensor], updates: list[Tensor], lr: float, decay: float) -> None:
-    """Set W = (1 - decay) W - lr U in place, rounded once to W's dtype. All weights have one dtype, and all updates."""
+    """Set W = (1 - decay) W - lr U in place, rounded once to W's dtype. All weights have one dtype,
+    and all updates."""
     if not weights:
         return
     dtype = torch.promote_types(weights[0].dtype, updates[0].dtype)
-    wide = weights if dtype == weights[0].dtype else [torch.empty_like(weight, dtype=dtype) for weight in weights]
+    wide = (
+        weights
+        if dtype == weights[0].dtype
+        else [torch.empty_like(weight, dtype=dtype) for weight in weights]
+    )
     if wide is not weights:
         foreach_copy_(wide, weights)
     if decay:
@@ -275,11 +327,16 @@ def index_on(rows: Sequence[int], device: torch.device) -> Tensor:
 
 
 class StepPlan:
-    """Everything that a step does; it is used for as long as steps do the same. It has no tensors but
-    the parameters and their step counts."""
+    """Everything that a step does; it is used for as long as steps do the same. It has no tensors
+    but the parameters and their step counts."""
 
     def __init__(
-        self, params: Sequence[ParamInfo], runs: list[MemberRun], exchanges: list[OwnerExchange], state: States, key: tuple[object, ...]
+        self,
+        params: Sequence[ParamInfo],
+        runs: list[MemberRun],
+        exchanges: list[OwnerExchange],
+        state: States,
+        key: tuple[object, ...],
     ) -> None:
         """Make the plan for parameters whose state has been created.
 
@@ -295,19 +352,25 @@ class StepPlan:
         spread = [one for one in params if one.spread is not None]
         steps = step_counts(spread, state)
         first = {(id(one.settings), steps[id(one)]): one for one in spread}
-        self.intervals = [(one, t) for (_, t), one in first.items() if callable(getattr(one.rule, "precondition_frequency", None))]
-        """A parameter of each group whose interval is a function, with t of the step before this plan: all ranks call it, even those that
-        refresh nothing."""
+        self.intervals = [
+            (one, t)
+            for (_, t), one in first.items()
+            if callable(getattr(one.rule, "precondition_frequency", None))
+        ]
+        """A parameter of each group whose interval is a function, with t of the step before this
+        plan: all ranks call it, even those that refresh nothing."""
         self._counts = [state[p]["step"] for p in self.params]
         self._steps = torch.stack(self._counts) if params else torch.zeros(0, device="cpu")
         """Values of the step counts."""
         self.num_steps = 0
         """Number of steps that this plan has taken."""
         self.idle: dict[int, list[bool]] = {}
-        """id of a parameter with experts -> for each expert, whether it got no token in this step."""
+        """id of a parameter with experts -> for each expert, whether it got no token in this
+        step."""
 
     def holds(self, state: States, places: list[Any] | None) -> bool:
-        """Whether the state still is where it was when the plan was made, at `places`, with the step counts of the plan's last step."""
+        """Whether the state still is where it was when the plan was made, at `places`, with the
+        step counts of the plan's last step."""
         if places is None or places_of(state) != places:
             return False
         return not self._counts or torch.equal(torch.stack(self._counts), self._steps)
@@ -328,8 +391,9 @@ def step_counts(params: Sequence[ParamInfo], state: States) -> dict[int, int]:
 
 
 def places_of(state: States) -> list[Any] | None:
-    """Return what tells whether anybody has moved or replaced a tensor of the state: the identity of
-    each, its address and its offset in its storage. None if the state has anything but tensors."""
+    """Return what tells whether anybody has moved or replaced a tensor of the state: the identity
+    of each, its address and its offset in its storage. None if the state has anything but
+    tensors."""
     try:
         found = list(chain.from_iterable(map(dict.values, state.values())))
         return [*map(id, found), *map(Tensor.data_ptr, found), *map(Tensor.storage_offset, found)]
@@ -338,7 +402,8 @@ def places_of(state: States) -> list[Any] | None:
 
 
 def open_buckets(buckets: Iterable[Bucket], state: States) -> None:
-    """Find the stacks of the buckets in the state of their members, which consists of views of them."""
+    """Find the stacks of the buckets in the state of their members, which consists of views of
+    them."""
     for bucket in buckets:
         bucket.states = list(map(state.__getitem__, map(_param, bucket.members)))
         for name, size in bucket.sizes.items():
@@ -352,9 +417,11 @@ def close_buckets(buckets: Iterable[Bucket]) -> None:
         bucket.states, bucket.stacks = [], {}
 
 
-def runs_of(bucket: Bucket, taking: Mapping[int, tuple[ParamInfo, int, OwnerExchange | None]]) -> list[MemberRun]:
-    """Divide the members of a bucket that take the step into runs. `taking`: id of a parameter that takes the step -> its info, t of the
-    previous step, and its exchange if it has one."""
+def runs_of(
+    bucket: Bucket, taking: Mapping[int, tuple[ParamInfo, int, OwnerExchange | None]]
+) -> list[MemberRun]:
+    """Divide the members of a bucket that take the step into runs. `taking`: id of a parameter that
+    takes the step -> its info, t of the previous step, and its exchange if it has one."""
 
     def options(key: int) -> tuple[int, OwnerExchange | None, int, Rule] | None:
         if key not in taking:

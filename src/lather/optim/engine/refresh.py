@@ -1,10 +1,12 @@
 """The refresh phase: new bases for every matrix and dim that is due, in batches.
 
-The host knows which rows of a bucket are due (idle experts are not); the rule's criterion may skip some of them; the others are refreshed
-batch by batch. Which bases still fit, and which refreshes failed, is read from the devices once each for all buckets.
+The host knows which rows of a bucket are due (idle experts are not); the rule's criterion may skip
+some of them; the others are refreshed batch by batch. Which bases still fit, and which refreshes
+failed, is read from the devices once each for all buckets.
 
     refresh          the whole phase
-    launch, finish   its two halves: between them the device may work on other things, but nobody may change the state
+    launch, finish   its two halves: between them the device may work on other things, but nobody
+                     may change the state
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from lather.optim.rule import RefreshingRule, State
 logger = logging.getLogger(__name__)
 
 FACTOR_TEMPORARIES = 8
-"""Temporary memory of a refresh per factor, in n x n matrices, in addition to four tensors of a moment's size (with gathered rows)."""
+"""Temporary memory of a refresh per factor, in n x n matrices, in addition to four tensors of a
+moment's size (with gathered rows)."""
 
 CPU_REFRESH_BYTES = 2**26
 """Temporary memory of a batch on a CPU: less means more launches, more means more cache misses."""
@@ -50,7 +53,8 @@ class DimRefresh:
         return self.run.rule
 
     def batches(self) -> Iterator[DimRefresh]:
-        """Yield the same work in batches whose temporary memory is at most `bucket_bytes`, but which have at least one matrix."""
+        """Yield the same work in batches whose temporary memory is at most `bucket_bytes`, but
+        which have at least one matrix."""
         bucket, rule = self.run.bucket, self.rule
         numel = FACTOR_TEMPORARIES * bucket.inner[self.dim] ** 2 + 4 * math.prod(bucket.inner)
         per_matrix = numel * rule.compute_dtype.itemsize
@@ -66,17 +70,25 @@ class DimRefresh:
 
 
 class _StackRows(State):
-    """The state of the rows of a batch, in the dtype of computation; an entry is gathered when the rule first reads it.
+    """The state of the rows of a batch, in the dtype of computation; an entry is gathered when the
+    rule first reads it.
 
-    Entries of adjacent rows are views of the stacks; others are gathered, and `put_back` scatters them.
+    Entries of adjacent rows are views of the stacks; others are gathered, and `put_back` scatters
+    them.
     """
 
     def __init__(self, job: DimRefresh) -> None:
         super().__init__()
-        self._all, self._dtype, self._given = job.run.bucket.stacks, job.rule.compute_dtype, dict[str, Tensor]()
+        self._all, self._dtype, self._given = (
+            job.run.bucket.stacks,
+            job.rule.compute_dtype,
+            dict[str, Tensor](),
+        )
         first, last = job.rows[0], job.rows[-1] + 1
         is_range = last - first == len(job.rows)
-        self._index: Any = slice(first, last) if is_range else index_on(job.rows, job.run.bucket.device)
+        self._index: Any = (
+            slice(first, last) if is_range else index_on(job.rows, job.run.bucket.device)
+        )
 
     def __missing__(self, name: str) -> Tensor:
         self[name] = self._given[name] = self._all[name][self._index].to(self._dtype)
@@ -89,7 +101,8 @@ class _StackRows(State):
         return super().by_dim(name)
 
     def put_back(self) -> None:
-        """Copy entries that are not views of the stacks, or that the rule has replaced, into the stacks."""
+        """Copy entries that are not views of the stacks, or that the rule has replaced, into the
+        stacks."""
         for name, x in self.items():
             is_view = isinstance(self._index, slice) and self._all[name].dtype == self._dtype
             if not is_view or x is not self._given[name]:
@@ -97,7 +110,8 @@ class _StackRows(State):
 
 
 Launched = list[tuple[DimRefresh, Tensor | None]]
-"""Batches of a refresh, each with a tensor on the device that tells which of its rows failed; None: none can fail."""
+"""Batches of a refresh, each with a tensor on the device that tells which of its rows failed; None:
+none can fail."""
 
 Counts = Counter[str]
 """Counters: how many bases were refreshed, skipped, retried, or failed."""
@@ -109,35 +123,52 @@ def refresh(jobs: list[DimRefresh], counts: Counts) -> None:
 
 
 def launch(jobs: list[DimRefresh], counts: Counts) -> Launched:
-    """Launch all refreshes in `jobs` on the device, except for rows that the rule's criterion skips. The host waits for the device only if
-    the rule has a criterion, or if the rule's refresh waits."""
-    answers = [(batch, None if batch.run.due.first else _ask("fits", batch)) for job in jobs for batch in job.batches()]
+    """Launch all refreshes in `jobs` on the device, except for rows that the rule's criterion
+    skips. The host waits for the device only if the rule has a criterion, or if the rule's refresh
+    waits."""
+    answers = [
+        (batch, None if batch.run.due.first else _ask("fits", batch))
+        for job in jobs
+        for batch in job.batches()
+    ]
     others = _narrowed(answers, False)
-    counts["refreshes_skipped"] += _num_rows(batch for batch, good in answers if good is not None) - _num_rows(others)
+    counts["refreshes_skipped"] += _num_rows(
+        batch for batch, good in answers if good is not None
+    ) - _num_rows(others)
     return _refreshed([*(batch for batch, good in answers if good is None), *others])
 
 
 def finish(launched: Launched, counts: Counts) -> None:
-    """Retry failed refreshes with the next method, count all, and log those that fail with every method."""
+    """Retry failed refreshes with the next method, count all, and log those that fail with every
+    method."""
     counts["refreshes_done"] += _num_rows(batch for batch, _ in launched)
     while failed := _narrowed(launched, True):
-        retried = [replace(batch, methods=batch.methods[1:]) for batch in failed if len(batch.methods) > 1]
+        retried = [
+            replace(batch, methods=batch.methods[1:]) for batch in failed if len(batch.methods) > 1
+        ]
         counts["refreshes_retried"] += _num_rows(retried)
         for batch in failed:
             if len(batch.methods) == 1:
                 counts["refreshes_done"] -= len(batch.rows)
                 counts["refreshes_failed"] += len(batch.rows)
                 sizes = [batch.run.bucket.inner[batch.dim]] * 2
-                logger.warning("%d eigenbases of %d x %d could not be refreshed and stay as they are", len(batch.rows), *sizes)
+                logger.warning(
+                    "%d eigenbases of %d x %d could not be refreshed and stay as they are",
+                    len(batch.rows),
+                    *sizes,
+                )
         launched = _refreshed(retried)
 
 
 def _refreshed(batches: Iterable[DimRefresh]) -> Launched:
-    return [(batch, _ask("refresh", batch, batch.methods[0], batch.run.due.first)) for batch in batches]
+    return [
+        (batch, _ask("refresh", batch, batch.methods[0], batch.run.due.first)) for batch in batches
+    ]
 
 
 def _ask(method: str, batch: DimRefresh, *more: object) -> Tensor | None:
-    """Call this method of the rule, in its fp32 matmul precision, with the state of a batch, which it may change."""
+    """Call this method of the rule, in its fp32 matmul precision, with the state of a batch, which
+    it may change."""
     rows, rule = _StackRows(batch), batch.rule
     with matmul_precision(rule.qr_fp32_matmul_prec):
         answer: Tensor | None = getattr(rule, method)(rows, batch.dim, *more)
@@ -146,7 +177,8 @@ def _ask(method: str, batch: DimRefresh, *more: object) -> Tensor | None:
 
 
 def _narrowed(answers: Launched, answer: bool) -> list[DimRefresh]:
-    """Return the batches that have answers, reduced to the rows with this answer. The devices are waited for once."""
+    """Return the batches that have answers, reduced to the rows with this answer. The devices are
+    waited for once."""
     asked = [(batch, flags) for batch, flags in answers if flags is not None]
     narrowed = []
     for (batch, _), flags in zip(asked, read_together([flags for _, flags in asked]), strict=True):
@@ -160,14 +192,23 @@ def _num_rows(batches: Iterable[DimRefresh]) -> int:
 
 
 def due_rows(run: MemberRun, roster: Roster, counts: Counts) -> Sequence[int]:
-    """Return the rows of the bucket whose bases are due in this step. Idle experts are left out, except for the first bases."""
+    """Return the rows of the bucket whose bases are due in this step. Idle experts are left out,
+    except for the first bases."""
     due, found = run.due, list(run.rows)
     if due.who == "nobody":
         return []
     assert isinstance(run.rule, RefreshingRule)
     if due.who == "interval" and run.rule.stagger_refresh:
-        shifts = [roster.shift(member.param, number, due.every) for member in run.members for number in member.numbers]
-        found = [row for row, shift in zip(run.rows, shifts, strict=True) if (run.step + shift) % due.every == 0]
+        shifts = [
+            roster.shift(member.param, number, due.every)
+            for member in run.members
+            for number in member.numbers
+        ]
+        found = [
+            row
+            for row, shift in zip(run.rows, shifts, strict=True)
+            if (run.step + shift) % due.every == 0
+        ]
     elif due.who == "interval" and run.step % due.every:
         found = []
     if run.idle and not due.first:

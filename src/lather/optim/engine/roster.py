@@ -1,7 +1,9 @@
-"""The roster: all parameters of an optimizer, each with the rule of its group, its layout, and the ranks over which it is spread.
+"""The roster: all parameters of an optimizer, each with the rule of its group, its layout, and the
+ranks over which it is spread.
 
-As in torch, a parameter group is a dict of plain values: the options of its rule by name, and `rule`, the name of the rule. Schedulers and
-users may change them between steps; a roster is valid for as long as nothing but numbers has changed.
+As in torch, a parameter group is a dict of plain values: the options of its rule by name, and
+`rule`, the name of the rule. Schedulers and users may change them between steps; a roster is valid
+for as long as nothing but numbers has changed.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ class GroupSettings:
         """The different matrices of the group, each with the rule that `Rule.on` returns for it."""
         self._numbers: dict[object, int] = {}
         self.number = 0
-        """Number of the settings; groups whose parameters may form one run in this step have the same number."""
+        """Number of the settings; groups whose parameters may form one run in this step have the
+        same number."""
 
     def variant_of(self, layout: Layout) -> int:
         """Return the number of the layout's matrix and rule among the variants."""
@@ -125,7 +128,8 @@ class ParamInfo:
     layout: Layout
     """Layout of the whole parameter."""
     spread: Spread | None
-    """Parts of the parameter on the ranks of its mesh; None: the parameter is not spread over ranks."""
+    """Parts of the parameter on the ranks of its mesh; None: the parameter is not spread over
+    ranks."""
 
     def __post_init__(self) -> None:
         self.variant = self.settings.variant_of(self.layout)
@@ -139,7 +143,11 @@ class ParamInfo:
     @cached_property
     def num_norms(self) -> int:
         """Number of norms of the gradient that are measured: one for each expert, one, or none."""
-        return self.layout.batch if self.layout.has_experts else int(self.settings.rule.nonfinite != "ignore")
+        return (
+            self.layout.batch
+            if self.layout.has_experts
+            else int(self.settings.rule.nonfinite != "ignore")
+        )
 
     @cached_property
     def dtypes_of_norms(self) -> tuple[torch.dtype, torch.dtype]:
@@ -151,7 +159,11 @@ class ParamInfo:
     @cached_property
     def is_gathered(self) -> bool:
         """Whether every rank gathers and updates the parameter (`ownership="replicated"`)."""
-        return self.spread is not None and self.layout.kind != "elements" and self.rule.ownership == "replicated"
+        return (
+            self.spread is not None
+            and self.layout.kind != "elements"
+            and self.rule.ownership == "replicated"
+        )
 
     @cached_property
     def needs_weights(self) -> bool:
@@ -164,15 +176,23 @@ class ParamInfo:
         return bool(self.layout.dims) and type(self.rule).statistics is not Rule.statistics
 
     def rates(self) -> tuple[float, float]:
-        """Return (lr, decay) of W = (1 - decay) W - lr U in this step; (-1, 1), that is W = U, if U is the new weights (`keep_norm`)."""
-        return (-1.0, 1.0) if self.layout.keeps_norm else (self.settings.lr, self.rule.decay(self.settings.lr))
+        """Return (lr, decay) of W = (1 - decay) W - lr U in this step; (-1, 1), that is W = U, if U
+        is the new weights (`keep_norm`)."""
+        return (
+            (-1.0, 1.0)
+            if self.layout.keeps_norm
+            else (self.settings.lr, self.rule.decay(self.settings.lr))
+        )
 
 
 class Roster:
     """All parameters, group by group."""
 
-    def __init__(self, groups: list[GroupSettings], params: list[ParamInfo], frozen: list[Tensor]) -> None:
-        """`frozen`: parameters that require no gradient and have no state; `params` does not contain them."""
+    def __init__(
+        self, groups: list[GroupSettings], params: list[ParamInfo], frozen: list[Tensor]
+    ) -> None:
+        """`frozen`: parameters that require no gradient and have no state; `params` does not
+        contain them."""
         self.groups, self.params, self.frozen = groups, params, frozen
         self.group_ids = [id(known.group) for known in groups]
         self.places: list[Any] = []
@@ -198,19 +218,26 @@ class Roster:
 
     @cached_property
     def _line(self) -> dict[int, tuple[float, float]]:
-        """The matrices with `stagger_refresh`, lined up in order, each as long as its refresh costs: id of a parameter -> the fraction of
-        the line at which its first matrix begins, and the length of each of its matrices."""
+        """The matrices with `stagger_refresh`, lined up in order, each as long as its refresh
+        costs: id of a parameter -> the fraction of the line at which its first matrix begins, and
+        the length of each of its matrices."""
         rules = [(one, one.rule) for one in self.params]
         costs = [
-            (one, rule.refresh_cost(one.layout.matrix)) for one, rule in rules if isinstance(rule, RefreshingRule) and rule.stagger_refresh
+            (one, rule.refresh_cost(one.layout.matrix))
+            for one, rule in rules
+            if isinstance(rule, RefreshingRule) and rule.stagger_refresh
         ]
         total = sum(one.layout.batch * cost for one, cost in costs) or 1.0
         begins = accumulate((one.layout.batch * cost / total for one, cost in costs), initial=0.0)
-        return {id(one.param): (begin, cost / total) for begin, (one, cost) in zip(begins, costs, strict=False)}
+        return {
+            id(one.param): (begin, cost / total)
+            for begin, (one, cost) in zip(begins, costs, strict=False)
+        }
 
     def shift(self, param: Tensor, number: int, interval: int) -> int:
-        """Return how many steps before the end of an interval matrix `number` of a parameter with `stagger_refresh` is refreshed, so that
-        refreshes cost about the same at every step: floor(x f) for a matrix that begins at the fraction x of the line, and f steps."""
+        """Return how many steps before the end of an interval matrix `number` of a parameter with
+        `stagger_refresh` is refreshed, so that refreshes cost about the same at every step: floor(x
+        f) for a matrix that begins at the fraction x of the line, and f steps."""
         first, width = self._line[id(param)]
         return min(interval - 1, int((first + number * width) * interval + 1e-9))
 
@@ -222,17 +249,20 @@ def _form(one: ParamInfo) -> tuple[object, ...]:
 
 
 def group_options(given: Mapping[str, Any], rule: type[Rule], default: Rule) -> dict[str, Any]:
-    """Return all options of a group with this rule: the given ones; then those of the optimizer's default rule; then the rule's defaults.
+    """Return all options of a group with this rule: the given ones; then those of the optimizer's
+    default rule; then the rule's defaults.
 
-    If the default rule has a rule of this class for vectors (SOAP has AdamW), the options of that one take the place of its own.
-    """
+    If the default rule has a rule of this class for vectors (SOAP has AdamW), the options of that
+    one take the place of its own."""
     on_vectors = default.on_vectors()
     source = on_vectors if type(on_vectors) is rule else default
     found = {}
     for name, option in options_of(rule).items():
         if name in given:
             found[name] = given[name]
-        elif name in options_of(type(source)) and (type(source) is rule or name in SHARED or option.default is MISSING):
+        elif name in options_of(type(source)) and (
+            type(source) is rule or name in SHARED or option.default is MISSING
+        ):
             found[name] = getattr(source, name)
         else:
             found[name] = option.default
@@ -240,7 +270,8 @@ def group_options(given: Mapping[str, Any], rule: type[Rule], default: Rule) -> 
 
 
 SHARED = frozenset({"lr", "weight_decay", *options_of(Rule)}) - {"matrix_layout"}
-"""Options that a group takes from the optimizer's default rule even if its own rule is of another class."""
+"""Options that a group takes from the optimizer's default rule even if its own rule is of another
+class."""
 
 
 def plain_options(group: Mapping[str, Any], rule: type[Rule]) -> dict[str, Any]:

@@ -1,9 +1,11 @@
 """`StatefulOptimizer`: the optimizer state in buckets, and how it is saved and loaded.
 
-`optimizer.state[p]` holds `step` and views of the stacks in which a bucket keeps the state of all its members. For a parameter that is
-spread over ranks, a rank keeps the state of the matrices that it owns, under the same keys as every other rank; the tensors are empty if it
-owns none. `state_dict` returns the entries of such parameters as DTensors that are sharded along dim 0, whichever ranks own the matrices,
-so that torch's tools for distributed checkpoints can reshard them.
+`optimizer.state[p]` holds `step` and views of the stacks in which a bucket keeps the state of all
+its members. For a parameter that is spread over ranks, a rank keeps the state of the matrices that
+it owns, under the same keys as every other rank; the tensors are empty if it owns none.
+`state_dict` returns the entries of such parameters as DTensors that are sharded along dim 0,
+whichever ranks own the matrices, so that torch's tools for distributed checkpoints can reshard
+them.
 """
 
 from __future__ import annotations
@@ -72,10 +74,13 @@ class StatefulOptimizer(GroupedOptimizer):
 
     @torch.no_grad()
     def init_state(self) -> None:
-        """Create the initial state of every parameter that has none, for example before a checkpoint is loaded."""
+        """Create the initial state of every parameter that has none, for example before a
+        checkpoint is loaded."""
         self._create_state(self._current_roster().params)
 
-    def _create_state(self, params: Sequence[ParamInfo], steps: Mapping[int, Tensor] | None = None) -> None:
+    def _create_state(
+        self, params: Sequence[ParamInfo], steps: Mapping[int, Tensor] | None = None
+    ) -> None:
         """Create the initial state of those of the parameters that have none. `steps`: id of a
         parameter -> its step count, if it is not 0."""
         new = [one for one in params if not self.state.get(one.param)]
@@ -83,7 +88,11 @@ class StatefulOptimizer(GroupedOptimizer):
             return
         steps = steps or {}
         found = [member_of(one, self._sharding.share_of(one.param)) for one in new]
-        entries = {one.param: self._without_member(one) for one, member in zip(new, found, strict=True) if member is None}
+        entries = {
+            one.param: self._without_member(one)
+            for one, member in zip(new, found, strict=True)
+            if member is None
+        }
         apart = {key: int(step) for key, step in steps.items()}
         buckets = make_buckets((member for member in found if member is not None), apart=apart)
         for bucket in buckets:
@@ -96,19 +105,23 @@ class StatefulOptimizer(GroupedOptimizer):
         self._state_places = None  # nobody has looked at the other state
 
     def _without_member(self, one: ParamInfo) -> dict[str, Tensor]:
-        """Return the entries of a parameter without member on this rank: rows under `ownership="replicated"`, otherwise empty tensors."""
+        """Return the entries of a parameter without member on this rank: rows under
+        `ownership="replicated"`, otherwise empty tensors."""
         if one.is_gathered:
             return initial_rows(one)
-        return {name: torch.empty(0, dtype=entry.dtype, device=one.param.device) for name, entry in one.layout.entries.items()}
+        return {
+            name: torch.empty(0, dtype=entry.dtype, device=one.param.device)
+            for name, entry in one.layout.entries.items()
+        }
 
     def _members(self) -> dict[int, Member]:
         """Return the members of all buckets by the id of their parameter."""
         return {id(member.param): member for bucket in self._buckets for member in bucket.members}
 
     def _bring_buckets_up_to_date(self) -> None:
-        """Make new buckets for state that is no longer a view of a bucket (it was loaded, unpickled,
-        moved, replaced or deleted), or if an option on which layouts depend has changed. Raises
-        ValueError for state that does not fit, before anything changes.
+        """Make new buckets for state that is no longer a view of a bucket (it was loaded,
+        unpickled, moved, replaced or deleted), or if an option on which layouts depend has changed.
+        Raises ValueError for state that does not fit, before anything changes.
         """
         roster = self._current_roster()
         places = self._state_places
@@ -124,13 +137,17 @@ class StatefulOptimizer(GroupedOptimizer):
                 for member in bucket.members:
                     del wanted[id(member.param)]
         for member in wanted.values():
-            member.layout.check_state(self.state[member.param], f"the state of a parameter of shape {member.layout.shape}")
+            member.layout.check_state(
+                self.state[member.param], f"the state of a parameter of shape {member.layout.shape}"
+            )
         gathered = [one for one, _ in known if one.is_gathered]
         for one in gathered:
             check_rows(one, self.state[one.param])
         for one in gathered:
             rows = self.state[one.param]
-            rows.update({name: rows[name].to(entry.dtype) for name, entry in one.layout.entries.items()})
+            rows.update(
+                {name: rows[name].to(entry.dtype) for name, entry in one.layout.entries.items()}
+            )
         for _, state in known:
             _bring_step_to_cpu(state)
         apart = {key: int(self.state[member.param]["step"]) for key, member in wanted.items()}
@@ -153,10 +170,13 @@ class StatefulOptimizer(GroupedOptimizer):
         return bucket.is_stacked(self.state)
 
     def state_pieces(self) -> Iterator[tuple[Tensor, Piece]]:
-        """Yield the state on this rank as pieces of whole entries, each with its parameter, for other checkpoint formats. Nothing is copied
-        or sent between ranks."""
+        """Yield the state on this rank as pieces of whole entries, each with its parameter, for
+        other checkpoint formats. Nothing is copied or sent between ranks."""
         self._pending.finish()
-        members, infos = self._members(), {id(one.param): one for one in self._current_roster().params}
+        members, infos = (
+            self._members(),
+            {id(one.param): one for one in self._current_roster().params},
+        )
         for p, state in self.state.items():
             member, share, one = members.get(id(p)), self._sharding.share_of(p), infos[id(p)]
             for key, value in state.items():
@@ -171,7 +191,10 @@ class StatefulOptimizer(GroupedOptimizer):
                         offset = share.region.offset
                     elif one.layout.kind == "per_expert":
                         for slot, number in enumerate(member.numbers):
-                            yield p, Piece(key, value[slot : slot + 1], (number, *offset[1:]), shape)
+                            yield (
+                                p,
+                                Piece(key, value[slot : slot + 1], (number, *offset[1:]), shape),
+                            )
                         continue
                 yield p, Piece(key, value, offset, shape)
 
@@ -184,8 +207,8 @@ class StatefulOptimizer(GroupedOptimizer):
         flattens state dicts expects all keys of its groups. Distributed checkpoints leave empty
         dicts out when they save, and do not ask for them when they load.
 
-        Entries of parameters that are spread over ranks are DTensors on the parameter's mesh, sharded along dim 0: all ranks of the mesh
-        must call this together.
+        Entries of parameters that are spread over ranks are DTensors on the parameter's mesh,
+        sharded along dim 0: all ranks of the mesh must call this together.
         """
         params = [p for group in self.param_groups for p in group["params"]]
         if any(map(is_flattened, params)) or not any(p.dim() > 1 for p in params):
@@ -199,7 +222,9 @@ class StatefulOptimizer(GroupedOptimizer):
                 is_new = not any(state.get("step", 0) for state in own.values())
                 self._is_lent = self._is_lent or is_new
                 entries = whole_entries(spread, self._sharding, lend=is_new)
-                self.state.update({p: {"step": own[p]["step"].clone(), **entries[p]} for p in entries})
+                self.state.update(
+                    {p: {"step": own[p]["step"].clone(), **entries[p]} for p in entries}
+                )
             saved = super().state_dict()
         finally:
             self.state.update(own)
@@ -211,16 +236,22 @@ class StatefulOptimizer(GroupedOptimizer):
         if not self._sharding.has_shares:
             return []
         roster = self._current_roster()
-        return [(one, self.state[one.param]) for one in roster.params if one.spread is not None and self.state.get(one.param)]
+        return [
+            (one, self.state[one.param])
+            for one in roster.params
+            if one.spread is not None and self.state.get(one.param)
+        ]
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a saved state exactly. torch's own method would cast it to the parameter's dtype, which ruins fp32 factors of bf16
-        parameters. An option that is a function, here or in the saved optimizer, is not loaded.
+        """Load a saved state exactly. torch's own method would cast it to the parameter's dtype,
+        which ruins fp32 factors of bf16 parameters. An option that is a function, here or in the
+        saved optimizer, is not loaded.
 
-        The exact values replace those that torch has loaded after the caller's pre-hooks and before the post-hooks. A state that does not
-        fit the parameters raises ValueError, and nothing has changed. If parameters are spread over ranks, all these ranks must call this
-        together, with whole entries or with DTensors.
+        The exact values replace those that torch has loaded after the caller's pre-hooks and before
+        the post-hooks. A state that does not fit the parameters raises ValueError, and nothing has
+        changed. If parameters are spread over ranks, all these ranks must call this together, with
+        whole entries or with DTensors.
         """
         final: dict[str, Any] = {}
         self._pending.finish()
@@ -237,24 +268,31 @@ class StatefulOptimizer(GroupedOptimizer):
 
         handles = [
             self.register_load_state_dict_pre_hook(note),
-            self.register_load_state_dict_post_hook(lambda _: self._load_exactly(final, lent), prepend=True),
+            self.register_load_state_dict_post_hook(
+                lambda _: self._load_exactly(final, lent), prepend=True
+            ),
         ]
         try:
             super().load_state_dict(state_dict)
         finally:
             for handle in handles:
                 handle.remove()
-        if not self.state:  # accelerate replaces the parameters before the first step: do not keep the old ones alive
+        # accelerate replaces the parameters before the first step: do not keep the old ones alive
+        if not self.state:
             self._roster = None
             self._sharding.forget()
 
     def _checked(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """Return a saved optimizer with options that it lacks, and `ownership`, taken from this one. Raises ValueError if it does not
-        fit."""
-        counts = [[len(group["params"]) for group in groups] for groups in (self.param_groups, saved["param_groups"])]
+        """Return a saved optimizer with options that it lacks, and `ownership`, taken from this
+        one. Raises ValueError if it does not fit."""
+        counts = [
+            [len(group["params"]) for group in groups]
+            for groups in (self.param_groups, saved["param_groups"])
+        ]
         if counts[0] != counts[1]:
             raise ValueError(
-                f"the saved optimizer has parameter groups of {counts[1]} parameters, this one of {counts[0]}: they must be equal"
+                f"the saved optimizer has parameter groups of {counts[1]} parameters, this one of "
+                f"{counts[0]}: they must be equal"
             )
         pairs = zip(self.param_groups, saved["param_groups"], strict=True)
         groups = [as_own(own, theirs, self._rules[own["rule"]]) for own, theirs in pairs]
@@ -272,7 +310,8 @@ class StatefulOptimizer(GroupedOptimizer):
         for number, (own, theirs) in enumerate(zip(self.param_groups, groups, strict=True)):
             if own["rule"] != theirs["rule"]:
                 raise ValueError(
-                    f"the saved group {number} has rule {theirs['rule']!r}, this optimizer's has {own['rule']!r}: they must be equal"
+                    f"the saved group {number} has rule {theirs['rule']!r}, this optimizer's has "
+                    f"{own['rule']!r}: they must be equal"
                 )
             rule = self._rules[own["rule"]]
             made = rule(**{name: theirs[name] for name in options_of(rule)})
@@ -291,7 +330,11 @@ class StatefulOptimizer(GroupedOptimizer):
         self._sharding.forget_changed(self._make_roster().params)
         known = [one for one in self._current_roster().params if one.param in states]
         steps = {id(one.param): self.state.pop(one.param)["step"] for one in known}
-        spread = [(one, states[one.param]) for one in known if self._sharding.share_of(one.param) is not None]
+        spread = [
+            (one, states[one.param])
+            for one in known
+            if self._sharding.share_of(one.param) is not None
+        ]
         if spread:
             self._take_room(known, steps, spread, lent)
         self._create_state(known, steps)
@@ -313,12 +356,15 @@ class StatefulOptimizer(GroupedOptimizer):
         saved: list[tuple[ParamInfo, dict[str, Any]]],
         lent: Lent,
     ) -> None:
-        """If the saved entries are the room that was lent (`state_dict` before the first step), go on
-        with the state that lent it: a second one might not fit into memory. Only then nothing else
-        is overwritten while the state takes the saved values in place."""
+        """If the saved entries are the room that was lent (`state_dict` before the first step), go
+        on with the state that lent it: a second one might not fit into memory. Only then nothing
+        else is overwritten while the state takes the saved values in place."""
         from lather.optim.sharded.entries import are_lent
 
-        is_same = all(one.param in lent.states and _form(lent.params[one.param]) == _form(one) for one in known)
+        is_same = all(
+            one.param in lent.states and _form(lent.params[one.param]) == _form(one)
+            for one in known
+        )
         if not is_same or not are_lent(saved, lent.states, self._sharding):
             return
         for one in known:
@@ -333,16 +379,24 @@ class StatefulOptimizer(GroupedOptimizer):
                 self.state[one.param] = {name: x.clone() for name, x in state.items()}
         self._is_lent, self._buckets, self._bucket_roster = False, [], None
 
-    def _saved_states(self, state_dict: dict[str, Any]) -> Iterator[tuple[Tensor, Layout, dict[str, Any]]]:
+    def _saved_states(
+        self, state_dict: dict[str, Any]
+    ) -> Iterator[tuple[Tensor, Layout, dict[str, Any]]]:
         """Yield (parameter, its layout with the saved options, its saved state)."""
         for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
             rule = self._rules[group["rule"]]
             try:
-                made = rule(**{name: saved_group.get(name, group[name]) for name in options_of(rule)})
+                made = rule(
+                    **{name: saved_group.get(name, group[name]) for name in options_of(rule)}
+                )
             except ValueError:  # options of another rule: `_checked` raises
                 made = rule(**{name: group[name] for name in options_of(rule)})
             for p, saved_id in zip(group["params"], saved_group["params"], strict=True):
-                yield p, whole_layout(p, made, self._sharding.spread_of(p, group)), state_dict["state"].get(saved_id, {})
+                yield (
+                    p,
+                    whole_layout(p, made, self._sharding.spread_of(p, group)),
+                    state_dict["state"].get(saved_id, {}),
+                )
 
     def _reset_buckets(self) -> None:
         self._buckets, self._streams, self._roster = [], SideStreams(), None
@@ -351,22 +405,29 @@ class StatefulOptimizer(GroupedOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.__dict__.setdefault("_pending", self._no_refreshes())  # torch's load_state_dict calls this, too
+        self.__dict__.setdefault(
+            "_pending", self._no_refreshes()
+        )  # torch's load_state_dict calls this, too
         self.__dict__.setdefault("_sharding", Sharding(None))
         self.__dict__.setdefault("_had_matrices", {})
         self.__dict__.setdefault("_is_made", True)
         self._reset_buckets()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to pickle. Views become separate tensors, for otherwise pickle would write the whole stack for each."""
+        """Return the state to pickle. Views become separate tensors, for otherwise pickle would
+        write the whole stack for each."""
         if self._spread_state():
             raise TypeError(
-                "an optimizer of parameters that are spread over ranks cannot be pickled or copied, because process groups cannot; "
+                "an optimizer of parameters that are spread over ranks cannot be pickled or "
+                "copied, because process groups cannot; "
                 "save its state_dict() with torch.distributed.checkpoint"
             )
         self._pending.finish()
         state = super().__getstate__()
-        apart = {p: {key: x.clone() if isinstance(x, Tensor) else x for key, x in entries.items()} for p, entries in state["state"].items()}
+        apart = {
+            p: {key: x.clone() if isinstance(x, Tensor) else x for key, x in entries.items()}
+            for p, entries in state["state"].items()
+        }
         own = {"_counts": self._counts, "_default": self._default, "_rules": self._rules}
         own["_named_keys"] = self._named_keys
         own["_had_matrices"] = self._had_matrices
@@ -374,10 +435,17 @@ class StatefulOptimizer(GroupedOptimizer):
 
     @property
     def counters(self) -> dict[str, int]:
-        """Counts on this rank since construction: bases that were refreshed; skipped by the criterion or because an expert got no token;
-        retried by QR after Cholesky-QR; failed, so that the old basis stays; and gradients that were skipped because they were not finite.
+        """Counts on this rank since construction: bases that were refreshed; skipped by the
+        criterion or because an expert got no token; retried by QR after Cholesky-QR; failed, so
+        that the old basis stays; and gradients that were skipped because they were not finite.
         Pending refreshes (`async_refresh`) are not counted yet."""
-        names = ("refreshes_done", "refreshes_skipped", "refreshes_retried", "refreshes_failed", "nonfinite_skipped")
+        names = (
+            "refreshes_done",
+            "refreshes_skipped",
+            "refreshes_retried",
+            "refreshes_failed",
+            "nonfinite_skipped",
+        )
         return {name: self._counts.get(name, 0) for name in names}
 
 
@@ -407,13 +475,17 @@ def _step_of(saved: Mapping[str, Any]) -> Tensor:
 
 
 def _bring_step_to_cpu(state: dict[str, Any]) -> None:
-    """Make the step count of a parameter what torch's optimizers have; a tensor stays the same object."""
+    """Make the step count of a parameter what torch's optimizers have; a tensor stays the same
+    object."""
     before, step = state["step"], _step_on_cpu(state["step"])
     if step is not before and not (isinstance(before, Tensor) and move_to(before, step)):
         state["step"] = step
 
 
 def _step_on_cpu(step: Any) -> Tensor:
-    """Return a step count, given as a number or a tensor anywhere, as torch's optimizers keep it."""
-    step = step.full_tensor() if hasattr(step, "full_tensor") else torch.as_tensor(step, device="cpu")
+    """Return a step count, given as a number or a tensor anywhere, as torch's optimizers keep
+    it."""
+    step = (
+        step.full_tensor() if hasattr(step, "full_tensor") else torch.as_tensor(step, device="cpu")
+    )
     return step.detach().to("cpu", torch.float32)

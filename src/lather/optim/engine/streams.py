@@ -1,4 +1,5 @@
-"""Settings in which a phase runs: without autocast, and on side streams. The caller's are restored after it."""
+"""Settings in which a phase runs: without autocast, and on side streams. The caller's are restored
+after it."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from lather.device import gpu_module, is_gpu
 T = TypeVar("T")
 
 SideStreams = dict[int, Any]
-"""Side streams by number. Steps use the same ones again, because torch's allocator caches memory per stream."""
+"""Side streams by number. Steps use the same ones again, because torch's allocator caches memory
+per stream."""
 
 BESIDE = -1
 """Number of the side stream for work that runs while the caller goes on."""
@@ -30,8 +32,9 @@ def no_autocast() -> Iterator[None]:
 
 @contextmanager
 def beside(streams: SideStreams, changed: Iterable[Tensor], device: torch.device) -> Iterator[None]:
-    """Run the block's work, which may change the tensors `changed`, on a side stream of the GPU `device`. It begins after all work that the
-    caller's stream has been given, and `join` makes that stream wait for it. On a CPU the work is done immediately."""
+    """Run the block's work, which may change the tensors `changed`, on a side stream of the GPU
+    `device`. It begins after all work that the caller's stream has been given, and `join` makes
+    that stream wait for it. On a CPU the work is done immediately."""
     if not is_gpu(device):
         yield
         return
@@ -48,9 +51,12 @@ def join(streams: SideStreams) -> None:
         gpu_module(streams[BESIDE].device).current_stream().wait_stream(streams[BESIDE])
 
 
-def on_streams(items: Iterable[T], streams: SideStreams, num_streams: int, device: torch.device) -> Iterator[T]:
-    """Yield the items. On a GPU, `num_streams` side streams in turn are the current stream, and at the end the caller's stream waits for
-    all of them. The work on one item must not depend on that on another."""
+def on_streams(
+    items: Iterable[T], streams: SideStreams, num_streams: int, device: torch.device
+) -> Iterator[T]:
+    """Yield the items. On a GPU, `num_streams` side streams in turn are the current stream, and at
+    the end the caller's stream waits for all of them. The work on one item must not depend on that
+    on another."""
     if num_streams == 1 or not is_gpu(device):
         yield from items
         return
@@ -66,7 +72,8 @@ def on_streams(items: Iterable[T], streams: SideStreams, num_streams: int, devic
 
 
 def _after_the_caller(streams: SideStreams, number: int, device: torch.device) -> Any:
-    """Return a side stream whose further work begins after all work that the caller's stream has been given."""
+    """Return a side stream whose further work begins after all work that the caller's stream has
+    been given."""
     if number not in streams:
         streams[number] = gpu_module(device).Stream()
     streams[number].wait_stream(gpu_module(device).current_stream())

@@ -1,11 +1,14 @@
 """Eigenbases of Kronecker factors: how they are computed and kept up to date.
 
-Source: SOAP (arXiv:2409.11321, algorithm 4): eigh once, then one step of orthogonal iteration, Q = qr(K Q), per refresh. On a GPU eigh
-processes one matrix after the other, and the host waits for each; there, larger first bases are computed by four steps of orthogonal
-iteration instead. Everything is batched over B matrices. The columns of a basis are eigenvectors, in descending order of eigenvalues.
+Source: SOAP (arXiv:2409.11321, algorithm 4): eigh once, then one step of orthogonal iteration, Q =
+qr(K Q), per refresh. On a GPU eigh processes one matrix after the other, and the host waits for
+each; there, larger first bases are computed by four steps of orthogonal iteration instead.
+Everything is batched over B matrices. The columns of a basis are eigenvectors, in descending order
+of eigenvalues.
 
-When a basis changes, S = Q_new^T Q_old transforms the moments that are kept in its coordinates: exp_avg exactly, exp_avg_sq either by the
-element-wise squares of S ("rotate": never negative, and the sum is kept) or by re-ordering with the columns ("permute").
+When a basis changes, S = Q_new^T Q_old transforms the moments that are kept in its coordinates:
+exp_avg exactly, exp_avg_sq either by the element-wise squares of S ("rotate": never negative, and
+the sum is kept) or by re-ordering with the columns ("permute").
 
 Bases do not depend on the scale of K, but its elements are squares of gradients, and their squares
 leave the range of fp32 for gradients of 1e-10. K is therefore divided by a power of two first,
@@ -32,24 +35,30 @@ DEFAULT_TOLERANCE = 1e-7
 """Relative off-diagonal part below which `use_adaptive_criteria` does not refresh a basis."""
 
 FIRST_ROUNDS = 4
-"""Steps of orthogonal iteration for a first basis: for factors of first gradients they leave a thousandth off the diagonal."""
+"""Steps of orthogonal iteration for a first basis: for factors of first gradients they leave a
+thousandth off the diagonal."""
 
 FIRST_BY_EIGH = 64
-"""Largest size for which first bases are computed by eigh on a GPU, where eigh is batched up to about this size."""
+"""Largest size for which first bases are computed by eigh on a GPU, where eigh is batched up to
+about this size."""
 
 MIN_TURN = 0.4
-"""Least geometric mean of the cosines between q_i and K q_i (1 for an eigenbasis of K) at which "auto" on a CPU refreshes by Cholesky-QR.
-Below it, columns of K Q are nearly linearly dependent and Cholesky-QR may fail, which costs as much as QR itself. Of 18,385 factors of real
-gradients (the quickstart, LoRA adapters, a small ViT) it failed for 1 in 167 of those above and for 1 in 3 of those below."""
+"""Least geometric mean of the cosines between q_i and K q_i (1 for an eigenbasis of K) at which
+"auto" on a CPU refreshes by Cholesky-QR. Below it, columns of K Q are nearly linearly dependent and
+Cholesky-QR may fail, which costs as much as QR itself. Of 18,385 factors of real gradients (the
+quickstart, LoRA adapters, a small ViT) it failed for 1 in 167 of those above and for 1 in 3 of
+those below."""
 
 
 def get_eigenbasis_eigh(
     k: Float[Tensor, "b n n"], fallback: Float[Tensor, "b n n"] | None = None
 ) -> tuple[Float[Tensor, "b n n"], Bool[Tensor, " b"]]:
-    """Return the eigenvectors of symmetric `k`, in descending order of eigenvalues, and which matrices failed.
+    """Return the eigenvectors of symmetric `k`, in descending order of eigenvalues, and which
+    matrices failed.
 
-    A decomposition that raises or is not finite is tried again in fp64; if that fails, too, the basis is that of `fallback` (the identity
-    if there is none). A matrix of zeros, of an expert that never got a token, has the identity as basis.
+    A decomposition that raises or is not finite is tried again in fp64; if that fails, too, the
+    basis is that of `fallback` (the identity if there is none). A matrix of zeros, of an expert
+    that never got a token, has the identity as basis.
     """
     eye = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device).expand_as(k)
     scaled = near_one(k)
@@ -75,26 +84,36 @@ def _eigh_retried(k: Tensor) -> Tensor:
         q = _eigh_or_none(attempt)
         if q is not None:
             return q.to(k.dtype)
-    logger.warning("eigh failed in %s and in fp64 for a factor of %d x %d, which keeps its basis", k.dtype, *k.shape)
+    logger.warning(
+        "eigh failed in %s and in fp64 for a factor of %d x %d, which keeps its basis",
+        k.dtype,
+        *k.shape,
+    )
     return torch.full_like(k, torch.nan)
 
 
 def get_eigenbasis_svd(k: Float[Tensor, "b n n"]) -> Float[Tensor, "b n n"]:
-    """Return the eigenvectors of symmetric positive semi-definite `k`, in descending order of eigenvalues, as its left singular vectors.
+    """Return the eigenvectors of symmetric positive semi-definite `k`, in descending order of
+    eigenvalues, as its left singular vectors.
 
-    It is slower than `get_eigenbasis_eigh`, but the vectors are orthonormal up to rounding even in the null space of a rank-deficient `k`.
-    """
+    It is slower than `get_eigenbasis_eigh`, but the vectors are orthonormal up to rounding even in
+    the null space of a rank-deficient `k`."""
     return torch.linalg.svd(near_one(k)).U
 
 
 def get_eigenbasis_qr(
-    k: Float[Tensor, "b n n"], q: Float[Tensor, "b n n"], power_iter_steps: int = 1, method: str = "auto"
+    k: Float[Tensor, "b n n"],
+    q: Float[Tensor, "b n n"],
+    power_iter_steps: int = 1,
+    method: str = "auto",
 ) -> tuple[Float[Tensor, "b n n"], Int[Tensor, "b n"]]:
-    """Take `power_iter_steps` of orthogonal iteration from the old basis `q`. Return the new basis and the order of the old columns in it.
+    """Take `power_iter_steps` of orthogonal iteration from the old basis `q`. Return the new basis
+    and the order of the old columns in it.
 
-    The columns are first sorted by their Rayleigh quotients diag(Q^T K Q), in descending order; K Q is computed once for both purposes.
-    `method` is "qr", "cholesky_qr" or "root_qr" (see `lather.optim.linalg.orthogonal`), or "auto", the best of the three for the size and
-    the device, and on a CPU for each matrix. Matrices for which the method fails are refreshed by QR.
+    The columns are first sorted by their Rayleigh quotients diag(Q^T K Q), in descending order; K Q
+    is computed once for both purposes. `method` is "qr", "cholesky_qr" or "root_qr" (see
+    `lather.optim.linalg.orthogonal`), or "auto", the best of the three for the size and the device,
+    and on a CPU for each matrix. Matrices for which the method fails are refreshed by QR.
     """
     q_new, order, failed = iterate(k, q, power_iter_steps, method)
     if method != "qr" and bool(failed.any()):
@@ -103,8 +122,11 @@ def get_eigenbasis_qr(
     return q_new, order
 
 
-def iterate(k: Tensor, q: Tensor, power_iter_steps: int, method: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Do the same as `get_eigenbasis_qr`, but do not repeat matrices that failed; the third result tells which did."""
+def iterate(
+    k: Tensor, q: Tensor, power_iter_steps: int, method: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Do the same as `get_eigenbasis_qr`, but do not repeat matrices that failed; the third result
+    tells which did."""
     is_auto, k = method == "auto", near_one(k)
     if is_auto:
         method = pick_refresh_method(k.shape[-1], k.device)
@@ -131,14 +153,15 @@ def iterate(k: Tensor, q: Tensor, power_iter_steps: int, method: str) -> tuple[T
 
 
 def _is_hard(rows: Tensor, w: Tensor) -> Tensor:
-    """Return which matrices (B,) are refreshed by QR without trying Cholesky-QR (`MIN_TURN`), from the rows of Q^T K and their products w
-    with those of Q^T."""
+    """Return which matrices (B,) are refreshed by QR without trying Cholesky-QR (`MIN_TURN`), from
+    the rows of Q^T K and their products w with those of Q^T."""
     cosines = w / torch.linalg.vector_norm(rows, dim=-1)
     return ~(cosines.log10().mean(-1) > math.log10(MIN_TURN))  # also true for NaN
 
 
 def _orthonormal_rows(rows: Tensor, method: str, by_qr: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Call `orthonormal_rows` with `method`, or "qr" for the matrices `by_qr`; the results are those of each matrix alone."""
+    """Call `orthonormal_rows` with `method`, or "qr" for the matrices `by_qr`; the results are
+    those of each matrix alone."""
     if by_qr is None or bool(by_qr.all()) or not bool(by_qr.any()):
         return orthonormal_rows(rows, method if by_qr is None or not bool(by_qr[0]) else "qr")
     failed = torch.empty_like(by_qr)
@@ -154,7 +177,9 @@ def _select_rows(x: Tensor, order: Tensor) -> Tensor:
     return x.reshape(b * n, k).index_select(0, (order + first).flatten()).view(b, n, k)
 
 
-def rayleigh_quotients(k: Float[Tensor, "b n n"], q: Float[Tensor, "b n n"]) -> Float[Tensor, "b n"]:
+def rayleigh_quotients(
+    k: Float[Tensor, "b n n"], q: Float[Tensor, "b n n"]
+) -> Float[Tensor, "b n"]:
     """Return diag(Q^T K Q), the estimates of the eigenvalues of K in the basis Q."""
     return (q * (k @ q)).sum(-2)
 
@@ -164,11 +189,16 @@ def is_zero(k: Float[Tensor, "b n n"]) -> Bool[Tensor, " b"]:
     return (k == 0).all(-1).all(-1)
 
 
-def is_still_diagonal(k: Float[Tensor, "b n n"], q: Float[Tensor, "b n n"], tolerance: float) -> Bool[Tensor, " b"]:
-    """Return which matrices need no refresh: |diag(Q^T K Q)| >= (1 - tolerance) |Q^T K Q|, in the Frobenius norm."""
+def is_still_diagonal(
+    k: Float[Tensor, "b n n"], q: Float[Tensor, "b n n"], tolerance: float
+) -> Bool[Tensor, " b"]:
+    """Return which matrices need no refresh: |diag(Q^T K Q)| >= (1 - tolerance) |Q^T K Q|, in the
+    Frobenius norm."""
     rotated = q.mT @ near_one(k) @ q
     diagonal = rotated.diagonal(dim1=-2, dim2=-1)
-    return torch.linalg.vector_norm(diagonal, dim=-1) >= (1 - tolerance) * torch.linalg.matrix_norm(rotated)
+    return torch.linalg.vector_norm(diagonal, dim=-1) >= (1 - tolerance) * torch.linalg.matrix_norm(
+        rotated
+    )
 
 
 def update_eigenbasis_and_momentum(  # noqa: PLR0913 - one dim of a batch, in the paper's letters
@@ -183,19 +213,24 @@ def update_eigenbasis_and_momentum(  # noqa: PLR0913 - one dim of a batch, in th
     power_iter_steps: int = 1,
     eigenvalues: Float[Tensor, "b n"] | None = None,
 ) -> Bool[Tensor, " b"]:
-    """Refresh the basis `q` of inner dim `dim` from its factor `k`, and transform the moments to the new coordinates, all in place.
+    """Refresh the basis `q` of inner dim `dim` from its factor `k`, and transform the moments to
+    the new coordinates, all in place.
 
     Args:
         exp_avg: the first moment, if it is kept in the coordinates of the bases, otherwise None.
-        method: "eigh": a full eigendecomposition; "iteration": `FIRST_ROUNDS` steps of orthogonal iteration by "root_qr"; "first": the
-            better of these two for the size and the device; "qr", "cholesky_qr" or "root_qr": orthogonal iteration by this algorithm;
-            "auto": the best of these three. The columns that the first three return do not correspond to the old ones, so with "permute"
-            they leave exp_avg_sq as it is.
-        second_moment: "permute" or "rotate": how exp_avg_sq is transformed (see the head of this file).
-        eigenvalues: if given, they are set to those of the new basis, whose columns are then sorted by them.
+        method: "eigh": a full eigendecomposition; "iteration": `FIRST_ROUNDS` steps of orthogonal
+            iteration by "root_qr"; "first": the better of these two for the size and the device;
+            "qr", "cholesky_qr" or "root_qr": orthogonal iteration by this algorithm; "auto": the
+            best of these three. The columns that the first three return do not correspond to the
+            old ones, so with "permute" they leave exp_avg_sq as it is.
+        second_moment: "permute" or "rotate": how exp_avg_sq is transformed (see the head of this
+            file).
+        eigenvalues: if given, they are set to those of the new basis, whose columns are then sorted
+            by them.
 
     Returns:
-        Which matrices failed; their basis and moments have not changed. Only "eigh" waits for the device.
+        Which matrices failed; their basis and moments have not changed. Only "eigh" waits for the
+        device.
     """
     if method == "first":
         method = "iteration" if is_gpu(k) and k.shape[-1] > FIRST_BY_EIGH else "eigh"
@@ -213,7 +248,8 @@ def update_eigenbasis_and_momentum(  # noqa: PLR0913 - one dim of a batch, in th
             again = w.argsort(dim=-1, descending=True, stable=True)
             w, order = w.gather(-1, again), order.gather(-1, again)
             q_new = q_new.gather(-1, again.unsqueeze(-2).expand_as(q_new))
-        # An expert that never got a token keeps its initial eigenvalues; zeros would weigh its first gradient by 1 / eps.
+        # An expert that never got a token keeps its initial eigenvalues; zeros would weigh its
+        # first gradient by 1 / eps.
         eigenvalues.copy_(eigenvalues.where((failed | is_zero(k))[:, None], w))
         q_new = _unless(failed, q, q_new)
     turns = second_moment == "rotate" or (exp_avg is not None and _prefers_turn(exp_avg, dim))
@@ -222,7 +258,9 @@ def update_eigenbasis_and_momentum(  # noqa: PLR0913 - one dim of a batch, in th
         exp_avg.copy_(_unless(failed, exp_avg, _turned(exp_avg, q, q_new, turn, dim)))
     if second_moment == "rotate":
         assert turn is not None
-        exp_avg_sq.copy_(_unless(failed, exp_avg_sq, apply_transposed(turn.mT.square(), exp_avg_sq, dim)))
+        exp_avg_sq.copy_(
+            _unless(failed, exp_avg_sq, apply_transposed(turn.mT.square(), exp_avg_sq, dim))
+        )
     elif order is not None:
         exp_avg_sq.copy_(_unless(failed, exp_avg_sq, _reordered(exp_avg_sq, order, dim)))
     q.copy_(q_new)
@@ -230,7 +268,8 @@ def update_eigenbasis_and_momentum(  # noqa: PLR0913 - one dim of a batch, in th
 
 
 def _prefers_turn(x: Tensor, dim: int) -> bool:
-    """Whether computing S = Q_new^T Q_old and one product with it takes fewer flops than two products, with Q_old and Q_new^T."""
+    """Whether computing S = Q_new^T Q_old and one product with it takes fewer flops than two
+    products, with Q_old and Q_new^T."""
     n = x.shape[dim + 1]
     return n * n < x[0].numel()
 

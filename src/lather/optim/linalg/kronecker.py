@@ -1,10 +1,13 @@
-"""Kronecker factors, which average products of the gradient with itself, and multiplication of a tensor by bases.
+"""Kronecker factors, which average products of the gradient with itself, and multiplication of a
+tensor by bases.
 
-Source: Shampoo (Gupta, Koren, Singer, arXiv:1802.09568), as SOAP uses it (Vyas et al., arXiv:2409.11321, algorithm 3). For a matrix
-G (m x n) the factors are L = E[G G^T] and R = E[G^T G]; a tensor has one per dim, contracted over all other dims. The KL form
-(Lin et al., arXiv:2509.03378) weighs the other dims by their inverse factors: L = E[G R^{-1} G^T] / n, R = E[G^T L^{-1} G] / m; the fixed
-point minimises the KL divergence between the covariance of the gradients and the Kronecker product.
-All tensors have a leading batch dim B. A dim without factor or basis is not transformed.
+Source: Shampoo (Gupta, Koren, Singer, arXiv:1802.09568), as SOAP uses it (Vyas et al.,
+arXiv:2409.11321, algorithm 3). For a matrix G (m x n) the factors are L = E[G G^T] and R = E[G^T
+G]; a tensor has one per dim, contracted over all other dims. The KL form (Lin et al.,
+arXiv:2509.03378) weighs the other dims by their inverse factors: L = E[G R^{-1} G^T] / n, R = E[G^T
+L^{-1} G] / m; the fixed point minimises the KL divergence between the covariance of the gradients
+and the Kronecker product. All tensors have a leading batch dim B. A dim without factor or basis is
+not transformed.
 """
 
 from __future__ import annotations
@@ -23,17 +26,21 @@ Matrices = Mapping[int, Float[Tensor, "b _ _"]]
 """Inner dim i -> its matrices (B, n_i, n_i): symmetric factors, or bases."""
 
 SYMMETRIC_FROM = 256
-"""Least size of both sides of x for which a CPU computes x x^T by block rows (measured: 15 to 30 % less time above it, more below)."""
+"""Least size of both sides of x for which a CPU computes x x^T by block rows (measured: 15 to 30 %
+less time above it, more below)."""
 
 SYMMETRIC_BLOCKS = 4
 
 
 def unfold(x: Float[Tensor, "b *dims"], dim: int) -> Float[Tensor, "b n rest"]:
-    """Return `x` as matrices: inner dim `dim` as rows, all other inner dims flattened into columns."""
+    """Return `x` as matrices: inner dim `dim` as rows, all other inner dims flattened into
+    columns."""
     return x.movedim(dim + 1, 1).flatten(2) if x.dim() > 2 else x.unsqueeze(-1)
 
 
-def apply_transposed(a: Float[Tensor, "b n k"], x: Float[Tensor, "b *dims"], dim: int) -> Float[Tensor, "b *dims"]:
+def apply_transposed(
+    a: Float[Tensor, "b n k"], x: Float[Tensor, "b *dims"], dim: int
+) -> Float[Tensor, "b *dims"]:
     """Multiply x by a^T on inner dim `dim`."""
     if x.dim() == 2:
         return (x.unsqueeze(1) @ a).squeeze(1)
@@ -43,8 +50,11 @@ def apply_transposed(a: Float[Tensor, "b n k"], x: Float[Tensor, "b *dims"], dim
     return (rows.flatten(1, -2) @ a).view(rows.shape).movedim(-1, dim + 1)
 
 
-def precondition(x: Float[Tensor, "b *dims"], bases: Matrices, direction: Literal["in", "out"]) -> Float[Tensor, "b *dims"]:
-    """Transform x into the eigenbases ("in": Q_L^T X Q_R for a matrix, and in general Q_i^T on each dim i) or back ("out": Q_L X Q_R^T)."""
+def precondition(
+    x: Float[Tensor, "b *dims"], bases: Matrices, direction: Literal["in", "out"]
+) -> Float[Tensor, "b *dims"]:
+    """Transform x into the eigenbases ("in": Q_L^T X Q_R for a matrix, and in general Q_i^T on each
+    dim i) or back ("out": Q_L X Q_R^T)."""
     for dim, q in bases.items():
         x = apply_transposed(q if direction == "in" else q.mT, x, dim)
     return x
@@ -55,9 +65,14 @@ def init_kronecker_factors(g: Float[Tensor, "b *dims"], dims: Iterable[int]) -> 
     return {dim: x @ x.mT for dim in dims for x in [unfold(g, dim)]}
 
 
-def update_kronecker_factors(factors: Matrices, g: Float[Tensor, "b *dims"], beta: float, active: Int[Tensor, " k"] | None = None) -> None:
-    """Set K_i = beta K_i + (1 - beta) (product of g unfolded on dim i with its transpose) in place, for the matrices `active` (None:
-    all)."""
+def update_kronecker_factors(
+    factors: Matrices,
+    g: Float[Tensor, "b *dims"],
+    beta: float,
+    active: Int[Tensor, " k"] | None = None,
+) -> None:
+    """Set K_i = beta K_i + (1 - beta) (product of g unfolded on dim i with its transpose) in place,
+    for the matrices `active` (None: all)."""
     g = g if active is None else g[active]
     for dim, k in factors.items():
         average_(k, unfold(g, dim), beta, 1 - beta, active)
@@ -73,10 +88,12 @@ def update_kronecker_factors_kl(
     eps: float,
     active: Int[Tensor, " k"] | None = None,
 ) -> None:
-    """Set K_i = beta K_i + (1 - beta) n_i / numel(g) X X^T in place, for the matrices `active` (None: all).
+    """Set K_i = beta K_i + (1 - beta) n_i / numel(g) X X^T in place, for the matrices `active`
+    (None: all).
 
-    X is g unfolded on dim i, after g is whitened on every other dim j that has a factor: multiplied by Q_j^T and divided by the root of
-    max(eigenvalues_j, eps). A dim that is not in `bases` has the identity as basis.
+    X is g unfolded on dim i, after g is whitened on every other dim j that has a factor: multiplied
+    by Q_j^T and divided by the root of max(eigenvalues_j, eps). A dim that is not in `bases` has
+    the identity as basis.
     """
     rows = slice(None) if active is None else active
     g = g[rows]
@@ -101,11 +118,15 @@ def is_formed_whole(x: Tensor) -> bool:
     return min(x.shape[1:]) < SYMMETRIC_FROM or x.dtype == torch.bfloat16 or is_gpu(x)
 
 
-def average_(k: Tensor, x: Tensor, beta: float, weight: float, active: Tensor | None = None) -> Tensor:
-    """Set k = beta k + weight x x^T in place, for x (B, n, rest), for the matrices `active` (None: all), and return k.
+def average_(
+    k: Tensor, x: Tensor, beta: float, weight: float, active: Tensor | None = None
+) -> Tensor:
+    """Set k = beta k + weight x x^T in place, for x (B, n, rest), for the matrices `active` (None:
+    all), and return k.
 
-    On a CPU, large products are computed by block rows up to the diagonal and mirrored, which takes 5/8 of the flops: torch has no
-    symmetric rank-k product. In bf16, and on a GPU, the whole product takes less time than the copies would.
+    On a CPU, large products are computed by block rows up to the diagonal and mirrored, which takes
+    5/8 of the flops: torch has no symmetric rank-k product. In bf16, and on a GPU, the whole
+    product takes less time than the copies would.
     """
     n = k.shape[-1]
     if active is not None:
@@ -123,5 +144,6 @@ def average_(k: Tensor, x: Tensor, beta: float, weight: float, active: Tensor | 
 
 
 def bias_corrected_beta(beta: float, step: int) -> float:
-    """Return the decay rate that makes an average without bias if it starts with the first gradient: 1 - (1 - beta) / (1 - beta^(t+1))."""
+    """Return the decay rate that makes an average without bias if it starts with the first
+    gradient: 1 - (1 - beta) / (1 - beta^(t+1))."""
     return 1 - (1 - beta) / (1 - beta ** (step + 1)) if beta < 1 else beta

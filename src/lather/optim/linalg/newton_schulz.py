@@ -1,11 +1,14 @@
-"""The polar factor of matrices by Newton-Schulz iteration, which uses matrix products only and no decomposition.
+"""The polar factor of matrices by Newton-Schulz iteration, which uses matrix products only and no
+decomposition.
 
-Source: Jordan et al., "Muon" (2024), quintic coefficients; Amsel et al., "The Polar Express", arXiv:2505.16932, a sequence of coefficients,
-each optimal for its step.
-X <- a X + (b A + c A^2) X with A = X X^T moves every singular value towards 1 and does not change the singular vectors.
-Shapes: x (B, m, n). A has the size of the smaller side, so a step costs 4 k^2 max(m, n) + 2 k^3 flops with k = min(m, n).
+Source: Jordan et al., "Muon" (2024), quintic coefficients; Amsel et al., "The Polar Express",
+arXiv:2505.16932, a sequence of coefficients, each optimal for its step. X <- a X + (b A + c A^2) X
+with A = X X^T moves every singular value towards 1 and does not change the singular vectors.
+Shapes: x (B, m, n). A has the size of the smaller side, so a step costs 4 k^2 max(m, n) + 2 k^3
+flops with k = min(m, n).
 
-Trade-off: five quintic steps leave singular values between about 0.7 and 1.2, which is precise enough for an optimizer.
+Trade-off: five quintic steps leave singular values between about 0.7 and 1.2, which is precise
+enough for an optimizer.
 """
 
 from __future__ import annotations
@@ -37,10 +40,12 @@ POLAR_EXPRESS = (
     (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
     (1.875, -1.25, 0.375),
 )
-"""Coefficients of the published sequence, for singular values from 1e-3 on; the last is repeated."""
+"""Coefficients of the published sequence, for singular values from 1e-3 on; the last is
+repeated."""
 
 SAFETY = 1.01
-"""Divisor of x in bf16, as published: a singular value that is rounded to above 1 would grow without bound under these polynomials."""
+"""Divisor of x in bf16, as published: a singular value that is rounded to above 1 would grow
+without bound under these polynomials."""
 
 IterationDtype = Literal["auto", "fastest", "float32", "bfloat16"]
 
@@ -53,7 +58,8 @@ def orthogonalize(
     coefficients: Literal["quintic", "polar_express"] = "quintic",
     dtype: IterationDtype = "auto",
 ) -> Float[Tensor, "b m n"]:
-    """Return approximately U V^T for each x = U S V^T, in the dtype of x; a matrix of zeros stays zero.
+    """Return approximately U V^T for each x = U S V^T, in the dtype of x; a matrix of zeros stays
+    zero.
 
     The result does not depend on the scale of x, as long as the square of its norm is a normal
     number (on a CPU, as long as x is).
@@ -61,9 +67,10 @@ def orthogonalize(
     Args:
         x: matrices, which are not changed.
         steps: number of steps of the iteration.
-        coefficients: sequence of coefficients, of which the last is repeated if there are more steps.
-        dtype: dtype of the iteration. auto: that of x, but bfloat16 for fp32 on CUDA; fastest: bfloat16 also for fp32 on a CPU that is
-            faster in it.
+        coefficients: sequence of coefficients, of which the last is repeated if there are more
+            steps.
+        dtype: dtype of the iteration. auto: that of x, but bfloat16 for fp32 on CUDA; fastest:
+            bfloat16 also for fp32 on a CPU that is faster in it.
     """
     y = x.mT if x.shape[-2] > x.shape[-1] else x
     norm = norms(x)
@@ -93,7 +100,8 @@ def iteration_dtype(x: Tensor, dtype: IterationDtype) -> torch.dtype:
 
 @functools.cache
 def cpu_is_fast_in_bf16() -> bool:
-    """Whether the CPU multiplies bfloat16 matrices in a third to a fifth of the time of fp32. False on systems other than Linux."""
+    """Whether the CPU multiplies bfloat16 matrices in a third to a fifth of the time of fp32. False
+    on systems other than Linux."""
     try:
         return is_fast_in_bf16(read_text(Path("/proc/cpuinfo")))
     except OSError:
@@ -101,16 +109,17 @@ def cpu_is_fast_in_bf16() -> bool:
 
 
 def is_fast_in_bf16(cpuinfo: str) -> bool:
-    """Whether this is the cpuinfo of a CPU that is fast in bfloat16: Intel with AMX, or AMD with AVX512-BF16. Intel CPUs with AVX512-BF16
-    alone are slower in bfloat16 than in fp32, and all other CPUs much slower."""
+    """Whether this is the cpuinfo of a CPU that is fast in bfloat16: Intel with AMX, or AMD with
+    AVX512-BF16. Intel CPUs with AVX512-BF16 alone are slower in bfloat16 than in fp32, and all
+    other CPUs much slower."""
     return "amx_bf16" in cpuinfo or ("AuthenticAMD" in cpuinfo and "avx512_bf16" in cpuinfo)
 
 
 def update_scale(shape: Sequence[int], scale: str | float) -> float:
     """Return the factor by which an orthogonalised update (m, n) is multiplied.
 
-    "match_rms_adamw": 0.2 sqrt(max(m, n)), the rms of AdamW's update (Liu et al., arXiv:2502.16982); "spectral": sqrt(max(1, m / n)); or a
-    number.
+    "match_rms_adamw": 0.2 sqrt(max(m, n)), the rms of AdamW's update (Liu et al.,
+    arXiv:2502.16982); "spectral": sqrt(max(1, m / n)); or a number.
     """
     m, n = shape
     if scale == "match_rms_adamw":
@@ -119,5 +128,6 @@ def update_scale(shape: Sequence[int], scale: str | float) -> float:
 
 
 def with_norm_of(x: Tensor, y: Tensor) -> Tensor:
-    """Scale each matrix of y (B, m, n) to the Frobenius norm of the matrix in x; a matrix of zeros stays zero."""
+    """Scale each matrix of y (B, m, n) to the Frobenius norm of the matrix in x; a matrix of zeros
+    stays zero."""
     return y * factors_between(norms(x), norms(y))[:, None, None]

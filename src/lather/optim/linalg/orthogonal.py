@@ -1,21 +1,28 @@
-"""Q of Y = Q R for batches of square matrices: by LAPACK or cuSOLVER for one matrix at a time, or by block Cholesky-QR in batched products.
+"""Q of Y = Q R for batches of square matrices: by LAPACK or cuSOLVER for one matrix at a time, or
+by block Cholesky-QR in batched products.
 
-`torch.linalg.qr` processes one matrix of a batch at a time. `cholesky_qr` does the same factorisation as batched products: block
-Gram-Schmidt, in which each block is made orthogonal to the earlier ones twice ("twice is enough": Giraud, Langou, Rozloznik 2005), and
-orthonormal in itself by Cholesky-QR (Y^T Y = R^T R, Q = Y R^{-1}), also twice (Yamamoto et al. 2015: CholeskyQR2). Cholesky is insensitive
-to the scale of columns, but it fails if a column nearly depends on the others of its block. It also fails for Y = K Q if K is nearly
-rank-deficient, because the Gram matrix of Y squares a condition number that is too large already. Such matrices are reported as failed.
+`torch.linalg.qr` processes one matrix of a batch at a time. `cholesky_qr` does the same
+factorisation as batched products: block Gram-Schmidt, in which each block is made orthogonal to the
+earlier ones twice ("twice is enough": Giraud, Langou, Rozloznik 2005), and orthonormal in itself by
+Cholesky-QR (Y^T Y = R^T R, Q = Y R^{-1}), also twice (Yamamoto et al. 2015: CholeskyQR2). Cholesky
+is insensitive to the scale of columns, but it fails if a column nearly depends on the others of its
+block. It also fails for Y = K Q if K is nearly rank-deficient, because the Gram matrix of Y squares
+a condition number that is too large already. Such matrices are reported as failed.
 
-`root_rows` helps for these. T = Q^T K Q is positive semi-definite, T = L L^T, and L^T is upper triangular: K Q = Q T = (Q L) L^T has the
-same Q as Q L, whose condition number is the square root of K's. So Q L is made orthonormal instead of K Q. For L to exist, T is lifted by a
-multiple of its rounding errors; below these nothing is known about its eigenvalues. If K is nothing but rounding errors, the basis stays.
+`root_rows` helps for these. T = Q^T K Q is positive semi-definite, T = L L^T, and L^T is upper
+triangular: K Q = Q T = (Q L) L^T has the same Q as Q L, whose condition number is the square root
+of K's. So Q L is made orthonormal instead of K Q. For L to exist, T is lifted by a multiple of its
+rounding errors; below these nothing is known about its eigenvalues. If K is nothing but rounding
+errors, the basis stays.
 
-Everything here works on rows: x (B, n, n) holds Y^T, because K Q is computed as Q^T K, which is row-contiguous.
+Everything here works on rows: x (B, n, n) holds Y^T, because K Q is computed as Q^T K, which is
+row-contiguous.
 
-Trade-off: 4 n^3 flops (6.3 n^3 with `root_rows`) instead of Householder's 8/3 n^3, but at the speed of matrix products. Blocks are narrow
-on a CPU, for its caches. On a GPU there are at most four, so that a batch takes at most 130
-launches; only the diagonal blocks of triangular matrices are inverted, and all else is products,
-because batched triangular solves with many right-hand sides are slow there.
+Trade-off: 4 n^3 flops (6.3 n^3 with `root_rows`) instead of Householder's 8/3 n^3, but at the speed
+of matrix products. Blocks are narrow on a CPU, for its caches. On a GPU there are at most four, so
+that a batch takes at most 130 launches; only the diagonal blocks of triangular matrices are
+inverted, and all else is products, because batched triangular solves with many right-hand sides are
+slow there.
 """
 
 from __future__ import annotations
@@ -27,7 +34,8 @@ from lather.device import is_gpu
 from lather.shapes import Bool, Float
 
 BLOCKS = ((1280, 128), (384, 64), (0, 32))
-"""(least size, rows of a block) on a CPU: larger matrices have larger blocks, because products with few rows are slow."""
+"""(least size, rows of a block) on a CPU: larger matrices have larger blocks, because products with
+few rows are slow."""
 
 GPU_BLOCKS = 4
 """Largest number of blocks on a GPU, where each costs launches."""
@@ -36,26 +44,31 @@ GPU_LEAST_BLOCK = 256
 """Least number of rows of a block on a GPU, if the matrix has as many."""
 
 MAX_FIRST_ERROR = 0.3
-"""Largest deviation from orthonormality of a block before its second Cholesky-QR, which is then exact up to rounding. It allows rows that
-depend on each other, and on earlier blocks, except for about one part in a thousand."""
+"""Largest deviation from orthonormality of a block before its second Cholesky-QR, which is then
+exact up to rounding. It allows rows that depend on each other, and on earlier blocks, except for
+about one part in a thousand."""
 
 NOISE = 4.0
-"""Number, in units of eps |K| (Frobenius), that `root_rows` adds to the diagonal. With 2, some factors of LoRA adapters fail; with 4, none
-of a thousand, but some with exactly four equal eigenvalues; with 8, none of these either, but KL-SOAP, which divides by small eigenvalues,
-loses more."""
+"""Number, in units of eps |K| (Frobenius), that `root_rows` adds to the diagonal. With 2, some
+factors of LoRA adapters fail; with 4, none of a thousand, but some with exactly four equal
+eigenvalues; with 8, none of these either, but KL-SOAP, which divides by small eigenvalues, loses
+more."""
 
 CPU_PRODUCTS = range(40, 1793)
-"""Sizes for which Cholesky-QR is faster than LAPACK's QR on one kind of CPU and not much slower on another (64 to 2048, docs/log.md)."""
+"""Sizes for which Cholesky-QR is faster than LAPACK's QR on one kind of CPU and not much slower on
+another (64 to 2048, docs/log.md)."""
 
 GPU_PRODUCTS = range(1, 4097)
-"""Sizes for which Cholesky-QR is taken on a GPU, where QR launches a chain of kernels for each matrix (an estimate, not yet measured)."""
+"""Sizes for which Cholesky-QR is taken on a GPU, where QR launches a chain of kernels for each
+matrix (an estimate, not yet measured)."""
 
 
 def pick_refresh_method(n: int, device: torch.device) -> str:
-    """Return the method that `refresh_method="auto"` stands for with n x n matrices on this kind of device: if products are faster,
-    "root_qr" on a GPU and "cholesky_qr" on a CPU; otherwise "qr".
+    """Return the method that `refresh_method="auto"` stands for with n x n matrices on this kind of
+    device: if products are faster, "root_qr" on a GPU and "cholesky_qr" on a CPU; otherwise "qr".
 
-    It depends on nothing else, so that a matrix has the same results in every batch and on every number of ranks.
+    It depends on nothing else, so that a matrix has the same results in every batch and on every
+    number of ranks.
     """
     if is_gpu(device):
         return "root_qr" if n in GPU_PRODUCTS else "qr"
@@ -69,13 +82,18 @@ def block_rows(n: int, device: torch.device) -> int:
     return next(rows for size, rows in BLOCKS if n >= size)
 
 
-def orthonormal_rows(y: Float[Tensor, "b n n"], method: str) -> tuple[Float[Tensor, "b n n"], Bool[Tensor, " b"]]:
-    """Make the rows of `y` orthonormal, in order (Gram-Schmidt, up to signs). Return them, and which matrices failed and must not be used.
+def orthonormal_rows(
+    y: Float[Tensor, "b n n"], method: str
+) -> tuple[Float[Tensor, "b n n"], Bool[Tensor, " b"]]:
+    """Make the rows of `y` orthonormal, in order (Gram-Schmidt, up to signs). Return them, and
+    which matrices failed and must not be used.
 
     `method` is "qr" or "cholesky_qr". `y` may be overwritten.
     """
     if method == "qr":
-        q: Tensor = torch.linalg.householder_product(*torch.geqrf(y.mT)).mT  # torch.linalg.qr without forming R: a tenth less
+        q: Tensor = torch.linalg.householder_product(
+            *torch.geqrf(y.mT)
+        ).mT  # torch.linalg.qr without forming R: a tenth less
         return q, ~q.sum((1, 2)).isfinite()
     block = block_rows(y.shape[1], y.device)
     errors: list[Tensor] = []
@@ -83,8 +101,11 @@ def orthonormal_rows(y: Float[Tensor, "b n n"], method: str) -> tuple[Float[Tens
     return y, ~((torch.stack(errors).amax(0) <= MAX_FIRST_ERROR) & y.sum((1, 2)).isfinite())
 
 
-def root_rows(kq: Float[Tensor, "b n n"], q: Float[Tensor, "b n n"], norm: Float[Tensor, " b"]) -> Float[Tensor, "b n n"]:
-    """Return the rows of (Q L)^T, where L L^T = Q^T K Q, lifted by `NOISE`; they are not finite if L does not exist.
+def root_rows(
+    kq: Float[Tensor, "b n n"], q: Float[Tensor, "b n n"], norm: Float[Tensor, " b"]
+) -> Float[Tensor, "b n n"]:
+    """Return the rows of (Q L)^T, where L L^T = Q^T K Q, lifted by `NOISE`; they are not finite if
+    L does not exist.
 
     Args:
         kq: Q^T K.
@@ -105,14 +126,16 @@ def root_rows(kq: Float[Tensor, "b n n"], q: Float[Tensor, "b n n"], norm: Float
         corner = torch.linalg.cholesky_ex(panel[:, :width]).L
         rows = torch.bmm(corner.mT, q[:, start:stop], out=x[:, start:stop])
         if stop < n:
-            below = torch.bmm(panel[:, width:], _inverse(corner, eye).mT, out=left[:, stop:, start:stop])
+            below = torch.bmm(
+                panel[:, width:], _inverse(corner, eye).mT, out=left[:, stop:, start:stop]
+            )
             rows.baddbmm_(below.mT, q[:, stop:])
     return x
 
 
 def _orthonormalise_(x: Tensor, start: int, stop: int, eye: Tensor, errors: list[Tensor]) -> None:
-    """Make rows start to stop of x (B, n, n) orthonormal, block by block. The rows before them must be orthonormal, and must have been
-    projected out of them once."""
+    """Make rows start to stop of x (B, n, n) orthonormal, block by block. The rows before them must
+    be orthonormal, and must have been projected out of them once."""
     block = len(eye)
     if stop - start <= block:
         _orthonormalise_block_(x[:, start:stop], x[:, :start], eye, errors)
@@ -124,11 +147,14 @@ def _orthonormalise_(x: Tensor, start: int, stop: int, eye: Tensor, errors: list
     _orthonormalise_(x, middle, stop, eye, errors)
 
 
-def _orthonormalise_block_(rows: Tensor, earlier: Tensor, eye: Tensor, errors: list[Tensor]) -> None:
-    """Make `rows` (B, w, n) orthonormal, and orthogonal to `earlier` (B, k, n). Append to `errors` their deviation before the second
-    Cholesky-QR (B,).
+def _orthonormalise_block_(
+    rows: Tensor, earlier: Tensor, eye: Tensor, errors: list[Tensor]
+) -> None:
+    """Make `rows` (B, w, n) orthonormal, and orthogonal to `earlier` (B, k, n). Append to `errors`
+    their deviation before the second Cholesky-QR (B,).
 
-    The first Cholesky-QR magnifies components along the earlier rows; they are projected out between the two.
+    The first Cholesky-QR magnifies components along the earlier rows; they are projected out
+    between the two.
     """
     x = _inverse_cholesky(rows @ rows.mT, eye) @ rows
     if earlier.shape[1]:
@@ -140,7 +166,8 @@ def _orthonormalise_block_(rows: Tensor, earlier: Tensor, eye: Tensor, errors: l
 
 
 def _inverse_cholesky(gram: Tensor, eye: Tensor) -> Tensor:
-    """Return L^{-1} for gram = L L^T (B, w, w); it is meaningless, and perhaps not finite, if gram is not positive definite."""
+    """Return L^{-1} for gram = L L^T (B, w, w); it is meaningless, and perhaps not finite, if gram
+    is not positive definite."""
     return _inverse(torch.linalg.cholesky_ex(gram).L, eye)
 
 

@@ -52,7 +52,8 @@ def powers_of_two(x: Float[Tensor, "b *dims"]) -> Float[Tensor, " b"]:
 
 def near_one(k: Float[Tensor, "b n n"]) -> Float[Tensor, "b n n"]:
     """Return each matrix divided by its power of two, so that the squares of its elements are in
-    the range of their dtype. On a CPU, matrices whose squares are far inside that range stay as they
+    the range of their dtype. On a CPU, matrices whose squares are far inside that range stay as
+    they
     are: the largest elements of a factor are on its diagonal."""
     if is_cpu(k):
         largest = k.diagonal(dim1=-2, dim2=-1).abs().amax(-1)

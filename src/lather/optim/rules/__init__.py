@@ -1,5 +1,6 @@
-"""The rules, one file each. An import here registers a rule under its name, which `rule` in parameter groups and `[optim] name` of the
-trainer accept, and exports its optimizer from `lather.optim`.
+"""The rules, one file each. An import here registers a rule under its name, which `rule` in
+parameter groups and `[optim] name` of the trainer accept, and exports its optimizer from
+`lather.optim`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,11 @@ from lather.optim.rules.soap import SOAP as SOAP
 from lather.optim.rules.soap import EmbeddingSOAP as EmbeddingSOAP
 from lather.optim.rules.soap_muon import SOAPMuon as SOAPMuon
 
-_OPTIMIZERS = [one for one in list(vars().values()) if isinstance(one, type) and issubclass(one, _Optimizer) and one is not _Optimizer]
+_OPTIMIZERS = [
+    one
+    for one in list(vars().values())
+    if isinstance(one, type) and issubclass(one, _Optimizer) and one is not _Optimizer
+]
 
 OPTIMIZER_OF: dict[type[Rule], type[_Optimizer]] = {one.rule: one for one in _OPTIMIZERS}
 """The registered rules, each with the optimizer whose default rule it is."""
@@ -27,7 +32,8 @@ RULES: dict[str, type[Rule]] = {rule.name: rule for rule in OPTIMIZER_OF}
 
 
 def find_rule(name: str) -> type[Rule]:
-    """Return the rule that is registered under `name`, or import it if `name` is `module:Class`. Raises ValueError if there is none."""
+    """Return the rule that is registered under `name`, or import it if `name` is `module:Class`.
+    Raises ValueError if there is none."""
     if name in RULES:
         return RULES[name]
     module, colon, qualname = name.partition(":")
@@ -37,7 +43,12 @@ def find_rule(name: str) -> type[Rule]:
             found = getattr(found, part)
     except (ImportError, AttributeError, ValueError) as error:
         problem = f" ({error})" if colon else ""
-        raise ValueError(f"rule {name!r} is not known{problem}: give one of {', '.join(RULES)}, or module:Class of your own") from None
+        raise ValueError(
+            f"rule {name!r} is not known{problem}: give one of {', '.join(RULES)}, or module:Class "
+            "of your own"
+        ) from None
     if not (isinstance(found, type) and issubclass(found, Rule)):
-        raise ValueError(f"rule {name!r} is not a subclass of lather.optim.Rule: give the class of a rule")
+        raise ValueError(
+            f"rule {name!r} is not a subclass of lather.optim.Rule: give the class of a rule"
+        )
     return found

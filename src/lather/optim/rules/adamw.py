@@ -1,11 +1,14 @@
-"""AdamW: for embeddings, heads, norms and biases, and for every parameter in which another rule finds no matrix.
+"""AdamW: for embeddings, heads, norms and biases, and for every parameter in which another rule
+finds no matrix.
 
-Source: Kingma and Ba, arXiv:1412.6980; Loshchilov and Hutter, arXiv:1711.05101. The update of an element depends on that element alone, so
-parameters of all shapes form one batch. Where the options allow it, torch's fused kernel takes the step in one launch without temporaries.
+Source: Kingma and Ba, arXiv:1412.6980; Loshchilov and Hutter, arXiv:1711.05101. The update of an
+element depends on that element alone, so parameters of all shapes form one batch. Where the options
+allow it, torch's fused kernel takes the step in one launch without temporaries.
 
-On a CPU that kernel rounds the last elements of a tensor, which do not fill a vector register, differently from the others. Which elements
-are last depends on how a parameter is sharded, but results must not: the last elements of all parameters are therefore concatenated, padded
-to whole registers, and updated by the kernel together.
+On a CPU that kernel rounds the last elements of a tensor, which do not fill a vector register,
+differently from the others. Which elements are last depends on how a parameter is sharded, but
+results must not: the last elements of all parameters are therefore concatenated, padded to whole
+registers, and updated by the kernel together.
 """
 
 from __future__ import annotations
@@ -55,14 +58,34 @@ class AdamWRule(Rule):
 
     def update(self, g: Tensor, s: State, t: int) -> Tensor:
         m, v, nesterov = s["exp_avg"], s["exp_avg_sq"], self.nesterov
-        return adam_in_basis(self.decayed(g, s), m, v, t, self.betas, self.eps, correct_bias=self.correct_bias, nesterov=nesterov)
+        return adam_in_basis(
+            self.decayed(g, s),
+            m,
+            v,
+            t,
+            self.betas,
+            self.eps,
+            correct_bias=self.correct_bias,
+            nesterov=nesterov,
+        )
 
-    def step_whole(self, weights: Tensors, grads: Tensors, states: Mapping[str, Tensors], t: int, lr: float) -> bool:
-        """Take the step with torch's fused kernel if it supports the options, and parameters, gradients and moments have one dtype."""
+    def step_whole(
+        self, weights: Tensors, grads: Tensors, states: Mapping[str, Tensors], t: int, lr: float
+    ) -> bool:
+        """Take the step with torch's fused kernel if it supports the options, and parameters,
+        gradients and moments have one dtype."""
         dtype = states["exp_avg"][0].dtype
-        if self.couples_decay or self.nesterov or lr == 0 or not self.correct_bias or weights[0].is_meta:
+        if (
+            self.couples_decay
+            or self.nesterov
+            or lr == 0
+            or not self.correct_bias
+            or weights[0].is_meta
+        ):
             return False
-        if dtype == torch.bfloat16 or {x.dtype for x in weights} | {x.dtype for x in grads} != {dtype}:
+        if dtype == torch.bfloat16 or {x.dtype for x in weights} | {x.dtype for x in grads} != {
+            dtype
+        }:
             return False
         four = (weights, grads, states["exp_avg"], states["exp_avg_sq"])
         remainders = [x.numel() % VECTOR for x in weights]
@@ -76,7 +99,9 @@ class AdamWRule(Rule):
                 whole[kind] += [begin] if begin.numel() else []
                 rests[kind] += end
         lengths = list(map(len, rests[0]))
-        filled = [torch.nn.functional.pad(torch.cat(one), (0, -sum(lengths) % VECTOR)) for one in rests]
+        filled = [
+            torch.nn.functional.pad(torch.cat(one), (0, -sum(lengths) % VECTOR)) for one in rests
+        ]
         self._fused([[*one, x] for one, x in zip(whole, filled, strict=True)], t, lr)
         for kind in (0, 2, 3):
             foreach_copy_(rests[kind], list(filled[kind][: sum(lengths)].split(lengths)))
@@ -84,7 +109,9 @@ class AdamWRule(Rule):
 
     def _fused(self, four: Sequence[Tensors], t: int, lr: float) -> None:
         weights, grads, exp_avgs, exp_avg_sqs = (list(one) for one in four)
-        steps = [torch.full((), float(t), dtype=torch.float32, device=weights[0].device)] * len(weights)
+        steps = [torch.full((), float(t), dtype=torch.float32, device=weights[0].device)] * len(
+            weights
+        )
         beta1, beta2 = self.betas
         fused_adamw_(
             weights,
@@ -104,7 +131,8 @@ class AdamWRule(Rule):
 
 
 class AdamW(MatrixOptimizer):
-    """Adam with decoupled weight decay, with the engine's sharding, state dtypes and checkpoints."""
+    """Adam with decoupled weight decay, with the engine's sharding, state dtypes and
+    checkpoints."""
 
     rule = AdamWRule
 

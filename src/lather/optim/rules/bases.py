@@ -1,7 +1,8 @@
-"""Base class of rules with eigenbases: which sides of a matrix have one, which state belongs to it, and how it is refreshed.
+"""Base class of rules with eigenbases: which sides of a matrix have one, which state belongs to it,
+and how it is refreshed.
 
-Letters: K_i the Kronecker factor of dim i (`factor_i`), Q_i its eigenbasis (`basis_i`), w_i the eigenvalues (`eigenvalues_i`), M and V the
-moments in the bases (`exp_avg`, `exp_avg_sq`).
+Letters: K_i the Kronecker factor of dim i (`factor_i`), Q_i its eigenbasis (`basis_i`), w_i the
+eigenvalues (`eigenvalues_i`), M and V the moments in the bases (`exp_avg`, `exp_avg_sq`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,13 @@ from typing import Annotated, ClassVar, Literal
 
 from torch import Tensor
 
-from lather.optim.linalg.eigenbasis import DEFAULT_TOLERANCE, is_still_diagonal, is_zero, rayleigh_quotients, update_eigenbasis_and_momentum
+from lather.optim.linalg.eigenbasis import (
+    DEFAULT_TOLERANCE,
+    is_still_diagonal,
+    is_zero,
+    rayleigh_quotients,
+    update_eigenbasis_and_momentum,
+)
 from lather.optim.options import Count, Interval, NonNegative, Range, at_least, is_number
 from lather.optim.rule import Entry, Matrix, RefreshingRule, State, column, rms
 
@@ -25,29 +32,39 @@ class BasisRule(RefreshingRule):
 
     _: KW_ONLY
     precondition_frequency: Interval = 10
-    """Steps between refreshes of the bases. In Python it may also be a function of the step (`lather.optim.schedules`)."""
+    """Steps between refreshes of the bases. In Python it may also be a function of the step
+    (`lather.optim.schedules`)."""
     sides: Literal["both", "smaller", "larger", "auto"] = "both"
-    """Sides of a matrix that have a Kronecker factor and a basis. auto: only the smaller side if the other is more than 8 times as long
-    (both sides of a 4096 x 8 LoRA matrix would need 1,026 times the memory of its weights), otherwise both."""
+    """Sides of a matrix that have a Kronecker factor and a basis. auto: only the smaller side if
+    the other is more than 8 times as long (both sides of a 4096 x 8 LoRA matrix would need 1,026
+    times the memory of its weights), otherwise both."""
     max_precond_dim: Annotated[int, at_least(0, " (0: no preconditioning)")] = 8192
-    """Largest size of a dim that has a factor and a basis; 0: no dim has them, so the group takes AdamW's step."""
+    """Largest size of a dim that has a factor and a basis; 0: no dim has them, so the group takes
+    AdamW's step."""
     precondition_1d: bool = False
     """Give vectors a factor and a basis, too; otherwise they take AdamW's step."""
     refresh_method: Literal["qr", "eigh", "cholesky_qr", "root_qr", "auto"] = "auto"
-    """Computation of the new basis. qr, cholesky_qr, root_qr: three algorithms for one step of orthogonal iteration; auto: the best of the
-    three for the size and the device; eigh: a full eigendecomposition."""
+    """Computation of the new basis. qr, cholesky_qr, root_qr: three algorithms for one step of
+    orthogonal iteration; auto: the best of the three for the size and the device; eigh: a full
+    eigendecomposition."""
     first_bases: Literal["auto", "eigh", "iteration"] = "auto"
-    """Computation of the first bases. eigh: a full eigendecomposition, which `refresh_method="eigh"` always uses; iteration: four steps of
-    batched orthogonal iteration from the identity; auto: iteration on a GPU for n > 64, otherwise eigh."""
+    """Computation of the first bases. eigh: a full eigendecomposition, which
+    `refresh_method="eigh"` always uses; iteration: four steps of batched orthogonal iteration from
+    the identity; auto: iteration on a GPU for n > 64, otherwise eigh."""
     power_iter_steps: Count = 1
     """Steps of orthogonal iteration per refresh."""
     second_moment: Literal["permute", "rotate"] = "rotate"
-    """Change of the second moment when a basis changes. permute: its entries follow the re-ordered columns; rotate: it is rotated into the
-    new basis (`lather.optim.linalg.eigenbasis`)."""
+    """Change of the second moment when a basis changes. permute: its entries follow the re-ordered
+    columns; rotate: it is rotated into the new basis (`lather.optim.linalg.eigenbasis`)."""
     use_adaptive_criteria: bool = False
-    """Do not refresh a basis that still diagonalises its factor to within `adaptive_update_tolerance`."""
+    """Do not refresh a basis that still diagonalises its factor to within
+    `adaptive_update_tolerance`."""
     adaptive_update_tolerance: Annotated[
-        float | None, Range("a number in (0, 1) or None", lambda tol: tol is None or (is_number(tol, below=1.0) and tol > 0))
+        float | None,
+        Range(
+            "a number in (0, 1) or None",
+            lambda tol: tol is None or (is_number(tol, below=1.0) and tol > 0),
+        ),
     ] = None
     """Relative tolerance of `use_adaptive_criteria`; None: 1e-7."""
 
@@ -56,7 +73,8 @@ class BasisRule(RefreshingRule):
 
     @property
     def turns_momentum(self) -> bool:
-        """Whether the momentum `exp_avg` is kept in the coordinates of the bases, and so is rotated at a refresh."""
+        """Whether the momentum `exp_avg` is kept in the coordinates of the bases, and so is rotated
+        at a refresh."""
         return True
 
     def dims(self, matrix: Matrix) -> tuple[int, ...]:
@@ -90,7 +108,15 @@ class BasisRule(RefreshingRule):
         m = s["exp_avg"] if self.turns_momentum else None
         w = s[f"eigenvalues_{dim}"] if self.has_eigenvalues else None
         return update_eigenbasis_and_momentum(
-            k, q, m, v, dim, method=method, second_moment=self.second_moment, power_iter_steps=self.power_iter_steps, eigenvalues=w
+            k,
+            q,
+            m,
+            v,
+            dim,
+            method=method,
+            second_moment=self.second_moment,
+            power_iter_steps=self.power_iter_steps,
+            eigenvalues=w,
         )
 
     def fits(self, s: State, dim: int) -> Tensor | None:
@@ -104,11 +130,14 @@ class BasisRule(RefreshingRule):
         return good
 
 
-Warmup = Annotated[int, Range("an integer", lambda steps: isinstance(steps, int) and not isinstance(steps, bool))]
+Warmup = Annotated[
+    int, Range("an integer", lambda steps: isinstance(steps, int) and not isinstance(steps, bool))
+]
 
 
 def clip_rms(u: Tensor, max_rms: NonNegative) -> Tensor:
-    """Scale each matrix of u (B, ...) down to root mean square `max_rms` if it has more; 0: return u unchanged."""
+    """Scale each matrix of u (B, ...) down to root mean square `max_rms` if it has more; 0: return
+    u unchanged."""
     if max_rms == 0:
         return u
     return u * column((max_rms / (rms(u) + 1e-12)).clamp(max=1), u)

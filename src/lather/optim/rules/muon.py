@@ -1,7 +1,7 @@
 """Muon (Jordan et al., 2024) and NorMuon (arXiv:2510.05491).
 
-Letters: B momentum, N the Nesterov combination of B and the gradient, U update. The state is B alone, and with NorMuon one number per row.
-"""
+Letters: B momentum, N the Nesterov combination of B and the gradient, U update. The state is B
+alone, and with NorMuon one number per row."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from lather.optim.rules.adamw import AdamWRule
 
 @dataclass(frozen=True)
 class MuonRule(Rule):
-    """Momentum, orthogonalised by Newton-Schulz; vectors take AdamW's step at the same learning rate."""
+    """Momentum, orthogonalised by Newton-Schulz; vectors take AdamW's step at the same learning
+    rate."""
 
     lr: Rate = 1e-2
     """Learning rate."""
@@ -34,17 +35,19 @@ class MuonRule(Rule):
     steps: Count = 5
     """Steps of the Newton-Schulz iteration. In no measured run did 3 steps raise the loss."""
     coefficients: Literal["quintic", "polar_express"] = "quintic"
-    """Coefficients of the Newton-Schulz iteration. quintic: Jordan's, the same at every step; polar_express: a sequence that changes from
-    step to step."""
+    """Coefficients of the Newton-Schulz iteration. quintic: Jordan's, the same at every step;
+    polar_express: a sequence that changes from step to step."""
     scale: Scale = "match_rms_adamw"
-    """Factor by which the orthogonalised update is multiplied. match_rms_adamw: 0.2 sqrt(max(m, n)), which gives the update about the rms
-    of AdamW's; spectral: sqrt(max(1, m / n)); or a number."""
+    """Factor by which the orthogonalised update is multiplied. match_rms_adamw: 0.2 sqrt(max(m,
+    n)), which gives the update about the rms of AdamW's; spectral: sqrt(max(1, m / n)); or a
+    number."""
     newton_schulz_dtype: Literal["auto", "fastest", "float32", "bfloat16"] = "auto"
     """dtype of the Newton-Schulz iteration. auto: that of all other arithmetic, but bfloat16 for
     float32 on CUDA; fastest: bfloat16 also for float32 on a CPU that multiplies it faster (AMX, or
     AMD with AVX512-BF16)."""
     normalize: Annotated[str | None, Range("'row' or None", (None, "row").__contains__)] = None
-    """row: divide each row of U by the root of that row's second moment and restore the norm of U (NorMuon); None: leave U as it is."""
+    """row: divide each row of U by the root of that row's second moment and restore the norm of U
+    (NorMuon); None: leave U as it is."""
     beta2: Decay = 0.95
     """Decay rate of the second moments: of rows (NorMuon), and of V in SOAP-Muon."""
 
@@ -57,18 +60,22 @@ class MuonRule(Rule):
         return self.turned_into(AdamWRule, nesterov=False)
 
     def state(self, matrix: Matrix) -> dict[str, Entry]:
-        return {"momentum_buffer": Entry(matrix.shape, "moment")} | ({"row_moment": Entry(matrix.shape[:1])} if self.normalize else {})
+        return {"momentum_buffer": Entry(matrix.shape, "moment")} | (
+            {"row_moment": Entry(matrix.shape[:1])} if self.normalize else {}
+        )
 
     def update(self, g: Tensor, s: State, t: int) -> Tensor:
         return self.finished(self.numerator(self.decayed(g, s), s), s)
 
     def numerator(self, g: Tensor, s: State) -> Tensor:
-        """Update B = mu B + (1 - mu) G in place and return N = mu B + (1 - mu) G, or B without Nesterov momentum."""
+        """Update B = mu B + (1 - mu) G in place and return N = mu B + (1 - mu) G, or B without
+        Nesterov momentum."""
         b = s["momentum_buffer"].lerp_(g, 1 - self.momentum)
         return g.lerp(b, self.momentum) if self.nesterov else b
 
     def finished(self, x: Tensor, s: State) -> Tensor:
-        """Return U for x (B, m, n): orthogonalised, with normalised rows if `normalize` says so, and scaled."""
+        """Return U for x (B, m, n): orthogonalised, with normalised rows if `normalize` says so,
+        and scaled."""
         u = orthogonalize(x, self.steps, self.coefficients, self.newton_schulz_dtype)
         if self.normalize:
             v = s["row_moment"].lerp_(u.square().mean(-1), 1 - self.beta2)
@@ -77,7 +84,8 @@ class MuonRule(Rule):
 
 
 class Muon(MatrixOptimizer):
-    """Momentum of each matrix and each expert, orthogonalised by Newton-Schulz; vectors take AdamW's step at the same learning rate."""
+    """Momentum of each matrix and each expert, orthogonalised by Newton-Schulz; vectors take
+    AdamW's step at the same learning rate."""
 
     rule = MuonRule
 

@@ -1,21 +1,23 @@
 """SOAP: Adam in the eigenbasis of Shampoo's preconditioner.
 
-Source: Vyas et al., "SOAP: Improving and Stabilizing Shampoo using Adam", arXiv:2409.11321, algorithm 3, with the amortised refresh of its
-algorithm 4. The bases of earlier steps precondition the gradient: project into the bases, Adam, project out; then update the factors and
-refresh the bases.
+Source: Vyas et al., "SOAP: Improving and Stabilizing Shampoo using Adam", arXiv:2409.11321,
+algorithm 3, with the amortised refresh of its algorithm 4. The bases of earlier steps precondition
+the gradient: project into the bases, Adam, project out; then update the factors and refresh the
+bases.
 
-Letters: W parameter, G gradient, U update, L and R (here K_i) the Kronecker factors, Q_i their eigenbases, M = exp_avg, V = exp_avg_sq,
-both kept in eigenbasis coordinates once a basis exists. Every tensor carries a leading batch dim B (matrices of equal shape).
+Letters: W parameter, G gradient, U update, L and R (here K_i) the Kronecker factors, Q_i their
+eigenbases, M = exp_avg, V = exp_avg_sq, both kept in eigenbasis coordinates once a basis exists.
+Every tensor carries a leading batch dim B (matrices of equal shape).
 
-Trade-off: the state holds one factor and one basis per dim (2 (m^2 + n^2) elements for a matrix), so that a step costs two products per
-dim; between refreshes the eigenvectors are out of date.
+Trade-off: the state holds one factor and one basis per dim (2 (m^2 + n^2) elements for a matrix),
+so that a step costs two products per dim; between refreshes the eigenvectors are out of date.
 """
 
 from __future__ import annotations
 
 import logging
 from dataclasses import KW_ONLY, dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -23,7 +25,11 @@ from torch.optim.optimizer import ParamsT
 
 from lather.kernels.adam_in_basis import adam_in_basis
 from lather.optim.engine.optimizer import MatrixOptimizer, constructor
-from lather.optim.linalg.kronecker import bias_corrected_beta, precondition, update_kronecker_factors
+from lather.optim.linalg.kronecker import (
+    bias_corrected_beta,
+    precondition,
+    update_kronecker_factors,
+)
 from lather.optim.linalg.newton_schulz import orthogonalize, update_scale
 from lather.optim.options import Betas, Interval, NonNegative, Range, Rate, is_number
 from lather.optim.rule import Entry, Matrix, Rule, State, column, rms
@@ -41,7 +47,13 @@ class SOAPRule(BasisRule):
     """Learning rate."""
     betas: Betas = (0.95, 0.95)
     """Decay rates of Adam's first and second moment."""
-    shampoo_beta: Annotated[float, Range("a number below 1 (negative: betas[1])", lambda beta: is_number(beta, -float("inf"), 1.0))] = -1
+    shampoo_beta: Annotated[
+        float,
+        Range(
+            "a number below 1 (negative: betas[1])",
+            lambda beta: is_number(beta, -float("inf"), 1.0),
+        ),
+    ] = -1
     """Decay rate of the Kronecker factors; negative: `betas[1]`."""
     eps: NonNegative = 1e-8
     """Number added to the root of the second moment."""
@@ -53,19 +65,22 @@ class SOAPRule(BasisRule):
     use_nesterov: bool = False
     """Use Nesterov momentum in Adam."""
     adam_warmup_steps: Warmup = 1
-    """Steps of plain Adam, the last of which ends with the first bases. A value below 1 counts as 1; a value that is not less than
-    `precondition_warmup_steps`, if that is set, is lowered."""
+    """Steps of plain Adam, the last of which ends with the first bases. A value below 1 counts as
+    1; a value that is not less than `precondition_warmup_steps`, if that is set, is lowered."""
     second_moment: Literal["permute", "rotate"] = "permute"
-    """Change of the second moment when a basis changes. permute: its entries follow the re-ordered columns, as published; rotate: it is
-    rotated into the new basis, which keeps the first steps small."""
+    """Change of the second moment when a basis changes. permute: its entries follow the re-ordered
+    columns, as published; rotate: it is rotated into the new basis, which keeps the first steps
+    small."""
     momentum_in: Literal["basis", "parameter"] = "basis"
-    """Coordinates in which the momentum M is kept. basis: those of the bases; a refresh rotates M. parameter: those of the parameter; every
-    step projects M into the bases, which takes less time if bases are refreshed at every step, and the state calls M `momentum_buffer`.
-    Results agree up to rounding."""
+    """Coordinates in which the momentum M is kept. basis: those of the bases; a refresh rotates M.
+    parameter: those of the parameter; every step projects M into the bases, which takes less time
+    if bases are refreshed at every step, and the state calls M `momentum_buffer`. Results agree up
+    to rounding."""
     statistics_of: Literal["gradient", "momentum"] = "gradient"
     """Tensor whose products with itself the factors average: the gradient, or Adam's momentum."""
     orthogonalize: bool = False
-    """Orthogonalise the update of a matrix with five steps of Newton-Schulz and multiply it by 0.2 sqrt(max(m, n)), like Muon."""
+    """Orthogonalise the update of a matrix with five steps of Newton-Schulz and multiply it by 0.2
+    sqrt(max(m, n)), like Muon."""
     trace_normalization: bool = False
     """Multiply the update by the square root of the trace of the first factor."""
     normalize_preconditioned_grads: bool = False
@@ -75,24 +90,37 @@ class SOAPRule(BasisRule):
     use_eigh: bool = False
     """True means the same as `refresh_method="eigh"`."""
     max_update_rms: NonNegative = 0.0
-    """Scale the update of a matrix down to this root mean square (rms) where it is larger; 0: no limit."""
+    """Scale the update of a matrix down to this root mean square (rms) where it is larger; 0: no
+    limit."""
 
     name: ClassVar[str] = "soap"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.use_eigh and self.refresh_method not in ("auto", "eigh"):
-            raise ValueError(f"use_eigh=True contradicts refresh_method={self.refresh_method!r}: give refresh_method alone")
-        if not self.use_decoupled_weight_decay and self.weight_decay_method in ("independent", "palm"):
             raise ValueError(
-                f"use_decoupled_weight_decay=False contradicts weight_decay_method={self.weight_decay_method!r}: give the latter"
+                f"use_eigh=True contradicts refresh_method={self.refresh_method!r}: give "
+                "refresh_method alone"
+            )
+        if not self.use_decoupled_weight_decay and self.weight_decay_method in (
+            "independent",
+            "palm",
+        ):
+            raise ValueError(
+                "use_decoupled_weight_decay=False contradicts "
+                f"weight_decay_method={self.weight_decay_method!r}: give the latter"
             )
         adam = max(self.adam_warmup_steps, 1)
         if adam >= self.precondition_warmup_steps > 0:
             adam = max(1, self.precondition_warmup_steps - 1)
         if adam != self.adam_warmup_steps:
             reason = "at least 1, and less than precondition_warmup_steps (%d) if that is set"
-            logger.info(f"adam_warmup_steps %d becomes %d: {reason}", self.adam_warmup_steps, adam, self.precondition_warmup_steps)
+            logger.info(
+                f"adam_warmup_steps %d becomes %d: {reason}",
+                self.adam_warmup_steps,
+                adam,
+                self.precondition_warmup_steps,
+            )
             object.__setattr__(self, "adam_warmup_steps", adam)
 
     @property
@@ -104,15 +132,21 @@ class SOAPRule(BasisRule):
         return 0.0 if self.couples_decay else super().decay(lr)
 
     def on(self, matrix: Matrix) -> Rule:
-        looks_at_whole = self.max_update_rms > 0 or self.normalize_preconditioned_grads or (self.orthogonalize and matrix.is_matrix)
+        looks_at_whole = (
+            self.max_update_rms > 0
+            or self.normalize_preconditioned_grads
+            or (self.orthogonalize and matrix.is_matrix)
+        )
         return self if self.dims(matrix) or looks_at_whole else self.on_vectors()
 
     def on_vectors(self) -> AdamWRule:
-        method: Literal["l2", "decoupled"] = "l2" if self.couples_decay else self.weight_decay_method  # type: ignore[assignment]
+        method: Any = "l2" if self.couples_decay else self.weight_decay_method
         return self.turned_into(AdamWRule, nesterov=self.use_nesterov, weight_decay_method=method)
 
     def state(self, matrix: Matrix) -> dict[str, Entry]:
-        return {key: Entry(matrix.shape, "moment") for key in (self._momentum, "exp_avg_sq")} | super().state(matrix)
+        return {
+            key: Entry(matrix.shape, "moment") for key in (self._momentum, "exp_avg_sq")
+        } | super().state(matrix)
 
     def update(self, g: Tensor, s: State, t: int) -> Tensor:
         factors = s.by_dim("factor")
@@ -122,11 +156,18 @@ class SOAPRule(BasisRule):
             g = self.decayed(g, s)
 
         bases = s.by_dim("basis") if t > self.adam_warmup_steps else {}
-        x, m, v, nesterov = precondition(g, bases, "in"), s[self._momentum], s["exp_avg_sq"], self.use_nesterov
+        x, m, v, nesterov = (
+            precondition(g, bases, "in"),
+            s[self._momentum],
+            s["exp_avg_sq"],
+            self.use_nesterov,
+        )
         if bases and not self.turns_momentum:
             m = precondition(m, bases, "in")
             s[self._momentum].lerp_(g, 1 - self.betas[0])
-        u = adam_in_basis(x, m, v, t, self.betas, self.eps, correct_bias=self.correct_bias, nesterov=nesterov)
+        u = adam_in_basis(
+            x, m, v, t, self.betas, self.eps, correct_bias=self.correct_bias, nesterov=nesterov
+        )
         u = self._normalized(precondition(u, bases, "out"), factors)
 
         x = g
@@ -156,7 +197,8 @@ class SOAPRule(BasisRule):
 
     @property
     def _momentum(self) -> str:
-        """The name of M in the state. It depends on the coordinates of M, so that a loaded M is never taken to be in the wrong ones."""
+        """The name of M in the state. It depends on the coordinates of M, so that a loaded M is
+        never taken to be in the wrong ones."""
         return "exp_avg" if self.turns_momentum else "momentum_buffer"
 
     @property
@@ -169,20 +211,23 @@ class SOAPRule(BasisRule):
 
 @dataclass(frozen=True)
 class EmbeddingSOAPRule(SOAPRule):
-    """SOAP with defaults for embeddings and heads: one basis, on the smaller (hidden) side, refreshed at every step.
+    """SOAP with defaults for embeddings and heads: one basis, on the smaller (hidden) side,
+    refreshed at every step.
 
-    A factor over the vocabulary would be far too large; one over the hidden side costs less than a thousandth of a large model's step.
-    """
+    A factor over the vocabulary would be far too large; one over the hidden side costs less than a
+    thousandth of a large model's step."""
 
     betas: Betas = (0.9, 0.95)
     """Decay rates of Adam's first and second moment."""
     _: KW_ONLY
     precondition_frequency: Interval = 1
-    """Steps between refreshes of the basis. In Python it may also be a function of the step (`lather.optim.schedules`)."""
+    """Steps between refreshes of the basis. In Python it may also be a function of the step
+    (`lather.optim.schedules`)."""
     sides: Literal["both", "smaller", "larger", "auto"] = "smaller"
     """Sides of a matrix that have a Kronecker factor and a basis."""
     second_moment: Literal["permute", "rotate"] = "rotate"
-    """Change of the second moment when a basis changes: its entries follow the re-ordered columns, or it is rotated into the new basis."""
+    """Change of the second moment when a basis changes: its entries follow the re-ordered columns,
+    or it is rotated into the new basis."""
 
     name: ClassVar[str] = "embedding_soap"
 
@@ -198,7 +243,8 @@ class SOAP(MatrixOptimizer):
 
 
 class EmbeddingSOAP(MatrixOptimizer):
-    """SOAP with defaults for embeddings and heads: one basis, on the smaller (hidden) side, refreshed at every step."""
+    """SOAP with defaults for embeddings and heads: one basis, on the smaller (hidden) side,
+    refreshed at every step."""
 
     rule = EmbeddingSOAPRule
 

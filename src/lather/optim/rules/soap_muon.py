@@ -1,8 +1,10 @@
-"""SOAP-Muon: the momentum, divided in its eigenbases by the root of its second moment, then orthogonalised.
+"""SOAP-Muon: the momentum, divided in its eigenbases by the root of its second moment, then
+orthogonalised.
 
-The rule joins SOAP (arXiv:2409.11321) and Muon (Jordan et al., 2024). Letters: B momentum, N the Nesterov combination of B and the
-gradient, K_i factors and Q_i bases of N, V second moment in the bases. B is kept in the parameter's coordinates, so a refresh rotates V
-alone. Before the first bases the rule is Muon.
+The rule joins SOAP (arXiv:2409.11321) and Muon (Jordan et al., 2024). Letters: B momentum, N the
+Nesterov combination of B and the gradient, K_i factors and Q_i bases of N, V second moment in the
+bases. B is kept in the parameter's coordinates, so a refresh rotates V alone. Before the first
+bases the rule is Muon.
 
 Like Muon's, its update does not depend on the scale of the gradients, so eps is relative to the
 root mean square of Q_L^T N Q_R. Squares that vanish in V count as the smallest number of its dtype;
@@ -39,8 +41,8 @@ class SOAPMuonRule(MuonRule, BasisRule):
     """Number added to the root of the second moment, relative to the root mean square of the
     momentum."""
     sides: Literal["both", "smaller", "larger", "auto"] = "smaller"
-    """Sides of a matrix that have a Kronecker factor and a basis. With smaller, the whole state of a 768 x 2048 matrix has 2.75 times as
-    many elements as its weights."""
+    """Sides of a matrix that have a Kronecker factor and a basis. With smaller, the whole state of
+    a 768 x 2048 matrix has 2.75 times as many elements as its weights."""
     statistics_of: Literal["gradient", "momentum"] = "momentum"
     """Tensor whose products with itself the factors average: the gradient, or the momentum N."""
     muon_warmup_steps: Count = 1
@@ -55,13 +57,19 @@ class SOAPMuonRule(MuonRule, BasisRule):
 
     def state(self, matrix: Matrix) -> dict[str, Entry]:
         bases = BasisRule.state(self, matrix)
-        return MuonRule.state(self, matrix) | ({"exp_avg_sq": Entry(matrix.shape, "moment")} if bases else {}) | bases
+        return (
+            MuonRule.state(self, matrix)
+            | ({"exp_avg_sq": Entry(matrix.shape, "moment")} if bases else {})
+            | bases
+        )
 
     def update(self, g: Tensor, s: State, t: int) -> Tensor:
         g = self.decayed(g, s)
         n = x = self.numerator(g, s)
         beta = 1 - (1 - self.shampoo_beta) / (1 - self.shampoo_beta**t)
-        update_kronecker_factors(s.by_dim("factor"), n if self.statistics_of == "momentum" else g, beta, s.active)
+        update_kronecker_factors(
+            s.by_dim("factor"), n if self.statistics_of == "momentum" else g, beta, s.active
+        )
         if t > self.muon_warmup_steps and (bases := s.by_dim("basis")):
             x = precondition(n, bases, "in")
             limits = torch.finfo(x.dtype)
@@ -77,7 +85,8 @@ class SOAPMuonRule(MuonRule, BasisRule):
 
 
 class SOAPMuon(MatrixOptimizer):
-    """Muon whose momentum is first preconditioned in eigenbases; vectors take AdamW's step at the same learning rate."""
+    """Muon whose momentum is first preconditioned in eigenbases; vectors take AdamW's step at the
+    same learning rate."""
 
     rule = SOAPMuonRule
 

@@ -1,1 +1,2 @@
-"""Parameters that are spread over ranks: the owner rank of every matrix, what ranks exchange, and state that can be resharded."""
+"""Parameters that are spread over ranks: the owner rank of every matrix, what ranks exchange, and
+state that can be resharded."""

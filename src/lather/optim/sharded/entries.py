@@ -1,11 +1,13 @@
-"""Conversion of the state of parameters that are spread over ranks to DTensors for a state dict, and back.
+"""Conversion of the state of parameters that are spread over ranks to DTensors for a state dict,
+and back.
 
-The owner rank of a matrix keeps its whole entries; in a DTensor every rank holds the rows that its position in the mesh gives it. In both
-directions one all-to-all moves many entries at once. Entries of elementwise parameters are sharded like the parameter.
+The owner rank of a matrix keeps its whole entries; in a DTensor every rank holds the rows that its
+position in the mesh gives it. In both directions one all-to-all moves many entries at once. Entries
+of elementwise parameters are sharded like the parameter.
 
 A state dict has copies, which later steps do not change. Before the first step it is room for a
-checkpoint, and a copy might not fit into memory: then rows that this rank keeps anyway are lent, and
-a load into the same optimizer finds them in their places.
+checkpoint, and a copy might not fit into memory: then rows that this rank keeps anyway are lent,
+and a load into the same optimizer finds them in their places.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ class SpreadEntry:
     p: Tensor
     key: str
     value: Tensor
-    """The part that this rank keeps, or when loading the saved entry, which is whole or a DTensor."""
+    """The part that this rank keeps, or when loading the saved entry, which is whole or a
+    DTensor."""
     dtype: torch.dtype
     share: OwnedParameter
     """Owners of the parameter's units."""
@@ -53,8 +56,8 @@ class SpreadEntry:
         return self.share.is_gathered or (self.share.elementwise and not self.share.travels)
 
     def own_rows(self) -> Tensor | None:
-        """Return the rows that the DTensor holds on this rank as a view of what the rank keeps; None
-        if it does not keep them all, one after the other."""
+        """Return the rows that the DTensor holds on this rank as a view of what the rank keeps;
+        None if it does not keep them all, one after the other."""
         if self.is_cut_alike:
             return self.value.view(self.spread.box.size)
         units = self.owned(self.spread).own
@@ -72,17 +75,26 @@ class SpreadEntry:
         """Return the owners of the parts of an entry with this spread."""
         found: list[tuple[Box, int, int]]
         if self.share.is_gathered:
-            found = [(box, 0, position) for position, box in enumerate(self.spread.boxes) if box.numel]
+            found = [
+                (box, 0, position) for position, box in enumerate(self.spread.boxes) if box.numel
+            ]
         else:
             boxes = [] if self.share.elementwise else matrices_of(self.share.layout, spread.shape)
-            found = [(boxes[unit.number] if boxes else unit.box, unit.number, unit.owner) for unit in self.share.units]
-        units = tuple(OwnedUnit(box, number, owner, spread.holders(box)) for box, number, owner in found)
+            found = [
+                (boxes[unit.number] if boxes else unit.box, unit.number, unit.owner)
+                for unit in self.share.units
+            ]
+        units = tuple(
+            OwnedUnit(box, number, owner, spread.holders(box)) for box, number, owner in found
+        )
         return OwnedParameter(spread, self.share.layout, units, is_apart=True)
 
 
-def whole_entries(states: States, sharding: Sharding, *, lend: bool) -> dict[Tensor, dict[str, Tensor]]:
-    """Return the state of parameters that are spread over ranks as DTensors, without `step`. All ranks of their meshes call this
-    together.
+def whole_entries(
+    states: States, sharding: Sharding, *, lend: bool
+) -> dict[Tensor, dict[str, Tensor]]:
+    """Return the state of parameters that are spread over ranks as DTensors, without `step`. All
+    ranks of their meshes call this together.
 
     The DTensors are copies. With `lend`, rows that this rank keeps anyway are views of its state,
     which saves memory while a checkpoint is loaded into them."""
@@ -105,7 +117,9 @@ def whole_entries(states: States, sharding: Sharding, *, lend: bool) -> dict[Ten
     return found
 
 
-def load_entries(saved: States, state: Mapping[Tensor, Mapping[str, Tensor]], sharding: Sharding) -> None:
+def load_entries(
+    saved: States, state: Mapping[Tensor, Mapping[str, Tensor]], sharding: Sharding
+) -> None:
     """Copy saved entries, which are whole or DTensors, into the parts that this rank keeps in
     `state`, without `step`. All ranks of the parameters' meshes call this together."""
     for some in _batches(saved, sharding):
@@ -115,7 +129,9 @@ def load_entries(saved: States, state: Mapping[Tensor, Mapping[str, Tensor]], sh
         Transfer(shares, inward=True).move(sources, kept, sharding.group_of(some[0].spread))
 
 
-def are_lent(saved: States, state: Mapping[Tensor, Mapping[str, Tensor]], sharding: Sharding) -> bool:
+def are_lent(
+    saved: States, state: Mapping[Tensor, Mapping[str, Tensor]], sharding: Sharding
+) -> bool:
     """Whether the saved entries are what `whole_entries` has lent of this state: each row that it
     could lend is where it was lent from."""
     for one, entries in saved:
@@ -130,17 +146,28 @@ def are_lent(saved: States, state: Mapping[Tensor, Mapping[str, Tensor]], shardi
 
 
 def _is_same_place(x: Tensor, y: Tensor) -> bool:
-    return (x.data_ptr(), x.shape, x.stride(), x.dtype) == (y.data_ptr(), y.shape, y.stride(), y.dtype)
+    return (x.data_ptr(), x.shape, x.stride(), x.dtype) == (
+        y.data_ptr(),
+        y.shape,
+        y.stride(),
+        y.dtype,
+    )
 
 
 def _spread_of_saved(entry: SpreadEntry) -> Spread:
     own = entry.share.spread
     if not isinstance(entry.value, DTensor):
-        return Spread(entry.spread.shape, own.ranks, (Box.whole(entry.spread.shape),) * len(own.ranks), own.position)
+        return Spread(
+            entry.spread.shape,
+            own.ranks,
+            (Box.whole(entry.spread.shape),) * len(own.ranks),
+            own.position,
+        )
     spread = spread_of_dtensor(entry.value, f"the saved {entry.key}")
     if spread.ranks != own.ranks:
         raise ValueError(
-            f"the saved {entry.key} is on ranks {spread.ranks}, its parameter on {own.ranks}: load it onto the parameter's mesh"
+            f"the saved {entry.key} is on ranks {spread.ranks}, its parameter on {own.ranks}: load "
+            "it onto the parameter's mesh"
         )
     return spread
 
@@ -154,8 +181,16 @@ def _batches(states: States, sharding: Sharding) -> list[list[SpreadEntry]]:
             assert share is not None
             for name, kept in one.layout.entries.items():
                 shape = kept.shape_in(one.layout)
-                spread = share.spread if share.elementwise and not share.travels else share.spread.rows(shape)
+                spread = (
+                    share.spread
+                    if share.elementwise and not share.travels
+                    else share.spread.rows(shape)
+                )
                 entry = SpreadEntry(one.param, name, state[name], kept.dtype, share, spread)
-                yield entry, (spread.ranks, kept.dtype, entry.is_cut_alike), math.prod(shape) * kept.dtype.itemsize / BATCH_BYTES
+                yield (
+                    entry,
+                    (spread.ranks, kept.dtype, entry.is_cut_alike),
+                    math.prod(shape) * kept.dtype.itemsize / BATCH_BYTES,
+                )
 
     return in_batches(entries())

@@ -1,10 +1,12 @@
 """Parameters whose state does not fit on one rank: `ownership="replicated"`.
 
-Each of the N ranks of the mesh keeps some rows of each entry of the state, about 1/N of it. In a step, one parameter after the other, the
-ranks gather the gradient and the rows, all compute the whole update, and each then keeps its rows of the new state and changes its part of
-the parameter. During that time every rank holds the whole state of one parameter. The price is N times the arithmetic, and that all state
-is exchanged in every step. All ranks must compute the same results: with different devices or libraries an eigenvector might change its
-sign on some ranks, and the rows would no longer form one basis.
+Each of the N ranks of the mesh keeps some rows of each entry of the state, about 1/N of it. In a
+step, one parameter after the other, the ranks gather the gradient and the rows, all compute the
+whole update, and each then keeps its rows of the new state and changes its part of the parameter.
+During that time every rank holds the whole state of one parameter. The price is N times the
+arithmetic, and that all state is exchanged in every step. All ranks must compute the same results:
+with different devices or libraries an eigenvector might change its sign on some ranks, and the rows
+would no longer form one basis.
 """
 
 from __future__ import annotations
@@ -23,12 +25,15 @@ from lather.optim.sharded.sharding import Sharding, Transfer
 
 
 def initial_rows(one: ParamInfo) -> dict[str, Tensor]:
-    """Return this rank's rows of the initial value of every entry, without `step`, and without creating a whole matrix."""
+    """Return this rank's rows of the initial value of every entry, without `step`, and without
+    creating a whole matrix."""
     assert one.spread is not None
     found = {}
     for name, entry in one.layout.entries.items():
         box = one.spread.rows(entry.shape_in(one.layout)).box
-        found[name] = torch.full(box.size, entry.initial or 0.0, dtype=entry.dtype, device=one.param.device)
+        found[name] = torch.full(
+            box.size, entry.initial or 0.0, dtype=entry.dtype, device=one.param.device
+        )
         if entry.initial is None:
             found[name].diagonal(box.offset[-2], dim1=-2, dim2=-1).fill_(1)
     return found
@@ -44,37 +49,55 @@ def check_rows(one: ParamInfo, state: dict[str, Any]) -> None:
     if found != expected:
         key = next(key for key in (*expected, *found) if expected.get(key) != found.get(key))
         raise ValueError(
-            f"the state of a parameter of shape {one.spread.shape} has {key} {found.get(key, 'missing')} "
-            f"on this rank, expected {expected.get(key, 'none')}: give it this rank's rows, or delete "
+            f"the state of a parameter of shape {one.spread.shape} has {key} "
+            f"{found.get(key, 'missing')} "
+            f"on this rank, expected {expected.get(key, 'none')}: give it this rank's rows, or "
+            "delete "
             "the state of the parameter, which then begins again"
         )
 
 
 class Gathered:
-    """A parameter during its step: a separate bucket with the whole state, the gradient and, if the rule needs them, the weights."""
+    """A parameter during its step: a separate bucket with the whole state, the gradient and, if the
+    rule needs them, the weights."""
 
     def __init__(self, one: ParamInfo, sharding: Sharding, rows: dict[str, Any]) -> None:
-        """Gather the parameter. `rows`: this rank's rows of each entry. All ranks of the mesh call this together."""
+        """Gather the parameter. `rows`: this rank's rows of each entry. All ranks of the mesh call
+        this together."""
         assert one.spread is not None
-        spread, group, self._kept = one.spread, sharding.group_of(one.spread), list[tuple[Tensor, Tensor]]()
+        spread, group, self._kept = (
+            one.spread,
+            sharding.group_of(one.spread),
+            list[tuple[Tensor, Tensor]](),
+        )
 
         def gather(part: Tensor, spread: Spread, out: Tensor) -> Tensor:
             """Gather the parts of all ranks into `out`, on every rank."""
             whole = Box.whole(spread.shape)
             holders = spread.holders(whole)
-            units = [OwnedUnit(whole, position, position, holders) for position in range(len(spread.ranks))]
-            Transfer([OwnedParameter(spread, one.layout, tuple(units), is_apart=True)], inward=True).move([part], [out], group)
+            units = [
+                OwnedUnit(whole, position, position, holders)
+                for position in range(len(spread.ranks))
+            ]
+            Transfer(
+                [OwnedParameter(spread, one.layout, tuple(units), is_apart=True)], inward=True
+            ).move([part], [out], group)
             return out
 
         member = Member(one.param, one.layout, range(one.layout.batch), None)
         grad, weight = local_grad(one.param), local(one.param)
         member.received = gather(grad, spread, grad.new_empty(spread.shape))
-        member.received_weight = gather(weight, spread, weight.new_empty(spread.shape)) if one.needs_weights else None
+        member.received_weight = (
+            gather(weight, spread, weight.new_empty(spread.shape)) if one.needs_weights else None
+        )
         member.update = weight.new_empty(spread.shape, dtype=one.rule.compute_dtype)
         self.bucket = Bucket([member])
         self.state: States = {one.param: self.bucket.allocate()[0]}
         """The whole state, without `step`."""
-        self._changed, self._update = weight, member.update[spread.box.within(Box.whole(spread.shape))]
+        self._changed, self._update = (
+            weight,
+            member.update[spread.box.within(Box.whole(spread.shape))],
+        )
         for name, view in self.state[one.param].items():
             own = spread.rows(tuple(view.shape))
             gather(rows[name], own, view)
@@ -82,7 +105,8 @@ class Gathered:
         open_buckets([self.bucket], self.state)
 
     def keep(self, lr: float, decay: float) -> None:
-        """End the step: store this rank's rows of the new state and change its part of the parameter."""
+        """End the step: store this rank's rows of the new state and change its part of the
+        parameter."""
         apply_([self._changed], [self._update], lr, decay)
         for rows, part in self._kept:
             rows.copy_(part)

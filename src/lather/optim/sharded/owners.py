@@ -1,13 +1,16 @@
-"""Assignment of matrices to owner ranks: every matrix has one owner, and all owners have about the same work.
+"""Assignment of matrices to owner ranks: every matrix has one owner, and all owners have about the
+same work.
 
-Source: Graham's longest-processing-time-first list scheduling (1969), with one change: a matrix that is whole on some rank is assigned to
-that rank, unless its work would then exceed the mean, because it need not be sent. No rank exceeds the mean by more than the cost of one
-matrix. The assignment depends on shapes, options and placements alone, so every rank computes the same one.
+Source: Graham's longest-processing-time-first list scheduling (1969), with one change: a matrix
+that is whole on some rank is assigned to that rank, unless its work would then exceed the mean,
+because it need not be sent. No rank exceeds the mean by more than the cost of one matrix. The
+assignment depends on shapes, options and placements alone, so every rank computes the same one.
 
 A parameter is divided into units, of which each has one owner:
 
     matrices     if the rule works on whole matrices: one, or one per expert
-    rows         if the rule is elementwise: a rank owns what only it holds, and ranks that hold copies divide them among themselves
+    rows         if the rule is elementwise: a rank owns what only it holds, and ranks that hold
+                 copies divide them among themselves
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ from lather.optim.sharded.placement import Box, Spread
 
 @dataclass(frozen=True)
 class OwnedUnit:
-    """A part of a parameter that one rank updates: a matrix, or some rows of a parameter with an elementwise rule."""
+    """A part of a parameter that one rank updates: a matrix, or some rows of a parameter with an
+    elementwise rule."""
 
     box: Box
     """Box of the unit in the whole parameter."""
@@ -53,11 +57,13 @@ class OwnedParameter:
     is_apart: bool = False
     """Whether owners keep their units in separate tensors, never in the parameter itself."""
     is_gathered: bool = False
-    """Whether the parameter has no owners, because every rank gathers and updates it (`lather.optim.sharded.gathered`)."""
+    """Whether the parameter has no owners, because every rank gathers and updates it
+    (`lather.optim.sharded.gathered`)."""
 
     @property
     def elementwise(self) -> bool:
-        """Whether the units are rows, which their owners update in place; a rank owns at most one. Otherwise units are matrices."""
+        """Whether the units are rows, which their owners update in place; a rank owns at most one.
+        Otherwise units are matrices."""
         return self.layout.kind == "elements"
 
     @cached_property
@@ -72,43 +78,70 @@ class OwnedParameter:
 
     @cached_property
     def in_place(self) -> bool:
-        """Whether this rank holds all units that it owns as one box, and so updates them in place."""
-        are_neighbours = not self.own or self.own[-1].number - self.own[0].number == len(self.own) - 1
-        return not self.is_apart and (self.elementwise or (are_neighbours and all(unit.stays for unit in self.own)))
+        """Whether this rank holds all units that it owns as one box, and so updates them in
+        place."""
+        are_neighbours = (
+            not self.own or self.own[-1].number - self.own[0].number == len(self.own) - 1
+        )
+        return not self.is_apart and (
+            self.elementwise or (are_neighbours and all(unit.stays for unit in self.own))
+        )
 
     @property
     def region(self) -> Box:
-        """Box of the units that this rank owns, in the whole parameter. For experts that are not adjacent, its size alone is meaningful."""
+        """Box of the units that this rank owns, in the whole parameter. For experts that are not
+        adjacent, its size alone is meaningful."""
         first = self.own[0].box
         return first if len(self.own) == 1 else Box(first.offset, (len(self.own), *first.size[1:]))
 
     def origin(self, unit: OwnedUnit) -> Box:
-        """Return the box in which `unit` has the same index (`Box.within`) as in this rank's tensor of owned units. Only for its owner."""
+        """Return the box in which `unit` has the same index (`Box.within`) as in this rank's tensor
+        of owned units. Only for its owner."""
         if self.in_place:
             return self.spread.box
         slot = bisect_left(self.own, unit.number, key=lambda own: own.number)
-        return Box((unit.box.offset[0] - slot, *unit.box.offset[1:]), unit.box.size) if slot else unit.box
+        return (
+            Box((unit.box.offset[0] - slot, *unit.box.offset[1:]), unit.box.size)
+            if slot
+            else unit.box
+        )
 
 
 def matrices_of(layout: Layout, shape: tuple[int, ...] | None = None) -> list[Box]:
-    """Return the box of each matrix of a parameter, in order. With `shape`: the boxes in an entry of the state that has this shape."""
+    """Return the box of each matrix of a parameter, in order. With `shape`: the boxes in an entry
+    of the state that has this shape."""
     whole = Box.whole(layout.shape if shape is None else shape)
-    return [whole.cut(0, layout.batch, number) for number in range(layout.batch)] if layout.kind == "per_expert" else [whole]
+    return (
+        [whole.cut(0, layout.batch, number) for number in range(layout.batch)]
+        if layout.kind == "per_expert"
+        else [whole]
+    )
 
 
 def rows_of_copies(spread: Spread) -> list[OwnedUnit]:
-    """Divide a parameter with an elementwise rule into units: the ranks that hold copies of a box share it, along its first dim of more
-    than one element, so that parts are contiguous."""
+    """Divide a parameter with an elementwise rule into units: the ranks that hold copies of a box
+    share it, along its first dim of more than one element, so that parts are contiguous."""
     units = []
     for box, positions in spread.positions_of.items():
         dim = next((d for d, n in enumerate(box.size) if n > 1), None)
-        parts = [box] if dim is None else [box.cut(dim, len(positions), number) for number in range(len(positions))]
-        units += [OwnedUnit(part, 0, owner, positions) for part, owner in zip(parts, positions, strict=False) if part.numel]
+        parts = (
+            [box]
+            if dim is None
+            else [box.cut(dim, len(positions), number) for number in range(len(positions))]
+        )
+        units += [
+            OwnedUnit(part, 0, owner, positions)
+            for part, owner in zip(parts, positions, strict=False)
+            if part.numel
+        ]
     return units
 
 
-def share_out(wanted: Sequence[tuple[Spread, Layout]], loads: Mapping[int, float]) -> list[list[OwnedUnit]]:
-    """Assign the matrices of all parameters of one mesh to owners, and return the units of each parameter.
+def share_out(
+    wanted: Sequence[tuple[Spread, Layout]], loads: Mapping[int, float]
+) -> list[list[OwnedUnit]]:
+    """Assign the matrices of all parameters of one mesh to owners, and return the units of each
+    parameter.
 
     Args:
         wanted: spread and layout of each parameter.
@@ -122,16 +155,22 @@ def share_out(wanted: Sequence[tuple[Spread, Layout]], loads: Mapping[int, float
     ]
     found.sort(key=lambda one: -one[0])  # the sort is stable
     ranks = wanted[0][0].ranks if wanted else ()
-    owners = assign([cost for cost, *_ in found], [held for *_, held in found], [loads.get(rank, 0.0) for rank in ranks])
+    owners = assign(
+        [cost for cost, *_ in found],
+        [held for *_, held in found],
+        [loads.get(rank, 0.0) for rank in ranks],
+    )
     units: list[list[OwnedUnit]] = [[] for _ in wanted]
     for (_, parameter, number, box, held), owner in zip(found, owners, strict=True):
         units[parameter].append(OwnedUnit(box, number, owner, held))
     return units
 
 
-def assign(costs: Sequence[float], holders: Sequence[Sequence[int]], loads: Sequence[float]) -> list[int]:
-    """Return the owner's position for each item. `costs` must descend; `holders`: positions that hold the item; `loads`: cost of the work
-    that each position has already."""
+def assign(
+    costs: Sequence[float], holders: Sequence[Sequence[int]], loads: Sequence[float]
+) -> list[int]:
+    """Return the owner's position for each item. `costs` must descend; `holders`: positions that
+    hold the item; `loads`: cost of the work that each position has already."""
     load = list(loads)
     mean = (sum(load) + sum(costs)) / max(1, len(load))
     idlest = [(amount, position) for position, amount in enumerate(load)]

@@ -1,11 +1,14 @@
 """Placement of a parameter: which box of the whole tensor each rank of its mesh holds.
 
-    DTensor                      any mesh, any mix of Shard and Replicate, and the strided shards that FSDP2 makes of tensor-parallel ones
-    plain tensor, partition_dim  one tensor-parallel shard, of equal size on every rank of `tp_group`; None: a copy on each rank
+    DTensor                      any mesh, any mix of Shard and Replicate, and the strided shards
+                                 that FSDP2 makes of tensor-parallel ones
+    plain tensor, partition_dim  one tensor-parallel shard, of equal size on every rank of
+                                 `tp_group`; None: a copy on each rank
     plain tensor                 not spread over ranks
 
-A *position* is the number of a rank within the mesh, in ascending order of ranks, as in process groups. Boxes depend on shapes and
-placements alone, so every rank knows without communication what every other rank holds.
+A *position* is the number of a rank within the mesh, in ascending order of ranks, as in process
+groups. Boxes depend on shapes and placements alone, so every rank knows without communication what
+every other rank holds.
 """
 
 from __future__ import annotations
@@ -54,13 +57,19 @@ class Box:
     def overlap(self, other: Box) -> Box | None:
         """Return the intersection of two boxes, or None if it is empty."""
         starts = tuple(map(max, self.offset, other.offset))
-        stops = (min(a + n, b + m) for a, n, b, m in zip(self.offset, self.size, other.offset, other.size, strict=True))
+        stops = (
+            min(a + n, b + m)
+            for a, n, b, m in zip(self.offset, self.size, other.offset, other.size, strict=True)
+        )
         size = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
         return Box(starts, size) if min(size, default=1) > 0 else None
 
     def within(self, outer: Box) -> Index:
         """Return the index of this box in a tensor that holds the box `outer`."""
-        return tuple(slice(a - b, a - b + n) for a, b, n in zip(self.offset, outer.offset, self.size, strict=True))
+        return tuple(
+            slice(a - b, a - b + n)
+            for a, b, n in zip(self.offset, outer.offset, self.size, strict=True)
+        )
 
 
 PieceKey = tuple[str, tuple[int, ...]]
@@ -72,7 +81,8 @@ class Piece:
     """A box of a tensor, and the values in it."""
 
     name: str
-    """Name of the tensor: the key of an entry of optimizer state (`step`, `exp_avg`, `factor_0`, ...), or a name in a checkpoint."""
+    """Name of the tensor: the key of an entry of optimizer state (`step`, `exp_avg`, `factor_0`,
+    ...), or a name in a checkpoint."""
     value: Tensor
     """A view of this rank's own tensor: copying into it loads the piece."""
     offset: tuple[int, ...]
@@ -89,12 +99,18 @@ class Piece:
         return self.name, self.offset
 
     def described(self) -> Piece:
-        """Return the piece without its values (they are on the meta device), to be sent to other ranks."""
+        """Return the piece without its values (they are on the meta device), to be sent to other
+        ranks."""
         return replace(self, value=self.value.to("meta"))
 
     def is_like(self, other: Piece) -> bool:
         """Return whether the pieces have the same name, place, shape and dtype."""
-        return (self.name, self.box, self.shape, self.value.dtype) == (other.name, other.box, other.shape, other.value.dtype)
+        return (self.name, self.box, self.shape, self.value.dtype) == (
+            other.name,
+            other.box,
+            other.shape,
+            other.value.dtype,
+        )
 
     @property
     def counts(self) -> bool:
@@ -119,7 +135,8 @@ class Spread:
     placements: tuple[Placement, ...] = ()
     """Placements, one for each axis of the mesh."""
     mesh_ranks: tuple[int, ...] = ()
-    """Global ranks in the mesh's row-major order. torch computes them at every use, which takes longer than all the boxes of a tensor."""
+    """Global ranks in the mesh's row-major order. torch computes them at every use, which takes
+    longer than all the boxes of a tensor."""
 
     @property
     def box(self) -> Box:
@@ -138,18 +155,30 @@ class Spread:
         """Return the positions that hold the whole of `box`."""
         if box in self.positions_of and box.numel:
             return self.positions_of[box]  # boxes are equal or have nothing in common
-        return tuple(position for own, positions in self.positions_of.items() if own.overlap(box) == box for position in positions)
+        return tuple(
+            position
+            for own, positions in self.positions_of.items()
+            if own.overlap(box) == box
+            for position in positions
+        )
 
     def rows(self, shape: tuple[int, ...]) -> Spread:
-        """Return the spread of an entry of the parameter's state with this shape: sharded along dim 0 on every axis of the mesh."""
+        """Return the spread of an entry of the parameter's state with this shape: sharded along dim
+        0 on every axis of the mesh."""
         from torch.distributed.tensor import Replicate, Shard
 
         assert self.mesh is not None
-        return spread_on(self.mesh, shape, ((Shard(0) if shape else Replicate()),) * self.mesh.ndim, self.mesh_ranks)
+        return spread_on(
+            self.mesh,
+            shape,
+            ((Shard(0) if shape else Replicate()),) * self.mesh.ndim,
+            self.mesh_ranks,
+        )
 
 
 def is_dtensor(x: object) -> TypeGuard[DTensor]:
-    """Whether `x` is a DTensor. The class is not imported, which would take long: unless somebody has imported it, nothing is a DTensor."""
+    """Whether `x` is a DTensor. The class is not imported, which would take long: unless somebody
+    has imported it, nothing is a DTensor."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)
 
@@ -168,20 +197,30 @@ def local_grad(p: Tensor) -> Tensor:
 
 
 def chunk(length: int, num: int, number: int) -> tuple[int, int]:
-    """Return start and length of chunk `number` of `num`, as in torch.chunk: sizes are rounded up, so that the last may be short or
-    empty."""
+    """Return start and length of chunk `number` of `num`, as in torch.chunk: sizes are rounded up,
+    so that the last may be short or empty."""
     size = -(-length // num)
     start = min(number * size, length)
     return start, min(size, length - start)
 
 
-def boxes_of(shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Placement]) -> tuple[Box, ...]:
-    """Return the boxes of a tensor of `shape` that the ranks of a mesh hold, in the mesh's row-major order.
+def boxes_of(
+    shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Placement]
+) -> tuple[Box, ...]:
+    """Return the boxes of a tensor of `shape` that the ranks of a mesh hold, in the mesh's
+    row-major order.
 
-    A strided shard means that later mesh axes were sharded first: FSDP2 shards what tensor parallelism has sharded.
+    A strided shard means that later mesh axes were sharded first: FSDP2 shards what tensor
+    parallelism has sharded.
     """
-    shards: list[tuple[int, Any]] = [(axis, placement) for axis, placement in enumerate(placements) if not placement.is_replicate()]
-    strided = [(axis, placement) for axis, placement in shards if getattr(placement, "split_factor", 1) > 1]
+    shards: list[tuple[int, Any]] = [
+        (axis, placement)
+        for axis, placement in enumerate(placements)
+        if not placement.is_replicate()
+    ]
+    strided = [
+        (axis, placement) for axis, placement in shards if getattr(placement, "split_factor", 1) > 1
+    ]
     order = [*(shard for shard in shards if shard not in strided), *reversed(strided)]
     boxes = []
     for coordinates in product(*map(range, mesh_shape)):
@@ -193,47 +232,84 @@ def boxes_of(shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequen
 
 
 def spread_of_dtensor(x: DTensor, name: str) -> Spread:
-    """Return the spread of a DTensor. Raises ValueError for placements other than Shard and Replicate."""
+    """Return the spread of a DTensor. Raises ValueError for placements other than Shard and
+    Replicate."""
     for placement in x.placements:
-        if not (placement.is_replicate() or placement.is_shard() or hasattr(placement, "split_factor")):
+        if not (
+            placement.is_replicate() or placement.is_shard() or hasattr(placement, "split_factor")
+        ):
             raise ValueError(
-                f"{name} has placements {tuple(x.placements)}; a matrix is put together of shards and copies, not of {placement}: "
-                "give it after .redistribute(placements=...) with Shard or Replicate on every mesh axis"
+                f"{name} has placements {tuple(x.placements)}; a matrix is put together of shards "
+                f"and copies, not of {placement}: "
+                "give it after .redistribute(placements=...) with Shard or Replicate on every mesh "
+                "axis"
             )
     if x.device_mesh.get_coordinate() is None:
         ranks = x.device_mesh.mesh.flatten().tolist()
-        raise ValueError(f"{name} is on a mesh of ranks {ranks}, to which this rank does not belong: give it on those ranks only")
+        raise ValueError(
+            f"{name} is on a mesh of ranks {ranks}, to which this rank does not belong: give it on "
+            "those ranks only"
+        )
     spread = spread_on(x.device_mesh, tuple(x.shape), tuple(x.placements))
     found = tuple(local(x).shape)
     if found != spread.box.size:
         raise ValueError(
-            f"{name} has shape {found} here, but its placements {tuple(x.placements)} say {spread.box.size}: make it with "
+            f"{name} has shape {found} here, but its placements {tuple(x.placements)} say "
+            f"{spread.box.size}: make it with "
             "distribute_tensor, or DTensor.from_local with the shape of the whole tensor"
         )
     return spread
 
 
-def spread_of_shard(x: Tensor, dim: int | None, group: dist.ProcessGroup | None, name: str) -> Spread:
-    """Return the spread of a plain tensor that is one of equal shards along `dim`, or a copy. Raises ValueError for an invalid dim or
-    group."""
+def spread_of_shard(
+    x: Tensor, dim: int | None, group: dist.ProcessGroup | None, name: str
+) -> Spread:
+    """Return the spread of a plain tensor that is one of equal shards along `dim`, or a copy.
+    Raises ValueError for an invalid dim or group."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Replicate, Shard
 
     if dim not in (0, 1, None) or isinstance(dim, bool) or (dim is not None and dim >= x.dim()):
-        raise ValueError(f"partition_dim={dim!r} of {name} with shape {tuple(x.shape)} is not valid: give 0 or 1, a dim of it, or None")
+        raise ValueError(
+            f"partition_dim={dim!r} of {name} with shape {tuple(x.shape)} is not valid: give 0 or "
+            "1, a dim of it, or None"
+        )
     if group is None:
-        raise ValueError(f"partition_dim={dim!r} of {name} needs tp_group=, the process group whose ranks hold the other shards")
+        raise ValueError(
+            f"partition_dim={dim!r} of {name} needs tp_group=, the process group whose ranks hold "
+            "the other shards"
+        )
     ranks = dist.get_process_group_ranks(group)
     if ranks != sorted(ranks):
-        raise ValueError(f"tp_group has its ranks in the order {ranks}: make it with ascending ranks (new_group(sort_ranks=True))")
+        raise ValueError(
+            f"tp_group has its ranks in the order {ranks}: make it with ascending ranks "
+            "(new_group(sort_ranks=True))"
+        )
     whole = tuple(n * len(ranks) if d == dim else n for d, n in enumerate(x.shape))
-    return spread_on(DeviceMesh.from_group(group, x.device.type), whole, (Replicate() if dim is None else Shard(dim),))
+    return spread_on(
+        DeviceMesh.from_group(group, x.device.type),
+        whole,
+        (Replicate() if dim is None else Shard(dim),),
+    )
 
 
-def spread_on(mesh: DeviceMesh, shape: tuple[int, ...], placements: tuple[Placement, ...], mesh_ranks: tuple[int, ...] = ()) -> Spread:
-    """Return the spread of a tensor of `shape` with these placements on `mesh`, to which this rank belongs. `mesh_ranks`: the ranks of the
-    mesh in row-major order, if they are known."""
+def spread_on(
+    mesh: DeviceMesh,
+    shape: tuple[int, ...],
+    placements: tuple[Placement, ...],
+    mesh_ranks: tuple[int, ...] = (),
+) -> Spread:
+    """Return the spread of a tensor of `shape` with these placements on `mesh`, to which this rank
+    belongs. `mesh_ranks`: the ranks of the mesh in row-major order, if they are known."""
     mesh_ranks = mesh_ranks or tuple(mesh.mesh.flatten().tolist())
     box_of = dict(zip(mesh_ranks, boxes_of(shape, tuple(mesh.shape), placements), strict=True))
     ranks = tuple(sorted(box_of))
-    return Spread(shape, ranks, tuple(box_of[rank] for rank in ranks), ranks.index(dist.get_rank()), mesh, placements, mesh_ranks)
+    return Spread(
+        shape,
+        ranks,
+        tuple(box_of[rank] for rank in ranks),
+        ranks.index(dist.get_rank()),
+        mesh,
+        placements,
+        mesh_ranks,
+    )

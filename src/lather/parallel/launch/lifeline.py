@@ -1,13 +1,15 @@
-"""Connections from every rank to one hub, by which a death, a failure or a request to stop reaches every rank at once.
+"""Connections from every rank to one hub, by which a death, a failure or a request to stop reaches
+every rank at once.
 
-The kernel closes a process's sockets when the process dies, whatever it was doing. Each rank listens on a thread of its own, so a rank that
-is blocked in a collective, where Python runs no signal handler, still receives the end of the job and exits. There are no heartbeats, so a
-slow rank is never taken for dead; keep-alive probes, which the kernel answers, detect a lost machine.
+The kernel closes a process's sockets when the process dies, whatever it was doing. Each rank
+listens on a thread of its own, so a rank that is blocked in a collective, where Python runs no
+signal handler, still receives the end of the job and exits. There are no heartbeats, so a slow rank
+is never taken for dead; keep-alive probes, which the kernel answers, detect a lost machine.
 
-Messages are JSON objects, one per line: a rank sends `hello`, `failed` and `done` (its result); the hub sends `stop` (a signal), `save`
-and `end`.
-When one rank fails, the others soon fail too, because their connections to it break. So the hub waits for a moment, and then reports as the
-cause the first failure that is not such a consequence.
+Messages are JSON objects, one per line: a rank sends `hello`, `failed` and `done` (its result); the
+hub sends `stop` (a signal), `save` and `end`. When one rank fails, the others soon fail too,
+because their connections to it break. So the hub waits for a moment, and then reports as the cause
+the first failure that is not such a consequence.
 """
 
 from __future__ import annotations
@@ -34,9 +36,18 @@ from lather.parallel.launch.requests import SAVING, Requests
 SETTLE_SECONDS = 0.5
 """Time that the hub waits after the first failure for another one that may be its cause."""
 UNWIND_SECONDS = 3.0
-"""Time that it waits after a UserError instead. Usually every rank raises the error, and needs time to remove what it has started."""
+"""Time that it waits after a UserError instead. Usually every rank raises the error, and needs time
+to remove what it has started."""
 TICK_SECONDS = 0.1
-CONSEQUENCES = ("Connection closed by peer", "Connection reset", "Connection refused", "Broken pipe", "gloo", "NCCL", "TCPStore")
+CONSEQUENCES = (
+    "Connection closed by peer",
+    "Connection reset",
+    "Connection refused",
+    "Broken pipe",
+    "gloo",
+    "NCCL",
+    "TCPStore",
+)
 """Parts of the messages of errors that a rank raises because another rank has died."""
 COPY = "This is a copy of what another rank raised."
 """Note (`add_note`) on an exception that a rank raises only because another rank has raised it."""
@@ -49,8 +60,8 @@ class Failure:
     rank: int
     """-1 if the process had not yet reported its rank."""
     kind: Literal["user", "space", "error", "died", "connection"]
-    """user: a UserError. space: a full disk. error: any other exception. died: no exception was reported. connection: a consequence of
-    another rank's end."""
+    """user: a UserError. space: a full disk. error: any other exception. died: no exception was
+    reported. connection: a consequence of another rank's end."""
     text: str
     """The message of the UserError or of the disk's error, or the traceback."""
     when: float
@@ -66,13 +77,16 @@ class Failure:
         if isinstance(error, UserError):
             return cls(rank, "user", str(error), now)
         if isinstance(error, OSError) and error.errno in NO_SPACE:
-            return cls(rank, "space", error.strerror or "", now, error.errno, str(error.filename or ""))
+            return cls(
+                rank, "space", error.strerror or "", now, error.errno, str(error.filename or "")
+            )
         text = "".join(traceback.format_exception(error))
         return cls(rank, "connection" if _is_consequence(error) else "error", text, now)
 
     @property
     def order(self) -> tuple[bool, float]:
-        """Sort key: the smallest is the cause. Broken connections come after everything else, however early they were noticed."""
+        """Sort key: the smallest is the cause. Broken connections come after everything else,
+        however early they were noticed."""
         return self.kind == "connection", self.when
 
     def describe(self) -> str:
@@ -81,14 +95,23 @@ class Failure:
         if self.kind == "user":
             return f"lather: error: {' '.join(self.text.split())}"
         if self.kind == "died":
-            return f"lather: stopped: {who} {self.text}; the same command resumes the run from its last checkpoint"
+            return (
+                f"lather: stopped: {who} {self.text}; the same command "
+                "resumes the run from its last checkpoint"
+            )
         return f"lather: stopped: {who} failed:\n{self.text.rstrip()}"
 
 
 def _is_consequence(error: BaseException | None) -> bool:
     while error is not None:
-        torchs = isinstance(error, RuntimeError) and any(words in str(error) for words in CONSEQUENCES)
-        if torchs or isinstance(error, (dist.DistError, ConnectionError)) or COPY in getattr(error, "__notes__", ()):
+        torchs = isinstance(error, RuntimeError) and any(
+            words in str(error) for words in CONSEQUENCES
+        )
+        if (
+            torchs
+            or isinstance(error, (dist.DistError, ConnectionError))
+            or COPY in getattr(error, "__notes__", ())
+        ):
             return True
         error = error.__cause__ or error.__context__
     return False
@@ -124,10 +147,11 @@ class _JsonSocket:
 
 
 class Hub:
-    """Holds the connections of all ranks, on a thread in the parent of local ranks, or in rank 0 if another launcher started the ranks.
+    """Holds the connections of all ranks, on a thread in the parent of local ranks, or in rank 0 if
+    another launcher started the ranks.
 
-    `on_end` is called once, on that thread, with the failure that ends the job. `watch` returns the processes that have died, with a text,
-    also those that had not connected yet.
+    `on_end` is called once, on that thread, with the failure that ends the job. `watch` returns the
+    processes that have died, with a text, also those that had not connected yet.
     """
 
     def __init__(
@@ -139,10 +163,13 @@ class Hub:
         watch: Callable[[], Mapping[int, str]] = dict,
         died: Callable[[int], str] = lambda pid: "died without an error message",
     ) -> None:
-        """`host`: address to listen on, "" for all; `died` returns how the process of a rank whose connection broke has ended."""
+        """`host`: address to listen on, "" for all; `died` returns how the process of a rank whose
+        connection broke has ended."""
         two_stacks = not host and socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if two_stacks else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family, dualstack_ipv6=two_stacks, backlog=num_ranks)
+        self._listener = socket.create_server(
+            (host, 0), family=family, dualstack_ipv6=two_stacks, backlog=num_ranks
+        )
         self.port: int = self._listener.getsockname()[1]
         self.failures: list[Failure] = []
         self.cause: Failure | None = None
@@ -162,7 +189,8 @@ class Hub:
         self._thread = threading.Thread(target=self._serve, name="lather-hub", daemon=True)
 
     def start(self, unblocked: tuple[signal.Signals, ...] = ()) -> Hub:
-        """Start the thread, which unblocks the signals `unblocked`; all other threads may block them."""
+        """Start the thread, which unblocks the signals `unblocked`; all other threads may block
+        them."""
         self._unblocked = unblocked
         self._thread.start()
         return self
@@ -185,7 +213,11 @@ class Hub:
     def wait(self, seconds: float) -> None:
         """Wait until all ranks are done, or the job has ended."""
         deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and self._num_done < self._num_ranks and self._thread.is_alive():
+        while (
+            time.monotonic() < deadline
+            and self._num_done < self._num_ranks
+            and self._thread.is_alive()
+        ):
             time.sleep(0.02)
 
     def close(self, seconds: float = UNWIND_SECONDS + SETTLE_SECONDS) -> None:
@@ -217,7 +249,11 @@ class Hub:
         if not self.failures:
             self._since = time.monotonic()
             return False
-        patience = UNWIND_SECONDS if all(failure.kind == "user" for failure in self.failures) else SETTLE_SECONDS
+        patience = (
+            UNWIND_SECONDS
+            if all(failure.kind == "user" for failure in self.failures)
+            else SETTLE_SECONDS
+        )
         return len(self.failures) >= self._num_ranks or time.monotonic() > self._since + patience
 
     def _accept(self, selector: selectors.BaseSelector) -> None:
@@ -263,14 +299,17 @@ class Hub:
 
     def _end(self, cause: Failure) -> None:
         self.cause = cause
-        for line in sorted(self._lines, key=lambda line: -line.rank):  # rank 0 last: the hub may be in it
+        for line in sorted(
+            self._lines, key=lambda line: -line.rank
+        ):  # rank 0 last: the hub may be in it
             line.send(end=asdict(cause))
         self._on_end(cause)
 
 
 class Lifeline:
-    """A rank's connection to the hub. Its thread calls `on_end` with the failure that ends the job, or None if the connection to the hub is
-    lost. `asked`: the rank's requests, to which it adds those of the hub."""
+    """A rank's connection to the hub. Its thread calls `on_end` with the failure that ends the job,
+    or None if the connection to the hub is lost. `asked`: the rank's requests, to which it adds
+    those of the hub."""
 
     def __init__(
         self,
@@ -293,7 +332,8 @@ class Lifeline:
         os._exit(1)
 
     def done(self, result: int) -> None:
-        """Report that this rank is done, and its result; it then no longer exits when the hub does."""
+        """Report that this rank is done, and its result; it then no longer exits when the hub
+        does."""
         self._line.is_done = True
         self._line.send(done=result)
 

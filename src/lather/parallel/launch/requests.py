@@ -1,7 +1,8 @@
 """Requests that signals make of a run: to save a checkpoint and go on, or to save one and end.
 
-SIGUSR1 saves. SIGTERM, SIGINT (Ctrl-C), SIGUSR2 (SLURM's --signal=USR2@SECONDS) and SIGHUP (the terminal is gone) end the run after the
-step. A SIGHUP that was ignored when the process started, as nohup arranges, stays ignored.
+SIGUSR1 saves. SIGTERM, SIGINT (Ctrl-C), SIGUSR2 (SLURM's --signal=USR2@SECONDS) and SIGHUP (the
+terminal is gone) end the run after the step. A SIGHUP that was ignored when the process started, as
+nohup arranges, stays ignored.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from types import FrameType
 SAVING = signal.SIGUSR1
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGHUP)
 HELD = (signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that a run holds back until it can obey them: a batch system sends them at any time, and they would end a process that has no
-handler yet."""
+"""Signals that a run holds back until it can obey them: a batch system sends them at any time, and
+they would end a process that has no handler yet."""
 
 
 @dataclass
@@ -43,9 +44,12 @@ def obeyed() -> tuple[signal.Signals, ...]:
 
 
 @contextlib.contextmanager
-def stop_signals(ask: Callable[[signal.Signals], object], end: Callable[[], object] | None = None) -> Iterator[None]:
-    """Call `ask` with each SIGUSR1 of the block, and with the first of each signal that ends a run, where it does not end the process. When
-    one of those is repeated, call `end`, and let it act as before: a batch system may send one, and another some minutes later."""
+def stop_signals(
+    ask: Callable[[signal.Signals], object], end: Callable[[], object] | None = None
+) -> Iterator[None]:
+    """Call `ask` with each SIGUSR1 of the block, and with the first of each signal that ends a run,
+    where it does not end the process. When one of those is repeated, call `end`, and let it act as
+    before: a batch system may send one, and another some minutes later."""
     asked: set[int] = set()
 
     def receive(number: int, frame: FrameType | None) -> None:
@@ -70,7 +74,8 @@ def stop_signals(ask: Callable[[signal.Signals], object], end: Callable[[], obje
 
 
 def hold_signals() -> None:
-    """Hold back the signals of `HELD` from now on, in this thread and in the threads and processes that it starts."""
+    """Hold back the signals of `HELD` from now on, in this thread and in the threads and processes
+    that it starts."""
     signal.pthread_sigmask(signal.SIG_BLOCK, HELD)
 
 

@@ -1,12 +1,14 @@
-"""Starts ranks on this machine, or joins ranks that torchrun or SLURM has started, and ends all of them if one fails.
+"""Starts ranks on this machine, or joins ranks that torchrun or SLURM has started, and ends all of
+them if one fails.
 
-Local ranks are processes of `multiprocessing`, and find each other through a store in their parent. A rank that is blocked in a collective
-runs no signal handler, so every rank has a connection to a hub (`lifeline`). When a rank fails, the parent kills the others at once and
-shows the error of that rank. When the parent dies, the connections break and the ranks exit.
+Local ranks are processes of `multiprocessing`, and find each other through a store in their parent.
+A rank that is blocked in a collective runs no signal handler, so every rank has a connection to a
+hub (`lifeline`). When a rank fails, the parent kills the others at once and shows the error of that
+rank. When the parent dies, the connections break and the ranks exit.
 
-A signal that makes a request (`lather.parallel.launch.requests`), sent to the parent, to one rank or to all processes (as Ctrl-C in a
-terminal does), becomes a request that each rank reads from `World.stop` and `World.save`. If a signal that ends a run is repeated, the job
-ends at once.
+A signal that makes a request (`lather.parallel.launch.requests`), sent to the parent, to one rank
+or to all processes (as Ctrl-C in a terminal does), becomes a request that each rank reads from
+`World.stop` and `World.save`. If a signal that ends a run is repeated, the job ends at once.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ LOCAL = "127.0.0.1"
 HUB_KEY = "lather/hub"
 
 Worker = Callable[..., int]
-"""Called as worker(*args, world) on every rank. Returns the exit status, which is the same on all ranks; may raise on any rank."""
+"""Called as worker(*args, world) on every rank. Returns the exit status, which is the same on all
+ranks; may raise on any rank."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +63,9 @@ class GroupOptions:
 
 
 def take_nproc(arguments: list[str], world: World | None = None) -> tuple[list[str], int | None]:
-    """Return the arguments without `--nproc N`, and N; "gpu" means the number of CUDA devices. Raises ConfigError unless N is a positive
-    number, and if another launcher has said how many ranks there are (`world`)."""
+    """Return the arguments without `--nproc N`, and N; "gpu" means the number of CUDA devices.
+    Raises ConfigError unless N is a positive number, and if another launcher has said how many
+    ranks there are (`world`)."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--nproc", nargs="?", const="")
     known, rest = parser.parse_known_args(arguments)
@@ -69,29 +73,54 @@ def take_nproc(arguments: list[str], world: World | None = None) -> tuple[list[s
     if given is None:
         return rest, None
     if given == "gpu" and not torch.cuda.device_count():
-        raise ConfigError("--nproc gpu starts a rank for each CUDA device, and there is none: give a number of ranks, such as --nproc 2")
+        raise ConfigError(
+            "--nproc gpu starts a rank for each CUDA device, and there is none: give a number of "
+            "ranks, such as --nproc 2"
+        )
     number = str(torch.cuda.device_count()) if given == "gpu" else given
     if not number.isdecimal() or int(number) < 1:
-        raise ConfigError(f"--nproc {given!r} is not valid: it must be a number of ranks, at least 1, or gpu: one for each CUDA device")
+        raise ConfigError(
+            f"--nproc {given!r} is not valid: it must be a number of ranks, at least 1, or gpu: "
+            "one for each CUDA device"
+        )
     if world is not None:
-        raise ConfigError(f"--nproc {number} within the {world.size} tasks of torchrun or srun: leave out --nproc, or that launcher")
+        raise ConfigError(
+            f"--nproc {number} within the {world.size} tasks of torchrun or srun: leave out "
+            "--nproc, or that launcher"
+        )
     return rest, int(number)
 
 
-def run_ranks(worker: Worker, args: tuple[Any, ...], world: World | None, nproc: int | None, options: GroupOptions) -> int:
-    """Run `worker` in this process if torchrun or srun has started it as a rank (`world`), else in `nproc` ranks on this machine."""
-    return launch(worker, args, nproc or 1, options) if world is None else join(worker, args, world, options)
+def run_ranks(
+    worker: Worker,
+    args: tuple[Any, ...],
+    world: World | None,
+    nproc: int | None,
+    options: GroupOptions,
+) -> int:
+    """Run `worker` in this process if torchrun or srun has started it as a rank (`world`), else in
+    `nproc` ranks on this machine."""
+    return (
+        launch(worker, args, nproc or 1, options)
+        if world is None
+        else join(worker, args, world, options)
+    )
 
 
-def launch(worker: Worker, args: tuple[Any, ...], nproc: int, options: GroupOptions = GroupOptions()) -> int:
-    """Run `worker` in `nproc` ranks on this machine and return the result of rank 0. Call it from the main thread.
+def launch(
+    worker: Worker, args: tuple[Any, ...], nproc: int, options: GroupOptions = GroupOptions()
+) -> int:
+    """Run `worker` in `nproc` ranks on this machine and return the result of rank 0. Call it from
+    the main thread.
 
-    `worker` is a top-level function, and `args` can be pickled. For one rank it is called in this process, without a process group.
+    `worker` is a top-level function, and `args` can be pickled. For one rank it is called in this
+    process, without a process group.
 
     Returns 1, after showing the traceback or the signal, if a rank raised or died.
 
     Raises:
-        UserError: a rank raised it, there are too few devices, or `check_connections` raised; the last two before anything is started.
+        UserError: a rank raised it, there are too few devices, or `check_connections` raised; the
+            last two before anything is started.
         OSError: a rank found the disk full.
     """
     if nproc == 1:
@@ -100,12 +129,20 @@ def launch(worker: Worker, args: tuple[Any, ...], nproc: int, options: GroupOpti
     check_connections(World(nproc - 1, nproc, nproc - 1, nproc).device(options.device), os.environ)
     store = TCPStore(LOCAL, 0, is_master=True, wait_for_workers=False)
     processes: list[BaseProcess] = []
-    hub = Hub(LOCAL, nproc, lambda _: _kill(processes), watch=partial(_failed, processes), died=partial(_end_of, processes))
+    hub = Hub(
+        LOCAL,
+        nproc,
+        lambda _: _kill(processes),
+        watch=partial(_failed, processes),
+        died=partial(_end_of, processes),
+    )
     try:
         with _passing_signals_on(hub, processes):
             for rank in range(nproc):
                 world = World(rank, nproc, rank, nproc, (LOCAL, store.port))
-                process = multiprocessing.get_context("spawn").Process(target=_local_rank, args=(worker, args, world, options, hub.port))
+                process = multiprocessing.get_context("spawn").Process(
+                    target=_local_rank, args=(worker, args, world, options, hub.port)
+                )
                 process.start()
                 processes.append(process)
             while hub.cause is None and any(process.exitcode is None for process in processes):
@@ -113,20 +150,27 @@ def launch(worker: Worker, args: tuple[Any, ...], nproc: int, options: GroupOpti
             hub.wait(10 * SETTLE_SECONDS)
     finally:
         _kill(processes)
-        for killed in processes:  # wait until they are gone, and with them their locks and the memory of their devices
+        for killed in (
+            processes
+        ):  # wait until they are gone, and with them their locks and the memory of their devices
             killed.join(10 * SETTLE_SECONDS)
         hub.close()
     if hub.cause is None and not _failed(processes) and hub.result is not None:
         return hub.result
     rank = next((rank for rank, process in enumerate(processes) if process.exitcode), 0)
-    return _show(hub.cause or Failure(rank, "died", _exit_text(processes[rank].exitcode), time.time()))
+    return _show(
+        hub.cause or Failure(rank, "died", _exit_text(processes[rank].exitcode), time.time())
+    )
 
 
-def join(worker: Worker, args: tuple[Any, ...], world: World, options: GroupOptions = GroupOptions()) -> int:
-    """Run `worker` in this process, one of the ranks that another launcher has started, and return its result.
+def join(
+    worker: Worker, args: tuple[Any, ...], world: World, options: GroupOptions = GroupOptions()
+) -> int:
+    """Run `worker` in this process, one of the ranks that another launcher has started, and return
+    its result.
 
-    If any rank fails, all ranks exit, with status 1, or 2 after a UserError; the first rank of each machine shows the error. Raises
-    ConfigError as `check_connections` does.
+    If any rank fails, all ranks exit, with status 1, or 2 after a UserError; the first rank of each
+    machine shows the error. Raises ConfigError as `check_connections` does.
     """
     check_connections(options.device, os.environ)
     host, _ = world.address
@@ -143,7 +187,9 @@ def join(worker: Worker, args: tuple[Any, ...], world: World, options: GroupOpti
     return status
 
 
-def _local_rank(worker: Worker, args: tuple[Any, ...], world: World, options: GroupOptions, hub_port: int) -> None:
+def _local_rank(
+    worker: Worker, args: tuple[Any, ...], world: World, options: GroupOptions, hub_port: int
+) -> None:
     """Run a rank that `launch` has started. It shows no errors; its parent does."""
     asked = Requests()
     lifeline = Lifeline((LOCAL, hub_port), world.rank, lambda _: os._exit(1), asked)
@@ -155,16 +201,33 @@ def _local_rank(worker: Worker, args: tuple[Any, ...], world: World, options: Gr
         signal.signal(number, receive)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, obeyed())
     if "lo" in [name for _, name in socket.if_nameindex()]:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # this machine's name may resolve to nothing, or to a network that is down
+        os.environ.setdefault(
+            "GLOO_SOCKET_IFNAME", "lo"
+        )  # this machine's name may resolve to nothing, or to a network that is down
     host, port = world.address
-    os.environ |= {"RANK": str(world.rank), "LOCAL_RANK": str(world.local_rank), "MASTER_ADDR": host, "MASTER_PORT": str(port)}
-    os.environ |= {"WORLD_SIZE": str(world.size), "LOCAL_WORLD_SIZE": str(world.local_size)}  # as under torchrun, for libraries that look
+    os.environ |= {
+        "RANK": str(world.rank),
+        "LOCAL_RANK": str(world.local_rank),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+    }
+    os.environ |= {
+        "WORLD_SIZE": str(world.size),
+        "LOCAL_WORLD_SIZE": str(world.local_size),
+    }  # as under torchrun, for libraries that look
     store = TCPStore(host, port, timeout=timedelta(seconds=options.timeout))
     world = replace(world, stop=lambda: asked.stop, save=lambda: asked.save)
     _work(worker, args, world, options, lifeline, store)
 
 
-def _work(worker: Worker, args: tuple[Any, ...], world: World, options: GroupOptions, lifeline: Lifeline, store: Any) -> int:
+def _work(
+    worker: Worker,
+    args: tuple[Any, ...],
+    world: World,
+    options: GroupOptions,
+    lifeline: Lifeline,
+    store: Any,
+) -> int:
     try:
         _enter_group(world, options, store)
         status = worker(*args, world)
@@ -181,47 +244,72 @@ def _store(world: World, options: GroupOptions) -> Any:
     """Return the key-value store of all ranks; torch's launcher hosts it, or else rank 0."""
     host, port = world.address
     url = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
-    store, _, _ = next(rendezvous(url, world.rank, world.size, timeout=timedelta(seconds=options.timeout)))
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun keeps its store, with addresses of ranks that are gone
+    store, _, _ = next(
+        rendezvous(url, world.rank, world.size, timeout=timedelta(seconds=options.timeout))
+    )
+    attempt = os.environ.get(
+        "TORCHELASTIC_RESTART_COUNT", "0"
+    )  # torchrun keeps its store, with addresses of ranks that are gone
     return PrefixStore(f"attempt {attempt}", store)
 
 
 def _enter_group(world: World, options: GroupOptions, store: Any) -> None:
     device = world.device(options.device)
     _divide_cores(world.local_size)
-    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # a broken communicator ends the process
+    os.environ.setdefault(
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"
+    )  # a broken communicator ends the process
     if is_gpu(device):
         gpu_module(device).set_device(device)
         gpu_module(device).init()  # DeviceMesh would choose a device by itself otherwise
-    bound = device if is_gpu(device) else None  # all ranks then create communicators here, not two of them at their first send
+    bound = (
+        device if is_gpu(device) else None
+    )  # all ranks then create communicators here, not two of them at their first send
     timeout = timedelta(seconds=options.timeout)
-    dist.init_process_group(backends_for(device), store=store, rank=world.rank, world_size=world.size, timeout=timeout, device_id=bound)
+    dist.init_process_group(
+        backends_for(device),
+        store=store,
+        rank=world.rank,
+        world_size=world.size,
+        timeout=timeout,
+        device_id=bound,
+    )
 
 
 def _divide_cores(ranks_here: int) -> None:
-    """Give this rank's operations its part of the cores, unless the user has said how many threads there are."""
+    """Give this rank's operations its part of the cores, unless the user has said how many threads
+    there are."""
     threads = max(1, num_cores() // ranks_here)
-    if "OMP_NUM_THREADS" not in os.environ and (ranks_here > 1 or threads < torch.get_num_threads()):
+    if "OMP_NUM_THREADS" not in os.environ and (
+        ranks_here > 1 or threads < torch.get_num_threads()
+    ):
         torch.set_num_threads(threads)
 
 
 def backends_for(device: torch.device) -> str:
-    """Return the backends of a group for tensors on `device`: gloo for the CPU, and for a GPU its own in addition."""
-    return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}" if is_gpu(device) else "gloo"
+    """Return the backends of a group for tensors on `device`: gloo for the CPU, and for a GPU its
+    own in addition."""
+    return (
+        f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+        if is_gpu(device)
+        else "gloo"
+    )
 
 
 def check_connections(device: torch.device, environment: Mapping[str, str]) -> None:
     """Raise ConfigError for `CUDA_DEVICE_MAX_CONNECTIONS=1`, with which ranks on GPUs can deadlock.
 
-    All streams of a GPU then share one hardware queue. An NCCL kernel occupies it until the other ranks have launched the same operation,
-    and with several communicators (of the pipeline, the experts and the shards) two ranks may have launched two operations in opposite
-    order.
+    All streams of a GPU then share one hardware queue. An NCCL kernel occupies it until the other
+    ranks have launched the same operation, and with several communicators (of the pipeline, the
+    experts and the shards) two ranks may have launched two operations in opposite order.
     """
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
     if is_gpu(device) and environment.get(name) == "1":
         raise ConfigError(
-            f"the environment has {name}=1: with one queue per GPU, NCCL operations of several process groups can wait for each other "
-            f"forever, and none of them overlaps with compute: unset {name}, or set it to 8 (CUDA's default) or more"
+            f"the environment has {name}=1: with one queue per GPU, NCCL operations of several "
+            "process groups can wait for each other "
+            f"forever, and none of them overlaps with compute: unset {name}, or set it to 8 "
+            "(CUDA's default) or more"
         )
 
 
@@ -247,7 +335,11 @@ def _show(failure: Failure) -> int:
 
 def _failed(processes: Sequence[BaseProcess]) -> dict[int, str]:
     """Return how each process that has failed so far ended, by its id."""
-    return {process.pid: _exit_text(process.exitcode) for process in processes if process.exitcode and process.pid}
+    return {
+        process.pid: _exit_text(process.exitcode)
+        for process in processes
+        if process.exitcode and process.pid
+    }
 
 
 def _end_of(processes: Sequence[BaseProcess], pid: int) -> str:
@@ -271,17 +363,22 @@ def _exit_text(status: int | None) -> str:
     if status > 0:
         return f"ended with exit status {status}"
     name = signal.Signals(-status).name
-    return f"was killed by {name}" + (", as the kernel also does when memory runs out" if name == "SIGKILL" else "")
+    return f"was killed by {name}" + (
+        ", as the kernel also does when memory runs out" if name == "SIGKILL" else ""
+    )
 
 
 @contextlib.contextmanager
 def _passing_signals_on(hub: Hub, processes: Sequence[BaseProcess]) -> Iterator[None]:
-    """Pass the signals that make requests on to the ranks; kill the ranks if one that ends a run is repeated.
+    """Pass the signals that make requests on to the ranks; kill the ranks if one that ends a run is
+    repeated.
 
-    The signals are blocked in this thread, and therefore in the ranks from their start until they have handlers; the hub's thread receives
-    them.
+    The signals are blocked in this thread, and therefore in the ranks from their start until they
+    have handlers; the hub's thread receives them.
     """
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*HELD, signal.SIGHUP))  # the resource tracker ignores the others by itself
+    mask = signal.pthread_sigmask(
+        signal.SIG_BLOCK, (*HELD, signal.SIGHUP)
+    )  # the resource tracker ignores the others by itself
     resource_tracker.ensure_running()  # starting it later would unblock them
     signal.pthread_sigmask(signal.SIG_BLOCK, obeyed())
 

@@ -1,6 +1,8 @@
-"""The rank of this process and the number of ranks, read from the environment variables of torchrun or SLURM.
+"""The rank of this process and the number of ranks, read from the environment variables of torchrun
+or SLURM.
 
-The variables are those of https://docs.pytorch.org/docs/stable/elastic/run.html and https://slurm.schedmd.com/srun.html.
+The variables are those of https://docs.pytorch.org/docs/stable/elastic/run.html and
+https://slurm.schedmd.com/srun.html.
 """
 
 from __future__ import annotations
@@ -28,24 +30,32 @@ class World:
     local_size: int = 1
     """Number of ranks on this machine."""
     address: tuple[str, int] = ("", 0)
-    """Host and port of the store on rank 0's machine, through which several ranks find each other."""
+    """Host and port of the store on rank 0's machine, through which several ranks find each
+    other."""
     sees_own_device_alone: bool = False
-    """Whether the only visible CUDA device on a machine with several ranks is this rank's own (srun with --gpus-per-task)."""
+    """Whether the only visible CUDA device on a machine with several ranks is this rank's own (srun
+    with --gpus-per-task)."""
     stop: Callable[[], signal.Signals | None] | None = None
-    """Returns the signal that asked the launcher to stop; None: signals reach this process directly."""
+    """Returns the signal that asked the launcher to stop; None: signals reach this process
+    directly."""
     save: Callable[[], float] | None = None
-    """Returns when the launcher was last asked for a checkpoint, in seconds of `time.monotonic` (0: never); None as for `stop`."""
+    """Returns when the launcher was last asked for a checkpoint, in seconds of `time.monotonic` (0:
+    never); None as for `stop`."""
 
     @classmethod
     def of_environment(cls, environment: Mapping[str, str]) -> World | None:
-        """Return the world that torchrun or srun describes; None if neither has started this process, or if it is the only one.
+        """Return the world that torchrun or srun describes; None if neither has started this
+        process, or if it is the only one.
 
         Raises ConfigError if a required variable is missing.
         """
         number = _Numbers(environment)
         if {"RANK", "WORLD_SIZE"} <= environment.keys():
             return cls._of_torchrun(number) if number["WORLD_SIZE"] != 1 else None
-        if {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS"} <= environment.keys():  # a batch script without srun has only the first
+        if {
+            "SLURM_PROCID",
+            "SLURM_STEP_NUM_TASKS",
+        } <= environment.keys():  # a batch script without srun has only the first
             return cls._of_slurm(number) if number["SLURM_STEP_NUM_TASKS"] != 1 else None
         return None
 
@@ -53,20 +63,36 @@ class World:
     def _of_torchrun(cls, number: _Numbers) -> World:
         size = number["WORLD_SIZE"]
         address = number.text("MASTER_ADDR"), number["MASTER_PORT"]
-        return cls(number["RANK"], size, number["LOCAL_RANK"], number.get("LOCAL_WORLD_SIZE", size), address)
+        return cls(
+            number["RANK"],
+            size,
+            number["LOCAL_RANK"],
+            number.get("LOCAL_WORLD_SIZE", size),
+            address,
+        )
 
     @classmethod
     def _of_slurm(cls, number: _Numbers) -> World:
         size = number["SLURM_STEP_NUM_TASKS"]
         job, step = number.get("SLURM_JOB_ID", 0), number.get("SLURM_STEP_ID", 0)
         port = number.get("MASTER_PORT", FIRST_SLURM_PORT + (job * 97 + step) % NUM_SLURM_PORTS)
-        tasks = re.match(r"\d+", number.environment.get("SLURM_STEP_TASKS_PER_NODE", ""))  # such as "4(x2)"
+        tasks = re.match(
+            r"\d+", number.environment.get("SLURM_STEP_TASKS_PER_NODE", "")
+        )  # such as "4(x2)"
         local_size = int(tasks[0]) if tasks else size
         address = _first_host(number.environment), port
-        return cls(number["SLURM_PROCID"], size, number["SLURM_LOCALID"], local_size, address, sees_own_device_alone=True)
+        return cls(
+            number["SLURM_PROCID"],
+            size,
+            number["SLURM_LOCALID"],
+            local_size,
+            address,
+            sees_own_device_alone=True,
+        )
 
     def device(self, kind: torch.device) -> torch.device:
-        """Return this rank's own device of a kind. Raises ConfigError if there are more ranks than devices."""
+        """Return this rank's own device of a kind. Raises ConfigError if there are more ranks than
+        devices."""
         if kind.type == "cpu" or self.size == 1:
             return kind
         num_devices = torch.cuda.device_count()
@@ -74,7 +100,8 @@ class World:
             return torch.device("cuda", 0)
         if self.local_rank >= num_devices:
             raise ConfigError(
-                f"rank {self.local_rank} of {self.local_size} on this machine has no CUDA device, there are {num_devices}: "
+                f"rank {self.local_rank} of {self.local_size} on this machine has no CUDA device, "
+                f"there are {num_devices}: "
                 "start at most one rank per device, or give --train.device cpu"
             )
         return torch.device("cuda", self.local_rank)
@@ -88,13 +115,19 @@ class _Numbers:
 
     def text(self, name: str) -> str:
         if not self.environment.get(name):
-            raise ConfigError(f"the environment has RANK or SLURM_PROCID but no {name}: start with torchrun or srun, or unset them")
+            raise ConfigError(
+                f"the environment has RANK or SLURM_PROCID but no {name}: start with torchrun or "
+                "srun, or unset them"
+            )
         return self.environment[name]
 
     def __getitem__(self, name: str) -> int:
         text = self.text(name)
         if not text.isdecimal():
-            raise ConfigError(f"the environment variable {name} = {text!r} is not valid: it must be a whole number")
+            raise ConfigError(
+                f"the environment variable {name} = {text!r} is not valid: it must be a whole "
+                "number"
+            )
         return int(text)
 
     def get(self, name: str, default: int) -> int:
@@ -102,7 +135,8 @@ class _Numbers:
 
 
 def _first_host(environment: Mapping[str, str]) -> str:
-    """Return the machine of SLURM's task 0: the first in the node list, such as "gpu07" in "gpu[07-12,15],cpu1"."""
+    """Return the machine of SLURM's task 0: the first in the node list, such as "gpu07" in
+    "gpu[07-12,15],cpu1"."""
     if environment.get("MASTER_ADDR"):
         return environment["MASTER_ADDR"]
     if environment.get("SLURM_STEP_NUM_NODES") == "1":
@@ -112,4 +146,7 @@ def _first_host(environment: Mapping[str, str]) -> str:
         return "".join(part or "" for part in match.groups())
     if environment.get("SLURM_LAUNCH_NODE_IPADDR"):
         return environment["SLURM_LAUNCH_NODE_IPADDR"]
-    raise ConfigError("SLURM's environment has no SLURM_JOB_NODELIST, so the address of rank 0 is not known: set MASTER_ADDR")
+    raise ConfigError(
+        "SLURM's environment has no SLURM_JOB_NODELIST, so the address of rank 0 is not known: set "
+        "MASTER_ADDR"
+    )
