@@ -5,8 +5,10 @@ memory, and widths of loads and stores.
     90 100] [--out ROWS.jsonl]
 
 prints the table, and fails if a kernel does not compile, exceeds a limit, or is launched by no
-case. The repository keeps the rows of all kernels at all sizes; after a change to a kernel write
-them anew with `--out benchmarks/results/kernels-ahead.jsonl` and look at the difference.
+case. The repository keeps the rows of all kernels at all sizes by several versions of Triton; after
+a change to a kernel write them anew with `--out benchmarks/results/kernels-ahead.jsonl`, in an
+environment with each version, and look at the difference. `--out` replaces the rows of the
+installed version, and leaves those of others.
 
 The wrappers of `lather.kernels` are called with the arguments of `benchmarks.kernel_cases`: **a new
 kernel needs a line there and nothing here**. Each launch is intercepted and specialised as Triton
@@ -164,6 +166,7 @@ def row_of(launch: Launch) -> Row:
         "types": "",
         "constants": {},
     }
+    common: Row = {"cases": launch.cases, "triton": triton.__version__}
     driver.set_active(Driver(launch.architecture))
     log = io.StringIO()
     try:
@@ -171,7 +174,7 @@ def row_of(launch: Launch) -> Row:
             triton.knobs.nvidia.dump_ptxas_log = True
             code = launch.kernel.run(*launch.arguments, grid=(1,), warmup=True, **launch.options)
     except Exception as error:
-        return row | {"cases": launch.cases, "error": f"{type(error).__name__}: {error}"}
+        return row | common | {"error": f"{type(error).__name__}: {error}"}
     names, source = list(launch.kernel.arg_names), code.src
     row["types"] = ", ".join(
         _argument(i, name, source)
@@ -186,16 +189,9 @@ def row_of(launch: Launch) -> Row:
             "warps": code.metadata.num_warps,
             "shared_bytes": code.metadata.shared,
             **used,
-            "cases": launch.cases,
         }
-        | _versions()
+        | common
     )
-
-
-def _versions() -> Row:
-    import triton
-
-    return {"triton": triton.__version__}
 
 
 def _argument(place: int, name: str, source: Any) -> str:
@@ -262,6 +258,17 @@ def complaints(row: Row) -> list[str]:
     return found
 
 
+def write(path: Path, rows: Sequence[Row]) -> None:
+    """Write rows to a file in place of those by the same version of Triton; rows by other versions
+    stay."""
+    replaced = {row["triton"] for row in rows}
+    earlier = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    others = [row for row in earlier if row["triton"] not in replaced]
+    file = RowFile(path)
+    file.write(sorted([*others, *rows], key=lambda row: str(row["triton"])))
+    file.finish()
+
+
 def unreached(launched: Iterable[Any]) -> set[str]:
     """Name the `triton.jit` functions of Lather that no launched kernel is or calls."""
     from triton.runtime.jit import JITFunction
@@ -326,7 +333,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--architectures", nargs="+", type=int, choices=SHARED_KIB, default=list(SHARED_KIB)
     )
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--out", type=Path, help="where the rows go")
+    parser.add_argument(
+        "--out", type=Path, help="file of rows, of which those by this version of Triton change"
+    )
     options = parser.parse_args(arguments)
     os.environ.pop(
         "TRITON_INTERPRET", None
@@ -344,9 +353,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name in sorted(unreached(one.kernel for one in launches))
     ]
     if options.out is not None:
-        file = RowFile(options.out)
-        file.write(rows)
-        file.finish()
+        write(options.out, rows)
     print(
         "\n".join(
             [f"{len(rows)} compilations of {len({row['kernel'] for row in rows})} kernels", *wrong]

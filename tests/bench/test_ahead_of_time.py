@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.ahead_of_time import SHARED_KIB, complaints, counted
+from benchmarks.ahead_of_time import SHARED_KIB, complaints, counted, write
 
 triton = pytest.importorskip("triton")
 
@@ -67,13 +67,17 @@ def by_code(rows: list[Row]) -> dict[str, Row]:
     }
 
 
+def read(path: Path) -> list[Row]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def committed() -> list[Row]:
-    rows = [json.loads(line) for line in COMMITTED.read_text().splitlines()]
-    if rows[0]["triton"] != triton.__version__:
-        pytest.skip(
-            f"the rows are those of Triton {rows[0]['triton']}, this is {triton.__version__}"
-        )
-    return rows
+    """Read the rows by the installed version of Triton."""
+    rows = read(COMMITTED)
+    versions = sorted({row["triton"] for row in rows})
+    if triton.__version__ not in versions:
+        pytest.skip(f"the rows are by Triton {', '.join(versions)}, this is {triton.__version__}")
+    return [row for row in rows if row["triton"] == triton.__version__]
 
 
 @pytest.fixture(scope="module")
@@ -83,11 +87,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Row], str]:
     folder = tmp_path_factory.mktemp("ahead")
     result = python("-c", COMPILE, str(folder), *RUNS)
     assert result.returncode == 0, result.stdout + result.stderr
-    return [
-        json.loads(line)
-        for run in RUNS
-        for line in (folder / f"{run}.jsonl").read_text().splitlines()
-    ], result.stdout
+    return [row for run in RUNS for row in read(folder / f"{run}.jsonl")], result.stdout
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +119,23 @@ def test_the_committed_rows_are_what_is_compiled(rows: list[Row]) -> None:
     benchmarks/results/kernels-ahead.jsonl`."""
     kept = by_code(committed())
     assert by_code(rows).items() <= kept.items()
+
+
+def test_the_committed_rows_of_each_version_are_of_the_same_code_and_within_limits() -> None:
+    by_version: dict[str, list[Row]] = {}
+    for row in read(COMMITTED):
+        by_version.setdefault(row["triton"], []).append(row)
+    assert by_version.keys() == {"3.6.0", "3.7.1"}  # those that torch 2.11 and 2.13 need
+    assert by_code(by_version["3.6.0"]).keys() == by_code(by_version["3.7.1"]).keys()
+    for rows in by_version.values():
+        assert not [complaints(row) for row in rows if complaints(row)]
+
+
+def test_only_rows_by_the_same_version_are_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    for version, registers in (("3.7.1", 1), ("3.6.0", 2), ("3.7.1", 3)):
+        write(path, [{"triton": version, "registers": registers}])
+    assert [(row["triton"], row["registers"]) for row in read(path)] == [("3.6.0", 2), ("3.7.1", 3)]
 
 
 def test_a_kernel_without_a_case_is_noticed(compiled: tuple[list[Row], str]) -> None:
@@ -179,6 +196,4 @@ def test_all_models(tmp_path: Path) -> None:
         "-m", "benchmarks.ahead_of_time", "--out", str(tmp_path / "rows.jsonl"), timeout=880
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    assert by_code(
-        [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
-    ) == by_code(committed())
+    assert by_code(read(tmp_path / "rows.jsonl")) == by_code(committed())
