@@ -9,7 +9,7 @@ INSTALL ?= 1
 DEVICE ?= cuda
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all test-integrations lint docs docs-serve dist dist-check bench gpu bench-convergence bench-convergence-long bench-convergence-tune clean
+.PHONY: help train test test-all test-integrations lint docs docs-serve dist dist-check bench gpu gpu-wheels bench-convergence bench-convergence-long bench-convergence-tune clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 24
@@ -69,14 +69,24 @@ bench: $(READY)  ## the benchmarks of memory and pipeline, then the optimizers' 
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	$(BIN)/lather bench optimizer $(ARGS)
 
+GPU = PYTHONPATH=src$(if $(PYTHONPATH),:$(PYTHONPATH)) $(1) -m benchmarks.gpu --device $(DEVICE) $(if $(filter cpu,$(DEVICE)),--small) $(ARGS)
+
 ifeq ($(INSTALL),0)
-gpu:  ## everything that has to be measured on a GPU, in 25 minutes; goes on where it stopped (DEVICE=cpu rehearses; PYTHON=python3 INSTALL=0 installs nothing)
-	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu --device $(DEVICE) $(if $(filter cpu,$(DEVICE)),--small) $(ARGS)
+gpu:  ## everything that has to be measured on a GPU, in 27 minutes; goes on where it stopped (ARGS='--minutes 9': in calls of nine; DEVICE=cpu rehearses; PYTHON=python3 INSTALL=0 installs nothing)
+	$(call GPU,$(PYTHON))
 else
 gpu: $(READY)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[bench]'
-	PYTHONPATH=src $(BIN)/python -m benchmarks.gpu --device $(DEVICE) $(if $(filter cpu,$(DEVICE)),--small) $(ARGS)
+	$(call GPU,$(BIN)/python)
 endif
+
+# For Python 3.12 on x86-64, whatever this machine is. They have to travel, so there is a limit.
+gpu-wheels:  ## the wheels that a GPU machine without network lacks beside torch, into wheels/
+	@rm -rf wheels
+	$(PYTHON) -m pip download -q --disable-pip-version-check -c constraints.txt --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
+	    --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 -d wheels $$($(PYTHON) -c 'from benchmarks.gpu.needs import WHEELS; print(*WHEELS)')
+	@ls wheels
+	@size=$$(du -sk wheels | cut -f1); echo "$$size KiB in wheels/"; [ "$$size" -le 65536 ] || { echo "wheels/ may have 65536 KiB at most: take wheels from WHEELS in benchmarks/gpu/needs.py" >&2; exit 1; }
 
 bench-convergence: $(READY)  ## which rule learns how fast: the short study (an hour on two cores; may be stopped, goes on)
 	$(BIN)/lather bench convergence run benchmarks/studies/short.toml $(ARGS)
@@ -88,4 +98,4 @@ bench-convergence-tune: $(READY)  ## the search of rates for the short study (ho
 	$(BIN)/lather bench convergence run benchmarks/studies/tune.toml $(ARGS)
 
 clean:  ## remove the environment, what was built and what training wrote
-	rm -rf $(VENV) runs data site dist
+	rm -rf $(VENV) runs data site dist wheels

@@ -4,13 +4,15 @@ alone until it is known that torch is there."""
 from __future__ import annotations
 
 import argparse
+import math
 import sys
+import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from benchmarks.gpu import needs
-from benchmarks.gpu.parts import MeasuredPart, all_parts
+from benchmarks.gpu.parts import MeasuredPart, all_parts, first_use
 from benchmarks.gpu.runner import Runner
 
 FOLDER = Path("runs/gpu")
@@ -20,7 +22,7 @@ FOLDER = Path("runs/gpu")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the parts; returns the exit status: 1 if a part was not done, 2 if nothing can be
     done."""
-    options = _parser().parse_args(arguments)
+    begun, options = time.monotonic(), _parser().parse_args(arguments)
     folder = FOLDER / options.device / ("small" if options.small else "full")
     parts = all_parts(options.device, folder.resolve(), small=options.small)
     chosen = [
@@ -38,6 +40,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.list:
         print("\n".join(f"{part.name:20} {part.seconds:4.0f} s  {part.title}" for part in chosen))
         return 0
+    start = first_use(options.device)
+    least = math.ceil((start.seconds + max(part.seconds for part in chosen)) / 60)
+    if options.minutes < least:
+        print(
+            f"--minutes {options.minutes:g}: there must be time for the longest part: give "
+            f"{least} or more",
+            file=sys.stderr,
+        )
+        return 2
     if not _possible(chosen, options.device):
         return 2
     from benchmarks.gpu.summary import collect
@@ -46,11 +57,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     collected = partial(
         collect, parts, runner, options.out, publish=options.device == "cuda" and not options.small
     )
+    if options.fresh or not all(map(runner.earlier, chosen)):
+        runner.run_once(start)
     outcomes = runner.run(
-        chosen, fresh=options.fresh, after=collected
-    )  # after each part, so that an interruption loses nothing
+        chosen, fresh=options.fresh, end=begun + 60 * options.minutes, after=collected
+    )  # `after` each part, so that an interruption loses nothing
     print(f"\n{collected()}\n\nsummary, rows, picture and logs in {options.out}")
-    return int(any(outcome.status != "done" for outcome in outcomes.values()))
+    if left := [part for part in chosen if part.name not in outcomes]:
+        print(
+            f"not started, for want of time: {', '.join(part.name for part in left)} (at most "
+            f"{sum(part.seconds for part in left):.0f} s): run the same command again"
+        )
+    done = [outcome for outcome in outcomes.values() if outcome.status == "done"]
+    return int(len(done) < len(chosen))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -65,7 +84,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--only", nargs="+", default=[], metavar="PART", help="the parts whose names begin so"
     )
-    parser.add_argument("--fresh", action="store_true", help="do again what is done")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=math.inf,
+        help="start no part that might last longer; the same command again runs what is left",
+    )
+    parser.add_argument(
+        "--fresh",
+        action="store_true",
+        help="do again what is done; with --minutes in the first call alone",
+    )
     parser.add_argument("--list", action="store_true", help="the parts, and how long each may take")
     parser.add_argument(
         "--out",

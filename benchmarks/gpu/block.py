@@ -129,11 +129,13 @@ def _model(sizes: BlockSizes, device: torch.device) -> Decoder:
         num_experts_per_tok=sizes.slots,
         max_position_embeddings=sizes.length,
     )
-    model = build_deepseek_v2(config)
-    for parameter in model.parameters():
+    model = build_deepseek_v2(config, device=torch.device("meta")).to_empty(device=device)
+    for parameter in model.parameters():  # on the device: the CPU would draw them for seconds
         if parameter.dim() > 1:
             nn.init.normal_(parameter, std=0.02)
-    return model.to(device)
+        else:  # a norm's
+            nn.init.ones_(parameter)
+    return model
 
 
 def _input(sizes: BlockSizes, device: torch.device, seed: int) -> Tensor:

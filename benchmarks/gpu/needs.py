@@ -21,12 +21,25 @@ TRAINER = {
 MODULES = {"tomli-w": "tomli_w"}
 """The module of each wheel whose module has another name."""
 OF_OTHERS = {
-    "rich": ("markdown-it-py", "pygments"),
+    "rich": ("markdown-it-py", "mdurl", "pygments"),
     "tyro": ("docstring-parser", "typeguard", "typing-extensions"),
     "pytest": ("pluggy", "iniconfig"),
+    "heavyball": ("opt-einsum",),
 }
 """Packages that these wheels need, which may be missing where wheels are copied to a machine one by
 one."""
+
+WHEELS = (
+    "tyro",
+    "docstring-parser",
+    "typeguard",
+    "tomli-w",
+    "heavyball",
+    "opt-einsum",
+    "pytorch_optimizer",
+)
+"""The wheels that `make gpu-wheels` collects: those that are missing on a machine which has torch,
+Triton, numpy, rich, matplotlib, safetensors, tokenizers, jinja2 and pytest."""
 
 
 @dataclass(frozen=True)

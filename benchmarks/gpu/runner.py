@@ -2,14 +2,21 @@
 
 `state.json` has an entry for each part. A part is done again if it has not been done, if the code
 has changed (`fingerprint`), or with `fresh`. A part that fails or is too slow stops nothing: its
-whole process group is ended, and the next one begins.
+whole process group is ended, and the next one begins. If the runner is ended, so is its part, which
+would otherwise hold the device while the next call measures.
+
+Where time is short, the parts that this code has not tried come first, and a part is left for the
+next call if its limit is more than what is left of the time. So the same call, made again and
+again, runs every part, and then those again that failed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -17,6 +24,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +32,10 @@ from benchmarks.gpu.needs import missing
 from benchmarks.gpu.parts import ROOT, MeasuredPart
 
 Status = Literal["done", "failed", "out of time", "not possible"]
-CODE = ("src/lather/**/*.py", "tests/gpu/*", "benchmarks/gpu/*")
+CODE = ("src/lather/**/*.py", "tests/gpu/*", "benchmarks/*.py", "benchmarks/gpu/*")
+PR_SET_PDEATHSIG = 1
+"""The number by which Linux's prctl(2) takes the signal that a process gets when its parent
+ends."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +52,8 @@ class PartOutcome:
 
 def fingerprint(part: MeasuredPart, root: Path = ROOT) -> str:
     """Compute a fingerprint, equal for equal code and arguments, in a repository or in a mere copy
-    of one."""
-    digest = hashlib.sha256(repr(part.arguments).encode())
+    of one, wherever it lies."""
+    digest = hashlib.sha256(repr(part.arguments).replace(str(root), "").encode())
     for path in sorted(path for pattern in CODE for path in root.glob(pattern) if path.is_file()):
         digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
@@ -62,35 +73,43 @@ class Runner:
         parts: Sequence[MeasuredPart],
         *,
         fresh: bool = False,
+        end: float = math.inf,
         after: Callable[[], object] = lambda: None,
     ) -> dict[str, PartOutcome]:
-        """Run the parts; returns the outcome of each, those of earlier calls that still hold
-        included. `after` is called after each part that was run."""
-        outcomes = {}
+        """Run the parts whose limits are over by `end`, in seconds of `time.monotonic`; returns the
+        outcome of each, those of earlier calls that still hold included. `after` is called after
+        each part that was run."""
+        outcomes: dict[str, PartOutcome] = {}
         for part in parts:
-            outcome = None if fresh else self.earlier(part)
-            if outcome is not None:
+            if not fresh and (outcome := self.earlier(part)):
                 self._say(f"{part.name}: done before, in {outcome.seconds:.0f} s")
-            else:
-                self._say(
-                    f"{part.name}: {part.title}, at most {part.seconds:.0f} s"
-                    + (f" ({part.note})" if part.note else "")
-                )
-                outcome = self._run(part)
-                self._remember(part.name, outcome)
-                self._say(f"{part.name}: {outcome.status} after {outcome.seconds:.0f} s")
-                after()
-            outcomes[part.name] = outcome
+                outcomes[part.name] = outcome
+        left = [part for part in parts if part.name not in outcomes]
+        for part in left if fresh else sorted(left, key=self.is_tried):
+            if time.monotonic() + part.seconds > end:
+                continue
+            outcomes[part.name] = self.run_once(part)
+            self._remember(part.name, outcomes[part.name])
+            after()
         return outcomes
+
+    def run_once(self, part: MeasuredPart) -> PartOutcome:
+        """Run a part whatever happened before, and do not remember it."""
+        note = f" ({part.note})" if part.note else ""
+        self._say(f"{part.name}: {part.title}, at most {part.seconds:.0f} s{note}")
+        outcome = self._run(part)
+        self._say(f"{part.name}: {outcome.status} after {outcome.seconds:.0f} s")
+        return outcome
+
+    def is_tried(self, part: MeasuredPart) -> bool:
+        """Say whether this code has run the part, with whatever outcome."""
+        outcome = self.last(part.name)
+        return outcome is not None and outcome.fingerprint == fingerprint(part, self._root)
 
     def earlier(self, part: MeasuredPart) -> PartOutcome | None:
         """How this code did the part before; None if it did not."""
         outcome = self.last(part.name)
-        done = (
-            outcome is not None
-            and outcome.status == "done"
-            and outcome.fingerprint == fingerprint(part, self._root)
-        )
+        done = outcome is not None and outcome.status == "done" and self.is_tried(part)
         return outcome if done else None
 
     def last(self, name: str) -> PartOutcome | None:
@@ -134,6 +153,7 @@ class Runner:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # so that its own child processes can be ended with it
+                preexec_fn=_ending_with_parent(),  # noqa: PLW1509  # a system call, safe after fork
             )
             try:
                 exit_status = process.wait(part.seconds)
@@ -145,6 +165,14 @@ class Runner:
             "out of time" if exit_status is None else "failed" if exit_status else "done"
         )
         return PartOutcome(status, round(time.monotonic() - begun, 1), exit_status, mark)
+
+
+def _ending_with_parent() -> Callable[[], object] | None:
+    """Return the call by which a new process asks to be ended when its parent ends, by whatever
+    signal; None where there is no such call, which is Linux's."""
+    if sys.platform != "linux":
+        return None
+    return partial(ctypes.CDLL(None).prctl, PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

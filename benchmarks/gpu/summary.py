@@ -51,7 +51,8 @@ def _line(part: MeasuredPart, runner: Runner) -> tuple[str, str, str]:
     outcome = runner.last(part.name)
     if outcome is None:
         return "not run", "", ""
-    return outcome.status, f"{outcome.seconds:.0f}", result(part.name, outcome, runner)
+    status = outcome.status if runner.is_tried(part) else f"{outcome.status}, by other code"
+    return status, f"{outcome.seconds:.0f}", result(part.name, outcome, runner)
 
 
 def result(name: str, outcome: PartOutcome, runner: Runner) -> str:

@@ -11,8 +11,8 @@ router's bookkeeping do not count, so that the share is of useful work. MFU = fl
 tokens per second / peak.
 
 Tokens are drawn by Zipf's law, so that there is something to learn, and no file or network is
-needed. The rate leaves out the first steps, which compile and make the first bases; it includes
-refreshes.
+needed. Weights are drawn on the device: the CPU would need ten seconds. The rate leaves out the
+first steps, which compile and make the first bases; it includes refreshes.
 
 Letters: S tokens of a sequence, E experts, K experts per token.
 """
@@ -37,12 +37,15 @@ from lather.config.optim import optim_config
 from lather.config.toml_file import load_config
 from lather.data.batches import Batch
 from lather.device import gpu_module, is_gpu
-from lather.engine.engine import build_engine
+from lather.engine.engine import Engine, schedule_for, weights_dtype
 from lather.engine.optimizer import build_optimizer
 from lather.engine.step import StepResult, TrainStep
 from lather.models.deepseek_v2 import DeepseekV2Config
+from lather.models.families import build_model
 from lather.parallel.local_parameters import ShardInfo
 from lather.parallel.mesh import Mesh
+from lather.pipeline.model_part import PartLayers, empty_part
+from lather.pipeline.tape import Frees
 
 STEPS, WARM_UP = 50, 10
 """`WARM_UP` is an interval between refreshes, and is left out of the rate, which counts whole
@@ -116,7 +119,7 @@ def _train(
     It takes fewer steps than `STEPS` if time runs out, but more than `WARM_UP`.
     """
     started, device = time.monotonic(), settings.device
-    engine = build_engine(config, Mesh.single(device))
+    engine = _engine(config, device)
     step = TrainStep(
         engine, build_optimizer(config.optim, engine.parameters), config.train.max_grad_norm
     )
@@ -141,6 +144,22 @@ def _train(
             break
     memory = gpu_module(device).max_memory_allocated(device) if is_gpu(device) else None
     return results, seconds, memory, [entry.info for entry in engine.parameters]
+
+
+@torch.no_grad()
+def _engine(config: Config, device: torch.device) -> Engine:
+    """Build the engine of one rank, with other random weights than `build_engine` draws."""
+    whole = build_model(config.model, None, torch.device("meta"))
+    share = PartLayers((range(len(whole.layers)),))
+    part = empty_part(whole, share, device, weights_dtype(config))
+    generator = torch.Generator(device).manual_seed(config.seed)
+    for parameter in part.parameters():
+        if parameter.dim() > 1:
+            parameter.normal_(0, config.model.initializer_range, generator=generator)
+        else:  # a norm's
+            parameter.fill_(1)
+    schedule = schedule_for(config.parallel, config.num_micro_batches(1))
+    return Engine(part, Mesh.single(device), schedule, config.train, config.resolved_moe(), Frees())
 
 
 def flops_per_token(infos: list[ShardInfo], config: Config) -> float:
