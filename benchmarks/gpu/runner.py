@@ -50,13 +50,11 @@ class PartOutcome:
     """Fingerprint of the code and of the part's arguments."""
 
 
-def fingerprint(part: MeasuredPart, root: Path = ROOT) -> str:
-    """Compute a fingerprint, equal for equal code and arguments, in a repository or in a mere copy
-    of one, wherever it lies."""
-    digest = hashlib.sha256(repr(part.arguments).replace(str(root), "").encode())
+def _digest_of_code(root: Path) -> bytes:
+    digest = hashlib.sha256()
     for path in sorted(path for pattern in CODE for path in root.glob(pattern) if path.is_file()):
         digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:16]
+    return digest.digest()
 
 
 class Runner:
@@ -66,7 +64,14 @@ class Runner:
         self, folder: Path, say: Callable[[str], object] = print, root: Path = ROOT
     ) -> None:
         self.folder, self._say, self._root = folder, say, root
+        self._code = _digest_of_code(root)
         folder.mkdir(parents=True, exist_ok=True)
+
+    def fingerprint(self, part: MeasuredPart) -> str:
+        """Compute a fingerprint, equal for equal code and arguments, in a repository or in a mere
+        copy of one, wherever it lies."""
+        arguments = repr(part.arguments).replace(str(self._root), "")
+        return hashlib.sha256(self._code + arguments.encode()).hexdigest()[:16]
 
     def run(
         self,
@@ -104,7 +109,7 @@ class Runner:
     def is_tried(self, part: MeasuredPart) -> bool:
         """Say whether this code has run the part, with whatever outcome."""
         outcome = self.last(part.name)
-        return outcome is not None and outcome.fingerprint == fingerprint(part, self._root)
+        return outcome is not None and outcome.fingerprint == self.fingerprint(part)
 
     def earlier(self, part: MeasuredPart) -> PartOutcome | None:
         """How this code did the part before; None if it did not."""
@@ -132,7 +137,7 @@ class Runner:
         os.replace(aside, self.folder / "state.json")
 
     def _run(self, part: MeasuredPart) -> PartOutcome:
-        mark = fingerprint(part, self._root)
+        mark = self.fingerprint(part)
         if lacks := missing(part.needs):
             self.log(part.name).write_text("".join(f"needs {one}\n" for one in lacks))
             return PartOutcome("not possible", 0.0, None, mark)

@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings = Settings(torch.device(given.device), given.small, given.seconds)
     name, _, contestant = given.part.partition("-")
     common, file, status = (
-        environment(settings.device, ()),
+        environment(settings.device, ("triton",)),
         RowFile(given.out / f"{given.part}.jsonl"),
         0,
     )

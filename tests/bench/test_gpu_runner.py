@@ -24,7 +24,7 @@ from benchmarks.gpu import block, needs, parts, training
 from benchmarks.gpu import runner as runner_module
 from benchmarks.gpu.clock import DeviceRates, peak_flops
 from benchmarks.gpu.parts import MeasuredPart, all_parts, first_use
-from benchmarks.gpu.runner import PartOutcome, Runner, fingerprint
+from benchmarks.gpu.runner import PartOutcome, Runner
 from benchmarks.gpu.summary import collect, rows_of
 from benchmarks.gpu.work import Settings, main
 
@@ -152,15 +152,21 @@ def test_a_copy_of_the_code_elsewhere_goes_on(root: Path, tmp_path: Path) -> Non
     """A machine that gets a copy of the tree for each call keeps `runs`, which git ignores."""
     copy = tmp_path / "copy"
     (copy / "src/lather").mkdir(parents=True)
-    (copy / "src/lather/code.py").write_text("x = 1\n")
     (copy / "src/lather/commit.txt").write_text("not code\n")
-    here, there = (
-        fingerprint(MeasuredPart("a", "", ("-c", GOOD, f"{place}/runs/gpu"), 1.0), place)
-        for place in (root, copy)
-    )
+
+    def marks(code: str) -> list[str]:
+        (copy / "src/lather/code.py").write_text(code)
+        return [
+            Runner(tmp_path / "runs", root=place).fingerprint(
+                MeasuredPart("a", "", ("-c", GOOD, f"{place}/runs/gpu"), 1.0)
+            )
+            for place in (root, copy)
+        ]
+
+    here, there = marks("x = 1\n")
     assert here == there
-    (copy / "src/lather/code.py").write_text("x = 2\n")
-    assert fingerprint(fake("a", GOOD), root) != fingerprint(fake("a", GOOD), copy)
+    here, there = marks("x = 2\n")
+    assert here != there
 
 
 def test_a_part_whose_wheels_are_missing_is_not_started(runner: Runner) -> None:
@@ -233,7 +239,7 @@ def test_three_calls_of_nine_minutes_are_enough_if_every_part_hangs(
         def _run(self, part: MeasuredPart) -> PartOutcome:
             nonlocal now
             now += part.seconds
-            return PartOutcome("out of time", part.seconds, None, fingerprint(part, root))
+            return PartOutcome("out of time", part.seconds, None, self.fingerprint(part))
 
     monkeypatch.setattr(runner_module, "time", SimpleNamespace(monotonic=lambda: now))
     hanging = HangingParts(tmp_path, lambda line: None, root)
