@@ -4,6 +4,7 @@ versions that the package requires."""
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -276,6 +277,21 @@ def test_the_wheels_that_travel_are_those_that_the_machine_lacks() -> None:
     pinned = (REPOSITORY / "constraints.txt").read_text().replace("_", "-").lower().split()
     versions = dict(line.split("==") for line in pinned if "==" in line)
     assert {wheel.replace("_", "-") for wheel in needs.WHEELS} <= versions.keys()
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+def test_make_finds_wheels_in_a_folder_of_their_own() -> None:
+    outside = {key: value for key, value in os.environ.items() if not key.startswith("MAKE")}
+    result = subprocess.run(
+        ["make", "-n", "gpu", "INSTALL=0", "PYTHON=py", "ARGS=--minutes 9"],
+        cwd=REPOSITORY,
+        env={**outside, "PYTHONPATH": "/wheels"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    expected = "PYTHONPATH=src:/wheels py -m benchmarks.gpu --device cuda --minutes 9"
+    assert expected.split() == result.stdout.split()
 
 
 def test_the_page_says_what_is_needed() -> None:
