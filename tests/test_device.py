@@ -2,6 +2,8 @@
 
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,16 @@ import pytest
 import torch
 import torch.utils.deterministic
 
-from lather.device import deterministic, is_gpu, launching_on
+from lather.device import (
+    Read,
+    deterministic,
+    is_gpu,
+    is_true,
+    launching_on,
+    masked,
+    positions,
+    read,
+)
 
 SOURCE = Path(__file__).parents[1] / "src" / "lather"
 ASKS = re.compile(r"\.is_cuda\b|\.type\s*[!=]=\s*\"cuda\"")
@@ -26,6 +37,51 @@ def test_everything_with_memory_but_the_cpu_is_a_gpu() -> None:
 def test_tensors_elsewhere_are_launched_on_without_a_current_gpu() -> None:
     with launching_on(torch.zeros(1)):
         pass
+
+
+READS = """
+import torch
+from lather.device import Read, is_true, masked, positions, read
+from lather.standin.mode import StandInMode
+
+with StandInMode() as mode:
+    flags, numbers = (torch.ones(4, dtype=dtype, device=mode.device) for dtype in (bool, int))
+    assert read(numbers, Read.SAME).tolist() == [1, -1]
+    assert not is_true(flags.any(), Read.CHOICE) and is_true(flags.all(), Read.FINITE)
+    assert [len(x) for x in positions(flags, Read.EXPERT_ROWS)] == [4]
+    assert len(masked(numbers, flags, Read.PAIRS)) == 4
+    for beside in (
+        lambda: numbers.sum().item(),
+        lambda: bool(flags.any()),
+        lambda: numbers.cpu(),
+        lambda: numbers.to("cpu", non_blocking=True),
+        lambda: numbers.tolist(),
+        lambda: flags.nonzero(),
+        lambda: numbers[flags],
+    ):
+        try:
+            print("passed over", beside())
+        except RuntimeError as error:
+            assert "with lather.device.read" in str(error), error
+"""
+
+
+def test_values_are_read_in_one_place() -> None:
+    """The stand-in answers by the meaning of a read; a read beside `lather.device` raises, in every
+    test that runs steps on it."""
+    done = subprocess.run(
+        [sys.executable, "-c", READS], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.stdout, done.returncode) == ("", 0), done.stderr
+
+
+def test_reads_on_a_cpu_give_the_values() -> None:
+    x, flags = torch.tensor([3, 4, 5]), torch.tensor([True, False, True])
+    assert read(x, Read.ENDS).tolist() == [3, 4, 5]
+    assert is_true(flags.any(), Read.CHOICE)
+    assert not is_true(flags.all(), Read.CHOICE)
+    assert positions(flags, Read.EXPERT_ROWS)[0].tolist() == [0, 2]
+    assert masked(x, flags, Read.PAIRS).tolist() == [3, 5]
 
 
 def test_nobody_asks_a_tensor_whether_it_is_on_cuda() -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from benchmarks.launches.counter import Counter
 from lather.config.config import Config, LoopConfig, MoEConfig, num_routed_experts
@@ -187,10 +187,9 @@ def share_of_rank(
 # --- the model ------------------------------------------------------------------------------------
 
 
-def rows_of_experts(tokens: int, model: ModelConfig) -> Callable[[Tensor], Tensor]:
-    """Integers that the host reads: the ends of the experts' rows, with an even load."""
-    each = tokens * model.num_experts_per_tok // num_routed_experts(model)
-    return lambda x: torch.arange(1, x.numel() + 1).view(x.shape) * each
+def rows_of_expert(tokens: int, model: ModelConfig) -> int:
+    """Return the number of rows of each expert with an even load."""
+    return tokens * model.num_experts_per_tok // num_routed_experts(model)
 
 
 def block_case(
@@ -200,7 +199,7 @@ def block_case(
     config = sizes or model_config(model, num_hidden_layers=2)
 
     def rows(counter: Counter) -> Iterator[str]:
-        counter.integers = rows_of_experts(tokens, config)
+        counter.rows_of_expert = rows_of_expert(tokens, config)
         part = _part(config, counter.device)
         block = next(
             block
@@ -307,7 +306,7 @@ def step_case(
 def training_steps(counter: Counter, config: Config, *, packed: bool = False) -> Iterator[str]:
     """Run steps of a whole engine, each a row: one with first bases, one without, one with a
     refresh."""
-    counter.integers = rows_of_experts(
+    counter.rows_of_expert = rows_of_expert(
         config.train.batch_size * config.train.sequence_length, config.model
     )
     engine = build_engine(config, Mesh.single(counter.device))

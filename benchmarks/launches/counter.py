@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.launches import operations
+from lather.device import Read
 from lather.memory.live_bytes import PeakBytes, following_resizes
 from lather.standin.mode import StandInMode, places
 from lather.standin.operations import COPIES, TAKE_INDICES, VIEWS, flops
@@ -62,10 +63,11 @@ class Counter(StandInMode):
     """Counts launches, bytes, flops, waits and peak, as the head of this file says. The device
     serves one counter at a time."""
 
-    def __init__(self, integers: Callable[[Tensor], Tensor] | None = None) -> None:
-        """`integers` gives the values of an integer tensor that the host reads; None: 1, 2, 3 and
-        so on."""
-        super().__init__(integers)
+    rows_of_expert = 1
+    """Number of rows that each expert has."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self.phases: defaultdict[str, CountedPhase] = defaultdict(CountedPhase)
         self.waits: Tally[tuple[str, str]] = Tally()
         """How often the host waited, by (reason, place)."""
@@ -118,6 +120,10 @@ class Counter(StandInMode):
         return self.phases[
             next((name for name in reversed(self._ranges) if name.startswith(RANGES)), OUTSIDE)
         ]
+
+    def values_of(self, x: Tensor, what: Read) -> Tensor:
+        values = super().values_of(x, what)
+        return values * self.rows_of_expert if what is Read.ENDS else values
 
     def wait(self, what: str) -> None:
         """Note that the host waits here."""

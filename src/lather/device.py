@@ -1,4 +1,5 @@
-"""Distinguishes CPU and GPU, and returns the module of torch that drives a GPU.
+"""Distinguishes CPU and GPU, returns the module of torch that drives a GPU, and reads values from a
+device.
 
 On the CPU an operation is complete when its call returns, and reading a value costs nothing. On a
 GPU operations are queued on streams, and reading a value waits for all of them. Every device except
@@ -11,6 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from enum import Enum
 from typing import Any
 
 import torch
@@ -19,8 +21,73 @@ from torch import Tensor
 
 CPU_STANDIN = "cpu_standin"
 """Name of the stand-in device (`lather.standin`) where it replaces a CPU."""
+STANDINS = ("standin", CPU_STANDIN)
+"""Names of the devices of `lather.standin`, which have no values."""
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 """Environment variable that makes cuBLAS choose the same kernels in every run."""
+
+
+class Read(Enum):
+    """The values that the host reads from a device. For each of them it waits for the device, but
+    on a CPU.
+
+    A step of the trainer reads `STEP` once, `REFRESHES` if bases are due, and under expert
+    parallelism `SIZES` for each block and micro-batch. A stand-in for a device, which has no
+    values, answers by this meaning alone.
+    """
+
+    STEP = "losses, experts' loads and gradient norms of a step"
+    REFRESHES = "flags: which refreshes were skipped, and which failed"
+    GRADIENTS = "norms of gradients, and flags of the ranks that have one"
+    ZERO = "a flag: whether a gradient is anything but zero"
+    SAME = "a number and its negative, the maxima over ranks that must have the same number"
+    COUNTS = "the numbers of labels and tokens of all ranks"
+    COUNTERS = "the numbers of refreshes of all ranks"
+    VOTE = "the greatest number that a rank gives"
+    LOSS = "a validation loss"
+    LOGITS = "the logits of the next token"
+    SIZES = "the numbers of rows and pairs that expert ranks send each other, (2, ranks, 2)"
+    PAIRS = "the number of pairs of a token and a slot that have a row"
+    ENDS = "the end of each expert's rows, where products are done expert by expert"
+    EXPERT_ROWS = "the number of pairs of a token and a slot whose expert is one given expert"
+    RANGE = "the least and the greatest index, which have to be in range (on a CPU alone)"
+    BOUNDS = "the boundaries of packed documents"
+    FINITE = "a flag: whether a decomposition is finite"
+    CHOICE = "a flag that chooses between algorithms for a batch of matrices"
+    WRONG = "a flag: whether any index or label is out of range or missing"
+
+
+def read(x: Tensor, what: Read, *, wait: bool = True) -> Tensor:
+    """Copy the values of `x` to the host. Every value by which the host decides travels from the
+    device to the host through this function.
+
+    Without `wait` they are there as soon as the current stream is done with its present work.
+    """
+    if x.device.type in STANDINS:
+        values: Tensor = gpu_module(x).read(x.detach(), what, wait)
+        return values
+    return x.detach().to("cpu", non_blocking=not wait)
+
+
+def is_true(flag: Tensor, what: Read) -> bool:
+    """Read one flag, of no dims."""
+    return bool(read(flag, what))
+
+
+def positions(flags: Tensor, what: Read) -> tuple[Tensor, ...]:
+    """Return the indices of the true elements, for each dim (N,); the host waits for N."""
+    if flags.device.type in STANDINS:
+        indices: tuple[Tensor, ...] = gpu_module(flags).positions(flags, what)
+        return indices
+    return flags.nonzero(as_tuple=True)
+
+
+def masked(x: Tensor, flags: Tensor, what: Read) -> Tensor:
+    """Return the elements (N,) of `x` whose flag is true; the host waits for N."""
+    if x.device.type in STANDINS:
+        elements: Tensor = gpu_module(x).masked(x, flags, what)
+        return elements
+    return x[flags]
 
 
 def is_gpu(on: Tensor | torch.device) -> bool:

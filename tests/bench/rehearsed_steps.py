@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.launches.cases import STEPS, rows_of_experts, rule_options
+from benchmarks.launches.cases import STEPS, rows_of_expert, rule_options
 from benchmarks.launches.counter import Counter
 from lather.config.config import Config, LoopConfig, MoEConfig
 from lather.config.optim import optim_config
@@ -158,7 +158,8 @@ def rehearse(case: Rehearsal) -> list[dict[str, Any]]:
     """Run a case; returns for each step its launches, its host waits with their places, and
     oddities."""
     config, found = case.config(), []
-    with Counter(rows_of_experts(SEQUENCES // 2 * LENGTH, config.model)) as counter:
+    with Counter() as counter:
+        counter.rows_of_expert = rows_of_expert(SEQUENCES // 2 * LENGTH, config.model)
         engine = build_engine(config, Mesh.single(counter.device))
         step = TrainStep(
             engine, build_optimizer(config.optim, engine.parameters), config.train.max_grad_norm

@@ -65,7 +65,7 @@ def test_a_gpu_would_take_the_step(case: Rehearsal) -> None:
                 if not wait.split(", ")[1].startswith(OUTSIDE)
             ]
             assert [(wait.split(", ")[0], times) for wait, times in of_model] == [
-                ("copy to the host", 1)
+                ("reads STEP", 1)
             ], of_model
     if case.precision == "bf16" and case.sizes != NARROW and case.rule != "klsoap":
         waits = result["steps"][1]["waits"]

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lather.config.config import Config, LoopConfig, MoEConfig, ParallelConfig
 from lather.data.batches import Batch
-from lather.device import to_device
+from lather.device import Read, read, to_device
 from lather.engine.trained_parameters import train_only, trained_parameters, with_adapters
 from lather.models.decoder import Decoder, RoutedModel
 from lather.models.families import build_model as build_family
@@ -176,7 +176,7 @@ class Engine:
         )
         if self.mesh.size > 1:
             dist.all_reduce(total)
-        return total.item() / num_labels
+        return read(total, Read.LOSS).item() / num_labels
 
     def fill_waits(self, filler: PendingRefreshes) -> None:
         """Do pieces of these refreshes while the rank waits for other ranks of its pipeline."""
@@ -209,7 +209,7 @@ class Engine:
             return own
         total = torch.tensor(own, device=self.mesh.device)
         dist.all_reduce(total, group=self.mesh.data_group)
-        num_labels, num_tokens = total.tolist()
+        num_labels, num_tokens = read(total, Read.COUNTS).tolist()
         return num_labels, num_tokens
 
     def _micro_batches(
@@ -277,8 +277,8 @@ class Engine:
         total = torch.cat((result.found, sums))
         if self.mesh.size > 1:
             dist.all_reduce(total)
-        found, sums, own = (
-            torch.cat((total, own)).cpu().split([len(result.found), len(sums), len(own)])
+        found, sums, own = read(torch.cat((total, own)), Read.STEP).split(
+            [len(result.found), len(sums), len(own)]
         )
         loss, balance = found[:2].tolist()
         loss = loss if result.num_labels else math.nan

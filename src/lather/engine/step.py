@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lather.config.optim import OptimConfig
 from lather.data.batches import Batch
-from lather.device import gpu_module, is_gpu
+from lather.device import Read, gpu_module, is_gpu, read
 from lather.engine.engine import BatchResult, Engine
 from lather.engine.optimizer import LR_FACTOR
 from lather.errors import ConfigError
@@ -151,7 +151,7 @@ class TrainStep:
         if self.engine.mesh.size > 1:
             total = torch.tensor(new, device=self.engine.mesh.device)
             dist.all_reduce(total)
-            new = total.tolist()
+            new = read(total, Read.COUNTERS).tolist()
         return dict(zip(REFRESHES, new, strict=True))
 
     def _now(self) -> float:

@@ -29,7 +29,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lather.device import no_autocast
+from lather.device import Read, no_autocast, positions
 from lather.kernels.combine import combine_forward
 from lather.kernels.gather import gather_rows
 from lather.kernels.route import Route, plan_route
@@ -138,7 +138,7 @@ class Experts(Deferrable, Rounding, nn.Module):
         )
         weights = zip(*(stack.unbind() for stack in stacks), *biases, strict=True)
         for expert, (gate_up_HD, down_DF, gate_up_bias_H, down_bias_D) in enumerate(weights):
-            token, slot = (experts_RK == expert).nonzero(as_tuple=True)
+            token, slot = positions(experts_RK == expert, Read.EXPERT_ROWS)
             h_NF = plain_gate(F.linear(x_RD[token], gate_up_HD, gate_up_bias_H), self.gate)
             out_ND = F.linear(h_NF, down_DF, down_bias_D)
             weighted_ND = (out_ND * weights_RK[token, slot, None].to(out_ND.dtype)).to(y_RD.dtype)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lather.device import Read, read
 from lather.errors import UserError
 from lather.models.decoder import Decoder
 from lather.models.token_positions import KeyValueCache
@@ -115,7 +116,7 @@ class Continuations:
         token ends its row and is left out."""
         if not self.going:
             return {}
-        logits_BV = self._next_logits().float().cpu()
+        logits_BV = read(self._next_logits().float(), Read.LOGITS)
         rows = zip(self.going, logits_BV, strict=True)
         chosen = {
             row: self._sampling.choose(logits_V, self._generators[row]) for row, logits_V in rows

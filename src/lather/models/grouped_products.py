@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from lather.device import gpu_module, is_gpu
+from lather.device import Read, gpu_module, is_gpu, read
 from lather.shapes import Float, Int
 
 GROUPED_MM_MAJORS = (9, 10)
@@ -95,7 +95,7 @@ def expert_of_row(end_E: Int[Tensor, " e"], num_rows: int) -> Int[Tensor, " g"]:
 def _runs(end_E: Tensor) -> Iterator[tuple[int, slice]]:
     """Yield each expert that has rows, with these rows."""
     start = 0
-    for expert, end in enumerate(end_E.tolist()):
+    for expert, end in enumerate(read(end_E, Read.ENDS).tolist()):
         if end > start:
             yield expert, slice(start, end)
         start = end

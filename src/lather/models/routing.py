@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lather.device import Read, is_true, read
 from lather.models.layers import Product, multiply, reset_parameters
 from lather.models.saving.weight_gradients import Deferrable
 from lather.shapes import Bool, Float, Int
@@ -203,12 +204,11 @@ class Router(Deferrable, nn.Module):
                 f"replay got experts of shape {tuple(experts_TK.shape)}: it must be (T, {k}), one "
                 "row per token"
             )
-        if experts_TK.numel() and not 0 <= int(experts_TK.min()) <= int(experts_TK.max()) < e:
-            raise ValueError(
-                f"replay got experts {int(experts_TK.min())} to {int(experts_TK.max())}: they must "
-                f"be 0 to {e - 1}"
-            )
-        if (experts_TK.sort(-1).values.diff(dim=-1) == 0).any():
+        if experts_TK.numel():
+            least, most = read(torch.stack(experts_TK.aminmax()), Read.RANGE).tolist()
+            if least < 0 or most >= e:
+                raise ValueError(f"replay got experts {least} to {most}: they must be 0 to {e - 1}")
+        if is_true((experts_TK.sort(-1).values.diff(dim=-1) == 0).any(), Read.WRONG):
             raise ValueError(
                 "replay got a token that has the same expert twice: give K different experts per "
                 "token"

@@ -24,7 +24,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask, or_masks
 
-from lather.device import is_gpu, to_device
+from lather.device import Read, is_gpu, read, to_device
 from lather.models.rotary import Rotary
 from lather.models.routing import Padding
 from lather.shapes import Bool, Float, Int
@@ -146,7 +146,8 @@ class SequenceLayout:
     def _pack(self, cu_seqlens: Tensor) -> None:
         check_boundaries(cu_seqlens, self.batch * self.length)
         rows = torch.arange(0, self.batch * self.length + 1, max(self.length, 1), device="cpu")
-        starts = to_device(torch.cat((cu_seqlens.cpu().long(), rows)).unique()[:-1], self.device)
+        bounds = read(cu_seqlens, Read.BOUNDS).long()
+        starts = to_device(torch.cat((bounds, rows)).unique()[:-1], self.device)
         if len(starts) > self.batch:
             token_T = torch.arange(self.batch * self.length, device=self.device)
             document_T = torch.searchsorted(starts, token_T, right=True) - 1
@@ -276,7 +277,7 @@ def check_boundaries(cu_seqlens: Tensor, num_tokens: int) -> None:
             f"cu_seqlens has shape {tuple(cu_seqlens.shape)}: it must be one row of two or more "
             f"boundaries, 0 to {num_tokens}"
         )
-    bounds = cu_seqlens.cpu()
+    bounds = read(cu_seqlens, Read.BOUNDS)
     if bounds[0] != 0 or bounds[-1] != num_tokens:
         raise ValueError(
             f"cu_seqlens goes from {bounds[0]} to {bounds[-1]}: it must go from 0 to batch * "

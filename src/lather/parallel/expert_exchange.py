@@ -40,7 +40,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lather.device import gpu_module, is_gpu
+from lather.device import Read, gpu_module, is_gpu, read
 from lather.kernels.combine import combine_forward
 from lather.kernels.gather import gather_rows
 from lather.kernels.route import check_range
@@ -138,12 +138,12 @@ class ExpertExchange(Exchange):
             ):  # the compute stream may have further work queued
                 work.wait()
                 _used_here(plan.sizes_P2, sizes_2P2)
-                sizes_2P2 = sizes_2P2.to("cpu", non_blocking=True)
+                sizes_2P2 = read(sizes_2P2, Read.SIZES, wait=False)
                 arrive = self._sizes_stream.record_event().synchronize
 
         def finish() -> Way:
             arrive()
-            return plan.way(*sizes_2P2.tolist())
+            return plan.way(*read(sizes_2P2, Read.SIZES).tolist())
 
         return Pending(finish)
 

@@ -18,7 +18,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
 from typing import Any, TypeVar
 
 import torch
@@ -29,7 +28,7 @@ from lather.checkpoint.save import Staging
 from lather.checkpoint.state import TrainingState
 from lather.config.config import Config, num_routed_experts
 from lather.data.batches import Batch
-from lather.device import is_gpu
+from lather.device import Read, is_gpu, read
 from lather.engine.engine import Engine, build_engine
 from lather.engine.optimizer import build_optimizer
 from lather.engine.step import TrainStep
@@ -42,7 +41,7 @@ from lather.planning.ledger import Ledger, MemoryTimeline
 from lather.planning.work import Work, WorkTally
 from lather.planning.workers import Assumed
 from lather.standin.device import module, standin
-from lather.standin.mode import StandInMode, places
+from lather.standin.mode import StandInMode
 from lather.standin.operations import flops
 from lather.torch_private import start_fake_process_group
 
@@ -119,8 +118,8 @@ class LedgerMode(StandInMode):
     """Runs operations on the stand-in device and records them in a ledger."""
 
     def __init__(self, ledger: Ledger, load: Load, tally: WorkTally) -> None:
-        super().__init__(load.integers, load.trues)
-        self.ledger, self.tally = ledger, tally
+        super().__init__()
+        self.ledger, self.load, self.tally = ledger, load, tally
         self._segments: list[str] = []
 
     def __enter__(self) -> LedgerMode:
@@ -145,6 +144,24 @@ class LedgerMode(StandInMode):
         self.tally.refreshing = any(
             name.startswith(OPTIMIZER) and name.endswith("refresh") for name in self._segments
         )
+
+    def values_of(self, x: Tensor, what: Read) -> Tensor:
+        """Return the values of a step with the assumed load."""
+        load = self.load
+        if what is Read.SIZES:
+            return torch.tensor([load.rows, load.pairs]).expand(x.shape).contiguous()
+        if what is Read.COUNTS:
+            return torch.full((2,), load.tokens)
+        if what is Read.ENDS:
+            pairs = load.pairs * load.config.parallel.ep
+            return (torch.arange(1, x.numel() + 1) * pairs // max(1, x.numel())).view(x.shape)
+        return super().values_of(x, what)
+
+    def num_true(self, flags: Tensor, what: Read) -> int:
+        """Return the number of pairs of this rank's experts, or of one of them."""
+        experts, ranks = num_routed_experts(self.load.config.model), self.load.config.parallel.ep
+        pairs = min(flags.numel(), self.load.pairs * ranks)
+        return pairs * ranks // experts if what is Read.EXPERT_ROWS else pairs
 
     def launch(self, name: str, read: int, written: int, *, flops: int = 0) -> None:
         self.tally.add(Work(flops))
@@ -223,7 +240,7 @@ def kind_of_state(name: str) -> str:
 
 @dataclass(frozen=True)
 class Load:
-    """The integers that the host reads during a step."""
+    """The numbers of rows that ranks receive in a step."""
 
     config: Config
     tokens: int
@@ -256,32 +273,6 @@ class Load:
         )
         return min(self.tokens, math.ceil(self.tokens * (1 - none_here) * self.imbalance))
 
-    def integers(self, x: Tensor) -> Tensor:
-        """Return the values of `x` for its reader: hashes that ranks compare, indices that are
-        checked, sizes of an exchange, or ends of experts' rows."""
-        reader = " < ".join(islice(places(), 2))
-        if "_check_same" in reader:
-            return torch.tensor([1, -1])
-        if "check_range" in reader:
-            return torch.zeros(x.shape, dtype=x.dtype)
-        if "parallel/expert_exchange.py" in reader:
-            return torch.tensor([self.rows, self.pairs]).expand(x.shape).contiguous()
-        if "_add_up" in reader:
-            return torch.full((2,), self.tokens)
-        pairs = self.pairs * self.config.parallel.ep
-        return (torch.arange(1, x.numel() + 1) * pairs // max(1, x.numel())).view(x.shape)
-
-    def trues(self, x: Tensor) -> int:
-        """Return how many flags are true, of pairs of a row and a slot of the router: those whose
-        expert is on this rank, or is a single expert."""
-        pairs = min(x.numel(), self.pairs * self.config.parallel.ep)
-        of_one_expert = next(places(), "").startswith("models/experts.py")
-        return (
-            pairs * self.config.parallel.ep // num_routed_experts(self.config.model)
-            if of_one_expert
-            else pairs
-        )
-
 
 def refresh_at_every_step(optimizer: torch.optim.Optimizer) -> bool:
     """Make the optimizer refresh all bases at every step, from the first or second on; return
@@ -305,7 +296,7 @@ def step_without_passes(engine: Engine, optimizer: torch.optim.Optimizer) -> Non
     if isinstance(optimizer, MatrixOptimizer):
         norms = optimizer.measure_gradients()
         if norms is not None:
-            norms.values = norms.values.cpu()
+            norms.values = read(norms.values, Read.STEP)
         optimizer.step(norms=norms)
     else:
         optimizer.step()

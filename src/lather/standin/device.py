@@ -15,10 +15,10 @@ from typing import Any, Literal
 
 import torch
 
-from lather.device import CPU_STANDIN
+from lather.device import STANDINS, Read
 from lather.torch_private import register_python_device
 
-NAMES: dict[str, str] = {"gpu": "standin", "cpu": CPU_STANDIN}
+NAMES: dict[str, str] = dict(zip(("gpu", "cpu"), STANDINS, strict=True))
 """Name of the device, by the kind of device that it replaces."""
 
 HOPPER = (9, 0)
@@ -91,6 +91,12 @@ class StandIn:
         """Called when the host waits."""
         self.peak: Callable[[], int] = lambda: 0
         """Returns the value of `max_memory_allocated`."""
+        self.read: Callable[[torch.Tensor, Read, bool], torch.Tensor]
+        """Returns the values of `lather.device.read`."""
+        self.positions: Callable[[torch.Tensor, Read], tuple[torch.Tensor, ...]]
+        """Returns those of `lather.device.positions`."""
+        self.masked: Callable[[torch.Tensor, torch.Tensor, Read], torch.Tensor]
+        """Returns those of `lather.device.masked`."""
         self.memory = 141 * 10**9
         """Bytes of the device; those of an H200."""
 

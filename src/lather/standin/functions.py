@@ -43,10 +43,7 @@ class Functions(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func is F.scaled_dot_product_attention and self.mode.is_here(args[0]):
             return self._attention(*args, **kwargs)
-        out = func(*args, **kwargs)
-        if func in (torch.isfinite, Tensor.isfinite) and self.mode.is_here(out):
-            out.lather_truth = True
-        return out
+        return func(*args, **kwargs)
 
     def _attention(
         self,

@@ -2,9 +2,9 @@
 `mode.device`.
 
 CPU operations run on real tensors. Tensors on the device are fake: an operation yields shape, dtype
-and strides. Values that the host reads from them are assumed: numbers are finite, flags are not
-set, and integers are those of `StandInMode.integers`. Operations of process groups complete at
-once.
+and strides. Values that the host reads from them (`lather.device.read`) are those of
+`StandInMode.values_of`; code that reads values by another way raises RuntimeError. Operations of
+process groups complete at once.
 
 A subclass is notified of every operation (`ran`), kernel (`launch`), wait of the host (`wait`) and
 remark (`note`), with the place in Lather.
@@ -24,38 +24,39 @@ import torch
 from torch import Tensor
 
 import lather
+from lather.device import Read
 from lather.memory.live_bytes import tensors_in
 from lather.standin import device, operations
 from lather.standin.functions import Functions, counted_compile, counted_triton
 from lather.torch_private import TorchDispatchMode, fake_tensors, fake_tensors_behave
 
 SOURCE = os.path.dirname(lather.__file__) + os.sep
-BESIDES = tuple(SOURCE + name for name in ("torch_private.py", "memory", "planning", "standin"))
+OBSERVERS = ("device.py", "torch_private.py", "memory", "planning", "standin")
+BESIDES = tuple(SOURCE + name for name in OBSERVERS)
 """Code that observes, and is left out of the places."""
 
 
 class StandInMode(TorchDispatchMode):
     """The mode that the module docstring describes. Only one can use the device at a time."""
 
-    def __init__(
-        self,
-        integers: Callable[[Tensor], Tensor] | None = None,
-        trues: Callable[[Tensor], int] | None = None,
-    ) -> None:
-        """`integers`: the values of an integer tensor that the host reads; None: 1, 2, 3 and so on.
-        `trues`: the number of true elements of a tensor of flags that determines the size of a
-        result; None: all."""
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = device.standin()
-        self.trues = trues or Tensor.numel
-        self.integers = integers or (lambda x: torch.arange(1, x.numel() + 1).view(x.shape))
         self.fake, mode = fake_tensors()
         self._mode: Any = mode()
         self._pinned: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self._around = ExitStack()
 
     def __enter__(self) -> Self:
-        told = patch.multiple(device.module, waited=self.wait, peak=lambda: self.peak_bytes)
+        told = patch.multiple(
+            device.module,
+            create=True,
+            waited=self.wait,
+            peak=lambda: self.peak_bytes,
+            read=self._read,
+            positions=self._positions_of,
+            masked=self._masked,
+        )
         unmarked = patch.object(
             Tensor, "record_stream", lambda x, stream: None
         )  # torch accepts only its own streams
@@ -105,6 +106,23 @@ class StandInMode(TorchDispatchMode):
     def left(self) -> None:
         """Called when the innermost range ends."""
 
+    def values_of(self, x: Tensor, what: Read) -> Tensor:
+        """Return the values that the host reads: numbers that are finite and the same on all ranks,
+        and one row for each expert; no flag is true but `FINITE`."""
+        if what is Read.SAME:
+            return torch.tensor([1, -1])
+        if x.dtype == torch.bool:
+            return torch.full(x.shape, what is Read.FINITE)
+        if what is Read.RANGE:
+            return torch.zeros(x.shape, dtype=x.dtype)
+        if x.is_floating_point():
+            return torch.ones(x.shape, dtype=x.dtype)
+        return torch.arange(1, x.numel() + 1, dtype=x.dtype).view(x.shape)
+
+    def num_true(self, flags: Tensor, what: Read) -> int:
+        """Return how many of these flags are true; they determine the size of a result."""
+        return flags.numel()
+
     def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run an operation on fake tensors."""
         return func(*args, **kwargs)
@@ -139,9 +157,8 @@ class StandInMode(TorchDispatchMode):
         made_here = torch.device(kwargs.get("device") or "cpu").type == self.device.type
         if not made_here and not any(isinstance(x, self.fake) for x in tensors_in([args, kwargs])):
             return self._on_cpu(func, name, args, kwargs)
-        if name == "_local_scalar_dense":
-            self.wait("item()")
-            return self._values(args[0]).item()
+        if name in operations.READS or (name in operations.TAKE_INDICES and _is_masked(args[1])):
+            raise _unseen("a value")
         if name in operations.COPIES:
             return self._copied(func, name, args, kwargs)
         return self._run(func, name, args, kwargs)
@@ -175,30 +192,35 @@ class StandInMode(TorchDispatchMode):
         if self.is_here(source) == (to.type == self.device.type) or source.device.type == "meta":
             return self._run(func, name, args, kwargs)
         if self.is_here(source):
+            if name != "copy_":
+                raise _unseen("values")
             if not waits_not:
                 self.wait("copy to the host")
             self.launch("copy to the host", operations.nbytes(source), 0)
-            values = self._values(source)
-            return (
-                args[0].copy_(values)
-                if name == "copy_"
-                else values.to(kwargs.get("dtype") or source.dtype)
-            )
+            return args[0].zero_()  # stored, not read: the values do not matter
         if not waits_not:
             self.wait("blocking copy to the device")
         elif id(source.untyped_storage()) not in self._pinned:
             self.wait("copy of pageable memory to the device")
         return self._run(func, name, args, kwargs)
 
-    def _values(self, x: Tensor) -> Tensor:
-        """Return the assumed values of a tensor that the host reads."""
-        if x.dtype == torch.bool:
-            return torch.full(x.shape, bool(getattr(x, "lather_truth", None)))
-        return (
-            torch.ones(x.shape, dtype=x.dtype)
-            if x.is_floating_point()
-            else self.integers(x).to(x.dtype)
-        )
+    def _read(self, x: Tensor, what: Read, wait: bool) -> Tensor:
+        if wait:
+            self.wait(f"reads {what.name}")
+        if x.dim():
+            self.launch("copy to the host", operations.nbytes(x), 0)
+        return self.values_of(x, what).to(x.dtype)
+
+    def _positions_of(self, flags: Tensor, what: Read) -> tuple[Tensor, ...]:
+        self.wait(f"reads {what.name}")
+        self.launch("nonzero", operations.nbytes(flags), 0)
+        size = (self.num_true(flags, what), flags.dim())
+        return flags.new_empty(size, dtype=torch.int64).unbind(1)
+
+    def _masked(self, x: Tensor, flags: Tensor, what: Read) -> Tensor:
+        self.wait(f"reads {what.name}")
+        self.launch("masked", operations.nbytes(x), 0)
+        return x.new_empty(self.num_true(flags, what))
 
     def _run(self, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         operands: list[Any]
@@ -207,34 +229,25 @@ class StandInMode(TorchDispatchMode):
             (list(args), kwargs),
         )
         with self._mode:
-            out = self._of_flags(name, operands)
-            if out is None:
-                out = self.run(operations.SHAPES.get(name) or func, operands, kwargs)
+            out = self.run(operations.SHAPES.get(name) or func, operands, kwargs)
         made = list(tensors_in(out))
-        for x in made:
-            if x.dtype == torch.bool:
-                x.lather_truth = operations.truth(func, name, operands)  # type: ignore[attr-defined]
         inputs = list(tensors_in([operands, kwargs]))
         if any(map(self.is_here, (*inputs, *made))):
             self.ran(func, name, operands, kwargs, inputs, made, out)
         return out
 
-    def _of_flags(self, name: str, args: list[Any]) -> Any:
-        """Return the result of an operation whose size depends on flags; replace masks in `args`
-        that are indices by positions."""
-        if name == "nonzero":
-            return args[0].new_empty(self.trues(args[0]), args[0].dim(), dtype=torch.int64)
-        if name in operations.TAKE_INDICES and any(
-            x is not None and x.dtype == torch.bool for x in args[1]
-        ):
-            args[1] = [one for x in args[1] for one in self._positions(x)]
-        return None
 
-    def _positions(self, index: Tensor | None) -> list[Tensor | None]:
-        if index is None or index.dtype != torch.bool:
-            return [index]
-        count = self.trues(index)
-        return [index.new_empty(count, dtype=torch.int64) for _ in range(index.dim())]
+def _is_masked(indices: Sequence[Tensor | None]) -> bool:
+    """Return whether flags are among the indices, whose number of true elements gives a size."""
+    return any(index is not None and index.dtype == torch.bool for index in indices)
+
+
+def _unseen(what: str) -> RuntimeError:
+    place = next(places(), "code outside of Lather")
+    return RuntimeError(
+        f"{place} reads {what} of the stand-in device, which has none: read them with "
+        "lather.device.read"
+    )
 
 
 def places() -> Iterator[str]:

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from lather.memory.live_bytes import tensors_in
-
 VIEWS = frozenset(["_unsafe_view", "lift", "unsafe_split"])
 """Views whose schema does not say so; of all others torch says it (`func.is_view`)."""
 COPIES = frozenset(("_to_copy", "copy_"))
@@ -25,23 +23,8 @@ SHAPES: dict[str, Callable[..., Any]] = {
 """Results of operations for which torch has no shape function on the meta device, or not for all
 dtypes that the CPU accepts."""
 TAKE_INDICES = frozenset(["index", "index_put_", "index_put", "_index_put_impl_"])
-CARRY_FLAGS = frozenset(
-    [
-        "any",
-        "cat",
-        "stack",
-        "bitwise_or",
-        "bitwise_or_",
-        "__or__",
-        "__ior__",
-        "logical_or",
-        "where",
-        "index_select",
-        "_to_copy",
-        "clone",
-    ]
-)
-"""Operations whose flags are those of their operands."""
+READS = frozenset(["_local_scalar_dense", "nonzero"])
+"""Operations whose result, or its size, depends on values of a tensor."""
 
 
 def _grouped_product(
@@ -76,22 +59,6 @@ def nbytes(x: Tensor) -> int:
         math.prod(n for n, stride in zip(x.shape, x.stride(), strict=True) if stride)
         * x.element_size()
     )
-
-
-def truth(func: Any, name: str, args: Sequence[Any]) -> bool | None:
-    """Return the assumed value of a tensor of flags, which follows from flags that are known, as
-    those of `isfinite` are (`functions`). The results of other comparisons are not known (None),
-    and a reader gets false."""
-    known: list[bool | None] = [
-        getattr(x, "lather_truth", None) for x in tensors_in(args) if x.dtype == torch.bool
-    ]
-    if name in ("bitwise_not", "logical_not"):
-        return None if known[0] is None else not known[0]
-    if name in ("bitwise_and", "logical_and", "all"):
-        return None if None in known else all(known)
-    if name in CARRY_FLAGS or name in VIEWS or func.is_view:
-        return True if True in known else None if None in known else False
-    return None
 
 
 ATTENTION = "_scaled_dot_product_"

@@ -26,7 +26,7 @@ from lather.checkpoint.state import TrainingState
 from lather.config.changes import values_of
 from lather.config.config import Config
 from lather.config.toml_file import folder_of
-from lather.device import deterministic
+from lather.device import Read, deterministic, read
 from lather.engine.engine import build_engine
 from lather.engine.optimizer import build_optimizer
 from lather.engine.step import StepResult, TrainStep, learning_rate, pick_device
@@ -346,7 +346,7 @@ class _TrainingRun:
             return value
         most = torch.tensor(value, dtype=torch.float64, device=self.mesh.device)
         dist.all_reduce(most, dist.ReduceOp.MAX)
-        return most.item()
+        return read(most, Read.VOTE).item()
 
     def _one_step(self) -> None:
         start = time.perf_counter()

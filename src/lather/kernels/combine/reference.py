@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from lather.device import is_gpu
+from lather.device import Read, is_gpu, is_true, masked
 from lather.kernels.backend import blocks, wide_dtype
 
 BLOCK = 2**17
@@ -89,7 +89,7 @@ def check_distinct(row_TK: Tensor, num_rows: int) -> None:
         row_TK
     ):  # without Triton: torch's own gather asserts on the device that the index is in range
         torch.zeros((), device=row_TK.device).expand(1).index_select(0, lost.long())
-    elif lost.any():
+    elif is_true(lost.any(), Read.WRONG):
         raise ValueError(
             f"row_TK holds {int(row_N[lost][0])} twice: a row belongs to one (token, slot) at "
             "most; copy it for each of them"
@@ -102,9 +102,11 @@ def _bags(rows_GD: Tensor, row_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
         return rows_GD.new_zeros(len(row_TK), rows_GD.shape[1])
     has_row = row_TK >= 0
     num_T = has_row.sum(1)
-    weights = None if weights_TK is None else weights_TK[has_row].to(rows_GD.dtype)
+    weights = None
+    if weights_TK is not None:
+        weights = masked(weights_TK, has_row, Read.PAIRS).to(rows_GD.dtype)
     return F.embedding_bag(
-        row_TK[has_row],
+        masked(row_TK, has_row, Read.PAIRS),
         rows_GD.contiguous(),
         num_T.cumsum(0) - num_T,
         per_sample_weights=weights,

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 
-from lather.device import is_cpu, is_gpu
+from lather.device import Read, is_cpu, is_gpu, is_true
 from lather.kernels.backend import P, fastest
 from lather.kernels.cross_entropy import reference
 from lather.shapes import Float, Int
@@ -132,7 +132,7 @@ def flat_labels(labels: Tensor, vocabulary: int, ignore_index: int) -> Tensor:
     wrong_T = ((labels_T < 0) | (labels_T >= vocabulary)) & ~ignored_T
     if is_gpu(labels):
         labels_T.new_zeros(1).index_select(0, wrong_T.long())
-    elif is_cpu(labels) and wrong_T.any():
+    elif is_cpu(labels) and is_true(wrong_T.any(), Read.WRONG):
         raise ValueError(
             f"label {int(labels_T[wrong_T][0])} is out of range: labels are in [0, {vocabulary}), "
             "the rows of the vocabulary, "

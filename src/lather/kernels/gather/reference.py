@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from lather.device import is_gpu
+from lather.device import Read, is_gpu, is_true
 
 
 def gather_rows(x_ND: Tensor, index_G: Tensor, num_rows: int | None = None) -> Tensor:
@@ -22,7 +22,8 @@ def gather_rows(x_ND: Tensor, index_G: Tensor, num_rows: int | None = None) -> T
         return out.zero_()
     missing = index_G < 0
     torch.index_select(x_ND, 0, index_G.clamp(min=0), out=out[:picked])
-    if is_gpu(index_G) or missing.any():  # the check would wait for a CUDA device
+    # On a GPU the check would wait for the device.
+    if is_gpu(index_G) or is_true(missing.any(), Read.WRONG):
         out[:picked].masked_fill_(missing.unsqueeze(1), 0)
     return out
 

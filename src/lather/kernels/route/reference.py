@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lather.device import is_gpu
+from lather.device import Read, is_gpu, read
 
 
 def rows_for(
@@ -70,7 +70,7 @@ def check_range(index: Tensor, low: int, high: int, name: str) -> None:
             0, index.flatten() - low
         )
         return
-    smallest, largest = (int(extreme) for extreme in index.aminmax())
+    smallest, largest = read(torch.stack(index.aminmax()), Read.RANGE).tolist()
     if smallest < low or largest >= high:
         wrong = smallest if smallest < low else largest
         raise ValueError(f"{name} holds {wrong}: every entry has to be in [{low}, {high})")

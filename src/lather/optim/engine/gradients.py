@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lather.device import to_device
+from lather.device import Read, is_true, read, to_device
 from lather.optim.engine.roster import ParamInfo
 from lather.optim.sharded.placement import Spread, is_dtensor, local, local_grad
 from lather.torch_private import foreach_norm
@@ -66,15 +66,17 @@ class _Measured:
         """Return id -> norms of the parameters that have a gradient on any rank, and whether any
         rank must raise."""
         if self.params and self.params[0].spread is not None:
-            flags, *squared = self.found.cpu().split(list(self.lengths))
+            flags, *squared = self._on_host().split(list(self.lengths))
             elsewhere, *present = flags.tolist()
             # Squares that are too large or too small for the arithmetic become infinite or zero.
             found = zip(self.params, present, squared, strict=True)
             present_ones = ((one, x.to(one.dtypes_of_norms[1])) for one, here, x in found if here)
             return {id(one): x.sqrt().tolist() for one, x in present_ones}, elsewhere > 0
-        return dict(
-            zip(map(id, self.params), _split(self.found.tolist(), self.lengths), strict=True)
-        ), False
+        norms = _split(self._on_host().tolist(), self.lengths)
+        return dict(zip(map(id, self.params), norms, strict=True)), False
+
+    def _on_host(self) -> Tensor:
+        return read(self.found, Read.GRADIENTS)
 
 
 @dataclass(eq=False)
@@ -200,12 +202,13 @@ def _by_mesh(params: Sequence[ParamInfo]) -> list[list[ParamInfo]]:
 
 def are_zero(params: Sequence[ParamInfo], group_of: GroupOf) -> bool:
     """Whether all gradients on all ranks are exactly zero; missing ones count as zero."""
-    zero = all(one.param.grad is None or not local(one.param.grad).any() for one in params)
+    grads = (local(one.param.grad) for one in params if one.param.grad is not None)
+    zero = not any(is_true(grad.any(), Read.ZERO) for grad in grads)
     for some in _by_mesh(params):
         if some[0].spread is not None:
             found = torch.tensor(float(zero), device=local(some[0].param).device)
             dist.all_reduce(found, dist.ReduceOp.MIN, group=group_of(some[0].spread))
-            zero = bool(found)
+            zero = is_true(found, Read.ZERO)
     return zero
 
 
@@ -307,12 +310,13 @@ def _in_range(norms: Tensor, dtype: torch.dtype) -> Tensor:
     return norms.where(squares != 0, 0.0).where(squares.isfinite(), torch.inf)
 
 
-def read_together(tensors: Sequence[Tensor]) -> list[list[Any]]:
+def read_together(tensors: Sequence[Tensor], what: Read) -> list[list[Any]]:
     """Return the values of 1-D tensors on the host; the device is waited for once if all tensors
     are on the same one."""
     if not tensors:
         return []
-    return _split(torch.cat([x.to(tensors[0].device) for x in tensors]).tolist(), map(len, tensors))
+    values = read(torch.cat([x.to(tensors[0].device) for x in tensors]), what)
+    return _split(values.tolist(), map(len, tensors))
 
 
 def _split(values: Sequence[Any], lengths: Iterable[int]) -> list[list[Any]]:

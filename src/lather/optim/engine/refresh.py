@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lather.device import is_cpu
+from lather.device import Read, is_cpu
 from lather.optim.engine.gradients import read_together
 from lather.optim.engine.plan import MemberRun, cpu_count, index_on, matmul_precision
 from lather.optim.engine.roster import Roster
@@ -181,7 +181,8 @@ def _narrowed(answers: Launched, answer: bool) -> list[DimRefresh]:
     waited for once."""
     asked = [(batch, flags) for batch, flags in answers if flags is not None]
     narrowed = []
-    for (batch, _), flags in zip(asked, read_together([flags for _, flags in asked]), strict=True):
+    answered = read_together([flags for _, flags in asked], Read.REFRESHES)
+    for (batch, _), flags in zip(asked, answered, strict=True):
         if rows := [row for row, flag in zip(batch.rows, flags, strict=True) if flag == answer]:
             narrowed.append(replace(batch, rows=rows))
     return narrowed

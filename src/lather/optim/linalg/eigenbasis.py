@@ -23,7 +23,7 @@ import math
 import torch
 from torch import Tensor
 
-from lather.device import is_cpu, is_gpu
+from lather.device import Read, is_cpu, is_gpu, is_true
 from lather.optim.linalg.kronecker import apply_transposed
 from lather.optim.linalg.orthogonal import orthonormal_rows, pick_refresh_method, root_rows
 from lather.optim.linalg.scale import near_one
@@ -75,7 +75,7 @@ def _eigh_or_none(k: Tensor) -> Tensor | None:
         q: Tensor = torch.linalg.eigh(k).eigenvectors
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # public, but missing from torch.linalg's __all__
         return None
-    return q.flip(-1) if bool(q.isfinite().all()) else None
+    return q.flip(-1) if is_true(q.isfinite().all(), Read.FINITE) else None
 
 
 def _eigh_retried(k: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ def get_eigenbasis_qr(
     and on a CPU for each matrix. Matrices for which the method fails are refreshed by QR.
     """
     q_new, order, failed = iterate(k, q, power_iter_steps, method)
-    if method != "qr" and bool(failed.any()):
+    if method != "qr" and is_true(failed.any(), Read.CHOICE):
         again, _, _ = iterate(k[failed], q[failed], power_iter_steps, "qr")
         q_new = q_new.index_copy(0, failed.nonzero().squeeze(1), again)
     return q_new, order
@@ -162,8 +162,10 @@ def _is_hard(rows: Tensor, w: Tensor) -> Tensor:
 def _orthonormal_rows(rows: Tensor, method: str, by_qr: Tensor | None) -> tuple[Tensor, Tensor]:
     """Call `orthonormal_rows` with `method`, or "qr" for the matrices `by_qr`; the results are
     those of each matrix alone."""
-    if by_qr is None or bool(by_qr.all()) or not bool(by_qr.any()):
-        return orthonormal_rows(rows, method if by_qr is None or not bool(by_qr[0]) else "qr")
+    if by_qr is None or not is_true(by_qr.any(), Read.CHOICE):
+        return orthonormal_rows(rows, method)
+    if is_true(by_qr.all(), Read.CHOICE):
+        return orthonormal_rows(rows, "qr")
     failed = torch.empty_like(by_qr)
     for chosen, by in ((by_qr, "qr"), (~by_qr, method)):
         rows[chosen], failed[chosen] = orthonormal_rows(rows[chosen], by)
@@ -282,7 +284,8 @@ def _turned(x: Tensor, q_old: Tensor, q_new: Tensor, turn: Tensor | None, dim: i
 
 def _unless(failed: Tensor, old: Tensor, new: Tensor) -> Tensor:
     """Return `new`, but exactly `old` for matrices whose refresh failed."""
-    if is_cpu(new) and not bool(failed.any()):  # on a GPU this check would wait for the device
+    # On a GPU the check would wait for the device.
+    if is_cpu(new) and not is_true(failed.any(), Read.CHOICE):
         return new
     return old.where(failed.view(-1, *[1] * (old.dim() - 1)), new)
 

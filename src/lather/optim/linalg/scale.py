@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lather.device import is_cpu
+from lather.device import Read, is_cpu, is_true
 from lather.shapes import Float
 
 LEAST_NORM = 2.0**-40
@@ -29,7 +29,7 @@ def norms(x: Float[Tensor, "b *dims"]) -> Float[Tensor, " b"]:
     if not is_cpu(x) or not rows.numel():
         return found
     good = (found > LEAST_NORM) & found.isfinite()
-    if bool(good.all()):
+    if is_true(good.all(), Read.CHOICE):
         return found
     size = powers_of_two(rows.to(dtype))
     scaled = torch.linalg.vector_norm(rows.to(dtype) / size.unsqueeze(1), dim=1)
@@ -57,6 +57,7 @@ def near_one(k: Float[Tensor, "b n n"]) -> Float[Tensor, "b n n"]:
     are: the largest elements of a factor are on its diagonal."""
     if is_cpu(k):
         largest = k.diagonal(dim1=-2, dim2=-1).abs().amax(-1)
-        if bool(((largest > LEAST_ELEMENT) & (largest < 1 / LEAST_ELEMENT)).all()):
+        in_range = (largest > LEAST_ELEMENT) & (largest < 1 / LEAST_ELEMENT)
+        if is_true(in_range.all(), Read.CHOICE):
             return k
     return k / powers_of_two(k)[:, None, None]

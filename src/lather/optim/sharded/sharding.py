@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lather.device import Read, read
 from lather.optim.engine.buckets import BUCKET_BYTES, Member, in_batches
 from lather.optim.engine.matrix_layout import Layout
 from lather.optim.engine.plan import apply_
@@ -168,7 +169,7 @@ class Sharding:
             [number, -number], dtype=torch.int64, device=local(params[0][0].param).device
         )
         dist.all_reduce(own, dist.ReduceOp.MAX, group=self.group_of(params[0][1]))
-        largest, smallest = own.tolist()
+        largest, smallest = read(own, Read.SAME).tolist()
         if largest != -smallest:
             raise ValueError(
                 f"the ranks {ranks} give the optimizer different parameters or options: give all "
