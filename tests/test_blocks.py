@@ -22,7 +22,7 @@ from lather import cli
 from lather.errors import UserError
 from lather.files import read_rows
 from lather.train.metrics import ExpertLoadRow, StepRow, ValidationRow
-from page_blocks import ROOT, Block, blocks_of, check_block, commands_of, shown_files
+from page_blocks import ROOT, Block, blocks_of, check_block, commands_of
 from tiny_run import write_config
 
 PAGES = [
@@ -60,8 +60,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             "Makefile",
         ):
             (folder / path.name).symlink_to(path)
-    for name, source in shown_files(ROOT / "docs" / "writing-a-rule.md").items():
-        (folder / name).write_text(source)
+    for file in (ROOT / "examples" / "rules").glob("*.py"):
+        (folder / file.name).symlink_to(file)
     small = write_config(folder, steps=4, checkpoint_every=2)
     sizes = {
         "n_routed_experts": 72,

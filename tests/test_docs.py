@@ -25,7 +25,6 @@ from lather.config.toml_file import config_from_mapping, field_names
 from lather.optim import MatrixOptimizer, Rule, state_bytes
 from lather.optim.options import name_of, options_of
 from lather.optim.rules import RULES
-from page_blocks import shown_files
 from tiny_run import run, timeless_rows, write_config
 
 ROOT = Path(__file__).parent.parent
@@ -261,18 +260,14 @@ def test_the_guide_is_a_page_and_the_contract_of_a_rule_is_read_in_420_lines() -
 
 
 @pytest.fixture(scope="module")
-def rules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with the files that the page shows, from which Python imports."""
-    folder = tmp_path_factory.mktemp("rules")
-    shown = shown_files(WRITING)
-    assert list(shown) == ["lion.py", "shampoo.py", "check_rule.py"]
-    for name, source in shown.items():
-        (folder / name).write_text(source)
+def rules() -> Iterator[Path]:
+    """The folder with the rules of the page, from which Python imports."""
+    folder = ROOT / "examples" / "rules"
     sys.path.insert(0, str(folder))
     yield folder
     sys.path.remove(str(folder))
-    for name in shown:
-        sys.modules.pop(name.removesuffix(".py"), None)
+    for file in folder.glob("*.py"):
+        sys.modules.pop(file.stem, None)
 
 
 @pytest.mark.usefixtures("rules")
