@@ -56,8 +56,8 @@ def escaped(text: str) -> str:
 
 
 def item(name: str, value: str, text: str) -> str:
-    """Make the line of a list that describes a field, an argument or a key; without a value if that
-    is empty."""
+    """Make the line of a list that describes a field or a key; without a value if that is
+    empty."""
     return f"- `{name}`" + (f" ({value}): " if value else ": ") + escaped(text)
 
 
@@ -163,34 +163,15 @@ def paragraphs(parts: Sequence[str]) -> str:
 # --- commands -------------------------------------------------------------------------------------
 
 
-A_CONFIG = (
-    "CONFIG",
-    "path",
-    "The configuration, a TOML file; each of its fields is an option, too, such as `--train.steps "
-    "100`.",
-)
-NPROC_WORDS = (
-    "Number of ranks to start on this machine; gpu: one for each CUDA device. "
-    "Not under torchrun or srun, which start the ranks."
-)
-NPROC = ("--nproc", "`1`, or `gpu`", NPROC_WORDS)
-HELP_WORDS = (
-    "Show the fields that are changed most; `--help all`: all fields; `--help "
-    "optim` (or another section): those of that section."
-)
-HELP = ("--help [SECTION]", "", HELP_WORDS)
 BESIDE_THE_DATACLASS = {
-    "train": [NPROC, HELP],
-    "doctor": [NPROC],
-    "plan": [HELP],
-    "profile": [HELP],
+    "train": ["CONFIG", "--nproc"],
+    "doctor": ["--nproc"],
 }
-"""Items for arguments that a command reads before its dataclass reads the others (`take_nproc`,
-`take_help`)."""
+"""Arguments that a command reads before its dataclass reads the others (`take_nproc`)."""
 
 
 def commands() -> str:
-    """Make a section of the page for each command, from its module's docstring and the options of
+    """Make a section of the page for each command, from its module's docstring and the arguments of
     its dataclasses."""
     parts = []
     for name, module_name in cli.COMMANDS.items():
@@ -202,11 +183,16 @@ def commands() -> str:
             parts.append(words_of(getattr(module, f"{name}_command")))
         if usage := getattr(module, "USAGE", None):
             parts.append(f"```text\n{usage.strip()}\n```")
+        more = BESIDE_THE_DATACLASS.get(name, [])
         for cls in classes:
-            parts += [words_of(cls), *_argument_items(cls)]
-        parts += [item(*A_CONFIG)] if name == "train" else []
-        parts += [item(*argument) for argument in BESIDE_THE_DATACLASS.get(name, ())]
+            parts += [words_of(cls), listed([*_arguments(cls), *more])]
+        if not classes and more:
+            parts.append(listed(more))
     return paragraphs(parts)
+
+
+def listed(arguments: Sequence[str]) -> str:
+    return f"Arguments: {', '.join(f'`{argument}`' for argument in arguments)}."
 
 
 def _argument_classes(module: types.ModuleType) -> Iterator[type]:
@@ -220,18 +206,17 @@ def _argument_classes(module: types.ModuleType) -> Iterator[type]:
             yield value
 
 
-def _argument_items(cls: type) -> Iterator[str]:
-    hints, texts = typing.get_type_hints(cls, include_extras=True), documentation_of(cls)
+def _arguments(cls: type) -> Iterator[str]:
+    hints = typing.get_type_hints(cls, include_extras=True)
     for field in fields(cls):
         hint = hints[field.name]
         inner = typing.get_args(hint)[0] if typing.get_origin(hint) is Annotated else hint
         if inner is Config:
-            yield item(*A_CONFIG)
+            yield "CONFIG"
         elif is_dataclass(inner):
-            yield from _argument_items(inner)
+            yield from _arguments(inner)
         else:
-            value = value_words(hint, default_of(field))
-            yield item(_argument(field.name, hint), value, texts.get(field.name, ""))
+            yield _argument(field.name, hint)
 
 
 def _argument(name: str, hint: Any) -> str:

@@ -45,11 +45,9 @@ COLUMNS = (
     "rule",
     "rates",
     "validation loss",
-    "less adamw's",
     "steps to adamw's loss",
     "less muon's",
     "optimizer, ms",
-    "state, bytes per parameter",
 )
 """Columns of a study's table that the pages show; `lather bench convergence report` has more."""
 TABLE = re.compile(r"(<!-- table: ([\w-]+) ([\w-]+) -->\n)(.*?)(<!-- end of table -->)", re.DOTALL)
@@ -124,12 +122,6 @@ def _lost_by_rates(path: Path, setting: str, name: str) -> float:
     return max(others) - best
 
 
-def _cost(path: Path, setting: str, name: str, key: str) -> float:
-    row = findings_of(path.parent.name).cost(setting, name)
-    assert row is not None
-    return float(row[key]["median"] if isinstance(row[key], dict) else row[key])
-
-
 def _quickstart(path: Path, name: str, key: str) -> float:
     return float(next(row[key] for row in _rows(path) if row["contestant"] == name))
 
@@ -139,26 +131,14 @@ def _gib(path: Path, size: Callable[[dict[str, Any]], int]) -> float:
 
 
 QUOTABLE: dict[str, Callable[..., float | tuple[float, float] | Mean | RunRange | None]] = {
-    r"([\w-]+): loss of ([\w-]+)": lambda path, setting, name: findings_of(path.parent.name).final(
-        setting, name
-    ),
     r"([\w-]+): ([\w-]+) less ([\w-]+)": lambda path, setting, a, b: findings_of(
         path.parent.name
     ).difference(setting, a, b),
     r"([\w-]+): steps of ([\w-]+) to ([\w-]+)": lambda path, setting, a, b: findings_of(
         path.parent.name
     ).steps_ratio(setting, a, b),
-    r"([\w-]+): seconds of ([\w-]+) to ([\w-]+)": lambda path, setting, a, b: findings_of(
-        path.parent.name
-    ).seconds_ratio(setting, a, b),
     r"([\w-]+): rates of ([\w-]+)": _rates,
     r"([\w-]+): lost by ([\w-]+) at a rate off by the factor": _lost_by_rates,
-    r"([\w-]+): ms of ([\w-]+)": lambda path, setting, name: _cost(
-        path, setting, name, "optimizer_ms"
-    ),
-    r"([\w-]+): ms of a gradient, ([\w-]+)": lambda path, setting, name: _cost(
-        path, setting, name, "gradient_ms"
-    ),
     r"(\w+) of (\w+): geometric mean": lambda path, rule, peer: optimizer_report.geometric_mean(
         _cases(path), rule, peer
     ),
