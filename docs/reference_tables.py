@@ -119,17 +119,20 @@ def field_items(cls: type) -> list[str]:
 
 
 def configuration() -> str:
-    """Make a section of the page for each section of TOML. What all families of models have in
-    common stands once."""
+    """Make a section of the page for each section of TOML. What several families of models have in
+    common stands once, with their names unless all have it."""
     parts = ["## Top of the file", *field_items(Config)]
     for name, hint in typing.get_type_hints(Config).items():
         classes = [cls for cls in typing.get_args(hint) or (hint,) if is_dataclass(cls)]
         items = {cls: field_items(cls) for cls in classes}
-        shared: list[str] = []
-        if len(classes) > 1:
-            first, *others = items.values()
-            shared = [line for line in first if all(line in lines for lines in others)]
-            parts += [f"## [{name}] of all families", *shared]
+        shared: dict[str, str] = {}
+        for line in itertools.chain(*items.values()):
+            having = [cls for cls, lines in items.items() if line in lines]
+            if len(having) > 1:
+                names = ", ".join(cls.model_type for cls in having)
+                shared[line] = line if len(having) == len(classes) else f"{line} ({names})"
+        if shared:
+            parts += [f"## [{name}] of several families", *shared.values()]
         for cls in classes:
             family = getattr(cls, "model_type", None)
             parts.append(
