@@ -1,8 +1,8 @@
 """Checks a case before it is timed, on a small copy of it (same options, same layout, matrices
 shrunk to at most 24).
 
-Our optimizer: after the steps of at least two intervals every parameter has moved as in a naive
-program of the rule, which runs in fp64 matrix by matrix (`benchmarks.naive`), to `TOLERANCE`
+Our optimizer: after the steps of at least two intervals every parameter has moved as in the plain
+program of the rule, which runs in fp64 matrix by matrix (`lather.optim.reference`), to `TOLERANCE`
 relative to the movement. For this comparison alone SOAP's warm-up with Adam lasts six steps instead
 of one, until the factors have full rank (the eigenvectors of a singular factor are not unique, and
 any two programs choose differently), Muon iterates in fp32, and products are fp32 on a GPU, too.
@@ -24,11 +24,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.contestants import OURS, Contestant, MatrixSet, OptimizerCase, gradient_pool
+from benchmarks.contestants import (
+    OPTIONS,
+    OURS,
+    Contestant,
+    MatrixSet,
+    OptimizerCase,
+    gradient_pool,
+)
 from benchmarks.measure import reachable_tensors
-from benchmarks.naive import NAIVE, WARMUP
+from lather.optim import reference
 from lather.shapes import Float
 
+WARMUP = 6
+"""Steps of Adam before SOAP's first bases: enough for the factors of a small matrix to have full
+rank."""
 TOLERANCE = 1e-3
 MIN_COSINE = {"soap": 0.95, "muon": 0.99, "adamw": 0.9999}
 """The least cosine between our updates and a peer's. Measured: 0.984 and more between the three
@@ -39,7 +49,7 @@ FOR_THE_CHECK: dict[str, dict[str, Any]] = {
     "muon": {"newton_schulz_dtype": "float32", **FP32},
     "adamw": {},
 }
-"""Options that our optimizer gets while it is compared with the naive program."""
+"""Options that our optimizer gets while it is compared with the reference."""
 COMPARED = 4
 LARGEST = 24
 BASIS = re.compile(r"\.basis_\d+$|\.Q$|_Q_\d+$")
@@ -57,7 +67,7 @@ def check_case(case: OptimizerCase, peers: Sequence[str], device: torch.device) 
     error = error_of_ours(small, device)
     if not error < TOLERANCE:
         raise CheckError(
-            f"{OURS} differs from the naive fp64 {case.rule} by {error:.1e} of the movement; "
+            f"{OURS} differs from the plain fp64 {case.rule} by {error:.1e} of the movement; "
             f"{TOLERANCE:.0e} is allowed"
         )
     pool = gradient_pool(
@@ -103,11 +113,16 @@ def error_of_ours(small: OptimizerCase, device: torch.device) -> float:
         ours.set_gradients()
         ours.step()
     moved = _stacked(ours.params).double() - start.double()
+    options = OPTIONS[small.rule]
+    if small.rule == "soap":
+        options = options | {
+            "precondition_frequency": small.frequency,
+            "adam_warmup_steps": WARMUP,
+        }
+    run = getattr(reference, small.rule)
     errors: list[float] = []
     for index, w in enumerate(start.double().cpu()):
-        expected = (
-            NAIVE[small.rule](w, [g[index].double().cpu() for g in pool], small.frequency) - w
-        )
+        expected = run(w, [g[index].double().cpu() for g in pool], **options) - w
         errors.append(float((moved[index].cpu() - expected).norm() / expected.norm()))
     return max(errors)
 

@@ -135,11 +135,6 @@ def table_rows(cases: Cases) -> list[list[str]]:
 HEAD = ("case", "optimizer", "ms per step", "of ours", "of the roofline", "state, MiB", "temporary")
 
 
-def markdown_table(rows: Sequence[Row]) -> str:
-    lines = [HEAD, ["---"] * len(HEAD), *table_rows(by_case(rows))]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 def print_table(rows: Sequence[Row], console: Console) -> None:
     table = titled_table("", HEAD[:2], HEAD[2:])
     for line in table_rows(by_case(rows)):

@@ -1,64 +1,42 @@
-"""Makes the tables of the reference pages from the fields of rules, configuration, commands and
-metrics, and from the strings under them.
+"""Makes the lists of the reference pages from the fields of configuration, commands and metrics,
+and from the strings under them.
 
     python docs/reference_tables.py            writes them between their markers
     python docs/reference_tables.py --check    writes nothing; exit code 1 if a page has others
 
-The table of a rule lists the options that its base classes lack, and those whose default, range or
-meaning differs from the tables of its base classes. To give a new rule a table, put its two markers
-where it belongs:
-
-    <!-- options of MyRule -->
-    <!-- end of options -->
-
-The other markers stand once each: `configuration`, a section for each section of TOML; `commands`,
-a section for each command; `metrics`, a section for each kind of row of metrics.jsonl.
+A page has its lists between two markers: `configuration`, a section for each section of TOML;
+`commands`, a section for each command; `metrics`, a section for each kind of row of metrics.jsonl.
 """
 
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
-import os
 import re
 import sys
 import types
 import typing
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired
 
 import tyro
 
 from lather import cli
-from lather.commands import bench
 from lather.config.config import Config
 from lather.config.optim import KINDS, KindConfig, OptimConfig
-from lather.models.gpt_oss import GptOssConfig
 from lather.models.rotary import YarnConfig
-from lather.optim import Rule
-from lather.optim.options import Option, documentation_of, options_of
-from lather.optim.plain import saveable
-from lather.optim.rules import RULES
-from lather.optim.rules.bases import BasisRule
+from lather.optim.options import documentation_of
 from lather.train.metrics import ExpertLoadRow, StepRow, ValidationRow
 
 DOCS = Path(__file__).resolve().parent
-sys.path.insert(
-    0, str(DOCS.parent)
-)  # so that the checkout's `benchmarks`, which is not installed, is found
-PAGES = [
-    DOCS / f"{name}.md" for name in ("optimizers-reference", "configuration", "commands", "metrics")
-]
+PAGES = [DOCS / f"{name}.md" for name in ("configuration", "commands", "metrics")]
 TABLE = re.compile(
-    r"(<!-- (?:options of (\w+)|(configuration|commands|metrics)) -->\n)(.*?)(<!-- end of \w+ -->)",
-    re.DOTALL,
+    r"(<!-- (configuration|commands|metrics) -->\n)(.*?)(<!-- end of \w+ -->)", re.DOTALL
 )
 CODE = re.compile(r"(`[^`]*`)")
-WITH_TABLE: dict[str, type[Rule]] = {
-    rule.__name__: rule for rule in (Rule, BasisRule, *RULES.values())
-}
 PLAIN = {
     int: "integer",
     float: "number",
@@ -69,49 +47,23 @@ PLAIN = {
 }
 
 
-# --- rules ----------------------------------------------------------------------------------------
-
-
-def table(rule: type[Rule]) -> str:
-    """Make the table of a rule, in Markdown."""
-    bases = [base for base in rule.__mro__[1:] if base in WITH_TABLE.values()]
-    rows = ["| option | default | range | what it does |", "|---|---|---|---|"]
-    for name in options_of(rule):
-        row = row_of(rule, name)
-        if not any(row == row_of(base, name) for base in bases if name in options_of(base)):
-            rows.append(row)
-    return "\n".join(rows) + "\n"
-
-
-def row_of(rule: type[Rule], name: str) -> str:
-    option = options_of(rule)[name]
-    cells = [
-        f"`{name}`",
-        default_of(option),
-        option.range.words if option.range else "",
-        documentation_of(rule).get(name, ""),
-    ]
-    return _row(cells)
-
-
-def default_of(option: Option) -> str:
-    if option.default is MISSING:
-        return "required"
-    value = saveable(option.default)
-    is_power = isinstance(value, int) and value > 2**16 and not value & (value - 1)
-    return f"`2**{value.bit_length() - 1}`" if is_power else f"`{value!r}`"
-
-
 def escaped(text: str) -> str:
     """Escape what Markdown would read as its own, outside of code."""
     parts = CODE.split(text)
     return "".join(
-        part if part.startswith("`") else re.sub(r"([*|<])", r"\\\1", part) for part in parts
+        part if part.startswith("`") else re.sub(r"([*<])", r"\\\1", part) for part in parts
     )
 
 
-def _row(cells: list[str]) -> str:
-    return "| " + " | ".join(map(escaped, cells)) + " |"
+def item(name: str, value: str, text: str) -> str:
+    """Make the line of a list that describes a field or a key; without a value if that is
+    empty."""
+    return f"- `{name}`" + (f" ({value}): " if value else ": ") + escaped(text)
+
+
+def words_of(thing: object) -> str:
+    """Return the docstring of a class or function in one line."""
+    return " ".join((thing.__doc__ or "").split())
 
 
 # --- fields of dataclasses ------------------------------------------------------------------------
@@ -134,106 +86,116 @@ def type_words(hint: Any) -> str:
 
 
 def default_words(value: Any) -> str:
-    """Write a default as TOML has it, or nothing if the option is to be left out or is required.
-    Code in a table cannot hold a |."""
+    """Write a default as TOML has it, or nothing if the option is to be left out or is required."""
     if value in (None, MISSING) or is_dataclass(value):
         return ""
-    text = json.dumps(list(value) if isinstance(value, tuple) else value, default=str)
-    return text if "|" in text else f"`{text}`"
+    return f"`{json.dumps(list(value) if isinstance(value, tuple) else value, default=str)}`"
 
 
-def fields_table(cls: type) -> str:
-    """Make the table of a configuration section's fields. Sections within it have tables of their
+def value_words(hint: Any, default: Any) -> str:
+    """Describe a value: its default, or its type if it has none; of several choices all, with the
+    default first."""
+    while typing.get_origin(hint) in (Annotated, NotRequired):
+        hint = typing.get_args(hint)[0]
+    if typing.get_origin(hint) is Literal and default is not MISSING:
+        choices = sorted(typing.get_args(hint), key=lambda choice: choice != default)
+        return ", ".join(f"`{json.dumps(choice)}`" for choice in choices)
+    return default_words(default) or type_words(hint)
+
+
+def default_of(field: Field[Any]) -> Any:
+    return field.default_factory() if field.default_factory is not MISSING else field.default
+
+
+def field_items(cls: type) -> list[str]:
+    """Describe the fields of a configuration section. Sections within it have lists of their
     own."""
     hints, texts = typing.get_type_hints(cls, include_extras=True), documentation_of(cls)
-    rows = ["| field | type | default | what it is |", "|---|---|---|---|"]
-    for one in fields(cls):
-        if one.name in texts:
-            default = one.default_factory() if one.default_factory is not MISSING else one.default
-            rows.append(
-                _row(
-                    [
-                        f"`{one.name}`",
-                        type_words(hints[one.name]),
-                        default_words(default),
-                        texts[one.name],
-                    ]
-                )
-            )
-    return "\n".join(rows) + "\n"
+    return [
+        item(field.name, value_words(hints[field.name], default_of(field)), texts[field.name])
+        for field in fields(cls)
+        if field.name in texts
+    ]
 
 
 def configuration() -> str:
-    """Make a section of the page for each section of TOML."""
-    parts = ["## Top of the file\n\n" + fields_table(Config)]
+    """Make a section of the page for each section of TOML. What several families of models have in
+    common stands once, with their names unless all have it."""
+    parts = ["## Top of the file", *field_items(Config)]
     for name, hint in typing.get_type_hints(Config).items():
-        for cls in typing.get_args(hint) or (hint,):
-            if not is_dataclass(cls):
-                continue
+        classes = [cls for cls in typing.get_args(hint) or (hint,) if is_dataclass(cls)]
+        items = {cls: field_items(cls) for cls in classes}
+        shared: dict[str, str] = {}
+        for line in itertools.chain(*items.values()):
+            having = [cls for cls, lines in items.items() if line in lines]
+            if len(having) > 1:
+                names = ", ".join(cls.model_type for cls in having)
+                shared[line] = line if len(having) == len(classes) else f"{line} ({names})"
+        if shared:
+            parts += [f"## [{name}] of several families", *shared.values()]
+        for cls in classes:
             family = getattr(cls, "model_type", None)
-            title = f"## [{name}] of {family}" if family else f"## [{name}]"
-            parts.append(f"{title}\n\n{cls.__doc__}\n\n{fields_table(cls)}")
-            if cls is GptOssConfig:  # the last of the families
-                parts.append(
-                    f"## [model.rope_scaling]\n\n{YarnConfig.__doc__}\n\n{fields_table(YarnConfig)}"
-                )
+            parts.append(
+                f"## [{name}] of {family}" if family else f"## [{name}]\n\n{words_of(cls)}"
+            )
+            parts += [line for line in items[cls] if line not in shared]
             if cls is OptimConfig:
-                kinds = "\n".join(f"- `[optim.{kind}]` {text}" for kind, text in KINDS.items())
-                parts.append(f"### Kinds of parameters\n\n{kinds}\n\n{fields_table(KindConfig)}")
-    return "\n" + "\n".join(parts) + "\n"
+                parts.append("### Kinds of parameters")
+                parts += [f"- `[optim.{kind}]` {text}" for kind, text in KINDS.items()]
+                parts.append("Each of these sections has:")
+                parts += field_items(KindConfig)
+        if shared:
+            parts += [
+                f"## [model.rope_scaling]\n\n{words_of(YarnConfig)}",
+                *field_items(YarnConfig),
+            ]
+    return paragraphs(parts)
+
+
+def paragraphs(parts: Sequence[str]) -> str:
+    """Join headings, paragraphs and items of lists; an empty line comes between two of them that
+    are not items of one list."""
+    text = ""
+    for before, part in itertools.pairwise(["", *parts]):
+        text += (
+            ("\n" if not (before.startswith("- ") and part.startswith("- ")) else "") + part + "\n"
+        )
+    return text + "\n"
 
 
 # --- commands -------------------------------------------------------------------------------------
 
 
-A_CONFIG = [
-    "`CONFIG`",
-    "path",
-    "",
-    "The configuration, a TOML file; each of its fields is an option, too, such as `--train.steps "
-    "100`.",
-]
-NPROC_WORDS = (
-    "Number of ranks to start on this machine; gpu: one for each CUDA device. "
-    "Not under torchrun or srun, which start the ranks."
-)
-NPROC = ["`--nproc`", "integer or `gpu`", "`1`", NPROC_WORDS]
-HELP_WORDS = (
-    "Show the fields that are changed most; `--help all`: all fields; `--help "
-    "optim` (or another section): those of that section."
-)
-HELP = ["`--help [SECTION]`", "text", "", HELP_WORDS]
 BESIDE_THE_DATACLASS = {
-    "train": [NPROC, HELP],
-    "doctor": [NPROC],
-    "plan": [HELP],
-    "profile": [HELP],
+    "train": ["CONFIG", "--nproc"],
+    "doctor": ["--nproc"],
 }
-"""Rows of arguments that a command reads before its dataclass reads the others (`take_nproc`,
-`take_help`)."""
+"""Arguments that a command reads before its dataclass reads the others (`take_nproc`)."""
 
 
 def commands() -> str:
-    """Make a section of the page for each command, from its module's docstring and the options of
+    """Make a section of the page for each command, from its module's docstring and the arguments of
     its dataclasses."""
     parts = []
     for name, module_name in cli.COMMANDS.items():
         module = importlib.import_module(f"lather.commands.{module_name}")
-        own = list(_argument_classes(module))
-        own = [cls for cls in own if cls.__name__.lower().startswith(name)] or own
-        parts.append(f"## lather {name}\n")
-        if not own:
-            parts.append(" ".join(getattr(module, f"{name}_command").__doc__.split()) + "\n")
+        classes = list(_argument_classes(module))
+        classes = [cls for cls in classes if cls.__name__.lower().startswith(name)] or classes
+        parts.append(f"## lather {name}")
+        if not classes:
+            parts.append(words_of(getattr(module, f"{name}_command")))
         if usage := getattr(module, "USAGE", None):
-            parts.append(f"```text\n{usage.strip()}\n```\n")
-        for cls in own:
-            parts.append(" ".join((cls.__doc__ or "").split()) + "\n")
-            parts.append(arguments_table(cls, BESIDE_THE_DATACLASS.get(name, [])))
-        if name == "train":
-            parts.append(arguments_table(None, [A_CONFIG, *BESIDE_THE_DATACLASS[name]]))
-        if name == "bench":
-            parts += benchmarks()
-    return "\n" + "\n".join(parts) + "\n"
+            parts.append(f"```text\n{usage.strip()}\n```")
+        more = BESIDE_THE_DATACLASS.get(name, [])
+        for cls in classes:
+            parts += [words_of(cls), listed([*_arguments(cls), *more])]
+        if not classes and more:
+            parts.append(listed(more))
+    return paragraphs(parts)
+
+
+def listed(arguments: Sequence[str]) -> str:
+    return f"Arguments: {', '.join(f'`{argument}`' for argument in arguments)}."
 
 
 def _argument_classes(module: types.ModuleType) -> Iterator[type]:
@@ -247,46 +209,17 @@ def _argument_classes(module: types.ModuleType) -> Iterator[type]:
             yield value
 
 
-def benchmarks() -> Iterator[str]:
-    """Make a section for each benchmark, from its dataclass in the checkout."""
-    for name in bench.BENCHMARKS:
-        cls, _ = bench.find_benchmark(name)
-        yield f"### lather bench {name}\n"
-        yield " ".join((cls.__doc__ or "").split()) + "\n"
-        yield arguments_table(cls)
-
-
-def arguments_table(cls: type | None, more: Sequence[list[str]] = ()) -> str:
-    """Make the table of a command's arguments: those of its dataclass and of dataclasses within it,
-    and `more`."""
-    rows = [
-        "| argument | type | default | what it is |",
-        "|---|---|---|---|",
-        *(_argument_rows(cls) if cls else ()),
-        *map(_row, more),
-    ]
-    return "\n".join(rows) + "\n"
-
-
-def _argument_rows(cls: type) -> Iterator[str]:
-    hints, texts = typing.get_type_hints(cls, include_extras=True), documentation_of(cls)
-    for one in fields(cls):
-        hint = hints[one.name]
+def _arguments(cls: type) -> Iterator[str]:
+    hints = typing.get_type_hints(cls, include_extras=True)
+    for field in fields(cls):
+        hint = hints[field.name]
         inner = typing.get_args(hint)[0] if typing.get_origin(hint) is Annotated else hint
         if inner is Config:
-            yield _row(A_CONFIG)
+            yield "CONFIG"
         elif is_dataclass(inner):
-            yield from _argument_rows(inner)
+            yield from _arguments(inner)
         else:
-            default = one.default_factory() if one.default_factory is not MISSING else one.default
-            shown = (
-                "number of cores"
-                if one.name == "workers" and default == os.cpu_count()
-                else default_words(default)
-            )
-            yield _row(
-                [f"`{_argument(one.name, hint)}`", type_words(hint), shown, texts.get(one.name, "")]
-            )
+            yield _argument(field.name, hint)
 
 
 def _argument(name: str, hint: Any) -> str:
@@ -309,27 +242,12 @@ ROWS = {"Training steps": StepRow, "Validations": ValidationRow, "Loads of exper
 
 def metrics() -> str:
     """Make a section for each kind of row."""
-    return (
-        "\n"
-        + "\n".join(
-            f"## {title}\n\n{cls.__doc__}\n\n{keys_table(cls)}" for title, cls in ROWS.items()
-        )
-        + "\n"
-    )
-
-
-def keys_table(cls: type) -> str:
-    texts, hints = documentation_of(cls), typing.get_type_hints(cls, include_extras=True)
-    rows = ["| key | type | what it is |", "|---|---|---|"]
-    return (
-        "\n".join(
-            [
-                *rows,
-                *(_row([f"`{key}`", type_words(hint), texts[key]]) for key, hint in hints.items()),
-            ]
-        )
-        + "\n"
-    )
+    parts = []
+    for title, cls in ROWS.items():
+        texts = documentation_of(cls)
+        parts += [f"## {title}", words_of(cls)]
+        parts += [item(key, "", texts[key]) for key in typing.get_type_hints(cls)]
+    return paragraphs(parts)
 
 
 # --- pages ----------------------------------------------------------------------------------------
@@ -342,13 +260,8 @@ WHOLE: dict[str, Callable[[], str]] = {
 
 
 def rewritten(page: str) -> str:
-    """Return the page with new tables."""
-    return TABLE.sub(
-        lambda found: (
-            found[1] + (table(WITH_TABLE[found[2]]) if found[2] else WHOLE[found[3]]()) + found[5]
-        ),
-        page,
-    )
+    """Return the page with new lists."""
+    return TABLE.sub(lambda match: match[1] + WHOLE[match[2]]() + match[4], page)
 
 
 def main(arguments: list[str]) -> int:
@@ -363,8 +276,7 @@ def main(arguments: list[str]) -> int:
             page.write_text(after)
         elif after != before:
             print(
-                f"{page}: the tables are not those of the code; run python "
-                "docs/reference_tables.py",
+                f"{page}: its lists are not those of the code; run python docs/reference_tables.py",
                 file=sys.stderr,
             )
             status = 1

@@ -1,12 +1,11 @@
 """Makes the tables of the studies from the rows under benchmarks/results, and checks the numbers
-that README and docs quote.
+that the pages quote.
 
     python docs/result_tables.py            writes the tables between their markers
     python docs/result_tables.py --check    writes nothing; exit code 1 if a table or a quoted
                                             number is not what the rows say
 
-Two markers ask for a table. They name a study and a setting; or `rates`, for the rates that a
-search found; or `optimizer` and a device, for the measurements of `lather bench optimizer`:
+Two markers ask for the table of a study and a setting:
 
     <!-- table: short qwen-1k -->
     <!-- end of table -->
@@ -35,13 +34,22 @@ from benchmarks.convergence.analysis import Findings, Mean
 from benchmarks.convergence.command import load_findings
 from benchmarks.convergence.queue import read_rows
 from benchmarks.convergence.study import Study, load_study
-from benchmarks.convergence.tables import markdown_table, rates_table
+from benchmarks.convergence.tables import markdown_table
 from benchmarks.optimizer_report import RunRange
 
 REPOSITORY = Path(__file__).parents[1]
 STUDIES = REPOSITORY / "benchmarks/studies"
 RESULTS = REPOSITORY / "benchmarks/results"
 BASELINES = ("adamw", "muon")
+COLUMNS = (
+    "rule",
+    "rates",
+    "validation loss",
+    "steps to adamw's loss",
+    "less muon's",
+    "optimizer, ms",
+)
+"""Columns of a study's table that the pages show; `lather bench convergence report` has more."""
 TABLE = re.compile(r"(<!-- table: ([\w-]+) ([\w-]+) -->\n)(.*?)(<!-- end of table -->)", re.DOTALL)
 QUOTED = re.compile(r'\[([^\]]+)\]\(([^)\s]+\.jsonl?) "([^"]+)"\)')
 NUMBER = re.compile(r"[+-]?\d[\d,]*(?:\.\d+)?")
@@ -60,16 +68,12 @@ def findings_of(name: str) -> Findings:
 
 def table(study: str, setting: str) -> str:
     """Make a table, in Markdown."""
-    if study == "optimizer":
-        return optimizer_report.markdown_table(_rows(RESULTS / f"optimizer-{setting}.jsonl")) + "\n"
-    if setting == "rates":
-        return (
-            rates_table(study_of(study), read_rows(RESULTS / "convergence" / study / "rows.jsonl"))
-            + "\n"
-        )
     findings = findings_of(study)
     present = findings.contestants(setting)
-    return markdown_table(findings, setting, [name for name in BASELINES if name in present]) + "\n"
+    whole = markdown_table(findings, setting, [name for name in BASELINES if name in present])
+    rows = [line.removeprefix("| ").removesuffix(" |").split(" | ") for line in whole.splitlines()]
+    shown = [place for place, title in enumerate(rows[0]) if title in COLUMNS]
+    return "".join("| " + " | ".join(row[place] for place in shown) + " |\n" for row in rows)
 
 
 # --- quoted numbers -------------------------------------------------------------------------------
@@ -118,12 +122,6 @@ def _lost_by_rates(path: Path, setting: str, name: str) -> float:
     return max(others) - best
 
 
-def _cost(path: Path, setting: str, name: str, key: str) -> float:
-    row = findings_of(path.parent.name).cost(setting, name)
-    assert row is not None
-    return float(row[key]["median"] if isinstance(row[key], dict) else row[key])
-
-
 def _quickstart(path: Path, name: str, key: str) -> float:
     return float(next(row[key] for row in _rows(path) if row["contestant"] == name))
 
@@ -133,26 +131,14 @@ def _gib(path: Path, size: Callable[[dict[str, Any]], int]) -> float:
 
 
 QUOTABLE: dict[str, Callable[..., float | tuple[float, float] | Mean | RunRange | None]] = {
-    r"([\w-]+): loss of ([\w-]+)": lambda path, setting, name: findings_of(path.parent.name).final(
-        setting, name
-    ),
     r"([\w-]+): ([\w-]+) less ([\w-]+)": lambda path, setting, a, b: findings_of(
         path.parent.name
     ).difference(setting, a, b),
     r"([\w-]+): steps of ([\w-]+) to ([\w-]+)": lambda path, setting, a, b: findings_of(
         path.parent.name
     ).steps_ratio(setting, a, b),
-    r"([\w-]+): seconds of ([\w-]+) to ([\w-]+)": lambda path, setting, a, b: findings_of(
-        path.parent.name
-    ).seconds_ratio(setting, a, b),
     r"([\w-]+): rates of ([\w-]+)": _rates,
     r"([\w-]+): lost by ([\w-]+) at a rate off by the factor": _lost_by_rates,
-    r"([\w-]+): ms of ([\w-]+)": lambda path, setting, name: _cost(
-        path, setting, name, "optimizer_ms"
-    ),
-    r"([\w-]+): ms of a gradient, ([\w-]+)": lambda path, setting, name: _cost(
-        path, setting, name, "gradient_ms"
-    ),
     r"(\w+) of (\w+): geometric mean": lambda path, rule, peer: optimizer_report.geometric_mean(
         _cases(path), rule, peer
     ),
@@ -178,22 +164,24 @@ def value_of(path: Path, title: str) -> float | tuple[float, float] | Mean | Run
     )
 
 
+def wrong_number(text: str, path: Path, title: str) -> str:
+    """Say how a text differs from the number of the rows in `path` that the title names; an empty
+    text if it does not."""
+    try:
+        value = value_of(path, title)
+    except (ValueError, OSError, KeyError, StopIteration) as error:
+        return f"[{text}] {title!r}: {error!r}"
+    expected, numbers = _numbers(value), NUMBER.findall(text)
+    if numbers and value is not None and all(map(_fits, numbers, expected)):
+        return ""
+    return f"[{text}] is not {title!r}, which the rows say is {expected}"
+
+
 def wrong_quotes(page: Path) -> Iterator[str]:
-    """Return a line for each quoted number of the page that differs from its rows."""
+    """Yield a line for each quoted number of the page that differs from its rows."""
     for text, target, title in QUOTED.findall(page.read_text()):
-        try:
-            value = value_of((page.parent / target).resolve(), title)
-        except (ValueError, OSError, KeyError, StopIteration) as error:
-            yield f"{page.name}: [{text}] {title!r}: {error!r}"
-            continue
-        expected = _numbers(value)
-        numbers = NUMBER.findall(text)
-        if (
-            not numbers
-            or value is None
-            or not all(_fits(shown, x) for shown, x in zip(numbers, expected, strict=False))
-        ):
-            yield f"{page.name}: [{text}] is not {title!r}, which the rows say is {expected}"
+        if wrong := wrong_number(text, (page.parent / target).resolve(), title):
+            yield f"{page.name}: {wrong}"
 
 
 def _numbers(value: float | tuple[float, float] | Mean | RunRange | None) -> list[float | None]:

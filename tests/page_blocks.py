@@ -82,13 +82,6 @@ def blocks_of(page: Path) -> list[Block]:
     return found
 
 
-def shown_files(page: Path) -> dict[str, str]:
-    """Return the Python files that a page shows, by name: blocks after a paragraph that names a
-    file."""
-    pattern = r"`(\w+\.py)`[^\n`]*(?:`[^`]*`[^\n]*)?\n\n```python\n(.*?)^```$"
-    return dict(re.findall(pattern, page.read_text(), re.DOTALL | re.MULTILINE))
-
-
 def check_block(
     block: Block, names: dict[str, Any], execute: Callable[[list[str]], None] = lambda _: None
 ) -> None:

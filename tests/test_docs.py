@@ -25,7 +25,6 @@ from lather.config.toml_file import config_from_mapping, field_names
 from lather.optim import MatrixOptimizer, Rule, state_bytes
 from lather.optim.options import name_of, options_of
 from lather.optim.rules import RULES
-from page_blocks import shown_files
 from tiny_run import run, timeless_rows, write_config
 
 ROOT = Path(__file__).parent.parent
@@ -91,38 +90,26 @@ def test_a_block_with_the_name_of_a_file_is_a_part_of_it(page: Path) -> None:
 # --- tables ---------------------------------------------------------------------------------------
 
 
-def test_the_tables_of_the_reference_are_those_of_the_code() -> None:
+def test_the_lists_of_the_reference_are_those_of_the_code() -> None:
     assert reference_tables.main(["--check"]) == 0, "run python docs/reference_tables.py"
 
 
-def test_every_option_of_every_rule_is_in_a_table() -> None:
-    page = REFERENCE.read_text()
-    tables = dict(
-        re.findall(r"<!-- options of (\w+) -->\n(.*?)<!-- end of options -->", page, re.DOTALL)
-    )
-    assert {"Rule", "BasisRule"} | {rule.__name__ for rule in RULES.values()} == set(tables)
+def test_the_table_of_options_has_every_option_of_every_rule_and_help_explains_it() -> None:
+    (rows,) = tables_of(section(REFERENCE, "Options"))
+    named = {cell: set(re.findall(r"`(\w+)`", options)) for cell, options in rows[1:]}
+    assert set().union(*named.values()) == set().union(*map(options_of, RULES.values()))
     for rule in RULES.values():
-        own = "".join(tables.get(base.__name__, "") for base in rule.__mro__)
+        optimizer = rule.__name__.removesuffix("Rule")
+        title = optimizer.replace("KLSOAP", "KL-SOAP").replace("SOAPMuon", "SOAP-Muon")
+        shown = [
+            options
+            for cell, options in named.items()
+            if cell == "all" or re.search(rf"(^|[ ,]){title}($|,)", cell)
+        ]
+        assert set(options_of(rule)) == set().union(*shown), rule
+        text = getattr(optim, optimizer).__doc__
         for name in options_of(rule):
-            assert f"\n| `{name}` |" in own, (rule, name)
-
-
-def test_a_table_that_is_out_of_date_is_noticed_and_made_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for original, right, wrong in (
-        (REFERENCE, "| `momentum` | `0.95` |", "| `momentum` | `0.9` |"),
-        (DOCS / "configuration.md", "| Steps between checkpoints", "| Minutes between checkpoints"),
-        (DOCS / "commands.md", "| `--top-k` |", "| `--top` |"),
-        (DOCS / "metrics.md", "| `grad_norm` |", "| `norm` |"),
-    ):
-        page = tmp_path / "page.md"
-        page.write_text(original.read_text().replace(right, wrong))
-        monkeypatch.setattr(reference_tables, "PAGES", [page])
-        assert reference_tables.main(["--check"]) == 1, original
-        assert "python docs/reference_tables.py" in capsys.readouterr().err
-        assert reference_tables.main([]) == 0
-        assert page.read_text() == original.read_text()
+            assert re.search(rf"^ *{name}: \S", text, re.MULTILINE), (rule, name)
 
 
 def test_every_field_and_every_command_is_in_the_reference() -> None:
@@ -133,12 +120,11 @@ def test_every_field_and_every_command_is_in_the_reference() -> None:
     for name in field_names():
         section_name, _, field = name.rpartition(".")
         if section_name.startswith("optim") and name.removeprefix("optim.") in rules_own:
-            continue  # tables of rules are in the optimizers' reference
+            continue  # options of rules are in the optimizers' reference
         title = rf"\[{section_name}\][^\n]*" if section_name else "Top of the file"
         sections = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", page, re.DOTALL | re.MULTILINE)
         assert any(
-            re.search(rf"^\| `{field}` \| [^|]+ \|.*\| \S.* \|$", text, re.MULTILINE)
-            for text in sections
+            re.search(rf"^- `{field}` \(.+\): \S", text, re.MULTILINE) for text in sections
         ), name
     for command in COMMANDS:
         assert f"\n## lather {command}\n" in (DOCS / "commands.md").read_text()
@@ -274,18 +260,14 @@ def test_the_guide_is_a_page_and_the_contract_of_a_rule_is_read_in_420_lines() -
 
 
 @pytest.fixture(scope="module")
-def rules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with the files that the page shows, from which Python imports."""
-    folder = tmp_path_factory.mktemp("rules")
-    shown = shown_files(WRITING)
-    assert list(shown) == ["lion.py", "shampoo.py", "check_rule.py"]
-    for name, source in shown.items():
-        (folder / name).write_text(source)
+def rules() -> Iterator[Path]:
+    """The folder with the rules of the page, from which Python imports."""
+    folder = ROOT / "examples" / "rules"
     sys.path.insert(0, str(folder))
     yield folder
     sys.path.remove(str(folder))
-    for name in shown:
-        sys.modules.pop(name.removesuffix(".py"), None)
+    for file in folder.glob("*.py"):
+        sys.modules.pop(file.stem, None)
 
 
 @pytest.mark.usefixtures("rules")

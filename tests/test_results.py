@@ -15,20 +15,6 @@ def test_tables_and_quoted_numbers_are_those_of_the_rows(monkeypatch: pytest.Mon
     assert result_tables.main() == 0
 
 
-def test_pages_quote_numbers() -> None:
-    """Without quoted numbers the test above would find nothing."""
-    quoted = [
-        quote
-        for page in result_tables.pages()
-        for quote in result_tables.QUOTED.findall(page.read_text())
-    ]
-    assert len(quoted) >= 5
-    assert (
-        sum(len(result_tables.TABLE.findall(page.read_text())) for page in result_tables.pages())
-        >= 2
-    )
-
-
 def test_a_wrong_number_is_noticed(tmp_path: Path) -> None:
     """A wrong number is noticed to the last digit that is shown, sign and unit aside; and so is a
     title that means nothing."""
@@ -49,43 +35,6 @@ def test_a_wrong_number_is_noticed(tmp_path: Path) -> None:
     assert not wrong("1,234 s", "muon: seconds of the quickstart")  # halves are rounded to even
     assert "StopIteration" in wrong("4.07", "adamw: loss of the quickstart")[0]
     assert "is no quotable number" in wrong("4.07", "whatever")[0]
-
-
-def test_rates_and_what_a_wrong_one_loses_are_those_of_the_rows(tmp_path: Path) -> None:
-    """A page that quotes them from the study is right, and one that exchanges two rates or doubles
-    one is not."""
-    short, tune = "short.jsonl", "tune.jsonl"
-    for name in ("short", "tune"):  # links of pages have no spaces; paths of checkouts may
-        (tmp_path / f"{name}.jsonl").symlink_to(
-            result_tables.RESULTS / "convergence" / name / "rows.jsonl"
-        )
-    page = tmp_path / "page.md"
-    for right, wrong, rows, title in (
-        ("0.016 / 0.032", "0.032 / 0.016", short, "qwen-8k: rates of muon"),
-        ("0.006 / 0.016", "0.006 / 0.032", short, "qwen-8k: rates of soap"),
-        ("0.09", "0.03", tune, "qwen-8k: lost by muon at a rate off by the factor"),
-    ):
-        for text, count in ((right, 0), (wrong, 1)):
-            page.write_text(f'[{text}]({rows} "{title}")')
-            assert len(list(result_tables.wrong_quotes(page))) == count, text
-
-
-def test_a_table_that_is_out_of_date_is_noticed_and_made_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    page = tmp_path / "results.md"
-    text = (result_tables.REPOSITORY / "docs/results.md").read_text()
-    (_, study, setting, table, _) = result_tables.TABLE.findall(text)[0]
-    page.write_text(
-        result_tables.QUOTED.sub("", text.replace(table, "| an old table |\n"))
-    )  # its links do not hold there
-    monkeypatch.setattr(result_tables, "pages", lambda: [page])
-    monkeypatch.setattr("sys.argv", ["result_tables.py", "--check"])
-    assert result_tables.main() == 1
-    monkeypatch.setattr("sys.argv", ["result_tables.py"])
-    assert result_tables.main() == 0
-    assert page.read_text() == result_tables.QUOTED.sub("", text)
-    assert table == result_tables.table(study, setting)
 
 
 def test_the_short_study_has_the_rates_that_the_search_found() -> None:

@@ -28,11 +28,11 @@ def test_parameters_are_sorted_as_the_page_says() -> None:
 
 
 def changed_package(folder: Path) -> None:
-    """Copy the package into `folder`, add the page's family, and make the changes that the page
+    """Copy the package into `folder`, add the example's family, and make the changes that the page
     shows."""
     shutil.copytree(ROOT / "src/lather", folder / "lather")
     models = folder / "lather/models"
-    (models / "deepseek_moe.py").write_text(blocks("python")[1])
+    shutil.copy(ROOT / "examples/deepseek_moe.py", models)
     families = models / "families.py"
     for diff in blocks("text")[1:]:
         before, after = (

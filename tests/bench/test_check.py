@@ -41,7 +41,7 @@ def test_copies_are_small_and_keep_the_layout(name: str) -> None:
 
 @pytest.mark.parametrize("frequency", [1, 4])
 @pytest.mark.parametrize("name", ["tiny", "tiny_3d"])
-def test_ours_agrees_with_the_naive_soap(name: str, frequency: int) -> None:
+def test_ours_agrees_with_the_plain_soap(name: str, frequency: int) -> None:
     assert (
         check_case(OptimizerCase("soap", SETS[name], frequency), (), CPU)["error_of_lather"]
         < TOLERANCE / 10
@@ -50,7 +50,7 @@ def test_ours_agrees_with_the_naive_soap(name: str, frequency: int) -> None:
 
 @pytest.mark.parametrize("name", ["tiny", "tiny_3d"])
 @pytest.mark.parametrize("rule", ["muon", "adamw"])
-def test_ours_agrees_with_the_naive_program_and_with_torch(rule: str, name: str) -> None:
+def test_ours_agrees_with_the_plain_program_and_with_torch(rule: str, name: str) -> None:
     checked = check_case(OptimizerCase(rule, SETS[name]), PEERS[rule], CPU)
     assert checked["error_of_lather"] < TOLERANCE / 10
     assert checked["cosine"].keys() == {"torch"}
@@ -72,7 +72,7 @@ def test_another_option_is_refused(
     monkeypatch: pytest.MonkeyPatch, rule: str, option: str, wrong: Any
 ) -> None:
     monkeypatch.setattr(contestants, "lather_options", lambda rule, frequency: {option: wrong})
-    with pytest.raises(CheckError, match=f"naive fp64 {rule}"):
+    with pytest.raises(CheckError, match=f"plain fp64 {rule}"):
         check_case(OptimizerCase(rule, SETS["tiny"], 2 if rule == "soap" else 1), (), CPU)
 
 

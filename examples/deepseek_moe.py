@@ -1,0 +1,105 @@
+"""DeepSeekMoE (arXiv:2401.06066), a family that docs/your-model.md adds to the trainer:
+grouped-query attention, leading dense layers, then shared and routed experts.
+
+The file belongs into src/lather/models."""
+
+from dataclasses import dataclass
+
+import torch
+
+from lather.models.attention import GroupedQueryAttention
+from lather.models.decoder import Block, Decoder, assemble
+from lather.models.experts import Experts
+from lather.models.hf.config_fields import CheckedFields, PublishedConfig
+from lather.models.layers import GatedMLP
+from lather.models.moe import MoE
+from lather.models.rotary import Rotary
+from lather.models.routing import Router
+
+
+@dataclass(frozen=True)
+class DeepseekMoeConfig(CheckedFields):
+    """Sizes of a DeepSeekMoE style model."""
+
+    model_type: str = "deepseek"
+    """The family, by its Hugging Face name."""
+    intermediate_size: int = 512
+    """Width of the dense layers' feed-forward."""
+    moe_intermediate_size: int = 128
+    """Width of one expert's feed-forward."""
+    first_k_dense_replace: int = 1
+    """Leading blocks that are dense."""
+    num_key_value_heads: int = 6
+    """Heads of keys and values, a divisor of the heads of queries."""
+    n_routed_experts: int = 8
+    """Routed experts per MoE block."""
+    n_shared_experts: int = 1
+    """Shared experts per MoE block, merged into one feed-forward of this multiple of
+    `moe_intermediate_size`."""
+    norm_topk_prob: bool = False
+    """Scale the chosen experts' weights to sum 1."""
+    aux_loss_alpha: float = 0.001
+    """Coefficient of each block's load-balancing loss; 0: none."""
+
+    def __post_init__(self) -> None:
+        self._require_family_and_ranges(
+            may_be_zero=("first_k_dense_replace", "n_shared_experts", "aux_loss_alpha")
+        )
+        self._require_divides("num_attention_heads", "hidden_size")
+        self._require_divides("num_key_value_heads", "num_attention_heads")
+        self._require_at_most("first_k_dense_replace", "num_hidden_layers")
+        self._require_at_most("num_experts_per_tok", "n_routed_experts")
+
+    @property
+    def balance_loss_coef(self) -> float:
+        """Coefficient of each block's load-balancing loss."""
+        return self.aux_loss_alpha
+
+
+PUBLISHED = PublishedConfig(
+    architecture="DeepseekForCausalLM",
+    optional=frozenset({"norm_topk_prob"}),
+    fixed={"attention_bias": (False,), "moe_layer_freq": (1,)},
+)
+
+
+def build_deepseek_moe(
+    config: DeepseekMoeConfig,
+    generator: torch.Generator | None = None,
+    device: torch.device | None = None,
+) -> Decoder:
+    """The model with fresh weights drawn from `generator`, on `device`."""
+    return assemble(
+        config,
+        lambda index: _block(config, is_dense=index < config.first_k_dense_replace),
+        generator,
+        device,
+    )
+
+
+def _block(config: DeepseekMoeConfig, *, is_dense: bool) -> Block:
+    attention = GroupedQueryAttention(
+        hidden_size=config.hidden_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        rotary=Rotary(
+            config.hidden_size // config.num_attention_heads, config.rope_theta, config.rope_scaling
+        ),
+    )
+    mlp = GatedMLP(config.hidden_size, config.intermediate_size) if is_dense else _moe(config)
+    return Block(attention, mlp, config.hidden_size, config.rms_norm_eps)
+
+
+def _moe(config: DeepseekMoeConfig) -> MoE:
+    router = Router(
+        config.hidden_size,
+        config.n_routed_experts,
+        config.num_experts_per_tok,
+        normalize=config.norm_topk_prob,
+    )
+    experts = Experts(config.n_routed_experts, config.hidden_size, config.moe_intermediate_size)
+    return MoE(
+        router,
+        experts,
+        GatedMLP(config.hidden_size, config.n_shared_experts * config.moe_intermediate_size),
+    )
