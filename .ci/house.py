@@ -45,6 +45,7 @@ it."""
 FOR_ALL = (
     *(
         "__init__",
+        "allocator",
         "console",
         "cores",
         "device",

@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from lather.allocator import allocator_variables
 from lather.commands import COMMANDS
 from lather.cores import waiting_variables
 from lather.errors import UserError
@@ -102,6 +103,7 @@ def _dispatch(arguments: list[str], started: float | None = None) -> int:
         raise UserError(f"{given}: {guess}use one of {', '.join(COMMANDS)}, or --help")
     if "torch" not in sys.modules:  # OpenMP reads them once, when torch is imported
         os.environ.update(waiting_variables(os.environ))
+        os.environ.update(allocator_variables(os.environ))
     name, *rest = arguments
     module = importlib.import_module(f"lather.commands.{COMMANDS[name]}")
     if name == "train":

@@ -20,6 +20,7 @@ from changing_runs import Shown
 from lather.checkpoint.folder import list_checkpoints
 from lather.config.config import Config
 from lather.config.toml_file import config_from_mapping
+from lather.engine.engine import Engine
 from lather.files import read_rows
 from lather.optim import MatrixOptimizer
 from lather.parallel.local_parameters import LocalParameters
@@ -30,7 +31,7 @@ from lather.pipeline.schedule import COMPUTE, Kind, dualpipev
 from lather.pipeline.segments import Segments
 from lather.pipeline.timeline import TimelineRecorder
 from lather.planning.workers import Assumed
-from lather.train import memory_check
+from lather.train import loop, memory_check
 from lather.train.loop import DivergedError, RunOutcome, train
 from tiny_model import TINY
 from tiny_run import TIME_FIELDS
@@ -152,7 +153,20 @@ def trainings(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
         )
         found["slow neighbour"] = slow_neighbour(rank)
         found["partitioned by memory"] = partitioned_by_memory(rank, folder)
+    else:
+        found["with a prelude"] = train_with_prelude(folder)
     return found
+
+
+def train_with_prelude(folder: Path) -> int:
+    """Train with the prelude that ranks on GPUs do before the first step; return how many there
+    were."""
+    with (
+        patch.object(loop, "is_gpu", return_value=True),
+        patch.object(Engine, "run_prelude", autospec=True, side_effect=Engine.run_prelude) as calls,
+    ):
+        start(make_config(folder, "with a prelude", EVERYTHING, {"parallel": {"pp": 2, "ep": 2}}))
+    return calls.call_count
 
 
 def diverge(rank: int, folder: Path) -> str:
@@ -287,6 +301,26 @@ def four(folder: Path) -> list[dict[str, Any]]:
     return run_ranks(trainings, 4, folder, timeout=500)
 
 
+def assert_same_bits(run_dir: Path, expected: Path, num_ranks: int) -> None:
+    """Compare the rows and the checkpoints of two runs of four steps, apart from random states, of
+    which these processes have one for all of their runs."""
+    rows, wanted = (
+        list(map(timeless, read_rows(path / "metrics.jsonl"))) for path in (run_dir, expected)
+    )
+    assert rows == wanted
+    for rank in range(num_ranks):
+        saved, others = (
+            load_file(path / "checkpoints" / "step-00000004" / f"rank-{rank:05}.safetensors")
+            for path in (run_dir, expected)
+        )
+        assert saved.keys() == others.keys()
+        assert all(
+            value.equal(others[name])
+            for name, value in saved.items()
+            if not name.startswith("random/")
+        )
+
+
 def assert_same_rows(run_dir: Path, expected: Path, rel: float = 1e-4) -> None:
     """Compare the rows of two runs. In fp32 SOAP turns rounding into other choices of a router;
     test_engine.py compares SOAP in fp64."""
@@ -342,6 +376,13 @@ def test_a_stop_that_one_rank_is_asked_for_stops_all_and_another_mesh_goes_on(
     assert_same_rows(folder / "moved", folder / "everything")
 
 
+def test_a_prelude_before_the_first_step_changes_no_bit_of_a_run(
+    four: list[dict[str, Any]], folder: Path
+) -> None:
+    assert [found["with a prelude"] for found in four] == [1] * 4
+    assert_same_bits(folder / "with a prelude", folder / "pp2 ep2 everything", 4)
+
+
 def test_layers_partitioned_by_memory_change_no_number(
     two: list[dict[str, Any]], folder: Path
 ) -> None:
@@ -395,21 +436,8 @@ def test_refreshes_in_the_gaps_of_a_pipeline_have_the_same_bits_and_are_in_the_t
     two: list[dict[str, Any]], folder: Path
 ) -> None:
     assert all(found["at once"] for found in two)
-    run, other = folder / "pp2 async klsoap", folder / "at once"
-    assert list(map(timeless, read_rows(run / "metrics.jsonl"))) == list(
-        map(timeless, read_rows(other / "metrics.jsonl"))
-    )
-    for rank in range(2):
-        saved, expected = (
-            load_file(path / "checkpoints" / "step-00000004" / f"rank-{rank:05}.safetensors")
-            for path in (run, other)
-        )
-        assert saved.keys() == expected.keys()
-        assert all(
-            value.equal(expected[name])
-            for name, value in saved.items()
-            if not name.startswith("random/")
-        )
+    run = folder / "pp2 async klsoap"
+    assert_same_bits(run, folder / "at once", 2)
     pieces = [row for row in read_rows(run / "timeline.jsonl") if row["action"].endswith("REFRESH")]
     assert {row["rank"] for row in pieces} == {0, 1}
     assert {row["step"] for row in pieces} == {4}  # KL-SOAP makes its first bases after step 2

@@ -15,6 +15,7 @@ from lather.doctor.checks import (
     CHECKS,
     Finding,
     check_clocks,
+    check_devices,
     check_disk,
     check_links,
     check_versions,
@@ -47,6 +48,17 @@ def test_nothing_is_wrong_with_a_machine_in_order() -> None:
     assert not_ok(FIRST, SECOND) == []
     assert not_ok(replace(FIRST, gpus=())) == []
     assert not_ok(replace(FIRST, other_programs=8)) == []  # beside 8 threads on 16 cores
+
+
+@pytest.mark.parametrize(
+    ("settings", "shown"),
+    [("expandable_segments:True", "expandable_segments:True"), ("", "torch's default settings")],
+)
+def test_the_allocators_settings_are_shown_beside_gpus(settings: str, shown: str) -> None:
+    facts = [replace(one, allocator=settings) for one in (FIRST, SECOND)]
+    assert [one.found for one in check_devices(facts) if one.name == "allocator"] == [shown]
+    alone = [replace(FIRST, gpus=())]
+    assert not [one for one in check_devices(alone) if one.name == "allocator"]
 
 
 def disk(**changes: object) -> RankFacts:

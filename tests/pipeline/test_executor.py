@@ -278,7 +278,7 @@ def walk_through(case: Case) -> dict[str, Any]:
     pair = make_pair(case)
     executor = executor_of(pair)
     watched = watch(pair)
-    start = executor_module._Walk._start
+    start = executor_module.StepWalk._start
 
     def tracked_start(self: Any, operation: Any, x: Tensor, peer: int) -> Any:
         work = start(self, operation, x, peer)
@@ -287,7 +287,7 @@ def walk_through(case: Case) -> dict[str, Any]:
         watched.sends.append(TrackedWork(work, x))
         return watched.sends[-1]
 
-    executor_module._Walk._start = tracked_start  # type: ignore[method-assign]
+    executor_module.StepWalk._start = tracked_start  # type: ignore[method-assign]
     after_second = after_third = (0, 0)
     tokens = pair.tokens()
     try:
@@ -301,7 +301,7 @@ def walk_through(case: Case) -> dict[str, Any]:
                 elif step == 3:
                     after_third = settled(alive, after_second, patience=20)
     finally:
-        executor_module._Walk._start = start  # type: ignore[method-assign]
+        executor_module.StepWalk._start = start  # type: ignore[method-assign]
     row = executor.schedule.ranks[executor.rank]
     return {
         "problems": watched.problems,

@@ -137,6 +137,8 @@ def run_blocking(table: Schedule) -> bool:
 
 
 def test_blocking_transfers_do_not_deadlock(tables: dict[tuple[int, int], Schedule]) -> None:
+    """A host may therefore wait at any time until its device has done all that it has started, also
+    receives that were started ahead: no ranks wait for each other in a circle."""
     assert all(run_blocking(table) for table in tables.values())
     assert all(run_blocking(forwards(2 * p, n)) for p in range(1, 6) for n in (1, 3, 2 * p, 9))
 

@@ -123,6 +123,8 @@ def check_devices(facts: Sequence[RankFacts]) -> Iterator[Finding]:
                 'it does not multiply bf16 quickly: train with train.precision = "fp32"',
             )
         yield Finding("devices", "GPU", found, verdict, remedy)
+    for settings in dict.fromkeys(one.allocator for one, _ in gpus):
+        yield Finding("devices", "allocator", settings or "torch's default settings")
     if failed := [one for one in facts if one.kernel_error]:
         found, remedy = (
             f"rank {failed[0].rank}: {failed[0].kernel_error}",

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from packaging.requirements import Requirement
 
+from lather.allocator import allocator_settings, has_nvidia_gpu
 from lather.cores import num_cores, other_programs
 from lather.device import is_gpu
 from lather.files import nearest_folder, read_text
@@ -91,6 +92,8 @@ class RankFacts:
     """Whether a file that rank 0 writes into the run directory is there."""
     clock: float = 0.0
     """Seconds by which this rank's clock is ahead of rank 0's."""
+    allocator: str = ""
+    """Settings of torch's allocator of GPU memory; empty: its defaults."""
 
 
 def find_facts(world: World, device: torch.device, run_dir: Path) -> RankFacts:
@@ -101,7 +104,7 @@ def find_facts(world: World, device: torch.device, run_dir: Path) -> RankFacts:
         host=socket.gethostname(),
         versions=versions(),
         gpus=_gpus(world, device),
-        has_unseen_gpu=not torch.cuda.is_available() and any(Path("/dev").glob("nvidia[0-9]*")),
+        has_unseen_gpu=not torch.cuda.is_available() and has_nvidia_gpu(),
         kernel_error=kernel_error(device),
         cores=num_cores(),
         threads=torch.get_num_threads(),
@@ -110,6 +113,7 @@ def find_facts(world: World, device: torch.device, run_dir: Path) -> RankFacts:
         memory=memory,
         memory_free=free,
         disk=probe_disk(run_dir, world.rank) if world.local_rank == 0 else None,
+        allocator=allocator_settings(os.environ),
     )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lather.config.config import Config, LoopConfig, MoEConfig, ParallelConfig
 from lather.data.batches import Batch
-from lather.device import Read, read, to_device
+from lather.device import Read, gpu_module, is_gpu, read, to_device
 from lather.engine.trained_parameters import train_only, trained_parameters, with_adapters
 from lather.models.decoder import Decoder, RoutedModel
 from lather.models.families import build_model as build_family
@@ -37,6 +37,7 @@ from lather.parallel.mesh import Mesh
 from lather.pipeline.executor import Activation, Executor, Recorder, StepOutput
 from lather.pipeline.model_part import ModelPart, PartLayers, fresh_part
 from lather.pipeline.partition import stages_of, uniform
+from lather.pipeline.prelude import run_prelude
 from lather.pipeline.schedule import Schedule, dualpipev, forwards, sequential
 from lather.pipeline.segments import MicroBatch, Segments
 from lather.pipeline.tape import Frees
@@ -146,6 +147,31 @@ class Engine:
             unit.wait_for_gradients()
         self.parameters.collect_gradients()
         return UnreadResult(self._summary(output, shares), num_labels)
+
+    def run_prelude(self, batch: Batch) -> None:
+        """Run two micro-batches of this rank's share of a global batch through its own stages, for
+        training and for validation, without transfers (`lather.pipeline.prelude`).
+
+        On GPUs with a pipeline all ranks call this before the first step. It changes neither
+        parameters nor random state, and leaves no gradients. Raises ValueError as
+        `launch_gradients` does.
+        """
+        self._check_shape(batch, self.micro_batch_size * self.schedule.num_micro_batches)
+        num_batches, device = self.schedule.num_micro_batches, self.mesh.device
+        batch = replace(batch, padding_BS=None)
+        first, second, *_ = self._micro_batches(batch, 1.0, [1.0] * num_batches)
+        padding_BS = torch.zeros(second.tokens_BS.shape, dtype=torch.bool)
+        padding_BS[-1, -1] = True
+        micro_batches = [first, replace(second, layout=second.layout.with_padding(padding_BS))]
+        with torch.no_grad():
+            run_prelude(self._executor, micro_batches)
+        with counting_step(self.part.routers()):
+            run_prelude(self._executor, micro_batches)
+        for unit in (unit for units in self.units for unit in units):
+            unit.wait_for_gradients()
+        self.parameters.clear_gradients()
+        if is_gpu(device):
+            gpu_module(device).synchronize(device)
 
     def without_labels(self) -> BatchResult:
         """Return the result of a batch in which no rank has a label: it has neither loss nor

@@ -106,7 +106,7 @@ class Executor:
         self.last_waits: dict[tuple[int, Passing], float] = {}
         """Seconds that the rank waited for each input in the last step with this number of
         micro-batches, as an estimate for the next step."""
-        self.walk: _Walk | None = None
+        self.walk: StepWalk | None = None
         """The current step, for code that counts live tensors."""
         shared = any(unit.has_peers for units in self.units.values() for unit in units)
         self._has_peers = group is not None or segments.exchange.num_ranks > 1 or shared
@@ -131,7 +131,7 @@ class Executor:
                 "an error interrupted an earlier step, so this rank is out of step with the "
                 "others: restart all ranks"
             )
-        walk = self.walk = _Walk(self, micro_batches, schedule)
+        walk = self.walk = StepWalk(self, micro_batches, schedule)
         try:
             with self.segments.rounded_weights.kept():
                 for action in schedule.ranks[self.rank]:
@@ -191,7 +191,7 @@ class _Arriving:
     work: dist.Work
 
 
-class _Walk:
+class StepWalk:
     """The state of one step."""
 
     def __init__(

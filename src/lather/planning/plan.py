@@ -27,7 +27,7 @@ CONTEXT_BYTES = 3 * 2**29
 """Allowance on a GPU for CUDA's context and kernels, cuBLAS's workspace and NCCL's buffers."""
 FRAGMENTATION = 0.03
 """Allowance on a GPU, as a fraction of the peak, for memory that the allocator holds but cannot
-use."""
+use; with expandable segments (`lather.allocator`) that is little."""
 
 POINTS = 1500
 """Points of each timeline's curves that are kept."""

@@ -26,7 +26,8 @@ from lather.checkpoint.state import TrainingState
 from lather.config.changes import values_of
 from lather.config.config import Config
 from lather.config.toml_file import folder_of
-from lather.device import Read, deterministic, read
+from lather.data.batches import Batch
+from lather.device import Read, deterministic, is_gpu, read
 from lather.engine.engine import build_engine
 from lather.engine.optimizer import build_optimizer
 from lather.engine.step import StepResult, TrainStep, learning_rate, pick_device
@@ -255,6 +256,8 @@ class _TrainingRun:
         steps = self.config.train.steps
         limit = self._time_limit(asking.started)
         try:
+            if self.mesh.pp > 1 and is_gpu(self.mesh.device):
+                self.engine.run_prelude(self._batch(min(self.progress.step + 1, steps)))
             if not self._any(self.metrics is not None and bool(read_rows(self.metrics.path))):
                 self._validate()
             if self.progress.step >= steps:
@@ -355,7 +358,7 @@ class _TrainingRun:
         is_recorded = _is_due(number, self.config.log.timeline_every)
         if is_recorded:
             self.timeline.begin()
-        result = self.step(self.batches.batch(number, self.mesh.data_rank, self.mesh.data_size), lr)
+        result = self.step(self._batch(number), lr)
         if is_recorded and (of_ranks := gather(self.timeline.end(), self.mesh.control_group)):
             with optional_file(self.path / TIMELINE, self.display.note):
                 append_timeline(self.path / TIMELINE, number, chain.from_iterable(of_ranks))
@@ -387,6 +390,10 @@ class _TrainingRun:
                 f"in another folder, with --fork-from {self.path}@STEP and --run-dir, or start a "
                 "new run"
             )
+
+    def _batch(self, number: int) -> Batch:
+        """Read this rank's share of the batch of a step."""
+        return self.batches.batch(number, self.mesh.data_rank, self.mesh.data_size)
 
     def _row(
         self, result: StepResult, lr: float, step_seconds: float, peak: int
