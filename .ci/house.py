@@ -51,6 +51,7 @@ FOR_ALL = (
         "durations",
         "errors",
         "files",
+        "formats",
         "lines",
         "output",
         "page",
