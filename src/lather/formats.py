@@ -1,7 +1,8 @@
 """The formats of runs, checkpoints and data sets.
 
 Each format has a number, which Lather writes into the folder. It reads the number that it writes,
-and no other.
+and no other. A change with which folders that were written before cannot be read, or would be read
+otherwise, raises the number, and names the last commit that reads the number before.
 """
 
 from __future__ import annotations
