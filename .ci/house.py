@@ -52,6 +52,7 @@ FOR_ALL = (
         "durations",
         "errors",
         "files",
+        "formats",
         "lines",
         "output",
         "page",

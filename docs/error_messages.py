@@ -40,8 +40,8 @@ WIDTH = 120
 
 
 def prepare(folder: Path) -> None:
-    """Put into `folder` the checkout's configurations, a few faulty files, and a run whose newest
-    checkpoint is damaged."""
+    """Put into `folder` the checkout's configurations, a few faulty files, a run of an older
+    format, and a run whose newest checkpoint is damaged."""
     (folder / "configs").symlink_to(REPOSITORY / "configs")
     files = {
         "my.toml": "[train]\nstepz = 5\n",
@@ -51,6 +51,7 @@ def prepare(folder: Path) -> None:
         "one/a.py": "print()",
         "base/config.json": '{"model_type": "llama"}',
         "my-model/config.json": "{}",
+        "runs/old/config.toml": "format = 1\n",
         "runs/quickstart/checkpoints/step-00000320/state.json": "{}",
         "runs/quickstart/config.toml": config_to_toml(
             load_config(REPOSITORY / "configs/quickstart.toml").resolved()

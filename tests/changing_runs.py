@@ -13,7 +13,7 @@ from lather.files import read_rows
 from lather.parallel.mesh import Mesh
 from lather.train.loop import train
 from lather.train.metrics import StepRow
-from lather.train.run_data import open_run_data
+from lather.train.run_dir import open_run_data
 
 MakeConfig = Callable[..., Config]
 CHANGED_AT = 4

@@ -215,7 +215,6 @@ def test_the_text_of_a_pipe_is_read(tmp_path: Path) -> None:
 
 
 OTHERWISE = {
-    "data/format1.py": "texts of data sets of old runs, which must stay as they were",
     "cores.py": "files of the kernel; commands import the module before all others",
     "train/trackers.py": "an identifier that another library made",
     "version.py": "a commit that the build wrote; the module stands alone",

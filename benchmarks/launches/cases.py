@@ -165,7 +165,7 @@ def share_of_rank(
     named = [(name, p) for name, p in whole.named_parameters()]
     spreads, wanted = {}, []
     for kind, some in parameters_by_kind(named, router_names=ROUTERS).items():
-        rule = config.rule_of(kind)  # type: ignore[attr-defined]
+        rule = config.rule_of(kind)
         for name, p in some:
             spread = Spread(
                 tuple(p.shape), tuple(range(ranks)), boxes_of(p.shape, (ranks,), (Shard(0),)), rank

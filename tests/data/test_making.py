@@ -26,6 +26,7 @@ from lather.data.documents import load_tokenizer, train_tokenizer
 from lather.data.making import make_dataset
 from lather.data.recipe import END_OF_TEXT, DataRecipe
 from lather.errors import DataError
+from lather.formats import DATA_SET
 
 WORDS = [
     "the",
@@ -465,6 +466,12 @@ def test_what_was_begun_otherwise_is_refused_with_the_remedy(
         ),
     ):
         make(source, holdout_every=5)
+    plan = tmp_path / "ours.partial/plan.json"
+    text = plan.read_text()
+    plan.write_text(text.replace(f'"format": {DATA_SET.number}', '"format": 2'))
+    with pytest.raises(DataError, match=r"was started with other options"):
+        make(source)
+    plan.write_text(text)
     write_jsonl(source, texts(21))
     with pytest.raises(DataError, match=r"its sources have changed since"):
         make(source)

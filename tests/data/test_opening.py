@@ -331,8 +331,8 @@ MANIFESTS: dict[str, bytes | None] = {
     "not JSON": b'{"format": 2, ',
     "not UTF-8": b"\xff\xfe",
     "a list": b"[]",
-    "of another version": b'{"format": 3}',
-    "without a checksum": b'{"format": 2, "splits": {}}',
+    "without a format": b'{"splits": {}}',
+    "without a checksum": b'{"format": 3, "splits": {}}',
 }
 
 

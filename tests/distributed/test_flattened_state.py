@@ -144,7 +144,7 @@ def test_a_number_stays_where_a_function_was_saved(form: str, way: str, tmp_path
     assert reloaded(form, way, every_second, 2, tmp_path, **partly) == [2] * 4
 
 
-def test_old_distributed_checkpoints_without_a_key_for_functions_load(tmp_path: Path) -> None:
+def test_distributed_checkpoints_without_a_key_for_functions_load(tmp_path: Path) -> None:
     net, other = Net(), Net()
     optimizer, resumed = soap(net, every_second), soap(other, every_second)
     train(net, optimizer, range(3))
@@ -157,7 +157,8 @@ def test_old_distributed_checkpoints_without_a_key_for_functions_load(tmp_path: 
 
 
 def without_placeholders(saved: dict[str, Any]) -> dict[str, Any]:
-    """Return a saved optimizer as releases without placeholders saved it."""
+    """Return a saved optimizer without empty dicts, which a distributed checkpoint leaves out, also
+    when torch converts it to a file."""
     groups = [{key: x for key, x in group.items() if x != {}} for group in saved["param_groups"]]
     return {**saved, "param_groups": groups}
 

@@ -17,6 +17,7 @@ from lather.data.batches import Batch
 from lather.data.sequences import IGNORE_INDEX
 from lather.engine.engine import document_boundaries
 from lather.engine.step import TrainStep
+from lather.optim import AdamW
 
 ALL = ("attention", "experts", "shared_experts")
 COMMON: dict[str, Any] = {"balance_level": "sequence", "z_loss": 0.1, "layers": 4, "poison": True}
@@ -126,13 +127,13 @@ def unlearned_step(rank: int, world_size: int, case: Case) -> tuple[bool, bool, 
     all bits as they were, and the labels of a third, which has labels on rank 0 alone."""
     pair = make_pair(case)
     parameters = [entry.parameter for entry in pair.engine.parameters]
-    optimizer = torch.optim.AdamW(parameters, lr=0.1, weight_decay=0.1)
+    optimizer = AdamW(pair.engine.parameters.spread(), lr=0.1, weight_decay=0.1)
     step = TrainStep(pair.engine, optimizer, 1.0)
     whole = batch(BATCHES["some padding"])
     step(share_of(pair, whole), 0.1)
 
     def bits() -> list[Tensor]:
-        states = [x for p in parameters for x in optimizer.state[p].values()]
+        states = [x for state in optimizer.state.values() for x in state.values()]
         return [x.detach().clone() for x in (*parameters, *pair.engine.part.buffers(), *states)]
 
     before = bits()

@@ -123,7 +123,7 @@ def run_case(case: Case) -> Seen:
         (own[name] is p) == (case.data_size == 1) for name, p in before.items()
     )  # else it was replaced
     local = local_parameters(part, mesh)
-    optimizer = torch.optim.AdamW([p for _, p in local.named()], lr=LR)
+    optimizer = torch.optim.AdamW([one.parameter for one in local], lr=LR)
     seen = Seen([], 0.0, [], [], [], [], [])
     for step in range(STEPS):
         labels = torch.cat([tokens_of(mesh.data_rank, step, m)[1] for m in range(MICRO_BATCHES)])
@@ -145,7 +145,8 @@ def run_case(case: Case) -> Seen:
             check_nothing_was_reduced(part, args)
         reduce(stages)
         local.collect_gradients()
-        assert all(p.grad is not None and p.grad.shape == p.shape for _, p in local.named())
+        rows = [one.parameter for one in local]
+        assert all(p.grad is not None and p.grad.shape == p.shape for p in rows)
         seen.counts.append(int(count))
         seen.norms.append(grad_norm(local, mesh).item())
         seen.grads.append([(entry.info, entry.parameter.grad.clone()) for entry in local])

@@ -30,11 +30,9 @@ class TestOneProcess:
         before = dict(part.named_parameters())
         stages = shard(part, mesh)
         local = local_parameters(part, mesh)
+        rows = {one.info.name: one.parameter for one in local}
         gather(stages, async_op=True)
-        assert all(
-            p is before[name] and p is dict(local.named())[name]
-            for name, p in part.named_parameters()
-        )
+        assert all(p is before[name] and p is rows[name] for name, p in part.named_parameters())
         tokens, labels = tokens_of(0, 0, 0)
         loss = decoder(tokens, labels).loss
         assert loss is not None
@@ -43,10 +41,8 @@ class TestOneProcess:
         grads = {name: p.grad for name, p in part.named_parameters() if p.grad is not None}
         reduce(stages)
         local.collect_gradients()
-        assert all(p.grad is grads[name] for name, p in local.named() if name != "norm.weight")
-        assert torch.equal(
-            dict(local.named())["norm.weight"].grad, torch.zeros(HIDDEN, dtype=torch.float64)
-        )
+        assert all(p.grad is grads[name] for name, p in rows.items() if name != "norm.weight")
+        assert torch.equal(rows["norm.weight"].grad, torch.zeros(HIDDEN, dtype=torch.float64))
         all_grads = [p.grad for p in part.parameters()]
         expected = torch.nn.utils.get_total_norm(all_grads)
         norm = grad_norm(local, mesh)

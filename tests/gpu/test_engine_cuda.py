@@ -84,9 +84,9 @@ def run(engine: Engine, batch: Batch) -> BatchResult:
 
 def gradients(engine: Engine) -> dict[str, Tensor]:
     return {
-        name: p.grad.detach().float().cpu()
-        for name, p in engine.parameters.named()
-        if p.grad is not None
+        one.info.name: one.parameter.grad.detach().float().cpu()
+        for one in engine.parameters
+        if one.parameter.grad is not None
     }
 
 

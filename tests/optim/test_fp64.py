@@ -180,7 +180,7 @@ def test_state_bytes_know_the_dtype_of_the_parameter(name: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_saved_state_goes_on_as_it_was_saved(kind: str, tmp_path: Any) -> None:
-    """A state that says float32, as all did when that was the default, stays fp32."""
+    """A state that says float32 stays fp32."""
     for saved_dtype, kept in ((torch.float32, torch.float32), (None, FP64)):
         params = parameters(SHAPES, FP64)
         optimizer = make(kind, params, state_dtype=saved_dtype)

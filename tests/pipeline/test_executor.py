@@ -60,7 +60,9 @@ def test_the_number_and_shape_of_micro_batches_are_checked_first() -> None:
 
 def gradients(pair: Pair) -> dict[str, Tensor]:
     return {
-        name: p.grad.clone() for name, p in pair.engine.parameters.named() if p.grad is not None
+        one.info.name: one.parameter.grad.clone()
+        for one in pair.engine.parameters
+        if one.parameter.grad is not None
     }
 
 

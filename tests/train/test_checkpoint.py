@@ -399,11 +399,6 @@ def test_a_state_that_is_something_else_is_named(
     assert refused(saved).startswith(f"{saved / 'state.json'}: missing or damaged")
 
 
-def test_another_format_is_named(saved: Path, refused: Callable[[Path], str]) -> None:
-    rewrite(saved, format=1)
-    assert "format 1, expected 2" in refused(saved)
-
-
 @pytest.mark.parametrize("file", [FILE, "state.json", ".metadata"])
 def test_a_pickle_is_refused_and_not_run(
     saved: Path, refused: Callable[[Path], str], file: str, tmp_path: Path

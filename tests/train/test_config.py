@@ -22,6 +22,7 @@ from lather.config.optim import KindConfig, OptimConfig
 from lather.config.toml_file import config_from_mapping, config_to_toml, field_names, load_config
 from lather.data import config as data_config
 from lather.errors import ConfigError, as_toml
+from lather.formats import RUN
 from lather.models import deepseek_v2, gpt_oss, lora, qwen3_moe, rotary
 from lather.models.deepseek_v2 import DeepseekV2Config
 from lather.models.hf import config_fields
@@ -240,6 +241,13 @@ def test_a_key_of_another_family_says_whose_it_is() -> None:
     )
 
 
+def from_toml(text: str) -> Config:
+    """Return the configuration that a file written for a run has."""
+    mapping = tomllib.loads(text)
+    assert mapping.pop("format") == RUN.number
+    return config_from_mapping(mapping)
+
+
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
 def test_the_model_section_is_the_family_that_it_names(model_type: str) -> None:
     config = config_from_mapping(
@@ -247,7 +255,7 @@ def test_the_model_section_is_the_family_that_it_names(model_type: str) -> None:
     )
     assert config.model.model_type == model_type
     assert config.model.rope_scaling is not None
-    assert config_from_mapping(tomllib.loads(config_to_toml(config))) == config
+    assert from_toml(config_to_toml(config)) == config
 
 
 def test_an_integer_beyond_float_is_refused() -> None:
@@ -369,7 +377,7 @@ MAPPINGS = st.fixed_dictionaries(
 @settings(deadline=None, max_examples=60)
 def test_toml_gives_the_same_configuration_back(mapping: dict[str, Any]) -> None:
     config = config_from_mapping(mapping)
-    assert config_from_mapping(tomllib.loads(config_to_toml(config))) == config
+    assert from_toml(config_to_toml(config)) == config
 
 
 @pytest.mark.parametrize("rank", [None, 5])

@@ -28,6 +28,7 @@ from lather.errors import CheckpointError, DataError, RunError
 from lather.files import read_rows
 from lather.models.decoder import Decoder
 from lather.models.qwen3_moe import Qwen3MoeConfig
+from lather.optim import AdamW, MatrixOptimizer
 from lather.parallel.mesh import Mesh
 from lather.pipeline.schedule import sequential
 from lather.pipeline.tape import Frees
@@ -46,7 +47,7 @@ def step_of(
 ) -> tuple[dict[str, Tensor], StepResult]:
     """Return the gradients that the optimizer is given, and the result. Token `end` ends a
     document, whose end attention does not cross."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = AdamW(model.parameters(), lr=0.0)
     seen: dict[str, Tensor] = {}
     optimizer.register_step_pre_hook(
         lambda *_: seen.update({name: p.grad.clone() for name, p in model.named_parameters()})
@@ -59,7 +60,7 @@ def step_of(
 
 
 def train_step(
-    model: Decoder, optimizer: torch.optim.Optimizer, moe: MoEConfig, length: int
+    model: Decoder, optimizer: MatrixOptimizer, moe: MoEConfig, length: int
 ) -> TrainStep:
     """Make steps of two micro-batches of two sequences."""
     config = LoopConfig(batch_size=4, sequence_length=length)
@@ -128,7 +129,7 @@ def test_balance_levels_differ_and_the_global_batch_starts_anew_each_step(
     }
     assert len({round(loss, 6) for loss in losses.values()}) == 3
     model, moe = make_model(), MoEConfig(balance_level="global_batch", balance_coefficient=0.1)
-    step = train_step(model, torch.optim.SGD(model.parameters(), lr=0.0), moe, batch.shape[1] - 1)
+    step = train_step(model, AdamW(model.parameters(), lr=0.0), moe, batch.shape[1] - 1)
     assert [step(Batch.of_tokens(batch), 0.0).balance_loss for _ in range(2)] == [
         losses["global_batch"]
     ] * 2

@@ -60,6 +60,9 @@ class Tags(HTMLParser):
             self.texts[-1] += data
 
 
+START = {"time": "then", "step": 0, "ranks": "1 rank", "device": "cpu", "threads": 1}
+
+
 @pytest.fixture
 def run(tmp_path: Path, step_row: Callable[..., StepRow], config: Config) -> Path:
     """A run of six steps, the fourth skipped, with everything that a run may have."""
@@ -105,7 +108,7 @@ def run(tmp_path: Path, step_row: Callable[..., StepRow], config: Config) -> Pat
     }
     (run / "memory.json").write_text(json.dumps({"world_size": 1, "ranks": [{"rank": 0, **sizes}]}))
     (run / "provenance.json").write_text(
-        json.dumps({"data": [[HOSTILE, "abc"]], "torch": "2.13.0", "cuda": None})
+        json.dumps({"data": [[HOSTILE, "abc"]], "torch": "2.13.0", "cuda": None, "starts": [START]})
     )
     events = [
         {"step": 6, "rank": rank, "action": f"{rank}{kind}0", "start": at, "end": at + 1}
@@ -296,23 +299,6 @@ def test_the_top_names_the_run_and_each_start(run: Path, config: Config) -> None
     ]
     assert "starts" not in dict(data["machine"])
     assert dict(data["tiles"])["time"] == "600 ms"
-
-
-def test_a_run_that_began_before_starts_were_recorded_has_its_first(run: Path) -> None:
-    later = {
-        "time": "then",
-        "step": 4,
-        "ranks": "1 rank",
-        "device": "cpu",
-        "threads": 2,
-        "torch": "2.13.0",
-    }
-    record = {"data": [["books", "abc"]], "torch": "2.12.0", "threads": 1}
-    (run / "provenance.json").write_text(json.dumps({**record, "starts": [later]}))
-    head, first, second = data_of(page_of(run))["starts"]
-    assert head == ["when", "from step", "ranks", "device", "threads", "torch"]
-    assert first == ["none", "0", "none", "none", "1", "2.12.0"]
-    assert second == ["then", "4", "1 rank", "cpu", "2", "2.13.0"]
 
 
 def test_a_token_meets_only_the_experts_that_it_chooses(config: Config) -> None:

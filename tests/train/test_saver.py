@@ -19,6 +19,7 @@ from lather.checkpoint.folder import Progress, Retention, list_checkpoints
 from lather.checkpoint.save import Saver, save_checkpoint
 from lather.checkpoint.state import TrainingState
 from lather.config.config import Config
+from lather.optim import AdamW
 from lather.train.display import PlainDisplay
 from lather.train.loop import DivergedError, train
 
@@ -29,7 +30,7 @@ class Trainee:
     def __init__(self) -> None:
         self.generator = torch.Generator().manual_seed(0)
         self.model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 1, bias=False))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.optimizer = AdamW(self.model.parameters(), lr=0.1)
         self.state = TrainingState.of_model(self.model, self.optimizer)
 
     def train(self) -> None:

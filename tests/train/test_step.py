@@ -23,7 +23,7 @@ from lather.engine.optimizer import build_optimizer
 from lather.engine.step import StepResult, TrainStep, learning_rate, pick_device
 from lather.errors import ConfigError
 from lather.models.decoder import Decoder
-from lather.optim import SOAP
+from lather.optim import SOAP, AdamW, MatrixOptimizer
 from lather.optim.rules import RULES
 from lather.parallel.mesh import Mesh
 from lather.pipeline.schedule import sequential
@@ -39,7 +39,7 @@ SCHEDULES = ["constant", "linear", "cosine", "wsd"]
 
 def train_step(
     model: Decoder,
-    optimizer: torch.optim.Optimizer,
+    optimizer: MatrixOptimizer,
     *,
     balance_coefficient: float = 0.0,
     **options: Any,
@@ -65,14 +65,14 @@ def train_step(
     return TrainStep(engine, optimizer, config.max_grad_norm)
 
 
-def optimizer_of(model: Decoder, name: str = "soap") -> torch.optim.Optimizer:
+def optimizer_of(model: Decoder, name: str = "soap") -> MatrixOptimizer:
     return build_optimizer(
         optim_config(name, **({"precondition_frequency": 2} if name == "soap" else {})),
         model.named_parameters(),
     )
 
 
-def bits(model: Decoder, optimizer: torch.optim.Optimizer) -> list[bytes]:
+def bits(model: Decoder, optimizer: MatrixOptimizer) -> list[bytes]:
     state = [
         torch.as_tensor(value)
         for p in model.parameters()
@@ -88,7 +88,7 @@ def gradients_seen(
     model: Decoder, tokens_BS: Tensor, **options: Any
 ) -> tuple[dict[str, Tensor], StepResult]:
     """Return the gradients that the optimizer is given, and the result."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = AdamW(model.parameters(), lr=0.0)
     seen: dict[str, Tensor] = {}
     optimizer.register_step_pre_hook(
         lambda *_: seen.update({name: p.grad.clone() for name, p in model.named_parameters()})

@@ -27,6 +27,7 @@ from lather.engine.optimizer import build_optimizer
 from lather.engine.step import TrainStep
 from lather.files import read_rows
 from lather.models.decoder import Decoder
+from lather.optim import AdamW, MatrixOptimizer
 from lather.parallel.mesh import Mesh
 from lather.pipeline.schedule import sequential
 from lather.pipeline.tape import Frees
@@ -48,7 +49,7 @@ def step_of(
     model: Decoder,
     moe: MoEConfig,
     micro_batch_size: int,
-    optimizer: torch.optim.Optimizer,
+    optimizer: MatrixOptimizer,
 ) -> TrainStep:
     config = LoopConfig(batch_size=4, micro_batch_size=micro_batch_size, sequence_length=16)
     schedule = sequential(4 // micro_batch_size)
@@ -95,7 +96,7 @@ def test_auxiliary_losses_do_not_depend_on_micro_batches(
     found = []
     for size in (4, 2, 1):
         model = make_model(dtype=torch.float64)
-        engine = step_of(model, moe, size, torch.optim.SGD(model.parameters())).engine
+        engine = step_of(model, moe, size, AdamW(model.parameters())).engine
         result = engine.read(engine.launch_gradients(batch))[0]
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         found.append((result, gradients))
@@ -119,7 +120,7 @@ def test_auxiliary_losses_do_not_depend_on_labels(make_model: MakeModel, tokens:
         gates = []
         for own in (moe, MoEConfig(balance_coefficient=0.0)):
             model = make_model(dtype=torch.float64)
-            engine = step_of(model, own, 1, torch.optim.SGD(model.parameters(), lr=0.0)).engine
+            engine = step_of(model, own, 1, AdamW(model.parameters(), lr=0.0)).engine
             engine.launch_gradients(each)
             gates.append(model.routers()[0].weight.grad.clone())
         differences.append(gates[0] - gates[1])
@@ -169,7 +170,7 @@ def test_the_loss_of_a_held_out_batch_without_labels_is_not_known(
     tokens: Tokens,
 ) -> None:
     model = make_model()
-    engine = step_of(model, MoEConfig(), 2, torch.optim.SGD(model.parameters(), lr=0.0)).engine
+    engine = step_of(model, MoEConfig(), 2, AdamW(model.parameters(), lr=0.0)).engine
     inputs_BS = tokens(0)[:, :-1]
     batch = Batch(inputs_BS, torch.full_like(inputs_BS, IGNORE_INDEX))
     assert engine.validation_loss(batch) is None

@@ -30,10 +30,10 @@ from typing import Any
 from lather.config.run_folder import CONFIGURATION, run_folder
 from lather.errors import CheckpointError, UserError
 from lather.files import digest_of, read_rows, read_text, sync
+from lather.formats import CHECKPOINT
 from lather.models.hf.safetensors_folder import DTYPES, TensorHeader
 from lather.optim.sharded.placement import Box
 
-FORMAT = 2
 STATE_FILE = "state.json"
 BEST = "best"
 RANK_FILE = re.compile(r"rank-\d{5,}\.safetensors")
@@ -212,7 +212,7 @@ class Table:
         }
         tensors = {name: entry.to_json() for name, entry in self.tensors.items()}
         state = {
-            "format": FORMAT,
+            "format": CHECKPOINT.number,
             **asdict(self.progress),
             "optimizer": self.optimizer,
             "files": files,
@@ -234,7 +234,7 @@ def piece_name(name: str, box: Box, shape: Sequence[int]) -> str:
 
 def read_table(folder: Path) -> Table:
     """Read the table of a checkpoint. Raises CheckpointError, naming the file, if it is missing,
-    damaged or not a table of a checkpoint."""
+    damaged, in another format or not a table of a checkpoint."""
     file = folder / STATE_FILE
     pickled = folder / ".metadata"
     if pickled.exists():
@@ -246,11 +246,12 @@ def read_table(folder: Path) -> Table:
         state = json.loads(read_text(file))
         if not isinstance(state, dict):
             raise ValueError("not a table")
+        CHECKPOINT.check(state["format"], file)
         if state.pop("digest") != digest_of(state):
             raise ValueError("its digest is not that of its contents")
-        if state["format"] != FORMAT:
-            raise ValueError(f"format {state['format']}, expected {FORMAT}")
         return _table(state)
+    except CheckpointError:
+        raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{file}: missing or damaged ({error}): {remedy(folder)}") from None
 

@@ -19,6 +19,7 @@ from lather.checkpoint.folder import StoredEntry
 from lather.device import gpu_module, is_gpu
 from lather.errors import CheckpointError
 from lather.models.entry_names import entry_name, is_stack
+from lather.optim import MatrixOptimizer
 from lather.optim.sharded.placement import Piece
 from lather.parallel.agreement import broadcast, errors_on_all_ranks, gather
 from lather.parallel.local_parameters import LocalParameter, ShardInfo
@@ -39,7 +40,7 @@ class TrainingState:
         self,
         parameters: Iterable[LocalParameter],
         module: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: MatrixOptimizer | None,
         mesh: Mesh,
     ) -> None:
         """`parameters`: those of a rank's engine or of a whole model; `module`: its part of the
@@ -48,20 +49,15 @@ class TrainingState:
         kept = module.state_dict().keys()
         self._buffers = [_whole(name, x) for name, x in module.named_buffers() if name in kept]
         self._infos: dict[Tensor, ShardInfo] = {}
-        # an optimizer may have the rows of this rank, or the sharded parameter with those of all
-        # its ranks
         for one in self.parameters:
             first, length = (
                 mesh.ep_rank * len(one.source) if one.info.is_expert else 0,
                 len(one.source),
             )
             self._infos[one.source] = replace(one.info, offset=first, length=length)
-            self._infos[one.parameter] = one.info
 
     @classmethod
-    def of_model(
-        cls, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
-    ) -> TrainingState:
+    def of_model(cls, model: nn.Module, optimizer: MatrixOptimizer | None = None) -> TrainingState:
         """Describe a whole model in one process."""
         infos = [
             (ShardInfo(name, is_stack(name), tuple(p.shape), 0, len(p)), p)
@@ -94,16 +90,7 @@ class TrainingState:
         """Yield the entries of the optimizer state as `<parameter>/<key>`; all are tensors."""
         if self.optimizer is None:
             return
-        if hasattr(self.optimizer, "state_pieces"):
-            pieces = self.optimizer.state_pieces()
-        else:
-            state = self.optimizer.state.items()
-            pieces = (
-                (param, _whole(key, value))
-                for param, entries in state
-                for key, value in entries.items()
-            )
-        for param, piece in pieces:
+        for param, piece in self.optimizer.state_pieces():
             yield from _pieces(self._infos[param], piece)
 
     def random_state(self) -> list[Piece]:
@@ -127,18 +114,15 @@ class TrainingState:
                 torch.set_rng_state(piece.value)
 
     def create_optimizer_state(self, stored: Mapping[str, StoredEntry]) -> None:
-        """Replace the optimizer state by one with the stored entries, to load into; parameters
-        without stored state begin with none. Every rank calls this.
+        """Replace the optimizer state by the initial one, to load the stored entries into. Every
+        rank calls this.
 
         Raises CheckpointError, on all ranks, if the optimizer has another state than the stored
         one; the earlier state is then restored."""
         assert self.optimizer is not None
         before, shapes = dict(self.optimizer.state), state_shapes(stored)
         self.optimizer.state.clear()
-        if hasattr(self.optimizer, "init_state"):
-            self.optimizer.init_state()
-        else:
-            self._allocate(shapes)
+        self.optimizer.init_state()
         try:
             with errors_on_all_ranks(self.mesh.control_group):
                 self._check_optimizer_state(shapes)
@@ -159,25 +143,6 @@ class TrainingState:
                     raise CheckpointError(
                         f"{entry}/{key} is {there} in the checkpoint and {here} in this run"
                     )
-
-    def _allocate(self, shapes: Shapes) -> None:
-        """Allocate the state of an optimizer with elementwise rules, whose entries have as many
-        rows as the parameter."""
-        assert self.optimizer is not None
-        for options, p in [
-            (group, p) for group in self.optimizer.param_groups for p in group["params"]
-        ]:
-            info = self._infos[p]
-            one = entry_name(info.name, 0) if info.is_expert else info.name
-            keys = {**shapes.get(info.name, {}), **shapes.get(one, {})}
-            if keys:
-                device = (
-                    p.device if options.get("fused") or options.get("capturable") else None
-                )  # where torch's optimizers count steps
-                step = torch.zeros((), dtype=torch.float32, device=device)
-                self.optimizer.state[p] = {
-                    key: step if key == "step" else torch.zeros_like(p) for key in keys
-                }
 
 
 def state_shapes(tensors: Mapping[str, StoredEntry | Piece]) -> Shapes:

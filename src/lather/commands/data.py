@@ -158,7 +158,7 @@ def describe(dataset: DataSet, made: _ConsoleDisplay | None = None) -> str:
         )
     if manifest.skipped:
         lines.append(("not taken", dataset.skipped_in_words))
-    if left_out := manifest.made_from.get("left_out"):  # absent in data sets of earlier versions
+    if left_out := manifest.made_from["left_out"]:
         lines.append(("left out", counts_in_words(left_out)))
     if manifest.notes:
         notes = counts_in_words(manifest.notes)

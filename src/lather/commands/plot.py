@@ -10,7 +10,7 @@ from typing import Annotated
 import tyro
 
 from lather.commands.parsing import parse_arguments
-from lather.config.run_folder import run_folder
+from lather.config.run_folder import check_format, run_folder
 from lather.errors import UserError, require
 
 
@@ -56,6 +56,8 @@ def plot_command(arguments: list[str]) -> None:
     """Draw the picture and print the name of its file."""
     parsed = parse_arguments(PlotArguments, "lather plot", arguments)
     parsed = replace(parsed, runs=tuple(map(run_folder, parsed.runs)))
+    for run in parsed.runs:
+        check_format(run)
     print(_draw_schedule(parsed) if parsed.schedule else _draw_runs(parsed))
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import tyro
 
 from lather.commands.parsing import parse_arguments
-from lather.config.run_folder import run_folder
+from lather.config.run_folder import check_format, run_folder
 from lather.errors import UserError
 
 
@@ -32,6 +32,7 @@ def report_command(arguments: list[str]) -> None:
         raise UserError(
             f"{parsed.run}: not a run (it has no metrics.jsonl): give the run_dir of a training run"
         )
+    check_format(parsed.run)
 
     from lather.train.report import REPORT, write_report  # matplotlib takes a second to import
 

@@ -20,8 +20,9 @@ from lather.commands.checking import options_of_line, unknown_options
 from lather.commands.options import CommandOption, options_of_command
 from lather.commands.parsing import parse_arguments
 from lather.config.config import Config
-from lather.config.optim import KINDS, RuleOptimConfig, as_help_shows_it
+from lather.config.optim import KINDS, as_help_shows_it
 from lather.config.rule_fields import owners, rule_named
+from lather.config.run_folder import check_format
 from lather.config.toml_file import Unknown, describe_unknown, families_with, load_config
 from lather.console import with_breaks
 from lather.errors import ConfigError, UserError
@@ -66,7 +67,7 @@ def read_config(
     `arguments` choose, and without the file's alternatives to what they give. `unknown` takes the
     keys that there are not. A run's own file means that run, where it is now.
 
-    Raises ConfigError for an unknown rule.
+    Raises ConfigError for an unknown rule, RunError for a run of another format.
     """
     line = options_of_line(arguments)
     given = {name.replace("_", "-"): " ".join(values[:1]) for name, values in line}
@@ -75,10 +76,11 @@ def read_config(
         if name in rules:
             rule_named(rules[name], option)
     run = run_of(file) if file else None
+    if run is not None:
+        check_format(run)
     run_dir = given.get("--run-dir", "") or str(run or "")
-    starts = [given.get(option, "") for option in ("--init-from", "--fork-from")]
-    names = [_field_of(option) for option in given]
-    config = load_config(file, rules, run_dir, *starts, given=names, unknown=unknown)
+    init_from, names = given.get("--init-from", ""), [_field_of(option) for option in given]
+    config = load_config(file, rules, run_dir, init_from, given=names, unknown=unknown)
     return at_home(config, run) if run else config
 
 
@@ -151,7 +153,6 @@ def _owner(option: str, config: Config) -> str:
     kind = parts[1] if len(parts) == 3 else ""
     if parts[0] != "optim" or len(parts) not in (2, 3) or (kind and kind not in KINDS):
         return ""
-    assert isinstance(config.optim, RuleOptimConfig)
     return owners(parts[-1].removeprefix("no_"), config.optim.rules[kind])
 
 

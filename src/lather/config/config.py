@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from lather.config.optim import OptimConfig, RuleOptimConfig, optim_config
+from lather.config.optim import OptimConfig, optim_config
 from lather.data.config import DataConfig
 from lather.errors import ConfigError, require
 from lather.models.deepseek_v2 import DeepseekV2Config
@@ -379,7 +379,7 @@ class Config:
             ep,
             f"a divisor of the {num_experts} routed experts",
         )
-        if isinstance(self.optim, RuleOptimConfig) and self.optim.stacks_experts:
+        if self.optim.stacks_experts:
             rule = name_of(self.optim.rules["experts"])
             fits = (
                 f"1 with {rule!r}, which stacks all experts of a layer to one "

@@ -24,7 +24,6 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 import tyro
 
 from lather.config.rule_fields import (
-    DEFAULT_LR,
     MEASURED_TOKENS,
     as_text,
     default_lr,
@@ -87,6 +86,11 @@ class OptimConfig:
     min_lr_ratio: float = 0.1
     """Learning rate at the end of the decay, as a fraction of the peak."""
 
+    rules: ClassVar[Mapping[str, type[Rule]]]
+    """Rule of `[optim]`, under "", and the rule of each kind."""
+    given: ClassVar[tuple[tuple[str, str], ...]]
+    """Names of the rules for which the class was created (`chosen_rules`)."""
+
     def __post_init__(self) -> None:
         if type(self) is OptimConfig:
             raise TypeError("OptimConfig has no options of a rule: use optim_config(name, ...)")
@@ -95,51 +99,6 @@ class OptimConfig:
             0 < self.decay_fraction <= 1, "optim.decay_fraction", self.decay_fraction, "in (0, 1]"
         )
         require(0 <= self.min_lr_ratio <= 1, "optim.min_lr_ratio", self.min_lr_ratio, "in [0, 1]")
-
-    @property
-    def peak_lr(self) -> float:
-        """`lr`, or the rule's default for steps of 1,024 tokens if `lr` is left out."""
-        return DEFAULT_LR if self.lr is None else self.lr
-
-    def resolved(self, tokens_per_step: int) -> OptimConfig:
-        """Return a copy with all defaults filled in that are not defaults of a field: the learning
-        rate for steps of `tokens_per_step` tokens, and the rule, rate and options of kinds that
-        differ from `[optim]`."""
-        return self
-
-    def describe_rates(self) -> str:
-        """Name the rule and the peak learning rate of every kind of parameters."""
-        return f"{self.name} at {self.peak_lr:.3g}"
-
-
-@dataclass(frozen=True)
-class KindConfig:
-    """Settings of one kind of parameters."""
-
-    rule: str = ""
-    """Rule of these parameters, if it is another one; together with this option, --help optim shows
-    the options of that rule."""
-    lr: float | None = None
-    """Peak learning rate of these parameters; left out: lr_factor times optim.lr."""
-    lr_factor: float | None = None
-    """Peak learning rate of these parameters as a factor of optim.lr; left out: the factor of the
-    rules for these parameters."""
-
-    options_rule: ClassVar[type[Rule]]
-    """The rule whose options the class has as fields."""
-
-
-@dataclass(frozen=True)
-class RuleOptimConfig(OptimConfig):
-    """Base of the classes that `optim_class` creates."""
-
-    rules: ClassVar[Mapping[str, type[Rule]]]
-    """Rule of `[optim]`, under "", and the rule of each kind."""
-    given: ClassVar[tuple[tuple[str, str], ...]]
-    """Names of the rules for which the class was created (`chosen_rules`)."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
         rules = chosen_rules(
             {"name": self.name} | {kind: vars(self.section(kind)) for kind in KINDS}
         )
@@ -163,6 +122,7 @@ class RuleOptimConfig(OptimConfig):
 
     @property
     def peak_lr(self) -> float:
+        """`lr`, or the rule's default for steps of 1,024 tokens if `lr` is left out."""
         return default_lr(self.rules[""]) if self.lr is None else self.lr
 
     @property
@@ -210,6 +170,7 @@ class RuleOptimConfig(OptimConfig):
         return self.peak_lr * self._factor(kind)
 
     def describe_rates(self) -> str:
+        """Name the rule and the peak learning rate of every kind of parameters."""
         kinds: dict[str, list[str]] = {}
         for kind in KINDS:
             kinds.setdefault(f"{name_of(self.rules[kind])} at {self.lr_of(kind):.3g}", []).append(
@@ -229,6 +190,9 @@ class RuleOptimConfig(OptimConfig):
         return own if kind != "router" or section.rule else self._own("rest") | own
 
     def resolved(self, tokens_per_step: int) -> OptimConfig:
+        """Return a copy with all defaults filled in that are not defaults of a field: the learning
+        rate for steps of `tokens_per_step` tokens, and the rule, rate and options of kinds that
+        differ from `[optim]`."""
         changes: dict[str, KindConfig] = {}
         for kind, rule in self.rules.items():
             if not kind or (
@@ -246,6 +210,23 @@ class RuleOptimConfig(OptimConfig):
     def __reduce__(self) -> tuple[Callable[..., OptimConfig], tuple[()]]:
         """Copy by value: pickle cannot find classes by name that are created at run time."""
         return functools.partial(optim_config, **asdict(self)), ()
+
+
+@dataclass(frozen=True)
+class KindConfig:
+    """Settings of one kind of parameters."""
+
+    rule: str = ""
+    """Rule of these parameters, if it is another one; together with this option, --help optim shows
+    the options of that rule."""
+    lr: float | None = None
+    """Peak learning rate of these parameters; left out: lr_factor times optim.lr."""
+    lr_factor: float | None = None
+    """Peak learning rate of these parameters as a factor of optim.lr; left out: the factor of the
+    rules for these parameters."""
+
+    options_rule: ClassVar[type[Rule]]
+    """The rule whose options the class has as fields."""
 
 
 def _made(rule: type[Rule], options: dict[str, Any], prefix: str) -> Rule:
@@ -307,12 +288,11 @@ def chosen_rules(mapping: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
 
 def as_help_shows_it(optim: OptimConfig) -> OptimConfig:
     """Return the same values in the class from which `--help` is generated."""
-    assert isinstance(optim, RuleOptimConfig)
     return _with_sections(optim_class(optim.given, brief=True), asdict(optim))
 
 
 @functools.cache
-def optim_class(given: tuple[tuple[str, str], ...], brief: bool = False) -> type[RuleOptimConfig]:
+def optim_class(given: tuple[tuple[str, str], ...], brief: bool = False) -> type[OptimConfig]:
     """Return the dataclass of `[optim]` for these rules (`chosen_rules`).
 
     `brief` is for `--help`: a kind then only lists the names of the options that it inherits from
@@ -346,7 +326,7 @@ def optim_class(given: tuple[tuple[str, str], ...], brief: bool = False) -> type
     made = make_dataclass(
         f"OptimConfig of {names['']}",
         own,
-        bases=(RuleOptimConfig,),
+        bases=(OptimConfig,),
         frozen=True,
         namespace=namespace,
     )

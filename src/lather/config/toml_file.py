@@ -1,7 +1,8 @@
 """Reads and writes a configuration as TOML; every error names the file and the key.
 
 `[model]` is the configuration of one model family: its key `model_type` names the family,
-"deepseek_v2" if left out.
+"deepseek_v2" if left out. `format` is the number of the format of runs (`lather.formats`), which
+the file of a run has; others need none.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import tomllib
 import types
 import typing
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -23,19 +23,18 @@ import tomli_w
 from lather.config.alternatives import without_replaced
 from lather.config.config import Config, LoopConfig
 from lather.config.nearest import hint_of
-from lather.config.old_runs import OldOptimConfig, in_new_keys, is_old
 from lather.config.optim import (
     DEFAULT_RULE,
     KindConfig,
     OptimConfig,
-    RuleOptimConfig,
     chosen_rules,
     optim_class,
 )
 from lather.config.rule_fields import UNIONS, owners
-from lather.config.run_folder import run_folder
+from lather.config.run_folder import check_format, run_folder
 from lather.errors import ConfigError, as_toml, require
 from lather.files import read_text
+from lather.formats import RUN
 from lather.models.families import ModelConfig
 from lather.models.hf.model_folder import CONFIG_FILE, read_config
 
@@ -51,7 +50,6 @@ def load_config(
     rules: Mapping[str, str] | None = None,
     run_dir: str = "",
     init_from: str = "",
-    fork_from: str = "",
     *,
     given: Collection[str] = (),
     unknown: list[Unknown] | None = None,
@@ -60,36 +58,36 @@ def load_config(
     it is the default configuration.
 
     `rules` replaces names of rules in the file, by "name" or "<kind>.rule"; options that the new
-    rules do not have are then dropped. `run_dir`, `init_from` and `fork_from` replace those of the
-    file. Without `[model]` the model is that of `init_from`.
+    rules do not have are then dropped. `run_dir` and `init_from` replace those of the file. Without
+    `[model]` the model is that of `init_from`.
 
     `given`: dotted names of the fields for which the command line has values; the file's
     alternatives to them (`lather.config.alternatives`) are dropped, and optional sections of them
     are there, with their defaults. `unknown`: takes the keys that there are not; without it they
     are an error.
+
+    Raises RunError if the run in `run_dir` has another format.
     """
     mapping = without_replaced(_read(path) if path else {}, given)
-    asked = {"run_dir": run_dir, "init_from": init_from, "fork_from": fork_from}
-    named = [value or mapping.get(name) for name, value in asked.items()]
-    run_dir, init_from, fork_from = (
+    named = [run_dir or mapping.get("run_dir"), init_from or mapping.get("init_from")]
+    run_dir, init_from = (
         value if isinstance(value, str) else "" for value in named
     )  # others are refused below
+    if run_dir:
+        check_format(Path(run_dir))
     with _naming(path):
         mapping = _with_model(mapping, init_from, run_dir)
         optim = mapping.get("optim", {})
         if isinstance(optim, dict):
-            if "adam_betas" in optim or any(
-                map(_is_old_run, (run_dir, fork_from, fork_from.rpartition("@")[0]))
-            ):
-                optim = in_new_keys(optim)
             mapping = {**mapping, "optim": _with_rules(optim, rules or {})}
         mapping = _with_sections(mapping, Config, [name.split(".") for name in given])
         return config_from_mapping(mapping, unknown)
 
 
 def load_run(run_dir: Path) -> Config:
-    """Read the configuration of a run; a run with the old form of `[optim]` keeps it. Every error
-    names the file and the key."""
+    """Read the configuration of a run; every error names the file and the key. Raises RunError if
+    the run has another format."""
+    check_format(run_dir)
     path = run_dir / "config.toml"
     mapping = _read(path)
     with _naming(path):
@@ -106,15 +104,8 @@ def _naming(path: Path | None) -> Iterator[None]:
 
 
 def config_of_run(mapping: Mapping[str, Any]) -> Config:
-    """Build the configuration that a run has saved; the old form of `[optim]` is kept."""
-    mapping = _without_none(mapping)
-    if not is_old(mapping):
-        return config_from_mapping(mapping)
-    optim = _checked(OldOptimConfig, mapping.get("optim", {}), "optim.")
-    return replace(
-        config_from_mapping({key: value for key, value in mapping.items() if key != "optim"}),
-        optim=optim,
-    )
+    """Build the configuration that a run has saved."""
+    return config_from_mapping(_without_none(mapping))
 
 
 def _with_model(mapping: dict[str, Any], init_from: str, run_dir: str) -> dict[str, Any]:
@@ -159,8 +150,10 @@ def model_of(init_from: str) -> ModelConfig:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    """Read the keys of a file without its format. Raises RunError for a format that is not
+    read."""
     try:
-        return tomllib.loads(read_text(path))
+        mapping = tomllib.loads(read_text(path))
     except FileNotFoundError:
         raise ConfigError(
             f"{path}: no such file; configs/ of the checkout holds examples"
@@ -171,11 +164,8 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: {error}") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
-
-
-def _is_old_run(run_dir: str) -> bool:
-    file = Path(run_dir) / "config.toml"
-    return bool(run_dir) and file.is_file() and is_old(_read(file))
+    RUN.check(mapping.pop("format", RUN.number), path)
+    return mapping
 
 
 def _with_rules(optim: dict[str, Any], rules: Mapping[str, str]) -> dict[str, Any]:
@@ -264,8 +254,9 @@ def _unknown_keys(cls: type, mapping: Mapping[str, Any], prefix: str) -> Iterato
 
 
 def config_to_toml(config: Config) -> str:
-    """Write a configuration as TOML; `load_config` reads the same one back."""
-    return tomli_w.dumps(_without_none(dataclasses.asdict(config)))
+    """Write a configuration as TOML, with the format of a run; `load_config` reads the same one
+    back."""
+    return tomli_w.dumps({"format": RUN.number, **_without_none(dataclasses.asdict(config))})
 
 
 def field_names(cls: type = Config, prefix: str = "") -> Iterator[str]:
@@ -300,7 +291,7 @@ def _sections(hint: Any) -> list[type]:
 def _chosen(sections: list[type], mapping: Mapping[str, Any], name: str) -> type:
     """Return the class of a section: for `[optim]` by its rules, for `[model]` by its
     `model_type`."""
-    if issubclass(sections[0], RuleOptimConfig):
+    if issubclass(sections[0], OptimConfig):
         return optim_class(chosen_rules(mapping))
     if len(sections) == 1:
         return sections[0]
@@ -344,8 +335,8 @@ def _build(cls: type[C], mapping: Mapping[str, Any], prefix: str) -> C:
 
 def _owner(cls: type, key: str) -> str:
     """Name the model families or rules that have the key."""
-    if issubclass(cls, RuleOptimConfig | KindConfig):
-        return owners(key, cls.rules[""] if issubclass(cls, RuleOptimConfig) else cls.options_rule)
+    if issubclass(cls, OptimConfig | KindConfig):
+        return owners(key, cls.rules[""] if issubclass(cls, OptimConfig) else cls.options_rule)
     is_family = cls in _sections(_hints(Config)["model"])
     return families_with(key, getattr(cls, "model_type", "")) if is_family else ""
 

@@ -24,8 +24,8 @@ from typing import Any
 from lather.data.shards import ShardEntry, ShardReader, token_dtype
 from lather.errors import DataError
 from lather.files import digest_of, read_text, sha256
+from lather.formats import DATA_SET
 
-FORMAT = 2
 MANIFEST = "dataset.json"
 TOKENIZER = "tokenizer.json"
 SKIPPED = "skipped.jsonl"
@@ -96,13 +96,13 @@ class Manifest:
         return digest_of(content)[:12]
 
     def to_json(self) -> str:
-        mapping: dict[str, Any] = {"format": FORMAT, **asdict(self)}
+        mapping: dict[str, Any] = {"format": DATA_SET.number, **asdict(self)}
         return json.dumps({**mapping, "checksum": digest_of(mapping)}, indent=1) + "\n"
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest. Raises DataError if it is missing, damaged, edited, or in the format of
-    another version of Lather."""
+    """Read the manifest. Raises DataError if it is missing, damaged, edited, or in another
+    format."""
     path = folder / MANIFEST
     remedy = f"restore it, or delete {folder} and make the data set again"
     inside = sorted(one.parent for one in folder.glob(f"*/{MANIFEST}"))
@@ -115,15 +115,11 @@ def read_manifest(folder: Path) -> Manifest:
         mapping = json.loads(read_text(path))
         if not isinstance(mapping, dict):
             raise TypeError("not a JSON object")
-        version = mapping.pop("format", None)
-        if version != FORMAT:
-            raise DataError(
-                f"{path}: format {version!r} is not {FORMAT}, this version's: delete {folder} and "
-                "make the data set again"
-            )
+        DATA_SET.check(mapping["format"], path)
         expected = mapping.pop("checksum", None)
-        if expected != digest_of({"format": version, **mapping}):
+        if expected != digest_of(mapping):
             raise DataError(f"{path}: its checksum is wrong, it was edited or damaged: {remedy}")
+        del mapping["format"]
         return Manifest(splits=splits_of(mapping.pop("splits")), **mapping)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, DataError):

@@ -41,6 +41,7 @@ from lather.data.work import (
 )
 from lather.errors import DataError
 from lather.files import digest_of, read_text, reason, sha256, sync, write_aside
+from lather.formats import DATA_SET
 
 FRUITLESS = "fruitless"
 """File in a folder that is being made, if it has no document: then other options may follow."""
@@ -206,7 +207,7 @@ def _locked(partial: Path, note: Note) -> Iterator[None]:
 
 def _adopt_plan(partial: Path, plan: MakingPlan) -> None:
     """Write the plan, or check that it equals the plan of an earlier start."""
-    mapping = asdict(plan)
+    mapping = {"format": DATA_SET.number, **asdict(plan)}
     del mapping["left_out"]  # which may change
     file, text = partial / "plan.json", json.dumps(mapping, indent=1)
     if not file.exists():

@@ -14,6 +14,7 @@ from lather.data.conversations import FIELDS, UNREAD_FIELDS
 from lather.data.records import Kind
 from lather.errors import DataError, require
 from lather.files import digest_of, sha256
+from lather.formats import DATA_SET
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -112,8 +113,8 @@ class DataRecipe:
         return template
 
     def digest(self, listing: str) -> str:
-        """Return a short digest of the recipe and of the files (`MakingPlan.listing`); it does not
-        depend on the paths of the sources and the tokenizer."""
+        """Return a short digest of the format of data sets, of the recipe and of the files
+        (`MakingPlan.listing`); it does not depend on the paths of the sources and the tokenizer."""
         mapping: dict[str, Any] = {**asdict(self), "sources": len(self.sources)}
         if self.tokenizer_file is not None and self.tokenizer_file.is_file():
             mapping["tokenizer"] = sha256(self.tokenizer_file)
@@ -121,4 +122,4 @@ class DataRecipe:
             mapping["chat_template"] = template.source, template.special_tokens
             if template.for_tools:
                 mapping["chat_template_for_tools"] = template.for_tools
-        return digest_of([mapping, listing])[:12]
+        return digest_of([DATA_SET.number, mapping, listing])[:12]

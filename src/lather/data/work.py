@@ -82,7 +82,6 @@ class UnitReport:
     @classmethod
     def read(cls, path: Path) -> UnitReport:
         mapping = json.loads(read_text(path))
-        mapping.pop("number", None)  # in reports of earlier versions
         return cls(splits=splits_of(mapping.pop("splits")), **mapping)
 
 

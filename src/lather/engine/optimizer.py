@@ -1,18 +1,14 @@
-"""The optimizer of a run, with one group for each kind of parameters and its rule, and that of old
-runs, reproduced to the bit."""
+"""The optimizer of a run, with one group for each kind of parameters and its rule."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, fields
-from typing import Any
 
 import torch
 from torch import nn
 
-from lather.config.old_runs import OldOptimConfig
-from lather.config.optim import OptimConfig, RuleOptimConfig
-from lather.optim import SOAP, MatrixOptimizer, parameter_groups, parameters_by_kind
+from lather.config.optim import OptimConfig
+from lather.optim import MatrixOptimizer, parameters_by_kind
 from lather.optim.options import options_of
 from lather.optim.rules import OPTIMIZER_OF
 from lather.parallel.local_parameters import LocalParameters
@@ -25,21 +21,18 @@ ROUTERS = ("gate",)
 
 def build_optimizer(
     config: OptimConfig, parameters: LocalParameters | Iterable[tuple[str, nn.Parameter]]
-) -> torch.optim.Optimizer:
+) -> MatrixOptimizer:
     """Build the optimizer for the rule of `[optim]`, whose groups have the rules of their kinds.
 
     `parameters`: those of a rank, or all of a model in one process with their names; frozen ones
     are skipped. For fp64 parameters the state of elementwise rules is fp64.
     """
     if isinstance(parameters, LocalParameters):
-        rows, wholes = parameters.trained().named(), parameters.trained().spread()
+        trained = parameters.trained().spread()
     else:
-        rows = wholes = [(name, p) for name, p in parameters if p.requires_grad]
-    if isinstance(config, OldOptimConfig):
-        return _old_optimizer(config, rows, wholes)
-    assert isinstance(config, RuleOptimConfig)
+        trained = [(name, p) for name, p in parameters if p.requires_grad]
     groups = []
-    for kind, named in parameters_by_kind(wholes, router_names=ROUTERS).items():
+    for kind, named in parameters_by_kind(trained, router_names=ROUTERS).items():
         if not named:
             continue
         rule = config.rule_of(kind)
@@ -62,27 +55,3 @@ def build_optimizer(
     if optimizer is None:
         return MatrixOptimizer(groups, default)
     return optimizer(groups, **{name: getattr(default, name) for name in options_of(type(default))})
-
-
-def _old_optimizer(
-    config: OldOptimConfig,
-    rows: list[tuple[str, nn.Parameter]],
-    wholes: list[tuple[str, nn.Parameter]],
-) -> torch.optim.Optimizer:
-    """Build SOAP for matrices and experts with AdamW for the rest, or torch's AdamW for everything,
-    as before `OptimConfig`."""
-    if config.name == "adamw":
-        own: dict[str, Any] = {
-            "betas": config.adam_betas,
-            "eps": config.eps,
-            "weight_decay": config.weight_decay,
-        }
-        return torch.optim.AdamW(rows, lr=config.peak_lr, **own, fused=True)
-    groups = parameter_groups(wholes)
-    for group in groups:
-        group.update(
-            {"betas": config.adam_betas} if group.get("rule") == "adamw" else {"sides": "both"}
-        )
-    others = {one.name for one in fields(OptimConfig)} - {"lr"} | {"adam_betas"}
-    options = {name: value for name, value in asdict(config).items() if name not in others}
-    return SOAP(groups, **options, nonfinite="ignore", state_dtype=torch.float32)

@@ -70,14 +70,12 @@ class StepResult(BatchResult):
 class TrainStep:
     """Runs optimizer steps on a mesh; each rank calls it with its share of the batch."""
 
-    def __init__(
-        self, engine: Engine, optimizer: torch.optim.Optimizer, max_grad_norm: float
-    ) -> None:
+    def __init__(self, engine: Engine, optimizer: MatrixOptimizer, max_grad_norm: float) -> None:
         """`optimizer`: for `engine.parameters`; `max_grad_norm`: 0 does not clip."""
         self.engine, self.optimizer, self.max_grad_norm = engine, optimizer, max_grad_norm
-        if isinstance(optimizer, MatrixOptimizer) and engine.mesh.pp > 1:
+        if engine.mesh.pp > 1:
             engine.fill_waits(optimizer.defer_refreshes())
-        self._counters = optimizer.counters if isinstance(optimizer, MatrixOptimizer) else {}
+        self._counters = optimizer.counters
 
     def __call__(self, batch: Batch, lr: float) -> StepResult:
         """`batch`: this rank's share of the global batch; `lr`: `optim.lr` at this step, which
@@ -107,10 +105,7 @@ class TrainStep:
                 clip_(self.engine.parameters.gradients(), norm, self.max_grad_norm)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr * group.get(LR_FACTOR, 1.0)
-            if isinstance(self.optimizer, MatrixOptimizer):
-                self.optimizer.step(norms=norms)
-            else:
-                self.optimizer.step()
+            self.optimizer.step(norms=norms)
             self.engine.balance(result.counts_LE)
         seconds = self._now() - start
         self.engine.parameters.clear_gradients()
@@ -127,11 +122,7 @@ class TrainStep:
         """Run the forward and backward pass; return its result, the norm of all gradients on the
         CPU, and the norms that the optimizer needs, with one wait for the device."""
         engine, unread = self.engine, self.engine.launch_gradients(batch)
-        norms = (
-            self.optimizer.measure_gradients()
-            if isinstance(self.optimizer, MatrixOptimizer)
-            else None
-        )
+        norms = self.optimizer.measure_gradients()
         square = squared_norm(
             engine.parameters, engine.mesh, *([] if norms is None else [norms.of])
         )
@@ -144,8 +135,6 @@ class TrainStep:
 
     def _new_refreshes(self) -> dict[str, Any]:
         """Return how many refreshes all ranks have done and skipped since the last call."""
-        if not isinstance(self.optimizer, MatrixOptimizer):
-            return dict.fromkeys(REFRESHES, 0)
         before, self._counters = self._counters, self.optimizer.counters
         new = [self._counters[name] - before[name] for name in REFRESHES]
         if self.engine.mesh.size > 1:

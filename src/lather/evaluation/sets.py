@@ -108,12 +108,9 @@ def _recorded(trained: TrainedModel) -> list[str]:
         }
         return [str(moved.get(one, one)) for one in folders]
     except (OSError, ValueError, KeyError, TypeError):
-        reason = (
-            "it does not record its training data sets (it was "
-            "imported, or started with an older Lather)"
-        )
         raise UserError(
-            f"{trained.run}: {reason}: name data sets, as in lather eval {trained.run} FOLDER"
+            f"{trained.run}: it does not record its training data sets (it was imported): name "
+            f"data sets, as in lather eval {trained.run} FOLDER"
         ) from None
 
 

@@ -1,6 +1,6 @@
-"""This rank's rows of every parameter: as plain parameters for elementwise optimizers, and as
-DTensors for those that need whole matrices; the norm of their gradients, and clipping by it, with
-the same numbers on any mesh as in one process.
+"""This rank's rows of every parameter, as plain parameters, and the DTensors that an optimizer
+steps; the norm of their gradients, and clipping by it, with the same numbers on any mesh as in one
+process.
 
 A sharded parameter is split on dim 0: rows of a matrix, or whole experts of a stack. If dim 0 has
 fewer rows than there are ranks, some ranks have none.
@@ -78,13 +78,8 @@ class LocalParameters(tuple[LocalParameter, ...]):
             torch.promote_types, (entry.parameter.dtype for entry in self), torch.float32
         )
 
-    def named(self) -> list[tuple[str, nn.Parameter]]:
-        """Return the rows, for an optimizer whose rule is elementwise."""
-        return [(entry.info.name, entry.parameter) for entry in self]
-
     def spread(self) -> list[tuple[str, nn.Parameter]]:
-        """Return DTensors where parameters are sharded, for an optimizer that assembles whole
-        matrices."""
+        """Return the parameters for an optimizer: DTensors where they are sharded."""
         return [(entry.info.name, entry.source) for entry in self]
 
     def trained(self) -> LocalParameters:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from lather.config.config import Config, num_routed_experts
-from lather.config.optim import RuleOptimConfig, optim_config
+from lather.config.optim import optim_config
 from lather.errors import ConfigError
 from lather.models.families import build_model
 from lather.optim.options import name_of, options_of
@@ -287,7 +287,6 @@ class _Search:
 
     def lighter_states(self) -> list[Changes]:
         """Return changes that make the state of the same rule smaller, from more bytes to fewer."""
-        assert isinstance(self.config.optim, RuleOptimConfig)
         known = options_of(self.config.optim.rules[""])
         sides: list[Changes] = [{}, {"optim.sides": "smaller"}] if "sides" in known else [{}]
         dtypes: list[Changes] = [{}, {"optim.state_dtype": "bfloat16"}]
@@ -308,7 +307,6 @@ class _Search:
     def lighter_rules(self) -> list[Changes]:
         """Return rules with less state than the configured one; those that stack all experts of a
         layer only if every rank has them all."""
-        assert isinstance(self.config.optim, RuleOptimConfig)
         own = name_of(self.config.optim.rules[""])
         lighter = LIGHTER_RULES[LIGHTER_RULES.index(own) + 1 if own in LIGHTER_RULES else 0 :]
         return [

@@ -213,13 +213,13 @@ class Bookkeeper(Recorder):
         )
         self.ledger.label("rounded weights", self.engine.rounded_weights.copies())
 
-    def label_state(self, optimizer: torch.optim.Optimizer) -> None:
+    def label_state(self, optimizer: MatrixOptimizer) -> None:
         for state in optimizer.state.values():
             for name, x in state.items():
                 if isinstance(x, Tensor):
                     self.ledger.label(kind_of_state(name), [local(x)])
 
-    def save(self, optimizer: torch.optim.Optimizer, staging: Staging | None) -> int:
+    def save(self, optimizer: MatrixOptimizer, staging: Staging | None) -> int:
         """Collect the tensors of the rank's checkpoint without writing them; return their bytes.
         `staging` copies them to the stand-in device, which is then a CPU, and keeps the copies."""
         pieces = TrainingState(
@@ -274,7 +274,7 @@ class Load:
         return min(self.tokens, math.ceil(self.tokens * (1 - none_here) * self.imbalance))
 
 
-def refresh_at_every_step(optimizer: torch.optim.Optimizer) -> bool:
+def refresh_at_every_step(optimizer: MatrixOptimizer) -> bool:
     """Make the optimizer refresh all bases at every step, from the first or second on; return
     whether it has bases."""
     refreshing = [group for group in optimizer.param_groups if "precondition_frequency" in group]
@@ -286,20 +286,17 @@ def refresh_at_every_step(optimizer: torch.optim.Optimizer) -> bool:
     return bool(refreshing)
 
 
-def step_without_passes(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
+def step_without_passes(engine: Engine, optimizer: MatrixOptimizer) -> None:
     """Run the optimizer's step alone, which creates state and first bases. Forward and backward
     passes before it need less memory."""
     for entry in engine.parameters:
         if entry.source.requires_grad:
             entry.source.grad = torch.empty_like(entry.source)
     engine.parameters.collect_gradients()
-    if isinstance(optimizer, MatrixOptimizer):
-        norms = optimizer.measure_gradients()
-        if norms is not None:
-            norms.values = read(norms.values, Read.STEP)
-        optimizer.step(norms=norms)
-    else:
-        optimizer.step()
+    norms = optimizer.measure_gradients()
+    if norms is not None:
+        norms.values = read(norms.values, Read.STEP)
+    optimizer.step(norms=norms)
     engine.parameters.clear_gradients()
 
 
@@ -380,7 +377,7 @@ def dry_run(
         has_bases = refresh_at_every_step(optimizer)
         if FIRST in do:
             record(FIRST, lambda: step_without_passes(engine, optimizer))
-            if has_bases and not optimizer.counters["refreshes_done"]:  # type: ignore[attr-defined]
+            if has_bases and not optimizer.counters["refreshes_done"]:
                 record(f"{FIRST}, again", lambda: step_without_passes(engine, optimizer))
         staging = (
             Staging(torch.device("cpu"), mesh.device)
@@ -397,11 +394,7 @@ def dry_run(
             record(STEP, step)
             if any(group.get("async_refresh") for group in optimizer.param_groups):
                 record("a step beside refreshes", step)
-        owned = (
-            _state_of_ranks(optimizer, rank, config.parallel.ep)
-            if isinstance(optimizer, MatrixOptimizer)
-            else {}
-        )
+        owned = _state_of_ranks(optimizer, rank, config.parallel.ep)
         own_layers = tuple(
             engine.part.share.layers_of_stage[stage] for stage in engine.part.share.own_stages
         )

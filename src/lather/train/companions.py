@@ -35,7 +35,7 @@ def companion_folders(run: Path, config: Config) -> Iterator[Path]:
     if config.init_from:
         folders.append(folder_of(config.init_from))
     for manifest in manifests(config):
-        path = Path(manifest.made_from.get("recipe", {}).get("tokenizer") or run)
+        path = Path(manifest.made_from["recipe"]["tokenizer"] or run)
         folders.append(path if path.is_dir() else path.parent)
     for folder in dict.fromkeys(folders):
         yield from (folder, folder / COMPANION_FOLDER)

@@ -48,8 +48,7 @@ from lather.train.initial_weights import (
 )
 from lather.train.memory_check import MemoryCheck, agreed_partition
 from lather.train.notices import Notices, describe_run
-from lather.train.run_data import RunData, check_same_data, open_run_data
-from lather.train.run_dir import RunDirectory
+from lather.train.run_dir import RunData, RunDirectory, check_same_data, open_run_data
 from lather.train.start import Start
 from lather.train.trained_model import SAMPLE, TrainedModel
 
@@ -164,19 +163,16 @@ def _open_data(
     """Open the data sets: first on rank 0, which may have to tokenize text, then on the others,
     which check that they see the same."""
     config, phases = begin.config, begin.history.phases(begin.config.train.batch_size)
-    begun_with = on_rank_0(
-        lambda: None if run_dir is None else run_dir.begun_with(), mesh.control_group
-    )
     data: RunData | None = None
     with errors_on_all_ranks(mesh.control_group):
         if run_dir is not None:
-            data = open_run_data(config, display.note, begun_with, phases)
+            data = open_run_data(config, display.note, phases)
             if source is not None and data.tokenizer is not None:
                 check_same_tokenizer(folder_of(config.init_from), data.tokenizer)
             run_dir.check_data(data)
     identities = broadcast({} if data is None else data.identities, mesh.control_group)
     with errors_on_all_ranks(mesh.control_group):
-        data = data or open_run_data(config, display.note, begun_with, phases)
+        data = data or open_run_data(config, display.note, phases)
         check_same_data(data, identities)
     return data
 

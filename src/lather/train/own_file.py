@@ -17,12 +17,12 @@ from pathlib import Path
 
 from lather.checkpoint.folder import find_checkpoint, list_checkpoints, step_of
 from lather.config.config import Config
-from lather.config.run_folder import CONFIGURATION
+from lather.config.run_folder import CONFIGURATION, PROVENANCE
 from lather.config.toml_file import folder_of, load_config
 from lather.data.config import DataConfig
 from lather.errors import ConfigError, UserError
 
-STARTED = ("provenance.json", ".lock")
+STARTED = (PROVENANCE, ".lock")
 """Files by which a folder with a config.toml is known to be a run, besides its checkpoints."""
 
 
@@ -120,7 +120,7 @@ def check_data_is_named(run: Path, arguments: Sequence[str], config: Config) -> 
 
     `arguments`: the command line; `config`: its configuration.
     """
-    is_imported = bool(list_checkpoints(run / "checkpoints")) and not (run / STARTED[0]).exists()
+    is_imported = bool(list_checkpoints(run / "checkpoints")) and not (run / PROVENANCE).exists()
     is_default = not config.data.path and config.data.source == DataConfig().source
     is_named = not is_default or any(one.startswith("--data.source") for one in arguments)
     if is_imported and not is_named and _is_same(Path(config.run_dir), run):

@@ -66,21 +66,16 @@ def machine(path: Path) -> list[list[str]]:
     """The record of what the run was begun with: names and values, data sets with their
     identities."""
     record = json.loads(read_text(path))
-    record.pop("starts", None)
-    if "data" in record:
-        record["data"] = ", ".join(
-            f"{folder} ({identity})" for folder, identity in data_sets_of(record)
-        )
+    del record["starts"]
+    record["data"] = ", ".join(
+        f"{folder} ({identity})" for folder, identity in data_sets_of(record)
+    )
     return [[str(name), _text(value)] for name, value in record.items()]
 
 
 def starts(path: Path) -> list[list[str]]:
-    """The table of a run's starts, the head first; of a run that began when starts were not
-    recorded, what is known of them."""
-    record = json.loads(read_text(path))
-    rows: list[dict[str, Any]] = list(record.get("starts", []))
-    if not rows or rows[0]["step"]:
-        rows.insert(0, {**{name: record.get(name) for name in ("threads", *VERSIONS)}, "step": 0})
+    """The table of a run's starts, the head first."""
+    rows = json.loads(read_text(path))["starts"]
     different = [name for name in VERSIONS if len({_text(row.get(name)) for row in rows}) > 1]
     head = [*STARTS.values(), *different]
     return [head, *([_text(row.get(name)) for name in (*STARTS, *different)] for row in rows)]

@@ -15,7 +15,8 @@ import datetime
 import fcntl
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -24,11 +25,15 @@ import torch
 import lather
 from lather.config.changes import CHANGES
 from lather.config.config import Config
+from lather.config.run_folder import PROVENANCE
 from lather.config.toml_file import config_to_toml
-from lather.errors import RunError, UserError
+from lather.data.batches import Batches, HeldOut
+from lather.data.documents import load_tokenizer
+from lather.data.opening import held_out_sets, open_datasets, training_batches
+from lather.data.order import MixturePhase
+from lather.errors import DataError, RunError, UserError
 from lather.files import read_text, reason, write_aside
 from lather.train.companions import keep_companions
-from lather.train.run_data import RunData
 from lather.train.start import Start, copy_run, fork_source, remove_copy, start_of
 from lather.version import find_commit
 
@@ -64,16 +69,10 @@ class RunDirectory:
             self.close()
             raise
 
-    def begun_with(self) -> str | None:
-        """The data set of a run that started when data sets had format 1 (`lather.data.format1`);
-        None for other runs."""
-        record = self._record()
-        return None if record is None else record.get("dataset")
-
     def check_data(self, data: RunData) -> None:
         """Raise RunError if the run has trained on other data sets than the first of these."""
         record = self._record()
-        if record is None or "dataset" in record:
+        if record is None:
             return
         before, now = (
             data_sets_of(record)[: self.start.num_data_sets],
@@ -108,8 +107,8 @@ class RunDirectory:
         record, data_sets = self._record(), [list(pair) for pair in data.identities.items()]
         if record is None:
             keep_companions(self.path, self.start.config)
-            record = {"data": data_sets, **provenance()}
-        elif "data" in record and [identity for _, identity in data_sets_of(record)] != [
+            record = {"data": data_sets, **provenance(), "starts": []}
+        elif [identity for _, identity in data_sets_of(record)] != [
             identity for _, identity in data_sets
         ]:
             record = {**record, "data": data_sets}
@@ -117,7 +116,7 @@ class RunDirectory:
             *starts_before(record, self.start.step),
             {**self._this_start(), **(place or {})},
         ]
-        write_aside(self.path / "provenance.json", json.dumps(record, indent=1))
+        write_aside(self.path / PROVENANCE, json.dumps(record, indent=1))
 
     def _this_start(self) -> dict[str, Any]:
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -126,16 +125,14 @@ class RunDirectory:
     def _record(self) -> dict[str, Any] | None:
         """Read the record of versions and data sets; None for a new run. Raises RunError if it is
         damaged."""
-        file = self.path / "provenance.json"
+        file = self.path / PROVENANCE
         if not file.exists():
             return None
         try:
             record: dict[str, Any] = json.loads(read_text(file))
-            if not isinstance(record.get("dataset", ""), str) or not (
-                "dataset" in record or data_sets_of(record)
-            ):
-                raise ValueError("no data set")
-        except (ValueError, KeyError, TypeError, AttributeError):
+            if not (data_sets_of(record) and record["starts"]):
+                raise ValueError("no data set, or no start")
+        except (ValueError, KeyError, TypeError):
             raise RunError(f"{file}: damaged: delete {self.path} to start again") from None
         return record
 
@@ -145,7 +142,7 @@ class RunDirectory:
         if self._is_fork:
             remove_copy(self.path)
         elif self.start.is_new:
-            for name in ("config.toml", "provenance.json", "tokenizer.json"):
+            for name in ("config.toml", PROVENANCE, "tokenizer.json"):
                 (self.path / name).unlink(missing_ok=True)
         else:
             return
@@ -156,6 +153,51 @@ class RunDirectory:
 
     def close(self) -> None:
         self._lock.close()
+
+
+@dataclass(frozen=True)
+class RunData:
+    """Batches to train on, and held-out sequences to evaluate on."""
+
+    batches: Batches
+    held_out: dict[str, HeldOut]
+    """Held-out sets by name; the loss of the first one is the run's validation loss."""
+    tokenizer: Path | None
+    identities: dict[str, str]
+    """Identity of each data set, by its folder."""
+
+
+def open_run_data(
+    config: Config, report: Callable[[str], None], phases: Sequence[MixturePhase] = ()
+) -> RunData:
+    """Open the data sets that the configuration names; those that do not exist yet are made.
+    `phases`: the data mixtures that the run has had; empty: only one.
+
+    Raises DataError if a data set or its tokenizer is missing or damaged.
+    """
+    train, vocab_size = config.train, config.model.vocab_size
+    datasets = open_datasets(config.data, vocab_size, report)
+    batches = training_batches(
+        datasets, config.data, train.sequence_length, train.batch_size, config.seed, phases
+    )
+    held_out = held_out_sets(
+        datasets, config.data, train.sequence_length, train.validation_sequences, vocab_size
+    )
+    tokenizer = next((dataset.tokenizer for dataset in datasets if dataset.tokenizer), None)
+    if tokenizer is not None:
+        load_tokenizer(tokenizer, f"delete {tokenizer.parent} to make the data set again")
+    identities = {str(dataset.folder): dataset.manifest.identity for dataset in datasets}
+    return RunData(batches, held_out, tokenizer, identities)
+
+
+def check_same_data(data: RunData, identities: dict[str, str]) -> None:
+    """Raise DataError unless this rank has the same data sets as rank 0."""
+    if list(data.identities.values()) != list(identities.values()):
+        raise DataError(
+            f"the data sets on {platform.node()} ({', '.join(data.identities)}) are not those of "
+            f"rank 0 ({', '.join(identities)}): give all ranks the same ones, as copies or on a "
+            "shared file system"
+        )
 
 
 def _lock(path: Path) -> IO[str]:
@@ -181,19 +223,14 @@ def _lock(path: Path) -> IO[str]:
 
 
 def data_sets_of(record: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return folder and identity of each data set in a provenance.json; earlier versions stored a
-    mapping."""
-    data = record["data"]
-    return [
-        (str(folder), str(identity))
-        for folder, identity in (data.items() if isinstance(data, dict) else data)
-    ]
+    """Return folder and identity of each data set in a provenance.json."""
+    return [(str(folder), str(identity)) for folder, identity in record["data"]]
 
 
 def starts_before(record: Mapping[str, Any], step: int) -> list[dict[str, Any]]:
     """Return the starts in a provenance.json that led to this step: those whose steps were lost are
     left out."""
-    return [one for one in record.get("starts", []) if one["step"] < step]
+    return [one for one in record["starts"] if one["step"] < step]
 
 
 def _replace(path: Path, content: bytes) -> None:

@@ -21,8 +21,7 @@ from typing import Any
 from lather.checkpoint.folder import checkpoint_path, find_checkpoint, list_checkpoints, step_of
 from lather.config.changes import CHANGES, Change, History, class_of, differences, values_of
 from lather.config.config import Config
-from lather.config.old_runs import OldOptimConfig, going_on, with_earlier_defaults
-from lather.config.run_folder import run_folder
+from lather.config.run_folder import PROVENANCE, run_folder
 from lather.config.toml_file import config_of_run, config_to_toml, load_run
 from lather.errors import ConfigError, RunError, UserError, as_toml
 from lather.files import read_rows, reason
@@ -34,7 +33,7 @@ COPIED = (
     "checkpoints",
     "metrics.jsonl",
     CHANGES,
-    "provenance.json",
+    PROVENANCE,
     "tokenizer.json",
     COMPANION_FOLDER,
     "config.toml",
@@ -48,7 +47,7 @@ class Start:
     """The step after which a run starts or resumes, and its configuration from then on."""
 
     config: Config
-    """Resolved configuration; an old run's is in its old form."""
+    """Resolved configuration."""
     step: int = 0
     """Number of completed steps."""
     history: History = field(default_factory=History)
@@ -102,7 +101,7 @@ def start_of(path: Path, config: Config) -> Start:
 
 def config_at(path: Path, step: int) -> tuple[Config, History]:
     """Return the configuration of a run after `step` completed steps, and its history. Raises
-    ConfigError if it cannot be read."""
+    ConfigError if it cannot be read, RunError if the run has another format."""
     history = History.read(path, values_of(load_run(path).resolved()))
     return config_of_run(_nested(history.values_at(step))).resolved(), history
 
@@ -116,11 +115,6 @@ def _going_on(path: Path, config: Config, step: int, subject: str, remedy: str) 
         raise RunError(f"{subject}: {error}; {remedy}") from None
     if config.optim.lr is None:
         config = replace(config, optim=replace(config.optim, lr=before.optim.lr))
-    if not config.data.pattern:  # which was *.py once
-        config = replace(config, data=replace(config.data, pattern=before.data.pattern))
-    config = replace(config, model=with_earlier_defaults(before.model, config.model))
-    if isinstance(before.optim, OldOptimConfig):
-        config = replace(config, optim=going_on(before.optim, config.optim, config.run_dir))
     config = config.resolved()
     changes = differences(values_of(before), values_of(config))
     _refuse_fixed(changes, subject, remedy)
@@ -263,7 +257,7 @@ def copy_run(source: Path, checkpoint: Path, target: Path) -> None:
         shutil.copytree(
             checkpoint, checkpoint_path(aside / "checkpoints", step), copy_function=_link
         )
-        for name in ("provenance.json", "tokenizer.json"):
+        for name in (PROVENANCE, "tokenizer.json"):
             if (source / name).exists():
                 shutil.copyfile(source / name, aside / name)
         if (source / COMPANION_FOLDER).is_dir():

@@ -94,7 +94,7 @@ class TrainedModel:
         sources = [
             source
             for manifest in manifests(self.config)
-            if (source := manifest.made_from.get("chat_template"))
+            if (source := manifest.made_from["chat_template"])
         ]
         return (
             ChatTemplate(sources[0], {})
@@ -104,7 +104,7 @@ class TrainedModel:
 
     def has_conversations(self) -> bool:
         """Return whether a chat template came with the tokenizer or formatted the run's data."""
-        made = any(manifest.made_from.get("chat_template") for manifest in manifests(self.config))
+        made = any(manifest.made_from["chat_template"] for manifest in manifests(self.config))
         return made or any(map(has_template, companion_folders(self.run, self.config)))
 
     def stop_tokens(self, tokenizer: Tokenizer) -> frozenset[int]:

@@ -33,7 +33,7 @@ JORDANS_MUON = {"params", "param_names", "lr", "initial_lr", "momentum", "weight
 
 def is_foreign(group: Mapping[str, Any]) -> bool:
     """Whether a saved group is not of an optimizer of Lather."""
-    return "rule" not in group and "matrix_layout" not in group
+    return "rule" not in group
 
 
 def muon_options(group: Mapping[str, Any], rule: type[Rule]) -> dict[str, Any] | None:
@@ -72,7 +72,7 @@ def as_own(own: Mapping[str, Any], group: Mapping[str, Any], rule: type[Rule]) -
     """Return a saved group with the options that it lacks, and `ownership`, taken from the
     optimizer's own group; all options are plain values. A group of another optimizer gets all keys
     that it lacks."""
-    lacking = own if is_foreign(group) else (*options_of(rule), "rule")
+    lacking = own if is_foreign(group) else options_of(rule)
     if (options := muon_options(group, rule)) is not None:
         group = {key: group[key] for key in group.keys() - TORCH_MUON - {"eps"}} | options
     missing = {key: own[key] for key in lacking if key != "params"}

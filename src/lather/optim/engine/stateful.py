@@ -409,7 +409,6 @@ class StatefulOptimizer(GroupedOptimizer):
             "_pending", self._no_refreshes()
         )  # torch's load_state_dict calls this, too
         self.__dict__.setdefault("_sharding", Sharding(None))
-        self.__dict__.setdefault("_had_matrices", {})
         self.__dict__.setdefault("_is_made", True)
         self._reset_buckets()
 
