@@ -142,12 +142,12 @@ class Case:
         return SDPBackend(number)
 
     def runs(self, form: Form) -> bool:
-        """Return whether attention to one row in this form passes forward and, with gradients,
-        backward; if it does not, warn. Only CUDA's kernels are tried."""
+        """Return whether a trial passes; only CUDA's kernels are tried."""
         return self.device.type != "cuda" or self.tried(form)
 
     def tried(self, form: Form) -> bool:
-        """Do this on any device. Errors other than a lack of memory count as a failure."""
+        """Attend once with a row of zeros in this form, forward and, with gradients, backward.
+        Return whether that passes; if it does not, warn. A lack of memory is raised instead."""
         operands = []
         for shape, strides in zip(self.shapes, self.strides, strict=True):
             row = max(size * stride for size, stride in zip(shape, strides, strict=True))
@@ -169,7 +169,7 @@ class Case:
         except RuntimeError as error:
             sizes = ", ".join("x".join(map(str, shape)) for shape in self.shapes)
             warnings.warn(
-                f"the fastest kernel for attention of {sizes} in {str(self.dtype)[6:]} failed in a "
+                f"a kernel for attention of {sizes} in {str(self.dtype)[6:]} failed in a "
                 f"trial, so another one is used: {str(error).strip()[:300]}",
                 stacklevel=2,
             )
