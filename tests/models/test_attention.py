@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.utils import counters
+from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
 from lather.errors import UserError
 from lather.models import token_positions
@@ -370,3 +371,31 @@ def test_a_block_mask_is_made_without_gradients(monkeypatch: pytest.MonkeyPatch)
     with torch.no_grad():
         layout().block_mask(3)
     assert modes == [False, False]
+
+
+def test_a_kind_of_mask_is_compiled_for_at_most_five_shapes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Lengths and batch sizes are dynamic from the second on; `MOST_VARIANTS` relies on it. The
+    code is traced, not run, because flex attention has no backward on a CPU."""
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        def not_run(*args: object) -> None:
+            raise RuntimeError("traced, not run")
+
+        return not_run
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
+    compiled, num_graphs = compiled_often(flex_attention), []
+    torch.compiler.reset()
+    before = counters["stats"]["unique_graphs"]
+    for batch, length in [(2, 32), (4, 32), (1, 32), (2, 48), (3, 40), (1, 24), (8, 90), (5, 70)]:
+        q = torch.zeros(batch, 2, length, 16, requires_grad=True)
+        blocks = SequenceLayout(batch, length, CPU).block_mask(20)
+        with pytest.raises(RuntimeError, match="traced, not run"):
+            compiled(q, q, q, block_mask=blocks, return_aux=AuxRequest(lse=True))
+        num_graphs.append(counters["stats"]["unique_graphs"] - before)
+    torch.compiler.reset()
+    assert num_graphs[0] == 1
+    assert num_graphs[-1] == num_graphs[-3] <= 5
