@@ -19,6 +19,11 @@ do. The alternative is a loop with the same results and one kernel launch per te
 but it increments a step count for each tensor, which takes as long as the kernel for a hundred
 small tensors.
 
+`fused_sdp_choice` returns the kernel that `F.scaled_dot_product_attention` would call, because that
+function's form of queries, keys and values depends on it. The public `can_use_*` functions of
+`torch.backends.cuda` tell which kernels could be called, but not which of them torch prefers on
+this GPU, with this cuDNN, and with the user's switches.
+
 `get_fp32_precision` and `set_fp32_precision` read and set the fp32 precision of one operation of a
 backend ("matmul"), or of all of them ("all"; "generic" stands for all backends). The public
 attribute of oneDNN's operations as a whole, `torch.backends.mkldnn.fp32_precision`, reads that
@@ -46,6 +51,10 @@ default, whatever the user asked for.
 
 `linalg_eigh` is the operation behind `torch.linalg.eigh`, as an operation counter sees it. The
 counter has no formula for it and would leave its flops out.
+
+`recompile_limit` sets how many variants of a function `torch.compile` makes before it gives up:
+torch 2.13 has a public argument for that, torch 2.11 has none. `recompile_limit_hit` is the error
+that it then raises.
 
 `register_python_device` adds a device to torch whose operations are implemented in Python; `lather
 bench launches` runs the branches for GPUs on it. The public way to add a device requires a C++
@@ -98,6 +107,7 @@ foreach_copy_ = torch._foreach_copy_
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 fused_adamw_ = torch._fused_adamw_
+fused_sdp_choice = torch._fused_sdp_choice
 get_fp32_precision = torch._C._get_fp32_precision_getter
 linalg_eigh = torch.ops.aten._linalg_eigh
 set_fp32_precision = torch._C._set_fp32_precision_setter
@@ -152,6 +162,26 @@ class _NoModules(nullcontext[None]):
     def register_user_hooks(self, *hooks: object) -> None: ...
 
     def clear_user_hooks(self) -> None: ...
+
+
+@contextmanager
+def recompile_limit(limit: int) -> Iterator[None]:
+    """Inside the block a function is compiled for up to `limit` kinds of arguments, or for more if
+    the caller has set more."""
+    config: Any = import_module("torch._dynamo.config")
+    before = config.recompile_limit
+    config.recompile_limit = max(before, limit)
+    try:
+        yield
+    finally:
+        config.recompile_limit = before
+
+
+def recompile_limit_hit() -> type[Exception]:
+    """Return the class of the error for a function that is compiled as one graph and has reached
+    the limit. Imported here because the import is slow."""
+    error: type[Exception] = import_module("torch._dynamo.exc").FailOnRecompileLimitHit
+    return error
 
 
 def register_python_device(name: str, module: object) -> None:

@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lather.models.attention import attend
+from lather.models import fused_attention
+from lather.models.attention_kernels import attend
+from lather.models.fused_attention import Case, Form, candidates
 from lather.models.token_positions import SequenceLayout
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -53,26 +55,70 @@ def run(
     return {name: result.double().cpu() for name, result in results.items()}
 
 
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> None:
-    """Reset the compiler, because these tests compile more kinds of masks than one process may."""
-    torch.compiler.reset()
+NARROW, HALF, FULL = (10, 10), torch.bfloat16, torch.float32
+LATENT, ALIKE = (192, 128), (64, 64)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("widths", [(64, 64), (192, 128), (10, 10)], ids=str)
-@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
-@pytest.mark.parametrize("window", [None, 1, 100])
-@pytest.mark.parametrize("has_sinks", [False, True], ids=["no sinks", "sinks"])
+@pytest.mark.parametrize(
+    ("dtype", "widths", "packed", "window", "has_sinks"),
+    [
+        # fused kernels: torch's choice, values as they are, groups without and with a kernel that
+        # takes them, widths that no kernel takes
+        (HALF, ALIKE, False, None, False),
+        (HALF, LATENT, False, None, False),
+        (FULL, ALIKE, False, None, False),
+        (FULL, LATENT, False, None, False),
+        (HALF, NARROW, False, None, False),
+        # masks, and a sink as a token, where heads are too narrow for flex attention
+        (HALF, NARROW, True, 100, False),
+        (FULL, NARROW, True, 100, True),
+        (FULL, NARROW, False, None, True),
+        # flex attention: each kind of mask and sinks; small tiles
+        (HALF, ALIKE, False, 100, True),
+        (HALF, ALIKE, False, None, True),
+        (HALF, LATENT, True, None, False),
+        (HALF, ALIKE, True, 100, True),
+        (FULL, LATENT, True, 1, False),
+    ],
+    ids=str,
+)
 def test_cuda_agrees_with_the_cpu(
     dtype: torch.dtype, widths: tuple[int, int], packed: bool, window: int | None, has_sinks: bool
 ) -> None:
     case = {"packed": packed, "window": window, "has_sinks": has_sinks, "widths": widths}
-    actual, exact = run("cuda", dtype, **case), run("cpu", torch.float64, **case)
+    assert_agree(run("cuda", dtype, **case), run("cpu", torch.float64, **case), dtype)
+
+
+def assert_agree(actual: dict[str, Tensor], exact: dict[str, Tensor], dtype: torch.dtype) -> None:
     for name, expected in exact.items():
         assert actual[name].isfinite().all()
         error = (actual[name] - expected).abs().max() / expected.abs().max().clamp(min=0.1)
         assert error < TOLERANCE[dtype], name
+
+
+@pytest.mark.parametrize("dtype", [HALF, FULL], ids=str)
+def test_every_form_that_a_kernel_takes_agrees(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Latent attention in all its forms: with values as they are and padded, and without cuDNN; at
+    least one passes its trial."""
+    options = {"packed": False, "window": None, "has_sinks": False, "widths": LATENT}
+    exact, agreeing = run("cpu", torch.float64, **options), []
+
+    def remembered(case: Case) -> Form:
+        cases.append(case)
+        return forms[0]
+
+    cases: list[Case] = []
+    forms = [Form(cudnn=False)]
+    monkeypatch.setattr(fused_attention, "form_of", remembered)
+    assert_agree(run("cuda", dtype, **options), exact, dtype)
+    for kernel, form in candidates(cases[0]):
+        if cases[0].chosen(form) == kernel and cases[0].tried(form):
+            forms[0] = form
+            assert_agree(run("cuda", dtype, **options), exact, dtype)
+            agreeing.append((kernel, form))
+    assert agreeing, cases[0]
 
 
 def test_windows_and_documents_take_no_memory_that_is_quadratic_in_the_length() -> None:

@@ -1,25 +1,31 @@
 """Attention against a plain softmax, a head and a position at a time, in fp64; packed documents;
-tensors that are made once in a forward pass."""
+tensors that are made once in a forward pass; how often flex attention is compiled."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo import config as dynamo_config
+from torch._dynamo.utils import counters
+from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
-from lather.models.attention import (
+from lather.errors import UserError
+from lather.models import token_positions
+from lather.models.attention import GroupedQueryAttention
+from lather.models.attention_kernels import (
     FLEX_DTYPES,
-    GroupedQueryAttention,
     attend,
     flex_options,
     flexible_attention,
 )
 from lather.models.rotary import Rotary
-from lather.models.token_positions import SequenceLayout, check_boundaries
+from lather.models.token_positions import SequenceLayout, check_boundaries, compiled_often
 from models.tiny import error, random_normal, random_tokens, tiny_family_model
 
 CPU = torch.device("cpu")
@@ -327,3 +333,69 @@ def test_packed_documents_give_what_each_gives_alone(model_type: str) -> None:
 def test_scale_by_default_is_one_over_the_root_of_the_width() -> None:
     q, k, v, _ = inputs()
     assert torch.equal(attend(q, k, v, layout()), attend(q, k, v, layout(), scale=1 / math.sqrt(N)))
+
+
+# --- Compiled flex attention ----------------------------------------------------------------------
+
+
+def added(x: Tensor, kind: str) -> Tensor:
+    return x + len(kind)
+
+
+def test_a_function_is_compiled_for_more_kinds_than_torch_allows_and_then_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch's limit, 8, stays as it is for others. What has been compiled still runs."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(token_positions, "MOST_VARIANTS", 10)
+    compiled, x = compiled_often(added), torch.zeros(2)
+    kinds = ["x" * length for length in range(10)]
+    before = counters["stats"]["unique_graphs"]
+    assert [int(compiled(x, kind)[0]) for kind in kinds] == list(range(10))
+    assert counters["stats"]["unique_graphs"] == before + 10
+    with pytest.raises(UserError, match=r"^added was compiled for 10 kinds of masks and shapes"):
+        compiled(x, "x" * 10)
+    assert int(compiled(x, kinds[3])[0]) == 3
+    assert dynamo_config.recompile_limit == 8
+
+
+def test_a_block_mask_is_made_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With them, it would be compiled once more."""
+    modes = []
+
+    def create(*sizes: object, device: torch.device) -> None:
+        modes.append(torch.is_grad_enabled())
+
+    monkeypatch.setattr(token_positions, "for_device", lambda function, device: create)
+    layout().block_mask(3)
+    with torch.no_grad():
+        layout().block_mask(3)
+    assert modes == [False, False]
+
+
+def test_a_kind_of_mask_is_compiled_for_at_most_five_shapes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Lengths and batch sizes are dynamic from the second on; `MOST_VARIANTS` relies on it. The
+    code is traced, not run, because flex attention has no backward on a CPU."""
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        def not_run(*args: object) -> None:
+            raise RuntimeError("traced, not run")
+
+        return not_run
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
+    compiled, num_graphs = compiled_often(flex_attention), []
+    torch.compiler.reset()
+    before = counters["stats"]["unique_graphs"]
+    for batch, length in [(2, 32), (4, 32), (1, 32), (2, 48), (3, 40), (1, 24), (8, 90), (5, 70)]:
+        q = torch.zeros(batch, 2, length, 16, requires_grad=True)
+        blocks = SequenceLayout(batch, length, CPU).block_mask(20)
+        with pytest.raises(RuntimeError, match="traced, not run"):
+            compiled(q, q, q, block_mask=blocks, return_aux=AuxRequest(lse=True))
+        num_graphs.append(counters["stats"]["unique_graphs"] - before)
+    torch.compiler.reset()
+    assert num_graphs[0] == 1
+    assert num_graphs[-1] == num_graphs[-3] <= 5

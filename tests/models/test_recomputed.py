@@ -3,6 +3,7 @@ outside see the rest."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from contextlib import nullcontext
 from typing import Any
 
@@ -207,3 +208,34 @@ def test_nothing_is_registered_without_autograd() -> None:
     with torch.no_grad(), PeakBytes() as alive:
         module(torch.randn(3, 6))
         assert alive.now == 0
+
+
+def test_a_first_recomputation_is_in_forward() -> None:
+    """Each registration's is, once for each shape and dtype of products; it makes what backward
+    makes, in the same circumstances."""
+    warmed_up: set[Hashable] = set()
+    calls: list[tuple[Any, ...]] = []
+
+    def run(length: int, *, autocast: bool = False) -> None:
+        x = torch.randn(length, 3, requires_grad=True)
+        remaking = Remaking(warmed_up=warmed_up)
+
+        def double(x: Tensor) -> tuple[Tensor]:
+            enabled = torch.is_autocast_enabled("cpu")
+            calls.append((tuple(x.shape), x.requires_grad, torch.is_grad_enabled(), enabled))
+            return (x * 2,)
+
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast), remaking.watch():
+            first, second = x * 2, x * 2
+            for made in (first, second):
+                remaking.add((made,), double, x)
+            loss = first.sin().sum() + second.sin().sum()
+        in_forward = len(calls)
+        loss.backward()
+        assert len(calls) == in_forward + 2
+        assert len(set(calls)) == 1
+
+    for length, autocast, expected in [(4, False, 4), (4, False, 2), (5, False, 4), (4, True, 4)]:
+        calls.clear()
+        run(length, autocast=autocast)
+        assert len(calls) == expected

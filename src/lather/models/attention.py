@@ -1,214 +1,34 @@
-"""Causal self-attention over packed documents and sliding windows: multi-head latent attention, and
-grouped-query attention with or without sinks.
+"""Causal self-attention layers over packed documents and sliding windows: multi-head latent
+attention, and grouped-query attention with or without sinks.
 
 Sources: multi-head latent attention, MLA (DeepSeek-V2, arXiv:2405.04434, section 2.1), in its
 training form, which expands keys and values from the latent and then attends as usual; grouped
 queries (Ainslie et al., arXiv:2305.13245); RMSNorm of queries and keys (Henry et al.,
-arXiv:2010.04245, in the form of Qwen3); sinks (GPT-OSS, arXiv:2508.10925): the softmax includes one
-learned logit per head that has no value.
+arXiv:2010.04245, in the form of Qwen3); sinks (GPT-OSS, arXiv:2508.10925).
 
 Letters: B sequences, S positions, D hidden size, H heads, G key-value heads, N width of a head's
 query and key (MLA: non-rotary width), R rotary width, U width of a head's value, L rank of the
 key-value latent, P = R / 2 rotary pairs, T keys: S, or with a cache all slots of the cache.
-
-A `lather.models.token_positions.SequenceLayout` says which tokens a token attends to. Plain causal
-attention needs no mask; windows and documents need a boolean mask on CPU, and flex attention's
-block mask on CUDA (not with a cache, because flex attention would be compiled again as T grows).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import (
-    AuxRequest,
-    BlockMask,
-    FlexKernelOptions,
-    flex_attention,
-)
 
-from lather.device import is_gpu
 from lather.kernels.rotary import rotate_halves, rotate_pairs
+from lather.models.attention_kernels import Recipe, attend
 from lather.models.layers import Linear, RMSNorm, project
 from lather.models.lora import merged
 from lather.models.rotary import Rotary
-from lather.models.saving.recomputed import NEVER, Make, Remaking
-from lather.models.token_positions import KeyValueCache, SequenceLayout, for_device
+from lather.models.saving.recomputed import NEVER, Remaking
+from lather.models.token_positions import KeyValueCache, SequenceLayout
 from lather.shapes import Float
 
 LATENT_EPS = 1e-6
 """eps of the latents' norms; in the published models it does not depend on `rms_norm_eps`."""
 Table = Float[Tensor, "#b s p"]
 """The cosines or the sines of a rotary embedding."""
-FLEX_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-FLEX_MIN_WIDTH = 16
-FLEX_WIDE = 128
-FLEX_TILES_WIDE_FP32: FlexKernelOptions = {
-    "fwd_BLOCK_M": 32,
-    "fwd_BLOCK_N": 32,
-    "fwd_num_stages": 1,
-}  # type: ignore[typeddict-unknown-key]
-
-
-def attend(
-    q_BSHN: Float[Tensor, "b s h n"],
-    k_BTGN: Float[Tensor, "b t g n"],
-    v_BTGU: Float[Tensor, "b t g u"],
-    layout: SequenceLayout,
-    *,
-    scale: float | None = None,
-    window: int | None = None,
-    sinks_H: Float[Tensor, " h"] | None = None,
-    recipe: Recipe | None = None,
-) -> Float[Tensor, "b s h u"]:
-    """Compute softmax(scale q k^T) v over the keys that the layout lets each token attend to; H is
-    a multiple of G.
-
-    `scale` None means 1 / sqrt(N). With `window` a token attends to itself and to window - 1
-    earlier tokens. `sinks_H` are the logits of one more key per head, whose value is zero. The
-    result is computed in the values' dtype, because under autocast norms and biases may have
-    widened queries and keys. Queries, keys and values that `recipe` can recompute are not saved for
-    backward.
-    """
-    scale = q_BSHN.shape[-1] ** -0.5 if scale is None else scale
-    q, k, v = (_by_head(x, v_BTGU.dtype) for x in (q_BSHN, k_BTGN, v_BTGU))
-    if sinks_H is None and layout.is_plain(window):
-        y_BHSU = _fused(q, k, v, None, scale, recipe)
-    elif (
-        is_gpu(v)
-        and layout.cache is None
-        and v.dtype in FLEX_DTYPES
-        and min(q.shape[-1], v.shape[-1]) >= FLEX_MIN_WIDTH
-    ):
-        y_BHSU = flexible_attention(q, k, v, layout.block_mask(window), scale, sinks_H)
-    elif sinks_H is None:
-        y_BHSU = _fused(q, k, v, layout.mask(window)[..., 1:, 1:], scale, recipe)
-    else:
-        mask = None if layout.is_plain(window) else layout.mask(window)
-        y_BHSU = _fused(*_with_sink_token(q, k, v, sinks_H, scale), mask, scale)[:, :, 1:]
-    return y_BHSU.transpose(1, 2)
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """Recomputes some of the queries, keys and values of an attention call in backward."""
-
-    remaking: Remaking
-    which: tuple[int, ...]
-    """The tensors that are recomputed: 0 queries, 1 keys, 2 values."""
-    make: Make
-    """Computes these tensors, of shape (B, S, heads, width), from `sources`."""
-    sources: tuple[Tensor, ...]
-
-    def register(
-        self, tensors: tuple[Tensor, Tensor, Tensor], prepare: Callable[[Tensor], Tensor]
-    ) -> None:
-        """Register the kernel's inputs `tensors` for recomputation: the results of `make`, by head
-        and in the values' dtype, through `prepare`."""
-        dtype = tensors[2].dtype
-
-        def again(*sources: Tensor) -> tuple[Tensor, ...]:
-            return tuple(prepare(_by_head(x, dtype)) for x in self.make(*sources))
-
-        self.remaking.add(tuple(tensors[number] for number in self.which), again, *self.sources)
-
-
-def _by_head(x_BSHN: Tensor, dtype: torch.dtype) -> Tensor:
-    return x_BSHN.to(dtype).transpose(1, 2)
-
-
-def flexible_attention(
-    q_BHSN: Float[Tensor, "b h s n"],
-    k_BGSN: Float[Tensor, "b g s n"],
-    v_BGSU: Float[Tensor, "b g s u"],
-    block_mask: BlockMask,
-    scale: float,
-    sinks_H: Float[Tensor, " h"] | None,
-) -> Float[Tensor, "b h s u"]:
-    """Attend with flex attention, compiled on CUDA. A sink only scales the output by exp(lse) /
-    (exp(lse) + exp(sink))."""
-    attention = for_device(flex_attention, q_BHSN.device)
-    options = {
-        "enable_gqa": q_BHSN.shape[1] != k_BGSN.shape[1],
-        "kernel_options": flex_options(q_BHSN),
-    }
-    aux_request = AuxRequest(lse=sinks_H is not None)
-    y_BHSU, aux = attention(
-        q_BHSN,
-        k_BGSN,
-        v_BGSU,
-        block_mask=block_mask,
-        scale=scale,
-        return_aux=aux_request,
-        **options,
-    )
-    if sinks_H is None:
-        return y_BHSU
-    share_BHS: Tensor = torch.sigmoid(aux.lse - sinks_H.to(aux.lse.dtype)[:, None])
-    return y_BHSU * share_BHS.unsqueeze(-1).to(y_BHSU.dtype)
-
-
-def flex_options(q_BHSN: Tensor) -> FlexKernelOptions | None:
-    """Return tile sizes for flex attention's forward kernel if torch's default, 64 x 64 in three
-    stages, exceeds a block's shared memory; else None. This happens for fp32 heads wider than 128,
-    which are padded to 256. The smaller tiles take 32 + 32 + 32 KiB if values are as wide; the
-    smallest GPUs have 99 KiB. (The backward kernel has tiles of 16 x 16 in fp32.)"""
-    return (
-        FLEX_TILES_WIDE_FP32
-        if q_BHSN.dtype == torch.float32 and q_BHSN.shape[-1] > FLEX_WIDE
-        else None
-    )
-
-
-def _fused(
-    q_BHSN: Tensor,
-    k_BGSN: Tensor,
-    v_BGSU: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    recipe: Recipe | None = None,
-) -> Tensor:
-    """Attend with torch's fused kernels; causal if there is no mask. The kernels need equal widths,
-    so narrower tensors are padded with zeros."""
-    width, value_width = max(q_BHSN.shape[-1], v_BGSU.shape[-1]), v_BGSU.shape[-1]
-
-    def padded(x: Tensor) -> Tensor:
-        return F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
-
-    q, k, v = padded(q_BHSN), padded(k_BGSN), padded(v_BGSU)
-    if recipe is not None:
-        recipe.register((q, k, v), padded)
-    grouped = q.shape[1] != k.shape[1]
-    if (
-        grouped and is_gpu(q) and q.dtype == torch.float32
-    ):  # here only the plain kernel supports groups, with (S, S) tensors
-        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-        grouped = False
-    y: Tensor = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
-    )
-    return y[..., :value_width]
-
-
-def _with_sink_token(
-    q_BHSN: Tensor, k_BGSN: Tensor, v_BGSU: Tensor, sinks_H: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Represent sinks by a token before the first one: its value is zero, and an additional
-    coordinate of its key and of all queries gives each head's sink as the logit.
-
-    As the first token it is visible from everywhere in causal attention, so it needs no mask. The
-    output of its own query is unused."""
-    sink_BHS1 = (sinks_H.to(q_BHSN.dtype) / scale)[:, None, None].expand(
-        len(q_BHSN), -1, q_BHSN.shape[2], 1
-    )
-    q = F.pad(torch.cat((q_BHSN, sink_BHS1), dim=-1), (0, 0, 1, 0))
-    k = F.pad(k_BGSN, (0, 1, 1, 0))
-    unit_row = F.pad(k.new_ones(1, 1), (k.shape[-1] - 1, 0, 0, k.shape[-2] - 1))
-    return q, k + unit_row, F.pad(v_BGSU, (0, 0, 1, 0))
 
 
 def _side_by_side(attended_BSHU: Tensor, remaking: Remaking) -> Tensor:

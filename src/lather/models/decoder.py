@@ -17,7 +17,7 @@ R tokens that this rank's experts receive, V vocabulary.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -68,9 +68,12 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(hidden_size, rms_norm_eps)
         self.mlp = mlp
         self.memory = "saved"
+        self.warmed_up: set[Hashable] | None = None
+        """If parts are compiled, the recomputations that have run once in a forward pass
+        (`Remaking`)."""
 
     def attend_and_route(self, x_BSD: Float[Tensor, "b s d"], layout: SequenceLayout) -> Attended:
-        remaking = Remaking(enabled=self.memory != "reference")
+        remaking = Remaking(enabled=self.memory != "reference", warmed_up=self.warmed_up)
         with remaking.watch():
             residual_BSD = x_BSD + self.self_attn(
                 remaking.norm(self.input_layernorm, x_BSD), layout, remaking
@@ -196,7 +199,8 @@ class RoutedModel(nn.Module):
 
         `options` are those of `torch.compile`: backend, mode and so on. Names and values of
         parameters do not change. Results are equal up to rounding. A second batch size causes one
-        more compilation, which then serves all sizes.
+        more compilation, which then serves all sizes. All compilation is in forward passes: what
+        backward recomputes runs there once before (`Remaking`).
         """
         options = {"fullgraph": True, "dynamic": None, **options}
         attentions = [
@@ -216,6 +220,9 @@ class RoutedModel(nn.Module):
                     setattr(attention, name, torch.compile(getattr(attention, name), **options))
         for norm in norms:
             norm.compile(**options)
+        for block in self.modules():
+            if isinstance(block, Block):
+                block.warmed_up = set()
         return len(attentions) + len(norms)
 
     def balance_load(self, level: str, group: dist.ProcessGroup | None = None) -> None:

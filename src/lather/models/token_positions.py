@@ -25,9 +25,11 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask, or_masks
 
 from lather.device import Read, is_gpu, read, to_device
+from lather.errors import UserError
 from lather.models.rotary import Rotary
 from lather.models.routing import Padding
 from lather.shapes import Bool, Float, Int
+from lather.torch_private import recompile_limit, recompile_limit_hit
 
 Made = TypeVar("Made")
 
@@ -223,9 +225,10 @@ class SequenceLayout:
         def make() -> BlockMask:
             create = for_device(create_block_mask, self.device)
             batch = self.batch if self._rows_differ() else None
-            return create(
-                self._sees(window), batch, None, self.length, self.length, device=self.device
-            )
+            with torch.no_grad():  # so that it is not compiled with gradients and without
+                return create(
+                    self._sees(window), batch, None, self.length, self.length, device=self.device
+                )
 
         return self._once(("blocks", window), make)
 
@@ -293,8 +296,34 @@ def check_boundaries(cu_seqlens: Tensor, num_tokens: int) -> None:
         )
 
 
+MOST_VARIANTS = 64
+"""Variants of a function of flex attention that a process may compile. It is compiled for each kind
+of mask (rows or documents, with a window or without), with gradients and without, and for at most
+five shapes: the first, other batch sizes, a batch of one, other lengths, and a batch of one of
+other lengths. That makes 40; torch's own limit is 8."""
+
+
 @functools.cache
 def for_device(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
     """Compile a function of flex attention on CUDA, where it would otherwise allocate (S, S)
     tensors. On other devices its compiled form has no backward."""
-    return torch.compile(function) if is_gpu(device) else function
+    return compiled_often(function) if is_gpu(device) else function
+
+
+def compiled_often(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a function for up to `MOST_VARIANTS` kinds of arguments; calls with more raise
+    UserError, where torch would run the function uncompiled."""
+    compiled = torch.compile(function, fullgraph=True)
+
+    def call(*args: Any, **options: Any) -> Any:
+        try:
+            with recompile_limit(MOST_VARIANTS):
+                return compiled(*args, **options)
+        except recompile_limit_hit() as error:
+            raise UserError(
+                f"{function.__name__} was compiled for {MOST_VARIANTS} kinds of masks and shapes, "
+                "the most that a process may have, and uncompiled it would take memory quadratic "
+                "in the length: use another process for another model"
+            ) from error
+
+    return call

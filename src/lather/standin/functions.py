@@ -15,10 +15,12 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 
 from lather.device import is_cpu
 from lather.standin import operations
+from lather.torch_private import fused_sdp_choice
 
 if TYPE_CHECKING:
     from lather.standin.mode import StandInMode
@@ -43,6 +45,8 @@ class Functions(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func is F.scaled_dot_product_attention and self.mode.is_here(args[0]):
             return self._attention(*args, **kwargs)
+        if func is fused_sdp_choice and self.mode.is_here(args[0]):
+            return int(chosen_kernel(*args, **kwargs).value)
         return func(*args, **kwargs)
 
     def _attention(
@@ -56,8 +60,7 @@ class Functions(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """Run FlashAttention in bf16 and fp16, the memory-efficient kernel in fp32, else attention
-        with (S, S) elements; on a CPU its own kernel.
+        """Run the kernel that CUDA would choose; on a CPU its own kernel.
 
         torch turns a mask of booleans into one of numbers first, which each call keeps for
         backward.
@@ -67,53 +70,88 @@ class Functions(TorchFunctionMode):
             visible = attn_mask.new_zeros((), dtype=query.dtype)
             hidden = attn_mask.new_full((), -math.inf, dtype=query.dtype)
             attn_mask = torch.where(attn_mask, visible, hidden)
-        is_dense, alike = all(x.stride(-1) == 1 for x in (query, key, value)), len(widths) == 1
-        if (
-            is_cpu(query)
-            and alike
-            and is_dense
-            and not dropout_p
-            and (attn_mask is None or not attn_mask.requires_grad)
-        ):
-            if query.shape[1] != key.shape[1]:
-                key, value = (
-                    x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value)
-                )
-            on_cpu = aten._scaled_dot_product_flash_attention_for_cpu
-            return on_cpu(
-                query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
-            )[0]
-        if (
-            query.dtype in NARROW
-            and attn_mask is None
-            and alike
-            and is_dense
-            and max(widths) <= 256
-            and not max(widths) % 8
-        ):
+        enable_gqa = enable_gqa and query.shape[1] != key.shape[1]
+        kernel = chosen_kernel(
+            query, key, value, attn_mask, dropout_p, is_causal, enable_gqa=enable_gqa
+        )
+        needs = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+        if kernel == SDPBackend.CUDNN_ATTENTION and len(widths) > 1:
+            cudnn = aten._scaled_dot_product_cudnn_attention
+            return cudnn(query, key, value, attn_mask, needs, dropout_p, is_causal, scale=scale)[0]
+        if kernel in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION) and not is_cpu(query):
             return aten._scaled_dot_product_flash_attention(
                 query, key, value, dropout_p, is_causal, scale=scale
             )[0]
-        enable_gqa = enable_gqa and query.shape[1] != key.shape[1]
-        if (
-            not enable_gqa
-            and is_dense
-            and not any(width * query.element_size() % 16 for width in widths)
-            and query.dtype != torch.float64
-        ):
-            needs = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+        if kernel == SDPBackend.EFFICIENT_ATTENTION:
             efficient = aten._scaled_dot_product_efficient_attention
             return efficient(
                 query, key, value, attn_mask, needs, dropout_p, is_causal, scale=scale
             )[0]
-        self.mode.note(f"attention with (S, S) elements, {str(query.dtype)[6:]}")
         if enable_gqa:
             key, value = (
                 x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value)
             )
+        if kernel == SDPBackend.FLASH_ATTENTION:
+            on_cpu = aten._scaled_dot_product_flash_attention_for_cpu
+            return on_cpu(
+                query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+            )[0]
+        self.mode.note(f"attention with (S, S) elements, {str(query.dtype)[6:]}")
         return aten._scaled_dot_product_attention_math(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale
         )[0]
+
+
+def chosen_kernel(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> SDPBackend:
+    """Return the kernel that torch would choose on a GPU of compute capability 9.0 with torch 2.11
+    and cuDNN 9.19, or on a CPU.
+
+    On that GPU torch prefers cuDNN in bf16 and fp16, for widths of up to 256, which may differ.
+    Where they do not, the stand-in runs FlashAttention instead, which keeps as many bytes but for a
+    seed and has as many flops. (With newer versions of torch cuDNN takes only widths of up to 128,
+    192 with 128, and 256 in backward; equal widths then go to FlashAttention.) fp32 goes to the
+    memory-efficient kernel.
+    """
+    widths = {x.shape[-1] for x in (query, key, value)}
+    is_dense, alike = all(x.stride(-1) == 1 for x in (query, key, value)), len(widths) == 1
+    if is_cpu(query):
+        fused = (
+            alike
+            and is_dense
+            and not dropout_p
+            and (attn_mask is None or not attn_mask.requires_grad)
+        )
+        return SDPBackend.FLASH_ATTENTION if fused else SDPBackend.MATH
+    if (
+        query.dtype in NARROW
+        and attn_mask is None
+        and is_dense
+        and max(widths) <= 256
+        and not any(width % 8 for width in widths)
+    ):
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        if torch.backends.cuda.cudnn_sdp_enabled() and not deterministic:
+            return SDPBackend.CUDNN_ATTENTION
+        if alike:
+            return SDPBackend.FLASH_ATTENTION
+    if (
+        not (enable_gqa and query.shape[1] != key.shape[1])
+        and is_dense
+        and not any(width * query.element_size() % 16 for width in widths)
+        and query.dtype != torch.float64
+    ):
+        return SDPBackend.EFFICIENT_ATTENTION
+    return SDPBackend.MATH
 
 
 def counted_triton(mode: StandInMode) -> AbstractContextManager[object]:

@@ -14,8 +14,8 @@ all other tensors.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,8 +32,15 @@ class Remaking:
     """Registers the tensors to recompute; use it inside `watch`. With `enabled` False autograd
     saves everything."""
 
-    def __init__(self, *, enabled: bool = True) -> None:
+    def __init__(self, *, enabled: bool = True, warmed_up: set[Hashable] | None = None) -> None:
+        """`warmed_up`: the recomputations that have run once in a forward pass; each one that has
+        not runs in this pass too, and is added. None: none needs to.
+
+        Compiled parts need this: without autograd a function is compiled anew, and on CUDA backward
+        runs in a thread of autograd, where the compiler's settings of this thread do not hold."""
         self.enabled = enabled
+        self._warmed_up = warmed_up
+        self._num_added = 0
         self._again: dict[Place, Again] = {}
         self._hooks: Hooks = (_as_it_is, _as_it_is)
 
@@ -73,8 +80,20 @@ class Remaking:
             pack, unpack = self._hooks
             packed = [pack(x.detach()) for x in sources]
             group = _Group(lambda: make(*map(unpack, packed)), tensors[0].device.type)
+            self._warm_up(group, make, sources)
             for number, x in enumerate(tensors):
                 self._again[_place(x)] = Again(group, number)
+
+    def _warm_up(self, group: _Group, make: Make, sources: tuple[Tensor, ...]) -> None:
+        """Recompute the group now, unless the same has been done before."""
+        if self._warmed_up is None:
+            return
+        self._num_added += 1
+        key = (self._num_added, group.autocast, *((x.shape, x.dtype) for x in sources))
+        if key not in self._warmed_up:
+            self._warmed_up.add(key)
+            with group.as_in_backward():
+                make(*(x.detach() for x in sources))
 
     def norm(self, norm: nn.Module, x: Tensor) -> Tensor:
         """Return `norm(x)`, and register it to be recomputed from x."""
@@ -93,14 +112,28 @@ class _Group:
     autograd would have saved it."""
 
     def __init__(self, make: Callable[[], tuple[Tensor, ...]], device: str) -> None:
-        self._make, self._context = make, _same_autocast(device)
+        self._make, self._device = make, device
+        self.autocast = None if device == "meta" else _autocast(device)
+        """Whether products were in another dtype when the group was registered, and in which."""
         self.uses: Counter[int] = Counter()
         self._made: dict[int, Tensor] = {}
         self._left: Counter[int] = Counter()
 
+    @contextmanager
+    def as_in_backward(self) -> Iterator[None]:
+        """Inside this context the tensors are recomputed: without autograd, with the autocast of
+        the registration."""
+        with torch.no_grad():
+            if self.autocast is None:
+                yield
+                return
+            enabled, dtype = self.autocast
+            with torch.autocast(self._device, dtype=dtype, enabled=enabled):
+                yield
+
     def take(self, number: int) -> Tensor:
         if number not in self._made:
-            with torch.no_grad(), self._context():
+            with self.as_in_backward():
                 self._made = {each: x for each, x in enumerate(self._make()) if self.uses[each]}
             self._left = Counter(self.uses)
         self._left[number] -= 1
@@ -140,11 +173,8 @@ def _place(x: Tensor) -> Place:
     return x.untyped_storage(), int(x.storage_offset()), tuple(x.shape), x.stride()
 
 
-def _same_autocast(device: str) -> Callable[[], AbstractContextManager[Any]]:
-    if device == "meta":
-        return nullcontext
-    enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-    return lambda: torch.autocast(device, dtype=dtype, enabled=enabled)
+def _autocast(device: str) -> tuple[bool, torch.dtype]:
+    return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
 
 
 def _as_it_is(x: Tensor) -> Tensor:

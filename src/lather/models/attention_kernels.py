@@ -1,0 +1,170 @@
+"""Causal attention of given queries, keys and values: torch's fused kernels or flex attention.
+
+A `lather.models.token_positions.SequenceLayout` says which tokens a token attends to. Plain causal
+attention needs no mask; windows and documents need a boolean mask on CPU, and flex attention's
+block mask on CUDA (not with a cache, because flex attention would be compiled again as T grows).
+With sinks (GPT-OSS, arXiv:2508.10925) the softmax includes one learned logit per head that has no
+value.
+
+Letters: B sequences, S positions, H heads, G key-value heads, N width of a head's query and key, U
+width of a head's value, T keys: S, or with a cache all slots of the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+from torch.nn.attention.flex_attention import (
+    AuxRequest,
+    BlockMask,
+    FlexKernelOptions,
+    flex_attention,
+)
+
+from lather.device import is_gpu
+from lather.models.fused_attention import fused_attention
+from lather.models.saving.recomputed import Make, Remaking
+from lather.models.token_positions import SequenceLayout, for_device
+from lather.shapes import Float
+
+FLEX_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FLEX_MIN_WIDTH = 16
+FLEX_WIDE = 128
+FLEX_TILES_WIDE_FP32: FlexKernelOptions = {
+    "fwd_BLOCK_M": 32,
+    "fwd_BLOCK_N": 32,
+    "fwd_num_stages": 1,
+}  # type: ignore[typeddict-unknown-key]
+
+
+def attend(
+    q_BSHN: Float[Tensor, "b s h n"],
+    k_BTGN: Float[Tensor, "b t g n"],
+    v_BTGU: Float[Tensor, "b t g u"],
+    layout: SequenceLayout,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    sinks_H: Float[Tensor, " h"] | None = None,
+    recipe: Recipe | None = None,
+) -> Float[Tensor, "b s h u"]:
+    """Compute softmax(scale q k^T) v over the keys that the layout lets each token attend to; H is
+    a multiple of G.
+
+    `scale` None means 1 / sqrt(N). With `window` a token attends to itself and to window - 1
+    earlier tokens. `sinks_H` are the logits of one more key per head, whose value is zero. The
+    result is computed in the values' dtype, because under autocast norms and biases may have
+    widened queries and keys. Queries, keys and values that `recipe` can recompute are not saved for
+    backward.
+    """
+    scale = q_BSHN.shape[-1] ** -0.5 if scale is None else scale
+    q, k, v = (_by_head(x, v_BTGU.dtype) for x in (q_BSHN, k_BTGN, v_BTGU))
+    register = None if recipe is None else recipe.register
+    if sinks_H is None and layout.is_plain(window):
+        y_BHSU = fused_attention(q, k, v, None, scale, register)
+    elif (
+        is_gpu(v)
+        and layout.cache is None
+        and v.dtype in FLEX_DTYPES
+        and min(q.shape[-1], v.shape[-1]) >= FLEX_MIN_WIDTH
+    ):
+        y_BHSU = flexible_attention(q, k, v, layout.block_mask(window), scale, sinks_H)
+    elif sinks_H is None:
+        y_BHSU = fused_attention(q, k, v, layout.mask(window)[..., 1:, 1:], scale, register)
+    else:
+        mask = None if layout.is_plain(window) else layout.mask(window)
+        with_sink = _with_sink_token(q, k, v, sinks_H, scale)
+        y_BHSU = fused_attention(*with_sink, mask, scale)[:, :, 1:]
+    return y_BHSU.transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Recomputes some of the queries, keys and values of an attention call in backward."""
+
+    remaking: Remaking
+    which: tuple[int, ...]
+    """The tensors that are recomputed: 0 queries, 1 keys, 2 values."""
+    make: Make
+    """Computes these tensors, of shape (B, S, heads, width), from `sources`."""
+    sources: tuple[Tensor, ...]
+
+    def register(
+        self, tensors: tuple[Tensor, Tensor, Tensor], prepare: Callable[[Tensor], Tensor]
+    ) -> None:
+        """Register the kernel's inputs `tensors` for recomputation: the results of `make`, by head
+        and in the values' dtype, through `prepare`."""
+        dtype = tensors[2].dtype
+
+        def again(*sources: Tensor) -> tuple[Tensor, ...]:
+            return tuple(prepare(_by_head(x, dtype)) for x in self.make(*sources))
+
+        self.remaking.add(tuple(tensors[number] for number in self.which), again, *self.sources)
+
+
+def _by_head(x_BSHN: Tensor, dtype: torch.dtype) -> Tensor:
+    return x_BSHN.to(dtype).transpose(1, 2)
+
+
+def flexible_attention(
+    q_BHSN: Float[Tensor, "b h s n"],
+    k_BGSN: Float[Tensor, "b g s n"],
+    v_BGSU: Float[Tensor, "b g s u"],
+    block_mask: BlockMask,
+    scale: float,
+    sinks_H: Float[Tensor, " h"] | None,
+) -> Float[Tensor, "b h s u"]:
+    """Attend with flex attention, compiled on CUDA. A sink only scales the output by exp(lse) /
+    (exp(lse) + exp(sink))."""
+    attention = for_device(flex_attention, q_BHSN.device)
+    options = {
+        "enable_gqa": q_BHSN.shape[1] != k_BGSN.shape[1],
+        "kernel_options": flex_options(q_BHSN),
+    }
+    aux_request = AuxRequest(lse=sinks_H is not None)
+    y_BHSU, aux = attention(
+        q_BHSN,
+        k_BGSN,
+        v_BGSU,
+        block_mask=block_mask,
+        scale=scale,
+        return_aux=aux_request,
+        **options,
+    )
+    if sinks_H is None:
+        return y_BHSU
+    share_BHS: Tensor = torch.sigmoid(aux.lse - sinks_H.to(aux.lse.dtype)[:, None])
+    return y_BHSU * share_BHS.unsqueeze(-1).to(y_BHSU.dtype)
+
+
+def flex_options(q_BHSN: Tensor) -> FlexKernelOptions | None:
+    """Return tile sizes for flex attention's forward kernel if torch's default, 64 x 64 in three
+    stages, exceeds a block's shared memory; else None. This happens for fp32 heads wider than 128,
+    which are padded to 256. The smaller tiles take 32 + 32 + 32 KiB if values are as wide; the
+    smallest GPUs have 99 KiB. (The backward kernel has tiles of 16 x 16 in fp32.)"""
+    return (
+        FLEX_TILES_WIDE_FP32
+        if q_BHSN.dtype == torch.float32 and q_BHSN.shape[-1] > FLEX_WIDE
+        else None
+    )
+
+
+def _with_sink_token(
+    q_BHSN: Tensor, k_BGSN: Tensor, v_BGSU: Tensor, sinks_H: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Represent sinks by a token before the first one: its value is zero, and an additional
+    coordinate of its key and of all queries gives each head's sink as the logit.
+
+    As the first token it is visible from everywhere in causal attention, so it needs no mask. The
+    output of its own query is unused."""
+    sink_BHS1 = (sinks_H.to(q_BHSN.dtype) / scale)[:, None, None].expand(
+        len(q_BHSN), -1, q_BHSN.shape[2], 1
+    )
+    q = F.pad(torch.cat((q_BHSN, sink_BHS1), dim=-1), (0, 0, 1, 0))
+    k = F.pad(k_BGSN, (0, 1, 1, 0))
+    unit_row = F.pad(k.new_ones(1, 1), (k.shape[-1] - 1, 0, 0, k.shape[-2] - 1))
+    return q, k + unit_row, F.pad(v_BGSU, (0, 0, 1, 0))
