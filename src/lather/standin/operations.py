@@ -94,6 +94,8 @@ def truth(func: Any, name: str, args: Sequence[Any]) -> bool | None:
     return None
 
 
+SUMMED_PRODUCTS = frozenset(["addmm", "addmm_", "baddbmm", "baddbmm_"])
+"""Products that are added to a sum; torch's formulas reject those with `out_dtype`."""
 ATTENTION = "_scaled_dot_product_"
 """Prefix of the names of fused attention. The formulas of torch 2.11 reject fewer heads of keys
 than of queries."""
@@ -102,7 +104,8 @@ than of queries."""
 def flops(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> int:
     """Return the flops of products, attention and factorizations; causal masks save nothing, and
     elementwise work counts nothing."""
-    formula = None if name.startswith(ATTENTION) else flop_registry.get(func.overloadpacket)
+    is_ours = name.startswith(ATTENTION) or name in SUMMED_PRODUCTS
+    formula = None if is_ours else flop_registry.get(func.overloadpacket)
     return int(formula(*args, **kwargs, out_val=out)) if formula else _other_flops(name, args)
 
 
@@ -122,7 +125,7 @@ def _other_flops(name: str, args: Sequence[Any]) -> int:
         name == "_grouped_mm"
     ):  # rows by expert times a matrix each, or a product for each expert over its rows
         return 2 * args[0].shape[-2] * args[0].shape[-1] * args[1].shape[-1]
-    if name in ("addmm_", "baddbmm_"):
+    if name in SUMMED_PRODUCTS:
         return 2 * args[1].numel() * args[2].shape[-1]
     if name == "linalg_solve_triangular":
         return args[1].numel() * args[0].shape[-1]
