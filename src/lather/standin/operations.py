@@ -20,10 +20,13 @@ SHAPES: dict[str, Callable[..., Any]] = {
     "_grouped_mm": lambda a, b, offs=None, bias=None, out_dtype=None: _grouped_product(
         a, b, offs, out_dtype
     ),
+    "addmm": lambda total, a, b, out_dtype=None, *, out=None, **scales: (
+        a.new_empty((len(a), b.shape[1]), dtype=out_dtype or a.dtype) if out is None else out
+    ),
     "geqrf": lambda a: (torch.empty_like(a), a.new_empty((*a.shape[:-2], min(a.shape[-2:])))),
 }
 """Results of operations for which torch has no shape function on the meta device, or not for all
-dtypes that the CPU accepts."""
+dtypes that the CPU accepts. (That of `addmm` fails for `out_dtype` in torch 2.11.)"""
 TAKE_INDICES = frozenset(["index", "index_put_", "index_put", "_index_put_impl_"])
 CARRY_FLAGS = frozenset(
     [
