@@ -21,6 +21,8 @@ from benchmarks.check import CheckError
 from benchmarks.measure import peak_temporary_bytes, percentiles
 from lather.optim.functional import get_eigenbasis_qr
 from lather.shapes import Float
+from lather.standin.operations import flops, name_of
+from lather.torch_private import TorchDispatchMode
 
 NUM_LAYERS = 12
 HIDDEN_AND_MLP = ((1024, 4096), (2048, 4096))
@@ -75,6 +77,21 @@ def refresh_one_by_one(factors: Sequence[Factors]) -> list[Tensor]:
 
 
 REFRESHES = {"lather": refresh_batched_by_lather, "one_by_one": refresh_one_by_one}
+
+
+class CountedFlops(TorchDispatchMode):
+    """Counts the flops of products and factorizations inside the block, on any device."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.flops = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.flops += flops(func, name_of(func), args, kwargs or {}, out)
+        return out
 
 
 def check_refreshes(factors: Sequence[Factors]) -> dict[str, Any]:

@@ -99,12 +99,8 @@ def traffic(
         return size(made) + size(inputs[1:]), size(made)
     if name in SCATTERS:
         return size(inputs[1:]), nbytes(inputs[-1])
-    out = {id(x) for x in tensors_in(kwargs.get("out"))}
-    read = size(
-        x
-        for number, x in enumerate(inputs)
-        if id(x) not in out and not (number == 0 and name in OVERWRITE)
-    )
+    operands = tensors_in([args, {key: value for key, value in kwargs.items() if key != "out"}])
+    read = size(x for number, x in enumerate(operands) if not (number == 0 and name in OVERWRITE))
     if name.startswith("_foreach") and name in OVERWRITE:
         read = size(tensors_in(args[1:]))
     if made:

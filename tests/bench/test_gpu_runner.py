@@ -180,8 +180,9 @@ def test_the_summary_says_what_became_of_each_part(runner: Runner, tmp_path: Pat
     row = {
         "benchmark": "refresh",
         "config": {"hidden": 4, "mlp": 8},
-        "times_as_fast": 12.34,
-        "goal": 10.0,
+        "times_as_fast": 2.34,
+        "share": 0.8,
+        "goal": 0.75,
         "hardware": {"gpu": "G", "cpu": "C"},
     }
     chosen = [
@@ -207,7 +208,7 @@ def test_the_summary_says_what_became_of_each_part(runner: Runner, tmp_path: Pat
         ["never", "not run"],
         ["old", "done, by other code"],
     ]
-    assert lines[0][3] == "4 / 8: 12.3 x as fast (goal 10)"
+    assert lines[0][3] == "4 / 8: 80% of the rate of fp32 products (goal 75%), 2.3 x as fast"
     assert lines[1][3] == "before"
     assert json.loads((tmp_path / "rows.jsonl").read_text()) == row
     assert (tmp_path / "summary.md").read_text() == table + "\n"

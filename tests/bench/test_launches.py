@@ -1,5 +1,5 @@
-"""Launches on a GPU, counted on a stand-in: counts do not grow, and the host waits for nothing
-inside a block or the loss.
+"""Launches and bytes on a GPU, counted on a stand-in: counts do not grow, and the host waits for
+nothing inside a block or the loss.
 
 How often it waits in a step is tested in test_rehearsal.py."""
 
@@ -34,15 +34,16 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("case", "at_most"),
+    ("case", "at_most", "gigabytes"),
     [
-        ("the loss: forward and backward", 533),
-        ("an MoE block of DeepSeek-V2-Lite: forward and backward", 143),
+        ("the loss: forward and backward", 433, 36.8),
+        ("an MoE block of DeepSeek-V2-Lite: forward and backward", 139, 23.3),
     ],
 )
-def test_launches_do_not_grow_and_nobody_waits(
-    rows: dict[str, Any], case: str, at_most: int
+def test_launches_and_bytes_do_not_grow_and_nobody_waits(
+    rows: dict[str, Any], case: str, at_most: int, gigabytes: float
 ) -> None:
     assert 100 < rows[case]["launches"] <= at_most
+    assert 5 < (rows[case]["bytes_read"] + rows[case]["bytes_written"]) / 1e9 <= gigabytes
     assert rows[case]["host_waits"] == 0
     assert rows[case]["triton"] > 0

@@ -9,7 +9,10 @@ from torch import Tensor
 
 from benchmarks import refresh
 from benchmarks.check import CheckError
+from benchmarks.gpu import refresh as on_a_gpu
+from benchmarks.gpu.work import Settings
 from benchmarks.refresh import (
+    CountedFlops,
     Factors,
     check_refreshes,
     refresh_batched_by_lather,
@@ -56,3 +59,28 @@ def test_a_wrong_refresh_is_refused(
     monkeypatch.setitem(refresh.REFRESHES, "lather", broken)
     with pytest.raises(CheckError, match=message):
         check_refreshes(factors)
+
+
+def test_flops_are_those_of_the_products_and_factorizations(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a GPU: four blocks of 256 rows, for which `lather.optim.linalg.orthogonal` states 2 +
+    19/3 + 7/4 + 3/16 times n^3."""
+    monkeypatch.setattr(orthogonal, "is_gpu", lambda on: True)
+    n = 1024
+    q = torch.linalg.qr(torch.randn(n, n, generator=torch.Generator().manual_seed(0))).Q
+    factors = Factors(((q * torch.linspace(2, 1, n)) @ q.mT)[None], q[None])
+    with CountedFlops() as counted:
+        _ = factors.k @ factors.q
+    assert counted.flops == 2 * n**3
+    with CountedFlops() as counted:
+        refresh_batched_by_lather([factors])
+    assert counted.flops / n**3 == pytest.approx(2 + 19 / 3 + 7 / 4 + 3 / 16, rel=0.01)
+
+
+def test_the_share_is_that_of_the_rate_of_products() -> None:
+    """The goal is a share of what the device can do, and below all of it."""
+    (row,) = on_a_gpu.rows(Settings(CPU, small=True), "")
+    assert row["floor_ms"] == pytest.approx(1e3 * row["flops"] / row["product_flops_per_second"])
+    assert row["share"] == pytest.approx(row["floor_ms"] / row["ms"]["lather"]["median"])
+    assert 0.5 < row["goal"] < 1

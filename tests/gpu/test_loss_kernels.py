@@ -16,6 +16,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from lather.kernels.adam_in_basis import adam_in_basis
+from lather.kernels.backend import wide_product
 from lather.kernels.cross_entropy import cross_entropy_
 from lather.kernels.linear_cross_entropy import linear_cross_entropy
 
@@ -87,6 +88,25 @@ def test_linear_cross_entropy_under_autocast(x_dtype: torch.dtype) -> None:
     assert [a.dtype for a in actual] == [x_dtype, torch.float32]
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     assert largest_error(actual, torch.autograd.grad(expected, rounded)) < 2e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_wide_products_are_added_to_a_sum_and_not_rounded(
+    dtype: torch.dtype, is_transposed: bool
+) -> None:
+    """The sum is a part of the rows of a larger one, whose other rows stay."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    a, b = (torch.randn(300, 300, generator=generator, device="cuda").to(dtype) for _ in range(2))
+    a = a.T if is_transposed else a
+    sums = torch.randn(500, 300, generator=generator, device="cuda")
+    before, exact = sums.clone(), a.double() @ b.double()
+    assert largest_error((wide_product(a, b),), (exact,)) < 1e-5
+    total = sums[100:400]
+    assert wide_product(a, b, total) is total
+    assert largest_error((total,), (before[100:400].double() + exact,)) < 1e-5
+    assert torch.equal(sums[:100], before[:100])
+    assert torch.equal(sums[400:], before[400:])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -1,13 +1,17 @@
 """Says, for the tests of every kernel, which implementations there are and when their results are
-the expected ones."""
+the expected ones; runs on a CPU the products that torch has on GPUs alone."""
 
 from __future__ import annotations
 
+from collections import Counter
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+
+from lather.torch_private import TorchDispatchMode
 
 try:
     import triton
@@ -47,3 +51,23 @@ def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     assert is_close(actual, expected, dtype)
     if expected.abs().sum() > 0:
         assert not is_close(1.01 * expected.double(), expected, dtype)
+
+
+class WideProducts(TorchDispatchMode):
+    """Computes products with `out_dtype` on the CPU as tensor cores do, with fp32 sums of 16-bit
+    operands, and counts the calls of every operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[func.name().removeprefix("aten::")] += 1
+        if func is torch.ops.aten.mm.dtype:
+            a, b, dtype = args
+            return a.to(dtype) @ b.to(dtype)
+        if func is torch.ops.aten.addmm.dtype_out:
+            total, a, b, dtype = args
+            assert kwargs["out"] is total
+            return total.addmm_(a.to(dtype), b.to(dtype))
+        return func(*args, **(kwargs or {}))

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from kernels.implementations import WideProducts
 from lather.kernels import backend
 from lather.kernels import linear_cross_entropy as op
 from lather.kernels.linear_cross_entropy import linear_cross_entropy, reference
@@ -144,6 +145,22 @@ def test_autocast_takes_its_dtype_and_gives_gradients_of_the_inputs_own(
     assert largest_error(outside[:1], expected[:1]) < 1e-6
     assert largest_error(outside[1:], expected[1:]) < 8e-3  # autograd rounds its gradients to bf16
     assert all(map(torch.equal, inside, outside))
+
+
+def test_products_of_a_gpu_are_added_to_the_sums_without_a_pass_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both gradients are those that a CPU computes, but for the rounding of a tile's gradient."""
+    x, weight, labels = inputs(63, 500, 16, torch.bfloat16)
+    expected = with_gradients(linear_cross_entropy(x, weight, labels, tile=(16, 100)), x, weight)
+    monkeypatch.setattr(op, "is_gpu", lambda x: True)
+    with WideProducts() as products:
+        loss = linear_cross_entropy(x, weight, labels, tile=(16, 100))
+        actual = with_gradients(loss, x, weight)
+    assert largest_error(actual[:1], expected[:1]) < 1e-6
+    assert largest_error(actual[1:], expected[1:]) < 8e-3
+    num_tiles = 4 * 5
+    assert products.calls["mm.dtype"] == products.calls["addmm.dtype_out"] == 2 * num_tiles
 
 
 @pytest.mark.parametrize("frozen", [(True, False), (False, True), (True, True)], ids=str)

@@ -7,7 +7,9 @@ import math
 import pytest
 import torch
 
-from lather.models.layers import GatedMLP, Linear, RMSNorm, weight_product
+from kernels.implementations import WideProducts
+from lather.models import layers
+from lather.models.layers import GatedMLP, Linear, RMSNorm, project, weight_product
 from models.tiny import error, random_normal
 
 
@@ -74,3 +76,27 @@ def test_under_autocast_gradients_of_fp32_weights_and_biases_are_not_rounded_to_
         gradient = layer.weight.grad
         assert gradient is not None
         assert (gradient != gradient.bfloat16()).float().mean() > 0.9
+
+
+def test_on_a_gpu_gradients_of_an_fp32_input_are_added_without_rounding(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each product is added in its own kernel; nothing is converted or added in a pass of its
+    own."""
+    linears = [Linear(11, size, bias=False) for size in (7, 5, 3)]
+    x = random_normal(63, 11).float().requires_grad_()
+    grads = [random_normal(63, size, seed=size).bfloat16() for size in (7, 5, 3)]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        outputs = project(x, *linears)
+    monkeypatch.setattr(layers, "is_gpu", lambda x: True)
+    with WideProducts() as products:
+        (grad_x,) = torch.autograd.grad(outputs, x, grads)
+    exact = sum(
+        grad.double() @ layer.weight.bfloat16().double()
+        for grad, layer in zip(grads, linears, strict=True)
+    )
+    assert grad_x.dtype == torch.float32
+    assert error(grad_x, exact) < 1e-6
+    assert products.calls["mm.dtype"] == 1 + len(linears)  # those of the weights are single
+    assert products.calls["addmm.dtype_out"] == 2
+    assert not products.calls["add_.Tensor"]

@@ -12,6 +12,7 @@ from lather.optim.functional import get_eigenbasis_qr, update_eigenbasis_and_mom
 from lather.optim.linalg import orthogonal
 from lather.optim.linalg.eigenbasis import iterate
 from lather.optim.linalg.orthogonal import block_rows, orthonormal_rows, pick_refresh_method
+from lather.standin.operations import flops, name_of
 
 SIZES = [1, 2, 31, 32, 33, 63, 64, 65, 100]
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
@@ -182,7 +183,10 @@ SPECTRA = {
 def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Use the blocks of a CPU, and those of a GPU at a sixteenth of their size."""
     if request.param == "wide":
-        monkeypatch.setattr(orthogonal, "block_rows", lambda n, device: max(16, -(-n // 64) * 16))
+        gpu = torch.device("cuda")
+        monkeypatch.setattr(
+            orthogonal, "block_rows", lambda n, device: block_rows(16 * n, gpu) // 16
+        )
 
 
 def off_diagonal(k: Tensor, q: Tensor) -> Tensor:
@@ -249,33 +253,56 @@ def test_what_is_zero_keeps_its_basis_and_what_is_not_finite_fails() -> None:
     torch.testing.assert_close((found[0] * q[0]).sum(-2).abs(), torch.ones(40))
 
 
-# --- launches -------------------------------------------------------------------------------------
+# --- launches and flops ---------------------------------------------------------------------------
 
 
 class Launches(TorchDispatchMode):
-    """Counts the operators that are called, without views and fresh memory."""
+    """Counts the operators that are called, without views and fresh memory, their flops, and the
+    rows of the matrices that are factorized or inverted."""
 
-    num = 0
+    num = flops = rows = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.num += not (
-            func.is_view
-            or func.name().startswith(("aten::empty", "aten::_unsafe_view", "aten::detach"))
-        )
-        return func(*args, **(kwargs or {}))
+        out, name = func(*args, **(kwargs or {})), name_of(func)
+        self.num += not (func.is_view or name.startswith(("empty", "_unsafe_view", "detach")))
+        self.flops += flops(func, name, args, kwargs or {}, out)
+        if name in ("linalg_cholesky_ex", "linalg_solve_triangular"):
+            self.rows = max(self.rows, args[0].shape[-1])
+        return out
 
 
-@pytest.mark.parametrize("n", [64, 1024, 1408, 2048, 2816, 4096])
-def test_a_refresh_on_a_gpu_is_few_launches(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("n", [64, 1024, 1408, 2048, 2052, 2816, 4096])
+def test_a_refresh_on_a_gpu_is_few_launches_of_products(
+    n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(orthogonal, "is_gpu", lambda on: True)
     k = torch.empty(2, n, n, device="meta")
-    for method, most in (("root_qr", 115), ("cholesky_qr", 82)):
+    for method, most in (("root_qr", (115, 203)), ("cholesky_qr", (82, 138))):
         with Launches() as launches:
             iterate(k, k, 1, method)
-        assert 20 < launches.num <= most
-    assert block_rows(n, torch.device("cuda")) * 4 >= n
+        assert 20 < launches.num <= most[n > 2048]
+        assert launches.rows <= 512
+    assert block_rows(n, torch.device("cuda")) * 8 >= n
     with Launches() as launches:
         update_eigenbasis_and_momentum(
             k, k.clone(), k[:, :, :8].clone(), k[:, :, :8].clone(), 0, second_moment="rotate"
         )
-    assert launches.num <= 130
+    assert launches.num <= (130, 220)[n > 2048]
+
+
+@pytest.mark.parametrize(
+    ("device", "n"),
+    [*(("cpu", n) for n in (100, 200, 1408)), *(("cuda", n) for n in (1024, 1408, 2816, 4096))],
+)
+def test_flops_are_those_that_the_module_states(
+    device: str, n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(orthogonal, "is_gpu", lambda on: device == "cuda")
+    k = torch.empty(2, n, n, device="meta")
+    num_blocks = n / block_rows(n, torch.device(device))
+    for method, in_general, by_blocks in (("cholesky_qr", 4, 4), ("root_qr", 19 / 3, 7)):
+        with Launches() as launches:
+            iterate(k, k, 1, method)
+        cubes = launches.flops / (2 * n**3) - 2  # without K Q
+        stated = in_general + by_blocks / num_blocks + 3 / num_blocks**2
+        assert cubes == pytest.approx(stated, rel=0.03)

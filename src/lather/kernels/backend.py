@@ -1,5 +1,6 @@
 """Choice of the implementation of an operation: Triton for GPU tensors, the torch reference for all
-others. Also what references share: the dtype in which they compute, and blocks of rows."""
+others. Also what references share: the dtype in which they compute, and blocks of rows; and matrix
+products whose result is wider than the operands, which torch has on GPUs."""
 
 from __future__ import annotations
 
@@ -59,3 +60,12 @@ def blocks(x_RD: Tensor, elements: int) -> Iterator[slice]:
     row."""
     num_rows = max(elements // max(x_RD.shape[1], 1), 1)
     return (slice(start, start + num_rows) for start in range(0, len(x_RD), num_rows))
+
+
+def wide_product(a: Tensor, b: Tensor, total: Tensor | None = None) -> Tensor:
+    """Return the fp32 product of two bf16 or fp16 matrices on a GPU: the sums of the tensor cores,
+    which are not rounded to the operands' dtype. It is added to `total` (fp32) in place, in the
+    same kernel, if that is given."""
+    if total is None:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lather.device import is_gpu, no_autocast
+from lather.kernels.backend import wide_product
 from lather.kernels.rms_norm import rms_norm
 from lather.kernels.swiglu import SWIGLU, gate_backward, gate_forward, swiglu
 from lather.models.lora import Adapter, merged
@@ -210,8 +211,8 @@ class _Linears(torch.autograd.Function):
                 continue
             grad_TO = grad.reshape(len(x_TI), len(weight_OI))
             if needs_x:
-                part_TI = (grad_TO @ rounded(product.kept, weight_OI, ctx.dtype)).to(x.dtype)
-                grad_x_TI = part_TI if grad_x_TI is None else grad_x_TI.add_(part_TI)
+                narrow_OI = rounded(product.kept, weight_OI, ctx.dtype)
+                grad_x_TI = add_product(grad_x_TI, grad_TO, narrow_OI, x.dtype)
             of_weight = partial(weight_product, grad_TO, x_TI, product.weight.dtype)
             of_bias = partial(
                 torch.sum,
@@ -240,10 +241,22 @@ def weight_product(
     if wide == grad_TO.dtype:
         return grad_TO.T @ x_TI
     if is_gpu(grad_TO) and wide == torch.float32:
-        return torch.mm(
-            grad_TO.T, x_TI, out_dtype=wide
-        )  # keeps the tensor cores' fp32 sums; torch supports this only on GPUs
+        return wide_product(grad_TO.T, x_TI)
     return grad_TO.T.to(wide) @ x_TI.to(wide)
+
+
+def add_product(
+    total_TI: Tensor | None,
+    grad_TO: Float[Tensor, "t o"],
+    weight_OI: Float[Tensor, "o i"],
+    dtype: torch.dtype,
+) -> Float[Tensor, "t i"]:
+    """Add grad W to `total_TI`, which has this dtype, in place, and return it; None counts as 0. An
+    fp32 result is not rounded to the operands' dtype on a GPU; on a CPU the product is."""
+    if is_gpu(grad_TO) and dtype == torch.float32 and grad_TO.dtype.itemsize == 2:
+        return wide_product(grad_TO, weight_OI, total_TI)
+    product_TI = (grad_TO @ weight_OI).to(dtype)
+    return product_TI if total_TI is None else total_TI.add_(product_TI)
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,13 @@ SHAPES: dict[str, Callable[..., Any]] = {
     "_grouped_mm": lambda a, b, offs=None, bias=None, out_dtype=None: _grouped_product(
         a, b, offs, out_dtype
     ),
+    "addmm": lambda total, a, b, out_dtype=None, *, out=None, **scales: (
+        a.new_empty((len(a), b.shape[1]), dtype=out_dtype or a.dtype) if out is None else out
+    ),
     "geqrf": lambda a: (torch.empty_like(a), a.new_empty((*a.shape[:-2], min(a.shape[-2:])))),
 }
 """Results of operations for which torch has no shape function on the meta device, or not for all
-dtypes that the CPU accepts."""
+dtypes that the CPU accepts. (That of `addmm` fails for `out_dtype` in torch 2.11.)"""
 TAKE_INDICES = frozenset(["index", "index_put_", "index_put", "_index_put_impl_"])
 READS = frozenset(["_local_scalar_dense", "nonzero"])
 """Operations whose result, or its size, depends on values of a tensor."""
@@ -61,6 +64,8 @@ def nbytes(x: Tensor) -> int:
     )
 
 
+SUMMED_PRODUCTS = frozenset(["addmm", "addmm_", "baddbmm", "baddbmm_"])
+"""Products that are added to a sum; torch's formulas reject those with `out_dtype`."""
 ATTENTION = "_scaled_dot_product_"
 """Prefix of the names of fused attention. The formulas of torch 2.11 reject fewer heads of keys
 than of queries."""
@@ -69,7 +74,8 @@ than of queries."""
 def flops(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> int:
     """Return the flops of products, attention and factorizations; causal masks save nothing, and
     elementwise work counts nothing."""
-    formula = None if name.startswith(ATTENTION) else flop_registry.get(func.overloadpacket)
+    is_ours = name.startswith(ATTENTION) or name in SUMMED_PRODUCTS
+    formula = None if is_ours else flop_registry.get(func.overloadpacket)
     return int(formula(*args, **kwargs, out_val=out)) if formula else _other_flops(name, args)
 
 
@@ -89,7 +95,7 @@ def _other_flops(name: str, args: Sequence[Any]) -> int:
         name == "_grouped_mm"
     ):  # rows by expert times a matrix each, or a product for each expert over its rows
         return 2 * args[0].shape[-2] * args[0].shape[-1] * args[1].shape[-1]
-    if name in ("addmm_", "baddbmm_"):
+    if name in SUMMED_PRODUCTS:
         return 2 * args[1].numel() * args[2].shape[-1]
     if name == "linalg_solve_triangular":
         return args[1].numel() * args[0].shape[-1]

@@ -36,7 +36,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lather.device import is_gpu, no_autocast
-from lather.kernels.backend import fastest
+from lather.kernels.backend import fastest, wide_product
 from lather.kernels.cross_entropy import check_inputs, divided, flat_labels
 from lather.kernels.cross_entropy.reference import losses
 from lather.kernels.linear_cross_entropy import reference
@@ -44,17 +44,13 @@ from lather.shapes import Float, Int
 
 GPU_TILE_TOKENS, GPU_TILE_ELEMENTS = 8192, 2**24
 """Largest number of tokens, and of elements, of a tile on a GPU: 64 MiB of fp32 logits and half of
-that for their bf16 gradient. 8,192 tokens and a vocabulary of 102,400 make 50 tiles and about 500
+that for their bf16 gradient. 8,192 tokens and a vocabulary of 102,400 make 50 tiles and about 400
 launches in forward and backward; with tiles of an eighth of the size, which need 100 MB less, there
 are 6,000."""
 
 CPU_TILE = (512, 512)
 """Tokens and columns of a tile on a CPU: 1 MiB in fp32, which stays in the cache between the
 products and the elementwise work."""
-
-SUM_ELEMENTS = 2**24
-"""Largest size, in elements, of a product that is stored before it is added to a sum, if one call
-cannot do both: 64 MiB in fp32."""
 
 
 def linear_cross_entropy(
@@ -162,17 +158,13 @@ class _ProductPlan:
         return x.reshape(labels_T.numel(), x.shape[-1]).to(self.dtype)
 
     def product(self, a: Tensor, b: Tensor) -> Tensor:
-        return torch.mm(a, b) if a.dtype == self.wide else torch.mm(a, b, out_dtype=self.wide)
+        return torch.mm(a, b) if a.dtype == self.wide else wide_product(a, b)
 
     def add_product_(self, total: Tensor, a: Tensor, b: Tensor) -> None:
-        """Add a b to `total`. With `out_dtype` not every supported torch can add to an fp32 sum in
-        one call: pieces of rows are added then."""
         if a.dtype == self.wide:
             total.addmm_(a, b)
-            return
-        num_rows = max(1, SUM_ELEMENTS // max(1, b.shape[1]))
-        for piece, rows in zip(total.split(num_rows), a.split(num_rows), strict=True):
-            piece.add_(self.product(rows, b))
+        else:
+            wide_product(a, b, total)
 
     def parts(self, x: Tensor, num_rows: int) -> Iterator[tuple[slice, Tensor]]:
         """Yield so many rows of `x` after the other, each time their places and the rows as

@@ -18,11 +18,14 @@ errors, the basis stays.
 Everything here works on rows: x (B, n, n) holds Y^T, because K Q is computed as Q^T K, which is
 row-contiguous.
 
-Trade-off: 4 n^3 flops (6.3 n^3 with `root_rows`) instead of Householder's 8/3 n^3, but at the speed
-of matrix products. Blocks are narrow on a CPU, for its caches. On a GPU there are at most four, so
-that a batch takes at most 130 launches; only the diagonal blocks of triangular matrices are
+Trade-off: with b blocks 4 + 4/b + 3/b^2 times n^3 flops, and with `root_rows` 19/3 + 7/b + 3/b^2,
+instead of Householder's 8/3, but at the speed of matrix products; K Q takes 2 n^3 more. Blocks are
+narrow on a CPU, for its caches (4.2 to 4.8 n^3 from n = 200 on). On a GPU each block costs
+launches: there are four, of at least 256 rows (5.2 n^3, with `root_rows` 8.2, from n = 1,024 on),
+and above n = 2,048 one for each 512 rows (4.5 and 7.2 at n = 4,096), so that a batch takes at most
+130 launches up to 2,048 and 220 up to 4,096. Only the diagonal blocks of triangular matrices are
 inverted, and all else is products, because batched triangular solves with many right-hand sides are
-slow there.
+slow there, and so are solves and Cholesky factorizations of more than 512 rows.
 """
 
 from __future__ import annotations
@@ -38,10 +41,12 @@ BLOCKS = ((1280, 128), (384, 64), (0, 32))
 few rows are slow."""
 
 GPU_BLOCKS = 4
-"""Largest number of blocks on a GPU, where each costs launches."""
+"""Number of blocks on a GPU, where each costs launches, unless they would be too small or large."""
 
-GPU_LEAST_BLOCK = 256
-"""Least number of rows of a block on a GPU, if the matrix has as many."""
+GPU_BLOCK_ROWS = (256, 512)
+"""Least and largest number of rows of a block on a GPU. torch 2.11 gives larger batched triangular
+solves to MAGMA, which prepares each call on the host, and cuSOLVER's batched Cholesky is bound by
+latency."""
 
 MAX_FIRST_ERROR = 0.3
 """Largest deviation from orthonormality of a block before its second Cholesky-QR, which is then
@@ -78,7 +83,9 @@ def pick_refresh_method(n: int, device: torch.device) -> str:
 def block_rows(n: int, device: torch.device) -> int:
     """Return the number of rows of a block, which one Cholesky factorisation makes orthonormal."""
     if is_gpu(device):
-        return max(GPU_LEAST_BLOCK, -(-n // (GPU_BLOCKS * 32)) * 32)
+        least, most = GPU_BLOCK_ROWS
+        num_blocks = max(GPU_BLOCKS, -(-n // most))
+        return max(least, -(-n // (num_blocks * 32)) * 32)
     return next(rows for size, rows in BLOCKS if n >= size)
 
 
