@@ -74,6 +74,9 @@ def test_view_of_a_padded_buffer() -> None:
     buffer = rows.detach().as_strided((1024, 8), (8, 1))
     assert (buffer[500:] == 0).all()
     assert padded_index_gather(x, index[:7], 4).untyped_storage().nbytes() == 8 * 8 * 4
+    unchecked = padded_index_gather(x, index, 1, checked=False)
+    assert torch.equal(unchecked, padded_index_gather(x, index, 1))
+    assert unchecked.untyped_storage().nbytes() == 500 * 8 * 4
     (rows.mul_(2)).sum().backward()
     assert x.grad is not None
     assert torch.equal(x.grad.sum(0), torch.full((8,), 1000.0))
@@ -118,7 +121,6 @@ def test_errors_name_value_and_constraint() -> None:
             padded_index_gather(x, index)
 
 
-def test_raw_operations_are_without_autograd() -> None:
-    x, index, grad = inputs(5, 3, 4, torch.float32)
-    assert not op.gather_rows(x.requires_grad_(), index).requires_grad
+def test_the_adjoint_is_without_autograd() -> None:
+    _, index, grad = inputs(5, 3, 4, torch.float32)
     assert not op.add_rows(grad.requires_grad_(), index, 5).requires_grad

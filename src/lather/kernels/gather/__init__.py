@@ -24,15 +24,6 @@ from lather.shapes import Float, Int
 
 
 @torch.no_grad()
-def gather_rows(
-    x: Float[Tensor, "n d"], index: Int[Tensor, " g"], num_rows: int | None = None
-) -> Float[Tensor, "r d"]:
-    """Return x[index] in the first G of `num_rows` rows (None: G); the others, and rows with index
-    -1, are zero. Without autograd or checks."""
-    return run(reference.gather_rows, x, index, num_rows)
-
-
-@torch.no_grad()
 def add_rows(
     grad: Float[Tensor, "g d"], index: Int[Tensor, " g"], num_rows: int
 ) -> Float[Tensor, "n d"]:
@@ -46,16 +37,22 @@ def add_rows(
 
 
 def padded_index_gather(
-    x: Float[Tensor, "n d"], index: Int[Tensor, " g"], pad_to_multiple: int = 1024
+    x: Float[Tensor, "n d"],
+    index: Int[Tensor, " g"],
+    pad_to_multiple: int = 1024,
+    *,
+    checked: bool = True,
 ) -> Float[Tensor, "g d"]:
     """Return x[index] as a view of a buffer whose number of rows is rounded up to a multiple of
     `pad_to_multiple`; its other rows are zero.
 
     `index` is int64, from 0 to N - 1, or -1 for a row of zeros. Autograd keeps only the index; the
-    result can be differentiated once. Errors: see `validate`.
+    result can be differentiated once. Errors: see `validate`. `checked`: check also that the index
+    is in range; False saves the launch of a kernel where the index is that of a `route.Route`.
     """
     validate(x, index, pad_to_multiple)
-    check_range(index, -1, len(x), "index")
+    if checked:
+        check_range(index, -1, len(x), "index")
     return _Gather.apply(x, index, -(-len(index) // pad_to_multiple) * pad_to_multiple)  # type: ignore[no-untyped-call]
 
 
@@ -82,10 +79,11 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, index: Tensor, num_rows: int) -> Tensor:
         ctx.save_for_backward(index)
         ctx.num_source_rows = len(x)
-        buffer = gather_rows(x, index, num_rows)
-        return buffer.resize_(
-            len(index), x.shape[1]
-        )  # the storage stays; callers could not write to a slice in place
+        buffer = run(reference.gather_rows, x, index, num_rows)
+        if num_rows == len(index):
+            return buffer
+        # the storage stays; callers could not write to a slice in place
+        return buffer.resize_(len(index), x.shape[1])
 
     @staticmethod
     @once_differentiable
