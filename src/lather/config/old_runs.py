@@ -56,6 +56,8 @@ def in_new_keys(optim: Mapping[str, Any]) -> dict[str, Any]:
     """Translate an old `[optim]` to today's keys: `adam_betas` become the betas of the rest, or of
     everything under "adamw". Options of SOAP had no effect under "adamw" and are dropped."""
     new = dict(optim)
+    if new.pop("use_eigh", False):
+        new["refresh_method"] = "eigh"
     betas = new.pop("adam_betas", None)
     if new.get("name") == "adamw":
         new = {
