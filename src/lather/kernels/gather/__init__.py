@@ -46,9 +46,10 @@ def padded_index_gather(
     """Return x[index] as a view of a buffer whose number of rows is rounded up to a multiple of
     `pad_to_multiple`; its other rows are zero.
 
-    `index` is int64, from 0 to N - 1, or -1 for a row of zeros. Autograd keeps only the index; the
-    result can be differentiated once. Errors: see `validate`. `checked`: check also that the index
-    is in range; False saves the launch of a kernel where the index is that of a `route.Route`.
+    `index` is int64 or int32, from 0 to N - 1, or -1 for a row of zeros. Autograd keeps only the
+    index; the result can be differentiated once. Errors: see `validate`. `checked`: check also that
+    the index is in range; False saves the launch of a kernel where the index is that of a
+    `route.Route`.
     """
     validate(x, index, pad_to_multiple)
     if checked:
@@ -61,8 +62,8 @@ def validate(x: Tensor, index: Tensor, pad_to_multiple: int) -> None:
     `route.check_range` checks the range."""
     if not x.is_floating_point():
         raise TypeError(f"x is {x.dtype}: has to be floating point")
-    if index.dtype != torch.int64:
-        raise TypeError(f"index is {index.dtype}: has to be torch.int64")
+    if index.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"index is {index.dtype}: has to be torch.int64 or torch.int32")
     if x.dim() != 2 or index.dim() != 1:
         raise ValueError(
             f"x has shape {tuple(x.shape)}, index {tuple(index.shape)}: have to be (rows, columns) "

@@ -390,8 +390,8 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
 
     def defer_refreshes(self) -> PendingRefreshes:
         """From now on defer the refreshes of groups with `async_refresh` and return the object that
-        holds them: the caller does them in pieces (`PendingRefreshes.work`) whenever it would wait
-        for other ranks. The next step does the rest."""
+        holds them: the caller does them in pieces (`PendingRefreshes.work`) between its own work.
+        The next step does the rest."""
         self._pending.deferred = True
         return self._pending
 
