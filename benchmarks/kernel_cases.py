@@ -85,19 +85,11 @@ def _adam_in_basis(s: ModelSizes) -> Calls:
 
 
 def _combine(s: ModelSizes) -> Calls:
-    from lather.kernels.combine.triton import (
-        check_distinct,
-        combine_backward,
-        combine_forward,
-        pair_of_row,
-    )
+    from lather.kernels.combine.triton import combine_forward
 
     row_TK, weights_TK = _integers(s.t, s.k), _floats(s.t, s.k)
     yield combine_forward, s.rows(s.d), row_TK, weights_TK
     yield combine_forward, s.rows(s.d), row_TK
-    yield combine_backward, s.tokens(s.d), s.rows(s.d), row_TK, weights_TK
-    yield pair_of_row, row_TK, s.g
-    yield check_distinct, row_TK, s.g
 
 
 def _cross_entropy(s: ModelSizes) -> Calls:

@@ -205,7 +205,9 @@ def _gather(s: KernelSizes, device: torch.device) -> KernelCase:
     draw = _Draw(s, device)
     plan, x = route.plan_route(draw.experts(s), s.e), draw.normal(s.t, s.d)
     return KernelCase(
-        "gather", lambda: gather.gather_rows(x, plan.token_G), 2 * s.t * s.d * (1 + s.k)
+        "gather",
+        lambda: gather.padded_index_gather(x, plan.token_G, 1, checked=False),
+        2 * s.t * s.d * (1 + s.k),
     )
 
 
@@ -241,18 +243,6 @@ def _combine_forward(s: KernelSizes, device: torch.device) -> KernelCase:
         lambda: combine.combine_forward(rows_GD, plan.row_TK, weights),
         2 * s.t * s.d * (1 + s.k),
     )
-
-
-def _combine_backward(s: KernelSizes, device: torch.device) -> KernelCase:
-    draw = _Draw(s, device)
-    plan, rows_GD, weights = (
-        route.plan_route(draw.experts(s), s.e),
-        draw.normal(s.t * s.k, s.d),
-        draw.uniform(s.t, s.k),
-    )
-    grad = draw.normal(s.t, s.d)
-    run = lambda: combine.combine_backward(grad, rows_GD, plan.row_TK, weights)  # noqa: E731
-    return KernelCase("combine backward", run, 2 * s.t * s.d * (1 + 2 * s.k))
 
 
 def _route(s: KernelSizes, device: torch.device) -> KernelCase:
@@ -320,7 +310,6 @@ CASES: dict[str, Callable[[KernelSizes, torch.device], KernelCase]] = {
         _add_rows,
         _rows_sum,
         _combine_forward,
-        _combine_backward,
         _route,
         _adam,
         _cross_entropy,

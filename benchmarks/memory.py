@@ -39,7 +39,6 @@ from benchmarks.report import Row, RowFile, environment, gather
 from lather.console import command_console
 from lather.device import gpu_module, is_gpu
 from lather.errors import UserError, require
-from lather.kernels.combine import weighted_combine
 from lather.kernels.gather import padded_index_gather
 from lather.kernels.linear_cross_entropy import linear_cross_entropy
 from lather.kernels.route import plan_route
@@ -146,7 +145,12 @@ class EarlyFree(Experts):
             runs, self.gate_up_proj.unbind(), self.down_proj.unbind(), strict=True
         ):
             out.append(swiglu(rows_GD[start:end] @ gate_up_HD.T) @ down_DF.T)
-        return weighted_combine(torch.cat(out), plan.row_TK, weights_RK)
+        weight_G = weights_RK.new_zeros(len(plan.token_G)).scatter(
+            0, plan.row_TK.flatten(), weights_RK.flatten()
+        )
+        weighted_GD = (torch.cat(out) * weight_G[:, None]).to(x_RD.dtype)
+        token_GD = plan.token_G[:, None].expand_as(weighted_GD)
+        return torch.zeros_like(x_RD).scatter_add(0, token_GD, weighted_GD)
 
 
 def run(options: MemoryBenchmark) -> int:

@@ -5,7 +5,6 @@ The whole grid also runs their commands (test_page_commands)."""
 
 from __future__ import annotations
 
-import inspect
 import os
 import re
 import shutil
@@ -13,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any, get_type_hints
+from typing import get_type_hints
 
 import pytest
 import torch
@@ -129,25 +128,8 @@ def execute(arguments: list[str]) -> None:
     ), arguments
 
 
-@pytest.fixture
-def _offline_harness(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `lm_eval.simple_evaluate` find the model and its options, and no task."""
-    lm_eval = pytest.importorskip("lm_eval")
-    signature = inspect.signature(lm_eval.simple_evaluate)
-
-    def simple_evaluate(*positional: Any, **options: Any) -> None:
-        given = signature.bind(*positional, **options).arguments
-        lm_eval.api.registry.get_model(given["model"]).create_from_arg_string(given["model_args"])
-
-    monkeypatch.setattr(lm_eval, "simple_evaluate", simple_evaluate)
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_block_is_right(
-    page: Path, world: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if "lm_eval" in page.read_text():
-        request.getfixturevalue("_offline_harness")
+def test_every_block_is_right(page: Path, world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("page")  # dataclasses look up the module that they are defined in
     monkeypatch.setitem(sys.modules, module.__name__, module)
     for block in blocks_of(page):

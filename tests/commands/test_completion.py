@@ -15,7 +15,7 @@ from lather.errors import UserError
 BASH = r"""
 try() {
     COMP_WORDS=("$@"); COMP_CWORD=$(( ${#COMP_WORDS[@]} - 1 ))
-    _lather; echo "${COMPREPLY[*]}"
+    _shtab_lather; echo "${COMPREPLY[*]}"
 }
 try lather ""
 try lather tr
@@ -28,6 +28,7 @@ try lather data make there corpus --sep
 try lather bench pi
 try lather export run there --dtype b
 try lather train con
+try lather train --run-dir con
 complete -p lather
 """
 
@@ -41,10 +42,16 @@ def script(shell: str, capsys: pytest.CaptureFixture[str]) -> str:
 def test_bash_completes_commands_options_and_values(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (tmp_path / "config.toml").touch()
     file = tmp_path / "ask.bash"
     file.write_text(script("bash", capsys) + BASH)
     done = subprocess.run(
-        ["bash", "--norc", str(file)], capture_output=True, text=True, timeout=60, check=True
+        ["bash", "--norc", str(file)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        cwd=tmp_path,
     )
     assert done.stderr == ""
     commands, *found = done.stdout.splitlines()
@@ -59,18 +66,19 @@ def test_bash_completes_commands_options_and_values(
         "--separator",
         "pipeline",
         "bf16",
-        "",  # bash itself completes the name of a file
-        "complete -o default -F _lather lather",
+        "config.toml",
+        "config.toml",
+        "complete -o bashdefault -F _shtab_lather lather",
     ]
 
 
 def test_other_shells_and_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert script("zsh", capsys).endswith(script("bash", capsys))
-    fish = script("fish", capsys)
-    assert (
-        "complete -c lather -n '__fish_seen_subcommand_from train' -l optim.schedule -x -a "
-        "'constant linear cosine wsd'" in fish
-    )
+    zsh, fish = script("zsh", capsys), script("fish", capsys)
+    for option in ("optim.schedule", "separator", "optim.rest.rule"):
+        assert f"--{option}" in zsh
+        assert f"-l {option}" in fish
+    for text in (zsh, fish):
+        assert "constant linear cosine wsd" in text
     if shutil.which("fish"):
         ask = (
             'complete -C "lather train x.toml --optim.sch"; complete -C "lather data make x --sep"'

@@ -12,7 +12,7 @@ from optim_helpers import SOAP_KINDS, all_same, make, parameters, run, same_stat
 from torch import Tensor
 
 from lather.optim import KLSOAP, SOAP
-from lather.optim.engine import pending
+from lather.optim.engine import refresh
 from lather.optim.engine import streams as precision
 from lather.optim.linalg import eigenbasis
 from lather.optim.rules.kl_soap import KLSOAPRule
@@ -68,7 +68,7 @@ def test_the_kl_rules_refresh_after_the_update(
 def test_pieces_that_the_caller_does_between_two_steps_have_the_same_bits(
     kind: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pending, "CPU_PIECE_FLOPS", 1.0)  # so that a piece is one matrix and dim
+    monkeypatch.setattr(refresh, "CPU_REFRESH_BYTES", 1)  # so that a batch is one matrix and dim
     params, others = parameters(), parameters()
     a, b = (
         make(kind, params, async_refresh=True, **options),

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from optim_helpers import (
@@ -367,9 +368,31 @@ def test_too_much_state_is_refused_with_size_parameter_and_remedy() -> None:
     )  # the default of max_precond_dim makes this one-sided
 
 
-def test_contradicting_ways_to_refresh_are_refused() -> None:
+def test_published_arguments_of_soap_become_options() -> None:
+    """They may be given to the constructor and in groups, and are in no group afterwards."""
+    p, q, r = (parameter(2, 2) for _ in range(3))
+    plain = {"params": [q], "use_eigh": False, "use_decoupled_weight_decay": True}
+    own = {"params": [r], "weight_decay_method": "palm", "use_decoupled_weight_decay": np.True_}
+    opt = SOAP([{"params": [p]}, plain, own], use_eigh=True, use_decoupled_weight_decay=False)
+    options = [
+        (group["refresh_method"], group["weight_decay_method"]) for group in opt.param_groups
+    ]
+    assert options == [("eigh", "l2"), ("auto", "decoupled"), ("eigh", "palm")]
+    assert not {"use_eigh", "use_decoupled_weight_decay"} & set().union(*opt.param_groups)
+    opt.param_groups[0]["use_eigh"] = True
+    p.grad = torch.ones(2, 2)
+    opt.step()
+    opt.param_groups[1]["use_eigh"] = True
+    with pytest.raises(ValueError, match=r'asks for another step .*"refresh_method": "eigh"'):
+        opt.step()
     with pytest.raises(ValueError, match="use_eigh=True contradicts refresh_method='qr'"):
-        SOAP([parameter(2, 2)], use_eigh=True, refresh_method="qr")
+        SOAP([p], use_eigh=True, refresh_method="qr")
+    with pytest.raises(ValueError, match="use_decoupled_weight_decay=False contradicts weight_dec"):
+        SOAP([p], use_decoupled_weight_decay=False, weight_decay_method="palm")
+    with pytest.raises(ValueError, match="use_eigh='no' is not valid: give True or False"):
+        SOAP([p], use_eigh="no")  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="KLSOAP has no argument 'use_eigh'"):
+        KLSOAP([p], use_eigh=True)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ DualPipeV's formula."""
 from __future__ import annotations
 
 import random
+from collections.abc import Hashable
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -12,16 +13,24 @@ import pytest
 
 from benchmarks.pipeline_bubble import dualpipev_bubble, measured_durations
 from lather.pipeline.replay import Durations, Event, Timeline, replay
-from lather.pipeline.schedule import Action, Kind, Schedule, dualpipev, sequential
+from lather.pipeline.schedule import RECEIVED_AS, Action, Kind, Schedule, dualpipev, sequential
 from lather.pipeline.transfer_queues import (
     QueueOf,
     TransferQueues,
-    one_queue,
-    queue_per_direction,
     queue_per_neighbor,
 )
 
 cached_table = cache(dualpipev)
+
+
+def one_queue(kind: Kind, peer: int) -> Hashable:
+    """One communicator for all ranks of the pipeline."""
+    return None
+
+
+def queue_per_direction(kind: Kind, peer: int) -> Hashable:
+    """Two communicators for each pair of neighbors, one for each direction."""
+    return kind in RECEIVED_AS, peer
 
 
 def durations(

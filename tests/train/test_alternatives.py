@@ -39,21 +39,6 @@ PAIRS: dict[str, tuple[dict[str, Any], list[str], dict[str, Any]]] = {
         )
         for kind in KINDS
     },
-    "refresh method": (
-        {"optim": {"name": "soap", "use_eigh": True}},
-        ["--optim.refresh-method", "qr"],
-        {"optim.refresh_method": "qr", "optim.use_eigh": False},
-    ),
-    "use_eigh": (
-        {"optim": {"name": "soap", "refresh_method": "qr"}},
-        ["--optim.use-eigh"],
-        {"optim.refresh_method": "auto", "optim.use_eigh": True},
-    ),
-    "decay of the rest": (
-        {"optim": {"rest": {"rule": "soap", "use_decoupled_weight_decay": False}}},
-        ["--optim.rest.weight-decay-method", "palm"],
-        {"optim.rest.weight_decay_method": "palm", "optim.rest.use_decoupled_weight_decay": None},
-    ),
     "source": (
         {"data": {"path": ["a", "b"], "weights": [1.0, 2.0]}},
         ["--data.source", "text"],
@@ -97,7 +82,7 @@ def test_the_quickstart_takes_a_rate_of_the_rest() -> None:
 
 
 def test_alternatives_are_fields_and_none_is_its_own() -> None:
-    known = {*field_names(), *(f"optim.{field}" for field in ("use_eigh", "refresh_method"))}
+    known = {*field_names()}
     for field, others in REPLACED.items():
         assert field not in others
         if not field.startswith("optim."):
@@ -111,7 +96,6 @@ def test_alternatives_are_fields_and_none_is_its_own() -> None:
         ["--optim.rest.lr_factor=2", "--optim.rest.lr=0.1"],
         ["--data.path", "a", "--data.source", "b"],
         ["--model.aux-loss-alpha", "0.1", "--moe.balance-coefficient", "0.1"],
-        ["--optim.name", "soap", "--optim.use-eigh", "--optim.refresh-method", "qr"],
     ],
     ids=" ".join,
 )

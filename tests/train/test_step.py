@@ -370,7 +370,7 @@ def test_the_options_of_the_configuration_reach_the_optimizer(make_model: MakeMo
         "weight_decay": 0.3,
         "precondition_frequency": 7,
         "second_moment": "permute",
-        "use_eigh": True,
+        "refresh_method": "eigh",
     }
     config = optim_config(
         "soap", **given, experts={"betas": (0.5, 0.6)}, rest={"lr": 0.25, "eps": 1e-5}

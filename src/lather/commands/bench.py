@@ -1,4 +1,4 @@
-"""`lather bench optimizer | memory | pipeline | distributed | gaps | calls | launches | convergence
+"""`lather bench optimizer | memory | pipeline | distributed | calls | launches | convergence
 | data [options]`."""
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ BENCHMARKS = {
         "bytes that a pipeline rank keeps, step time and "
         "bubble, against torch's own DualPipeV runtime"
     ),
-    "gaps": "refreshes of the optimizer while ranks of a pipeline wait for each other",
     "distributed": "bytes and flops of a rank of a sharded optimizer, against one process",
     "calls": "Python calls of one optimizer step",
     "launches": "kernel launches, bytes and host waits of a GPU, counted without a GPU",

@@ -1,17 +1,15 @@
 """`lather completion bash | zsh | fish`: a script with which a shell completes commands, options
 and their values.
 
-The script holds all names, so that a completion starts no Python. Options of all rules and model
-families are in it. `completion.bash` is its form for bash and zsh.
+The script, which shtab makes, holds all names, so that a completion starts no Python. It has the
+options of all rules and model families.
 """
 
 from __future__ import annotations
 
-import shlex
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from argparse import Action, ArgumentParser
+from collections.abc import Iterator
 from importlib import import_module
-from importlib.resources import files
 
 from lather.commands import COMMANDS
 from lather.commands.bench import BENCHMARKS
@@ -20,7 +18,6 @@ from lather.commands.with_config import ALL, SECTIONS
 from lather.config.config import Config
 from lather.config.optim import KINDS, optim_config
 from lather.errors import UserError
-from lather.files import read_text
 from lather.lines import fit
 from lather.models.families import FAMILIES
 from lather.optim.rules import RULES
@@ -32,7 +29,7 @@ Print a script with which the shell completes lather's commands and options. To 
 shell that you start:
 
   lather completion bash > ~/.local/share/bash-completion/completions/lather
-  lather completion zsh >> ~/.zshrc
+  lather completion zsh > ~/.zfunc/_lather        (fpath names ~/.zfunc before compinit)
   lather completion fish > ~/.config/fish/completions/lather.fish
 """
 NAMES = {
@@ -48,10 +45,6 @@ FOLLOWING = {
     "completion": ("bash", "zsh", "fish"),
 }
 """The words that follow a command."""
-FIRST = " ".join((*COMMANDS, "--help", "--version"))
-"""The words that follow `lather`."""
-
-ZSH = "autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashcompinit\n"
 
 
 def completion_command(arguments: list[str]) -> None:
@@ -64,14 +57,9 @@ def completion_command(arguments: list[str]) -> None:
         raise UserError(
             f"lather completion {' '.join(arguments)}: give one shell of {', '.join(shells)}"
         )
-    commands = (*COMMANDS, *(f"data {name}" for name in FOLLOWING["data"]))
-    options = {
-        command: {option.name: option for option in options_of(command)} for command in commands
-    }
-    print(
-        _fish(options) if shell == "fish" else (ZSH if shell == "zsh" else "") + _bash(options),
-        end="",
-    )
+    import shtab
+
+    print(shtab.complete(_parser(), shell))
 
 
 def options_of(command: str) -> Iterator[CommandOption]:
@@ -100,53 +88,39 @@ def _values(option: CommandOption) -> tuple[str, ...]:
     )
 
 
-def _bash(options: dict[str, dict[str, CommandOption]]) -> str:
-    values: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
-    for command, own in options.items():
-        values[FOLLOWING.get(command, ())].append(f"{command} {command}")
-        for option in own.values():
-            values[_values(option)] += [f"{command} {flag}" for flag in option.flags]
-    del values[()]
-    flags = {
-        command: dict.fromkeys(
-            [*(flag for option in own.values() for flag in option.flags), "--help"]
-        )
-        for command, own in options.items()
-    }
-    script = read_text(files("lather.commands").joinpath("completion.bash"))
-    script = script.replace("@commands@", shlex.quote(FIRST))
-    script = script.replace(
-        "@values@", "\n".join(_case(places, words) for words, places in values.items())
-    )
-    return script.replace(
-        "@options@", "\n".join(_case([command], own) for command, own in flags.items())
-    )
+def _parser() -> ArgumentParser:
+    """Return a parser with all commands and options, which only serves to make the scripts."""
+    parser = ArgumentParser("lather")
+    parser.add_argument("--version", action="store_true", help="Show the version")
+    commands = parser.add_subparsers()
+    for command in COMMANDS:
+        own = commands.add_parser(command, help=command, add_help=command not in WITH_CONFIG)
+        if command == "data":
+            actions = own.add_subparsers()
+            for name in FOLLOWING[command]:
+                _add_options(actions.add_parser(name, help=name), f"data {name}")
+        else:
+            _add_options(own, command)
+    return parser
 
 
-def _case(patterns: Iterable[str], words: Iterable[str]) -> str:
-    return f"{'|'.join(map(shlex.quote, patterns))}) words={shlex.quote(' '.join(words))} ;;"
+def _add_options(parser: ArgumentParser, command: str) -> None:
+    if words := FOLLOWING.get(command):
+        parser.add_argument("what", choices=words)
+    else:
+        _complete_files(parser.add_argument("paths", nargs="*"))
+    options = {flag: option for option in options_of(command) for flag in option.flags}
+    for flag, option in options.items():
+        text = option.text.partition(". ")[0].replace("%", "%%")
+        if not option.metavar:
+            parser.add_argument(flag, dest=flag, action="store_true", help=text)
+        elif words := _values(option):
+            parser.add_argument(flag, dest=flag, choices=words, help=text)
+        else:
+            _complete_files(parser.add_argument(flag, dest=flag, help=text))
 
 
-def _fish(options: dict[str, dict[str, CommandOption]]) -> str:
-    lines = [f"complete -c lather -n __fish_use_subcommand -f -a {shlex.quote(FIRST)}"]
-    for command, own in options.items():
-        seen = " && ".join(f"__fish_seen_subcommand_from {word}" for word in command.split())
-        for word in FOLLOWING.get(command, ()):
-            lines.append(
-                f"complete -c lather -n {shlex.quote(f'__fish_seen_subcommand_from {command}')} -a "
-                f"{word}"
-            )
-        for option in own.values():
-            value = (
-                f"-x -a {shlex.quote(' '.join(words))}"
-                if (words := _values(option))
-                else "-r"
-                if option.metavar
-                else ""
-            )
-            text = shlex.quote(option.text.partition(". ")[0])
-            lines += [
-                f"complete -c lather -n {shlex.quote(seen)} -l {flag[2:]} {value} -d {text}"
-                for flag in option.flags
-            ]
-    return "\n".join(lines) + "\n"
+def _complete_files(argument: Action) -> None:
+    import shtab
+
+    argument.complete = shtab.FILE  # type: ignore[attr-defined]  # shtab reads this

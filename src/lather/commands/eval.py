@@ -25,7 +25,6 @@ from lather.evaluation.scoring import bytes_per_token, score_set
 from lather.evaluation.sets import HeldOutSet, open_sets
 from lather.files import reason
 from lather.lines import fit
-from lather.models.decoder import Decoder
 from lather.train.trained_model import TrainedModel
 
 RECORD = "evaluations.jsonl"
@@ -91,23 +90,22 @@ def eval_command(arguments: list[str]) -> None:
     trained = TrainedModel.find(parsed.run, parsed.step)
     length = trained.context(parsed.sequence_length, "--sequence-length")
     _refuse_options_without_effect(parsed, tasks)
-    manager, tasks = _find_tasks(tasks, parsed.task_folder) if tasks else (None, [])
+    manager, tasks = _find_tasks(trained, tasks, parsed.task_folder) if tasks else (None, [])
     sets = (
         [] if tasks and not parsed.data else open_sets(trained, parsed.data, parsed.split, length)
     )
-    decoder = trained.decoder()
     result: dict[str, Any] = {
         "run": str(trained.run),
         "step": trained.step,
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "sequence_length": length,
         "max_sequences": parsed.max_sequences,
-        "sets": _score_sets(trained, decoder, sets, parsed),
+        "sets": _score_sets(trained, sets, parsed),
         "tasks": {},
     }
     try:
         if tasks:
-            result["tasks"] = _run_tasks(trained, decoder, tasks, manager, parsed)
+            result["tasks"] = _run_tasks(trained, tasks, manager, parsed, length)
     finally:  # keep the results of the sets if a task fails
         if result["sets"] or result["tasks"]:
             if parsed.json:
@@ -140,8 +138,11 @@ def _refuse_options_without_effect(parsed: EvalArguments, tasks: list[str]) -> N
 
 
 def _score_sets(
-    trained: TrainedModel, decoder: Decoder, sets: list[HeldOutSet], parsed: EvalArguments
+    trained: TrainedModel, sets: list[HeldOutSet], parsed: EvalArguments
 ) -> dict[str, dict[str, Any]]:
+    if not sets:
+        return {}
+    decoder = trained.decoder()
     device, vocab_size = next(decoder.parameters()).device, trained.config.model.vocab_size
     found = {}
     with Console(stderr=True).status("") as status, trained.precision(device):
@@ -170,31 +171,31 @@ def _score_sets(
     return found
 
 
-def _find_tasks(tasks: list[str], folder: Path | None) -> Any:
-    """Return the harness's task manager, and the names of the tasks. Raises UserError if the
-    harness is not installed or lacks a task."""
-    if importlib.util.find_spec("lm_eval") is None:
-        raise UserError(
-            "--tasks needs lm-evaluation-harness, which is not installed: pip install "
-            "'lather[lm-eval]'"
-        )
-    from lather.evaluation.harness import find_tasks
+def _find_tasks(trained: TrainedModel, tasks: list[str], folder: Path | None) -> Any:
+    """Return the harness's task manager, and the names of the tasks. Raises UserError if a package
+    is not installed, if the harness lacks a task, or if transformers cannot run the model."""
+    for package in ("lm_eval", "transformers", "accelerate"):
+        if importlib.util.find_spec(package) is None:
+            raise UserError(
+                f"--tasks needs {package}, which is not installed: pip install 'lather[lm-eval]'"
+            )
+    from lather.evaluation.harness import check_model, find_tasks
 
+    check_model(trained)
     return find_tasks(tasks, folder)
 
 
 def _run_tasks(
-    trained: TrainedModel, decoder: Decoder, tasks: list[str], manager: Any, parsed: EvalArguments
+    trained: TrainedModel, tasks: list[str], manager: Any, parsed: EvalArguments, context: int
 ) -> dict[str, Any]:
-    from lather.evaluation.harness import HarnessModel, run_tasks
+    from lather.evaluation.harness import run_tasks
 
-    model = HarnessModel(
-        trained, batch_size=parsed.batch_size, context=parsed.sequence_length, decoder=decoder
-    )
     return run_tasks(
-        model,
+        trained,
         tasks,
         manager,
+        context=context,
+        batch_size=parsed.batch_size,
         limit=parsed.limit,
         shots=parsed.num_fewshot,
         chat=parsed.chat_template,

@@ -27,12 +27,10 @@ from lather.data.recipe import END_OF_TEXT
 from lather.engine.trained_parameters import check_adapters_are_all
 from lather.errors import ConfigError, ExchangeError, UserError
 from lather.files import complete_folder, read_text
-from lather.generation.prompts import ConversationFormat
 from lather.lines import fit
-from lather.models.adapted import MergedTensors
 from lather.models.deepseek_v2 import DeepseekV2Config
 from lather.models.families import ModelConfig
-from lather.models.hf.model_export import copy_companions, save_hugging_face
+from lather.models.hf.model_export import copy_companions
 from lather.models.hf.model_folder import (
     CONFIG_FILE,
     NORMALIZED,
@@ -42,7 +40,7 @@ from lather.models.hf.model_folder import (
 )
 from lather.models.hf.peft_folder import save_peft
 from lather.models.hf.safetensors_folder import TensorSource, copy_weights
-from lather.train.companions import COMPANION_FOLDER, same_tokenizer
+from lather.train.companions import COMPANION_FOLDER
 from lather.train.own_file import load_own
 from lather.train.trained_model import TrainedModel
 
@@ -139,22 +137,16 @@ def export_command(arguments: list[str]) -> None:
             f"--base {parsed.base} applies to adapters only: give --adapter, or leave it out"
         )
     with held_checkpoint(run, lambda: find_checkpoint(parsed.run, parsed.step)[1]) as checkpoint:
-        weights = open_checkpoint(checkpoint).weights()
         if parsed.adapter:
-            _export_adapters(parsed, config, weights, dtype)
+            _export_adapters(parsed, config, open_checkpoint(checkpoint).weights(), dtype)
             print(f"adapters of {checkpoint.name} in {dtype}")
         else:
-            tokenizer = _tokenizer(run, config.data)
-            save_hugging_face(
-                MergedTensors(weights, config.lora.scale),
-                config.model,
-                parsed.folder,
-                max_shard_bytes=max_shard_bytes,
-                dtype=EXPORT_DTYPES[dtype],
-                tokenizer=tokenizer,
-                ends=_ends(TrainedModel(run, checkpoint, config)),
+            trained = TrainedModel(run, checkpoint, config)
+            trained.export(parsed.folder, EXPORT_DTYPES[dtype], max_shard_bytes)
+            with_tokenizer = (parsed.folder / TOKENIZER_FILE).is_file()
+            print(
+                f"{checkpoint.name} in {dtype}{'' if with_tokenizer else ', without a tokenizer'}"
             )
-            print(f"{checkpoint.name} in {dtype}{'' if tokenizer else ', without a tokenizer'}")
     if (
         not parsed.adapter
         and isinstance(config.model, DeepseekV2Config)
@@ -209,25 +201,3 @@ def _data(parsed: ImportArguments) -> DataConfig:
     known = [token for token in candidates if token and tokenizer.token_to_id(token) is not None]
     tokenizer_file = parsed.run.resolve() / TOKENIZER_FILE
     return DataConfig(tokenizer=str(tokenizer_file), end_of_text=known[0] if known else END_OF_TEXT)
-
-
-def _ends(trained: TrainedModel) -> list[int]:
-    """Return the tokens with which a run's model ends texts and answers; none if the run has no
-    tokenizer."""
-    if not (trained.run / TOKENIZER_FILE).is_file():
-        return []
-    tokenizer = trained.tokenizer()
-    ends = trained.stop_tokens(tokenizer)
-    if trained.has_conversations():
-        ends |= ConversationFormat(tokenizer, trained.chat_template()).stop_tokens
-    return sorted(ends)
-
-
-def _tokenizer(run: Path, data: DataConfig) -> Path | None:
-    """Return the run's tokenizer; if an import left the same one with its companion files, that
-    one."""
-    own = run / TOKENIZER_FILE
-    brought = [folder / COMPANION_FOLDER for folder in (run, Path(data.tokenizer or own).parent)]
-    if not own.is_file():
-        return brought[0] if brought[0].is_dir() else None
-    return next((folder for folder in brought if same_tokenizer(folder / TOKENIZER_FILE, own)), own)

@@ -10,12 +10,6 @@ from lather.config.optim import KINDS
 from lather.errors import ConfigError
 
 _OF_KINDS = {"lr": ("lr_factor",), "lr_factor": ("lr",)}
-_OF_RULES = {
-    "refresh_method": ("use_eigh",),
-    "use_eigh": ("refresh_method",),
-    "weight_decay_method": ("use_decoupled_weight_decay",),
-    "use_decoupled_weight_decay": ("weight_decay_method",),
-}
 REPLACED: Mapping[str, tuple[str, ...]] = {
     "data.source": ("data.path", "data.weights"),
     "model.aux_loss_alpha": ("moe.balance_coefficient",),
@@ -23,8 +17,8 @@ REPLACED: Mapping[str, tuple[str, ...]] = {
     "model.seq_aux": ("moe.balance_level",),
     **{
         f"{section}.{field}": tuple(f"{section}.{other}" for other in others)
-        for section in ("optim", *(f"optim.{kind}" for kind in KINDS))
-        for field, others in (_OF_RULES if section == "optim" else _OF_RULES | _OF_KINDS).items()
+        for section in (f"optim.{kind}" for kind in KINDS)
+        for field, others in _OF_KINDS.items()
     },
 }
 """Field -> its alternatives. `data.path`, and a coefficient and level of `[moe]`, take precedence

@@ -32,6 +32,8 @@ OTHERS_NAMES = {
     "data.packing": "sample_packing pack_sequences group_by_length",
     "data.weights": "mix_probs interleave_probs data_weights mixture_weights",
     "optim.name": "optimizer optimizer_name optim_type",
+    "optim.refresh_method": "use_eigh",
+    "optim.weight_decay_method": "use_decoupled_weight_decay",
     "optim.lr": "learning_rate peak_lr max_lr base_lr init_lr",
     "optim.rest.lr": "embedding_lr embed_lr adam_lr adamw_lr",
     "optim.schedule": (

@@ -204,8 +204,8 @@ class Engine:
             dist.all_reduce(total)
         return read(total, Read.LOSS).item() / num_labels
 
-    def fill_waits(self, filler: PendingRefreshes) -> None:
-        """Do pieces of these refreshes while the rank waits for other ranks of its pipeline."""
+    def fill_gaps(self, filler: PendingRefreshes) -> None:
+        """Do pieces of these refreshes between the actions of the pipeline."""
         self._executor.filler = filler
 
     def _check_shape(self, batch: Batch, num_sequences: int) -> None:

@@ -74,7 +74,7 @@ class TrainStep:
         """`optimizer`: for `engine.parameters`; `max_grad_norm`: 0 does not clip."""
         self.engine, self.optimizer, self.max_grad_norm = engine, optimizer, max_grad_norm
         if engine.mesh.pp > 1:
-            engine.fill_waits(optimizer.defer_refreshes())
+            engine.fill_gaps(optimizer.defer_refreshes())
         self._counters = optimizer.counters
 
     def __call__(self, batch: Batch, lr: float) -> StepResult:

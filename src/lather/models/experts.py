@@ -31,7 +31,7 @@ from torch.autograd.function import once_differentiable
 
 from lather.device import Read, no_autocast, positions
 from lather.kernels.combine import combine_forward
-from lather.kernels.gather import gather_rows
+from lather.kernels.gather import padded_index_gather
 from lather.kernels.route import Route, plan_route
 from lather.kernels.swiglu import SWIGLU, Gate, gate_backward, gate_forward
 from lather.models.grouped_products import grouped_sum, grouped_weight_gradient, run_alignment
@@ -194,7 +194,7 @@ class _RoutedExperts(torch.autograd.Function):
         *parameters: Tensor | None,
     ) -> Tensor:
         gate_up, down = call.stacks(route.end_E, parameters)
-        gate_up_GH = gate_up.linear(gather_rows(x_RD.to(call.dtype), route.token_G))
+        gate_up_GH = gate_up.linear(_rows_of(x_RD.to(call.dtype), route.token_G))
         y_GD = down.linear(gate_forward(gate_up_GH, call.gate))
         y_RD = combine_forward(y_GD, route.row_TK, weights_RK)
         kept_GH = gate_up_GH if call.keep_gate_up else None
@@ -224,7 +224,7 @@ class _RoutedExperts(torch.autograd.Function):
         gate_up, down = call.stacks(end_E, to_round(call.kept, ctx.parameters, saved))
         x_RD, grad_RD = x_RD.detach(), grad_RD.to(call.dtype)
         if gate_up_GH is None:
-            gate_up_GH = gate_up.linear(gather_rows(x_RD.to(call.dtype), token_G))
+            gate_up_GH = gate_up.linear(_rows_of(x_RD.to(call.dtype), token_G))
         needs_x, _, _, _, *needs = ctx.needs_input_grad
 
         def gradient(
@@ -236,7 +236,7 @@ class _RoutedExperts(torch.autograd.Function):
                 else None
             )
 
-        grad_GD = gather_rows(grad_RD, token_G)
+        grad_GD = _rows_of(grad_RD, token_G)
         weight_G = _weight_of_row(weights_RK, row_RK, len(token_G))
         grad_h_GF = down.transposed(grad_GD)
         grad_gate_up_GH, h_GF, dot_G = gate_backward(grad_h_GF, gate_up_GH, call.gate, weight_G)
@@ -260,7 +260,7 @@ class _RoutedExperts(torch.autograd.Function):
         of_gate_up_factors: tuple[Tensor | None, Tensor | None] = (None, None)
         if any(needs[2:4]):
             of_gate_up_factors = gate_up.factor_gradients(
-                grad_gate_up_GH, gather_rows(x_RD.to(call.dtype), token_G)
+                grad_gate_up_GH, _rows_of(x_RD.to(call.dtype), token_G)
             )
         grad_gate_up_bias = gradient(1, partial(grouped_sum, grad_gate_up_GH, end_E))
         grad_x = (
@@ -275,15 +275,20 @@ class _RoutedExperts(torch.autograd.Function):
         return grad_x, grad_weights_RK, None, None, *of_gate_up, *of_down
 
 
+def _rows_of(x_RD: Tensor, token_G: Tensor) -> Tensor:
+    """Return the row of the token of each of the G rows; zeros for padding."""
+    return padded_index_gather(x_RD, token_G, 1, checked=False)
+
+
 def _down_gradient(grad_RD: Tensor, h_GF: Tensor, token_G: Tensor, end_E: Tensor) -> Tensor:
-    return grouped_weight_gradient(gather_rows(grad_RD, token_G), h_GF, end_E)
+    return grouped_weight_gradient(_rows_of(grad_RD, token_G), h_GF, end_E)
 
 
 def _down_bias_gradient(
     grad_RD: Tensor, weight_G: Tensor, token_G: Tensor, end_E: Tensor
 ) -> Tensor:
     return grouped_sum(
-        gather_rows(grad_RD, token_G).mul_(weight_G.to(grad_RD.dtype).unsqueeze(-1)), end_E
+        _rows_of(grad_RD, token_G).mul_(weight_G.to(grad_RD.dtype).unsqueeze(-1)), end_E
     )
 
 
@@ -291,7 +296,7 @@ def _gate_up_gradient(
     grad_gate_up_GH: Tensor, x_RD: Tensor, token_G: Tensor, end_E: Tensor
 ) -> Tensor:
     return grouped_weight_gradient(
-        grad_gate_up_GH, gather_rows(x_RD.to(grad_gate_up_GH.dtype), token_G), end_E
+        grad_gate_up_GH, _rows_of(x_RD.to(grad_gate_up_GH.dtype), token_G), end_E
     )
 
 

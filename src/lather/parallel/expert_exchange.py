@@ -42,7 +42,7 @@ from torch.autograd.function import once_differentiable
 
 from lather.device import Read, gpu_module, is_gpu, read
 from lather.kernels.combine import combine_forward
-from lather.kernels.gather import gather_rows
+from lather.kernels.gather import padded_index_gather
 from lather.kernels.route import check_range
 from lather.models.moe import Dispatched, Exchange, Pending
 from lather.models.routing import Routing
@@ -163,9 +163,7 @@ class ExpertExchange(Exchange):
         packed_travel = self._launch(
             pack_routing(routing, way, self.num_local_experts), way.sent_P, way.received_P, own=True
         )
-        x_travel = self._launch(
-            gather_rows(x_TD, way.token_S), way.sent_P, way.received_P, own=True
-        )
+        x_travel = self._launch(_rows_to_send(x_TD, way), way.sent_P, way.received_P, own=True)
         dtype = routing.weights_TK.dtype
 
         def finish() -> Dispatched:
@@ -189,7 +187,7 @@ class ExpertExchange(Exchange):
         there are T gradients."""
         _check_rows(grad_TD, len(way.row_TK))
         _used_here(way.token_S)
-        return self._launch(gather_rows(grad_TD, way.token_S), way.sent_P, way.received_P, own=True)
+        return self._launch(_rows_to_send(grad_TD, way), way.sent_P, way.received_P, own=True)
 
     @torch.no_grad()
     def start_dispatch_backward(
@@ -285,6 +283,10 @@ def _keep(ctx: Any, exchange: ExpertExchange, way: Way) -> None:
 
 def _kept(ctx: Any) -> Way:
     return Way(*ctx.saved_tensors, *ctx.splits)
+
+
+def _rows_to_send(x_TD: Tensor, way: Way) -> Tensor:
+    return padded_index_gather(x_TD, way.token_S, 1, checked=False)
 
 
 def _check_rows(rows: Tensor, expected: int) -> None:

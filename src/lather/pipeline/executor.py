@@ -11,11 +11,8 @@ Letters: B sequences of a micro-batch, S positions, D hidden size, P pipeline ra
 
 from __future__ import annotations
 
-import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -101,11 +98,8 @@ class Executor:
         self.units = dict(zip(self.stages, units or [[] for _ in stages], strict=True))
         self.record = record or Recorder()
         self.filler: PendingRefreshes | None = None
-        """Optional refreshes for idle time, set by their owner: on a CPU done while the rank waits,
-        on a GPU beside the other streams."""
-        self.last_waits: dict[tuple[int, Passing], float] = {}
-        """Seconds that the rank waited for each input in the last step with this number of
-        micro-batches, as an estimate for the next step."""
+        """Optional refreshes, set by their owner: after each computation one piece is started, on a
+        GPU beside the other streams and unless the last one still runs."""
         self.walk: StepWalk | None = None
         """The current step, for code that counts live tensors."""
         shared = any(unit.has_peers for units in self.units.values() for unit in units)
@@ -138,12 +132,7 @@ class Executor:
                     walk.wait_for_input(action)
                     with self.record.action(action):
                         walk.do(action)
-                    if (
-                        self.is_on_gpu
-                        and action.kind in COMPUTE
-                        and self.filler
-                        and not self.filler.is_busy
-                    ):
+                    if action.kind in COMPUTE and self.filler and not self.filler.is_busy:
                         self.fill()
                 walk.finish()
             while self.filler:  # the remaining pieces have to be done before the next step
@@ -220,7 +209,7 @@ class StepWalk:
         first = action.chunks[0]
         passing = (Kind.RECV_F if first.kind is Kind.FORWARD else Kind.RECV_B, _key(first))
         if isinstance(arriving := self.incoming.get(passing), _Arriving):
-            self.incoming[passing] = self._received(arriving, passing)
+            self.incoming[passing] = self._received(arriving)
 
     def do(self, action: Action) -> None:
         if action.kind == Kind.OVERLAP:
@@ -340,43 +329,12 @@ class StepWalk:
         if not isinstance(x, _Arriving):
             return x
         with self.executor.record.waiting():
-            return self._received(x, passing)
+            return self._received(x)
 
-    def _received(self, arriving: _Arriving, passing: Passing) -> Tensor:
-        """Return the received tensor. On a CPU, do pieces of the filler's work as long as the wait
-        of the last step suggests that there is time; on a GPU only the stream waits, not the
-        host."""
-        executor = self.executor
-        if executor.filler and not executor.is_on_gpu:
-            key, start = (self.schedule.num_micro_batches, passing), time.perf_counter()
-            expected_end = start + executor.last_waits.get(key, 0.0)
-            arrived = in_thread(arriving.work.wait)
-            while (
-                executor.filler
-                and time.perf_counter() + executor.filler.next_seconds() <= expected_end
-                and not arrived.done()
-            ):
-                executor.fill()
-            executor.last_waits[key] = arrived.result() - start
-        else:
-            arriving.work.wait()
-        return arriving.buffer.to(executor.activation.dtype)
-
-
-def in_thread(wait: Callable[[], object]) -> Future[float]:
-    """Call `wait` in a daemon thread; the result is the time, by `time.perf_counter`, at which it
-    returned."""
-    result: Future[float] = Future()
-
-    def call() -> None:
-        try:
-            wait()
-            result.set_result(time.perf_counter())
-        except BaseException as error:
-            result.set_exception(error)
-
-    threading.Thread(target=call, daemon=True).start()
-    return result
+    def _received(self, arriving: _Arriving) -> Tensor:
+        """Return the received tensor; on a GPU only the stream waits, not the host."""
+        arriving.work.wait()
+        return arriving.buffer.to(self.executor.activation.dtype)
 
 
 def _key(action: Action) -> Key:

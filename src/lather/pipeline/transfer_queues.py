@@ -26,19 +26,9 @@ Line = tuple[int, Hashable]
 """A rank and one of its queues."""
 
 
-def one_queue(kind: Kind, peer: int) -> Hashable:
-    """One communicator for all ranks of the pipeline."""
-    return None
-
-
 def queue_per_neighbor(kind: Kind, peer: int) -> Hashable:
     """A communicator for each pair of neighbors, as the mesh makes them on GPUs."""
     return peer
-
-
-def queue_per_direction(kind: Kind, peer: int) -> Hashable:
-    """Two communicators for each pair of neighbors, one for each direction."""
-    return kind in RECEIVED_AS, peer
 
 
 def transfer_of(action: Action) -> Transfer:

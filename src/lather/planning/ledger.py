@@ -139,10 +139,6 @@ class Ledger:
 
     # --- what is found ----------------------------------------------------------------------------
 
-    @property
-    def bytes_now(self) -> int:
-        return sum(record.size for _, record in self._alive.values())
-
     def timeline(self, start: int = 0) -> MemoryTimeline:
         """Return the bytes of each kind from `start` until now."""
         length = self.time - start + 1

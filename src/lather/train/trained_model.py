@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from lather.checkpoint.folder import find_checkpoint, step_of
 from lather.checkpoint.held import held_checkpoint
-from lather.checkpoint.reader import load_checkpoint
+from lather.checkpoint.reader import load_checkpoint, open_checkpoint
 from lather.checkpoint.state import TrainingState
 from lather.config.config import Config
 from lather.data.batches import HeldOut
@@ -26,15 +26,20 @@ from lather.data.documents import load_tokenizer
 from lather.engine.engine import build_model
 from lather.engine.step import pick_device
 from lather.errors import require
-from lather.generation.prompts import encode_text
+from lather.generation.prompts import ConversationFormat, encode_text
+from lather.models.adapted import MergedTensors
 from lather.models.decoder import Decoder
 from lather.models.generate import generate
+from lather.models.hf.model_export import MAX_SHARD_BYTES, save_hugging_face
+from lather.models.hf.model_folder import TOKENIZER_FILE
 from lather.train.companions import (
+    COMPANION_FOLDER,
     SETTINGS_FILE,
     companion_folders,
     generation_ends,
     has_template,
     manifests,
+    same_tokenizer,
 )
 from lather.train.own_file import load_own
 
@@ -79,7 +84,7 @@ class TrainedModel:
     def tokenizer(self) -> Tokenizer:
         """Load the run's tokenizer. Raises DataError if it has none."""
         return load_tokenizer(
-            self.run / "tokenizer.json", "`lather train` with the run's configuration puts it back"
+            self.run / TOKENIZER_FILE, "`lather train` with the run's configuration puts it back"
         )
 
     def chat_template(self) -> ChatTemplate:
@@ -127,6 +132,48 @@ class TrainedModel:
         with held_checkpoint(self.run, lambda: self.checkpoint) as checkpoint:
             load_checkpoint(checkpoint, TrainingState.of_model(model))
         return model.requires_grad_(False)
+
+    def export(
+        self, folder: Path, dtype: torch.dtype, max_shard_bytes: int = MAX_SHARD_BYTES
+    ) -> None:
+        """Write the model in `dtype`, with its adapters merged, and its tokenizer, if it has one,
+        as the Hugging Face folder `folder`, in files of at most `max_shard_bytes`.
+
+        Raises ExchangeError if published models of the family cannot express this one, or if
+        `folder` holds something; CheckpointError if the checkpoint is damaged.
+        """
+        save_hugging_face(
+            MergedTensors(open_checkpoint(self.checkpoint).weights(), self.config.lora.scale),
+            self.config.model,
+            folder,
+            max_shard_bytes=max_shard_bytes,
+            dtype=dtype,
+            tokenizer=self._exported_tokenizer(),
+            ends=self._exported_ends(),
+        )
+
+    def _exported_tokenizer(self) -> Path | None:
+        """Return the run's tokenizer; if an import left the same one with its companion files, the
+        folder of these."""
+        file = self.run / TOKENIZER_FILE
+        named = Path(self.config.data.tokenizer or file).parent
+        imported = [folder / COMPANION_FOLDER for folder in (self.run, named)]
+        if not file.is_file():
+            return imported[0] if imported[0].is_dir() else None
+        return next(
+            (folder for folder in imported if same_tokenizer(folder / TOKENIZER_FILE, file)), file
+        )
+
+    def _exported_ends(self) -> list[int]:
+        """Return the tokens with which the model ends texts and answers; none without a
+        tokenizer."""
+        if not (self.run / TOKENIZER_FILE).is_file():
+            return []
+        tokenizer = self.tokenizer()
+        ends = self.stop_tokens(tokenizer)
+        if self.has_conversations():
+            ends |= ConversationFormat(tokenizer, self.chat_template()).stop_tokens
+        return sorted(ends)
 
     def precision(self, device: torch.device) -> AbstractContextManager[Any]:
         """Return an autocast block for bfloat16 if the run was trained with it."""

@@ -24,15 +24,6 @@ from lather.shapes import Float, Int
 
 
 @torch.no_grad()
-def gather_rows(
-    x: Float[Tensor, "n d"], index: Int[Tensor, " g"], num_rows: int | None = None
-) -> Float[Tensor, "r d"]:
-    """Return x[index] in the first G of `num_rows` rows (None: G); the others, and rows with index
-    -1, are zero. Without autograd or checks."""
-    return run(reference.gather_rows, x, index, num_rows)
-
-
-@torch.no_grad()
 def add_rows(
     grad: Float[Tensor, "g d"], index: Int[Tensor, " g"], num_rows: int
 ) -> Float[Tensor, "n d"]:
@@ -46,16 +37,23 @@ def add_rows(
 
 
 def padded_index_gather(
-    x: Float[Tensor, "n d"], index: Int[Tensor, " g"], pad_to_multiple: int = 1024
+    x: Float[Tensor, "n d"],
+    index: Int[Tensor, " g"],
+    pad_to_multiple: int = 1024,
+    *,
+    checked: bool = True,
 ) -> Float[Tensor, "g d"]:
     """Return x[index] as a view of a buffer whose number of rows is rounded up to a multiple of
     `pad_to_multiple`; its other rows are zero.
 
-    `index` is int64, from 0 to N - 1, or -1 for a row of zeros. Autograd keeps only the index; the
-    result can be differentiated once. Errors: see `validate`.
+    `index` is int64 or int32, from 0 to N - 1, or -1 for a row of zeros. Autograd keeps only the
+    index; the result can be differentiated once. Errors: see `validate`. `checked`: check also that
+    the index is in range; False saves the launch of a kernel where the index is that of a
+    `route.Route`.
     """
     validate(x, index, pad_to_multiple)
-    check_range(index, -1, len(x), "index")
+    if checked:
+        check_range(index, -1, len(x), "index")
     return _Gather.apply(x, index, -(-len(index) // pad_to_multiple) * pad_to_multiple)  # type: ignore[no-untyped-call]
 
 
@@ -64,8 +62,8 @@ def validate(x: Tensor, index: Tensor, pad_to_multiple: int) -> None:
     `route.check_range` checks the range."""
     if not x.is_floating_point():
         raise TypeError(f"x is {x.dtype}: has to be floating point")
-    if index.dtype != torch.int64:
-        raise TypeError(f"index is {index.dtype}: has to be torch.int64")
+    if index.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"index is {index.dtype}: has to be torch.int64 or torch.int32")
     if x.dim() != 2 or index.dim() != 1:
         raise ValueError(
             f"x has shape {tuple(x.shape)}, index {tuple(index.shape)}: have to be (rows, columns) "
@@ -82,10 +80,11 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, index: Tensor, num_rows: int) -> Tensor:
         ctx.save_for_backward(index)
         ctx.num_source_rows = len(x)
-        buffer = gather_rows(x, index, num_rows)
-        return buffer.resize_(
-            len(index), x.shape[1]
-        )  # the storage stays; callers could not write to a slice in place
+        buffer = run(reference.gather_rows, x, index, num_rows)
+        if num_rows == len(index):
+            return buffer
+        # the storage stays; callers could not write to a slice in place
+        return buffer.resize_(len(index), x.shape[1])
 
     @staticmethod
     @once_differentiable

@@ -34,7 +34,8 @@ def add_rows(grad_GD: Tensor, index_G: Tensor, num_rows: int) -> Tensor:
     if len(grad_GD) == 0:
         return grad_GD.new_zeros(num_rows, grad_GD.shape[1])
     order = index_G.argsort(stable=True)
-    start_N = torch.searchsorted(index_G[order], torch.arange(-1, num_rows, device=index_G.device))
+    places = torch.arange(-1, num_rows, dtype=index_G.dtype, device=index_G.device)
+    start_N = torch.searchsorted(index_G[order], places)
     # The first bag has the dropped rows, then there is one per source row. Bags are several times
     # faster than index_add_ or a loop.
     return F.embedding_bag(order, grad_GD.contiguous(), start_N, mode="sum")[1:]

@@ -32,7 +32,8 @@ def gather_rows(x_ND: Tensor, index_G: Tensor, num_rows: int | None = None) -> T
 def add_rows(grad_GD: Tensor, index_G: Tensor, num_rows: int) -> Tensor:
     grad_GD = grad_GD.contiguous()
     order = index_G.argsort(stable=True)
-    start_N = torch.searchsorted(index_G[order], torch.arange(num_rows + 1, device=index_G.device))
+    places = torch.arange(num_rows + 1, dtype=index_G.dtype, device=index_G.device)
+    start_N = torch.searchsorted(index_G[order], places)
     out = grad_GD.new_empty(num_rows, grad_GD.shape[1])
     block = tile(out.shape[1], TILE)["BLOCK"]
     grid = (num_rows, triton.cdiv(out.shape[1], block))

@@ -1,9 +1,11 @@
-"""Messages for arguments that an optimizer does not have: what may be meant by each."""
+"""Arguments that are no options of a rule: options under the names of a published interface, and
+messages for arguments that an optimizer does not have."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from lather.optim.engine.known_keys import (
     EQUIVALENTS,
@@ -13,10 +15,42 @@ from lather.optim.engine.known_keys import (
     WHAT_HAPPENS,
 )
 from lather.optim.options import options_of
+from lather.optim.plain import plain
 from lather.optim.rule import Rule
 
 LIKENESS = 0.7
 """Least similarity to an option at which an unknown argument is taken for a misspelt one."""
+
+
+Published = Mapping[str, tuple[bool, str, str, str]]
+"""Name in a published interface -> the value that asks for something; the option that asks for the
+same, its default, and its value."""
+
+
+def translated(
+    given: Mapping[str, Any], published: Published, inherited: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return arguments, or the keys of a group, with options in place of published names.
+
+    `inherited`: values of options that are not given. Raises ValueError for a value that is neither
+    True nor False, and for one that contradicts the option.
+    """
+    options = dict(given)
+    for name, (asking, option, default, value) in published.items():
+        if name not in options:
+            continue
+        asked = plain(options.pop(name))
+        if not isinstance(asked, bool):
+            raise ValueError(f"{name}={asked!r} is not valid: give True or False")
+        if asked == asking:
+            if options.setdefault(option, value) not in (default, value):
+                raise ValueError(
+                    f"{name}={asked} contradicts {option}={options[option]!r}: give {option} alone"
+                )
+            options[option] = value
+        elif inherited.get(option) == value:
+            options.setdefault(option, default)
+    return options
 
 
 def describe_unknown(

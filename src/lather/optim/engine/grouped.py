@@ -6,13 +6,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from lather.optim.engine import flat
+from lather.optim.engine.arguments import Published, translated
 from lather.optim.engine.group_keys import listed, unknown_keys
 from lather.optim.engine.matrix_layout import Layout, layout_of, rule_for_dtype
 from lather.optim.engine.roster import GroupSettings, ParamInfo, Roster, group_options, names_of
@@ -28,6 +29,8 @@ GIB = 2**30
 class GroupedOptimizer(torch.optim.Optimizer):
     """Optimizer with parameter groups that hold the options of their rules as plain values."""
 
+    published: ClassVar[Published] = {}
+    """Names of the published interface for options, which arguments and groups may use."""
     _unknown_keys: frozenset[str] = frozenset()
     """Keys that mean nothing to the rules of their groups."""
     _named_keys: frozenset[str] = frozenset()
@@ -61,6 +64,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         """
         number = len(self.param_groups)
         with _naming(param_group, number):
+            param_group = translated(param_group, self.published, self.defaults)
             rule, given = self._rule_of(param_group)
             given = {**given, **{k: param_group[k] for k in options_of(rule) if k in param_group}}
             own = group_options(given, rule, self._default)

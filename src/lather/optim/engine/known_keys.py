@@ -132,6 +132,10 @@ def _decouples(value: Any, rule: Rule) -> bool:
     return not rule.couples_decay if value else rule.couples_decay or not rule.decay(1.0)
 
 
+def _uses_eigh(value: Any, rule: Rule) -> bool:
+    return not value or getattr(rule, "refresh_method", "") == "eigh"
+
+
 def is_quintic(value: Any) -> bool:
     """Whether these are Jordan's coefficients, alone or as the only ones of a list, up to the
     rounding of fp32, in which tensors have them."""
@@ -216,6 +220,8 @@ WHAT_HAPPENS: dict[str, tuple[Callable[[Any, Rule], bool], str]] = {
         ("decoupled_weight_decay", "weight_decouple", "adam_w_mode", "decouple"),
         (_decouples, METHOD),
     ),
+    "use_decoupled_weight_decay": (_decouples, METHOD),
+    "use_eigh": (_uses_eigh, 'give the group "refresh_method": "eigh" in its place'),
     "fixed_decay": (
         lambda value, rule: bool(value) == (rule.weight_decay_method == "independent"),
         METHOD,

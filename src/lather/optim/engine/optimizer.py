@@ -24,7 +24,7 @@ from torch.autograd.graph import increment_version
 from torch.autograd.profiler import record_function
 from torch.optim.optimizer import ParamsT
 
-from lather.optim.engine.arguments import describe_unknown
+from lather.optim.engine.arguments import describe_unknown, translated
 from lather.optim.engine.gradients import (
     GradientNorms,
     are_zero,
@@ -57,7 +57,7 @@ from lather.optim.sharded.sharding import OwnerExchange
 from lather.torch_private import disable_dynamo
 
 P = ParamSpec("P")
-S = TypeVar("S")
+S = TypeVar("S", bound="MatrixOptimizer")
 
 
 def constructor(
@@ -70,6 +70,7 @@ def constructor(
         init: Callable[[S, ParamsT, Rule], None],
     ) -> Callable[Concatenate[S, ParamsT, P], None]:
         def construct(self: S, *args: Any, **options: Any) -> None:
+            options = translated(options, self.published, {})
             if unknown := [name for name in options if name not in signature.parameters]:
                 known = [name for name in ["params", *own.parameters] if name != "tp_group"]
                 others = {cls.__name__: cls.rule for cls in _optimizers(MatrixOptimizer)}
@@ -389,8 +390,8 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
 
     def defer_refreshes(self) -> PendingRefreshes:
         """From now on defer the refreshes of groups with `async_refresh` and return the object that
-        holds them: the caller does them in pieces (`PendingRefreshes.work`) whenever it would wait
-        for other ranks. The next step does the rest."""
+        holds them: the caller does them in pieces (`PendingRefreshes.work`) between its own work.
+        The next step does the rest."""
         self._pending.deferred = True
         return self._pending
 

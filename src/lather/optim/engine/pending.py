@@ -1,16 +1,14 @@
 """Refreshes that are done between a step and the next one (`async_refresh`).
 
 On a GPU they are launched on a side stream immediately and run during the next forward and backward
-pass. A caller that sometimes waits for other ranks can defer them instead (`deferred`) and do one
-piece at a time, by `work`, while it waits. The next step, and everything that reads the state,
+pass. A caller with other work to do can defer them instead (`deferred`) and do one batch at a time,
+by `work`, between two pieces of its own. The next step, and everything that reads the state,
 first does the rest (`finish`). Between two steps nothing else reads or changes factors, bases and
 moments, so results do not depend on when a piece was done.
 """
 
 from __future__ import annotations
 
-import math
-import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -24,13 +22,6 @@ from lather.optim.engine.buckets import Bucket, States
 from lather.optim.engine.plan import close_buckets, open_buckets
 from lather.optim.engine.refresh import Counts, DimRefresh, Launched, finish, launch
 from lather.optim.engine.streams import SideStreams, beside, join, no_autocast
-
-CPU_PIECE_FLOPS = 2e8
-"""Approximate flops of a piece on a CPU, which has at least one matrix. It takes some milliseconds:
-input that arrives for the rank meanwhile waits that long, but smaller batches are slower."""
-
-FIRST_RATE = 1e10
-"""Flops per second that are assumed before the first piece is timed."""
 
 
 class PendingRefreshes:
@@ -46,7 +37,6 @@ class PendingRefreshes:
         failures have not been handled."""
         self._last: Any = None
         """Event at the end of the last piece, on a GPU."""
-        self._rate = FIRST_RATE
         self.deferred = False
         """Whether pieces wait for the caller's `work`; otherwise all are launched when they are
         added."""
@@ -58,7 +48,7 @@ class PendingRefreshes:
     def add(self, jobs: list[DimRefresh]) -> None:
         """Add refreshes to be done."""
         if self.deferred:
-            self.waiting.extend(piece for job in jobs for piece in _pieces(job))
+            self.waiting.extend(piece for job in jobs for piece in job.batches())
         elif jobs:
             self._launch(jobs)
 
@@ -67,16 +57,9 @@ class PendingRefreshes:
         """Whether a GPU still works on the piece that was launched last."""
         return self._last is not None and not self._last.query()
 
-    def next_seconds(self) -> float:
-        """Estimate how long the next piece will take on a CPU, from the speed of the last one."""
-        return _flops(self.waiting[0]) / self._rate
-
     def work(self) -> None:
         """Do the next piece, or launch it on the GPU; there must be one."""
-        piece = self.waiting.popleft()
-        start = time.perf_counter()
-        self._launch([piece])
-        self._rate = _flops(piece) / (time.perf_counter() - start)
+        self._launch([self.waiting.popleft()])
 
     def finish(self) -> None:
         """Do all remaining pieces, wait for the device, and retry refreshes that failed."""
@@ -122,21 +105,3 @@ def _opened(buckets: Collection[Bucket], state: States) -> Iterator[None]:
         yield
     finally:
         close_buckets(buckets)
-
-
-def _pieces(job: DimRefresh) -> Iterator[DimRefresh]:
-    """Yield the batches of a job; on a CPU, divided into pieces that each take a short time."""
-    for batch in job.batches():
-        count = len(batch.rows)
-        yield from batch.divided(
-            count
-            if is_gpu(batch.run.bucket.device)
-            else max(1, int(CPU_PIECE_FLOPS * count / _flops(batch)))
-        )
-
-
-def _flops(batch: DimRefresh) -> float:
-    """Return the flops of a refresh by Cholesky-QR with the rotation of a moment, to first
-    order."""
-    inner, n = batch.run.bucket.inner, batch.run.bucket.inner[batch.dim]
-    return len(batch.rows) * (8.0 * n**3 + 4.0 * n * math.prod(inner))

@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import logging
 from dataclasses import KW_ONLY, dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from lather.kernels.adam_in_basis import adam_in_basis
+from lather.optim.engine.arguments import Published
 from lather.optim.engine.optimizer import MatrixOptimizer, constructor
 from lather.optim.linalg.kronecker import (
     bias_corrected_beta,
@@ -60,8 +61,6 @@ class SOAPRule(BasisRule):
     weight_decay: NonNegative = 0.01
     """Weight decay, wd in `weight_decay_method`; coupled decay ("l2") enters the factors, too."""
     _: KW_ONLY
-    use_decoupled_weight_decay: bool = True
-    """False means the same as `weight_decay_method="l2"`."""
     use_nesterov: bool = False
     """Use Nesterov momentum in Adam."""
     adam_warmup_steps: Warmup = 1
@@ -87,8 +86,6 @@ class SOAPRule(BasisRule):
     """Scale the update of every matrix to root mean square 1."""
     correct_bias: bool = True
     """Correct the bias of Adam's moments and of the factors."""
-    use_eigh: bool = False
-    """True means the same as `refresh_method="eigh"`."""
     max_update_rms: NonNegative = 0.0
     """Scale the update of a matrix down to this root mean square (rms) where it is larger; 0: no
     limit."""
@@ -97,19 +94,6 @@ class SOAPRule(BasisRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.use_eigh and self.refresh_method not in ("auto", "eigh"):
-            raise ValueError(
-                f"use_eigh=True contradicts refresh_method={self.refresh_method!r}: give "
-                "refresh_method alone"
-            )
-        if not self.use_decoupled_weight_decay and self.weight_decay_method in (
-            "independent",
-            "palm",
-        ):
-            raise ValueError(
-                "use_decoupled_weight_decay=False contradicts "
-                f"weight_decay_method={self.weight_decay_method!r}: give the latter"
-            )
         adam = max(self.adam_warmup_steps, 1)
         if adam >= self.precondition_warmup_steps > 0:
             adam = max(1, self.precondition_warmup_steps - 1)
@@ -123,14 +107,6 @@ class SOAPRule(BasisRule):
             )
             object.__setattr__(self, "adam_warmup_steps", adam)
 
-    @property
-    def couples_decay(self) -> bool:
-        is_coupled = not self.use_decoupled_weight_decay or self.weight_decay_method == "l2"
-        return bool(self.weight_decay) and is_coupled and not self.keep_norm
-
-    def decay(self, lr: float) -> float:
-        return 0.0 if self.couples_decay else super().decay(lr)
-
     def on(self, matrix: Matrix) -> Rule:
         looks_at_whole = (
             self.max_update_rms > 0
@@ -140,8 +116,7 @@ class SOAPRule(BasisRule):
         return self if self.dims(matrix) or looks_at_whole else self.on_vectors()
 
     def on_vectors(self) -> AdamWRule:
-        method: Any = "l2" if self.couples_decay else self.weight_decay_method
-        return self.turned_into(AdamWRule, nesterov=self.use_nesterov, weight_decay_method=method)
+        return self.turned_into(AdamWRule, nesterov=self.use_nesterov)
 
     def state(self, matrix: Matrix) -> dict[str, Entry]:
         return {
@@ -205,9 +180,6 @@ class SOAPRule(BasisRule):
     def first_refresh(self) -> int:
         return self.adam_warmup_steps
 
-    def methods(self, first: bool) -> tuple[str, ...]:
-        return ("eigh",) if self.use_eigh else super().methods(first)
-
 
 @dataclass(frozen=True)
 class EmbeddingSOAPRule(SOAPRule):
@@ -232,10 +204,18 @@ class EmbeddingSOAPRule(SOAPRule):
     name: ClassVar[str] = "embedding_soap"
 
 
+PUBLISHED: Published = {
+    "use_eigh": (True, "refresh_method", "auto", "eigh"),
+    "use_decoupled_weight_decay": (False, "weight_decay_method", "decoupled", "l2"),
+}
+"""Arguments of the SOAP of Emerging-Optimizers."""
+
+
 class SOAP(MatrixOptimizer):
     """Adam in the slowly turning eigenbasis of Shampoo's preconditioner (arXiv:2409.11321)."""
 
     rule = SOAPRule
+    published = PUBLISHED
 
     @constructor(SOAPRule)
     def __init__(self, params: ParamsT, rule: Rule) -> None:
@@ -247,6 +227,7 @@ class EmbeddingSOAP(MatrixOptimizer):
     refreshed at every step."""
 
     rule = EmbeddingSOAPRule
+    published = PUBLISHED
 
     @constructor(EmbeddingSOAPRule)
     def __init__(self, params: ParamsT, rule: Rule) -> None:

@@ -4,7 +4,9 @@ them if one fails.
 Local ranks are processes of `multiprocessing`, and find each other through a store in their parent.
 A rank that is blocked in a collective runs no signal handler, so every rank has a connection to a
 hub (`lifeline`). When a rank fails, the parent kills the others at once and shows the error of that
-rank. When the parent dies, the connections break and the ranks exit.
+rank. When the parent dies, the connections break and the ranks exit. Ranks of another launcher have
+a hub, too: torchrun ends only the ranks of its own machine, after 30 s if they are blocked, because
+they take SIGTERM for a request; and srun ends none unless it is told to.
 
 A signal that makes a request (`lather.parallel.launch.requests`), sent to the parent, to one rank
 or to all processes (as Ctrl-C in a terminal does), becomes a request that each rank reads from
