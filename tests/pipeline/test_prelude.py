@@ -71,9 +71,8 @@ def test_the_prelude_has_every_kind_of_a_ranks_row(num_ranks: int, trains: bool)
 
 
 def gradients(pair: Pair) -> dict[str, Tensor]:
-    return {
-        name: p.grad.clone() for name, p in pair.engine.parameters.named() if p.grad is not None
-    }
+    named = ((entry.info.name, entry.parameter) for entry in pair.engine.parameters)
+    return {name: p.grad.clone() for name, p in named if p.grad is not None}
 
 
 def buffers_and_weights(pair: Pair) -> dict[str, Tensor]:
