@@ -3,7 +3,6 @@ every word and number is there, whole."""
 
 from __future__ import annotations
 
-import functools
 import io
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -14,12 +13,8 @@ from planned_configs import config_of
 from rich.console import Console
 
 from lather.console import LONG_WORD, WIDE
-from lather.memory import profile_report, rank_peaks
-from lather.memory.chunk_bytes import ChunkBytes, ModelChunks
+from lather.memory import profile_report
 from lather.memory.profile import SEGMENTS, SavedStorage, SavedTensors
-from lather.memory.rank_peaks import rank_bytes
-from lather.pipeline.partition import stages_of, uniform
-from lather.pipeline.schedule import dualpipev
 from lather.planning import plan_report
 from lather.planning.plan import MemoryPlan, plan
 from lather.planning.workers import Assumed
@@ -74,15 +69,6 @@ def advice() -> Any:
     )
 
 
-@functools.cache
-def levers() -> dict[str, Any]:
-    chunks = ModelChunks(
-        (ChunkBytes(1234 * MIB, 2345 * MIB),) * 64, ChunkBytes(MIB // 2), MIB // 4, MIB // 4
-    )
-    found = rank_bytes(dualpipev(8, 16), chunks, stages_of(uniform(64, 16)))
-    return {"saved": found, "saved, everything recomputed, and more words": found}
-
-
 def profiles() -> dict[str, SavedTensors]:
     return {"reference": profile(1.5), "saved": profile(), "recompute": profile(0.123)}
 
@@ -96,8 +82,6 @@ SHOWN: dict[str, Show] = {
     "comparison": lambda console, _: profile_report.print_comparison(
         profiles(), "reference", console
     ),
-    "ranks": lambda console, _: rank_peaks.print_ranks(levers()["saved"], console),
-    "levers": lambda console, _: rank_peaks.print_levers(levers(), console),
 }
 
 
