@@ -180,7 +180,7 @@ MUTATIONS = (
     ),
     Mutation(
         "planning: the passes of an estimate without the optimizer's state",
-        "planning/estimate.py",
+        "memory/estimate.py",
         "(passes.peak + optimizer.state, optimizer.peak",
         "(passes.peak, optimizer.peak",
         "memory/test_advice.py",

@@ -31,9 +31,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.launches import operations
-from lather.memory.live_bytes import PeakBytes, following_resizes
+from benchmarks.live_bytes import PeakBytes
 from lather.standin.mode import StandInMode, places
 from lather.standin.operations import COPIES, TAKE_INDICES, VIEWS, flops
+from lather.storages import following_resizes
 
 OUTSIDE = "outside of Lather's ranges"
 RANGES = "lather.optim."

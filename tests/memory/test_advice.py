@@ -19,15 +19,15 @@ from lather.cli import main
 from lather.config.config import Config, ParallelConfig
 from lather.config.toml_file import config_to_toml, load_config
 from lather.errors import ConfigError
+from lather.memory import advice as advice_module
+from lather.memory.advice import Advice, advise, are_on_machines, as_options, changed
+from lather.memory.estimate import Estimate, Estimator, with_layers
+from lather.memory.plan import plan
+from lather.memory.work import MICRO_BATCHES, REST, Work, sent_bytes
+from lather.memory.workers import Assumed, worker_processes
 from lather.models.families import FAMILIES
 from lather.pipeline.partition import Partition
 from lather.pipeline.replay import bubble_of_layers
-from lather.planning import advice as advice_module
-from lather.planning.advice import Advice, advise, are_on_machines, as_options, changed
-from lather.planning.estimate import Estimate, Estimator, with_layers
-from lather.planning.plan import plan
-from lather.planning.work import MICRO_BATCHES, REST, Work, sent_bytes
-from lather.planning.workers import Assumed, worker_processes
 
 LAYERS = 8
 

@@ -13,11 +13,10 @@ from planned_configs import config_of
 from rich.console import Console
 
 from lather.console import LONG_WORD, WIDE
-from lather.memory import profile_report
+from lather.memory import plan_report, profile_report
+from lather.memory.plan import MemoryPlan, plan
 from lather.memory.profile import SEGMENTS, SavedStorage, SavedTensors
-from lather.planning import plan_report
-from lather.planning.plan import MemoryPlan, plan
-from lather.planning.workers import Assumed
+from lather.memory.workers import Assumed
 
 MIB, GIB = 2**20, 2**30
 

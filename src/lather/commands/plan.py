@@ -17,11 +17,11 @@ from lather.config.toml_file import config_to_toml
 from lather.console import command_console
 from lather.errors import UserError, require
 from lather.files import whole_file
-from lather.planning import plan_report
-from lather.planning.advice import advise, as_options
-from lather.planning.plan import plan
-from lather.planning.plan_picture import draw, write_page
-from lather.planning.workers import Assumed
+from lather.memory import plan_report
+from lather.memory.advice import advise, as_options
+from lather.memory.plan import plan
+from lather.memory.plan_picture import draw, write_page
+from lather.memory.workers import Assumed
 
 
 @dataclass(frozen=True)

@@ -26,10 +26,10 @@ from lather.errors import UserError
 from lather.files import write_numbers
 from lather.memory import profile_report as report
 from lather.memory.block_samples import SampledBlocks, keep_two_of_each, materialize
+from lather.memory.dry_run import DOCUMENTS, batch_of
 from lather.memory.profile import SavedTensors, profile_saved_tensors
 from lather.models.decoder import Decoder, DecoderOutput
 from lather.models.layers import MEMORY_MODES
-from lather.planning.dry_run import DOCUMENTS, batch_of
 
 MOST_PARAMETERS = 300_000_000
 """Up to this number of parameters, `--layers auto` runs the whole model."""

@@ -24,13 +24,13 @@ import torch
 from torch import Tensor
 
 import lather
-from lather.memory.live_bytes import tensors_in
 from lather.standin import device, operations
 from lather.standin.functions import Functions, counted_compile, counted_triton
+from lather.storages import tensors_in
 from lather.torch_private import TorchDispatchMode, fake_tensors, fake_tensors_behave
 
 SOURCE = os.path.dirname(lather.__file__) + os.sep
-BESIDES = tuple(SOURCE + name for name in ("torch_private.py", "memory", "planning", "standin"))
+BESIDES = tuple(SOURCE + name for name in ("torch_private.py", "storages.py", "memory", "standin"))
 """Code that observes, and is left out of the places."""
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from lather.memory.live_bytes import tensors_in
+from lather.storages import tensors_in
 
 VIEWS = frozenset(["_unsafe_view", "lift", "unsafe_split"])
 """Views whose schema does not say so; of all others torch says it (`func.is_view`)."""

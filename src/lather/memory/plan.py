@@ -17,11 +17,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from lather.config.config import Config, check_parallel
+from lather.memory.dry_run import RankRun, dry_run
+from lather.memory.stage_bytes import memory_partition
+from lather.memory.workers import Assumed, Device, worker_processes
 from lather.pipeline.partition import Partition, uniform
 from lather.pipeline.replay import bubble_of_layers
-from lather.planning.dry_run import RankRun, dry_run
-from lather.planning.stage_bytes import memory_partition
-from lather.planning.workers import Assumed, Device, worker_processes
 
 CONTEXT_BYTES = 3 * 2**29
 """Allowance on a GPU for CUDA's context and kernels, cuBLAS's workspace and NCCL's buffers."""

@@ -4,7 +4,7 @@ Settings are tried in this order, each kind completely: other meshes of the same
 assigned to stages by memory; fewer kept activations; smaller optimizer states; rows of the state on
 every rank; rules with less state. The search stops after the first kind with which enough settings
 fit. Replicas are not tried: they need more memory and, at the assumed rates, save nothing. Bytes
-are estimated (`lather.planning.estimate`); the cheapest settings are then planned in full, and only
+are estimated (`lather.memory.estimate`); the cheapest settings are then planned in full, and only
 those that fit by their plan are advised.
 
 The price is flops, bytes sent and bubble. To order settings these are converted to seconds at
@@ -24,13 +24,13 @@ import torch
 from lather.config.config import Config, num_routed_experts
 from lather.config.optim import RuleOptimConfig, optim_config
 from lather.errors import ConfigError
+from lather.memory.estimate import Estimate, Estimator
+from lather.memory.plan import MemoryPlan, allowance_for, bubble_of, plan
+from lather.memory.stage_bytes import memory_partition
+from lather.memory.workers import Assumed, worker_processes
 from lather.models.families import build_model
 from lather.optim.options import name_of, options_of
 from lather.pipeline.partition import Partition
-from lather.planning.estimate import Estimate, Estimator
-from lather.planning.plan import MemoryPlan, allowance_for, bubble_of, plan
-from lather.planning.stage_bytes import memory_partition
-from lather.planning.workers import Assumed, worker_processes
 
 FLOPS = 400e12
 """Assumed flops per second of a device."""

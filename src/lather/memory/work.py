@@ -1,7 +1,7 @@
 """Counts the work of a rank's step: flops of matrix products, attention and factorizations, and
 bytes sent to other ranks.
 
-A dry run (`lather.planning.dry_run`) counts it, operation by operation. Products inside Triton
+A dry run (`lather.memory.dry_run`) counts it, operation by operation. Products inside Triton
 kernels are not counted.
 """
 
@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lather.memory.live_bytes import tensors_in
 from lather.standin.operations import nbytes
+from lather.storages import tensors_in
 
 MICRO_BATCHES, REFRESH, REST = "micro-batches", "refresh", "rest"
 

@@ -20,11 +20,11 @@ import numpy.typing as npt
 from lather.config.config import Config, MoEConfig, ParallelConfig
 from lather.config.optim import optim_config
 from lather.errors import ConfigError
-from lather.planning.dry_run import BUILDING, FIRST, PASSES, RankRun, dry_run
-from lather.planning.ledger import KINDS
-from lather.planning.plan import allowance_for
-from lather.planning.work import REFRESH, Work
-from lather.planning.workers import Assumed
+from lather.memory.dry_run import BUILDING, FIRST, PASSES, RankRun, dry_run
+from lather.memory.ledger import KINDS
+from lather.memory.plan import allowance_for
+from lather.memory.work import REFRESH, Work
+from lather.memory.workers import Assumed
 
 Bytes = npt.NDArray[np.float64]
 """(kinds,): bytes of each of `KINDS`."""

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lather.memory.live_bytes import following_resizes
+from lather.storages import following_resizes
 
 KINDS = (
     "parameters",

@@ -33,14 +33,14 @@ from lather.device import is_gpu
 from lather.engine.engine import Engine, build_engine
 from lather.engine.optimizer import build_optimizer
 from lather.engine.step import TrainStep
+from lather.memory.ledger import Ledger, MemoryTimeline
+from lather.memory.work import Work, WorkTally
+from lather.memory.workers import Assumed
 from lather.optim import MatrixOptimizer
 from lather.optim.sharded.placement import local
 from lather.parallel.mesh import Mesh
 from lather.pipeline.executor import Recorder
 from lather.pipeline.schedule import TRANSFERS, Action, Kind
-from lather.planning.ledger import Ledger, MemoryTimeline
-from lather.planning.work import Work, WorkTally
-from lather.planning.workers import Assumed
 from lather.standin.device import module, standin
 from lather.standin.mode import StandInMode, places
 from lather.standin.operations import flops

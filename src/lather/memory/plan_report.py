@@ -1,6 +1,6 @@
 """Reports a memory plan as a table of every pipeline rank's peak by kind, and as JSON; and prints
 the settings that a search advises, or the reason why nothing fits. (Pictures:
-`lather.planning.plan_picture`.)"""
+`lather.memory.plan_picture`.)"""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from rich.console import Console
 
 from lather.console import titled_table
 from lather.files import write_numbers
+from lather.memory.advice import EXCHANGE, FLOPS, LINK, Advice, Setting, as_options
+from lather.memory.dry_run import RankRun
+from lather.memory.ledger import KINDS
+from lather.memory.plan import CONTEXT_BYTES, FRAGMENTATION, MemoryPlan
 from lather.memory.profile_report import first_to_last, unit_of
 from lather.pipeline.partition import SLACK, Partition
-from lather.planning.advice import EXCHANGE, FLOPS, LINK, Advice, Setting, as_options
-from lather.planning.dry_run import RankRun
-from lather.planning.ledger import KINDS
-from lather.planning.plan import CONTEXT_BYTES, FRAGMENTATION, MemoryPlan
 from lather.version import describe_version
 
 COLUMNS: Mapping[str, tuple[str, ...]] = {
