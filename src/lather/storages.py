@@ -11,6 +11,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+PLAIN = (bool, int, float, str, torch.dtype, torch.device)
+"""Types of most values that hold no tensor."""
+
 
 @contextmanager
 def following_resizes(told: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
@@ -31,6 +34,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield the tensors in nested containers and dataclasses, as often as they occur."""
     if isinstance(value, Tensor):
         yield value
+    elif value is None or isinstance(value, PLAIN):
+        return
     elif isinstance(value, Mapping):
         for item in value.values():
             yield from tensors_in(item)

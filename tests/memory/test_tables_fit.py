@@ -16,6 +16,7 @@ from lather.console import LONG_WORD, WIDE
 from lather.memory import plan_report, profile_report
 from lather.memory.plan import MemoryPlan, plan
 from lather.memory.profile import SEGMENTS, SavedStorage, SavedTensors
+from lather.memory.work import Work
 from lather.memory.workers import Assumed
 
 MIB, GIB = 2**20, 2**30
@@ -49,8 +50,8 @@ def profile(scale: float = 1.0) -> SavedTensors:
 
 
 def advice() -> Any:
-    """Settings with many changes, as a search makes them."""
-    work = SimpleNamespace(flops=3e15, exchanged=123_456 * GIB, sent=1234 * GIB)
+    """Settings with many changes, as a ladder makes them."""
+    sizes = [123_456 * GIB, 1234 * GIB, 567 * GIB, 89 * GIB]
     changes = {
         **{
             "parallel.pp": "16",
@@ -60,11 +61,11 @@ def advice() -> Any:
         },
         **{"train.recompute": "attention experts shared_experts", "optim.state_dtype": "bfloat16"},
     }
-    setting = SimpleNamespace(changes=changes, estimate=SimpleNamespace(work=work), bubble=0.1234)
+    planned = SimpleNamespace(needed=79 * GIB, work=Work(3e15, *sizes), bubble=lambda: 0.1234)
+    setting = SimpleNamespace(changes=changes, plan=planned)
+    settings = [setting] * 3
     return SimpleNamespace(
-        settings=[(setting, SimpleNamespace(needed=79 * GIB))] * 3,
-        number_tried=123,
-        least_flops=2e15,
+        memory=80 * GIB, fitting=settings, tried=settings, without_pipeline=setting
     )
 
 
@@ -75,7 +76,7 @@ def profiles() -> dict[str, SavedTensors]:
 Show = Callable[[Console, MemoryPlan], None]
 SHOWN: dict[str, Show] = {
     "plan": lambda console, planned: plan_report.show(planned, 80 * GIB, console),
-    "advice": lambda console, _: plan_report.show_advice(advice(), 80 * GIB, console),
+    "advice": lambda console, _: plan_report.show_advice(advice(), console),
     "tensors": lambda console, _: profile_report.print_tensors(profile(), console),
     "totals": lambda console, _: profile_report.print_totals(profile(), console),
     "comparison": lambda console, _: profile_report.print_comparison(

@@ -1,376 +1,298 @@
-"""Searches settings with which a run fits into its devices, and their price.
+"""Plans settings, from a ladder of at most ten, with which a run fits into its devices.
 
-Settings are tried in this order, each kind completely: other meshes of the same ranks; layers
-assigned to stages by memory; fewer kept activations; smaller optimizer states; rows of the state on
-every rank; rules with less state. The search stops after the first kind with which enough settings
-fit. Replicas are not tried: they need more memory and, at the assumed rates, save nothing. Bytes
-are estimated (`lather.memory.estimate`); the cheapest settings are then planned in full, and only
-those that fit by their plan are advised.
+The ladder has rungs, in the order in which an engineer would climb it: another mesh, if experts are
+not shared among ranks yet; fewer kept activations; another order or partition of a pipeline; a
+smaller state of the same rule; rows of the state on every rank; the rule with the least state; more
+pipeline ranks; twice as many ranks. If activations cannot be what is missing, the smaller state
+comes first. A rung has one to three settings, which are planned at the same time. Each adds to what
+helped on the rungs below. The first rung with a setting that fits is the last.
 
-The price is flops, bytes sent and bubble. To order settings these are converted to seconds at
-assumed rates (`FLOPS`, `LINK`, `EXCHANGE`), which are no prediction.
+Every size is that of a whole plan (`lather.memory.plan`), and so are flops and bytes sent. To order
+settings these are converted to seconds at assumed rates (`FLOPS`, `LINK`, `EXCHANGE`), which are no
+prediction.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from itertools import product
 from typing import Any
-
-import torch
 
 from lather.config.config import Config, num_routed_experts
 from lather.config.optim import RuleOptimConfig, optim_config
 from lather.errors import ConfigError
-from lather.memory.estimate import Estimate, Estimator
-from lather.memory.plan import MemoryPlan, allowance_for, bubble_of, plan
-from lather.memory.stage_bytes import memory_partition
-from lather.memory.workers import Assumed, worker_processes
-from lather.models.families import build_model
-from lather.optim.options import name_of, options_of
-from lather.pipeline.partition import Partition
+from lather.memory.plan import MemoryPlan, allowance_for, plan
+from lather.memory.workers import worker_processes
+from lather.optim.options import name_of
 
 FLOPS = 400e12
 """Assumed flops per second of a device."""
 LINK, EXCHANGE = 50e9, 300e9
-"""Assumed bytes per second that a device sends to any rank, and to expert ranks of its machine;
-none of it overlaps with compute."""
+"""Assumed bytes per second that a device sends to ranks of other machines, and of its own; none of
+it overlaps with compute."""
 
-ENOUGH = 3
-"""Number of advised settings."""
-MOST_PLANS = 6
-"""Maximal number of settings that are planned in full."""
-MOST_PARTITIONED = 2
-"""Maximal number of settings whose layers are assigned by memory; each takes its own dry runs."""
-PARTITION_SAVES = 0.15
-"""Fraction of the largest rank's bytes that assigning layers by memory is assumed to save at most;
-the largest observed was 0.13."""
-LARGEST_WORLD = 64
-"""Largest factor by which the number of ranks is multiplied if nothing fits."""
+MOST_SETTINGS = 10
+"""Maximal number of settings that are planned."""
+REACH = 0.7
+"""Fraction of the activations at a peak that smaller micro-batches and recomputation are assumed to
+save at most. It decides the order of the rungs alone."""
+HELPS = 0.99
+"""Largest fraction of the bytes with which a setting counts as a help to build upon."""
+LEANEST_RULE = "muon"
+"""The rule with the least state."""
 
 Changes = dict[str, Any]
-
-ACTIVATIONS: tuple[Changes, ...] = (
-    {},
-    {"train.recompute": ("attention",)},
-    {"moe.memory": "recompute"},
-    {"moe.memory": "recompute", "train.recompute": ("attention",)},
-    {"train.recompute": ("attention", "experts", "shared_experts")},
-)
-"""Settings of kept activations, from more bytes to fewer."""
-STACKED = "stacked_soap"
-LIGHTER_RULES = (STACKED, "soap_muon", "muon")
-"""Rules, from more bytes to fewer."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A configuration, and its differences from the one that the user asked about."""
+    """A configuration with its plan, and its differences from the one that the user asked about."""
 
     changes: Changes
-    """Changed values by dotted name, as on the command line."""
+    """Changed values by dotted name, as on the command line; `world` is the number of ranks."""
     config: Config
-    estimate: Estimate
-    bubble: float
-    """Fraction of the step in which a pipeline rank waits, if a layer's backward takes twice as
-    long as its forward."""
-    partition: Partition | None = None
-    """The partition, if layers are assigned by memory."""
+    plan: MemoryPlan
 
-    @property
-    def seconds(self) -> float:
-        """Seconds of a step at the assumed rates, used only to order settings."""
-        work = self.estimate.work
-        return work.flops / FLOPS / (1 - self.bubble) + work.sent / LINK + work.exchanged / EXCHANGE
+    def seconds(self, machine: int) -> float:
+        """Return the seconds of a step at the assumed rates, with `machine` ranks per machine."""
+        work = self.plan.work
+        inside = work.sent if self.plan.world_size <= machine else work.experts
+        computing = work.flops / FLOPS / (1 - self.plan.bubble())
+        return computing + inside / EXCHANGE + (work.sent - inside) / LINK
 
 
 @dataclass(frozen=True)
 class Advice:
-    """The result of a search."""
+    """The settings that were planned."""
 
-    settings: tuple[tuple[Setting, MemoryPlan], ...]
-    """Settings that fit, the one with the shortest step at the assumed rates first."""
-    number_tried: int
-    least_flops: float
-    """Minimal flops of a step among all settings that were tried."""
-    lightest: Setting
-    """The setting that needs the least memory."""
-    world_that_fits: int | None
-    """If nothing fits: the smallest number of ranks, among doublings, with which the lightest
-    settings fit; None: not even `LARGEST_WORLD` times as many are enough."""
+    memory: int
+    """Bytes of a device."""
+    machine: int
+    """Ranks per machine."""
+    tried: tuple[Setting, ...]
+    """The given configuration, and all settings in the order in which they were planned."""
+
+    @property
+    def fitting(self) -> list[Setting]:
+        """The settings that fit, the one with the shortest step at the assumed rates first."""
+        fitting = [setting for setting in self.tried if setting.plan.needed <= self.memory]
+        return sorted(fitting, key=lambda setting: setting.seconds(self.machine))
+
+    @property
+    def lightest(self) -> Setting:
+        """The setting that needs the least memory."""
+        return min(self.tried, key=lambda setting: setting.plan.needed)
+
+    @property
+    def without_pipeline(self) -> Setting | None:
+        """The setting that replaces the pipeline of a run on one machine with a shorter step; None
+        if there is none that fits."""
+        given = self.tried[0]
+        if given.config.parallel.pp == 1 or given.plan.world_size > self.machine:
+            return None
+        shorter = (
+            setting
+            for setting in self.fitting
+            if set(setting.changes) <= {"parallel.pp", "parallel.ep"}
+            and setting.config.parallel.pp == 1
+            and setting.seconds(self.machine) < given.seconds(self.machine)
+        )
+        return next(shorter, None)
 
 
 def advise(
     config: Config,
-    world_size: int,
-    assumed: Assumed,
+    given: MemoryPlan,
+    memory: int,
     *,
     machine: int = 8,
     say: Callable[[str], None] = lambda what: None,
 ) -> Advice:
-    """Search settings with which `world_size` ranks, whose memory `assumed` says, can train this
-    model.
+    """Plan settings until one fits in `memory` bytes.
 
     Args:
         config: not resolved, so that defaults that depend on the rule can follow another rule.
+        given: the plan of this configuration. If it fits, other meshes alone are planned.
         machine: devices per machine; expert ranks, which communicate most, stay within one.
             Pipelines may go from machine to machine.
         say: called with a line of progress.
-
-    Raises ConfigError if no mesh of this many ranks can run the batch, or if no setting can be
-    estimated.
     """
-    assert assumed.memory is not None
     with worker_processes() as pool:
-        search = _Search(
-            config,
-            world_size,
-            assumed.memory,
-            assumed,
-            machine,
-            Estimator(config, assumed, pool),
-            say,
-        )
-        search.run()
-        lightest = min(search.tried, key=lambda setting: setting.estimate.needed)
-        best = sorted(search.fitting(), key=lambda setting: setting.seconds)
-        if len(best) > MOST_PLANS:
-            best = [
-                *(setting for setting in best[:MOST_PLANS] if setting is not lightest),
-                lightest,
-            ]  # fits if any does
-        chosen: list[tuple[Setting, MemoryPlan]] = []
-        for setting in best:
-            for one in (setting, search.with_early_weight_gradients(setting)):
-                say(f"planning {as_options(one.changes) or 'the given configuration'}")
-                found = plan(one.config.resolved(), world_size, assumed, one.partition)
-                if found.needed <= assumed.memory:
-                    chosen.append((one, found))
-                if found.needed <= assumed.memory or not found.peaks_where_weight_gradients_wait:
-                    break
-            if len(chosen) == ENOUGH:
-                break
-        world = None if chosen else search.world_that_fits(lightest)
-    return Advice(
-        tuple(chosen),
-        len(search.tried),
-        min(setting.estimate.work.flops for setting in search.tried),
-        lightest,
-        world,
-    )
+        ladder = _Ladder(config, given, memory, machine, say, pool)
+        ladder.climb()
+    return Advice(memory, machine, tuple(ladder.tried))
 
 
 @dataclass
-class _Search:
-    """The search that the module docstring describes."""
+class _Ladder:
+    """The ladder that the module docstring describes."""
 
     config: Config
-    world_size: int
+    given: MemoryPlan
     memory: int
-    assumed: Assumed
     machine: int
-    estimator: Estimator
     say: Callable[[str], None]
-    tried: list[Setting] = field(default_factory=list)
+    pool: ProcessPoolExecutor
+    tried: list[Setting] = field(init=False)
+    best: Setting = field(init=False)
+    """The setting that the next rung builds upon."""
 
-    def run(self) -> None:
-        meshes = list(self.meshes())
-        if not meshes:
-            raise ConfigError(
-                f"no mesh of {self.world_size} ranks, {self.machine} on a machine, can run this "
-                "model and batch with all ranks that share experts on one machine: change --world, "
-                "--machine or train.batch_size"
-            )
-        meshes.sort(
-            key=lambda mesh: mesh["parallel.pp"] != 2
-        )  # the estimator measures other settings on the first mesh only
-        kept = [*ACTIVATIONS, *({**one, "train.micro_batch_size": 1} for one in ACTIVATIONS)]
-        self.try_all("meshes", meshes)
-        if not self.tried:
-            raise ConfigError(f"no setting could be estimated: {self.estimator.failures[0]}")
-        if not self.is_enough():
-            self.partition_by_memory()
-        for name, lighter in (
-            ("fewer kept activations", [{}]),
-            ("smaller optimizer states", self.lighter_states()),
-            ("smaller optimizer states on all ranks", self.shared_states()),
-            ("rules with less state", self.lighter_rules()),
-        ):
-            if not self.is_enough() and lighter:
-                self.try_all(
-                    name,
-                    [mesh | less | state for state, mesh, less in product(lighter, meshes, kept)],
-                )
+    def __post_init__(self) -> None:
+        self.best = Setting({}, self.config, self.given)
+        self.tried = [self.best]
 
-    def partition_by_memory(self) -> None:
-        """Retry the fastest pipelines that nearly fit, with layers assigned so that the largest
-        rank is as small as possible."""
-        uniform = [
-            one
-            for one in self.tried
-            if one.config.parallel.pp > 1 and one.config.parallel.partition == "uniform"
-        ]
-        near = [
-            one
-            for one in uniform
-            if self.memory < one.estimate.needed <= self.memory / (1 - PARTITION_SAVES)
-        ]
-        for setting in sorted(near, key=lambda setting: setting.seconds)[:MOST_PARTITIONED]:
-            changes: Changes = {**setting.changes, "parallel.partition": "memory"}
-            config = changed(self.config, changes, self.world_size)
-            assert config is not None
-            self.say(
-                "assigning layers by memory: "
-                f"{as_options(setting.changes) or 'the given configuration'}"
-            )
-            try:
-                partition = memory_partition(config.resolved(), self.world_size, self.assumed)
-            except (
-                ConfigError,
-                RuntimeError,
-            ) as error:  # too few layers of a kind, or an operation that refuses these sizes
-                self.say(f"not assigned: {error}")
-                continue
-            if partition is not None and partition.largest < partition.uniform_largest:
-                peak = setting.estimate.peak * (partition.largest / partition.uniform_largest)
-                estimate = replace(
-                    setting.estimate,
-                    peak=peak,
-                    allowance=allowance_for(float(peak.sum()), self.assumed.device),
-                )
-                bubble = bubble_of(config, self.world_size, partition.layers)
-                self.tried.append(Setting(changes, config, estimate, bubble, partition))
+    def climb(self) -> None:
+        for rung in self.rungs():
+            planned = self.planned(rung())
+            self.tried += planned
+            lightest = min(planned, key=lambda setting: setting.plan.needed, default=self.best)
+            if lightest.plan.needed <= self.memory:
+                return
+            if lightest.plan.needed <= HELPS * self.best.plan.needed:
+                self.best = lightest
 
-    def is_enough(self) -> bool:
-        return len(self.fitting()) >= ENOUGH
+    def rungs(self) -> Iterator[Callable[[], list[Changes]]]:
+        """Yield the rungs; each returns its settings, as changes of `best`."""
+        fits = self.given.needed <= self.memory
+        if fits or self.is_flat or self.has_needless_pipeline or not self.is_on_machines:
+            yield self.meshes
+        if fits:
+            return
+        if self.activations_are_within_reach:
+            yield from (self.activations, self.pipelines, self.states)
+        else:
+            yield from (self.states, self.activations, self.pipelines)
+        yield from (self.rows, self.leanest_rule, self.longer_pipeline, self.more_ranks)
 
-    def fitting(self) -> list[Setting]:
-        return [setting for setting in self.tried if setting.estimate.needed <= self.memory]
+    def planned(self, rung: Sequence[Changes]) -> list[Setting]:
+        """Plan the settings of a rung that were not planned yet, at the same time."""
+        todo: list[tuple[Changes, Config, int]] = []
+        known = [(setting.config, setting.plan.world_size) for setting in self.tried]
+        for added in rung:
+            changes = {**self.best.changes, **added}
+            if "optim.name" in added:
+                changes = {k: v for k, v in changes.items() if k.partition(".")[0] != "optim"}
+                changes |= added
+            world = changes.get("world", self.given.world_size)
+            config = changed(self.config, changes, world)
+            if config is not None and (config, world) not in known:
+                known.append((config, world))
+                todo.append((changes, config, world))
+        todo = todo[: MOST_SETTINGS + 1 - len(self.tried)]
+        if not todo:
+            return []
+        with ThreadPoolExecutor(len(todo)) as threads:
+            return [
+                setting for setting in threads.map(self.plan, *zip(*todo, strict=True)) if setting
+            ]
 
-    def meshes(self) -> Iterator[Changes]:
-        """Yield the meshes that can run the model and the batch, and whose expert groups each lie
-        on one machine, the configured one first."""
-        own, world_size = mesh_of(self.config), self.world_size
-        experts = num_routed_experts(self.config.model)
-        sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
-        fitting = [(pp, ep) for pp, ep in product(sizes, sizes) if world_size % (pp * ep) == 0]
-        others = [
-            {"parallel.pp": pp, "parallel.ep": ep}
-            for pp, ep in fitting
-            if experts % ep == 0 and self.has_room(pp * ep)
-        ]
-        for changes in [own, *(one for one in others if one != own)]:
-            if changed(self.config, changes, world_size) is None:
-                continue
-            ep = changes["parallel.ep"]
-            if are_on_machines(ep, world_size, self.machine):
-                yield changes
-            elif changes == own:
-                self.say(
-                    f"--parallel.ep {ep} is left out: some ranks that share experts would lie on "
-                    f"two machines or more, with --machine {self.machine} devices each"
-                )
+    def plan(self, changes: Changes, config: Config, world: int) -> Setting | None:
+        """Plan a setting; None, with a line of progress, if its ranks cannot run it."""
+        try:
+            found = plan(config.resolved(), world, self.given.assumed, pool=self.pool)
+        except (ConfigError, RuntimeError) as error:
+            self.say(f"{as_options(changes)}: cannot be planned: {error}")
+            return None
+        fits = "fits" if found.needed <= self.memory else "does not fit"
+        self.say(f"{as_options(changes)}: needs {found.needed / 2**30:.2f} GiB, {fits}")
+        return Setting(changes, config, found)
 
-    def has_room(self, parts: int) -> bool:
-        """Return whether a rank's part of the model and its gradients, all of which it holds at a
-        time, are smaller than its memory."""
-        return 8 * self.num_parameters / parts < self.memory
+    # --- which rungs ------------------------------------------------------------------------------
 
-    @cached_property
-    def num_parameters(self) -> int:
-        return sum(
-            p.numel()
-            for p in build_model(self.config.model, None, torch.device("meta")).parameters()
+    @property
+    def is_flat(self) -> bool:
+        """Whether no axis of the mesh but dp has several ranks."""
+        return self.config.parallel.pp == self.config.parallel.ep == 1 < self.given.world_size
+
+    @property
+    def has_needless_pipeline(self) -> bool:
+        """Whether a pipeline joins ranks of one machine, whose links are fast."""
+        return self.config.parallel.pp > 1 and self.given.world_size <= self.machine
+
+    @property
+    def is_on_machines(self) -> bool:
+        """Whether each group of expert ranks is on one machine."""
+        return are_on_machines(self.config.parallel.ep, self.given.world_size, self.machine)
+
+    @property
+    def activations_are_within_reach(self) -> bool:
+        """Whether the run would fit without `REACH` of the activations of every moment."""
+        peak = max(
+            float((step.total - REACH * step.of_kind("activations")).max())
+            for run in self.given.ranks
+            for step in run.steps.values()
         )
+        return peak + allowance_for(peak, self.given.assumed.device) <= self.memory
 
-    def lighter_states(self) -> list[Changes]:
-        """Return changes that make the state of the same rule smaller, from more bytes to fewer."""
-        assert isinstance(self.config.optim, RuleOptimConfig)
-        known = options_of(self.config.optim.rules[""])
-        sides: list[Changes] = [{}, {"optim.sides": "smaller"}] if "sides" in known else [{}]
-        dtypes: list[Changes] = [{}, {"optim.state_dtype": "bfloat16"}]
-        return [one | two for one, two in product(sides, dtypes)][1:]
+    # --- rungs ------------------------------------------------------------------------------------
 
-    def shared_states(self) -> list[Changes]:
-        """Return the same changes, and none, each with rows of every matrix's state on every rank,
-        if parameters are sharded."""
-        is_sharded = (
-            self.config.parallel.data_ranks(self.world_size) > self.config.parallel.replicas
-        )
+    def meshes(self) -> list[Changes]:
+        """Experts on all ranks of a machine, without a pipeline, with one from machine to machine,
+        and with one twice as long."""
+        world, experts = self.given.world_size, num_routed_experts(self.config.model)
+        on_machine = min(world, self.machine)
+        machines = -(-world // self.machine)
+        found = []
+        for pp in dict.fromkeys((1, machines, 2 * machines)):
+            sizes = (ep for ep in range(on_machine, 0, -1) if world % (pp * ep) == 0)
+            ep = next((ep for ep in sizes if self.shares(ep, experts)), None)
+            if ep is not None:
+                found.append({"parallel.pp": pp, "parallel.ep": ep})
+        return found[:1] if self.has_needless_pipeline else found
+
+    def shares(self, ep: int, experts: int) -> bool:
+        """Return whether `ep` ranks of one machine can share the experts."""
+        world = self.given.world_size
+        return experts % ep == 0 and are_on_machines(ep, world, self.machine)
+
+    def activations(self) -> list[Changes]:
+        """Micro-batches of one sequence, and attention, then also the experts' products, twice."""
+        attention = {"train.micro_batch_size": 1, "train.recompute": ("attention",)}
+        return [attention, {**attention, "moe.memory": "recompute"}]
+
+    def pipelines(self) -> list[Changes]:
+        """Weight gradients as early as they can be, if the peak waits for them; and layers assigned
+        by memory."""
+        if self.best.config.parallel.pp == 1:
+            return []
+        early: Changes = {"parallel.schedule_memory": "least"}
+        by_memory: Changes = {"parallel.partition": "memory"}
         return (
-            [{"optim.ownership": "replicated", **state} for state in [{}, *self.lighter_states()]]
-            if is_sharded
+            [early, by_memory] if self.best.plan.peaks_where_weight_gradients_wait else [by_memory]
+        )
+
+    def states(self) -> list[Changes]:
+        """The state in bf16, of one side, and both."""
+        optim = self.config.optim
+        bf16 = {"optim.state_dtype": "bfloat16"} if hasattr(optim, "state_dtype") else {}
+        side = {"optim.sides": "smaller"} if hasattr(optim, "sides") else {}
+        return [changes for changes in (bf16, side, side | bf16) if changes]
+
+    def rows(self) -> list[Changes]:
+        """Rows of every matrix's state on every rank, if parameters are sharded."""
+        parallel, optim = self.best.config.parallel, self.config.optim
+        is_sharded = parallel.data_ranks(self.given.world_size) > parallel.replicas
+        return (
+            [{"optim.ownership": "replicated"}]
+            if is_sharded and hasattr(optim, "ownership")
             else []
         )
 
-    def lighter_rules(self) -> list[Changes]:
-        """Return rules with less state than the configured one; those that stack all experts of a
-        layer only if every rank has them all."""
-        assert isinstance(self.config.optim, RuleOptimConfig)
-        own = name_of(self.config.optim.rules[""])
-        lighter = LIGHTER_RULES[LIGHTER_RULES.index(own) + 1 if own in LIGHTER_RULES else 0 :]
-        return [
-            {"optim.name": name}
-            for name in lighter
-            if self.config.parallel.ep == 1 or name != STACKED
-        ]
+    def leanest_rule(self) -> list[Changes]:
+        optim = self.config.optim
+        is_leanest = isinstance(optim, RuleOptimConfig) and name_of(optim.rules[""]) == LEANEST_RULE
+        return [] if is_leanest else [{"optim.name": LEANEST_RULE}]
 
-    def try_all(self, name: str, several: Sequence[Changes]) -> None:
-        """Estimate the settings that were not tried yet."""
-        known = {repr(setting.config) for setting in self.tried}
-        possible = (
-            (changes, changed(self.config, changes, self.world_size)) for changes in several
-        )
-        new = {
-            repr(config): (changes, config)
-            for changes, config in possible
-            if config is not None and repr(config) not in known
-        }
-        self.say(f"trying {name}: {len(new)} settings")
-        estimates = self.estimator.estimates(
-            [config for _, config in new.values()], self.world_size
-        )
-        self.tried += (
-            Setting(
-                differences(changes, self.config),
-                config,
-                estimate,
-                bubble_of(config, self.world_size),
-            )
-            for (changes, config), estimate in zip(new.values(), estimates, strict=True)
-            if estimate is not None
-        )
+    def longer_pipeline(self) -> list[Changes]:
+        """Twice as many pipeline ranks, and half of the expert ranks."""
+        pp, ep = self.best.config.parallel.pp, self.best.config.parallel.ep
+        return [{"parallel.pp": 2 * pp, "parallel.ep": ep // 2}] if ep % 2 == 0 else []
 
-    def with_early_weight_gradients(self, setting: Setting) -> Setting:
-        """The same setting of a pipeline with weight gradients as early as they can be. Estimates,
-        which are of the first rank, do not show what this saves: it is tried where a plan does."""
-        changes = {**setting.changes, "parallel.schedule_memory": "least"}
-        config = changed(self.config, changes, self.world_size)
-        return (
-            setting
-            if config is None
-            else replace(
-                setting, changes=changes, config=config, bubble=bubble_of(config, self.world_size)
-            )
-        )
-
-    def world_that_fits(self, lightest: Setting) -> int | None:
-        kept = {
-            name: value
-            for name, value in lightest.changes.items()
-            if not name.startswith("parallel.")
-        }
-        larger = self
-        while larger.world_size < LARGEST_WORLD * self.world_size:
-            larger = replace(self, world_size=2 * larger.world_size, tried=[])
-            if not are_on_machines(lightest.config.parallel.ep, larger.world_size, self.machine):
-                continue
-            larger.try_all(f"{larger.world_size} ranks", [mesh_of(lightest.config) | kept])
-            if larger.fitting():
-                return larger.world_size
-        return None
+    def more_ranks(self) -> list[Changes]:
+        world = 2 * self.given.world_size
+        fits = are_on_machines(self.best.config.parallel.ep, world, self.machine)
+        return [{"world": world}] if fits else []
 
 
 def are_on_machines(ep: int, world_size: int, machine: int) -> bool:
@@ -381,14 +303,11 @@ def are_on_machines(ep: int, world_size: int, machine: int) -> bool:
     return all(first // machine == (first + ep - 1) // machine for first in firsts)
 
 
-def mesh_of(config: Config) -> Changes:
-    return {"parallel.pp": config.parallel.pp, "parallel.ep": config.parallel.ep}
-
-
 def changed(config: Config, changes: Changes, world_size: int | None = None) -> Config | None:
     """Return the configuration with other values, not resolved; None if they contradict each other,
     or if `world_size` ranks cannot divide the batch. Another rule comes with its own default
     options and rates."""
+    changes = {name: value for name, value in changes.items() if name != "world"}
     try:
         if (rule := changes.get("optim.name")) is not None:
             shared = ("schedule", "warmup_steps", "decay_fraction", "min_lr_ratio")
@@ -410,16 +329,6 @@ def changed(config: Config, changes: Changes, world_size: int | None = None) -> 
     except ValueError:
         return None
     return config
-
-
-def differences(changes: Changes, config: Config) -> Changes:
-    """Return the changes to values that the configuration does not have."""
-    sections = {name: name.partition(".") for name in changes}
-    own = {
-        name: getattr(getattr(config, section), key, None)
-        for name, (section, _, key) in sections.items()
-    }
-    return {name: value for name, value in changes.items() if value != own[name]}
 
 
 def as_options(changes: Changes) -> str:

@@ -66,7 +66,6 @@ DOCUMENTS = 4
 
 BUILDING = "building the model"
 FIRST = "the first optimizer step"
-PASSES = "passes forward and backward"
 SAVE = "a checkpoint"
 STEP = "a step"
 
@@ -142,9 +141,9 @@ class LedgerMode(StandInMode):
             (name for name in reversed(self._segments) if name.startswith(SEGMENT)), ""
         )
         self.ledger.segment = innermost.removeprefix(SEGMENT)
-        self.tally.refreshing = any(
-            name.startswith(OPTIMIZER) and name.endswith("refresh") for name in self._segments
-        )
+        phases = [name for name in self._segments if name.startswith(OPTIMIZER)]
+        self.tally.in_optimizer = bool(phases)
+        self.tally.refreshing = any(name.endswith("refresh") for name in phases)
 
     def launch(self, name: str, read: int, written: int, *, flops: int = 0) -> None:
         self.tally.add(Work(flops))
@@ -351,7 +350,7 @@ def dry_run(
     """Run one of `world_size` ranks of a training run and return its memory, in a process that is
     used for this call alone.
 
-    `do`: which of FIRST, SAVE, PASSES and STEP to run after the model is built. `layers`: layers of
+    `do`: which of FIRST, SAVE and STEP to run after the model is built. `layers`: layers of
     every stage; None: equally many."""
     os.environ.pop("TRITON_INTERPRET", None)  # interpreted kernels would read values
     torch.set_num_threads(1)
@@ -399,8 +398,6 @@ def dry_run(
         checkpoint_bytes = (
             record(SAVE, lambda: bookkeeper.save(optimizer, staging)) if SAVE in do else 0
         )
-        if PASSES in do:
-            record(PASSES, lambda: engine.launch_gradients(batch))
         if STEP in do:
             step = partial(TrainStep(engine, optimizer, config.train.max_grad_norm), batch, 1e-3)
             record(STEP, step)

@@ -183,6 +183,10 @@ class MemoryTimeline:
     def total(self) -> np.ndarray[Any, Any]:
         return self.curves.sum(axis=0)
 
+    def of_kind(self, kind: str) -> np.ndarray[Any, Any]:
+        """Return the bytes of this kind, (times,)."""
+        return np.asarray(self.curves[KINDS.index(kind)])
+
     @property
     def peak_time(self) -> int:
         return int(self.total.argmax())

@@ -77,7 +77,7 @@ class StandInMode(TorchDispatchMode):
 
     def is_here(self, x: object) -> bool:
         """Return whether x is a tensor on the device."""
-        return isinstance(x, self.fake) and x.device.type == self.device.type
+        return isinstance(x, self.fake) and x.fake_device.type == self.device.type  # type: ignore[attr-defined]
 
     # --- what a subclass is told ------------------------------------------------------------------
 
@@ -131,6 +131,11 @@ class StandInMode(TorchDispatchMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if (
+            func is torch.ops.prim.device.default
+        ):  # half of all operations, and none of the device's
+            (x,) = args
+            return torch.device("meta") if x.fake_mode.in_kernel_invocation else x.fake_device
         kwargs, name = dict(kwargs or {}), operations.name_of(func)
         if name == "_record_function_enter_new":
             self.entered(args[0])
