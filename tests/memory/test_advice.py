@@ -157,6 +157,7 @@ def test_a_smaller_state_comes_first_where_activations_cannot_be_enough() -> Non
     advice = advised(600)
     assert changes_of(advice) == [BF16, SMALLER, BF16 | SMALLER]
     assert [setting.plan.needed for setting in advice.fitting] == [600, 600, 450]
+    assert [setting.changes for setting in advice.fitting] == [BF16, SMALLER, BF16 | SMALLER]
 
 
 def test_a_rung_builds_on_what_helped_and_not_on_what_did_not() -> None:
@@ -183,7 +184,7 @@ def test_the_ladder_has_at_most_ten_settings() -> None:
         advice = advised(1, config=deep_config("soap", **parallel))
         assert not advice.fitting
         assert len(advice.tried) <= 1 + MOST_SETTINGS
-        assert advice.lightest.plan.needed < 200
+        assert advice.lightest.plan.needed < 300
         configs = [(repr(setting.config), setting.plan.world_size) for setting in advice.tried]
         assert len(configs) == len(set(configs))
     assert advised(1).tried[-1].plan.world_size == 4

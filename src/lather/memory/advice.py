@@ -75,9 +75,16 @@ class Advice:
 
     @property
     def fitting(self) -> list[Setting]:
-        """The settings that fit, the one with the shortest step at the assumed rates first."""
-        fitting = [setting for setting in self.tried if setting.plan.needed <= self.memory]
-        return sorted(fitting, key=lambda setting: setting.seconds(self.machine))
+        """The settings that fit, the one with the shortest step at the assumed rates first; of
+        steps that are equally long to two digits, the one with the fewest changes."""
+
+        def order(setting: Setting) -> tuple[float, int, float]:
+            seconds = setting.seconds(self.machine)
+            return float(f"{seconds:.1e}"), len(setting.changes), seconds
+
+        return sorted(
+            (setting for setting in self.tried if setting.plan.needed <= self.memory), key=order
+        )
 
     @property
     def lightest(self) -> Setting:
@@ -285,9 +292,9 @@ class _Ladder:
         return [] if is_leanest else [{"optim.name": LEANEST_RULE}]
 
     def longer_pipeline(self) -> list[Changes]:
-        """Twice as many pipeline ranks, and half of the expert ranks."""
+        """Twice as many pipeline ranks, and half of the expert ranks if they are an even number."""
         pp, ep = self.best.config.parallel.pp, self.best.config.parallel.ep
-        return [{"parallel.pp": 2 * pp, "parallel.ep": ep // 2}] if ep % 2 == 0 else []
+        return [{"parallel.pp": 2 * pp, "parallel.ep": ep if ep % 2 else ep // 2}]
 
     def more_ranks(self) -> list[Changes]:
         world = 2 * self.given.world_size
