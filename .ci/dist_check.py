@@ -29,7 +29,7 @@ NEEDED = tuple(
         "page.html",
         "page.js",
         "commands/completion.bash",
-        "planning/plan_page.html",
+        "memory/plan_page.html",
         "train/report_page.html",
         "optim/rules/soap.py",
     )

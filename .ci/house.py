@@ -27,11 +27,10 @@ ROOMS = (
     "evaluation",
     "train",
     "generation",
-    "planning",
+    "memory",
     "standin",
     "checkpoint",
     "engine",
-    "memory",
     "pipeline",
     "parallel",
     "config",
@@ -58,7 +57,7 @@ FOR_ALL = (
         "page",
         "processes",
     ),
-    *("shapes", "torch_private", "version"),
+    *("shapes", "storages", "torch_private", "version"),
 )
 """Modules that serve all rooms and import none."""
 READ = ("benchmarks", "tests", ".ci", "docs", "examples")

@@ -179,10 +179,10 @@ MUTATIONS = (
         "train/test_fork.py",
     ),
     Mutation(
-        "planning: the passes of an estimate without the optimizer's state",
-        "planning/estimate.py",
-        "(passes.peak + optimizer.state, optimizer.peak",
-        "(passes.peak, optimizer.peak",
+        "memory: a rung of the advice builds on settings that saved nothing",
+        "memory/advice.py",
+        "if lightest.plan.needed <= HELPS * self.best.plan.needed:",
+        "if planned:",
         "memory/test_advice.py",
     ),
     Mutation(

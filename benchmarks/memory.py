@@ -33,6 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.check import CheckError
+from benchmarks.live_bytes import PeakBytes
 from benchmarks.measure import percentiles
 from benchmarks.memory_report import draw, print_table, summary
 from benchmarks.report import Row, RowFile, environment, gather
@@ -43,7 +44,6 @@ from lather.kernels.gather import padded_index_gather
 from lather.kernels.linear_cross_entropy import linear_cross_entropy
 from lather.kernels.route import plan_route
 from lather.kernels.swiglu import swiglu
-from lather.memory.live_bytes import PeakBytes
 from lather.memory.profile import profile_saved_tensors
 from lather.models.experts import Experts
 from lather.models.layers import MEMORY_MODES

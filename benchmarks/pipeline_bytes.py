@@ -30,8 +30,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from benchmarks.live_bytes import PeakBytes
 from benchmarks.pipeline_ranks import Contestant, OurRuntime
-from lather.memory.live_bytes import PeakBytes
 from lather.torch_private import memory_tracker
 
 

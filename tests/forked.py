@@ -35,7 +35,7 @@ IMPORTED_BEFORE = [
     "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel",
     "lather.commands.train",
-    "lather.planning.plan",
+    "lather.memory.plan",
     "lather.train.plot",
     "matplotlib.backends.backend_agg",
 ]

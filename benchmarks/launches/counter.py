@@ -31,10 +31,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.launches import operations
+from benchmarks.live_bytes import PeakBytes
 from lather.device import Read
-from lather.memory.live_bytes import PeakBytes, following_resizes
 from lather.standin.mode import StandInMode, places
 from lather.standin.operations import COPIES, TAKE_INDICES, VIEWS, flops
+from lather.storages import following_resizes
 
 OUTSIDE = "outside of Lather's ranges"
 RANGES = "lather.optim."

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lather.memory.live_bytes import tensors_in
 from lather.standin.operations import nbytes
+from lather.storages import tensors_in
 
 WITHOUT_KERNEL = frozenset(
     [

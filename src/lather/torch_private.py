@@ -2,8 +2,8 @@
 of them.
 
 `TorchDispatchMode` intercepts every operation, including those of the backward pass and on the meta
-device; `PeakBytes` counts bytes with it. Torch documents how to subclass it, but its module has an
-underscore. The alternative is each device's allocator; meta has none.
+device. Torch documents how to subclass it, but its module has an underscore. The alternative is
+each device's allocator; meta has none.
 
 `base_of` returns the tensor of which another is a view. `cross_entropy_` marks it as overwritten
 too; otherwise autograd could read the base as if it still held logits.

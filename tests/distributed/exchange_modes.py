@@ -14,7 +14,7 @@ import torch.distributed as dist
 from exchange_cases import Case, from_tables
 from torch import Tensor
 
-from lather.memory.live_bytes import PeakBytes
+from benchmarks.live_bytes import PeakBytes
 from lather.models.decoder import Block
 from lather.models.moe import Pending
 from lather.models.token_positions import SequenceLayout

@@ -12,6 +12,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from benchmarks.live_bytes import PeakBytes
 from lather.config.config import Config, LoopConfig, MoEConfig, ParallelConfig
 from lather.config.optim import optim_config
 from lather.data.batches import Batch
@@ -19,11 +20,10 @@ from lather.data.config import DataConfig
 from lather.engine.engine import build_engine
 from lather.engine.optimizer import build_optimizer
 from lather.engine.step import TrainStep
-from lather.memory.live_bytes import PeakBytes
+from lather.memory.dry_run import DOCUMENTS, refresh_at_every_step
 from lather.models.families import FAMILIES
 from lather.models.routing import Router
 from lather.parallel.mesh import Mesh
-from lather.planning.dry_run import DOCUMENTS, refresh_at_every_step
 from lather.torch_private import memory_tracker
 
 SIZES: dict[str, Any] = {

@@ -7,9 +7,9 @@ from planned_runs import counted_run, run_config
 from ranks import run_ranks
 
 from lather.config.config import Config
-from lather.planning.dry_run import BUILDING
-from lather.planning.plan import MemoryPlan, plan
-from lather.planning.workers import Assumed
+from lather.memory.dry_run import BUILDING
+from lather.memory.plan import MemoryPlan, plan
+from lather.memory.workers import Assumed
 
 MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2": (2, {"pp": 2}),

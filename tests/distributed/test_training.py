@@ -22,6 +22,7 @@ from lather.config.config import Config
 from lather.config.toml_file import config_from_mapping
 from lather.engine.engine import Engine
 from lather.files import read_rows
+from lather.memory.workers import Assumed
 from lather.optim import MatrixOptimizer
 from lather.parallel.local_parameters import LocalParameters
 from lather.parallel.mesh import Mesh
@@ -30,7 +31,6 @@ from lather.pipeline.picture import read_timeline
 from lather.pipeline.schedule import COMPUTE, Kind, dualpipev
 from lather.pipeline.segments import Segments
 from lather.pipeline.timeline import TimelineRecorder
-from lather.planning.workers import Assumed
 from lather.train import loop, memory_check
 from lather.train.loop import DivergedError, RunOutcome, train
 from tiny_model import TINY

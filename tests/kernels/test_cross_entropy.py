@@ -15,10 +15,10 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.live_bytes import PeakBytes
 from lather.kernels import backend
 from lather.kernels import cross_entropy as op
 from lather.kernels.cross_entropy import SpentLogits, cross_entropy_, reference
-from lather.memory.live_bytes import PeakBytes
 
 pytest.importorskip("triton")
 from lather.kernels.cross_entropy import triton

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from benchmarks.live_bytes import PeakBytes
 from kernels.implementations import WideProducts
 from lather.kernels import backend
 from lather.kernels import linear_cross_entropy as op
 from lather.kernels.linear_cross_entropy import linear_cross_entropy, reference
-from lather.memory.live_bytes import PeakBytes
 from lather.torch_private import TorchDispatchMode
 
 pytest.importorskip("triton")

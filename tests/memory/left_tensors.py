@@ -13,9 +13,9 @@ from planned_configs import SIZES, config_of
 
 from lather.config.config import Config
 from lather.engine.step import TrainStep
+from lather.memory.dry_run import STEP, dry_run
+from lather.memory.workers import Assumed
 from lather.models.families import FAMILIES
-from lather.planning.dry_run import STEP, dry_run
-from lather.planning.workers import Assumed
 
 
 def config_with_sinks() -> Config:

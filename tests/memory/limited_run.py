@@ -22,9 +22,9 @@ from lather.data.batches import Batch
 from lather.engine.engine import build_engine
 from lather.engine.optimizer import build_optimizer
 from lather.engine.step import TrainStep
+from lather.memory.dry_run import refresh_at_every_step
 from lather.models.families import FAMILIES
 from lather.parallel.mesh import Mesh
-from lather.planning.dry_run import refresh_at_every_step
 
 NOT_ENOUGH = 3
 

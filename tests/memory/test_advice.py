@@ -1,7 +1,8 @@
-"""Advice of `lather plan`: estimates against whole plans, the findings of a search, and the work
-that it counts as their price."""
+"""Advice of `lather plan`: the rungs of the ladder with made-up sizes, the command, and the work
+that a plan counts as the price of a setting."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -16,18 +17,22 @@ import torch
 from planned_configs import config_of
 
 from lather.cli import main
-from lather.config.config import Config, ParallelConfig
+from lather.config.config import Config
 from lather.config.toml_file import config_to_toml, load_config
 from lather.errors import ConfigError
-from lather.models.families import FAMILIES
-from lather.pipeline.partition import Partition
-from lather.pipeline.replay import bubble_of_layers
-from lather.planning import advice as advice_module
-from lather.planning.advice import Advice, advise, are_on_machines, as_options, changed
-from lather.planning.estimate import Estimate, Estimator, with_layers
-from lather.planning.plan import plan
-from lather.planning.work import MICRO_BATCHES, REST, Work, sent_bytes
-from lather.planning.workers import Assumed, worker_processes
+from lather.memory import advice as advice_module
+from lather.memory.advice import (
+    MOST_SETTINGS,
+    Advice,
+    Changes,
+    advise,
+    are_on_machines,
+    as_options,
+    changed,
+)
+from lather.memory.plan import plan
+from lather.memory.work import MICRO_BATCHES, REFRESH, REST, Work, sent_bytes
+from lather.memory.workers import Assumed
 
 LAYERS = 8
 
@@ -37,109 +42,24 @@ def deep_config(rule: str, *, layers: int = LAYERS, **parallel: int) -> Config:
     return replace(config, model=replace(config.model, num_hidden_layers=layers))
 
 
-@pytest.mark.parametrize(
-    ("mesh", "changes"),
-    [
-        pytest.param({"ep": 2}, {}, marks=pytest.mark.grid),
-        ({"ep": 2}, {"moe.memory": "recompute", "optim.name": "muon"}),
-        pytest.param({"pp": 2}, {}, marks=pytest.mark.grid),
-        pytest.param(
-            {"pp": 2}, {"moe.memory": "recompute", "optim.name": "muon"}, marks=pytest.mark.grid
-        ),
-    ],
-)
-def test_estimates_are_near_plans(mesh: dict[str, int], changes: dict[str, str]) -> None:
-    base = deep_config("soap", layers=LAYERS // 2 * mesh.get("pp", 1))
-    config = changed(replace(base, parallel=ParallelConfig(**mesh)), changes)
-    assert config is not None
-    with worker_processes() as pool:
-        (estimate,) = Estimator(base, Assumed("cpu"), pool).estimates([config], 2)
-    assert estimate is not None
-    needed = plan(config.resolved(), 2, Assumed("cpu")).needed
-    assert estimate.needed == pytest.approx(
-        needed, rel=0.15 if changes else 0.06
-    )  # another mesh's factor is rougher
-
-
-def test_with_layers_keeps_the_pattern_of_layers() -> None:
-    config = config_of("muon")
-    gpt = FAMILIES["gpt_oss"].config(
-        num_hidden_layers=24, layer_types=("full_attention", "sliding_attention") * 12
-    )
-    assert (
-        with_layers(replace(config, model=gpt), 4).model.layer_types
-        == ("full_attention", "sliding_attention") * 2
-    )  # type: ignore[attr-defined]
-    dense = FAMILIES["deepseek_v2"].config(num_hidden_layers=9, first_k_dense_replace=3)
-    assert with_layers(replace(config, model=dense), 2).model.first_k_dense_replace == 1  # type: ignore[attr-defined]
-
-
-# --- the search -----------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def needed() -> int:
-    """Count the bytes that one of two ranks needs without changes."""
-    return plan(deep_config("soap").resolved(), 2, Assumed("cpu")).needed
-
-
-@pytest.fixture(scope="module")
-def advice(needed: int) -> Advice:
-    return advise(deep_config("soap"), 2, Assumed("cpu", memory=int(0.7 * needed)))
-
-
-@pytest.mark.grid
-def test_all_that_is_advised_fits_by_its_plan(advice: Advice, needed: int) -> None:
-    assert advice.settings
-    assert all(found.needed <= 0.7 * needed for _, found in advice.settings)
-    assert all(setting.changes for setting, _ in advice.settings)
-    seconds = [setting.seconds for setting, _ in advice.settings]
-    assert seconds == sorted(seconds)
-    assert advice.least_flops <= min(setting.estimate.work.flops for setting, _ in advice.settings)
-
-
-@pytest.mark.grid
-def test_what_is_advised_is_a_configuration(advice: Advice, tmp_path: Path) -> None:
-    setting, found = advice.settings[0]
-    file = tmp_path / "advised.toml"
-    file.write_text(config_to_toml(setting.config), "utf-8")
-    assert plan(load_config(file).resolved(), 2, Assumed("cpu")).needed == found.needed
-
-
-@pytest.mark.grid
-def test_nothing_fits(needed: int) -> None:
-    config = deep_config("muon")
-    advice = advise(config, 2, Assumed("cpu", memory=needed // 50))
-    assert not advice.settings
-    assert advice.lightest.estimate.needed > needed // 50
+# --- the command ----------------------------------------------------------------------------------
 
 
 @pytest.mark.grid
 def test_command_prints_a_table_and_writes_the_first(
-    needed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file, out = tmp_path / "run.toml", tmp_path / "advised.toml"
     file.write_text(config_to_toml(deep_config("soap")), "utf-8")
-    status = main(
-        [
-            "plan",
-            str(file),
-            "--world",
-            "2",
-            "--device",
-            "cpu",
-            "--memory",
-            f"{0.7 * needed / 1024:.0f}KiB",
-            "--write",
-            str(out),
-        ]
-    )
+    memory = int(0.8 * plan(deep_config("soap").resolved(), 2, Assumed("cpu")).needed)
+    options = ["--world", "2", "--device", "cpu", "--memory", f"{memory}B", "--write", str(out)]
+    status = main(["plan", str(file), *options])
     printed = capsys.readouterr().out
     assert status == 1
     assert "does not fit" in printed
     assert "settings that fit" in printed
     assert f"written: {out}" in printed
-    assert plan(load_config(out).resolved(), 2, Assumed("cpu")).needed <= 0.7 * needed
+    assert plan(load_config(out).resolved(), 2, Assumed("cpu")).needed <= memory
 
 
 @pytest.mark.parametrize("option", [["--write", "x.toml"], ["--advice", "always"]])
@@ -152,150 +72,145 @@ def test_options_that_need_memory(
     assert "needs --memory" in capsys.readouterr().err
 
 
-# --- the search with made-up sizes ----------------------------------------------------------------
+# --- the ladder with made-up sizes ----------------------------------------------------------------
 
-STATES = {"soap": 60, "stacked_soap": 60, "soap_muon": 60, "muon": 20}
+STATES = {"soap": 600, "soap_muon": 400, "muon": 100}
 
 
 class MadeUp:
-    """Stands for `Estimator`: it computes bytes from a configuration, without dry runs."""
+    """Stands for a plan: bytes computed from a configuration, without dry runs."""
 
-    failures = ("no dry run",)
+    assumed = Assumed("cpu")
 
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        """Take the arguments that an estimator takes."""
-
-    def estimates(self, configs: list[Config], world_size: int) -> list[Estimate]:
-        return [
-            Estimate(np.array([size_of(config, world_size)], float), 0.0, work_of(config))
-            for config in configs
-        ]
-
-
-def size_of(config: Config, world_size: int) -> int:
-    state = STATES[config.optim.name] // (
-        2 if getattr(config.optim, "sides", "") == "smaller" else 1
-    )
-    return (
-        state + 30 - 10 * len(config.train.recompute)
-    ) * 2 // world_size + 5 * config.parallel.pp
-
-
-def work_of(config: Config) -> Work:
-    return Work(flops=1e15 * (1 + len(config.train.recompute)))
-
-
-def advised(memory: int, off: int = 0, saved: int = 0, *, only_early: bool = False) -> Advice:
-    """Advise two ranks with two-sided SOAP. Whole plans need `off` bytes more than estimates, and
-    `saved` less with layers partitioned by memory. If `only_early`, plans are too large for all but
-    pipelines whose weight gradients come early."""
-
-    def planned(
-        config: Config, world_size: int, assumed: Assumed, partition: Partition | None
-    ) -> SimpleNamespace:
-        assert (partition is not None) == (config.parallel.partition == "memory")
-        needed = size_of(config, world_size) + off - (0 if partition is None else saved)
-        too_large = only_early and not config.parallel.early_weight_gradients
-        return SimpleNamespace(
-            needed=needed + 1000 * too_large, peaks_where_weight_gradients_wait=too_large
+    def __init__(self, config: Config, world_size: int, activations: int = 200) -> None:
+        self.config, self.world_size = config, world_size
+        train, optim = config.train, config.optim
+        state = STATES[optim.name]
+        state //= 2 if getattr(optim, "sides", "") == "smaller" else 1
+        state //= 2 if getattr(optim, "state_dtype", None) == "bfloat16" else 1
+        self.activations = activations
+        self.activations //= 2 if train.recompute else 1
+        self.activations //= 2 if config.moe.memory == "recompute" else 1
+        rest = 90 if config.parallel.partition == "memory" else 100
+        self.needed = (rest + state + self.activations) * 2 // world_size
+        step = SimpleNamespace(
+            total=np.array([self.needed]), of_kind=lambda kind: np.array([self.activations])
         )
+        self.ranks = [SimpleNamespace(steps={"a step": step})]
 
-    def partitioned(config: Config, world_size: int, assumed: Assumed) -> Partition:
-        if saved < 0:
-            raise ConfigError("cannot be partitioned")
-        size = size_of(config, world_size)
-        return Partition((1, 2, 2, 3), size - saved, size)
+    @property
+    def peaks_where_weight_gradients_wait(self) -> bool:
+        return not self.config.parallel.early_weight_gradients
+
+    @property
+    def work(self) -> Work:
+        pipeline = 1e9 * (self.config.parallel.pp - 1)
+        return Work(flops=1e12, parameters=1e9 / self.config.parallel.pp, pipeline=pipeline)
+
+    def bubble(self) -> float:
+        return 0.1 if self.config.parallel.pp > 1 else 0.0
+
+
+def advised(
+    memory: int,
+    *,
+    config: Config | None = None,
+    activations: int = 200,
+    machine: int = 8,
+    refused: Callable[[Config], bool] = lambda config: False,
+    say: Callable[[str], None] = lambda what: None,
+) -> Advice:
+    """Advise two ranks with two-sided SOAP that share experts, which need 900 bytes."""
+    config = config or deep_config("soap", ep=2)
+
+    def planned(config: Config, world: int, assumed: Assumed, *, pool: object) -> MadeUp:
+        if refused(config):
+            raise ConfigError("cannot run")
+        return MadeUp(config, world, activations)
 
     with (
-        patch.object(advice_module, "Estimator", MadeUp),
         patch.object(advice_module, "plan", planned),
-        patch.object(advice_module, "memory_partition", partitioned),
-        patch.object(advice_module._Search, "has_room", lambda search, parts: True),
+        patch.object(advice_module, "worker_processes", nullcontext),
     ):
-        return advise(deep_config("soap"), 2, Assumed("cpu", memory=memory))
+        given: Any = MadeUp(config, 2, activations)
+        return advise(config, given, memory, machine=machine, say=say)
 
 
-def test_meshes_come_first_and_what_fits_as_it_is_stays() -> None:
-    found = advised(95 + 5)
-    assert found.settings[0][0].changes == {}
-    assert all(
-        set(setting.changes) <= {"parallel.pp", "parallel.ep"} for setting, _ in found.settings
-    )
+ATTENTION: Changes = {"train.micro_batch_size": 1, "train.recompute": ("attention",)}
+EXPERTS: Changes = {**ATTENTION, "moe.memory": "recompute"}
+BF16: Changes = {"optim.state_dtype": "bfloat16"}
+SMALLER: Changes = {"optim.sides": "smaller"}
 
 
-def test_less_is_kept_before_the_rule_changes() -> None:
-    found = advised(90)
-    assert found.settings
-    assert all(setting.config.optim.name == "soap" for setting, _ in found.settings)
-    assert all(setting.config.train.recompute for setting, _ in found.settings)
-    flops = [setting.estimate.work.flops for setting, _ in found.settings]
-    assert flops == sorted(flops)
+def changes_of(advice: Advice) -> list[Changes]:
+    return [setting.changes for setting in advice.tried[1:]]
 
 
-def test_layers_are_partitioned_by_memory_where_a_pipeline_nearly_fits() -> None:
-    """A pipeline needs 100 bytes, 95 with layers partitioned by memory; 91 are there."""
-    found = advised(91, saved=10)
-    (partitioned,) = [setting for setting, _ in found.settings if setting.partition is not None]
-    assert partitioned.changes == {"parallel.pp": 2, "parallel.partition": "memory"}
-    assert partitioned.estimate.needed == pytest.approx(90)
-    assert partitioned.bubble == bubble_of_layers((1, 2, 2, 3), 16)
-    assert not any(setting.partition for setting, _ in advised(91, saved=0).settings)
-    assert not any(
-        setting.partition for setting, _ in advised(80, saved=10).settings
-    )  # the search does not hope for 20 % less
+def test_activations_come_first_where_they_can_be_enough() -> None:
+    advice = advised(810)
+    assert changes_of(advice) == [ATTENTION, EXPERTS]
+    assert [setting.plan.needed for setting in advice.fitting] == [800, 750]
 
 
-def test_weight_gradients_come_early_where_a_whole_plan_needs_it() -> None:
-    """An estimate does not see what waits for weight gradients: if that makes a pipeline's plan too
-    large, the pipeline is planned once more."""
-    early = [setting for setting, _ in advised(90, only_early=True).settings]
-    assert early
-    assert all(setting.changes["parallel.schedule_memory"] == "least" for setting in early)
-    assert all(setting.bubble > bubble_of_layers((LAYERS // 4,) * 4, 16) for setting in early)
-    assert not any(
-        setting.config.parallel.early_weight_gradients for setting, _ in advised(90).settings
-    )
+def test_a_smaller_state_comes_first_where_activations_cannot_be_enough() -> None:
+    """Activations are 200 of the 900 bytes, and 600 are there."""
+    advice = advised(600)
+    assert changes_of(advice) == [BF16, SMALLER, BF16 | SMALLER]
+    assert [setting.plan.needed for setting in advice.fitting] == [600, 600, 450]
+    assert [setting.changes for setting in advice.fitting] == [BF16, SMALLER, BF16 | SMALLER]
 
 
-def test_a_search_goes_on_where_layers_cannot_be_partitioned() -> None:
-    assert advised(91, saved=-1).settings
+def test_a_rung_builds_on_what_helped_and_not_on_what_did_not() -> None:
+    both = BF16 | SMALLER
+    advice = advised(310, activations=100)
+    assert changes_of(advice)[3:] == [both | ATTENTION, both | EXPERTS]
+    assert [setting.changes for setting in advice.fitting] == [both | ATTENTION, both | EXPERTS]
+    advice = advised(220, activations=0)
+    rows = {**both, "optim.ownership": "replicated"}
+    assert changes_of(advice)[5:] == [rows, {"optim.name": "muon"}]
+    assert [setting.plan.needed for setting in advice.fitting] == [200]
 
 
-def test_then_the_state_and_at_last_the_rule() -> None:
-    sided = advised(50)
-    assert {setting.config.optim.name for setting, _ in sided.settings} == {"soap"}
-    assert all(setting.changes["optim.sides"] == "smaller" for setting, _ in sided.settings)
-    assert {setting.config.optim.name for setting, _ in advised(30).settings} == {"muon"}
+def test_a_pipeline_has_rungs_of_its_own() -> None:
+    advice = advised(270, config=deep_config("soap", pp=2), activations=100, machine=1)
+    below = BF16 | SMALLER | EXPERTS
+    early, by_memory = {"parallel.schedule_memory": "least"}, {"parallel.partition": "memory"}
+    assert changes_of(advice)[5:] == [below | early, below | by_memory]
+    assert [setting.changes for setting in advice.fitting] == [below | by_memory]
 
 
-def test_owners_share_a_state_where_parameters_are_sharded_and_a_rank_may_have_all_experts() -> (
-    None
-):
-    def lighter(**parallel: int) -> tuple[set[str], set[str]]:
-        config = deep_config("soap", **parallel)
-        search = advice_module._Search(
-            config, 2, 100, Assumed("cpu", 1.0, None), 8, MadeUp(), print
-        )  # type: ignore[arg-type]
-        states, rules = search.shared_states(), search.lighter_rules()
-        return {name for one in states for name in one}, {one["optim.name"] for one in rules}
-
-    states = {"optim.sides", "optim.state_dtype", "optim.ownership"}
-    assert lighter() == (states, {"stacked_soap", "soap_muon", "muon"})
-    assert lighter(pp=2) == (set(), {"stacked_soap", "soap_muon", "muon"})
-    assert lighter(replicas=2)[0] == set()
-    assert lighter(ep=2)[1] == {"soap_muon", "muon"}
+def test_the_ladder_has_at_most_ten_settings() -> None:
+    for parallel in ({"pp": 2}, {"ep": 2}, {}):
+        advice = advised(1, config=deep_config("soap", **parallel))
+        assert not advice.fitting
+        assert len(advice.tried) <= 1 + MOST_SETTINGS
+        assert advice.lightest.plan.needed < 300
+        configs = [(repr(setting.config), setting.plan.world_size) for setting in advice.tried]
+        assert len(configs) == len(set(configs))
+    assert advised(1).tried[-1].plan.world_size == 4
 
 
-def test_what_a_whole_plan_refuses_is_not_advised() -> None:
-    assert not advised(90, off=1000).settings
+def test_a_run_that_fits_is_compared_with_other_meshes_alone() -> None:
+    advice = advised(1000)
+    assert changes_of(advice) == [{"parallel.pp": 2, "parallel.ep": 1}]
+    assert advice.fitting[0].changes == {}
 
 
-def test_where_nothing_fits_the_world_that_would_is_named() -> None:
-    found = advised(24)
-    assert not found.settings
-    assert found.lightest.config.optim.name == "muon"
-    assert found.lightest.config.train.recompute == ("attention", "experts", "shared_experts")
-    assert found.world_that_fits == 4  # 20 / 2 for each rank, and 5 for the pipeline rank
+def test_a_pipeline_on_one_machine_is_not_worth_it() -> None:
+    pipeline = deep_config("soap", pp=2)
+    without = advised(1000, config=pipeline).without_pipeline
+    assert without is not None
+    assert without.changes == {"parallel.pp": 1, "parallel.ep": 2}
+    assert advised(1000, config=pipeline, machine=1).without_pipeline is None
+    assert advised(1000).without_pipeline is None
+    assert advised(800, config=pipeline).without_pipeline is None  # does not fit
+
+
+def test_a_setting_that_cannot_be_planned_is_told_and_left_out() -> None:
+    said: list[str] = []
+    advice = advised(810, refused=lambda config: config.moe.memory == "recompute", say=said.append)
+    assert changes_of(advice) == [ATTENTION]
+    assert any(line.endswith("cannot be planned: cannot run") for line in said)
 
 
 # --- machines ---------------------------------------------------------------------------------
@@ -316,67 +231,26 @@ def test_expert_groups_lie_on_machines(machine: int) -> None:
                 assert are_on_machines(ep, world, machine) == laid_out, (world, pp, ep)
 
 
-def search_of(
-    config: Config,
-    world: int,
-    machine: int,
-    say: Callable[[str], None],
-) -> advice_module._Search:
-    estimator: Any = MadeUp()
-    return advice_module._Search(config, world, 2**60, Assumed("cpu"), machine, estimator, say)
-
-
-def meshes_of(world: int, machine: int, **own: int) -> tuple[set[tuple[int, int]], list[str]]:
-    """Return (pp, ep) of every mesh that a search tries, and what it says."""
-    config = deep_config("muon", layers=2 * world)
-    model: Any = replace(config.model, num_experts=840)  # type: ignore[call-arg]
-    train = replace(config.train, batch_size=2 * world**2)
-    config = replace(config, model=model, train=train, parallel=ParallelConfig(**own))
-    said: list[str] = []
-    search = search_of(config, world, machine, said.append)
-    found = [(mesh["parallel.pp"], mesh["parallel.ep"]) for mesh in search.meshes()]
-    assert len(found) == len(set(found))
-    return set(found), said
-
-
 @pytest.mark.parametrize("machine", [1, 2, 3, 4, 5, 6, 8, 16])
-def test_meshes_are_all_those_whose_expert_groups_lie_on_machines(machine: int) -> None:
-    for world in (1, 2, 3, 4, 6, 8, 10, 12, 14, 16, 20):
-        sizes = range(1, world + 1)
-        meshes, said = meshes_of(world, machine)
-        assert meshes == {
-            (pp, ep)
-            for pp, ep in product(sizes, sizes)
-            if world % (pp * ep) == 0
-            if 840 % ep == 0
-            if groups_on_machines(world, pp, ep, machine)
-        }
-        assert not said
-
-
-def test_a_configured_mesh_whose_expert_groups_lie_on_two_machines_is_left_out_and_told() -> None:
-    """On machines of 4, ranks 3, 4 and 5 of the 12 would share experts."""
-    meshes, said = meshes_of(12, 4, pp=2, ep=3)
-    assert {ep for _, ep in meshes} == {1, 2, 4}
-    assert len(said) == 1
-    assert said[0].startswith("--parallel.ep 3 is left out")
-    assert (2, 3) in meshes_of(12, 12, pp=2, ep=3)[0]
-
-
-def test_a_larger_world_fits_only_with_expert_groups_on_machines() -> None:
-    def world(machine: int) -> int | None:
-        config = deep_config("muon", ep=2)
-        search = search_of(config, 2, machine, print)
-        search.memory = 15
-        with patch.object(MadeUp, "estimates", estimates):
-            search.try_all("meshes", [{}])
-            return search.world_that_fits(search.tried[0])
-
-    def estimates(made_up: MadeUp, configs: list[Config], size: int) -> list[Estimate]:
-        return [Estimate(np.array([100 / size], float), 0.0, Work(flops=1.0)) for _ in configs]
-
-    assert world(machine=4) == 8
-    assert world(machine=3) is None  # ranks 2 and 3 would be on two machines
+def test_advised_meshes_have_their_expert_groups_on_machines(machine: int) -> None:
+    config = deep_config("muon", layers=40)
+    model: Any = replace(config.model, num_experts=840)  # type: ignore[call-arg]
+    for world in (2, 3, 4, 6, 8, 10, 12, 14, 16, 20):
+        given: Any = MadeUp(config, world)
+        ladder = advice_module._Ladder(
+            replace(config, model=model),
+            given,
+            1,
+            machine,
+            print,
+            None,  # type: ignore[arg-type]
+        )
+        meshes = [(mesh["parallel.pp"], mesh["parallel.ep"]) for mesh in ladder.meshes()]
+        assert meshes
+        for pp, ep in meshes:
+            assert world % (pp * ep) == 0
+            assert 840 % ep == 0
+            assert groups_on_machines(world, pp, ep, machine)
 
 
 # --- changes --------------------------------------------------------------------------------------
@@ -414,7 +288,7 @@ def test_bytes_that_experts_exchange() -> None:
     least, most = (
         4 * rows * model.hidden_size * 4 * model.num_hidden_layers for rows in (tokens, 2 * pairs)
     )
-    assert least <= run.work[MICRO_BATCHES].exchanged <= most
+    assert least <= run.work[MICRO_BATCHES].experts <= most
 
 
 def test_bytes_sent_by_operation() -> None:
@@ -461,4 +335,21 @@ def test_work_grows_with_micro_batches() -> None:
         * model.num_hidden_layers
     )
     assert one[MICRO_BATCHES].flops > experts
-    assert all(work.exchanged == 0 for work in one.values())
+    assert all(work.sent == 0 for work in one.values())
+
+
+def test_bytes_are_told_apart_by_what_they_are_for() -> None:
+    """A rank of two pipeline and two data ranks sends activations and gradients of both of its
+    stages, gathers and reduces the halves of its parameters, and gives gradients to owners."""
+    config = config_of("muon", parallel={"pp": 2}, batch_size=16)
+    found = plan(config.resolved(), 4, Assumed("cpu"))
+    run, model = found.ranks[0], config.model
+    assert run.work.keys() <= {MICRO_BATCHES, REFRESH, REST}
+    tokens = 16 // 2 * config.train.sequence_length
+    assert run.work[MICRO_BATCHES].pipeline == 2 * tokens * model.hidden_size * 4
+    assert run.work[MICRO_BATCHES].experts == 0
+    assert run.work[MICRO_BATCHES].parameters == 0
+    parameters = run.steps["a step"].at(0)["parameters"]
+    assert run.work[REST].parameters == pytest.approx(2 * parameters, rel=0.05)
+    assert 0 < run.work[REST].optimizer <= 2 * parameters
+    assert found.work.sent == pytest.approx(sum(work.sent for work in run.work.values()))

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from limited_run import NOT_ENOUGH, limited_config
 
-from lather.planning.plan import plan
-from lather.planning.workers import Assumed
+from lather.memory.plan import plan
+from lather.memory.workers import Assumed
 
 HERE = Path(__file__).parent
 ENVIRONMENT = {

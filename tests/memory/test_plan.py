@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from benchmarks import plans
 from lather.cli import main
 from lather.config.config import CheckpointConfig
+from lather.memory.dry_run import BUILDING, FIRST, Load, RankRun, dry_run, shortened
+from lather.memory.ledger import KINDS, Ledger
+from lather.memory.plan import MemoryPlan, plan
+from lather.memory.workers import Assumed, worker_processes
 from lather.models.families import FAMILIES, build_model
-from lather.planning.dry_run import BUILDING, FIRST, Load, RankRun, dry_run, shortened
-from lather.planning.ledger import KINDS, Ledger
-from lather.planning.plan import MemoryPlan, plan
-from lather.planning.workers import Assumed, worker_processes
 
 OUTER = ("embed_tokens", "lm_head")
 ROOT = Path(__file__).parents[2]

@@ -15,13 +15,10 @@ from matplotlib.patches import Rectangle
 from planned_configs import config_of
 
 from lather.errors import UserError
-from lather.pipeline import picture
-from lather.pipeline.partition import Partition
-from lather.pipeline.schedule import Kind
-from lather.planning.dry_run import RankRun
-from lather.planning.ledger import KINDS, Mark, MemoryTimeline
-from lather.planning.plan import MemoryPlan
-from lather.planning.plan_picture import (
+from lather.memory.dry_run import RankRun
+from lather.memory.ledger import KINDS, Mark, MemoryTimeline
+from lather.memory.plan import MemoryPlan
+from lather.memory.plan_picture import (
     Doing,
     doings,
     draw,
@@ -30,7 +27,10 @@ from lather.planning.plan_picture import (
     page_data,
     write_page,
 )
-from lather.planning.workers import Assumed
+from lather.memory.workers import Assumed
+from lather.pipeline import picture
+from lather.pipeline.partition import Partition
+from lather.pipeline.schedule import Kind
 
 MIB = 2**20
 FORWARD, BACKWARD = picture.COLORS[Kind.FORWARD], picture.COLORS[Kind.BACKWARD]

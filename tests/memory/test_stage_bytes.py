@@ -14,20 +14,20 @@ from planned_configs import SIZES, config_of
 from lather.config.config import Config
 from lather.errors import ConfigError
 from lather.memory.block_samples import block_kinds
-from lather.models.families import FAMILIES, build_model
-from lather.pipeline.partition import uniform
-from lather.planning.dry_run import BUILDING, RankRun
-from lather.planning.ledger import KINDS, Mark, MemoryTimeline
-from lather.planning.plan import MemoryPlan, plan
-from lather.planning.plan_report import describe_partition, to_json
-from lather.planning.stage_bytes import (
+from lather.memory.dry_run import BUILDING, RankRun
+from lather.memory.ledger import KINDS, Mark, MemoryTimeline
+from lather.memory.plan import MemoryPlan, plan
+from lather.memory.plan_report import describe_partition, to_json
+from lather.memory.stage_bytes import (
     _rank_peaks,
     _Sample,
     _samples,
     memory_partition,
     phase_peaks,
 )
-from lather.planning.workers import Assumed
+from lather.memory.workers import Assumed
+from lather.models.families import FAMILIES, build_model
+from lather.pipeline.partition import uniform
 
 LAYERS = 6
 

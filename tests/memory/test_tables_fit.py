@@ -3,7 +3,6 @@ every word and number is there, whole."""
 
 from __future__ import annotations
 
-import functools
 import io
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -14,15 +13,11 @@ from planned_configs import config_of
 from rich.console import Console
 
 from lather.console import LONG_WORD, WIDE
-from lather.memory import profile_report, rank_peaks
-from lather.memory.chunk_bytes import ChunkBytes, ModelChunks
+from lather.memory import plan_report, profile_report
+from lather.memory.plan import MemoryPlan, plan
 from lather.memory.profile import SEGMENTS, SavedStorage, SavedTensors
-from lather.memory.rank_peaks import rank_bytes
-from lather.pipeline.partition import stages_of, uniform
-from lather.pipeline.schedule import dualpipev
-from lather.planning import plan_report
-from lather.planning.plan import MemoryPlan, plan
-from lather.planning.workers import Assumed
+from lather.memory.work import Work
+from lather.memory.workers import Assumed
 
 MIB, GIB = 2**20, 2**30
 
@@ -55,8 +50,8 @@ def profile(scale: float = 1.0) -> SavedTensors:
 
 
 def advice() -> Any:
-    """Settings with many changes, as a search makes them."""
-    work = SimpleNamespace(flops=3e15, exchanged=123_456 * GIB, sent=1234 * GIB)
+    """Settings with many changes, as a ladder makes them."""
+    sizes = [123_456 * GIB, 1234 * GIB, 567 * GIB, 89 * GIB]
     changes = {
         **{
             "parallel.pp": "16",
@@ -66,21 +61,12 @@ def advice() -> Any:
         },
         **{"train.recompute": "attention experts shared_experts", "optim.state_dtype": "bfloat16"},
     }
-    setting = SimpleNamespace(changes=changes, estimate=SimpleNamespace(work=work), bubble=0.1234)
+    planned = SimpleNamespace(needed=79 * GIB, work=Work(3e15, *sizes), bubble=lambda: 0.1234)
+    setting = SimpleNamespace(changes=changes, plan=planned)
+    settings = [setting] * 3
     return SimpleNamespace(
-        settings=[(setting, SimpleNamespace(needed=79 * GIB))] * 3,
-        number_tried=123,
-        least_flops=2e15,
+        memory=80 * GIB, fitting=settings, tried=settings, without_pipeline=setting
     )
-
-
-@functools.cache
-def levers() -> dict[str, Any]:
-    chunks = ModelChunks(
-        (ChunkBytes(1234 * MIB, 2345 * MIB),) * 64, ChunkBytes(MIB // 2), MIB // 4, MIB // 4
-    )
-    found = rank_bytes(dualpipev(8, 16), chunks, stages_of(uniform(64, 16)))
-    return {"saved": found, "saved, everything recomputed, and more words": found}
 
 
 def profiles() -> dict[str, SavedTensors]:
@@ -90,14 +76,12 @@ def profiles() -> dict[str, SavedTensors]:
 Show = Callable[[Console, MemoryPlan], None]
 SHOWN: dict[str, Show] = {
     "plan": lambda console, planned: plan_report.show(planned, 80 * GIB, console),
-    "advice": lambda console, _: plan_report.show_advice(advice(), 80 * GIB, console),
+    "advice": lambda console, _: plan_report.show_advice(advice(), console),
     "tensors": lambda console, _: profile_report.print_tensors(profile(), console),
     "totals": lambda console, _: profile_report.print_totals(profile(), console),
     "comparison": lambda console, _: profile_report.print_comparison(
         profiles(), "reference", console
     ),
-    "ranks": lambda console, _: rank_peaks.print_ranks(levers()["saved"], console),
-    "levers": lambda console, _: rank_peaks.print_levers(levers(), console),
 }
 
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from lather.memory.live_bytes import PeakBytes
+from benchmarks.live_bytes import PeakBytes
 from lather.models import fused_attention
 from lather.models.decoder import Block
 from lather.models.fused_attention import Case, Form, attend_in, choose

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from lather.memory.live_bytes import PeakBytes
+from benchmarks.live_bytes import PeakBytes
 from lather.models.decoder import Decoder
 from lather.models.families import ModelConfig, build_model
 from lather.models.gpt_oss import GptOssConfig

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from lather.memory.live_bytes import PeakBytes
+from benchmarks.live_bytes import PeakBytes
 from lather.models.decoder import Attended, Block
 from lather.models.layers import Linear, RMSNorm
 from lather.models.saving.recomputed import Remaking

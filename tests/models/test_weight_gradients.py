@@ -14,8 +14,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.live_bytes import PeakBytes
 from lather.kernels.linear_cross_entropy import linear_cross_entropy
-from lather.memory.live_bytes import PeakBytes
 from lather.models.decoder import Block, Decoder
 from lather.models.experts import Experts
 from lather.models.layers import GatedMLP, Linear, project

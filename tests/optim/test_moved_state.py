@@ -31,7 +31,7 @@ from optim_helpers import (
 )
 from torch import Tensor
 
-from lather.memory.live_bytes import PeakBytes
+from benchmarks.live_bytes import PeakBytes
 from lather.optim import SOAP, AdamW, MatrixOptimizer, Muon
 from lather.optim.engine import buckets
 

@@ -13,11 +13,7 @@ from planned_runs import run_config
 from torch import Tensor
 
 from lather.engine.engine import build_engine
-from lather.parallel.mesh import Mesh
-from lather.pipeline.executor import StepOutput
-from lather.pipeline.schedule import Schedule
-from lather.pipeline.segments import MicroBatch
-from lather.planning.dry_run import (
+from lather.memory.dry_run import (
     Bookkeeper,
     LedgerMode,
     Load,
@@ -25,8 +21,12 @@ from lather.planning.dry_run import (
     batch_of,
     shortened,
 )
-from lather.planning.ledger import Ledger
-from lather.planning.work import WorkTally
+from lather.memory.ledger import Ledger
+from lather.memory.work import WorkTally
+from lather.parallel.mesh import Mesh
+from lather.pipeline.executor import StepOutput
+from lather.pipeline.schedule import Schedule
+from lather.pipeline.segments import MicroBatch
 from lather.standin.device import standin
 
 TRANSFERS = ("send", "recv_")

@@ -18,7 +18,7 @@ from engines import VOCABULARY, Case, Pair, make_pair
 from ranks import run_ranks
 from torch import Tensor
 
-from lather.memory.live_bytes import PeakBytes
+from benchmarks.live_bytes import PeakBytes
 from lather.pipeline import executor as executor_module
 from lather.pipeline.executor import Executor, Recorder
 from lather.pipeline.schedule import Action, Kind

@@ -23,7 +23,7 @@ from ranks import run_ranks
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from lather.memory.live_bytes import PeakBytes
+from benchmarks.live_bytes import PeakBytes
 from lather.models.decoder import Block
 from lather.models.moe import MoE, Pending
 from lather.models.saving.recomputed import Remaking

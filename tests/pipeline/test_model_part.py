@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lather.memory.live_bytes import PeakBytes
+from benchmarks.live_bytes import PeakBytes
 from lather.models.decoder import Decoder
 from lather.models.families import ModelConfig, build_model
 from lather.models.lora import LoraConfig

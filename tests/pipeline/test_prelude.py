@@ -11,9 +11,9 @@ from engines import Case, Pair, make_pair
 from ranks import run_ranks
 from torch import Tensor
 
+from lather.memory.workers import worker_processes
 from lather.pipeline.prelude import actions
 from lather.pipeline.schedule import Kind, dualpipev
-from lather.planning.workers import worker_processes
 from pipeline.first_launches import first_launches
 
 EXPERTS = {"parallel": {"pp": 2, "ep": 2}}

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lather.memory.live_bytes import PeakBytes
+from benchmarks.live_bytes import PeakBytes
 from lather.pipeline.tape import Cut, Frees, Outputs, poison_
 
 SIZE = 63

@@ -17,11 +17,11 @@ from lather.config.toml_file import config_to_toml
 from lather.console import command_console
 from lather.errors import UserError, require
 from lather.files import whole_file
-from lather.planning import plan_report
-from lather.planning.advice import advise, as_options
-from lather.planning.plan import plan
-from lather.planning.plan_picture import draw, write_page
-from lather.planning.workers import Assumed
+from lather.memory import plan_report
+from lather.memory.advice import advise, as_options
+from lather.memory.plan import MemoryPlan, plan
+from lather.memory.plan_picture import draw, write_page
+from lather.memory.workers import Assumed
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,9 @@ class PlanArguments:
     json: Path | None = None
     """JSON file to write all numbers to."""
     advice: Literal["auto", "always", "never"] = "auto"
-    """Search for settings that fit in --memory among meshes, recomputation, smaller optimizer
-    states and rules, which takes minutes; auto: if the run does not fit."""
+    """Plan at most ten other settings until one fits in --memory: fewer activations, a smaller
+    optimizer state, another mesh or rule. auto: if the run does not fit; always: if it fits, other
+    meshes."""
     machine: int = 8
     """Devices per machine; in the advice, the ranks that share the experts of a layer are on one
     machine, and pipelines may go from machine to machine."""
@@ -94,24 +95,23 @@ def plan_command(arguments: list[str]) -> int:
     plan_report.show(found, memory, console)
     fits = memory is None or found.needed <= memory
     if memory is not None and (parsed.advice == "always" or (parsed.advice == "auto" and not fits)):
-        _advise(parsed, assumed, memory, console)
+        _advise(parsed, found, memory, console)
     return int(not fits)
 
 
-def _advise(parsed: PlanArguments, assumed: Assumed, memory: int, console: Console) -> None:
-    """Search for settings that fit and print them; write the configuration of the first one if
-    asked to."""
+def _advise(parsed: PlanArguments, given: MemoryPlan, memory: int, console: Console) -> None:
+    """Plan settings until one fits, and print those that do; write the configuration of the first
+    one if asked to."""
 
     def say(what: str) -> None:
         console.print(what, style="dim", highlight=False)
 
-    found = advise(parsed.config, parsed.world, assumed, machine=parsed.machine, say=say)
-    plan_report.show_advice(found, memory, console)
-    if parsed.write and found.settings:
-        best = found.settings[0][0]
-        comment = (
-            f"# lather plan: for {parsed.world} ranks, {as_options(best.changes) or 'as it was'}\n"
-        )
+    advice = advise(parsed.config, given, memory, machine=parsed.machine, say=say)
+    plan_report.show_advice(advice, console)
+    if parsed.write and advice.fitting:
+        best = advice.fitting[0]
+        world, changes = best.plan.world_size, as_options(best.changes) or "as it was"
         with whole_file(parsed.write, "--write") as aside:
+            comment = f"# lather plan: for {world} ranks, {changes}\n"
             aside.write_text(comment + config_to_toml(best.config), "utf-8")
         console.print(f"written: {parsed.write}", highlight=False)

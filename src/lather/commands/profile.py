@@ -1,5 +1,4 @@
-"""`lather profile CONFIG`: lists the activations that each layer of a model keeps for backward, and
-on a mesh the bytes of each pipeline rank.
+"""`lather profile CONFIG`: lists the activations that each layer of a model keeps for backward.
 
 The micro-batch consists of random tokens: no data is read, and no rank is started. With
 `data.packed_attention` each sequence holds four documents of equal length.
@@ -21,30 +20,19 @@ import lather
 from lather.commands.with_config import parse_with_config
 from lather.config.config import Config, check_parallel
 from lather.console import command_console
-from lather.engine.engine import build_model, document_boundaries, schedule_for
+from lather.engine.engine import build_model, document_boundaries
 from lather.engine.step import pick_device
 from lather.errors import UserError
 from lather.files import write_numbers
 from lather.memory import profile_report as report
-from lather.memory import rank_peaks as ranks
 from lather.memory.block_samples import SampledBlocks, keep_two_of_each, materialize
-from lather.memory.chunk_bytes import ChunkMeter, MemoryLevers, layer_places
+from lather.memory.dry_run import DOCUMENTS, batch_of
 from lather.memory.profile import SavedTensors, profile_saved_tensors
-from lather.memory.rank_peaks import RankBytes, rank_bytes
 from lather.models.decoder import Decoder, DecoderOutput
 from lather.models.layers import MEMORY_MODES
-from lather.models.token_positions import SequenceLayout
-from lather.pipeline.partition import stages_of, uniform
-from lather.pipeline.segments import RECOMPUTABLE, MicroBatch
-from lather.planning.dry_run import DOCUMENTS, batch_of
-from lather.planning.stage_bytes import memory_partition
-from lather.planning.workers import Assumed
 
 MOST_PARAMETERS = 300_000_000
 """Up to this number of parameters, `--layers auto` runs the whole model."""
-
-CONFIGURED = "as configured"
-"""Name of the only profile if `--compare` is not given."""
 
 BASELINE = "reference"
 """Memory mode with which the others are compared."""
@@ -53,12 +41,11 @@ BASELINE = "reference"
 @dataclass(frozen=True)
 class ProfileArguments:
     """List the tensors that a forward pass of one micro-batch keeps for backward, by layer and
-    segment; with several pipeline or expert ranks also the peak of each rank."""
+    segment."""
 
     config: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
     compare: bool = False
-    """Run all memory modes and show their totals side by side; on a mesh also with recomputation
-    and without early frees."""
+    """Run all memory modes and show their totals side by side."""
     layers: Literal["auto", "all", "distinct"] = "auto"
     """all: run every layer. distinct: run two layers of each kind; the others count like the
     second. auto: all, up to 300 M parameters."""
@@ -77,8 +64,6 @@ class ProfileFound:
     """By memory mode."""
     cut: SampledBlocks | None
     """The blocks that were run, if not all were."""
-    by_rank: dict[str, list[RankBytes]]
-    """Bytes of each pipeline rank, by the name of the memory levers; none without a mesh."""
 
 
 def profile_command(arguments: list[str]) -> None:
@@ -97,13 +82,11 @@ def profile_command(arguments: list[str]) -> None:
 
     check_parallel(parsed.config, parsed.config.parallel.pp * data_ranks(parsed.config))
     model, cut = build(parsed.config, parsed.layers)
-    found = ProfileFound(parsed, {}, cut, {})
+    found = ProfileFound(parsed, {}, cut)
     for mode in MEMORY_MODES if parsed.compare else (parsed.config.moe.memory,):
         model.set_memory(mode)
         profile = profile_micro_batch(model, parsed.config)
         found.profiles[mode] = cut.restore(profile) if cut else profile
-    if parsed.config.parallel.pp * parsed.config.parallel.ep > 1:
-        found.by_rank.update(profile_ranks(model, cut, parsed.config, compare=parsed.compare))
     write(found, name)
     show(found, command_console())
 
@@ -178,41 +161,6 @@ def micro_batch_size(config: Config) -> int:
     )
 
 
-def profile_ranks(
-    model: Decoder, cut: SampledBlocks | None, config: Config, *, compare: bool
-) -> dict[str, list[RankBytes]]:
-    """Return the bytes that every pipeline rank keeps, by the name of the memory levers."""
-    schedule = schedule_for(config.parallel, config.num_micro_batches(data_ranks(config)))
-    partition = memory_partition(config, config.parallel.pp * data_ranks(config), Assumed())
-    layers = (
-        stages_of(uniform(config.model.num_hidden_layers, schedule.num_stages))
-        if partition is None
-        else partition.stages
-    )
-    tokens, boundaries, padding_BS = _random_batch(config, next(model.parameters()).device)
-    layout = SequenceLayout(len(tokens), config.train.sequence_length, tokens.device, boundaries)
-    layout = layout.with_padding(padding_BS)
-    micro_batch = MicroBatch(tokens[:, :-1], tokens[:, 1:], layout)
-    autocast = torch.bfloat16 if config.train.precision == "bf16" else None
-    meter = ChunkMeter(model, layer_places(model, cut), micro_batch, config.parallel.ep, autocast)
-    return {
-        name: rank_bytes(schedule, meter.measure(levers), layers)
-        for name, levers in _levers(config, compare=compare).items()
-    }
-
-
-def _levers(config: Config, *, compare: bool) -> dict[str, MemoryLevers]:
-    own = MemoryLevers(config.moe.memory, config.train.recompute)
-    if not compare:
-        return {CONFIGURED: own}
-    return {
-        **{mode: MemoryLevers(mode, config.train.recompute) for mode in MEMORY_MODES},
-        f"{own.memory}, attention recomputed": dataclasses.replace(own, recompute=("attention",)),
-        f"{own.memory}, everything recomputed": dataclasses.replace(own, recompute=RECOMPUTABLE),
-        f"{own.memory}, no early frees": dataclasses.replace(own, early_frees=False),
-    }
-
-
 def write(found: ProfileFound, name: str) -> None:
     """Write the JSON file and the picture; `name` is that of the configuration."""
     parsed = found.parsed
@@ -256,25 +204,8 @@ def show(found: ProfileFound, console: Console) -> None:
             "of each kind; "
             "the others count like the second of their kind"
         )
-    if found.by_rank:
-        _show_ranks(parsed.config, found.by_rank, console)
     for path in filter(None, (parsed.json, parsed.out)):
         print(path)
-
-
-def _show_ranks(config: Config, by_rank: dict[str, list[RankBytes]], console: Console) -> None:
-    if len(by_rank) > 1:
-        ranks.print_levers(by_rank, console)
-    else:
-        ranks.print_ranks(by_rank[CONFIGURED], console)
-    console.print(
-        f"{config.num_micro_batches(data_ranks(config))} micro-batches on {config.parallel.pp} "
-        f"pipeline x {config.parallel.ep} expert "
-        "ranks; expected from one chunk of each stage and the schedule, for an even load of the "
-        "experts; without parameters, gradients, "
-        "optimizer state, and temporaries inside an action",
-        highlight=False,
-    )
 
 
 def _document(found: ProfileFound) -> dict[str, Any]:
@@ -289,5 +220,4 @@ def _document(found: ProfileFound) -> dict[str, Any]:
         "documents_per_sequence": DOCUMENTS if config.data.apart else 1,
         "measured_blocks": list(found.cut.kept) if found.cut else "all",
         "profiles": {mode: report.to_json(profile) for mode, profile in found.profiles.items()},
-        **({"ranks": ranks.to_json(found.by_rank)} if found.by_rank else {}),
     }

@@ -1,1 +1,2 @@
-"""The memory of activations: tensors saved for backward, and peaks of pipeline ranks."""
+"""The memory of training: what each layer keeps for backward, what the ranks of a run will need,
+and settings that fit."""

@@ -44,7 +44,7 @@ from unittest.mock import patch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, saved_tensors_hooks
 
-from lather.memory.live_bytes import tensors_in
+from lather.storages import tensors_in
 
 Kind = Literal["weight", "weight copy", "activation"]
 KINDS: tuple[Kind, ...] = ("activation", "weight copy", "weight")

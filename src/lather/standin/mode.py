@@ -25,13 +25,13 @@ from torch import Tensor
 
 import lather
 from lather.device import Read
-from lather.memory.live_bytes import tensors_in
 from lather.standin import device, operations
 from lather.standin.functions import Functions, counted_compile, counted_triton
+from lather.storages import tensors_in
 from lather.torch_private import TorchDispatchMode, fake_tensors, fake_tensors_behave
 
 SOURCE = os.path.dirname(lather.__file__) + os.sep
-OBSERVERS = ("device.py", "torch_private.py", "memory", "planning", "standin")
+OBSERVERS = ("device.py", "torch_private.py", "storages.py", "memory", "standin")
 BESIDES = tuple(SOURCE + name for name in OBSERVERS)
 """Code that observes, and is left out of the places."""
 
@@ -78,7 +78,7 @@ class StandInMode(TorchDispatchMode):
 
     def is_here(self, x: object) -> bool:
         """Return whether x is a tensor on the device."""
-        return isinstance(x, self.fake) and x.device.type == self.device.type
+        return isinstance(x, self.fake) and x.fake_device.type == self.device.type  # type: ignore[attr-defined]
 
     # --- what a subclass is told ------------------------------------------------------------------
 
@@ -149,6 +149,11 @@ class StandInMode(TorchDispatchMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if (
+            func is torch.ops.prim.device.default
+        ):  # half of all operations, and none of the device's
+            (x,) = args
+            return torch.device("meta") if x.fake_mode.in_kernel_invocation else x.fake_device
         kwargs, name = dict(kwargs or {}), operations.name_of(func)
         if name == "_record_function_enter_new":
             self.entered(args[0])

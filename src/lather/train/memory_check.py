@@ -2,7 +2,7 @@
 the ranks used (`memory.json`).
 
 With `parallel.partition = "memory"`, rank 0 first assigns the layers to stages. It makes the plan
-in separate processes while the run starts (`lather.planning.plan`), and waits for it before the
+in separate processes while the run starts (`lather.memory.plan`), and waits for it before the
 first step. Kinds of memory that persist between steps are compared on every planned rank; the peak
 only on GPUs, whose allocator records it. A run that does not fit is not refused.
 """
@@ -23,14 +23,14 @@ from lather.device import gpu_module, is_gpu
 from lather.durations import duration
 from lather.engine.engine import Engine
 from lather.files import write_aside
+from lather.memory.dry_run import RankRun, kind_of_state
+from lather.memory.plan import MemoryPlan, plan
+from lather.memory.stage_bytes import memory_partition
+from lather.memory.workers import Assumed
 from lather.optim.sharded.placement import local
 from lather.parallel.agreement import gather, on_rank_0
 from lather.parallel.mesh import Mesh
 from lather.pipeline.partition import Partition
-from lather.planning.dry_run import RankRun, kind_of_state
-from lather.planning.plan import MemoryPlan, plan
-from lather.planning.stage_bytes import memory_partition
-from lather.planning.workers import Assumed
 from lather.train.extras import optional_file
 
 FILE = "memory.json"

@@ -1,6 +1,6 @@
 """Reports a memory plan as a table of every pipeline rank's peak by kind, and as JSON; and prints
-the settings that a search advises, or the reason why nothing fits. (Pictures:
-`lather.planning.plan_picture`.)"""
+the settings that are advised, or the reason why nothing fits. (Pictures:
+`lather.memory.plan_picture`.)"""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from rich.console import Console
 
 from lather.console import titled_table
 from lather.files import write_numbers
+from lather.memory.advice import EXCHANGE, FLOPS, LINK, Advice, Setting, as_options
+from lather.memory.dry_run import RankRun
+from lather.memory.plan import CONTEXT_BYTES, FRAGMENTATION, MemoryPlan
 from lather.memory.profile_report import first_to_last, unit_of
 from lather.pipeline.partition import SLACK, Partition
-from lather.planning.advice import EXCHANGE, FLOPS, LINK, Advice, Setting, as_options
-from lather.planning.dry_run import RankRun
-from lather.planning.ledger import KINDS
-from lather.planning.plan import CONTEXT_BYTES, FRAGMENTATION, MemoryPlan
 from lather.version import describe_version
 
 COLUMNS: Mapping[str, tuple[str, ...]] = {
@@ -207,60 +206,62 @@ def _in(size: float, scale: int) -> str:
     return f"{size / scale:,.2f}"
 
 
-def show_advice(advice: Advice, memory: int, console: Console) -> None:
+def show_advice(advice: Advice, console: Console) -> None:
     """Print the settings that fit, the shortest step first, with their prices; or the lightest
-    setting, and the number of ranks on which it would fit."""
-    if not advice.settings:
-        _show_infeasible(advice, memory, console)
+    setting, and what it needs most of its bytes for."""
+    if not advice.fitting:
+        _show_infeasible(advice, console)
         return
-    order = f"shortest step first, of {advice.number_tried} tried; sizes planned"
+    title = (
+        f"settings that fit in {advice.memory / GIB:.2f} GiB, shortest step first, "
+        f"of {len(advice.tried)} planned"
+    )
     sizes_of = ("needs GiB", "left", "flops above least")
-    prices_of = ("to experts, GiB", "to other ranks", "bubble")
-    title = f"settings that fit in {memory / GIB:.2f} GiB, {order}"
+    prices_of = ("to experts, GiB", "parameters", "pipeline", "optimizer", "bubble")
     table = titled_table(title, ["change"], (*sizes_of, *prices_of))
-    for setting, plan in advice.settings:
-        sizes = (f"{plan.needed / GIB:.2f}", f"{(memory - plan.needed) / GIB:.2f}")
+    least = min(setting.plan.work.flops for setting in advice.tried)
+    for setting in advice.fitting:
+        needed, work = setting.plan.needed, setting.plan.work
+        sent = (work.experts, work.parameters, work.pipeline, work.optimizer)
         table.add_row(
-            as_options(setting.changes) or "none", *sizes, *_price(setting, advice.least_flops)
+            as_options(setting.changes) or "none",
+            f"{needed / GIB:.2f}",
+            f"{(advice.memory - needed) / GIB:.2f}",
+            f"{work.flops / least - 1:.1%}",
+            *(f"{size / GIB:,.1f}" for size in sent),
+            f"{setting.plan.bubble():.1%}",
         )
     console.print(table)
-    if any("optim.name" in setting.changes for setting, _ in advice.settings):
-        console.print(
-            "another rule has its own default options and rates: tune them", highlight=False
-        )
-    console.print(
-        "flops and bytes of a step of the first pipeline rank are counted; 'flops above least' "
-        f"compares with the fewest of all {advice.number_tried} settings tried; the length of a "
-        "step "
-        f"assumes {FLOPS / 1e12:.0f} TFLOP/s, {EXCHANGE / 1e9:.0f} GB/s to experts and "
-        f"{LINK / 1e9:.0f} GB/s to others, not measured",
-        highlight=False,
+    lines = [
+        "flops of a step of the first pipeline rank, and GiB that it sends to other ranks, are "
+        f"counted; the length of a step assumes {FLOPS / 1e12:.0f} TFLOP/s, and links of "
+        f"{EXCHANGE / 1e9:.0f} GB/s in a machine and {LINK / 1e9:.0f} GB/s between machines, not "
+        "measured"
+    ]
+    if any("optim.name" in setting.changes for setting in advice.fitting):
+        lines.append("another rule has its own default options and rates: tune them")
+    if (without := advice.without_pipeline) is not None:
+        lines.append(_needless_pipeline(advice.tried[0], without))
+    console.print("\n".join(lines), highlight=False)
+
+
+def _needless_pipeline(given: Setting, without: Setting) -> str:
+    """Say that a pipeline is not worth it, and what a rank sends with it and without."""
+    sent, sent_without = (setting.plan.work.sent / GIB for setting in (given, without))
+    return (
+        "the pipeline is not worth it on one machine, with fast links: "
+        f"{as_options(without.changes)} fits, sends {sent_without:,.1f} GiB in a step in place of "
+        f"{sent:,.1f}, and no rank waits for others (bubble {given.plan.bubble():.1%})"
     )
 
 
-def _price(setting: Setting, least_flops: float) -> tuple[str, ...]:
-    sent = (
-        f"{size / GIB:,.1f}"
-        for size in (setting.estimate.work.exchanged, setting.estimate.work.sent)
-    )
-    return f"{setting.estimate.work.flops / least_flops - 1:.1%}", *sent, f"{setting.bubble:.1%}"
-
-
-def _show_infeasible(advice: Advice, memory: int, console: Console) -> None:
+def _show_infeasible(advice: Advice, console: Console) -> None:
     lightest = advice.lightest
-    kinds = sorted(zip(KINDS, lightest.estimate.peak, strict=True), key=lambda item: -item[1])[:2]
+    kinds = sorted(lightest.plan.largest.largest.at_peak.items(), key=lambda item: -item[1])[:2]
     most = " and ".join(f"{name} {size / GIB:.1f}" for name, size in kinds)
     console.print(
-        f"nothing fits in {memory / GIB:.2f} GiB, of {advice.number_tried} settings tried; the "
-        "lightest, "
-        f"{as_options(lightest.changes) or 'without changes'}, needs about "
-        f"{lightest.estimate.needed / GIB:.2f} GiB, most of it {most}",
+        f"nothing fits in {advice.memory / GIB:.2f} GiB, of {len(advice.tried)} settings planned; "
+        f"the lightest, {as_options(lightest.changes) or 'without changes'}, needs "
+        f"{lightest.plan.needed / GIB:.2f} GiB, most of it {most}",
         highlight=False,
     )
-    world = advice.world_that_fits
-    what = (
-        "no larger world that was tried is enough"
-        if world is None
-        else f"the same settings would fit on {world} ranks (estimated)"
-    )
-    console.print(what, highlight=False)

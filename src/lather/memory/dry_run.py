@@ -32,14 +32,14 @@ from lather.device import Read, is_gpu, read
 from lather.engine.engine import Engine, build_engine
 from lather.engine.optimizer import build_optimizer
 from lather.engine.step import TrainStep
+from lather.memory.ledger import Ledger, MemoryTimeline
+from lather.memory.work import Work, WorkTally
+from lather.memory.workers import Assumed
 from lather.optim import MatrixOptimizer
 from lather.optim.sharded.placement import local
 from lather.parallel.mesh import Mesh
 from lather.pipeline.executor import Recorder
 from lather.pipeline.schedule import TRANSFERS, Action, Kind
-from lather.planning.ledger import Ledger, MemoryTimeline
-from lather.planning.work import Work, WorkTally
-from lather.planning.workers import Assumed
 from lather.standin.device import module, standin
 from lather.standin.mode import StandInMode
 from lather.standin.operations import flops
@@ -65,7 +65,6 @@ DOCUMENTS = 4
 
 BUILDING = "building the model"
 FIRST = "the first optimizer step"
-PASSES = "passes forward and backward"
 SAVE = "a checkpoint"
 STEP = "a step"
 
@@ -141,9 +140,9 @@ class LedgerMode(StandInMode):
             (name for name in reversed(self._segments) if name.startswith(SEGMENT)), ""
         )
         self.ledger.segment = innermost.removeprefix(SEGMENT)
-        self.tally.refreshing = any(
-            name.startswith(OPTIMIZER) and name.endswith("refresh") for name in self._segments
-        )
+        phases = [name for name in self._segments if name.startswith(OPTIMIZER)]
+        self.tally.in_optimizer = bool(phases)
+        self.tally.refreshing = any(name.endswith("refresh") for name in phases)
 
     def values_of(self, x: Tensor, what: Read) -> Tensor:
         """Return the values of a step with the assumed load."""
@@ -339,7 +338,7 @@ def dry_run(
     """Run one of `world_size` ranks of a training run and return its memory, in a process that is
     used for this call alone.
 
-    `do`: which of FIRST, SAVE, PASSES and STEP to run after the model is built. `layers`: layers of
+    `do`: which of FIRST, SAVE and STEP to run after the model is built. `layers`: layers of
     every stage; None: equally many."""
     os.environ.pop("TRITON_INTERPRET", None)  # interpreted kernels would read values
     torch.set_num_threads(1)
@@ -387,8 +386,6 @@ def dry_run(
         checkpoint_bytes = (
             record(SAVE, lambda: bookkeeper.save(optimizer, staging)) if SAVE in do else 0
         )
-        if PASSES in do:
-            record(PASSES, lambda: engine.launch_gradients(batch))
         if STEP in do:
             step = partial(TrainStep(engine, optimizer, config.train.max_grad_norm), batch, 1e-3)
             record(STEP, step)

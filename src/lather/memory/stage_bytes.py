@@ -20,10 +20,10 @@ import torch
 from lather.config.config import Config, check_parallel
 from lather.errors import ConfigError
 from lather.memory.block_samples import block_kinds
+from lather.memory.dry_run import BUILDING, RankRun, dry_run
+from lather.memory.workers import Assumed, worker_processes
 from lather.models.families import build_model
 from lather.pipeline.partition import Partition, RankPeaks, smallest_peak
-from lather.planning.dry_run import BUILDING, RankRun, dry_run
-from lather.planning.workers import Assumed, worker_processes
 
 Phases = Mapping[str, int]
 """Bytes at the peak of each phase."""

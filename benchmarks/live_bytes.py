@@ -9,17 +9,17 @@ statistics of a device's allocator or `torch.profiler` for that.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
-from unittest.mock import patch
 from weakref import ref
 
 import torch
 from torch import Tensor
 
+from lather.storages import following_resizes, tensors_in
 from lather.torch_private import TorchDispatchMode
 
 _BORN_AS_INPUT = {torch.ops.aten.lift_fresh.default}
@@ -27,7 +27,7 @@ _BORN_AS_INPUT = {torch.ops.aten.lift_fresh.default}
 can be intercepted."""
 
 
-@dataclasses.dataclass(slots=True)
+@dataclass(slots=True)
 class _Seen:
     """A live storage that was an input or an output."""
 
@@ -114,33 +114,3 @@ class PeakBytes(TorchDispatchMode):
     def _gone(self, key: int, _: object) -> None:
         size = self._seen.pop(key).size
         self.now -= size or 0
-
-
-@contextmanager
-def following_resizes(told: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Call `told` with every storage after its `resize_` in the block, which is no operation that a
-    mode sees."""
-    own = torch.UntypedStorage.resize_
-
-    def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-        out = own(storage, size)
-        told(storage)
-        return out
-
-    with patch.object(torch.UntypedStorage, "resize_", resize_):
-        yield
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested containers and dataclasses, as often as they occur."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (tuple, list, set, frozenset)):
-        for item in value:
-            yield from tensors_in(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name, None))

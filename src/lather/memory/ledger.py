@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lather.memory.live_bytes import following_resizes
+from lather.storages import following_resizes
 
 KINDS = (
     "parameters",
@@ -178,6 +178,10 @@ class MemoryTimeline:
     @property
     def total(self) -> np.ndarray[Any, Any]:
         return self.curves.sum(axis=0)
+
+    def of_kind(self, kind: str) -> np.ndarray[Any, Any]:
+        """Return the bytes of this kind, (times,)."""
+        return np.asarray(self.curves[KINDS.index(kind)])
 
     @property
     def peak_time(self) -> int:

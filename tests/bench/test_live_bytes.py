@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.live_bytes import PeakBytes
 from lather.kernels.linear_cross_entropy import linear_cross_entropy
-from lather.memory.live_bytes import PeakBytes
 
 
 def new(num_bytes: int, device: str = "cpu") -> torch.Tensor:

@@ -13,15 +13,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 
 from lather.config.config import Config, check_parallel
+from lather.memory.dry_run import RankRun, dry_run
+from lather.memory.stage_bytes import memory_partition
+from lather.memory.work import MICRO_BATCHES, REFRESH, REST, Work
+from lather.memory.workers import Assumed, Device, worker_processes
 from lather.pipeline.partition import Partition, uniform
 from lather.pipeline.replay import bubble_of_layers
-from lather.planning.dry_run import RankRun, dry_run
-from lather.planning.stage_bytes import memory_partition
-from lather.planning.workers import Assumed, Device, worker_processes
 
 CONTEXT_BYTES = 3 * 2**29
 """Allowance on a GPU for CUDA's context and kernels, cuBLAS's workspace and NCCL's buffers."""
@@ -60,6 +62,14 @@ class MemoryPlan:
         return self.largest.peak + self.allowance
 
     @property
+    def work(self) -> Work:
+        """Work of a step of the first pipeline rank, including its share of a refresh."""
+        when = self.ranks[0].work
+        frequency = getattr(self.config.optim, "precondition_frequency", 1)
+        refresh = when.get(REFRESH, Work()) * (1 / frequency)
+        return sum((when.get(name, Work()) for name in (MICRO_BATCHES, REST)), refresh)
+
+    @property
     def peaks_where_weight_gradients_wait(self) -> bool:
         """Whether the largest rank needs most while it leaves weight gradients for later, which
         `parallel.schedule_memory` can change."""
@@ -96,14 +106,23 @@ def bubble_of(
 
 
 def plan(
-    config: Config, world_size: int, assumed: Assumed, partition: Partition | None = None
+    config: Config,
+    world_size: int,
+    assumed: Assumed,
+    partition: Partition | None = None,
+    *,
+    pool: ProcessPoolExecutor | None = None,
 ) -> MemoryPlan:
     """Plan the memory of `world_size` ranks that train with this configuration.
 
     `partition`: result of `memory_partition` for these arguments, if known; None: it is computed.
-    Raises ConfigError if the ranks cannot be divided as the configuration says.
+    `pool`: processes that several plans share; None: the plan starts its own. Raises ConfigError if
+    the ranks cannot be divided as the configuration says.
     """
     check_parallel(config, world_size)
+    if pool is None:
+        with worker_processes() as workers:
+            return plan(config, world_size, assumed, partition, pool=workers)
     if partition is None:
         partition = memory_partition(config, world_size, assumed)
     firsts = range(0, world_size, world_size // config.parallel.pp)
@@ -114,14 +133,11 @@ def plan(
         assumed,
         None if partition is None else partition.stages,
     )
-    with worker_processes() as pool:
-        runs = list(pool.map(run, firsts))
-        others = [
-            max(one.state_bytes, key=one.state_bytes.__getitem__)
-            for one in runs
-            if one.missing_state
-        ]
-        runs += pool.map(run, others)
+    runs = list(pool.map(run, firsts))
+    others = [
+        max(one.state_bytes, key=one.state_bytes.__getitem__) for one in runs if one.missing_state
+    ]
+    runs += pool.map(run, others)
     at_position = [
         [run for run in runs if run.pp_rank == position] for position in range(config.parallel.pp)
     ]

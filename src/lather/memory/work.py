@@ -1,7 +1,7 @@
 """Counts the work of a rank's step: flops of matrix products, attention and factorizations, and
 bytes sent to other ranks.
 
-A dry run (`lather.planning.dry_run`) counts it, operation by operation. Products inside Triton
+A dry run (`lather.memory.dry_run`) counts it, operation by operation. Products inside Triton
 kernels are not counted.
 """
 
@@ -9,32 +9,41 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
-from lather.memory.live_bytes import tensors_in
 from lather.standin.operations import nbytes
+from lather.storages import tensors_in
 
 MICRO_BATCHES, REFRESH, REST = "micro-batches", "refresh", "rest"
 
 
 @dataclass(frozen=True)
 class Work:
-    """Work of one rank."""
+    """Work of one rank: flops, and bytes that it sends to other ranks. Collectives are assumed to
+    use rings."""
 
     flops: float = 0.0
-    sent: float = 0.0
-    """Bytes sent to other ranks, without `exchanged`; collectives are assumed to use rings."""
-    exchanged: float = 0.0
+    experts: float = 0.0
     """Bytes of token rows sent to the experts of other ranks, and back."""
+    parameters: float = 0.0
+    """Bytes of gathered parameters, of reduced gradients, and of sums over ranks."""
+    pipeline: float = 0.0
+    """Bytes of activations and gradients sent to the neighboring stages."""
+    optimizer: float = 0.0
+    """Bytes sent in the optimizer's step: gradients to owners, updates from them."""
+
+    @property
+    def sent(self) -> float:
+        """All bytes sent to other ranks."""
+        return self.experts + self.parameters + self.pipeline + self.optimizer
 
     def __add__(self, other: Work) -> Work:
-        return Work(
-            self.flops + other.flops, self.sent + other.sent, self.exchanged + other.exchanged
-        )
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return Work(*(first + second for first, second in pairs))
 
     def __mul__(self, factor: float) -> Work:
-        return Work(self.flops * factor, self.sent * factor, self.exchanged * factor)
+        return Work(*(value * factor for value in astuple(self)))
 
 
 @dataclass
@@ -45,6 +54,7 @@ class WorkTally:
     repeats: float
     """Micro-batches of the run per micro-batch of the dry run."""
     in_micro_batch: bool = False
+    in_optimizer: bool = False
     refreshing: bool = False
     found: defaultdict[str, Work] = field(default_factory=lambda: defaultdict(Work))
 
@@ -58,8 +68,14 @@ class WorkTally:
     def travels(self, name: str, args: Sequence[Any]) -> None:
         """Add an operation of a process group, by torch's name for it."""
         size = sent_bytes(name, args)
-        is_exchange = self.in_micro_batch and name.startswith("alltoall")
-        self.add(Work(exchanged=size) if is_exchange else Work(sent=size))
+        if self.in_optimizer:
+            self.add(Work(optimizer=size))
+        elif name == "send":
+            self.add(Work(pipeline=size))
+        elif self.in_micro_batch and name.startswith("alltoall"):
+            self.add(Work(experts=size))
+        else:
+            self.add(Work(parameters=size))
 
 
 def sent_bytes(name: str, args: Sequence[Any]) -> int:

@@ -34,7 +34,7 @@ def worker_processes() -> Iterator[ProcessPoolExecutor]:
     """Make a pool with as many processes as cores; a process runs one call. Calls that have not
     begun at the end of the block are dropped."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["lather.planning.dry_run", IMPORTED_LATE])
+    context.set_forkserver_preload(["lather.memory.dry_run", IMPORTED_LATE])
     pool = ProcessPoolExecutor(num_cores(), context, end_with_parent, max_tasks_per_child=1)
     try:
         with without_signals():  # processes start when there is something to do

@@ -22,13 +22,13 @@ from matplotlib.patches import Patch
 
 from lather import page
 from lather.files import whole_file
+from lather.memory.dry_run import RankRun
+from lather.memory.ledger import KINDS, MemoryTimeline
+from lather.memory.plan import MemoryPlan
+from lather.memory.plan_report import describe_partition, layers_of, needs, verdict
 from lather.memory.profile_report import unit_of
 from lather.pipeline import picture
 from lather.pipeline.schedule import COMPUTE, Action
-from lather.planning.dry_run import RankRun
-from lather.planning.ledger import KINDS, MemoryTimeline
-from lather.planning.plan import MemoryPlan
-from lather.planning.plan_report import describe_partition, layers_of, needs, verdict
 
 _HUES = (
     "0.35",
@@ -217,7 +217,7 @@ def write_page(
     with whole_file(out, "--html") as aside:
         page.write_page(
             aside,
-            ("lather.planning", "plan_page.html"),
+            ("lather.memory", "plan_page.html"),
             page_data(plan, memory),
             title=title,
             configuration=configuration,

@@ -1,0 +1,347 @@
+"""Plans settings, from a ladder of at most ten, with which a run fits into its devices.
+
+The ladder has rungs, in the order in which an engineer would climb it: another mesh, if experts are
+not shared among ranks yet; fewer kept activations; another order or partition of a pipeline; a
+smaller state of the same rule; rows of the state on every rank; the rule with the least state; more
+pipeline ranks; twice as many ranks. If activations cannot be what is missing, the smaller state
+comes first. A rung has one to three settings, which are planned at the same time. Each adds to what
+helped on the rungs below. The first rung with a setting that fits is the last.
+
+Every size is that of a whole plan (`lather.memory.plan`), and so are flops and bytes sent. To order
+settings these are converted to seconds at assumed rates (`FLOPS`, `LINK`, `EXCHANGE`), which are no
+prediction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from lather.config.config import Config, num_routed_experts
+from lather.config.optim import optim_config
+from lather.errors import ConfigError
+from lather.memory.plan import MemoryPlan, allowance_for, plan
+from lather.memory.workers import worker_processes
+from lather.optim.options import name_of
+
+FLOPS = 400e12
+"""Assumed flops per second of a device."""
+LINK, EXCHANGE = 50e9, 300e9
+"""Assumed bytes per second that a device sends to ranks of other machines, and of its own; none of
+it overlaps with compute."""
+
+MOST_SETTINGS = 10
+"""Maximal number of settings that are planned."""
+REACH = 0.7
+"""Fraction of the activations at a peak that smaller micro-batches and recomputation are assumed to
+save at most. It decides the order of the rungs alone."""
+HELPS = 0.99
+"""Largest fraction of the bytes with which a setting counts as a help to build upon."""
+LEANEST_RULE = "muon"
+"""The rule with the least state."""
+
+Changes = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A configuration with its plan, and its differences from the one that the user asked about."""
+
+    changes: Changes
+    """Changed values by dotted name, as on the command line; `world` is the number of ranks."""
+    config: Config
+    plan: MemoryPlan
+
+    def seconds(self, machine: int) -> float:
+        """Return the seconds of a step at the assumed rates, with `machine` ranks per machine."""
+        work = self.plan.work
+        inside = work.sent if self.plan.world_size <= machine else work.experts
+        computing = work.flops / FLOPS / (1 - self.plan.bubble())
+        return computing + inside / EXCHANGE + (work.sent - inside) / LINK
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The settings that were planned."""
+
+    memory: int
+    """Bytes of a device."""
+    machine: int
+    """Ranks per machine."""
+    tried: tuple[Setting, ...]
+    """The given configuration, and all settings in the order in which they were planned."""
+
+    @property
+    def fitting(self) -> list[Setting]:
+        """The settings that fit, the one with the shortest step at the assumed rates first; of
+        steps that are equally long to two digits, the one with the fewest changes."""
+
+        def order(setting: Setting) -> tuple[float, int, float]:
+            seconds = setting.seconds(self.machine)
+            return float(f"{seconds:.1e}"), len(setting.changes), seconds
+
+        return sorted(
+            (setting for setting in self.tried if setting.plan.needed <= self.memory), key=order
+        )
+
+    @property
+    def lightest(self) -> Setting:
+        """The setting that needs the least memory."""
+        return min(self.tried, key=lambda setting: setting.plan.needed)
+
+    @property
+    def without_pipeline(self) -> Setting | None:
+        """The setting that replaces the pipeline of a run on one machine with a shorter step; None
+        if there is none that fits."""
+        given = self.tried[0]
+        if given.config.parallel.pp == 1 or given.plan.world_size > self.machine:
+            return None
+        shorter = (
+            setting
+            for setting in self.fitting
+            if set(setting.changes) <= {"parallel.pp", "parallel.ep"}
+            and setting.config.parallel.pp == 1
+            and setting.seconds(self.machine) < given.seconds(self.machine)
+        )
+        return next(shorter, None)
+
+
+def advise(
+    config: Config,
+    given: MemoryPlan,
+    memory: int,
+    *,
+    machine: int = 8,
+    say: Callable[[str], None] = lambda what: None,
+) -> Advice:
+    """Plan settings until one fits in `memory` bytes.
+
+    Args:
+        config: not resolved, so that defaults that depend on the rule can follow another rule.
+        given: the plan of this configuration. If it fits, other meshes alone are planned.
+        machine: devices per machine; expert ranks, which communicate most, stay within one.
+            Pipelines may go from machine to machine.
+        say: called with a line of progress.
+    """
+    with worker_processes() as pool:
+        ladder = _Ladder(config, given, memory, machine, say, pool)
+        ladder.climb()
+    return Advice(memory, machine, tuple(ladder.tried))
+
+
+@dataclass
+class _Ladder:
+    """The ladder that the module docstring describes."""
+
+    config: Config
+    given: MemoryPlan
+    memory: int
+    machine: int
+    say: Callable[[str], None]
+    pool: ProcessPoolExecutor
+    tried: list[Setting] = field(init=False)
+    best: Setting = field(init=False)
+    """The setting that the next rung builds upon."""
+
+    def __post_init__(self) -> None:
+        self.best = Setting({}, self.config, self.given)
+        self.tried = [self.best]
+
+    def climb(self) -> None:
+        for rung in self.rungs():
+            planned = self.planned(rung())
+            self.tried += planned
+            lightest = min(planned, key=lambda setting: setting.plan.needed, default=self.best)
+            if lightest.plan.needed <= self.memory:
+                return
+            if lightest.plan.needed <= HELPS * self.best.plan.needed:
+                self.best = lightest
+
+    def rungs(self) -> Iterator[Callable[[], list[Changes]]]:
+        """Yield the rungs; each returns its settings, as changes of `best`."""
+        fits = self.given.needed <= self.memory
+        if fits or self.is_flat or self.has_needless_pipeline or not self.is_on_machines:
+            yield self.meshes
+        if fits:
+            return
+        if self.activations_are_within_reach:
+            yield from (self.activations, self.pipelines, self.states)
+        else:
+            yield from (self.states, self.activations, self.pipelines)
+        yield from (self.rows, self.leanest_rule, self.longer_pipeline, self.more_ranks)
+
+    def planned(self, rung: Sequence[Changes]) -> list[Setting]:
+        """Plan the settings of a rung that were not planned yet, at the same time."""
+        todo: list[tuple[Changes, Config, int]] = []
+        known = [(setting.config, setting.plan.world_size) for setting in self.tried]
+        for added in rung:
+            changes = {**self.best.changes, **added}
+            if "optim.name" in added:
+                changes = {k: v for k, v in changes.items() if k.partition(".")[0] != "optim"}
+                changes |= added
+            world = changes.get("world", self.given.world_size)
+            config = changed(self.config, changes, world)
+            if config is not None and (config, world) not in known:
+                known.append((config, world))
+                todo.append((changes, config, world))
+        todo = todo[: MOST_SETTINGS + 1 - len(self.tried)]
+        if not todo:
+            return []
+        with ThreadPoolExecutor(len(todo)) as threads:
+            return [
+                setting for setting in threads.map(self.plan, *zip(*todo, strict=True)) if setting
+            ]
+
+    def plan(self, changes: Changes, config: Config, world: int) -> Setting | None:
+        """Plan a setting; None, with a line of progress, if its ranks cannot run it."""
+        try:
+            found = plan(config.resolved(), world, self.given.assumed, pool=self.pool)
+        except (ConfigError, RuntimeError) as error:
+            self.say(f"{as_options(changes)}: cannot be planned: {error}")
+            return None
+        fits = "fits" if found.needed <= self.memory else "does not fit"
+        self.say(f"{as_options(changes)}: needs {found.needed / 2**30:.2f} GiB, {fits}")
+        return Setting(changes, config, found)
+
+    # --- which rungs ------------------------------------------------------------------------------
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether no axis of the mesh but dp has several ranks."""
+        return self.config.parallel.pp == self.config.parallel.ep == 1 < self.given.world_size
+
+    @property
+    def has_needless_pipeline(self) -> bool:
+        """Whether a pipeline joins ranks of one machine, whose links are fast."""
+        return self.config.parallel.pp > 1 and self.given.world_size <= self.machine
+
+    @property
+    def is_on_machines(self) -> bool:
+        """Whether each group of expert ranks is on one machine."""
+        return are_on_machines(self.config.parallel.ep, self.given.world_size, self.machine)
+
+    @property
+    def activations_are_within_reach(self) -> bool:
+        """Whether the run would fit without `REACH` of the activations of every moment."""
+        peak = max(
+            float((step.total - REACH * step.of_kind("activations")).max())
+            for run in self.given.ranks
+            for step in run.steps.values()
+        )
+        return peak + allowance_for(peak, self.given.assumed.device) <= self.memory
+
+    # --- rungs ------------------------------------------------------------------------------------
+
+    def meshes(self) -> list[Changes]:
+        """Experts on all ranks of a machine, without a pipeline, with one from machine to machine,
+        and with one twice as long."""
+        world, experts = self.given.world_size, num_routed_experts(self.config.model)
+        on_machine = min(world, self.machine)
+        machines = -(-world // self.machine)
+        found = []
+        for pp in dict.fromkeys((1, machines, 2 * machines)):
+            sizes = (ep for ep in range(on_machine, 0, -1) if world % (pp * ep) == 0)
+            ep = next((ep for ep in sizes if self.shares(ep, experts)), None)
+            if ep is not None:
+                found.append({"parallel.pp": pp, "parallel.ep": ep})
+        return found[:1] if self.has_needless_pipeline else found
+
+    def shares(self, ep: int, experts: int) -> bool:
+        """Return whether `ep` ranks of one machine can share the experts."""
+        world = self.given.world_size
+        return experts % ep == 0 and are_on_machines(ep, world, self.machine)
+
+    def activations(self) -> list[Changes]:
+        """Micro-batches of one sequence, and attention, then also the experts' products, twice."""
+        attention = {"train.micro_batch_size": 1, "train.recompute": ("attention",)}
+        return [attention, {**attention, "moe.memory": "recompute"}]
+
+    def pipelines(self) -> list[Changes]:
+        """Weight gradients as early as they can be, if the peak waits for them; and layers assigned
+        by memory."""
+        if self.best.config.parallel.pp == 1:
+            return []
+        early: Changes = {"parallel.schedule_memory": "least"}
+        by_memory: Changes = {"parallel.partition": "memory"}
+        return (
+            [early, by_memory] if self.best.plan.peaks_where_weight_gradients_wait else [by_memory]
+        )
+
+    def states(self) -> list[Changes]:
+        """The state in bf16, of one side, and both."""
+        optim = self.config.optim
+        bf16 = {"optim.state_dtype": "bfloat16"} if hasattr(optim, "state_dtype") else {}
+        side = {"optim.sides": "smaller"} if hasattr(optim, "sides") else {}
+        return [changes for changes in (bf16, side, side | bf16) if changes]
+
+    def rows(self) -> list[Changes]:
+        """Rows of every matrix's state on every rank, if parameters are sharded."""
+        parallel, optim = self.best.config.parallel, self.config.optim
+        is_sharded = parallel.data_ranks(self.given.world_size) > parallel.replicas
+        return (
+            [{"optim.ownership": "replicated"}]
+            if is_sharded and hasattr(optim, "ownership")
+            else []
+        )
+
+    def leanest_rule(self) -> list[Changes]:
+        optim = self.config.optim
+        is_leanest = name_of(optim.rules[""]) == LEANEST_RULE
+        return [] if is_leanest else [{"optim.name": LEANEST_RULE}]
+
+    def longer_pipeline(self) -> list[Changes]:
+        """Twice as many pipeline ranks, and half of the expert ranks if they are an even number."""
+        pp, ep = self.best.config.parallel.pp, self.best.config.parallel.ep
+        return [{"parallel.pp": 2 * pp, "parallel.ep": ep if ep % 2 else ep // 2}]
+
+    def more_ranks(self) -> list[Changes]:
+        world = 2 * self.given.world_size
+        fits = are_on_machines(self.best.config.parallel.ep, world, self.machine)
+        return [{"world": world}] if fits else []
+
+
+def are_on_machines(ep: int, world_size: int, machine: int) -> bool:
+    """Return whether every expert group lies on one machine: its `ep` ranks are neighbors
+    (`lather.parallel.mesh`), and machines have `machine` ranks each, in their order, the last one
+    perhaps fewer."""
+    firsts = range(0, world_size, ep)
+    return all(first // machine == (first + ep - 1) // machine for first in firsts)
+
+
+def changed(config: Config, changes: Changes, world_size: int | None = None) -> Config | None:
+    """Return the configuration with other values, not resolved; None if they contradict each other,
+    or if `world_size` ranks cannot divide the batch. Another rule comes with its own default
+    options and rates."""
+    changes = {name: value for name, value in changes.items() if name != "world"}
+    try:
+        if (rule := changes.get("optim.name")) is not None:
+            shared = ("schedule", "warmup_steps", "decay_fraction", "min_lr_ratio")
+            config = replace(
+                config,
+                optim=optim_config(rule, **{name: getattr(config.optim, name) for name in shared}),
+            )
+        sections: dict[str, Changes] = {}
+        for name, value in changes.items():
+            if name != "optim.name":
+                section, _, key = name.partition(".")
+                sections.setdefault(section, {})[key] = value
+        config = replace(
+            config,
+            **{name: replace(getattr(config, name), **values) for name, values in sections.items()},
+        )
+        if world_size is not None:
+            config.num_micro_batches(config.parallel.data_ranks(world_size))
+    except ValueError:
+        return None
+    return config
+
+
+def as_options(changes: Changes) -> str:
+    """Write changes as command-line options."""
+    parts = [
+        f"--{name.replace('_', '-')} {' '.join(value) if isinstance(value, tuple) else value}"
+        for name, value in changes.items()
+    ]
+    return " ".join(parts)

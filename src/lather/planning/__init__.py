@@ -1,2 +1,0 @@
-"""Memory plans: dry runs of training steps on tensors without storage, and a search for settings
-that fit."""
