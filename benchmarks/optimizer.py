@@ -70,8 +70,7 @@ class OptimizerBenchmark:
     runs: int = 1
     """How often everything is done; three or more runs give a range."""
     out: Path = Path("benchmarks/results")
-    """Folder for optimizer-DEVICE.jsonl and optimizer-DEVICE.png; a run replaces those of the same
-    device."""
+    """Folder for optimizer-DEVICE.jsonl; a run replaces that of the same device."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Device to run on."""
     peers: tuple[str, ...] = ALL_PEERS
@@ -129,13 +128,10 @@ def run(options: OptimizerBenchmark) -> int:
         console.print("no case passed its check: nothing was measured", style="red")
         return 1
     file.finish()
-    picture = file.path.with_suffix(".png")
-    if any(row["benchmark"] == "optimizer" for row in rows):
-        optimizer_report.draw(rows, picture)
     optimizer_report.print_table(rows, console)
     for line in optimizer_report.summary(rows):
         console.print(line, highlight=False)
-    console.print(f"rows {file.path}   picture {picture}", highlight=False)
+    console.print(f"rows {file.path}", highlight=False)
     return 1 if failures else 0
 
 
