@@ -151,30 +151,6 @@ def test_without_the_extra_one_line_names_it(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "names"),
-    [
-        ([], "lather bench optimizer"),
-        (["speed"], "'speed'"),
-        (["optimizer", "--sets", "huge"], "huge"),
-        (["optimizer", "--peers", "none", "heavyball"], "--peers"),
-        (["optimizer", "--rounds", "4"], "--rounds"),
-        (["optimizer", "--runs", "0"], "--runs"),
-        (["optimizer", "--rules", "shampoo"], "shampoo"),
-        (["optimizer", "--frequencies", "0"], "--frequencies"),
-        (["optimizer", "--device", "tpu"], "tpu"),
-        (["optimizer", "--peers", "none", "--out", "/proc/nowhere"], "--out"),
-    ],
-)
-def test_what_can_be_put_right_is_one_line(
-    arguments: list[str], names: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["bench", *arguments]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("lather: error: ")
-    assert names in line
-
-
 def test_a_case_that_fails_its_check_has_no_row(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -90,26 +90,6 @@ def test_the_command_leaves_whole_rows(tmp_path: Path, capsys: pytest.CaptureFix
     assert [path.name for path in tmp_path.iterdir()] == ["memory-cpu.jsonl"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--rounds", "4"], "--rounds = 4 is not valid: it must be at least 5"),
-        (["--parts", "all"], "--parts"),
-        (["--device", "cuda"], "--device cuda: this torch sees no CUDA device"),
-    ],
-    ids=["rounds", "parts", "cuda"],
-)
-def test_wrong_arguments_are_one_line(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    if "cuda" in arguments and torch.cuda.is_available():
-        pytest.skip("there is a CUDA device")
-    assert main(["bench", "memory", *arguments]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
-
-
 def test_fewer_rounds_than_five_are_refused_in_code_too() -> None:
     with pytest.raises(ValueError, match="--rounds"):
         MemoryBenchmark(rounds=1)

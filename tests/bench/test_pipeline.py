@@ -19,7 +19,6 @@ from benchmarks.pipeline_bubble import dualpipev_bubble, inner_durations, longes
 from benchmarks.pipeline_measure import BytesJob, TimeJob
 from benchmarks.pipeline_ranks import PipelineCase
 from benchmarks.pipeline_report import summary
-from lather.cli import main
 from lather.config.config import ParallelConfig
 from lather.models.deepseek_v2 import DeepseekV2Config
 from lather.parallel.mesh import Mesh
@@ -179,20 +178,3 @@ def test_durations_are_the_inner_stages_in_milliseconds() -> None:
         2.0
     )  # half of the sum of 1 and 3
     assert inner_durations(steps).kinds[Kind.BACKWARD_WEIGHT] == pytest.approx(1.0)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--rounds", "4"], "--rounds = 4 is not valid: it must be at least 5"),
-        (["--parts", "all"], "--parts"),
-    ],
-    ids=["rounds", "parts"],
-)
-def test_wrong_arguments_are_one_line(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["bench", "pipeline", *arguments]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1

@@ -292,17 +292,10 @@ def test_a_run_on_text_files_is_evaluated_on_what_was_made_of_them(
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["nowhere"], ["nowhere: no such data set"]),
-        (["a={folder}/nowhere"], ["nowhere: no such data set"]),
-        (["={folder}/code"], ["names no data set", "NAME=FOLDER"]),
         (["{folder}/code", "code={folder}/lines"], ["two data sets are called 'code'"]),
         (["{folder}/other"], ["other was made with another tokenizer", "run/tokenizer.json"]),
         (["{folder}/large"], ["vocabulary of 310 tokens, but the model's is 300", "make it again"]),
         (["{folder}/code", "--split", "test"], ["no split 'test'", "there is: train, validation"]),
-        (["--max-sequences", "-1"], ["--max-sequences = -1"]),
-        (["--batch-size", "0"], ["--batch-size = 0"]),
-        (["--sequence-length", "65"], ["--sequence-length = 65", "max_position_embeddings (64)"]),
-        (["--step", "5"], ["--step 5", "use one of 4, 8"]),
     ],
     ids=str,
 )

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import tomli_w
 
-from lather.cli import main
 from lather.commands.train import _read
 from lather.commands.with_config import read_config
 from lather.config.alternatives import REPLACED, without_replaced
@@ -102,24 +101,6 @@ def test_alternatives_are_fields_and_none_is_its_own() -> None:
         assert field not in others
         if not field.startswith("optim."):
             assert {field, *others} <= known
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--optim.rest.lr", "0.1", "--optim.rest.lr-factor", "2"],
-        ["--optim.rest.lr_factor=2", "--optim.rest.lr=0.1"],
-        ["--data.path", "a", "--data.source", "b"],
-        ["--model.aux-loss-alpha", "0.1", "--moe.balance-coefficient", "0.1"],
-        ["--optim.name", "soap", "--optim.use-eigh", "--optim.refresh-method", "qr"],
-    ],
-    ids=" ".join,
-)
-def test_both_on_the_command_line_are_an_error(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["train", str(QUICKSTART), *arguments]) == 2
-    assert "are both given: leave one of them out" in capsys.readouterr().err
 
 
 def test_both_in_a_file_are_an_error() -> None:
