@@ -1,5 +1,5 @@
-"""What a user types or writes in TOML by mistake, and what Lather says: `mistakes.txt` is reviewed
-like a page.
+"""Mistakes that a user types or writes in TOML, and the lines that answer them: `mistakes.txt` is
+reviewed like a page.
 
     PYTHONPATH=tests python tests/commands/test_mistakes.py
 
