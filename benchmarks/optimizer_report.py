@@ -135,17 +135,6 @@ def print_table(rows: Sequence[Row], console: Console) -> None:
     for line in table_rows(by_case(rows)):
         table.add_row(*line)
     console.print(table)
-    for row in rows:
-        if row["benchmark"] == "refresh":
-            config, ms, temporary = (
-                row["config"],
-                row["ms"]["median"],
-                row["peak_temporary_bytes"] / 2**20,
-            )
-            console.print(
-                f"refresh of {config['factors']} {config['contestant']}: {ms:.1f} ms, "
-                f"{temporary:.1f} MiB"
-            )
 
 
 def summary(rows: Sequence[Row]) -> list[str]:
@@ -184,18 +173,4 @@ def summary(rows: Sequence[Row]) -> list[str]:
             f"state: at most {shares[worst]:.1%} of what the rule's tensors take, {worst} (target "
             "100%)"
         )
-    return lines + _refresh_lines(rows)
-
-
-def _refresh_lines(rows: Sequence[Row]) -> list[str]:
-    times: dict[str, dict[str, float]] = {}
-    for row in rows:
-        if row["benchmark"] == "refresh":
-            times.setdefault(row["config"]["factors"], {})[row["config"]["contestant"]] = row["ms"][
-                "median"
-            ]
-    return [
-        f"refresh of {name}: {case['one_by_one'] / case[OURS]:.2f} x faster than one by one"
-        for name, case in times.items()
-        if case.keys() >= {OURS, "one_by_one"}
-    ]
+    return lines

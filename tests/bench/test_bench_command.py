@@ -223,15 +223,3 @@ def test_several_runs_are_shown_as_a_range(rows: list[dict[str, Any]]) -> None:
     (line,) = [line for line in lines if line[:2] == ["soap tiny f=1", "heavyball"]]
     assert line[3] == "2.50 (2.00 - 3.00)"
     assert RunRange.of([1200.0]).text(1) == "1,200.0"
-
-
-def test_summary_of_refreshes() -> None:
-    refreshes = [
-        {
-            "benchmark": "refresh",
-            "config": {"factors": "72 of 1024", "contestant": name},
-            "ms": {"median": ms},
-        }
-        for name, ms in (("lather", 5.0), ("one_by_one", 20.0))
-    ]
-    assert summary(refreshes) == ["refresh of 72 of 1024: 4.00 x faster than one by one"]

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import refresh
 from benchmarks.check import CheckError
-from benchmarks.refresh import (
+from benchmarks.gpu import refresh
+from benchmarks.gpu.refresh import (
     Factors,
     check_refreshes,
     refresh_batched_by_lather,
