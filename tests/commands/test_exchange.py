@@ -378,56 +378,6 @@ def test_help_names_what_is_to_be_given(command: str, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (
-            ["import", "{published}", "{imported}"],
-            ["run", "not an empty folder", "give another place"],
-        ),
-        (
-            ["import", "{published}", "{published}/config.json/x"],
-            ["config.json/x", "cannot be written", "give another place"],
-        ),
-        (
-            ["export", "{published}", "new"],
-            ["not a run, but a Hugging Face folder", "lather import", "run_dir"],
-        ),
-        (
-            ["export", "{imported}", "{published}"],
-            ["published", "not an empty folder", "give another place"],
-        ),
-        (
-            ["export", "{imported}", "new", "--max-shard-size", "9" * 400 + "GB"],
-            ["--max-shard-size", "'9999", "...'", "at most 10^18"],
-        ),
-    ],
-    ids=str,
-)
-def test_wrong_command_lines_are_one_line_and_write_nothing(
-    published: Path,
-    imported: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    expected: list[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    before = contents(published), contents(imported)
-    assert (
-        main([argument.format(published=published, imported=imported) for argument in arguments])
-        == 2
-    )
-    message = capsys.readouterr().err
-    assert len(message.splitlines()) == 1
-    assert message.startswith("lather: error: ")
-    for words in expected:
-        assert words in message
-    assert (contents(published), contents(imported)) == before
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
     ("changes", "expected"),
     [
         ({"attention_bias": True}, "attention_bias = true is not supported"),

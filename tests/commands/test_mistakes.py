@@ -71,16 +71,24 @@ def mistakes(text: str) -> Iterator[Mistake]:
 
 
 def prepare(folder: Path) -> None:
-    """Put into `folder` the checkout's configurations, a small configuration with its corpus, a
-    finished run of it, and files that are not what a command looks for."""
+    """Put into `folder`, the current one, the checkout's configurations, a small configuration with
+    its corpus, a finished run of it, its model in Hugging Face's format, data sets of its and of
+    other vocabularies, and files that are not what a command looks for."""
     (folder / "configs").symlink_to(ROOT / "configs")
     config = write_config(folder, steps=8)
     config.write_text(config.read_text().replace(f"{folder}/", ""))
     for name, content in {"notes.txt": "text\n", "my-model/config.json": "{}"}.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(content)
-    with contextlib.redirect_stdout(io.StringIO()):
-        assert main(["train", "tiny.toml", "--run-dir", "run"]) == 0
+    for command in (
+        "train tiny.toml --run-dir run",
+        "export run model",
+        "data make code corpus --tokenizer run/tokenizer.json --workers 1",
+        "data make other corpus --vocab-size 290 --workers 1",
+        "data make large corpus --vocab-size 310 --workers 1",
+    ):
+        with contextlib.redirect_stdout(io.StringIO()):
+            assert main(command.split()) == 0
 
 
 def said_of(mistake: Mistake) -> str:
@@ -112,7 +120,7 @@ def _said_by_command(command: str) -> str:
         contextlib.redirect_stderr(error),
     ):
         status = main(words[1:])
-    assert status == 2, out.getvalue()
+    assert status == 2, f"{command}\n{out.getvalue()}"
     assert out.getvalue() == ""
     return error.getvalue().removesuffix("\n")
 

@@ -14,8 +14,7 @@ from lather.commands.train import _read
 from lather.commands.with_config import read_config
 from lather.config.alternatives import REPLACED, without_replaced
 from lather.config.optim import KINDS
-from lather.config.toml_file import config_from_mapping, config_to_toml, field_names
-from lather.errors import ConfigError
+from lather.config.toml_file import config_to_toml, field_names
 from lather.train.start import start_of
 from tiny_run import run, write_config
 
@@ -101,13 +100,6 @@ def test_alternatives_are_fields_and_none_is_its_own() -> None:
         assert field not in others
         if not field.startswith("optim."):
             assert {field, *others} <= known
-
-
-def test_both_in_a_file_are_an_error() -> None:
-    with pytest.raises(
-        ConfigError, match=r"optim\.rest\.lr = 0\.1 and optim\.rest\.lr_factor = 2\.0 are"
-    ):
-        config_from_mapping({"optim": {"rest": {"lr": 0.1, "lr_factor": 2.0}}})
 
 
 def test_a_section_that_is_no_section_is_left_for_its_own_message() -> None:
