@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from benchmarks.check import CheckError
 from benchmarks.live_bytes import PeakBytes
 from benchmarks.measure import percentiles
-from benchmarks.memory_report import draw, print_table, summary
+from benchmarks.memory_report import print_table, summary
 from benchmarks.report import Row, RowFile, environment, gather
 from lather.console import command_console
 from lather.device import gpu_module, is_gpu
@@ -89,8 +89,7 @@ class MemoryBenchmark:
     device: Literal["cpu", "cuda"] = "cpu"
     """Device to run on; products are timed in fp32 on CPU, in bf16 on CUDA."""
     out: Path = Path("benchmarks/results")
-    """Folder for memory-DEVICE.jsonl and memory-DEVICE.png; a run replaces those of the same
-    device."""
+    """Folder for memory-DEVICE.jsonl; a run replaces that of the same device."""
 
     def __post_init__(self) -> None:
         require(self.rounds >= MIN_ROUNDS, "--rounds", self.rounds, f"at least {MIN_ROUNDS}")
@@ -163,11 +162,10 @@ def run(options: MemoryBenchmark) -> int:
     rows = gather(_rows(options, device), common, file, console)
     if not rows:
         return 1
-    draw(rows, file.path.with_suffix(".png"))
     print_table(rows, console)
     for line in summary(rows):
         console.print(line, highlight=False)
-    console.print(f"rows {file.path}   picture {file.path.with_suffix('.png')}", highlight=False)
+    console.print(f"rows {file.path}", highlight=False)
     return 0
 
 

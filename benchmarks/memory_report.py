@@ -1,13 +1,9 @@
-"""Makes table, summary and picture of `lather bench memory`."""
+"""Makes table and summary of `lather bench memory`."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from rich.console import Console
 
 from benchmarks.report import Row
@@ -101,74 +97,3 @@ def summary(rows: Sequence[Row]) -> list[str]:
             "(target 1.10)"
         )
     return lines
-
-
-def draw(rows: Sequence[Row], out: Path) -> None:
-    """Draw bars of the parts that were measured, side by side."""
-    panels: list[tuple[Callable[[Axes, dict[str, Row]], None], dict[str, Row]]] = []
-    panels += [(_draw_kept, kept)] if (kept := part(rows, "kept")) else []
-    panels += [(_draw_loss, loss)] if (loss := part(rows, "loss")) else []
-    panels += [(_draw_time, timed) for timed in time_cases(rows).values()]
-    figure = Figure(figsize=(4.4 * len(panels), 3.4), layout="constrained")
-    for axes, (draw_panel, found) in zip(
-        figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True
-    ):
-        draw_panel(axes, found)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="x", alpha=0.25)
-        axes.set_axisbelow(True)
-        axes.invert_yaxis()
-    aside = out.with_suffix(".partial.png")
-    figure.savefig(aside, dpi=110, format="png")
-    os.replace(aside, out)
-
-
-def _draw_kept(axes: Axes, rows: dict[str, Row]) -> None:
-    _bars(
-        axes,
-        [LABELS[name] for name in rows],
-        [row["bytes_per_token"] / 2**10 for row in rows.values()],
-        "{:.1f}",
-    )
-    axes.set(
-        xlabel="KiB per token",
-        title="Kept for backward by router and experts\n(DeepSeek-V2-Lite sizes, bf16)",
-    )
-
-
-def _draw_loss(axes: Axes, rows: dict[str, Row]) -> None:
-    _bars(
-        axes,
-        [name.replace(" ", "\n") for name in rows],
-        [100 * row["share_of_logits"] for row in rows.values()],
-        "{:.1f}%",
-    )
-    axes.set(
-        xlabel="% of the logits tensor",
-        title="Besides inputs and gradients,\nforward and backward of the loss",
-    )
-
-
-def _draw_time(axes: Axes, rows: dict[str, Row]) -> None:
-    _bars(
-        axes,
-        [LABELS[name] for name in rows],
-        [row["times_of_plain"] for row in rows.values()],
-        "{:.2f}",
-    )
-    config = next(iter(rows.values()))["config"]
-    axes.axvline(1, color="black", linewidth=0.8, linestyle="--")
-    axes.set(
-        xlabel="times of plain autograd",
-        title=f"Forward and backward in {config['dtype']},\n{config['case']}",
-    )
-
-
-def _bars(axes: Axes, names: list[str], values: list[float], form: str) -> None:
-    colors = [
-        "C0" if name.startswith(("saved", "recompute", "linear")) else "0.6" for name in names
-    ]
-    bars = axes.barh(names, values, color=colors)
-    axes.bar_label(bars, [form.format(value) for value in values], padding=3, fontsize=8)
-    axes.margins(x=0.18)
-    axes.tick_params(axis="y", labelsize=8)

@@ -5,7 +5,7 @@ For each rule, set of matrices and frequency the case is checked first (`benchma
 all contestants, alive in one process, do their first step (not timed, as it differs in SOAP) and
 one interval of warm-up in which temporary memory is measured. Then rounds are timed, in each of
 which every contestant does whole intervals. `--runs 3` does all of it three times, one after the
-other. On CUDA the refresh of a whole transformer's factors follows (`benchmarks.refresh`).
+other.
 
 Trade-off: interleaved rounds keep every contestant's state in memory at once, but all contestants
 meet the same noise of a shared machine."""
@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 from rich.console import Console
 
-from benchmarks import optimizer_report, refresh, report
+from benchmarks import optimizer_report, report
 from benchmarks.check import CheckError, check_case
 from benchmarks.contestants import (
     DEFAULT_SETS,
@@ -45,7 +45,6 @@ from benchmarks.measure import (
 from benchmarks.report import Row
 from benchmarks.roofline import ShapeRates, flops_per_step, measure_rates, roofline_ms
 from lather.console import command_console
-from lather.device import is_gpu
 from lather.errors import UserError, require
 
 MIN_ROUNDS = 5
@@ -70,14 +69,11 @@ class OptimizerBenchmark:
     runs: int = 1
     """How often everything is done; three or more runs give a range."""
     out: Path = Path("benchmarks/results")
-    """Folder for optimizer-DEVICE.jsonl and optimizer-DEVICE.png; a run replaces those of the same
-    device."""
+    """Folder for optimizer-DEVICE.jsonl; a run replaces that of the same device."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Device to run on."""
     peers: tuple[str, ...] = ALL_PEERS
     """Libraries to compare with: heavyball, pytorch_optimizer, torch, or none."""
-    refresh: bool = True
-    """Whether to measure the refresh of a whole transformer's factors, too, on CUDA."""
 
     def __post_init__(self) -> None:
         for option, names, known in (("--rules", self.rules, OPTIONS), ("--sets", self.sets, SETS)):
@@ -129,13 +125,10 @@ def run(options: OptimizerBenchmark) -> int:
         console.print("no case passed its check: nothing was measured", style="red")
         return 1
     file.finish()
-    picture = file.path.with_suffix(".png")
-    if any(row["benchmark"] == "optimizer" for row in rows):
-        optimizer_report.draw(rows, picture)
     optimizer_report.print_table(rows, console)
     for line in optimizer_report.summary(rows):
         console.print(line, highlight=False)
-    console.print(f"rows {file.path}   picture {picture}", highlight=False)
+    console.print(f"rows {file.path}", highlight=False)
     return 1 if failures else 0
 
 
@@ -150,17 +143,6 @@ def _cases(
                 yield _checked_and_measured(
                     OptimizerCase(rule, SETS[name], frequency), options, device, rates, console
                 )
-    if is_gpu(device) and "soap" in options.rules and options.refresh:
-        for hidden, mlp in refresh.HIDDEN_AND_MLP:
-            try:
-                yield measure_refresh_case(hidden, mlp, options.rounds, device)
-            except CheckError as error:
-                console.print(
-                    f"refresh at {hidden} / {mlp}: check failed, not measured: {error}",
-                    style="red",
-                    highlight=False,
-                )
-                yield None
 
 
 def _checked_and_measured(
@@ -252,28 +234,3 @@ def _config(
             **(lather_options(case.rule, case.frequency) if ours else {}),
         },
     }
-
-
-def measure_refresh_case(hidden: int, mlp: int, rounds: int, device: torch.device) -> list[Row]:
-    """Measure the refresh; yields a row for ours and one for the baseline. Raises CheckError."""
-    factors = refresh.transformer_factors(hidden, mlp, device)
-    checked = refresh.check_refreshes(factors)
-    measured = refresh.measure_refreshes(factors, rounds)
-    name = " + ".join(f"{len(f.k)} of {f.k.shape[-1]}" for f in factors)
-    return [
-        {
-            "benchmark": "refresh",
-            "config": {
-                "factors": name,
-                "hidden": hidden,
-                "mlp": mlp,
-                "contestant": contestant,
-                "rounds": rounds,
-                "device": device.type,
-            },
-            "baseline": "one_by_one",
-            "check": checked,
-            **numbers,
-        }
-        for contestant, numbers in measured.items()
-    ]

@@ -1,5 +1,4 @@
-"""Makes a table, a picture and a summary against the targets, from the rows of `lather bench
-optimizer`.
+"""Makes a table and a summary against the targets, from the rows of `lather bench optimizer`.
 
 A benchmark of several runs has as many rows per case and contestant; it shows their median and
 their range.
@@ -7,14 +6,10 @@ their range.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from rich.console import Console
 
 from benchmarks.contestants import OURS, MatrixSet, OptimizerCase
@@ -140,17 +135,6 @@ def print_table(rows: Sequence[Row], console: Console) -> None:
     for line in table_rows(by_case(rows)):
         table.add_row(*line)
     console.print(table)
-    for row in rows:
-        if row["benchmark"] == "refresh":
-            config, ms, temporary = (
-                row["config"],
-                row["ms"]["median"],
-                row["peak_temporary_bytes"] / 2**20,
-            )
-            console.print(
-                f"refresh of {config['factors']} {config['contestant']}: {ms:.1f} ms, "
-                f"{temporary:.1f} MiB"
-            )
 
 
 def summary(rows: Sequence[Row]) -> list[str]:
@@ -189,86 +173,4 @@ def summary(rows: Sequence[Row]) -> list[str]:
             f"state: at most {shares[worst]:.1%} of what the rule's tensors take, {worst} (target "
             "100%)"
         )
-    return lines + _refresh_lines(rows)
-
-
-def _refresh_lines(rows: Sequence[Row]) -> list[str]:
-    times: dict[str, dict[str, float]] = {}
-    for row in rows:
-        if row["benchmark"] == "refresh":
-            times.setdefault(row["config"]["factors"], {})[row["config"]["contestant"]] = row["ms"][
-                "median"
-            ]
-    return [
-        f"refresh of {name}: {case['one_by_one'] / case[OURS]:.2f} x faster than one by one"
-        for name, case in times.items()
-        if case.keys() >= {OURS, "one_by_one"}
-    ]
-
-
-COLORS = {OURS: "C0", "heavyball": "0.45", "pytorch_optimizer": "0.7", "torch": "0.85"}
-
-
-def draw(rows: Sequence[Row], out: Path) -> None:
-    """Draw grouped bars of milliseconds for each case on a log axis, and a line at each case's
-    roofline."""
-    cases = by_case(rows)
-    figure = Figure(figsize=(max(7.0, 0.95 * len(cases) + 1), 4.6), layout="constrained")
-    axes = figure.subplots()
-    for index, contestants in enumerate(cases.values()):
-        width = 0.8 / len(contestants)
-        for place, (name, runs) in enumerate(contestants.items()):
-            _draw_bar(
-                axes,
-                index + (place - (len(contestants) - 1) / 2) * width,
-                width,
-                name,
-                milliseconds(runs),
-            )
-    rooflines = [np.median([row["roofline_ms"] for row in case[OURS]]) for case in cases.values()]
-    axes.hlines(
-        rooflines,
-        np.arange(len(cases)) - 0.45,
-        np.arange(len(cases)) + 0.45,
-        color="black",
-        linestyles="--",
-        label="roofline",
-    )
-    axes.set_yscale("log")
-    axes.set_xticks(range(len(cases)), [name.replace(" ", "\n") for name in cases], fontsize=8)
-    any_row = rows[0]["hardware"]
-    axes.set(
-        ylabel="ms per step (median of runs, least to most)",
-        title=f"Equal rules, {any_row['gpu'] or any_row['cpu']}",
-    )
-    handles, labels = axes.get_legend_handles_labels()
-    axes.legend(
-        *zip(
-            *{
-                label: (handle, label) for handle, label in zip(handles, labels, strict=True)
-            }.values(),
-            strict=True,
-        ),
-        frameon=False,
-        fontsize=8,
-    )
-    axes.grid(axis="y", alpha=0.25)
-    axes.set_axisbelow(True)
-    axes.margins(x=0.02)
-    axes.spines[["top", "right"]].set_visible(False)
-    aside = out.with_suffix(".partial.png")
-    figure.savefig(aside, dpi=110, format="png")
-    os.replace(aside, out)
-
-
-def _draw_bar(axes: Axes, x: float, width: float, name: str, ms: RunRange) -> None:
-    spread = [[ms.median - ms.least], [ms.most - ms.median]]
-    axes.bar(
-        [x],
-        [ms.median],
-        width,
-        yerr=spread,
-        error_kw={"elinewidth": 0.8},
-        color=COLORS.get(name),
-        label=name,
-    )
+    return lines

@@ -33,7 +33,7 @@ from benchmarks.measure import percentiles
 from benchmarks.pipeline_bubble import bubble_rows, table_row
 from benchmarks.pipeline_measure import TOLERANCE, BytesJob, TimeJob, largest, measure
 from benchmarks.pipeline_ranks import PipelineCase
-from benchmarks.pipeline_report import draw, print_table, summary
+from benchmarks.pipeline_report import print_table, summary
 from benchmarks.report import Row, RowFile, environment, gather
 from lather.console import command_console
 from lather.errors import require
@@ -92,7 +92,7 @@ class PipelineBenchmark:
     rounds: int = 9
     """Timed rounds, each of one step per contestant."""
     out: Path = Path("benchmarks/results")
-    """Folder for pipeline-cpu.jsonl and pipeline-cpu.png; a run replaces them."""
+    """Folder for pipeline-cpu.jsonl; a run replaces it."""
 
     def __post_init__(self) -> None:
         require(self.rounds >= MIN_ROUNDS, "--rounds", self.rounds, f"at least {MIN_ROUNDS}")
@@ -107,12 +107,10 @@ def run(options: PipelineBenchmark, plan: PipelinePlan | None = None) -> int:
     rows = gather(_rows(options, plan), common, file, console)
     if not rows:
         return 1
-    picture = file.path.with_suffix(".png")
-    draw(rows, picture)
     print_table(rows, console)
     for line in summary(rows):
         console.print(line, highlight=False)
-    console.print(f"rows {file.path}   picture {picture}", highlight=False)
+    console.print(f"rows {file.path}", highlight=False)
     return 0
 
 

@@ -1,13 +1,9 @@
-"""Makes table, summary and picture of `lather bench pipeline`."""
+"""Makes table and summary of `lather bench pipeline`."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from rich.console import Console
 
 from benchmarks.report import Row
@@ -20,7 +16,6 @@ LABELS = {
     "held": "(a) no lean block, no early frees",
     "torch": "(b) torch's runtime",
 }
-COLORS = {"ours": "C0", "attention": "C9", "experts": "C2", "held": "0.72", "torch": "0.45"}
 MIB = 2**20
 
 
@@ -138,103 +133,3 @@ def summary(rows: Sequence[Row]) -> list[str]:
             f"{row['seconds']:.1f} s (target 10)"
         )
     return lines
-
-
-def draw(rows: Sequence[Row], out: Path) -> None:
-    """Draw bars and lines of bytes, bars of time and lines of the bubble side by side, those that
-    were measured."""
-    panels: list[Callable[[Axes], None]] = []
-    if cases := peaks(rows):
-        panels += [
-            lambda axes: _draw_peaks(axes, cases[min(cases)]),
-            lambda axes: _draw_growth(axes, cases),
-        ]
-    if timed := part(rows, "time"):
-        panels.append(lambda axes: _draw_time(axes, timed))
-    if bubbles := part(rows, "bubble"):
-        panels.append(lambda axes: _draw_bubble(axes, bubbles))
-    figure = Figure(figsize=(4.6 * len(panels), 3.6), layout="constrained")
-    for axes, draw_panel in zip(
-        figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True
-    ):
-        draw_panel(axes)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.25)
-        axes.set_axisbelow(True)
-    aside = out.with_suffix(".partial.png")
-    figure.savefig(aside, dpi=110, format="png")
-    os.replace(aside, out)
-
-
-def _draw_peaks(axes: Axes, case: dict[str, Row]) -> None:
-    config = next(iter(case.values()))["config"]
-    _bars(axes, case, [row["peak_bytes"] / MIB for row in case.values()], "{:.1f}")
-    title = (
-        f"Most saved bytes of a rank\n{config['pp']} pipeline x {config['ep']} "
-        f"expert ranks, {config['micro_batches']} micro-batches"
-    )
-    axes.set(xlabel="MiB", title=title)
-
-
-def _draw_growth(axes: Axes, cases: dict[int, dict[str, Row]]) -> None:
-    for name, label in LABELS.items():
-        points = [
-            (number, case[name]["peak_bytes"] / MIB)
-            for number, case in cases.items()
-            if name in case
-        ]
-        if len(points) > 1:
-            axes.plot(*zip(*points, strict=True), "o-", color=COLORS[name], label=label)
-    axes.set(
-        xlabel="micro-batches",
-        ylabel="MiB",
-        title="... as micro-batches become more",
-        xticks=list(cases),
-    )
-    axes.set_ylim(bottom=0)
-    axes.legend(fontsize=7, frameon=False)
-
-
-def _draw_time(axes: Axes, rows: list[Row]) -> None:
-    case = {name: row for name in LABELS for row in rows if row["config"]["contestant"] == name}
-    _bars(axes, case, [row["times_of_torch"] for row in case.values()], "{:.2f}")
-    axes.axvline(1, color="black", linewidth=0.8, linestyle="--")
-    axes.set(
-        xlabel="times of torch's runtime",
-        title=f"Step on {rows[0]['config']['pp']} pipeline ranks, CPU",
-    )
-
-
-def _draw_bubble(axes: Axes, rows: list[Row]) -> None:
-    ranks = [row["config"]["pp"] for row in rows]
-    axes.plot(
-        ranks,
-        [100 * row["bubble_fraction"] for row in rows],
-        "o-",
-        color="C0",
-        label="table, replayed",
-    )
-    axes.plot(
-        ranks,
-        [100 * row["formula_fraction"] for row in rows],
-        "x--",
-        color="0.3",
-        label="(P - 1)(F&B + B - 3W)",
-    )
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(ranks, [str(number) for number in ranks])
-    axes.set_ylim(bottom=0)
-    axes.set(
-        xlabel="pipeline ranks P",
-        ylabel="% of the time",
-        title=f"Bubble with {rows[0]['config']['micro_batches'] // ranks[0]} P micro-batches",
-    )
-    axes.legend(fontsize=7, frameon=False)
-
-
-def _bars(axes: Axes, case: dict[str, Row], values: list[float], form: str) -> None:
-    bars = axes.barh([LABELS[name] for name in case], values, color=[COLORS[name] for name in case])
-    axes.bar_label(bars, [form.format(value) for value in values], padding=3, fontsize=8)
-    axes.margins(x=0.18)
-    axes.tick_params(axis="y", labelsize=8)
-    axes.invert_yaxis()

@@ -83,43 +83,6 @@ def test_private_names_of_torch_stand_in_one_file() -> None:
     assert {name for name, names in found.items() if names} == {"torch_private.py"}
 
 
-def test_the_pattern_sees_private_names_and_lets_public_ones_be() -> None:
-    for line in (
-        "torch._C.x()",
-        "torch._foreach_mul_(a, b)",
-        "from torch.utils._pytree import tree_map",
-        "x._base",
-        "from torch import _C",
-        "state._lazy_init()",
-        "group.post_backward()",
-        "fully_shard.state(module)",
-        "p._local_tensor",
-        "import torch.distributed.pipelining.schedules as "
-        "schedules\nschedules._add_unshard_reshard(actions, 2)",
-        "schedules: Any = "
-        "import_module('torch.distributed.pipelining.schedules')\n"
-        "schedules._add_unshard_reshard(actions, 2)",
-        "from torch.distributed.pipelining.schedules import ScheduleDualPipeV as "
-        "S\nS._calculate_single_rank_operations(sizes, 0)",
-        "import torch\ndist = torch.distributed\ngetattr(dist, '_functional_collectives')",
-        "import torch.nn as nn\nnn.modules._functions",
-    ):
-        assert private_names(line)
-    for line in (
-        "torch.__version__",
-        "import torch.nn.functional as F",
-        "torch.mm(a, b)",
-        "x.mul_(2)",
-        "p.to_local()",
-        "module.reshard()",
-    ):
-        assert not private_names(line)
-    assert not private_names(
-        "import torch.nn as nn\nimport "
-        "mine\nnn.Module.__init__(self)\nmine._x\nself._nn._x\ngetattr(nn, 'Linear')"
-    )
-
-
 @pytest.mark.parametrize("version", ["2.11.0", "2.12.1+cu128", "2.13.0a0+git12ab"])
 def test_known_versions_of_torch_pass(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", version)

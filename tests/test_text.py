@@ -252,27 +252,5 @@ def test_no_module_reads_text_in_another_way() -> None:
     assert {name: calls for name, calls in found.items() if calls and name not in OTHERWISE} == {}
 
 
-@pytest.mark.parametrize(
-    ("text", "is_found"),
-    [
-        ("Path('a').read_text('utf-8')", True),
-        ("path.open()", True),
-        ("path.open(encoding='utf-8')", True),
-        ("open(path)", True),
-        ("open(path, 'r')", True),
-        ("json.load(file)", True),
-        ("tomllib.load(file)", True),
-        ("read_text(path)", False),
-        ("path.open('rb')", False),
-        ("open(path, 'ab')", False),
-        ("path.open('a', encoding='utf-8')", False),
-        ("os.open(path, os.O_RDONLY)", False),
-        ("json.loads(text)", False),
-    ],
-)
-def test_other_ways_to_read_text_are_found(text: str, is_found: bool) -> None:
-    assert bool(other_ways(text)) is is_found
-
-
 def test_the_readers_of_text_take_files_of_packages() -> None:
     assert read_text(SimpleNamespace(read_bytes=lambda: b"\xef\xbb\xbfa\r\nb\rc")) == "a\nb\nc"

@@ -1,29 +1,35 @@
 """Measures the batched refresh of a transformer's 96 factors against `torch.linalg.qr` one by one,
 and against the device's own fp32 products.
 
-The contestants and their check are those of `benchmarks.refresh`. Nearly all flops of the refresh
-are products in fp32. If it did all of them at the rate of one large batched product, it would take
-its floor: counted flops / measured rate. The goal is a share of that rate, not a number of times
-that `torch.linalg.qr` takes, which depends on how slow that is.
+Twelve layers of four matrices (attention in and out, MLP in and out) have 96 factors: 72 of the
+hidden size and 24 of the MLP size. Both contestants do one step of orthogonal iteration, Q = qr(K
+Q) with columns in descending order, from bases a few percent off. Before it is timed, both results
+have to be orthonormal and to diagonalize the factors equally well. Shapes: K and Q (B, n, n).
+
+Nearly all flops of the refresh are products in fp32. If it did all of them at the rate of one large
+batched product, it would take its floor: counted flops / measured rate. The goal is a share of that
+rate, not a number of times that `torch.linalg.qr` takes, which depends on how slow that is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from benchmarks.check import CheckError
 from benchmarks.gpu.clock import milliseconds
 from benchmarks.gpu.work import Settings
 from benchmarks.measure import peak_temporary_bytes
-from benchmarks.refresh import (
-    HIDDEN_AND_MLP,
-    REFRESHES,
-    CountedFlops,
-    Factors,
-    check_refreshes,
-    transformer_factors,
-)
 from benchmarks.report import Row
+from lather.optim.functional import get_eigenbasis_qr
+from lather.shapes import Float
+from lather.standin.operations import flops, name_of
+from lather.torch_private import TorchDispatchMode
 
 GOAL = 0.75
 """Least share of the product's rate, so that the refresh takes at most a third longer than its
@@ -31,6 +37,101 @@ floor. On an H100 (47 Tflop/s in fp32, copies at 2.85 TB/s; estimates) 1,024 / 4
 340 ms. All passes over the matrices, counted, add 44 ms if none of them overlaps with a product,
 and solves and factorizations, 0.7 % of the flops, 25 ms at a tenth of the rate: together 83 % of
 the rate. The rest is for products of few rows, which are slower than the large one."""
+NUM_LAYERS = 12
+HIDDEN_AND_MLP = ((1024, 4096), (2048, 4096))
+ORTHONORMAL = 1e-5
+"""The most that an element of Q^T Q may differ from the identity's."""
+AS_DIAGONAL = 1.02
+"""The most off-diagonal mass that ours may leave, relative to the baseline's."""
+
+
+@dataclass(frozen=True)
+class Factors:
+    """Factors of one size, and the bases of their last refresh."""
+
+    k: Float[Tensor, "b n n"]
+    q: Float[Tensor, "b n n"]
+
+
+def transformer_factors(
+    hidden: int, mlp: int, device: torch.device, num_layers: int = NUM_LAYERS
+) -> list[Factors]:
+    """Make eight factors for each layer, six of size `hidden` and two of size `mlp`."""
+    return [_factors(6 * num_layers, hidden, device), _factors(2 * num_layers, mlp, device)]
+
+
+def _factors(b: int, n: int, device: torch.device) -> Factors:
+    """Make K = A diag(1 / i^2) A^T plus 5 % of a new gradient's own factor, and Q = A."""
+    generator = torch.Generator(device).manual_seed(n)
+    q = torch.linalg.qr(torch.randn(n, n, generator=generator, device=device)).Q
+    scale = 1 / torch.arange(1, n + 1, device=device)
+    k = torch.empty(b, n, n, device=device)
+    for one in k:
+        g = (q * scale) @ torch.randn(n, n, generator=generator, device=device) / n**0.5
+        one.copy_(0.95 * (q * scale.square()) @ q.mT + 0.05 * g @ g.mT)
+    return Factors(k, q.expand(b, n, n).contiguous())
+
+
+def refresh_batched_by_lather(factors: Sequence[Factors]) -> list[Tensor]:
+    """Refresh as Lather does: one batched call for each size."""
+    return [get_eigenbasis_qr(f.k, f.q)[0] for f in factors]
+
+
+def refresh_one_by_one(factors: Sequence[Factors]) -> list[Tensor]:
+    """Refresh as the baseline does: a Householder QR for each factor."""
+    refreshed = []
+    for f in factors:
+        q_new = torch.empty_like(f.q)
+        for k, q, out in zip(f.k, f.q, q_new, strict=True):
+            kq = k @ q
+            out.copy_(torch.linalg.qr(kq[:, (q * kq).sum(0).argsort(descending=True)]).Q)
+        refreshed.append(q_new)
+    return refreshed
+
+
+REFRESHES = {"lather": refresh_batched_by_lather, "one_by_one": refresh_one_by_one}
+
+
+class CountedFlops(TorchDispatchMode):
+    """Counts the flops of products and factorizations inside the block, on any device."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.flops = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.flops += flops(func, name_of(func), args, kwargs or {}, out)
+        return out
+
+
+def check_refreshes(factors: Sequence[Factors]) -> dict[str, Any]:
+    """Check both contestants' results. Raises CheckError."""
+    off_diagonal = {}
+    for name, refresh in REFRESHES.items():
+        worst = 0.0
+        for f, q in zip(factors, refresh(factors), strict=True):
+            eye = torch.eye(q.shape[-1], device=q.device)
+            if (error := max((one.mT @ one - eye).abs().max().item() for one in q)) > ORTHONORMAL:
+                raise CheckError(
+                    f"bases of {name} are off orthonormal by {error:.1e} at {tuple(q.shape)}; "
+                    f"{ORTHONORMAL:.0e} is allowed"
+                )
+            worst = max([worst, *(_off_diagonal(k, one) for k, one in zip(f.k, q, strict=True))])
+        off_diagonal[name] = worst
+    if off_diagonal["lather"] > AS_DIAGONAL * off_diagonal["one_by_one"]:
+        raise CheckError(
+            f"off-diagonal share after the refresh: {off_diagonal}; ours may be {AS_DIAGONAL} "
+            "times the baseline's"
+        )
+    return {"off_diagonal_share": off_diagonal}
+
+
+def _off_diagonal(k: Tensor, q: Tensor) -> float:
+    rotated = q.mT @ k @ q
+    return float((rotated - rotated.diagonal().diag()).norm() / rotated.norm())
 
 
 def rows(settings: Settings, contestant: str) -> Iterator[Row]:

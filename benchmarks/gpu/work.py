@@ -83,7 +83,6 @@ def _optimizer(device: str, out: Path, *, small: bool) -> int:
         out=out,
         device=device,  # type: ignore[arg-type]
         peers=peers,
-        refresh=False,  # the refresh is a part of its own
     )
     return optimizer.run(options)
 

@@ -201,20 +201,6 @@ def test_costs(finished: tuple[Path, Path, str]) -> None:
     assert "seconds to it" in printed
 
 
-def test_errors(finished: tuple[Path, Path, str], tmp_path: Path) -> None:
-    study, _, _ = finished
-    for arguments, said in (
-        (("run", tmp_path / "none.toml"), "cannot be read"),
-        (("report", study, "--out", tmp_path / "empty"), "no run is finished yet"),
-        (("run", study, "--workers", "0"), "--workers = 0"),
-        (("walk", study), "walk"),
-    ):
-        done = lather(*arguments)
-        assert done.returncode == 2
-        assert said in done.stderr
-        assert len(done.stderr.strip().splitlines()) == 1
-
-
 def test_a_run_that_fails_twice_stops_the_study_with_its_error(tmp_path: Path) -> None:
     study = write_study(tmp_path, steps=4)
     beside = tmp_path / "beside.py"

@@ -1,5 +1,5 @@
 """`lather bench memory` on small sizes: bytes are those of the formulas, a wrong contestant is not
-reported, rows and picture appear whole."""
+reported, rows appear whole."""
 
 from __future__ import annotations
 
@@ -78,42 +78,16 @@ def test_the_plain_loss_holds_at_least_the_logits_and_ours_does_not() -> None:
     assert loss_extra_bytes(memory.linear_cross_entropy, torch.float32) < logits / 4
 
 
-def test_the_command_leaves_rows_and_picture(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_leaves_whole_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "memory", "--rounds", "5", "--out", str(tmp_path)]) == 0
     rows = [json.loads(line) for line in (tmp_path / "memory-cpu.jsonl").read_text().splitlines()]
     assert [row["benchmark"] for row in rows] == ["kept"] * 4 + ["loss"] * 4 + ["time"] * 4
     assert all(row["check"] and "commit" in row and "hardware" in row for row in rows)
     assert all(len(row["round_ms"]) == 5 for row in rows if row["benchmark"] == "time")
-    assert (tmp_path / "memory-cpu.png").read_bytes().startswith(b"\x89PNG")
     out = " ".join(capsys.readouterr().out.split())
     for line in summary(rows):
         assert " ".join(line.split()) in out
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "memory-cpu.jsonl",
-        "memory-cpu.png",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--rounds", "4"], "--rounds = 4 is not valid: it must be at least 5"),
-        (["--parts", "all"], "--parts"),
-        (["--device", "cuda"], "--device cuda: this torch sees no CUDA device"),
-    ],
-    ids=["rounds", "parts", "cuda"],
-)
-def test_wrong_arguments_are_one_line(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    if "cuda" in arguments and torch.cuda.is_available():
-        pytest.skip("there is a CUDA device")
-    assert main(["bench", "memory", *arguments]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["memory-cpu.jsonl"]
 
 
 def test_fewer_rounds_than_five_are_refused_in_code_too() -> None:

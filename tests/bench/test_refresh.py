@@ -7,11 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import refresh
 from benchmarks.check import CheckError
-from benchmarks.gpu import refresh as on_a_gpu
-from benchmarks.gpu.work import Settings
-from benchmarks.refresh import (
+from benchmarks.gpu import refresh
+from benchmarks.gpu.refresh import (
     CountedFlops,
     Factors,
     check_refreshes,
@@ -19,6 +17,7 @@ from benchmarks.refresh import (
     refresh_one_by_one,
     transformer_factors,
 )
+from benchmarks.gpu.work import Settings
 from lather.optim.linalg import orthogonal
 
 CPU = torch.device("cpu")
@@ -33,11 +32,11 @@ def test_a_transformer_of_twelve_layers_has_96_factors() -> None:
     assert [tuple(f.k.shape) for f in transformer_factors(4, 6, CPU)] == [(72, 4, 4), (24, 6, 6)]
 
 
-@pytest.mark.parametrize("as_on_a_gpu", [False, True], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("as_refresh", [False, True], ids=["cpu", "gpu"])
 def test_both_refreshes_agree(
-    factors: list[Factors], as_on_a_gpu: bool, monkeypatch: pytest.MonkeyPatch
+    factors: list[Factors], as_refresh: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(orthogonal, "is_gpu", lambda on: as_on_a_gpu)
+    monkeypatch.setattr(orthogonal, "is_gpu", lambda on: as_refresh)
     for ours, baseline in zip(
         refresh_batched_by_lather(factors), refresh_one_by_one(factors), strict=True
     ):
@@ -80,7 +79,7 @@ def test_flops_are_those_of_the_products_and_factorizations(
 
 def test_the_share_is_that_of_the_rate_of_products() -> None:
     """The goal is a share of what the device can do, and below all of it."""
-    (row,) = on_a_gpu.rows(Settings(CPU, small=True), "")
+    (row,) = refresh.rows(Settings(CPU, small=True), "")
     assert row["floor_ms"] == pytest.approx(1e3 * row["flops"] / row["product_flops_per_second"])
     assert row["share"] == pytest.approx(row["floor_ms"] / row["ms"]["lather"]["median"])
     assert 0.5 < row["goal"] < 1

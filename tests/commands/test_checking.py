@@ -10,109 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from lather.cli import main
 from lather.commands.checking import check_values, options_of_line
 from lather.commands.options import CommandOption
 from lather.config.optim import optim_config
 from lather.config.toml_file import config_from_mapping
 from lather.errors import ConfigError, UserError, as_toml
 from lather.models.rotary import YarnConfig
-
-QUICKSTART = str(Path(__file__).parents[2] / "configs/quickstart.toml")
-
-
-def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert main(["train", *arguments]) == 2
-    error = capsys.readouterr().err
-    assert len(error.splitlines()) == 1
-    return error.removeprefix("lather: error: ").rstrip("\n")
-
-
-def test_all_unknown_names_of_a_file_and_of_the_command_line_are_told_at_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "my.toml"
-    file.write_text(
-        'epochs = 3\n[train]\nstepz = 5\n[optim]\nname = "soap"\nmomentum = 0.9\n'
-        "[optim.rset]\nlr = 1.0\n[model.rope_scaling]\ntype = 'yarn'\n"
-    )
-    error = error_of(capsys, str(file), "--bf16", "--train.stepz", "3", "--optim.momentum", "0.9")
-    assert error.startswith(
-        f"{file}: 5 unknown keys: 'epochs': did you mean 'train.steps'? (an epoch"
-    )
-    for part in (
-        "'train.stepz': did you mean 'train.steps'?; 'optim.momentum': momentum is an option of "
-        "muon",
-        "'optim.rset': did you mean 'optim.rest'?; 'model.rope_scaling.type': [model.rope_scaling] "
-        "is",
-        "; and 3 unknown options: --bf16: did you mean --train.precision? (with the value 'fp32', "
-        "'bf16'",
-        "; --train.stepz: did you mean --train.steps?; --optim.momentum: momentum is an option of "
-        "muon",
-    ):
-        assert part in error, error
-
-
-def test_unknown_names_are_told_before_values_that_are_not_valid(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A key that is misspelt may be why a value does not fit."""
-    file = tmp_path / "my.toml"
-    file.write_text("[trian]\nsteps = 5\n[train]\nstepz = 5\nbatch_size = 'x'\n")
-    assert error_of(capsys, str(file)).startswith(f"{file}: 2 unknown keys: 'trian': did you mean")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--model.rope-scaling.fctor 4", "did you mean --model.rope-scaling.factor?"),
-        ("--model.rope-scaling.type yarn", "is always YaRN, and needs no type"),
-        (
-            "--model.rope-scaling yarn",
-            "it is a section: give its fields, such as --model.rope-scaling.",
-        ),
-        ("--epochs 3", "did you mean --train.steps? (an epoch has as many steps as"),
-        ("--gradient-clip 1", "did you mean --train.max-grad-norm?"),
-        ("--parallel.tp 2", "the trainer has no tensor parallelism"),
-        ("--optim.beta1 0.9", "did you mean --optim.momentum?"),
-        (
-            "--optim.rest.beta1 0.9",
-            "did you mean --optim.rest.betas? (two numbers, of which this is",
-        ),
-        ("--fsdp full_shard", "parameters are always sharded"),
-        ("--warmup_ratio 0.1", "did you mean --optim.warmup-steps? (the ratio times train.steps)"),
-        ("--train.seed 3", "did you mean --seed?"),
-        ("--train.weight_decay 0.1", "did you mean --optim.weight-decay?"),
-        (
-            "--model.mlp-only-layers 0",
-            "it is a key of model_type 'qwen3_moe', not of 'deepseek_v2'",
-        ),
-        ("--data.path", "--data.path needs at least one folder of a data set"),
-        ("--xyzzy 3", "unknown option --xyzzy; lather train CONFIG --help all shows all options"),
-        ("--train.steps x", "--train.steps = 'x' is not valid: it must be an integer"),
-        ("--train.steps 1.5", "--train.steps = '1.5' is not valid: it must be an integer"),
-        ("--train.steps", "--train.steps needs an integer"),
-        ("--optim.lr fast", "--optim.lr = 'fast' is not valid: it must be a number"),
-        ("--optim.rest.betas 0.9", "--optim.rest.betas needs 2 values, each of them a number"),
-        (
-            "--train.compile True",
-            "--train.compile True: a switch takes no value: give --train.compile or",
-        ),
-        (
-            "--train.no-compile=1",
-            "a switch takes no value: give --train.compile or --train.no-compile",
-        ),
-        ("--train.precision fp8", "'fp8' is not valid: it must be one of 'fp32', 'bf16', 'fp64'"),
-        (
-            "--train.recompute attention router",
-            "'router' is not valid: it must be one of 'attention'",
-        ),
-        ("--data.weights 1 a", "--data.weights = 'a' is not valid: it must be a number"),
-        ("--train.steps 1 2", "no option takes this: 2; lather train CONFIG --help"),
-    ],
-)
-def test_one_mistake(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert message in error_of(capsys, QUICKSTART, *arguments.split())
 
 
 def test_options_with_their_values() -> None:
@@ -164,25 +67,3 @@ def test_errors_about_options_of_rules_speak_toml(rule: str) -> None:
                 with pytest.raises(ConfigError) as error:
                     config_from_mapping({"optim": {"name": rule, **mapping}})
                 assert not re.search(PYTHON, str(error.value)), str(error.value)
-
-
-def test_contradictions_between_options_speak_toml() -> None:
-    for optim, message in (
-        (
-            {"use_eigh": True},
-            "unknown key 'optim.use_eigh'; did you mean 'optim.refresh_method'?",
-        ),
-        (
-            {"betas": [0.9, 1.5]},
-            "optim.betas = [0.9, 1.5] is not valid: give two numbers in [0, 1)",
-        ),
-        ({"rest": {"betas": [0.9, 1.5]}}, "optim.rest.betas = [0.9, 1.5] is not valid"),
-        (
-            {"state_dtype": "x"},
-            "float32, float64, bfloat16, 'moments=bfloat16' or 'bases=bfloat16'",
-        ),
-        ({"state_dtype": "moments=int8"}, "optim.state_dtype = 'moments=int8' is not valid"),
-    ):
-        with pytest.raises(ConfigError) as error:
-            config_from_mapping({"optim": {"name": "soap", **optim}})
-        assert message in str(error.value)

@@ -52,44 +52,6 @@ def test_make_show_and_check(
     assert f"{shard}: its checksum is " in capsys.readouterr().err
 
 
-BAD = {
-    "no command": (["data", "mend"], "unknown command data 'mend': use one of make, show, check"),
-    "no source": (
-        ["data", "make", "{folder}/ours"],
-        "sources = [] is not valid: it must be at least one file or folder",
-    ),
-    "absent source": (
-        ["data", "make", "{folder}/ours", "{folder}/absent"],
-        "absent: no such file or folder",
-    ),
-    "unknown option": (
-        ["data", "make", "{folder}/ours", "{folder}", "--tokeniser", "x"],
-        "did you mean --tokenizer",
-    ),
-    "no data set": (
-        ["data", "show", "{folder}/absent"],
-        "absent: no such data set: make it with `lather data make",
-    ),
-    "format": (["data", "make", "{folder}/ours", "{folder}", "--format", "csv"], "csv"),
-    "workers": (
-        ["data", "make", "{folder}/ours", "{folder}", "--workers", "-1"],
-        "--workers = -1 is not valid",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_line(
-    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments, message = BAD[case]
-    assert main([argument.format(folder=tmp_path) for argument in arguments]) == 2
-    error = capsys.readouterr().err
-    assert len(error.splitlines()) == 1
-    assert message in error
-    assert not (tmp_path / "ours").exists()
-
-
 def test_help_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data"]) == 0
     assert "make FOLDER SOURCE" in capsys.readouterr().out

@@ -21,7 +21,7 @@ SEQUENCES = 16
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run on two data sets with one more for validation, and sets of other kinds."""
+    """A run on two data sets with one more for validation, and another set."""
     folder = tmp_path_factory.mktemp("evaluated")
     config = write_config(folder, steps=8)
     lines = folder / "lines.jsonl"
@@ -42,8 +42,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make(folder / "lines", lines, *tokenizer, "--holdout-every", 4)
     make(folder / "whole", lines, *tokenizer, "--holdout-every", 0)
     make(folder / "chat", chats, *tokenizer, "--chat", "--holdout-every", 4)
-    make(folder / "other", lines, "--vocab-size", 300)
-    make(folder / "large", lines, "--vocab-size", 310)
     paths = [
         "--data.path",
         folder / "code",
@@ -287,43 +285,6 @@ def test_a_run_on_text_files_is_evaluated_on_what_was_made_of_them(
     shutil.rmtree(tmp_path / "data")
     assert main(["eval", str(tmp_path / "run")]) == 2
     assert "no such data set" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["nowhere"], ["nowhere: no such data set"]),
-        (["a={folder}/nowhere"], ["nowhere: no such data set"]),
-        (["={folder}/code"], ["names no data set", "NAME=FOLDER"]),
-        (["{folder}/code", "code={folder}/lines"], ["two data sets are called 'code'"]),
-        (["{folder}/other"], ["other was made with another tokenizer", "run/tokenizer.json"]),
-        (["{folder}/large"], ["vocabulary of 310 tokens, but the model's is 300", "make it again"]),
-        (["{folder}/code", "--split", "test"], ["no split 'test'", "there is: train, validation"]),
-        (["--max-sequences", "-1"], ["--max-sequences = -1"]),
-        (["--batch-size", "0"], ["--batch-size = 0"]),
-        (["--sequence-length", "65"], ["--sequence-length = 65", "max_position_embeddings (64)"]),
-        (["--step", "5"], ["--step 5", "use one of 4, 8"]),
-    ],
-    ids=str,
-)
-def test_wrong_command_lines_are_one_line(
-    folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], expected: list[str]
-) -> None:
-    assert (
-        main(
-            [
-                "eval",
-                str(folder / "run"),
-                *(argument.format(folder=folder) for argument in arguments),
-            ]
-        )
-        == 2
-    )
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert len(captured.err.splitlines()) == 1
-    for words in expected:
-        assert words in captured.err
 
 
 def test_an_imported_run_asks_for_data(

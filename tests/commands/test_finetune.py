@@ -199,45 +199,6 @@ def test_trained_weights_at_the_rate_of_fresh_ones_are_warned_of(
     assert "give --optim.lr" not in capsys.readouterr().out.replace("\n", " ")
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        (
-            ["--train.frozen", "layer.*"],
-            "train.frozen = 'layer.*' is not valid: it matches no parameter; the nearest are",
-        ),
-        (["--train.frozen", "*"], "leaves nothing to train"),
-        (
-            ["--lora.targets", "dense"],
-            "lora.targets = 'dense' is not valid: the model has none; it has attention, experts",
-        ),
-        (["--lora.alpha", "0"], "lora.alpha = 0.0 is not valid: it must be above 0 and finite"),
-        (
-            ["--init-from", "nowhere"],
-            "init_from = 'nowhere' is not valid: it must be a run directory, or a folder with "
-            "config.json",
-        ),
-        (
-            ["--model.hidden-size", "26"],
-            "is another model: model.hidden_size is 24 there and 26 here",
-        ),
-    ],
-    ids=str,
-)
-def test_a_mistake_is_one_line_and_leaves_nothing(
-    changes: list[str],
-    expected: str,
-    folder: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert main([*tuning(folder, tmp_path / "run"), *changes]) == 2
-    message = capsys.readouterr().err
-    assert len(message.splitlines()) == 1
-    assert expected in message
-    assert not list(tmp_path.iterdir())
-
-
 def test_exports_that_cannot_be_are_one_line(
     tuned: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

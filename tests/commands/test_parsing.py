@@ -19,8 +19,7 @@ from lather.config.config import Config
 from lather.config.nearest import nearest_names
 from lather.config.optim import optim_config
 from lather.config.others_names import NO_FIELD, NOTES, OTHERS_NAMES
-from lather.config.toml_file import config_from_mapping
-from lather.errors import ConfigError, UserError, require
+from lather.errors import UserError, require
 from lather.models.families import FAMILIES
 from lather.models.rotary import YarnConfig
 from lather.optim.rules import RULES
@@ -170,15 +169,6 @@ def test_no_name_of_others_is_there_twice() -> None:
     assert not {*without} & {name for names in OTHERS_NAMES.values() for name in names.split()}
     for ours, notes in NOTES.items():
         assert {name for names in notes for name in names.split()} <= {*OTHERS_NAMES[ours].split()}
-
-
-def test_an_unknown_key_of_another_trainer_names_ours() -> None:
-    for mapping, name in (
-        ({"learning_rate": 1}, "optim.lr"),
-        ({"train": {"max_steps": 1}}, "train.steps"),
-    ):
-        with pytest.raises(ConfigError, match=f"did you mean '{name}'"):
-            config_from_mapping(mapping)
 
 
 def test_options_are_those_that_the_parser_takes() -> None:

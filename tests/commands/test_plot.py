@@ -11,7 +11,6 @@ from matplotlib.image import imread
 
 from lather.cli import main
 from lather.commands.plot import plot_command
-from lather.errors import UserError
 from lather.train.plot import smoothed
 
 
@@ -60,26 +59,6 @@ def test_the_plain_table_is_drawn(
     )
     assert capsys.readouterr().out == "schedule.png\nother.png\n"
     assert (tmp_path / "schedule.png").read_bytes() != (tmp_path / "other.png").read_bytes()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--schedule"], "one run, or the size"),
-        (["--schedule", "--pp", "2"], "one run, or the size"),
-        (["--schedule", "{run}", "--pp", "2", "--micro-batches", "4"], "one run, or the size"),
-        (["--schedule", "{run}", "{run}"], "one run, or the size"),
-        (["--schedule", "nowhere"], "nowhere: no timeline"),
-        (["--schedule", "--pp", "2", "--micro-batches", "3"], "micro-batches = 3"),
-        (["--schedule", "--pp", "2", "--micro-batches", "4", "--forward", "0"], "--forward = 0.0"),
-        (["{run}", "--pp", "2"], "add --schedule"),
-        (["{run}"], "not a run"),
-        ([], "at least one run"),
-    ],
-)
-def test_what_cannot_be_drawn_is_refused(arguments: list[str], message: str, run_dir: Path) -> None:
-    with pytest.raises(UserError, match=message):
-        plot_command([argument.format(run=run_dir) for argument in arguments])
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 15, 21, 22, 300, 2000])

@@ -3,14 +3,12 @@ torchrun and SLURM make."""
 
 from __future__ import annotations
 
-import os
 import signal
 from pathlib import Path
 
 import pytest
 import torch
 
-from lather.cli import main
 from lather.commands.train import train_command
 from lather.errors import ConfigError, UserError
 from lather.parallel.launch.start import stop_signals, take_nproc
@@ -63,15 +61,6 @@ def test_nproc_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         take_nproc(["--nproc", "gpu"])
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [["--nproc"], ["--nproc", "0"], ["--nproc=-1"], ["--nproc", "two"], ["--nproc", "1.5"]],
-)
-def test_a_bad_nproc_is_refused(arguments: list[str]) -> None:
-    with pytest.raises(ConfigError, match="at least 1"):
-        take_nproc(arguments)
-
-
 def test_torchrun_and_slurm_say_the_same() -> None:
     by_torchrun, by_slurm = World.of_environment(TORCHRUN), World.of_environment(SLURM)
     assert by_torchrun == World(5, 8, 1, 4, ("gpu07", 29500))
@@ -117,23 +106,6 @@ def test_one_process_joins_nobody(environment: dict[str, str]) -> None:
     assert World.of_environment(environment) is None
 
 
-@pytest.mark.parametrize(
-    ("environment", "words"),
-    [
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR"),
-        ({**TORCHRUN, "WORLD_SIZE": "two"}, r"WORLD_SIZE = 'two'"),
-        ({**SLURM, "SLURM_JOB_NODELIST": ""}, "SLURM_JOB_NODELIST.*set MASTER_ADDR"),
-        ({key: SLURM[key] for key in SLURM if key != "SLURM_LOCALID"}, "SLURM_LOCALID"),
-    ],
-    ids=["no address", "not a number", "no nodes", "no local rank"],
-)
-def test_an_environment_that_lacks_something_names_it(
-    environment: dict[str, str], words: str
-) -> None:
-    with pytest.raises(ConfigError, match=words):
-        World.of_environment(environment)
-
-
 def test_each_rank_has_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -157,46 +129,6 @@ def test_each_rank_has_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
     task = World.of_environment(tasks)
     assert task is not None
     assert task.device(cuda) == torch.device("cuda", 0)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "environment", "words"),
-    [
-        (
-            ["--nproc", "3", "--parallel.pp", "2", "--model.num-hidden-layers", "4"],
-            {},
-            ["= 2", "number of ranks, 3", "--nproc 2"],
-        ),
-        (["--parallel.ep", "2"], {}, ["number of ranks, 1", "--nproc 2"]),
-        (["--nproc", "3", "--parallel.ep", "3"], {}, ["parallel.ep", "3", "4 routed experts"]),
-        (["--nproc", "4", "--parallel.pp", "4"], {}, ["parallel.pp", "4", "at most 1"]),
-        (["--nproc", "3"], {}, ["train.batch_size = 4", "a multiple of 6"]),
-        (
-            ["--nproc", "2"],
-            {**TORCHRUN, "LOCAL_RANK": "0"},
-            ["--nproc 2", "8 tasks", "leave out --nproc"],
-        ),
-        (["--nproc", "0"], {}, ["--nproc", "'0'"]),
-    ],
-)
-def test_ranks_that_do_not_fit_are_refused_before_anything_is_started(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    environment: dict[str, str],
-    words: list[str],
-) -> None:
-    config = write_config(tmp_path)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    before = sorted(os.listdir(tmp_path))
-    assert main(["train", str(config), "--run-dir", str(tmp_path / "run"), *arguments]) == 2
-    error = capsys.readouterr().err
-    assert len(error.splitlines()) == 1
-    for word in words:
-        assert word in error
-    assert sorted(os.listdir(tmp_path)) == before
 
 
 def test_help_shows_nproc(capsys: pytest.CaptureFixture[str]) -> None:

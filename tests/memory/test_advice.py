@@ -12,7 +12,6 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-import tomli_w
 import torch
 from planned_configs import config_of
 
@@ -60,16 +59,6 @@ def test_command_prints_a_table_and_writes_the_first(
     assert "settings that fit" in printed
     assert f"written: {out}" in printed
     assert plan(load_config(out).resolved(), 2, Assumed("cpu")).needed <= memory
-
-
-@pytest.mark.parametrize("option", [["--write", "x.toml"], ["--advice", "always"]])
-def test_options_that_need_memory(
-    option: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "run.toml"
-    file.write_text(tomli_w.dumps({"run_dir": "x"}), "utf-8")
-    assert main(["plan", str(file), *option]) != 0
-    assert "needs --memory" in capsys.readouterr().err
 
 
 # --- the ladder with made-up sizes ----------------------------------------------------------------

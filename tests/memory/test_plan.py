@@ -339,36 +339,6 @@ def test_the_command_shows_whether_it_fits(
     assert "does not fit" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--memory", "80"], "--memory = '80' is not valid"),
-        (["--memory", "eighty"], "--memory = 'eighty' is not valid"),
-        (["--world", "0"], "--world = 0 is not valid"),
-        (
-            ["--world", "3", "--parallel.pp", "2"],
-            "parallel.pp * parallel.ep = 2 * 1 = 2 does not divide the number of ranks, 3",
-        ),
-        (["--imbalance", "0"], "--imbalance = 0.0 is not valid"),
-        (["--out", "/nowhere/plan.png"], "cannot be written"),
-        (["--html", "/nowhere/plan.html"], "cannot be written"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_what_makes_no_sense_is_one_line(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["plan", "configs/quickstart.toml", *arguments]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
-
-
-def test_the_command_wants_a_configuration(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan"]) == 2
-    assert "lather plan configs/quickstart.toml" in capsys.readouterr().err
-
-
 # --- docs -----------------------------------------------------------------------------------------
 
 

@@ -10,13 +10,11 @@ from typing import Any
 import pytest
 import tomli_w
 
-from lather.cli import main
 from lather.commands.train import _read
 from lather.commands.with_config import read_config
 from lather.config.alternatives import REPLACED, without_replaced
 from lather.config.optim import KINDS
-from lather.config.toml_file import config_from_mapping, config_to_toml, field_names
-from lather.errors import ConfigError
+from lather.config.toml_file import config_to_toml, field_names
 from lather.train.start import start_of
 from tiny_run import run, write_config
 
@@ -87,30 +85,6 @@ def test_alternatives_are_fields_and_none_is_its_own() -> None:
         assert field not in others
         if not field.startswith("optim."):
             assert {field, *others} <= known
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--optim.rest.lr", "0.1", "--optim.rest.lr-factor", "2"],
-        ["--optim.rest.lr_factor=2", "--optim.rest.lr=0.1"],
-        ["--data.path", "a", "--data.source", "b"],
-        ["--model.aux-loss-alpha", "0.1", "--moe.balance-coefficient", "0.1"],
-    ],
-    ids=" ".join,
-)
-def test_both_on_the_command_line_are_an_error(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["train", str(QUICKSTART), *arguments]) == 2
-    assert "are both given: leave one of them out" in capsys.readouterr().err
-
-
-def test_both_in_a_file_are_an_error() -> None:
-    with pytest.raises(
-        ConfigError, match=r"optim\.rest\.lr = 0\.1 and optim\.rest\.lr_factor = 2\.0 are"
-    ):
-        config_from_mapping({"optim": {"rest": {"lr": 0.1, "lr_factor": 2.0}}})
 
 
 def test_a_section_that_is_no_section_is_left_for_its_own_message() -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from lather.cli import main
 from lather.commands.train import _read
 from lather.config.optim import KINDS, OptimConfig, optim_config
 from lather.config.rule_fields import DECIDED, fields_of
@@ -236,14 +235,6 @@ def test_a_rate_that_is_left_out_follows_the_tokens_of_a_step(name: str) -> None
     assert optim_of(name=name, lr=0.5).resolved(8192).lr == 0.5
 
 
-def test_a_rate_and_a_factor_are_refused() -> None:
-    message = refusal(rest={"lr": 1e-3, "lr_factor": 2.0})
-    assert message == (
-        "optim.rest.lr = 0.001 and optim.rest.lr_factor = 2.0 are both given: leave one of them out"
-    )
-    assert "give it a number > 0" in refusal(lr=0.0, rest={"lr": 1e-3})
-
-
 def test_kinds_on_the_command_line(file: Path) -> None:
     words = [
         "--optim.rest.lr-factor",
@@ -275,78 +266,6 @@ def test_resolved_says_what_follows_from_defaults() -> None:
 
 
 # --- what is not there ----------------------------------------------------------------------------
-
-
-MOMENTUM = "momentum is an option of muon and soap_muon, not of"
-
-
-@pytest.mark.parametrize(
-    ("mapping", "message"),
-    [
-        (
-            {"name": "soap", "momentum": 0.9},
-            f"unknown key 'optim.momentum'; {MOMENTUM} soap: did you mean betas?",
-        ),
-        (
-            {"rest": {"momentum": 0.9}},
-            f"unknown key 'optim.rest.momentum'; {MOMENTUM} adamw: did you mean betas?",
-        ),
-        (
-            {"name": "muon", "momentun": 0.9},
-            "unknown key 'optim.momentun'; did you mean 'optim.momentum'?",
-        ),
-        (
-            {"rest": {"beta": 0.9}},
-            "unknown key 'optim.rest.beta'; did you mean 'optim.rest.betas'?",
-        ),
-        ({"rset": {"lr": 0.9}}, "unknown key 'optim.rset'; did you mean 'optim.rest'?"),
-        (
-            {"nonfinite": "skip"},
-            "unknown key 'optim.nonfinite'; nonfinite is set by the trainer: a step whose loss or "
-            "gradient is not finite is skipped",
-        ),
-    ],
-)
-def test_an_unknown_option_names_its_rule_or_the_nearest(
-    mapping: dict[str, Any], message: str
-) -> None:
-    assert refusal(**mapping) == message
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            ["--optim.momentum", "0.9"],
-            "--optim.momentum; momentum is an option of muon and soap_muon, not of soap",
-        ),
-        (
-            ["--optim.rest.momentum=0.9"],
-            "--optim.rest.momentum; momentum is an option of muon and soap_muon, not of adamw",
-        ),
-        (["--optim.no-nesterov"], "--optim.no-nesterov; nesterov is an option of adamw, "),
-        (
-            ["--optim.name", "muon", "--optim.momentun", "0.9"],
-            "unknown option --optim.momentun; did you mean --optim.momentum?",
-        ),
-        (
-            ["--optim.experts.rule", "muno"],
-            "--optim.experts.rule = 'muno' is not valid: it must be one of 'adamw', ",
-        ),
-        (["--optim.name", "nowhere:Rule"], "--optim.name = 'nowhere:Rule' is not valid"),
-        (
-            ["--optim.name", "stacked_soap", "--parallel.ep", "2"],
-            "parallel.ep = 2 is not valid: it must be 1 with 'stacked_soap'",
-        ),
-    ],
-)
-def test_an_unknown_option_of_the_command_line(
-    words: list[str], message: str, file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["train", str(file), *words]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert len(error.splitlines()) == 1
 
 
 def test_another_rule_leaves_out_what_the_files_rule_has_alone(tmp_path: Path) -> None:

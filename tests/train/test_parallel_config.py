@@ -33,54 +33,6 @@ def config(
 
 
 @pytest.mark.parametrize(
-    ("world_size", "arguments", "words"),
-    [
-        (
-            3,
-            {"pp": 2},
-            ["parallel.pp * parallel.ep = 2 * 1 = 2", "number of ranks, 3", "--nproc 2"],
-        ),
-        (1, {"pp": 2, "ep": 2}, ["= 4 does not divide the number of ranks, 1", "--nproc 4"]),
-        (
-            6,
-            {"ep": 2, "replicas": 2},
-            ["parallel.replicas = 2", "does not divide dp = 3", "6 ranks"],
-        ),
-        (
-            2,
-            {"batch_size": 8, "micro_batch_size": 8},
-            ["train.batch_size = 8", "a multiple of 16", "micro_batch_size 8", "2 data ranks"],
-        ),
-        (6, {"ep": 2}, ["train.batch_size = 8", "a multiple of 6", "6 data ranks"]),
-        (
-            2,
-            {"pp": 2, "batch_size": 3},
-            [
-                "train.batch_size = 3",
-                "at least 4",
-                "needs 4 micro-batches",
-                "give train.batch_size 4",
-            ],
-        ),
-        (
-            8,
-            {"pp": 4, "ep": 2, "batch_size": 12},
-            ["at least 16", "needs 8 micro-batches", "give train.batch_size 16"],
-        ),
-        (1, {"schedule": "dualpipev", "batch_size": 1}, ["at least 2", "needs 2 micro-batches"]),
-    ],
-    ids=str,
-)
-def test_ranks_that_do_not_fit_are_refused(
-    world_size: int, arguments: dict[str, int], words: list[str]
-) -> None:
-    with pytest.raises(ConfigError) as caught:
-        check_parallel(config(**arguments), world_size)  # type: ignore[arg-type]
-    for word in words:
-        assert word in str(caught.value)
-
-
-@pytest.mark.parametrize(
     ("pp", "dp", "ep", "replicas", "micro"),
     list(itertools.product([1, 2, 4], [1, 2], [1, 3], [1, 2], [1, 2])),
 )
@@ -151,19 +103,6 @@ def test_a_batch_that_does_not_fit_is_refused_with_changes_that_do(
             if between not in batches:
                 with pytest.raises(ConfigError):
                     config(between, micro, pp=pp).num_micro_batches(data_ranks)
-
-
-def test_what_needs_no_number_of_ranks_is_refused_at_once() -> None:
-    config(layers=4, pp=2)
-    with pytest.raises(ConfigError, match=r"parallel\.pp = 2 .* at most 1: .* the 3 layers"):
-        config(layers=3, pp=2)
-    with pytest.raises(ConfigError, match=r"parallel\.pp = 1 .* at most 0"):
-        config(layers=1, schedule="dualpipev")
-    config(layers=1)
-    with pytest.raises(ConfigError, match=r"parallel\.ep = 4 .* a divisor of the 6 routed experts"):
-        config(ep=4)
-    with pytest.raises(ConfigError, match=r"parallel\.schedule = 'sequential' .*parallel\.pp = 2"):
-        config(pp=2, schedule="sequential")
 
 
 def test_schedule_auto() -> None:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -101,31 +100,6 @@ def test_a_run_is_taken_up_again(config: Config, begun: Path) -> None:
     RunDirectory(config).close()
     assert (begun / "metrics.jsonl").read_text() == "{}\n"
     assert load_config(begun / "config.toml") == config.resolved()
-
-
-@pytest.mark.parametrize(
-    ("change", "key", "theirs", "mine"),
-    [
-        ({"train": {"batch_size": 8}}, "train.batch_size", "4", "8"),
-        ({"seed": 7}, "seed", "0", "7"),
-        ({"optim": {"name": "soap_muon"}}, "optim.name", "'soap'", "'soap_muon'"),
-        ({"optim": {"max_precond_dim": 4}}, "optim.max_precond_dim", "8192", "4"),
-        ({"optim": {"experts": {"rule": "muon"}}}, "optim.experts.rule", "''", "'muon'"),
-        ({"train": {"steps": 5, "precision": "bf16"}}, "train.precision", "'fp32'", "'bf16'"),
-        ({"model": {"q_lora_rank": 4}}, "model.q_lora_rank", "none", "4"),
-        ({"data": {"packing": "documents"}}, "data.packing", "'stream'", "'documents'"),
-    ],
-)
-def test_another_configuration_is_refused_by_field_and_both_values(
-    make_config: MakeConfig, begun: Path, change: dict[str, Any], key: str, theirs: str, mine: str
-) -> None:
-    with nothing_changes(begun):
-        message = refusal(make_config(**change))
-    assert message.startswith(
-        f"run_dir = {str(begun)!r} belongs to another configuration: {key} is {theirs} there and "
-        f"{mine} here"
-    )
-    assert "give another --run-dir" in message
 
 
 def test_a_rate_that_is_left_out_is_that_of_the_run(

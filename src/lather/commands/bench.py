@@ -1,5 +1,5 @@
 """`lather bench optimizer | memory | pipeline | distributed | calls | launches | convergence
-| data [options]`."""
+[options]`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ BENCHMARKS = {
     "distributed": "bytes and flops of a rank of a sharded optimizer, against one process",
     "calls": "Python calls of one optimizer step",
     "launches": "kernel launches, bytes and host waits of a GPU, counted without a GPU",
-    "data": "speed and memory of making and reading data sets",
     "convergence": "learning speed of rules: runs a study of many trainings (benchmarks/studies)",
 }
 """The subject of each benchmark. `benchmarks.NAME` has its options, the class `NameBenchmark`, and
