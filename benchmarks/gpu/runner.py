@@ -139,7 +139,7 @@ class Runner:
     def _run(self, part: MeasuredPart) -> PartOutcome:
         mark = self.fingerprint(part)
         if lacks := missing(part.needs):
-            self.log(part.name).write_text("".join(f"needs {one}\n" for one in lacks))
+            self.log(part.name).write_text(f"needs {', '.join(map(str, lacks))}\n")
             return PartOutcome("not possible", 0.0, None, mark)
         for path in self.folder.glob(f"{part.name}*.jsonl"):  # these rows are of an earlier run
             path.unlink()

@@ -136,8 +136,9 @@ def deterministic(enabled: bool = True) -> Iterator[None]:
     for one that has no such kernel.
 
     (If torch only warned, the backward passes of attention would keep their fast kernels, whose
-    sums depend on the order of threads.) Enter the block before the first matrix product on a GPU:
-    cuBLAS reads the size of its workspaces once. Without `enabled` nothing changes.
+    sums depend on the order of threads.) Enter the block before the process's first matrix product
+    on a GPU: cuBLAS reads the size of its workspaces once. torch remembers whether it was set then,
+    and if not, raises RuntimeError for every product inside. Without `enabled` nothing changes.
     """
     if not enabled:
         yield

@@ -26,7 +26,7 @@ from benchmarks.gpu import runner as runner_module
 from benchmarks.gpu.clock import DeviceRates, peak_flops
 from benchmarks.gpu.parts import MeasuredPart, all_parts, first_use
 from benchmarks.gpu.runner import PartOutcome, Runner
-from benchmarks.gpu.summary import collect, rows_of
+from benchmarks.gpu.summary import collect, result, rows_of
 from benchmarks.gpu.work import Settings, main
 
 CPU = torch.device("cpu")
@@ -171,9 +171,11 @@ def test_a_copy_of_the_code_elsewhere_goes_on(root: Path, tmp_path: Path) -> Non
 
 
 def test_a_part_whose_wheels_are_missing_is_not_started(runner: Runner) -> None:
-    part = replace(fake("wants", GOOD), needs={"no_such_wheel": "1.0"})
-    assert runner.run([part])["wants"].status == "not possible"
-    assert "no_such_wheel >= 1.0 (is missing)" in runner.log("wants").read_text()
+    part = replace(fake("wants", GOOD), needs={"no_such_wheel": "1.0", "nor_this": "2"})
+    outcome = runner.run([part])["wants"]
+    assert outcome.status == "not possible"
+    lacks = "no_such_wheel >= 1.0 (is missing), nor_this >= 2 (is missing)"
+    assert result("wants", outcome, runner) == f"needs {lacks}"
 
 
 def test_the_summary_says_what_became_of_each_part(runner: Runner, tmp_path: Path) -> None:

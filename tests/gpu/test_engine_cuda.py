@@ -3,6 +3,7 @@ for the device."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from lather.config.config import Config, LoopConfig, MoEConfig, ParallelConfig
 from lather.config.optim import optim_config
 from lather.data.batches import Batch
 from lather.data.sequences import IGNORE_INDEX
-from lather.device import deterministic
+from lather.device import CUBLAS_WORKSPACE, deterministic
 from lather.engine.engine import BatchResult, Engine, build_engine
 from lather.engine.optimizer import build_optimizer
 from lather.engine.step import TrainStep
@@ -27,6 +28,8 @@ from lather.parallel.mesh import Mesh
 from lather.pipeline.timeline import TimelineRecorder
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+if torch.cuda.is_available():  # `deterministic`, which later tests enter, would set it too late
+    os.environ.setdefault(CUBLAS_WORKSPACE, ":4096:8")
 
 LENGTH, VOCABULARY, EXPERTS = 64, 512, 8
 CPU = torch.device("cpu")

@@ -160,7 +160,8 @@ def test_a_queue_that_does_not_defer_changes_nothing(deferred: bool | None) -> N
         defer_weight_gradients(actual, None)
         queue.deferring = True
     for one in (expected, actual):
-        backward(one, 0)
+        for seed in range(3):
+            backward(one, seed)
     assert len(queue.entries) == 0
     assert_same_gradients(actual, expected)
 
@@ -414,19 +415,23 @@ def test_the_same_weight_several_times_adds_up_in_its_own_dtype_without_a_graph(
     assert not weight.grad.requires_grad
 
 
+@pytest.mark.parametrize("deferring", [True, False])
 @pytest.mark.parametrize("weight", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("product", [torch.float32, torch.bfloat16])
 def test_further_gradients_are_added_in_the_weights_dtype_without_a_copy(
-    weight: torch.dtype, product: torch.dtype
+    weight: torch.dtype, product: torch.dtype, deferring: bool
 ) -> None:
     """The bits are those of a copy in the weight's dtype; where that is the wider one, none is
-    made."""
+    made, whether the gradient is computed later or, as in a single process, at once."""
     first, second = torch.randn(2, 64, 32, generator=torch.Generator().manual_seed(1)).to(product)
     expected = first.to(weight) + second.to(weight)
     p = torch.nn.Parameter(torch.zeros(64, 32, dtype=weight))
+    queue = WeightGradients()
     DeferredGradient(p, lambda: first).run()
+    queue.deferring = deferring
     with PeakBytes() as peak:
-        DeferredGradient(p, lambda: second).run()
+        assert weight_gradient(queue, p, lambda: second) is None
+        WeightGradients.run(queue.take())
     assert p.grad is not None
     assert p.grad.equal(expected)
     if torch.promote_types(weight, product) == weight:

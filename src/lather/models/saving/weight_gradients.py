@@ -106,15 +106,22 @@ def weight_gradient(
     that requires a gradient.
 
     This is the gradient, in the dtype of `weight`; or None, if `later`, which computes it, was
-    queued. (A weight that is not a leaf has no `.grad`, so its gradient is computed at once.) Hooks
-    on the weight, or on its gradient accumulation, do not run for deferred gradients.
+    queued, or if there is a queue that does not defer and the gradient was added to `.grad` at
+    once: autograd would add a copy in the dtype of `weight`. (A weight that is not a leaf has no
+    `.grad`, so its gradient is always returned.) Hooks on the weight, or on its gradient
+    accumulation, do not run for gradients that are not returned.
 
     `now` computes the same as `later`, with less work, from tensors that exist during backward but
     would take more memory if deferred."""
-    if queue is not None and queue.deferring and weight.is_leaf:
-        queue.entries.append(DeferredGradient(weight, later))
-        return None
-    return (later if now is None else now)().to(weight.dtype)
+    at_once = later if now is None else now
+    if queue is not None and weight.is_leaf:
+        if queue.deferring:
+            queue.entries.append(DeferredGradient(weight, later))
+            return None
+        if weight.grad is not None:
+            DeferredGradient(weight, at_once).run()
+            return None
+    return at_once().to(weight.dtype)
 
 
 class Deferrable:
