@@ -112,7 +112,7 @@ def _batches(config: Config) -> Batches:
 def _gradients(engine: Engine, batch: Batch) -> list[Tensor]:
     """Compute the gradients of a batch. They are not clipped: only their time and their usual size
     matter."""
-    engine.read(engine.launch_gradients(batch))
+    engine.launch_gradients(batch).read()
     found = [p.grad.clone() for _, p in engine.parameters.spread() if p.grad is not None]
     engine.parameters.clear_gradients()
     return found

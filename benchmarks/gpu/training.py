@@ -39,7 +39,8 @@ from lather.data.batches import Batch
 from lather.device import gpu_module, is_gpu
 from lather.engine.engine import Engine, schedule_for, weights_dtype
 from lather.engine.optimizer import build_optimizer
-from lather.engine.step import StepResult, TrainStep
+from lather.engine.step import TrainStep
+from lather.engine.step_reading import StepResult
 from lather.models.deepseek_v2 import DeepseekV2Config
 from lather.models.families import build_model
 from lather.parallel.local_parameters import ShardInfo

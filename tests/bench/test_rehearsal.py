@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(900)
 
 CASES, MORE_CASES = rehearsals(), more_rehearsals()
 REPOSITORY = Path(__file__).parents[2]
-ONCE = ["engine/engine.py", "engine/step.py"]
+ONCE = ["engine/step.py", "engine/step_reading.py"]
 """Where the host waits in a step: for loss, norm and counts, and for the optimizer's end. If a
 refresh was under way beside the last step, the step also looks how that went."""
 

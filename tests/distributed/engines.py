@@ -12,7 +12,8 @@ from torch import Tensor
 
 from lather.config.config import LoopConfig, MoEConfig, ParallelConfig
 from lather.data.batches import Batch
-from lather.engine.engine import BatchResult, Engine
+from lather.engine.engine import Engine
+from lather.engine.step_reading import StepResult
 from lather.models.decoder import Decoder
 from lather.models.families import build_model
 from lather.models.saving.weight_gradients import defer_weight_gradients
@@ -88,10 +89,10 @@ class Pair:
         """This rank's share of a global batch."""
         return Batch.of_tokens(tokens.unflatten(0, (self.num_data, -1))[self.mesh.data_rank])
 
-    def run(self, tokens: Tensor) -> BatchResult:
+    def run(self, tokens: Tensor) -> StepResult:
         """Run the forward and backward pass of a global batch, of which each rank takes its
         share."""
-        return self.engine.read(self.engine.launch_gradients(self.share_of(tokens)))[0]
+        return self.engine.launch_gradients(self.share_of(tokens)).read()[0]
 
     def plain_key(self) -> str:
         """A key that is equal for pairs whose `plain` is the same model on the same tokens."""

@@ -203,7 +203,7 @@ def reduce(stages: list[list[FsdpUnit]]) -> None:
 def grad_norm(parameters: LocalParameters, mesh: Mesh) -> Tensor:
     """Return the 2-norm of the gradients of the whole model, the same on all ranks, as a training
     step does."""
-    square = squared_norm(parameters, mesh)
+    square = squared_norm(parameters, mesh, {})
     if mesh.size > 1:
         dist.all_reduce(square)
     return square.sqrt().to(parameters.norm_dtype)

@@ -76,7 +76,7 @@ def errors(rank: int, world_size: int, cases: list[Case]) -> list[tuple[str, flo
         pair = make_pair(case)
         for name, lengths in BATCHES.items():
             whole = batch(lengths)
-            result = pair.engine.read(pair.engine.launch_gradients(share_of(pair, whole)))[0]
+            result = pair.engine.launch_gradients(share_of(pair, whole)).read()[0]
             loss, balance, counts_LE = plain_pass(pair, whole)
             assert result.tokens == whole.num_labels
             assert torch.equal(result.counts_LE, counts_LE)

@@ -30,7 +30,8 @@ from lather.checkpoint.save import save_checkpoint
 from lather.checkpoint.state import TrainingState
 from lather.config.optim import optim_config
 from lather.engine.optimizer import build_optimizer
-from lather.engine.step import StepResult, TrainStep
+from lather.engine.step import TrainStep
+from lather.engine.step_reading import StepResult
 from lather.errors import CheckpointError
 from lather.parallel.mesh import Mesh
 

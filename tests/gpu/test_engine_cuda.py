@@ -19,9 +19,10 @@ from lather.config.optim import optim_config
 from lather.data.batches import Batch
 from lather.data.sequences import IGNORE_INDEX
 from lather.device import CUBLAS_WORKSPACE, deterministic
-from lather.engine.engine import BatchResult, Engine, build_engine
+from lather.engine.engine import Engine, build_engine
 from lather.engine.optimizer import build_optimizer
 from lather.engine.step import TrainStep
+from lather.engine.step_reading import StepResult
 from lather.models.deepseek_v2 import DeepseekV2Config
 from lather.parallel.expert_exchange import ExpertExchange
 from lather.parallel.mesh import Mesh
@@ -80,9 +81,9 @@ def batch_of(config: Config, step: int = 0) -> Batch:
     )
 
 
-def run(engine: Engine, batch: Batch) -> BatchResult:
+def run(engine: Engine, batch: Batch) -> StepResult:
     """Run the forward and backward pass."""
-    return engine.read(engine.launch_gradients(batch))[0]
+    return engine.launch_gradients(batch).read()[0]
 
 
 def gradients(engine: Engine) -> dict[str, Tensor]:

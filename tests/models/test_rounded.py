@@ -61,9 +61,8 @@ def engine_of(
 
 
 def step(engine: Engine, seed: int) -> list[Tensor | float]:
-    result = engine.read(engine.launch_gradients(Batch.of_tokens(random_tokens(4, 7, seed=seed))))[
-        0
-    ]
+    batch = Batch.of_tokens(random_tokens(4, 7, seed=seed))
+    result, _ = engine.launch_gradients(batch).read()
     found = [result.loss, *(p.grad.clone() for p in engine.part.parameters() if p.grad is not None)]
     with torch.no_grad():
         for p in engine.part.parameters():

@@ -51,13 +51,13 @@ def test_a_step_with_known_norms_has_the_same_bits_and_does_not_look(
         give_gradients(told, step)
         give_gradients(plain, step)
         norms = optimizers[0].measure_gradients()
-        norms.values = norms.values.clone()
+        checked = norms.on_host(norms.values.clone())
         for group in optimizers[0].param_groups + optimizers[1].param_groups:
             group["lr"] = 0.1 / (step + 1)
         optimizers[1].step()
         with monkeypatch.context() as patched:
             patched.setattr(gradients, "_measure", None)
-            optimizers[0].step(norms=norms)
+            optimizers[0].step(norms=checked)
         assert all(one.equal(other) for one, other in zip(told, plain, strict=True))
 
 
@@ -66,21 +66,24 @@ def test_norms_of_experts_are_measured_one_by_one_and_no_others() -> None:
     optimizer = SOAP(params, lr=0.1, nonfinite="ignore", matrix_layout="per_expert")
     give_gradients(params, 0)
     norms = optimizer.measure_gradients()
-    assert norms is not None
     assert params[1].grad is not None
-    torch.testing.assert_close(
-        norms.of(params[1]), torch.linalg.vector_norm(params[1].grad, dim=(1, 2))
-    )
-    assert [norms.of(p) for p in (params[0], params[2])] == [None, None]
-    assert norms.values.tolist() == norms.of(params[1]).tolist()  # type: ignore[union-attr]
+    (measured,) = norms.of_parameter.items()
+    assert measured[0] is params[1]
+    torch.testing.assert_close(measured[1], torch.linalg.vector_norm(params[1].grad, dim=(1, 2)))
+    assert norms.values.tolist() == measured[1].tolist()
 
 
 def test_a_group_that_decides_about_nonfinite_gradients_looks_by_itself() -> None:
     params = parameters()
     optimizer = SOAP(params, lr=0.1, nonfinite="skip", matrix_layout="per_expert")
     give_gradients(params, 0)
-    assert optimizer.measure_gradients() is None
-    optimizer.step(norms=None)
+    assert params[1].grad is not None
+    params[1].grad[1, 0, 0] = torch.nan
+    norms = optimizer.measure_gradients()
+    assert not norms.of_parameter
+    assert not norms.values.numel()
+    optimizer.step(norms=norms.on_host(norms.values))
+    assert optimizer.counters["nonfinite_skipped"] == 1
 
 
 def test_other_parameters_are_looked_at_again() -> None:
@@ -88,7 +91,8 @@ def test_other_parameters_are_looked_at_again() -> None:
     params, added = parameters(), nn.Parameter(torch.ones(3, 2))
     optimizer = SOAP(params, lr=0.1, nonfinite="ignore", matrix_layout="per_expert")
     give_gradients(params, 0)
-    norms = optimizer.measure_gradients()
+    measured = optimizer.measure_gradients()
+    norms = measured.on_host(measured.values)
     optimizer.add_param_group({"params": [added]})
     added.grad = torch.ones(3, 2)
     optimizer.step(norms=norms)
@@ -99,11 +103,12 @@ def test_a_closure_makes_other_gradients() -> None:
     params = parameters()
     optimizer = SOAP(params, lr=0.1, nonfinite="ignore", matrix_layout="per_expert")
     give_gradients(params, 0)
+    norms = optimizer.measure_gradients()
     before = [p.clone() for p in params]
 
     def closure() -> Tensor:
         raise AssertionError("must not be called")
 
     with pytest.raises(ValueError, match="give one of the two"):
-        optimizer.step(closure, norms=optimizer.measure_gradients())
+        optimizer.step(closure, norms=norms.on_host(norms.values))
     assert all(p.equal(old) for p, old in zip(params, before, strict=True))

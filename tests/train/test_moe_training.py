@@ -23,7 +23,8 @@ from lather.checkpoint.state import TrainingState
 from lather.config.config import Config, LoopConfig, MoEConfig
 from lather.data.batches import Batch
 from lather.engine.engine import Engine, build_model, document_boundaries
-from lather.engine.step import StepResult, TrainStep
+from lather.engine.step import TrainStep
+from lather.engine.step_reading import StepResult
 from lather.errors import CheckpointError, DataError, RunError
 from lather.files import read_rows
 from lather.models.decoder import Decoder

@@ -20,7 +20,8 @@ from lather.data.batches import Batch
 from lather.data.sequences import IGNORE_INDEX
 from lather.engine.engine import Engine, build_engine, build_model
 from lather.engine.optimizer import build_optimizer
-from lather.engine.step import StepResult, TrainStep, learning_rate, pick_device
+from lather.engine.step import TrainStep, learning_rate, pick_device
+from lather.engine.step_reading import StepResult
 from lather.errors import ConfigError
 from lather.models.decoder import Decoder
 from lather.optim import SOAP, AdamW, MatrixOptimizer

@@ -97,7 +97,7 @@ def test_auxiliary_losses_do_not_depend_on_micro_batches(
     for size in (4, 2, 1):
         model = make_model(dtype=torch.float64)
         engine = step_of(model, moe, size, AdamW(model.parameters())).engine
-        result = engine.read(engine.launch_gradients(batch))[0]
+        result = engine.launch_gradients(batch).read()[0]
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         found.append((result, gradients))
     (whole, expected), *others = found
@@ -174,7 +174,7 @@ def test_the_loss_of_a_held_out_batch_without_labels_is_not_known(
     inputs_BS = tokens(0)[:, :-1]
     batch = Batch(inputs_BS, torch.full_like(inputs_BS, IGNORE_INDEX))
     assert engine.validation_loss(batch) is None
-    assert math.isnan(engine.read(engine.launch_gradients(batch))[0].loss)
+    assert math.isnan(engine.launch_gradients(batch).read()[0].loss)
 
 
 # --- runs -----------------------------------------------------------------------------------------

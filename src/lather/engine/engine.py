@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from torch import Tensor
 from lather.config.config import Config, LoopConfig, MoEConfig, ParallelConfig
 from lather.data.batches import Batch
 from lather.device import Read, gpu_module, is_gpu, read, to_device
+from lather.engine.step_reading import StepReading, StepResult
 from lather.engine.trained_parameters import train_only, trained_parameters, with_adapters
 from lather.models.decoder import Decoder, RoutedModel
 from lather.models.families import build_model as build_family
@@ -42,32 +43,6 @@ from lather.pipeline.schedule import Schedule, dualpipev, forwards, sequential
 from lather.pipeline.segments import MicroBatch, Segments
 from lather.pipeline.tape import Frees
 from lather.shapes import Bool, Int
-
-
-@dataclass(frozen=True)
-class BatchResult:
-    """The result of the forward and backward pass of a global batch; the same on all ranks."""
-
-    loss: float
-    """Cross entropy in nats, averaged over labels; NaN if there are none."""
-    balance_loss: float
-    """Average over MoE blocks and, weighted by tokens, over micro-batches; without its
-    coefficient."""
-    counts_LE: Int[Tensor, "l e"]
-    """Rows per MoE block and expert, on the CPU."""
-    tokens: int
-    """Number of labels."""
-
-
-@dataclass(frozen=True)
-class UnreadResult:
-    """The result of the forward and backward pass of a rank's share of the batch, still on the
-    device."""
-
-    found: Tensor
-    """Loss, balance loss, and rows by block and expert, concatenated, in fp64, to be summed over
-    all ranks."""
-    num_labels: int
 
 
 class Engine:
@@ -127,9 +102,9 @@ class Engine:
         )
         self._layout = SequenceLayout(*shape[:2], mesh.device)
 
-    def launch_gradients(self, batch: Batch) -> UnreadResult:
+    def launch_gradients(self, batch: Batch) -> StepReading:
         """Run the forward and backward pass of the global batch, of which `batch` is this rank's
-        share; store the gradients of the step in `parameters`.
+        share; store the gradients of the step in `parameters`, and return its losses and loads.
 
         Raises ValueError, before anything is sent, if the share does not have the engine's shape.
         """
@@ -146,7 +121,13 @@ class Engine:
         for unit in (unit for units in self.units for unit in units):
             unit.wait_for_gradients()
         self.parameters.collect_gradients()
-        return UnreadResult(self._summary(output, shares), num_labels)
+        reading = self.new_reading(num_labels)
+        self._collect(output, shares, reading)
+        return reading
+
+    def new_reading(self, num_labels: int) -> StepReading:
+        """Return a reading of a step in which all ranks have so many labels, without passes."""
+        return StepReading(self.part, self.parameters, self.mesh, num_labels)
 
     def run_prelude(self, batch: Batch) -> None:
         """Run two micro-batches of this rank's share of a global batch through its own stages, for
@@ -173,11 +154,11 @@ class Engine:
         if is_gpu(device):
             gpu_module(device).synchronize(device)
 
-    def without_labels(self) -> BatchResult:
-        """Return the result of a batch in which no rank has a label: it has neither loss nor
+    def without_labels(self) -> StepResult:
+        """Return the result of a step in which no rank has a label: it has neither loss nor
         load."""
         counts_LE = torch.zeros(len(self.part.moe_layers), self.part.num_experts, dtype=torch.int64)
-        return BatchResult(math.nan, math.nan, counts_LE, 0)
+        return StepResult(math.nan, math.nan, counts_LE, 0, skipped=True)
 
     @torch.no_grad()
     def validation_loss(self, batch: Batch) -> float | None:
@@ -263,13 +244,11 @@ class Engine:
             for x_BS, y_BS, layout, share in zip(*on_device, layouts, shares, strict=True)
         ]
 
-    def _summary(self, output: StepOutput, shares: Sequence[float]) -> Tensor:
-        """Return `UnreadResult.found`."""
-        layers, experts = self.part.moe_layers, self.part.num_experts
-        found = torch.zeros(2 + len(layers) * experts, dtype=torch.float64, device=self.mesh.device)
-        counts_LE = found[2:].view(len(layers), experts)
+    def _collect(self, output: StepOutput, shares: Sequence[float], reading: StepReading) -> None:
+        """Write this rank's losses and loads into a reading."""
+        layers = self.part.moe_layers
         if output.losses:
-            found[0] = torch.stack(output.losses).double().sum()
+            reading.losses[0] = torch.stack(output.losses).double().sum()
         if own := self.part.own_moe_layers():
             by_micro_batch = [
                 [one for stage in self.part.stages for one in output.routings[stage.index, m]]
@@ -281,35 +260,13 @@ class Engine:
                 .double()
                 .view(len(own), -1)
             )
-            found[1] = (
+            reading.losses[1] = (
                 balance_LM * to_device(torch.tensor(shares, dtype=torch.float64), self.mesh.device)
             ).sum() / len(layers)
             for layer, row in zip(own, summaries_LM, strict=True):
-                counts_LE[layers.index(layer)] = torch.stack(
+                reading.counts_LE[layers.index(layer)] = torch.stack(
                     [summary.count_E for summary in row]
                 ).sum(0)
-        return found
-
-    def read(
-        self, result: UnreadResult, *, sums: Tensor | None = None, own: Tensor | None = None
-    ) -> tuple[BatchResult, Tensor, Tensor]:
-        """Return the result of all ranks and, on the CPU, `sums` summed over all ranks and `own`
-        unchanged, both 1-D in fp64. Needs one all-reduce and one wait for the device."""
-        nothing = result.found.new_zeros(0)
-        sums, own = (
-            nothing if more is None or not len(more) else more.to(nothing.device)
-            for more in (sums, own)
-        )
-        total = torch.cat((result.found, sums))
-        if self.mesh.size > 1:
-            dist.all_reduce(total)
-        found, sums, own = read(torch.cat((total, own)), Read.STEP).split(
-            [len(result.found), len(sums), len(own)]
-        )
-        loss, balance = found[:2].tolist()
-        loss = loss if result.num_labels else math.nan
-        counts_LE = found[2:].view(len(self.part.moe_layers), self.part.num_experts).long()
-        return BatchResult(loss, balance, counts_LE, result.num_labels), sums, own
 
     def balance(self, counts_LE: Int[Tensor, "l e"]) -> None:
         """Apply loss-free balancing after a step in which the experts received these rows."""

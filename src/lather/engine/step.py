@@ -5,25 +5,24 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from lather.config.optim import OptimConfig
 from lather.data.batches import Batch
 from lather.device import Read, gpu_module, is_gpu, read
-from lather.engine.engine import BatchResult, Engine
+from lather.engine.engine import Engine
 from lather.engine.optimizer import LR_FACTOR
+from lather.engine.step_reading import StepReading, StepResult
 from lather.errors import ConfigError
 from lather.optim import MatrixOptimizer
-from lather.optim.engine.gradients import GradientNorms
-from lather.parallel.local_parameters import clip_, squared_norm
+from lather.optim.engine.gradients import Inspection
+from lather.parallel.local_parameters import clip_
 
 REFRESHES = ("refreshes_done", "refreshes_skipped")
-"""Counters of an optimizer, and fields of a step's result."""
+"""Counters of an optimizer: refreshes since its construction."""
 
 
 def learning_rate(step: int, config: OptimConfig, steps: int) -> float:
@@ -54,19 +53,6 @@ def pick_device(name: str) -> torch.device:
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-@dataclass(frozen=True)
-class StepResult(BatchResult):
-    """The result of one step."""
-
-    grad_norm: float
-    optimizer_seconds: float
-    refreshes_done: int
-    """Refreshes since the previous step; with `optim.async_refresh` that step started them."""
-    refreshes_skipped: int
-    skipped: bool
-    """Whether the step changed nothing."""
-
-
 class TrainStep:
     """Runs optimizer steps on a mesh; each rank calls it with its share of the batch."""
 
@@ -86,62 +72,48 @@ class TrainStep:
         """
         num_labels, num_tokens = self.engine.counts_of_all(batch)
         if not num_labels:
-            result = self.engine.without_labels()
-            return StepResult(
-                **vars(result),
-                **self._new_refreshes(),
-                grad_norm=math.nan,
-                optimizer_seconds=0.0,
-                skipped=True,
-            )
+            return self._with_refreshes(self.engine.without_labels())
         batch = replace(batch, labels_of_all=num_labels, tokens_of_all=num_tokens)
-        result, norm, norms = self._gradients(batch)
-        finite = math.isfinite(result.loss + norm.item())
+        return self.update(self.engine.launch_gradients(batch), lr)
+
+    def update(self, reading: StepReading, lr: float) -> StepResult:
+        """Read the results of the passes, and of the gradients in `engine.parameters`, with one
+        wait for the device; clip the gradients, take the optimizer's step, and free them."""
+        result, norms = self._read(reading)
+        finite = math.isfinite(result.loss + result.grad_norm)
         start = (
             time.perf_counter()
         )  # a GPU is idle now, since the host has just waited for the gradients
+        parameters = self.engine.parameters
         if finite:
             if self.max_grad_norm:
-                clip_(self.engine.parameters.gradients(), norm, self.max_grad_norm)
+                norm = torch.tensor(result.grad_norm, dtype=parameters.norm_dtype)
+                clip_(parameters.gradients(), norm, self.max_grad_norm)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr * group.get(LR_FACTOR, 1.0)
             self.optimizer.step(norms=norms)
             self.engine.balance(result.counts_LE)
         seconds = self._now() - start
-        self.engine.parameters.clear_gradients()
-        refreshes = self._new_refreshes()
-        return StepResult(
-            **vars(result),
-            **refreshes,
-            grad_norm=norm.item(),
-            optimizer_seconds=seconds,
-            skipped=not finite,
-        )
+        parameters.clear_gradients()
+        return self._with_refreshes(replace(result, optimizer_seconds=seconds, skipped=not finite))
 
-    def _gradients(self, batch: Batch) -> tuple[BatchResult, Tensor, GradientNorms | None]:
-        """Run the forward and backward pass; return its result, the norm of all gradients on the
-        CPU, and the norms that the optimizer needs, with one wait for the device."""
-        engine, unread = self.engine, self.engine.launch_gradients(batch)
+    def _read(self, reading: StepReading) -> tuple[StepResult, Inspection]:
+        """Add the gradients to a reading; return its result, and what the optimizer needs."""
         norms = self.optimizer.measure_gradients()
-        square = squared_norm(
-            engine.parameters, engine.mesh, *([] if norms is None else [norms.of])
-        )
-        result, (square,), own = engine.read(
-            unread, sums=square[None], own=None if norms is None else norms.values
-        )
-        if norms is not None:
-            norms.values = own
-        return result, square.sqrt().to(engine.parameters.norm_dtype), norms
+        reading.add_gradients(norms)
+        result, values = reading.read()
+        return result, norms.on_host(values)
 
-    def _new_refreshes(self) -> dict[str, Any]:
-        """Return how many refreshes all ranks have done and skipped since the last call."""
+    def _with_refreshes(self, result: StepResult) -> StepResult:
+        """Return a result with the refreshes that all ranks have done and skipped since the last
+        step."""
         before, self._counters = self._counters, self.optimizer.counters
-        new = [self._counters[name] - before[name] for name in REFRESHES]
+        done, skipped = (self._counters[name] - before[name] for name in REFRESHES)
         if self.engine.mesh.size > 1:
-            total = torch.tensor(new, device=self.engine.mesh.device)
+            total = torch.tensor((done, skipped), device=self.engine.mesh.device)
             dist.all_reduce(total)
-            new = read(total, Read.COUNTERS).tolist()
-        return dict(zip(REFRESHES, new, strict=True))
+            done, skipped = read(total, Read.COUNTERS).tolist()
+        return replace(result, refreshes_done=done, refreshes_skipped=skipped)
 
     def _now(self) -> float:
         if is_gpu(

@@ -17,7 +17,6 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -28,7 +27,7 @@ from lather.checkpoint.save import Staging
 from lather.checkpoint.state import TrainingState
 from lather.config.config import Config, num_routed_experts
 from lather.data.batches import Batch
-from lather.device import Read, is_gpu, read
+from lather.device import Read, is_gpu
 from lather.engine.engine import Engine, build_engine
 from lather.engine.optimizer import build_optimizer
 from lather.engine.step import TrainStep
@@ -59,6 +58,9 @@ BETWEEN = "between actions"
 
 SEGMENT, OPTIMIZER = "lather.segment.", "lather.optim."
 """Prefixes of the ranges of segments, and of the optimizer's phases."""
+
+RATE = 1e-3
+"""Learning rate of the steps; no byte depends on it."""
 
 DOCUMENTS = 4
 """Documents per sequence if attention stays within documents."""
@@ -285,18 +287,15 @@ def refresh_at_every_step(optimizer: MatrixOptimizer) -> bool:
     return bool(refreshing)
 
 
-def step_without_passes(engine: Engine, optimizer: MatrixOptimizer) -> None:
-    """Run the optimizer's step alone, which creates state and first bases. Forward and backward
-    passes before it need less memory."""
+def step_without_passes(step: TrainStep) -> None:
+    """Run a training step without its forward and backward passes, which need less memory. It
+    creates the optimizer's state and first bases."""
+    engine = step.engine
     for entry in engine.parameters:
         if entry.source.requires_grad:
             entry.source.grad = torch.empty_like(entry.source)
     engine.parameters.collect_gradients()
-    norms = optimizer.measure_gradients()
-    if norms is not None:
-        norms.values = read(norms.values, Read.STEP)
-    optimizer.step(norms=norms)
-    engine.parameters.clear_gradients()
+    step.update(engine.new_reading(num_labels=1), RATE)
 
 
 def batch_of(config: Config, sequences: int, micro_batch_size: int) -> Batch:
@@ -374,10 +373,11 @@ def dry_run(
             return result
 
         has_bases = refresh_at_every_step(optimizer)
+        step = TrainStep(engine, optimizer, config.train.max_grad_norm)
         if FIRST in do:
-            record(FIRST, lambda: step_without_passes(engine, optimizer))
+            record(FIRST, lambda: step_without_passes(step))
             if has_bases and not optimizer.counters["refreshes_done"]:
-                record(f"{FIRST}, again", lambda: step_without_passes(engine, optimizer))
+                record(f"{FIRST}, again", lambda: step_without_passes(step))
         staging = (
             Staging(torch.device("cpu"), mesh.device)
             if config.checkpoint.asynchronous and not is_gpu(device)
@@ -387,10 +387,9 @@ def dry_run(
             record(SAVE, lambda: bookkeeper.save(optimizer, staging)) if SAVE in do else 0
         )
         if STEP in do:
-            step = partial(TrainStep(engine, optimizer, config.train.max_grad_norm), batch, 1e-3)
-            record(STEP, step)
+            record(STEP, lambda: step(batch, RATE))
             if any(group.get("async_refresh") for group in optimizer.param_groups):
-                record("a step beside refreshes", step)
+                record("a step beside refreshes", lambda: step(batch, RATE))
         owned = _state_of_ranks(optimizer, rank, config.parallel.ep)
         own_layers = tuple(
             engine.part.share.layers_of_stage[stage] for stage in engine.part.share.own_stages

@@ -17,7 +17,7 @@ finite are skipped.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -162,17 +162,17 @@ def _local_parameter(
 def squared_norm(
     parameters: LocalParameters,
     mesh: Mesh,
-    known: Callable[[Tensor], Tensor | None] = lambda source: None,
+    known: Mapping[Tensor, Tensor],
 ) -> Float[Tensor, ""]:
     """Return this rank's part of the squared norm of the gradients of the whole model, in fp64, on
     `mesh.device`.
 
-    Call it after `collect_gradients`. `known` returns the 2-norms (1-D) of the parts of this rank's
-    gradient of a `LocalParameter.source` if they have been measured already, else None.
+    Call it after `collect_gradients`. `known`: for each `LocalParameter.source` whose gradient was
+    measured already, the 2-norms (1-D) of the parts of this rank's gradient.
     """
     norms, unmeasured = [], []
     for entry in parameters.unique():
-        measured = known(entry.source)
+        measured = known.get(entry.source)
         if measured is None:
             unmeasured.append(cast(Tensor, entry.parameter.grad))
         else:

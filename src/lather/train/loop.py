@@ -30,7 +30,8 @@ from lather.data.batches import Batch
 from lather.device import Read, deterministic, is_gpu, read
 from lather.engine.engine import build_engine
 from lather.engine.optimizer import build_optimizer
-from lather.engine.step import StepResult, TrainStep, learning_rate, pick_device
+from lather.engine.step import TrainStep, learning_rate, pick_device
+from lather.engine.step_reading import StepResult
 from lather.errors import UserError
 from lather.files import read_rows, write_aside
 from lather.parallel.agreement import broadcast, errors_on_all_ranks, gather, on_rank_0
@@ -394,21 +395,25 @@ class _TrainingRun:
     def _row(
         self, result: StepResult, lr: float, step_seconds: float, peak: int
     ) -> metrics.StepRow:
-        measured = {
-            name: value for name, value in vars(result).items() if name != "counts_LE"
-        }  # fields of the row, too
         loads = metrics.expert_load(result.counts_LE) if result.tokens else (math.nan,) * 3
         return metrics.StepRow(
-            **measured,
             step=self.progress.step,
+            loss=result.loss,
+            balance_loss=result.balance_loss,
             lr=lr,
+            grad_norm=result.grad_norm,
+            tokens=result.tokens,
             tokens_per_second=result.tokens / step_seconds,
             seconds=self.progress.seconds,
             step_seconds=step_seconds,
+            optimizer_seconds=result.optimizer_seconds,
             peak_memory_bytes=int(self._most(peak)),
             expert_load_min=loads[0],
             expert_load_max=loads[1],
             expert_load_entropy=loads[2],
+            refreshes_done=result.refreshes_done,
+            refreshes_skipped=result.refreshes_skipped,
+            skipped=result.skipped,
         )
 
     def _keep_best(self, best: tuple[float, int] | None) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from lather.config.config import Config
 from lather.device import is_gpu
-from lather.engine.step import StepResult
+from lather.engine.step_reading import StepResult
 from lather.engine.trained_parameters import trained_parameters
 from lather.parallel.mesh import Mesh
 from lather.train.expert_watch import WINDOW, ExpertWatch, describe, remedy

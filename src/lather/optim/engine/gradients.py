@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import chain, islice
 from typing import Any
 
@@ -38,6 +37,8 @@ GroupOf = Callable[[Spread], dist.ProcessGroup]
 class Inspection:
     """Results of the check of a step's gradients."""
 
+    params: Sequence[ParamInfo]
+    """The parameters that were checked."""
     usable: list[ParamInfo]
     """Parameters that take the step."""
     idle: dict[int, list[bool]]
@@ -62,73 +63,67 @@ class _Measured:
     part holds flags: whether a rank must raise, and on how many ranks each parameter has a
     gradient."""
 
-    def read(self) -> tuple[dict[int, list[float]], bool]:
+    def on_host(self, values: Tensor) -> tuple[dict[int, list[float]], bool]:
         """Return id -> norms of the parameters that have a gradient on any rank, and whether any
-        rank must raise."""
+        rank must raise. `values`: those of `found`, on the host."""
         if self.params and self.params[0].spread is not None:
-            flags, *squared = self._on_host().split(list(self.lengths))
+            flags, *squared = values.split(list(self.lengths))
             elsewhere, *present = flags.tolist()
             # Squares that are too large or too small for the arithmetic become infinite or zero.
             found = zip(self.params, present, squared, strict=True)
             present_ones = ((one, x.to(one.dtypes_of_norms[1])) for one, here, x in found if here)
             return {id(one): x.sqrt().tolist() for one, x in present_ones}, elsewhere > 0
-        norms = _split(self._on_host().tolist(), self.lengths)
+        norms = _split(values.tolist(), self.lengths)
         return dict(zip(map(id, self.params), norms, strict=True)), False
 
-    def _on_host(self) -> Tensor:
-        return read(self.found, Read.GRADIENTS)
 
-
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class GradientNorms:
     """Norms and flags that a step needs about its gradients, measured but not yet read.
 
-    A caller that reads other values from the device anyway reads `values` together with them,
-    assigns the result, on the host, to `values`, and passes this object to the step, which then
-    does not wait for the device.
+    A caller that reads other values from the device anyway reads `values` together with them, and
+    gives the step what `on_host` returns; the step then does not wait for the device.
     """
 
     params: Sequence[ParamInfo]
-    measured: list[_Measured]
+    measured: Sequence[_Measured]
 
     @property
     def values(self) -> Tensor:
-        """All measured values, fp64, 1-D; the caller sets them to a copy on the host."""
+        """All measured values, fp64, 1-D, on the device."""
         parts = [some.found.double() for some in self.measured if len(some.found)]
         if not parts:
             return torch.zeros(0, dtype=torch.float64, device="cpu")
         return torch.cat([part.to(parts[0].device) for part in parts])
 
-    @values.setter
-    def values(self, values: Tensor) -> None:
-        for some, found in zip(
-            self.measured, values.split([len(some.found) for some in self.measured]), strict=True
-        ):
-            some.found = found
+    def on_host(self, values: Tensor) -> Inspection:
+        """Return what the step needs. `values`: a copy of `self.values` on the host."""
+        parts = values.split([len(some.found) for some in self.measured])
+        norms: dict[int, list[float]] = {}
+        for some, part in zip(self.measured, parts, strict=True):
+            norms |= some.on_host(part)[0]
+        return _inspection(self.params, norms, set())
 
-    def of(self, param: Tensor) -> Tensor | None:
-        """Return the 2-norm of this rank's part of a parameter's gradient, or the norms of its
-        experts, on the device; None if they were not measured."""
-        return self._by_param.get(id(param))
-
-    @cached_property
-    def _by_param(self) -> dict[int, Tensor]:
+    @property
+    def of_parameter(self) -> dict[Tensor, Tensor]:
+        """The 2-norm of this rank's part of a parameter's gradient, or the norms of its experts,
+        on the device, for the parameters of which they were measured."""
         return {
-            id(one.param): some.own[id(one)]
+            one.param: some.own[id(one)]
             for some in self.measured
             for one in some.params
             if id(one) in some.own
         }
 
 
-def measure_gradients(params: Sequence[ParamInfo], group_of: GroupOf) -> GradientNorms | None:
+def measure_gradients(params: Sequence[ParamInfo], group_of: GroupOf) -> GradientNorms:
     """Start on the device the measurements that `inspect_gradients` needs, without waiting for it.
 
-    Returns None if a group has `nonfinite` other than "ignore", for then ranks must agree mesh by
-    mesh. Raises TypeError as `inspect_gradients` does.
+    Measures nothing if a group has `nonfinite` other than "ignore", for then ranks must agree mesh
+    by mesh. Raises TypeError as `inspect_gradients` does.
     """
     if any(one.settings.rule.nonfinite != "ignore" for one in params):
-        return None
+        return GradientNorms((), ())
     _check_all(params)
     return GradientNorms(
         params, [_measure(some, group_of, raises=False) for some in _by_mesh(params)]
@@ -136,27 +131,25 @@ def measure_gradients(params: Sequence[ParamInfo], group_of: GroupOf) -> Gradien
 
 
 def inspect_gradients(
-    params: Sequence[ParamInfo], group_of: GroupOf, known: GradientNorms | None = None
+    params: Sequence[ParamInfo], group_of: GroupOf, known: Inspection | None = None
 ) -> Inspection:
     """Check the gradients. A parameter that is spread over ranks takes the step if any rank has a
     gradient for it; all ranks of its mesh get the same results.
 
     Raises TypeError for a gradient that is sparse, complex or has other placements than its
     parameter, and ValueError, on all ranks of the meshes, for a non-finite gradient whose group has
-    `nonfinite="raise"`. `known`: measurements of these gradients that the caller has read.
+    `nonfinite="raise"`. `known`: results for these gradients, if the caller has read them; those
+    of other parameters are not used.
     """
     if known is not None and known.params is params:
-        return _inspection(
-            params,
-            {key: norms for some in known.measured for key, norms in some.read()[0].items()},
-            set(),
-        )
+        return known
     _check_all(params)
     norms: dict[int, list[float]] = {}
     bad: set[int] = set()
     offender: str | None = None
     for some in _by_mesh(params):
-        found, elsewhere = _measure(some, group_of, raises=offender is not None).read()
+        measured = _measure(some, group_of, raises=offender is not None)
+        found, elsewhere = measured.on_host(read(measured.found, Read.GRADIENTS))
         norms |= found
         if not all(map(math.isfinite, chain.from_iterable(found.values()))):
             more = [
@@ -188,7 +181,7 @@ def _inspection(
         for one in usable
         if one.layout.has_experts
     }
-    return Inspection(usable, idle, len(bad))
+    return Inspection(params, usable, idle, len(bad))
 
 
 def _by_mesh(params: Sequence[ParamInfo]) -> list[list[ParamInfo]]:

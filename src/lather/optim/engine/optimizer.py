@@ -27,6 +27,7 @@ from torch.optim.optimizer import ParamsT
 from lather.optim.engine.arguments import describe_unknown, translated
 from lather.optim.engine.gradients import (
     GradientNorms,
+    Inspection,
     are_zero,
     inspect_gradients,
     measure_gradients,
@@ -154,12 +155,12 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
     @torch.no_grad()
     @disable_dynamo
     def step(
-        self, closure: Callable[[], Any] | None = None, *, norms: GradientNorms | None = None
+        self, closure: Callable[[], Any] | None = None, *, norms: Inspection | None = None
     ) -> Any:
         """Take a step for every parameter that has a gradient, and return the closure's loss.
 
-        `norms`: result of `measure_gradients` for these gradients, with `values` on the host; the
-        step then does not measure them.
+        `norms`: what `measure_gradients` measured of these gradients, read by `on_host`; the step
+        then does not measure them.
 
         Raises TypeError for sparse or complex gradients. Raises ValueError for non-finite gradients
         under `nonfinite="raise"`, and if both `norms` and a closure, which computes other
@@ -197,21 +198,20 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
 
     @torch.no_grad()
     @disable_dynamo
-    def measure_gradients(self) -> GradientNorms | None:
+    def measure_gradients(self) -> GradientNorms:
         """Start on the device the measurements of the gradients that a step needs, for a caller
         that reads other values from it anyway:
 
             norms = optimizer.measure_gradients()
-            if norms is not None:
-                loss, norms.values = read_together(loss, norms.values)  # on the host
-            optimizer.step(norms=norms)
+            values = torch.cat((loss[None], norms.values)).cpu()  # one wait
+            optimizer.step(norms=norms.on_host(values[1:]))
 
-        Returns None if a group has `nonfinite` other than "ignore"; the step then measures the
-        gradients itself. All ranks over which parameters are spread must call it together.
+        There are no values if a group has `nonfinite` other than "ignore"; the step then measures
+        the gradients itself. All ranks over which parameters are spread must call it together.
         """
         return measure_gradients(self._current_roster().params, self._sharding.group_of)
 
-    def _collect(self, norms: GradientNorms | None) -> StepPlan | None:
+    def _collect(self, norms: Inspection | None) -> StepPlan | None:
         """Check everything that can raise, before anything changes, and return the plan of the
         step, or None if there is nothing to do.
 

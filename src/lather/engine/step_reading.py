@@ -1,0 +1,91 @@
+"""Collects on the device the values that the host reads in a step, and reads them with one
+all-reduce and one wait for the device."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lather.device import Read, read
+from lather.optim.engine.gradients import GradientNorms
+from lather.parallel.local_parameters import LocalParameters, squared_norm
+from lather.parallel.mesh import Mesh
+from lather.pipeline.model_part import ModelPart
+from lather.shapes import Float, Int
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The result of one step; the same on all ranks, but for the seconds."""
+
+    loss: float
+    """Cross entropy in nats, averaged over labels; NaN if there are none."""
+    balance_loss: float
+    """Average over MoE blocks and, weighted by tokens, over micro-batches; without its
+    coefficient."""
+    counts_LE: Int[Tensor, "l e"]
+    """Rows per MoE block and expert, on the CPU."""
+    tokens: int
+    """Number of labels."""
+    grad_norm: float = math.nan
+    """Norm of all gradients before clipping; NaN if it was not measured."""
+    optimizer_seconds: float = 0.0
+    refreshes_done: int = 0
+    """Refreshes since the previous step; with `optim.async_refresh` that step started them."""
+    refreshes_skipped: int = 0
+    skipped: bool = False
+    """Whether the step changed nothing."""
+
+
+class StepReading:
+    """Collects what the host reads in a step, on the device, in fp64."""
+
+    losses: Float[Tensor, "2"]
+    """This rank's parts of the cross entropy and of the balance loss, which all ranks add up."""
+    counts_LE: Float[Tensor, "l e"]
+    """This rank's rows per MoE block and expert, which all ranks add up."""
+
+    def __init__(
+        self, part: ModelPart, parameters: LocalParameters, mesh: Mesh, num_labels: int
+    ) -> None:
+        """Begin with losses, loads and a norm of zero. `num_labels`: of all ranks."""
+        self._parameters, self._mesh, self._num_labels = parameters, mesh, num_labels
+        shape = len(part.moe_layers), part.num_experts
+        self._passes = torch.zeros(2 + math.prod(shape), dtype=torch.float64, device=mesh.device)
+        self.losses, self.counts_LE = self._passes[:2], self._passes[2:].view(shape)
+        self._square = self._norms = self._passes.new_zeros(0)
+
+    def add_gradients(self, norms: GradientNorms) -> None:
+        """Add the norm of all gradients, and the values of `norms`, which the optimizer measured
+        and this rank alone reads."""
+        square = squared_norm(self._parameters, self._mesh, norms.of_parameter)
+        self._square, values = square[None], norms.values
+        if len(values):
+            self._norms = values.to(square.device)
+
+    def read(self) -> tuple[StepResult, Tensor]:
+        """Return the result of all ranks, and the values of the norms that were added, on the host.
+
+        All ranks call it together.
+        """
+        total = torch.cat((self._passes, self._square))
+        if self._mesh.size > 1:
+            dist.all_reduce(total)
+        values = read(torch.cat((total, self._norms)), Read.STEP)
+        losses, counts, square, norms = values.split(
+            [2, self.counts_LE.numel(), len(self._square), len(self._norms)]
+        )
+        loss, balance_loss = losses.tolist()
+        norm = square.sqrt().to(self._parameters.norm_dtype)
+        result = StepResult(
+            loss=loss if self._num_labels else math.nan,
+            balance_loss=balance_loss,
+            counts_LE=counts.view(self.counts_LE.shape).long(),
+            tokens=self._num_labels,
+            grad_norm=norm.item() if len(norm) else math.nan,
+        )
+        return result, norms
