@@ -46,6 +46,7 @@ FOR_ALL = (
     *(
         "__init__",
         "allocator",
+        "argument",
         "console",
         "cores",
         "device",

@@ -7,12 +7,15 @@ from __future__ import annotations
 import contextlib
 import re
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 
+from lather.argument import Argument
 from lather.cli import main
-from lather.commands.checking import check_values, options_of_line
 from lather.commands.options import CommandOption
+from lather.commands.parsing import read_line, values_of_line
+from lather.config.fields import Word, convert
 from lather.config.optim import optim_config
 from lather.config.toml_file import config_from_mapping
 from lather.errors import ConfigError, UserError, as_toml
@@ -117,15 +120,59 @@ def test_one_mistake(arguments: str, message: str, capsys: pytest.CaptureFixture
 
 def test_options_with_their_values() -> None:
     line = ["a", "--x", "1", "-2", "--y=3", "4", "--z"]
-    assert list(options_of_line(line)) == [("--x", ["1", "-2"]), ("--y", ["3", "4"]), ("--z", [])]
+    options = [("--x", ["1", "-2"]), ("--y", ["3", "4"]), ("--z", [])]
+    assert read_line(line) == [("", ["a"]), *options, ("", [])]
+    assert read_line(["b", "--x", "1", "--", "--y=3"]) == [
+        ("", ["b"]),
+        ("--x", ["1"]),
+        ("", ["--y=3"]),
+    ]
 
 
-def test_what_follows_the_values_of_an_option_is_not_looked_at() -> None:
-    """It may be an argument without an option, such as a folder."""
-    check_values(["--x", "3", "folder"], [CommandOption("x", int | None, "", "")])
-    check_values(["--x", "None"], [CommandOption("x", int | None, "", "")])
-    with pytest.raises(UserError, match=r"^--x = 'folder' is not valid: it must be an integer$"):
-        check_values(["--x", "folder", "3"], [CommandOption("x", int | None, "", "")])
+def test_what_follows_the_values_of_an_option_is_an_argument_without_one() -> None:
+    options = [
+        CommandOption("x", int | None),
+        CommandOption("pair", tuple[float, float]),
+        CommandOption("sets", dict[str, str]),
+        CommandOption("named", str, argument=Argument(repeated=True)),
+        CommandOption("flag", bool),
+        CommandOption("folder", Path, argument=Argument(positional=True)),
+    ]
+
+    def read(line: str) -> dict[str, Any]:
+        return values_of_line(read_line(line.split()), options, "lather x")
+
+    assert read("--x 3 there") == {"x": "3", "folder": "there"}
+    assert read("--no-flag there --x None") == {"flag": False, "x": "None", "folder": "there"}
+    assert read("--pair 1 2 --sets a b c d") == {"pair": ["1", "2"], "sets": {"a": "b", "c": "d"}}
+    assert read("-- --there") == {"folder": "--there"}
+    with pytest.raises(UserError, match=r"^--sets needs pairs of a name and a value; .* no value$"):
+        read("--sets a b c")
+    with pytest.raises(UserError, match=r"^no option takes this: twice; lather x --help shows"):
+        read("there --x 1 twice")
+
+
+def test_a_word_is_read_as_what_the_field_holds() -> None:
+    for word, hint, value in (
+        ("3", int | None, 3),
+        ("None", int | None, None),
+        ("None", str, "None"),
+        ("3", float, 3.0),
+        ("true", bool | None, True),
+        ("0.5", float | str, 0.5),
+        ("spectral", float | str, "spectral"),
+        ("fp32", Literal["fp32", "bf16"] | None, "fp32"),
+        ("a/b", Path | None, Path("a/b")),
+    ):
+        converted = convert(Word(word, "--x"), hint, "x")
+        assert (type(converted), converted) == (type(value), value), word
+    for word, hint, values in (
+        ("folder", int, "an integer"),
+        ("yes", bool | None, "true or false"),
+        ("x", int | float, "an integer or a number"),
+    ):
+        with pytest.raises(UserError, match=f"^--x = '{word}' is not valid: it must be {values}$"):
+            convert(Word(word, "--x"), hint, "x")
 
 
 def test_values_as_toml() -> None:
