@@ -56,7 +56,7 @@ BAD = {
     "no command": (["data", "mend"], "unknown command data 'mend': use one of make, show, check"),
     "no source": (
         ["data", "make", "{folder}/ours"],
-        "sources = [] is not valid: it must be at least one file or folder",
+        "SOURCE [SOURCE ...] is missing: Files, folders, python-stdlib",
     ),
     "absent source": (
         ["data", "make", "{folder}/ours", "{folder}/absent"],
