@@ -107,12 +107,11 @@ class OptimConfig:
             f"for the rules {dict(self.given)}: use optim_config(name, ...) for others",
         )
         self.rule  # noqa: B018 - its construction checks its options
-        for kind in ("experts", "matrices", "rest", "router"):  # the router inherits from the rest
-            self.rule_of(kind)
+        self._rules  # noqa: B018
 
-    @property
+    @functools.cached_property
     def rule(self) -> Rule:
-        """The rule of `[optim]`; raises ConfigError if its options contradict each other."""
+        """The rule of `[optim]`, with all its options."""
         options = {name: getattr(self, name) for name in fields_of(self.rules[""])}
         return _made(
             self.rules[""], {"nonfinite": "ignore", **options, "lr": self.peak_lr}, "optim."
@@ -133,8 +132,16 @@ class OptimConfig:
         return cast(KindConfig, getattr(self, kind))
 
     def rule_of(self, kind: str) -> Rule:
-        """Return the rule of one kind of parameters, with all its options; raises ConfigError if
-        they contradict each other."""
+        """Return the rule of one kind of parameters, with all its options."""
+        return self._rules[kind]
+
+    @functools.cached_property
+    def _rules(self) -> Mapping[str, Rule]:
+        """The rule of each kind; the router inherits from the rest."""
+        return {kind: self._make_rule(kind) for kind in ("experts", "matrices", "rest", "router")}
+
+    def _make_rule(self, kind: str) -> Rule:
+        """Make the rule of one kind; raises ConfigError if its options contradict each other."""
         rule, own = self.rules[kind], self._own(kind)
         shared = {name: getattr(self, name) for name in inherited_by(rule, self.rules[""])}
         options = (
