@@ -15,6 +15,7 @@ from lather.argument import Argument
 from lather.cli import main
 from lather.commands.options import CommandOption
 from lather.commands.parsing import read_line, values_of_line
+from lather.commands.train import _read
 from lather.config.fields import Word, convert
 from lather.config.optim import optim_config
 from lather.config.toml_file import config_from_mapping
@@ -116,6 +117,31 @@ def test_unknown_names_are_told_before_values_that_are_not_valid(
 )
 def test_one_mistake(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert message in error_of(capsys, QUICKSTART, *arguments.split())
+
+
+def test_an_error_names_the_file_where_the_value_is_the_file_s(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "my.toml"
+    file.write_text("[train]\nsteps = 0\n")
+    message = "train.steps = 0 is not valid: it must be at least 1"
+    assert error_of(capsys, str(file), "--seed", "3") == f"{file}: {message}"
+    assert main(["plan", str(file), "--out", "steps.png"]) == 2
+    assert capsys.readouterr().err == f"lather: error: {file}: {message}\n"
+    assert error_of(capsys, QUICKSTART, "--train.steps", "0") == message
+    assert error_of(capsys, QUICKSTART, "--train.micro-batch-size", "3").startswith("train.batch")
+    assert _read([str(file), "--train.steps", "5"])[0].train.steps == 5
+
+
+def test_the_command_line_may_choose_the_model_family(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "my.toml"
+    file.write_text("[train]\nsteps = 5\n")
+    arguments = ["--model.model-type", "qwen3_moe", "--model.mlp-only-layers", "0"]
+    assert _read([str(file), *arguments])[0].model.model_type == "qwen3_moe"
+    message = "model.model_type = 'x' is not valid: it must be one of 'deepseek_v2', 'qwen3_moe'"
+    assert error_of(capsys, str(file), "--model.model-type", "x").startswith(message)
 
 
 def test_options_with_their_values() -> None:

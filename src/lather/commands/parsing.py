@@ -113,7 +113,9 @@ def values_of_line(line: Line, options: Sequence[CommandOption], prog: str) -> d
         raise UserError(
             f"no option takes this: {' '.join(words)}; {prog} --help shows what it takes"
         )
-    if lacking := [one for one in options if one.is_required and one.name not in values]:
+    if lacking := [
+        option for option in options if option.is_required and option.name not in values
+    ]:
         names = " and ".join(next(iter(option.flags), option.metavar) for option in lacking)
         more = f"is missing: {lacking[0].text.rstrip('.')}" if len(lacking) == 1 else "are missing"
         raise UserError(f"{names} {more}; {prog} --help shows what it takes")

@@ -6,6 +6,7 @@ built once. Which options exist depends on the rules and the model family in it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -140,14 +141,8 @@ def take_help(arguments: Sequence[str]) -> tuple[list[str], str | None]:
     Raises UserError for a section that there is not.
     """
     rest = list(arguments)
-    place = next(
-        (
-            place
-            for place, one in enumerate(rest)
-            if one in ("-h", "--help") or one.startswith("--help=")
-        ),
-        None,
-    )
+    asking = (n for n, word in enumerate(rest) if re.match(r"(-h|--help(=.*)?)$", word))
+    place = next(asking, None)
     if place is None:
         return rest, None
     option, _, topic = rest.pop(place).partition("=")

@@ -159,7 +159,7 @@ def convert(value: Any, hint: Any, name: str) -> Any:
     if origin is tuple and isinstance(value, list | tuple):
         hints = args[:1] * len(value) if args[-1] is Ellipsis else args
         if len(value) == len(hints):
-            return tuple(convert(item, one, name) for item, one in zip(value, hints, strict=True))
+            return tuple(convert(item, part, name) for item, part in zip(value, hints, strict=True))
     return _convert_single(value, part, name)
 
 

@@ -102,7 +102,8 @@ def naming(path: Path | None, given: Collection[str] = ()) -> Iterator[None]:
     except ConfigError as error:
         text = str(error)
         is_of_file = path is not None and not text.startswith((f"{path}: ", "--"))
-        if not is_of_file or any(name in text for name in given):
+        names = (name if "." in name else f"{name} = " for name in given)
+        if not is_of_file or any(name in text for name in names):
             raise
         raise ConfigError(f"{path}: {text}") from None
 
