@@ -45,6 +45,7 @@ FOR_ALL = (
     *(
         "__init__",
         "allocator",
+        "argument",
         "console",
         "cores",
         "device",

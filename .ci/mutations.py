@@ -187,7 +187,7 @@ MUTATIONS = (
     ),
     Mutation(
         "commands: the value after an option that has one of its own",
-        "commands/checking.py",
+        "commands/parsing.py",
         "*([value] if equals else [])",
         "*[]",
         "train/test_optim_config.py",

@@ -22,10 +22,10 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired
 
-import tyro
-
 from lather import cli
+from lather.commands.options import options_of_command
 from lather.config.config import Config
+from lather.config.fields import types_of
 from lather.config.optim import KINDS, KindConfig, OptimConfig
 from lather.models.rotary import YarnConfig
 from lather.optim.options import documentation_of
@@ -210,28 +210,14 @@ def _argument_classes(module: types.ModuleType) -> Iterator[type]:
 
 
 def _arguments(cls: type) -> Iterator[str]:
-    hints = typing.get_type_hints(cls, include_extras=True)
-    for field in fields(cls):
-        hint = hints[field.name]
-        inner = typing.get_args(hint)[0] if typing.get_origin(hint) is Annotated else hint
-        if inner is Config:
-            yield "CONFIG"
-        elif is_dataclass(inner):
-            yield from _arguments(inner)
-        else:
-            yield _argument(field.name, hint)
-
-
-def _argument(name: str, hint: Any) -> str:
-    """Write an argument as it is typed: `--an-option`, or the word that stands for a positional
-    one."""
-    details = typing.get_args(hint)[1:] if typing.get_origin(hint) is Annotated else ()
-    metavar = next((one.metavar for one in details if getattr(one, "metavar", None)), None)
-    return (
-        (metavar or name.upper())
-        if tyro.conf.Positional in details
-        else f"--{name.replace('_', '-')}"
-    )
+    """Yield the arguments of a command as they are typed: `--an-option`, or the word that stands
+    for an argument that has no name."""
+    has_config = Config in types_of(cls).values()
+    if has_config:
+        yield "CONFIG"
+    for option in options_of_command(cls):
+        if option.section is cls or not has_config:
+            yield next(iter(option.flags), option.metavar)
 
 
 # --- metrics --------------------------------------------------------------------------------------

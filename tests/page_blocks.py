@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import tyro
 from torch.distributed.run import get_args_parser
 
 from lather import cli
-from lather.commands import train
+from lather.commands import parsing, train, with_config
 from lather.config.config import check_parallel
+from lather.config.fields import build
 from lather.config.toml_file import config_from_mapping
 
 ROOT = Path(__file__).parent.parent
@@ -227,12 +227,14 @@ def check_lather(arguments: list[str], ranks: int | None = None) -> None:
         if not isinstance(nproc, str):
             check_parallel(config, ranks or nproc or 1)
         return
-    parse = tyro.cli
 
-    def parse_only(*given: Any, **options: Any) -> None:
-        raise Parsed(parse(*given, **options))
+    def build_only(*given: Any) -> None:
+        raise Parsed(build(*given))
 
-    with mock.patch.object(tyro, "cli", parse_only), contextlib.suppress(Parsed):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.suppress(Parsed))
+        for module in (parsing, with_config):
+            stack.enter_context(mock.patch.object(module, "build", build_only))
         status = cli._dispatch(arguments)
         assert status == 0, f"lather {' '.join(arguments)} did not read its arguments"
 

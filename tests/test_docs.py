@@ -20,8 +20,10 @@ import reference_tables
 from lather import optim
 from lather.cli import COMMANDS
 from lather.commands.train import _read
+from lather.config.config import Config
+from lather.config.fields import field_names
 from lather.config.optim import OptimConfig, optim_config
-from lather.config.toml_file import config_from_mapping, field_names
+from lather.config.toml_file import config_from_mapping
 from lather.optim import MatrixOptimizer, Rule, state_bytes
 from lather.optim.options import name_of, options_of
 from lather.optim.rules import RULES
@@ -117,7 +119,7 @@ def test_every_field_and_every_command_is_in_the_reference() -> None:
     rules_own = set(field_names(type(optim_config()))) - {
         one.name for one in dataclasses.fields(OptimConfig)
     }
-    for name in field_names():
+    for name in field_names(Config):
         section_name, _, field = name.rpartition(".")
         if section_name.startswith("optim") and name.removeprefix("optim.") in rules_own:
             continue  # options of rules are in the optimizers' reference

@@ -8,10 +8,9 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
-import tyro
 from rich.console import Console
 
 from benchmarks.convergence.analysis import Findings, reproduction
@@ -19,6 +18,7 @@ from benchmarks.convergence.queue import Queue, append_row, read_rows
 from benchmarks.convergence.study import Study, load_study
 from benchmarks.convergence.tables import markdown_table, rates_table
 from benchmarks.report import environment
+from lather.argument import Argument
 from lather.console import command_console
 from lather.errors import UserError, require
 
@@ -31,11 +31,11 @@ class ConvergenceBenchmark:
     """Finds out which rule learns how fast: the runs of a study, what its optimizers cost, and what
     follows."""
 
-    action: tyro.conf.Positional[Literal["run", "cost", "report"]]
+    action: Annotated[Literal["run", "cost", "report"], Argument(positional=True)]
     """run: make the runs that are missing (it goes on after a stop or a kill). cost: measure
     milliseconds and bytes of the study's optimizers, on a machine that does nothing else. report:
     print tables and draw the picture of what is there."""
-    study: tyro.conf.Positional[Path]
+    study: Annotated[Path, Argument(positional=True)]
     """Study file, such as benchmarks/studies/short.toml; modules beside it can be named as rules
     (module:Class)."""
     out: Path | None = None

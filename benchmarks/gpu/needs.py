@@ -14,7 +14,6 @@ TRAINER = {
     **MEASURING,
     "safetensors": "0.5",
     "tokenizers": "0.20",
-    "tyro": "1.0",
     "tomli-w": "1.0",
     "jinja2": "3.1",
 }
@@ -22,7 +21,6 @@ MODULES = {"tomli-w": "tomli_w"}
 """The module of each wheel whose module has another name."""
 OF_OTHERS = {
     "rich": ("markdown-it-py", "mdurl", "pygments"),
-    "tyro": ("docstring-parser", "typeguard", "typing-extensions"),
     "pytest": ("pluggy", "iniconfig"),
     "heavyball": ("opt-einsum",),
 }
@@ -30,9 +28,6 @@ OF_OTHERS = {
 one."""
 
 WHEELS = (
-    "tyro",
-    "docstring-parser",
-    "typeguard",
     "tomli-w",
     "heavyball",
     "opt-einsum",

@@ -309,7 +309,7 @@ def test_the_page_says_what_is_needed() -> None:
     }
     for wheel, least in {"torch": needs.TORCH, "Triton": needs.TRITON, **needed}.items():
         assert f"{wheel} {least}" in page, wheel
-    for of_others in needs.OF_OTHERS["rich"] + needs.OF_OTHERS["tyro"]:
+    for of_others in needs.OF_OTHERS["rich"]:
         assert of_others in page
 
 
@@ -351,7 +351,7 @@ def test_only_and_list_choose_by_the_beginning_of_a_name(
 
 
 def test_the_command_needs_the_standard_library_alone_to_say_what_is_missing() -> None:
-    loaded = "print(sorted({'torch', 'numpy', 'rich', 'tyro'} & sys.modules.keys()))"
+    loaded = "print(sorted({'torch', 'numpy', 'rich'} & sys.modules.keys()))"
     code = f"import sys; import benchmarks.gpu.__main__; {loaded}"
 
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src")}

@@ -357,7 +357,7 @@ def test_the_command_that_is_printed_trains_further_from_any_folder(
     assert "starting from the weights of" in capsys.readouterr().out
     optim = load_config(work / "my run/config.toml").optim
     assert (optim.name, optim.lr) == (DEFAULT_RULE, 1e-4)
-    assert optim.name == load_config(None, init_from=str(work / "my run")).optim.name
+    assert optim.name == load_config(None, {"init_from": str(work / "my run")}).optim.name
     assert optim.lr < optim_config().peak_lr / 10
     assert (elsewhere / "new/tokenizer.json").is_file()
 

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from lather.cli import main
-from lather.commands.with_config import OFTEN, SECTIONS, take_help
-from lather.config.toml_file import field_names
+from lather.commands.help import OFTEN, SECTIONS
+from lather.commands.with_config import take_help
+from lather.config.config import Config
+from lather.config.fields import field_names
 from lather.errors import UserError
 
 
@@ -26,7 +28,7 @@ def test_the_short_page_has_what_is_changed_most_and_all_sections(
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     out = page(capsys, "train", "configs/quickstart.toml", "--optim.name", "soap", "--help")
-    assert set(OFTEN) - {"optim.weight_decay"} <= set(field_names())
+    assert set(OFTEN) - {"optim.weight_decay"} <= set(field_names(Config))
     for name in OFTEN:
         assert f"  --{name.replace('_', '-')} " in out
     for section in SECTIONS:

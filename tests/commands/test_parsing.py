@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 import pytest
-import tyro
 
+from lather.argument import Argument
 from lather.commands.options import CommandOption, options_of_command
 from lather.commands.parsing import parse_arguments
 from lather.commands.plan import PlanArguments
@@ -19,6 +19,7 @@ from lather.config.config import Config
 from lather.config.nearest import nearest_names
 from lather.config.optim import optim_config
 from lather.config.others_names import NO_FIELD, NOTES, OTHERS_NAMES
+from lather.config.toml_file import values_of_config
 from lather.errors import UserError, require
 from lather.models.families import FAMILIES
 from lather.models.rotary import YarnConfig
@@ -35,7 +36,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Arguments:
-    place: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PLACE")]
+    place: Annotated[str, Argument(positional=True, metavar="PLACE")]
     """Where."""
     rounds: int = 5
     """How often."""
@@ -66,7 +67,7 @@ def _encoding(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
             ["here", "--rounds", "x"],
             "--rounds = 'x' is not valid: it must be an integer",
         ),
-        ([], "Missing from lather x: PLACE Where. (required); lather x --help shows what it takes"),
+        ([], "PLACE is missing: Where; lather x --help shows what it takes"),
         (["here", "--round", "7"], "unknown option --round; did you mean --rounds?"),
         (
             ["here", "--section.rate-of-the-whole-and-of-parts", "7"],
@@ -85,13 +86,13 @@ def test_messages(
     assert str(raised.value) == expected
 
 
-def test_a_check_of_a_section_and_of_the_whole_when_there_are_defaults() -> None:
+def test_a_check_of_a_section_and_of_the_whole() -> None:
     for arguments, expected in {
         ("--rounds", "1"): "--rounds = 1",
         ("--section.rate", "0"): "section.rate = 0.0",
     }.items():
         with pytest.raises(UserError) as raised:
-            parse_arguments(Arguments, "lather x", ["here", *arguments], default=Arguments("there"))
+            parse_arguments(Arguments, "lather x", ["here", *arguments])
         assert str(raised.value).startswith(expected)
 
 
@@ -124,16 +125,14 @@ MEANT = {
 
 
 def test_what_an_unknown_option_may_mean() -> None:
-    options = {
-        option.name: option for option in options_of_command(PlanArguments, PlanArguments(Config()))
-    }
+    options = {option.name: option for option in options_of_command(PlanArguments)}
     assert {name: nearest_names(name, options) for name in MEANT} == MEANT
     of_tokens = {"sequence_length", "max_sequences", "tokens", "batch_size"}
     assert nearest_names("max_seq_len", of_tokens) == ["sequence_length"]
 
 
 def test_all_names_that_others_use_lead_to_options() -> None:
-    known = [option.name for option in options_of_command(PlanArguments, PlanArguments(Config()))]
+    known = [option.name for option in options_of_command(PlanArguments)]
     for ours, names in OTHERS_NAMES.items():
         for name in names.split():
             found = nearest_names(name, known)
@@ -159,7 +158,7 @@ def all_options() -> Iterator[CommandOption]:
         for rule in RULES:
             model = replace(family.config(), rope_scaling=YarnConfig())
             config = Config(model=model, optim=optim_config(rule))
-            yield from options_of_command(Config, config)
+            yield from options_of_command(Config, values_of_config(config))
 
 
 def test_no_name_of_others_is_there_twice() -> None:
@@ -174,11 +173,7 @@ def test_no_name_of_others_is_there_twice() -> None:
 def test_options_are_those_that_the_parser_takes() -> None:
     """There is one option of each kind: in a section, with a dash, a switch, an option of a rule,
     an option of the command itself."""
-    found = {
-        flag
-        for option in options_of_command(PlanArguments, PlanArguments(Config()))
-        for flag in option.flags
-    }
+    found = {flag for option in options_of_command(PlanArguments) for flag in option.flags}
     arguments = [
         "--train.batch-size",
         "16",
@@ -191,5 +186,5 @@ def test_options_are_those_that_the_parser_takes() -> None:
     flags = [argument for argument in arguments if argument.startswith("--")]
     assert set(flags) <= found
     assert "--model.rope-scaling" not in found  # a section that is left out has no options
-    parsed = parse_arguments(PlanArguments, "lather plan", arguments, PlanArguments(Config()))
+    parsed = parse_arguments(PlanArguments, "lather plan", arguments)
     assert (parsed.world, parsed.config.train.batch_size) == (2, 16)

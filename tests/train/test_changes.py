@@ -12,7 +12,8 @@ import pytest
 from changing_runs import CHANGED_AT, MakeConfig, losses, run, uninterrupted
 from lather.checkpoint.folder import list_checkpoints, step_of
 from lather.config.changes import History, Row, class_of, differences, values_of
-from lather.config.toml_file import field_names
+from lather.config.config import Config
+from lather.config.fields import field_names
 from lather.data.order import MixturePhase
 from lather.errors import ConfigError, RunError
 from lather.files import read_rows
@@ -181,7 +182,7 @@ def test_data_sets_that_are_gone_or_without_weights_are_refused(
 
 def test_every_field_has_a_class() -> None:
     """The lists of names must be changed when a field moves to another class."""
-    names = set(field_names())
+    names = set(field_names(Config))
     of_class = {
         which: {name for name in names if class_of(name) == which}
         for which in ("free", "changeable", "fixed")
@@ -214,7 +215,7 @@ def test_every_field_has_a_class() -> None:
 def test_the_lists_name_fields_that_there_are() -> None:
     from lather.config import changes
 
-    names = set(field_names())
+    names = set(field_names(Config))
     sections = {name.partition(".")[0] for name in names}
     assert {*changes.FREE, *changes.CHANGEABLE, *changes.FIXED} <= names | sections
     options = {name.rpartition(".")[2] for name in names if name.startswith("optim.")}

@@ -236,7 +236,7 @@ def test_a_configuration_without_model_has_that_of_its_start(
     )
     assert load_config(tmp_path / "tune.toml").model == tune().model
     (tmp_path / "tune.toml").write_text("[train]\nsequence_length = 60\n")
-    assert load_config(tmp_path / "tune.toml", init_from=str(published)).model == tune().model
+    assert load_config(tmp_path / "tune.toml", {"init_from": str(published)}).model == tune().model
     (tmp_path / "tune.toml").write_text('init_from = "nowhere"\n')
     with pytest.raises(
         ConfigError,

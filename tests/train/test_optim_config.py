@@ -273,7 +273,9 @@ def test_another_rule_leaves_out_what_the_files_rule_has_alone(tmp_path: Path) -
         '[optim]\nname = "soap"\nlr = 0.5\nprecondition_frequency = '
         "3\n[optim.experts]\nuse_nesterov = true\nlr_factor = 2.0\n"
     )
-    found = load_config(tmp_path / "a.toml", {"name": "muon", "rest.rule": "klsoap"}).optim
+    found = load_config(
+        tmp_path / "a.toml", {"optim.name": "muon", "optim.rest.rule": "klsoap"}
+    ).optim
     assert (found.name, found.lr, found.lr_of("experts"), found.rule_of("rest").name) == (
         "muon",
         0.5,
@@ -282,7 +284,7 @@ def test_another_rule_leaves_out_what_the_files_rule_has_alone(tmp_path: Path) -
     )
     (tmp_path / "b.toml").write_text("[optim]\nprecondition_frequenzy = 3\n")
     with pytest.raises(ConfigError, match="precondition_frequenzy"):
-        load_config(tmp_path / "b.toml", {"name": "muon"})
+        load_config(tmp_path / "b.toml", {"optim.name": "muon"})
 
 
 def test_an_option_that_optim_has_for_itself_is_refused() -> None:

@@ -11,12 +11,13 @@ from argparse import Action, ArgumentParser
 from collections.abc import Iterator
 from importlib import import_module
 
+from lather.argument import Argument
 from lather.commands import COMMANDS
 from lather.commands.bench import BENCHMARKS
+from lather.commands.help import ALL, SECTIONS
 from lather.commands.options import CommandOption, options_of_command
-from lather.commands.with_config import ALL, SECTIONS
 from lather.config.config import Config
-from lather.config.optim import KINDS, optim_config
+from lather.config.optim import KINDS
 from lather.errors import UserError
 from lather.lines import fit
 from lather.models.families import FAMILIES
@@ -73,13 +74,19 @@ def options_of(command: str) -> Iterator[CommandOption]:
     if cls is not None:
         yield from options_of_command(cls)
     if command in WITH_CONFIG:
-        yield CommandOption("help", str, "", "Show help, of a section")
+        yield CommandOption(
+            "help", str, argument=Argument(describe=lambda: "Show help, of a section")
+        )
         for rule in RULES:
-            yield from options_of_command(Config, Config(optim=optim_config(rule)))
+            yield from options_of_command(Config, {"optim": {"name": rule}})
         for family in FAMILIES.values():
-            yield from options_of_command(family.config, None, "model.")
+            yield from options_of_command(family.config, prefix="model.")
     if command == "train":
-        yield CommandOption("nproc", int, "", "Ranks that are started on this machine")
+        yield CommandOption(
+            "nproc",
+            int,
+            argument=Argument(describe=lambda: "Ranks that are started on this machine"),
+        )
 
 
 def _values(option: CommandOption) -> tuple[str, ...]:

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from lather.argument import Argument
 from lather.commands.parsing import parse_arguments
 from lather.console import command_console, is_live
 from lather.data.dataset import NOTES, DataSet, counts_in_words
@@ -41,9 +41,9 @@ class MakeArguments:
     """Make a data set. A command that was interrupted continues where it stopped when it is given
     again."""
 
-    folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
+    folder: Annotated[Path, Argument(positional=True, metavar="FOLDER")]
     """Folder to write the data set to."""
-    recipe: Annotated[DataRecipe, tyro.conf.arg(name="")]
+    recipe: Annotated[DataRecipe, Argument(inline=True)]
     workers: int = 0
     """Number of processes; 0: one per core."""
 
@@ -52,7 +52,7 @@ class MakeArguments:
 class FolderArguments:
     """Arguments for a data set that exists."""
 
-    folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
+    folder: Annotated[Path, Argument(positional=True, metavar="FOLDER")]
     """Folder of the data set."""
 
 

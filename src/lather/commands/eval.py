@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import tyro
 from rich.console import Console
 from rich.markup import escape
 
+from lather.argument import Argument
 from lather.commands.parsing import parse_arguments
 from lather.console import command_console, titled_table
 from lather.errors import UserError, require
@@ -45,10 +45,10 @@ class EvalArguments:
     """Evaluate a checkpoint of a run in one process. Without DATA and --tasks, the run's own
     held-out sets are used."""
 
-    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    run: Annotated[str, Argument(positional=True, metavar="RUN")]
     """Run directory, of which the newest checkpoint is evaluated; or RUN@STEP or RUN@best for
     another one."""
-    data: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[DATA ...]")] = ()
+    data: Annotated[tuple[str, ...], Argument(positional=True, metavar="[DATA ...]")] = ()
     """Data sets made by `lather data make`: FOLDER or NAME=FOLDER."""
     split: str = ""
     """Split to evaluate; empty: "validation", or "train" if a data set has no other."""

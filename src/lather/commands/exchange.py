@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
-import tyro
 
+from lather.argument import Argument
 from lather.checkpoint.folder import find_checkpoint
 from lather.checkpoint.held import held_checkpoint
 from lather.checkpoint.reader import open_checkpoint
@@ -56,9 +56,9 @@ class ImportArguments:
     """Make a run at step 0 from a Hugging Face folder, to generate text, to train further, or to
     export. Its weights become fp32."""
 
-    folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
+    folder: Annotated[Path, Argument(positional=True, metavar="FOLDER")]
     """Folder with config.json and safetensors."""
-    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    run: Annotated[Path, Argument(positional=True, metavar="RUN")]
     """Run directory to create."""
 
 
@@ -67,10 +67,10 @@ class ExportArguments:
     """Write a run's model as a Hugging Face folder, with its tokenizer. The run may be training at
     the same time."""
 
-    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    run: Annotated[str, Argument(positional=True, metavar="RUN")]
     """Run directory, of which the newest checkpoint is exported; or RUN@STEP or RUN@best for
     another one."""
-    folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
+    folder: Annotated[Path, Argument(positional=True, metavar="FOLDER")]
     """Folder to create."""
     dtype: Literal["fp32", "bf16", "fp16"] | None = None
     """Data type of the written weights; left out: bf16, and fp32 for adapters."""

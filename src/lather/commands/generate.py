@@ -8,13 +8,13 @@ import itertools
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
 from tokenizers import Tokenizer
 
+from lather.argument import Argument
 from lather.commands.parsing import parse_arguments
 from lather.data.chat import Messages
 from lather.errors import DataError, UserError, require
@@ -39,10 +39,10 @@ LARGEST_SEED = 2**64
 class GenerateArguments:
     """Continue texts, or answer messages, with a checkpoint of a run."""
 
-    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    run: Annotated[str, Argument(positional=True, metavar="RUN")]
     """Run directory, of which the newest checkpoint is used; or RUN@STEP or RUN@best for another
     one."""
-    prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = field(default=())
+    prompt: Annotated[tuple[str, ...], Argument(repeated=True)] = ()
     """Text to continue; may be given several times."""
     prompts: Path | None = None
     """File of prompts: one text per line, or a .jsonl file of objects with "prompt" or "messages"

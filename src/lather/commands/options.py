@@ -2,97 +2,126 @@
 
 from __future__ import annotations
 
+import types
 import typing
-from collections.abc import Iterator
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, dataclass, fields
 from typing import Any, Literal
 
-import tyro
-
-from lather.config.rule_fields import metavar
+from lather.argument import Argument
+from lather.config.fields import (
+    PLAIN_ARGUMENT,
+    arguments_of,
+    section_class,
+    sections_of,
+    types_of,
+    union_parts,
+)
+from lather.config.rule_fields import UNIONS, shown
 from lather.optim.options import documentation_of
 
-SAID = ("name", "help", "help_behavior_hint")
-"""Properties of a field that `tyro.conf.arg` may give."""
+MANY = 10**9
+"""Number of words of a list of any length."""
 
 
 @dataclass(frozen=True)
 class CommandOption:
-    """An option of a command."""
+    """An option of a command, or an argument that is given by its place."""
 
     name: str
     """Dotted, as in TOML."""
     hint: Any
     """Type."""
-    default: str
+    default: str = ""
     """Where it is not given, in words; empty: nothing."""
-    text: str
-    """Description in `--help`."""
+    is_required: bool = False
+    """Whether it has to be given."""
+    argument: Argument = PLAIN_ARGUMENT
+    section: type | None = None
+    """The dataclass that has the field."""
 
     @property
     def flags(self) -> list[str]:
-        """How it is written: --a.b-c, and --a.no-b-c of a switch."""
+        """How it is written: --a.b-c, and --a.no-b-c of a switch; none for an argument that is
+        given by its place."""
         section, dot, last = self.name.replace("_", "-").rpartition(".")
+        if self.argument.positional:
+            return []
         return [
             f"--{section}{dot}{no}{last}" for no in (("", "no-") if self.hint is bool else ("",))
         ]
 
     @property
+    def text(self) -> str:
+        """Description in `--help`."""
+        if self.argument.describe is not None:
+            return self.argument.describe()
+        texts = {} if self.section is None else documentation_of(self.section)
+        return texts.get(self.name.rpartition(".")[2], "")
+
+    @property
     def metavar(self) -> str:
         """The word that stands for its value; empty for a switch."""
-        return "" if self.hint is bool else metavar(self.hint)
+        if self.argument.positional:
+            return self.argument.metavar or self.name.upper()
+        return "" if self.hint is bool else self.argument.metavar or _metavar(self.hint)
 
     @property
     def choices(self) -> list[str]:
         """The values that it can have; none: any of its type."""
         return [str(value) for value in _literals(self.hint) if value is not None]
 
+    @property
+    def words(self) -> tuple[Any, int]:
+        """The type of each word that follows it, and the number of words in its list; 0: it takes a
+        single word, and no list."""
+        parts = [part for part in union_parts(self.hint) if part is not types.NoneType]
+        args = typing.get_args(parts[0])
+        if len(parts) > 1 or typing.get_origin(parts[0]) not in (tuple, dict):
+            return self.hint, 0
+        if self.argument.repeated:
+            return args[0], 0
+        return args[0], MANY if args[-1] is Ellipsis else len(args)
+
 
 def options_of_command(
-    cls: type, default: object = None, prefix: str = ""
+    cls: type, values: Mapping[str, Any] | None = None, prefix: str = ""
 ) -> Iterator[CommandOption]:
-    """The options of a dataclass of arguments, without positional ones, and with those of sections
-    that are left out; `default`: an instance, whose sections may be of classes of their own."""
-    hints, texts = typing.get_type_hints(cls, include_extras=True), documentation_of(cls)
-    for one in fields(cls):
-        marks = getattr(
-            hints[one.name], "__metadata__", ()
-        )  # what `Annotated` and tyro say of a type
-        hint = hints[one.name].__origin__ if marks else hints[one.name]
-        value = (
-            getattr(default, one.name)
-            if default is not None
-            else None
-            if one.default is MISSING
-            else one.default
-        )
-        left_out = (
-            [part for part in typing.get_args(hint) if is_dataclass(part)] if value is None else []
-        )
-        section = type(value) if is_dataclass(value) else left_out[0] if left_out else hint
-        says = {
-            key: said
-            for key in SAID
-            for mark in marks
-            if (said := getattr(mark, key, None)) is not None
-        }
-        if is_dataclass(section):
-            inner = prefix if says.get("name") == "" else f"{prefix}{one.name}."
-            yield from options_of_command(typing.cast(type, section), value, inner)
-        elif not {tyro.conf.Positional, tyro.conf.Suppress} & {*marks}:
-            values = (
-                value
-                if isinstance(value, tuple)
-                else ()
-                if value is None or value is False
-                else (value,)
-            )
-            shown = says.get("help_behavior_hint", "").removeprefix("(default: ").removesuffix(
-                ")"
-            ) or " ".join(map(str, values))
+    """The options of a dataclass of arguments, and its arguments that are given by their place,
+    with those of sections that are left out. `values`: the values where an option is not given;
+    they decide the classes of sections."""
+    values, hints, arguments = values or {}, types_of(cls), arguments_of(cls)
+    for field in fields(cls):
+        hint, argument = hints[field.name], arguments[field.name]
+        if sections := sections_of(hint):
+            inner = values if argument.inline else values.get(field.name)
+            inner = inner if isinstance(inner, Mapping) else {}
+            name = prefix if argument.inline else f"{prefix}{field.name}."
+            section = section_class(sections, inner, name.removesuffix("."))
+            yield from options_of_command(section, inner, name)
+        else:
+            default = None if field.default is MISSING else field.default
+            is_required = field.default is MISSING and field.default_factory is MISSING
+            value = values.get(field.name, default)
+            words = "" if value in (None, False, {}) else shown(value)
             yield CommandOption(
-                prefix + one.name, hint, shown, says.get("help") or texts.get(one.name, "")
+                prefix + field.name, hint, words or argument.default, is_required, argument, cls
             )
+
+
+def _metavar(hint: Any) -> str:
+    """Return the placeholder of `--help` for a value of this type; None is not shown as a value."""
+    origin, parts = (
+        typing.get_origin(hint),
+        [part for part in typing.get_args(hint) if part not in (types.NoneType, Ellipsis)],
+    )
+    if hint is bool:
+        return "{True,False}"
+    if origin is Literal:
+        return "{" + ",".join(map(str, parts)) + "}"
+    if origin in (tuple, dict, *UNIONS):
+        return ("|" if origin in UNIONS else " ").join(map(_metavar, parts))
+    return str(hint.__name__.upper())
 
 
 def _literals(hint: Any) -> Iterator[object]:

@@ -1,25 +1,26 @@
-"""Parsing of command lines with tyro, whose errors are reduced from a box to one line."""
+"""Parsing of command lines: words after options become values of dotted names, from which
+`lather.config.fields` builds the dataclass of arguments."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import io
-import os
+import itertools
 import re
-import sys
-from collections.abc import Callable
+import types
+import typing
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
-import tyro
-
-from lather.commands.checking import check_values, unknown_options
-from lather.commands.options import options_of_command
+from lather.commands.help import show_arguments
+from lather.commands.options import MANY, CommandOption, options_of_command
+from lather.config.fields import Word, build, merged, union_parts, values_of
+from lather.config.nearest import hint_of
 from lather.config.toml_file import Unknown, describe_unknown
 from lather.errors import UserError, require
-from lather.lines import fit, screen_width
 
 A = TypeVar("A")
+Line = Sequence[tuple[str, list[str]]]
+"""The options of a command line, as they are written, each with the words that follow; the words
+before the first option, and those after `--`, follow the option ""."""
 
 UNITS = {
     "": 1,
@@ -32,111 +33,122 @@ UNITS = {
     "GIB": 2**30,
 }
 MOST_BYTES = 10**18
-
-ONE_OF_SEVERAL = (tyro.conf.AvoidSubcommands,)
-"""tyro settings: a field whose type is a union of dataclasses keeps the class of its default, and
-its fields become plain options."""
-
-BOX = 80
-"""Greatest width of tyro's boxes in columns."""
+SWITCH_VALUES = {"true", "false", "yes", "no", "on", "off", "1", "0"}
+"""Words after a switch that cannot be meant for anything else."""
 
 
-def parse_arguments(cls: type[A], prog: str, arguments: list[str], default: A | None = None) -> A:
-    """Parse `arguments` as the dataclass `cls`; what they leave out comes from `default`.
+def parse_arguments(cls: type[A], prog: str, arguments: Sequence[str]) -> A:
+    """Parse `arguments` as the dataclass `cls`.
 
     Raises UserError, of one line, if they are not valid; SystemExit after printing the help if they
     ask for it.
     """
-    if not {"-h", "--help"} & {*arguments}:
-        options = list(options_of_command(cls, default))
-        if unknown := unknown_options(arguments, options):
-            raise UserError(describe_unknown(_with_help(unknown, prog), "option"))
-        check_values(arguments, options)
-    more: dict[str, Any] = {} if default is None else {"default": default, "config": ONE_OF_SEVERAL}
-    parse = functools.partial(tyro.cli, cls, prog=prog, args=arguments, **more)
-    page = _Page(sys.stdout)
-    try:
-        with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(page):
-            return parse()
-    except SystemExit as exit_:
-        if exit_.code in (0, None):
-            print(page.fitted(), end="")
-            raise
-    raise UserError(one_line(_box_of(parse), prog))
+    options = list(options_of_command(cls))
+    if {"-h", "--help"} & {*arguments}:
+        show_arguments(prog, cls, options)
+        raise SystemExit(0)
+    line = read_line(arguments)
+    if unknown := unknown_options(line, options):
+        if len(unknown) == 1 and not unknown[0][1]:
+            unknown = [(unknown[0][0], f"{prog} --help shows what it takes")]
+        raise UserError(describe_unknown(unknown, "option"))
+    return build(cls, merged({}, values_of_line(line, options, prog)))
 
 
-def _with_help(unknown: list[Unknown], prog: str) -> list[Unknown]:
-    """Let a single option of which nothing is known refer to the help."""
-    return (
-        [(unknown[0][0], unknown[0][1] or f"{prog} --help shows what it takes")]
-        if len(unknown) == 1
-        else unknown
-    )
+def read_line(arguments: Sequence[str]) -> Line:
+    """Divide a command line at its options."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    places = [place for place in range(end) if arguments[place].startswith("--")]
+    line = [("", [*arguments[: places[0] if places else end]])]
+    for start, stop in itertools.pairwise([*places, end]):
+        name, equals, value = arguments[start].partition("=")
+        line.append((name, [*([value] if equals else []), *arguments[start + 1 : stop]]))
+    return [*line, ("", [*arguments[end + 1 :]])]
 
 
-class _Page(io.StringIO):
-    """Keeps the help that tyro prints as if to `screen`: its boxes fit a terminal, and what stands
-    before them does not."""
+def field_of(written: str) -> str:
+    """Return the dotted name of the field that an option gives: `data.packed_attention` for
+    --data.no-packed-attention."""
+    section, dot, last = written.removeprefix("--").replace("-", "_").rpartition(".")
+    return f"{section}{dot}{last.removeprefix('no_')}"
 
-    def __init__(self, screen: Any) -> None:
-        super().__init__()
-        self._is_terminal, self._encoding = screen.isatty(), screen.encoding
 
-    def isatty(self) -> bool:
-        return self._is_terminal
+def unknown_options(line: Line, options: Sequence[CommandOption]) -> list[Unknown]:
+    """Return the options of a command line that there are not, each with a hint, which may be
+    empty."""
+    by_flag = {flag: option for option in options for flag in option.flags}
+    by_name = {option.name: option.flags[0] for option in options if option.flags}
+    unknown = {}
+    for written, _ in line:
+        if written and written.replace("_", "-") not in by_flag:
+            name = written.removeprefix("--").replace("-", "_")
+            fields = [field for field in by_name if field.startswith(f"{name}.")]
+            text = hint_of(name, by_name, by_name.__getitem__)
+            if fields:
+                text = f"it is a section: give its fields, such as {by_name[fields[0]]}"
+            unknown[written] = text
+    return list(unknown.items())
 
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        return self._encoding or "utf-8"
 
-    def fitted(self) -> str:
-        width, lines = screen_width(), self.getvalue().split("\n")
-        plain = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in lines]
-        fits = [width is None or len(line) <= width for line in plain]
-        return "\n".join(
-            line if is_short else fit(bare)
-            for line, bare, is_short in zip(lines, plain, fits, strict=True)
+def values_of_line(line: Line, options: Sequence[CommandOption], prog: str) -> dict[str, Any]:
+    """Return the values of a command line by dotted name. Raises UserError for an option that lacks
+    its value, for words that no option takes, and for arguments that are missing."""
+    by_flag = {flag: option for option in options for flag in option.flags}
+    values: dict[str, Any] = {}
+    words: Sequence[str] = []
+    for written, following in line:
+        option = by_flag.get(written.replace("_", "-"))
+        if option is None:
+            words = [*words, *following]
+            continue
+        value, rest = _take(written, following, option)
+        if option.argument.repeated:
+            value = [*values.get(option.name, []), value]
+        values[option.name] = value
+        words = [*words, *rest]
+    for option in options:
+        if option.argument.positional and words:
+            values[option.name], words = _take("", words, option)
+    if words:
+        raise UserError(
+            f"no option takes this: {' '.join(words)}; {prog} --help shows what it takes"
         )
+    if lacking := [
+        option for option in options if option.is_required and option.name not in values
+    ]:
+        names = " and ".join(next(iter(option.flags), option.metavar) for option in lacking)
+        more = f"is missing: {lacking[0].text.rstrip('.')}" if len(lacking) == 1 else "are missing"
+        raise UserError(f"{names} {more}; {prog} --help shows what it takes")
+    return values
 
 
-def _box_of(parse: Callable[[], object]) -> str:
-    """Return the box that tyro draws around an error, at its full width: in a narrower terminal it
-    would break long names."""
-    columns, boxed = os.environ.get("COLUMNS"), io.StringIO()
-    os.environ["COLUMNS"] = str(BOX)
-    try:
-        with contextlib.redirect_stderr(boxed), contextlib.suppress(SystemExit):
-            parse()
-    finally:
-        del os.environ["COLUMNS"]
-        if columns is not None:
-            os.environ["COLUMNS"] = columns
-    return boxed.getvalue()
-
-
-def one_line(box: str, prog: str) -> str:
-    """Return the message of tyro's boxed error.
-
-    A box consists of groups of lines between rules. If the output is not UTF-8 the box is drawn in
-    ASCII, and its title is the first group."""
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", box)
-    lines = [
-        line.strip("│ ") for line in plain.splitlines() if line.strip() and line[0] not in "╭╰"
-    ]
-    groups: list[list[str]] = [[]]
-    for line in lines:
-        if set(line) <= {"─", "-"}:
-            groups.append([])
-        else:
-            groups[-1].append(line)
-    message, *rest = groups if box.startswith("╭") else groups[1:] or [[]]
-    text = " ".join(message)
-    is_of_tyro = any(group and group[0].startswith("Argument helptext") for group in rest)
-    checked = re.sub(r"^Error parsing [\w.-]+: ", "", text)
-    if checked != text and not is_of_tyro:
-        return checked  # a dataclass's own check has named the field
-    text = re.sub(r"^Unrecognized options?: (.*)$", r"no option takes this: \1", text)
-    return f"{text}; {prog} --help shows what it takes"
+def _take(
+    written: str, following: Sequence[str], option: CommandOption
+) -> tuple[Any, Sequence[str]]:
+    """Return the value of an option, and the words that follow it."""
+    if option.hint is bool:
+        if following and following[0].lower() in SWITCH_VALUES:
+            either = " or ".join(option.flags)
+            raise UserError(f"{written} {following[0]}: a switch takes no value: give {either}")
+        return written.replace("_", "-") == option.flags[0], following
+    hint, count = option.words
+    words = [Word(word, written or option.metavar) for word in following]
+    if words[:1] == ["None"] and types.NoneType in union_parts(option.hint):
+        return words[0], following[1:]
+    if option.name == "data.path" and not words:  # no folder at all would mean `data.source`
+        raise UserError(
+            f"{written} needs at least one folder of a data set; leave it out for --data.source"
+        )
+    if typing.get_origin(option.hint) is dict:
+        if len(words) % 2:
+            raise UserError(f"{written} needs pairs of a name and a value; the last has no value")
+        return dict(zip(map(str, words[::2]), words[1::2], strict=True)), []
+    taken = min(len(words), count or 1)
+    if taken < (count or 1) != MANY:
+        each = values_of(hint)
+        needs = f"{count} values, each of them {each}" if count else each
+        raise UserError(f"{written} needs {needs}")
+    return words[:taken] if count else words[0], following[taken:]
 
 
 def parse_size(text: str, option: str, *, unit: bool = False) -> int:

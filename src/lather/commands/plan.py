@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-import tyro
 from rich.console import Console
 
+from lather.argument import Argument
 from lather.commands.parsing import parse_size
 from lather.commands.with_config import parse_with_config
 from lather.config.config import Config
@@ -29,7 +29,7 @@ class PlanArguments:
     """Run a few training steps of one rank at each pipeline position on tensors without storage,
     and show which bytes are alive at the peak."""
 
-    config: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
+    config: Annotated[Config, Argument(inline=True)] = field(default_factory=Config)
     world: int = 1
     """Number of ranks of the run, on all machines."""
     memory: str = ""

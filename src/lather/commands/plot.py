@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-import tyro
-
+from lather.argument import Argument
 from lather.commands.parsing import parse_arguments
 from lather.config.run_folder import check_format, run_folder
 from lather.errors import UserError, require
@@ -19,7 +18,7 @@ class PlotArguments:
     """Draw one picture: of one or more runs, of a run's pipeline timeline, or of the DualPipeV
     schedule."""
 
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional] = field()
+    runs: Annotated[tuple[Path, ...], Argument(positional=True)] = ()
     """Run directories."""
     out: Path | None = None
     """PNG file to write; left out: loss.png in the run's folder for one run, comparison.png here

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-import tyro
 from rich.console import Console
 from torch import Tensor
 
 import lather
+from lather.argument import Argument
 from lather.commands.with_config import parse_with_config
 from lather.config.config import Config, check_parallel
 from lather.console import command_console
@@ -43,7 +43,7 @@ class ProfileArguments:
     """List the tensors that a forward pass of one micro-batch keeps for backward, by layer and
     segment."""
 
-    config: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
+    config: Annotated[Config, Argument(inline=True)] = field(default_factory=Config)
     compare: bool = False
     """Run all memory modes and show their totals side by side."""
     layers: Literal["auto", "all", "distinct"] = "auto"

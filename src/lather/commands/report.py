@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-import tyro
-
+from lather.argument import Argument
 from lather.commands.parsing import parse_arguments
 from lather.config.run_folder import check_format, run_folder
 from lather.errors import UserError
@@ -18,7 +17,7 @@ class ReportArguments:
     """Write a page of a run, one file of HTML: curves, experts' loads, memory, schedule, sample,
     changes, versions, configuration."""
 
-    run: Annotated[Path, tyro.conf.Positional]
+    run: Annotated[Path, Argument(positional=True)]
     """Run directory."""
     out: Path | None = None
     """File to write; left out: report.html in the run's folder."""

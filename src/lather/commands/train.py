@@ -96,9 +96,7 @@ def _read(arguments: list[str], world: World | None = None) -> tuple[Config, int
             "configs/quickstart.toml, "
             "lather train --init-from FOLDER_OR_RUN"
         )
-    config, _ = parse_with_config(
-        lambda config: config, "train", arguments, ABOUT, needs_file=False
-    )
+    config, _ = parse_with_config(Config, "train", arguments, ABOUT, needs_file=False)
     return config, nproc
 
 

@@ -21,8 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, make_dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, cast
 
-import tyro
-
+from lather.argument import Argument
 from lather.config.rule_fields import (
     MEASURED_TOKENS,
     as_text,
@@ -33,7 +32,6 @@ from lather.config.rule_fields import (
     inherited_by,
     rule_named,
     shown,
-    with_help,
 )
 from lather.errors import ConfigError, require
 from lather.optim import Rule
@@ -109,12 +107,11 @@ class OptimConfig:
             f"for the rules {dict(self.given)}: use optim_config(name, ...) for others",
         )
         self.rule  # noqa: B018 - its construction checks its options
-        for kind in ("experts", "matrices", "rest", "router"):  # the router inherits from the rest
-            self.rule_of(kind)
+        self._rules  # noqa: B018
 
-    @property
+    @functools.cached_property
     def rule(self) -> Rule:
-        """The rule of `[optim]`; raises ConfigError if its options contradict each other."""
+        """The rule of `[optim]`, with all its options."""
         options = {name: getattr(self, name) for name in fields_of(self.rules[""])}
         return _made(
             self.rules[""], {"nonfinite": "ignore", **options, "lr": self.peak_lr}, "optim."
@@ -135,8 +132,16 @@ class OptimConfig:
         return cast(KindConfig, getattr(self, kind))
 
     def rule_of(self, kind: str) -> Rule:
-        """Return the rule of one kind of parameters, with all its options; raises ConfigError if
-        they contradict each other."""
+        """Return the rule of one kind of parameters, with all its options."""
+        return self._rules[kind]
+
+    @functools.cached_property
+    def _rules(self) -> Mapping[str, Rule]:
+        """The rule of each kind; the router inherits from the rest."""
+        return {kind: self._make_rule(kind) for kind in ("experts", "matrices", "rest", "router")}
+
+    def _make_rule(self, kind: str) -> Rule:
+        """Make the rule of one kind; raises ConfigError if its options contradict each other."""
         rule, own = self.rules[kind], self._own(kind)
         shared = {name: getattr(self, name) for name in inherited_by(rule, self.rules[""])}
         options = (
@@ -257,11 +262,7 @@ def optim_config(name: str = DEFAULT_RULE, **values: Any) -> OptimConfig:
     """Build `[optim]` in Python from options of the rule and mappings for sections. Raises
     ConfigError for a bad value, TypeError for an unknown option."""
     values = {"name": name, **values}
-    return _with_sections(optim_class(chosen_rules(values)), values)
-
-
-def _with_sections(cls: type[OptimConfig], values: Mapping[str, Any]) -> OptimConfig:
-    """Build an `[optim]` whose sections may be given as mappings."""
+    cls = optim_class(chosen_rules(values))
     sections = {
         kind: cls.__annotations__[kind](**values[kind])
         for kind in KINDS
@@ -286,17 +287,9 @@ def chosen_rules(mapping: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     return tuple(found.items())
 
 
-def as_help_shows_it(optim: OptimConfig) -> OptimConfig:
-    """Return the same values in the class from which `--help` is generated."""
-    return _with_sections(optim_class(optim.given, brief=True), asdict(optim))
-
-
 @functools.cache
-def optim_class(given: tuple[tuple[str, str], ...], brief: bool = False) -> type[OptimConfig]:
-    """Return the dataclass of `[optim]` for these rules (`chosen_rules`).
-
-    `brief` is for `--help`: a kind then only lists the names of the options that it inherits from
-    `[optim]`, and they cannot be parsed."""
+def optim_class(given: tuple[tuple[str, str], ...]) -> type[OptimConfig]:
+    """Return the dataclass of `[optim]` for these rules (`chosen_rules`)."""
     names = dict(given)
     rules = {"": rule_named(names[""], "optim.name")}
     for kind in ("experts", "matrices", "rest", "router"):
@@ -306,21 +299,19 @@ def optim_class(given: tuple[tuple[str, str], ...], brief: bool = False) -> type
         f"Rule of matrices and experts: {', '.join(RULES)}, or "
         "module:Class of your own. Its options follow."
     )
-    own: list[Any] = [("name", with_help(str, about), name_of(rules[""])), _lr_field(rules[""])]
+    own: list[Any] = [
+        ("name", Annotated[str, Argument(describe=lambda: about)], name_of(rules[""])),
+        _lr_field(rules[""]),
+    ]
     for name, (hint, default) in fields_of(rules[""]).items():
         if name != "lr":
             _refuse_if_taken(rules[""], name, OptimConfig)
+            argument = Argument(describe=functools.partial(described, rules[""], name))
             own.append(
-                (
-                    name,
-                    with_help(
-                        hint if default is not None else hint | None, described(rules[""], name)
-                    ),
-                    default,
-                )
+                (name, Annotated[hint if default is not None else hint | None, argument], default)
             )
     for kind in KINDS:
-        section = _kind_class(kind, rules, brief)
+        section = _kind_class(kind, rules)
         own.append((kind, section, field(default_factory=section)))
     namespace = {"rules": rules, "given": given}
     made = make_dataclass(
@@ -339,33 +330,32 @@ def optim_class(given: tuple[tuple[str, str], ...], brief: bool = False) -> type
 
 def _lr_field(rule: type[Rule]) -> Any:
     least, most = (default_lr(rule, tokens) for tokens in MEASURED_TOKENS)
-    of_default = f"(default: {least:g})"
+    of_default = f"{least:g}"
     if most != least:
         of_default = (
-            f"(default: {least:g} for steps of {MEASURED_TOKENS[0]:,} tokens or "
-            f"fewer, {most:g} from {MEASURED_TOKENS[1]:,} on)"
+            f"{least:g} for steps of {MEASURED_TOKENS[0]:,} tokens or "
+            f"fewer, {most:g} from {MEASURED_TOKENS[1]:,} on"
         )
-    return (
-        "lr",
-        with_help(float | None, "Peak learning rate of matrices and experts.", of_default),
-        None,
-    )
+    return _left_out("lr", float, "Peak learning rate of matrices and experts.", of_default)
 
 
-def _kind_class(kind: str, rules: Mapping[str, type[Rule]], brief: bool) -> type[KindConfig]:
+def _left_out(name: str, hint: Any, text: str, of_default: str) -> Any:
+    """Return a field that is None where it is not given, and the default of its option, in
+    words."""
+    argument = Argument(describe=lambda: text, default=of_default)
+    return (name, Annotated[hint | None, argument], None)
+
+
+def _kind_class(kind: str, rules: Mapping[str, type[Rule]]) -> type[KindConfig]:
+    """Return the dataclass of the settings of a kind. Help lists the names of the options that the
+    kind inherits from `[optim]`, and does not describe them."""
     rule = rules[kind]
     is_rests = kind == "router" and rule is rules["rest"]
     above = "--optim.rest" if is_rests else "--optim"
     factor = f"{default_factor(kind, rules):g}" if not is_rests else "that of the rest"
     own: list[Any] = [
-        ("lr", with_help(float | None, "Peak learning rate, in place of lr_factor.", ""), None),
-        (
-            "lr_factor",
-            with_help(
-                float | None, "Peak learning rate as a factor of optim.lr.", f"(default: {factor})"
-            ),
-            None,
-        ),
+        _left_out("lr", float, "Peak learning rate, in place of lr_factor.", ""),
+        _left_out("lr_factor", float, "Peak learning rate as a factor of optim.lr.", factor),
     ]
     listed = []
     for name, (hint, default) in fields_of(rule).items():
@@ -373,14 +363,13 @@ def _kind_class(kind: str, rules: Mapping[str, type[Rule]], brief: bool) -> type
             continue
         _refuse_if_taken(rule, name, KindConfig)
         of_default = f"as {above}" if name in inherited_by(rule, rules[""]) else shown(default)
-        annotation = with_help(hint | None, described(rule, name), f"(default: {of_default})")
         is_other = kind == "rest" or (rule is not rules[""] and not is_rests)
-        if brief and not (
-            is_other and name not in options_of(Rule)
-        ):  # inherited, or an option that all rules have
-            annotation = Annotated[annotation, tyro.conf.Suppress]
+        is_hidden = not is_other or name in options_of(Rule)
+        if is_hidden:
             listed.append(f"--optim.{kind}.{name.replace('_', '-')}")
-        own.append((name, annotation, None))
+        describe = functools.partial(described, rule, name)
+        argument = Argument(hidden=is_hidden, describe=describe, default=of_default)
+        own.append((name, Annotated[hint | None, argument], None))
     made = make_dataclass(
         f"KindConfig {kind}",
         own,

@@ -17,9 +17,7 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
-from typing import Annotated, Any, Literal
-
-import tyro
+from typing import Any, Literal
 
 from lather.errors import ConfigError, as_toml
 from lather.optim import Rule
@@ -201,30 +199,6 @@ def described(rule: type[Rule], name: str) -> str:
     if words and "one of" not in words and "torch" not in words and not words.startswith("True"):
         text = f"{text} {words[0].upper()}{words[1:]}."
     return text
-
-
-def with_help(hint: Any, text: str, of_default: str | None = None) -> Any:
-    """Annotate a type with its text for `--help`. `of_default` replaces the text about the
-    default."""
-    options: dict[str, Any] = (
-        {} if of_default is None else {"help_behavior_hint": of_default, "metavar": metavar(hint)}
-    )
-    return Annotated[hint, tyro.conf.arg(help=text, **options)]
-
-
-def metavar(hint: Any) -> str:
-    """Return the placeholder of `--help` for a value of this type; None is not shown as a value."""
-    origin, parts = (
-        typing.get_origin(hint),
-        [part for part in typing.get_args(hint) if part not in (types.NoneType, Ellipsis)],
-    )
-    if hint is bool:
-        return "{True,False}"
-    if origin is Literal:
-        return "{" + ",".join(map(str, parts)) + "}"
-    if origin is tuple or origin in UNIONS:
-        return (" " if origin is tuple else "|").join(map(metavar, parts))
-    return str(hint.__name__.upper())
 
 
 def owners(option: str, rule: type[Rule]) -> str:

@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import tyro
-
+from lather.argument import Argument
 from lather.data.chat import ChatTemplate
 from lather.data.conversations import FIELDS, UNREAD_FIELDS
 from lather.data.records import Kind
@@ -23,9 +22,7 @@ END_OF_TEXT = "<|endoftext|>"
 class DataRecipe:
     """The options of `lather data make`."""
 
-    sources: Annotated[
-        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE [SOURCE ...]")
-    ]
+    sources: Annotated[tuple[str, ...], Argument(positional=True, metavar="SOURCE [SOURCE ...]")]
     """Files, folders, python-stdlib, package:NAME, or hf:NAME[@CONFIG]#SPLIT."""
     validation: tuple[str, ...] = ()
     """Sources for the validation split; none: one of `holdout_every` documents is held out."""

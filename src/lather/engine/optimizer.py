@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -36,15 +37,14 @@ def build_optimizer(
         if not named:
             continue
         rule = config.rule_of(kind)
-        options = {name: getattr(rule, name) for name in options_of(type(rule))}
         if (
             rule.elementwise
-            and options["state_dtype"] == torch.float32
+            and rule.state_dtype == torch.float32
             and all(p.dtype == torch.float64 for _, p in named)
         ):
-            options["state_dtype"] = torch.float64
+            rule = replace(rule, state_dtype=torch.float64)
         factor = config.lr_of(kind) / config.peak_lr if config.peak_lr else 1.0
-        groups.append({"params": named, "rule": type(rule), **options, LR_FACTOR: factor})
+        groups.append({"params": named, "rule": rule, "lr": rule.lr, LR_FACTOR: factor})
     groups = groups or [
         {"params": []}
     ]  # a rank whose layers are all frozen still takes part in steps

@@ -18,7 +18,7 @@ from pathlib import Path
 from lather.checkpoint.folder import find_checkpoint, list_checkpoints, step_of
 from lather.config.config import Config
 from lather.config.run_folder import CONFIGURATION, PROVENANCE
-from lather.config.toml_file import folder_of, load_config
+from lather.config.toml_file import folder_of, load_run
 from lather.data.config import DataConfig
 from lather.errors import ConfigError, UserError
 
@@ -69,9 +69,9 @@ def run_of(file: Path) -> Path | None:
 
 
 def load_own(run: Path) -> Config:
-    """Read the configuration of a run as it applies where the run is now. Raises ConfigError as
-    `load_config` does."""
-    return at_home(load_config(run / CONFIGURATION, run_dir=str(run)), run)
+    """Read the configuration of a run as it applies where the run is now. Raises ConfigError and
+    RunError as `load_run` does."""
+    return at_home(load_run(run), run)
 
 
 def at_home(config: Config, run: Path) -> Config:
@@ -104,7 +104,7 @@ def describe_own(file: Path, run: Path, config: Config) -> str:
             else ""
         )
         return f"the run in {target}, with the configuration of {run}{more}"
-    written = load_config(file, run_dir=str(run))
+    written = load_run(run)
     if _is_same(Path(written.run_dir), run):
         return ""
     where = f"; relative paths in it begin at {_base(written, run)}" if _inputs(written) else ""

@@ -1,0 +1,154 @@
+"""The pages of `--help`: of a command's arguments, and, of commands that take a configuration, a
+short page, one of everything and one of each section."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from lather.commands.options import CommandOption
+from lather.config.config import Config
+from lather.config.fields import section_class, sections_of, types_of
+from lather.console import with_breaks
+from lather.lines import fit
+
+SECTIONS = tuple(name for name, hint in types_of(Config).items() if sections_of(hint))
+ALL = "all"
+NAMES_SHARE = 0.4
+"""Share of the width that names of options and their values may take; they are broken between
+values."""
+OFTEN = (
+    *("run_dir", "init_from", "fork_from", "data.source", "data.path", "data.tokenizer"),
+    *("optim.name", "optim.lr", "optim.weight_decay", "optim.schedule", "optim.warmup_steps"),
+    *(
+        "train.steps",
+        "train.batch_size",
+        "train.micro_batch_size",
+        "train.sequence_length",
+        "train.recompute",
+        "train.precision",
+    ),
+    *("parallel.pp", "parallel.ep", "checkpoint.every"),
+)
+"""The fields of a configuration that are changed most."""
+
+
+def show_arguments(prog: str, cls: type, options: Sequence[CommandOption]) -> None:
+    """Print the page of a command: what it does, and all its arguments with their whole
+    descriptions."""
+    console = _console()
+    places = "".join(f" {option.metavar}" for option in options if option.argument.positional)
+    console.print(fit(f"usage: {prog}{places} [OPTIONS]\n", console.width))
+    console.print(fit(about(cls), console.width))
+    for title, is_positional in (("Arguments", True), ("Options", False)):
+        chosen = [option for option in options if option.argument.positional is is_positional]
+        if chosen:
+            console.print(f"\n{title}")
+            _describe(chosen, console)
+
+
+def show_configuration(
+    command: str, options: Sequence[CommandOption], values: Mapping[str, Any], topic: str
+) -> None:
+    """Print the page of a section of the configuration, or of everything. `values`: those of the
+    configuration."""
+    console = _console()
+    console.print(f"usage: lather {command} CONFIG [OPTIONS]")
+    if topic == ALL:
+        console.print("\nOptions")
+        _describe([option for option in options if "." not in option.name], console)
+    for name in SECTIONS if topic == ALL else (topic,):
+        _describe_section(name, section_of(name, values), options, console)
+
+
+def _describe_section(
+    name: str, cls: type, options: Sequence[CommandOption], console: Console
+) -> None:
+    """Print the options of a section, and below them those of the sections within it."""
+    console.print(fit(f"\n[{name}] {about(cls)}", console.width))
+    inside = [option for option in options if option.name.startswith(f"{name}.")]
+    direct = name.count(".") + 1
+    _describe([option for option in inside if option.name.count(".") == direct], console)
+    for inner, hint in types_of(cls).items():
+        if sections := sections_of(hint):
+            _describe_section(f"{name}.{inner}", sections[0], inside, console)
+
+
+def _describe(options: Sequence[CommandOption], console: Console) -> None:
+    """Print options with their whole descriptions."""
+    for option in options:
+        if not option.argument.hidden:
+            name = Text(f"{', '.join(option.flags)} {option.metavar}".strip())
+            console.print(
+                Padding(with_breaks(name, console.width - 4, ","), (0, 0, 0, 2), expand=False)
+            )
+            default = f" (default: {option.default})" if option.default else ""
+            console.print(Padding(Text(f"{option.text}{default}"), (0, 0, 0, 6), expand=False))
+
+
+def show_short(
+    command: str,
+    text: str,
+    own: Sequence[CommandOption],
+    options: Sequence[CommandOption],
+    values: Mapping[str, Any],
+) -> None:
+    """Print the short page of a command that takes a configuration: `text`, the command's own
+    options, or else the fields that are changed most, and the sections."""
+    console = _console()
+    console.print(f"usage: lather {command} CONFIG [OPTIONS]\n")
+    console.print(fit(text, console.width))
+    if own:
+        console.print("\nOptions of this command")
+        console.print(_table(own, console.width))
+    else:
+        console.print(
+            "\nFields of the configuration that are changed most; each overrides the file"
+        )
+        by_name = {option.name: option for option in options}
+        console.print(_table([by_name[name] for name in OFTEN if name in by_name], console.width))
+    console.print("\nAll fields of the configuration, by section; each overrides the file")
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for name in SECTIONS:
+        first = (section_of(name, values).__doc__ or "").strip().partition("\n")[0]
+        table.add_row(f"--help {name}", first.partition(". ")[0])
+    table.add_row(f"--help {ALL}", "Every option of every section.")
+    console.print(Padding(table, (0, 0, 0, 2)))
+
+
+def section_of(name: str, values: Mapping[str, Any]) -> Any:
+    """Return the class of a section of a configuration with these values."""
+    inner = values.get(name)
+    sections = sections_of(types_of(Config)[name])
+    return section_class(sections, inner if isinstance(inner, Mapping) else {}, name)
+
+
+def about(cls: type) -> str:
+    """Return the docstring of a class as one paragraph."""
+    return " ".join((cls.__doc__ or "").split())
+
+
+def _console() -> Console:
+    return Console(highlight=False, markup=False)
+
+
+def _table(options: Sequence[CommandOption], width: int) -> Padding:
+    most = int(NAMES_SHARE * width)
+    names = [
+        with_breaks(Text(f"{option.flags[0]} {option.metavar}"), most, ",") for option in options
+    ]
+    longest = max(len(line) for name in names for line in name.plain.split("\n"))
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(
+        width=max(min(longest, most), *(len(word) for name in names for word in name.plain.split()))
+    )
+    table.add_column(ratio=1)
+    for name, option in zip(names, options, strict=True):
+        text = option.text.partition(". ")[0].rstrip(".")
+        table.add_row(name, f"{text} [{option.default}]" if option.default else text)
+    return Padding(table, (0, 0, 0, 2))
