@@ -19,6 +19,7 @@ from lather.optim.engine.roster import GroupSettings, ParamInfo, Roster, group_o
 from lather.optim.options import name_of, options_of
 from lather.optim.plain import as_count
 from lather.optim.rule import Rule
+from lather.optim.rules import RULES, find_rule
 from lather.optim.sharded.placement import Spread
 from lather.optim.sharded.sharding import Sharding
 
@@ -90,8 +91,6 @@ class GroupedOptimizer(torch.optim.Optimizer):
 
     def _unknown_in(self, group: Mapping[str, Any], rule: Rule, **allowed: Any) -> frozenset[str]:
         """Return the keys that mean nothing to the group's rule; raises as `unknown_keys` does."""
-        from lather.optim.rules import RULES  # which imports this module
-
         return frozenset(unknown_keys(group, rule, {**RULES, **self._rules}, **allowed))
 
     def _name_unknown_keys(self) -> None:
@@ -109,8 +108,6 @@ class GroupedOptimizer(torch.optim.Optimizer):
         if isinstance(named, Rule):
             return type(named), {name: getattr(named, name) for name in options_of(type(named))}
         if isinstance(named, str):
-            from lather.optim.rules import find_rule  # which imports this module
-
             return self._rules.get(named) or find_rule(named), {}
         found = getattr(named, "rule", named)  # a class of optimizers stands for its rule
         if not (isinstance(found, type) and issubclass(found, Rule)):

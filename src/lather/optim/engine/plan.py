@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import chain, groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,13 +30,12 @@ from lather.optim.engine.buckets import Bucket, Member, States
 from lather.optim.engine.matrix_layout import NORM
 from lather.optim.engine.precision import ALLOWED, changed_precision
 from lather.optim.engine.roster import ParamInfo
+from lather.optim.engine.weights import apply_
 from lather.optim.linalg.kronecker import SYMMETRIC_BLOCKS
 from lather.optim.linalg.scale import factors_between, norms
 from lather.optim.rule import NOBODY, Due, RefreshingRule, Rule, State, column
-from lather.torch_private import foreach_add_, foreach_copy_, foreach_mul_, get_fp32_precision
-
-if TYPE_CHECKING:
-    from lather.optim.sharded.sharding import OwnerExchange
+from lather.optim.sharded.sharding import OwnerExchange
+from lather.torch_private import foreach_add_, foreach_copy_, get_fp32_precision
 
 _grad, _param = operator.attrgetter("grad"), operator.attrgetter("param")
 
@@ -282,26 +281,6 @@ class Chunk:
         apply_(*changed, lr, decay)
         if sent[0]:
             foreach_copy_(*sent)
-
-
-def apply_(weights: list[Tensor], updates: list[Tensor], lr: float, decay: float) -> None:
-    """Set W = (1 - decay) W - lr U in place, rounded once to W's dtype. All weights have one dtype,
-    and all updates."""
-    if not weights:
-        return
-    dtype = torch.promote_types(weights[0].dtype, updates[0].dtype)
-    wide = (
-        weights
-        if dtype == weights[0].dtype
-        else [torch.empty_like(weight, dtype=dtype) for weight in weights]
-    )
-    if wide is not weights:
-        foreach_copy_(wide, weights)
-    if decay:
-        foreach_mul_(wide, 1 - decay)
-    foreach_add_(wide, updates, alpha=-lr)
-    if wide is not weights:
-        foreach_copy_(weights, wide)
 
 
 @contextmanager

@@ -21,10 +21,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import ParamsT
 
 from lather.kernels.adam_in_basis import adam_in_basis
-from lather.optim.engine.optimizer import MatrixOptimizer, constructor
 from lather.optim.linalg.kronecker import (
     bias_corrected_beta,
     precondition,
@@ -230,24 +228,3 @@ class EmbeddingSOAPRule(SOAPRule):
     or it is rotated into the new basis."""
 
     name: ClassVar[str] = "embedding_soap"
-
-
-class SOAP(MatrixOptimizer):
-    """Adam in the slowly turning eigenbasis of Shampoo's preconditioner (arXiv:2409.11321)."""
-
-    rule = SOAPRule
-
-    @constructor(SOAPRule)
-    def __init__(self, params: ParamsT, rule: Rule) -> None:
-        super().__init__(params, rule)
-
-
-class EmbeddingSOAP(MatrixOptimizer):
-    """SOAP with defaults for embeddings and heads: one basis, on the smaller (hidden) side,
-    refreshed at every step."""
-
-    rule = EmbeddingSOAPRule
-
-    @constructor(EmbeddingSOAPRule)
-    def __init__(self, params: ParamsT, rule: Rule) -> None:
-        super().__init__(params, rule)

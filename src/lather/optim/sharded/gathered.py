@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from lather.optim.engine.buckets import Bucket, Member, States
-from lather.optim.engine.plan import apply_, open_buckets
+from lather.optim.engine.plan import open_buckets
 from lather.optim.engine.roster import ParamInfo
+from lather.optim.engine.weights import apply_
 from lather.optim.sharded.owners import OwnedParameter, OwnedUnit
 from lather.optim.sharded.placement import Box, Spread, local, local_grad
 from lather.optim.sharded.sharding import Sharding, Transfer

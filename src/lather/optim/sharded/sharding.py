@@ -27,8 +27,8 @@ from torch import Tensor
 from lather.device import Read, read
 from lather.optim.engine.buckets import BUCKET_BYTES, Member, in_batches
 from lather.optim.engine.matrix_layout import Layout
-from lather.optim.engine.plan import apply_
 from lather.optim.engine.roster import ParamInfo, comparable
+from lather.optim.engine.weights import apply_
 from lather.optim.sharded.owners import OwnedParameter, OwnedUnit, rows_of_copies, share_out
 from lather.optim.sharded.placement import (
     Box,
