@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
-from lather.optim import SOAP
+from lather.optim import SOAP, AdamW
+from lather.optim.engine import optimizer, plan
 
 CASES = (
     ("fsdp", "soap", torch.float32),
@@ -61,6 +63,28 @@ def gathered_differences(rank: int, world_size: int) -> list[str]:
             if not torch.equal(p, q)
         ]
         wrong += [f"{case}: {what}" for what in rows_that_are_wrong(before)]
+    dist.barrier()
+    return wrong
+
+
+def weights_that_left_by_another_door(rank: int, world_size: int) -> list[str]:
+    """Name the cases in which a weight changes although `change_weights` and kernels of rules do
+    nothing."""
+    wrong = []
+    layout = LAYOUTS[world_size]["tp"]
+    mesh = layout.mesh()
+    with (
+        patch.object(optimizer, "change_weights", lambda *leaving: None),
+        patch.object(plan, "change_weights", lambda *leaving: None),
+        patch.object(AdamW.rule, "step_whole", lambda *all: False),
+    ):
+        for kind in ("soap", "mixed", "muon", "adamw"):
+            for ownership in ("whole", "replicated"):
+                run = make_spread(kind, layout, torch.bfloat16, mesh, ownership=ownership)
+                before = [p.detach().clone() for p in run.whole()]
+                run.run(range(2))
+                if not all(map(torch.equal, run.whole(), before)):
+                    wrong.append(f"{kind}, {ownership}")
     dist.barrier()
     return wrong
 

@@ -36,6 +36,7 @@ from lather.optim.engine.plan import (
     Chunk,
     MemberRun,
     StepPlan,
+    change_weights,
     close_buckets,
     matmul_precision,
     open_buckets,
@@ -327,7 +328,8 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
         runs = runs_of(whole.bucket, {id(one.param): (one, int(state["step"]) - 1, None)})
         self._count_step(runs, idle)
         self._walk(runs, [], defers=False)
-        whole.keep(*one.rates())
+        change_weights([whole.weight], [whole.update], one.change())
+        whole.keep()
 
     def _work_through(
         self, runs: list[MemberRun], exchanges: Sequence[OwnerExchange], *, is_last: bool
@@ -347,10 +349,10 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
             if is_last:
                 exchange.launch_out()
                 if leaving is not None:
-                    leaving.finish_out()
+                    _take_arriving(leaving)
                 leaving = exchange
         if leaving is not None:
-            leaving.finish_out()
+            _take_arriving(leaving)
 
     def _work_on(self, runs: list[MemberRun], *, is_last: bool) -> None:
         flat = dict[object, list[MemberRun]]()
@@ -427,6 +429,12 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
                     for number in member.numbers
                 ]
                 run.idle = marks if any(marks) else []
+
+
+def _take_arriving(exchange: OwnerExchange) -> None:
+    """Change this rank's weights by the updates of an exchange."""
+    for change, (weights, updates) in exchange.finish_out().items():
+        change_weights(weights, updates, change)
 
 
 def _places(params: Sequence[ParamInfo]) -> list[Any]:

@@ -29,13 +29,12 @@ from lather.device import is_cpu, is_gpu, to_device
 from lather.optim.engine.buckets import Bucket, Member, States
 from lather.optim.engine.matrix_layout import NORM
 from lather.optim.engine.precision import ALLOWED, changed_precision
-from lather.optim.engine.roster import ParamInfo
-from lather.optim.engine.weights import apply_
+from lather.optim.engine.roster import REPLACEMENT, Change, ParamInfo
 from lather.optim.linalg.kronecker import SYMMETRIC_BLOCKS
 from lather.optim.linalg.scale import factors_between, norms
 from lather.optim.rule import NOBODY, Due, RefreshingRule, Rule, State, column
 from lather.optim.sharded.sharding import OwnerExchange
-from lather.torch_private import foreach_add_, foreach_copy_, get_fp32_precision
+from lather.torch_private import foreach_add_, foreach_copy_, foreach_mul_, get_fp32_precision
 
 _grad, _param = operator.attrgetter("grad"), operator.attrgetter("param")
 
@@ -124,9 +123,9 @@ class MemberRun:
             yield start, min(start + count, self.rows.stop)
 
     def take_values(self) -> None:
-        """Read the rule, lr and decay of W = (1 - decay) W - lr U from the group."""
+        """Read the rule, the learning rate and the change of the weights from the group."""
         self.version, self.rule = self.settings.version, self.info.rule
-        self.lr, self.rates = self.settings.lr, self.info.rates()
+        self.lr, self.change = self.settings.lr, self.info.change()
 
 
 def take_whole(runs: Sequence[MemberRun]) -> bool:
@@ -251,7 +250,7 @@ class Chunk:
         u = run.rule.update(self.gradients(run), state, run.step)
         if run.info.layout.keeps_norm:
             u = self._with_kept_norm(u, state, run)
-        self._apply(u, run)
+        self._leave(u, run)
         self.store(state, stacks)
 
     def _with_kept_norm(self, u: Tensor, state: State, run: MemberRun) -> Tensor:
@@ -265,12 +264,11 @@ class Chunk:
         new = w - lr * (u * factors_between(r, column(norms(u), u)).where(r > 0, 1.0))
         return new * factors_between(r, column(norms(new), new)).where(r > 0, 1.0)
 
-    def _apply(self, u: Tensor, run: MemberRun) -> None:
-        """Set W = (1 - decay) W - lr U for weights on this rank, and copy other updates to where
+    def _leave(self, u: Tensor, run: MemberRun) -> None:
+        """Change the weights that are on this rank by the update, and copy other updates to where
         they are sent from."""
-        lr, decay = run.rates
         if self._params is not None:
-            apply_(self._params, self._as_parameters(u), lr, decay)
+            change_weights(self._params, self._as_parameters(u), run.change)
             return
         changed: tuple[list[Tensor], list[Tensor]] = ([], [])
         sent: tuple[list[Tensor], list[Tensor]] = ([], [])
@@ -278,9 +276,34 @@ class Chunk:
             parts, updates = changed if member.update is None else sent
             parts.append(member.layout.part(member.target(), low, high))
             updates.append(member.layout.as_parameter(piece))
-        apply_(*changed, lr, decay)
-        if sent[0]:
-            foreach_copy_(*sent)
+        change_weights(*changed, run.change)
+        change_weights(*sent, REPLACEMENT)
+
+
+def change_weights(weights: list[Tensor], updates: list[Tensor], change: Change) -> None:
+    """Change weights by their updates, in place and rounded once to their dtype. All weights have
+    one dtype, and all updates.
+
+    Every update of every rank leaves the engine here, but for those of a kernel that updates state
+    and weights together (`Rule.step_whole`)."""
+    if not weights:
+        return
+    if change.replaces:
+        foreach_copy_(weights, updates)
+        return
+    dtype = torch.promote_types(weights[0].dtype, updates[0].dtype)
+    wide = (
+        weights
+        if dtype == weights[0].dtype
+        else [torch.empty_like(weight, dtype=dtype) for weight in weights]
+    )
+    if wide is not weights:
+        foreach_copy_(wide, weights)
+    if change.decay:
+        foreach_mul_(wide, 1 - change.decay)
+    foreach_add_(wide, updates, alpha=-change.lr)
+    if wide is not weights:
+        foreach_copy_(weights, wide)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -117,6 +117,19 @@ def _structure(matrix: Matrix, rule: Rule) -> tuple[object, ...]:
     return type(rule), rule.dims(matrix), rule.couples_decay, rule.state(matrix)
 
 
+class Change(NamedTuple):
+    """The change of weights W by an update U in a step."""
+
+    lr: float = 0.0
+    decay: float = 0.0
+    """W = (1 - decay) W - lr U, unless U `replaces` the weights."""
+    replaces: bool = False
+    """Whether W = U."""
+
+
+REPLACEMENT = Change(replaces=True)
+
+
 @dataclass(eq=False)
 class ParamInfo:
     """A parameter of the roster, with everything about it that is the same in all steps."""
@@ -175,14 +188,11 @@ class ParamInfo:
         """Whether the rule defines `statistics` for this parameter."""
         return bool(self.layout.dims) and type(self.rule).statistics is not Rule.statistics
 
-    def rates(self) -> tuple[float, float]:
-        """Return (lr, decay) of W = (1 - decay) W - lr U in this step; (-1, 1), that is W = U, if U
-        is the new weights (`keep_norm`)."""
-        return (
-            (-1.0, 1.0)
-            if self.layout.keeps_norm
-            else (self.settings.lr, self.rule.decay(self.settings.lr))
-        )
+    def change(self) -> Change:
+        """Return the change of the weights by the update of this step; with `keep_norm` the update
+        is the new weights."""
+        lr = self.settings.lr
+        return REPLACEMENT if self.layout.keeps_norm else Change(lr, self.rule.decay(lr))
 
 
 class Roster:

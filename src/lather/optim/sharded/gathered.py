@@ -19,7 +19,6 @@ from torch import Tensor
 from lather.optim.engine.buckets import Bucket, Member, States
 from lather.optim.engine.plan import open_buckets
 from lather.optim.engine.roster import ParamInfo
-from lather.optim.engine.weights import apply_
 from lather.optim.sharded.owners import OwnedParameter, OwnedUnit
 from lather.optim.sharded.placement import Box, Spread, local, local_grad
 from lather.optim.sharded.sharding import Sharding, Transfer
@@ -95,19 +94,17 @@ class Gathered:
         self.bucket = Bucket([member])
         self.state: States = {one.param: self.bucket.allocate()[0]}
         """The whole state, without `step`."""
-        self._changed, self._update = (
-            weight,
-            member.update[spread.box.within(Box.whole(spread.shape))],
-        )
+        self.weight = weight
+        """This rank's part of the parameter."""
+        self.update = member.update[spread.box.within(Box.whole(spread.shape))]
+        """The update of this part, after the update phase."""
         for name, view in self.state[one.param].items():
             own = spread.rows(tuple(view.shape))
             gather(rows[name], own, view)
             self._kept.append((rows[name], view[own.box.within(Box.whole(own.shape))]))
         open_buckets([self.bucket], self.state)
 
-    def keep(self, lr: float, decay: float) -> None:
-        """End the step: store this rank's rows of the new state and change its part of the
-        parameter."""
-        apply_([self._changed], [self._update], lr, decay)
+    def keep(self) -> None:
+        """Store this rank's rows of the new state."""
         for rows, part in self._kept:
             rows.copy_(part)

@@ -27,8 +27,7 @@ from torch import Tensor
 from lather.device import Read, read
 from lather.optim.engine.buckets import BUCKET_BYTES, Member, in_batches
 from lather.optim.engine.matrix_layout import Layout
-from lather.optim.engine.roster import ParamInfo, comparable
-from lather.optim.engine.weights import apply_
+from lather.optim.engine.roster import REPLACEMENT, Change, ParamInfo, comparable
 from lather.optim.sharded.owners import OwnedParameter, OwnedUnit, rows_of_copies, share_out
 from lather.optim.sharded.placement import (
     Box,
@@ -322,19 +321,17 @@ class OwnerExchange:
         self.forget()
         self._leaving = [leaving]
 
-    def finish_out(self) -> None:
-        """Receive the updates and apply them to this rank's parts of the parameters."""
-        by_rates: dict[tuple[float, float], tuple[list[Tensor], list[Tensor]]] = {}
+    def finish_out(self) -> dict[Change, tuple[list[Tensor], list[Tensor]]]:
+        """Receive the updates, and return for each change this rank's parts of the parameters and
+        their updates."""
+        changes: dict[Change, tuple[list[Tensor], list[Tensor]]] = {}
         for route, update in self._leaving.pop()():
             one = self.params[route.item]
-            weights, updates = by_rates.setdefault(one.rates(), ([], []))
+            change = REPLACEMENT if self.elementwise else one.change()
+            weights, updates = changes.setdefault(change, ([], []))
             weights.append(local(one.param)[route.where])
             updates.append(update)
-        for (lr, decay), (weights, updates) in by_rates.items():
-            if self.elementwise:
-                foreach_copy_(weights, updates)
-            else:
-                apply_(weights, updates, lr, decay)
+        return changes
 
     def forget(self) -> None:
         """Free the tensors of this step, when the updates are being sent or after an error."""
