@@ -86,14 +86,11 @@ class MemberRun:
         self.idle: list[bool] = []
         """For each row, whether it is an expert that got no token in this step; empty if all got
         some."""
-        is_plain = all(
-            member.index == () and info.spread is None
-            for member, info in zip(self.members, infos, strict=True)
-        )
+        is_plain = all(type(member) is Member for member in self.members)
         self.params = [member.param for member in self.members] if is_plain else None
         """Parameters of the members if their `grad` is exactly the gradient that is needed; None:
         ask the members."""
-        self.is_flat = bucket.kind == "elements" and all(m.index is not None for m in self.members)
+        self.is_flat = bucket.layout.elementwise
         """Whether weights and state are tensors for `Rule.step_whole`."""
 
     @cached_property
@@ -118,7 +115,7 @@ class MemberRun:
             count = min(
                 count, cpu_count(fitting) if fitting else 1
             )  # threads share the work on one large matrix
-        count = max(1, count) if rule.batched or bucket.kind == "elements" else 1
+        count = max(1, count) if rule.batched or bucket.layout.elementwise else 1
         for start in range(self.rows.start, self.rows.stop, count):
             yield start, min(start + count, self.rows.stop)
 
@@ -163,34 +160,37 @@ class Chunk:
             self._pieces.append((members[i], low - first_row[i], high - first_row[i]))
             i += 1
         self._lengths = [high - low for _, low, high in self._pieces]
-        is_whole = all(high - low == member.layout.batch for member, low, high in self._pieces)
+        self._is_joined = run.bucket.layout.is_joined and all(
+            high - low == member.layout.batch for member, low, high in self._pieces
+        )
+        """Whether the joined gradients and weights of the members are the batch; otherwise it
+        consists of parts of them, or of other views."""
         self._params: list[Tensor] | None = None
-        """Parameters whose concatenated gradients and weights are the batch; None: the batch is
-        gathered from parts of parameters."""
-        if is_whole and run.params is not None and run.bucket.kind in ("tensor", "per_expert"):
+        """Parameters of the members, if these joined are on this rank alone."""
+        if self._is_joined and run.params is not None:
             self._params = [member.param for member, _, _ in self._pieces]
 
     def _as_parameters(self, batch: Tensor) -> list[Tensor]:
-        """Return views of the batch (B, ...) in the shapes of its parameters, for a chunk of whole
-        parameters."""
-        return list(batch.unbind() if self.bucket.kind == "tensor" else batch.split(self._lengths))
+        """Return views of the batch (B, ...) in the shapes of its members, for a joined chunk."""
+        is_split = self.bucket.layout.per_expert
+        return list(batch.split(self._lengths) if is_split else batch.unbind())
 
     def _gather(self, tensors: list[Tensor]) -> Tensor:
         """Join tensors of parameters, in any layout, to one contiguous batch in the dtype of
         computation; a view if possible."""
-        if self._params is None:
+        if not self._is_joined:
             tensors = [
                 member.layout.as_batch(x, low, high)
                 for x, (member, low, high) in zip(tensors, self._pieces, strict=True)
             ]
         if len(tensors) == 1:
-            is_matrix = self._params is not None and self.bucket.kind == "tensor"
+            is_matrix = self._is_joined and not self.bucket.layout.per_expert
             return (
                 (tensors[0].unsqueeze(0) if is_matrix else tensors[0]).to(self.dtype).contiguous()
             )
         out = tensors[0].new_empty((self.stop - self.start, *self.bucket.inner), dtype=self.dtype)
         foreach_copy_(
-            list(out.split(self._lengths)) if self._params is None else self._as_parameters(out),
+            self._as_parameters(out) if self._is_joined else list(out.split(self._lengths)),
             tensors,
         )
         return out
@@ -272,10 +272,12 @@ class Chunk:
             return
         changed: tuple[list[Tensor], list[Tensor]] = ([], [])
         sent: tuple[list[Tensor], list[Tensor]] = ([], [])
-        for (member, low, high), piece in zip(self._pieces, u.split(self._lengths), strict=True):
-            parts, updates = changed if member.update is None else sent
-            parts.append(member.layout.part(member.target(), low, high))
-            updates.append(member.layout.as_parameter(piece))
+        pieces = self._as_parameters(u) if self._is_joined else u.split(self._lengths)
+        for (member, low, high), piece in zip(self._pieces, pieces, strict=True):
+            parts, updates = sent if member.is_sent else changed
+            target, layout = member.target(), member.layout
+            parts.append(target if self._is_joined else layout.part(target, low, high))
+            updates.append(piece if self._is_joined else layout.as_parameter(piece))
         change_weights(*changed, run.change)
         change_weights(*sent, REPLACEMENT)
 

@@ -60,7 +60,7 @@ class GroupSettings:
 
     def variant_of(self, layout: Layout) -> int:
         """Return the number of the layout's matrix and rule among the variants."""
-        key = layout.matrix, layout.kind, *layout.rule.dtypes.values()
+        key = layout.matrix, type(layout), *layout.rule.dtypes.values()
         if key not in self._numbers:
             self._numbers[key] = len(self.variants)
             self.variants.append((layout.matrix, _one_of(layout.rule, self.variants)))
@@ -174,7 +174,7 @@ class ParamInfo:
         """Whether every rank gathers and updates the parameter (`ownership="replicated"`)."""
         return (
             self.spread is not None
-            and self.layout.kind != "elements"
+            and not self.layout.elementwise
             and self.rule.ownership == "replicated"
         )
 

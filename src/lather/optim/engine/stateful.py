@@ -182,14 +182,14 @@ class StatefulOptimizer(GroupedOptimizer):
             for key, value in state.items():
                 offset, shape = (0,) * value.dim(), tuple(value.shape)
                 if key != "step" and share is not None:
-                    shape = one.layout.entries[key].shape_in(one.layout)
+                    shape = one.layout.shape_of(one.layout.entries[key])
                     if share.is_gathered:
                         offset = share.spread.rows(shape).box.offset
                     elif member is None:
                         continue
                     elif share.elementwise:
                         offset = share.region.offset
-                    elif one.layout.kind == "per_expert":
+                    elif one.layout.per_expert:
                         for slot, number in enumerate(member.numbers):
                             yield (
                                 p,

@@ -65,7 +65,7 @@ class SpreadEntry:
         if self.share.elementwise or not units or not any(rows):
             return None
         numbers = [unit.number for unit in units]
-        if self.share.layout.kind == "per_expert":
+        if self.share.layout.per_expert:
             if not set(range(first[0], first[0] + rows[0])) <= set(numbers):
                 return None
             first = (numbers.index(first[0]),)
@@ -180,7 +180,7 @@ def _batches(states: States, sharding: Sharding) -> list[list[SpreadEntry]]:
             share = sharding.share_of(one.param)
             assert share is not None
             for name, kept in one.layout.entries.items():
-                shape = kept.shape_in(one.layout)
+                shape = one.layout.shape_of(kept)
                 spread = (
                     share.spread
                     if share.elementwise and not share.travels

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lather.optim.engine.buckets import Bucket, Member, States
+from lather.optim.engine.buckets import Bucket, GatheredMember, States
 from lather.optim.engine.plan import open_buckets
 from lather.optim.engine.roster import ParamInfo
 from lather.optim.sharded.owners import OwnedParameter, OwnedUnit
@@ -30,7 +30,7 @@ def initial_rows(one: ParamInfo) -> dict[str, Tensor]:
     assert one.spread is not None
     found = {}
     for name, entry in one.layout.entries.items():
-        box = one.spread.rows(entry.shape_in(one.layout)).box
+        box = one.spread.rows(one.layout.shape_of(entry)).box
         found[name] = torch.full(
             box.size, entry.initial or 0.0, dtype=entry.dtype, device=one.param.device
         )
@@ -44,7 +44,7 @@ def check_rows(one: ParamInfo, state: dict[str, Any]) -> None:
     assert one.spread is not None
     expected: dict[str, object] = {"step": ()}
     for name, entry in one.layout.entries.items():
-        expected[name] = one.spread.rows(entry.shape_in(one.layout)).box.size
+        expected[name] = one.spread.rows(one.layout.shape_of(entry)).box.size
     found = {name: tuple(getattr(x, "shape", ())) for name, x in state.items()}
     if found != expected:
         key = next(key for key in (*expected, *found) if expected.get(key) != found.get(key))
@@ -84,7 +84,7 @@ class Gathered:
             ).move([part], [out], group)
             return out
 
-        member = Member(one.param, one.layout, range(one.layout.batch), None)
+        member = GatheredMember(one.param, one.layout, range(one.layout.batch))
         grad, weight = local_grad(one.param), local(one.param)
         member.received = gather(grad, spread, grad.new_empty(spread.shape))
         member.received_weight = (

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lather.device import Read, read
-from lather.optim.engine.buckets import BUCKET_BYTES, Member, in_batches
+from lather.optim.engine.buckets import BUCKET_BYTES, GatheredMember, Member, in_batches
 from lather.optim.engine.matrix_layout import Layout
 from lather.optim.engine.roster import REPLACEMENT, Change, ParamInfo, comparable
 from lather.optim.sharded.owners import OwnedParameter, OwnedUnit, rows_of_copies, share_out
@@ -192,13 +192,13 @@ class Sharding:
         owned = [
             (spread, one.layout)
             for one, spread in params
-            if one.layout.kind != "elements" and not one.is_gathered
+            if not one.layout.elementwise and not one.is_gathered
         ]
         shared = iter(share_out(owned, loads))
         for one, spread in params:
             own = tuple(
                 rows_of_copies(spread)
-                if one.layout.kind == "elements"
+                if one.layout.elementwise
                 else ()
                 if one.is_gathered
                 else next(shared)
@@ -223,7 +223,15 @@ class Sharding:
                     (one.needs_weights, one.has_statistics),
                 )
                 size = math.prod(layout.shape) / len(ranks) * dtype.itemsize
-                key = (ranks, layout.kind, layout.inner, one.param.dtype, dtype, phases, type(rule))
+                key = (
+                    ranks,
+                    type(layout),
+                    layout.inner,
+                    one.param.dtype,
+                    dtype,
+                    phases,
+                    type(rule),
+                )
                 wanted.append(((one, share), key, size / (rule.bucket_bytes or BUCKET_BYTES)))
         return [
             OwnerExchange(some, self.group_of(some[0][1].spread), members)
@@ -263,20 +271,22 @@ class OwnerExchange:
             shares[0].elementwise,
             local(first.param).device,
         )
+        self.update_dtype = self.dtype if self.elementwise else first.rule.compute_dtype
         self.has_statistics, self.needs_weights = first.has_statistics, first.needs_weights
         if not self.elementwise:
             self.inward = Transfer(shares, inward=True)
         self.outward = Transfer(shares, inward=False)
         found = ((item, members.get(id(one.param))) for item, one in enumerate(self.params))
-        self._own = {
-            item: member for item, member in found if member is not None and member.index is None
-        }
+        self._own = {item: member for item, member in found if isinstance(member, GatheredMember)}
         """Number of a parameter -> its member, if this rank owns matrices of it and gathers
         them."""
         self._arriving: dict[str, Arriving] | None = None
         """Field of the members -> the transfer of its values; empty when they are there, None
         before they are sent."""
         self._leaving: list[Arriving] = []
+        self._versions: list[int] = []
+        """Versions of the settings of the parameters from which `_changes` were read."""
+        self._changes: list[Change] = []
 
     def launch_in(self) -> None:
         """Start to send gradients, and weights if the rule needs them, unless that has been done
@@ -306,7 +316,7 @@ class OwnerExchange:
         for member in self._own.values():
             if member.update is None:
                 member.update = torch.empty(
-                    member.layout.shape, dtype=member.layout.rule.compute_dtype, device=self.device
+                    member.layout.shape, dtype=self.update_dtype, device=self.device
                 )
 
     def launch_out(self) -> None:
@@ -316,20 +326,21 @@ class OwnerExchange:
             update = None if self.elementwise else self._own[item].update
             return local(self.params[item].param) if update is None else update
 
-        dtype = self.dtype if self.elementwise else self.params[0].rule.compute_dtype
-        leaving = self.outward.launch(source, dtype, self.device, self.group)
+        leaving = self.outward.launch(source, self.update_dtype, self.device, self.group)
         self.forget()
         self._leaving = [leaving]
 
     def finish_out(self) -> dict[Change, tuple[list[Tensor], list[Tensor]]]:
         """Receive the updates, and return for each change this rank's parts of the parameters and
         their updates."""
+        versions = [one.settings.version for one in self.params]
+        if versions != self._versions:
+            self._versions, self._changes = versions, [one.change() for one in self.params]
         changes: dict[Change, tuple[list[Tensor], list[Tensor]]] = {}
         for route, update in self._leaving.pop()():
-            one = self.params[route.item]
-            change = REPLACEMENT if self.elementwise else one.change()
+            change = REPLACEMENT if self.elementwise else self._changes[route.item]
             weights, updates = changes.setdefault(change, ([], []))
-            weights.append(local(one.param)[route.where])
+            weights.append(local(self.params[route.item].param)[route.where])
             updates.append(update)
         return changes
 
