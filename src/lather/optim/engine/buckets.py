@@ -11,6 +11,7 @@ changes.
 
     Member          a parameter that is not spread over ranks
     RegionMember    a region of this rank's part of a parameter, whose matrices this rank owns
+                    (`lather.optim.sharded.exchange`)
     GatheredMember  matrices that this rank owns and gathers: gradients arrive from other ranks, and
                     updates are sent back to them
 """
@@ -28,9 +29,7 @@ from torch import Tensor
 
 from lather.device import is_gpu
 from lather.optim.engine.matrix_layout import KeptEntry, Layout
-from lather.optim.engine.roster import ParamInfo
-from lather.optim.sharded.owners import OwnedParameter
-from lather.optim.sharded.placement import Index, local, local_grad
+from lather.optim.sharded.placement import local, local_grad
 
 T = TypeVar("T")
 
@@ -82,67 +81,6 @@ class Member:
         """Return the tensor that an update changes: a view of the parameter, or the tensor that is
         sent."""
         return self.weight()
-
-
-@dataclass(eq=False)
-class RegionMember(Member):
-    """A region of this rank's part of a parameter."""
-
-    index: Index
-    """Index of the region in this rank's part."""
-
-    def grad(self) -> Tensor:
-        return local_grad(self.param)[self.index]
-
-    def weight(self) -> Tensor:
-        return local(self.param)[self.index]
-
-
-@dataclass(eq=False)
-class GatheredMember(Member):
-    """Matrices that this rank owns and gathers; its tensors exist during a step."""
-
-    received: Tensor | None = None
-    """Gathered gradient."""
-    received_weight: Tensor | None = None
-    """Gathered weight, if the update depends on it."""
-    update: Tensor | None = None
-    """Tensor into which the update is written before it is sent."""
-
-    is_sent = True
-
-    def grad(self) -> Tensor:
-        assert self.received is not None
-        return self.received
-
-    def weight(self) -> Tensor:
-        assert self.received_weight is not None
-        return self.received_weight
-
-    def target(self) -> Tensor:
-        assert self.update is not None
-        return self.update
-
-
-def member_of(one: ParamInfo, share: OwnedParameter | None) -> Member | None:
-    """Return the member for this rank's work on a parameter, or None if it has none."""
-    if share is None:
-        return Member(one.param, one.layout, range(one.layout.batch))
-    if not share.own:
-        return None
-    numbers = tuple(unit.number for unit in share.own)
-    if share.in_place:
-        index = share.region.within(share.spread.box)
-        layout = one.layout.of_part(
-            share.region.size, contiguous=local(one.param)[index].is_contiguous()
-        )
-        return RegionMember(
-            one.param, layout, range(layout.batch) if share.elementwise else numbers, index
-        )
-    shape = one.layout.shape
-    if one.layout.per_expert:
-        shape = (len(numbers), *shape[1:])
-    return GatheredMember(one.param, one.layout.of_part(shape), numbers)
 
 
 class Bucket:

@@ -52,9 +52,9 @@ from lather.optim.engine.streams import no_autocast, on_streams
 from lather.optim.options import Option, documentation_of, options_of
 from lather.optim.plain import saveable
 from lather.optim.rule import NOBODY, RefreshingRule, Rule
+from lather.optim.sharded.exchange import OwnerExchange
 from lather.optim.sharded.gathered import Gathered
 from lather.optim.sharded.placement import local
-from lather.optim.sharded.sharding import OwnerExchange
 from lather.torch_private import disable_dynamo
 
 P = ParamSpec("P")
@@ -209,7 +209,7 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
         Returns None if a group has `nonfinite` other than "ignore"; the step then measures the
         gradients itself. All ranks over which parameters are spread must call it together.
         """
-        return measure_gradients(self._current_roster().params, self._sharding.group_of)
+        return measure_gradients(self._current_roster().params, self._sharding.groups)
 
     def _collect(self, norms: GradientNorms | None) -> StepPlan | None:
         """Check everything that can raise, before anything changes, and return the plan of the
@@ -226,9 +226,9 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
         roster = self._roster
         if roster is None or not self._is_unchanged(roster):
             roster = self._current_roster()
-        found = inspect_gradients(roster.params, self._sharding.group_of, norms)
+        found = inspect_gradients(roster.params, self._sharding.groups, norms)
         is_new = not self.state and not any(one.lr for one in roster.groups)
-        if is_new and are_zero(roster.params, self._sharding.group_of):
+        if is_new and are_zero(roster.params, self._sharding.groups):
             self._create_state(found.usable)
             return None
         plan = self._plan

@@ -33,7 +33,7 @@ from lather.optim.engine.roster import REPLACEMENT, Change, ParamInfo
 from lather.optim.linalg.kronecker import SYMMETRIC_BLOCKS
 from lather.optim.linalg.scale import factors_between, norms
 from lather.optim.rule import NOBODY, Due, RefreshingRule, Rule, State, column
-from lather.optim.sharded.sharding import OwnerExchange
+from lather.optim.sharded.exchange import OwnerExchange
 from lather.torch_private import foreach_add_, foreach_copy_, foreach_mul_, get_fp32_precision
 
 _grad, _param = operator.attrgetter("grad"), operator.attrgetter("param")

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from lather.optim.engine.buckets import Bucket, Member, States, make_buckets, member_of, move_to
+from lather.optim.engine.buckets import Bucket, Member, States, make_buckets, move_to
 from lather.optim.engine.foreign_state import as_own, report_taken, taken
 from lather.optim.engine.grouped import GroupedOptimizer, whole_layout
 from lather.optim.engine.matrix_layout import Layout
@@ -87,7 +87,7 @@ class StatefulOptimizer(GroupedOptimizer):
         if not new:
             return
         steps = steps or {}
-        found = [member_of(one, self._sharding.share_of(one.param)) for one in new]
+        found = [self._sharding.member_of(one) for one in new]
         entries = {
             one.param: self._without_member(one)
             for one, member in zip(new, found, strict=True)
@@ -128,7 +128,7 @@ class StatefulOptimizer(GroupedOptimizer):
         if self._bucket_roster is roster and places is not None and places == places_of(self.state):
             return
         known = [(one, self.state[one.param]) for one in roster.params if self.state.get(one.param)]
-        found = [member_of(one, self._sharding.share_of(one.param)) for one, _ in known]
+        found = [self._sharding.member_of(one) for one, _ in known]
         wanted = {id(member.param): member for member in found if member is not None}
         current = []
         for bucket in self._buckets:

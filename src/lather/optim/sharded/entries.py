@@ -23,9 +23,10 @@ from torch.distributed.tensor import DTensor
 
 from lather.optim.engine.buckets import in_batches
 from lather.optim.engine.roster import ParamInfo
+from lather.optim.sharded.exchange import Transfer
 from lather.optim.sharded.owners import OwnedParameter, OwnedUnit, matrices_of
 from lather.optim.sharded.placement import Box, Spread, local, spread_of_dtensor
-from lather.optim.sharded.sharding import Sharding, Transfer
+from lather.optim.sharded.sharding import Sharding
 from lather.torch_private import dtensor_over
 
 BATCH_BYTES = 2**24

@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lather.optim.engine.buckets import Bucket, GatheredMember, States
+from lather.optim.engine.buckets import Bucket, States
 from lather.optim.engine.plan import open_buckets
 from lather.optim.engine.roster import ParamInfo
+from lather.optim.sharded.exchange import GatheredMember, Transfer
 from lather.optim.sharded.owners import OwnedParameter, OwnedUnit
 from lather.optim.sharded.placement import Box, Spread, local, local_grad
-from lather.optim.sharded.sharding import Sharding, Transfer
+from lather.optim.sharded.sharding import Sharding
 
 
 def initial_rows(one: ParamInfo) -> dict[str, Tensor]:
