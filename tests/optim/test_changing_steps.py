@@ -57,7 +57,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def forget_plan(optimizer: MatrixOptimizer) -> None:
-    optimizer._plan = optimizer._roster = None
+    optimizer._plan = optimizer._groups.roster = None
 
 
 def change(optimizer: MatrixOptimizer, step: int) -> list[str]:

@@ -424,7 +424,7 @@ FAULTS: dict[str, list[tuple[Any, str]]] = {
     ],
     "refresh": [(bases, "update_eigenbasis_and_momentum")],
     "gather": [(plan.Chunk, "gradients")],
-    "apply": [(plan.Chunk, "_apply")],
+    "change": [(plan, "change_weights")],
     "store": [(plan.Chunk, "store")],
 }
 

@@ -19,7 +19,6 @@ from operator import attrgetter
 from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.autograd.profiler import record_function
 from torch.optim.optimizer import ParamsT
@@ -35,9 +34,11 @@ from lather.optim.engine.pending import PendingRefreshes
 from lather.optim.engine.plan import (
     Chunk,
     MemberRun,
+    PlanKey,
     StepPlan,
     change_weights,
     close_buckets,
+    is_unchanged,
     matmul_precision,
     open_buckets,
     places_of,
@@ -46,7 +47,7 @@ from lather.optim.engine.plan import (
     take_whole,
 )
 from lather.optim.engine.refresh import DimRefresh, due_rows, refresh
-from lather.optim.engine.roster import ParamInfo, Roster
+from lather.optim.engine.roster import ParamInfo
 from lather.optim.engine.stateful import StatefulOptimizer
 from lather.optim.engine.streams import no_autocast, on_streams
 from lather.optim.options import Option, documentation_of, options_of
@@ -54,7 +55,6 @@ from lather.optim.plain import saveable
 from lather.optim.rule import NOBODY, RefreshingRule, Rule
 from lather.optim.sharded.exchange import OwnerExchange
 from lather.optim.sharded.gathered import Gathered
-from lather.optim.sharded.placement import local
 from lather.torch_private import disable_dynamo
 
 P = ParamSpec("P")
@@ -209,7 +209,7 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
         Returns None if a group has `nonfinite` other than "ignore"; the step then measures the
         gradients itself. All ranks over which parameters are spread must call it together.
         """
-        return measure_gradients(self._current_roster().params, self._sharding.groups)
+        return measure_gradients(self._current_roster().params, self._groups.sharding.groups)
 
     def _collect(self, norms: GradientNorms | None) -> StepPlan | None:
         """Check everything that can raise, before anything changes, and return the plan of the
@@ -223,16 +223,16 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
             self._pending.finish()
         if self._is_lent:
             self._take_back_state()
-        roster = self._roster
-        if roster is None or not self._is_unchanged(roster):
+        roster = self._groups.roster
+        if roster is None or not is_unchanged(roster, self.param_groups):
             roster = self._current_roster()
-        found = inspect_gradients(roster.params, self._sharding.groups, norms)
+        found = inspect_gradients(roster.params, self._groups.sharding.groups, norms)
         is_new = not self.state and not any(one.lr for one in roster.groups)
-        if is_new and are_zero(roster.params, self._sharding.groups):
+        if is_new and are_zero(roster.params, self._groups.sharding.groups):
             self._create_state(found.usable)
             return None
         plan = self._plan
-        key = (roster, list(map(id, found.usable)), roster.pattern)
+        key = PlanKey(roster, list(map(id, found.usable)), roster.pattern)
         if plan is None or plan.key != key or not plan.holds(self.state, self._state_places):
             self._plan = None
             plan = self._plan = self._make_plan(found.usable, key)
@@ -245,34 +245,7 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
             self._counts["nonfinite_skipped"] += found.num_bad
         return plan
 
-    def _make_roster(self) -> Roster:
-        roster = super()._make_roster()
-        roster.places = _places(roster.params)
-        return roster
-
-    def _is_unchanged(self, roster: Roster) -> bool:
-        if list(map(id, self.param_groups)) != roster.group_ids:
-            return False
-        is_same = True
-        for known in roster.groups:
-            group = known.group
-            if group.keys() != known.keys or list(map(id, group["params"])) != known.ids:
-                return False
-            try:
-                is_same = is_same and bool(group["lr"] == known.lr)
-                is_same = is_same and list(map(group.get, known.names)) == known.values
-            except (RuntimeError, ValueError):  # an array of several elements has no truth value
-                return False
-        if not is_same or _places(roster.params) != roster.places:
-            self._roster = None  # a change that is refused leaves no roster that is half changed
-            if not roster.take_changes():
-                return False
-            roster.places, self._roster = _places(roster.params), roster
-        return not (
-            roster.frozen and any(p.requires_grad or p.grad is not None for p in roster.frozen)
-        )
-
-    def _make_plan(self, usable: list[ParamInfo], key: tuple[object, ...]) -> StepPlan:
+    def _make_plan(self, usable: list[ParamInfo], key: PlanKey) -> StepPlan:
         """Make the plan, and the state of parameters that have none. An error is raised before
         anything changes."""
         self._bring_buckets_up_to_date()
@@ -284,8 +257,8 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
         self._create_state(usable)
         alive = [one for one in usable if one.param.numel()]
         exchanges, exchange_of = list[OwnerExchange](), dict[int, OwnerExchange]()
-        if self._sharding.has_shares:
-            exchanges = self._sharding.exchanges(alive, self._members())
+        if self._groups.sharding.has_shares:
+            exchanges = self._groups.sharding.exchanges(alive, self._members())
             exchange_of = {id(x.param): exchange for exchange in exchanges for x in exchange.params}
         taking = {
             id(one.param): (one, step_of[id(one)], exchange_of.get(id(one.param))) for one in alive
@@ -324,7 +297,7 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
         """Run all phases for one parameter that every rank gathers and updates
         (`ownership="replicated"`)."""
         state = self.state[one.param]
-        whole = Gathered(one, self._sharding, state)
+        whole = Gathered(one, self._groups.sharding, state)
         runs = runs_of(whole.bucket, {id(one.param): (one, int(state["step"]) - 1, None)})
         self._count_step(runs, idle)
         self._walk(runs, [], defers=False)
@@ -387,7 +360,7 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
     def state_bytes_of_owners(self) -> dict[tuple[int, ...], dict[int, int]]:
         """Return the bytes of optimizer state of all parameters that are spread over ranks: the
         ranks -> owner rank -> bytes (global ranks). Empty before the first step."""
-        return self._sharding.state_bytes()
+        return self._groups.sharding.state_bytes()
 
     def defer_refreshes(self) -> PendingRefreshes:
         """From now on defer the refreshes of groups with `async_refresh` and return the object that
@@ -400,9 +373,9 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
         """Return the refreshes of this step."""
         jobs = []
         for run in runs:
-            assert self._roster is not None
+            assert self._groups.roster is not None
             assert isinstance(run.rule, RefreshingRule)
-            if rows := due_rows(run, self._roster, self._counts):
+            if rows := due_rows(run, self._groups.roster, self._counts):
                 jobs += [
                     DimRefresh(run, dim, rows, run.rule.methods(run.due.first))
                     for dim in run.bucket.dims
@@ -435,13 +408,3 @@ def _take_arriving(exchange: OwnerExchange) -> None:
     """Change this rank's weights by the updates of an exchange."""
     for change, (weights, updates) in exchange.finish_out().items():
         change_weights(weights, updates, change)
-
-
-def _places(params: Sequence[ParamInfo]) -> list[Any]:
-    """Return the memory addresses, strides and sizes of the parameters."""
-    tensors = [one.param if one.spread is None else local(one.param) for one in params]
-    return [
-        *map(Tensor.data_ptr, tensors),
-        *map(Tensor.stride, tensors),
-        *map(Tensor.numel, tensors),
-    ]

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import chain, groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,11 +29,12 @@ from lather.device import is_cpu, is_gpu, to_device
 from lather.optim.engine.buckets import Bucket, Member, States
 from lather.optim.engine.matrix_layout import NORM
 from lather.optim.engine.precision import ALLOWED, changed_precision
-from lather.optim.engine.roster import REPLACEMENT, Change, ParamInfo
+from lather.optim.engine.roster import REPLACEMENT, Change, ParamInfo, Roster
 from lather.optim.linalg.kronecker import SYMMETRIC_BLOCKS
 from lather.optim.linalg.scale import factors_between, norms
 from lather.optim.rule import NOBODY, Due, RefreshingRule, Rule, State, column
 from lather.optim.sharded.exchange import OwnerExchange
+from lather.optim.sharded.placement import local
 from lather.torch_private import foreach_add_, foreach_copy_, foreach_mul_, get_fp32_precision
 
 _grad, _param = operator.attrgetter("grad"), operator.attrgetter("param")
@@ -330,6 +331,16 @@ def index_on(rows: Sequence[int], device: torch.device) -> Tensor:
     return to_device(torch.tensor(rows, dtype=torch.long, device="cpu"), device)
 
 
+class PlanKey(NamedTuple):
+    """Everything but the state on which a plan depends."""
+
+    roster: Roster
+    usable: list[int]
+    """ids of the parameters that take the step."""
+    pattern: list[int]
+    """For each group, the number of the first group with the same settings."""
+
+
 class StepPlan:
     """Everything that a step does; it is used for as long as steps do the same. It has no tensors
     but the parameters and their step counts."""
@@ -385,6 +396,39 @@ class StepPlan:
         if self._counts:
             foreach_add_(self._counts, 1)
             self._steps += 1
+
+
+def is_unchanged(roster: Roster, groups: Sequence[dict[str, Any]]) -> bool:
+    """Whether the roster is still that of these parameter groups; it then has the numbers of this
+    step."""
+    if not roster.is_whole or list(map(id, groups)) != roster.group_ids:
+        return False
+    is_same = True
+    for known in roster.groups:
+        group = known.group
+        if group.keys() != known.keys or list(map(id, group["params"])) != known.ids:
+            return False
+        try:
+            is_same = is_same and bool(group["lr"] == known.lr)
+            is_same = is_same and list(map(group.get, known.names)) == known.values
+        except (RuntimeError, ValueError):  # an array of several elements has no truth value
+            return False
+    if not is_same or weight_places(roster.params) != roster.places:
+        roster.is_whole = False  # also if a value is refused
+        if not roster.take_changes():
+            return False
+        roster.places, roster.is_whole = weight_places(roster.params), True
+    return not (roster.frozen and any(p.requires_grad or p.grad is not None for p in roster.frozen))
+
+
+def weight_places(params: Sequence[ParamInfo]) -> list[Any]:
+    """Return the memory addresses, strides and sizes of the parameters."""
+    tensors = [one.param if one.spread is None else local(one.param) for one in params]
+    return [
+        *map(Tensor.data_ptr, tensors),
+        *map(Tensor.stride, tensors),
+        *map(Tensor.numel, tensors),
+    ]
 
 
 def step_counts(params: Sequence[ParamInfo], state: States) -> dict[int, int]:

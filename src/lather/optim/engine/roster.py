@@ -199,14 +199,19 @@ class Roster:
     """All parameters, group by group."""
 
     def __init__(
-        self, groups: list[GroupSettings], params: list[ParamInfo], frozen: list[Tensor]
+        self,
+        groups: list[GroupSettings],
+        params: list[ParamInfo],
+        frozen: list[Tensor],
+        places: list[Any],
     ) -> None:
         """`frozen`: parameters that require no gradient and have no state; `params` does not
-        contain them."""
+        contain them. `places`: memory addresses, strides and sizes of the parameters."""
         self.groups, self.params, self.frozen = groups, params, frozen
         self.group_ids = [id(known.group) for known in groups]
-        self.places: list[Any] = []
-        """Memory addresses, strides and sizes of the parameters, set by the optimizer."""
+        self.places = places
+        self.is_whole = True
+        """Whether no change of the groups has been read in part: such a roster is of no use."""
         self._forms = [_form(one) for one in params]
         self.pattern: list[int] = []
         """For each group, the number of the first group with the same settings."""

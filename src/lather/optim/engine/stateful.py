@@ -22,7 +22,7 @@ from torch.optim.optimizer import ParamsT
 
 from lather.optim.engine.buckets import Bucket, Member, States, make_buckets, move_to
 from lather.optim.engine.foreign_state import as_own, report_taken, taken
-from lather.optim.engine.grouped import GroupedOptimizer, whole_layout
+from lather.optim.engine.grouped import RuleGroups, whole_layout
 from lather.optim.engine.matrix_layout import Layout
 from lather.optim.engine.pending import PendingRefreshes
 from lather.optim.engine.plan import places_of
@@ -34,7 +34,6 @@ from lather.optim.plain import is_placeholder, saveable
 from lather.optim.rule import Rule
 from lather.optim.sharded.gathered import check_rows, initial_rows
 from lather.optim.sharded.placement import Piece
-from lather.optim.sharded.sharding import Sharding
 from lather.torch_private import is_flattened
 
 
@@ -47,8 +46,9 @@ class Lent:
     buckets: list[Bucket]
 
 
-class StatefulOptimizer(GroupedOptimizer):
-    """Optimizer whose state is kept in buckets."""
+class StatefulOptimizer(torch.optim.Optimizer):
+    """Optimizer with parameter groups that have rules (`RuleGroups`), and whose state is kept in
+    buckets."""
 
     def __init__(self, params: ParamsT, rule: Rule) -> None:
         self._buckets: list[Bucket] = []
@@ -61,7 +61,27 @@ class StatefulOptimizer(GroupedOptimizer):
         """Whether DTensors of `state_dict` may be views of state that no step has changed yet."""
         self._counts = Counts()
         self._pending = self._no_refreshes()
-        super().__init__(params, rule)
+        self._groups = RuleGroups(rule)
+        if isinstance(params, torch.nn.Module):
+            raise TypeError(
+                f"params is a model, {type(params).__name__}: give parameter_groups(model), "
+                "or model.parameters() for one rule on all parameters"
+            )
+        super().__init__(params, self._groups.defaults)
+        self._groups.complete(self.param_groups)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters with their own options; a bad option, layout or parameter raises before
+        the group is added.
+
+        A parameter that is given twice (tied weights) counts once. Keys that are no options are
+        kept and ignored, unless they ask for another rule or step, or look like misspelt options,
+        which raise (`lather.optim.engine.group_keys`).
+        """
+        self._groups.add(param_group, self.param_groups, super().add_param_group)
+
+    def _current_roster(self) -> Roster:
+        return self._groups.current_roster(self.param_groups, self.state)
 
     def _no_refreshes(self) -> PendingRefreshes:
         owner = weakref.ref(self)  # otherwise optimizer and refreshes would form a cycle
@@ -87,7 +107,7 @@ class StatefulOptimizer(GroupedOptimizer):
         if not new:
             return
         steps = steps or {}
-        found = [self._sharding.member_of(one) for one in new]
+        found = [self._groups.sharding.member_of(one) for one in new]
         entries = {
             one.param: self._without_member(one)
             for one, member in zip(new, found, strict=True)
@@ -128,7 +148,7 @@ class StatefulOptimizer(GroupedOptimizer):
         if self._bucket_roster is roster and places is not None and places == places_of(self.state):
             return
         known = [(one, self.state[one.param]) for one in roster.params if self.state.get(one.param)]
-        found = [self._sharding.member_of(one) for one, _ in known]
+        found = [self._groups.sharding.member_of(one) for one, _ in known]
         wanted = {id(member.param): member for member in found if member is not None}
         current = []
         for bucket in self._buckets:
@@ -178,7 +198,7 @@ class StatefulOptimizer(GroupedOptimizer):
             {id(one.param): one for one in self._current_roster().params},
         )
         for p, state in self.state.items():
-            member, share, one = members.get(id(p)), self._sharding.share_of(p), infos[id(p)]
+            member, share, one = members.get(id(p)), self._groups.sharding.share_of(p), infos[id(p)]
             for key, value in state.items():
                 offset, shape = (0,) * value.dim(), tuple(value.shape)
                 if key != "step" and share is not None:
@@ -212,7 +232,7 @@ class StatefulOptimizer(GroupedOptimizer):
         """
         params = [p for group in self.param_groups for p in group["params"]]
         if any(map(is_flattened, params)) or not any(p.dim() > 1 for p in params):
-            self._check_whole()
+            self._groups.check_whole(self.param_groups)
         self._pending.finish()
         own = dict(self.state)
         try:
@@ -221,7 +241,7 @@ class StatefulOptimizer(GroupedOptimizer):
 
                 is_new = not any(state.get("step", 0) for state in own.values())
                 self._is_lent = self._is_lent or is_new
-                entries = whole_entries(spread, self._sharding, lend=is_new)
+                entries = whole_entries(spread, self._groups.sharding, lend=is_new)
                 self.state.update(
                     {p: {"step": own[p]["step"].clone(), **entries[p]} for p in entries}
                 )
@@ -233,7 +253,7 @@ class StatefulOptimizer(GroupedOptimizer):
 
     def _spread_state(self) -> list[tuple[ParamInfo, dict[str, Any]]]:
         """Return the parameters that are spread over ranks, with their state."""
-        if not self._sharding.has_shares:
+        if not self._groups.sharding.has_shares:
             return []
         roster = self._current_roster()
         return [
@@ -279,8 +299,8 @@ class StatefulOptimizer(GroupedOptimizer):
                 handle.remove()
         # accelerate replaces the parameters before the first step: do not keep the old ones alive
         if not self.state:
-            self._roster = None
-            self._sharding.forget()
+            self._groups.roster = None
+            self._groups.sharding.forget()
 
     def _checked(self, saved: dict[str, Any]) -> dict[str, Any]:
         """Return a saved optimizer with options that it lacks, and `ownership`, taken from this
@@ -295,7 +315,7 @@ class StatefulOptimizer(GroupedOptimizer):
                 f"{counts[0]}: they must be equal"
             )
         pairs = zip(self.param_groups, saved["param_groups"], strict=True)
-        groups = [as_own(own, theirs, self._rules[own["rule"]]) for own, theirs in pairs]
+        groups = [as_own(own, theirs, self._groups.rules[own["rule"]]) for own, theirs in pairs]
         checked = {**saved, "param_groups": groups, "state": dict(saved["state"])}
         sources = [(theirs, key) for theirs in saved["param_groups"] for key in theirs["params"]]
         states, num_completed = list(self._saved_states(checked)), 0
@@ -313,9 +333,9 @@ class StatefulOptimizer(GroupedOptimizer):
                     f"the saved group {number} has rule {theirs['rule']!r}, this optimizer's has "
                     f"{own['rule']!r}: they must be equal"
                 )
-            rule = self._rules[own["rule"]]
+            rule = self._groups.rules[own["rule"]]
             made = rule(**{name: theirs[name] for name in options_of(rule)})
-            self._unknown_in(theirs, made, exempt=self.defaults)
+            self._groups.unknown_in(theirs, made, exempt=self.defaults)
         if num_completed:
             report_taken(num_completed)
         return checked
@@ -326,26 +346,28 @@ class StatefulOptimizer(GroupedOptimizer):
             group.update({key: value for key, value in loaded.items() if callable(value)})
         states = {p: state for p, _, state in self._saved_states(saved) if state}
         self.state.update({p: {"step": _step_of(state)} for p, state in states.items()})
-        self._roster = None
-        self._sharding.forget_changed(self._make_roster().params)
+        self._groups.roster = None
+        self._groups.sharding.forget_changed(
+            self._groups.make_roster(self.param_groups, self.state).params
+        )
         known = [one for one in self._current_roster().params if one.param in states]
         steps = {id(one.param): self.state.pop(one.param)["step"] for one in known}
         spread = [
             (one, states[one.param])
             for one in known
-            if self._sharding.share_of(one.param) is not None
+            if self._groups.sharding.share_of(one.param) is not None
         ]
         if spread:
             self._take_room(known, steps, spread, lent)
         self._create_state(known, steps)
         for one in known:
-            if self._sharding.share_of(one.param) is None:
+            if self._groups.sharding.share_of(one.param) is None:
                 for name in one.layout.entries:
                     self.state[one.param][name].copy_(states[one.param][name])
         if spread:
             from lather.optim.sharded.entries import load_entries
 
-            load_entries(spread, self.state, self._sharding)
+            load_entries(spread, self.state, self._groups.sharding)
         ids = {index for group in saved["param_groups"] for index in group["params"]}
         self.state.update({key: x for key, x in saved["state"].items() if key not in ids})
 
@@ -365,7 +387,7 @@ class StatefulOptimizer(GroupedOptimizer):
             one.param in lent.states and _form(lent.params[one.param]) == _form(one)
             for one in known
         )
-        if not is_same or not are_lent(saved, lent.states, self._sharding):
+        if not is_same or not are_lent(saved, lent.states, self._groups.sharding):
             return
         for one in known:
             self.state[one.param] = {**lent.states[one.param], "step": steps[id(one.param)]}
@@ -384,7 +406,7 @@ class StatefulOptimizer(GroupedOptimizer):
     ) -> Iterator[tuple[Tensor, Layout, dict[str, Any]]]:
         """Yield (parameter, its layout with the saved options, its saved state)."""
         for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            rule = self._rules[group["rule"]]
+            rule = self._groups.rules[group["rule"]]
             try:
                 made = rule(
                     **{name: saved_group.get(name, group[name]) for name in options_of(rule)}
@@ -394,12 +416,12 @@ class StatefulOptimizer(GroupedOptimizer):
             for p, saved_id in zip(group["params"], saved_group["params"], strict=True):
                 yield (
                     p,
-                    whole_layout(p, made, self._sharding.spread_of(p, group)),
+                    whole_layout(p, made, self._groups.sharding.spread_of(p, group)),
                     state_dict["state"].get(saved_id, {}),
                 )
 
     def _reset_buckets(self) -> None:
-        self._buckets, self._streams, self._roster = [], SideStreams(), None
+        self._buckets, self._streams, self._groups.roster = [], SideStreams(), None
         self._bucket_roster, self._state_places, self._is_lent = None, None, False
         self._pending.forget()
 
@@ -408,8 +430,6 @@ class StatefulOptimizer(GroupedOptimizer):
         self.__dict__.setdefault(
             "_pending", self._no_refreshes()
         )  # torch's load_state_dict calls this, too
-        self.__dict__.setdefault("_sharding", Sharding(None))
-        self.__dict__.setdefault("_is_made", True)
         self._reset_buckets()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -427,9 +447,7 @@ class StatefulOptimizer(GroupedOptimizer):
             p: {key: x.clone() if isinstance(x, Tensor) else x for key, x in entries.items()}
             for p, entries in state["state"].items()
         }
-        own = {"_counts": self._counts, "_default": self._default, "_rules": self._rules}
-        own["_named_keys"] = self._named_keys
-        own["_had_matrices"] = self._had_matrices
+        own = {"_counts": self._counts, "_groups": self._groups}
         return {**state, "state": defaultdict(dict, apart), **own}
 
     @property
