@@ -214,7 +214,7 @@ def test_gradients_may_come_and_go(kind: str) -> None:
                 p.grad = None
         copy_gradients(params, others)
         forget_plan(b)
-        b._bucket_roster = None
+        b._store.roster = None
         a.step()
         b.step()
         assert all_same(params, others)

@@ -145,10 +145,6 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
     rule: ClassVar[type[Rule]]
     """Class of a subclass's default rule."""
 
-    def __init__(self, params: ParamsT, rule: Rule) -> None:
-        self._plan: StepPlan | None = None
-        super().__init__(params, rule)
-
     # --- the step ---------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -229,11 +225,11 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
         found = inspect_gradients(roster.params, self._groups.sharding.groups, norms)
         is_new = not self.state and not any(one.lr for one in roster.groups)
         if is_new and are_zero(roster.params, self._groups.sharding.groups):
-            self._create_state(found.usable)
+            self._store.create(found.usable, self.state, self._groups.sharding)
             return None
         plan = self._plan
         key = PlanKey(roster, list(map(id, found.usable)), roster.pattern)
-        if plan is None or plan.key != key or not plan.holds(self.state, self._state_places):
+        if plan is None or plan.key != key or not plan.holds(self.state, self._store.places):
             self._plan = None
             plan = self._plan = self._make_plan(found.usable, key)
         for one, t in plan.intervals:
@@ -248,23 +244,24 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
     def _make_plan(self, usable: list[ParamInfo], key: PlanKey) -> StepPlan:
         """Make the plan, and the state of parameters that have none. An error is raised before
         anything changes."""
-        self._bring_buckets_up_to_date()
+        store, sharding = self._store, self._groups.sharding
+        store.bring_up_to_date(self._current_roster(), self.state, sharding)
         step_of = step_counts(usable, self.state)
         with_bases = [one for one in usable if one.layout.dims]
         due = {(id(one.rule), step_of[id(one)]): one.rule for one in with_bases}
         for (_, step), rule in due.items():
             rule.due(step + 1)  # type: ignore[attr-defined]
-        self._create_state(usable)
+        store.create(usable, self.state, sharding)
         alive = [one for one in usable if one.param.numel()]
         exchanges, exchange_of = list[OwnerExchange](), dict[int, OwnerExchange]()
-        if self._groups.sharding.has_shares:
-            exchanges = self._groups.sharding.exchanges(alive, self._members())
+        if sharding.has_shares:
+            exchanges = sharding.exchanges(alive, store.members())
             exchange_of = {id(x.param): exchange for exchange in exchanges for x in exchange.params}
         taking = {
             id(one.param): (one, step_of[id(one)], exchange_of.get(id(one.param))) for one in alive
         }
-        runs = [run for bucket in self._buckets for run in runs_of(bucket, taking)]
-        self._state_places = places_of(self.state)
+        runs = [run for bucket in store.buckets for run in runs_of(bucket, taking)]
+        store.places = places_of(self.state)
         return StepPlan(usable, runs, exchanges, self.state, key)
 
     # --- the phases of the step -------------------------------------------------------------------
@@ -381,10 +378,6 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
                     for dim in run.bucket.dims
                 ]
         return jobs
-
-    def _reset_buckets(self) -> None:
-        super()._reset_buckets()
-        self._plan = None
 
     def _count_step(self, runs: list[MemberRun], idle: dict[int, list[bool]]) -> None:
         """Set t, the refreshes that are due and the idle experts of the runs for this step. An

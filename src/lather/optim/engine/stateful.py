@@ -1,18 +1,20 @@
-"""`StatefulOptimizer`: the optimizer state in buckets, and how it is saved and loaded.
+"""`StatefulOptimizer`: an optimizer that consists of parts, and how its state is saved and loaded.
 
-`optimizer.state[p]` holds `step` and views of the stacks in which a bucket keeps the state of all
-its members. For a parameter that is spread over ranks, a rank keeps the state of the matrices that
-it owns, under the same keys as every other rank; the tensors are empty if it owns none.
-`state_dict` returns the entries of such parameters as DTensors that are sharded along dim 0,
-whichever ranks own the matrices, so that torch's tools for distributed checkpoints can reshard
-them.
+    RuleGroups        the rules of its parameter groups, and the roster of their parameters
+    StateStore        the state of the parameters, in buckets
+    StepPlan          what a step does; made by the step (`lather.optim.engine.optimizer`)
+    PendingRefreshes  the refreshes that are done between two steps
+
+`state_dict` returns the entries of parameters that are spread over ranks as DTensors that are
+sharded along dim 0, whichever ranks own the matrices, so that torch's tools for distributed
+checkpoints can reshard them.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,19 +22,19 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from lather.optim.engine.buckets import Bucket, Member, States, make_buckets, move_to
+from lather.optim.engine.buckets import Bucket, States
 from lather.optim.engine.foreign_state import as_own, report_taken, taken
-from lather.optim.engine.grouped import RuleGroups, whole_layout
 from lather.optim.engine.matrix_layout import Layout
 from lather.optim.engine.pending import PendingRefreshes
-from lather.optim.engine.plan import places_of
+from lather.optim.engine.plan import StepPlan
 from lather.optim.engine.refresh import Counts
 from lather.optim.engine.roster import ParamInfo, Roster
+from lather.optim.engine.rule_groups import RuleGroups, whole_layout
+from lather.optim.engine.state_store import StateStore, step_on_cpu
 from lather.optim.engine.streams import SideStreams
 from lather.optim.options import options_of
 from lather.optim.plain import is_placeholder, saveable
 from lather.optim.rule import Rule
-from lather.optim.sharded.gathered import check_rows, initial_rows
 from lather.optim.sharded.placement import Piece
 from lather.torch_private import is_flattened
 
@@ -51,12 +53,9 @@ class StatefulOptimizer(torch.optim.Optimizer):
     buckets."""
 
     def __init__(self, params: ParamsT, rule: Rule) -> None:
-        self._buckets: list[Bucket] = []
+        self._plan: StepPlan | None = None
+        self._store = StateStore()
         self._streams = SideStreams()
-        self._bucket_roster: Roster | None = None
-        """The roster for which the buckets were made or checked."""
-        self._state_places: list[Any] | None = None
-        """Places of all tensors of the state when they were known to be views of the buckets."""
         self._is_lent = False
         """Whether DTensors of `state_dict` may be views of state that no step has changed yet."""
         self._counts = Counts()
@@ -96,105 +95,14 @@ class StatefulOptimizer(torch.optim.Optimizer):
     def init_state(self) -> None:
         """Create the initial state of every parameter that has none, for example before a
         checkpoint is loaded."""
-        self._create_state(self._current_roster().params)
-
-    def _create_state(
-        self, params: Sequence[ParamInfo], steps: Mapping[int, Tensor] | None = None
-    ) -> None:
-        """Create the initial state of those of the parameters that have none. `steps`: id of a
-        parameter -> its step count, if it is not 0."""
-        new = [one for one in params if not self.state.get(one.param)]
-        if not new:
-            return
-        steps = steps or {}
-        found = [self._groups.sharding.member_of(one) for one in new]
-        entries = {
-            one.param: self._without_member(one)
-            for one, member in zip(new, found, strict=True)
-            if member is None
-        }
-        apart = {key: int(step) for key, step in steps.items()}
-        buckets = make_buckets((member for member in found if member is not None), apart=apart)
-        for bucket in buckets:
-            for member, views in zip(bucket.members, bucket.allocate(), strict=True):
-                entries[member.param] = views
-        self._buckets += buckets
-        for one in new:
-            step = steps.get(id(one.param), torch.zeros((), dtype=torch.float32, device="cpu"))
-            self.state[one.param] = {"step": step, **entries[one.param]}
-        self._state_places = None  # nobody has looked at the other state
-
-    def _without_member(self, one: ParamInfo) -> dict[str, Tensor]:
-        """Return the entries of a parameter without member on this rank: rows under
-        `ownership="replicated"`, otherwise empty tensors."""
-        if one.is_gathered:
-            return initial_rows(one)
-        return {
-            name: torch.empty(0, dtype=entry.dtype, device=one.param.device)
-            for name, entry in one.layout.entries.items()
-        }
-
-    def _members(self) -> dict[int, Member]:
-        """Return the members of all buckets by the id of their parameter."""
-        return {id(member.param): member for bucket in self._buckets for member in bucket.members}
-
-    def _bring_buckets_up_to_date(self) -> None:
-        """Make new buckets for state that is no longer a view of a bucket (it was loaded,
-        unpickled, moved, replaced or deleted), or if an option on which layouts depend has changed.
-        Raises ValueError for state that does not fit, before anything changes.
-        """
-        roster = self._current_roster()
-        places = self._state_places
-        if self._bucket_roster is roster and places is not None and places == places_of(self.state):
-            return
-        known = [(one, self.state[one.param]) for one in roster.params if self.state.get(one.param)]
-        found = [self._groups.sharding.member_of(one) for one, _ in known]
-        wanted = {id(member.param): member for member in found if member is not None}
-        current = []
-        for bucket in self._buckets:
-            if self._is_current(bucket, wanted):
-                current.append(bucket)
-                for member in bucket.members:
-                    del wanted[id(member.param)]
-        for member in wanted.values():
-            member.layout.check_state(
-                self.state[member.param], f"the state of a parameter of shape {member.layout.shape}"
-            )
-        gathered = [one for one, _ in known if one.is_gathered]
-        for one in gathered:
-            check_rows(one, self.state[one.param])
-        for one in gathered:
-            rows = self.state[one.param]
-            rows.update(
-                {name: rows[name].to(entry.dtype) for name, entry in one.layout.entries.items()}
-            )
-        for _, state in known:
-            _bring_step_to_cpu(state)
-        apart = {key: int(self.state[member.param]["step"]) for key, member in wanted.items()}
-        self._buckets = current
-        for bucket in make_buckets(wanted.values(), apart=apart) if wanted else ():
-            bucket.stack(self.state)
-            self._buckets.append(bucket)
-        self._bucket_roster, self._state_places = roster, places_of(self.state)
-
-    def _is_current(self, bucket: Bucket, wanted: Mapping[int, Member]) -> bool:
-        """Whether the bucket still has the right members and form, and the state of its members."""
-        for member in bucket.members:
-            new = wanted.get(id(member.param))
-            if new is None or (new.layout, new.layout.entries) != (member.layout, bucket.entries):
-                return False
-            if type(new.layout.rule) is not type(member.layout.rule):
-                return False
-            if (new.param.dtype, new.device) != (bucket.param_dtype, bucket.device):
-                return False
-        return bucket.is_stacked(self.state)
+        self._store.create(self._current_roster().params, self.state, self._groups.sharding)
 
     def state_pieces(self) -> Iterator[tuple[Tensor, Piece]]:
         """Yield the state on this rank as pieces of whole entries, each with its parameter, for
         other checkpoint formats. Nothing is copied or sent between ranks."""
         self._pending.finish()
         members, infos = (
-            self._members(),
+            self._store.members(),
             {id(one.param): one for one in self._current_roster().params},
         )
         for p, state in self.state.items():
@@ -278,7 +186,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         known = {one.param: one for one in self._current_roster().params}
         lent = Lent({}, {}, [])
         if self._is_lent:
-            lent = Lent(known, dict(self.state), self._buckets)
+            lent = Lent(known, dict(self.state), self._store.buckets)
 
         def note(_: torch.optim.Optimizer, after_hooks: dict[str, Any]) -> dict[str, Any]:
             final.update(self._checked(after_hooks))
@@ -359,7 +267,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         ]
         if spread:
             self._take_room(known, steps, spread, lent)
-        self._create_state(known, steps)
+        self._store.create(known, self.state, self._groups.sharding, steps)
         for one in known:
             if self._groups.sharding.share_of(one.param) is None:
                 for name in one.layout.entries:
@@ -391,15 +299,15 @@ class StatefulOptimizer(torch.optim.Optimizer):
             return
         for one in known:
             self.state[one.param] = {**lent.states[one.param], "step": steps[id(one.param)]}
-        self._buckets = lent.buckets
-        self._bring_buckets_up_to_date()
+        self._store.buckets = lent.buckets
+        self._store.bring_up_to_date(self._current_roster(), self.state, self._groups.sharding)
 
     def _take_back_state(self) -> None:
         """Move lent state, so that what steps change is not what `state_dict` returned."""
         for one in self._current_roster().params:
             if one.is_gathered and (state := self.state.get(one.param)):
                 self.state[one.param] = {name: x.clone() for name, x in state.items()}
-        self._is_lent, self._buckets, self._bucket_roster = False, [], None
+        self._is_lent, self._store = False, StateStore()
 
     def _saved_states(
         self, state_dict: dict[str, Any]
@@ -420,9 +328,10 @@ class StatefulOptimizer(torch.optim.Optimizer):
                     state_dict["state"].get(saved_id, {}),
                 )
 
-    def _reset_buckets(self) -> None:
-        self._buckets, self._streams, self._groups.roster = [], SideStreams(), None
-        self._bucket_roster, self._state_places, self._is_lent = None, None, False
+    def _reset(self) -> None:
+        """Forget everything that was made for a state that has been replaced."""
+        self._plan, self._store, self._streams = None, StateStore(), SideStreams()
+        self._groups.roster, self._is_lent = None, False
         self._pending.forget()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -430,7 +339,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         self.__dict__.setdefault(
             "_pending", self._no_refreshes()
         )  # torch's load_state_dict calls this, too
-        self._reset_buckets()
+        self._reset()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to pickle. Views become separate tensors, for otherwise pickle would
@@ -488,21 +397,4 @@ def _check_complete(state: Mapping[str, Any], number: int, layout: Layout) -> No
 
 
 def _step_of(saved: Mapping[str, Any]) -> Tensor:
-    return _step_on_cpu(saved["step"]).clone()
-
-
-def _bring_step_to_cpu(state: dict[str, Any]) -> None:
-    """Make the step count of a parameter what torch's optimizers have; a tensor stays the same
-    object."""
-    before, step = state["step"], _step_on_cpu(state["step"])
-    if step is not before and not (isinstance(before, Tensor) and move_to(before, step)):
-        state["step"] = step
-
-
-def _step_on_cpu(step: Any) -> Tensor:
-    """Return a step count, given as a number or a tensor anywhere, as torch's optimizers keep
-    it."""
-    step = (
-        step.full_tensor() if hasattr(step, "full_tensor") else torch.as_tensor(step, device="cpu")
-    )
-    return step.detach().to("cpu", torch.float32)
+    return step_on_cpu(saved["step"]).clone()
