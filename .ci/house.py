@@ -1,6 +1,7 @@
 """Looks for what the house rules out and no linter knows: imports against the order of rooms,
-folders and modules that are no room, class names used twice, and docstrings whose first word stands
-for a noun that is missing. Says how many lines of code the package has.
+circles of imports among files, folders and modules that are no room, class names used twice, and
+docstrings whose first word stands for a noun that is missing. Says how many lines of code the
+package has.
 
 Class names are checked in the package and in `benchmarks/`, docstrings there and in `tests/`,
 `.ci/`, `docs/` and `examples/`.
@@ -89,6 +90,7 @@ def findings(root: Path) -> Iterator[str]:
     package = trees_in(root, "src/lather")
     yield from unknown_rooms(package)
     yield from arrows_back(package)
+    yield from circles(package)
     yield from doubled_classes(package | trees_in(root, "benchmarks"))
     yield from docstrings_without_subject(package | trees_in(root, *READ))
 
@@ -126,6 +128,56 @@ def arrows_back(trees: dict[Path, ast.Module]) -> Iterator[str]:
                     continue
                 if room in FOR_ALL or (room in ROOMS and ROOMS.index(other) < ROOMS.index(room)):
                     yield f"{path}:{node.lineno}: {room} imports {name}, a room above it"
+
+
+def circles(trees: dict[Path, ast.Module]) -> Iterator[str]:
+    """Find files of the package that import each other, directly or through others, and name the
+    shortest circle of each such file that comes first.
+
+    Every import counts, also one inside a function or under `TYPE_CHECKING`: a reader who wants to
+    understand one of these files has to know all of them.
+    """
+    files = {module_of(path): path for path in trees}
+    arrows = {
+        module: {
+            other
+            for node in ast.walk(trees[path])
+            for name in imported_files(node)
+            if (other := name if name in files else name.rpartition(".")[0]) in files
+            if other != module
+        }
+        for module, path in files.items()
+    }
+    seen: set[str] = set()
+    for module in sorted(files):
+        if module not in seen and (circle := shortest_circle(module, arrows)):
+            seen.update(circle)
+            yield f"{files[module]}: a circle of imports: {' -> '.join(circle)}"
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.with_suffix("").parts[1:]).removesuffix(".__init__")
+
+
+def imported_files(node: ast.AST) -> list[str]:
+    """Name what a statement imports, with the names that it takes out of modules: each is a module,
+    or a name in the module before its last dot."""
+    if isinstance(node, ast.ImportFrom):
+        return [f"{node.module}.{one.name}" for one in node.names]
+    return [one.name for one in node.names] if isinstance(node, ast.Import) else []
+
+
+def shortest_circle(start: str, arrows: dict[str, set[str]]) -> list[str]:
+    """Return the modules of the shortest circle of arrows from `start` and back to it; empty if
+    there is none."""
+    seen: set[str] = set()
+    for path in (paths := [[start]]):
+        if start in arrows[path[-1]]:
+            return [*path, start]
+        new = sorted(arrows[path[-1]] - seen)
+        seen.update(new)
+        paths += [[*path, module] for module in new]
+    return []
 
 
 def imported(node: ast.AST) -> list[str]:

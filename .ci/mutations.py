@@ -54,7 +54,7 @@ MUTATIONS = (
     ),
     Mutation(
         "sharded: updates reach the first of several copies",
-        "optim/sharded/sharding.py",
+        "optim/sharded/exchange.py",
         "[(unit.owner, position) for position in positions]",
         "[(unit.owner, position) for position in positions[:1]]",
         "distributed/test_sharded_optimizer.py",

@@ -290,7 +290,7 @@ def plan_row(preset: str, num_ranks: int) -> Row:
         )
         for p in group["params"]:
             layout = layout_of(tuple(p.shape), rule)
-            if layout.kind != "elements":
+            if not layout.elementwise:
                 key = tuple(p.shape)
                 if key not in spreads:
                     spreads[key] = Spread(

@@ -26,10 +26,13 @@ GOOD = {
 }
 
 BAD = {
-    "arrow": ({"src/lather/models/moe.py": "from lather.train.loop import STEPS\n"}, ":1: models imports lather.train.loop"),
+    "arrow": ({"src/lather/models/moe.py": "from lather.train.data import STEPS\n"}, ":1: models imports lather.train.data"),
     "arrow of a folder": ({"src/lather/models/moe.py": "\nfrom lather import train\n"}, ":2: models imports lather.train"),
     "arrow inside a function": ({"src/lather/data/a.py": "def f():\n    import lather.cli\n"}, ":2: data imports lather.cli"),
     "arrow from below all": ({"src/lather/errors.py": "import lather.optim\n"}, "src/lather/errors.py:1: errors imports lather.optim"),
+    "circle": ({"src/lather/data/a.py": "from lather.data import b\n", "src/lather/data/b.py": "from lather.data.a import X\n"}, "src/lather/data/a.py: a circle of imports: lather.data.a -> lather.data.b -> lather.data.a"),
+    "circle through a package": ({"src/lather/data/__init__.py": "from lather.data.a import X\n", "src/lather/data/a.py": "import lather.data\n"}, "src/lather/data/__init__.py: a circle of imports: lather.data -> lather.data.a -> lather.data"),
+    "circle of three, in a function and for types": ({"src/lather/data/a.py": "def f():\n    import lather.data.b\n", "src/lather/data/b.py": "if TYPE_CHECKING:\n    from lather.data.c import X\n", "src/lather/data/c.py": "from lather.data.a import f\n"}, "lather.data.a -> lather.data.b -> lather.data.c -> lather.data.a"),
     "unknown folder": ({"src/lather/attic/box.py": ""}, "src/lather/attic: no room of the house"),
     "unknown module": ({"src/lather/attic.py": ""}, "src/lather/attic: no room of the house"),
     "doubled class": ({"benchmarks/other.py": "class UserError:\n    pass\n"}, "class UserError is also defined at benchmarks/other.py:1"),

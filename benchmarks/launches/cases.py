@@ -171,7 +171,7 @@ def share_of_rank(
                 tuple(p.shape), tuple(range(ranks)), boxes_of(p.shape, (ranks,), (Shard(0),)), rank
             )
             layout = layout_of(tuple(p.shape), rule)
-            if layout.kind == "elements":
+            if layout.elementwise:
                 spreads[name] = spread.box.size
             else:
                 wanted.append((name, spread, layout))
@@ -180,7 +180,7 @@ def share_of_rank(
         wanted, share_out([(spread, layout) for _, spread, layout in wanted], {}), strict=True
     ):
         if own := sum(unit.owner == rank for unit in units):
-            shapes[name] = (own, *layout.shape[1:]) if layout.kind == "per_expert" else layout.shape
+            shapes[name] = (own, *layout.shape[1:]) if layout.per_expert else layout.shape
     return shapes
 
 

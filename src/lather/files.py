@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -237,3 +237,17 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
                     "again in another run directory"
                 ) from None
     return rows
+
+
+@contextlib.contextmanager
+def optional_file(file: Path, note: Callable[[str], None]) -> Iterator[None]:
+    """Write a file on which nothing depends in the block; if it cannot be written, only say so with
+    `note`."""
+    try:
+        yield
+    except UserError as error:  # that of a command whose --out cannot be written
+        cause = error.__context__
+        why = reason(cause, file) if isinstance(cause, OSError) else str(error)
+        note(f"{file} cannot be written ({why}): the run goes on without it")
+    except OSError as error:
+        note(f"{file} cannot be written ({reason(error, file)}): the run goes on without it")

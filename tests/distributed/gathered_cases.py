@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,9 +13,11 @@ import torch.distributed as dist
 from sharded_cases import LAYOUTS, SHAPES, Spread, expected_of, make_spread, spread, values
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from lather.optim import SOAP
+from benchmarks.calls import counted
+from lather.optim import SOAP, AdamW
+from lather.optim.engine import optimizer, plan
 
 CASES = (
     ("fsdp", "soap", torch.float32),
@@ -61,6 +64,41 @@ def gathered_differences(rank: int, world_size: int) -> list[str]:
             if not torch.equal(p, q)
         ]
         wrong += [f"{case}: {what}" for what in rows_that_are_wrong(before)]
+    dist.barrier()
+    return wrong
+
+
+def files_of_a_step(rank: int, world_size: int) -> list[str]:
+    """Name the files of the package through which the gradients of sharded matrices pass in a step
+    without refresh."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    params = [nn.Parameter(distribute_tensor(x, mesh, [Shard(0)])) for x in torch.ones(4, 6, 8)]
+    soap = SOAP(params, lr=1e-2)
+    for _ in range(3):
+        for p in params:
+            p.grad = torch.ones_like(p)
+        calls = counted(soap.step)
+    return sorted({file for file, _ in calls})
+
+
+def weights_that_left_by_another_door(rank: int, world_size: int) -> list[str]:
+    """Name the cases in which a weight changes although `change_weights` and kernels of rules do
+    nothing."""
+    wrong = []
+    layout = LAYOUTS[world_size]["tp"]
+    mesh = layout.mesh()
+    with (
+        patch.object(optimizer, "change_weights", lambda *leaving: None),
+        patch.object(plan, "change_weights", lambda *leaving: None),
+        patch.object(AdamW.rule, "step_whole", lambda *all: False),
+    ):
+        for kind in ("soap", "mixed", "muon", "adamw"):
+            for ownership in ("whole", "replicated"):
+                run = make_spread(kind, layout, torch.bfloat16, mesh, ownership=ownership)
+                before = [p.detach().clone() for p in run.whole()]
+                run.run(range(2))
+                if not all(map(torch.equal, run.whole(), before)):
+                    wrong.append(f"{kind}, {ownership}")
     dist.barrier()
     return wrong
 

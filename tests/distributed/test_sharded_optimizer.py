@@ -7,7 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from gathered_cases import changes, gathered_differences
+from gathered_cases import (
+    changes,
+    files_of_a_step,
+    gathered_differences,
+    weights_that_left_by_another_door,
+)
 from ranks import run_ranks
 from sharded_cases import KINDS as RULES
 from sharded_cases import (
@@ -49,6 +54,18 @@ def test_every_layout_with_every_rule_has_the_bits_of_one_process(world_size: in
 
 def test_state_in_rows_has_the_bits_of_one_process() -> None:
     assert run_ranks(gathered_differences, 4) == [[]] * 4
+
+
+def test_every_weight_is_changed_at_one_place() -> None:
+    assert run_ranks(weights_that_left_by_another_door, 2) == [[]] * 2
+
+
+def test_the_way_of_a_gradient_is_short() -> None:
+    """Values that are read from the device pass `lather.device`, too."""
+    for files in run_ranks(files_of_a_step, 2):
+        assert "device.py" in files
+        assert "optim/rules/soap.py" in files
+        assert len(files) <= 11, files
 
 
 def test_parameters_in_fp64_have_the_bits_of_one_process() -> None:

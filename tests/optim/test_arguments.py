@@ -12,8 +12,9 @@ from torch.optim.optimizer import ParamsT
 
 from lather.optim import SOAP, AdamW, MatrixOptimizer, Muon, Rule, constructor
 from lather.optim.engine.known_keys import EQUIVALENTS, OTHER_NAMES
+from lather.optim.optimizers import OPTIMIZER_OF
 from lather.optim.options import options_of
-from lather.optim.rules import OPTIMIZER_OF, RULES
+from lather.optim.rules import RULES
 from lion_rule import Lion
 
 OPTIMIZERS = tuple(OPTIMIZER_OF.values())

@@ -57,7 +57,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def forget_plan(optimizer: MatrixOptimizer) -> None:
-    optimizer._plan = optimizer._roster = None
+    optimizer._plan = optimizer._groups.roster = None
 
 
 def change(optimizer: MatrixOptimizer, step: int) -> list[str]:
@@ -214,7 +214,7 @@ def test_gradients_may_come_and_go(kind: str) -> None:
                 p.grad = None
         copy_gradients(params, others)
         forget_plan(b)
-        b._bucket_roster = None
+        b._store.roster = None
         a.step()
         b.step()
         assert all_same(params, others)

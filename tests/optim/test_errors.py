@@ -24,7 +24,7 @@ from optim_helpers import (
 )
 
 from lather.optim import KLSOAP, SOAP, MatrixOptimizer, StackedSOAP
-from lather.optim.engine import matrix_layout, optimizer, plan, stateful
+from lather.optim.engine import matrix_layout, optimizer, plan, state_store
 from lather.optim.rules import bases, kl_soap, soap, soap_muon
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -428,7 +428,7 @@ def test_a_frequency_that_gives_nonsense_raises_before_anything_changes(
 
 FAULTS: dict[str, list[tuple[Any, str]]] = {
     "inspect": [(optimizer, "inspect_gradients")],
-    "buckets": [(stateful, "make_buckets")],
+    "buckets": [(state_store, "make_buckets")],
     "allocation": [(matrix_layout.KeptEntry, "allocate")],
     "statistics": [
         (soap, "update_kronecker_factors"),
@@ -447,7 +447,7 @@ FAULTS: dict[str, list[tuple[Any, str]]] = {
     ],
     "refresh": [(bases, "update_eigenbasis_and_momentum")],
     "gather": [(plan.Chunk, "gradients")],
-    "apply": [(plan.Chunk, "_apply")],
+    "change": [(plan, "change_weights")],
     "store": [(plan.Chunk, "store")],
 }
 

@@ -267,7 +267,8 @@ def test_state_that_is_moved_one_by_one_frees_its_memory_by_and_by(
     optimizer = AdamW(params)
     run(optimizer, params, range(2))
     size = sum(x.nbytes for x in entries(optimizer))
-    assert len(optimizer._buckets) == 11  # of three members each, as a step count is state, too
+    # Each has three members, as a step count is state, too.
+    assert len(optimizer._store.buckets) == 11
     memory = memory_of(entries(optimizer))
     most_alive = 0
     for number, p in enumerate(params):

@@ -10,8 +10,8 @@ from torch import nn
 
 from lather.config.optim import OptimConfig
 from lather.optim import MatrixOptimizer, parameters_by_kind
+from lather.optim.optimizers import OPTIMIZER_OF
 from lather.optim.options import options_of
-from lather.optim.rules import OPTIMIZER_OF
 from lather.parallel.local_parameters import LocalParameters
 
 LR_FACTOR = "lr_factor"

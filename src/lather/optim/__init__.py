@@ -11,10 +11,17 @@ from lather.optim.groups import parameter_groups as parameter_groups
 from lather.optim.groups import parameters_by_kind as parameters_by_kind
 from lather.optim.kinds import Decision as Decision
 from lather.optim.memory import state_bytes as state_bytes
+from lather.optim.optimizers import KLSOAP as KLSOAP
+from lather.optim.optimizers import REKLS as REKLS
+from lather.optim.optimizers import SOAP as SOAP
+from lather.optim.optimizers import AdamW as AdamW
+from lather.optim.optimizers import EmbeddingSOAP as EmbeddingSOAP
+from lather.optim.optimizers import Muon as Muon
+from lather.optim.optimizers import SOAPMuon as SOAPMuon
+from lather.optim.optimizers import StackedSOAP as StackedSOAP
 from lather.optim.rule import Due as Due
 from lather.optim.rule import Entry as Entry
 from lather.optim.rule import Matrix as Matrix
 from lather.optim.rule import RefreshingRule as RefreshingRule
 from lather.optim.rule import Rule as Rule
 from lather.optim.rule import State as State
-from lather.optim.rules import *  # noqa: F403 - the optimizers, which that file lists

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from unittest.mock import patch
 
 import torch
@@ -22,16 +22,25 @@ from lather.device import is_cpu
 from lather.standin import operations
 from lather.torch_private import fused_sdp_choice
 
-if TYPE_CHECKING:
-    from lather.standin.mode import StandInMode
-
 NARROW = (torch.bfloat16, torch.float16)
+
+
+class Observer(Protocol):
+    """The mode of the stand-in device (`StandInMode`), which is told of kernels."""
+
+    def is_here(self, x: object) -> bool: ...
+
+    def note(self, what: str) -> None: ...
+
+    def launch(self, name: str, read: int, written: int, *, flops: int = 0) -> None: ...
+
+    def launch_triton(self, function: Any, tensors: Mapping[str, Tensor]) -> None: ...
 
 
 class Functions(TorchFunctionMode):
     """Runs the attention kernel that CUDA, or a CPU, would choose."""
 
-    def __init__(self, mode: StandInMode) -> None:
+    def __init__(self, mode: Observer) -> None:
         super().__init__()
         self.mode = mode
 
@@ -154,7 +163,7 @@ def chosen_kernel(
     return SDPBackend.MATH
 
 
-def counted_triton(mode: StandInMode) -> AbstractContextManager[object]:
+def counted_triton(mode: Observer) -> AbstractContextManager[object]:
     """Count launches of Triton kernels instead of compiling and launching them."""
     try:
         from triton.runtime.jit import JITFunction
@@ -185,7 +194,7 @@ def counted_triton(mode: StandInMode) -> AbstractContextManager[object]:
     return patch.object(JITFunction, "run", run)
 
 
-def counted_compile(mode: StandInMode) -> AbstractContextManager[object]:
+def counted_compile(mode: Observer) -> AbstractContextManager[object]:
     """Make `torch.compile` return flex attention as one forward and two backward kernels, a block
     mask as one kernel, and other functions unchanged."""
 
@@ -204,7 +213,7 @@ def counted_compile(mode: StandInMode) -> AbstractContextManager[object]:
 
 
 def _flex_attention(
-    mode: StandInMode,
+    mode: Observer,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -227,9 +236,7 @@ class _Flex(torch.autograd.Function):
     """Shapes, bytes and flops of flex attention; every block counts as visible."""
 
     @staticmethod
-    def forward(
-        ctx: Any, mode: StandInMode, q: Tensor, k: Tensor, v: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, mode: Observer, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         y, lse = (
             q.new_empty((*q.shape[:3], v.shape[-1])),
             q.new_empty(q.shape[:3], dtype=torch.float32),
@@ -265,7 +272,7 @@ class _Flex(torch.autograd.Function):
 
 
 def _block_mask(
-    mode: StandInMode,
+    mode: Observer,
     rule: Callable[..., Tensor],
     batch: int | None,
     heads: int | None,

@@ -33,14 +33,13 @@ from lather.engine.optimizer import build_optimizer
 from lather.engine.step import TrainStep, learning_rate, pick_device
 from lather.engine.step_reading import StepResult
 from lather.errors import UserError
-from lather.files import read_rows, write_aside
+from lather.files import optional_file, read_rows, write_aside
 from lather.parallel.agreement import broadcast, errors_on_all_ranks, gather, on_rank_0
 from lather.parallel.mesh import Mesh
 from lather.pipeline.timeline import FILE as TIMELINE
 from lather.pipeline.timeline import TimelineRecorder, append_timeline
 from lather.train import metrics
 from lather.train.asking import ALIKE_SECONDS, Asking, TimeLimit
-from lather.train.extras import draw_run, optional_file
 from lather.train.initial_weights import (
     check_same_tokenizer,
     find_start,
@@ -316,6 +315,8 @@ class _TrainingRun:
             with optional_file(self.path / SAMPLE, self.display.note):
                 write_aside(self.path / SAMPLE, sample)
         if finished and self.config.log.picture and any(metrics.training_rows(rows)):
+            from lather.train.report import draw_run  # matplotlib takes a second to import
+
             draw_run(self.path, self.display.note)
         return RunOutcome(
             finished,

@@ -22,7 +22,7 @@ from lather.config.config import Config
 from lather.device import gpu_module, is_gpu
 from lather.durations import duration
 from lather.engine.engine import Engine
-from lather.files import write_aside
+from lather.files import optional_file, write_aside
 from lather.memory.dry_run import RankRun, kind_of_state
 from lather.memory.plan import MemoryPlan, plan
 from lather.memory.stage_bytes import memory_partition
@@ -31,7 +31,6 @@ from lather.optim.sharded.placement import local
 from lather.parallel.agreement import gather, on_rank_0
 from lather.parallel.mesh import Mesh
 from lather.pipeline.partition import Partition
-from lather.train.extras import optional_file
 
 FILE = "memory.json"
 TOLERANCE = 0.05

@@ -26,7 +26,7 @@ from lather.config.changes import History
 from lather.config.toml_file import load_run
 from lather.durations import duration, unit_of_axis
 from lather.errors import UserError
-from lather.files import read_rows, read_text, whole_file
+from lather.files import optional_file, read_rows, read_text, whole_file
 from lather.pipeline import picture
 from lather.pipeline.replay import Timeline
 from lather.pipeline.timeline import FILE as TIMELINE
@@ -34,7 +34,7 @@ from lather.train.expert_watch import SETTLED, collapsed_blocks, describe, remed
 from lather.train.memory_check import FILE as MEMORY
 from lather.train.memory_check import differences, sizes_of
 from lather.train.metrics import training_rows
-from lather.train.plot import smoothed
+from lather.train.plot import draw, smoothed
 from lather.train.report_facts import facts, losses, machine, starts
 from lather.train.trained_model import SAMPLE
 
@@ -58,6 +58,14 @@ POINTS = 1000
 greatest loss and gradient are kept."""
 MOST_LOADS = 300_000
 """Loads of experts on a page; of more, later records are passed over evenly."""
+
+
+def draw_run(run: Path, note: Callable[[str], None]) -> None:
+    """Write the picture and the page of a run that has ended."""
+    with optional_file(run / "loss.png", note):
+        draw([run], run / "loss.png")
+    with optional_file(run / REPORT, note):
+        write_report(run, run / REPORT)
 
 
 def write_report(run_dir: Path, out: Path) -> None:

@@ -9,11 +9,11 @@ A member of a bucket is the part of a parameter on which this rank works. It has
 in all three cases: gradient and weight as tensors of one shape, and the tensor that an update
 changes.
 
-    index ()         a parameter that is not spread over ranks, or this rank's whole part of one
-                     that is
-    index (slices)   the rows of this rank's part that this rank owns
-    index None       matrices that this rank owns and gathers: gradients arrive from other ranks,
-                     and updates are sent back to them
+    Member          a parameter that is not spread over ranks
+    RegionMember    a region of this rank's part of a parameter, whose matrices this rank owns
+                    (`lather.optim.sharded.exchange`)
+    GatheredMember  matrices that this rank owns and gathers: gradients arrive from other ranks, and
+                    updates are sent back to them
 """
 
 from __future__ import annotations
@@ -22,16 +22,14 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
 from lather.device import is_gpu
 from lather.optim.engine.matrix_layout import KeptEntry, Layout
-from lather.optim.engine.roster import ParamInfo
-from lather.optim.sharded.owners import OwnedParameter
-from lather.optim.sharded.placement import Index, local, local_grad
+from lather.optim.sharded.placement import local, local_grad
 
 T = TypeVar("T")
 
@@ -63,13 +61,9 @@ class Member:
     """Layout of the part on which this rank works."""
     numbers: Sequence[int]
     """Numbers of the member's matrices among those of the whole parameter."""
-    index: Index | None
-    received: Tensor | None = None
-    """Gathered gradient, during a step. This field and the next two are for `index` None only."""
-    received_weight: Tensor | None = None
-    """Gathered weight, if the update depends on it."""
-    update: Tensor | None = None
-    """Tensor into which the update is written before it is sent."""
+
+    is_sent: ClassVar[bool] = False
+    """Whether the update is sent to other ranks, and does not change the parameter here."""
 
     @property
     def device(self) -> torch.device:
@@ -77,43 +71,16 @@ class Member:
 
     def grad(self) -> Tensor:
         """Return the gradient, which nobody may change."""
-        if self.index is None:
-            assert self.received is not None
-            return self.received
-        return local_grad(self.param)[self.index]
+        return local_grad(self.param)
 
     def weight(self) -> Tensor:
         """Return the weight: a view of the parameter, or the gathered weight."""
-        if self.index is None:
-            assert self.received_weight is not None
-            return self.received_weight
-        return local(self.param)[self.index]
+        return local(self.param)
 
     def target(self) -> Tensor:
-        """Return the tensor that an update changes: a view of the parameter, or the update that is
-        to be sent."""
-        return self.weight() if self.update is None else self.update
-
-
-def member_of(one: ParamInfo, share: OwnedParameter | None) -> Member | None:
-    """Return the member for this rank's work on a parameter, or None if it has none."""
-    if share is None:
-        return Member(one.param, one.layout, range(one.layout.batch), ())
-    if not share.own:
-        return None
-    numbers = tuple(unit.number for unit in share.own)
-    if share.in_place:
-        index = share.region.within(share.spread.box)
-        layout = one.layout.of_part(
-            share.region.size, contiguous=local(one.param)[index].is_contiguous()
-        )
-        return Member(
-            one.param, layout, range(layout.batch) if share.elementwise else numbers, index
-        )
-    shape = one.layout.shape
-    if one.layout.kind == "per_expert":
-        shape = (len(numbers), *shape[1:])
-    return Member(one.param, one.layout.of_part(shape), numbers, None)
+        """Return the tensor that an update changes: a view of the parameter, or the tensor that is
+        sent."""
+        return self.weight()
 
 
 class Bucket:
@@ -122,8 +89,8 @@ class Bucket:
     def __init__(self, members: Sequence[Member]) -> None:
         self.members = list(members)
         self.first_row = [0, *accumulate(member.layout.batch for member in members)]
-        layout = members[0].layout
-        self.kind, self.inner, self.dims = layout.kind, layout.inner, layout.dims
+        layout = members[0].layout  # of the first member: all have its class, `inner` and `dims`
+        self.layout, self.inner, self.dims = layout, layout.inner, layout.dims
         self.has_experts, self.device = layout.has_experts, members[0].device
         self.param_dtype = members[0].param.dtype
         self.entries = layout.entries
@@ -144,7 +111,7 @@ class Bucket:
 
         def view(name: str, entry: KeptEntry, member: Member, row: int) -> Tensor:
             rows = stacks[name][row : row + member.layout.batch]
-            return rows.view(entry.shape_in(member.layout)).detach()
+            return rows.view(member.layout.shape_of(entry)).detach()
 
         pairs = zip(self.members, self.first_row, strict=False)
         return [{name: view(name, x, member, row) for name, x in entries} for member, row in pairs]
@@ -181,7 +148,7 @@ class Bucket:
             storage, first = views[0].untyped_storage().data_ptr(), views[0].storage_offset()
             for x, member, row in zip(views, self.members, self.first_row, strict=False):
                 found = x.untyped_storage().data_ptr(), x.storage_offset(), x.shape, x.dtype
-                shape = entry.shape_in(member.layout)
+                shape = member.layout.shape_of(entry)
                 if found != (storage, first + row * numel, shape, entry.dtype):
                     return False
                 if x.device != self.device or not x.is_contiguous():
@@ -214,10 +181,10 @@ def make_buckets(
     for member in members:
         layout = member.layout
         entries = tuple(layout.entries.items())
-        own = (layout.kind, layout.inner, layout.dims, entries, type(layout.rule))
+        own = (type(layout), layout.inner, layout.dims, entries, type(layout.rule))
         key = (*own, member.param.dtype, member.device, (apart or {}).get(id(member.param)))
         limit = GPU_STATE_BYTES if is_gpu(member.device) else STATE_BYTES
-        share = 4 if layout.kind == "elements" else 1
+        share = 4 if layout.elementwise else 1
         found.append((member, key, share * layout.state_bytes() / limit))
     return [Bucket(same) for same in in_batches(found)]
 

@@ -134,7 +134,7 @@ def _completed(layout: Layout, state: Mapping[str, Any]) -> dict[str, Any]:
     cpu = torch.device("cpu")
     whole: dict[str, Any] = {"step": torch.zeros((), dtype=torch.float32, device=cpu)}
     for name, entry in layout.entries.items():
-        whole[name] = entry.allocate(layout.batch, cpu).view(entry.shape_in(layout))
+        whole[name] = entry.allocate(layout.batch, cpu).view(layout.shape_of(entry))
     return {**whole, **state}
 
 

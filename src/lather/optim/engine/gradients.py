@@ -15,7 +15,7 @@ the squares of all parts are added.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
@@ -26,11 +26,11 @@ from torch import Tensor
 
 from lather.device import Read, is_true, read, to_device
 from lather.optim.engine.roster import ParamInfo
-from lather.optim.sharded.placement import Spread, is_dtensor, local, local_grad
+from lather.optim.sharded.placement import is_dtensor, local, local_grad
 from lather.torch_private import foreach_norm
 
-GroupOf = Callable[[Spread], dist.ProcessGroup]
-"""Function that returns the process group of the ranks over which a tensor is spread."""
+Groups = Mapping[tuple[int, ...], dist.ProcessGroup]
+"""Ranks over which tensors are spread -> their process group."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class GradientNorms:
         }
 
 
-def measure_gradients(params: Sequence[ParamInfo], group_of: GroupOf) -> GradientNorms:
+def measure_gradients(params: Sequence[ParamInfo], groups: Groups) -> GradientNorms:
     """Start on the device the measurements that `inspect_gradients` needs, without waiting for it.
 
     Measures nothing if a group has `nonfinite` other than "ignore", for then ranks must agree mesh
@@ -126,12 +126,12 @@ def measure_gradients(params: Sequence[ParamInfo], group_of: GroupOf) -> Gradien
         return GradientNorms((), ())
     _check_all(params)
     return GradientNorms(
-        params, [_measure(some, group_of, raises=False) for some in _by_mesh(params)]
+        params, [_measure(some, groups, raises=False) for some in _by_mesh(params)]
     )
 
 
 def inspect_gradients(
-    params: Sequence[ParamInfo], group_of: GroupOf, known: Inspection | None = None
+    params: Sequence[ParamInfo], groups: Groups, known: Inspection | None = None
 ) -> Inspection:
     """Check the gradients. A parameter that is spread over ranks takes the step if any rank has a
     gradient for it; all ranks of its mesh get the same results.
@@ -148,7 +148,7 @@ def inspect_gradients(
     bad: set[int] = set()
     offender: str | None = None
     for some in _by_mesh(params):
-        measured = _measure(some, group_of, raises=offender is not None)
+        measured = _measure(some, groups, raises=offender is not None)
         found, elsewhere = measured.on_host(read(measured.found, Read.GRADIENTS))
         norms |= found
         if not all(map(math.isfinite, chain.from_iterable(found.values()))):
@@ -193,14 +193,14 @@ def _by_mesh(params: Sequence[ParamInfo]) -> list[list[ParamInfo]]:
     return [found[ranks] for ranks in sorted(found, key=lambda ranks: (len(ranks), ranks))]
 
 
-def are_zero(params: Sequence[ParamInfo], group_of: GroupOf) -> bool:
+def are_zero(params: Sequence[ParamInfo], groups: Groups) -> bool:
     """Whether all gradients on all ranks are exactly zero; missing ones count as zero."""
     grads = (local(one.param.grad) for one in params if one.param.grad is not None)
     zero = not any(is_true(grad.any(), Read.ZERO) for grad in grads)
     for some in _by_mesh(params):
         if some[0].spread is not None:
             found = torch.tensor(float(zero), device=local(some[0].param).device)
-            dist.all_reduce(found, dist.ReduceOp.MIN, group=group_of(some[0].spread))
+            dist.all_reduce(found, dist.ReduceOp.MIN, group=groups[some[0].spread.ranks])
             zero = is_true(found, Read.ZERO)
     return zero
 
@@ -235,7 +235,7 @@ def _check_all(params: Sequence[ParamInfo]) -> None:
             )
 
 
-def _measure(some: Sequence[ParamInfo], group_of: GroupOf, *, raises: bool) -> _Measured:
+def _measure(some: Sequence[ParamInfo], groups: Groups, *, raises: bool) -> _Measured:
     """Measure the gradients of parameters on one mesh, whose ranks also exchange whether any of
     them `raises`, or of parameters that are not spread over ranks."""
     spread = some[0].spread
@@ -268,7 +268,7 @@ def _measure(some: Sequence[ParamInfo], group_of: GroupOf, *, raises: bool) -> _
             )
         parts.append(squares)
     found = torch.cat(parts)
-    dist.all_reduce(found, group=group_of(spread))
+    dist.all_reduce(found, group=groups[spread.ranks])
     return _Measured(some, own, found, list(map(len, parts)))
 
 

@@ -24,7 +24,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -55,21 +55,13 @@ class KeptEntry:
             return torch.full(size, self.initial, dtype=self.dtype, device=device)
         return torch.eye(self.shape[-1], dtype=self.dtype, device=device).expand(size).clone()
 
-    def shape_in(self, layout: Layout) -> tuple[int, ...]:
-        """Return the shape of this entry in `optimizer.state[p]`: moments have the shape of the
-        parameter, or for `stacked` that of the merged matrix, in whose eigenbases they are kept;
-        all others lead with the number of experts for `per_expert`."""
-        if self.is_moment:
-            return layout.inner if layout.kind == "stacked" else layout.shape
-        return (layout.batch, *self.shape) if layout.kind == "per_expert" else self.shape
-
 
 @dataclass(frozen=True)
 class Layout:
-    """A parameter viewed as a batch: `batch` tensors of shape `inner`, with bases on `dims`."""
+    """A parameter viewed as a batch: `batch` tensors of shape `inner`, with bases on `dims`.
 
-    kind: str
-    """tensor, per_expert, stacked or elements."""
+    Here the parameter is one tensor; the other layouts override what is different."""
+
     shape: tuple[int, ...]
     """Shape of the parameter, or of this rank's part of it."""
     batch: int
@@ -84,6 +76,13 @@ class Layout:
     num_dims: int = field(compare=False, repr=False)
     """Number of dims of the whole parameter."""
 
+    per_expert: ClassVar[bool] = False
+    """Whether the leading dim counts the tensors, which may have different owners."""
+    elementwise: ClassVar[bool] = False
+    """Whether every element is a tensor of its own."""
+    is_joined: ClassVar[bool] = True
+    """Whether the batches of parameters, joined, are the parameters themselves, joined."""
+
     @property
     def matrix(self) -> Matrix:
         """One of these tensors as an argument of the rule's methods; even for elements, `num_dims`
@@ -93,53 +92,32 @@ class Layout:
     def of_part(self, shape: tuple[int, ...], *, contiguous: bool = True) -> Layout:
         """Return the layout of a part of the parameter: some of its experts, some rows of elements,
         or all of it."""
-        if self.kind == "per_expert":
-            return replace(self, shape=shape, batch=shape[0])
-        if self.kind == "elements" and contiguous:
-            return replace(self, shape=shape, batch=math.prod(shape))
-        return (
-            replace(self, kind="tensor", shape=shape, batch=1, inner=shape)
-            if self.kind == "elements"
-            else self
-        )
+        return self
 
     def as_batch(self, x: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
         """Return tensors start to stop of a parameter-shaped `x` as (B, n_0, n_1, ...): a view,
-        unless `stacked` or `elements` must copy."""
-        if self.kind == "per_expert":
-            return x[start:stop]
-        if self.kind == "elements":
-            return x.reshape(-1, 1)[start:stop]
-        if self.kind == "stacked" and len(self.shape) == 3:
-            columns = self.shape[2] <= self.shape[1]
-            return (x.movedim(0, 1) if columns else x).reshape(1, *self.inner)
+        unless the layout must copy."""
         return x.unsqueeze(0)
 
     def as_parameter(self, u: Tensor) -> Tensor:
         """Invert `as_batch`: return a view of `u` (B, ...) with the shape that `part` has for the
         same range."""
-        if self.kind == "per_expert":
-            return u
-        if self.kind == "elements":
-            return u.squeeze(-1)
-        if self.kind == "stacked" and len(self.shape) == 3:
-            b, m, n = self.shape
-            return u.view(m, b, n).movedim(1, 0) if n <= m else u.view(b, m, n)
         return u.squeeze(0)
 
     def part(self, p: Tensor, start: int, stop: int) -> Tensor:
         """Return the view of the parameter `p` that holds tensors start to stop."""
-        if self.kind == "per_expert":
-            return p[start:stop]
-        if self.kind == "elements":
-            return p.view(-1)[start:stop]
         return p
+
+    def shape_of(self, entry: KeptEntry) -> tuple[int, ...]:
+        """Return the shape of an entry in `optimizer.state[p]`: moments have that of the
+        parameter."""
+        return self.shape if entry.is_moment else entry.shape
 
     @cached_property
     def has_experts(self) -> bool:
         """Whether the tensors are experts with bases of their own; experts without gradient keep
         their statistics."""
-        return self.kind == "per_expert" and bool(self.dims)
+        return self.per_expert and bool(self.dims)
 
     @cached_property
     def keeps_norm(self) -> bool:
@@ -156,7 +134,7 @@ class Layout:
                 entry.shape,
                 self.rule.dtypes[entry.kind],
                 entry.initial,
-                entry.kind == "moment" or self.kind == "elements",
+                entry.kind == "moment" or self.elementwise,
             )
             for name, entry in own.items()
         }
@@ -166,7 +144,7 @@ class Layout:
         share its rows, those of the rank with the most."""
         total = STEP_BYTES
         for entry in self.entries.values():
-            shape = entry.shape_in(self)
+            shape = self.shape_of(entry)
             rows = -(-shape[0] // num_ranks) if shape else 1
             total += rows * math.prod(shape[1:]) * entry.dtype.itemsize
         return total
@@ -176,7 +154,7 @@ class Layout:
         layout has."""
         expected = {
             "step": (),
-            **{key: entry.shape_in(self) for key, entry in self.entries.items()},
+            **{key: self.shape_of(entry) for key, entry in self.entries.items()},
         }
         found = {
             key: tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
@@ -195,6 +173,66 @@ class Layout:
             )
 
 
+class ExpertLayout(Layout):
+    """The leading dim of the parameter counts independent tensors (experts)."""
+
+    per_expert = True
+
+    def of_part(self, shape: tuple[int, ...], *, contiguous: bool = True) -> Layout:
+        return replace(self, shape=shape, batch=shape[0])
+
+    def as_batch(self, x: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
+        return x[start:stop]
+
+    def as_parameter(self, u: Tensor) -> Tensor:
+        return u
+
+    def part(self, p: Tensor, start: int, stop: int) -> Tensor:
+        return p[start:stop]
+
+    def shape_of(self, entry: KeptEntry) -> tuple[int, ...]:
+        return self.shape if entry.is_moment else (self.batch, *entry.shape)
+
+
+class StackedLayout(Layout):
+    """A parameter (b, m, n) is one matrix, merged along the smaller edge. Moments have the shape of
+    the merged matrix, in whose eigenbases they are kept."""
+
+    is_joined = False
+
+    def as_batch(self, x: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
+        _, m, n = self.shape
+        return (x.movedim(0, 1) if n <= m else x).reshape(1, *self.inner)
+
+    def as_parameter(self, u: Tensor) -> Tensor:
+        b, m, n = self.shape
+        return u.view(m, b, n).movedim(1, 0) if n <= m else u.view(b, m, n)
+
+    def shape_of(self, entry: KeptEntry) -> tuple[int, ...]:
+        return self.inner if entry.is_moment else entry.shape
+
+
+class ElementLayout(Layout):
+    """Every element of the parameter is a tensor of its own, of no dims."""
+
+    elementwise = True
+    is_joined = False
+
+    def of_part(self, shape: tuple[int, ...], *, contiguous: bool = True) -> Layout:
+        if contiguous:
+            return replace(self, shape=shape, batch=math.prod(shape))
+        return Layout(shape, 1, shape, self.dims, self.rule, self.num_dims)
+
+    def as_batch(self, x: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
+        return x.reshape(-1, 1)[start:stop]
+
+    def as_parameter(self, u: Tensor) -> Tensor:
+        return u.squeeze(-1)
+
+    def part(self, p: Tensor, start: int, stop: int) -> Tensor:
+        return p.view(-1)[start:stop]
+
+
 def rule_for_dtype(rule: Rule, dtype: torch.dtype) -> Rule:
     """Return the rule for parameters of this dtype: this rule, or the same one in fp64."""
     is_wide = rule.state_dtype is None and dtype == torch.float64
@@ -207,23 +245,19 @@ def layout_of(shape: tuple[int, ...], rule: Rule, *, contiguous: bool = True) ->
     Raises:
         ValueError: `stacked` for more than three dims.
     """
-    kind, batch, inner = str(rule.matrix_layout), 1, tuple(shape)
-    if kind == "per_expert":
-        if len(shape) > 2:
-            batch, inner = shape[0], inner[1:]
-        else:
-            kind = "tensor"
-    elif kind == "stacked":
-        if len(shape) > 3:
-            raise ValueError(
-                f"matrix_layout='stacked' takes (experts, m, n), not {len(shape)} dims: use "
-                "'per_expert', or 'tensor'"
-            )
-        if len(shape) == 3:
-            b, m, n = shape
-            inner = (m, b * n) if n <= m else (b * m, n)
+    layout, batch, inner = Layout, 1, tuple(shape)
+    if rule.matrix_layout == "per_expert" and len(shape) > 2:
+        layout, batch, inner = ExpertLayout, shape[0], inner[1:]
+    elif rule.matrix_layout == "stacked" and len(shape) > 3:
+        raise ValueError(
+            f"matrix_layout='stacked' takes (experts, m, n), not {len(shape)} dims: use "
+            "'per_expert', or 'tensor'"
+        )
+    elif rule.matrix_layout == "stacked" and len(shape) == 3:
+        b, m, n = shape
+        layout, inner = StackedLayout, (m, b * n) if n <= m else (b * m, n)
     matrix = Matrix(inner, len(shape))
     own = rule.on(matrix)
     if own.elementwise and contiguous and 0 not in shape and not (own.keep_norm and len(inner) > 1):
-        return Layout("elements", tuple(shape), math.prod(shape), (1,), (), own, len(shape))
-    return Layout(kind, tuple(shape), batch, inner, own.dims(matrix), own, len(shape))
+        return ElementLayout(tuple(shape), math.prod(shape), (1,), (), own, len(shape))
+    return layout(tuple(shape), batch, inner, own.dims(matrix), own, len(shape))

@@ -19,7 +19,6 @@ from operator import attrgetter
 from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.autograd.profiler import record_function
 from torch.optim.optimizer import ParamsT
@@ -36,8 +35,11 @@ from lather.optim.engine.pending import PendingRefreshes
 from lather.optim.engine.plan import (
     Chunk,
     MemberRun,
+    PlanKey,
     StepPlan,
+    change_weights,
     close_buckets,
+    is_unchanged,
     matmul_precision,
     open_buckets,
     places_of,
@@ -46,15 +48,14 @@ from lather.optim.engine.plan import (
     take_whole,
 )
 from lather.optim.engine.refresh import DimRefresh, due_rows, refresh
-from lather.optim.engine.roster import ParamInfo, Roster
+from lather.optim.engine.roster import ParamInfo
 from lather.optim.engine.stateful import StatefulOptimizer
 from lather.optim.engine.streams import no_autocast, on_streams
 from lather.optim.options import Option, documentation_of, options_of
 from lather.optim.plain import saveable
 from lather.optim.rule import NOBODY, RefreshingRule, Rule
+from lather.optim.sharded.exchange import OwnerExchange
 from lather.optim.sharded.gathered import Gathered
-from lather.optim.sharded.placement import local
-from lather.optim.sharded.sharding import OwnerExchange
 from lather.torch_private import disable_dynamo
 
 P = ParamSpec("P")
@@ -146,10 +147,6 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
     rule: ClassVar[type[Rule]]
     """Class of a subclass's default rule."""
 
-    def __init__(self, params: ParamsT, rule: Rule) -> None:
-        self._plan: StepPlan | None = None
-        super().__init__(params, rule)
-
     # --- the step ---------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -209,7 +206,7 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
         There are no values if a group has `nonfinite` other than "ignore"; the step then measures
         the gradients itself. All ranks over which parameters are spread must call it together.
         """
-        return measure_gradients(self._current_roster().params, self._sharding.group_of)
+        return measure_gradients(self._current_roster().params, self._groups.sharding.groups)
 
     def _collect(self, norms: Inspection | None) -> StepPlan | None:
         """Check everything that can raise, before anything changes, and return the plan of the
@@ -223,17 +220,17 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
             self._pending.finish()
         if self._is_lent:
             self._take_back_state()
-        roster = self._roster
-        if roster is None or not self._is_unchanged(roster):
+        roster = self._groups.roster
+        if roster is None or not is_unchanged(roster, self.param_groups):
             roster = self._current_roster()
-        found = inspect_gradients(roster.params, self._sharding.group_of, norms)
+        found = inspect_gradients(roster.params, self._groups.sharding.groups, norms)
         is_new = not self.state and not any(one.lr for one in roster.groups)
-        if is_new and are_zero(roster.params, self._sharding.group_of):
-            self._create_state(found.usable)
+        if is_new and are_zero(roster.params, self._groups.sharding.groups):
+            self._store.create(found.usable, self.state, self._groups.sharding)
             return None
         plan = self._plan
-        key = (roster, list(map(id, found.usable)), roster.pattern)
-        if plan is None or plan.key != key or not plan.holds(self.state, self._state_places):
+        key = PlanKey(roster, list(map(id, found.usable)), roster.pattern)
+        if plan is None or plan.key != key or not plan.holds(self.state, self._store.places):
             self._plan = None
             plan = self._plan = self._make_plan(found.usable, key)
         for one, t in plan.intervals:
@@ -245,53 +242,27 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
             self._counts["nonfinite_skipped"] += found.num_bad
         return plan
 
-    def _make_roster(self) -> Roster:
-        roster = super()._make_roster()
-        roster.places = _places(roster.params)
-        return roster
-
-    def _is_unchanged(self, roster: Roster) -> bool:
-        if list(map(id, self.param_groups)) != roster.group_ids:
-            return False
-        is_same = True
-        for known in roster.groups:
-            group = known.group
-            if group.keys() != known.keys or list(map(id, group["params"])) != known.ids:
-                return False
-            try:
-                is_same = is_same and bool(group["lr"] == known.lr)
-                is_same = is_same and list(map(group.get, known.names)) == known.values
-            except (RuntimeError, ValueError):  # an array of several elements has no truth value
-                return False
-        if not is_same or _places(roster.params) != roster.places:
-            self._roster = None  # a change that is refused leaves no roster that is half changed
-            if not roster.take_changes():
-                return False
-            roster.places, self._roster = _places(roster.params), roster
-        return not (
-            roster.frozen and any(p.requires_grad or p.grad is not None for p in roster.frozen)
-        )
-
-    def _make_plan(self, usable: list[ParamInfo], key: tuple[object, ...]) -> StepPlan:
+    def _make_plan(self, usable: list[ParamInfo], key: PlanKey) -> StepPlan:
         """Make the plan, and the state of parameters that have none. An error is raised before
         anything changes."""
-        self._bring_buckets_up_to_date()
+        store, sharding = self._store, self._groups.sharding
+        store.bring_up_to_date(self._current_roster(), self.state, sharding)
         step_of = step_counts(usable, self.state)
         with_bases = [one for one in usable if one.layout.dims]
         due = {(id(one.rule), step_of[id(one)]): one.rule for one in with_bases}
         for (_, step), rule in due.items():
             rule.due(step + 1)  # type: ignore[attr-defined]
-        self._create_state(usable)
+        store.create(usable, self.state, sharding)
         alive = [one for one in usable if one.param.numel()]
         exchanges, exchange_of = list[OwnerExchange](), dict[int, OwnerExchange]()
-        if self._sharding.has_shares:
-            exchanges = self._sharding.exchanges(alive, self._members())
+        if sharding.has_shares:
+            exchanges = sharding.exchanges(alive, store.members())
             exchange_of = {id(x.param): exchange for exchange in exchanges for x in exchange.params}
         taking = {
             id(one.param): (one, step_of[id(one)], exchange_of.get(id(one.param))) for one in alive
         }
-        runs = [run for bucket in self._buckets for run in runs_of(bucket, taking)]
-        self._state_places = places_of(self.state)
+        runs = [run for bucket in store.buckets for run in runs_of(bucket, taking)]
+        store.places = places_of(self.state)
         return StepPlan(usable, runs, exchanges, self.state, key)
 
     # --- the phases of the step -------------------------------------------------------------------
@@ -324,11 +295,12 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
         """Run all phases for one parameter that every rank gathers and updates
         (`ownership="replicated"`)."""
         state = self.state[one.param]
-        whole = Gathered(one, self._sharding, state)
+        whole = Gathered(one, self._groups.sharding, state)
         runs = runs_of(whole.bucket, {id(one.param): (one, int(state["step"]) - 1, None)})
         self._count_step(runs, idle)
         self._walk(runs, [], defers=False)
-        whole.keep(*one.rates())
+        change_weights([whole.weight], [whole.update], one.change())
+        whole.keep()
 
     def _work_through(
         self, runs: list[MemberRun], exchanges: Sequence[OwnerExchange], *, is_last: bool
@@ -348,10 +320,10 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
             if is_last:
                 exchange.launch_out()
                 if leaving is not None:
-                    leaving.finish_out()
+                    _take_arriving(leaving)
                 leaving = exchange
         if leaving is not None:
-            leaving.finish_out()
+            _take_arriving(leaving)
 
     def _work_on(self, runs: list[MemberRun], *, is_last: bool) -> None:
         flat = dict[object, list[MemberRun]]()
@@ -386,7 +358,7 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
     def state_bytes_of_owners(self) -> dict[tuple[int, ...], dict[int, int]]:
         """Return the bytes of optimizer state of all parameters that are spread over ranks: the
         ranks -> owner rank -> bytes (global ranks). Empty before the first step."""
-        return self._sharding.state_bytes()
+        return self._groups.sharding.state_bytes()
 
     def defer_refreshes(self) -> PendingRefreshes:
         """From now on defer the refreshes of groups with `async_refresh` and return the object that
@@ -399,18 +371,14 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
         """Return the refreshes of this step."""
         jobs = []
         for run in runs:
-            assert self._roster is not None
+            assert self._groups.roster is not None
             assert isinstance(run.rule, RefreshingRule)
-            if rows := due_rows(run, self._roster, self._counts):
+            if rows := due_rows(run, self._groups.roster, self._counts):
                 jobs += [
                     DimRefresh(run, dim, rows, run.rule.methods(run.due.first))
                     for dim in run.bucket.dims
                 ]
         return jobs
-
-    def _reset_buckets(self) -> None:
-        super()._reset_buckets()
-        self._plan = None
 
     def _count_step(self, runs: list[MemberRun], idle: dict[int, list[bool]]) -> None:
         """Set t, the refreshes that are due and the idle experts of the runs for this step. An
@@ -430,11 +398,7 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
                 run.idle = marks if any(marks) else []
 
 
-def _places(params: Sequence[ParamInfo]) -> list[Any]:
-    """Return the memory addresses, strides and sizes of the parameters."""
-    tensors = [one.param if one.spread is None else local(one.param) for one in params]
-    return [
-        *map(Tensor.data_ptr, tensors),
-        *map(Tensor.stride, tensors),
-        *map(Tensor.numel, tensors),
-    ]
+def _take_arriving(exchange: OwnerExchange) -> None:
+    """Change this rank's weights by the updates of an exchange."""
+    for change, (weights, updates) in exchange.finish_out().items():
+        change_weights(weights, updates, change)

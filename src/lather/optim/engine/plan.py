@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import chain, groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,14 +29,13 @@ from lather.device import is_cpu, is_gpu, to_device
 from lather.optim.engine.buckets import Bucket, Member, States
 from lather.optim.engine.matrix_layout import NORM
 from lather.optim.engine.precision import ALLOWED, changed_precision
-from lather.optim.engine.roster import ParamInfo
+from lather.optim.engine.roster import REPLACEMENT, Change, ParamInfo, Roster
 from lather.optim.linalg.kronecker import SYMMETRIC_BLOCKS
 from lather.optim.linalg.scale import factors_between, norms
 from lather.optim.rule import NOBODY, Due, RefreshingRule, Rule, State, column
+from lather.optim.sharded.exchange import OwnerExchange
+from lather.optim.sharded.placement import local
 from lather.torch_private import foreach_add_, foreach_copy_, foreach_mul_, get_fp32_precision
-
-if TYPE_CHECKING:
-    from lather.optim.sharded.sharding import OwnerExchange
 
 _grad, _param = operator.attrgetter("grad"), operator.attrgetter("param")
 
@@ -88,14 +87,11 @@ class MemberRun:
         self.idle: list[bool] = []
         """For each row, whether it is an expert that got no token in this step; empty if all got
         some."""
-        is_plain = all(
-            member.index == () and info.spread is None
-            for member, info in zip(self.members, infos, strict=True)
-        )
+        is_plain = all(type(member) is Member for member in self.members)
         self.params = [member.param for member in self.members] if is_plain else None
         """Parameters of the members if their `grad` is exactly the gradient that is needed; None:
         ask the members."""
-        self.is_flat = bucket.kind == "elements" and all(m.index is not None for m in self.members)
+        self.is_flat = bucket.layout.elementwise
         """Whether weights and state are tensors for `Rule.step_whole`."""
 
     @cached_property
@@ -120,14 +116,14 @@ class MemberRun:
             count = min(
                 count, cpu_count(fitting) if fitting else 1
             )  # threads share the work on one large matrix
-        count = max(1, count) if rule.batched or bucket.kind == "elements" else 1
+        count = max(1, count) if rule.batched or bucket.layout.elementwise else 1
         for start in range(self.rows.start, self.rows.stop, count):
             yield start, min(start + count, self.rows.stop)
 
     def take_values(self) -> None:
-        """Read the rule, lr and decay of W = (1 - decay) W - lr U from the group."""
+        """Read the rule, the learning rate and the change of the weights from the group."""
         self.version, self.rule = self.settings.version, self.info.rule
-        self.lr, self.rates = self.settings.lr, self.info.rates()
+        self.lr, self.change = self.settings.lr, self.info.change()
 
 
 def take_whole(runs: Sequence[MemberRun]) -> bool:
@@ -165,34 +161,37 @@ class Chunk:
             self._pieces.append((members[i], low - first_row[i], high - first_row[i]))
             i += 1
         self._lengths = [high - low for _, low, high in self._pieces]
-        is_whole = all(high - low == member.layout.batch for member, low, high in self._pieces)
+        self._is_joined = run.bucket.layout.is_joined and all(
+            high - low == member.layout.batch for member, low, high in self._pieces
+        )
+        """Whether the joined gradients and weights of the members are the batch; otherwise it
+        consists of parts of them, or of other views."""
         self._params: list[Tensor] | None = None
-        """Parameters whose concatenated gradients and weights are the batch; None: the batch is
-        gathered from parts of parameters."""
-        if is_whole and run.params is not None and run.bucket.kind in ("tensor", "per_expert"):
+        """Parameters of the members, if these joined are on this rank alone."""
+        if self._is_joined and run.params is not None:
             self._params = [member.param for member, _, _ in self._pieces]
 
     def _as_parameters(self, batch: Tensor) -> list[Tensor]:
-        """Return views of the batch (B, ...) in the shapes of its parameters, for a chunk of whole
-        parameters."""
-        return list(batch.unbind() if self.bucket.kind == "tensor" else batch.split(self._lengths))
+        """Return views of the batch (B, ...) in the shapes of its members, for a joined chunk."""
+        is_split = self.bucket.layout.per_expert
+        return list(batch.split(self._lengths) if is_split else batch.unbind())
 
     def _gather(self, tensors: list[Tensor]) -> Tensor:
         """Join tensors of parameters, in any layout, to one contiguous batch in the dtype of
         computation; a view if possible."""
-        if self._params is None:
+        if not self._is_joined:
             tensors = [
                 member.layout.as_batch(x, low, high)
                 for x, (member, low, high) in zip(tensors, self._pieces, strict=True)
             ]
         if len(tensors) == 1:
-            is_matrix = self._params is not None and self.bucket.kind == "tensor"
+            is_matrix = self._is_joined and not self.bucket.layout.per_expert
             return (
                 (tensors[0].unsqueeze(0) if is_matrix else tensors[0]).to(self.dtype).contiguous()
             )
         out = tensors[0].new_empty((self.stop - self.start, *self.bucket.inner), dtype=self.dtype)
         foreach_copy_(
-            list(out.split(self._lengths)) if self._params is None else self._as_parameters(out),
+            self._as_parameters(out) if self._is_joined else list(out.split(self._lengths)),
             tensors,
         )
         return out
@@ -252,7 +251,7 @@ class Chunk:
         u = run.rule.update(self.gradients(run), state, run.step)
         if run.info.layout.keeps_norm:
             u = self._with_kept_norm(u, state, run)
-        self._apply(u, run)
+        self._leave(u, run)
         self.store(state, stacks)
 
     def _with_kept_norm(self, u: Tensor, state: State, run: MemberRun) -> Tensor:
@@ -266,28 +265,34 @@ class Chunk:
         new = w - lr * (u * factors_between(r, column(norms(u), u)).where(r > 0, 1.0))
         return new * factors_between(r, column(norms(new), new)).where(r > 0, 1.0)
 
-    def _apply(self, u: Tensor, run: MemberRun) -> None:
-        """Set W = (1 - decay) W - lr U for weights on this rank, and copy other updates to where
+    def _leave(self, u: Tensor, run: MemberRun) -> None:
+        """Change the weights that are on this rank by the update, and copy other updates to where
         they are sent from."""
-        lr, decay = run.rates
         if self._params is not None:
-            apply_(self._params, self._as_parameters(u), lr, decay)
+            change_weights(self._params, self._as_parameters(u), run.change)
             return
         changed: tuple[list[Tensor], list[Tensor]] = ([], [])
         sent: tuple[list[Tensor], list[Tensor]] = ([], [])
-        for (member, low, high), piece in zip(self._pieces, u.split(self._lengths), strict=True):
-            parts, updates = changed if member.update is None else sent
-            parts.append(member.layout.part(member.target(), low, high))
-            updates.append(member.layout.as_parameter(piece))
-        apply_(*changed, lr, decay)
-        if sent[0]:
-            foreach_copy_(*sent)
+        pieces = self._as_parameters(u) if self._is_joined else u.split(self._lengths)
+        for (member, low, high), piece in zip(self._pieces, pieces, strict=True):
+            parts, updates = sent if member.is_sent else changed
+            target, layout = member.target(), member.layout
+            parts.append(target if self._is_joined else layout.part(target, low, high))
+            updates.append(piece if self._is_joined else layout.as_parameter(piece))
+        change_weights(*changed, run.change)
+        change_weights(*sent, REPLACEMENT)
 
 
-def apply_(weights: list[Tensor], updates: list[Tensor], lr: float, decay: float) -> None:
-    """Set W = (1 - decay) W - lr U in place, rounded once to W's dtype. All weights have one dtype,
-    and all updates."""
+def change_weights(weights: list[Tensor], updates: list[Tensor], change: Change) -> None:
+    """Change weights by their updates, in place and rounded once to their dtype. All weights have
+    one dtype, and all updates.
+
+    Every update of every rank leaves the engine here, but for those of a kernel that updates state
+    and weights together (`Rule.step_whole`)."""
     if not weights:
+        return
+    if change.replaces:
+        foreach_copy_(weights, updates)
         return
     dtype = torch.promote_types(weights[0].dtype, updates[0].dtype)
     wide = (
@@ -297,9 +302,9 @@ def apply_(weights: list[Tensor], updates: list[Tensor], lr: float, decay: float
     )
     if wide is not weights:
         foreach_copy_(wide, weights)
-    if decay:
-        foreach_mul_(wide, 1 - decay)
-    foreach_add_(wide, updates, alpha=-lr)
+    if change.decay:
+        foreach_mul_(wide, 1 - change.decay)
+    foreach_add_(wide, updates, alpha=-change.lr)
     if wide is not weights:
         foreach_copy_(weights, wide)
 
@@ -324,6 +329,16 @@ def matmul_precision(precision: str) -> Iterator[None]:
 def index_on(rows: Sequence[int], device: torch.device) -> Tensor:
     """Copy the rows as an index to a device, without waiting for it."""
     return to_device(torch.tensor(rows, dtype=torch.long, device="cpu"), device)
+
+
+class PlanKey(NamedTuple):
+    """Everything but the state on which a plan depends."""
+
+    roster: Roster
+    usable: list[int]
+    """ids of the parameters that take the step."""
+    pattern: list[int]
+    """For each group, the number of the first group with the same settings."""
 
 
 class StepPlan:
@@ -381,6 +396,39 @@ class StepPlan:
         if self._counts:
             foreach_add_(self._counts, 1)
             self._steps += 1
+
+
+def is_unchanged(roster: Roster, groups: Sequence[dict[str, Any]]) -> bool:
+    """Whether the roster is still that of these parameter groups; it then has the numbers of this
+    step."""
+    if not roster.is_whole or list(map(id, groups)) != roster.group_ids:
+        return False
+    is_same = True
+    for known in roster.groups:
+        group = known.group
+        if group.keys() != known.keys or list(map(id, group["params"])) != known.ids:
+            return False
+        try:
+            is_same = is_same and bool(group["lr"] == known.lr)
+            is_same = is_same and list(map(group.get, known.names)) == known.values
+        except (RuntimeError, ValueError):  # an array of several elements has no truth value
+            return False
+    if not is_same or weight_places(roster.params) != roster.places:
+        roster.is_whole = False  # also if a value is refused
+        if not roster.take_changes():
+            return False
+        roster.places, roster.is_whole = weight_places(roster.params), True
+    return not (roster.frozen and any(p.requires_grad or p.grad is not None for p in roster.frozen))
+
+
+def weight_places(params: Sequence[ParamInfo]) -> list[Any]:
+    """Return the memory addresses, strides and sizes of the parameters."""
+    tensors = [one.param if one.spread is None else local(one.param) for one in params]
+    return [
+        *map(Tensor.data_ptr, tensors),
+        *map(Tensor.stride, tensors),
+        *map(Tensor.numel, tensors),
+    ]
 
 
 def step_counts(params: Sequence[ParamInfo], state: States) -> dict[int, int]:

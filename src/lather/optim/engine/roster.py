@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,7 +60,7 @@ class GroupSettings:
 
     def variant_of(self, layout: Layout) -> int:
         """Return the number of the layout's matrix and rule among the variants."""
-        key = layout.matrix, layout.kind, *layout.rule.dtypes.values()
+        key = layout.matrix, type(layout), *layout.rule.dtypes.values()
         if key not in self._numbers:
             self._numbers[key] = len(self.variants)
             self.variants.append((layout.matrix, _one_of(layout.rule, self.variants)))
@@ -117,6 +117,19 @@ def _structure(matrix: Matrix, rule: Rule) -> tuple[object, ...]:
     return type(rule), rule.dims(matrix), rule.couples_decay, rule.state(matrix)
 
 
+class Change(NamedTuple):
+    """The change of weights W by an update U in a step."""
+
+    lr: float = 0.0
+    decay: float = 0.0
+    """W = (1 - decay) W - lr U, unless U `replaces` the weights."""
+    replaces: bool = False
+    """Whether W = U."""
+
+
+REPLACEMENT = Change(replaces=True)
+
+
 @dataclass(eq=False)
 class ParamInfo:
     """A parameter of the roster, with everything about it that is the same in all steps."""
@@ -161,7 +174,7 @@ class ParamInfo:
         """Whether every rank gathers and updates the parameter (`ownership="replicated"`)."""
         return (
             self.spread is not None
-            and self.layout.kind != "elements"
+            and not self.layout.elementwise
             and self.rule.ownership == "replicated"
         )
 
@@ -175,28 +188,30 @@ class ParamInfo:
         """Whether the rule defines `statistics` for this parameter."""
         return bool(self.layout.dims) and type(self.rule).statistics is not Rule.statistics
 
-    def rates(self) -> tuple[float, float]:
-        """Return (lr, decay) of W = (1 - decay) W - lr U in this step; (-1, 1), that is W = U, if U
-        is the new weights (`keep_norm`)."""
-        return (
-            (-1.0, 1.0)
-            if self.layout.keeps_norm
-            else (self.settings.lr, self.rule.decay(self.settings.lr))
-        )
+    def change(self) -> Change:
+        """Return the change of the weights by the update of this step; with `keep_norm` the update
+        is the new weights."""
+        lr = self.settings.lr
+        return REPLACEMENT if self.layout.keeps_norm else Change(lr, self.rule.decay(lr))
 
 
 class Roster:
     """All parameters, group by group."""
 
     def __init__(
-        self, groups: list[GroupSettings], params: list[ParamInfo], frozen: list[Tensor]
+        self,
+        groups: list[GroupSettings],
+        params: list[ParamInfo],
+        frozen: list[Tensor],
+        places: list[Any],
     ) -> None:
         """`frozen`: parameters that require no gradient and have no state; `params` does not
-        contain them."""
+        contain them. `places`: memory addresses, strides and sizes of the parameters."""
         self.groups, self.params, self.frozen = groups, params, frozen
         self.group_ids = [id(known.group) for known in groups]
-        self.places: list[Any] = []
-        """Memory addresses, strides and sizes of the parameters, set by the optimizer."""
+        self.places = places
+        self.is_whole = True
+        """Whether no change of the groups has been read in part: such a roster is of no use."""
         self._forms = [_form(one) for one in params]
         self.pattern: list[int] = []
         """For each group, the number of the first group with the same settings."""

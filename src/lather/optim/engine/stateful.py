@@ -1,40 +1,42 @@
-"""`StatefulOptimizer`: the optimizer state in buckets, and how it is saved and loaded.
+"""`StatefulOptimizer`: an optimizer that consists of parts, and how its state is saved and loaded.
 
-`optimizer.state[p]` holds `step` and views of the stacks in which a bucket keeps the state of all
-its members. For a parameter that is spread over ranks, a rank keeps the state of the matrices that
-it owns, under the same keys as every other rank; the tensors are empty if it owns none.
-`state_dict` returns the entries of such parameters as DTensors that are sharded along dim 0,
-whichever ranks own the matrices, so that torch's tools for distributed checkpoints can reshard
-them.
+    RuleGroups        the rules of its parameter groups, and the roster of their parameters
+    StateStore        the state of the parameters, in buckets
+    StepPlan          what a step does; made by the step (`lather.optim.engine.optimizer`)
+    PendingRefreshes  the refreshes that are done between two steps
+
+`state_dict` returns the entries of parameters that are spread over ranks as DTensors that are
+sharded along dim 0, whichever ranks own the matrices, so that torch's tools for distributed
+checkpoints can reshard them.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from lather.optim.engine.buckets import Bucket, Member, States, make_buckets, member_of, move_to
+from lather.optim.engine.arguments import Published
+from lather.optim.engine.buckets import Bucket, States
 from lather.optim.engine.foreign_state import as_own, report_taken, taken
-from lather.optim.engine.grouped import GroupedOptimizer, whole_layout
 from lather.optim.engine.matrix_layout import Layout
 from lather.optim.engine.pending import PendingRefreshes
-from lather.optim.engine.plan import places_of
+from lather.optim.engine.plan import StepPlan
 from lather.optim.engine.refresh import Counts
 from lather.optim.engine.roster import ParamInfo, Roster
+from lather.optim.engine.rule_groups import RuleGroups, whole_layout
+from lather.optim.engine.state_store import StateStore, step_on_cpu
 from lather.optim.engine.streams import SideStreams
 from lather.optim.options import options_of
 from lather.optim.plain import is_placeholder, saveable
 from lather.optim.rule import Rule
-from lather.optim.sharded.gathered import check_rows, initial_rows
 from lather.optim.sharded.placement import Piece
-from lather.optim.sharded.sharding import Sharding
 from lather.torch_private import is_flattened
 
 
@@ -47,21 +49,42 @@ class Lent:
     buckets: list[Bucket]
 
 
-class StatefulOptimizer(GroupedOptimizer):
-    """Optimizer whose state is kept in buckets."""
+class StatefulOptimizer(torch.optim.Optimizer):
+    """Optimizer with parameter groups that have rules (`RuleGroups`), and whose state is kept in
+    buckets."""
+
+    published: ClassVar[Published] = {}
+    """Names of the published interface for options, which arguments and groups may use."""
 
     def __init__(self, params: ParamsT, rule: Rule) -> None:
-        self._buckets: list[Bucket] = []
+        self._plan: StepPlan | None = None
+        self._store = StateStore()
         self._streams = SideStreams()
-        self._bucket_roster: Roster | None = None
-        """The roster for which the buckets were made or checked."""
-        self._state_places: list[Any] | None = None
-        """Places of all tensors of the state when they were known to be views of the buckets."""
         self._is_lent = False
         """Whether DTensors of `state_dict` may be views of state that no step has changed yet."""
         self._counts = Counts()
         self._pending = self._no_refreshes()
-        super().__init__(params, rule)
+        self._groups = RuleGroups(rule, self.published)
+        if isinstance(params, torch.nn.Module):
+            raise TypeError(
+                f"params is a model, {type(params).__name__}: give parameter_groups(model), "
+                "or model.parameters() for one rule on all parameters"
+            )
+        super().__init__(params, self._groups.defaults)
+        self._groups.complete(self.param_groups)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters with their own options; a bad option, layout or parameter raises before
+        the group is added.
+
+        A parameter that is given twice (tied weights) counts once. Keys that are no options are
+        kept and ignored, unless they ask for another rule or step, or look like misspelt options,
+        which raise (`lather.optim.engine.group_keys`).
+        """
+        self._groups.add(param_group, self.param_groups, super().add_param_group)
+
+    def _current_roster(self) -> Roster:
+        return self._groups.current_roster(self.param_groups, self.state)
 
     def _no_refreshes(self) -> PendingRefreshes:
         owner = weakref.ref(self)  # otherwise optimizer and refreshes would form a cycle
@@ -76,120 +99,29 @@ class StatefulOptimizer(GroupedOptimizer):
     def init_state(self) -> None:
         """Create the initial state of every parameter that has none, for example before a
         checkpoint is loaded."""
-        self._create_state(self._current_roster().params)
-
-    def _create_state(
-        self, params: Sequence[ParamInfo], steps: Mapping[int, Tensor] | None = None
-    ) -> None:
-        """Create the initial state of those of the parameters that have none. `steps`: id of a
-        parameter -> its step count, if it is not 0."""
-        new = [one for one in params if not self.state.get(one.param)]
-        if not new:
-            return
-        steps = steps or {}
-        found = [member_of(one, self._sharding.share_of(one.param)) for one in new]
-        entries = {
-            one.param: self._without_member(one)
-            for one, member in zip(new, found, strict=True)
-            if member is None
-        }
-        apart = {key: int(step) for key, step in steps.items()}
-        buckets = make_buckets((member for member in found if member is not None), apart=apart)
-        for bucket in buckets:
-            for member, views in zip(bucket.members, bucket.allocate(), strict=True):
-                entries[member.param] = views
-        self._buckets += buckets
-        for one in new:
-            step = steps.get(id(one.param), torch.zeros((), dtype=torch.float32, device="cpu"))
-            self.state[one.param] = {"step": step, **entries[one.param]}
-        self._state_places = None  # nobody has looked at the other state
-
-    def _without_member(self, one: ParamInfo) -> dict[str, Tensor]:
-        """Return the entries of a parameter without member on this rank: rows under
-        `ownership="replicated"`, otherwise empty tensors."""
-        if one.is_gathered:
-            return initial_rows(one)
-        return {
-            name: torch.empty(0, dtype=entry.dtype, device=one.param.device)
-            for name, entry in one.layout.entries.items()
-        }
-
-    def _members(self) -> dict[int, Member]:
-        """Return the members of all buckets by the id of their parameter."""
-        return {id(member.param): member for bucket in self._buckets for member in bucket.members}
-
-    def _bring_buckets_up_to_date(self) -> None:
-        """Make new buckets for state that is no longer a view of a bucket (it was loaded,
-        unpickled, moved, replaced or deleted), or if an option on which layouts depend has changed.
-        Raises ValueError for state that does not fit, before anything changes.
-        """
-        roster = self._current_roster()
-        places = self._state_places
-        if self._bucket_roster is roster and places is not None and places == places_of(self.state):
-            return
-        known = [(one, self.state[one.param]) for one in roster.params if self.state.get(one.param)]
-        found = [member_of(one, self._sharding.share_of(one.param)) for one, _ in known]
-        wanted = {id(member.param): member for member in found if member is not None}
-        current = []
-        for bucket in self._buckets:
-            if self._is_current(bucket, wanted):
-                current.append(bucket)
-                for member in bucket.members:
-                    del wanted[id(member.param)]
-        for member in wanted.values():
-            member.layout.check_state(
-                self.state[member.param], f"the state of a parameter of shape {member.layout.shape}"
-            )
-        gathered = [one for one, _ in known if one.is_gathered]
-        for one in gathered:
-            check_rows(one, self.state[one.param])
-        for one in gathered:
-            rows = self.state[one.param]
-            rows.update(
-                {name: rows[name].to(entry.dtype) for name, entry in one.layout.entries.items()}
-            )
-        for _, state in known:
-            _bring_step_to_cpu(state)
-        apart = {key: int(self.state[member.param]["step"]) for key, member in wanted.items()}
-        self._buckets = current
-        for bucket in make_buckets(wanted.values(), apart=apart) if wanted else ():
-            bucket.stack(self.state)
-            self._buckets.append(bucket)
-        self._bucket_roster, self._state_places = roster, places_of(self.state)
-
-    def _is_current(self, bucket: Bucket, wanted: Mapping[int, Member]) -> bool:
-        """Whether the bucket still has the right members and form, and the state of its members."""
-        for member in bucket.members:
-            new = wanted.get(id(member.param))
-            if new is None or (new.layout, new.layout.entries) != (member.layout, bucket.entries):
-                return False
-            if type(new.layout.rule) is not type(member.layout.rule):
-                return False
-            if (new.param.dtype, new.device) != (bucket.param_dtype, bucket.device):
-                return False
-        return bucket.is_stacked(self.state)
+        self._store.create(self._current_roster().params, self.state, self._groups.sharding)
 
     def state_pieces(self) -> Iterator[tuple[Tensor, Piece]]:
         """Yield the state on this rank as pieces of whole entries, each with its parameter, for
         other checkpoint formats. Nothing is copied or sent between ranks."""
         self._pending.finish()
         members, infos = (
-            self._members(),
+            self._store.members(),
             {id(one.param): one for one in self._current_roster().params},
         )
         for p, state in self.state.items():
-            member, share, one = members.get(id(p)), self._sharding.share_of(p), infos[id(p)]
+            member, share, one = members.get(id(p)), self._groups.sharding.share_of(p), infos[id(p)]
             for key, value in state.items():
                 offset, shape = (0,) * value.dim(), tuple(value.shape)
                 if key != "step" and share is not None:
-                    shape = one.layout.entries[key].shape_in(one.layout)
+                    shape = one.layout.shape_of(one.layout.entries[key])
                     if share.is_gathered:
                         offset = share.spread.rows(shape).box.offset
                     elif member is None:
                         continue
                     elif share.elementwise:
                         offset = share.region.offset
-                    elif one.layout.kind == "per_expert":
+                    elif one.layout.per_expert:
                         for slot, number in enumerate(member.numbers):
                             yield (
                                 p,
@@ -212,7 +144,7 @@ class StatefulOptimizer(GroupedOptimizer):
         """
         params = [p for group in self.param_groups for p in group["params"]]
         if any(map(is_flattened, params)) or not any(p.dim() > 1 for p in params):
-            self._check_whole()
+            self._groups.check_whole(self.param_groups)
         self._pending.finish()
         own = dict(self.state)
         try:
@@ -221,7 +153,7 @@ class StatefulOptimizer(GroupedOptimizer):
 
                 is_new = not any(state.get("step", 0) for state in own.values())
                 self._is_lent = self._is_lent or is_new
-                entries = whole_entries(spread, self._sharding, lend=is_new)
+                entries = whole_entries(spread, self._groups.sharding, lend=is_new)
                 self.state.update(
                     {p: {"step": own[p]["step"].clone(), **entries[p]} for p in entries}
                 )
@@ -233,7 +165,7 @@ class StatefulOptimizer(GroupedOptimizer):
 
     def _spread_state(self) -> list[tuple[ParamInfo, dict[str, Any]]]:
         """Return the parameters that are spread over ranks, with their state."""
-        if not self._sharding.has_shares:
+        if not self._groups.sharding.has_shares:
             return []
         roster = self._current_roster()
         return [
@@ -258,7 +190,7 @@ class StatefulOptimizer(GroupedOptimizer):
         known = {one.param: one for one in self._current_roster().params}
         lent = Lent({}, {}, [])
         if self._is_lent:
-            lent = Lent(known, dict(self.state), self._buckets)
+            lent = Lent(known, dict(self.state), self._store.buckets)
 
         def note(_: torch.optim.Optimizer, after_hooks: dict[str, Any]) -> dict[str, Any]:
             final.update(self._checked(after_hooks))
@@ -279,8 +211,8 @@ class StatefulOptimizer(GroupedOptimizer):
                 handle.remove()
         # accelerate replaces the parameters before the first step: do not keep the old ones alive
         if not self.state:
-            self._roster = None
-            self._sharding.forget()
+            self._groups.roster = None
+            self._groups.sharding.forget()
 
     def _checked(self, saved: dict[str, Any]) -> dict[str, Any]:
         """Return a saved optimizer with options that it lacks, and `ownership`, taken from this
@@ -295,7 +227,7 @@ class StatefulOptimizer(GroupedOptimizer):
                 f"{counts[0]}: they must be equal"
             )
         pairs = zip(self.param_groups, saved["param_groups"], strict=True)
-        groups = [as_own(own, theirs, self._rules[own["rule"]]) for own, theirs in pairs]
+        groups = [as_own(own, theirs, self._groups.rules[own["rule"]]) for own, theirs in pairs]
         checked = {**saved, "param_groups": groups, "state": dict(saved["state"])}
         sources = [(theirs, key) for theirs in saved["param_groups"] for key in theirs["params"]]
         states, num_completed = list(self._saved_states(checked)), 0
@@ -313,9 +245,9 @@ class StatefulOptimizer(GroupedOptimizer):
                     f"the saved group {number} has rule {theirs['rule']!r}, this optimizer's has "
                     f"{own['rule']!r}: they must be equal"
                 )
-            rule = self._rules[own["rule"]]
+            rule = self._groups.rules[own["rule"]]
             made = rule(**{name: theirs[name] for name in options_of(rule)})
-            self._unknown_in(theirs, made, exempt=self.defaults)
+            self._groups.unknown_in(theirs, made, exempt=self.defaults)
         if num_completed:
             report_taken(num_completed)
         return checked
@@ -326,26 +258,28 @@ class StatefulOptimizer(GroupedOptimizer):
             group.update({key: value for key, value in loaded.items() if callable(value)})
         states = {p: state for p, _, state in self._saved_states(saved) if state}
         self.state.update({p: {"step": _step_of(state)} for p, state in states.items()})
-        self._roster = None
-        self._sharding.forget_changed(self._make_roster().params)
+        self._groups.roster = None
+        self._groups.sharding.forget_changed(
+            self._groups.make_roster(self.param_groups, self.state).params
+        )
         known = [one for one in self._current_roster().params if one.param in states]
         steps = {id(one.param): self.state.pop(one.param)["step"] for one in known}
         spread = [
             (one, states[one.param])
             for one in known
-            if self._sharding.share_of(one.param) is not None
+            if self._groups.sharding.share_of(one.param) is not None
         ]
         if spread:
             self._take_room(known, steps, spread, lent)
-        self._create_state(known, steps)
+        self._store.create(known, self.state, self._groups.sharding, steps)
         for one in known:
-            if self._sharding.share_of(one.param) is None:
+            if self._groups.sharding.share_of(one.param) is None:
                 for name in one.layout.entries:
                     self.state[one.param][name].copy_(states[one.param][name])
         if spread:
             from lather.optim.sharded.entries import load_entries
 
-            load_entries(spread, self.state, self._sharding)
+            load_entries(spread, self.state, self._groups.sharding)
         ids = {index for group in saved["param_groups"] for index in group["params"]}
         self.state.update({key: x for key, x in saved["state"].items() if key not in ids})
 
@@ -365,26 +299,26 @@ class StatefulOptimizer(GroupedOptimizer):
             one.param in lent.states and _form(lent.params[one.param]) == _form(one)
             for one in known
         )
-        if not is_same or not are_lent(saved, lent.states, self._sharding):
+        if not is_same or not are_lent(saved, lent.states, self._groups.sharding):
             return
         for one in known:
             self.state[one.param] = {**lent.states[one.param], "step": steps[id(one.param)]}
-        self._buckets = lent.buckets
-        self._bring_buckets_up_to_date()
+        self._store.buckets = lent.buckets
+        self._store.bring_up_to_date(self._current_roster(), self.state, self._groups.sharding)
 
     def _take_back_state(self) -> None:
         """Move lent state, so that what steps change is not what `state_dict` returned."""
         for one in self._current_roster().params:
             if one.is_gathered and (state := self.state.get(one.param)):
                 self.state[one.param] = {name: x.clone() for name, x in state.items()}
-        self._is_lent, self._buckets, self._bucket_roster = False, [], None
+        self._is_lent, self._store = False, StateStore()
 
     def _saved_states(
         self, state_dict: dict[str, Any]
     ) -> Iterator[tuple[Tensor, Layout, dict[str, Any]]]:
         """Yield (parameter, its layout with the saved options, its saved state)."""
         for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            rule = self._rules[group["rule"]]
+            rule = self._groups.rules[group["rule"]]
             try:
                 made = rule(
                     **{name: saved_group.get(name, group[name]) for name in options_of(rule)}
@@ -394,13 +328,14 @@ class StatefulOptimizer(GroupedOptimizer):
             for p, saved_id in zip(group["params"], saved_group["params"], strict=True):
                 yield (
                     p,
-                    whole_layout(p, made, self._sharding.spread_of(p, group)),
+                    whole_layout(p, made, self._groups.sharding.spread_of(p, group)),
                     state_dict["state"].get(saved_id, {}),
                 )
 
-    def _reset_buckets(self) -> None:
-        self._buckets, self._streams, self._roster = [], SideStreams(), None
-        self._bucket_roster, self._state_places, self._is_lent = None, None, False
+    def _reset(self) -> None:
+        """Forget everything that was made for a state that has been replaced."""
+        self._plan, self._store, self._streams = None, StateStore(), SideStreams()
+        self._groups.roster, self._is_lent = None, False
         self._pending.forget()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -408,9 +343,7 @@ class StatefulOptimizer(GroupedOptimizer):
         self.__dict__.setdefault(
             "_pending", self._no_refreshes()
         )  # torch's load_state_dict calls this, too
-        self.__dict__.setdefault("_sharding", Sharding(None))
-        self.__dict__.setdefault("_is_made", True)
-        self._reset_buckets()
+        self._reset()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to pickle. Views become separate tensors, for otherwise pickle would
@@ -427,9 +360,7 @@ class StatefulOptimizer(GroupedOptimizer):
             p: {key: x.clone() if isinstance(x, Tensor) else x for key, x in entries.items()}
             for p, entries in state["state"].items()
         }
-        own = {"_counts": self._counts, "_default": self._default, "_rules": self._rules}
-        own["_named_keys"] = self._named_keys
-        own["_had_matrices"] = self._had_matrices
+        own = {"_counts": self._counts, "_groups": self._groups}
         return {**state, "state": defaultdict(dict, apart), **own}
 
     @property
@@ -470,21 +401,4 @@ def _check_complete(state: Mapping[str, Any], number: int, layout: Layout) -> No
 
 
 def _step_of(saved: Mapping[str, Any]) -> Tensor:
-    return _step_on_cpu(saved["step"]).clone()
-
-
-def _bring_step_to_cpu(state: dict[str, Any]) -> None:
-    """Make the step count of a parameter what torch's optimizers have; a tensor stays the same
-    object."""
-    before, step = state["step"], _step_on_cpu(state["step"])
-    if step is not before and not (isinstance(before, Tensor) and move_to(before, step)):
-        state["step"] = step
-
-
-def _step_on_cpu(step: Any) -> Tensor:
-    """Return a step count, given as a number or a tensor anywhere, as torch's optimizers keep
-    it."""
-    step = (
-        step.full_tensor() if hasattr(step, "full_tensor") else torch.as_tensor(step, device="cpu")
-    )
-    return step.detach().to("cpu", torch.float32)
+    return step_on_cpu(saved["step"]).clone()

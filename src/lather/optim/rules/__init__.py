@@ -1,6 +1,6 @@
-"""The rules, one file each. An import here registers a rule under its name, which `rule` in
-parameter groups and `[optim] name` of the trainer accept, and exports its optimizer from
-`lather.optim`.
+"""The rules, one file each. A rule that is listed here is registered under its name, which `rule`
+in parameter groups and `[optim] name` of the trainer accept; its optimizer is in
+`lather.optim.optimizers`.
 """
 
 from __future__ import annotations
@@ -8,26 +8,20 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from lather.optim.engine.optimizer import MatrixOptimizer as _Optimizer
 from lather.optim.rule import Rule
-from lather.optim.rules.adamw import AdamW as AdamW
-from lather.optim.rules.kl_soap import KLSOAP as KLSOAP
-from lather.optim.rules.kl_soap import REKLS as REKLS
-from lather.optim.rules.kl_soap import StackedSOAP as StackedSOAP
-from lather.optim.rules.muon import Muon as Muon
-from lather.optim.rules.soap import SOAP as SOAP
-from lather.optim.rules.soap import EmbeddingSOAP as EmbeddingSOAP
-from lather.optim.rules.soap_muon import SOAPMuon as SOAPMuon
+from lather.optim.rules.adamw import AdamWRule
+from lather.optim.rules.kl_soap import KLSOAPRule, REKLSRule, StackedSOAPRule
+from lather.optim.rules.muon import MuonRule
+from lather.optim.rules.soap import EmbeddingSOAPRule, SOAPRule
+from lather.optim.rules.soap_muon import SOAPMuonRule
 
-_OPTIMIZERS = [
-    one
-    for one in list(vars().values())
-    if isinstance(one, type) and issubclass(one, _Optimizer) and one is not _Optimizer
-]
-
-OPTIMIZER_OF: dict[type[Rule], type[_Optimizer]] = {one.rule: one for one in _OPTIMIZERS}
-"""The registered rules, each with the optimizer whose default rule it is."""
-RULES: dict[str, type[Rule]] = {rule.name: rule for rule in OPTIMIZER_OF}
+RULES: dict[str, type[Rule]] = {
+    rule.name: rule
+    for rule in (
+        *(AdamWRule, KLSOAPRule, REKLSRule, StackedSOAPRule),
+        *(MuonRule, SOAPRule, EmbeddingSOAPRule, SOAPMuonRule),
+    )
+}
 """The registered rules by name."""
 
 

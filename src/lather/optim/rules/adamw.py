@@ -19,11 +19,9 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import ParamsT
 
 from lather.device import is_gpu
 from lather.kernels.adam_in_basis import adam_in_basis
-from lather.optim.engine.optimizer import MatrixOptimizer, constructor
 from lather.optim.options import Betas, NonNegative, Rate
 from lather.optim.rule import Entry, Matrix, Rule, State, Tensors
 from lather.torch_private import foreach_copy_, fused_adamw_
@@ -128,14 +126,3 @@ class AdamWRule(Rule):
             amsgrad=False,
             maximize=self.maximize,
         )
-
-
-class AdamW(MatrixOptimizer):
-    """Adam with decoupled weight decay, with the engine's sharding, state dtypes and
-    checkpoints."""
-
-    rule = AdamWRule
-
-    @constructor(AdamWRule)
-    def __init__(self, params: ParamsT, rule: Rule) -> None:
-        super().__init__(params, rule)

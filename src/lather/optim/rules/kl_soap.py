@@ -18,10 +18,8 @@ from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar, Literal
 
 from torch import Tensor
-from torch.optim.optimizer import ParamsT
 
 from lather.kernels.adam_in_basis import adam_in_basis
-from lather.optim.engine.optimizer import MatrixOptimizer, constructor
 from lather.optim.linalg.kronecker import precondition, update_kronecker_factors_kl
 from lather.optim.options import Betas, Decay, Interval, NonNegative, Positive, Rate, Steps
 from lather.optim.rule import Entry, Matrix, Rule, State
@@ -150,34 +148,3 @@ class StackedSOAPRule(KLSOAPRule):
                 "parameter_groups(model, "
                 "expert_layout='stacked'), or use KLSOAP for experts one by one"
             )
-
-
-class KLSOAP(MatrixOptimizer):
-    """SOAP with KL-corrected statistics that include the step's own gradient (arXiv:2509.03378)."""
-
-    rule = KLSOAPRule
-
-    @constructor(KLSOAPRule)
-    def __init__(self, params: ParamsT, rule: Rule) -> None:
-        super().__init__(params, rule)
-
-
-class REKLS(KLSOAP):
-    """KLSOAP with a full eigendecomposition of every factor at every step: the exact rule that
-    KLSOAP approximates."""
-
-    rule = REKLSRule
-
-    @constructor(REKLSRule)
-    def __init__(self, params: ParamsT, rule: Rule) -> None:
-        MatrixOptimizer.__init__(self, params, rule)
-
-
-class StackedSOAP(KLSOAP):
-    """KLSOAP that treats a stack of experts (b, m, n) as one matrix with shared factors."""
-
-    rule = StackedSOAPRule
-
-    @constructor(StackedSOAPRule)
-    def __init__(self, params: ParamsT, rule: Rule) -> None:
-        MatrixOptimizer.__init__(self, params, rule)

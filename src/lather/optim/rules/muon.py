@@ -9,9 +9,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Annotated, ClassVar, Literal
 
 from torch import Tensor
-from torch.optim.optimizer import ParamsT
 
-from lather.optim.engine.optimizer import MatrixOptimizer, constructor
 from lather.optim.linalg.newton_schulz import orthogonalize, update_scale, with_norm_of
 from lather.optim.options import Count, Decay, NonNegative, Range, Rate, Scale
 from lather.optim.rule import Entry, Matrix, Rule, State
@@ -81,14 +79,3 @@ class MuonRule(Rule):
             v = s["row_moment"].lerp_(u.square().mean(-1), 1 - self.beta2)
             u = with_norm_of(u, u / (v.sqrt() + 1e-8).unsqueeze(-1))
         return u.mul_(update_scale(u.shape[1:], self.scale))
-
-
-class Muon(MatrixOptimizer):
-    """Momentum of each matrix and each expert, orthogonalised by Newton-Schulz; vectors take
-    AdamW's step at the same learning rate."""
-
-    rule = MuonRule
-
-    @constructor(MuonRule)
-    def __init__(self, params: ParamsT, rule: Rule) -> None:
-        super().__init__(params, rule)

@@ -21,11 +21,8 @@ from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import ParamsT
 
 from lather.kernels.adam_in_basis import adam_in_basis
-from lather.optim.engine.arguments import Published
-from lather.optim.engine.optimizer import MatrixOptimizer, constructor
 from lather.optim.linalg.kronecker import (
     bias_corrected_beta,
     precondition,
@@ -202,33 +199,3 @@ class EmbeddingSOAPRule(SOAPRule):
     or it is rotated into the new basis."""
 
     name: ClassVar[str] = "embedding_soap"
-
-
-PUBLISHED: Published = {
-    "use_eigh": (True, "refresh_method", "auto", "eigh"),
-    "use_decoupled_weight_decay": (False, "weight_decay_method", "decoupled", "l2"),
-}
-"""Arguments of the SOAP of Emerging-Optimizers."""
-
-
-class SOAP(MatrixOptimizer):
-    """Adam in the slowly turning eigenbasis of Shampoo's preconditioner (arXiv:2409.11321)."""
-
-    rule = SOAPRule
-    published = PUBLISHED
-
-    @constructor(SOAPRule)
-    def __init__(self, params: ParamsT, rule: Rule) -> None:
-        super().__init__(params, rule)
-
-
-class EmbeddingSOAP(MatrixOptimizer):
-    """SOAP with defaults for embeddings and heads: one basis, on the smaller (hidden) side,
-    refreshed at every step."""
-
-    rule = EmbeddingSOAPRule
-    published = PUBLISHED
-
-    @constructor(EmbeddingSOAPRule)
-    def __init__(self, params: ParamsT, rule: Rule) -> None:
-        super().__init__(params, rule)

@@ -19,13 +19,11 @@ from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import ParamsT
 
 from lather.kernels.adam_in_basis import adam_in_basis
-from lather.optim.engine.optimizer import MatrixOptimizer, constructor
 from lather.optim.linalg.kronecker import precondition, update_kronecker_factors
 from lather.optim.options import Count, Decay, NonNegative
-from lather.optim.rule import Entry, Matrix, Rule, State, rms
+from lather.optim.rule import Entry, Matrix, State, rms
 from lather.optim.rules.bases import BasisRule
 from lather.optim.rules.muon import MuonRule
 
@@ -82,14 +80,3 @@ class SOAPMuonRule(MuonRule, BasisRule):
     @property
     def first_refresh(self) -> int:
         return self.muon_warmup_steps
-
-
-class SOAPMuon(MatrixOptimizer):
-    """Muon whose momentum is first preconditioned in eigenbases; vectors take AdamW's step at the
-    same learning rate."""
-
-    rule = SOAPMuonRule
-
-    @constructor(SOAPMuonRule)
-    def __init__(self, params: ParamsT, rule: Rule) -> None:
-        super().__init__(params, rule)

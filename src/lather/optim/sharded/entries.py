@@ -23,9 +23,10 @@ from torch.distributed.tensor import DTensor
 
 from lather.optim.engine.buckets import in_batches
 from lather.optim.engine.roster import ParamInfo
+from lather.optim.sharded.exchange import Transfer
 from lather.optim.sharded.owners import OwnedParameter, OwnedUnit, matrices_of
 from lather.optim.sharded.placement import Box, Spread, local, spread_of_dtensor
-from lather.optim.sharded.sharding import Sharding, Transfer
+from lather.optim.sharded.sharding import Sharding
 from lather.torch_private import dtensor_over
 
 BATCH_BYTES = 2**24
@@ -65,7 +66,7 @@ class SpreadEntry:
         if self.share.elementwise or not units or not any(rows):
             return None
         numbers = [unit.number for unit in units]
-        if self.share.layout.kind == "per_expert":
+        if self.share.layout.per_expert:
             if not set(range(first[0], first[0] + rows[0])) <= set(numbers):
                 return None
             first = (numbers.index(first[0]),)
@@ -180,7 +181,7 @@ def _batches(states: States, sharding: Sharding) -> list[list[SpreadEntry]]:
             share = sharding.share_of(one.param)
             assert share is not None
             for name, kept in one.layout.entries.items():
-                shape = kept.shape_in(one.layout)
+                shape = one.layout.shape_of(kept)
                 spread = (
                     share.spread
                     if share.elementwise and not share.travels

@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lather.optim.engine.buckets import Bucket, Member, States
-from lather.optim.engine.plan import apply_, open_buckets
+from lather.optim.engine.buckets import Bucket, States
+from lather.optim.engine.plan import open_buckets
 from lather.optim.engine.roster import ParamInfo
+from lather.optim.sharded.exchange import GatheredMember, Transfer
 from lather.optim.sharded.owners import OwnedParameter, OwnedUnit
 from lather.optim.sharded.placement import Box, Spread, local, local_grad
-from lather.optim.sharded.sharding import Sharding, Transfer
+from lather.optim.sharded.sharding import Sharding
 
 
 def initial_rows(one: ParamInfo) -> dict[str, Tensor]:
@@ -30,7 +31,7 @@ def initial_rows(one: ParamInfo) -> dict[str, Tensor]:
     assert one.spread is not None
     found = {}
     for name, entry in one.layout.entries.items():
-        box = one.spread.rows(entry.shape_in(one.layout)).box
+        box = one.spread.rows(one.layout.shape_of(entry)).box
         found[name] = torch.full(
             box.size, entry.initial or 0.0, dtype=entry.dtype, device=one.param.device
         )
@@ -44,7 +45,7 @@ def check_rows(one: ParamInfo, state: dict[str, Any]) -> None:
     assert one.spread is not None
     expected: dict[str, object] = {"step": ()}
     for name, entry in one.layout.entries.items():
-        expected[name] = one.spread.rows(entry.shape_in(one.layout)).box.size
+        expected[name] = one.spread.rows(one.layout.shape_of(entry)).box.size
     found = {name: tuple(getattr(x, "shape", ())) for name, x in state.items()}
     if found != expected:
         key = next(key for key in (*expected, *found) if expected.get(key) != found.get(key))
@@ -84,7 +85,7 @@ class Gathered:
             ).move([part], [out], group)
             return out
 
-        member = Member(one.param, one.layout, range(one.layout.batch), None)
+        member = GatheredMember(one.param, one.layout, range(one.layout.batch))
         grad, weight = local_grad(one.param), local(one.param)
         member.received = gather(grad, spread, grad.new_empty(spread.shape))
         member.received_weight = (
@@ -94,19 +95,17 @@ class Gathered:
         self.bucket = Bucket([member])
         self.state: States = {one.param: self.bucket.allocate()[0]}
         """The whole state, without `step`."""
-        self._changed, self._update = (
-            weight,
-            member.update[spread.box.within(Box.whole(spread.shape))],
-        )
+        self.weight = weight
+        """This rank's part of the parameter."""
+        self.update = member.update[spread.box.within(Box.whole(spread.shape))]
+        """The update of this part, after the update phase."""
         for name, view in self.state[one.param].items():
             own = spread.rows(tuple(view.shape))
             gather(rows[name], own, view)
             self._kept.append((rows[name], view[own.box.within(Box.whole(own.shape))]))
         open_buckets([self.bucket], self.state)
 
-    def keep(self, lr: float, decay: float) -> None:
-        """End the step: store this rank's rows of the new state and change its part of the
-        parameter."""
-        apply_([self._changed], [self._update], lr, decay)
+    def keep(self) -> None:
+        """Store this rank's rows of the new state."""
         for rows, part in self._kept:
             rows.copy_(part)

@@ -64,7 +64,7 @@ class OwnedParameter:
     def elementwise(self) -> bool:
         """Whether the units are rows, which their owners update in place; a rank owns at most one.
         Otherwise units are matrices."""
-        return self.layout.kind == "elements"
+        return self.layout.elementwise
 
     @cached_property
     def own(self) -> tuple[OwnedUnit, ...]:
@@ -113,7 +113,7 @@ def matrices_of(layout: Layout, shape: tuple[int, ...] | None = None) -> list[Bo
     whole = Box.whole(layout.shape if shape is None else shape)
     return (
         [whole.cut(0, layout.batch, number) for number in range(layout.batch)]
-        if layout.kind == "per_expert"
+        if layout.per_expert
         else [whole]
     )
 

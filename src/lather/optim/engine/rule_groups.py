@@ -1,121 +1,125 @@
-"""`GroupedOptimizer`: parameter groups, each with its rule, and the roster of parameters that is
-made from them."""
+"""`RuleGroups`: the rules of an optimizer's parameter groups, and the roster of parameters that is
+made from the groups."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any
 
-import torch
 from torch import Tensor
-from torch.optim.optimizer import ParamsT
 
 from lather.optim.engine import flat
 from lather.optim.engine.arguments import Published, translated
+from lather.optim.engine.buckets import States
 from lather.optim.engine.group_keys import listed, unknown_keys
 from lather.optim.engine.matrix_layout import Layout, layout_of, rule_for_dtype
+from lather.optim.engine.plan import is_unchanged, weight_places
 from lather.optim.engine.roster import GroupSettings, ParamInfo, Roster, group_options, names_of
 from lather.optim.options import name_of, options_of
 from lather.optim.plain import as_count
 from lather.optim.rule import Rule
+from lather.optim.rules import RULES, find_rule
 from lather.optim.sharded.placement import Spread
 from lather.optim.sharded.sharding import Sharding
 
 GIB = 2**30
 
+Groups = list[dict[str, Any]]
+"""Parameter groups of an optimizer."""
 
-class GroupedOptimizer(torch.optim.Optimizer):
-    """Optimizer with parameter groups that hold the options of their rules as plain values."""
 
-    published: ClassVar[Published] = {}
-    """Names of the published interface for options, which arguments and groups may use."""
-    _unknown_keys: frozenset[str] = frozenset()
-    """Keys that mean nothing to the rules of their groups."""
-    _named_keys: frozenset[str] = frozenset()
-    """Keys of that kind that a warning has named."""
+class RuleGroups:
+    """The rules of the parameter groups of an optimizer. The groups themselves, which hold the
+    options of their rules as plain values, belong to the optimizer, and are given to the methods.
+    """
 
-    def __init__(self, params: ParamsT, rule: Rule) -> None:
-        self._default, self._rules = rule, {name_of(type(rule)): type(rule)}
-        self._roster: Roster | None = None
-        self._sharding = Sharding(rule.tp_group)
-        self._had_matrices: dict[str, bool] = {}
+    def __init__(self, default: Rule, published: Published) -> None:
+        """`default`: rule of the groups that do not give one. `published`: names of the published
+        interface for options, which groups may use."""
+        self.published = published
+        self.default, self.rules = default, {name_of(type(default)): type(default)}
+        self.defaults = {name: getattr(default, name) for name in options_of(type(default))}
+        """Options of the default rule; a group may contain them though its rule has no such
+        options."""
+        self.sharding = Sharding(default.tp_group)
+        self.roster: Roster | None = None
+        """Roster of the groups, if it was made."""
+        self.had_matrices: dict[str, bool] = {}
         """Name of each rule for matrices (or that keeps their norms) -> whether it has had any."""
-        self._is_made = False
-        if isinstance(params, torch.nn.Module):
-            raise TypeError(
-                f"params is a model, {type(params).__name__}: give parameter_groups(model), "
-                "or model.parameters() for one rule on all parameters"
-            )
-        super().__init__(params, {name: getattr(rule, name) for name in options_of(type(rule))})
-        self._is_made = True
-        self._check_whole()
-        flat.warn_without_matrices(self.param_groups, self._had_matrices, rule)
+        self._is_complete = False
+        """Whether the groups that the optimizer was made with are there."""
+        self._unknown: frozenset[str] = frozenset()
+        """Keys that mean nothing to the rules of their groups."""
+        self._named: frozenset[str] = frozenset()
+        """Keys of that kind that a warning has named."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is pickled: all but what belongs to this process."""
+        return {**self.__dict__, "roster": None, "sharding": Sharding(None)}
+
+    def complete(self, groups: Groups) -> None:
+        """Check and name what only all groups together show, when all are there."""
+        self._is_complete = True
+        self.check_whole(groups)
+        flat.warn_without_matrices(groups, self.had_matrices, self.default)
         self._name_unknown_keys()
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with their own options; a bad option, layout or parameter raises before
-        the group is added.
-
-        A parameter that is given twice (tied weights) counts once. Keys that are no options are
-        kept and ignored, unless they ask for another rule or step, or look like misspelt options,
-        which raise (`lather.optim.engine.group_keys`).
-        """
-        number = len(self.param_groups)
-        with _naming(param_group, number):
-            param_group = translated(param_group, self.published, self.defaults)
-            rule, given = self._rule_of(param_group)
-            given = {**given, **{k: param_group[k] for k in options_of(rule) if k in param_group}}
-            own = group_options(given, rule, self._default)
+    def add(
+        self, given: dict[str, Any], groups: Groups, append: Callable[[dict[str, Any]], None]
+    ) -> None:
+        """Check a group and add it to the groups by `append`, the method of torch's optimizers; a
+        bad option, layout or parameter raises, and the group is not added."""
+        number = len(groups)
+        with _naming(given, number):
+            given = translated(given, self.published, self.defaults)
+            rule, of_rule = self._rule_of(given)
+            of_rule = {**of_rule, **{k: given[k] for k in options_of(rule) if k in given}}
+            own = group_options(of_rule, rule, self.default)
             made = rule(**own)
-            unknown = self._unknown_in(param_group, made, inert=self.defaults)
-            plain = {name: getattr(made, name) for name in own} | listed(param_group)
-            if "partition_dim" in param_group:
-                plain["partition_dim"] = as_count(param_group["partition_dim"])
-            params = _each_once(param_group["params"])
-            group = {**param_group, "params": params, **plain, "rule": name_of(rule)}
-            super().add_param_group(group)
-        added = self.param_groups[-1]
-        self._rules[name_of(rule)] = rule
+            unknown = self.unknown_in(given, made, inert=self.defaults)
+            plain = {name: getattr(made, name) for name in own} | listed(given)
+            if "partition_dim" in given:
+                plain["partition_dim"] = as_count(given["partition_dim"])
+            params = _each_once(given["params"])
+            append({**given, "params": params, **plain, "rule": name_of(rule)})
+        added = groups[-1]
+        self.rules[name_of(rule)] = rule
         try:
             with _naming(added, number):
                 has_matrices = self._check_group(added, made)
-            if self._is_made:
-                self._check_whole()
+            if self._is_complete:
+                self.check_whole(groups)
         except (TypeError, ValueError):
-            self.param_groups.pop()
+            groups.pop()
             raise
-        self._unknown_keys |= unknown
+        self._unknown |= unknown
         if has_matrices or flat.is_for_matrices(made):
             name = name_of(rule)
-            self._had_matrices[name] = has_matrices or self._had_matrices.get(name, False)
-        self._roster = None
+            self.had_matrices[name] = has_matrices or self.had_matrices.get(name, False)
+        self.roster = None
 
-    def _unknown_in(self, group: Mapping[str, Any], rule: Rule, **allowed: Any) -> frozenset[str]:
+    def unknown_in(self, group: Mapping[str, Any], rule: Rule, **allowed: Any) -> frozenset[str]:
         """Return the keys that mean nothing to the group's rule; raises as `unknown_keys` does."""
-        from lather.optim.rules import RULES  # which imports this module
-
-        return frozenset(unknown_keys(group, rule, {**RULES, **self._rules}, **allowed))
+        return frozenset(unknown_keys(group, rule, {**RULES, **self.rules}, **allowed))
 
     def _name_unknown_keys(self) -> None:
         """Name in one warning the keys that mean nothing to the rules of their groups, except for
         those that an earlier warning has named."""
-        if new := self._unknown_keys - self._named_keys:
-            self._named_keys |= new
+        if new := self._unknown - self._named:
+            self._named |= new
             text = "keys of parameter groups that mean nothing to their rules are kept and ignored"
             warnings.warn(f"{text}: {', '.join(sorted(new))}", stacklevel=2)
 
     def _rule_of(self, group: Mapping[str, Any]) -> tuple[type[Rule], dict[str, Any]]:
         """Return the class of the rule that a group names, and the options of a rule that is given
         as an instance."""
-        named = group.get("rule", type(self._default))
+        named = group.get("rule", type(self.default))
         if isinstance(named, Rule):
             return type(named), {name: getattr(named, name) for name in options_of(type(named))}
         if isinstance(named, str):
-            from lather.optim.rules import find_rule  # which imports this module
-
-            return self._rules.get(named) or find_rule(named), {}
+            return self.rules.get(named) or find_rule(named), {}
         found = getattr(named, "rule", named)  # a class of optimizers stands for its rule
         if not (isinstance(found, type) and issubclass(found, Rule)):
             raise TypeError(
@@ -129,7 +133,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         the rule has a matrix in the group."""
         settings, has_matrices = GroupSettings(group, type(rule)), False
         for name, p in zip(names_of(group), group["params"], strict=True):
-            spread = self._sharding.spread_of(p, group, name)
+            spread = self.sharding.spread_of(p, group, name)
             if p.is_complex():
                 raise TypeError(
                     f"{name} is complex ({p.dtype}); {name_of(type(rule))} takes real parameters: "
@@ -162,57 +166,55 @@ class GroupedOptimizer(torch.optim.Optimizer):
             has_matrices = has_matrices or flat.is_matrix(layout)
         return has_matrices
 
-    def _check_whole(self) -> None:
+    def check_whole(self, groups: Groups) -> None:
         """Raise ValueError if the groups contain flat pieces that a rule would take for vectors."""
-        known = [group for group in self.param_groups if group["rule"] in self._rules]
-        settings = [GroupSettings(group, self._rules[group["rule"]]) for group in known]
-        flat.check_whole(settings, self._had_matrices)
+        known = [group for group in groups if group["rule"] in self.rules]
+        settings = [GroupSettings(group, self.rules[group["rule"]]) for group in known]
+        flat.check_whole(settings, self.had_matrices)
 
-    def _current_roster(self) -> Roster:
+    def current_roster(self, groups: Groups, state: States) -> Roster:
         """Return the roster. If parameters or options have changed it is made again; an option that
         is now out of range raises ValueError."""
-        if self._roster is None or not self._is_unchanged(self._roster):
-            self._roster = None
-            roster = self._make_roster()
-            self._sharding.plan(roster.params)
-            self._roster = roster
-        return self._roster
+        if self.roster is None or not is_unchanged(self.roster, groups):
+            self.roster = None
+            roster = self.make_roster(groups, state)
+            self.sharding.plan(roster.params)
+            self.roster = roster
+        return self.roster
 
-    def _is_unchanged(self, roster: Roster) -> bool:
-        """Whether the roster is still valid; it then has the numbers of this step."""
-        raise NotImplementedError
-
-    def _make_roster(self) -> Roster:
+    def make_roster(self, param_groups: Groups, state: States) -> Roster:
+        """Make a new roster; parameters without gradients and `state` are not in it if they are
+        frozen."""
         groups, params, frozen, unknown = [], [], [], set[str]()
-        for number, group in enumerate(self.param_groups):
-            if group["rule"] not in self._rules:
+        for number, group in enumerate(param_groups):
+            if group["rule"] not in self.rules:
                 raise ValueError(
                     f"rule {group['rule']!r} of a parameter group was set after the optimizer was "
                     "made: make a new optimizer, "
                     "or give add_param_group other parameters with that rule"
                 )
             with _naming(group, number):
-                settings = GroupSettings(group, self._rules[group["rule"]])
-                unknown |= self._unknown_in(group, settings.rule, exempt=self.defaults)
+                settings = GroupSettings(group, self.rules[group["rule"]])
+                unknown |= self.unknown_in(group, settings.rule, exempt=self.defaults)
             if lists := listed(group):
                 group.update(lists)
-                settings = GroupSettings(group, self._rules[group["rule"]])
+                settings = GroupSettings(group, self.rules[group["rule"]])
             groups.append(settings)
         for settings in groups:
             group = settings.group
             group.update(settings.plain)
             for name, p in zip(names_of(group), group["params"], strict=True):
-                if not p.requires_grad and p.grad is None and not self.state.get(p):
+                if not p.requires_grad and p.grad is None and not state.get(p):
                     frozen.append(p)
                     continue
-                spread = self._sharding.spread_of(p, group)
+                spread = self.sharding.spread_of(p, group)
                 params.append(
                     ParamInfo(p, settings, name, whole_layout(p, settings.rule, spread), spread)
                 )
-        self._unknown_keys |= unknown
+        self._unknown |= unknown
         self._name_unknown_keys()
-        flat.check_whole(groups, self._had_matrices)
-        return Roster(groups, params, frozen)
+        flat.check_whole(groups, self.had_matrices)
+        return Roster(groups, params, frozen, weight_places(params))
 
 
 @contextmanager

@@ -1,0 +1,329 @@
+"""One exchange between the ranks over which parameters are spread: gradients are sent to the owners
+of matrices, and updates back.
+
+    RegionMember, GatheredMember   this rank's work on a parameter that is spread over ranks
+    OwnerExchange                  the exchange of one batch of parameters
+    Transfer                       one all-to-all of parts of tensors between the ranks of a mesh
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lather.optim.engine.buckets import Member
+from lather.optim.engine.roster import REPLACEMENT, Change, ParamInfo
+from lather.optim.sharded.owners import OwnedParameter, OwnedUnit
+from lather.optim.sharded.placement import Box, Index, local, local_grad
+from lather.torch_private import foreach_copy_
+
+
+@dataclass(eq=False)
+class RegionMember(Member):
+    """A region of this rank's part of a parameter."""
+
+    index: Index
+    """Index of the region in this rank's part."""
+
+    def grad(self) -> Tensor:
+        return local_grad(self.param)[self.index]
+
+    def weight(self) -> Tensor:
+        return local(self.param)[self.index]
+
+
+@dataclass(eq=False)
+class GatheredMember(Member):
+    """Matrices that this rank owns and gathers; its tensors exist during a step."""
+
+    received: Tensor | None = None
+    """Gathered gradient."""
+    received_weight: Tensor | None = None
+    """Gathered weight, if the update depends on it."""
+    update: Tensor | None = None
+    """Tensor into which the update is written before it is sent."""
+
+    is_sent = True
+
+    def grad(self) -> Tensor:
+        assert self.received is not None
+        return self.received
+
+    def weight(self) -> Tensor:
+        assert self.received_weight is not None
+        return self.received_weight
+
+    def target(self) -> Tensor:
+        assert self.update is not None
+        return self.update
+
+
+def member_of(one: ParamInfo, share: OwnedParameter) -> Member | None:
+    """Return the member for this rank's work on a parameter that is spread over ranks, or None if
+    it has none."""
+    if not share.own:
+        return None
+    numbers = tuple(unit.number for unit in share.own)
+    if share.in_place:
+        index = share.region.within(share.spread.box)
+        layout = one.layout.of_part(
+            share.region.size, contiguous=local(one.param)[index].is_contiguous()
+        )
+        return RegionMember(
+            one.param, layout, range(layout.batch) if share.elementwise else numbers, index
+        )
+    shape = one.layout.shape
+    if one.layout.per_expert:
+        shape = (len(numbers), *shape[1:])
+    return GatheredMember(one.param, one.layout.of_part(shape), numbers)
+
+
+class OwnerExchange:
+    """The exchange of one batch of similar parameters on one mesh, whose matrices are owned by
+    other ranks than those that hold them.
+
+    Call launch_in and finish_in, then let the owners compute, then call launch_out and finish_out.
+    For elementwise rules only new weights are sent, to the ranks that hold copies.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[tuple[ParamInfo, OwnedParameter]],
+        group: dist.ProcessGroup,
+        members: Mapping[int, Member],
+    ) -> None:
+        """`params`: parameters with their owners; `members`: id of a parameter -> its member on
+        this rank."""
+        self.params, shares, self.group = (
+            [one for one, _ in params],
+            [share for _, share in params],
+            group,
+        )
+        first = self.params[0]
+        self.dtype, self.elementwise, self.device = (
+            first.param.dtype,
+            shares[0].elementwise,
+            local(first.param).device,
+        )
+        self.update_dtype = self.dtype if self.elementwise else first.rule.compute_dtype
+        self.has_statistics, self.needs_weights = first.has_statistics, first.needs_weights
+        if not self.elementwise:
+            self.inward = Transfer(shares, inward=True)
+        self.outward = Transfer(shares, inward=False)
+        found = ((item, members.get(id(one.param))) for item, one in enumerate(self.params))
+        self._own = {item: member for item, member in found if isinstance(member, GatheredMember)}
+        """Number of a parameter -> its member, if this rank owns matrices of it and gathers
+        them."""
+        self._arriving: dict[str, Arriving] | None = None
+        """Field of the members -> the transfer of its values; empty when they are there, None
+        before they are sent."""
+        self._leaving: list[Arriving] = []
+        self._versions: list[int] = []
+        """Versions of the settings of the parameters from which `_changes` were read."""
+        self._changes: list[Change] = []
+
+    def launch_in(self) -> None:
+        """Start to send gradients, and weights if the rule needs them, unless that has been done
+        already."""
+        if self._arriving is not None or self.elementwise:
+            return
+        sources = {"received": [local_grad(one.param) for one in self.params]}
+        if self.needs_weights:
+            sources["received_weight"] = [local(one.param) for one in self.params]
+        self._arriving = {
+            name: self.inward.launch(some.__getitem__, self.dtype, self.device, self.group)
+            for name, some in sources.items()
+        }
+
+    def finish_in(self) -> None:
+        """Assemble the received gradients and weights of the matrices that this rank owns, and
+        allocate their updates."""
+        for name, arriving in (self._arriving or {}).items():
+            whole = {
+                item: torch.empty(member.layout.shape, dtype=self.dtype, device=self.device)
+                for item, member in self._own.items()
+            }
+            put(arriving(), whole.__getitem__)
+            for item, member in self._own.items():
+                setattr(member, name, whole[item])
+        self._arriving = {}
+        for member in self._own.values():
+            if member.update is None:
+                member.update = torch.empty(
+                    member.layout.shape, dtype=self.update_dtype, device=self.device
+                )
+
+    def launch_out(self) -> None:
+        """Start to send updates, and free the gradients."""
+
+        def source(item: int) -> Tensor:
+            update = None if self.elementwise else self._own[item].update
+            return local(self.params[item].param) if update is None else update
+
+        leaving = self.outward.launch(source, self.update_dtype, self.device, self.group)
+        self.forget()
+        self._leaving = [leaving]
+
+    def finish_out(self) -> dict[Change, tuple[list[Tensor], list[Tensor]]]:
+        """Receive the updates, and return for each change this rank's parts of the parameters and
+        their updates."""
+        versions = [one.settings.version for one in self.params]
+        if versions != self._versions:
+            self._versions, self._changes = versions, [one.change() for one in self.params]
+        changes: dict[Change, tuple[list[Tensor], list[Tensor]]] = {}
+        for route, update in self._leaving.pop()():
+            change = REPLACEMENT if self.elementwise else self._changes[route.item]
+            weights, updates = changes.setdefault(change, ([], []))
+            weights.append(local(self.params[route.item].param)[route.where])
+            updates.append(update)
+        return changes
+
+    def forget(self) -> None:
+        """Free the tensors of this step, when the updates are being sent or after an error."""
+        for member in self._own.values():
+            member.received = member.received_weight = member.update = None
+        self._arriving, self._leaving = None, []
+
+
+class TensorRegion(NamedTuple):
+    """A part of tensor number `item`; all ranks number the tensors in the same way."""
+
+    item: int
+    where: Index
+    size: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.size)
+
+
+Parts = list[tuple[TensorRegion, Tensor]]
+"""Received tensors, each with the region that it is for."""
+
+Arriving = Callable[[], Parts]
+"""Function to be called once, which makes the current stream wait for the transfer and returns what
+was received."""
+
+
+class Transfer:
+    """The routes of an all-to-all: which parts of which tensors are sent from which rank to which.
+
+    Inward: from the ranks that hold parts of a matrix to its owner; if there are several copies of
+    a part, one is sent, or none if the owner holds one. Outward: from the owner to every rank that
+    holds a part or a copy of one. Sender and receiver know the order of the parts, so only their
+    elements are sent.
+    """
+
+    def __init__(self, shares: Sequence[OwnedParameter], *, inward: bool) -> None:
+        self._sends: list[list[TensorRegion]] = [[] for _ in shares[0].spread.ranks]
+        """Regions to send, by the receiver's position."""
+        self._receives: list[list[TensorRegion]] = [[] for _ in shares[0].spread.ranks]
+        """Regions to receive, by the sender's position."""
+        self._kept: list[tuple[TensorRegion, TensorRegion]] = []
+        """Source and target regions of parts that are copied within this rank."""
+        units = chain.from_iterable(share.units for share in shares)
+        self._is_needed = any(
+            unit.owner not in unit.holders if inward else not unit.stays for unit in units
+        )
+        """Whether any rank sends anything to another; if not, no rank calls all-to-all."""
+        for item, share in enumerate(shares):
+            spread = share.spread
+            for unit in share.units:
+                for box in spread.positions_of if unit.owner == spread.position else (spread.box,):
+                    self._add(item, share, unit, box, inward)
+
+    def _add(
+        self, item: int, share: OwnedParameter, unit: OwnedUnit, box: Box, inward: bool
+    ) -> None:
+        """Add the routes for the part of the unit in `box` that this rank sends or receives, in the
+        same order on all ranks."""
+        overlap, me, positions = (
+            box.overlap(unit.box),
+            share.spread.position,
+            share.spread.positions_of[box],
+        )
+        if overlap is None:
+            return
+        boxes = (box, share.origin(unit) if unit.owner == me else unit.box)
+        start, to = (TensorRegion(item, overlap.within(outer), overlap.size) for outer in boxes)
+        pairs = [
+            (
+                unit.owner if unit.owner in positions else positions[unit.number % len(positions)],
+                unit.owner,
+            )
+        ]
+        if not inward:
+            start, to, pairs = to, start, [(unit.owner, position) for position in positions]
+        for sender, receiver in pairs:
+            if sender == receiver == me:
+                self._kept += [] if share.in_place else [(start, to)]
+            elif sender == me:
+                self._sends[receiver].append(start)
+            elif receiver == me:
+                self._receives[sender].append(to)
+
+    def launch(
+        self,
+        sources: Callable[[int], Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+        group: dist.ProcessGroup,
+    ) -> Arriving:
+        """Start the all-to-all; all ranks of the group call this together. `sources`: function from
+        the number of a tensor to this rank's tensor."""
+        kept = [(to, sources(start.item)[start.where]) for start, to in self._kept]
+        if not self._is_needed:
+            return lambda: kept
+        sends, receives = list(chain(*self._sends)), list(chain(*self._receives))
+        sizes_out, sizes_in = (
+            [sum(route.numel for route in some) for some in routes]
+            for routes in (self._sends, self._receives)
+        )
+        packed, arriving = (
+            torch.empty(sum(sizes), dtype=dtype, device=device) for sizes in (sizes_out, sizes_in)
+        )
+        if sends:
+            foreach_copy_(
+                _split(packed, sends), [sources(route.item)[route.where] for route in sends]
+            )
+        work = dist.all_to_all_single(
+            arriving, packed, sizes_in, sizes_out, group=group, async_op=True
+        )
+
+        def wait() -> Parts:
+            nonlocal packed
+            work.wait()
+            del packed  # it must exist until the transfer has ended
+            return [*kept, *zip(receives, _split(arriving, receives), strict=True)]
+
+        return wait
+
+    def move(
+        self, sources: Sequence[Tensor], targets: Sequence[Tensor], group: dist.ProcessGroup
+    ) -> None:
+        """Transfer everything now, between tensors of one dtype and device."""
+        put(
+            self.launch(sources.__getitem__, sources[0].dtype, sources[0].device, group)(),
+            targets.__getitem__,
+        )
+
+
+def put(parts: Parts, targets: Callable[[int], Tensor]) -> None:
+    """Copy received tensors into their regions. `targets`: function from the number of a tensor to
+    the tensor."""
+    if parts:
+        foreach_copy_(
+            [targets(route.item)[route.where] for route, _ in parts], [part for _, part in parts]
+        )
+
+
+def _split(flat: Tensor, routes: Sequence[TensorRegion]) -> list[Tensor]:
+    parts = flat.split([route.numel for route in routes]) if routes else ()
+    return [part.view(route.size) for part, route in zip(parts, routes, strict=True)]
