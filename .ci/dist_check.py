@@ -118,10 +118,11 @@ def environment(folder: Path, archive: Path) -> Path:
     packages = Path(
         call(ROOT, python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
     )
+    # setuptools, to build an sdist
     borrowed = {
         **os.environ,
         "PYTHONPATH": sysconfig.get_path("purelib"),
-    }  # setuptools, to build an sdist
+    }
     call(
         ROOT,
         sys.executable,

@@ -279,9 +279,8 @@ def first_failure(tests: list[str], tree: Path) -> str:
         timeout=SECONDS,
         check=False,
     )
-    if not re.search(
-        r"\d (passed|failed)", done.stdout
-    ):  # else no test ran, and nothing was found out
+    # else no test ran, and nothing was found out
+    if not re.search(r"\d (passed|failed)", done.stdout):
         raise SystemExit(
             f"pytest ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
         )

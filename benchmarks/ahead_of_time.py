@@ -337,9 +337,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--out", type=Path, help="file of rows, of which those by this version of Triton change"
     )
     options = parser.parse_args(arguments)
-    os.environ.pop(
-        "TRITON_INTERPRET", None
-    )  # Triton has not been imported yet, and reads this when it is
+    # Triton has not been imported yet, and reads this when it is
+    os.environ.pop("TRITON_INTERPRET", None)
     launches = caught(options.models, options.dtypes)
     rows = compiled(distinct(launches, options.architectures), options.processes)
     print("\n".join(table(rows)))

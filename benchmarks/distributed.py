@@ -249,9 +249,8 @@ class CountedBytes:
         return leaving.element_size() * (sum(sizes_out) - sizes_out[dist.get_rank()])
 
     def _of_all_reduce(self, x: Tensor, *args: Any) -> int:
-        return int(
-            2 * x.nbytes * (dist.get_world_size() - 1) / dist.get_world_size()
-        )  # a ring sends every part twice
+        # a ring sends every part twice
+        return int(2 * x.nbytes * (dist.get_world_size() - 1) / dist.get_world_size())
 
     def _of_all_gather(self, gathered: list[Tensor], own: Tensor) -> int:
         return own.nbytes * (dist.get_world_size() - 1)  # a ring passes on what it received

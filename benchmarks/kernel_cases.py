@@ -136,10 +136,11 @@ def _linear_cross_entropy(s: ModelSizes) -> Calls:
 def _rms_norm(s: ModelSizes) -> Calls:
     from lather.kernels.rms_norm.triton import backward, forward
 
+    # the widths of the hidden state, and of a head's query
     for width, copies in (
         (s.d, 1),
         (128, 16),
-    ):  # the widths of the hidden state, and of a head's query
+    ):
         x, weight, inverse_rms = (
             _on_meta(s.t * copies, width, dtype=s.dtype),
             _floats(width),

@@ -97,9 +97,8 @@ def peak_temporary_bytes(run: Callable[[], object], device: torch.device) -> int
         profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
     ):
         run()
-    recorded: Any = (
-        profiler.profiler
-    )  # reads events as they were recorded: turning them into Python objects takes seconds
+    # reads events as they were recorded: turning them into Python objects takes seconds
+    recorded: Any = profiler.profiler
     events = [event for event in recorded.kineto_results.events() if event.name() == "[memory]"]
     changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
     return max(0, *np.cumsum(changes).tolist()) if changes else 0

@@ -80,9 +80,8 @@ def main(names: list[str]) -> int:
             f"no plan is called {', '.join(unknown)}: there are {', '.join(PLANS)}", file=sys.stderr
         )
         return 2
-    with (
-        tempfile.TemporaryDirectory() as folder
-    ):  # the files are replaced last: a checkout with changes has no commit to name
+    # the files are replaced last: a checkout with changes has no commit to name
+    with tempfile.TemporaryDirectory() as folder:
         for name in names or PLANS:
             arguments, out = PLANS[name].split(), Path(folder) / f"{name}.json"
             subprocess.run(

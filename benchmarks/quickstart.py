@@ -62,9 +62,8 @@ def main() -> None:
     for seed in options.seeds:
         for name in options.only:
             run_dir = REPOSITORY / f"runs/quickstart-{name}-{seed}"
-            shutil.rmtree(
-                run_dir, ignore_errors=True
-            )  # removes a run of another configuration, or a finished one
+            # removes a run of another configuration, or a finished one
+            shutil.rmtree(run_dir, ignore_errors=True)
             command = [
                 sys.executable,
                 "-m",

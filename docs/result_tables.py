@@ -25,9 +25,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parents[1])
-)  # so that the checkout's `benchmarks`, which is not installed, is found
+# so that the checkout's `benchmarks`, which is not installed, is found
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import optimizer_report
 from benchmarks.convergence.analysis import Findings, Mean

@@ -75,9 +75,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         "batch_size": 1024,
         "micro_batch_size": 0,
     }
-    (folder / "my.toml").write_text(
-        with_values(small.read_text(), large)
-    )  # commands for it are only parsed, on any mesh
+    # commands for it are only parsed, on any mesh
+    (folder / "my.toml").write_text(with_values(small.read_text(), large))
     before = Path.cwd()
     os.chdir(folder)
     lora = [

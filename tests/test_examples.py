@@ -94,9 +94,8 @@ def test_soap_fsdp2_is_the_same_on_one_rank_and_on_two() -> None:
         sizes[num_ranks] = [int(size.replace(",", "")) for size in state.split(":")[1].split()]
     assert losses[2][-1] < 0.25 * losses[2][0]
     assert losses[0][:3] == pytest.approx(losses[2][:3], rel=0.02)
-    assert losses[0][3:] == pytest.approx(
-        losses[2][3:], abs=0.02
-    )  # rounding grows over 200 steps, and differs from CPU to CPU
+    # rounding grows over 200 steps, and differs from CPU to CPU
+    assert losses[0][3:] == pytest.approx(losses[2][3:], abs=0.02)
     assert sum(sizes[2]) == sum(sizes[0])
     assert max(sizes[2]) < 0.6 * sizes[0][0]
 

@@ -7,12 +7,10 @@ and fixture (`typechecker`); jaxtyping has to be imported before Lather is.
 
 import os
 
-os.environ.setdefault(
-    "MKL_CBWR", "AUTO"
-)  # lets MKL round alike for every batch; MKL reads this at its first call
-os.environ.setdefault(
-    "OMP_NUM_THREADS", "1"
-)  # also for processes that tests start: threads that wait for each other would take the cores
+# lets MKL round alike for every batch; MKL reads this at its first call
+os.environ.setdefault("MKL_CBWR", "AUTO")
+# also for processes that tests start: threads that wait for each other would take the cores
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import jaxtyping
 import pytest

@@ -150,9 +150,8 @@ class Queue:
 
 def _child(trial: Trial, folder: Path, parent: int) -> None:
     """Perform a run on one core, in the child; it leaves `row.json` or `error.txt`."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches the parent, which tells the children
+    # Ctrl-C reaches the parent, which tells the children
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     stopped = False
 
     def stop(number: int, frame: Any) -> None:

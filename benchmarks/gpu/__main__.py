@@ -59,9 +59,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     if options.fresh or not all(map(runner.earlier, chosen)):
         runner.run_once(start)
+    # `after` each part, so that an interruption loses nothing
     outcomes = runner.run(
         chosen, fresh=options.fresh, end=begun + 60 * options.minutes, after=collected
-    )  # `after` each part, so that an interruption loses nothing
+    )
     print(f"\n{collected()}\n\nsummary, rows, picture and logs in {options.out}")
     if left := [part for part in chosen if part.name not in outcomes]:
         print(

@@ -68,10 +68,11 @@ def all_parts(device: str, folder: Path, *, small: bool) -> list[MeasuredPart]:
     def work(
         name: str, title: str, seconds: float, needs: Mapping[str, str] = MEASURING, note: str = ""
     ) -> MeasuredPart:
+        # starting and what cannot be cut short take the rest
         enough = (
             "--seconds",
             str(0.7 * seconds),
-        )  # starting and what cannot be cut short take the rest
+        )
         return MeasuredPart(
             name,
             title,

@@ -144,9 +144,8 @@ def rows(settings: Settings, contestant: str) -> Iterator[Row]:
         for name, refresh in REFRESHES.items():
             work = partial(refresh, factors)
             peaks[name] = peak_temporary_bytes(work, settings.device)
-            ms[name] = milliseconds(
-                work, settings.device, 3, warm_up=0
-            )  # the check and the measurement of the peak have warmed up
+            # the check and the measurement of the peak have warmed up
+            ms[name] = milliseconds(work, settings.device, 3, warm_up=0)
         rate = product_rate(factors[-1])
         with CountedFlops() as counted:
             REFRESHES["lather"](factors)

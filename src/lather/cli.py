@@ -55,9 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         hold_signals()  # until the run can obey them, and while this process ends
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(
-                errors="backslashreplace"
-            )  # the terminal's encoding may lack characters of a sample
+            # the terminal's encoding may lack characters of a sample
+            stream.reconfigure(errors="backslashreplace")
     try:
         status = _dispatch(arguments, started)
         if sys.stdout is not None:  # it was not closed before this process started

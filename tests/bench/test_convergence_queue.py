@@ -139,9 +139,8 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_rows(
             start_new_session=True,
         )
         time.sleep(seconds)
-        with contextlib.suppress(
-            ProcessLookupError
-        ):  # on a fast machine the process may have ended
+        # on a fast machine the process may have ended
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         if (out / "rows.jsonl").exists():

@@ -18,9 +18,8 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     stand-in."""
     out = tmp_path_factory.mktemp("launches")
     arguments = ["--parts", "loss", "block", "--models", "DeepSeek-V2-Lite", "--out", str(out)]
-    environment = {
-        name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"
-    }  # kernels are counted, not interpreted
+    # kernels are counted, not interpreted
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "lather", "bench", "launches", *arguments]
     done = subprocess.run(
         command, check=False, capture_output=True, text=True, timeout=300, env=environment

@@ -111,9 +111,8 @@ def test_timed_steps_leave_out_the_gradients(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(measure.time, "perf_counter", lambda: next(ticks))
     matrices = SETS["tiny"]
     contestant = make_contestant("lather", matrices, 2, gradient_pool(matrices, CPU))
-    monkeypatch.setattr(
-        contestant.optimizer, "step", lambda: next(ticks)
-    )  # the step takes one tick; reading the clock takes the next
+    # the step takes one tick; reading the clock takes the next
+    monkeypatch.setattr(contestant.optimizer, "step", lambda: next(ticks))
     monkeypatch.setattr(contestant, "set_gradients", lambda: [next(ticks) for _ in range(5)])
     assert measure.time_steps(contestant, 3, CPU) == pytest.approx(2000.0)
     assert contestant.num_steps == 3

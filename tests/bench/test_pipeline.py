@@ -174,7 +174,6 @@ def test_durations_are_the_inner_stages_in_milliseconds() -> None:
         {(Kind.FORWARD, 0): 0.005, (Kind.FORWARD, 2): 0.003},
     )
     steps = [replay(dualpipev(2, 4), given).events] * 2
-    assert inner_durations(steps).kinds[Kind.FORWARD] == pytest.approx(
-        2.0
-    )  # half of the sum of 1 and 3
+    # half of the sum of 1 and 3
+    assert inner_durations(steps).kinds[Kind.FORWARD] == pytest.approx(2.0)
     assert inner_durations(steps).kinds[Kind.BACKWARD_WEIGHT] == pytest.approx(1.0)

@@ -30,9 +30,8 @@ OUTSIDE = ("engine/step.py", "optim/")
 def found(*which: str) -> dict[str, Any]:
     """The results by case, from a process of its own: a process cannot undo that torch knows the
     stand-in."""
-    environment = {
-        name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"
-    }  # kernels are counted, not interpreted
+    # kernels are counted, not interpreted
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(
         [str(REPOSITORY), environment.get("PYTHONPATH", "")]
     )

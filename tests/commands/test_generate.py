@@ -191,9 +191,8 @@ def test_the_templates_own_end_ends_an_answer(
     def letters(text: str) -> list[str]:
         return [letter for letter in text if letter.isalnum() and text.index(letter) > 2]
 
-    tries = (
-        (seed, answers("--seed", seed)) for seed in range(20)
-    )  # the text of a seed depends on the kind of CPU
+    # the text of a seed depends on the kind of CPU
+    tries = ((seed, answers("--seed", seed)) for seed in range(20))
     seed, answer = next(
         (seed, answer)
         for seed, answer in tries

@@ -232,9 +232,8 @@ def test_every_document_comes_once_in_an_epoch_wherever_20_starts_go_on_and_on_a
     seen: dict[int, list[torch.Tensor]] = {}  # the samples of each step
     step, kills = 0, 0
     while step < steps:
-        batches = Batches(
-            [source], Order([len(source)], seed), 12, apart=True
-        )  # made anew, as a fresh process makes them
+        # made anew, as a fresh process makes them
+        batches = Batches([source], Order([len(source)], seed), 12, apart=True)
         ranks = draw.choice([1, 2, 3, 4, 6, 12])
         reached = steps if kills == 20 else min(steps, step + draw.randint(1, 3))
         for number in range(step + 1, reached + 1):

@@ -342,14 +342,12 @@ def test_kills_at_random_moments_change_nothing(
             kill(process.pid, signal.SIGKILL)
         process.communicate(timeout=60)
         if kills < num_kills:
-            shutil.rmtree(
-                tmp_path / "killed", ignore_errors=True
-            )  # it had finished before the kill
+            # it had finished before the kill
+            shutil.rmtree(tmp_path / "killed", ignore_errors=True)
     last = start("data", "make", tmp_path / "killed", source, *options)
     out, _ = last.communicate(timeout=120)
-    assert last.returncode == 0 or "exists already" in out, (
-        out
-    )  # the last kill came after the folder had its name
+    # the last kill came after the folder had its name
+    assert last.returncode == 0 or "exists already" in out, out
     mine, theirs = contents(tmp_path / "killed"), contents(tmp_path / "undisturbed")
     assert mine.keys() == theirs.keys()
     assert [name for name in mine if mine[name] != theirs[name]] == []

@@ -217,9 +217,8 @@ def test_every_sequence_of_all_data_sets_comes_once_in_an_epoch(two: tuple[Path,
     ]
     labels = sum(batches.batch(step).num_labels for step in range(1, total // 4 + 1))
     tokens = sum(dataset.manifest.splits["train"].tokens for dataset in datasets)
-    assert (
-        tokens - 2 - 4 * 16 <= labels <= tokens - 2
-    )  # the first token of each data set is no label
+    # the first token of each data set is no label
+    assert tokens - 2 - 4 * 16 <= labels <= tokens - 2
 
 
 def test_weights_share_out_the_sequences(two: tuple[Path, Path]) -> None:

@@ -174,9 +174,8 @@ def changes(rank: int, world_size: int) -> list[str]:
         fresh = [nn.Parameter(p.detach().clone()) for p in parts]
         other = SOAP(fresh, precondition_frequency=2, max_precond_dim=8, ownership=ownership)
         other.init_state()
-        other.load_state_dict(
-            many.state_dict()
-        )  # it loads the options, too, and with them other factors
+        # it loads the options, too, and with them other factors
+        other.load_state_dict(many.state_dict())
         run(one, whole, range(3, 6), False)
         run(other, fresh, range(3, 6), True)
         wrong += [

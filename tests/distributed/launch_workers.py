@@ -64,9 +64,8 @@ def until_stopped(world: World) -> int:
     most = torch.tensor(steps)
     dist.all_reduce(most, dist.ReduceOp.MAX)
     assert most == steps
-    os.write(
-        sys.stdout.fileno(), f"rank {world.rank} stopped\n".encode()
-    )  # in one write, because all ranks share the pipe
+    # in one write, because all ranks share the pipe
+    os.write(sys.stdout.fileno(), f"rank {world.rank} stopped\n".encode())
     return 37 if world.rank == 0 else 0
 
 

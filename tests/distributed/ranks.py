@@ -109,9 +109,8 @@ def _run(
         dist.barrier()
         sender.send_bytes(pickle.dumps(("result", result)))
     except BaseException:
-        time.sleep(
-            0.2 if "Connection closed" in traceback.format_exc() else 0
-        )  # lets the rank that failed first be heard first
+        # lets the rank that failed first be heard first
+        time.sleep(0.2 if "Connection closed" in traceback.format_exc() else 0)
         sender.send_bytes(pickle.dumps(("error", traceback.format_exc())))
         sys.exit(1)
 

@@ -377,9 +377,8 @@ def expert_parallel_differences(rank: int, world_size: int) -> list[str]:
 
     shapes = [(4, *shape[1:]) if i in EXPERTS else shape for i, shape in enumerate(SHAPES)]
     for kind in KINDS:
-        if (
-            kind == "stacked_soap"
-        ):  # it stacks the experts of the rank, so that it is another rule on every mesh
+        # it stacks the experts of the rank, so that it is another rule on every mesh
+        if kind == "stacked_soap":
             continue
         whole = [nn.Parameter(x) for x in values(0, torch.float32, shapes)]
         parts = [nn.Parameter(spread_one(i, p.detach())) for i, p in enumerate(whole)]

@@ -216,9 +216,8 @@ def full_states(rank: int, world_size: int) -> list[str]:
             if not torch.equal(p, q)
         ]
         third = Run(kind, dtype, layout)
-        get_optimizer_state_dict(
-            third.model, third.optimizer
-        )  # this must not count as the first step
+        # this must not count as the first step
+        get_optimizer_state_dict(third.model, third.optimizer)
         third.optimizer.load_state_dict(third.optimizer.state_dict())
         third.steps(range(SAVED_AFTER + 3))
         wrong += [

@@ -43,17 +43,15 @@ def outcomes(rank: int, world_size: int, folder: Path) -> dict[str, str]:
         try:
             with errors_on_all_ranks(group):
                 time.sleep(0.2 * (rank == 1))
-                time.sleep(
-                    4 * (name == "slow" and rank == 0)
-                )  # longer than ranks wait for each other elsewhere
+                # longer than ranks wait for each other elsewhere
+                time.sleep(4 * (name == "slow" and rank == 0))
                 (folder / f"{name}{rank}").touch()
                 if rank in errors:
                     raise errors[rank]
         except Exception as error:
             found[name] = f"{type(error).__name__}: {error}"
-        assert (
-            len(list(folder.glob(f"{name}?"))) == world_size
-        )  # no rank leaves before all have come
+        # no rank leaves before all have come
+        assert len(list(folder.glob(f"{name}?"))) == world_size
         dist.barrier()
     return found
 

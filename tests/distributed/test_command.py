@@ -200,9 +200,8 @@ def test_two_ranks_train_what_one_process_does(ended: dict[str, Ended], name: st
         "step-00000003"
     ]
     assert found.validation_losses() == pytest.approx(one.validation_losses(), rel=TOLERANCE)
-    assert (
-        one.validation_losses()[1] < one.validation_losses()[0] - 1e-2
-    )  # so that a rank that learns nothing is noticed
+    # so that a rank that learns nothing is noticed
+    assert one.validation_losses()[1] < one.validation_losses()[0] - 1e-2
     assert [row["step"] for row in found.rows()] == [1, 2, 3]
     for row, expected in zip(found.rows(), one.rows(), strict=True):
         assert row["tokens"] == expected["tokens"] == 8 * 16  # the tokens of all ranks
@@ -215,11 +214,12 @@ def test_one_rank_reports(ended: dict[str, Ended], name: str) -> None:
     """The ranks together show everything that one process shows, once."""
 
     def kinds(text: str) -> list[str]:
+        # whichever process made the data prints these, and tests run beside other tests
         lines = [
             line
             for line in text.splitlines()
             if not line.startswith(("tokenizer:", "train:", "validation:", "waiting", "other"))
-        ]  # whichever process made the data prints these, and tests run beside other tests
+        ]
         return [line.split(":")[0].split(" ")[0] for line in lines]
 
     out = ended[name].out

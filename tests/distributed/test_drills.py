@@ -34,9 +34,8 @@ def drill(folder: Path, count: int, mode: str, axis: str, seed: int) -> None:
     newest = [names[-1] if names else "step-00000000" for names in result["found"]]
     assert newest == sorted(newest)
     assert len(set(newest)) > len(newest) / 2
-    assert all(
-        len(names) <= 3 + 1 for names in result["found"]
-    )  # the oldest is deleted when the newest has its name
+    # the oldest is deleted when the newest has its name
+    assert all(len(names) <= 3 + 1 for names in result["found"])
     ends = [
         folder / run / "checkpoints" / f"step-{result['end']:08d}" for run in ("run", "undisturbed")
     ]

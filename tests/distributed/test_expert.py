@@ -162,9 +162,8 @@ def differentiable(case: Case, me: int, exchange: ExpertExchange) -> dict[str, A
 def gradients_of(
     outputs: list[Tensor], cotangents: list[Tensor], inputs: list[Tensor]
 ) -> tuple[Tensor, ...]:
-    products = [
-        (y * cotangent).sum() for y, cotangent in zip(outputs, cotangents, strict=True)
-    ]  # grad_outputs= would import sympy
+    # grad_outputs= would import sympy
+    products = [(y * cotangent).sum() for y, cotangent in zip(outputs, cotangents, strict=True)]
     return torch.autograd.grad(
         torch.stack([product.double() for product in products]).sum(), inputs
     )
@@ -540,9 +539,8 @@ def test_under_autocast_rows_travel_and_are_kept_in_half_the_bytes(
 ) -> None:
     for result in two:
         found = result["autocast"]
-        assert (
-            len(found["wide"]) == len(found["narrow"]) == 4
-        )  # rows, partial sums, and the gradients of both
+        # rows, partial sums, and the gradients of both
+        assert len(found["wide"]) == len(found["narrow"]) == 4
         assert [dtype for dtype, _ in found["wide"] + found["full"]] == [torch.float32] * 8
         assert found["narrow"] == [(torch.bfloat16, size // 2) for _, size in found["wide"]]
         assert found["kept"] == 0

@@ -88,9 +88,8 @@ def test_planned_peaks_with_weight_gradients_as_early_as_they_can_be() -> None:
 @pytest.mark.parametrize("mesh", MESHES)
 def test_every_mesh_memory_mode_and_optimizer(mesh: str, memory: str, rule: str) -> None:
     world_size, parallel = MESHES[mesh]
-    optim = (
-        {"refresh_method": "qr"} if rule == "klsoap" else {}
-    )  # "auto" would choose by values: factors lack rank
+    # "auto" would choose by values: factors lack rank
+    optim = {"refresh_method": "qr"} if rule == "klsoap" else {}
     assert (
         largest_error(run_config(rule, memory=memory, parallel=parallel, optim=optim), world_size)
         < TOLERANCE

@@ -119,9 +119,8 @@ def run_case(case: Case) -> Seen:
     before = {name: p for name, p in part.named_parameters() if ".experts." not in name}
     stages = shard(part, mesh)
     own = dict(part.named_parameters())
-    assert all(
-        (own[name] is p) == (case.data_size == 1) for name, p in before.items()
-    )  # else it was replaced
+    # else it was replaced
+    assert all((own[name] is p) == (case.data_size == 1) for name, p in before.items())
     local = local_parameters(part, mesh)
     optimizer = torch.optim.AdamW([one.parameter for one in local], lr=LR)
     seen = Seen([], 0.0, [], [], [], [], [])

@@ -184,9 +184,8 @@ def in_parameter_coordinates(tensors: Mapping[str, torch.Tensor], owner: str) ->
     for dim in (0, 1):
         basis = tensors.get(f"{owner}/basis_{dim}")
         if basis is not None:
-            x = torch.tensordot(
-                x, basis, dims=([0], [1])
-            )  # the new dim is the last; after two turns the order is the old one
+            # the new dim is the last; after two turns the order is the old one
+            x = torch.tensordot(x, basis, dims=([0], [1]))
         elif x.dim() == 2:
             x = x.T
     return x
@@ -233,9 +232,8 @@ def resumed(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
         )
     for optimizer, first, second in changes_of_mesh(world_size):
         trainee = Trainee(MESHES[world_size][second], optimizer, world_size)
-        trainee.train(
-            *[1] if optimizer == "adamw" else []
-        )  # so that it has state, which loading must replace
+        # so that it has state, which loading must replace
+        trainee.train(*[1] if optimizer == "adamw" else [])
         load_checkpoint(folder / optimizer / first / "step-00000004", trainee.state)
         trainee.save(folder / optimizer / f"{first} to {second}", 4)
     return found

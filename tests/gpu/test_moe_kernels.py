@@ -317,9 +317,8 @@ def test_the_gradient_of_an_fp32_weight_is_not_rounded_to_the_operands_dtype(
         torch.randn(500, width, generator=torch.Generator().manual_seed(width)).to("cuda", dtype)
         for width in (64, 48)
     )
-    found = weight_product(
-        grad[:, :32], x, torch.float32
-    )  # part of the columns of wider rows, as in gate/up
+    # part of the columns of wider rows, as in gate/up
+    found = weight_product(grad[:, :32], x, torch.float32)
     assert found.dtype == torch.float32
     assert is_close(found, grad[:, :32].double().T @ x.double(), 1e-5)
 

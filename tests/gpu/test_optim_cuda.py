@@ -55,11 +55,12 @@ def trained(
     ids=str,
 )
 def test_cuda_agrees_with_the_cpu(cls: type[MatrixOptimizer], options: dict[str, Any]) -> None:
+    # "auto" means something else on another kind of device
     options = {
         "first_bases": "eigh",
         "fp32_matmul_prec": "highest",
         **options,
-    }  # "auto" means something else on another kind of device
+    }
     on_cuda, _ = trained(cls, "cuda", **options)
     on_cpu, _ = trained(cls, "cpu", **options)
     for p, expected in zip(on_cuda, on_cpu, strict=True):
@@ -105,11 +106,12 @@ def trained_with_streams(
     """Train, and return parameters and state. If `busy`, the caller's stream works, and takes and
     frees memory, between the steps."""
     generator = torch.Generator().manual_seed(0)
+    # a QR of these takes far longer than the host needs for a step
     shapes = [
         *shapes_for(cls),
         (768, 1024),
         (768, 1024),
-    ]  # a QR of these takes far longer than the host needs for a step
+    ]
     params = [
         torch.nn.Parameter(torch.randn(shape, generator=generator).to("cuda")) for shape in shapes
     ]

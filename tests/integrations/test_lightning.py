@@ -119,9 +119,8 @@ def join(rank: int, num_ranks: int) -> dict[str, Any]:
     }
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     rows = example.make_data().dataset
-    sampler = DistributedSampler(
-        rows, num_ranks, rank, shuffle=False
-    )  # Lightning's own sampler shuffles
+    # Lightning's own sampler shuffles
+    sampler = DistributedSampler(rows, num_ranks, rank, shuffle=False)
     data = DataLoader(rows, batch_size=example.BATCH // num_ranks, sampler=sampler)
     own = {"data": data, "use_distributed_sampler": False}
     return {

@@ -22,11 +22,12 @@ INTERPRETER = pytest.mark.skipif(
     triton is None or torch.cuda.is_available(),
     reason="needs Triton's interpreter; tests/gpu has the devices",
 )
+# the interpreter cuts bits off where bf16 should be rounded
 TOLERANCE = {
     torch.float64: 1e-13,
     torch.float32: 1e-6,
     torch.bfloat16: 8e-3,
-}  # the interpreter cuts bits off where bf16 should be rounded
+}
 
 
 def on_each(reference: ModuleType, kernels: ModuleType | None) -> pytest.MarkDecorator:

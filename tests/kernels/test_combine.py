@@ -19,6 +19,7 @@ except ModuleNotFoundError:
 
 IMPLEMENTATIONS = on_each(reference, triton)
 
+# tokens, slots, columns, rows
 SHAPES = [
     (63, 3, 33, 200),
     (500, 2, 4, 1000),
@@ -26,7 +27,7 @@ SHAPES = [
     (1, 1, 1, 1),
     (0, 2, 3, 4),
     (3, 2, 3, 0),
-]  # tokens, slots, columns, rows
+]
 
 
 def inputs(

@@ -147,9 +147,8 @@ def test_no_second_tensor_of_their_size(dtype: torch.dtype) -> None:
     with PeakBytes() as peak:
         loss.backward()
     assert leaf.grad is not None
-    assert (
-        leaf.grad.nbytes <= peak.bytes < 1.01 * leaf.nbytes
-    )  # the gradient of the leaf is another tensor
+    # the gradient of the leaf is another tensor
+    assert leaf.grad.nbytes <= peak.bytes < 1.01 * leaf.nbytes
 
 
 def test_the_gradient_is_the_logits_memory() -> None:
@@ -391,9 +390,8 @@ def test_a_node_that_saved_the_logits_raises_though_a_kernel_tells_torch_nothing
     class Kernel:
         @staticmethod
         def token_losses(logits: Tensor, *args: Any, **options: Any) -> Tensor:
-            return reference.token_losses(
-                torch.from_numpy(logits.numpy()), *args, **options
-            )  # its own version
+            # its own version
+            return reference.token_losses(torch.from_numpy(logits.numpy()), *args, **options)
 
     monkeypatch.setattr(op, "_fastest", lambda operation, logits: Kernel.token_losses)
     leaf, labels = inputs(3, 4)

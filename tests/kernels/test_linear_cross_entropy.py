@@ -340,9 +340,8 @@ def test_memory_is_that_of_some_tiles(
     some, more = (extra_bytes(t, num * tile[1], d, dtype, tile) for num in (2, 4))
     assert some == more
     assert t * tile[1] < some if device == "cuda" else some <= 0.05 * t * v * dtype.itemsize
-    assert (
-        some <= 2 * (4 + dtype.itemsize) * tile[0] * tile[1] + 4 * t * d
-    )  # elementwise work of the reference has two tiles at once
+    # elementwise work of the reference has two tiles at once
+    assert some <= 2 * (4 + dtype.itemsize) * tile[0] * tile[1] + 4 * t * d
 
 
 def test_a_large_vocabulary_takes_few_launches_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -482,7 +481,8 @@ def test_the_whole_operation_on_triton(dtype: torch.dtype, monkeypatch: pytest.M
     assert largest_error(run(), expected) < max(3e-6, torch.finfo(dtype).eps)
     assert len(calls) == 6
     x, weight = x.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
+    # in fp64 the reference runs
     assert (
         largest_error(run(), with_gradients(plain(x, weight, labels, 1e-3, 7.0), x, weight)) < 1e-12
-    )  # in fp64 the reference runs
+    )
     assert len(calls) == 6

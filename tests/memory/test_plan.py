@@ -180,9 +180,8 @@ def test_an_asynchronous_checkpoint_has_copies_of_all_that_it_writes(world_size:
     for step in ("a checkpoint", "a step"):
         assert copied.steps[step].peak == at_once.steps[step].peak + copied.checkpoint_bytes
     before = at_once.steps["a checkpoint"].at(-1)
-    assert (
-        at_once.steps["a checkpoint"].peak <= sum(before.values()) + 5120
-    )  # views: nothing is gathered for it
+    # views: nothing is gathered for it
+    assert at_once.steps["a checkpoint"].peak <= sum(before.values()) + 5120
     stays = [
         size
         for kind, size in before.items()

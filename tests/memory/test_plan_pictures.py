@@ -141,12 +141,13 @@ def test_bars_and_curves_are_as_long_as_the_peaks(plan: MemoryPlan) -> None:
         assert (
             max(path.vertices[:, 1].max() for curve in curves for path in curve.get_paths()) == 19.0
         )
+        # an overlapped pair has two boxes
         assert [path.vertices[:, 0].min() for path in strip.get_paths()] == [
             1.0,
             2.0,
             2.0,
             4.0,
-        ]  # an overlapped pair has two boxes
+        ]
         assert panel.lines[-1].get_ydata()[0] == 15.0  # the device's memory
         assert any("19.00 MiB in (0F2;3B0)OVERLAP_F_B" in text.get_text() for text in panel.texts)
 

@@ -247,9 +247,8 @@ def test_a_checkpointed_region_keeps_its_input_alone() -> None:
         return x.exp().sin().cos()
 
     model = Act(lambda x: torch.utils.checkpoint.checkpoint(region, x, use_reentrant=False))
-    (one,) = (
-        one for one in profile_of(model, leaf(7, 5)).storages if one.bytes
-    )  # torch 2.11 also keeps an empty tensor
+    # torch 2.11 also keeps an empty tensor
+    (one,) = (one for one in profile_of(model, leaf(7, 5)).storages if one.bytes)
     assert (one.bytes, one.saved_by) == (7 * 5 * F32, "")
     assert len(calls) == 1, "the profile ran the region again"
 

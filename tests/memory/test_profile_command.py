@@ -83,9 +83,8 @@ def test_tables_json_and_picture(
         for one in profile.storages
         if one.layer == "layers.1" and one.segment == "run_experts" and one.shape[-1:] == (2 * 8,)
     ]
-    assert [one.bytes for one in gate_up if one.kind == "activation"] == [
-        ROWS * 2 * 2 * 8 * 4
-    ]  # T K 2F elements in fp32
+    # T K 2F elements in fp32
+    assert [one.bytes for one in gate_up if one.kind == "activation"] == [ROWS * 2 * 2 * 8 * 4]
     assert profile.bytes("activation", segment="dispatch") == 0
     assert profile.bytes("weight", segment="run_experts") == (3 * 16 * 24 + 4 * 3 * 16 * 8) * 4
 

@@ -225,9 +225,8 @@ def test_the_list_has_every_tensor_of_distinct_layers() -> None:
         "other",
         "segments",
     ] in lines
-    assert lines.index(["run_experts", "51.00", "MiB"]) < lines.index(
-        ["aggregate", "8.00", "MiB"]
-    )  # segments are in the order of the pass
+    # segments are in the order of the pass
+    assert lines.index(["run_experts", "51.00", "MiB"]) < lines.index(["aggregate", "8.00", "MiB"])
     assert sum("layers.2" in line for line in lines) == 0
 
 

@@ -76,9 +76,8 @@ def test_the_partition_is_shown_with_its_price(plans: dict[str, MemoryPlan]) -> 
 def test_nothing_is_searched_where_there_is_nothing_to_choose() -> None:
     assert memory_partition(deep_config("uniform"), 2, Assumed("cpu")) is None
     assert memory_partition(deep_config("memory", pp=1), 1, Assumed("cpu")) is None
-    one_way = config_of(
-        "adamw", parallel={"pp": 2, "partition": "memory"}
-    )  # four stages have four layers
+    # four stages have four layers
+    one_way = config_of("adamw", parallel={"pp": 2, "partition": "memory"})
     assert memory_partition(one_way, 2, Assumed("cpu")) is None
 
 

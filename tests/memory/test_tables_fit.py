@@ -105,7 +105,8 @@ def test_a_table_is_complete_at_every_width(name: str, planned: MemoryPlan) -> N
         lines = printed(SHOWN[name], planned, width)
         assert max(map(len, lines)) <= width
         missing = words - {word for line in lines for word in line.split()}
+        # broken between their parts
         assert all(len(word) > LONG_WORD for word in missing), (
             width,
             missing,
-        )  # broken between their parts
+        )

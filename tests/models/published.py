@@ -65,9 +65,8 @@ TOKENS = torch.randint(VOCAB_SIZE, (2, 13), generator=torch.Generator().manual_s
 
 def make_model(family: str, **changes: Any) -> nn.Module:
     """Make a model whose weights all differ: norms about 1, the others about 0."""
-    fields = copy.deepcopy(
-        {**COMMON, **FAMILIES[family], **changes}
-    )  # transformers writes into what it is given
+    # transformers writes into what it is given
+    fields = copy.deepcopy({**COMMON, **FAMILIES[family], **changes})
     config = transformers.AutoConfig.for_model(family, **fields)
     model = transformers.AutoModelForCausalLM.from_config(config, **EAGER)
     generator = torch.Generator().manual_seed(0)

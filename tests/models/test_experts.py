@@ -172,9 +172,8 @@ def kept_elements(module: nn.Module, *arguments: Tensor) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         y = module(*arguments)
-    for value in attributes_of_the_graph(
-        y
-    ):  # hooks do not see what a Function keeps beside save_for_backward
+    # hooks do not see what a Function keeps beside save_for_backward
+    for value in attributes_of_the_graph(y):
         keep(value)
     return sum(
         tensor.untyped_storage().nbytes() // tensor.element_size() for tensor in kept.values()

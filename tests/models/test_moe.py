@@ -104,9 +104,8 @@ def gradients_of(y: Tensor, x: Tensor, block: Block) -> dict[str, Tensor]:
     x.grad = None
     block.zero_grad()
     (y * random_normal(*y.shape, seed=2)).sum().backward()
-    block.input_layernorm.weight.grad = torch.zeros_like(
-        block.input_layernorm.weight
-    )  # not read, as there is no attention
+    # not read, as there is no attention
+    block.input_layernorm.weight.grad = torch.zeros_like(block.input_layernorm.weight)
     assert x.grad is not None
     return {"x": x.grad, **gradients(block)}
 
@@ -234,9 +233,8 @@ def test_partial_sums_of_two_ranks_are_the_whole(name: str, memory: str) -> None
     expected = torch.autograd.grad((whole * cotangent).sum(), parameters)
     routing = moe.gate(x)
     parts, received = TwoRanks(moe.experts)(x, routing.experts_TK, routing.weights_TK)
-    assert (
-        max(received) <= case.tokens
-    )  # each token arrives once, however many of its experts are there
+    # each token arrives once, however many of its experts are there
+    assert max(received) <= case.tokens
     assert error(parts, whole) < 1e-14
     for mine, theirs in zip(
         torch.autograd.grad((parts * cotangent).sum(), parameters), expected, strict=True

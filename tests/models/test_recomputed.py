@@ -58,9 +58,8 @@ def test_gradients_have_the_bits_of_kept_tensors(
     for enabled in (True, False):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
             y_BSD = run(block, x_BSD, enabled=enabled)
-        results.append(
-            [y_BSD, *gradients(block, y_BSD, x_BSD)]
-        )  # backward runs outside autocast, as everybody does it
+        # backward runs outside autocast, as everybody does it
+        results.append([y_BSD, *gradients(block, y_BSD, x_BSD)])
     assert len(results[0]) == len(results[1]) >= 6
     for again, kept in zip(*results, strict=True):
         assert again.equal(kept)
@@ -117,9 +116,8 @@ def test_hooks_outside_see_the_rest() -> None:
     normed_TI = module.norm(x_TI)
     assert any(x.equal(normed_TI) for x in seen[False] if x.shape == normed_TI.shape)
     assert not any(x.equal(normed_TI) for x in seen[True] if x.shape == normed_TI.shape)
-    assert (
-        len(seen[True]) == len(seen[False]) - 2 + 1
-    )  # less the two products' inputs, and plus the source of both
+    # less the two products' inputs, and plus the source of both
+    assert len(seen[True]) == len(seen[False]) - 2 + 1
 
 
 @pytest.mark.parametrize("family", FAMILIES)

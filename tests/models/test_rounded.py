@@ -119,10 +119,11 @@ def test_each_stack_of_experts_is_rounded_once_in_a_step() -> None:
         with Roundings(shapes) as counted:
             step(engine, 3)
         numbers[keep] = counted.number
+    # two stacks, three layers; four micro-batches, forward and backward
     assert numbers == {
         "step": 2 * 3,
         "product": 2 * 3 * 4 * 2,
-    }  # two stacks, three layers; four micro-batches, forward and backward
+    }
 
 
 def test_a_weight_that_changes_or_goes_is_rounded_again() -> None:

@@ -69,9 +69,8 @@ def test_only_the_best_groups_are_in_reach(score: str) -> None:
         )
     one_group = router(2, score=score, groups=(3, 1))(x)
     assert (one_group.experts_TK // 2 == one_group.experts_TK[:, :1] // 2).all()
-    assert (
-        restricted == 0
-    )  # the two best experts are always within the two best groups; one group does restrict:
+    # the two best experts are always within the two best groups; one group does restrict:
+    assert restricted == 0
     assert (one_group.experts_TK != routing.experts_TK).any()
 
 

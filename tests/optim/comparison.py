@@ -91,9 +91,8 @@ def without_type_checks() -> Iterator[None]:
     before = config.jaxtyping_disable
     config.update("jaxtyping_disable", True)
     try:
-        with mock.patch.object(
-            jaxtyping, "jaxtyped", _leave_alone
-        ):  # this decorates functions inside functions, at every call
+        # this decorates functions inside functions, at every call
+        with mock.patch.object(jaxtyping, "jaxtyped", _leave_alone):
             yield
     finally:
         config.update("jaxtyping_disable", before)
@@ -276,9 +275,8 @@ def state_difference(ours: dict[str, Any], expected: dict[str, Any], shape: Shap
             moment_in_parameter_coordinates(one) if key == "exp_avg" else one[key]
             for one in (expected, got)
         )
-        if (
-            found.shape != wanted.shape
-        ):  # a stacked parameter without any factor keeps its moments in its own shape
+        # a stacked parameter without any factor keeps its moments in its own shape
+        if found.shape != wanted.shape:
             wanted = unstacked(wanted, shape)
         worst = max(worst, relative(found, wanted))
     return worst

@@ -321,9 +321,8 @@ def change_bases(matrix: MatrixState, new_bases: dict[int, Array], options: Opti
     m, v, stored = matrix["exp_avg"], matrix["exp_avg_sq"], by_dim(matrix, "basis")
     m[...] = project_in(project_out(m, stored), new_bases)
     for dim, q_new in new_bases.items():
-        if (
-            options.second_moment == "rotate"
-        ):  # V_new = (S_L o S_L) V (S_R o S_R)^T, one dim after the other
+        # V_new = (S_L o S_L) V (S_R o S_R)^T, one dim after the other
+        if options.second_moment == "rotate":
             s = q_new.T @ stored[dim]
             v[...] = apply_on_dim(s * s, v, dim)
         stored[dim][...] = q_new
@@ -335,9 +334,8 @@ def first_refresh(matrix: MatrixState, options: Options) -> None:
     new_bases, eigenvalues = {}, by_dim(matrix, "eigenvalues")
     for dim, k in by_dim(matrix, "factor").items():
         values, new_bases[dim] = eigh_descending(k)
-        if (
-            dim in eigenvalues and k.any()
-        ):  # an expert that never saw a token keeps its initial eigenvalues
+        # an expert that never saw a token keeps its initial eigenvalues
+        if dim in eigenvalues and k.any():
             eigenvalues[dim][...] = values
     change_bases(matrix, new_bases, options)
 
@@ -408,7 +406,8 @@ def step_soap(
         t > options.adam_warmup_steps
         and not idle
         and (t <= options.precondition_warmup_steps or frequency_divides(t, options))
-    ):  # 8.
+    ):
+        # 8.
         refresh(matrix, options)
 
 

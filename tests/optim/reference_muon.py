@@ -215,9 +215,8 @@ class Reference:
     """An optimizer over copies of `params`, one set of options for all of them."""
 
     options_type: Callable[..., Options]
-    update: Callable[
-        ..., Array
-    ]  # U of one matrix, from (g, its state, t, whether it is an idle expert, options)
+    # U of one matrix, from (g, its state, t, whether it is an idle expert, options)
+    update: Callable[..., Array]
 
     def __init__(self, params: list[np.ndarray], **options: Any) -> None:
         self.options = self.options_type(**options)

@@ -44,15 +44,13 @@ class Shampoo(RefreshingRule):
 
     def refresh(self, s: State, dim: int, method: str, first: bool) -> None:
         w, q = torch.linalg.eigh(s[f"factor_{dim}"])  # L = Q diag(w) Q^T
-        root = (
-            (w + 1e-4 * w[:, -1:]).clamp_min(1e-30).rsqrt().sqrt()
-        )  # not pow, whose bits on a CPU depend on the size of the batch
+        # not pow, whose bits on a CPU depend on the size of the batch
+        root = (w + 1e-4 * w[:, -1:]).clamp_min(1e-30).rsqrt().sqrt()
         s[f"root_{dim}"].copy_(q * root[:, None] @ q.mT)
 
     def update(self, g: torch.Tensor, s: State, t: int) -> torch.Tensor:
-        m = s["exp_avg"].lerp_(
-            self.decayed(g, s), 1 - self.betas[0]
-        )  # in parameter space, so that no refresh turns it
+        # in parameter space, so that no refresh turns it
+        m = s["exp_avg"].lerp_(self.decayed(g, s), 1 - self.betas[0])
         u = precondition(m, s.by_dim("root"), "in")  # L^-1/4 M R^-1/4
         rms = u.reshape(len(u), -1).square().mean(1).sqrt()
         return u / rms.add(1e-30).view(-1, *[1] * (u.dim() - 1))

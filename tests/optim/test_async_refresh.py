@@ -79,9 +79,8 @@ def test_pieces_that_the_caller_does_between_two_steps_have_the_same_bits(
         run(a, params, [step])
         run(b, others, [step])
         done.append(min(step, len(refreshes)))
-        for _ in range(
-            done[-1]
-        ):  # none after the first step, then more and more: the next step does the rest
+        # none after the first step, then more and more: the next step does the rest
+        for _ in range(done[-1]):
             refreshes.work()
     assert sum(done) > 4
     assert all_same(params, others)
@@ -137,10 +136,11 @@ def test_a_refresh_that_fails_is_retried_before_anyone_sees_the_state() -> None:
     a, b = SOAP(params, **RETRIED), SOAP(others, async_refresh=True, **RETRIED)
     run(a, params, range(4))
     run(b, others, range(4))
+    # the last refreshes are under way
     assert (a.counters["refreshes_retried"], b.counters["refreshes_retried"]) == (
         12,
         8,
-    )  # the last refreshes are under way
+    )
     assert not same_state(a, params, b, others)
     b.state_dict()
     assert same_state(a, params, b, others)
@@ -161,9 +161,8 @@ def test_what_is_under_way_is_in_a_saved_state(kind: str, how: str, puts_off: bo
     others = copy.deepcopy(params)
     b = make(kind, others, async_refresh=True, **RETRIED)
     run(b, others, range(2))
-    assert (
-        b._pending.waiting or b._pending.launched
-    )  # a refresh under way must not change what is loaded
+    # a refresh under way must not change what is loaded
+    assert b._pending.waiting or b._pending.launched
     for p, q in zip(params, others, strict=True):
         q.data.copy_(p.data)
     if how == "state_dict":

@@ -320,9 +320,8 @@ def test_one_cycle_turns_rate_and_momentum_as_for_torchs_muon() -> None:
     ours = parameters([(6, 4)])
     theirs = clones(ours)
     groups: list[Any] = [[{"params": params}] for params in (ours, theirs)]
-    groups[0].append(
-        {"params": [parameter(3)], "rule": "adamw"}
-    )  # this group's rule has no momentum
+    # this group's rule has no momentum
+    groups[0].append({"params": [parameter(3)], "rule": "adamw"})
     optimizers = [Muon(groups[0], lr=1e-2), torch.optim.Muon(groups[1], lr=1e-2)]
     schedulers = [
         torch.optim.lr_scheduler.OneCycleLR(one, max_lr=0.1, total_steps=10) for one in optimizers

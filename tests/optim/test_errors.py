@@ -363,9 +363,8 @@ def test_too_much_state_is_refused_with_size_parameter_and_remedy() -> None:
     stack = torch.nn.Parameter(torch.empty(128, 768, 2048, device="meta"))
     with pytest.raises(ValueError, match=r"73\.\d+ GiB"):
         SOAP([stack], matrix_layout="stacked", max_precond_dim=10**6, max_state_bytes=2**35)
-    SOAP(
-        [stack], matrix_layout="stacked", max_state_bytes=2**35
-    )  # the default of max_precond_dim makes this one-sided
+    # the default of max_precond_dim makes this one-sided
+    SOAP([stack], matrix_layout="stacked", max_state_bytes=2**35)
 
 
 def test_published_arguments_of_soap_become_options() -> None:

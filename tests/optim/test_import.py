@@ -20,9 +20,8 @@ def test_import_needs_torch_alone_and_adds_at_most_an_eighth_of_its_time() -> No
     """torch takes 1.7 s on a desktop core, so an eighth is 0.2 s. The limit is a share because
     seconds say little beside other processes."""
     shares = []
-    while (
-        len(shares) < 3 and min(shares, default=1.0) > 1 / 8
-    ):  # tries again if something else took its time
+    # tries again if something else took its time
+    while len(shares) < 3 and min(shares, default=1.0) > 1 / 8:
         done = subprocess.run(
             [sys.executable, "-c", PROBE], capture_output=True, text=True, check=True, timeout=120
         )

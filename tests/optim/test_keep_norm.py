@@ -52,9 +52,8 @@ def test_every_matrix_moves_on_the_sphere_that_it_started_on(kind: str) -> None:
     params = parameters(SHAPES, torch.float64)
     others, expected = clones(params), [p.detach().clone() for p in params]
     start = [norms(kind, w) for w in expected]
-    a = make(
-        kind, params, keep_norm=True, lr=0.5, **FP64
-    )  # it also has the default weight decay, which it does not apply
+    # it also has the default weight decay, which it does not apply
+    a = make(kind, params, keep_norm=True, lr=0.5, **FP64)
     b = make(kind, others, keep_norm=False, lr=1.0, weight_decay=0.0, **FP64)
     for step in range(9):
         for group in a.param_groups:

@@ -74,9 +74,8 @@ def counts() -> dict[str, dict[str, list[int]]]:
     """The counts, from a process of its own: a process cannot undo that torch knows the
     stand-in."""
     cases = json.dumps([case[:-1] for case in CASES.values()])
-    environment = {
-        name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"
-    }  # kernels are counted, not interpreted
+    # kernels are counted, not interpreted
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", COUNT, cases]
     done = subprocess.run(
         command, check=False, capture_output=True, text=True, timeout=240, env=environment

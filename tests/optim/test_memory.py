@@ -97,9 +97,8 @@ def test_state_bytes_in_numbers() -> None:
     assert state_bytes((m, n), Muon) == 4 * m * n + 4
     assert state_bytes((m, n), Muon, normalize="row", keep_norm=True) == 4 * (m * n + m + 1) + 4
     assert state_bytes((m, n), SOAPMuon) == 4 * (2 * m * n + 2 * m * m) + 4
-    assert (
-        state_bytes((768, 2048), SOAPMuon) - 4 == 4 * 2.75 * 768 * 2048
-    )  # as the class documentation says
+    # as the class documentation says
+    assert state_bytes((768, 2048), SOAPMuon) - 4 == 4 * 2.75 * 768 * 2048
     assert (
         state_bytes((8, m, n), SOAPMuon, matrix_layout="per_expert", sides="both")
         == 8 * (state_bytes((m, n)) - 4) + 4

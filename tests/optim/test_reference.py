@@ -155,9 +155,8 @@ def test_options_combined(seed: int, kind: str) -> None:
 )
 @pytest.mark.parametrize("kind", ["REKLS", "StackedSOAP"])
 def test_presets(kind: str, options: dict[str, Any]) -> None:
-    shapes = (
-        [(5, 5, 5), (4, 4)] if kind == "REKLS" else [(5, 5), (1, 4, 4)]
-    )  # these have full rank from the first gradient on
+    # these have full rank from the first gradient on
+    shapes = [(5, 5, 5), (4, 4)] if kind == "REKLS" else [(5, 5), (1, 4, 4)]
     assert compare(kind, [Group(shapes)], options).is_rounding
     if "adam_warmup_steps" in options:
         assert compare(kind, [Group(SHAPES["stacked"])], options).is_rounding

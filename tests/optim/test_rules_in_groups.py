@@ -160,10 +160,11 @@ def test_what_a_group_of_another_rule_takes_over_from_the_optimizer() -> None:
     assert kl["betas"] == (0.9, 0.95)
     assert soap["betas"] == (0.5, 0.6)
     assert soap["matrix_layout"] == "per_expert"
+    # SOAP has AdamW for its vectors, so that these are AdamW's options, too
     assert adamw["betas"] == (
         0.5,
         0.6,
-    )  # SOAP has AdamW for its vectors, so that these are AdamW's options, too
+    )
     assert adamw["eps"] == 1e-3
     assert (own["lr"], own["weight_decay"], own["nonfinite"]) == (0.5, 0.0, "skip")
     assert (instance["lr"], instance["weight_decay"], instance["nonfinite"]) == (
@@ -303,9 +304,8 @@ def test_frozen_parameters_are_stepped_once_they_have_gradients(kind: str) -> No
         p.requires_grad_(False)
     optimizer, single = make(kind, params), make(kind, alone)
     run(optimizer, params[:1], range(3))
-    optimizer.load_state_dict(
-        through_a_file(optimizer.state_dict())
-    )  # the state of parameters without any
+    # the state of parameters without any
+    optimizer.load_state_dict(through_a_file(optimizer.state_dict()))
     run(optimizer, params[:1], range(3, 5))
     assert all_same(params[1:], alone)
     assert not any(optimizer.state.get(p) for p in params[1:])

@@ -82,9 +82,8 @@ def doubling(t: int) -> int:
 def test_bases_are_refreshed_at_the_steps_that_the_interval_says(kind: str, frequency: Any) -> None:
     p = parameter(4, 4) if kind == "shampoo" else parameter(3, 4, 4)
     optimizer = make(kind, [p], precondition_frequency=frequency)
-    first = (
-        1 if kind.startswith(("soap", "shampoo")) else 2
-    )  # KL rules refresh first in the step after the warm-up
+    # KL rules refresh first in the step after the warm-up
+    first = 1 if kind.startswith(("soap", "shampoo")) else 2
     per_refresh = 2 * 3 if "per_expert" in kind else 2 if kind in ("stacked_soap", "shampoo") else 3
     expected, refreshed = [], []
     for t in range(1, 13):

@@ -149,10 +149,11 @@ def test_a_wide_matrix_is_its_transposed_tall_one(kind: str) -> None:
         [parameter(5, 8, dtype=torch.float64)],
         [torch.nn.Parameter(parameter(5, 8, dtype=torch.float64).detach().T.contiguous())],
     )
+    # only rows are normalized
     options = {
         **FULL_RANK,
         **({"normalize": None} if "normalize" in KINDS[kind][1] else {}),
-    }  # only rows are normalized
+    }
     a, b = make(kind, wide, **options), make(kind, tall, **options)
     for step in range(9):
         give_gradients(wide, step)

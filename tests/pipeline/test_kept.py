@@ -96,9 +96,8 @@ def kept_by(block: Block, segments: Segments, seed: int = 0) -> Kept:
         left = out_BSD.nbytes + grad_x_BSD.nbytes
         deadline = time.monotonic() + 2
         while alive.now > left and time.monotonic() < deadline:
-            time.sleep(
-                0.01
-            )  # gloo's threads let go of what they sent a moment after it has arrived
+            # gloo's threads let go of what they sent a moment after it has arrived
+            time.sleep(0.01)
         after = alive.now - left
     return Kept(total, attention, after)
 
@@ -126,9 +125,8 @@ def test_a_block_keeps_what_the_contract_says_and_nothing_else() -> None:
 def test_recomputed_experts_keep_no_gate_and_up() -> None:
     assert 0 <= kept_by(moe_block("recompute"), Segments()).beyond(0) - METADATA < SLACK
     segments = Segments(recompute=("experts", "shared_experts"))
-    assert (
-        -2 * T * K * NUMBER <= kept_by(moe_block(), segments).beyond(T * D) - METADATA < SLACK
-    )  # both are given the normed rows
+    # both are given the normed rows
+    assert -2 * T * K * NUMBER <= kept_by(moe_block(), segments).beyond(T * D) - METADATA < SLACK
 
 
 def test_with_everything_recomputed_two_inputs_are_kept() -> None:

@@ -43,9 +43,8 @@ def test_uniform_spreads_all_layers_evenly(num_stages: int) -> None:
         )
         assert all(abs(layer - layers[-1 - stage]) <= 1 for stage, layer in enumerate(layers))
         inner = layers[1:-1]
-        assert list(inner) == sorted(
-            inner, reverse=True
-        )  # the first inner stages take what is left
+        # the first inner stages take what is left
+        assert list(inner) == sorted(inner, reverse=True)
         assert (
             not inner
             or max(layers[0], layers[-1]) <= min(inner)

@@ -219,11 +219,12 @@ def test_the_lists_name_fields_that_there_are() -> None:
     sections = {name.partition(".")[0] for name in names}
     assert {*changes.FREE, *changes.CHANGEABLE, *changes.FIXED} <= names | sections
     options = {name.rpartition(".")[2] for name in names if name.startswith("optim.")}
+    # options of rules that are not the default
     others = {
         "eps",
         "precondition_frequency",
         "stagger_refresh",
-    }  # options of rules that are not the default
+    }
     assert {*changes.CHANGEABLE_OPTIONS, *changes.FREE_OPTIONS} <= options | others
 
 

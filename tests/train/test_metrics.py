@@ -222,9 +222,8 @@ def test_expert_load_is_in_range(blocks: int, experts: int, data: st.DataObject)
 
 
 def test_peak_memory_is_in_bytes() -> None:
-    assert (
-        50e6 < take_peak_memory_bytes(torch.device("cpu")) < 1e12
-    )  # Python with torch takes so much
+    # Python with torch takes so much
+    assert 50e6 < take_peak_memory_bytes(torch.device("cpu")) < 1e12
 
 
 def test_a_gpus_peak_is_that_since_the_last_call(monkeypatch: pytest.MonkeyPatch) -> None:

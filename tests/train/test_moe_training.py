@@ -286,9 +286,8 @@ def test_a_stopped_run_with_balancing_goes_on_to_the_same_bits(
     ]
     assert ends[0]["layers.1.mlp.gate.e_score_correction_bias"].any()
     assert ends[0].keys() == ends[1].keys()
-    names = [
-        name for name in ends[0] if not name.startswith("random/")
-    ]  # nothing has seeded this process
+    # nothing has seeded this process
+    names = [name for name in ends[0] if not name.startswith("random/")]
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in names)
 
 

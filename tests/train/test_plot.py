@@ -234,9 +234,8 @@ def test_many_runs_can_be_told_apart_and_all_of_the_legend_is_in_the_picture(
     expected = [
         f"\u2026rate{index}-and-a-name-that-is-rather-long" for index in reversed(range(number))
     ]
-    assert [label.split("\u2026")[1][:5] for label in labels] == [
-        name[1:6] for name in expected
-    ]  # greatest final loss first
+    # greatest final loss first
+    assert [label.split("\u2026")[1][:5] for label in labels] == [name[1:6] for name in expected]
     assert "a-sweep-of-many-runs-" in legend.get_title().get_text()
     box, edge = legend.get_window_extent(), figure.bbox
     assert 0 <= box.x0 < box.x1 <= edge.x1

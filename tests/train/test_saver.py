@@ -100,9 +100,8 @@ def test_the_next_save_waits_for_the_one_before(
     second = saver.save(Progress(2, 0.5))
     assert list_checkpoints(tmp_path)[0] == first
     third = saver.save(Progress(3, 0.5))
-    assert (
-        saver.save(Progress(3, 0.5)) == third
-    )  # it is there already, and the step decides its contents
+    # it is there already, and the step decides its contents
+    assert saver.save(Progress(3, 0.5)) == third
     saver.wait()
     assert list_checkpoints(tmp_path) == [second, third]
 

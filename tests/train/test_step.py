@@ -172,9 +172,8 @@ def test_micro_batches_give_the_gradient_of_the_whole_batch(
     model, batch = make_model(dtype=torch.float64), ragged(tokens(0, 4, length))
     whole, expected = gradients_seen(model, batch)
     parts, result = gradients_seen(model, batch, micro_batch_size=micro_batch_size)
-    largest = max(
-        float(gradient.abs().max()) for gradient in whole.values()
-    )  # with one key those of queries and keys are rounding
+    # with one key those of queries and keys are rounding
+    largest = max(float(gradient.abs().max()) for gradient in whole.values())
     for name, gradient in whole.items():
         torch.testing.assert_close(parts[name], gradient, rtol=1e-12, atol=1e-12 * largest)
     assert result.tokens == expected.tokens == 4 * (length - 1) - 2
@@ -500,12 +499,13 @@ def test_a_rate_of_zero_moves_nothing_and_refreshes_are_counted(
     step = train_step(model, optimizer_of(model))
     results = [step(Batch.of_tokens(tokens(number)), 0.0) for number in (1, 2, 3, 4)]
     assert all(p.equal(q) for p, q in zip(model.parameters(), fresh.parameters(), strict=True))
+    # first bases, then every second step
     assert [result.refreshes_done > 0 for result in results] == [
         True,
         True,
         False,
         True,
-    ]  # first bases, then every second step
+    ]
     assert all(result.optimizer_seconds > 0 for result in results)
 
 

@@ -91,9 +91,8 @@ def find_checkpoint(run_at_step: str, step: int = -1) -> tuple[Path, Path]:
             )
         wanted, place = str(step), f"--step {step}"
     folder = run / "checkpoints"
-    found = list_checkpoints(folder) or list_checkpoints(
-        folder
-    )  # a training run may have replaced its only one during the first call
+    # a training run may have replaced its only one during the first call
+    found = list_checkpoints(folder) or list_checkpoints(folder)
     checkpoints = {step_of(path): path for path in found}
     if not checkpoints:
         raise UserError(f"{run / 'checkpoints'}: no checkpoint yet: let the run train first")

@@ -134,9 +134,8 @@ class TrainingState:
     def _check_optimizer_state(self, shapes: Shapes) -> None:
         found = state_shapes({piece.name: piece for piece in self.optimizer_state()})
         for entry in sorted(found.keys() & shapes.keys()):
-            owns = found[entry].keys() != {
-                "step"
-            }  # ranks that do not own the matrix have its step only
+            # ranks that do not own the matrix have its step only
+            owns = found[entry].keys() != {"step"}
             for key in sorted(found[entry].keys() | (shapes[entry].keys() if owns else set())):
                 there, here = (of[entry].get(key, "absent") for of in (shapes, found))
                 if there != here:

@@ -58,9 +58,8 @@ class StartingCommand:
 
 def train_command(arguments: list[str], started: float | None = None) -> int:
     """Train or resume the run that a TOML file describes, in this process or in several."""
-    started = (
-        time.monotonic() if started is None else started
-    )  # a command knows it from before torch was imported
+    # a command knows it from before torch was imported
+    started = time.monotonic() if started is None else started
     world = World.of_environment(os.environ)
     with surviving_output():
         try:

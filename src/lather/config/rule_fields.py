@@ -121,9 +121,8 @@ def plain_type(hint: Any) -> Any:
         for part in (typing.get_args(hint) if typing.get_origin(hint) in UNIONS else (hint,))
         if _is_plain(part)
     ]
-    parts.sort(
-        key=lambda part: PLAIN.index(part) if part in PLAIN else 0
-    )  # str last: it accepts every value
+    # str last: it accepts every value
+    parts.sort(key=lambda part: PLAIN.index(part) if part in PLAIN else 0)
     if not set(parts) - {types.NoneType}:
         return None
     return functools.reduce(lambda one, other: one | other, parts)

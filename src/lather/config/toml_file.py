@@ -63,10 +63,11 @@ def read_values(path: Path | None, given: Mapping[str, Any]) -> dict[str, Any]:
     Raises RunError if the run in `run_dir` has another format.
     """
     mapping = _read(path) if path else {}
+    # values of other types are refused when the configuration is built
     run_dir, init_from = (
         value if isinstance(value := given.get(name) or mapping.get(name), str) else ""
         for name in ("run_dir", "init_from")
-    )  # values of other types are refused when the configuration is built
+    )
     if run_dir:
         check_format(Path(run_dir))
     return values_for(_with_model(mapping, init_from, run_dir), given)

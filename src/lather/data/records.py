@@ -275,9 +275,8 @@ def _split(
     """Yield the pieces that begin from `start` until `stop` (-1: the end) with their offsets. A
     piece includes the separator that ends it; the end of the file ends a piece, too."""
     size = len(separator)
-    offset = (
-        start - size if start else 0
-    )  # offset of the buffer: a piece that begins at `start` has a separator before it
+    # offset of the buffer: a piece that begins at `start` has a separator before it
+    offset = start - size if start else 0
     if offset:
         file.seek(offset)
     buffer, begun = bytearray(), not start
@@ -291,9 +290,8 @@ def _split(
             begun, place = True, searched
             if 0 <= stop <= offset + place:
                 return
-        if (
-            not begun
-        ):  # the text belongs to another part, but its end may be the start of a separator
+        # the text belongs to another part, but its end may be the start of a separator
+        if not begun:
             place = max(0, len(buffer) - size + 1)
             if 0 <= stop <= offset + place:
                 return

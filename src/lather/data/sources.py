@@ -112,9 +112,8 @@ def list_files(source: str, recipe: DataRecipe) -> SourceListing:
     folder = Path(source.partition("#")[0])
     is_saved_by_datasets = any(os.path.isfile(folder / name) for name in SAVED_BY_DATASETS)
     if source.startswith("hf:") or recipe.format == "huggingface" or is_saved_by_datasets:
-        found = [
-            path.stat() for path in folder.rglob("*") if path.is_file()
-        ]  # none for a data set of the hub
+        # none for a data set of the hub
+        found = [path.stat() for path in folder.rglob("*") if path.is_file()]
         size, changed = (
             sum(one.st_size for one in found),
             max((one.st_mtime_ns for one in found), default=0),

@@ -80,9 +80,8 @@ def cut(text: str, length: int) -> Iterator[str]:
         for separator in ("\n", " "):
             place = text.rfind(separator, start, end)
             if place > start:
-                end = (
-                    place if separator == " " else place + 1
-                )  # byte-level tokenizers put a space before its word
+                # byte-level tokenizers put a space before its word
+                end = place if separator == " " else place + 1
                 break
         yield text[start:end]
         start = end

@@ -163,9 +163,8 @@ def _megatron(path: Path, size: int) -> TokenFile:
         )
     lengths = np.frombuffer(index, "<i4", sequences, 34).astype(np.int64)
     pointers = np.frombuffer(index, "<i8", sequences, 34 + 4 * sequences)
-    borders = np.frombuffer(
-        index, "<i8", documents, 34 + 12 * sequences
-    )  # numbers of sequences, from 0
+    # numbers of sequences, from 0
+    borders = np.frombuffer(index, "<i8", documents, 34 + 12 * sequences)
     item = np.dtype(dtype).itemsize
     stops = np.cumsum(lengths)
     if sequences and not np.array_equal(pointers, (stops - lengths) * item):

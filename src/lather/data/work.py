@@ -107,9 +107,8 @@ def do_unit(unit: ReadUnit, making: Making, count: Count) -> None:
     """Write the unit's shards, then its report. After an error, such as OSError on a full disk, the
     current shards are deleted."""
     report = UnitReport()
-    report_path(making.units, unit.number).unlink(
-        missing_ok=True
-    )  # its shards are gone; half of them must not count as all
+    # its shards are gone; half of them must not count as all
+    report_path(making.units, unit.number).unlink(missing_ok=True)
     options = token_dtype(making.vocab_size), making.recipe.shard_tokens, making.recipe.chat
     writers = {
         split: ShardWriter(making.folder, f"{split}-{unit.number:05d}", *options)
@@ -260,9 +259,8 @@ def do_units(
         while waiting or at_work:
             for connection in idle[: len(waiting)]:
                 at_work[connection] = waiting.pop()
-                with contextlib.suppress(
-                    ConnectionError
-                ):  # the process has ended, which is noticed below
+                # the process has ended, which is noticed below
+                with contextlib.suppress(ConnectionError):
                     connection.send(at_work[connection])
             idle = [
                 connection

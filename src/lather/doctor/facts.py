@@ -192,9 +192,8 @@ def probe_disk(run_dir: Path, rank: int = 0, num_bytes: int = PROBE_BYTES) -> Di
             os.fsync(out.fileno())
             written = time.perf_counter()
             if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(
-                    out.fileno(), 0, 0, os.POSIX_FADV_DONTNEED
-                )  # what is in memory would be read from there
+                # what is in memory would be read from there
+                os.posix_fadvise(out.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         opened = time.perf_counter()
         with file.open("rb", buffering=0) as source:
             while source.read(len(block)):

@@ -224,9 +224,8 @@ class Engine:
     ) -> list[MicroBatch]:
         """Divide a batch; `shares`: the weights of its micro-batches in the auxiliary losses."""
         size, length, device = self.micro_batch_size, batch.inputs_BS.shape[1], self.mesh.device
-        layouts = [self._layout] * len(
-            shares
-        )  # without documents masks and rotary tables are the same for all
+        # without documents masks and rotary tables are the same for all
+        layouts = [self._layout] * len(shares)
         if batch.begins_BS is not None:
             layouts = [
                 SequenceLayout(size, length, device, document_boundaries(begins))

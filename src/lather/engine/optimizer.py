@@ -45,13 +45,13 @@ def build_optimizer(
             rule = replace(rule, state_dtype=torch.float64)
         factor = config.lr_of(kind) / config.peak_lr if config.peak_lr else 1.0
         groups.append({"params": named, "rule": rule, "lr": rule.lr, LR_FACTOR: factor})
-    groups = groups or [
-        {"params": []}
-    ]  # a rank whose layers are all frozen still takes part in steps
+    # a rank whose layers are all frozen still takes part in steps
+    groups = groups or [{"params": []}]
+    # checkpoints store the class name
     default, optimizer = (
         config.rule,
         OPTIMIZER_OF.get(type(config.rule)),
-    )  # checkpoints store the class name
+    )
     if optimizer is None:
         return MatrixOptimizer(groups, default)
     return optimizer(groups, **{name: getattr(default, name) for name in options_of(type(default))})

@@ -81,9 +81,8 @@ class TrainStep:
         wait for the device; clip the gradients, take the optimizer's step, and free them."""
         result, norms = self._read(reading)
         finite = math.isfinite(result.loss + result.grad_norm)
-        start = (
-            time.perf_counter()
-        )  # a GPU is idle now, since the host has just waited for the gradients
+        # a GPU is idle now, since the host has just waited for the gradients
+        start = time.perf_counter()
         parameters = self.engine.parameters
         if finite:
             if self.max_grad_norm:
@@ -116,9 +115,8 @@ class TrainStep:
         return replace(result, refreshes_done=done, refreshes_skipped=skipped)
 
     def _now(self) -> float:
-        if is_gpu(
-            self.engine.mesh.device
-        ):  # wait for this stream only: refreshes may continue on others
+        # wait for this stream only: refreshes may continue on others
+        if is_gpu(self.engine.mesh.device):
             gpu_module(self.engine.mesh.device).current_stream(
                 self.engine.mesh.device
             ).synchronize()

@@ -133,9 +133,8 @@ def score_set(
 
 def bytes_per_token(tokenizer: Tokenizer, vocab_size: int) -> Int[Tensor, " v"]:
     """Return the bytes of each token; 0 for tokens that the tokenizer does not have."""
-    kinds = set(
-        re.findall(r'"type":"(\w+)"', tokenizer.to_str())
-    )  # not in a token, whose quotes would be escaped
+    # not in a token, whose quotes would be escaped
+    kinds = set(re.findall(r'"type":"(\w+)"', tokenizer.to_str()))
     added = tokenizer.get_added_tokens_decoder()
     table = torch.zeros(vocab_size, dtype=torch.int64)
     for written, token in tokenizer.get_vocab(with_added_tokens=True).items():

@@ -129,9 +129,8 @@ def name_of(layers: Sequence[str]) -> str:
     if len(layers) == 1 or not all(layer.rpartition(".")[2].isdigit() for layer in layers):
         return ", ".join(layers)
     numbers = [int(layer.rpartition(".")[2]) for layer in layers]
-    runs = groupby(
-        enumerate(numbers), lambda pair: pair[1] - pair[0]
-    )  # the difference is the same as long as the numbers are adjacent
+    # the difference is the same as long as the numbers are adjacent
+    runs = groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
     return f"{layers[0].rpartition('.')[0]}." + ", ".join(
         first_to_last([number for _, number in run]) for _, run in runs
     )
@@ -349,9 +348,8 @@ def _stack(
             ]
             axes.bar_label(bars, texts, label_type="center", fontsize=8)
         bottom += heights
-    axes.set_ylim(
-        0, (1 + headroom) * highest / scale or 1
-    )  # explicit, since a bar of height 0 on another would remove the margin
+    # explicit, since a bar of height 0 on another would remove the margin
+    axes.set_ylim(0, (1 + headroom) * highest / scale or 1)
     return unit, scale
 
 

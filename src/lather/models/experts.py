@@ -142,9 +142,8 @@ class Experts(Deferrable, Rounding, nn.Module):
             h_NF = plain_gate(F.linear(x_RD[token], gate_up_HD, gate_up_bias_H), self.gate)
             out_ND = F.linear(h_NF, down_DF, down_bias_D)
             weighted_ND = (out_ND * weights_RK[token, slot, None].to(out_ND.dtype)).to(y_RD.dtype)
-            y_RD = y_RD.scatter_add(
-                0, token[:, None].expand_as(weighted_ND), weighted_ND
-            )  # index_add would save its operand
+            # index_add would save its operand
+            y_RD = y_RD.scatter_add(0, token[:, None].expand_as(weighted_ND), weighted_ND)
         return y_RD
 
 
@@ -217,9 +216,8 @@ class _RoutedExperts(torch.autograd.Function):
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
         """dy_g, the gradient of row g's output, is w_g times the gradient of its token; w_g
         multiplies the factor of size F in each product."""
-        x_RD, weights_RK, gate_up_GH, token_G, row_RK, _, end_E, *saved = (
-            ctx.saved_tensors
-        )  # four of them are the route
+        # four of them are the route
+        x_RD, weights_RK, gate_up_GH, token_G, row_RK, _, end_E, *saved = ctx.saved_tensors
         call: _Call = ctx.call
         gate_up, down = call.stacks(end_E, to_round(call.kept, ctx.parameters, saved))
         x_RD, grad_RD = x_RD.detach(), grad_RD.to(call.dtype)

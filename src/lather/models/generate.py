@@ -60,9 +60,8 @@ class Sampling:
         )
         weights_K = logits_K.softmax(-1)
         if self.top_p < 1:
-            before_K = (
-                weights_K.cumsum(-1) - weights_K
-            )  # 0 for the most likely token, which is always kept
+            # 0 for the most likely token, which is always kept
+            before_K = weights_K.cumsum(-1) - weights_K
             weights_K = weights_K.masked_fill(before_K >= self.top_p, 0)
         return int(tokens_K[torch.multinomial(weights_K, 1, generator=generator)])
 

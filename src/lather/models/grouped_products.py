@@ -80,9 +80,8 @@ def grouped_sum(x_GI: Float[Tensor, "g i"], end_E: Int[Tensor, " e"]) -> Float[T
     each time."""
     offsets = F.pad(end_E.long(), (1, 0))
     wide_GI = x_GI.to(torch.promote_types(x_GI.dtype, torch.float32)).contiguous()
-    return torch.segment_reduce(
-        wide_GI, "sum", offsets=offsets, axis=0, unsafe=True
-    )  # unsafe: no check that waits
+    # unsafe: no check that waits
+    return torch.segment_reduce(wide_GI, "sum", offsets=offsets, axis=0, unsafe=True)
 
 
 def expert_of_row(end_E: Int[Tensor, " e"], num_rows: int) -> Int[Tensor, " g"]:

@@ -172,9 +172,8 @@ class _Linears(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         weights, biases = parameters[::2], parameters[1::2]
         narrow = x.to(dtype)
-        ctx.save_for_backward(
-            x, *weights
-        )  # x itself, which a block can recompute (`Remaking`), not its rounded copy
+        # x itself, which a block can recompute (`Remaking`), not its rounded copy
+        ctx.save_for_backward(x, *weights)
         ctx.products, ctx.dtype = products, dtype
         ctx.set_materialize_grads(False)
         return tuple(
@@ -197,9 +196,8 @@ class _Linears(torch.autograd.Function):
             for product, weight in zip(ctx.products, saved, strict=True)
         ]
         needs_x, _, _, *needs = ctx.needs_input_grad
-        narrow = (
-            x.detach() if x.dtype.itemsize <= ctx.dtype.itemsize else x.detach().to(ctx.dtype)
-        )  # a deferred gradient holds it
+        # a deferred gradient holds it
+        narrow = x.detach() if x.dtype.itemsize <= ctx.dtype.itemsize else x.detach().to(ctx.dtype)
         x_TI = narrow.reshape(x.shape[:-1].numel(), x.shape[-1])
         grad_x_TI: Tensor | None = None
         returned: list[Tensor | None] = []
@@ -294,10 +292,11 @@ class _GatedMLPFunction(torch.autograd.Function):
         x_TD, *saved, gate_up_TH = ctx.saved_tensors
         call: GatedCall = ctx.call
         gate_FD, up_FD, down_DF = to_round(call.kept, ctx.parameters, saved)
+        # deferred gradients must not keep the graph alive
         x_TD, grad_TD = (
             x_TD.detach(),
             grad_TD.to(call.dtype),
-        )  # deferred gradients must not keep the graph alive
+        )
         if gate_up_TH is None:
             gate_up_TH = _gate_up(x_TD.to(call.dtype), gate_FD, up_FD, call)
         grad_gate_up_TH, h_TF, _ = gate_backward(

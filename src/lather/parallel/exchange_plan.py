@@ -66,9 +66,8 @@ class ExchangePlan:
             tuple(rows for rows, _ in messages_P2) for messages_P2 in (own_P2, told_P2)
         )
         s = sum(sent_P)
-        token_S = self.row_TK.new_empty(
-            s + 1
-        )  # the last entry takes the pairs of token and rank without a row
+        # the last entry takes the pairs of token and rank without a row
+        token_S = self.row_TK.new_empty(s + 1)
         token_T1 = torch.arange(t, dtype=torch.int32, device=token_S.device).unsqueeze(1)
         token_S.scatter_(0, self.row_TP.flatten(), token_T1.expand(t, p).flatten())
         return Way(token_S[:s], self.row_TK, sent_P, received_P, sum(pairs for _, pairs in told_P2))

@@ -129,13 +129,11 @@ class ExpertExchange(Exchange):
         )
         arrive: Callable[[], object] = work.wait
         if is_gpu(sizes_2P2):
-            if (
-                self._sizes_stream is None
-            ):  # another priority, so that it is none of NCCL's own streams
+            # another priority, so that it is none of NCCL's own streams
+            if self._sizes_stream is None:
                 self._sizes_stream = gpu_module(sizes_2P2).Stream(sizes_2P2.device, priority=-1)
-            with gpu_module(sizes_2P2).stream(
-                self._sizes_stream
-            ):  # the compute stream may have further work queued
+            # the compute stream may have further work queued
+            with gpu_module(sizes_2P2).stream(self._sizes_stream):
                 work.wait()
                 _used_here(plan.sizes_P2, sizes_2P2)
                 sizes_2P2 = read(sizes_2P2, Read.SIZES, wait=False)

@@ -95,9 +95,8 @@ class Mesh:
     @classmethod
     def single(cls, device: torch.device) -> Mesh:
         """Return the mesh of a single process."""
-        if (
-            str(device) == "cuda"
-        ):  # the saving thread sets its device to this one, which needs an index
+        # the saving thread sets its device to this one, which needs an index
+        if str(device) == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
         return cls(pp=1, dp=1, ep=1, replicas=1, rank=0, device=device)
 

@@ -105,9 +105,8 @@ def draw_timeline(rows: Iterable[Event], path: Path, title: str, *, unit: str = 
         fontsize=8 * scale,
     )
     figure.draw_without_rendering()
-    figure.set_layout_engine(
-        "none"
-    )  # fix the layout: the font sizes depend on it, and it need not measure every number
+    # fix the layout: the font sizes depend on it, and it need not measure every number
+    figure.set_layout_engine("none")
     _draw_numbers(axes, boxes)
     with whole_file(path, "--out") as aside:
         figure.savefig(aside, dpi=DPI, format="png")

@@ -289,9 +289,8 @@ class _RankCheck:
             (kind, stage): needs(schedule, kind, stage) for stage in self.stages for kind in Kind
         }
         self.gives = {kind: gives(kind) for kind in Kind}
-        self.done: Counter[tuple[Kind, int]] = (
-            Counter()
-        )  # a count of micro-batches says which are done, since they come in order
+        # a count of micro-batches says which are done, since they come in order
+        self.done: Counter[tuple[Kind, int]] = Counter()
         self.gathered: set[int] = set()
 
     def run(self) -> None:

@@ -249,16 +249,14 @@ class Segments:
             )
             del grad_x_RD, grad_weights_RK
             if not defer:
-                entries = (
-                    self.weight_gradients.take()
-                )  # dropped if the generator is closed at the yield
+                # dropped if the generator is closed at the yield
+                entries = self.weight_gradients.take()
                 yield
                 WeightGradients.run(entries)
             yield
             grad_normed_TD, grad_weights_TK = travelling_back.wait()
-            if (
-                grad_shared_TD is not None
-            ):  # may be changed in place: nothing else uses it, and its dtype is wide enough
+            # may be changed in place: nothing else uses it, and its dtype is wide enough
+            if grad_shared_TD is not None:
                 grad_normed_TD = grad_shared_TD.add_(grad_normed_TD)
             gradients = [
                 grad_BSD,
@@ -308,9 +306,10 @@ class Segments:
                 balance_loss=balance_loss,
                 z_loss=z_loss[0] if z_loss else None,
             )
+            # a second run recomputes them
             decision[0] = replace(
                 routing, weights_TK=weights_TK.new_empty(()).expand_as(weights_TK)
-            )  # a second run recomputes them
+            )
             attended.routing = routing
         return cut, attended
 

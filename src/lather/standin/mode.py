@@ -57,9 +57,8 @@ class StandInMode(TorchDispatchMode):
             positions=self._positions_of,
             masked=self._masked,
         )
-        unmarked = patch.object(
-            Tensor, "record_stream", lambda x, stream: None
-        )  # torch accepts only its own streams
+        # torch accepts only its own streams
+        unmarked = patch.object(Tensor, "record_stream", lambda x, stream: None)
         for context in (
             told,
             fake_tensors_behave(),
@@ -149,9 +148,8 @@ class StandInMode(TorchDispatchMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if (
-            func is torch.ops.prim.device.default
-        ):  # half of all operations, and none of the device's
+        # half of all operations, and none of the device's
+        if func is torch.ops.prim.device.default:
             (x,) = args
             return torch.device("meta") if x.fake_mode.in_kernel_invocation else x.fake_device
         kwargs, name = dict(kwargs or {}), operations.name_of(func)

@@ -91,9 +91,8 @@ def _other_flops(name: str, args: Sequence[Any]) -> int:
             * k_BGTU.shape[2]
             * (3 * u + 2 * v if backward else u + v)
         )
-    if (
-        name == "_grouped_mm"
-    ):  # rows by expert times a matrix each, or a product for each expert over its rows
+    # rows by expert times a matrix each, or a product for each expert over its rows
+    if name == "_grouped_mm":
         return 2 * args[0].shape[-2] * args[0].shape[-1] * args[1].shape[-1]
     if name in SUMMED_PRODUCTS:
         return 2 * args[1].numel() * args[2].shape[-1]

@@ -280,9 +280,8 @@ class _TrainingRun:
             if self.metrics is not None:
                 with self._keeping_error():
                     self.metrics.close()
-        with errors_on_all_ranks(
-            self.mesh.control_group
-        ):  # rank 0 draws, and loads the model for the sample
+        # rank 0 draws, and loads the model for the sample
+        with errors_on_all_ranks(self.mesh.control_group):
             if self.unwritten is not None:
                 self.display.note(f"saved {checkpoint}, but not all metrics")
                 raise self.unwritten

@@ -55,10 +55,11 @@ def configuration_file(argument: str, command: str) -> Path:
 def run_of(file: Path) -> Path | None:
     """Return the folder of the run whose own configuration `file` is, also where the path leads
     through links; None for any other file."""
+    # as it was given first: the folder of runs may be a link
     for path in (
         file,
         Path(os.path.realpath(file)),
-    ):  # as it was given first: the folder of runs may be a link
+    ):
         folder = path.parent
         known = any((folder / name).exists() for name in STARTED) or list_checkpoints(
             folder / "checkpoints"
@@ -146,9 +147,8 @@ def _base(config: Config, run: Path) -> Path:
         for place in places
         if parts and place.parts[-len(parts) :] == parts
     ]
-    above = [
-        folder for place in places for folder in place.parents[:-1]
-    ]  # not the root, where a folder data may be anybody's
+    # not the root, where a folder data may be anybody's
+    above = [folder for place in places for folder in place.parents[:-1]]
     inputs = _inputs(config) or [config.data.cache_dir]
     folders = (*begun, here, *above)
     return next(

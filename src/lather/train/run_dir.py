@@ -55,9 +55,8 @@ class RunDirectory:
         self.start = Start(config, is_new=self._is_made)
         self._lock = _lock(path)
         try:
-            source = fork_source(
-                path, config
-            )  # again, now under the lock: another process may have forked meanwhile
+            # again, now under the lock: another process may have forked meanwhile
+            source = fork_source(path, config)
             if source is not None:
                 self._is_fork = True
                 copy_run(*source, path)

@@ -138,9 +138,8 @@ def _going_on(path: Path, config: Config, step: int, subject: str, remedy: str) 
 def _refuse_fixed(changes: dict[str, Change], subject: str, remedy: str) -> None:
     different = [key for key in changes if class_of(key) == "fixed"]
     in_both = [key for key in different if None not in changes[key]]
-    different = (
-        in_both or different
-    )  # name a key of both sides first: another family or rule has other keys
+    # name a key of both sides first: another family or rule has other keys
+    different = in_both or different
     if different:
         key = different[0]
         more = f" and {len(different) - 1} more" if len(different) > 1 else ""

@@ -25,9 +25,8 @@ def combine_forward(rows_GD: Tensor, row_TK: Tensor, weights_TK: Tensor | None =
     out = rows_GD.new_empty(len(row_TK), rows_GD.shape[1])
     options = _options(rows_GD)
     grid = (triton.cdiv(len(out), options["ROWS"]), triton.cdiv(out.shape[1], options["BLOCK"]))
-    weights = (
-        row_TK if weights_TK is None else weights_TK.contiguous()
-    )  # an unused pointer must still be valid
+    # an unused pointer must still be valid
+    weights = row_TK if weights_TK is None else weights_TK.contiguous()
     options |= {"K": row_TK.shape[1], "WEIGHTED": weights_TK is not None}
     launch(_forward_kernel, grid, rows_GD, row_TK, weights, out, *out.shape, **options)
     return out

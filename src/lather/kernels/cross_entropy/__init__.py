@@ -193,9 +193,8 @@ class _CrossEntropyInPlace(torch.autograd.Function):
             losses_T = _fastest(reference.token_losses, logits_TV)(
                 logits_TV, labels_T, scale, z_loss=z_loss
             )
-        increment_version(
-            logits
-        )  # nodes that have saved the logits must raise; kernels do not increment it
+        # nodes that have saved the logits must raise; kernels do not increment it
+        increment_version(logits)
         ctx.save_for_backward(gradient)
         ctx.handed_over = False
         return divided(losses_T.sum(), normalizer)

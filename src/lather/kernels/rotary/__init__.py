@@ -35,9 +35,8 @@ def rotate(
 
     It can be differentiated once, for x. Raises ValueError for shapes that do not match.
     """
-    if (
-        torch.compiler.is_compiling()
-    ):  # the compiler fuses the reference with the operations around it
+    # the compiler fuses the reference with the operations around it
+    if torch.compiler.is_compiling():
         return reference.turn(x_BSHR, cos_BSP, sin_BSP, halves=halves)
     validate(x_BSHR, cos_BSP, sin_BSP)
     return _Turn.apply(x_BSHR, cos_BSP, sin_BSP, halves)  # type: ignore[no-untyped-call]

@@ -71,9 +71,8 @@ def _turn_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0) * ROWS + tl.arange(
-        0, ROWS
-    )  # 32-bit divisions: there are fewer than 2^31 heads
+    # 32-bit divisions: there are fewer than 2^31 heads
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token, head = row // num_heads, row % num_heads
     batch, position = token // num_positions, token % num_positions
     pair = tl.arange(0, BLOCK)[None, :]

@@ -48,9 +48,8 @@ def plan_route(
 
     row = torch.empty_like(pair_N)
     row[pair_N] = row_N
-    token = torch.full(
-        (g + 1,), -1, dtype=torch.int64, device=device
-    )  # the last entry is for pairs without row
+    # the last entry is for pairs without row
+    token = torch.full((g + 1,), -1, dtype=torch.int64, device=device)
     token[torch.where(row_N < 0, g, row_N)] = pair_N // max(k, 1)
     return (
         token[:g].clone(),
@@ -63,9 +62,8 @@ def plan_route(
 def check_range(index: Tensor, low: int, high: int, name: str) -> None:
     if index.numel() == 0:
         return
-    if is_gpu(
-        index
-    ):  # without Triton: torch's own gather asserts on the device that the index is in range
+    # without Triton: torch's own gather asserts on the device that the index is in range
+    if is_gpu(index):
         torch.zeros((), device=index.device).expand(high - low).index_select(
             0, index.flatten() - low
         )

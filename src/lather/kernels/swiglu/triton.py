@@ -55,9 +55,8 @@ def gate_gradient(
     grad_gate_up = torch.empty_like(gate_up)
     num_rows, options = grad_h.shape[:-1].numel(), _options(gate_up, gate)
     options |= {"SCALED": scale is not None, "STORE_H": h is not None}
-    scale, h, dot = (
-        gate_up if x is None else x.contiguous() for x in (scale, h, dot)
-    )  # unused pointers must still be valid
+    # unused pointers must still be valid
+    scale, h, dot = (gate_up if x is None else x.contiguous() for x in (scale, h, dot))
     tensors = (grad_h, gate_up, scale, grad_gate_up, h, dot)
     launch(
         _backward_kernel,
@@ -136,9 +135,8 @@ def _store_halves(
 
 @triton.jit
 def _clamp(g, u, LIMIT: tl.constexpr):
-    limit = tl.full(
-        (), LIMIT, g.dtype
-    )  # a bare constant would be rounded to fp32, by Triton 3.6 in comparisons, too
+    # a bare constant would be rounded to fp32, by Triton 3.6 in comparisons, too
+    limit = tl.full((), LIMIT, g.dtype)
     return tl.where(g > limit, limit, g), tl.where(
         u > limit, limit, tl.where(u < -limit, -limit, u)
     )

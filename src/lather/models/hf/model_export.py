@@ -191,9 +191,8 @@ def _write_companions(folder: Path, tokenizer: Path, max_length: int) -> dict[st
     content = read_json(tokenizer, "give another tokenizer")
     shutil.copyfile(tokenizer, folder / TOKENIZER_FILE)
     special = [token for token in content.get("added_tokens", []) if token["special"]]
-    ends = (
-        special[0] if len(special) == 1 else None
-    )  # the only special token of Lather's own tokenizers ends a document
+    # the only special token of Lather's own tokenizers ends a document
+    ends = special[0] if len(special) == 1 else None
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": max_length,

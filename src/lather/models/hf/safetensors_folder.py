@@ -209,9 +209,8 @@ def write_safetensors(
     file: Path, tensors: Iterable[TensorToWrite], hashed: Callable[[Any], object] | None = None
 ) -> None:
     """Write a file, and sync it to disk. `hashed` gets all bytes, in order."""
-    ordered = sorted(
-        tensors, key=lambda tensor: -tensor.dtype.itemsize
-    )  # so that every tensor is aligned without gaps
+    # so that every tensor is aligned without gaps
+    ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in ordered:

@@ -66,9 +66,8 @@ class DeferredGradient:
         dtype = self.weight.dtype
         if self.weight.grad is None:
             self.weight.grad = gradient.to(dtype)
-        elif (
-            torch.promote_types(dtype, gradient.dtype) == dtype
-        ):  # the sum is that of a copy in `dtype`, without its 8 bytes per element
+        elif torch.promote_types(dtype, gradient.dtype) == dtype:
+            # the sum is that of a copy in `dtype`, without its 8 bytes per element
             self.weight.grad += gradient
         else:
             self.weight.grad += gradient.to(dtype)

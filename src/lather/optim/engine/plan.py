@@ -113,9 +113,8 @@ class MemberRun:
         count = (rule.bucket_bytes or bucket.temporary_bytes) // rule.num_streams // per_matrix
         if is_cpu(bucket.device):
             fitting = CPU_CACHE_BYTES // (dtype.itemsize * numel)
-            count = min(
-                count, cpu_count(fitting) if fitting else 1
-            )  # threads share the work on one large matrix
+            # threads share the work on one large matrix
+            count = min(count, cpu_count(fitting) if fitting else 1)
         count = max(1, count) if rule.batched or bucket.layout.elementwise else 1
         for start in range(self.rows.start, self.rows.stop, count):
             yield start, min(start + count, self.rows.stop)

@@ -340,9 +340,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.__dict__.setdefault(
-            "_pending", self._no_refreshes()
-        )  # torch's load_state_dict calls this, too
+        # torch's load_state_dict calls this, too
+        self.__dict__.setdefault("_pending", self._no_refreshes())
         self._reset()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -185,9 +185,8 @@ class Sharding:
     ) -> None:
         loads = dict.fromkeys(ranks, 0.0)
         for share in self._shares.values():
-            if (
-                set(ranks) <= set(share.spread.ranks) and not share.elementwise
-            ):  # otherwise some of these ranks do not know of it
+            # otherwise some of these ranks do not know of it
+            if set(ranks) <= set(share.spread.ranks) and not share.elementwise:
                 cost = share.layout.rule.cost(share.layout.matrix)
                 for unit in share.units:
                     loads[share.spread.ranks[unit.owner]] = (

@@ -299,9 +299,8 @@ class Hub:
 
     def _end(self, cause: Failure) -> None:
         self.cause = cause
-        for line in sorted(
-            self._lines, key=lambda line: -line.rank
-        ):  # rank 0 last: the hub may be in it
+        # rank 0 last: the hub may be in it
+        for line in sorted(self._lines, key=lambda line: -line.rank):
             line.send(end=asdict(cause))
         self._on_end(cause)
 

@@ -152,9 +152,8 @@ def launch(
             hub.wait(10 * SETTLE_SECONDS)
     finally:
         _kill(processes)
-        for killed in (
-            processes
-        ):  # wait until they are gone, and with them their locks and the memory of their devices
+        # wait until they are gone, and with them their locks and the memory of their devices
+        for killed in processes:
             killed.join(10 * SETTLE_SECONDS)
         hub.close()
     if hub.cause is None and not _failed(processes) and hub.result is not None:
@@ -203,9 +202,8 @@ def _local_rank(
         signal.signal(number, receive)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, obeyed())
     if "lo" in [name for _, name in socket.if_nameindex()]:
-        os.environ.setdefault(
-            "GLOO_SOCKET_IFNAME", "lo"
-        )  # this machine's name may resolve to nothing, or to a network that is down
+        # this machine's name may resolve to nothing, or to a network that is down
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     host, port = world.address
     os.environ |= {
         "RANK": str(world.rank),
@@ -213,10 +211,11 @@ def _local_rank(
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
     }
+    # as under torchrun, for libraries that look
     os.environ |= {
         "WORLD_SIZE": str(world.size),
         "LOCAL_WORLD_SIZE": str(world.local_size),
-    }  # as under torchrun, for libraries that look
+    }
     store = TCPStore(host, port, timeout=timedelta(seconds=options.timeout))
     world = replace(world, stop=lambda: asked.stop, save=lambda: asked.save)
     _work(worker, args, world, options, lifeline, store)
@@ -249,24 +248,21 @@ def _store(world: World, options: GroupOptions) -> Any:
     store, _, _ = next(
         rendezvous(url, world.rank, world.size, timeout=timedelta(seconds=options.timeout))
     )
-    attempt = os.environ.get(
-        "TORCHELASTIC_RESTART_COUNT", "0"
-    )  # torchrun keeps its store, with addresses of ranks that are gone
+    # torchrun keeps its store, with addresses of ranks that are gone
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return PrefixStore(f"attempt {attempt}", store)
 
 
 def _enter_group(world: World, options: GroupOptions, store: Any) -> None:
     device = world.device(options.device)
     _divide_cores(world.local_size)
-    os.environ.setdefault(
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"
-    )  # a broken communicator ends the process
+    # a broken communicator ends the process
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     if is_gpu(device):
         gpu_module(device).set_device(device)
         gpu_module(device).init()  # DeviceMesh would choose a device by itself otherwise
-    bound = (
-        device if is_gpu(device) else None
-    )  # all ranks then create communicators here, not two of them at their first send
+    # all ranks then create communicators here, not two of them at their first send
+    bound = device if is_gpu(device) else None
     timeout = timedelta(seconds=options.timeout)
     dist.init_process_group(
         backends_for(device),
@@ -378,9 +374,8 @@ def _passing_signals_on(hub: Hub, processes: Sequence[BaseProcess]) -> Iterator[
     The signals are blocked in this thread, and therefore in the ranks from their start until they
     have handlers; the hub's thread receives them.
     """
-    mask = signal.pthread_sigmask(
-        signal.SIG_BLOCK, (*HELD, signal.SIGHUP)
-    )  # the resource tracker ignores the others by itself
+    # the resource tracker ignores the others by itself
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*HELD, signal.SIGHUP))
     resource_tracker.ensure_running()  # starting it later would unblock them
     signal.pthread_sigmask(signal.SIG_BLOCK, obeyed())
 

@@ -76,9 +76,8 @@ class World:
         size = number["SLURM_STEP_NUM_TASKS"]
         job, step = number.get("SLURM_JOB_ID", 0), number.get("SLURM_STEP_ID", 0)
         port = number.get("MASTER_PORT", FIRST_SLURM_PORT + (job * 97 + step) % NUM_SLURM_PORTS)
-        tasks = re.match(
-            r"\d+", number.environment.get("SLURM_STEP_TASKS_PER_NODE", "")
-        )  # such as "4(x2)"
+        # such as "4(x2)"
+        tasks = re.match(r"\d+", number.environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
         local_size = int(tasks[0]) if tasks else size
         address = _first_host(number.environment), port
         return cls(
