@@ -138,7 +138,7 @@ def test_all_names_that_others_use_lead_to_options() -> None:
             found = nearest_names(name, known)
             fields = [field for field, others in OTHERS_NAMES.items() if name in others.split()]
             meant = tuple(f".{field}" for field in fields)
-            assert found or ours.startswith(("model.", "precondition")), name
+            assert found or ours.startswith(("model.", "precondition", "optim.refresh")), name
             assert all(f".{one}".endswith(meant) for one in found), (name, found)
 
 

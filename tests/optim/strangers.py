@@ -1,5 +1,4 @@
-"""Two rules, written from public names alone, as somebody outside of the package would write
-them."""
+"""Two rules written from public names alone, as somebody outside of the package would do it."""
 
 from dataclasses import dataclass
 
@@ -49,8 +48,7 @@ class Shampoo(RefreshingRule):
         s[f"root_{dim}"].copy_(q * root[:, None] @ q.mT)
 
     def update(self, g: torch.Tensor, s: State, t: int) -> torch.Tensor:
-        # in parameter space, so that no refresh turns it
-        m = s["exp_avg"].lerp_(self.decayed(g, s), 1 - self.betas[0])
+        m = s["exp_avg"].lerp_(self.decayed(g, s), 1 - self.betas[0])  # no refresh turns it
         u = precondition(m, s.by_dim("root"), "in")  # L^-1/4 M R^-1/4
         rms = u.reshape(len(u), -1).square().mean(1).sqrt()
         return u / rms.add(1e-30).view(-1, *[1] * (u.dim() - 1))
