@@ -19,9 +19,11 @@ from tiny_run import last_weights, run, start, timeless_rows, write_config
 
 STEPS = 60
 HELD_STEPS = """
-import os, sys, time
+import os, signal, sys, time
 from lather.cli import main
 from lather.train import loop
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
 
 def held(run, step=loop._TrainingRun._one_step, seconds=float(sys.argv.pop(1))):
     os.write(1, b"held")
