@@ -71,7 +71,7 @@ def read(x: Tensor, what: Read, *, wait: bool = True) -> Tensor:
 
 def is_true(flag: Tensor, what: Read) -> bool:
     """Read one flag, of no dims."""
-    return bool(read(flag, what))
+    return bool(read(flag, what) if flag.device.type in STANDINS else flag)
 
 
 def positions(flags: Tensor, what: Read) -> tuple[Tensor, ...]:
