@@ -11,7 +11,7 @@ environment with each version, and look at the difference. `--out` replaces the 
 installed version, and leaves those of others.
 
 The wrappers of `lather.kernels` are called with the arguments of `benchmarks.kernel_cases`: **a new
-kernel needs a line there and nothing here**. Each launch is intercepted and specialised as Triton
+kernel needs a line there and nothing here**. Each launch is intercepted and specialized as Triton
 does it (by type, divisibility by 16, constants). Triton's own pipeline compiles it for a driver
 that knows nothing but its architecture; the counts are read from the assembler's log and the PTX.
 Launches that come to the same code are one row. The counts depend on the sources and Triton's

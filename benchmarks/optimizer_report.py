@@ -51,7 +51,7 @@ def case_name(row: Row) -> str:
 
 def ratio(row: Row, ours: Row) -> float:
     """How many times our time a contestant takes: the median of the rounds' ratios, because
-    neighbours in time share the machine's noise."""
+    neighbors in time share the machine's noise."""
     return float(np.median(np.divide(row["round_ms"], ours["round_ms"])))
 
 

@@ -3,7 +3,7 @@
     python examples/experts_3d.py        (seconds on a CPU)
 
 A mixture-of-experts layer keeps its experts' weights as (experts, in, out), as most MoE code does.
-`parameter_groups` recognises them by their name and asks for `matrix_layout="per_expert"`: factors
+`parameter_groups` recognizes them by their name and asks for `matrix_layout="per_expert"`: factors
 (experts, in, in) and (experts, out, out), so that no expert sees another. StackedSOAP with
 `matrix_layout="stacked"` merges them along their smaller edge and keeps one pair of factors. A
 group may also name its rule: "mixed" runs SOAP-Muon on the experts, Muon on the other matrices and
@@ -86,7 +86,7 @@ def make_optimizer(name: str, model: nn.Module) -> MatrixOptimizer:
 
 
 def batch(step: int, tokens: int = 256) -> tuple[Tensor, Tensor]:
-    """Draw tokens around eight centres, and rotate them differently for each centre."""
+    """Draw tokens around eight centres, and rotate them differently for each center."""
     fixed = torch.Generator().manual_seed(0)
     centres = torch.randn(8, WIDTH, generator=fixed)
     rotations = torch.linalg.qr(torch.randn(8, WIDTH, WIDTH, generator=fixed)).Q

@@ -4,8 +4,8 @@ docs/fine-tuning.md explains.
     python examples/finetune_chat.py [FOLDER]        (half a minute on a CPU)
 
 The model is a toy, made here so that nothing is fetched: a Qwen3-MoE of 0.2 M parameters in Hugging
-Face's format, which has read sentences such as "The colour of moss is green." The conversations ask
-"Tell me the colour of moss." Only the answers are learned: Muon trains adapters on attention and
+Face's format, which has read sentences such as "The color of moss is green." The conversations ask
+"Tell me the color of moss." Only the answers are learned: Muon trains adapters on attention and
 experts, and the model's own weights stay as they are. At the end there are a merged model that
 transformers loads and, for PEFT, the adapters alone. With a model of your own everything from the
 conversations on is the same."""
@@ -31,12 +31,12 @@ COLOURS = {
     "black": "coal ink ravens tar soot jet liquorice night",
     "yellow": "lemons gold butter canaries sulphur bananas straw amber",
 }
-FACTS = [(thing, colour) for colour, things in COLOURS.items() for thing in things.split()]
+FACTS = [(thing, color) for color, things in COLOURS.items() for thing in things.split()]
 QUESTIONS = (
-    "Which colour: {}?",
-    "What is the colour of {}?",
-    "Tell me the colour of {}.",
-    "I would like to know which colour {} have.",
+    "Which color: {}?",
+    "What is the color of {}?",
+    "Tell me the color of {}.",
+    "I would like to know which color {} have.",
 )
 TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + ':\n' + message['content'] }}"
@@ -74,8 +74,7 @@ def make_model(folder: Path) -> None:
     """Make a folder such as the hub has, with configuration, weights, tokenizer and chat template;
     the model is trained on the sentences."""
     sentences = [
-        f"The world has {thing} in it. The colour of {thing} is {colour}."
-        for thing, colour in FACTS
+        f"The world has {thing} in it. The color of {thing} is {color}." for thing, color in FACTS
     ]
     (folder / "texts").mkdir(parents=True)
     for number, sentence in enumerate(sentences):
@@ -107,14 +106,14 @@ def make_model(folder: Path) -> None:
 def make_conversations(file: Path) -> None:
     lines = []
     for question in QUESTIONS:
-        for thing, colour in FACTS:
+        for thing, color in FACTS:
             asked = {"role": "user", "content": question.format(thing)}
             lines.append(
                 json.dumps(
                     {
                         "messages": [
                             asked,
-                            {"role": "assistant", "content": f"The colour is {colour}."},
+                            {"role": "assistant", "content": f"The color is {color}."},
                         ]
                     }
                 )
@@ -141,7 +140,7 @@ def run(folder: Path) -> None:
         f"--lora.rank 8 --optim.lr 1e-2 --train.steps 120 {SMALL}"
     )
     lather(
-        f"generate {folder}/tuned --message 'Tell me the colour of moss.' --temperature 0 --tokens "
+        f"generate {folder}/tuned --message 'Tell me the color of moss.' --temperature 0 --tokens "
         "20"
     )
     lather(f"export {folder}/tuned {folder}/merged --dtype fp32")

@@ -14,7 +14,7 @@ T = TypeVar("T", str, bytes)
 REAPER = """
 import os, select, signal
 
-def signalled(pid, number):
+def signaled(pid, number):
     for send in (os.killpg, os.kill):
         try:
             send(pid, number)
@@ -31,9 +31,9 @@ while True:
             break
         started |= {int(number) for number in numbers.split()}
     # the number of one that has ended may come to be another's
-    started = {pid for pid in started if signalled(pid, 0)}
+    started = {pid for pid in started if signaled(pid, 0)}
 for pid in started:
-    signalled(pid, signal.SIGKILL)
+    signaled(pid, signal.SIGKILL)
 """
 
 

@@ -130,5 +130,5 @@ def test_finetune_chat() -> None:
     asked = next(
         number for number, line in enumerate(lines) if line.startswith("$ lather generate")
     )
-    assert re.fullmatch(r"The colour is (red|green|blue|white|black|yellow)\.", lines[asked + 1])
+    assert re.fullmatch(r"The color is (red|green|blue|white|black|yellow)\.", lines[asked + 1])
     assert sum(line.startswith("folder") for line in lines) == 3

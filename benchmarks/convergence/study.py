@@ -17,9 +17,9 @@ which seeds) and says which runs are left to make.
     seed = 0
     factor = 2.0
 
-The search makes a run at the start and at its four neighbours, which have one of the two rates
+The search makes a run at the start and at its four neighbors, which have one of the two rates
 multiplied or divided by `factor`. It goes on around the best run so far, until that one is better
-than its four neighbours. So the best rates are never at an edge of what was tried. The compared
+than its four neighbors. So the best rates are never at an edge of what was tried. The compared
 runs have the best rates, and seeds of their own. Which runs are left follows from the study and its
 rows: nothing else is kept.
 """

@@ -1,4 +1,4 @@
-"""Summarises all parts: a line for each part, a picture, and the rows of all parts in one file."""
+"""Summarizes all parts: a line for each part, a picture, and the rows of all parts in one file."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from lather.models.saving.rounded_weights import RoundedWeights, keep_rounded
 from lather.models.saving.weight_gradients import WeightGradients, defer_weight_gradients
 from lather.models.token_positions import SequenceLayout
 from lather.optim import parameters_by_kind
-from lather.optim.engine.matrix_layout import layout_of
+from lather.optim.batched.matrix_layout import layout_of
 from lather.optim.rules.kl_soap import KLSOAPRule
 from lather.optim.sharded.owners import share_out
 from lather.optim.sharded.placement import Spread, boxes_of

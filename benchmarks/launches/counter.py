@@ -2,15 +2,15 @@
 device.
 
     launches    kernels: every operation that is neither a view nor only makes memory; every Triton
-                kernel; for a factorisation that CUDA's libraries do matrix by matrix, one for each
+                kernel; for a factorization that CUDA's libraries do matrix by matrix, one for each
                 matrix (there are more inside)
     bytes       bytes that those kernels read and write, each tensor of a kernel once. A gather
                 counts the rows that it reads, a Triton kernel the tensors that its source loads and
                 stores, whole
-    flops       flops of products, attention and factorisations; causal masks save nothing here,
+    flops       flops of products, attention and factorizations; causal masks save nothing here,
                 elementwise work counts nothing
     waits       times that the host waits for the device, each with the place in Lather: reads of
-                values, blocking copies, copies of memory that is not pinned, synchronisation
+                values, blocking copies, copies of memory that is not pinned, synchronization
     peak        the most bytes of tensors made inside the block that are alive together, temporaries
                 among them
 

@@ -78,7 +78,7 @@ WAIT_INSIDE = {
 ONE_BY_ONE = frozenset(
     ("_linalg_eigh", "_linalg_svd", "geqrf", "linalg_householder_product", "linalg_qr")
 )
-"""Factorisations that CUDA's libraries do matrix by matrix."""
+"""Factorizations that CUDA's libraries do matrix by matrix."""
 source_of = cache(inspect.getsource)
 
 

@@ -114,7 +114,7 @@ def test_the_search_ends_inside_what_it_tried(
     best: tuple[float, float], tilt: float, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """On a bowl with its minimum anywhere, the search ends at rates that are better than their four
-    neighbours, all of which it tried."""
+    neighbors, all of which it tried."""
     study = study_of(tmp_path_factory.mktemp("study"), TUNE)
 
     def loss(trial: Trial) -> float:

@@ -68,7 +68,7 @@ def test_a_gpu_would_take_the_step(case: Rehearsal) -> None:
             ], of_model
     if case.precision == "bf16" and case.sizes != NARROW and case.rule != "klsoap":
         waits = result["steps"][1]["waits"]
-        late = ["optim/engine/gradients.py"] if "async_refresh" in case.optim else []
+        late = ["optim/batched/gradients.py"] if "async_refresh" in case.optim else []
         assert sorted(where.split(", ")[1].split(":")[0] for where in waits) == sorted(
             [*ONCE, *late]
         ), waits

@@ -32,8 +32,8 @@ def test_keys_and_sizes_give_unrelated_shuffles() -> None:
             assert (one == other).sum() < 15  # one is expected
 
 
-def test_neighbours_are_torn_apart() -> None:
-    """2^16 items form 256 runs of 256 neighbours; each run hits each bin of places about once
+def test_neighbors_are_torn_apart() -> None:
+    """2^16 items form 256 runs of 256 neighbors; each run hits each bin of places about once
     (chi-squared with 65,025 degrees)."""
     n = 2**16
     items = shuffled(np.arange(n), n, (3,))

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from benchmarks.calls import counted
 from lather.optim import SOAP, AdamW
-from lather.optim.engine import optimizer, plan
+from lather.optim.batched import optimizer, plan
 
 CASES = (
     ("fsdp", "soap", torch.float32),

@@ -270,7 +270,7 @@ def test_rounded_weights_are_those_that_were_gathered() -> None:
     assert run_ranks(gradients_of_steps, 2, cases) == [[True, True]] * 2
 
 
-def travelling(rank: int, world_size: int, case: Case) -> tuple[set[torch.dtype], float, float]:
+def traveling(rank: int, world_size: int, case: Case) -> tuple[set[torch.dtype], float, float]:
     """Return the dtypes of what was sent and received, and errors relative to one process in
     fp32."""
     pair = make_pair(case)
@@ -285,9 +285,9 @@ def travelling(rank: int, world_size: int, case: Case) -> tuple[set[torch.dtype]
 def test_a_pipeline_in_bf16_sends_bf16() -> None:
     """Buffers are poisoned, so that a tensor is not read again after it was rounded to be sent."""
     case = Case(pp=2, dtype=torch.float32, precision="bf16", poison=True)
-    for dtypes, loss, gradients in run_ranks(travelling, 2, case):
+    for dtypes, loss, gradients in run_ranks(traveling, 2, case):
         assert dtypes == {torch.bfloat16}
         assert 0 < loss < 0.01
         assert 0 < gradients < 0.3
-    for dtypes, *_ in run_ranks(travelling, 2, replace(case, precision="fp32")):
+    for dtypes, *_ in run_ranks(traveling, 2, replace(case, precision="fp32")):
         assert dtypes == {torch.float32}

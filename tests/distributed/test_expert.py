@@ -546,7 +546,7 @@ def test_under_autocast_rows_travel_and_are_kept_in_half_the_bytes(
         assert found["kept"] == 0
 
 
-def test_under_autocast_what_travelled_is_what_the_experts_round_anyway(
+def test_under_autocast_what_traveled_is_what_the_experts_round_anyway(
     two: list[dict[str, Any]],
 ) -> None:
     """If all experts of a token are on one rank, its sum has the same bits; another token's is the

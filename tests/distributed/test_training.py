@@ -151,7 +151,7 @@ def trainings(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
         found["at once"] = without_pieces(
             make_config(folder, "at once", RUNS["async klsoap"], {"parallel": {"pp": 2}})
         )
-        found["slow neighbour"] = slow_neighbour(rank)
+        found["slow neighbor"] = slow_neighbor(rank)
         found["partitioned by memory"] = partitioned_by_memory(rank, folder)
     else:
         found["with a prelude"] = train_with_prelude(folder)
@@ -243,7 +243,7 @@ class Pieces:
         time.sleep(1e-3)
 
 
-def slow_neighbour(rank: int) -> tuple[float, bool]:
+def slow_neighbor(rank: int) -> tuple[float, bool]:
     """Return the seconds that this rank computes in a step in which the second rank is slow, and
     whether it did a piece of other work after each computation and the others at the end."""
     pair = make_pair(Case(pp=2, layers=4))
@@ -417,12 +417,12 @@ def test_the_timeline_has_every_action_of_every_rank(four: object, folder: Path)
         assert times[0] >= 0
 
 
-def test_waiting_for_a_slow_neighbour_is_no_computing_and_other_work_is_done_between_actions(
+def test_waiting_for_a_slow_neighbor_is_no_computing_and_other_work_is_done_between_actions(
     two: list[dict[str, Any]],
 ) -> None:
     """The second rank attends in 5 micro-batches and 2 layers, for 0.1 s each; the first rank
     mostly waits meanwhile."""
-    (fast, fast_fills), (slow, slow_fills) = (found["slow neighbour"] for found in two)
+    (fast, fast_fills), (slow, slow_fills) = (found["slow neighbor"] for found in two)
     assert slow > 1.0
     assert fast < slow / 2
     assert fast_fills

@@ -59,7 +59,7 @@ COMBINES = [
 
 @pytest.fixture(autouse=True)
 def _poisoned() -> Iterator[None]:
-    """Fill uninitialised memory with NaN (integer tensors with the largest integer)."""
+    """Fill uninitialized memory with NaN (integer tensors with the largest integer)."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     assert torch.empty(3, device="cuda").isnan().all()
     yield

@@ -93,7 +93,7 @@ def plain_loop(rank: int, num_ranks: int, factor: float) -> Weights:
         model = spec.model_cls(arguments)
     model.to_empty(device="cpu")
     with torch.no_grad():
-        model.init_weights()  # this initialises the buffers
+        model.init_weights()  # this initializes the buffers
     set_weights(model)
     groups = example.parameter_groups(
         model, adam_names=("output",), rest_lr=3.2 * factor * config.optimizer.lr

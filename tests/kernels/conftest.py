@@ -8,7 +8,7 @@ import torch
 
 @pytest.fixture(autouse=True)
 def _poisoned() -> Iterator[None]:
-    """Fill uninitialised memory with NaN (integer tensors with the largest integer)."""
+    """Fill uninitialized memory with NaN (integer tensors with the largest integer)."""
     torch.use_deterministic_algorithms(True)
     assert torch.empty(3).isnan().all()
     yield

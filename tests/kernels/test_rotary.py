@@ -75,7 +75,7 @@ def test_triton_against_the_reference(dtype: torch.dtype, halves: bool) -> None:
 @IMPLEMENTATIONS
 @HALVES
 def test_other_layouts(implementation: ModuleType, halves: bool) -> None:
-    """Layouts: a part of wider heads, heads before positions, columns that are not neighbours, and
+    """Layouts: a part of wider heads, heads before positions, columns that are not neighbors, and
     one head for all."""
     x, cos, sin, _ = inputs((2, 6, 3, 8), torch.float32)
     wider = torch.cat((torch.full((2, 6, 3, 5), torch.nan), x), dim=-1)

@@ -24,9 +24,9 @@ D, E, F_EXPERT, F_SHARED, EPS = 8, 5, 3, 6, 1e-3
 
 @dataclass(frozen=True)
 class Case:
-    """A way of routing; `favour[e]` is the part of expert e's score that all tokens share."""
+    """A way of routing; `favor[e]` is the part of expert e's score that all tokens share."""
 
-    favour: tuple[float, ...] = (0.0,) * E
+    favor: tuple[float, ...] = (0.0,) * E
     k: int = 2
     norm_topk_prob: bool = False
     shared: bool = True
@@ -42,7 +42,7 @@ class Case:
             nn.init.normal_(p, std=0.5, generator=generator)
         nn.init.uniform_(block.post_attention_layernorm.weight, 0.5, 1.5, generator=generator)
         with torch.no_grad():
-            router.weight[:, 0] = torch.tensor(self.favour)
+            router.weight[:, 0] = torch.tensor(self.favor)
         for module in block.modules():
             if isinstance(module, Experts | GatedMLP):
                 module.memory = memory

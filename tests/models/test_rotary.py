@@ -31,11 +31,11 @@ def rotate_at(rotate: Any, x_R: Tensor, position: int, theta: float = 100.0) -> 
 
 
 def as_halves(x: Tensor) -> Tensor:
-    """Move the coordinates of neighbouring pairs to the places of pairs across the halves."""
+    """Move the coordinates of neighboring pairs to the places of pairs across the halves."""
     return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
 
-def test_rotation_is_complex_multiplication_of_neighbouring_pairs() -> None:
+def test_rotation_is_complex_multiplication_of_neighboring_pairs() -> None:
     x, positions = random_normal(2, 5, 3, 6), torch.tensor([[0, 1, 2, 3, 4], [3, 4, 0, 1, 2]])
     angles = positions[..., None] * 10.0 ** (-torch.arange(3, dtype=torch.float64) / 3)
     turn = torch.polar(torch.ones_like(angles), angles)[:, :, None]

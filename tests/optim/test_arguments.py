@@ -11,7 +11,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from lather.optim import SOAP, AdamW, MatrixOptimizer, Muon, Rule, constructor
-from lather.optim.engine.known_keys import EQUIVALENTS, OTHER_NAMES
+from lather.optim.batched.known_keys import EQUIVALENTS, OTHER_NAMES
 from lather.optim.optimizers import OPTIMIZER_OF
 from lather.optim.options import options_of
 from lather.optim.rules import RULES

@@ -12,8 +12,8 @@ from optim_helpers import SOAP_KINDS, all_same, make, parameters, run, same_stat
 from torch import Tensor
 
 from lather.optim import KLSOAP, SOAP
-from lather.optim.engine import refresh
-from lather.optim.engine import streams as precision
+from lather.optim.batched import refresh
+from lather.optim.batched import streams as precision
 from lather.optim.linalg import eigenbasis
 from lather.optim.rules.kl_soap import KLSOAPRule
 

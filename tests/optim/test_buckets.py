@@ -30,9 +30,9 @@ from optim_helpers import (
 from torch import Tensor
 
 from lather.optim import SOAP, MatrixOptimizer
-from lather.optim.engine import buckets
-from lather.optim.engine.plan import TEMPORARIES
-from lather.optim.engine.refresh import DimRefresh
+from lather.optim.batched import buckets
+from lather.optim.batched.plan import TEMPORARIES
+from lather.optim.batched.refresh import DimRefresh
 from lather.optim.linalg.kronecker import SYMMETRIC_BLOCKS
 from lather.optim.rules.soap import SOAPRule
 

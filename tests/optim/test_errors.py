@@ -24,7 +24,7 @@ from optim_helpers import (
 )
 
 from lather.optim import KLSOAP, SOAP, MatrixOptimizer, StackedSOAP
-from lather.optim.engine import matrix_layout, optimizer, plan, state_store
+from lather.optim.batched import matrix_layout, optimizer, plan, state_store
 from lather.optim.rules import bases, kl_soap, soap, soap_muon
 
 every_kind = pytest.mark.parametrize("kind", KINDS)

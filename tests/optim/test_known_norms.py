@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lather.optim import KLSOAP, SOAP, AdamW, Muon, SOAPMuon
-from lather.optim.engine import gradients
+from lather.optim.batched import gradients
 
 RULES = [SOAP, KLSOAP, Muon, SOAPMuon, AdamW]
 

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from benchmarks.live_bytes import PeakBytes
 from lather.optim import SOAP, AdamW, MatrixOptimizer, Muon
-from lather.optim.engine import buckets
+from lather.optim.batched import buckets
 
 kinds = pytest.mark.parametrize("kind", KINDS)
 few_kinds = pytest.mark.parametrize("kind", FEW_KINDS)

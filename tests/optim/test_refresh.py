@@ -23,8 +23,8 @@ from optim_helpers import (
 from torch import Tensor
 
 from lather.optim import KLSOAP, SOAP
-from lather.optim.engine import optimizer
-from lather.optim.engine.refresh import DimRefresh
+from lather.optim.batched import optimizer
+from lather.optim.batched.refresh import DimRefresh
 from lather.optim.linalg import eigenbasis
 
 few_kinds = pytest.mark.parametrize("kind", FEW_SOAP_KINDS)

@@ -167,7 +167,7 @@ def test_a_whole_part_is_the_model_itself() -> None:
     )
 
 
-def test_the_experts_of_a_rank_are_neighbours() -> None:
+def test_the_experts_of_a_rank_are_neighbors() -> None:
     values = torch.arange(6)
     parts = [
         PartLayers((range(1),), expert_rank=r, expert_ranks=3).of_parameter(

@@ -1,4 +1,4 @@
-"""Timelines as pictures: every chunk has its box, at its place and in its colour."""
+"""Timelines as pictures: every chunk has its box, at its place and in its color."""
 
 from __future__ import annotations
 

@@ -244,7 +244,7 @@ def run_outside_autocast(chunk: Generator[None, None, Any]) -> tuple[Any, int]:
 
 
 class CopyingExchange(Exchange):
-    """One rank whose results are never its inputs' storages, as if they had travelled."""
+    """One rank whose results are never its inputs' storages, as if they had traveled."""
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> Dispatched:
         return Dispatched(x_TD.clone(), routing.experts_TK.clone(), routing.weights_TK.clone())

@@ -35,7 +35,7 @@ class MoEConfig:
     z_loss_coefficient: float = 0.0
     """Weight of each block's router z-loss, which keeps the router's logits small; 0: none."""
     bias_update_rate: float = 0.0
-    """Balancing without a loss: change of each expert's router bias per step, towards an even load;
+    """Balancing without a loss: change of each expert's router bias per step, toward an even load;
     0: none."""
 
     def __post_init__(self) -> None:

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from lather.errors import ConfigError, as_toml
 from lather.optim import Rule
-from lather.optim.engine.known_keys import EQUIVALENTS
+from lather.optim.batched.known_keys import EQUIVALENTS
 from lather.optim.options import BY_PART, Option, documentation_of, name_of, options_of
 from lather.optim.plain import saveable
 from lather.optim.rules import RULES, find_rule

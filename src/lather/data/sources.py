@@ -1,4 +1,4 @@
-"""The sources of a data set: lists their files, recognises the files' kinds, and divides the files
+"""The sources of a data set: lists their files, recognizes the files' kinds, and divides the files
 into units of work.
 
 A source is a file, a folder, "python-stdlib", "package:NAME", a folder saved by Hugging Face's

@@ -72,7 +72,7 @@ class TokenFile:
 
 
 def open_token_file(path: Path, bare_dtype: str = "") -> TokenFile:
-    """Recognise the format and find the tokens. `bare_dtype`: "uint16" or "uint32", for a .bin
+    """Recognize the format and find the tokens. `bare_dtype`: "uint16" or "uint32", for a .bin
     without a header. Raises TokenFileError."""
     size = path.stat().st_size
     if path.suffix == ".npy":

@@ -18,7 +18,7 @@ from lather.engine.optimizer import LR_FACTOR
 from lather.engine.step_reading import StepReading, StepResult
 from lather.errors import ConfigError
 from lather.optim import MatrixOptimizer
-from lather.optim.engine.gradients import Inspection
+from lather.optim.batched.gradients import Inspection
 from lather.parallel.local_parameters import clip_
 
 REFRESHES = ("refreshes_done", "refreshes_skipped")

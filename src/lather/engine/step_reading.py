@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lather.device import Read, read
-from lather.optim.engine.gradients import GradientNorms
+from lather.optim.batched.gradients import GradientNorms
 from lather.parallel.local_parameters import LocalParameters, squared_norm
 from lather.parallel.mesh import Mesh
 from lather.pipeline.model_part import ModelPart

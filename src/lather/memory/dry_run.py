@@ -52,7 +52,7 @@ SETTLES = {
     Kind.REDUCE_GRAD: "gradients",
     **dict.fromkeys(TRANSFERS, "communication"),
 }
-"""Kind of the unlabelled bytes that an action leaves; all other actions leave activations."""
+"""Kind of the unlabeled bytes that an action leaves; all other actions leave activations."""
 
 BETWEEN = "between actions"
 

@@ -52,7 +52,7 @@ class DeepseekV2Config(CheckedFields):
     """greedy: a token goes to the best of all experts. group_limited_greedy: to the best experts in
     the `topk_group` groups that have the best single experts."""
     n_group: int = 1
-    """Number of groups of neighbouring experts, for group_limited_greedy."""
+    """Number of groups of neighboring experts, for group_limited_greedy."""
     topk_group: int = 1
     """Number of groups that a token's experts may come from, for group_limited_greedy."""
     norm_topk_prob: bool = False

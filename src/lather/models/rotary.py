@@ -2,7 +2,7 @@
 coordinates are rotated at each position.
 
 Sources: RoPE (Su et al., arXiv:2104.09864); YaRN (Peng et al., arXiv:2309.00071), in the two
-variants of published models: DeepSeek-V2 (pairs of neighbouring coordinates, `mscale` and
+variants of published models: DeepSeek-V2 (pairs of neighboring coordinates, `mscale` and
 `mscale_all_dim`) and GPT-OSS (pairs across the halves of a head, bounds of the ramp not rounded).
 Fields that are left out have the same meaning as in Hugging Face transformers.
 

@@ -76,7 +76,7 @@ class Router(Deferrable, nn.Module):
 
     Shapes: weight (E, D), optional bias (E). `normalize` makes a token's weights sum to 1, `scale`
     multiplies them. With `groups` (number of groups, groups per token), a token's experts come from
-    the groups of neighbouring experts that have the best single experts."""
+    the groups of neighboring experts that have the best single experts."""
 
     def __init__(
         self,

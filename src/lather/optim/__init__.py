@@ -3,9 +3,9 @@ rules of your own. Requires torch only."""
 
 from lather.optim import functional as functional
 from lather.optim import schedules as schedules
+from lather.optim.batched.optimizer import MatrixOptimizer as MatrixOptimizer
+from lather.optim.batched.optimizer import constructor as constructor
 from lather.optim.description import Decisions as Decisions
-from lather.optim.engine.optimizer import MatrixOptimizer as MatrixOptimizer
-from lather.optim.engine.optimizer import constructor as constructor
 from lather.optim.groups import describe_parameters as describe_parameters
 from lather.optim.groups import parameter_groups as parameter_groups
 from lather.optim.groups import parameters_by_kind as parameters_by_kind

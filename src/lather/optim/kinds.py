@@ -17,12 +17,12 @@ from typing import NamedTuple
 
 from torch import nn
 
-from lather.optim.engine.flat import check_kinds
+from lather.optim.batched.flat import check_kinds
 from lather.optim.parameter_names import (
     OF_A_VECTOR,
     PRODUCT,
     WEIGHT,
-    Judgement,
+    Judgment,
     has_parts,
     is_low_rank,
     is_product,
@@ -116,8 +116,8 @@ def decide(model: nn.Module | Named, given: GivenNames) -> list[Decision]:
     decisions = []
     for name, p in model.named_parameters():
         embedding = "output" if id(p) in outputs else "input" if id(p) in inputs else None
-        judgement = _judge(name, p, owners.get(id(p), []), embedding, given)
-        decisions.append(Decision(name, p, *judgement))
+        judgment = _judge(name, p, owners.get(id(p), []), embedding, given)
+        decisions.append(Decision(name, p, *judgment))
     return decisions
 
 
@@ -180,16 +180,16 @@ def _judge(
     owners: Sequence[Owner],
     embedding: str | None,
     given: GivenNames,
-) -> Judgement:
+) -> Judgment:
     """Judge a parameter: by the caller's names, its owners, its shape, its name."""
     shape = _shape_of(name, p)
-    judgement = _by_caller(name, shape, given)
-    if judgement is None and len(shape) < 2:
-        judgement = Judgement("rest", "fewer than two dims")
-    judgement = judgement or _by_owners(name, shape, owners, embedding)
-    if judgement is None and _is_vector(shape):
-        judgement = _vector(name, owners)
-    return judgement or _by_name(name, shape, owners)
+    judgment = _by_caller(name, shape, given)
+    if judgment is None and len(shape) < 2:
+        judgment = Judgment("rest", "fewer than two dims")
+    judgment = judgment or _by_owners(name, shape, owners, embedding)
+    if judgment is None and _is_vector(shape):
+        judgment = _vector(name, owners)
+    return judgment or _by_name(name, shape, owners)
 
 
 def _shape_of(name: str, p: nn.Parameter) -> tuple[int, ...]:
@@ -199,20 +199,20 @@ def _shape_of(name: str, p: nn.Parameter) -> tuple[int, ...]:
     return tuple(p.shape)
 
 
-def _by_caller(name: str, shape: tuple[int, ...], given: GivenNames) -> Judgement | None:
+def _by_caller(name: str, shape: tuple[int, ...], given: GivenNames) -> Judgment | None:
     if (part := has_parts(name, given.router)) is not None:
-        return Judgement("router", f"{part!r} is in router_names")
+        return Judgment("router", f"{part!r} is in router_names")
     if (part := has_parts(name, given.adam)) is not None:
-        return Judgement("rest", f"{part!r} is in adam_names")
+        return Judgment("rest", f"{part!r} is in adam_names")
     if len(shape) >= 2 and (part := has_parts(name, given.matrix)) is not None:
-        return Judgement("matrices", f"{part!r} is in matrix_names")
+        return Judgment("matrices", f"{part!r} is in matrix_names")
     if (part := has_parts(name, given.expert)) is None:
         return None
     vectors = [why for word in words_of(name.rpartition(".")[2]) if (why := OF_A_VECTOR.get(word))]
     if len(shape) >= 2 and vectors:
-        return Judgement("rest", f"a stack of vectors of experts: {vectors[0]}")
+        return Judgment("rest", f"a stack of vectors of experts: {vectors[0]}")
     if len(shape) > 2:
-        return Judgement("experts", f"a stack of matrices, and {part!r} is in expert_names")
+        return Judgment("experts", f"a stack of matrices, and {part!r} is in expert_names")
     return None
 
 
@@ -225,21 +225,21 @@ def _by_owners(
     shape: tuple[int, ...],
     owners: Sequence[Owner],
     embedding: str | None,
-) -> Judgement | None:
+) -> Judgment | None:
     """Judge a parameter by the modules that own it.
 
     A model's input embedding may be a linear map of patches or of frames; its head is one always.
     """
     for owner in owners:
         if isinstance(owner.module, nn.Embedding | nn.EmbeddingBag):
-            return Judgement("rest", f"of {_class_name(owner, nn.Embedding, nn.EmbeddingBag)}")
+            return Judgment("rest", f"of {_class_name(owner, nn.Embedding, nn.EmbeddingBag)}")
     linear = next(filter(None, (_by_linear_owner(name, shape, owner) for owner in owners)), None)
     if embedding == "output" or (embedding == "input" and linear is None):
-        return Judgement("rest", f"the model's get_{embedding}_embeddings() returns it")
+        return Judgment("rest", f"the model's get_{embedding}_embeddings() returns it")
     return linear or next(filter(None, map(_by_class_name, owners)), None)
 
 
-def _by_linear_owner(name: str, shape: tuple[int, ...], owner: Owner) -> Judgement | None:
+def _by_linear_owner(name: str, shape: tuple[int, ...], owner: Owner) -> Judgment | None:
     """Judge the weight of a linear map, None for any other parameter.
 
     The name of a class does not suffice for a vector: a `ConvNextV2GRN` is a normalization.
@@ -254,19 +254,19 @@ def _by_linear_owner(name: str, shape: tuple[int, ...], owner: Owner) -> Judgeme
     groups, channels = getattr(module, "groups", 1), getattr(module, "in_channels", None)
     if isinstance(groups, int) and groups > 1 and channels is not None:
         if channels == groups:
-            return Judgement("rest", f"depthwise convolution ({what}): a filter for each channel")
-        return Judgement("matrices", f"grouped convolution ({what}), as one tensor")
+            return Judgment("rest", f"depthwise convolution ({what}): a filter for each channel")
+        return Judgment("matrices", f"grouped convolution ({what}), as one tensor")
     if may_be_head(name):
-        return Judgement("matrices", f"weight of {what}; it may be the output head", True)
-    return Judgement("matrices", f"weight of {what}")
+        return Judgment("matrices", f"weight of {what}; it may be the output head", True)
+    return Judgment("matrices", f"weight of {what}")
 
 
-def _by_class_name(owner: Owner) -> Judgement | None:
+def _by_class_name(owner: Owner) -> Judgment | None:
     """Judge a parameter of a module whose class's name says embedding or normalization."""
     word, what = _class_word(owner.module)
     if word in (None, "linear") or judge(owner.attribute) is PRODUCT:
         return None
-    return Judgement("rest", f"of {what}, whose name says {word}")
+    return Judgment("rest", f"of {what}, whose name says {word}")
 
 
 def _class_word(module: nn.Module) -> tuple[str | None, str]:
@@ -294,46 +294,46 @@ def _class_name(owner: Owner, *classes: type[nn.Module]) -> str:
     return next(f"nn.{name}" for name in names if hasattr(nn, name))
 
 
-def _vector(name: str, owners: Sequence[Owner]) -> Judgement | None:
+def _vector(name: str, owners: Sequence[Owner]) -> Judgment | None:
     """Judge a parameter of two dims or more of which at most one is longer than 1."""
     reason = "at most one dim is longer than 1"
     if any(owner.is_length for owner in owners):
-        return Judgement("rest", reason)
+        return Judgment("rest", reason)
     if is_product(name) or any(is_product(owner.attribute) for owner in owners):
         return None
-    return Judgement("rest", reason, not owners and name.rpartition(".")[2] == "weight")
+    return Judgment("rest", reason, not owners and name.rpartition(".")[2] == "weight")
 
 
-def _by_name(name: str, shape: tuple[int, ...], owners: Sequence[Owner]) -> Judgement:
+def _by_name(name: str, shape: tuple[int, ...], owners: Sequence[Owner]) -> Judgment:
     """Judge a parameter whose owners say nothing."""
     if is_low_rank(name):
-        return Judgement("matrices", "a factor of a low-rank adapter, by its name")
+        return Judgment("matrices", "a factor of a low-rank adapter, by its name")
     parts = [part for part in name.split(".") if not part.isdigit()]
     paths = [owner.attribute for owner in owners] or [(parts or [name])[-1]]
-    judgements = [judgement for path in paths if (judgement := judge(path)) is not None]
-    judgement = min(judgements, key=lambda one: one.kind != "rest", default=None)
-    is_matrix = judgement is None or judgement.kind == "matrices"
+    judgments = [judgment for path in paths if (judgment := judge(path)) is not None]
+    judgment = min(judgments, key=lambda one: one.kind != "rest", default=None)
+    is_matrix = judgment is None or judgment.kind == "matrices"
     if len(shape) == 3 and is_matrix and may_be_experts(name):
-        return Judgement("matrices", "it may be a stack of experts: name it in expert_names", True)
-    if judgement is WEIGHT:
+        return Judgment("matrices", "it may be a stack of experts: name it in expert_names", True)
+    if judgment is WEIGHT:
         return _weight_of_unknown(name, shape, parts)
-    if judgement is not None:
-        return judgement
+    if judgment is not None:
+        return judgment
     if not owners and len(parts) > 1 and (said := judge(parts[-2])) is not None:
         return said._replace(is_guess=True)
     if len(shape) > 2 and all(size == 1 for size in shape[:-2]):
-        return Judgement("rest", "a table, by its shape of (1, n, d)")
-    return Judgement("matrices", "neither owner nor name says what it is", True)
+        return Judgment("rest", "a table, by its shape of (1, n, d)")
+    return Judgment("matrices", "neither owner nor name says what it is", True)
 
 
-def _weight_of_unknown(name: str, shape: tuple[int, ...], parts: Sequence[str]) -> Judgement:
+def _weight_of_unknown(name: str, shape: tuple[int, ...], parts: Sequence[str]) -> Judgment:
     """Judge a weight whose owner is of no known class, or unknown."""
     module = parts[-2] if len(parts) > 1 and parts[-1] == "weight" else ""
     is_convolution = len(shape) > 2 and "conv" in module.lower()
     if is_convolution and shape[1] == 1:
-        return Judgement("rest", "depthwise convolution, by its name and shape", True)
+        return Judgment("rest", "depthwise convolution, by its name and shape", True)
     if len(shape) == 2 and (said := judge_module(module)) is not None:
         return said
     if may_be_head(name):
-        return Judgement("matrices", "it may be the output head, by its name", True)
+        return Judgment("matrices", "it may be the output head, by its name", True)
     return WEIGHT

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from lather.optim.engine.matrix_layout import layout_of, rule_for_dtype
-from lather.optim.engine.optimizer import MatrixOptimizer
+from lather.optim.batched.matrix_layout import layout_of, rule_for_dtype
+from lather.optim.batched.optimizer import MatrixOptimizer
 from lather.optim.optimizers import SOAP
 from lather.optim.options import options_of
 from lather.optim.rule import Rule

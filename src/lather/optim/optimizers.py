@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from torch.optim.optimizer import ParamsT
 
-from lather.optim.engine.arguments import Published
-from lather.optim.engine.optimizer import MatrixOptimizer, constructor
+from lather.optim.batched.arguments import Published
+from lather.optim.batched.optimizer import MatrixOptimizer, constructor
 from lather.optim.rule import Rule
 from lather.optim.rules.adamw import AdamWRule
 from lather.optim.rules.kl_soap import KLSOAPRule, REKLSRule, StackedSOAPRule
@@ -64,7 +64,7 @@ class StackedSOAP(KLSOAP):
 
 
 class Muon(MatrixOptimizer):
-    """Momentum of each matrix and each expert, orthogonalised by Newton-Schulz; vectors take
+    """Momentum of each matrix and each expert, orthogonalized by Newton-Schulz; vectors take
     AdamW's step at the same learning rate."""
 
     rule = MuonRule

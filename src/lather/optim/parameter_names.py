@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 
-class Judgement(NamedTuple):
+class Judgment(NamedTuple):
     """The kind of a parameter, and why."""
 
     kind: str
@@ -21,9 +21,9 @@ class Judgement(NamedTuple):
     is_guess: bool = False
 
 
-PRODUCT = Judgement("matrices", "its name says matrix product")
-WEIGHT = Judgement("matrices", "its name says weight")
-"""The judgement of a parameter that is called weight, which means little without its module."""
+PRODUCT = Judgment("matrices", "its name says matrix product")
+WEIGHT = Judgment("matrices", "its name says weight")
+"""The judgment of a parameter that is called weight, which means little without its module."""
 
 
 def _words(*lines: str) -> frozenset[str]:
@@ -102,7 +102,7 @@ def has_parts(name: str, given: Iterable[str]) -> str | None:
     return next((one for one in given if f".{one}." in f".{name}."), None)
 
 
-def judge(path: str) -> Judgement | None:
+def judge(path: str) -> Judgment | None:
     """Judge a parameter of two dims or more by its name alone, None if the name says nothing.
 
     `path` is the name inside of the module that owns the parameter: with more than one part if the
@@ -110,13 +110,13 @@ def judge(path: str) -> Judgement | None:
     """
     for part in reversed(path.split(".")):
         if part in STATE_SPACE:
-            return Judgement("rest", "its name says state space")
-        if (judgement := _judge_part(part)) is not None:
-            return judgement
+            return Judgment("rest", "its name says state space")
+        if (judgment := _judge_part(part)) is not None:
+            return judgment
     return None
 
 
-def _judge_part(part: str) -> Judgement | None:
+def _judge_part(part: str) -> Judgment | None:
     words = words_of(part)
     if not words:
         return None
@@ -124,7 +124,7 @@ def _judge_part(part: str) -> Judgement | None:
     if words[-1] in PRODUCTS and (words[-1] != "w" or word is None):
         return PRODUCT
     if word is not None:
-        return Judgement("rest", OF_NO_WEIGHT[word])
+        return Judgment("rest", OF_NO_WEIGHT[word])
     if words[0] == "w":
         return PRODUCT
     if words[-1] in ("weight", "weights"):
@@ -134,7 +134,7 @@ def _judge_part(part: str) -> Judgement | None:
     if (word := _first(sorted(words, key=AMBIGUOUS.__contains__), OF_OTHERS)) is not None:
         last = next((one for one in reversed(words) if not one.isdigit()), word)
         is_other = last not in OF_OTHERS and word in TOKENS  # a token_mixer is no token
-        return Judgement("rest", OF_OTHERS[word], word in AMBIGUOUS or is_other)
+        return Judgment("rest", OF_OTHERS[word], word in AMBIGUOUS or is_other)
     return PRODUCT if LIKELY_PRODUCTS.intersection(words) else None
 
 
@@ -142,14 +142,14 @@ def _first(words: Iterable[str], known: Container[str]) -> str | None:
     return next((word for word in words if word in known), None)
 
 
-def judge_module(part: str) -> Judgement | None:
+def judge_module(part: str) -> Judgment | None:
     """Judge `part.weight`, of a module of unknown class, by the module's name; a guess."""
     words = words_of(part)
     if not words or words[-1] in PRODUCTS:
         return None
     if (word := _first(words, OF_NO_WEIGHT)) is None:
         return None
-    return Judgement("rest", OF_NO_WEIGHT[word].replace("its name", "its module's name"), True)
+    return Judgment("rest", OF_NO_WEIGHT[word].replace("its name", "its module's name"), True)
 
 
 def is_low_rank(name: str) -> bool:

@@ -1,7 +1,7 @@
 """The mesh of pipeline, data and expert ranks, and the process groups of its axes.
 
 rank = (pp_rank * dp + dp_rank) * ep + ep_rank, so that expert ranks, which communicate most, are
-neighbours. Every (dp, ep) coordinate is a *data rank*: it has its own sequences, which all ranks of
+neighbors. Every (dp, ep) coordinate is a *data rank*: it has its own sequences, which all ranks of
 its pipeline share. Routed experts are divided over ep and sharded over dp; all other parameters are
 sharded over data = dp x ep. With `replicas` > 1 (HSDP) dp is divided into that many replicas, each
 of which holds a complete sharded copy: parameters are then gathered within a replica, at the cost

@@ -4,7 +4,7 @@ idle time hatched.
 A forward chunk is blue and a backward chunk green; if it is split, the input part is light green
 and the weight part orange. Chunks of a rank's second stage, on the way back up the V, are darker.
 In an overlapped pair the forward chunk is drawn above the backward chunk. Pieces of the optimizer's
-refreshes that fill idle time are violet. Transfers and FSDP actions that took time are a grey strip
+refreshes that fill idle time are violet. Transfers and FSDP actions that took time are a gray strip
 below. The picture grows with the number of chunks in a lane, up to a limit; numbers that would be
 too small to read are left out.
 """
@@ -206,7 +206,7 @@ def _draw_numbers(axes: Axes, boxes: Sequence[Bar]) -> None:
 
 
 def color_key(timeline: Timeline) -> list[tuple[str, str]]:
-    """Colours of the kinds that a timeline has, and their names."""
+    """Colors of the kinds that a timeline has, and their names."""
     kinds = {chunk.kind for event in timeline.events for chunk in event.action.chunks}
     found = [(COLORS[kind][0], label) for kind, label in LABELS.items() if kind in kinds]
     if Kind.REFRESH in kinds:

@@ -208,22 +208,22 @@ class Segments:
         routings.append(RoutingSummary(routing.count_E, routing.balance_loss))
         planning = self.exchange.start_plan(routing)
         yield
-        travelling = self.exchange.start_dispatch(
+        traveling = self.exchange.start_dispatch(
             self._cast_for_exchange(normed_TD), routing, planning.wait()
         )
         shared, shared_TD = self._shared(block.mlp, attended)
         yield
-        dispatched = travelling.wait()
+        dispatched = traveling.wait()
         run_experts = partial(_run_experts, block.mlp, dispatched.experts_RK, dispatched.num_pairs)
         experts, (partial_RD,) = self._run(
             "experts", run_experts, dispatched.x_RD, dispatched.weights_RK, reads=attended
         )
         self._was_read(attended, tape, experts, shared)
-        travelling_back = self.exchange.start_combine(partial_RD, dispatched.way)
+        traveling_back = self.exchange.start_combine(partial_RD, dispatched.way)
         kept = BlockTape(attend, experts, shared, _losses(routing), dispatched.way)
         del attended, normed_TD, routing, planning, dispatched, run_experts
         yield
-        sum_TD = travelling_back.wait()
+        sum_TD = traveling_back.wait()
         self.frees.release(partial_RD, sum_TD, held=tape.held)
         return self._aggregate(residual_BSD, sum_TD.to(residual_BSD.dtype), shared_TD, tape), kept
 
@@ -234,17 +234,17 @@ class Segments:
         if not kept.losses:
             gradients = [grad_BSD, *self._back(kept.experts, [grad_TD], defer=defer)]
         else:
-            travelling = self.exchange.start_combine_backward(
+            traveling = self.exchange.start_combine_backward(
                 self._cast_for_exchange(grad_TD), kept.way
             )
             grad_shared_TD = (
                 None if kept.shared is None else self._back(kept.shared, [grad_TD], defer=defer)[0]
             )
             yield
-            grad_x_RD, grad_weights_RK = self._back(kept.experts, [travelling.wait()], defer=True)
+            grad_x_RD, grad_weights_RK = self._back(kept.experts, [traveling.wait()], defer=True)
             assert grad_x_RD is not None
             assert grad_weights_RK is not None
-            travelling_back = self.exchange.start_dispatch_backward(
+            traveling_back = self.exchange.start_dispatch_backward(
                 grad_x_RD, grad_weights_RK, kept.way
             )
             del grad_x_RD, grad_weights_RK
@@ -254,7 +254,7 @@ class Segments:
                 yield
                 WeightGradients.run(entries)
             yield
-            grad_normed_TD, grad_weights_TK = travelling_back.wait()
+            grad_normed_TD, grad_weights_TK = traveling_back.wait()
             # may be changed in place: nothing else uses it, and its dtype is wide enough
             if grad_shared_TD is not None:
                 grad_normed_TD = grad_shared_TD.add_(grad_normed_TD)

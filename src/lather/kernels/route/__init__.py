@@ -2,7 +2,7 @@
 
 `plan_route` computes, from the experts of each token, the token of each row, the row of each
 (token, slot) pair, the number of rows of each expert and the end of its run. Every run starts at a
-multiple of `alignment`, which tiled and quantised products need; rows between runs are padding.
+multiple of `alignment`, which tiled and quantized products need; rows between runs are padding.
 
 Letters: T tokens, K slots (experts per token), E experts, G rows.
 

@@ -5,7 +5,7 @@ Source: Shampoo (Gupta, Koren, Singer, arXiv:1802.09568), as SOAP uses it (Vyas 
 arXiv:2409.11321, algorithm 3). For a matrix G (m x n) the factors are L = E[G G^T] and R = E[G^T
 G]; a tensor has one per dim, contracted over all other dims. The KL form (Lin et al.,
 arXiv:2509.03378) weighs the other dims by their inverse factors: L = E[G R^{-1} G^T] / n, R = E[G^T
-L^{-1} G] / m; the fixed point minimises the KL divergence between the covariance of the gradients
+L^{-1} G] / m; the fixed point minimizes the KL divergence between the covariance of the gradients
 and the Kronecker product. All tensors have a leading batch dim B. A dim without factor or basis is
 not transformed.
 """

@@ -3,7 +3,7 @@ decomposition.
 
 Source: Jordan et al., "Muon" (2024), quintic coefficients; Amsel et al., "The Polar Express",
 arXiv:2505.16932, a sequence of coefficients, each optimal for its step. X <- a X + (b A + c A^2) X
-with A = X X^T moves every singular value towards 1 and does not change the singular vectors.
+with A = X X^T moves every singular value toward 1 and does not change the singular vectors.
 Shapes: x (B, m, n). A has the size of the smaller side, so a step costs 4 k^2 max(m, n) + 2 k^3
 flops with k = min(m, n).
 
@@ -116,7 +116,7 @@ def is_fast_in_bf16(cpuinfo: str) -> bool:
 
 
 def update_scale(shape: Sequence[int], scale: str | float) -> float:
-    """Return the factor by which an orthogonalised update (m, n) is multiplied.
+    """Return the factor by which an orthogonalized update (m, n) is multiplied.
 
     "match_rms_adamw": 0.2 sqrt(max(m, n)), the rms of AdamW's update (Liu et al.,
     arXiv:2502.16982); "spectral": sqrt(max(1, m / n)); or a number.

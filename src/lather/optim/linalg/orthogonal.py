@@ -2,7 +2,7 @@
 by block Cholesky-QR in batched products.
 
 `torch.linalg.qr` processes one matrix of a batch at a time. `cholesky_qr` does the same
-factorisation as batched products: block Gram-Schmidt, in which each block is made orthogonal to the
+factorization as batched products: block Gram-Schmidt, in which each block is made orthogonal to the
 earlier ones twice ("twice is enough": Giraud, Langou, Rozloznik 2005), and orthonormal in itself by
 Cholesky-QR (Y^T Y = R^T R, Q = Y R^{-1}), also twice (Yamamoto et al. 2015: CholeskyQR2). Cholesky
 is insensitive to the scale of columns, but it fails if a column nearly depends on the others of its
@@ -81,7 +81,7 @@ def pick_refresh_method(n: int, device: torch.device) -> str:
 
 
 def block_rows(n: int, device: torch.device) -> int:
-    """Return the number of rows of a block, which one Cholesky factorisation makes orthonormal."""
+    """Return the number of rows of a block, which one Cholesky factorization makes orthonormal."""
     if is_gpu(device):
         least, most = GPU_BLOCK_ROWS
         num_blocks = max(GPU_BLOCKS, -(-n // most))

@@ -57,7 +57,7 @@ class BasisRule(RefreshingRule):
     """Change of the second moment when a basis changes. permute: its entries follow the re-ordered
     columns; rotate: it is rotated into the new basis (`lather.optim.linalg.eigenbasis`)."""
     use_adaptive_criteria: bool = False
-    """Do not refresh a basis that still diagonalises its factor to within
+    """Do not refresh a basis that still diagonalizes its factor to within
     `adaptive_update_tolerance`."""
     adaptive_update_tolerance: Annotated[
         float | None,

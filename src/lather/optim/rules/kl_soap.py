@@ -1,5 +1,5 @@
 """KL-SOAP, REKLS and stacked SOAP: Adam in the eigenbases of factors that are estimated by
-minimising a KL divergence.
+minimizing a KL divergence.
 
 Source: Lin et al., "Understanding and Improving Shampoo and SOAP via Kullback-Leibler
 Minimization", arXiv:2509.03378. The factor of one dim averages the gradient after it is whitened on

@@ -18,7 +18,7 @@ from lather.optim.rules.adamw import AdamWRule
 
 @dataclass(frozen=True)
 class MuonRule(Rule):
-    """Momentum, orthogonalised by Newton-Schulz; vectors take AdamW's step at the same learning
+    """Momentum, orthogonalized by Newton-Schulz; vectors take AdamW's step at the same learning
     rate."""
 
     lr: Rate = 1e-2
@@ -29,14 +29,14 @@ class MuonRule(Rule):
     """Weight decay, wd in `weight_decay_method`."""
     _: KW_ONLY
     nesterov: bool = True
-    """Use Nesterov momentum: orthogonalise mu B + (1 - mu) G instead of B."""
+    """Use Nesterov momentum: orthogonalize mu B + (1 - mu) G instead of B."""
     steps: Count = 5
     """Steps of the Newton-Schulz iteration. In no measured run did 3 steps raise the loss."""
     coefficients: Literal["quintic", "polar_express"] = "quintic"
     """Coefficients of the Newton-Schulz iteration. quintic: Jordan's, the same at every step;
     polar_express: a sequence that changes from step to step."""
     scale: Scale = "match_rms_adamw"
-    """Factor by which the orthogonalised update is multiplied. match_rms_adamw: 0.2 sqrt(max(m,
+    """Factor by which the orthogonalized update is multiplied. match_rms_adamw: 0.2 sqrt(max(m,
     n)), which gives the update about the rms of AdamW's; spectral: sqrt(max(1, m / n)); or a
     number."""
     newton_schulz_dtype: Literal["auto", "fastest", "float32", "bfloat16"] = "auto"
@@ -72,7 +72,7 @@ class MuonRule(Rule):
         return g.lerp(b, self.momentum) if self.nesterov else b
 
     def finished(self, x: Tensor, s: State) -> Tensor:
-        """Return U for x (B, m, n): orthogonalised, with normalised rows if `normalize` says so,
+        """Return U for x (B, m, n): orthogonalized, with normalized rows if `normalize` says so,
         and scaled."""
         u = orthogonalize(x, self.steps, self.coefficients, self.newton_schulz_dtype)
         if self.normalize:

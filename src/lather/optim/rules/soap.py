@@ -1,7 +1,7 @@
 """SOAP: Adam in the eigenbasis of Shampoo's preconditioner.
 
 Source: Vyas et al., "SOAP: Improving and Stabilizing Shampoo using Adam", arXiv:2409.11321,
-algorithm 3, with the amortised refresh of its algorithm 4. The bases of earlier steps precondition
+algorithm 3, with the amortized refresh of its algorithm 4. The bases of earlier steps precondition
 the gradient: project into the bases, Adam, project out; then update the factors and refresh the
 bases.
 
@@ -75,7 +75,7 @@ class SOAPRule(BasisRule):
     statistics_of: Literal["gradient", "momentum"] = "gradient"
     """Tensor whose products with itself the factors average: the gradient, or Adam's momentum."""
     orthogonalize: bool = False
-    """Orthogonalise the update of a matrix with five steps of Newton-Schulz and multiply it by 0.2
+    """Orthogonalize the update of a matrix with five steps of Newton-Schulz and multiply it by 0.2
     sqrt(max(m, n)), like Muon."""
     trace_normalization: bool = False
     """Multiply the update by the square root of the trace of the first factor."""
@@ -154,7 +154,7 @@ class SOAPRule(BasisRule):
         return u
 
     def _normalized(self, u: Tensor, factors: dict[int, Tensor]) -> Tensor:
-        """Apply the optional normalisations to the update of each matrix."""
+        """Apply the optional normalizations to the update of each matrix."""
         if self.orthogonalize and u.dim() == 3:
             u = orthogonalize(u) * update_scale(u.shape[1:], "match_rms_adamw")
         if self.trace_normalization and factors:

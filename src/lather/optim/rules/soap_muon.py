@@ -1,5 +1,5 @@
 """SOAP-Muon: the momentum, divided in its eigenbases by the root of its second moment, then
-orthogonalised.
+orthogonalized.
 
 The rule joins SOAP (arXiv:2409.11321) and Muon (Jordan et al., 2024). Letters: B momentum, N the
 Nesterov combination of B and the gradient, K_i factors and Q_i bases of N, V second moment in the

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lather.optim.engine.buckets import in_batches
-from lather.optim.engine.roster import ParamInfo
+from lather.optim.batched.buckets import in_batches
+from lather.optim.batched.roster import ParamInfo
 from lather.optim.sharded.exchange import Transfer
 from lather.optim.sharded.owners import OwnedParameter, OwnedUnit, matrices_of
 from lather.optim.sharded.placement import Box, Spread, local, spread_of_dtensor

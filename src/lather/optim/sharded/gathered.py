@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lather.optim.engine.buckets import Bucket, States
-from lather.optim.engine.plan import open_buckets
-from lather.optim.engine.roster import ParamInfo
+from lather.optim.batched.buckets import Bucket, States
+from lather.optim.batched.plan import open_buckets
+from lather.optim.batched.roster import ParamInfo
 from lather.optim.sharded.exchange import GatheredMember, Transfer
 from lather.optim.sharded.owners import OwnedParameter, OwnedUnit
 from lather.optim.sharded.placement import Box, Spread, local, local_grad

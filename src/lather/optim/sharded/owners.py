@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 
-from lather.optim.engine.matrix_layout import Layout
+from lather.optim.batched.matrix_layout import Layout
 from lather.optim.sharded.placement import Box, Spread
 
 
@@ -80,11 +80,11 @@ class OwnedParameter:
     def in_place(self) -> bool:
         """Whether this rank holds all units that it owns as one box, and so updates them in
         place."""
-        are_neighbours = (
+        are_neighbors = (
             not self.own or self.own[-1].number - self.own[0].number == len(self.own) - 1
         )
         return not self.is_apart and (
-            self.elementwise or (are_neighbours and all(unit.stays for unit in self.own))
+            self.elementwise or (are_neighbors and all(unit.stays for unit in self.own))
         )
 
     @property

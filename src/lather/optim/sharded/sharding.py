@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lather.device import Read, read
-from lather.optim.engine.buckets import BUCKET_BYTES, Member, in_batches
-from lather.optim.engine.matrix_layout import Layout
-from lather.optim.engine.roster import ParamInfo, comparable
+from lather.optim.batched.buckets import BUCKET_BYTES, Member, in_batches
+from lather.optim.batched.matrix_layout import Layout
+from lather.optim.batched.roster import ParamInfo, comparable
 from lather.optim.sharded.exchange import OwnerExchange, member_of
 from lather.optim.sharded.owners import OwnedParameter, rows_of_copies, share_out
 from lather.optim.sharded.placement import (

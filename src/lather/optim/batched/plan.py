@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 
 from lather.device import is_cpu, is_gpu, to_device
-from lather.optim.engine.buckets import Bucket, Member, States
-from lather.optim.engine.matrix_layout import NORM
-from lather.optim.engine.precision import ALLOWED, changed_precision
-from lather.optim.engine.roster import REPLACEMENT, Change, ParamInfo, Roster
+from lather.optim.batched.buckets import Bucket, Member, States
+from lather.optim.batched.matrix_layout import NORM
+from lather.optim.batched.precision import ALLOWED, changed_precision
+from lather.optim.batched.roster import REPLACEMENT, Change, ParamInfo, Roster
 from lather.optim.linalg.kronecker import SYMMETRIC_BLOCKS
 from lather.optim.linalg.scale import factors_between, norms
 from lather.optim.rule import NOBODY, Due, RefreshingRule, Rule, State, column

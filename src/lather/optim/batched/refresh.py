@@ -21,9 +21,9 @@ from typing import Any
 from torch import Tensor
 
 from lather.device import Read, is_cpu
-from lather.optim.engine.gradients import read_together
-from lather.optim.engine.plan import MemberRun, cpu_count, index_on, matmul_precision
-from lather.optim.engine.roster import Roster
+from lather.optim.batched.gradients import read_together
+from lather.optim.batched.plan import MemberRun, cpu_count, index_on, matmul_precision
+from lather.optim.batched.roster import Roster
 from lather.optim.rule import RefreshingRule, State
 
 logger = logging.getLogger(__name__)

@@ -25,8 +25,8 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from lather.optim.engine.arguments import equivalent
-from lather.optim.engine.known_keys import (
+from lather.optim.batched.arguments import equivalent
+from lather.optim.batched.known_keys import (
     ALIASES,
     ASKING,
     FALL_BACK,

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lather.optim.engine.buckets import Bucket, Member, States, make_buckets, move_to
-from lather.optim.engine.plan import places_of
-from lather.optim.engine.roster import ParamInfo, Roster
+from lather.optim.batched.buckets import Bucket, Member, States, make_buckets, move_to
+from lather.optim.batched.plan import places_of
+from lather.optim.batched.roster import ParamInfo, Roster
 from lather.optim.sharded.gathered import check_rows, initial_rows
 from lather.optim.sharded.sharding import Sharding
 

@@ -10,13 +10,13 @@ from typing import Any
 
 from torch import Tensor
 
-from lather.optim.engine import flat
-from lather.optim.engine.arguments import Published, translated
-from lather.optim.engine.buckets import States
-from lather.optim.engine.group_keys import listed, unknown_keys
-from lather.optim.engine.matrix_layout import Layout, layout_of, rule_for_dtype
-from lather.optim.engine.plan import is_unchanged, weight_places
-from lather.optim.engine.roster import GroupSettings, ParamInfo, Roster, group_options, names_of
+from lather.optim.batched import flat
+from lather.optim.batched.arguments import Published, translated
+from lather.optim.batched.buckets import States
+from lather.optim.batched.group_keys import listed, unknown_keys
+from lather.optim.batched.matrix_layout import Layout, layout_of, rule_for_dtype
+from lather.optim.batched.plan import is_unchanged, weight_places
+from lather.optim.batched.roster import GroupSettings, ParamInfo, Roster, group_options, names_of
 from lather.optim.options import name_of, options_of
 from lather.optim.plain import as_count
 from lather.optim.rule import Rule

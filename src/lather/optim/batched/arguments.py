@@ -7,7 +7,7 @@ import difflib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from lather.optim.engine.known_keys import (
+from lather.optim.batched.known_keys import (
     EQUIVALENTS,
     HARMLESS,
     LEAVE_OUT,

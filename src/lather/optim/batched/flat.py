@@ -18,8 +18,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lather.optim.engine.matrix_layout import Layout
-from lather.optim.engine.roster import GroupSettings, names_of
+from lather.optim.batched.matrix_layout import Layout
+from lather.optim.batched.roster import GroupSettings, names_of
 from lather.optim.options import name_of
 from lather.optim.rule import Matrix, Rule
 from lather.torch_private import is_flattened

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lather.device import Read, is_true, read, to_device
-from lather.optim.engine.roster import ParamInfo
+from lather.optim.batched.roster import ParamInfo
 from lather.optim.sharded.placement import is_dtensor, local, local_grad
 from lather.torch_private import foreach_norm
 

@@ -23,16 +23,16 @@ from torch.autograd.graph import increment_version
 from torch.autograd.profiler import record_function
 from torch.optim.optimizer import ParamsT
 
-from lather.optim.engine.arguments import describe_unknown, translated
-from lather.optim.engine.gradients import (
+from lather.optim.batched.arguments import describe_unknown, translated
+from lather.optim.batched.gradients import (
     GradientNorms,
     Inspection,
     are_zero,
     inspect_gradients,
     measure_gradients,
 )
-from lather.optim.engine.pending import PendingRefreshes
-from lather.optim.engine.plan import (
+from lather.optim.batched.pending import PendingRefreshes
+from lather.optim.batched.plan import (
     Chunk,
     MemberRun,
     PlanKey,
@@ -47,10 +47,10 @@ from lather.optim.engine.plan import (
     step_counts,
     take_whole,
 )
-from lather.optim.engine.refresh import DimRefresh, due_rows, refresh
-from lather.optim.engine.roster import ParamInfo
-from lather.optim.engine.stateful import StatefulOptimizer
-from lather.optim.engine.streams import no_autocast, on_streams
+from lather.optim.batched.refresh import DimRefresh, due_rows, refresh
+from lather.optim.batched.roster import ParamInfo
+from lather.optim.batched.stateful import StatefulOptimizer
+from lather.optim.batched.streams import no_autocast, on_streams
 from lather.optim.options import Option, documentation_of, options_of
 from lather.optim.plain import saveable
 from lather.optim.rule import NOBODY, RefreshingRule, Rule

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from lather.device import is_gpu
-from lather.optim.engine.matrix_layout import KeptEntry, Layout
+from lather.optim.batched.matrix_layout import KeptEntry, Layout
 from lather.optim.sharded.placement import local, local_grad
 
 T = TypeVar("T")

@@ -1,5 +1,5 @@
 """Tables of the keys that other programs leave in parameter groups, for
-`lather.optim.engine.group_keys`.
+`lather.optim.batched.group_keys`.
 
 The names are those of torch and its schedulers, of the trainers Megatron, DeepSpeed, fairseq,
 timm, OLMo, Lightning and MMEngine, and of the optimizers Muon (Jordan's, torch's, nanochat's),

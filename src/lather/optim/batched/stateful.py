@@ -2,7 +2,7 @@
 
     RuleGroups        the rules of its parameter groups, and the roster of their parameters
     StateStore        the state of the parameters, in buckets
-    StepPlan          what a step does; made by the step (`lather.optim.engine.optimizer`)
+    StepPlan          what a step does; made by the step (`lather.optim.batched.optimizer`)
     PendingRefreshes  the refreshes that are done between two steps
 
 `state_dict` returns the entries of parameters that are spread over ranks as DTensors that are
@@ -22,17 +22,17 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from lather.optim.engine.arguments import Published
-from lather.optim.engine.buckets import Bucket, States
-from lather.optim.engine.foreign_state import as_own, report_taken, taken
-from lather.optim.engine.matrix_layout import Layout
-from lather.optim.engine.pending import PendingRefreshes
-from lather.optim.engine.plan import StepPlan
-from lather.optim.engine.refresh import Counts
-from lather.optim.engine.roster import ParamInfo, Roster
-from lather.optim.engine.rule_groups import RuleGroups, whole_layout
-from lather.optim.engine.state_store import StateStore, step_on_cpu
-from lather.optim.engine.streams import SideStreams
+from lather.optim.batched.arguments import Published
+from lather.optim.batched.buckets import Bucket, States
+from lather.optim.batched.foreign_state import as_own, report_taken, taken
+from lather.optim.batched.matrix_layout import Layout
+from lather.optim.batched.pending import PendingRefreshes
+from lather.optim.batched.plan import StepPlan
+from lather.optim.batched.refresh import Counts
+from lather.optim.batched.roster import ParamInfo, Roster
+from lather.optim.batched.rule_groups import RuleGroups, whole_layout
+from lather.optim.batched.state_store import StateStore, step_on_cpu
+from lather.optim.batched.streams import SideStreams
 from lather.optim.options import options_of
 from lather.optim.plain import is_placeholder, saveable
 from lather.optim.rule import Rule
@@ -79,7 +79,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
         A parameter that is given twice (tied weights) counts once. Keys that are no options are
         kept and ignored, unless they ask for another rule or step, or look like misspelt options,
-        which raise (`lather.optim.engine.group_keys`).
+        which raise (`lather.optim.batched.group_keys`).
         """
         self._groups.add(param_group, self.param_groups, super().add_param_group)
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from lather.optim.engine.known_keys import QUINTIC, TORCH_SCALES, is_quintic
-from lather.optim.engine.matrix_layout import Layout
-from lather.optim.engine.roster import plain_options
+from lather.optim.batched.known_keys import QUINTIC, TORCH_SCALES, is_quintic
+from lather.optim.batched.matrix_layout import Layout
+from lather.optim.batched.roster import plain_options
 from lather.optim.options import name_of, options_of
 from lather.optim.plain import is_placeholder, plain
 from lather.optim.rule import Rule
