@@ -27,12 +27,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lather.boxes import Box
 from lather.config.run_folder import CONFIGURATION, run_folder
 from lather.errors import CheckpointError, UserError
 from lather.files import digest_of, read_rows, read_text, sync
 from lather.formats import CHECKPOINT
-from lather.models.hf.safetensors_folder import DTYPES, TensorHeader
-from lather.optim.sharded.placement import Box
+from lather.safetensors_file import DTYPES, TensorHeader
 
 STATE_FILE = "state.json"
 BEST = "best"

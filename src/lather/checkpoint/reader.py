@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lather.boxes import Box, Piece
 from lather.checkpoint.folder import (
     STATE_FILE,
     Progress,
@@ -27,15 +28,8 @@ from lather.checkpoint.state import TrainingState, state_shapes
 from lather.errors import CheckpointError, ExchangeError
 from lather.files import sha256
 from lather.models.entry_names import split_entry
-from lather.models.hf.safetensors_folder import (
-    DTYPE_NAMES,
-    DTYPES,
-    Index,
-    SafetensorsFolder,
-    open_safetensors,
-)
-from lather.optim.sharded.placement import Box, Piece
 from lather.parallel.agreement import errors_on_all_ranks
+from lather.safetensors_file import DTYPE_NAMES, DTYPES, Index, SafetensorsFiles, open_safetensors
 
 ANOTHER = "use the configuration it was made with"
 BIAS = ".e_score_correction_bias"
@@ -55,7 +49,7 @@ class CheckpointTensors:
 
     def __init__(self, folder: Path, table: Table) -> None:
         self.folder, self.table, self.tensors = folder, table, table.tensors
-        self._files: dict[str, SafetensorsFolder] = {}
+        self._files: dict[str, SafetensorsFiles] = {}
 
     def weights(self) -> CheckpointTensors:
         """Return only the parameters and buffers."""
@@ -106,7 +100,7 @@ class CheckpointTensors:
         except (OSError, ValueError, ExchangeError) as error:
             raise self._damaged(file.name, error) from None
 
-    def _find(self, name: str, entry: StoredEntry, box: Box) -> tuple[SafetensorsFolder, str]:
+    def _find(self, name: str, entry: StoredEntry, box: Box) -> tuple[SafetensorsFiles, str]:
         """Return the file of a stored box, and the box's name in it."""
         file = entry.file_of[box]
         if file not in self._files:

@@ -35,6 +35,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lather.boxes import Box, Piece, PieceKey
 from lather.checkpoint.folder import (
     Progress,
     Retention,
@@ -49,14 +50,8 @@ from lather.checkpoint.state import TrainingState
 from lather.device import gpu_module, is_gpu
 from lather.errors import CheckpointError
 from lather.files import names_full_disk, sha256, sync
-from lather.models.hf.safetensors_folder import (
-    DTYPE_NAMES,
-    TensorToWrite,
-    open_safetensors,
-    write_safetensors,
-)
-from lather.optim.sharded.placement import Box, Piece, PieceKey
 from lather.parallel.agreement import broadcast, errors_on_all_ranks, gather, scatter
+from lather.safetensors_file import DTYPE_NAMES, TensorToWrite, open_safetensors, write_safetensors
 
 CPU = torch.device("cpu")
 

@@ -15,12 +15,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from lather.boxes import Piece
 from lather.checkpoint.folder import StoredEntry
 from lather.device import gpu_module, is_gpu
 from lather.errors import CheckpointError
 from lather.models.entry_names import entry_name, is_stack
 from lather.optim import MatrixOptimizer
-from lather.optim.sharded.placement import Piece
 from lather.parallel.agreement import broadcast, errors_on_all_ranks, gather
 from lather.parallel.local_parameters import LocalParameter, ShardInfo
 from lather.parallel.mesh import Mesh

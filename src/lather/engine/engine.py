@@ -30,7 +30,7 @@ from lather.models.routing import counting_step
 from lather.models.saving.rounded_weights import RoundedWeights, keep_rounded
 from lather.models.saving.weight_gradients import WeightGradients, defer_weight_gradients
 from lather.models.token_positions import SequenceLayout
-from lather.optim.batched.pending import PendingRefreshes
+from lather.optim import PendingRefreshes
 from lather.parallel.expert_exchange import ExpertExchange
 from lather.parallel.fsdp_units import shard
 from lather.parallel.local_parameters import local_parameters

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lather.boxes import chunk
 from lather.models.experts import Experts
-from lather.optim.sharded.placement import chunk
 from lather.parallel.fsdp_units import is_shared
 from lather.parallel.mesh import Mesh
 from lather.shapes import Float

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lather.device import is_gpu
 from lather.models.saving.weight_gradients import DeferredGradient, WeightGradients
-from lather.optim.batched.pending import PendingRefreshes
+from lather.optim import PendingRefreshes
 from lather.parallel.fsdp_units import FsdpUnit
 from lather.pipeline import overlap
 from lather.pipeline.model_part import Stage

@@ -21,11 +21,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lather.boxes import Box, local
 from lather.optim.batched.buckets import in_batches
 from lather.optim.batched.roster import ParamInfo
 from lather.optim.sharded.exchange import Transfer
 from lather.optim.sharded.owners import OwnedParameter, OwnedUnit, matrices_of
-from lather.optim.sharded.placement import Box, Spread, local, spread_of_dtensor
+from lather.optim.sharded.placement import Spread, spread_of_dtensor
 from lather.optim.sharded.sharding import Sharding
 from lather.torch_private import dtensor_over
 

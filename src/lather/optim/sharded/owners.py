@@ -21,8 +21,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 
+from lather.boxes import Box
 from lather.optim.batched.matrix_layout import Layout
-from lather.optim.sharded.placement import Box, Spread
+from lather.optim.sharded.placement import Spread
 
 
 @dataclass(frozen=True)

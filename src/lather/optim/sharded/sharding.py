@@ -22,19 +22,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lather.boxes import is_dtensor, local
 from lather.device import Read, read
 from lather.optim.batched.buckets import BUCKET_BYTES, Member, in_batches
 from lather.optim.batched.matrix_layout import Layout
 from lather.optim.batched.roster import ParamInfo, comparable
 from lather.optim.sharded.exchange import OwnerExchange, member_of
 from lather.optim.sharded.owners import OwnedParameter, rows_of_copies, share_out
-from lather.optim.sharded.placement import (
-    Spread,
-    is_dtensor,
-    local,
-    spread_of_dtensor,
-    spread_of_shard,
-)
+from lather.optim.sharded.placement import Spread, spread_of_dtensor, spread_of_shard
 from lather.torch_private import new_group_of
 
 
