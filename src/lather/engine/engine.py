@@ -185,9 +185,9 @@ class Engine:
             dist.all_reduce(total)
         return read(total, Read.LOSS).item() / num_labels
 
-    def fill_gaps(self, filler: PendingRefreshes) -> None:
-        """Do pieces of these refreshes between the actions of the pipeline."""
-        self._executor.filler = filler
+    def fill_gaps(self, refreshes: PendingRefreshes) -> None:
+        """Do these refreshes, a batch at a time, between the actions of the pipeline."""
+        self._executor.refreshes = refreshes
 
     def _check_shape(self, batch: Batch, num_sequences: int) -> None:
         expected = (num_sequences, self._activation.shape[1])

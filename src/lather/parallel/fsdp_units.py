@@ -69,11 +69,6 @@ class FsdpUnit:
     _gathering: list[UnshardHandle] = field(default_factory=list, init=False)
 
     @property
-    def has_peers(self) -> bool:
-        """Whether the unit communicates with other ranks."""
-        return self.root is not None
-
-    @property
     def is_gathered(self) -> bool:
         """Whether a stage has asked for the parameters and not released them."""
         return self._holding > 0
@@ -125,11 +120,6 @@ class FsdpUnit:
         if self.root is not None:
             start_gradient_reduction(self.root)
             self._launched = True
-
-    def abandon(self) -> None:
-        """Reset after an error within a step: no stage holds the parameters any more. A process
-        without peers may continue."""
-        self._holding = self._reducing = 0
 
     def wait_for_gradients(self) -> None:
         """Make the current stream wait for `reduce_gradients`, if that was launched."""
