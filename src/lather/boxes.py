@@ -123,3 +123,8 @@ def local(x: Tensor) -> Tensor:
         return x.detach()
     with torch.no_grad():  # `x.detach()` first would cost a dispatch through DTensor
         return x.to_local()
+
+
+def local_grad(p: Tensor) -> Tensor:
+    """Return this rank's part of the gradient; zeros if only other ranks have a gradient."""
+    return torch.zeros_like(local(p)) if p.grad is None else local(p.grad)

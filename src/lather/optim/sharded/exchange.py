@@ -18,11 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lather.boxes import Box, Index, local
+from lather.boxes import Box, Index, local, local_grad
 from lather.optim.batched.buckets import Member
 from lather.optim.batched.roster import REPLACEMENT, Change, ParamInfo
 from lather.optim.sharded.owners import OwnedParameter, OwnedUnit
-from lather.optim.sharded.placement import local_grad
 from lather.torch_private import foreach_copy_
 
 

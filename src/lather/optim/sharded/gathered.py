@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lather.boxes import Box, local
+from lather.boxes import Box, local, local_grad
 from lather.optim.batched.buckets import Bucket, States
 from lather.optim.batched.plan import open_buckets
 from lather.optim.batched.roster import ParamInfo
 from lather.optim.sharded.exchange import GatheredMember, Transfer
 from lather.optim.sharded.owners import OwnedParameter, OwnedUnit
-from lather.optim.sharded.placement import Spread, local_grad
+from lather.optim.sharded.placement import Spread
 from lather.optim.sharded.sharding import Sharding
 
 

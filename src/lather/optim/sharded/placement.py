@@ -19,7 +19,6 @@ from functools import cached_property
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -51,7 +50,7 @@ class Spread:
     """Global ranks in the mesh's row-major order. torch computes them at every use, which takes
     longer than all the boxes of a tensor."""
 
-    @property
+    @cached_property
     def box(self) -> Box:
         """Box that this rank holds."""
         return self.boxes[self.position]
@@ -87,11 +86,6 @@ class Spread:
             ((Shard(0) if shape else Replicate()),) * self.mesh.ndim,
             self.mesh_ranks,
         )
-
-
-def local_grad(p: Tensor) -> Tensor:
-    """Return this rank's part of the gradient; zeros if only other ranks have a gradient."""
-    return torch.zeros_like(local(p)) if p.grad is None else local(p.grad)
 
 
 def boxes_of(
