@@ -13,7 +13,7 @@ from exchange_cases import Case, from_tables
 from torch import Tensor
 
 from lather.models.moe import Pending
-from lather.parallel.exchange_plan import Way
+from lather.parallel.exchange_plan import DispatchHandle
 from lather.parallel.expert_exchange import ExpertExchange
 from lather.pipeline.tape import Frees
 
@@ -41,10 +41,10 @@ class GivesBackTooEarly(ExpertExchange):
         super().__init__(group, num_experts, free_buffer=Frees(poison=True).free_buffer)
         self.mistake = mistake
 
-    def _launch(self, rows: Tensor, *splits: Any, own: bool) -> Any:
-        if self.mistake == "what is sent" and own:
+    def _all_to_all(self, rows: Tensor, *splits: Any, free: bool) -> Any:
+        if self.mistake == "what is sent" and free:
             self.free_buffer(rows)
-        travel = super()._launch(rows, *splits, own=own)
+        travel = super()._all_to_all(rows, *splits, free=free)
         is_routing = not rows.is_floating_point()
         if self.mistake == ("routing that came" if is_routing else "rows that came"):
             return Pending(lambda: self._given_back(travel.wait()))
@@ -54,10 +54,10 @@ class GivesBackTooEarly(ExpertExchange):
         self.free_buffer(buffer)
         return buffer
 
-    def _sum_per_token(self, way: Way, rows_SD: Tensor) -> Tensor:
+    def _sum_per_token(self, handle: DispatchHandle, rows_SD: Tensor) -> Tensor:
         if self.mistake == "rows to be added":
             self.free_buffer(rows_SD)
-        return super()._sum_per_token(way, rows_SD)
+        return super()._sum_per_token(handle, rows_SD)
 
 
 MISTAKES = ("what is sent", "routing that came", "rows that came", "rows to be added")
@@ -70,8 +70,8 @@ def is_found_out(case: Case, me: int, exchange: ExpertExchange) -> bool:
     results = [
         dispatched.x_RD,
         dispatched.weights_RK,
-        exchange.start_combine(partial, dispatched.way).wait(),
-        *exchange.start_dispatch_backward(partial, dispatched.weights_RK, dispatched.way).wait(),
+        exchange.start_combine(partial, dispatched.handle).wait(),
+        *exchange.start_dispatch_backward(partial, dispatched.weights_RK, dispatched.handle).wait(),
     ]
     in_range = (dispatched.experts_RK >= -1) & (dispatched.experts_RK < exchange.num_local_experts)
     return not (in_range.all() and all(result.isfinite().all() for result in results))
@@ -84,8 +84,8 @@ def buffers(case: Case, me: int, group: dist.ProcessGroup) -> dict[str, bool]:
     for name, frees in (("poisoned", Frees(poison=True)), ("held", Frees(enabled=False))):
         exchange = ExpertExchange(group, case.e, free_buffer=frees.free_buffer)
         with all_to_alls() as travels:
-            way = exchange.start_dispatch(case.x(me), case.routing(me)).wait().way
-            exchange.start_combine(from_tables(case, me, case.d, case.dtype, seed=3), way).wait()
+            handle = exchange.start_dispatch(case.x(me), case.routing(me)).wait().handle
+            exchange.start_combine(from_tables(case, me, case.d, case.dtype, seed=3), handle).wait()
         _, (packed_there, packed), (_, sent), (back, _) = travels
         read = (packed, sent, packed_there, back)
         gone = [

@@ -235,10 +235,14 @@ def plans_on_one_stream(rank: int, world_size: int) -> tuple[int, list[Any], lis
     expected = [plain.start_plan(routing).wait() for routing in routings]
     expert.gpu_module = lambda on: gpu
     expert.is_gpu = lambda on: True
-    expert._used_here = lambda *tensors: None
+    expert._record_use = lambda *tensors: None
     pending = [exchange.start_plan(routing) for routing in routings]
     found = [one.wait() for one in pending]
-    return gpu.num_streams, [vars(way) for way in expected], [vars(way) for way in found]
+    return (
+        gpu.num_streams,
+        [vars(handle) for handle in expected],
+        [vars(handle) for handle in found],
+    )
 
 
 def test_an_exchange_has_one_stream_for_all_of_its_plans() -> None:

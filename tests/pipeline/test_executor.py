@@ -38,23 +38,6 @@ def micro_batches(pair: Pair) -> list[MicroBatch]:
 # --- one process ----------------------------------------------------------------------------------
 
 
-def test_the_number_and_shape_of_micro_batches_are_checked_first() -> None:
-    pair = make_pair(Case(layers=2))
-    batches = micro_batches(pair)
-    with pytest.raises(ValueError, match=r"got 2 micro-batches: this schedule is for 3"):
-        executor_of(pair).run(batches[:2])
-    short = replace(
-        batches[2], tokens_BS=batches[2].tokens_BS[:, :-1], labels_BS=batches[2].labels_BS[:, :-1]
-    )
-    with pytest.raises(
-        ValueError,
-        match=r"tokens of micro-batch 2 have shape \(1, 5\): every micro-batch must have \(1, 6\)",
-    ):
-        executor_of(pair).run([*batches[:2], short])
-    assert all(p.grad is None for p in pair.engine.part.parameters())
-    executor_of(pair).run(batches)
-
-
 def test_validation_keeps_nothing_and_leaves_nothing() -> None:
     pair = make_pair(Case(layers=3))
     pair.engine.validation_loss(pair.share_of(pair.tokens()))

@@ -136,13 +136,6 @@ def test_without_grad_mode_nothing_is_kept(recompute: None) -> None:
         cut.backward([torch.ones(SIZE, SIZE)])
 
 
-def test_a_second_backward_is_an_error() -> None:
-    cut, (y,) = Cut.run(activations, [torch.ones(2)])
-    cut.backward([torch.ones_like(y)])
-    with pytest.raises(ValueError, match=r"shorter|longer"):
-        cut.backward([torch.ones_like(y)])
-
-
 def test_gradients_that_are_none_or_for_nothing() -> None:
     weight = nn.Parameter(torch.ones(2))
 
@@ -166,13 +159,6 @@ def test_gradients_that_are_none_or_for_nothing() -> None:
     assert torch.equal(torch.stack([grad_x, grad_y, weight.grad]), torch.stack([one, one, one * 5]))  # type: ignore[list-item]
     assert run([None, None, None, None]) == [None, None, None]
     assert torch.equal(one, torch.ones(2))
-
-
-def test_without_inputs_parameters_get_their_gradients() -> None:
-    weight = nn.Parameter(torch.ones(2))
-    cut, (y,) = Cut.run(lambda: (weight * 3,), ())
-    assert cut.backward([torch.ones_like(y)]) == []
-    assert torch.equal(weight.grad, torch.full((2,), 3.0))  # type: ignore[arg-type]
 
 
 def test_the_context_is_entered_for_the_second_run_alone() -> None:
@@ -220,14 +206,6 @@ def test_what_somebody_lives_in_is_left_alone(frees: Frees, shape: tuple[int, ..
         frees.release(x, other, reader, held=[])
         assert torch.equal(x, torch.ones(shape))
     assert torch.equal(other, torch.zeros(shape))
-
-
-@pytest.mark.parametrize(
-    "frees", [Frees(), Frees(poison=True), Frees(enabled=False)], ids=["free", "poison", "hold"]
-)
-def test_tensors_without_elements(frees: Frees) -> None:
-    frees.release(torch.empty(0, 3), torch.empty(0), held=[])
-    frees.release(torch.ones(2, 3)[:0], torch.empty(0), held=[])
 
 
 def test_poison_is_all_of_the_storage_and_keeps_it() -> None:

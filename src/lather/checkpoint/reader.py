@@ -62,9 +62,9 @@ class CheckpointTensors:
         """Return `tensor[index]` on the CPU; only this and one piece are in memory."""
         entry = self.tensors[name]
         box = _box_of(entry.shape, index)
-        found = torch.empty(box.size, dtype=DTYPES[entry.dtype], device="cpu")
-        self.read_into(found, name, box.offset)
-        return found[tuple(0 if isinstance(at, int) else slice(None) for at in index)]
+        whole = torch.empty(box.size, dtype=DTYPES[entry.dtype], device="cpu")
+        self.read_into(whole, name, box.offset)
+        return whole[tuple(0 if isinstance(at, int) else slice(None) for at in index)]
 
     @torch.no_grad()
     def read_into(self, target: Tensor, name: str, offset: Sequence[int]) -> None:
@@ -106,8 +106,8 @@ class CheckpointTensors:
         if file not in self._files:
             self._files[file] = open_safetensors(self.folder / file)
         stored, key = self._files[file], piece_name(name, box, entry.shape)
-        found = stored.tensors.get(key)
-        if found is None or (found.dtype, found.shape) != (entry.dtype, box.size):
+        header = stored.tensors.get(key)
+        if header is None or (header.dtype, header.shape) != (entry.dtype, box.size):
             raise ExchangeError(f"it does not hold {key!r} as {STATE_FILE} says")
         return stored, key
 
@@ -193,20 +193,17 @@ def _open(path: Path, state: TrainingState, without: tuple[str, ...] = ()) -> Ch
             tensors.check_file(file)
     with errors_on_all_ranks(state.mesh.control_group):
         place = path / STATE_FILE
-        found = {name for name in table.tensors if "/" not in name and not name.endswith(without)}
-        for name in sorted(names - found):
+        stored = {name for name in table.tensors if "/" not in name and not name.endswith(without)}
+        for name in sorted(names - stored):
             raise CheckpointError(f"{place}: lacks {name!r}: {ANOTHER}")
-        for name in sorted(found - names):
+        for name in sorted(stored - names):
             raise CheckpointError(f"{place}: has a surplus {name!r}: {ANOTHER}")
         for piece in state.weights():
-            if piece.name in names and not _fits(piece, table.tensors[piece.name]):
-                stored = table.tensors[piece.name]
-                there, here = (
-                    f"{stored.shape} {stored.dtype}",
-                    f"{piece.shape} {DTYPE_NAMES.get(piece.value.dtype, piece.value.dtype)}",
-                )
+            if piece.name in names and not _fits(piece, entry := table.tensors[piece.name]):
+                dtype = DTYPE_NAMES.get(piece.value.dtype, piece.value.dtype)
                 raise CheckpointError(
-                    f"{place}: {piece.name!r} is {there}, but the model's {here}: {ANOTHER}"
+                    f"{place}: {piece.name!r} is {entry.shape} {entry.dtype}, but the model's "
+                    f"{piece.shape} {dtype}: {ANOTHER}"
                 )
     return tensors
 
@@ -221,11 +218,9 @@ def _fits(piece: Piece, stored: StoredEntry | None) -> bool:
 def _check_optimizer(path: Path, table: Table, optimizer: object) -> None:
     """Raise CheckpointError unless the stored state belongs to this class of optimizer and to this
     model."""
-    file, given = path / STATE_FILE, type(optimizer).__name__
-    if table.optimizer != given:
-        raise CheckpointError(
-            f"{file}: holds state of {table.optimizer}, not of {given}: {ANOTHER}"
-        )
+    file, name = path / STATE_FILE, type(optimizer).__name__
+    if table.optimizer != name:
+        raise CheckpointError(f"{file}: holds state of {table.optimizer}, not of {name}: {ANOTHER}")
     parameters = {split_entry(name)[0] for name in table.tensors if "/" not in name}
     for entry in state_shapes(table.tensors):
         if split_entry(entry)[0] not in parameters:

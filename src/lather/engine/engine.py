@@ -248,7 +248,7 @@ class Engine:
         layers = self.part.moe_layers
         if output.losses:
             reading.losses[0] = torch.stack(output.losses).double().sum()
-        if own := self.part.own_moe_layers():
+        if own := self.part.local_moe_layers():
             by_micro_batch = [
                 [one for stage in self.part.stages for one in output.routings[stage.index, m]]
                 for m in range(len(shares))
@@ -271,7 +271,9 @@ class Engine:
         """Apply loss-free balancing after a step in which the experts received these rows."""
         if self.moe.bias_update_rate:
             counts_LE = to_device(counts_LE, self.mesh.device)
-            for layer, router in zip(self.part.own_moe_layers(), self.part.routers(), strict=True):
+            for layer, router in zip(
+                self.part.local_moe_layers(), self.part.routers(), strict=True
+            ):
                 router.update_correction_bias(
                     counts_LE[self.part.moe_layers.index(layer)], self.moe.bias_update_rate
                 )

@@ -392,7 +392,7 @@ def dry_run(
                 record("a step beside refreshes", lambda: step(batch, RATE))
         owned = _state_of_ranks(optimizer, rank, config.parallel.ep)
         own_layers = tuple(
-            engine.part.share.layers_of_stage[stage] for stage in engine.part.share.own_stages
+            engine.part.share.layers_of_stage[stage] for stage in engine.part.share.stages_of_rank
         )
         return RankRun(
             rank, mesh.pp_rank, own_layers, found, dict(tally.found), owned, checkpoint_bytes

@@ -142,11 +142,8 @@ def shard(part: nn.Module, mesh: Mesh) -> list[list[FsdpUnit]]:
 
     Shared are the parameters outside of blocks: embedding, final norm and head, which are on one
     rank, and one weight if they are tied. Sharded parameters are replaced by DTensors. Call this
-    once, when the parameters are on `mesh.device` with values and in their final dtype. Raises
-    TypeError for parameters of several dtypes, or of one narrower than fp32, if gradients are
-    summed over ranks."""
-    if mesh.data_size > 1:
-        check_dtypes(part)
+    once, when the parameters are on `mesh.device` with values and in their final dtype, which is
+    fp32 or fp64."""
     stages: list[nn.Module] = list(part.stages)  # type: ignore[arg-type]
     blocks = [list(stage.blocks) for stage in stages]  # type: ignore[arg-type]
     in_blocks = {p for members in blocks for block in members for p in block.parameters()}
@@ -156,8 +153,8 @@ def shard(part: nn.Module, mesh: Mesh) -> list[list[FsdpUnit]]:
     units = [[_unit(members, mesh)] for members in blocks]
     if shared:
         unit = _unit([Holder(shared)], mesh, users=len(stages))
-        for own in units:
-            own.append(unit)
+        for of_stage in units:
+            of_stage.append(unit)
     return units
 
 
@@ -194,19 +191,3 @@ def _unit(modules: list[nn.Module], mesh: Mesh, users: int = 1) -> FsdpUnit:
 def is_shared(mesh: DeviceMesh | None) -> bool:
     """Return whether parameters on this mesh are sharded, or have replicas on other ranks."""
     return mesh is not None and mesh.size() > 1
-
-
-def check_dtypes(part: nn.Module) -> None:
-    dtypes = {p.dtype for p in part.parameters()}
-    if len(dtypes) > 1:
-        raise TypeError(
-            f"parameters have dtypes {sorted(map(str, dtypes))}, but FSDP2 needs a single one: "
-            "convert the model"
-        )
-    for dtype in dtypes:
-        if torch.promote_types(dtype, torch.float32) != dtype:
-            raise TypeError(
-                f"parameters have dtype {dtype}, which is too narrow to sum the gradients of many "
-                "micro-batches: "
-                "keep fp32 parameters and compute in bf16 under torch.autocast"
-            )

@@ -113,12 +113,11 @@ class Executor:
         """Execute all actions of this rank in order, by the executor's schedule or by another one
         with the same stages. Without grad mode the schedule must consist of forward passes alone.
 
-        Raises ValueError, before anything is sent, if the micro-batches do not have the number or
-        shape of the schedule. After an error inside a step the executor cannot be used again.
+        After an error inside a step the executor cannot be used again.
         """
         schedule = self.schedule if schedule is None else schedule
         assert schedule.num_stages == self.schedule.num_stages
-        self._check(micro_batches, schedule.num_micro_batches)
+        assert len(micro_batches) == schedule.num_micro_batches
         walk = self.walk = StepWalk(self, micro_batches, schedule)
         try:
             with self.segments.rounded_weights.kept():
@@ -140,20 +139,6 @@ class Executor:
         assert self.refreshes
         with self.record.action(Action(min(self.stages), Kind.REFRESH)):
             self.refreshes.work()
-
-    def _check(self, micro_batches: Sequence[MicroBatch], expected_number: int) -> None:
-        if len(micro_batches) != expected_number:
-            raise ValueError(
-                f"got {len(micro_batches)} micro-batches: this schedule is for {expected_number}"
-            )
-        expected = self.activation.shape[:2]
-        for number, batch in enumerate(micro_batches):
-            for name, x in (("tokens", batch.tokens_BS), ("labels", batch.labels_BS)):
-                if tuple(x.shape) != expected:
-                    raise ValueError(
-                        f"{name} of micro-batch {number} have shape {tuple(x.shape)}: every "
-                        f"micro-batch must have {expected}"
-                    )
 
 
 class StepWalk:

@@ -58,10 +58,10 @@ class Spread:
     @cached_property
     def positions_of(self) -> dict[Box, tuple[int, ...]]:
         """Box -> positions that hold it; several if there are copies."""
-        found: dict[Box, tuple[int, ...]] = {}
+        positions: dict[Box, tuple[int, ...]] = {}
         for position, box in enumerate(self.boxes):
-            found[box] = (*found.get(box, ()), position)
-        return found
+            positions[box] = (*positions.get(box, ()), position)
+        return positions
 
     def holders(self, box: Box) -> tuple[int, ...]:
         """Return the positions that hold the whole of `box`."""
@@ -69,8 +69,8 @@ class Spread:
             return self.positions_of[box]  # boxes are equal or have nothing in common
         return tuple(
             position
-            for own, positions in self.positions_of.items()
-            if own.overlap(box) == box
+            for candidate, positions in self.positions_of.items()
+            if candidate.overlap(box) == box
             for position in positions
         )
 
@@ -135,10 +135,10 @@ def spread_of_dtensor(x: DTensor, name: str) -> Spread:
             "those ranks only"
         )
     spread = spread_on(x.device_mesh, tuple(x.shape), tuple(x.placements))
-    found = tuple(local(x).shape)
-    if found != spread.box.size:
+    shape = tuple(local(x).shape)
+    if shape != spread.box.size:
         raise ValueError(
-            f"{name} has shape {found} here, but its placements {tuple(x.placements)} say "
+            f"{name} has shape {shape} here, but its placements {tuple(x.placements)} say "
             f"{spread.box.size}: make it with "
             "distribute_tensor, or DTensor.from_local with the shape of the whole tensor"
         )
