@@ -144,25 +144,6 @@ def test_an_interval_is_the_loaders(name: str, form: str, way: str, tmp_path: Pa
     assert all(value is own for value in found)
 
 
-def test_distributed_checkpoints_without_a_key_for_functions_load(tmp_path: Path) -> None:
-    net, other = Net(), Net()
-    optimizer, resumed = soap(net, every_second), soap(other, every_second)
-    train(net, optimizer, range(3))
-    state = without_placeholders(get_optimizer_state_dict(net, optimizer))
-    room = through_dcp(state, get_optimizer_state_dict(other, resumed), tmp_path)
-    set_optimizer_state_dict(other, resumed, room)
-    assert same_state(optimizer, list(net.parameters()), resumed, list(other.parameters()))
-    resumed.load_state_dict(through_a_file(without_placeholders(optimizer.state_dict())))
-    assert resumed.param_groups[0]["precondition_frequency"] is every_second
-
-
-def without_placeholders(saved: dict[str, Any]) -> dict[str, Any]:
-    """Return a saved optimizer without empty dicts, which a distributed checkpoint leaves out, also
-    when torch converts it to a file."""
-    groups = [{key: x for key, x in group.items() if x != {}} for group in saved["param_groups"]]
-    return {**saved, "param_groups": groups}
-
-
 @forms
 def test_keys_of_others_may_be_functions_too(form: str, tmp_path: Path) -> None:
     net, other = Net(), Net()

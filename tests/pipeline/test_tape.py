@@ -233,15 +233,6 @@ def test_poison_of_integers_is_out_of_range_and_a_nan_where_they_are_bits(
         torch.ones(100)[x]
 
 
-def test_a_buffer_of_nobody_else_is_given_back_as_told() -> None:
-    for frees, size in ((Frees(), 0), (Frees(poison=True), 12), (Frees(enabled=False), 12)):
-        x = torch.ones(3)
-        frees.free_buffer(x)
-        frees.free_buffer(torch.empty(0))
-        assert x.untyped_storage().nbytes() == size
-        assert not size or bool(x.isnan().all()) == frees.poison
-
-
 @pytest.mark.parametrize(
     ("recompute", "number"), [(None, 0), (contextlib.nullcontext, 1)], ids=["kept", "recomputed"]
 )

@@ -84,7 +84,7 @@ class Saver:
         if is_gpu(device):
             # the thread uses another stream
             gpu_module(device).current_stream(device).synchronize()
-        self._writing = self._thread.submit(self._write, progress, copied)
+        self._writing = self._thread.submit(self._write, progress, self.retention, copied)
         copied.wait()
         return checkpoint_path(self.folder, progress.step)
 
@@ -94,7 +94,7 @@ class Saver:
         if writing is not None:
             writing.result()
 
-    def _write(self, progress: Progress, copied: Event) -> None:
+    def _write(self, progress: Progress, retention: Retention, copied: Event) -> None:
         def stage(values: Values) -> Values:
             staged = self.staging.copy(values)
             copied.set()
@@ -105,9 +105,7 @@ class Saver:
             if is_gpu(device):
                 gpu_module(device).set_device(device)
             with self._timed():
-                save_checkpoint(
-                    self.folder, progress, self.state, retention=self.retention, stage=stage
-                )
+                save_checkpoint(self.folder, progress, self.state, retention=retention, stage=stage)
         finally:
             copied.set()  # also if the save failed, or the checkpoint exists already
 

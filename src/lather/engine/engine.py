@@ -70,9 +70,7 @@ class Engine:
         self.parameters = local_parameters(part, mesh)
         shape = (self.micro_batch_size, loop.sequence_length, part.hidden_size)
         narrow = torch.bfloat16 if loop.precision == "bf16" else None
-        self._activation = Activation(
-            shape, next(part.parameters()).dtype, mesh.device, travels_as=narrow
-        )
+        self._activation = Activation(shape, next(part.parameters()).dtype, travels_as=narrow)
         exchange = LOCAL_EXCHANGE
         if mesh.ep > 1:
             exchange = ExpertExchange(
@@ -89,16 +87,8 @@ class Engine:
             autocast=narrow,
             rounded_weights=self.rounded_weights,
         )
-        group = mesh.pp_group if mesh.pp > 1 else None
         self._executor = Executor(
-            part.stages,
-            schedule,
-            self._segments,
-            self._activation,
-            group=group,
-            neighbor_groups=mesh.neighbor_groups,
-            units=self.units,
-            record=record,
+            part.stages, schedule, self._segments, self._activation, mesh, self.units, record
         )
         self._layout = SequenceLayout(*shape[:2], mesh.device)
 

@@ -12,7 +12,7 @@ Letters: B sequences of a micro-batch, S positions, D hidden size, P pipeline ra
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +25,7 @@ from lather.device import is_gpu
 from lather.models.saving.weight_gradients import DeferredGradient, WeightGradients
 from lather.optim import PendingRefreshes
 from lather.parallel.fsdp_units import FsdpUnit
+from lather.parallel.mesh import Mesh
 from lather.pipeline import overlap
 from lather.pipeline.model_part import Stage
 from lather.pipeline.schedule import COMPUTE, RECEIVED_AS, TRANSFERS, Action, Kind, Schedule
@@ -61,7 +62,6 @@ class Activation:
     shape: tuple[int, int, int]
     """(B, S, D), for every micro-batch."""
     dtype: torch.dtype
-    device: torch.device
     travels_as: torch.dtype | None = None
     """Dtype in which it is sent between ranks; None: unchanged."""
 
@@ -85,20 +85,15 @@ class Executor:
         schedule: Schedule,
         segments: Segments,
         activation: Activation,
-        *,
-        group: dist.ProcessGroup | None = None,
-        neighbor_groups: Mapping[int, dist.ProcessGroup] | None = None,
-        units: Sequence[Sequence[FsdpUnit]] | None = None,
+        mesh: Mesh,
+        units: Sequence[Sequence[FsdpUnit]],
         record: Recorder | None = None,
     ) -> None:
-        """`stages`: the stages of this rank; `units`: the FSDP units of each; `group`: the
-        pipeline's process group, None for one rank; `neighbor_groups`: the groups of this rank with
-        each neighbor alone, for their transfers; without them `group` is used."""
+        """`stages`: the stages of this rank; `units`: the FSDP units of each."""
         self.stages = {stage.index: stage for stage in stages}
         self.schedule, self.segments, self.activation = schedule, segments, activation
-        self.rank = 0 if group is None else dist.get_rank(group)
-        self.group, self.neighbor_groups = group, dict(neighbor_groups or {})
-        self.units = dict(zip(self.stages, units or [[] for _ in stages], strict=True))
+        self.mesh, self.rank = mesh, mesh.pp_rank
+        self.units = dict(zip(self.stages, units, strict=True))
         self.record = record or Recorder()
         self.refreshes: PendingRefreshes | None = None
         """An optimizer's deferred refreshes, set by the engine: after each computation one batch is
@@ -244,15 +239,16 @@ class StepWalk:
             ):
                 self._finish_oldest_send()
             return
-        like = self.executor.activation
-        buffer = torch.empty(like.shape, dtype=like.travels_as or like.dtype, device=like.device)
+        like, device = self.executor.activation, self.executor.mesh.device
+        buffer = torch.empty(like.shape, dtype=like.travels_as or like.dtype, device=device)
         work = self._start(dist.irecv, buffer, self.schedule.peer_of(action))
         self.incoming[action.kind, key] = buffer, work
 
     def _start(self, operation: Callable[..., Any], x: Tensor, peer: int) -> dist.Work:
-        group = self.executor.group
-        if pair := self.executor.neighbor_groups.get(peer):
-            group, peer = pair, int(peer > self.executor.rank)
+        mesh = self.executor.mesh
+        group = mesh.pp_group
+        if pair := mesh.neighbor_groups.get(peer):
+            group, peer = pair, int(peer > mesh.pp_rank)
         (work,) = dist.batch_isend_irecv([dist.P2POp(operation, x, group=group, group_peer=peer)])
         return work
 
@@ -275,7 +271,7 @@ class StepWalk:
     def _shard(self, action: Action) -> None:
         for unit in self.executor.units[action.stage]:
             if action.kind == Kind.UNSHARD:
-                unit.unshard(async_op=is_gpu(self.executor.activation.device))
+                unit.unshard(async_op=is_gpu(self.executor.mesh.device))
             elif action.kind == Kind.RESHARD:
                 unit.reshard()
                 if not unit.is_gathered:

@@ -87,7 +87,7 @@ class _Prelude(StepWalk):
         self, executor: Executor, micro_batches: Sequence[MicroBatch], schedule: Schedule
     ) -> None:
         super().__init__(executor, micro_batches, schedule)
-        shape, device = executor.activation.shape, executor.activation.device
+        shape, device = executor.activation.shape, executor.mesh.device
         noise = torch.randn(shape[1:], generator=torch.Generator().manual_seed(0))
         self._noise_SD = noise.to(device)
 

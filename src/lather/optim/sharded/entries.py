@@ -5,9 +5,10 @@ The owner rank of a matrix keeps its whole entries; in a DTensor every rank hold
 position in the mesh gives it. In both directions one all-to-all moves many entries at once. Entries
 of elementwise parameters are sharded like the parameter.
 
-A state dict has copies, which later steps do not change. Before the first step it is room for a
-checkpoint, and a copy might not fit into memory: then rows that this rank keeps anyway are lent,
-and a load into the same optimizer finds them in their places.
+A state dict consists of copies, so later steps do not change it. Before the first step, however, a
+state dict is made to load a checkpoint into, and copies might not fit into memory. Then the rows
+that this rank keeps anyway are *lent*: they are views of the state, and loading the state dict into
+the same optimizer finds them in place.
 """
 
 from __future__ import annotations

@@ -65,8 +65,7 @@ class GroupOptions:
 
 def take_nproc(arguments: list[str], world: World | None = None) -> tuple[list[str], int | None]:
     """Return the arguments without `--nproc N`, and N; "gpu" means the number of CUDA devices.
-    Raises ConfigError unless N is a positive number, and if another launcher has said how many
-    ranks there are (`world`)."""
+    Raises ConfigError unless N is a positive number, and under another launcher (`world`)."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--nproc", nargs="?", const="")
     known, rest = parser.parse_known_args(arguments)
@@ -265,8 +264,8 @@ def _enter_group(world: World, options: GroupOptions, store: Any) -> None:
 
 
 def _divide_cores(local_size: int) -> None:
-    """Give this rank's operations its part of the cores, unless the user has said how many threads
-    there are."""
+    """Set the number of threads of an operation to this rank's part of the cores, unless
+    OMP_NUM_THREADS is set."""
     threads = max(1, num_cores() // local_size)
     if "OMP_NUM_THREADS" not in os.environ and (
         local_size > 1 or threads < torch.get_num_threads()

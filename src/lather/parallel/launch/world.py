@@ -33,8 +33,8 @@ class World:
     """Host and port of the store on rank 0's machine, through which several ranks find each
     other."""
     sees_one_device: bool = False
-    """Whether the only visible CUDA device on a machine with several ranks is this rank's own (srun
-    with --gpus-per-task)."""
+    """Whether a single visible CUDA device belongs to this rank alone, as srun's --gpus-per-task
+    arranges."""
     requests: Requests | None = None
     """Requests that the launcher passes on; None: signals reach this process directly."""
 
@@ -123,8 +123,8 @@ class _Numbers:
 
 
 def _first_host(environment: Mapping[str, str]) -> str:
-    """Return the machine of SLURM's task 0: the first in the node list, such as "gpu07" in
-    "gpu[07-12,15],cpu1"."""
+    """Return the machine of SLURM's task 0: the first in the node list ("gpu07" in
+    "gpu[07-12,15],cpu1")."""
     if environment.get("MASTER_ADDR"):
         return environment["MASTER_ADDR"]
     if environment.get("SLURM_STEP_NUM_NODES") == "1":
