@@ -24,10 +24,9 @@ from lather.checkpoint.folder import (
     read_table,
     remedy,
 )
-from lather.checkpoint.state import TrainingState, state_shapes
+from lather.checkpoint.state import TrainingState
 from lather.errors import CheckpointError, ExchangeError
 from lather.files import sha256
-from lather.models.entry_names import split_entry
 from lather.parallel.agreement import errors_on_all_ranks
 from lather.safetensors_file import DTYPE_NAMES, DTYPES, Index, SafetensorsFiles, open_safetensors
 
@@ -145,13 +144,16 @@ def load_checkpoint(path: Path, state: TrainingState) -> Progress:
     tensors = _open(path, state)
     table, pieces = tensors.table, list(state.weights())
     if state.optimizer is not None and table.optimizer is not None:
-        with errors_on_all_ranks(state.mesh.control_group):
-            _check_optimizer(path, table, state.optimizer)
+        file, name = path / STATE_FILE, type(state.optimizer).__name__
+        if table.optimizer != name:
+            raise CheckpointError(
+                f"{file}: holds state of {table.optimizer}, not of {name}: {ANOTHER}"
+            )
         try:
             state.create_optimizer_state(table.tensors)
         except CheckpointError as error:
             raise CheckpointError(
-                f"{path / STATE_FILE}: holds another optimizer's state ({error}): {ANOTHER}"
+                f"{file}: holds another optimizer's state ({error}): {ANOTHER}"
             ) from None
         pieces += [piece for piece in state.optimizer_state() if piece.name in table.tensors]
     random = [
@@ -213,17 +215,3 @@ def _fits(piece: Piece, stored: StoredEntry | None) -> bool:
         piece.shape,
         DTYPE_NAMES.get(piece.value.dtype),
     )
-
-
-def _check_optimizer(path: Path, table: Table, optimizer: object) -> None:
-    """Raise CheckpointError unless the stored state belongs to this class of optimizer and to this
-    model."""
-    file, name = path / STATE_FILE, type(optimizer).__name__
-    if table.optimizer != name:
-        raise CheckpointError(f"{file}: holds state of {table.optimizer}, not of {name}: {ANOTHER}")
-    parameters = {split_entry(name)[0] for name in table.tensors if "/" not in name}
-    for entry in state_shapes(table.tensors):
-        if split_entry(entry)[0] not in parameters:
-            raise CheckpointError(
-                f"{file}: holds state of {entry!r}, which the model does not have: {ANOTHER}"
-            )

@@ -193,11 +193,8 @@ class Segments:
         self, block: Block, x_BSD: Tensor, tape: ChunkTape, routings: list[RoutingSummary]
     ) -> Steps[tuple[Tensor, BlockTape]]:
         attend, attended = self._attend(block, x_BSD, tape.micro_batch.layout)
-        residual_BSD, normed_TD, routing = (
-            attended.residual_BSD,
-            attended.normed_TD,
-            attended.routing,
-        )
+        residual_BSD, normed_TD = attended.residual_BSD, attended.normed_TD
+        routing = attended.routing
         if not isinstance(block.mlp, MoE) or routing is None:
             experts, (sum_TD,) = self._run(
                 "experts", partial(_call, block.mlp), normed_TD, reads=attended
@@ -230,28 +227,24 @@ class Segments:
         ), block_tape
 
     def _backward_block(
-        self, block_tape: BlockTape, grad_BSD: Tensor, batch: MicroBatch, *, defer: bool
+        self, tape: BlockTape, grad_BSD: Tensor, batch: MicroBatch, *, defer: bool
     ) -> Steps[Tensor]:
         grad_TD = grad_BSD.flatten(0, 1)  # the gradient of each term of a sum is that of the sum
-        if not block_tape.losses:
-            gradients = [grad_BSD, *self._back(block_tape.experts, [grad_TD], defer=defer)]
+        if not tape.losses:
+            gradients = [grad_BSD, *self._back(tape.experts, [grad_TD], defer=defer)]
         else:
             traveling = self.exchange.start_combine_backward(
-                self._cast_for_exchange(grad_TD), block_tape.handle
+                self._cast_for_exchange(grad_TD), tape.handle
             )
-            grad_shared_TD = (
-                None
-                if block_tape.shared is None
-                else self._back(block_tape.shared, [grad_TD], defer=defer)[0]
-            )
+            grad_shared_TD = None
+            if tape.shared is not None:
+                (grad_shared_TD,) = self._back(tape.shared, [grad_TD], defer=defer)
             yield
-            grad_x_RD, grad_weights_RK = self._back(
-                block_tape.experts, [traveling.wait()], defer=True
-            )
+            grad_x_RD, grad_weights_RK = self._back(tape.experts, [traveling.wait()], defer=True)
             assert grad_x_RD is not None
             assert grad_weights_RK is not None
             traveling_back = self.exchange.start_dispatch_backward(
-                grad_x_RD, grad_weights_RK, block_tape.handle
+                grad_x_RD, grad_weights_RK, tape.handle
             )
             del grad_x_RD, grad_weights_RK
             if not defer:
@@ -264,13 +257,9 @@ class Segments:
             # may be changed in place: nothing else uses it, and its dtype is wide enough
             if grad_shared_TD is not None:
                 grad_normed_TD = grad_shared_TD.add_(grad_normed_TD)
-            gradients = [
-                grad_BSD,
-                grad_normed_TD,
-                grad_weights_TK,
-                *_loss_gradients(block_tape.losses, batch),
-            ]
-        (grad_in_BSD,) = self._back(block_tape.attend, gradients, defer=defer)
+            of_losses = _loss_gradients(tape.losses, batch)
+            gradients = [grad_BSD, grad_normed_TD, grad_weights_TK, *of_losses]
+        (grad_in_BSD,) = self._back(tape.attend, gradients, defer=defer)
         assert grad_in_BSD is not None
         return grad_in_BSD
 
@@ -294,11 +283,9 @@ class Segments:
             )
 
         def same_decision() -> AbstractContextManager[Any]:
-            return (
-                block.mlp.gate.recompute(decision[0])
-                if isinstance(block.mlp, MoE)
-                else nullcontext()
-            )
+            if isinstance(block.mlp, MoE):
+                return block.mlp.gate.recompute(decision[0])
+            return nullcontext()
 
         cut, (residual_BSD, normed_TD, *of_router) = self._run(
             "attention", attend, x_BSD, again=same_decision
@@ -401,11 +388,8 @@ def _loss(stage: Stage, batch: MicroBatch, x_BSD: Tensor) -> Outputs:
 
 
 def _losses(routing: Routing) -> Outputs:
-    return (
-        (routing.balance_loss,)
-        if routing.z_loss is None
-        else (routing.balance_loss, routing.z_loss)
-    )
+    balance, z_loss = routing.balance_loss, routing.z_loss
+    return (balance,) if z_loss is None else (balance, z_loss)
 
 
 def _loss_gradients(losses: Outputs, batch: MicroBatch) -> list[Tensor | None]:

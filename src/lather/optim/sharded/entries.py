@@ -140,9 +140,14 @@ def are_lent(
                 rows, part = entry.lendable_rows(), entries[entry.key]
                 if rows is None or not rows.numel():
                     continue
-                if not (isinstance(part, DTensor) and rows.is_set_to(local(part))):
+                if not isinstance(part, DTensor) or _place(rows) != _place(local(part)):
                     return False
     return True
+
+
+def _place(x: Tensor) -> tuple[object, ...]:
+    """Return a key that is equal for two tensors with the same elements in the same memory."""
+    return x.data_ptr(), x.shape, x.stride(), x.dtype
 
 
 def _spread_of_saved(entry: SpreadEntry) -> Spread:

@@ -72,7 +72,7 @@ def take_nproc(arguments: list[str], world: World | None = None) -> tuple[list[s
     if known.nproc is None:
         return rest, None
     number = str(torch.cuda.device_count()) if known.nproc == "gpu" else known.nproc
-    if number == "0" != known.nproc:
+    if known.nproc == "gpu" and number == "0":
         raise ConfigError(
             "--nproc gpu starts a rank for each CUDA device, and there is none: give a number of "
             "ranks, such as --nproc 2"
