@@ -1,7 +1,7 @@
 """Looks for what the house rules out and no linter knows: imports against the order of rooms,
-circles of imports among files, folders and modules that are no room, class names used twice, and
-docstrings whose first word stands for a noun that is missing. Says how many lines of code the
-package has.
+imports of another room's inner modules, circles of imports among files, folders and modules that
+are no room, class names used twice, and docstrings whose first word stands for a noun that is
+missing. Says how many lines of code the package has.
 
 Class names are checked in the package and in `benchmarks/`, docstrings there and in `tests/`,
 `.ci/`, `docs/` and `examples/`.
@@ -47,6 +47,7 @@ FOR_ALL = (
         "__init__",
         "allocator",
         "argument",
+        "boxes",
         "console",
         "cores",
         "device",
@@ -59,9 +60,26 @@ FOR_ALL = (
         "page",
         "processes",
     ),
-    *("shapes", "storages", "torch_private", "version"),
+    *("safetensors_file", "shapes", "storages", "torch_private", "version"),
 )
 """Modules that serve all rooms and import none."""
+DOORS = {
+    "lather.kernels.rms_norm.reference",
+    "lather.models.hf.model_export",
+    "lather.models.hf.model_folder",
+    "lather.models.hf.peft_folder",
+    "lather.models.saving.recomputed",
+    "lather.models.saving.rounded_weights",
+    "lather.models.saving.weight_gradients",
+    "lather.optim.batched.gradients",
+    "lather.optim.batched.known_keys",
+    "lather.parallel.launch.lifeline",
+    "lather.parallel.launch.requests",
+    "lather.parallel.launch.start",
+    "lather.parallel.launch.world",
+}
+"""Modules that other rooms import although they are in a folder inside of their room. The other
+modules of such folders belong to their room alone."""
 READ = ("benchmarks", "tests", ".ci", "docs", "examples")
 """Folders outside of the package whose docstrings are read."""
 NO_NOUNS = ("Of", "What", "Whose", "That", "Those", "These", "Its", "Their", "Such", "So")
@@ -90,6 +108,7 @@ def findings(root: Path) -> Iterator[str]:
     package = trees_in(root, "src/lather")
     yield from unknown_rooms(package)
     yield from arrows_back(package)
+    yield from inner_modules(package)
     yield from circles(package)
     yield from doubled_classes(package | trees_in(root, "benchmarks"))
     yield from docstrings_without_subject(package | trees_in(root, *READ))
@@ -128,6 +147,31 @@ def arrows_back(trees: dict[Path, ast.Module]) -> Iterator[str]:
                     continue
                 if room in FOR_ALL or (room in ROOMS and ROOMS.index(other) < ROOMS.index(room)):
                     yield f"{path}:{node.lineno}: {room} imports {name}, a room above it"
+
+
+def inner_modules(trees: dict[Path, ast.Module]) -> Iterator[str]:
+    """Find imports of a module in a folder inside of another room (`optim/batched`), unless it is
+    one of DOORS, and DOORS that no other room uses."""
+    files = {module_of(path) for path in trees}
+    unused = DOORS & files
+    for path, tree in trees.items():
+        for node in ast.walk(tree):
+            for name in imported_files(node):
+                module = name if name in files else name.rpartition(".")[0]
+                parts = module.split(".")
+                if parts[0] != "lather" or len(parts) < 4 or parts[1] == room_of(path):
+                    continue
+                unused.discard(module)
+                if module not in DOORS:
+                    yield (
+                        f"{path}:{node.lineno}: imports {module}, an inner module of another room: "
+                        "export the name from the folder's __init__, move it to a module of "
+                        "FOR_ALL, or add the module to DOORS of .ci/house.py"
+                    )
+    yield from (
+        f"{door}: one of DOORS in .ci/house.py, but no other room imports it"
+        for door in sorted(unused)
+    )
 
 
 def circles(trees: dict[Path, ast.Module]) -> Iterator[str]:

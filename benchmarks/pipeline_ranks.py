@@ -147,16 +147,14 @@ class OurRuntime:
             frees=frees,
             recompute=levers.recompute,
         )
-        activation = Activation(
-            (case.batch, case.length, case.model.hidden_size), case.dtype, mesh.device
-        )
         self.executor = Executor(
             self.part.stages,
             dualpipev(mesh.pp, case.num_micro_batches),
             segments,
-            activation,
-            group=mesh.pp_group if mesh.pp > 1 else None,
-            record=record,
+            Activation((case.batch, case.length, case.model.hidden_size), case.dtype),
+            mesh,
+            [[] for _ in self.part.stages],
+            record,
         )
         self.layout = SequenceLayout(case.batch, case.length, mesh.device)
 

@@ -20,6 +20,9 @@ SPEC.loader.exec_module(house)
 GOOD = {
     "src/lather/errors.py": '"""Errors."""\n\n\nclass UserError(Exception):\n    """An error."""\n',
     "src/lather/models/moe.py": "from lather.errors import UserError\n",
+    "src/lather/models/hf/__init__.py": "KEYS = 3\n",
+    "src/lather/models/hf/model_export.py": "from lather.models.hf import KEYS\n",
+    "src/lather/train/export.py": "from lather.models.hf import KEYS\nfrom lather.models.hf.model_export import KEYS\n",
     "src/lather/train/loop.py": "import lather.models.moe\n\nSTEPS = 3\n'''Whether or not.'''\n",
     "benchmarks/memory.py": "from lather.train import loop\n",
     "tests/test_moe.py": "import lather.train.loop\n\n\nclass UserError:\n    pass\n",
@@ -30,6 +33,8 @@ BAD = {
     "arrow of a folder": ({"src/lather/models/moe.py": "\nfrom lather import train\n"}, ":2: models imports lather.train"),
     "arrow inside a function": ({"src/lather/data/a.py": "def f():\n    import lather.cli\n"}, ":2: data imports lather.cli"),
     "arrow from below all": ({"src/lather/errors.py": "import lather.optim\n"}, "src/lather/errors.py:1: errors imports lather.optim"),
+    "inner module": ({"src/lather/models/hf/keys.py": "X = 1\n", "src/lather/train/b.py": "\nfrom lather.models.hf.keys import X\n"}, "src/lather/train/b.py:2: imports lather.models.hf.keys, an inner module of another room"),
+    "door that nobody uses": ({"src/lather/models/hf/model_folder.py": "X = 1\n"}, "lather.models.hf.model_folder: one of DOORS"),
     "circle": ({"src/lather/data/a.py": "from lather.data import b\n", "src/lather/data/b.py": "from lather.data.a import X\n"}, "src/lather/data/a.py: a circle of imports: lather.data.a -> lather.data.b -> lather.data.a"),
     "circle through a package": ({"src/lather/data/__init__.py": "from lather.data.a import X\n", "src/lather/data/a.py": "import lather.data\n"}, "src/lather/data/__init__.py: a circle of imports: lather.data -> lather.data.a -> lather.data"),
     "circle of three, in a function and for types": ({"src/lather/data/a.py": "def f():\n    import lather.data.b\n", "src/lather/data/b.py": "if TYPE_CHECKING:\n    from lather.data.c import X\n", "src/lather/data/c.py": "from lather.data.a import f\n"}, "lather.data.a -> lather.data.b -> lather.data.c -> lather.data.a"),

@@ -20,14 +20,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tiny_training import EVERY_STEP, Silent, make_config
 
 from lather.checkpoint.folder import list_checkpoints
 from lather.checkpoint.reader import open_checkpoint
 from lather.config.config import CheckpointConfig, Config
-from lather.config.toml_file import config_from_mapping
 from lather.parallel.mesh import Mesh
 from lather.train.loop import train
-from tiny_model import TINY
 
 RANKS = 2
 MORE_STEPS = 3
@@ -47,39 +46,20 @@ OPTIM: dict[str, dict[str, Any]] = {
 """Options of the optimizer; the rest of the parameters has AdamW in both."""
 
 
-class Silent:
-    def note(self, text: str) -> None: ...
-
-    def step(self, row: object, num_steps: int) -> None: ...
-
-
 def config_of(folder: Path, *, asynchronous: bool, parallel: dict[str, int]) -> Config:
-    return config_from_mapping(
+    return make_config(
+        folder,
+        "run",
+        EVERY_STEP,
         {
-            "run_dir": str(folder / "run"),
-            "model": {"model_type": "deepseek_v2", **TINY},
-            "data": {
-                "source": str(folder / "text"),
-                "pattern": "*.txt",
-                "cache_dir": str(folder / "data"),
-                "holdout_every": 2,
-            },
             "optim": {
                 **OPTIM["asynchronous" if asynchronous else "synchronous"],
-                "warmup_steps": 0,
                 "schedule": "constant",
             },
-            "train": {
-                "steps": 10**6,
-                "batch_size": 4,
-                "sequence_length": 8,
-                "validation_sequences": 2,
-                "validation_every": 0,
-            },
             "parallel": parallel,
-            "checkpoint": {"every": 1, "keep_last": 3, "asynchronous": asynchronous},
-            "log": {"sample_tokens": 0, "expert_load_every": 0},
-        }
+            "checkpoint": {"keep_last": 3, "asynchronous": asynchronous},
+            "log": {"expert_load_every": 0},
+        },
     )
 
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import fault_workers
 import torch
+from tiny_training import EVERY_STEP, Silent, make_config
 
 from lather.checkpoint.folder import step_of
 from lather.checkpoint.save import CheckpointWriter
 from lather.config.config import Config
-from lather.config.toml_file import config_from_mapping
 from lather.data.batches import Batch
 from lather.engine.engine import Engine
 from lather.parallel.expert_exchange import ExpertExchange
@@ -28,7 +28,6 @@ from lather.parallel.mesh import Mesh
 from lather.pipeline.segments import Segments
 from lather.pipeline.tape import Cut
 from lather.train.loop import train
-from tiny_model import TINY
 
 PLACES: dict[str, tuple[type, str]] = {
     "forward": (Segments, "_attend"),
@@ -55,38 +54,17 @@ NAMES = {
 """The rules of the places that do not use AdamW for everything."""
 
 
-class Silent:
-    def note(self, text: str) -> None:
-        pass
-
-    def step(self, row: object, num_steps: int) -> None:
-        pass
-
-
 def config_of(folder: Path, place: str) -> Config:
     """Configure two data ranks or two pipeline ranks, with a checkpoint after every step."""
-    return config_from_mapping(
+    return make_config(
+        folder,
+        "run",
+        EVERY_STEP,
         {
-            "run_dir": str(folder / "run"),
-            "model": {"model_type": "deepseek_v2", **TINY},
-            "data": {
-                "source": str(folder / "text"),
-                "pattern": "*.txt",
-                "cache_dir": str(folder / "data"),
-                "holdout_every": 2,
-            },
-            "optim": {"name": NAMES.get(place, "adamw"), "warmup_steps": 0},
-            "train": {
-                "steps": 1000,
-                "batch_size": 4,
-                "sequence_length": 8,
-                "validation_sequences": 2,
-                "validation_every": 0,
-            },
+            "optim": {"name": NAMES.get(place, "adamw")},
             "parallel": {"ep": 2} if place in ("exchange", "shape") else {"pp": 2},
-            "checkpoint": {"every": 1, "asynchronous": place == "save beside"},
-            "log": {"sample_tokens": 0},
-        }
+            "checkpoint": {"asynchronous": place == "save beside"},
+        },
     )
 
 

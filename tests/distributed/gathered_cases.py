@@ -27,6 +27,8 @@ CASES = (
     ("tp", "mixed", torch.float32),
     ("both on 0", "soap_muon", torch.bfloat16),
     ("fsdp", "shampoo", torch.float32),
+    ("fsdp", "soap", torch.float64),
+    ("tp", "soap_muon", torch.float64),
 )
 FREQUENCY = 2
 

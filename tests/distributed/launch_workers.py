@@ -53,13 +53,13 @@ def block(world: World) -> int:
 def until_stopped(world: World) -> int:
     """Take steps with a collective each, until all ranks have agreed to stop after the same
     step."""
-    assert world.stop is not None
+    assert world.requests is not None
     steps = 0
     asked = torch.zeros(())
     while not asked:
         steps += 1
         time.sleep(0.01)
-        asked = torch.tensor(float(world.stop() is not None))
+        asked = torch.tensor(float(world.requests.stop is not None))
         dist.all_reduce(asked, dist.ReduceOp.MAX)
     most = torch.tensor(steps)
     dist.all_reduce(most, dist.ReduceOp.MAX)

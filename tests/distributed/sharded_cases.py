@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import Placement
 
+from lather.boxes import local
 from lather.optim import (
     KLSOAP,
     REKLS,
@@ -316,49 +317,61 @@ def shards_of(x: Tensor, dim: int | None, num: int) -> list[Tensor]:
     return [x.clone()] * num if dim is None else [part.clone() for part in x.chunk(num, dim)]
 
 
+Cut = Callable[[int, Tensor], Tensor]
+"""Returns a rank's part of a value of parameter number i."""
+
+
+def step_both(
+    one: MatrixOptimizer,
+    many: MatrixOptimizer,
+    params: Sequence[tuple[nn.Parameter, nn.Parameter]],
+    gradients_of: Callable[[int], Sequence[Tensor | None]],
+    cut: Cut,
+    steps: range,
+) -> list[int]:
+    """Take steps in one process (on rank 0) and on all ranks; return the numbers of the parameters
+    that then differ on this rank. `params`: whole parameters, each with this rank's part."""
+    for step in steps:
+        for i, ((p, q), grad) in enumerate(zip(params, gradients_of(step), strict=True)):
+            p.grad, q.grad = grad, None if grad is None else cut(i, grad)
+        if dist.get_rank() == 0:
+            one.step()
+        many.step()
+    expected = enumerate(told_by_the_first(p for p, _ in params))
+    return [i for i, p in expected if not torch.equal(local(cut(i, p)), local(params[i][1]))]
+
+
 def plain_shard_differences(rank: int, world_size: int) -> list[str]:
     """Name the parameters that differ on tensor-parallel shards that are plain tensors, on dims 0,
     1 and None."""
-    shapes, dims = (
-        ((8, 12), (12, 8), (7, 5), (4, 8, 12), (16,), (5,), (8, 12)),
-        (0, 1, None, 1, 0, None, 0),
-    )
+    shapes = ((8, 12), (12, 8), (7, 5), (4, 8, 12), (16,), (5,), (8, 12))
+    dims = (0, 1, None, 1, 0, None, 0)
+
+    def cut(i: int, x: Tensor) -> Tensor:
+        return shards_of(x, dims[i], world_size)[rank]
+
+    def gradients_of(step: int) -> list[Tensor]:
+        return values(1000 + step, torch.float32, shapes)
+
     wrong = []
     for kind in KINDS:
         whole = [nn.Parameter(x) for x in values(0, torch.float32, shapes)]
-        parts = [
-            nn.Parameter(shards_of(p.detach(), dim, world_size)[rank])
-            for p, dim in zip(whole, dims, strict=True)
-        ]
-
-        def groups(
-            params: list[nn.Parameter], kind: str = kind, *, sharded: bool
-        ) -> list[dict[str, Any]]:
-            experts = "stacked" if kind == "stacked_soap" else "per_expert"
-            return [
-                {
-                    "params": [p],
-                    "matrix_layout": experts if len(shape) > 2 else "tensor",
-                    **({"partition_dim": dim} if sharded else {}),
-                }
-                for p, shape, dim in zip(params, shapes, dims, strict=True)
+        parts = [nn.Parameter(cut(i, p.detach())) for i, p in enumerate(whole)]
+        experts = "stacked" if kind == "stacked_soap" else "per_expert"
+        layouts = [experts if len(shape) > 2 else "tensor" for shape in shapes]
+        plain, sharded = (
+            [
+                {"params": [p], "matrix_layout": layout, **({"partition_dim": dim} if cuts else {})}
+                for p, layout, dim in zip(params, layouts, dims, strict=True)
             ]
-
-        one = build(kind, groups(whole, sharded=False))
-        many = build(kind, groups(parts, sharded=True), tp_group=dist.group.WORLD)
-        for step in range(6):
-            for p, q, dim, grad in zip(
-                whole, parts, dims, values(1000 + step, torch.float32, shapes), strict=True
-            ):
-                p.grad, q.grad = grad, shards_of(grad, dim, world_size)[rank]
-            if rank == 0:
-                one.step()
-            many.step()
-            if step == 3:
-                many.load_state_dict(many.state_dict())
-        for i, (p, q, dim) in enumerate(zip(told_by_the_first(whole), parts, dims, strict=True)):
-            if not torch.equal(shards_of(p, dim, world_size)[rank], q.detach()):
-                wrong.append(f"{kind}: parameter {i} {shapes[i]} on {dim}")
+            for params, cuts in ((whole, False), (parts, True))
+        )
+        one, many = build(kind, plain), build(kind, sharded, tp_group=dist.group.WORLD)
+        pairs = list(zip(whole, parts, strict=True))
+        step_both(one, many, pairs, gradients_of, cut, range(4))
+        many.load_state_dict(many.state_dict())
+        differing = step_both(one, many, pairs, gradients_of, cut, range(4, 6))
+        wrong += [f"{kind}: parameter {i} {shapes[i]} on {dims[i]}" for i in differing]
     return wrong
 
 
@@ -368,36 +381,24 @@ def expert_parallel_differences(rank: int, world_size: int) -> list[str]:
     wrong = []
     mesh = DeviceMesh("cpu", torch.arange(world_size).view(2, 2), mesh_dim_names=("ep", "fsdp"))
     place = mesh.get_local_rank("ep")
+    shapes = [(4, *shape[1:]) if i in EXPERTS else shape for i, shape in enumerate(SHAPES)]
 
-    def spread_one(i: int, x: Tensor) -> Tensor:
+    def cut(i: int, x: Tensor) -> Tensor:
         if i in EXPERTS:
-            part = x.chunk(2)[place]
-            return spread(part, mesh["fsdp"], [Shard(EXPERTS.index(i))])
+            return spread(x.chunk(2)[place], mesh["fsdp"], [Shard(EXPERTS.index(i))])
         return spread(x, mesh, [Shard(0), Shard(0)] if x.dim() else [Replicate(), Replicate()])
 
-    shapes = [(4, *shape[1:]) if i in EXPERTS else shape for i, shape in enumerate(SHAPES)]
-    for kind in KINDS:
-        # it stacks the experts of the rank, so that it is another rule on every mesh
-        if kind == "stacked_soap":
-            continue
+    def gradients_of(step: int) -> list[Tensor | None]:
+        return gradients(step, torch.float32, shapes)
+
+    # stacked_soap stacks the experts of the rank, so that it is another rule on every mesh
+    for kind in [kind for kind in KINDS if kind != "stacked_soap"]:
         whole = [nn.Parameter(x) for x in values(0, torch.float32, shapes)]
-        parts = [nn.Parameter(spread_one(i, p.detach())) for i, p in enumerate(whole)]
-        one, many = (
-            make(kind, whole, precondition_frequency=3),
-            make(kind, parts, precondition_frequency=3),
-        )
-        for step in range(STEPS):
-            for i, (p, q, grad) in enumerate(
-                zip(whole, parts, gradients(step, torch.float32, shapes), strict=True)
-            ):
-                p.grad, q.grad = grad, None if grad is None else spread_one(i, grad)
-            if rank == 0:
-                one.step()
-            many.step()
-        for i, (p, q) in enumerate(zip(told_by_the_first(whole), parts, strict=True)):
-            expected = p.chunk(2)[place] if i in EXPERTS else p
-            if not torch.equal(q.detach().full_tensor(), expected):  # type: ignore[attr-defined]
-                wrong.append(f"{kind}: parameter {i} {shapes[i]}")
+        parts = [nn.Parameter(cut(i, p.detach())) for i, p in enumerate(whole)]
+        one, many = (make(kind, params, precondition_frequency=3) for params in (whole, parts))
+        pairs = list(zip(whole, parts, strict=True))
+        differing = step_both(one, many, pairs, gradients_of, cut, range(STEPS))
+        wrong += [f"{kind}: parameter {i} {shapes[i]}" for i in differing]
     return wrong
 
 

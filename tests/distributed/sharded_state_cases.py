@@ -18,8 +18,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from lather.optim import MatrixOptimizer
+from lather.optim import MatrixOptimizer, Muon
 
 Kinds = Sequence[tuple[str, torch.dtype]]
 KINDS: Kinds = (
@@ -226,3 +228,36 @@ def full_states(rank: int, world_size: int) -> list[str]:
             if not torch.equal(p, q)
         ]
     return wrong
+
+
+def from_torchs_muon(rank: int, world_size: int) -> tuple[float, float]:
+    """Continue a run of torch.optim.Muon on a mesh, and on one process. Return the largest
+    difference of the weights, and of the momenta that were loaded."""
+    mesh, shapes = init_device_mesh("cpu", (world_size,)), [(8, 6), (6, 8)]
+
+    def steps(numbers: range, *runs: tuple[torch.optim.Optimizer, list[nn.Parameter]]) -> None:
+        for step in numbers:
+            for optimizer, params in runs:
+                for p, grad in zip(params, values(step + 1, torch.float32, shapes), strict=True):
+                    is_spread = isinstance(p, DTensor)
+                    p.grad = distribute_tensor(grad, mesh, [Shard(0)]) if is_spread else grad
+                optimizer.step()
+
+    started = [nn.Parameter(x) for x in values(0, torch.float32, shapes)]
+    theirs = torch.optim.Muon(started)
+    steps(range(2), (theirs, started))
+    whole = [nn.Parameter(p.detach().clone()) for p in started]
+    parts = [nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)])) for p in started]
+    one, many = Muon(whole), Muon(parts)
+    one.load_state_dict(theirs.state_dict())
+    many.load_state_dict(theirs.state_dict())
+    loaded = [state["momentum_buffer"] for state in many.state_dict()["state"].values()]
+    momenta = [theirs.state[p]["momentum_buffer"] for p in started]
+    steps(range(2, 6), (one, whole), (many, parts))
+    return (
+        max(
+            float((p - q.full_tensor()).detach().abs().max())
+            for p, q in zip(whole, parts, strict=True)
+        ),
+        max(float((x.full_tensor() - m).abs().max()) for x, m in zip(loaded, momenta, strict=True)),
+    )

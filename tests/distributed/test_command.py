@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from tiny_training import write_texts
 
 from forked import ForkedPython, fresh_python
 from lather.checkpoint.folder import list_checkpoints
@@ -164,14 +165,7 @@ def read(file: Path) -> str:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("command")
     (folder / "tiny.toml").write_text(CONFIG)
-    (folder / "corpus").mkdir()
-    words = ["the", "quick", "brown", "fox", "jumps", "over", "naïve", "owners"]
-    for number in range(8):
-        lines = [
-            " ".join(words[(number * 3 + line * 5 + place * (line % 4)) % 8] for place in range(9))
-            for line in range(12 + number)
-        ]
-        (folder / "corpus" / f"{number}.txt").write_text("\n".join(lines))
+    write_texts(folder)
     return folder
 
 

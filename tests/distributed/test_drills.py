@@ -10,16 +10,13 @@ from pathlib import Path
 import drill_workers
 import pytest
 from stored import same_bits
+from tiny_training import write_texts
 
 from forked import ForkedPython
 
 
 def drill(folder: Path, count: int, mode: str, axis: str, seed: int) -> None:
-    (folder / "text").mkdir(parents=True)
-    for number in range(4):
-        (folder / "text" / f"{number}.txt").write_text(
-            "the quick brown fox jumps over the lazy dog\n" * 30
-        )
+    write_texts(folder)
     process = ForkedPython(
         [drill_workers.__file__, folder, count, mode, axis, seed], stderr=subprocess.PIPE
     )

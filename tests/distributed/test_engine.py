@@ -25,7 +25,6 @@ from lather.engine.optimizer import build_optimizer
 from lather.engine.step import TrainStep
 from lather.parallel.expert_exchange import ExpertExchange
 from lather.parallel.mesh import Mesh
-from lather.pipeline import executor
 
 ALL = ("attention", "experts", "shared_experts")
 
@@ -53,7 +52,9 @@ FOUR_RANKS = [
     Case(ep=2, poison=True),
     Case(ep=2, replicas=2, family="gpt_oss", schedule="sequential"),
     Case(ep=2, dtype=torch.float32),
+    Case(experts=6, layers=2, schedule="sequential"),
 ]
+"""In the last case a rank has no experts."""
 
 
 def gradient_errors(rank: int, world_size: int, cases: list[Case]) -> list[tuple[float, float]]:
@@ -171,7 +172,14 @@ def parameter_errors(
 
 
 TRAINED = {
-    "four": (4, [(Case(pp=2, ep=2, recompute=ALL), "adamw"), (Case(pp=2), "soap")]),
+    "four": (
+        4,
+        [
+            (Case(pp=2, ep=2, recompute=ALL), "adamw"),
+            (Case(pp=2), "soap"),
+            (Case(replicas=2, layers=2), "adamw"),
+        ],
+    ),
 }
 TRAINED_IN_THE_GRID = {
     "two": (2, [(Case(ep=2, schedule="sequential"), "adamw"), (Case(pp=2), "soap")]),
@@ -270,24 +278,37 @@ def test_rounded_weights_are_those_that_were_gathered() -> None:
     assert run_ranks(gradients_of_steps, 2, cases) == [[True, True]] * 2
 
 
-def traveling(rank: int, world_size: int, case: Case) -> tuple[set[torch.dtype], float, float]:
-    """Return the dtypes of what was sent and received, and errors relative to one process in
-    fp32."""
-    pair = make_pair(case)
-    tokens = pair.tokens()
-    loss = pair.plain_gradients(tokens)
-    with mock.patch.object(executor.dist, "P2POp", wraps=dist.P2POp) as operations:
-        found = pair.run(tokens)
-        dtypes = {call.args[1].dtype for call in operations.call_args_list}
-    return dtypes, abs(found.loss - loss) / abs(loss), pair.largest_error("grad")
+def sent(
+    rank: int, world_size: int, cases: list[Case]
+) -> list[tuple[set[torch.dtype], float, float]]:
+    """Return for each case the dtypes of the rows that were sent, and errors relative to one
+    process in fp32."""
+    results = []
+    for case in cases:
+        pair = make_pair(case)
+        tokens = pair.tokens()
+        loss = pair.plain_gradients(tokens)
+        with (
+            mock.patch.object(dist, "P2POp", wraps=dist.P2POp) as transfers,
+            mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchanges,
+        ):
+            step = pair.run(tokens)
+        calls = [*transfers.call_args_list, *exchanges.call_args_list]
+        width = pair.engine.part.hidden_size
+        dtypes = {call.args[1].dtype for call in calls if call.args[1].shape[-1] == width}
+        error = abs(step.loss - loss) / abs(loss)
+        results.append((dtypes, error, pair.largest_error("grad")))
+    return results
 
 
-def test_a_pipeline_in_bf16_sends_bf16() -> None:
+def test_pipelines_and_exchanges_in_bf16_send_bf16() -> None:
     """Buffers are poisoned, so that a tensor is not read again after it was rounded to be sent."""
-    case = Case(pp=2, dtype=torch.float32, precision="bf16", poison=True)
-    for dtypes, loss, gradients in run_ranks(traveling, 2, case):
-        assert dtypes == {torch.bfloat16}
-        assert 0 < loss < 0.01
-        assert 0 < gradients < 0.3
-    for dtypes, *_ in run_ranks(traveling, 2, replace(case, precision="fp32")):
-        assert dtypes == {torch.float32}
+    meshes = [Case(pp=2, dtype=torch.float32, poison=True, precision="bf16")]
+    meshes.append(replace(meshes[0], pp=1, ep=2))
+    cases = [*meshes, *(replace(case, precision="fp32") for case in meshes)]
+    for results in run_ranks(sent, 2, cases):
+        for dtypes, loss, gradients in results[:2]:
+            assert dtypes == {torch.bfloat16}
+            assert 0 < loss < 0.01
+            assert 0 < gradients < 0.3
+        assert [dtypes for dtypes, *_ in results[2:]] == [{torch.float32}] * 2

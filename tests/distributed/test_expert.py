@@ -1,5 +1,5 @@
-"""The exchange of expert parallelism against loops over tokens, and sliced experts on several ranks
-against all experts on one.
+"""The exchange of expert parallelism against loops over tokens. (test_engine.py has models whose
+experts are on several ranks.)
 
 Ranks are started once for several cases; a rank makes every rank's inputs from seeds, and so knows
 what it has to receive."""
@@ -28,24 +28,15 @@ from exchange_modes import (
     GivesBackTooEarly,
     all_to_alls,
     buffers,
-    half_the_bytes,
     is_found_out,
 )
 from ranks import run_ranks
-from torch import Tensor, nn
+from torch import Tensor
 
-from lather.models.decoder import Decoder
-from lather.models.experts import Experts
-from lather.models.moe import LOCAL_EXCHANGE, Dispatched, Exchange, MoE
+from lather.models.moe import Exchange
 from lather.parallel.expert_exchange import ExpertExchange
-from models.tiny import error, random_normal, random_tokens, tiny_model
-
-F_EXPERT = 3
 
 WIDTHS = ("mixed", "fp32", "bf16")
-RECOMPUTED = ("mixed", "a rank without tokens", "everything to rank 1")
-
-
 # --- phase by phase, against loops ----------------------------------------------------------------
 
 
@@ -56,24 +47,28 @@ def phases(case: Case, me: int, exchange: ExpertExchange) -> dict[str, bool]:
     with all_to_alls() as travels:
         dispatched = exchange.start_dispatch(x, routing).wait()
     sent = [sent for _, sent in travels[1:]]  # the first are numbers of rows
-    way, came = dispatched.way, [dispatched.x_RD, dispatched.experts_RK, dispatched.weights_RK]
+    handle, came = (
+        dispatched.handle,
+        [dispatched.x_RD, dispatched.experts_RK, dispatched.weights_RK],
+    )
     partial, grad_y = (
         transposed(from_tables(case, me, case.d, case.dtype, seed=seed)) for seed in (3, 4)
     )
     grad_weights = transposed(from_tables(case, me, case.k, case.weights, seed=5))
     with all_to_alls() as travels:
-        y = exchange.start_combine(partial, way).wait()
+        y = exchange.start_combine(partial, handle).wait()
     back = [received for received, _ in travels]
-    rows = exchange.start_combine_backward(x, way).wait()
-    grad_x, grad_w = exchange.start_dispatch_backward(grad_y, grad_weights, way).wait()
+    rows = exchange.start_combine_backward(x, handle).wait()
+    grad_x, grad_w = exchange.start_dispatch_backward(grad_y, grad_weights, handle).wait()
     x_RD, experts_RK, weights_RK = expected_dispatch(case, me)
     return {
         "x": same(dispatched.x_RD, x_RD),
         "experts": same(dispatched.experts_RK, experts_RK),
         "weights": same(dispatched.weights_RK, weights_RK),
-        "each token once to a rank": way.sent_P
+        "each token once to a rank": handle.sent_P
         == tuple(len(case.rows(me, target)) for target in ranks),
-        "numbers received": way.received_P == tuple(len(case.rows(source, me)) for source in ranks),
+        "numbers received": handle.received_P
+        == tuple(len(case.rows(source, me)) for source in ranks),
         "send buffers are gone": all(
             tensor.untyped_storage().nbytes() == 0 for tensor in sent + back
         ),
@@ -85,7 +80,7 @@ def phases(case: Case, me: int, exchange: ExpertExchange) -> dict[str, bool]:
         == 3 * bool(len(x_RD)),
         "the way back is indices": all(
             not value.is_floating_point()
-            for value in vars(way).values()
+            for value in vars(handle).values()
             if isinstance(value, Tensor)
         ),
         "combine": rounded(y, expected_sum(case, me, seed=3), case.dtype),
@@ -137,7 +132,7 @@ def differentiable(case: Case, me: int, exchange: ExpertExchange) -> dict[str, A
     grads = gradients_of(outputs, cotangents, [x, weights])
     (grad_partial,) = gradients_of([y], [x.detach()], [partial])
     launched = exchange.start_dispatch(x, routing).wait()
-    phase_grads = exchange.start_dispatch_backward(*cotangents, launched.way).wait()
+    phase_grads = exchange.start_dispatch_backward(*cotangents, launched.handle).wait()
     return {
         "dispatch": [dot(outputs, cotangents), dot([x, weights], grads)],
         "combine": [dot([y], [x]), dot([partial], [grad_partial])],
@@ -146,14 +141,14 @@ def differentiable(case: Case, me: int, exchange: ExpertExchange) -> dict[str, A
         "phases": all(same(a, b) for a, b in zip(grads, phase_grads, strict=True))
         and same(dispatched.x_RD.detach(), launched.x_RD)
         and same(dispatched.weights_RK.detach(), launched.weights_RK)
-        and same(y.detach(), exchange.start_combine(partial, launched.way).wait())
-        and same(grad_partial, exchange.start_combine_backward(x, launched.way).wait()),
+        and same(y.detach(), exchange.start_combine(partial, launched.handle).wait())
+        and same(grad_partial, exchange.start_combine_backward(x, launched.handle).wait()),
         "nothing launched has a graph": not any(
             tensor.requires_grad
             for tensor in (
                 launched.x_RD,
                 launched.weights_RK,
-                exchange.start_combine(partial, launched.way).wait(),
+                exchange.start_combine(partial, launched.handle).wait(),
             )
         ),
     }
@@ -173,131 +168,7 @@ def dot(left: Any, right: Any) -> float:
     return sum((a.double() * b.double()).sum().item() for a, b in zip(left, right, strict=True))
 
 
-def sliced(whole: Experts, rank: int, num_ranks: int) -> Experts:
-    n = len(whole.down_proj) // num_ranks
-    part = Experts(
-        n,
-        whole.down_proj.shape[1],
-        whole.down_proj.shape[2],
-        gate=whole.gate,
-        bias=whole.down_bias is not None,
-    )
-    part.to(whole.down_proj.dtype).memory = whole.memory
-    with torch.no_grad():
-        for mine, all_of_them in zip(part.parameters(), whole.parameters(), strict=True):
-            mine.copy_(all_of_them[rank * n : (rank + 1) * n])
-    return part
-
-
-def expert_layer(case: Case, me: int, exchange: Exchange, memory: str) -> dict[str, float]:
-    """Compare dispatch, sliced experts and combine with all experts: this rank's outputs and
-    gradients, and its experts' from all ranks' tokens."""
-    whole = Experts(case.e, case.d, F_EXPERT, bias=True).double()
-    whole.memory = memory
-    for seed, p in enumerate(whole.parameters()):
-        p.data = random_normal(*p.shape, seed=seed)
-    part = sliced(whole, me, len(case.tokens))
-    x, routing = case.x(me).requires_grad_(), case.routing(me)
-    weights = routing.weights_TK.requires_grad_()
-    dispatched = exchange.dispatch(x, routing)
-    y = exchange.combine(
-        part(dispatched.x_RD, dispatched.experts_RK, dispatched.weights_RK), dispatched
-    )
-    grads = gradients_of([y], [case.table(me, case.d, seed=7)], [x, weights, *part.parameters()])
-    errors, total = {}, [torch.zeros_like(p) for p in whole.parameters()]
-    for rank in range(len(case.tokens)):
-        x, routing = case.x(rank).requires_grad_(), case.routing(rank)
-        weights = routing.weights_TK.requires_grad_()
-        whole_y = whole(x, routing.experts_TK, weights)
-        expected = gradients_of(
-            [whole_y], [case.table(rank, case.d, seed=7)], [x, weights, *whole.parameters()]
-        )
-        total = [a + b for a, b in zip(total, expected[2:], strict=True)]
-        if rank == me:
-            errors = {
-                "y": error(y, whole_y),
-                "x": error(grads[0], expected[0]),
-                "weights": error(grads[1], expected[1]),
-            }
-    n = len(part.down_proj)
-    experts = [
-        error(mine, theirs[me * n : (me + 1) * n])
-        for mine, theirs in zip(grads[2:], total, strict=True)
-    ]
-    return errors | {"experts": max(experts)}
-
-
-# --- a decoder ------------------------------------------------------------------------------------
-
-
-def sliced_decoder(me: int, num_ranks: int, memory: str) -> Decoder:
-    model = whole_decoder(memory)
-    for block in model.layers:
-        if isinstance(block.mlp, MoE):
-            block.mlp.experts = sliced(block.mlp.experts, me, num_ranks)
-    return model
-
-
-def whole_decoder(memory: str) -> Decoder:
-    model = tiny_model(
-        dtype=torch.float64, n_routed_experts=8, num_experts_per_tok=3, num_hidden_layers=4
-    )
-    model.set_memory(memory)
-    return model
-
-
-def loss_of(model: Decoder, rank: int, exchange: Exchange) -> Tensor:
-    """The loss of a rank; ranks have different numbers of tokens."""
-    tokens = random_tokens(1, 9 + 4 * rank, seed=rank)
-    output = model(tokens, tokens.roll(-1, 1), exchange=exchange)
-    assert output.loss is not None
-    return output.loss + 0.5 * output.balance_loss()
-
-
-def decoder(me: int, num_ranks: int, exchange: Exchange, memory: str) -> dict[str, float]:
-    """Return the errors of the loss and of every gradient: dense ones summed over ranks, experts'
-    as they are."""
-    model, whole = sliced_decoder(me, num_ranks, memory), whole_decoder(memory)
-    loss = loss_of(model, me, exchange)
-    loss.backward()
-    losses = [loss_of(whole, rank, LOCAL_EXCHANGE) for rank in range(num_ranks)]
-    torch.stack(losses).sum().backward()
-    errors = {"loss": error(loss, losses[me])}
-    for (name, mine), theirs in zip(model.named_parameters(), whole.parameters(), strict=True):
-        assert mine.grad is not None
-        assert theirs.grad is not None
-        expected = theirs.grad
-        if "experts." in name and "shared" not in name:
-            expected = expected[me * len(mine) : (me + 1) * len(mine)]
-        else:
-            dist.all_reduce(mine.grad)
-        errors[name] = error(mine.grad, expected)
-    return errors
-
-
 # --- what runs in the ranks -----------------------------------------------------------------------
-
-
-def several_at_once(me: int, exchanges: tuple[ExpertExchange, ...]) -> bool:
-    """Keep two dispatches and then two combines under way at a time, and wait for them in another
-    order."""
-    cases = [TWO["mixed"], replace(TWO["K = 1"], d=3)]
-    pending = [
-        exchange.start_dispatch(case.x(me), case.routing(me))
-        for case, exchange in zip(cases, exchanges, strict=True)
-    ]
-    dispatched: list[Dispatched] = [item.wait() for item in reversed(pending)][::-1]
-    partials = [from_tables(case, me, case.d, case.dtype, seed=3) for case in cases]
-    sent_back = zip(exchanges, partials, dispatched, strict=True)
-    back = [exchange.start_combine(partial, one.way) for exchange, partial, one in sent_back]
-    y = [item.wait() for item in reversed(back)][::-1]
-    arrived = [
-        same(item.x_RD, expected_dispatch(case, me)[0])
-        for item, case in zip(dispatched, cases, strict=True)
-    ]
-    return all(arrived) and all(
-        same(sum_TD, expected_sum(case, me, seed=3)) for sum_TD, case in zip(y, cases, strict=True)
-    )
 
 
 def plans_first(
@@ -314,10 +185,10 @@ def plans_first(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_to_all_single", note)
         plans = [exchange.start_plan(case.routing(me)) for case in cases]
-        ways = [plan.wait() for plan in reversed(plans)][::-1]
+        handles = [plan.wait() for plan in reversed(plans)][::-1]
         pending = [
-            exchange.start_dispatch(case.x(me), case.routing(me), way)
-            for case, way in zip(cases, ways, strict=True)
+            exchange.start_dispatch(case.x(me), case.routing(me), handle)
+            for case, handle in zip(cases, handles, strict=True)
         ]
         rows = [item.wait().x_RD for item in pending]
     return {
@@ -338,15 +209,13 @@ def refusals(me: int, exchange: ExpertExchange) -> dict[str, str]:
     rows = dispatched.x_RD
     wrong_expert = replace(routing, experts_TK=torch.full_like(routing.experts_TK, case.e))
     mistakes = {
-        "experts": lambda: ExpertExchange(exchange.group, 5),
-        "no experts": lambda: ExpertExchange(exchange.group, 0),
         "tokens": lambda: exchange.start_dispatch(x[1:], routing),
         "differentiable tokens": lambda: exchange.dispatch(x[1:], routing),
         "range": lambda: exchange.start_dispatch(x, wrong_expert),
-        "combine": lambda: exchange.start_combine(rows[1:], dispatched.way),
-        "combine backward": lambda: exchange.start_combine_backward(x[1:], dispatched.way),
+        "combine": lambda: exchange.start_combine(rows[1:], dispatched.handle),
+        "combine backward": lambda: exchange.start_combine_backward(x[1:], dispatched.handle),
         "dispatch backward": lambda: exchange.start_dispatch_backward(
-            rows[1:], dispatched.weights_RK[1:], dispatched.way
+            rows[1:], dispatched.weights_RK[1:], dispatched.handle
         ),
     }
     messages = {}
@@ -366,7 +235,7 @@ def alone(me: int, group: dist.ProcessGroup) -> bool:
     x, routing = case.x(0), case.routing(0)
     exchange = ExpertExchange(group, case.e)
     dispatched = exchange.start_dispatch(x, routing).wait()
-    grads = exchange.start_dispatch_backward(x, dispatched.weights_RK, dispatched.way).wait()
+    grads = exchange.start_dispatch_backward(x, dispatched.weights_RK, dispatched.handle).wait()
     expected = (routing.experts_TK, routing.weights_TK)
     return (
         all(
@@ -379,11 +248,11 @@ def alone(me: int, group: dist.ProcessGroup) -> bool:
         and all(
             map(
                 same,
-                (exchange.start_combine(x, dispatched.way).wait(), *grads),
+                (exchange.start_combine(x, dispatched.handle).wait(), *grads),
                 (x, x, routing.weights_TK),
             )
         )
-        and same(exchange.start_combine_backward(x, dispatched.way).wait(), x)
+        and same(exchange.start_combine_backward(x, dispatched.handle).wait(), x)
     )
 
 
@@ -393,24 +262,13 @@ def two_ranks(me: int, world_size: int) -> dict[str, Any]:
     assert world is not None
     assert sizes_group is not None
     exchanges = {e: ExpertExchange(world, e) for e in range(2, 40, 2)}
-    wide = {name: case for name, case in TWO.items() if case.dtype == torch.float64}
     return {
         "phases": {name: phases(case, me, exchanges[case.e]) for name, case in TWO.items()},
         "random": [
-            phases(random_case(seed), me, exchanges[random_case(seed).e]) for seed in range(20)
+            phases(random_case(seed), me, exchanges[random_case(seed).e]) for seed in range(8)
         ],
         "differentiable": {
             name: differentiable(case, me, exchanges[case.e]) for name, case in TWO.items()
-        },
-        "layer": {
-            name: expert_layer(case, me, exchanges[case.e], "saved") for name, case in wide.items()
-        },
-        "recompute": {
-            name: expert_layer(TWO[name], me, exchanges[8], "recompute") for name in RECOMPUTED
-        },
-        "decoder": {
-            memory: decoder(me, world_size, exchanges[8], memory)
-            for memory in ("saved", "reference")
         },
         "mistakes": [
             [
@@ -420,16 +278,7 @@ def two_ranks(me: int, world_size: int) -> dict[str, Any]:
             for name in WIDTHS
         ],
         "buffers": [buffers(TWO[name], me, world) for name in WIDTHS],
-        "autocast": half_the_bytes(
-            [
-                model.float().layers[-1]
-                for model in (sliced_decoder(me, 2, "saved"), whole_decoder("saved"))
-            ],
-            me,
-            world,
-        ),
         "refusals": refusals(me, exchanges[8]),
-        "several": several_at_once(me, (exchanges[8], exchanges[8])),
         "plans": plans_first(me, world, sizes_group),
         "alone": alone(me, groups[me]),
     }
@@ -445,7 +294,6 @@ def four_ranks(me: int, world_size: int) -> dict[str, Any]:
     return {
         "phases": {name: phases(case, me, exchange(case.e)) for name, case in FOUR.items()},
         "pairs": {name: phases(case, me % 2, pair_exchange) for name, case in PAIRS.items()},
-        "layer": expert_layer(FOUR["mixed"], me, exchange(12), "saved"),
     }
 
 
@@ -469,7 +317,7 @@ def test_every_phase_is_the_loop_over_tokens(two: list[dict[str, Any]], name: st
 
 
 def test_random_routings_are_the_loop_over_tokens(two: list[dict[str, Any]]) -> None:
-    assert [failures(two, "random", seed) for seed in range(20)] == [[]] * 20  # type: ignore[arg-type]
+    assert [failures(two, "random", seed) for seed in range(8)] == [[]] * 8  # type: ignore[arg-type]
 
 
 def test_the_cases_are_what_they_say() -> None:
@@ -482,7 +330,7 @@ def test_the_cases_are_what_they_say() -> None:
     assert sent["everything to rank 1"] == [[0, 5], [0, 8]]
     assert sent["K = E"] == [[4, 4], [3, 3]]
     assert sent["no tokens at all"] == [[0, 0], [0, 0]]
-    assert len({(case.tokens, case.e, case.k) for case in map(random_case, range(20))}) == 20
+    assert len({(case.tokens, case.e, case.k) for case in map(random_case, range(8))}) == 8
 
 
 @pytest.mark.parametrize("name", TWO)
@@ -505,25 +353,6 @@ def test_the_differentiable_forms_are_the_phases_and_adjoint(
         assert name == "no tokens at all" or abs(forward) > 0.1
 
 
-@pytest.mark.parametrize(
-    "name", [name for name, case in TWO.items() if case.dtype == torch.float64]
-)
-def test_sliced_experts_are_the_whole(two: list[dict[str, Any]], name: str) -> None:
-    assert max(max(result["layer"][name].values()) for result in two) < 1e-12
-
-
-@pytest.mark.parametrize("name", RECOMPUTED)
-def test_sliced_experts_that_recompute_are_the_whole(two: list[dict[str, Any]], name: str) -> None:
-    assert max(max(result["recompute"][name].values()) for result in two) < 1e-12
-
-
-@pytest.mark.parametrize("memory", ["saved", "reference"])
-def test_a_decoder_with_sliced_experts_is_the_whole(two: list[dict[str, Any]], memory: str) -> None:
-    errors = [result["decoder"][memory] for result in two]
-    assert len(errors[0]) == 1 + len(list(nn.Module.parameters(whole_decoder(memory))))
-    assert max((value, name) for result in errors for name, value in result.items()) < (1e-12, "")
-
-
 def test_poison_finds_a_buffer_that_is_given_back_too_early(two: list[dict[str, Any]]) -> None:
     for result in two:
         assert result["mistakes"] == [[False] + [True] * len(MISTAKES)] * len(WIDTHS)
@@ -534,35 +363,7 @@ def test_buffers_are_poisoned_or_held_as_the_engine_is_told(two: list[dict[str, 
         assert result["buffers"] == [{"poisoned": True, "held": True}] * len(WIDTHS)
 
 
-def test_under_autocast_rows_travel_and_are_kept_in_half_the_bytes(
-    two: list[dict[str, Any]],
-) -> None:
-    for result in two:
-        found = result["autocast"]
-        # rows, partial sums, and the gradients of both
-        assert len(found["wide"]) == len(found["narrow"]) == 4
-        assert [dtype for dtype, _ in found["wide"] + found["full"]] == [torch.float32] * 8
-        assert found["narrow"] == [(torch.bfloat16, size // 2) for _, size in found["wide"]]
-        assert found["kept"] == 0
-
-
-def test_under_autocast_what_traveled_is_what_the_experts_round_anyway(
-    two: list[dict[str, Any]],
-) -> None:
-    """If all experts of a token are on one rank, its sum has the same bits; another token's is the
-    sum of two bf16 numbers instead of one."""
-    for result in two:
-        found = result["autocast"]
-        assert found["alone"] > 0
-        assert found["same bits"]
-        assert found["dtypes"] == {torch.float32}
-        assert len(found["errors"]) > 8
-        assert 0 < max(found["errors"][:2]) < 2**-8
-        assert max(found["errors"]) < 2**-6
-
-
 def test_several_may_be_under_way(two: list[dict[str, Any]]) -> None:
-    assert all(result["several"] for result in two)
     assert all(all(result["plans"].values()) for result in two)
 
 
@@ -573,10 +374,6 @@ def test_a_group_of_one_is_the_local_exchange(two: list[dict[str, Any]]) -> None
 def test_mistakes_are_refused_before_anything_is_sent(two: list[dict[str, Any]]) -> None:
     for result in two:
         messages = result["refusals"]
-        assert messages["experts"].startswith(
-            "5 experts cannot be divided evenly among 2 ranks: use an expert-parallel size"
-        )
-        assert messages["no experts"].startswith("0 experts")
         assert "give the routing of these tokens" in messages["tokens"]
         assert messages["tokens"] == messages["differentiable tokens"]
         assert messages["range"] == "experts_TK holds 8: every entry has to be in [0, 8)"
@@ -590,8 +387,6 @@ def test_four_ranks_and_groups_inside_the_world() -> None:
     results = run_ranks(four_ranks, 4)
     for kind, cases in (("phases", FOUR), ("pairs", PAIRS)):
         assert [failures(results, kind, name) for name in cases] == [[]] * len(cases)
-    for result in results:
-        assert max(result["layer"].values()) < 1e-12
 
 
 def test_an_exchange_between_ranks_has_every_method_of_its_own() -> None:

@@ -10,6 +10,7 @@ import fault_workers
 import pytest
 import torch
 from jobs import SECONDS, Job, is_alive
+from tiny_training import write_texts
 
 from forked import ForkedPython
 from lather.checkpoint.folder import list_checkpoints
@@ -50,11 +51,7 @@ def jobs(
         jobs[place] = Job.start(
             fault_workers.__file__, folder / place, place, 2, python=ForkedPython
         )
-        (folder / place / "text").mkdir()
-        for number in range(4):
-            (folder / place / "text" / f"{number}.txt").write_text(
-                "the quick brown fox jumps over the lazy dog\n" * 30
-            )
+        write_texts(folder / place)
     yield jobs
     for job in jobs.values():
         job.kill()

@@ -11,19 +11,17 @@ import pytest
 import torch
 from ranks import run_ranks
 from stored import stored_tensors
+from tiny_training import Silent, make_config, start, write_texts
 
-from changing_runs import Shown
 from lather.config.config import Config
-from lather.config.toml_file import config_from_mapping
 from lather.data.documents import train_tokenizer
 from lather.data.recipe import END_OF_TEXT
 from lather.errors import CheckpointError
 from lather.files import read_rows
 from lather.models.deepseek_v2 import DeepseekV2Config, build_deepseek_v2
 from lather.models.hf.model_export import save_hugging_face
-from lather.parallel.mesh import Mesh
 from lather.train import loop
-from lather.train.loop import RunOutcome, train
+from lather.train.loop import train
 from tiny_model import TINY
 from tiny_run import TIME_FIELDS
 
@@ -57,62 +55,35 @@ MESHES: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {
 }
 
 
-def make_config(folder: Path, run_dir: str, *changes: dict[str, Any]) -> Config:
-    mapping: dict[str, Any] = {
-        "run_dir": str(folder / run_dir),
-        "init_from": str(folder / "published"),
-        "model": TINY,
-        "data": {
-            "source": str(folder / "corpus"),
-            "cache_dir": str(folder / "cache"),
-            "tokenizer": str(folder / "published/tokenizer.json"),
-            "holdout_every": 4,
+def config_of(folder: Path, run_dir: str, *changes: dict[str, Any]) -> Config:
+    published = folder / "published"
+    return make_config(
+        folder,
+        run_dir,
+        {
+            "init_from": str(published),
+            "data": {"tokenizer": str(published / "tokenizer.json")},
+            "optim": {"warmup_steps": 1, "rest": {"lr_factor": 1.0}},
+            "train": {"steps": 3, "precision": "fp64"},
         },
-        "optim": {"name": "adamw", "lr": 3e-3, "warmup_steps": 1, "rest": {"lr_factor": 1.0}},
-        "train": {
-            "steps": 3,
-            "batch_size": 8,
-            "micro_batch_size": 1,
-            "sequence_length": 16,
-            "validation_sequences": 5,
-            "precision": "fp64",
-            "device": "cpu",
-        },
-        "checkpoint": {"every": 100},
-        "log": {"sample_tokens": 0, "picture": False},
-    }
-    for change in changes:
-        for key, value in change.items():
-            mapping[key] = {**mapping.get(key, {}), **value}
-    return config_from_mapping(mapping)
-
-
-def start(config: Config, stop_after: int = 99) -> RunOutcome:
-    """Train on a mesh of all ranks, for so many steps at most."""
-    left = stop_after
-
-    def stop() -> bool:
-        nonlocal left
-        left -= 1
-        return left < 0
-
-    return train(config, Shown(), stop, Mesh.build(config.parallel, torch.device("cpu")))
+        *changes,
+    )
 
 
 def trainings(rank: int, world_size: int, folder: Path) -> list[int]:
     """Do all runs of this number of ranks; returns the steps at which they ended."""
     steps = []
     for name, (run, parallel) in MESHES[world_size].items():
-        steps.append(start(make_config(folder, name, RUNS[run], {"parallel": parallel})).step)
+        steps.append(start(config_of(folder, name, RUNS[run], {"parallel": parallel})).step)
     if world_size == 2:
         steps.append(
             start(
-                make_config(folder, "moved", RUNS["adapters"], {"parallel": {"pp": 2}}),
+                config_of(folder, "moved", RUNS["adapters"], {"parallel": {"pp": 2}}),
                 stop_after=1,
             ).step
         )
         steps.append(
-            start(make_config(folder, "moved", RUNS["adapters"], {"parallel": {"ep": 2}})).step
+            start(config_of(folder, "moved", RUNS["adapters"], {"parallel": {"ep": 2}})).step
         )
     return steps
 
@@ -120,13 +91,7 @@ def trainings(rank: int, world_size: int, folder: Path) -> list[int]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("finetuning")
-    (folder / "corpus").mkdir()
-    words = ["the", "quick", "brown", "fox", "jumps", "over"]
-    for number in range(8):
-        lines = [
-            " ".join(words[(number + line + place) % 6] for place in range(9)) for line in range(15)
-        ]
-        (folder / "corpus" / f"{number}.py").write_text("\n".join(lines))
+    write_texts(folder)
     config = DeepseekV2Config(**TINY)
     save_hugging_face(
         build_deepseek_v2(config, torch.Generator().manual_seed(7)), config, folder / "published"
@@ -135,7 +100,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         str(folder / "published/tokenizer.json")
     )
     for name, changes in RUNS.items():
-        assert train(make_config(folder, name, changes), Shown()).finished
+        assert train(config_of(folder, name, changes), Silent()).finished
     return folder
 
 
@@ -180,7 +145,7 @@ def weights_that_one_rank_lacks(rank: int, world_size: int, folder: Path) -> str
         patch.object(loop, "find_start", lost if rank == 1 else loop.find_start),
         pytest.raises(CheckpointError) as error,
     ):
-        start(make_config(folder, "lacking", {"parallel": {"pp": 2}}))
+        start(config_of(folder, "lacking", {"parallel": {"pp": 2}}))
     return str(error.value)
 
 

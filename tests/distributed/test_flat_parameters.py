@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from optim_helpers import all_same
@@ -66,90 +66,90 @@ REFUSAL = "FullyShardedDataParallel (FSDP1) has made, but {rule} needs whole mat
 # --- FSDP1 ----------------------------------------------------------------------------------------
 
 
-def made_of_flat_pieces(rank: int, world_size: int, originals: bool) -> dict[str, str]:
-    """Return the errors by the way in, for optimizers made from the parameters of FSDP1."""
-    found = {}
-    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", *([] if originals else ["NO_SHARD"])):
+def refusals(rank: int, world_size: int) -> dict[str, list[str]]:
+    """Return the errors of optimizers and of sorting by kind, for parameters of FSDP1: by the rule
+    that refuses, and "kind"."""
+    found: dict[str, list[str]] = {"kind": []}
+    for originals, strategy in (
+        *itertools.product((False, True), ("FULL_SHARD", "SHARD_GRAD_OP")),
+        (False, "NO_SHARD"),
+    ):
         net = fsdp1(Net(), originals=originals, strategy=strategy)
         params = list(net.parameters())
         optimizer = SOAP([nn.Parameter(torch.ones(4, 3))], lr=1e-2)
-        ways: dict[str, Callable[[], Any]] = {
-            "soap": partial(SOAP, params, lr=1e-2),
-            "muon": partial(Muon, list(net.named_parameters()), lr=1e-2),
-            "soap per_expert": partial(SOAP, params, lr=1e-2, matrix_layout="per_expert"),
-            "stacked_soap": partial(StackedSOAP, params, lr=1e-2),
-            "adamw keep_norm": partial(AdamW, params, lr=1e-2, keep_norm=True),
-            "muon added": partial(optimizer.add_param_group, {"params": params, "rule": "muon"}),
-        }
-        found |= {f"{way} {strategy}": error_of(call) for way, call in ways.items()}
+        ways: tuple[tuple[str, Callable[[], Any]], ...] = (
+            ("soap", partial(SOAP, params, lr=1e-2)),
+            ("muon", partial(Muon, list(net.named_parameters()), lr=1e-2)),
+            ("soap", partial(SOAP, params, lr=1e-2, matrix_layout="per_expert")),
+            ("stacked_soap", partial(StackedSOAP, params, lr=1e-2)),
+            ("adamw", partial(AdamW, params, lr=1e-2, keep_norm=True)),
+            ("muon", partial(optimizer.add_param_group, {"params": params, "rule": "muon"})),
+        )
+        for rule, call in ways:
+            found.setdefault(rule, []).append(error_of(call))
         assert len(optimizer.param_groups) == 1
+        for sort in (parameter_groups, parameters_by_kind, describe_parameters):
+            models = (net, list(net.named_parameters())) if strategy == "FULL_SHARD" else ()
+            found["kind"] += [error_of(partial(sort, model)) for model in models]
     return found
 
 
-@pytest.mark.parametrize("originals", [False, True], ids=["flat", "originals"])
-def test_flat_pieces_of_fsdp1_are_refused_by_name_on_every_rank(originals: bool) -> None:
-    for found in run_ranks(made_of_flat_pieces, 2, originals):
-        for case, error in found.items():
-            assert REFUSAL.format(rule=case.split()[0]) in error, case
-            assert "fsdp_version: 2" in error
-
-
-def sorted_by_kind(rank: int, world_size: int, originals: bool) -> list[str]:
-    net = fsdp1(Net(), originals=originals)
-    sort = (parameter_groups, parameters_by_kind, describe_parameters)
-    given = (net, list(net.named_parameters()))
-    return [error_of(partial(one, model)) for one in sort for model in given]
-
-
-@pytest.mark.parametrize("originals", [False, True], ids=["flat", "originals"])
-def test_flat_pieces_of_fsdp1_are_not_sorted_by_kind(originals: bool) -> None:
+def test_flat_pieces_of_fsdp1_are_refused_by_name_on_every_rank() -> None:
     """They look like vectors, which would take AdamW's step at the rate of matrices."""
-    for found in run_ranks(sorted_by_kind, 2, originals):
-        for error in found:
+    for found in run_ranks(refusals, 2):
+        for error in found.pop("kind"):
             assert "FullyShardedDataParallel (FSDP1) has made, but the kind of a" in error
             assert "fully_shard (FSDP2)" in error
             assert "fsdp_version: 2" in error
+        for rule, errors in found.items():
+            for error in errors:
+                assert REFUSAL.format(rule=rule) in error
+                assert "fsdp_version: 2" in error
 
 
-def flattened_later(rank: int, world_size: int, num_steps: int) -> list[str]:
-    """Return the errors of an optimizer that was made before FSDP1, and trained, by the way in."""
-    net = Net()
-    optimizer = SOAP(net.named_parameters(), lr=1e-2)
-    train(net, optimizer, range(num_steps))
-    model = fsdp1(net, originals=True)
-    load = partial(optimizer.load_state_dict, {"state": {}, "param_groups": []})
-    before = [p.detach().clone() for p in net.parameters()]
-    state = copy.deepcopy(list(optimizer.state.values()))
-    step = partial(train, model, optimizer, range(1))
-    found = list(map(error_of, (optimizer.state_dict, load, step, optimizer.init_state)))
-    assert all_same(before, list(net.parameters()))
-    for entries, others in zip(optimizer.state.values(), state, strict=True):
-        assert all(torch.equal(entries[key], others[key]) for key in others)
+def flattened_later(rank: int, world_size: int) -> list[str]:
+    """Return the errors of optimizers that were made before FSDP1, one of them also trained."""
+    found = []
+    for num_steps in (0, 2):
+        net = Net()
+        optimizer = SOAP(net.named_parameters(), lr=1e-2)
+        train(net, optimizer, range(num_steps))
+        model = fsdp1(net, originals=True)
+        load = partial(optimizer.load_state_dict, {"state": {}, "param_groups": []})
+        before = [p.detach().clone() for p in net.parameters()]
+        state = copy.deepcopy(list(optimizer.state.values()))
+        step = partial(train, model, optimizer, range(1))
+        found += map(error_of, (optimizer.state_dict, load, step, optimizer.init_state))
+        assert all_same(before, list(net.parameters()))
+        for entries, others in zip(optimizer.state.values(), state, strict=True):
+            assert all(torch.equal(entries[key], others[key]) for key in others)
     return found
 
 
-@pytest.mark.parametrize("num_steps", [0, 2])
-def test_an_optimizer_made_before_fsdp1_raises_before_anything_changes(num_steps: int) -> None:
-    for found in run_ranks(flattened_later, 2, num_steps):
-        assert len(found) == 4
+def test_an_optimizer_made_before_fsdp1_raises_before_anything_changes() -> None:
+    for found in run_ranks(flattened_later, 2):
+        assert len(found) == 8
         for error in found:
             assert error.startswith("parameter '0.weight'")
             assert REFUSAL.format(rule="soap") in error
 
 
-def elementwise(rank: int, world_size: int, originals: bool) -> list[float]:
+def elementwise(rank: int, world_size: int) -> list[float]:
     """Return the largest differences between AdamW on whole parameters and on FSDP1's after three
     steps, and after two more with a loaded state."""
-    net, sharded = Net(), fsdp1(Net(), originals=originals)
-    one, other = AdamW(net.parameters(), lr=1e-2), AdamW(sharded.parameters(), lr=1e-2)
-    train(net, one, range(3))
-    train(sharded, other, range(3))
-    differences = [difference(net, sharded)]
-    fresh = AdamW(sharded.parameters(), lr=1e-2)
-    fresh.load_state_dict(other.state_dict())
-    train(net, one, range(3, 5))
-    train(sharded, fresh, range(3, 5))
-    return [*differences, difference(net, sharded)]
+    differences = []
+    for originals in (False, True):
+        net, sharded = Net(), fsdp1(Net(), originals=originals)
+        one, other = AdamW(net.parameters(), lr=1e-2), AdamW(sharded.parameters(), lr=1e-2)
+        train(net, one, range(3))
+        train(sharded, other, range(3))
+        differences.append(difference(net, sharded))
+        fresh = AdamW(sharded.parameters(), lr=1e-2)
+        fresh.load_state_dict(other.state_dict())
+        train(net, one, range(3, 5))
+        train(sharded, fresh, range(3, 5))
+        differences.append(difference(net, sharded))
+    return differences
 
 
 def difference(net: nn.Module, sharded: Any) -> float:
@@ -159,9 +159,8 @@ def difference(net: nn.Module, sharded: Any) -> float:
         return max(float((p - q).detach().abs().max()) for p, q in pairs)
 
 
-@pytest.mark.parametrize("originals", [False, True], ids=["flat", "originals"])
-def test_adamw_is_right_on_flat_pieces(originals: bool) -> None:
-    for differences in run_ranks(elementwise, 2, originals):
+def test_adamw_is_right_on_flat_pieces() -> None:
+    for differences in run_ranks(elementwise, 2):
         assert max(differences) < 1e-6
 
 
@@ -249,9 +248,8 @@ def zero(rank: int, world_size: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_zero_redundancy_optimizer_has_the_bits_of_one_process(world_size: int) -> None:
-    assert run_ranks(zero, world_size) == [[]] * world_size
+def test_zero_redundancy_optimizer_has_the_bits_of_one_process() -> None:
+    assert run_ranks(zero, 3) == [[]] * 3
 
 
 def named_under_zero(rank: int, world_size: int) -> list[str]:

@@ -164,19 +164,13 @@ def test_ranks_that_are_done_may_leave_and_strangers_may_come(job: Ended) -> Non
     assert (job.causes, job.hub.cause) == ([], None)
 
 
-def test_a_request_to_save_reaches_ranks_that_come_later(job: Ended) -> None:
-    """A job that is starting gets it, too: what it resumes is saved after its first step."""
-    job.hub.save()
+def test_requests_reach_ranks_that_come_later(job: Ended) -> None:
+    """A job that is starting gets them, too: a run that resumes saves after its first step."""
+    job.hub.request(signal.SIGUSR1)
+    job.hub.request(signal.SIGTERM)
     late = Rank(job.hub, 3)
-    heard = [rank.hear() for rank in (*job.ranks, late)]
-    late.die()
-    assert heard == [{"save": True}] * 4
-
-
-def test_a_request_to_stop_reaches_ranks_that_come_later(job: Ended) -> None:
-    job.hub.stop(signal.SIGTERM)
-    late = Rank(job.hub, 3)
-    assert [rank.hear() for rank in (*job.ranks, late)] == [{"stop": 15}] * 4
+    for rank in (*job.ranks, late):
+        assert [rank.hear(), rank.hear()] == [{"request": 10}, {"request": 15}]
     late.say(done=True)
 
 

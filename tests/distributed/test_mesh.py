@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +11,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from lather.config.config import ParallelConfig, check_parallel
-from lather.config.toml_file import load_config
+from lather.config.config import ParallelConfig
 from lather.errors import ConfigError
 from lather.parallel.mesh import CONTROL_TIMEOUT, Mesh
 
@@ -167,11 +164,6 @@ def test_the_device_of_one_process_has_a_number(monkeypatch: pytest.MonkeyPatch)
     assert Mesh.single(torch.device("cuda")).device == torch.device("cuda", 3)
     assert Mesh.single(torch.device("cuda", 1)).device == torch.device("cuda", 1)
     assert Mesh.single(CPU).device == CPU
-
-
-def test_the_quickstart_runs_on_four_ranks() -> None:
-    config = load_config(Path(__file__).parents[2] / "configs" / "quickstart.toml")
-    check_parallel(replace(config, parallel=ParallelConfig(pp=2, ep=2)), 4)
 
 
 def test_description() -> None:

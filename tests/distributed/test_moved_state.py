@@ -9,7 +9,6 @@ from moved_cases import (
     moved_differences,
     reset_differences,
     room_differences,
-    version_differences,
 )
 from ranks import run_ranks
 
@@ -21,10 +20,6 @@ def test_moving_state_and_weights_changes_nothing_and_frees_memory(world_size: i
 
 def test_room_for_a_checkpoint_takes_half_of_the_state_on_two_ranks() -> None:
     assert run_ranks(room_differences, 2) == [[], []]
-
-
-def test_a_step_tells_autograd_which_weights_it_changed() -> None:
-    assert run_ranks(version_differences, 2) == [[], []]
 
 
 def test_room_that_is_loaded_elsewhere_or_saved_has_the_right_values(tmp_path: Path) -> None:

@@ -24,9 +24,16 @@ from sharded_cases import (
     fsdp2_differences,
     plain_shard_differences,
 )
-from sharded_fp64_cases import checks, fp64_differences, idle_experts
 from sharded_refusals import counts, refusals
-from sharded_state_cases import KINDS, Kinds, frozen_differences, full_states, load_all, save_all
+from sharded_state_cases import (
+    KINDS,
+    Kinds,
+    from_torchs_muon,
+    frozen_differences,
+    full_states,
+    load_all,
+    save_all,
+)
 
 SHARE = 17
 """Each layout runs one in so many cases; the grid runs all."""
@@ -66,19 +73,6 @@ def test_the_way_of_a_gradient_is_short() -> None:
         assert "device.py" in files
         assert "optim/rules/soap.py" in files
         assert len(files) <= 11, files
-
-
-def test_parameters_in_fp64_have_the_bits_of_one_process() -> None:
-    assert run_ranks(fp64_differences, 2) == [[]] * 2
-
-
-def test_gradients_in_fp64_are_checked_in_the_dtype_of_the_arithmetic() -> None:
-    """Parts of a gradient of 4e18 have norms whose squares are in fp32; the whole has not."""
-    in_fp64 = ["nothing", "nothing", "nothing", "ValueError"]
-    in_fp32 = ["nothing", "ValueError", "ValueError", "ValueError"]
-    assert run_ranks(checks, 2) == [(in_fp64 + in_fp32) * 3] * 2
-    is_idle = [[False, False, True, False], [False, True, True, False]]
-    assert run_ranks(idle_experts, 2) == [is_idle] * 2
 
 
 def test_options_that_change_are_refused_or_carried_out() -> None:
@@ -122,6 +116,12 @@ def test_whole_state_dicts_of_torch() -> None:
     assert run_ranks(full_states, 2) == [[], []]
 
 
+def test_a_run_of_torchs_muon_continues_sharded_as_on_one_process() -> None:
+    for weights, momenta in run_ranks(from_torchs_muon, 2):
+        assert weights < 1e-6
+        assert momenta == 0.0
+
+
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_plain_tensor_parallel_shards_have_the_bits_of_one_process(world_size: int) -> None:
     assert run_ranks(plain_shard_differences, world_size) == [[]] * world_size
@@ -135,14 +135,9 @@ def test_fsdp2_alone_and_over_tensor_parallelism_has_the_bits_of_one_process() -
     assert run_ranks(fsdp2_differences, 4) == [[]] * 4
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_rules_of_strangers_have_the_bits_of_one_process(world_size: int) -> None:
+def test_rules_from_outside_have_the_bits_of_one_process() -> None:
     """This holds on every mesh, whole and cut along other dims."""
-    assert run_ranks(differences, world_size, 7, STRANGERS) == [[]] * world_size
-
-
-def test_rules_of_strangers_under_fsdp2_on_two_ranks_have_the_bits_of_one_process() -> None:
-    assert run_ranks(fsdp2_differences, 2, STRANGERS) == [[]] * 2
+    assert run_ranks(differences, 4, 7, STRANGERS) == [[]] * 4
 
 
 def test_refusals_are_those_of_all_ranks() -> None:

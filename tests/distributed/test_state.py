@@ -25,7 +25,7 @@ from stored import bytes_by_file, same_bits, stored_tensors
 
 from lather.checkpoint import save as checkpoint_save
 from lather.checkpoint.folder import Progress, Retention
-from lather.checkpoint.reader import load_checkpoint, load_parameters
+from lather.checkpoint.reader import load_checkpoint
 from lather.checkpoint.save import save_checkpoint
 from lather.checkpoint.state import TrainingState
 from lather.config.optim import optim_config
@@ -58,8 +58,7 @@ MESHES = {
 ALONE = Case(layers=4, schedule="sequential")
 RUNS = ("adamw", "soap")
 LAYOUTS = ("alone", "dp2", "dp4", "pp2 ep2", "pp2 dp2")
-"""Layouts of runs that change in step 5: from each to the next one (SOAP: to the one before), in
-the grid from each to each other."""
+"""Layouts of runs that change in step 5: from each to the next (SOAP: to the one before)."""
 ROUNDING = {"adamw": 1e-12, "soap": 1e-7}
 """Relative rounding of loss and gradient norm: the model is in fp64, SOAP's state in fp32."""
 STATE_ROUNDING = {"adamw": 1e-10, "soap": 1e-5}
@@ -88,15 +87,14 @@ def changes_of_mesh(world_size: int) -> list[tuple[str, str, str]]:
     ]
 
 
-def changes_of_layout(world_size: int, every: bool) -> list[tuple[str, str, str]]:
+def changes_of_layout(world_size: int) -> list[tuple[str, str, str]]:
     """The changes (optimizer, from, to) whose `to` is a mesh of so many ranks."""
-    own = {1: {"alone": ALONE}, **MESHES}[world_size]
-    if every:
-        pairs = {optimizer: list(itertools.permutations(LAYOUTS, 2)) for optimizer in RUNS}
-    else:
-        around = list(itertools.pairwise([*LAYOUTS, LAYOUTS[0]]))
-        pairs = {"adamw": around, "soap": [(second, first) for first, second in around]}
-    return [(optimizer, *pair) for optimizer in RUNS for pair in pairs[optimizer] if pair[1] in own]
+    of_size = {1: {"alone": ALONE}, **MESHES}[world_size]
+    around = list(itertools.pairwise([*LAYOUTS, LAYOUTS[0]]))
+    pairs = {"adamw": around, "soap": [(second, first) for first, second in around]}
+    return [
+        (optimizer, *pair) for optimizer in RUNS for pair in pairs[optimizer] if pair[1] in of_size
+    ]
 
 
 @functools.cache
@@ -110,13 +108,13 @@ class Trainee:
     """An engine on a mesh whose weights differ from everybody else's, so that only loading makes
     them the same."""
 
-    def __init__(self, case: Case, name: str, world_size: int, **changes: Any) -> None:
+    def __init__(self, case: Case, name: str, world_size: int) -> None:
         data_ranks = world_size // case.pp
         settings = {
             **vars(case),
             "experts": 6,  # four ranks have two, two, two and none
             "num_micro_batches": SEQUENCES // data_ranks,
-            "changes": {**TIED, **changes},
+            "changes": TIED,
         }
         self.pair: Pair = make_pair(
             Case(**settings), seed=world_size, mesh=mesh_like(case.pp, case.ep, case.replicas)
@@ -239,13 +237,11 @@ def resumed(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     return found
 
 
-def resharded(
-    rank: int, world_size: int, folder: Path, every: bool = False
-) -> dict[str, list[tuple[float, float]]]:
+def resharded(rank: int, world_size: int, folder: Path) -> dict[str, list[tuple[float, float]]]:
     """Take steps 5 and 6 on meshes of this size, each from another layout's step 4, and save;
     returns losses and gradient norms."""
     found = {}
-    for optimizer, first, second in changes_of_layout(world_size, every):
+    for optimizer, first, second in changes_of_layout(world_size):
         trainee = Trainee(
             ALONE if world_size == 1 else MESHES[world_size][second], optimizer, world_size
         )
@@ -379,39 +375,13 @@ def test_a_layout_goes_on_from_another_as_the_uninterrupted_run(
     alone: dict[str, list[tuple[float, float]]],
     folder: Path,
 ) -> None:
+    """The runs differ by rounding, as meshes add up in other orders."""
     by_rank = {
         1: lambda: [resharded(0, 1, folder)],
         2: lambda: run_ranks(resharded, 2, folder, timeout=500),
         4: lambda: [found for _, found in rounds[4]],
     }[world_size]()
-    check_resharded(changes_of_layout(world_size, every=False), by_rank, alone, folder)
-
-
-@pytest.mark.grid
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.usefixtures("rounds")
-def test_any_layout_goes_on_from_any_other_as_the_uninterrupted_run(
-    world_size: int, alone: dict[str, list[tuple[float, float]]], folder: Path
-) -> None:
-    changes = changes_of_layout(world_size, every=True)
-    assert len(changes) == 2 * {1: 4, 2: 4, 4: 12}[world_size]
-    by_rank = (
-        [resharded(0, 1, folder, True)]
-        if world_size == 1
-        else run_ranks(resharded, world_size, folder, True, timeout=1000)
-    )
-    check_resharded(changes, by_rank, alone, folder)
-
-
-def check_resharded(
-    changes: list[tuple[str, str, str]],
-    by_rank: list[dict[str, list[tuple[float, float]]]],
-    alone: dict[str, list[tuple[float, float]]],
-    folder: Path,
-) -> None:
-    """Check runs saved on the first layout and loaded on the second. They differ by rounding, as
-    meshes add up in other orders."""
+    changes = changes_of_layout(world_size)
     assert changes
     for optimizer, first, second in changes:
         name = f"{first} to {second}"
@@ -467,12 +437,7 @@ def failures(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
 
     before = {piece.name: piece.value.clone() for piece in trainee.state.weights()}
     dist.barrier()
-    found["refused"] = [
-        refusal(folder / name, trainee)
-        for name in ("flipped", "cut", "no state", "other", "more layers", "soap")
-    ]
-    with pytest.raises(CheckpointError, match="lacks"):
-        load_parameters(folder / "fewer layers", trainee.state)
+    found["refused"] = [refusal(folder / name, trainee) for name in ("flipped", "more layers")]
     found["unchanged"] = all(
         piece.value.equal(before[piece.name]) for piece in trainee.state.weights()
     )
@@ -488,42 +453,23 @@ def refusal(path: Path, trainee: Trainee) -> str:
 @pytest.fixture(scope="module")
 def damaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("damaged")
-    for name in ("flipped", "cut", "no state"):
-        Trainee(ALONE, "adamw", 1).save(folder / name, 1).rename(folder / "made")
-        (folder / name).rmdir()
-        (folder / "made").rename(folder / name)
+    for name, layers in (("flipped", 4), ("more layers", 5)):
+        case = Case(schedule="sequential", layers=layers)
+        Trainee(case, "adamw", 1).save(folder / "made", 1).rename(folder / name)
     content = bytearray((folder / "flipped" / FILE).read_bytes())
     content[-1] ^= 1
     (folder / "flipped" / FILE).write_bytes(content)
-    (folder / "cut" / FILE).write_bytes((folder / "cut" / FILE).read_bytes()[:-1])
-    (folder / "no state" / "state.json").unlink()
-    for name, optimizer, changes in (
-        ("other", "adamw", {"moe_intermediate_size": 13}),
-        ("more layers", "adamw", {"num_hidden_layers": 5}),
-        ("fewer layers", "adamw", {"num_hidden_layers": 3}),
-        ("soap", "soap", {}),
-    ):
-        layers = changes.pop("num_hidden_layers", 4)
-        case = Case(schedule="sequential", layers=layers)
-        Trainee(case, optimizer, 1, **changes).save(folder / "made", 1).rename(folder / name)
     return folder
 
 
 def test_what_one_rank_finds_wrong_all_raise(damaged: Path) -> None:
     first, second = run_ranks(failures, 2, damaged, timeout=500)
-    others = [(ours.pop("refused"), ours) for ours in (first, second)]
-    assert others[0][1] == others[1][1]
-    for number, (one, another) in enumerate(zip(others[0][0], others[1][0], strict=True)):
-        assert one == another or number == 3  # each rank names a layer of its own
+    assert first == second
     assert first["disk"][0] == errno.ENOSPC
     assert first["unchanged"]
     assert "step-00000001" in first["disk"][2]
     assert not any(name.startswith((".tmp", "step-00000002")) for name in first["disk"][2])
     assert "step-00000002" in first["after"]
-    flipped, cut, no_state, other, more, soap = others[0][0]
+    flipped, more_layers = first["refused"]
     assert flipped.startswith(f"{damaged / 'flipped' / FILE}: missing or damaged")
-    assert cut.startswith(f"{damaged / 'cut' / FILE}: missing or damaged")
-    assert no_state.startswith(f"{damaged / 'no state' / 'state.json'}: missing or damaged")
-    assert "but the model's" in other
-    assert "has a surplus 'layers.4." in more
-    assert "holds state of SOAP, not of AdamW" in soap
+    assert "has a surplus 'layers.4." in more_layers

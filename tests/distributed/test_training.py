@@ -4,35 +4,28 @@ contents as one process."""
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
-from engines import Case, make_pair
 from ranks import run_ranks
 from safetensors.torch import load_file
+from tiny_training import Silent, make_config, start, write_texts
 
-from changing_runs import Shown
 from lather.checkpoint.folder import list_checkpoints
 from lather.config.config import Config
-from lather.config.toml_file import config_from_mapping
 from lather.engine.engine import Engine
 from lather.files import read_rows
 from lather.memory.workers import Assumed
 from lather.optim import MatrixOptimizer
 from lather.parallel.local_parameters import LocalParameters
-from lather.parallel.mesh import Mesh
 from lather.pipeline.partition import Partition
 from lather.pipeline.picture import read_timeline
-from lather.pipeline.schedule import COMPUTE, Kind, dualpipev
-from lather.pipeline.segments import Segments
-from lather.pipeline.timeline import TimelineRecorder
+from lather.pipeline.schedule import dualpipev
 from lather.train import loop, memory_check
-from lather.train.loop import DivergedError, RunOutcome, train
+from lather.train.loop import DivergedError, train
 from tiny_model import TINY
 from tiny_run import TIME_FIELDS
 
@@ -87,47 +80,13 @@ MESHES: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {
 }
 
 
-def make_config(folder: Path, run_dir: str, *changes: dict[str, Any]) -> Config:
-    mapping: dict[str, Any] = {
-        "run_dir": str(folder / run_dir),
-        "model": MODEL,
-        "data": {
-            "source": str(folder / "corpus"),
-            "pattern": "*.txt",
-            "cache_dir": str(folder / "cache"),
-            "holdout_every": 4,
-        },
-        "optim": {"name": "adamw", "lr": 3e-3, "warmup_steps": 2},
-        "train": {
-            "steps": 4,
-            "batch_size": 8,
-            "micro_batch_size": 1,
-            "sequence_length": 16,
-            "validation_every": 2,
-            "validation_sequences": 5,
-            "device": "cpu",
-        },
-        "checkpoint": {"every": 100},
-        "log": {"sample_tokens": 4, "picture": False},
-    }
-    for change in changes:
-        for key, value in change.items():
-            mapping[key] = {**mapping.get(key, {}), **value}
-    return config_from_mapping(mapping)
-
-
-def start(config: Config, stop_after: int = 0) -> RunOutcome:
-    """Train on a mesh of all ranks. With `stop_after` this rank asks for a stop once it has done so
-    many steps."""
-    mesh = Mesh.build(config.parallel, torch.device("cpu"))
-    asked = 0
-
-    def stop() -> bool:
-        nonlocal asked
-        asked += 1
-        return stop_after > 0 and asked > stop_after
-
-    return train(config, Shown(), stop, mesh)
+def config_of(folder: Path, run_dir: str, *changes: dict[str, Any]) -> Config:
+    return make_config(
+        folder,
+        run_dir,
+        {"model": MODEL, "train": {"validation_every": 2}, "log": {"sample_tokens": 4}},
+        *changes,
+    )
 
 
 def trainings(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
@@ -135,23 +94,20 @@ def trainings(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, (run, parallel) in MESHES[world_size].items():
         outcome = start(
-            make_config(
-                folder, name, RUNS[run], {"parallel": parallel, "log": {"timeline_every": 2}}
-            )
+            config_of(folder, name, RUNS[run], {"parallel": parallel, "log": {"timeline_every": 2}})
         )
         found[name] = (outcome.finished, outcome.step, outcome.checkpoint.name)
     if world_size == 2:
         found["stopped"] = start(
-            make_config(folder, "moved", EVERYTHING, {"parallel": {"pp": 2}}), stop_after=rank * 3
+            config_of(folder, "moved", EVERYTHING, {"parallel": {"pp": 2}}), stop_after=rank * 3
         ).step
         found["resumed"] = start(
-            make_config(folder, "moved", EVERYTHING, {"parallel": {"ep": 2}})
+            config_of(folder, "moved", EVERYTHING, {"parallel": {"ep": 2}})
         ).step
         found["diverged"] = diverge(rank, folder)
         found["at once"] = without_pieces(
-            make_config(folder, "at once", RUNS["async klsoap"], {"parallel": {"pp": 2}})
+            config_of(folder, "at once", RUNS["async klsoap"], {"parallel": {"pp": 2}})
         )
-        found["slow neighbor"] = slow_neighbor(rank)
         found["partitioned by memory"] = partitioned_by_memory(rank, folder)
     else:
         found["with a prelude"] = train_with_prelude(folder)
@@ -165,7 +121,7 @@ def train_with_prelude(folder: Path) -> int:
         patch.object(loop, "is_gpu", return_value=True),
         patch.object(Engine, "run_prelude", autospec=True, side_effect=Engine.run_prelude) as calls,
     ):
-        start(make_config(folder, "with a prelude", EVERYTHING, {"parallel": {"pp": 2, "ep": 2}}))
+        start(config_of(folder, "with a prelude", EVERYTHING, {"parallel": {"pp": 2, "ep": 2}}))
     return calls.call_count
 
 
@@ -185,7 +141,7 @@ def diverge(rank: int, folder: Path) -> str:
     LocalParameters.collect_gradients = collect_badly  # type: ignore[method-assign]
     try:
         start(
-            make_config(
+            config_of(
                 folder,
                 "diverged",
                 {"train": {"steps": 9, "max_skipped_steps": 2}, "parallel": {"pp": 2}},
@@ -208,7 +164,7 @@ def partitioned_by_memory(rank: int, folder: Path) -> bool:
 
     with patch.object(memory_check, "memory_partition", search):
         return start(
-            make_config(
+            config_of(
                 folder,
                 "partitioned by memory",
                 RUNS["deep"],
@@ -227,63 +183,12 @@ def without_pieces(config: Config) -> bool:
         MatrixOptimizer.defer_refreshes = put_off  # type: ignore[method-assign]
 
 
-class Pieces:
-    """Work whose pieces take a millisecond each."""
-
-    is_busy = False
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def __len__(self) -> int:
-        return self.number
-
-    def work(self) -> None:
-        self.number -= 1
-        time.sleep(1e-3)
-
-
-def slow_neighbor(rank: int) -> tuple[float, bool]:
-    """Return the seconds that this rank computes in a step in which the second rank is slow, and
-    whether it did a piece of other work after each computation and the others at the end."""
-    pair = make_pair(Case(pp=2, layers=4))
-    recorder = pair.engine._executor.record = TimelineRecorder(torch.device("cpu"), rank, 2)
-    if rank == 1:
-        attend = Segments._attend
-
-        def attend_slowly(self: Segments, *args: Any) -> Any:
-            time.sleep(0.1)
-            return attend(self, *args)
-
-        Segments._attend = attend_slowly  # type: ignore[method-assign]
-    pair.engine.fill_gaps(Pieces(100))
-    recorder.begin()
-    pair.run(pair.tokens())
-    events = recorder.end()
-    dist.barrier()
-    if rank == 1:
-        Segments._attend = attend  # type: ignore[method-assign]
-    computing = [event for event in events if event.action.kind in COMPUTE]
-    pieces = [event for event in events if event.action.kind is Kind.REFRESH]
-    assert len(pieces) == 100
-    in_gaps = sum(event.end <= computing[-1].start for event in pieces)
-    num_actions = len({event.action for event in computing})
-    return sum(event.end - event.start for event in computing), in_gaps == num_actions - 1
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("training")
-    (folder / "corpus").mkdir()
-    for number in range(8):
-        words = ["the", "quick", "brown", "fox", "jumps", "over", "naïve", "owners"]
-        lines = [
-            " ".join(words[(number * 3 + line * 5 + place * (line % 4)) % 8] for place in range(9))
-            for line in range(12 + number)
-        ]
-        (folder / "corpus" / f"{number}.txt").write_text("\n".join(lines))
+    write_texts(folder)
     for name, changes in RUNS.items():
-        assert train(make_config(folder, name, changes), Shown()).finished
+        assert train(config_of(folder, name, changes), Silent()).finished
     return folder
 
 
@@ -415,18 +320,6 @@ def test_the_timeline_has_every_action_of_every_rank(four: object, folder: Path)
         times = [time for event in own for time in (event.start, event.end)]
         assert times == sorted(times)
         assert times[0] >= 0
-
-
-def test_waiting_for_a_slow_neighbor_is_no_computing_and_other_work_is_done_between_actions(
-    two: list[dict[str, Any]],
-) -> None:
-    """The second rank attends in 5 micro-batches and 2 layers, for 0.1 s each; the first rank
-    mostly waits meanwhile."""
-    (fast, fast_fills), (slow, slow_fills) = (found["slow neighbor"] for found in two)
-    assert slow > 1.0
-    assert fast < slow / 2
-    assert fast_fills
-    assert slow_fills
 
 
 def test_refreshes_in_the_gaps_of_a_pipeline_have_the_same_bits_and_are_in_the_timeline(

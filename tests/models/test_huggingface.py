@@ -22,7 +22,7 @@ from lather.models.hf.model_folder import (
     open_hugging_face,
     read_config,
 )
-from lather.models.hf.safetensors_folder import copy_weights, open_safetensors
+from lather.safetensors_file import copy_weights, open_safetensors
 from models.tiny import error
 
 pytest.importorskip("transformers")

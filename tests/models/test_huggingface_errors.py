@@ -23,7 +23,7 @@ from lather.files import complete_folder
 from lather.models.hf import model_folder, safetensors_folder
 from lather.models.hf.model_export import save_hugging_face
 from lather.models.hf.model_folder import load_hugging_face, model_from_hugging_face
-from lather.models.hf.safetensors_folder import open_safetensors, write_safetensors
+from lather.safetensors_file import open_safetensors, write_safetensors
 from models.tiny import tiny_config, tiny_model
 
 Damage = Callable[[Path], object]
@@ -532,7 +532,7 @@ def test_written_files_are_what_the_library_reads(tmp_path: Path) -> None:
     must be right."""
     from safetensors import safe_open
 
-    from lather.models.hf.safetensors_folder import TensorToWrite
+    from lather.safetensors_file import TensorToWrite
 
     generator = torch.Generator().manual_seed(0)
     shapes = {"a": (63,), "b": (3, 0), "c": (), "d": (1,), "e": (5, 7, 2)}

@@ -18,7 +18,7 @@ from lather.models.families import ModelConfig, build_model
 from lather.models.gpt_oss import GptOssConfig
 from lather.models.hf.model_export import save_hugging_face
 from lather.models.hf.model_folder import load_hugging_face, open_hugging_face
-from lather.models.hf.safetensors_folder import SafetensorsFolder, copy_weights, open_safetensors
+from lather.safetensors_file import SafetensorsFiles, copy_weights, open_safetensors
 from models.tiny import tiny_config, tiny_model
 
 SHARD = 300_000
@@ -63,7 +63,7 @@ def test_one_tensor_at_a_time(
     weights, _ = open_hugging_face(tmp_path / "in")
     copy_weights(weights, tmp_path / "ours.safetensors")
     stored = open_safetensors(tmp_path / "ours.safetensors")
-    read = SafetensorsFolder.read
+    read = SafetensorsFiles.read
 
     def counted_read(*arguments: Any) -> torch.Tensor:
         """Count the copy: no operation makes the memory that a file is read into, so it would not
@@ -72,7 +72,7 @@ def test_one_tensor_at_a_time(
         assert tensor.untyped_storage().nbytes() == tensor.nbytes
         return tensor.clone()
 
-    monkeypatch.setattr(SafetensorsFolder, "read", counted_read)
+    monkeypatch.setattr(SafetensorsFiles, "read", counted_read)
     with PeakBytes(count_meta=False) as peak:
         if way == "import":
             copy_weights(weights, tmp_path / "again.safetensors")
@@ -96,7 +96,7 @@ import re, sys
 from pathlib import Path
 from lather.models.hf.model_export import save_hugging_face
 from lather.models.hf.model_folder import open_hugging_face
-from lather.models.hf.safetensors_folder import copy_weights, open_safetensors
+from lather.safetensors_file import copy_weights, open_safetensors
 
 def memory(line):
     return int(re.search(line + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024

@@ -19,8 +19,8 @@ from lather.models.decoder import Decoder
 from lather.models.families import ModelConfig
 from lather.models.hf.model_export import save_hugging_face
 from lather.models.hf.peft_folder import save_peft
-from lather.models.hf.safetensors_folder import TensorSource
 from lather.models.lora import LoraConfig
+from lather.safetensors_file import TensorSource
 from models.tiny import error, random_tokens, tiny_family_config, tiny_family_model
 
 CASES = {

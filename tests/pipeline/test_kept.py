@@ -28,7 +28,7 @@ from lather.models.decoder import Block
 from lather.models.moe import MoE, Pending
 from lather.models.saving.recomputed import Remaking
 from lather.models.token_positions import SequenceLayout
-from lather.parallel.exchange_plan import Way
+from lather.parallel.exchange_plan import DispatchHandle
 from lather.parallel.expert_exchange import ExpertExchange
 from lather.pipeline import overlap
 from lather.pipeline.model_part import PartLayers, Stage, empty_part, fill
@@ -154,9 +154,9 @@ class Counting(ExpertExchange):
 
     received = pairs = 0
 
-    def start_combine(self, partial_RD: Tensor, way: Way) -> Pending[Tensor]:
-        self.received, self.pairs = len(partial_RD), way.num_pairs
-        return super().start_combine(partial_RD, way)
+    def start_combine(self, partial_RD: Tensor, handle: DispatchHandle) -> Pending[Tensor]:
+        self.received, self.pairs = len(partial_RD), handle.num_pairs
+        return super().start_combine(partial_RD, handle)
 
 
 def kept_on_two_ranks(rank: int, world_size: int) -> dict[str, dict[str, int]]:

@@ -4,7 +4,6 @@ more memory than it needs."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from lather.pipeline import overlap
 from lather.pipeline.model_part import ModelPart, PartLayers, Stage, empty_part, fill, fresh_part
 from lather.pipeline.partition import stages_of, uniform
 from lather.pipeline.segments import ChunkTape, MicroBatch, Segments
-from models.tiny import random_tokens, tiny_family_config, tiny_family_model, whole_part
+from models.tiny import random_tokens, tiny_family_config, tiny_family_model
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 FAMILIES = ("deepseek_v2", "qwen3_moe", "gpt_oss")
@@ -118,7 +117,7 @@ def test_stages_have_their_layers_and_the_ends_theirs() -> None:
         == second.moe_layers
         == tuple(i for i, block in enumerate(blocks) if hasattr(block.mlp, "experts"))
     )
-    assert second.own_moe_layers() == [1, 2, 3]
+    assert second.local_moe_layers() == [1, 2, 3]
     assert len(second.routers()) == 3
     assert (first.num_experts, first.hidden_size) == (6, 24)
 
@@ -149,24 +148,6 @@ def test_a_filled_part_computes_what_the_model_does(family: str) -> None:
     assert torch.equal(loss_through([stages[index] for index in range(4)]), expected)
 
 
-def test_dtype_and_grad_of_an_empty_part() -> None:
-    share = next(shares(5, 1, 2))
-    part = empty_part(build_model(config_of("gpt_oss"), None, META), share, CPU, torch.float64)
-    assert {p.dtype for p in part.parameters()} == {torch.float64}
-    assert all(p.requires_grad and p.is_leaf and not p.is_meta for p in part.parameters())
-
-
-def test_a_whole_part_is_the_model_itself() -> None:
-    model = tiny_family_model("qwen3_moe")
-    part = whole_part(model)
-    assert dict(part.named_parameters()).keys() == dict(model.named_parameters()).keys()
-    assert all(p is dict(model.named_parameters())[name] for name, p in part.named_parameters())
-    assert torch.equal(
-        loss_through(list(part.stages)),
-        model(random_tokens(2, 5), random_tokens(2, 5, seed=1)).loss,
-    )
-
-
 def test_the_experts_of_a_rank_are_neighbors() -> None:
     values = torch.arange(6)
     parts = [
@@ -187,30 +168,6 @@ def test_the_experts_of_a_rank_are_neighbors() -> None:
         )
 
 
-@pytest.mark.parametrize(("num_experts", "ranks"), [(6, 4), (5, 2), (2, 4)])
-def test_experts_that_cannot_be_divided_are_refused(num_experts: int, ranks: int) -> None:
-    with pytest.raises(
-        ValueError,
-        match=(
-            rf"{num_experts} experts .* evenly among {ranks} "
-            rf"ranks: use a divisor of {num_experts}"
-        ),
-    ):
-        fresh_part(
-            config_of("deepseek_v2", experts=num_experts),
-            PartLayers((range(5),), (0,), 0, ranks),
-            generator(),
-            CPU,
-            torch.float32,
-            LoraConfig(),
-        )
-
-
-def test_a_part_is_not_called() -> None:
-    with pytest.raises(TypeError, match=r"run by lather\.pipeline\.Executor"):
-        whole_part(tiny_family_model("qwen3_moe"))()
-
-
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_memory_is_the_part_s_and_one_whole_parameter_s(tied: bool) -> None:
     config = config_of("deepseek_v2", experts=12, tied=tied)
@@ -223,11 +180,3 @@ def test_memory_is_the_part_s_and_one_whole_parameter_s(tied: bool) -> None:
         assert own < peak.bytes <= own + largest
     assert isinstance(part, nn.Module)
     assert not isinstance(part, Decoder)
-
-
-def test_fill_takes_only_what_is_here() -> None:
-    share = PartLayers((range(2), range(2, 5)), (0,))
-    part = empty_part(build_model(config_of("qwen3_moe"), None, META), share, CPU)
-    values: dict[str, Any] = {name: torch.full_like(p, 2.0) for name, p in part.named_parameters()}
-    fill(part, {**values, "layers.4.self_attn.q_proj.weight": torch.ones(1)}.items())
-    assert all((p == 2).all() for p in part.parameters())

@@ -62,15 +62,3 @@ def test_if_one_fails_the_other_is_closed_and_the_error_is_the_caller_s(
     assert seen == [entry for entry in expected if "never" not in entry]
     for one in chunks.values():
         assert one.gi_frame is None, "still open"
-
-
-def test_an_error_after_the_other_s_end() -> None:
-    seen: list[str] = []
-    with pytest.raises(ValueError, match="b failed"):
-        run_both(chunk("f", 0, seen), chunk("b", 3, seen, fails_at=2))
-    assert seen == ["f0", "b0", "b1"]
-
-
-def test_an_error_alone() -> None:
-    with pytest.raises(ValueError, match="f failed"):
-        run(chunk("f", 3, [], fails_at=2))

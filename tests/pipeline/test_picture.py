@@ -81,15 +81,6 @@ def test_boxes_are_the_events(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     ]
 
 
-def test_numbers_that_do_not_fit_are_left_out(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    rows = [event(0, "0F1", 0.0, 1.0), event(0, "0F2", 1.0, 1000.0)]
-    assert [text.get_text() for text in figure_of(rows, monkeypatch, tmp_path).axes[0].texts] == [
-        "2"
-    ]
-
-
 def test_a_timeline_is_read_from_its_file(tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [
         {"step": 9, "rank": 0, "action": "0F0", "start": 1.0, "end": 2.0},

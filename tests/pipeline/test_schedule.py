@@ -168,14 +168,6 @@ def most_waiting(row: tuple[Action, ...]) -> int:
     return max(accumulate(waiting))
 
 
-def test_the_simulator_sees_a_deadlock(tables: dict[tuple[int, int], Schedule]) -> None:
-    table = tables[2, 4]
-    row = list(table.ranks[0])
-    at = next(index for index, action in enumerate(row) if action.kind is Kind.SEND_B)
-    row.insert(len(row) - 1, row.pop(at))
-    assert not run_blocking(SimpleNamespace(num_stages=4, ranks=(tuple(row), table.ranks[1])))  # type: ignore[arg-type]
-
-
 def test_parameters_are_gathered_and_reduced_once(tables: dict[tuple[int, int], Schedule]) -> None:
     for table in tables.values():
         for rank, row in enumerate(table.ranks):
@@ -198,17 +190,6 @@ def test_sequential() -> None:
         table.rank_of(0),
         table.peak_live_chunks(0),
     ) == (1, 1, (0,), 0, 1)
-
-
-@pytest.mark.parametrize("make", [dualpipev, None], ids=["dualpipev", "sequential"])
-def test_text_and_back(make: Any) -> None:
-    table = make(4, 9) if make else sequential(5)
-    text = to_text(table)
-    assert from_text(text) == table
-    assert text.startswith(
-        f"{table.num_ranks} ranks, {table.num_stages} stages, {table.num_micro_batches} "
-        "micro-batches\nrank 0: 0UNSHARD"
-    )
 
 
 @pytest.mark.parametrize("text", ["3F0", "12W345", "0UNSHARD", "7SEND_B3", "(0F3;3B1)OVERLAP_F_B"])
@@ -290,34 +271,7 @@ def test_sizes_that_do_not_fit_are_refused(
         dualpipev(num_ranks, num_micro_batches)
 
 
-def test_no_micro_batch_is_refused() -> None:
-    with pytest.raises(ConfigError, match="micro-batches = 0"):
-        sequential(0)
-
-
 def test_a_torch_that_makes_no_such_table_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch_schedules, "_add_send_recv")
     with pytest.raises(UserError, match=r"torch .* 2\.11 to 2\.13"):
         dualpipev(2, 4)
-
-
-def test_nothing_waits_for_weight_gradients_where_a_rank_holds_most(
-    tables: dict[tuple[int, int], Schedule],
-) -> None:
-    """Earlier weight gradients would thus save nothing without recomputation: a waiting chunk has
-    less than twice a live one's bytes."""
-    for schedule in tables.values():
-        if not schedule.trains:
-            continue
-        for row in schedule.ranks:
-            live, waiting, found = 0, 0, []
-            for action in row:
-                for chunk in action.chunks:
-                    live += (chunk.kind is Kind.FORWARD) - (
-                        chunk.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
-                    )
-                    waiting += (chunk.kind is Kind.BACKWARD_INPUT) - (
-                        chunk.kind is Kind.BACKWARD_WEIGHT
-                    )
-                    found.append((live + 2 * waiting, waiting))
-            assert any(size == max(found)[0] and waits == 0 for size, waits in found)

@@ -136,13 +136,6 @@ def test_without_grad_mode_nothing_is_kept(recompute: None) -> None:
         cut.backward([torch.ones(SIZE, SIZE)])
 
 
-def test_a_second_backward_is_an_error() -> None:
-    cut, (y,) = Cut.run(activations, [torch.ones(2)])
-    cut.backward([torch.ones_like(y)])
-    with pytest.raises(ValueError, match=r"shorter|longer"):
-        cut.backward([torch.ones_like(y)])
-
-
 def test_gradients_that_are_none_or_for_nothing() -> None:
     weight = nn.Parameter(torch.ones(2))
 
@@ -166,13 +159,6 @@ def test_gradients_that_are_none_or_for_nothing() -> None:
     assert torch.equal(torch.stack([grad_x, grad_y, weight.grad]), torch.stack([one, one, one * 5]))  # type: ignore[list-item]
     assert run([None, None, None, None]) == [None, None, None]
     assert torch.equal(one, torch.ones(2))
-
-
-def test_without_inputs_parameters_get_their_gradients() -> None:
-    weight = nn.Parameter(torch.ones(2))
-    cut, (y,) = Cut.run(lambda: (weight * 3,), ())
-    assert cut.backward([torch.ones_like(y)]) == []
-    assert torch.equal(weight.grad, torch.full((2,), 3.0))  # type: ignore[arg-type]
 
 
 def test_the_context_is_entered_for_the_second_run_alone() -> None:
@@ -222,14 +208,6 @@ def test_what_somebody_lives_in_is_left_alone(frees: Frees, shape: tuple[int, ..
     assert torch.equal(other, torch.zeros(shape))
 
 
-@pytest.mark.parametrize(
-    "frees", [Frees(), Frees(poison=True), Frees(enabled=False)], ids=["free", "poison", "hold"]
-)
-def test_tensors_without_elements(frees: Frees) -> None:
-    frees.release(torch.empty(0, 3), torch.empty(0), held=[])
-    frees.release(torch.ones(2, 3)[:0], torch.empty(0), held=[])
-
-
 def test_poison_is_all_of_the_storage_and_keeps_it() -> None:
     base = torch.ones(4, 6)
     Frees(poison=True).release(base[1:2, ::2], torch.ones(1), held=[])
@@ -253,15 +231,6 @@ def test_poison_of_integers_is_out_of_range_and_a_nan_where_they_are_bits(
     assert x.view(floating).isnan().all()
     with pytest.raises(IndexError):
         torch.ones(100)[x]
-
-
-def test_a_buffer_of_nobody_else_is_given_back_as_told() -> None:
-    for frees, size in ((Frees(), 0), (Frees(poison=True), 12), (Frees(enabled=False), 12)):
-        x = torch.ones(3)
-        frees.free_buffer(x)
-        frees.free_buffer(torch.empty(0))
-        assert x.untyped_storage().nbytes() == size
-        assert not size or bool(x.isnan().all()) == frees.poison
 
 
 @pytest.mark.parametrize(

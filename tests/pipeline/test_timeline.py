@@ -66,17 +66,6 @@ def test_nothing_is_kept_of_other_steps(clock: list[float]) -> None:
     assert recorder.end() == []
 
 
-def test_a_step_that_fails_leaves_the_recorder_usable() -> None:
-    recorder = TimelineRecorder(CPU)
-    recorder.begin()
-    with pytest.raises(ZeroDivisionError), recorder.action(PAIR), recorder.waiting():
-        raise ZeroDivisionError
-    recorder.begin()
-    with recorder.action(FORWARD):
-        pass
-    assert [event.action for event in recorder.end()] == [FORWARD]
-
-
 def test_the_file_is_what_the_picture_reads(tmp_path: Path) -> None:
     path = tmp_path / "timeline.jsonl"
     append_timeline(path, 2, [Event(0, FORWARD, 0.0, 1.0)])

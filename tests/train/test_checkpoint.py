@@ -399,7 +399,7 @@ def test_a_state_that_is_something_else_is_named(
     assert refused(saved).startswith(f"{saved / 'state.json'}: missing or damaged")
 
 
-@pytest.mark.parametrize("file", [FILE, "state.json", ".metadata"])
+@pytest.mark.parametrize("file", [FILE, "state.json"])
 def test_a_pickle_is_refused_and_not_run(
     saved: Path, refused: Callable[[Path], str], file: str, tmp_path: Path
 ) -> None:

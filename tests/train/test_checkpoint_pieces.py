@@ -14,12 +14,12 @@ import torch
 from stored import stored_tensors
 from torch import Tensor
 
+from lather.boxes import Box, Piece
 from lather.checkpoint.folder import Progress, Retention, Table, check_cover, piece_name, read_table
 from lather.checkpoint.reader import CheckpointTensors, open_checkpoint
 from lather.checkpoint.save import CheckpointWriter, each_once, stored_entries
 from lather.errors import CheckpointError
 from lather.files import digest_of
-from lather.optim.sharded.placement import Box, Piece
 
 SHAPE = (7, 5, 3)
 WHOLE = torch.arange(105, dtype=torch.float64).view(SHAPE)

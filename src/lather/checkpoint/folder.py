@@ -1,8 +1,8 @@
-"""The checkpoints of a run on disk: folders with names such as `step-00000100`, of which some are
-kept, and the table of each.
+"""The checkpoints of a run on disk: folders with names such as `step-00000100`, and the table of
+each.
 
-A checkpoint is named RUN, the newest one of a run; RUN@STEP; or RUN@best, the kept one with the
-lowest validation loss. A run may also be named by its config.toml, and a checkpoint by its own
+A user names a checkpoint RUN (the run's newest), RUN@STEP, or RUN@best (that with the lowest
+validation loss). A run may also be named by its config.toml, and a checkpoint by its own
 folder.
 
 The table, `state.json`, lists the contents of a checkpoint and their files:
@@ -27,12 +27,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lather.boxes import Box
 from lather.config.run_folder import CONFIGURATION, run_folder
 from lather.errors import CheckpointError, UserError
 from lather.files import digest_of, read_rows, read_text, sync
 from lather.formats import CHECKPOINT
-from lather.models.hf.safetensors_folder import DTYPES, TensorHeader
-from lather.optim.sharded.placement import Box
+from lather.safetensors_file import DTYPES, TensorHeader
 
 STATE_FILE = "state.json"
 BEST = "best"
@@ -58,7 +58,7 @@ def step_of(checkpoint: Path) -> int:
 
 @dataclass(frozen=True)
 class Retention:
-    """The checkpoints that are kept when a new one is complete."""
+    """Which checkpoints stay when a new one is complete."""
 
     last: int
     """Number of newest checkpoints to keep, at least 1."""
@@ -68,8 +68,8 @@ class Retention:
     """Keep the checkpoint of this step."""
 
     def delete_others(self, folder: Path) -> None:
-        """Delete the checkpoints that are not kept. Each is renamed first, so that a kill leaves no
-        incomplete checkpoint under its name."""
+        """Delete all other checkpoints. Each is renamed first, so that a kill leaves no incomplete
+        checkpoint under its name."""
         for path in list_checkpoints(folder)[: -self.last]:
             step = step_of(path)
             if step != self.best and (not self.every or step % self.every):
@@ -83,35 +83,35 @@ def find_checkpoint(run_at_step: str, step: int = -1) -> tuple[Path, Path]:
     `step`: the value of an option `--step`, negative if it was not given. Raises UserError if there
     is no such run or checkpoint, listing the existing ones, or if both name a step.
     """
-    (run, wanted), place = _split(run_at_step), run_at_step
+    (run, name), place = _split(run_at_step), run_at_step
     if step >= 0:
-        if wanted is not None:
+        if name is not None:
             raise UserError(
                 f"{run_at_step} and --step {step} both say which checkpoint: give one of them"
             )
-        wanted, place = str(step), f"--step {step}"
+        name, place = str(step), f"--step {step}"
     folder = run / "checkpoints"
-    # a training run may have replaced its only one during the first call
-    found = list_checkpoints(folder) or list_checkpoints(folder)
-    checkpoints = {step_of(path): path for path in found}
+    # a training run may have replaced its only checkpoint during the first call
+    paths = list_checkpoints(folder) or list_checkpoints(folder)
+    checkpoints = {step_of(path): path for path in paths}
     if not checkpoints:
-        raise UserError(f"{run / 'checkpoints'}: no checkpoint yet: let the run train first")
-    if wanted is None:
+        raise UserError(f"{folder}: no checkpoint yet: let the run train first")
+    if name is None:
         return run, checkpoints[max(checkpoints)]
-    there = ", ".join(map(str, checkpoints))
-    if wanted == BEST:
+    existing = ", ".join(map(str, checkpoints))
+    if name == BEST:
         best = best_checkpoint(checkpoints, read_rows(run / "metrics.jsonl"))
         if best is None:
             raise UserError(
                 f"{run}@{BEST}: no validation loss is known for the kept checkpoints: use one of "
-                f"{there}"
+                f"{existing}"
             )
         return run, checkpoints[best[1]]
-    if not (wanted.isascii() and wanted.isdigit() and int(wanted) in checkpoints):
+    if not (name.isascii() and name.isdigit() and int(name) in checkpoints):
         raise UserError(
-            f"{place}: no such checkpoint in {run / 'checkpoints'}: use one of {there}, or {BEST}"
+            f"{place}: no such checkpoint in {folder}: use one of {existing}, or {BEST}"
         )
-    return run, checkpoints[int(wanted)]
+    return run, checkpoints[int(name)]
 
 
 def _split(run_at_step: str) -> tuple[Path, str | None]:
@@ -120,11 +120,8 @@ def _split(run_at_step: str) -> tuple[Path, str | None]:
     if (whole / CONFIGURATION).exists():
         return whole, None
     folder, run = whole.parent, whole.parent.parent
-    if (
-        whole in list_checkpoints(folder)
-        and folder.name == "checkpoints"
-        and (run / CONFIGURATION).exists()
-    ):
+    is_of_run = folder.name == "checkpoints" and (run / CONFIGURATION).exists()
+    if is_of_run and whole in list_checkpoints(folder):
         return run, str(step_of(whole))
     name, at, step = run_at_step.rpartition("@")
     run = run_folder(Path(name)) if at and name else whole
@@ -146,8 +143,8 @@ def _no_run(folder: Path) -> str:
 
 
 def best_checkpoint(steps: Collection[int], rows: list[dict[str, Any]]) -> tuple[float, int] | None:
-    """Return the lowest validation loss at a step with a checkpoint, and that step; None if no such
-    loss is known."""
+    """Return the lowest validation loss at a step with a checkpoint, and that step; None if no
+    loss at such a step is known."""
     losses = [
         (row["validation_loss"], row["step"])
         for row in rows
@@ -235,12 +232,6 @@ def read_table(folder: Path) -> Table:
     """Read the table of a checkpoint. Raises CheckpointError, naming the file, if it is missing,
     damaged, in another format or not a table of a checkpoint."""
     file = folder / STATE_FILE
-    pickled = folder / ".metadata"
-    if pickled.exists():
-        raise CheckpointError(
-            f"{pickled}: pickled metadata is refused, since loading it can run arbitrary code: "
-            f"{remedy(folder)}"
-        )
     try:
         state = json.loads(read_text(file))
         if not isinstance(state, dict):
@@ -273,11 +264,11 @@ def check_cover(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
     if sum(box.numel for box in boxes) != math.prod(shape):
         raise ValueError(f"the pieces of {name!r} do not cover it")
     filled = sorted((box for box in boxes if box.numel), key=lambda box: box.offset)
-    for number, one in enumerate(filled):
+    for number, box in enumerate(filled):
         for other in filled[number + 1 :]:
-            if other.offset and other.offset[0] >= one.offset[0] + one.size[0]:
-                break  # later boxes do not overlap this one either
-            if one.overlap(other):
+            if other.offset and other.offset[0] >= box.offset[0] + box.size[0]:
+                break  # neither do later boxes overlap this box
+            if box.overlap(other):
                 raise ValueError(f"pieces of {name!r} overlap")
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lather.boxes import Box, Piece
 from lather.checkpoint.folder import (
     STATE_FILE,
     Progress,
@@ -23,19 +24,11 @@ from lather.checkpoint.folder import (
     read_table,
     remedy,
 )
-from lather.checkpoint.state import TrainingState, state_shapes
+from lather.checkpoint.state import TrainingState
 from lather.errors import CheckpointError, ExchangeError
 from lather.files import sha256
-from lather.models.entry_names import split_entry
-from lather.models.hf.safetensors_folder import (
-    DTYPE_NAMES,
-    DTYPES,
-    Index,
-    SafetensorsFolder,
-    open_safetensors,
-)
-from lather.optim.sharded.placement import Box, Piece
 from lather.parallel.agreement import errors_on_all_ranks
+from lather.safetensors_file import DTYPE_NAMES, DTYPES, Index, SafetensorsFiles, open_safetensors
 
 ANOTHER = "use the configuration it was made with"
 BIAS = ".e_score_correction_bias"
@@ -55,7 +48,7 @@ class CheckpointTensors:
 
     def __init__(self, folder: Path, table: Table) -> None:
         self.folder, self.table, self.tensors = folder, table, table.tensors
-        self._files: dict[str, SafetensorsFolder] = {}
+        self._files: dict[str, SafetensorsFiles] = {}
 
     def weights(self) -> CheckpointTensors:
         """Return only the parameters and buffers."""
@@ -68,9 +61,9 @@ class CheckpointTensors:
         """Return `tensor[index]` on the CPU; only this and one piece are in memory."""
         entry = self.tensors[name]
         box = _box_of(entry.shape, index)
-        found = torch.empty(box.size, dtype=DTYPES[entry.dtype], device="cpu")
-        self.read_into(found, name, box.offset)
-        return found[tuple(0 if isinstance(at, int) else slice(None) for at in index)]
+        whole = torch.empty(box.size, dtype=DTYPES[entry.dtype], device="cpu")
+        self.read_into(whole, name, box.offset)
+        return whole[tuple(0 if isinstance(at, int) else slice(None) for at in index)]
 
     @torch.no_grad()
     def read_into(self, target: Tensor, name: str, offset: Sequence[int]) -> None:
@@ -106,14 +99,14 @@ class CheckpointTensors:
         except (OSError, ValueError, ExchangeError) as error:
             raise self._damaged(file.name, error) from None
 
-    def _find(self, name: str, entry: StoredEntry, box: Box) -> tuple[SafetensorsFolder, str]:
+    def _find(self, name: str, entry: StoredEntry, box: Box) -> tuple[SafetensorsFiles, str]:
         """Return the file of a stored box, and the box's name in it."""
         file = entry.file_of[box]
         if file not in self._files:
             self._files[file] = open_safetensors(self.folder / file)
         stored, key = self._files[file], piece_name(name, box, entry.shape)
-        found = stored.tensors.get(key)
-        if found is None or (found.dtype, found.shape) != (entry.dtype, box.size):
+        header = stored.tensors.get(key)
+        if header is None or (header.dtype, header.shape) != (entry.dtype, box.size):
             raise ExchangeError(f"it does not hold {key!r} as {STATE_FILE} says")
         return stored, key
 
@@ -151,13 +144,16 @@ def load_checkpoint(path: Path, state: TrainingState) -> Progress:
     tensors = _open(path, state)
     table, pieces = tensors.table, list(state.weights())
     if state.optimizer is not None and table.optimizer is not None:
-        with errors_on_all_ranks(state.mesh.control_group):
-            _check_optimizer(path, table, state.optimizer)
+        file, name = path / STATE_FILE, type(state.optimizer).__name__
+        if table.optimizer != name:
+            raise CheckpointError(
+                f"{file}: holds state of {table.optimizer}, not of {name}: {ANOTHER}"
+            )
         try:
             state.create_optimizer_state(table.tensors)
         except CheckpointError as error:
             raise CheckpointError(
-                f"{path / STATE_FILE}: holds another optimizer's state ({error}): {ANOTHER}"
+                f"{file}: holds another optimizer's state ({error}): {ANOTHER}"
             ) from None
         pieces += [piece for piece in state.optimizer_state() if piece.name in table.tensors]
     random = [
@@ -199,20 +195,17 @@ def _open(path: Path, state: TrainingState, without: tuple[str, ...] = ()) -> Ch
             tensors.check_file(file)
     with errors_on_all_ranks(state.mesh.control_group):
         place = path / STATE_FILE
-        found = {name for name in table.tensors if "/" not in name and not name.endswith(without)}
-        for name in sorted(names - found):
+        stored = {name for name in table.tensors if "/" not in name and not name.endswith(without)}
+        for name in sorted(names - stored):
             raise CheckpointError(f"{place}: lacks {name!r}: {ANOTHER}")
-        for name in sorted(found - names):
+        for name in sorted(stored - names):
             raise CheckpointError(f"{place}: has a surplus {name!r}: {ANOTHER}")
         for piece in state.weights():
-            if piece.name in names and not _fits(piece, table.tensors[piece.name]):
-                stored = table.tensors[piece.name]
-                there, here = (
-                    f"{stored.shape} {stored.dtype}",
-                    f"{piece.shape} {DTYPE_NAMES.get(piece.value.dtype, piece.value.dtype)}",
-                )
+            if piece.name in names and not _fits(piece, entry := table.tensors[piece.name]):
+                dtype = DTYPE_NAMES.get(piece.value.dtype, piece.value.dtype)
                 raise CheckpointError(
-                    f"{place}: {piece.name!r} is {there}, but the model's {here}: {ANOTHER}"
+                    f"{place}: {piece.name!r} is {entry.shape} {entry.dtype}, but the model's "
+                    f"{piece.shape} {dtype}: {ANOTHER}"
                 )
     return tensors
 
@@ -222,19 +215,3 @@ def _fits(piece: Piece, stored: StoredEntry | None) -> bool:
         piece.shape,
         DTYPE_NAMES.get(piece.value.dtype),
     )
-
-
-def _check_optimizer(path: Path, table: Table, optimizer: object) -> None:
-    """Raise CheckpointError unless the stored state belongs to this class of optimizer and to this
-    model."""
-    file, given = path / STATE_FILE, type(optimizer).__name__
-    if table.optimizer != given:
-        raise CheckpointError(
-            f"{file}: holds state of {table.optimizer}, not of {given}: {ANOTHER}"
-        )
-    parameters = {split_entry(name)[0] for name in table.tensors if "/" not in name}
-    for entry in state_shapes(table.tensors):
-        if split_entry(entry)[0] not in parameters:
-            raise CheckpointError(
-                f"{file}: holds state of {entry!r}, which the model does not have: {ANOTHER}"
-            )

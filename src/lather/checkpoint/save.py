@@ -35,6 +35,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lather.boxes import Box, Piece, PieceKey
 from lather.checkpoint.folder import (
     Progress,
     Retention,
@@ -49,14 +50,8 @@ from lather.checkpoint.state import TrainingState
 from lather.device import gpu_module, is_gpu
 from lather.errors import CheckpointError
 from lather.files import names_full_disk, sha256, sync
-from lather.models.hf.safetensors_folder import (
-    DTYPE_NAMES,
-    TensorToWrite,
-    open_safetensors,
-    write_safetensors,
-)
-from lather.optim.sharded.placement import Box, Piece, PieceKey
 from lather.parallel.agreement import broadcast, errors_on_all_ranks, gather, scatter
+from lather.safetensors_file import DTYPE_NAMES, TensorToWrite, open_safetensors, write_safetensors
 
 CPU = torch.device("cpu")
 
@@ -87,9 +82,8 @@ class Saver:
                 return save_checkpoint(self.folder, progress, self.state, retention=self.retention)
         device, copied = self.state.mesh.device, Event()
         if is_gpu(device):
-            gpu_module(device).current_stream(
-                device
-            ).synchronize()  # the thread uses another stream
+            # the thread uses another stream
+            gpu_module(device).current_stream(device).synchronize()
         self._writing = self._thread.submit(self._write, progress, self.retention, copied)
         copied.wait()
         return checkpoint_path(self.folder, progress.step)
@@ -101,14 +95,15 @@ class Saver:
             writing.result()
 
     def _write(self, progress: Progress, retention: Retention, copied: Event) -> None:
-        def stage(own: Values) -> Values:
-            staged = self.staging.copy(own)
+        def stage(values: Values) -> Values:
+            staged = self.staging.copy(values)
             copied.set()
             return staged
 
         try:
-            if is_gpu(self.state.mesh.device):
-                gpu_module(self.state.mesh.device).set_device(self.state.mesh.device)
+            device = self.state.mesh.device
+            if is_gpu(device):
+                gpu_module(device).set_device(device)
             with self._timed():
                 save_checkpoint(self.folder, progress, self.state, retention=retention, stage=stage)
         finally:
@@ -128,22 +123,22 @@ class Staging:
     def __init__(self, device: torch.device, host: torch.device = CPU) -> None:
         """`device`: device of the tensors; `host`: the CPU, or its stand-in in a dry run."""
         self.device, self.host = device, host
-        self._kept: dict[PieceKey, Tensor] = {}
+        self._copies: dict[PieceKey, Tensor] = {}
 
     @torch.no_grad()
-    def copy(self, own: Values) -> Values:
+    def copy(self, values: Values) -> Values:
         """Copy the tensors; the copies are complete on return."""
-        self._kept = {key: self._room(key, value) for key, value in own.items()}
-        for key, value in own.items():
-            self._kept[key].copy_(value, non_blocking=True)
+        self._copies = {key: self._room(key, value) for key, value in values.items()}
+        for key, value in values.items():
+            self._copies[key].copy_(value, non_blocking=True)
         if is_gpu(self.device):
             gpu_module(self.device).current_stream(self.device).synchronize()
-        return self._kept
+        return self._copies
 
     def _room(self, key: PieceKey, value: Tensor) -> Tensor:
-        kept = self._kept.get(key)
-        if kept is not None and (kept.shape, kept.dtype) == (value.shape, value.dtype):
-            return kept
+        copy = self._copies.get(key)
+        if copy is not None and (copy.shape, copy.dtype) == (value.shape, value.dtype):
+            return copy
         pinned = is_gpu(self.device)
         return torch.empty(value.shape, dtype=value.dtype, device=self.host, pin_memory=pinned)
 
@@ -195,16 +190,16 @@ class CheckpointWriter:
         """Write the files of all ranks; return on rank 0 the files, and the tensors in them."""
         mine = {piece.key: piece for piece in pieces if piece.counts}
         by_rank = gather([piece.described() for piece in mine.values()], self.group)
-        plan: list[list[Piece]] = []
+        assignment: list[list[Piece]] = []
         tensors: dict[str, StoredEntry] = {}
         with errors_on_all_ranks(self.group):
             if self.rank == 0:
-                plan = each_once(by_rank)
-                tensors = stored_entries(plan)
+                assignment = each_once(by_rank)
+                tensors = stored_entries(assignment)
                 self._make_folder()
-        chosen = scatter(plan, self.group)
+        chosen = scatter(assignment, self.group)
         with errors_on_all_ranks(self.group):
-            values: Values = {one.key: mine[one.key].value for one in chosen}
+            values: Values = {piece.key: mine[piece.key].value for piece in chosen}
             stored = self.write_file(chosen, values if stage is None else stage(values))
         return {file.name: file for file in gather(stored, self.group) if file is not None}, tensors
 
@@ -223,10 +218,10 @@ class CheckpointWriter:
         write."""
         if not chosen:
             return None
-        by_name = {piece_name(one.name, one.box, one.shape): one for one in chosen}
+        by_name = {piece_name(piece.name, piece.box, piece.shape): piece for piece in chosen}
         tensors = [
-            TensorToWrite(name, one.value.dtype, one.box.size, [values[one.key]])
-            for name, one in sorted(by_name.items())
+            TensorToWrite(name, piece.value.dtype, piece.box.size, [values[piece.key]])
+            for name, piece in sorted(by_name.items())
         ]
         file, digest = self.aside / rank_file(self.rank), hashlib.sha256()
         with names_full_disk(self.target.parent):
@@ -257,8 +252,8 @@ def each_once(by_rank: Sequence[Sequence[Piece]]) -> list[list[Piece]]:
     largest pieces first."""
     havers: defaultdict[PieceKey, list[int]] = defaultdict(list)
     pieces: dict[PieceKey, Piece] = {}
-    for rank, own in enumerate(by_rank):
-        for piece in own:
+    for rank, of_rank in enumerate(by_rank):
+        for piece in of_rank:
             havers[piece.key].append(rank)
             first = pieces.setdefault(piece.key, piece)
             assert first.is_like(piece), f"ranks differ in what {piece.name} is"
@@ -274,13 +269,13 @@ def each_once(by_rank: Sequence[Sequence[Piece]]) -> list[list[Piece]]:
     return chosen
 
 
-def stored_entries(plan: Sequence[Sequence[Piece]]) -> dict[str, StoredEntry]:
+def stored_entries(assignment: Sequence[Sequence[Piece]]) -> dict[str, StoredEntry]:
     """Return the table's entries for this assignment. Raises ValueError if the pieces do not cover
     a tensor."""
     kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
     file_of: defaultdict[str, dict[Box, str]] = defaultdict(dict)
-    for rank, own in enumerate(plan):
-        for piece in own:
+    for rank, of_rank in enumerate(assignment):
+        for piece in of_rank:
             kind = DTYPE_NAMES[piece.value.dtype], piece.shape
             assert kinds.setdefault(piece.name, kind) == kind, piece.name
             file_of[piece.name][piece.box] = rank_file(rank)

@@ -15,12 +15,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from lather.boxes import Piece
 from lather.checkpoint.folder import StoredEntry
 from lather.device import gpu_module, is_gpu
 from lather.errors import CheckpointError
 from lather.models.entry_names import entry_name, is_stack
 from lather.optim import MatrixOptimizer
-from lather.optim.sharded.placement import Piece
 from lather.parallel.agreement import broadcast, errors_on_all_ranks, gather
 from lather.parallel.local_parameters import LocalParameter, ShardInfo
 from lather.parallel.mesh import Mesh
@@ -46,15 +46,15 @@ class TrainingState:
         """`parameters`: those of a rank's engine or of a whole model; `module`: its part of the
         model, or the model."""
         self.parameters, self.optimizer, self.mesh = list(parameters), optimizer, mesh
-        kept = module.state_dict().keys()
-        self._buffers = [_whole(name, x) for name, x in module.named_buffers() if name in kept]
+        persistent = module.state_dict().keys()
+        self._buffers = [
+            _whole(name, x) for name, x in module.named_buffers() if name in persistent
+        ]
         self._infos: dict[Tensor, ShardInfo] = {}
-        for one in self.parameters:
-            first, length = (
-                mesh.ep_rank * len(one.source) if one.info.is_expert else 0,
-                len(one.source),
-            )
-            self._infos[one.source] = replace(one.info, offset=first, length=length)
+        for entry in self.parameters:
+            length = len(entry.source)
+            first = mesh.ep_rank * length if entry.info.is_expert else 0
+            self._infos[entry.source] = replace(entry.info, offset=first, length=length)
 
     @classmethod
     def of_model(cls, model: nn.Module, optimizer: MatrixOptimizer | None = None) -> TrainingState:
@@ -73,8 +73,8 @@ class TrainingState:
     def names(self) -> set[str]:
         """Return the names of the parameters, one per expert, and of the buffers of all ranks;
         every rank calls this."""
-        own, group = {piece.name for piece in self.weights()}, self.mesh.control_group
-        return broadcast(set().union(*gather(own, group)), group)
+        names, group = {piece.name for piece in self.weights()}, self.mesh.control_group
+        return broadcast(set().union(*gather(names, group)), group)
 
     def pieces(self) -> list[Piece]:
         """Return everything that a checkpoint holds."""
@@ -82,8 +82,8 @@ class TrainingState:
 
     def weights(self) -> Iterator[Piece]:
         """Yield parameters, tied ones once, and persistent buffers."""
-        for one in self.parameters:
-            yield from _pieces(one.info, _whole("", one.parameter.detach()))
+        for entry in self.parameters:
+            yield from _pieces(entry.info, _whole("", entry.parameter.detach()))
         yield from self._buffers
 
     def optimizer_state(self) -> Iterator[Piece]:
@@ -132,15 +132,15 @@ class TrainingState:
             raise
 
     def _check_optimizer_state(self, shapes: Shapes) -> None:
-        found = state_shapes({piece.name: piece for piece in self.optimizer_state()})
-        for entry in sorted(found.keys() & shapes.keys()):
+        of_run = state_shapes({piece.name: piece for piece in self.optimizer_state()})
+        for entry in sorted(of_run.keys() & shapes.keys()):
             # ranks that do not own the matrix have its step only
-            owns = found[entry].keys() != {"step"}
-            for key in sorted(found[entry].keys() | (shapes[entry].keys() if owns else set())):
-                there, here = (of[entry].get(key, "absent") for of in (shapes, found))
-                if there != here:
+            owns = of_run[entry].keys() != {"step"}
+            for key in sorted(of_run[entry].keys() | (shapes[entry].keys() if owns else set())):
+                stored, current = (of[entry].get(key, "absent") for of in (shapes, of_run))
+                if stored != current:
                     raise CheckpointError(
-                        f"{entry}/{key} is {there} in the checkpoint and {here} in this run"
+                        f"{entry}/{key} is {stored} in the checkpoint and {current} in this run"
                     )
 
 
@@ -166,8 +166,8 @@ def _pieces(info: ShardInfo, piece: Piece) -> Iterator[Piece]:
     suffix, offset, shape = f"/{piece.name}" if piece.name else "", piece.offset, piece.shape
     has_rows = bool(shape) and shape[0] == info.length
     if has_rows and info.is_expert:
-        for number, one in enumerate(piece.value.unbind(), info.offset + offset[0]):
-            yield Piece(f"{entry_name(info.name, number)}{suffix}", one, offset[1:], shape[1:])
+        for number, expert in enumerate(piece.value.unbind(), info.offset + offset[0]):
+            yield Piece(f"{entry_name(info.name, number)}{suffix}", expert, offset[1:], shape[1:])
         return
     if has_rows and info.length != info.shape[0]:
         offset, shape = (info.offset + offset[0], *offset[1:]), (info.shape[0], *shape[1:])

@@ -39,7 +39,7 @@ from lather.models.hf.model_folder import (
     open_hugging_face,
 )
 from lather.models.hf.peft_folder import save_peft
-from lather.models.hf.safetensors_folder import TensorSource, copy_weights
+from lather.safetensors_file import TensorSource, copy_weights
 from lather.train.companions import COMPANION_FOLDER
 from lather.train.own_file import load_own
 from lather.train.trained_model import TrainedModel

@@ -117,22 +117,18 @@ def run_worker(config: Config, command: StartingCommand, world: World) -> int:
     check_parallel(config, world.size)
     device = world.device(pick_device(config.train.device))
     mesh = Mesh.build(config.parallel, device)
-    received, shown = Requests(), _display(config, world)
+    requests, shown = world.requests or Requests(), _display(config, world)
 
     def ask(number: signal.Signals) -> None:
-        received.add(number)
+        requests.add(number)
         if number == signal.SIGINT and isinstance(shown, LiveDisplay):
             # in a thread: the handler may have interrupted the display, which holds a lock then
             threading.Thread(target=shown.note, args=(STOPPING_NOTE,), daemon=True).start()
 
-    stopped_by, saved_at = (
-        world.stop or (lambda: received.stop),
-        world.save or (lambda: received.save),
-    )
-    asking = Asking(lambda: stopped_by() is not None, saved_at, command.started)
+    asking = Asking(lambda: requests.stop is not None, lambda: requests.save, command.started)
     with contextlib.ExitStack() as cleanup:
         cleanup.enter_context(surviving_output())
-        if world.stop is None:
+        if world.requests is None:
             cleanup.enter_context(stop_signals(ask, _say_ended))
             cleanup.enter_context(receiving_signals())
         try:
@@ -146,7 +142,7 @@ def run_worker(config: Config, command: StartingCommand, world: World) -> int:
             return 1
         if world.rank == 0:
             _report(config, outcome)
-        return 130 if not outcome.finished and stopped_by() == signal.SIGINT else 0
+        return 130 if not outcome.finished and requests.stop == signal.SIGINT else 0
 
 
 def _say_ended() -> None:

@@ -30,7 +30,7 @@ from lather.models.routing import counting_step
 from lather.models.saving.rounded_weights import RoundedWeights, keep_rounded
 from lather.models.saving.weight_gradients import WeightGradients, defer_weight_gradients
 from lather.models.token_positions import SequenceLayout
-from lather.optim.batched.pending import PendingRefreshes
+from lather.optim import PendingRefreshes
 from lather.parallel.expert_exchange import ExpertExchange
 from lather.parallel.fsdp_units import shard
 from lather.parallel.local_parameters import local_parameters
@@ -70,9 +70,7 @@ class Engine:
         self.parameters = local_parameters(part, mesh)
         shape = (self.micro_batch_size, loop.sequence_length, part.hidden_size)
         narrow = torch.bfloat16 if loop.precision == "bf16" else None
-        self._activation = Activation(
-            shape, next(part.parameters()).dtype, mesh.device, travels_as=narrow
-        )
+        self._activation = Activation(shape, next(part.parameters()).dtype, travels_as=narrow)
         exchange = LOCAL_EXCHANGE
         if mesh.ep > 1:
             exchange = ExpertExchange(
@@ -89,16 +87,8 @@ class Engine:
             autocast=narrow,
             rounded_weights=self.rounded_weights,
         )
-        group = mesh.pp_group if mesh.pp > 1 else None
         self._executor = Executor(
-            part.stages,
-            schedule,
-            self._segments,
-            self._activation,
-            group=group,
-            neighbor_groups=mesh.neighbor_groups,
-            units=self.units,
-            record=record,
+            part.stages, schedule, self._segments, self._activation, mesh, self.units, record
         )
         self._layout = SequenceLayout(*shape[:2], mesh.device)
 
@@ -185,9 +175,9 @@ class Engine:
             dist.all_reduce(total)
         return read(total, Read.LOSS).item() / num_labels
 
-    def fill_gaps(self, filler: PendingRefreshes) -> None:
-        """Do pieces of these refreshes between the actions of the pipeline."""
-        self._executor.filler = filler
+    def fill_gaps(self, refreshes: PendingRefreshes) -> None:
+        """Do these refreshes, a batch at a time, between the actions of the pipeline."""
+        self._executor.refreshes = refreshes
 
     def _check_shape(self, batch: Batch, num_sequences: int) -> None:
         expected = (num_sequences, self._activation.shape[1])
@@ -248,7 +238,7 @@ class Engine:
         layers = self.part.moe_layers
         if output.losses:
             reading.losses[0] = torch.stack(output.losses).double().sum()
-        if own := self.part.own_moe_layers():
+        if own := self.part.local_moe_layers():
             by_micro_batch = [
                 [one for stage in self.part.stages for one in output.routings[stage.index, m]]
                 for m in range(len(shares))
@@ -271,7 +261,9 @@ class Engine:
         """Apply loss-free balancing after a step in which the experts received these rows."""
         if self.moe.bias_update_rate:
             counts_LE = to_device(counts_LE, self.mesh.device)
-            for layer, router in zip(self.part.own_moe_layers(), self.part.routers(), strict=True):
+            for layer, router in zip(
+                self.part.local_moe_layers(), self.part.routers(), strict=True
+            ):
                 router.update_correction_bias(
                     counts_LE[self.part.moe_layers.index(layer)], self.moe.bias_update_rate
                 )

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lather.boxes import local
 from lather.checkpoint.save import Staging
 from lather.checkpoint.state import TrainingState
 from lather.config.config import Config, num_routed_experts
@@ -35,7 +36,6 @@ from lather.memory.ledger import Ledger, MemoryTimeline
 from lather.memory.work import Work, WorkTally
 from lather.memory.workers import Assumed
 from lather.optim import MatrixOptimizer
-from lather.optim.sharded.placement import local
 from lather.parallel.mesh import Mesh
 from lather.pipeline.executor import Recorder
 from lather.pipeline.schedule import TRANSFERS, Action, Kind
@@ -392,7 +392,7 @@ def dry_run(
                 record("a step beside refreshes", lambda: step(batch, RATE))
         owned = _state_of_ranks(optimizer, rank, config.parallel.ep)
         own_layers = tuple(
-            engine.part.share.layers_of_stage[stage] for stage in engine.part.share.own_stages
+            engine.part.share.layers_of_stage[stage] for stage in engine.part.share.stages_of_rank
         )
         return RankRun(
             rank, mesh.pp_rank, own_layers, found, dict(tally.found), owned, checkpoint_bytes

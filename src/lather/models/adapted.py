@@ -25,10 +25,10 @@ from lather.errors import ConfigError
 from lather.models.decoder import Block, Decoder
 from lather.models.entry_names import entry_name, split_entry
 from lather.models.experts import Experts
-from lather.models.hf.safetensors_folder import Index, TensorHeader, TensorSource
 from lather.models.layers import Linear
 from lather.models.lora import Adapter, LoraConfig
 from lather.models.moe import MoE
+from lather.safetensors_file import Index, TensorHeader, TensorSource
 
 GROUPS = ("attention", "experts", "shared_experts", "dense")
 FACTOR = re.compile(r".*[._]lora\.[AB]")

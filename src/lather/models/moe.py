@@ -36,8 +36,8 @@ class Dispatched:
     """Numbers of the experts among those of this rank; -1 for experts on other ranks, and for
     padding."""
     weights_RK: Float[Tensor, "r k"]
-    way: Any = None
-    """Information with which the exchange sends results and gradients back the same way."""
+    handle: Any = None
+    """Information with which the exchange sends results and gradients back."""
     num_pairs: int | None = None
     """Number of entries of `experts_RK` that are not -1, if the host knows it."""
 
@@ -71,7 +71,7 @@ class Exchange:
     Both exist in two forms: differentiable, and asynchronous without autograd (`start_...`), so
     that other computations run until `wait`. The asynchronous forms of the backward pass are
     separate methods. Tensors that are passed to a `start_...` method must not change before `wait`
-    returns. What was dispatched is sent back by its `Dispatched.way`.
+    returns. Results are sent back by `Dispatched.handle`.
     """
 
     num_ranks = 1
@@ -98,16 +98,16 @@ class Exchange:
         dispatched = self.dispatch(x_TD, routing)
         return Pending(lambda: dispatched)
 
-    def start_combine(self, partial_RD: Tensor, way: Any) -> Pending[Tensor]:
+    def start_combine(self, partial_RD: Tensor, handle: Any) -> Pending[Tensor]:
         return Pending(lambda: partial_RD)
 
-    def start_combine_backward(self, grad_TD: Tensor, way: Any) -> Pending[Tensor]:
+    def start_combine_backward(self, grad_TD: Tensor, handle: Any) -> Pending[Tensor]:
         """Send the gradient of the complete sums (T, D); the result is that of this rank's partial
         sums (R, D)."""
         return Pending(lambda: grad_TD)
 
     def start_dispatch_backward(
-        self, grad_RD: Tensor, grad_weights_RK: Tensor, way: Any
+        self, grad_RD: Tensor, grad_weights_RK: Tensor, handle: Any
     ) -> Pending[tuple[Tensor, Tensor]]:
         """Send the gradients of the results of `dispatch`; the result is those of the tokens (T, D)
         and of the router's weights (T, K)."""

@@ -5,6 +5,7 @@ from lather.optim import functional as functional
 from lather.optim import schedules as schedules
 from lather.optim.batched.optimizer import MatrixOptimizer as MatrixOptimizer
 from lather.optim.batched.optimizer import constructor as constructor
+from lather.optim.batched.pending import PendingRefreshes as PendingRefreshes
 from lather.optim.description import Decisions as Decisions
 from lather.optim.groups import describe_parameters as describe_parameters
 from lather.optim.groups import parameter_groups as parameter_groups

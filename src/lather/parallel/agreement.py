@@ -34,8 +34,8 @@ def errors_on_all_ranks(group: dist.ProcessGroup | None) -> Iterator[None]:
     error: Exception | None = None
     try:
         yield
-    except Exception as own:
-        error = own
+    except Exception as raised:
+        error = raised
     errors: list[Exception | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(errors, None if error is None else _portable(error), group=group)
     if error is not None:
@@ -71,9 +71,9 @@ def scatter(values: Sequence[T], group: dist.ProcessGroup | None) -> T:
     if group is None:
         (value,) = values
         return value
-    found: list[T | None] = [None]
-    dist.scatter_object_list(found, list(values) or None, group=group, group_src=0)
-    return cast(T, found[0])
+    received: list[T | None] = [None]
+    dist.scatter_object_list(received, list(values) or None, group=group, group_src=0)
+    return cast(T, received[0])
 
 
 def on_rank_0(work: Callable[[], T], group: dist.ProcessGroup | None) -> T:
@@ -81,11 +81,11 @@ def on_rank_0(work: Callable[[], T], group: dist.ProcessGroup | None) -> T:
     there, all ranks raise."""
     if group is None:
         return work()
-    found: T | None = None
+    result: T | None = None
     with errors_on_all_ranks(group):
         if dist.get_rank(group) == 0:
-            found = work()
-    return cast(T, broadcast(found, group))
+            result = work()
+    return cast(T, broadcast(result, group))
 
 
 def _portable(error: Exception) -> Exception:

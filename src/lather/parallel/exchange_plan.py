@@ -23,9 +23,8 @@ from lather.shapes import Float, Int
 
 
 @dataclass(frozen=True)
-class Way:
-    """Indices and row counts of an exchange, with which results and gradients are sent back the
-    same way."""
+class DispatchHandle:
+    """Indices and row counts of an exchange, with which results and gradients are sent back."""
 
     token_S: Int[Tensor, " s"]
     """Token of each sent row. int32."""
@@ -50,7 +49,7 @@ class Way:
 
 @dataclass(frozen=True)
 class ExchangePlan:
-    """A rank's part of a `Way`, before the ranks have exchanged the numbers of rows."""
+    """A rank's part of a `DispatchHandle`, before the ranks have exchanged the numbers of rows."""
 
     sizes_P2: Int[Tensor, "p 2"]
     """Message to each rank: the number of rows for it, and the number of pairs of these rows and
@@ -59,18 +58,20 @@ class ExchangePlan:
     row_TP: Int[Tensor, "t p"]
     """The row of each token for each rank; one past the last row if the token is not sent there."""
 
-    def way(self, own_P2: list[list[int]], told_P2: list[list[int]]) -> Way:
+    def handle(self, sent_P2: list[list[int]], received_P2: list[list[int]]) -> DispatchHandle:
         """Complete the plan with this rank's message to each rank, and each rank's to this one."""
         t, p = self.row_TP.shape
         sent_P, received_P = (
-            tuple(rows for rows, _ in messages_P2) for messages_P2 in (own_P2, told_P2)
+            tuple(rows for rows, _ in messages_P2) for messages_P2 in (sent_P2, received_P2)
         )
         s = sum(sent_P)
         # the last entry takes the pairs of token and rank without a row
         token_S = self.row_TK.new_empty(s + 1)
         token_T1 = torch.arange(t, dtype=torch.int32, device=token_S.device).unsqueeze(1)
         token_S.scatter_(0, self.row_TP.flatten(), token_T1.expand(t, p).flatten())
-        return Way(token_S[:s], self.row_TK, sent_P, received_P, sum(pairs for _, pairs in told_P2))
+        return DispatchHandle(
+            token_S[:s], self.row_TK, sent_P, received_P, sum(pairs for _, pairs in received_P2)
+        )
 
 
 def plan_routing(routing: Routing, num_local_experts: int, num_ranks: int) -> ExchangePlan:
@@ -107,19 +108,21 @@ def plan_rows(
     )
 
 
-def pack_routing(routing: Routing, way: Way, num_local_experts: int) -> Int[Tensor, "s packed"]:
+def pack_routing(
+    routing: Routing, handle: DispatchHandle, num_local_experts: int
+) -> Int[Tensor, "s packed"]:
     """Pack, for each sent row, its rank's numbers of the experts (-1 for experts elsewhere), and
     their weights (0 for those) as bits."""
     wide = torch.promote_types(routing.weights_TK.dtype, torch.float32)
     bits = torch.int64 if wide.itemsize == 8 else torch.int32
-    row_S1 = torch.arange(len(way.token_S), device=way.token_S.device).unsqueeze(1)
-    here_SK = way.row_of_slot().index_select(0, way.token_S) == row_S1
-    experts_SK = routing.experts_TK.index_select(0, way.token_S) % num_local_experts
-    weights_SK = routing.weights_TK.index_select(0, way.token_S).to(wide)
+    row_S1 = torch.arange(len(handle.token_S), device=handle.token_S.device).unsqueeze(1)
+    is_local_SK = handle.row_of_slot().index_select(0, handle.token_S) == row_S1
+    experts_SK = routing.experts_TK.index_select(0, handle.token_S) % num_local_experts
+    weights_SK = routing.weights_TK.index_select(0, handle.token_S).to(wide)
     return torch.cat(
         [
-            torch.where(here_SK, experts_SK, -1).to(bits),
-            torch.where(here_SK, weights_SK, 0).view(bits),
+            torch.where(is_local_SK, experts_SK, -1).to(bits),
+            torch.where(is_local_SK, weights_SK, 0).view(bits),
         ],
         dim=1,
     )

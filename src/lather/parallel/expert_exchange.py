@@ -19,11 +19,11 @@ between nodes (arXiv:2412.19437, section 3.2.2).
 Rows are sent in the dtype in which they are given, in both directions, and summed in fp32 (fp64 for
 fp64), slots in order, rounded once.
 
-Between forward and backward only indices are kept (`exchange_plan.Way`); every buffer is freed once
-its rows have arrived or been summed.
+Between forward and backward only indices are kept (`exchange_plan.DispatchHandle`); every buffer is
+freed once its rows have arrived or been summed.
 
 Every phase is a collective operation; dispatch and its backward are two, one after the other. All
-ranks of the group have to launch the same phases in the same order, including ranks without tokens,
+ranks of the group have to start the same phases in the same order, including ranks without tokens,
 or the others wait forever. With the differentiable functions this holds for the backward pass as
 well, so the loss has to depend on the result either on every rank or on none.
 
@@ -46,7 +46,7 @@ from lather.kernels.gather import padded_index_gather
 from lather.kernels.route import check_range
 from lather.models.moe import Dispatched, Exchange, Pending
 from lather.models.routing import Routing
-from lather.parallel.exchange_plan import Way, pack_routing, plan_routing, unpack_routing
+from lather.parallel.exchange_plan import DispatchHandle, pack_routing, plan_routing, unpack_routing
 from lather.shapes import Float
 
 FreeBuffer = Callable[[Tensor], None]
@@ -63,11 +63,10 @@ class ExpertExchange(Exchange):
     rank e // N, where N = num_experts / P. If P is 1, `lather.models.moe.LOCAL_EXCHANGE` does the
     same without copies.
 
-    Any number of layers and micro-batches can be under way, since the exchange keeps no state of
+    Any number of layers and micro-batches can be in progress, since the exchange keeps no state of
     them. T may differ between ranks and be 0; D, K and dtypes must not differ. `free_buffer` is
     called with each buffer that the exchange allocated. `sizes_group` has the same ranks and its
-    own communicator, so that the numbers of rows do not queue behind rows. Raises ValueError if the
-    experts cannot be divided evenly.
+    own communicator, so that the numbers of rows do not queue behind rows.
     """
 
     def __init__(
@@ -78,20 +77,10 @@ class ExpertExchange(Exchange):
         free_buffer: FreeBuffer = resize_away,
         sizes_group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.group, self.num_experts, self.num_ranks = (
-            group,
-            num_experts,
-            dist.get_world_size(group),
-        )
-        self.sizes_group, self.free_buffer = (
-            group if sizes_group is None else sizes_group,
-            free_buffer,
-        )
-        if num_experts < 1 or num_experts % self.num_ranks:
-            raise ValueError(
-                f"{num_experts} experts cannot be divided evenly among {self.num_ranks} ranks: use "
-                "an expert-parallel size that does"
-            )
+        self.group, self.sizes_group = group, group if sizes_group is None else sizes_group
+        self.num_experts, self.num_ranks = num_experts, dist.get_world_size(group)
+        self.free_buffer = free_buffer
+        assert num_experts % self.num_ranks == 0, (num_experts, self.num_ranks)
         self.num_local_experts = num_experts // self.num_ranks
         self._sizes_stream: Any = None
 
@@ -102,18 +91,20 @@ class ExpertExchange(Exchange):
         Weights of experts on other ranks arrive as 0. Only indices are kept. Errors as in
         `start_dispatch`.
         """
-        x_RD, weights_RK, experts_RK, way = _Dispatch.apply(x_TD, routing.weights_TK, routing, self)  # type: ignore[no-untyped-call]
-        return Dispatched(x_RD, experts_RK, weights_RK, way, way.num_pairs)
+        x_RD, weights_RK, experts_RK, handle = _Dispatch.apply(  # type: ignore[no-untyped-call]
+            x_TD, routing.weights_TK, routing, self
+        )
+        return Dispatched(x_RD, experts_RK, weights_RK, handle, handle.num_pairs)
 
     def combine(
         self, partial_RD: Float[Tensor, "r d"], dispatched: Dispatched
     ) -> Float[Tensor, "t d"]:
         """Send partial sums back and sum them per token; differentiable. Only indices are kept.
         Errors as in `start_combine`."""
-        return _CombineRanks.apply(partial_RD, dispatched.way, self)  # type: ignore[no-untyped-call]
+        return _CombineRanks.apply(partial_RD, dispatched.handle, self)  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
-    def start_plan(self, routing: Routing) -> Pending[Way]:
+    def start_plan(self, routing: Routing) -> Pending[DispatchHandle]:
         """Start the exchange of the numbers of rows. The host waits for them in the result's
         `wait`, and nowhere else.
 
@@ -135,19 +126,19 @@ class ExpertExchange(Exchange):
             # the compute stream may have further work queued
             with gpu_module(sizes_2P2).stream(self._sizes_stream):
                 work.wait()
-                _used_here(plan.sizes_P2, sizes_2P2)
+                _record_use(plan.sizes_P2, sizes_2P2)
                 sizes_2P2 = read(sizes_2P2, Read.SIZES, wait=False)
                 arrive = self._sizes_stream.record_event().synchronize
 
-        def finish() -> Way:
+        def finish() -> DispatchHandle:
             arrive()
-            return plan.way(*read(sizes_2P2, Read.SIZES).tolist())
+            return plan.handle(*read(sizes_2P2, Read.SIZES).tolist())
 
         return Pending(finish)
 
     @torch.no_grad()
     def start_dispatch(
-        self, x_TD: Float[Tensor, "t d"], routing: Routing, plan: Way | None = None
+        self, x_TD: Float[Tensor, "t d"], routing: Routing, plan: DispatchHandle | None = None
     ) -> Pending[Dispatched]:
         """Start to send tokens. Raises ValueError, before anything is sent, if `routing` has
         another number of tokens, and as `start_plan` does."""
@@ -157,74 +148,81 @@ class ExpertExchange(Exchange):
                 f"{len(routing.weights_TK)}: "
                 "give the routing of these tokens"
             )
-        way = self.start_plan(routing).wait() if plan is None else plan
-        packed_travel = self._launch(
-            pack_routing(routing, way, self.num_local_experts), way.sent_P, way.received_P, own=True
-        )
-        x_travel = self._launch(_rows_to_send(x_TD, way), way.sent_P, way.received_P, own=True)
+        handle = self.start_plan(routing).wait() if plan is None else plan
+        packed_arriving = self._send(pack_routing(routing, handle, self.num_local_experts), handle)
+        x_arriving = self._send(_rows_to_send(x_TD, handle), handle)
         dtype = routing.weights_TK.dtype
 
         def finish() -> Dispatched:
-            packed, x_RD = packed_travel.wait(), x_travel.wait()
+            packed, x_RD = packed_arriving.wait(), x_arriving.wait()
             experts_RK, weights_RK = unpack_routing(packed, dtype)
             self.free_buffer(packed)
-            return Dispatched(x_RD, experts_RK, weights_RK, way, way.num_pairs)
+            return Dispatched(x_RD, experts_RK, weights_RK, handle, handle.num_pairs)
 
         return Pending(finish)
 
     @torch.no_grad()
-    def start_combine(self, partial_RD: Float[Tensor, "r d"], way: Way) -> Pending[Tensor]:
+    def start_combine(
+        self, partial_RD: Float[Tensor, "r d"], handle: DispatchHandle
+    ) -> Pending[Tensor]:
         """Start to send partial sums back. Raises ValueError, before anything is sent, unless there
         are R of them."""
-        travel = self._launch_back(partial_RD, way)
-        return Pending(lambda: self._sum_per_token(way, travel.wait()))
+        arriving = self._send_back(partial_RD, handle)
+        return Pending(lambda: self._sum_per_token(handle, arriving.wait()))
 
     @torch.no_grad()
-    def start_combine_backward(self, grad_TD: Float[Tensor, "t d"], way: Way) -> Pending[Tensor]:
+    def start_combine_backward(
+        self, grad_TD: Float[Tensor, "t d"], handle: DispatchHandle
+    ) -> Pending[Tensor]:
         """Start the backward pass of combine. Raises ValueError, before anything is sent, unless
         there are T gradients."""
-        _check_rows(grad_TD, len(way.row_TK))
-        _used_here(way.token_S)
-        return self._launch(_rows_to_send(grad_TD, way), way.sent_P, way.received_P, own=True)
+        _check_rows(grad_TD, len(handle.row_TK))
+        _record_use(handle.token_S)
+        return self._send(_rows_to_send(grad_TD, handle), handle)
 
     @torch.no_grad()
     def start_dispatch_backward(
-        self, grad_RD: Float[Tensor, "r d"], grad_weights_RK: Float[Tensor, "r k"], way: Way
+        self,
+        grad_RD: Float[Tensor, "r d"],
+        grad_weights_RK: Float[Tensor, "r k"],
+        handle: DispatchHandle,
     ) -> Pending[tuple[Tensor, Tensor]]:
         """Start the backward pass of dispatch. Raises ValueError, before anything is sent, unless
         there are R gradients of either kind."""
-        _check_rows(grad_weights_RK, sum(way.received_P))
-        grad_travel, weights_travel = (
-            self._launch_back(grad_RD, way),
-            self._launch_back(grad_weights_RK, way),
-        )
+        _check_rows(grad_weights_RK, sum(handle.received_P))
+        grad_arriving = self._send_back(grad_RD, handle)
+        weights_arriving = self._send_back(grad_weights_RK, handle)
 
         def finish() -> tuple[Tensor, Tensor]:
-            grad_SD, grad_weights_SK = grad_travel.wait(), weights_travel.wait()
-            grad_TD = self._sum_per_token(way, grad_SD)
+            grad_SD, grad_weights_SK = grad_arriving.wait(), weights_arriving.wait()
+            grad_TD = self._sum_per_token(handle, grad_SD)
             if not len(grad_weights_SK):  # all tokens are padding
-                return grad_TD, grad_weights_SK.new_zeros(way.row_TK.shape)
-            grad_weights_TK = grad_weights_SK.gather(0, way.row_of_slot())
+                return grad_TD, grad_weights_SK.new_zeros(handle.row_TK.shape)
+            grad_weights_TK = grad_weights_SK.gather(0, handle.row_of_slot())
             self.free_buffer(grad_weights_SK)
             return grad_TD, grad_weights_TK
 
         return Pending(finish)
 
-    def _sum_per_token(self, way: Way, rows_SD: Tensor) -> Tensor:
-        _used_here(way.row_TK)
-        sum_TD = combine_forward(rows_SD, way.row_TK)
+    def _sum_per_token(self, handle: DispatchHandle, rows_SD: Tensor) -> Tensor:
+        _record_use(handle.row_TK)
+        sum_TD = combine_forward(rows_SD, handle.row_TK)
         self.free_buffer(rows_SD)
         return sum_TD
 
-    def _launch_back(self, rows_RD: Tensor, way: Way) -> Pending[Tensor]:
-        _check_rows(rows_RD, sum(way.received_P))
-        return self._launch(rows_RD.contiguous(), way.received_P, way.sent_P, own=False)
+    def _send(self, rows_SD: Tensor, handle: DispatchHandle) -> Pending[Tensor]:
+        """Start to send rows to the ranks of their experts; `rows_SD` is freed when they have been
+        sent."""
+        return self._all_to_all(rows_SD, handle.sent_P, handle.received_P, free=True)
 
-    def _launch(
-        self, rows: Tensor, sent_P: tuple[int, ...], received_P: tuple[int, ...], *, own: bool
+    def _send_back(self, rows_RD: Tensor, handle: DispatchHandle) -> Pending[Tensor]:
+        """Start to send rows back to the ranks of their tokens."""
+        _check_rows(rows_RD, sum(handle.received_P))
+        return self._all_to_all(rows_RD.contiguous(), handle.received_P, handle.sent_P, free=False)
+
+    def _all_to_all(
+        self, rows: Tensor, sent_P: tuple[int, ...], received_P: tuple[int, ...], *, free: bool
     ) -> Pending[Tensor]:
-        """Start an all-to-all of rows. `own`: the exchange allocated them, so they are freed when
-        they have been sent."""
         received = rows.new_empty(sum(received_P), rows.shape[1])
         work = dist.all_to_all_single(
             received, rows, list(received_P), list(sent_P), group=self.group, async_op=True
@@ -232,8 +230,8 @@ class ExpertExchange(Exchange):
 
         def finish() -> Tensor:
             work.wait()
-            _used_here(rows, received)
-            if own:
+            _record_use(rows, received)
+            if free:
                 self.free_buffer(rows)
             return received
 
@@ -244,11 +242,11 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x_TD: Tensor, weights_TK: Tensor, routing: Routing, exchange: ExpertExchange
-    ) -> tuple[Tensor, Tensor, Tensor, Way]:
+    ) -> tuple[Tensor, Tensor, Tensor, DispatchHandle]:
         dispatched = exchange.start_dispatch(x_TD, routing).wait()
-        _keep(ctx, exchange, dispatched.way)
+        _save_handle(ctx, exchange, dispatched.handle)
         ctx.mark_non_differentiable(dispatched.experts_RK)
-        return dispatched.x_RD, dispatched.weights_RK, dispatched.experts_RK, dispatched.way
+        return dispatched.x_RD, dispatched.weights_RK, dispatched.experts_RK, dispatched.handle
 
     @staticmethod
     @once_differentiable
@@ -256,35 +254,37 @@ class _Dispatch(torch.autograd.Function):
         ctx: Any, grad_RD: Tensor, grad_weights_RK: Tensor, *_: Any
     ) -> tuple[Tensor | None, ...]:
         grad_TD, grad_weights_TK = ctx.exchange.start_dispatch_backward(
-            grad_RD, grad_weights_RK, _kept(ctx)
+            grad_RD, grad_weights_RK, _saved_handle(ctx)
         ).wait()
         return grad_TD, grad_weights_TK, None, None
 
 
 class _CombineRanks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, partial_RD: Tensor, way: Way, exchange: ExpertExchange) -> Tensor:
-        _keep(ctx, exchange, way)
-        return exchange.start_combine(partial_RD, way).wait()
+    def forward(
+        ctx: Any, partial_RD: Tensor, handle: DispatchHandle, exchange: ExpertExchange
+    ) -> Tensor:
+        _save_handle(ctx, exchange, handle)
+        return exchange.start_combine(partial_RD, handle).wait()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.exchange.start_combine_backward(grad_TD, _kept(ctx)).wait(), None, None
+        return ctx.exchange.start_combine_backward(grad_TD, _saved_handle(ctx)).wait(), None, None
 
 
-def _keep(ctx: Any, exchange: ExpertExchange, way: Way) -> None:
+def _save_handle(ctx: Any, exchange: ExpertExchange, handle: DispatchHandle) -> None:
     """Save the indices with `save_for_backward`, so that saved-tensor hooks see them."""
-    ctx.save_for_backward(way.token_S, way.row_TK)
-    ctx.exchange, ctx.splits = exchange, (way.sent_P, way.received_P)
+    ctx.save_for_backward(handle.token_S, handle.row_TK)
+    ctx.exchange, ctx.splits = exchange, (handle.sent_P, handle.received_P)
 
 
-def _kept(ctx: Any) -> Way:
-    return Way(*ctx.saved_tensors, *ctx.splits)
+def _saved_handle(ctx: Any) -> DispatchHandle:
+    return DispatchHandle(*ctx.saved_tensors, *ctx.splits)
 
 
-def _rows_to_send(x_TD: Tensor, way: Way) -> Tensor:
-    return padded_index_gather(x_TD, way.token_S, 1, checked=False)
+def _rows_to_send(x_TD: Tensor, handle: DispatchHandle) -> Tensor:
+    return padded_index_gather(x_TD, handle.token_S, 1, checked=False)
 
 
 def _check_rows(rows: Tensor, expected: int) -> None:
@@ -295,7 +295,7 @@ def _check_rows(rows: Tensor, expected: int) -> None:
         )
 
 
-def _used_here(*tensors: Tensor) -> None:
+def _record_use(*tensors: Tensor) -> None:
     """On CUDA, tell the allocator that the current stream uses these tensors: a launch and its wait
     may be on different streams."""
     for tensor in tensors:

@@ -69,11 +69,6 @@ class FsdpUnit:
     _gathering: list[UnshardHandle] = field(default_factory=list, init=False)
 
     @property
-    def has_peers(self) -> bool:
-        """Whether the unit communicates with other ranks."""
-        return self.root is not None
-
-    @property
     def is_gathered(self) -> bool:
         """Whether a stage has asked for the parameters and not released them."""
         return self._holding > 0
@@ -126,11 +121,6 @@ class FsdpUnit:
             start_gradient_reduction(self.root)
             self._launched = True
 
-    def abandon(self) -> None:
-        """Reset after an error within a step: no stage holds the parameters any more. A process
-        without peers may continue."""
-        self._holding = self._reducing = 0
-
     def wait_for_gradients(self) -> None:
         """Make the current stream wait for `reduce_gradients`, if that was launched."""
         if self._launched:
@@ -152,11 +142,8 @@ def shard(part: nn.Module, mesh: Mesh) -> list[list[FsdpUnit]]:
 
     Shared are the parameters outside of blocks: embedding, final norm and head, which are on one
     rank, and one weight if they are tied. Sharded parameters are replaced by DTensors. Call this
-    once, when the parameters are on `mesh.device` with values and in their final dtype. Raises
-    TypeError for parameters of several dtypes, or of one narrower than fp32, if gradients are
-    summed over ranks."""
-    if mesh.data_size > 1:
-        check_dtypes(part)
+    once, when the parameters are on `mesh.device` with values and in their final dtype, which is
+    fp32 or fp64."""
     stages: list[nn.Module] = list(part.stages)  # type: ignore[arg-type]
     blocks = [list(stage.blocks) for stage in stages]  # type: ignore[arg-type]
     in_blocks = {p for members in blocks for block in members for p in block.parameters()}
@@ -166,8 +153,8 @@ def shard(part: nn.Module, mesh: Mesh) -> list[list[FsdpUnit]]:
     units = [[_unit(members, mesh)] for members in blocks]
     if shared:
         unit = _unit([Holder(shared)], mesh, users=len(stages))
-        for own in units:
-            own.append(unit)
+        for of_stage in units:
+            of_stage.append(unit)
     return units
 
 
@@ -204,19 +191,3 @@ def _unit(modules: list[nn.Module], mesh: Mesh, users: int = 1) -> FsdpUnit:
 def is_shared(mesh: DeviceMesh | None) -> bool:
     """Return whether parameters on this mesh are sharded, or have replicas on other ranks."""
     return mesh is not None and mesh.size() > 1
-
-
-def check_dtypes(part: nn.Module) -> None:
-    dtypes = {p.dtype for p in part.parameters()}
-    if len(dtypes) > 1:
-        raise TypeError(
-            f"parameters have dtypes {sorted(map(str, dtypes))}, but FSDP2 needs a single one: "
-            "convert the model"
-        )
-    for dtype in dtypes:
-        if torch.promote_types(dtype, torch.float32) != dtype:
-            raise TypeError(
-                f"parameters have dtype {dtype}, which is too narrow to sum the gradients of many "
-                "micro-batches: "
-                "keep fp32 parameters and compute in bf16 under torch.autocast"
-            )

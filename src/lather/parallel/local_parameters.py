@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lather.boxes import chunk
 from lather.models.experts import Experts
-from lather.optim.sharded.placement import chunk
 from lather.parallel.fsdp_units import is_shared
 from lather.parallel.mesh import Mesh
 from lather.shapes import Float
@@ -120,8 +120,8 @@ class LocalParameters(tuple[LocalParameter, ...]):
 
 
 def local_parameters(part: nn.Module, mesh: Mesh) -> LocalParameters:
-    """Return this rank's rows of every parameter of `part`. Raises ValueError before `shard`, or
-    while parameters are gathered.
+    """Return this rank's rows of every parameter of `part`, after `shard` and while nothing is
+    gathered.
 
     The rows stay valid through steps and loaded state dicts, but not if `part` is moved or
     converted.
@@ -147,11 +147,9 @@ def _local_parameter(
         replica = device_mesh.get_local_rank(0) if device_mesh.ndim > 1 else 0
         parameter = nn.Parameter(source.to_local(), requires_grad=source.requires_grad)
         assert parameter.shape == (length, *source.shape[1:])
-    elif is_shared(mesh.expert_mesh if is_expert else mesh.dense_mesh):
-        raise ValueError(
-            f"{name} is not sharded, or is gathered at the moment: call shard first, and reshard "
-            "every unit"
-        )
+    else:
+        is_sharded = is_shared(mesh.expert_mesh if is_expert else mesh.dense_mesh)
+        assert not is_sharded, f"{name} is gathered at the moment"
     if is_expert:
         start, rows = start + mesh.ep_rank * rows, rows * mesh.ep
     info = ShardInfo(name, is_expert, (rows, *source.shape[1:]), start, length, replica)
@@ -190,8 +188,6 @@ def squared_norm(
 def clip_(gradients: Sequence[Tensor], norm: Float[Tensor, ""], max_norm: float) -> None:
     """Multiply the gradients in place by max_norm / (norm + 1e-6) if that is less than 1. A norm
     that is not finite destroys them."""
-    if not max_norm > 0:
-        raise ValueError(f"max_norm={max_norm} is not valid: give a number > 0")
     factor = (max_norm / (norm.cpu() + 1e-6)).clamp(max=1)
     if factor == 1:
         return

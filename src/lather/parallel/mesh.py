@@ -175,16 +175,16 @@ def _neighbor_groups(
     connected them before the first step. A rank meets its neighbors in the order of the pairs, and
     so no two wait for each other.
     """
-    own = grid.get_local_rank("pp")
-    found: dict[int, dist.ProcessGroup] = {}
+    pp_rank = grid.get_local_rank("pp")
+    groups: dict[int, dist.ProcessGroup] = {}
     for first in range(grid.size(0) - 1):
         pairs = grid.mesh[first : first + 2].flatten(1).T.tolist()
         group, _ = dist.new_subgroups_by_enumeration(pairs, timeout=timeout)
-        if own not in (first, first + 1):
+        if pp_rank not in (first, first + 1):
             continue
-        found[2 * first + 1 - own] = group
+        groups[2 * first + 1 - pp_rank] = group
         sent, received = torch.zeros(1, device=device), torch.zeros(1, device=device)
-        peer = int(own == first)
+        peer = int(pp_rank == first)
         both = [
             dist.P2POp(dist.isend, sent, group=group, group_peer=peer),
             dist.P2POp(dist.irecv, received, group=group, group_peer=peer),
@@ -193,7 +193,7 @@ def _neighbor_groups(
             work.wait()
     if is_gpu(device):
         gpu_module(device).synchronize(device)
-    return found
+    return groups
 
 
 def _create_communicators(groups: list[dist.ProcessGroup], device: torch.device) -> None:

@@ -12,7 +12,7 @@ Letters: B sequences of a micro-batch, S positions, D hidden size, P pipeline ra
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,13 +23,17 @@ from torch import Tensor
 
 from lather.device import is_gpu
 from lather.models.saving.weight_gradients import DeferredGradient, WeightGradients
-from lather.optim.batched.pending import PendingRefreshes
+from lather.optim import PendingRefreshes
 from lather.parallel.fsdp_units import FsdpUnit
+from lather.parallel.mesh import Mesh
 from lather.pipeline import overlap
 from lather.pipeline.model_part import Stage
 from lather.pipeline.schedule import COMPUTE, RECEIVED_AS, TRANSFERS, Action, Kind, Schedule
 from lather.pipeline.segments import ChunkTape, MicroBatch, RoutingSummary, Segments, Steps
-from lather.pipeline.transfer_queues import MOST_SENDS_UNDER_WAY
+
+MOST_SENDS_UNDER_WAY = 2
+"""Maximal number of unfinished sends of a rank; before a further one, the oldest is waited for.
+gloo does not report when a send is complete, and sent tensors must not accumulate."""
 
 Key = tuple[int, int]
 """Stage and micro-batch."""
@@ -58,7 +62,6 @@ class Activation:
     shape: tuple[int, int, int]
     """(B, S, D), for every micro-batch."""
     dtype: torch.dtype
-    device: torch.device
     travels_as: torch.dtype | None = None
     """Dtype in which it is sent between ranks; None: unchanged."""
 
@@ -82,29 +85,21 @@ class Executor:
         schedule: Schedule,
         segments: Segments,
         activation: Activation,
-        *,
-        group: dist.ProcessGroup | None = None,
-        neighbor_groups: Mapping[int, dist.ProcessGroup] | None = None,
-        units: Sequence[Sequence[FsdpUnit]] | None = None,
+        mesh: Mesh,
+        units: Sequence[Sequence[FsdpUnit]],
         record: Recorder | None = None,
     ) -> None:
-        """`stages`: the stages of this rank; `units`: the FSDP units of each; `group`: the
-        pipeline's process group, None for one rank; `neighbor_groups`: the groups of this rank with
-        each neighbor alone, for their transfers; without them `group` is used."""
+        """`stages`: the stages of this rank; `units`: the FSDP units of each."""
         self.stages = {stage.index: stage for stage in stages}
         self.schedule, self.segments, self.activation = schedule, segments, activation
-        self.rank = 0 if group is None else dist.get_rank(group)
-        self.group, self.neighbor_groups = group, dict(neighbor_groups or {})
-        self.units = dict(zip(self.stages, units or [[] for _ in stages], strict=True))
+        self.mesh, self.rank = mesh, mesh.pp_rank
+        self.units = dict(zip(self.stages, units, strict=True))
         self.record = record or Recorder()
-        self.filler: PendingRefreshes | None = None
-        """Optional refreshes, set by their owner: after each computation one piece is started, on a
-        GPU beside the other streams and unless the last one still runs."""
+        self.refreshes: PendingRefreshes | None = None
+        """An optimizer's deferred refreshes, set by the engine: after each computation one batch is
+        started, on a GPU beside the other streams and unless the last one still runs."""
         self.walk: StepWalk | None = None
         """The current step, for code that counts live tensors."""
-        shared = any(unit.has_peers for units in self.units.values() for unit in units)
-        self._has_peers = group is not None or segments.exchange.num_ranks > 1 or shared
-        self._is_out_of_step = False
         assert tuple(self.stages) == schedule.stages_of(self.rank)
 
     def run(
@@ -113,18 +108,11 @@ class Executor:
         """Execute all actions of this rank in order, by the executor's schedule or by another one
         with the same stages. Without grad mode the schedule must consist of forward passes alone.
 
-        Raises ValueError, before anything is sent, if the micro-batches do not have the number or
-        shape of the schedule. After an error inside a step the gradients are incomplete: clear
-        them. Ranks with peers are then out of step, and the next step raises RuntimeError.
+        After an error inside a step the executor cannot be used again.
         """
         schedule = self.schedule if schedule is None else schedule
         assert schedule.num_stages == self.schedule.num_stages
-        self._check(micro_batches, schedule.num_micro_batches)
-        if self._is_out_of_step:
-            raise RuntimeError(
-                "an error interrupted an earlier step, so this rank is out of step with the "
-                "others: restart all ranks"
-            )
+        assert len(micro_batches) == schedule.num_micro_batches
         walk = self.walk = StepWalk(self, micro_batches, schedule)
         try:
             with self.segments.rounded_weights.kept():
@@ -132,52 +120,20 @@ class Executor:
                     walk.wait_for_input(action)
                     with self.record.action(action):
                         walk.do(action)
-                    if action.kind in COMPUTE and self.filler and not self.filler.is_busy:
-                        self.fill()
+                    if action.kind in COMPUTE and self.refreshes and not self.refreshes.is_busy:
+                        self._refresh()
                 walk.finish()
-            while self.filler:  # the remaining pieces have to be done before the next step
-                self.fill()
-        except BaseException:
-            self._is_out_of_step = self._has_peers
-            for unit in (unit for units in self.units.values() for unit in units):
-                unit.abandon()
-            self.segments.weight_gradients.take()
-            raise
+            while self.refreshes:  # the remaining batches have to be done before the next step
+                self._refresh()
         finally:
             self.walk = None
         return walk.output
 
-    @property
-    def is_on_gpu(self) -> bool:
-        return is_gpu(self.activation.device)
-
-    def fill(self) -> None:
-        """Do one piece of the filler's work."""
-        assert self.filler
+    def _refresh(self) -> None:
+        """Do one batch of the deferred refreshes."""
+        assert self.refreshes
         with self.record.action(Action(min(self.stages), Kind.REFRESH)):
-            self.filler.work()
-
-    def _check(self, micro_batches: Sequence[MicroBatch], expected_number: int) -> None:
-        if len(micro_batches) != expected_number:
-            raise ValueError(
-                f"got {len(micro_batches)} micro-batches: this schedule is for {expected_number}"
-            )
-        expected = self.activation.shape[:2]
-        for number, batch in enumerate(micro_batches):
-            for name, x in (("tokens", batch.tokens_BS), ("labels", batch.labels_BS)):
-                if tuple(x.shape) != expected:
-                    raise ValueError(
-                        f"{name} of micro-batch {number} have shape {tuple(x.shape)}: every "
-                        f"micro-batch must have {expected}"
-                    )
-
-
-@dataclass
-class _Arriving:
-    """A receive that was started."""
-
-    buffer: Tensor
-    work: dist.Work
+            self.refreshes.work()
 
 
 class StepWalk:
@@ -189,8 +145,9 @@ class StepWalk:
         self.executor, self.micro_batches, self.schedule = executor, micro_batches, schedule
         self.stages, self.segments = executor.stages, executor.segments
         self.output = StepOutput()
-        self.incoming: dict[Passing, Tensor | _Arriving] = {}
-        """Inputs (RECV_F) and gradients of outputs (RECV_B) that were not read yet."""
+        self.incoming: dict[Passing, tuple[Tensor, dist.Work | None]] = {}
+        """Inputs (RECV_F) and gradients of outputs (RECV_B) that were not read yet, with the
+        receive that must be waited for."""
         self.tapes: dict[Key, ChunkTape] = {}
         self.waiting: dict[Key, list[DeferredGradient]] = {}
         """Deferred weight gradients."""
@@ -208,8 +165,8 @@ class StepWalk:
                 unit.wait()
         first = action.chunks[0]
         passing = (Kind.RECV_F if first.kind is Kind.FORWARD else Kind.RECV_B, _key(first))
-        if isinstance(arriving := self.incoming.get(passing), _Arriving):
-            self.incoming[passing] = self._received(arriving)
+        if passing in self.incoming:
+            self.incoming[passing] = self._received(*self.incoming[passing]), None
 
     def do(self, action: Action) -> None:
         if action.kind == Kind.OVERLAP:
@@ -236,10 +193,10 @@ class StepWalk:
 
     def _forward(self, action: Action) -> Steps[Tensor]:
         key = _key(action)
-        tape = ChunkTape(self.micro_batches[key[1]])
+        tape, routings = ChunkTape(self.micro_batches[key[1]]), list[RoutingSummary]()
+        self.output.routings[key] = routings
         if torch.is_grad_enabled():
             self.tapes[key] = tape
-        routings = self.output.routings.setdefault(key, [])
         return (
             yield from self.segments.forward(
                 self.stages[action.stage], self._take((Kind.RECV_F, key)), tape, routings
@@ -266,7 +223,7 @@ class StepWalk:
         if to == self.schedule.num_stages:
             self.output.losses.append(x)
         elif to in self.stages:
-            self.incoming[RECEIVED_AS[sends], (to, micro_batch)] = x
+            self.incoming[RECEIVED_AS[sends], (to, micro_batch)] = x, None
         else:
             self.outgoing[sends, (stage, micro_batch)] = x
 
@@ -282,16 +239,16 @@ class StepWalk:
             ):
                 self._finish_oldest_send()
             return
-        like = self.executor.activation
-        buffer = torch.empty(like.shape, dtype=like.travels_as or like.dtype, device=like.device)
-        self.incoming[action.kind, key] = _Arriving(
-            buffer, self._start(dist.irecv, buffer, self.schedule.peer_of(action))
-        )
+        like, device = self.executor.activation, self.executor.mesh.device
+        buffer = torch.empty(like.shape, dtype=like.travels_as or like.dtype, device=device)
+        work = self._start(dist.irecv, buffer, self.schedule.peer_of(action))
+        self.incoming[action.kind, key] = buffer, work
 
     def _start(self, operation: Callable[..., Any], x: Tensor, peer: int) -> dist.Work:
-        group = self.executor.group
-        if pair := self.executor.neighbor_groups.get(peer):
-            group, peer = pair, int(peer > self.executor.rank)
+        mesh = self.executor.mesh
+        group = mesh.pp_group
+        if pair := mesh.neighbor_groups.get(peer):
+            group, peer = pair, int(peer > mesh.pp_rank)
         (work,) = dist.batch_isend_irecv([dist.P2POp(operation, x, group=group, group_peer=peer)])
         return work
 
@@ -314,7 +271,7 @@ class StepWalk:
     def _shard(self, action: Action) -> None:
         for unit in self.executor.units[action.stage]:
             if action.kind == Kind.UNSHARD:
-                unit.unshard(async_op=self.executor.is_on_gpu)
+                unit.unshard(async_op=is_gpu(self.executor.mesh.device))
             elif action.kind == Kind.RESHARD:
                 unit.reshard()
                 if not unit.is_gathered:
@@ -325,16 +282,18 @@ class StepWalk:
     def _take(self, passing: Passing) -> Tensor | None:
         """Remove and return the tensor that arrived; None for the input of the first stage and the
         gradient of the last."""
-        x = self.incoming.pop(passing, None)
-        if not isinstance(x, _Arriving):
+        x, work = self.incoming.pop(passing, (None, None))
+        if x is None or work is None:
             return x
         with self.executor.record.waiting():
-            return self._received(x)
+            return self._received(x, work)
 
-    def _received(self, arriving: _Arriving) -> Tensor:
-        """Return the received tensor; on a GPU only the stream waits, not the host."""
-        arriving.work.wait()
-        return arriving.buffer.to(self.executor.activation.dtype)
+    def _received(self, x: Tensor, work: dist.Work | None) -> Tensor:
+        """Return the tensor after its receive; on a GPU only the stream waits, not the host."""
+        if work is None:
+            return x
+        work.wait()
+        return x.to(self.executor.activation.dtype)
 
 
 def _key(action: Action) -> Key:

@@ -46,7 +46,7 @@ class PartLayers:
 
     layers_of_stage: tuple[Sequence[int], ...]
     """Layers of each stage of the model, in order."""
-    own_stages: tuple[int, ...] = (0,)
+    stages_of_rank: tuple[int, ...] = (0,)
     expert_rank: int = 0
     expert_ranks: int = 1
 
@@ -58,14 +58,9 @@ class PartLayers:
         return value[self.experts(len(value))] if is_stack(name) else value
 
     def experts(self, num_experts: int) -> slice:
-        """Return this rank's experts, which are consecutive. Raises ValueError if they cannot be
-        divided evenly."""
-        if num_experts % self.expert_ranks:
-            raise ValueError(
-                f"{num_experts} experts cannot be divided evenly among {self.expert_ranks} ranks: "
-                f"use a divisor of {num_experts}"
-            )
-        each = num_experts // self.expert_ranks
+        """Return this rank's experts, which are consecutive."""
+        each, rest = divmod(num_experts, self.expert_ranks)
+        assert rest == 0, (num_experts, self.expert_ranks)
         return slice(self.expert_rank * each, (self.expert_rank + 1) * each)
 
 
@@ -88,18 +83,19 @@ class ModelPart(RoutedModel):
         """MoE layers of the whole model."""
         self.num_experts = len(whole.routers()[0].weight) if self.moe_layers else 0
         """Experts of each MoE layer, on all ranks."""
-        has_first, has_last = (
-            0 in share.own_stages,
-            len(share.layers_of_stage) - 1 in share.own_stages,
-        )
+        has_first = 0 in share.stages_of_rank
+        has_last = len(share.layers_of_stage) - 1 in share.stages_of_rank
         self.embed_tokens = whole.embed_tokens if has_first else None
-        own_layers = [
-            layer for stage in sorted(share.own_stages) for layer in share.layers_of_stage[stage]
-        ]
-        self.layers = nn.ModuleDict({str(layer): whole.layers[layer] for layer in own_layers})
+        self.layers = nn.ModuleDict(
+            {
+                str(layer): whole.layers[layer]
+                for stage in sorted(share.stages_of_rank)
+                for layer in share.layers_of_stage[stage]
+            }
+        )
         self.norm = whole.norm if has_last else None
         self.lm_head = whole.lm_head if has_last else None
-        self.stages = tuple(self._stage(index) for index in share.own_stages)
+        self.stages = tuple(self._stage(index) for index in share.stages_of_rank)
 
     def _stage(self, index: int) -> Stage:
         blocks = tuple(self.block(layer) for layer in self.share.layers_of_stage[index])
@@ -112,13 +108,9 @@ class ModelPart(RoutedModel):
         assert isinstance(block, Block)
         return block
 
-    def own_moe_layers(self) -> list[int]:
+    def local_moe_layers(self) -> list[int]:
         """Return this rank's MoE layers, in the order of `routers()`."""
         return [layer for layer in self.moe_layers if str(layer) in self.layers]
-
-    def forward(self) -> None:
-        """Raise TypeError: a part is run stage by stage (`lather.pipeline.segments`)."""
-        raise TypeError("a ModelPart is run by lather.pipeline.Executor, not called")
 
 
 def empty_part(
@@ -129,10 +121,10 @@ def empty_part(
     part = ModelPart(whole, share)
     if share.expert_ranks > 1:
         for experts in [module for module in part.modules() if isinstance(module, Experts)]:
-            own = share.experts(len(experts.down_proj))
+            local_experts = share.experts(len(experts.down_proj))
             for module in experts.modules():
                 for name, p in list(module.named_parameters(recurse=False)):
-                    setattr(module, name, nn.Parameter(p.detach()[own].clone()))
+                    setattr(module, name, nn.Parameter(p.detach()[local_experts].clone()))
     embedding, head = part.embed_tokens, part.lm_head
     tied = embedding is not None and head is not None and head.weight is embedding.weight
     if tied and head is not None:
@@ -146,10 +138,10 @@ def empty_part(
 @torch.no_grad()
 def fill(part: ModelPart, weights: Iterable[tuple[str, Tensor]]) -> None:
     """Copy into the part those of the named whole parameters that it has."""
-    own = dict(part.named_parameters())
+    local = dict(part.named_parameters())
     for name, value in weights:
-        if name in own:
-            own[name].copy_(part.share.of_parameter(name, value))
+        if name in local:
+            local[name].copy_(part.share.of_parameter(name, value))
         del value  # before the next one is allocated
 
 

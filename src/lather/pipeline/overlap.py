@@ -1,7 +1,7 @@
 """Overlaps the forward pass of one chunk with the backward pass of another in one thread: while the
 tokens of one travel, the other computes.
 
-Chunks are generators that stop right after they have launched a communication
+Chunks are generators that stop right after they have started a communication
 (`lather.pipeline.segments`) and are resumed after the other chunk has had its turn. On a CPU the
 communication continues in gloo's threads. On CUDA it runs on NCCL's own stream; events make that
 stream wait for the compute stream, and the compute stream wait for it when the chunk is resumed.

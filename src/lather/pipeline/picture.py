@@ -12,7 +12,7 @@ too small to read are left out.
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,26 +77,20 @@ def draw_timeline(rows: Iterable[Event], path: Path, title: str, *, unit: str = 
     timeline = Timeline(tuple(rows))
     if not timeline.makespan > 0:
         raise RunError(f"{path}: nothing to draw: no action of the timeline computes for any time")
-    ranks = timeline.ranks
-    chunks = max(
-        sum(event.action.kind in COMPUTE for event in timeline.events if event.rank == rank)
-        for rank in ranks
-    )
+    num_ranks = len(timeline.ranks)
+    chunks = max(Counter(event.rank for event in timeline.computing).values())
     width = min(max(MIN_WIDTH, 1.5 + INCHES_PER_CHUNK * chunks), MAX_WIDTH)
     scale = (width / MIN_WIDTH) ** 0.6  # for lanes and fonts
-    height = min(scale * (1.1 + 0.5 * len(ranks)), MAX_HEIGHT)
+    height = min(scale * (1.1 + 0.5 * num_ranks), MAX_HEIGHT)
     figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
     axes = figure.subplots()
-    lanes = {rank: lane for lane, rank in enumerate(ranks)}
-    boxes = list(bars(timeline, lanes))
-    _draw_boxes(axes, boxes)
-    _draw_frame(axes, timeline, lanes)
-    axes.set_title(
-        f"{title}: bubble {timeline.bubble_fraction:.1%}", loc="left", fontsize=11 * scale
-    )
+    boxes = list(bars(timeline))
+    _draw_lanes(axes, timeline, boxes)
+    bubble = f"{title}: bubble {timeline.bubble_fraction:.1%}"
+    axes.set_title(bubble, loc="left", fontsize=11 * scale)
     axes.set_xlabel(f"time ({unit})", fontsize=9 * scale)
     axes.tick_params(axis="x", labelsize=8 * scale)
-    axes.tick_params(axis="y", labelsize=min(9 * scale, 0.5 * 72 * height / len(ranks)))
+    axes.tick_params(axis="y", labelsize=min(9 * scale, 0.5 * 72 * height / num_ranks))
     figure.legend(
         handles=_legend(timeline),
         loc="outside lower left",
@@ -114,59 +108,48 @@ def draw_timeline(rows: Iterable[Event], path: Path, title: str, *, unit: str = 
 
 def _stages(timeline: Timeline) -> dict[int, list[int]]:
     """Return the stages that each rank computes."""
-    stages: defaultdict[int, set[int]] = defaultdict(set)
-    for event in timeline.events:
-        if event.action.kind in COMPUTE:
-            stages[event.rank].update(chunk.stage for chunk in event.action.chunks)
-    return {rank: sorted(stages[rank]) for rank in timeline.ranks}
+    stages: dict[int, set[int]] = {rank: set() for rank in timeline.ranks}
+    for event in timeline.computing:
+        stages[event.rank].update(chunk.stage for chunk in event.action.chunks)
+    return {rank: sorted(of_rank) for rank, of_rank in stages.items()}
 
 
-def bars(timeline: Timeline, lanes: dict[int, int]) -> Iterator[Bar]:
-    """Make the boxes of all events; their times begin with the timeline, and `lanes` has the place
-    of each rank."""
+def bars(timeline: Timeline) -> Iterator[Bar]:
+    """Make the boxes of all events, in a lane for each of the timeline's ranks; times begin with
+    the timeline."""
     stages = _stages(timeline)
     for event in timeline.events:
-        middle, chunks = lanes[event.rank], event.action.chunks
+        middle, text = timeline.ranks.index(event.rank), str(event.action)
         left, right = event.start - timeline.start, event.end - timeline.start
         if event.action.kind is Kind.REFRESH:
-            yield Bar(left, right, middle + LANE, middle - LANE, REFRESH, str(event.action))
+            yield Bar(left, right, middle + LANE, middle - LANE, REFRESH, text)
         elif event.action.kind in COMPUTE:
-            height = 2 * LANE / len(chunks)
-            for index, chunk in enumerate(chunks):
+            height = 2 * LANE / len(event.action.chunks)
+            for index, chunk in enumerate(event.action.chunks):
                 color = COLORS[chunk.kind][chunk.stage > stages[event.rank][0]]
                 top = middle - LANE + index * height
-                yield Bar(
-                    left, right, top + height, top, color, str(event.action), chunk.micro_batch
-                )
+                yield Bar(left, right, top + height, top, color, text, chunk.micro_batch)
         elif right > left:
-            yield Bar(left, right, middle + LANE, middle + LANE - STRIP, OTHER, str(event.action))
+            yield Bar(left, right, middle + LANE, middle + LANE - STRIP, OTHER, text)
 
 
-def _draw_boxes(axes: Axes, boxes: Sequence[Bar]) -> None:
+def _draw_lanes(axes: Axes, timeline: Timeline, boxes: Sequence[Bar]) -> None:
+    """Draw the axes, hatched lanes, and the boxes above them."""
+    lanes = list(range(len(timeline.ranks)))
+    axes.barh(lanes, timeline.makespan, 2 * LANE, linewidth=0, zorder=1, **IDLE)
     corners = [
         [(b.left, b.bottom), (b.left, b.top), (b.right, b.top), (b.right, b.bottom)] for b in boxes
     ]
     edge = 0.4 if len(boxes) < 10_000 else 0.0
+    colors = [b.color for b in boxes]
     axes.add_collection(
-        PolyCollection(
-            corners,
-            facecolors=[b.color for b in boxes],
-            edgecolors="white",
-            linewidths=edge,
-            zorder=2,
-        )
+        PolyCollection(corners, facecolors=colors, edgecolors="white", linewidths=edge, zorder=2)
     )
-
-
-def _draw_frame(axes: Axes, timeline: Timeline, lanes: dict[int, int]) -> None:
-    """Draw the axes, and hatched lanes below the computations."""
-    axes.barh(list(lanes.values()), timeline.makespan, 2 * LANE, linewidth=0, zorder=1, **IDLE)
-    stages = _stages(timeline)
     names = [
-        f"rank {rank}  (stage{'s' * (len(stages[rank]) > 1)} {', '.join(map(str, stages[rank]))})"
-        for rank in lanes
+        f"rank {rank}  (stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))})"
+        for rank, stages in _stages(timeline).items()
     ]
-    axes.set_yticks(list(lanes.values()), names)
+    axes.set_yticks(lanes, names)
     axes.set_ylim(len(lanes) - 0.4, -0.6)
     axes.set_xlim(0, timeline.makespan)
     axes.tick_params(axis="y", length=0)
@@ -177,30 +160,20 @@ def _draw_numbers(axes: Axes, boxes: Sequence[Bar]) -> None:
     """Draw micro-batch numbers in the bars that are large enough."""
     numbered = [(box, box.number) for box in boxes if box.number is not None]
     digits = len(str(max((number for _, number in numbered), default=0)))
-    across, down = axes.transData.transform((1, 0)) - axes.transData.transform((0, 1))
-    points = 72 / DPI
-
-    def fits(box: Bar) -> float:
-        """Return the font size at which the longest number fills the bar: a digit is 0.62 times as
-        wide as the font size."""
-        width, height = (
-            (box.right - box.left) * abs(across) * points,
-            (box.bottom - box.top) * abs(down) * points,
-        )
-        return float(min(0.85 * width / (0.62 * digits), 0.8 * height))
-
+    points = abs(axes.transData.transform((1, 1)) - axes.transData.transform((0, 0))) * 72 / DPI
     for box, number in numbered:
-        if (size := min(fits(box), LARGEST_NUMBER)) >= SMALLEST_NUMBER:
-            x, y = (box.left + box.right) / 2, (box.top + box.bottom) / 2
-            color = "white" if box.color in DARK else "0.15"
+        width, height = (box.right - box.left) * points[0], (box.bottom - box.top) * points[1]
+        # a digit is 0.62 times as wide as the font size
+        size = min(0.85 * width / (0.62 * digits), 0.8 * height, LARGEST_NUMBER)
+        if size >= SMALLEST_NUMBER:
             axes.text(
-                x,
-                y,
+                (box.left + box.right) / 2,
+                (box.top + box.bottom) / 2,
                 str(number),
                 ha="center",
                 va="center_baseline",
                 fontsize=size,
-                color=color,
+                color="white" if box.color in DARK else "0.15",
                 zorder=3,
             )
 
@@ -208,15 +181,15 @@ def _draw_numbers(axes: Axes, boxes: Sequence[Bar]) -> None:
 def color_key(timeline: Timeline) -> list[tuple[str, str]]:
     """Colors of the kinds that a timeline has, and their names."""
     kinds = {chunk.kind for event in timeline.events for chunk in event.action.chunks}
-    found = [(COLORS[kind][0], label) for kind, label in LABELS.items() if kind in kinds]
+    colors = [(COLORS[kind][0], label) for kind, label in LABELS.items() if kind in kinds]
     if Kind.REFRESH in kinds:
-        found.append((REFRESH, "refresh"))
+        colors.append((REFRESH, "refresh"))
     if any(
         event.action.kind not in (*COMPUTE, Kind.REFRESH) and event.end > event.start
         for event in timeline.events
     ):
-        found.append((OTHER, "transfers, FSDP"))
-    return found
+        colors.append((OTHER, "transfers, FSDP"))
+    return colors
 
 
 def _legend(timeline: Timeline) -> list[Patch]:

@@ -8,7 +8,7 @@ receives of the other ranks occupy their devices and the time limit of operation
 prelude all ranks do it at once. A step then does nothing for the first time, except for what
 depends on sizes: with other numbers of rows a library may choose another kernel.
 
-Ranks with the same stages communicate as in a step, and launch the same operations in the same
+Ranks with the same stages communicate as in a step, and start the same operations in the same
 order. The first micro-batch takes the split backward pass; the second, which has padding, the whole
 one, and adds to the gradients of the first. Received tensors are replaced by random numbers, which
 spread over the experts. At most one micro-batch is alive in each stage, fewer than in any step, so
@@ -87,7 +87,7 @@ class _Prelude(StepWalk):
         self, executor: Executor, micro_batches: Sequence[MicroBatch], schedule: Schedule
     ) -> None:
         super().__init__(executor, micro_batches, schedule)
-        shape, device = executor.activation.shape, executor.activation.device
+        shape, device = executor.activation.shape, executor.mesh.device
         noise = torch.randn(shape[1:], generator=torch.Generator().manual_seed(0))
         self._noise_SD = noise.to(device)
 

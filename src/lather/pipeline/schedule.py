@@ -250,12 +250,12 @@ def _from_torch(action: Any) -> Action:
 def needs(schedule: Schedule, kind: Kind, stage: int) -> tuple[tuple[Kind, int], ...]:
     """Return the results, as (kind, stage), that `kind` on `stage` needs for the same micro-batch:
     computed on this rank, or received."""
-    here = schedule.rank_of(stage)
+    rank = schedule.rank_of(stage)
     match kind:
         case Kind.FORWARD if stage > 0:
             return (
                 (Kind.FORWARD, stage - 1)
-                if schedule.rank_of(stage - 1) == here
+                if schedule.rank_of(stage - 1) == rank
                 else (Kind.RECV_F, stage),
             )
         case Kind.BACKWARD | Kind.BACKWARD_INPUT:
@@ -263,7 +263,7 @@ def needs(schedule: Schedule, kind: Kind, stage: int) -> tuple[tuple[Kind, int],
                 return ((Kind.FORWARD, stage),)
             near = (
                 (Kind.BACKWARD_INPUT, stage + 1)
-                if schedule.rank_of(stage + 1) == here
+                if schedule.rank_of(stage + 1) == rank
                 else (Kind.RECV_B, stage)
             )
             return (Kind.FORWARD, stage), near
@@ -351,9 +351,9 @@ class _RankCheck:
 def _times(schedule: Schedule, stage: int) -> dict[Kind, int]:
     """Return how often every kind must occur for `stage`; UNSHARD and RESHARD may occur any number
     of times."""
-    here, n = schedule.rank_of(stage), schedule.num_micro_batches
-    from_before = stage > 0 and schedule.rank_of(stage - 1) != here
-    to_next = stage < schedule.num_stages - 1 and schedule.rank_of(stage + 1) != here
+    rank, n = schedule.rank_of(stage), schedule.num_micro_batches
+    from_before = stage > 0 and schedule.rank_of(stage - 1) != rank
+    to_next = stage < schedule.num_stages - 1 and schedule.rank_of(stage + 1) != rank
     trained = n * schedule.trains
     return {
         Kind.REDUCE_GRAD: int(schedule.trains),

@@ -6,10 +6,10 @@ generators that stop at each communication.
     backward of a block   combine's gradient ...yield... | experts' | dispatch's gradient
                           ...yield... (twice) | attention's and router's
 
-At a `yield` an all-to-all has been launched, and the caller may compute something else
+At a `yield` an all-to-all has been started, and the caller may compute something else
 (`lather.pipeline.overlap`). Work that needs no communication is done while it runs: shared experts
 while tokens travel; the experts' weight gradients while gradients travel, between two stops, so
-that the other chunk can launch its exchange meanwhile. (If weight gradients are deferred, there is
+that the other chunk can start its exchange meanwhile. (If weight gradients are deferred, there is
 one stop less.) The mathematics is that of `Block`, whose `forward` is the reference; autograd
 graphs end at every segment (`lather.pipeline.tape`).
 
@@ -91,8 +91,8 @@ class BlockTape:
     shared: Cut | None = None
     losses: Outputs = ()
     """Losses of the router, detached; none in a dense block."""
-    way: Any = None
-    """The way of the dispatched tokens, which are in the cuts (`Dispatched.way`)."""
+    handle: Any = None
+    """The handle of the dispatched tokens, which are in the cuts (`Dispatched.handle`)."""
 
 
 @dataclass
@@ -153,9 +153,9 @@ class Segments:
             )
         for block in stage.blocks:
             assert x_BSD is not None
-            x_BSD, kept = yield from self._forward_block(block, x_BSD, tape, routings)
+            x_BSD, block_tape = yield from self._forward_block(block, x_BSD, tape, routings)
             if torch.is_grad_enabled():
-                tape.blocks.append(kept)
+                tape.blocks.append(block_tape)
         if not torch.is_grad_enabled():
             tape.micro_batch.layout.forget()
         assert x_BSD is not None
@@ -174,8 +174,8 @@ class Segments:
         The tape is empty afterwards. With `defer` the weight gradients stay in the queue.
         """
         if tape.head is not None:
-            head, one = tape.head
-            (grad_BSD,) = self._back(head, [one], defer=defer)
+            head, grad_of_loss = tape.head
+            (grad_BSD,) = self._back(head, [grad_of_loss], defer=defer)
             tape.head = None
         while tape.blocks:
             assert grad_BSD is not None
@@ -193,11 +193,8 @@ class Segments:
         self, block: Block, x_BSD: Tensor, tape: ChunkTape, routings: list[RoutingSummary]
     ) -> Steps[tuple[Tensor, BlockTape]]:
         attend, attended = self._attend(block, x_BSD, tape.micro_batch.layout)
-        residual_BSD, normed_TD, routing = (
-            attended.residual_BSD,
-            attended.normed_TD,
-            attended.routing,
-        )
+        residual_BSD, normed_TD = attended.residual_BSD, attended.normed_TD
+        routing = attended.routing
         if not isinstance(block.mlp, MoE) or routing is None:
             experts, (sum_TD,) = self._run(
                 "experts", partial(_call, block.mlp), normed_TD, reads=attended
@@ -219,33 +216,35 @@ class Segments:
             "experts", run_experts, dispatched.x_RD, dispatched.weights_RK, reads=attended
         )
         self._was_read(attended, tape, experts, shared)
-        traveling_back = self.exchange.start_combine(partial_RD, dispatched.way)
-        kept = BlockTape(attend, experts, shared, _losses(routing), dispatched.way)
+        traveling_back = self.exchange.start_combine(partial_RD, dispatched.handle)
+        block_tape = BlockTape(attend, experts, shared, _losses(routing), dispatched.handle)
         del attended, normed_TD, routing, planning, dispatched, run_experts
         yield
         sum_TD = traveling_back.wait()
         self.frees.release(partial_RD, sum_TD, held=tape.held)
-        return self._aggregate(residual_BSD, sum_TD.to(residual_BSD.dtype), shared_TD, tape), kept
+        return self._aggregate(
+            residual_BSD, sum_TD.to(residual_BSD.dtype), shared_TD, tape
+        ), block_tape
 
     def _backward_block(
-        self, kept: BlockTape, grad_BSD: Tensor, batch: MicroBatch, *, defer: bool
+        self, tape: BlockTape, grad_BSD: Tensor, batch: MicroBatch, *, defer: bool
     ) -> Steps[Tensor]:
         grad_TD = grad_BSD.flatten(0, 1)  # the gradient of each term of a sum is that of the sum
-        if not kept.losses:
-            gradients = [grad_BSD, *self._back(kept.experts, [grad_TD], defer=defer)]
+        if not tape.losses:
+            gradients = [grad_BSD, *self._back(tape.experts, [grad_TD], defer=defer)]
         else:
             traveling = self.exchange.start_combine_backward(
-                self._cast_for_exchange(grad_TD), kept.way
+                self._cast_for_exchange(grad_TD), tape.handle
             )
-            grad_shared_TD = (
-                None if kept.shared is None else self._back(kept.shared, [grad_TD], defer=defer)[0]
-            )
+            grad_shared_TD = None
+            if tape.shared is not None:
+                (grad_shared_TD,) = self._back(tape.shared, [grad_TD], defer=defer)
             yield
-            grad_x_RD, grad_weights_RK = self._back(kept.experts, [traveling.wait()], defer=True)
+            grad_x_RD, grad_weights_RK = self._back(tape.experts, [traveling.wait()], defer=True)
             assert grad_x_RD is not None
             assert grad_weights_RK is not None
             traveling_back = self.exchange.start_dispatch_backward(
-                grad_x_RD, grad_weights_RK, kept.way
+                grad_x_RD, grad_weights_RK, tape.handle
             )
             del grad_x_RD, grad_weights_RK
             if not defer:
@@ -258,13 +257,9 @@ class Segments:
             # may be changed in place: nothing else uses it, and its dtype is wide enough
             if grad_shared_TD is not None:
                 grad_normed_TD = grad_shared_TD.add_(grad_normed_TD)
-            gradients = [
-                grad_BSD,
-                grad_normed_TD,
-                grad_weights_TK,
-                *_loss_gradients(kept.losses, batch),
-            ]
-        (grad_in_BSD,) = self._back(kept.attend, gradients, defer=defer)
+            of_losses = _loss_gradients(tape.losses, batch)
+            gradients = [grad_BSD, grad_normed_TD, grad_weights_TK, *of_losses]
+        (grad_in_BSD,) = self._back(tape.attend, gradients, defer=defer)
         assert grad_in_BSD is not None
         return grad_in_BSD
 
@@ -288,11 +283,9 @@ class Segments:
             )
 
         def same_decision() -> AbstractContextManager[Any]:
-            return (
-                block.mlp.gate.recompute(decision[0])
-                if isinstance(block.mlp, MoE)
-                else nullcontext()
-            )
+            if isinstance(block.mlp, MoE):
+                return block.mlp.gate.recompute(decision[0])
+            return nullcontext()
 
         cut, (residual_BSD, normed_TD, *of_router) = self._run(
             "attention", attend, x_BSD, again=same_decision
@@ -325,8 +318,8 @@ class Segments:
         """Free the normed rows after their last reader, unless a cut keeps them as input of a
         recomputation."""
         if attended.again is not None:
-            kept = [x for cut in cuts if cut is not None for x in cut.kept_inputs]
-            self.frees.release(attended.normed_TD, *kept, held=tape.held)
+            block_tape = [x for cut in cuts if cut is not None for x in cut.kept_inputs]
+            self.frees.release(attended.normed_TD, *block_tape, held=tape.held)
 
     def _cast_for_exchange(self, x: Tensor) -> Tensor:
         """Cast rows that travel to the autocast dtype, which halves the bytes of the exchange and
@@ -368,11 +361,10 @@ class Segments:
         self, cut: Cut, gradients: Sequence[Tensor | None], *, defer: bool
     ) -> list[Tensor | None]:
         self.weight_gradients.deferring = defer
-        try:
-            with record_function("lather.segment.backward"):
-                return cut.backward(gradients)
-        finally:
-            self.weight_gradients.deferring = False
+        with record_function("lather.segment.backward"):
+            inputs = cut.backward(gradients)
+        self.weight_gradients.deferring = False
+        return inputs
 
 
 def _call(module: nn.Module, x: Tensor) -> Outputs:
@@ -396,11 +388,8 @@ def _loss(stage: Stage, batch: MicroBatch, x_BSD: Tensor) -> Outputs:
 
 
 def _losses(routing: Routing) -> Outputs:
-    return (
-        (routing.balance_loss,)
-        if routing.z_loss is None
-        else (routing.balance_loss, routing.z_loss)
-    )
+    balance, z_loss = routing.balance_loss, routing.z_loss
+    return (balance,) if z_loss is None else (balance, z_loss)
 
 
 def _loss_gradients(losses: Outputs, batch: MicroBatch) -> list[Tensor | None]:

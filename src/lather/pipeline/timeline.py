@@ -46,60 +46,59 @@ class TimelineRecorder(Recorder):
         """`num_ranks`: size of the default process group, which is not needed for one rank."""
         self.device, self.rank, self.num_ranks = device, rank, num_ranks
         self._origin: Moment = 0.0
-        self._pieces: list[tuple[Action, Moment, Moment]] | None = None
-        """Recorded pieces of actions; None while nothing is recorded."""
+        self._spans: list[tuple[Action, Moment, Moment]] | None = None
+        """Recorded actions or parts of them, with start and end; None while nothing is recorded."""
         self._current: tuple[Action, Moment] | None = None
 
     def begin(self) -> None:
         """Start the clock on all ranks at once; every rank calls this."""
-        if is_gpu(self.device):
-            gpu_module(self.device).synchronize(self.device)
+        self._synchronize()
         if self.num_ranks > 1:
             dist.all_reduce(torch.zeros(()))
-        self._pieces, self._current = [], None
+        self._spans, self._current = [], None
         self._origin = self._now()
 
     def end(self) -> list[Event]:
         """Return the events since `begin` in order, with times in seconds. Waits for the device."""
-        if is_gpu(self.device):
-            gpu_module(self.device).synchronize(self.device)
-        pieces, self._pieces = self._pieces or [], None
+        self._synchronize()
+        spans, self._spans = self._spans or [], None
         return [
             Event(self.rank, action, self._seconds(start), self._seconds(end))
-            for action, start, end in pieces
+            for action, start, end in spans
         ]
 
     @contextmanager
     def action(self, action: Action) -> Iterator[None]:
         """Record an action around the block."""
-        with (
-            gpu_module(self.device).nvtx.range(str(action))
-            if is_gpu(self.device)
-            else nullcontext()
-        ):
-            if self._pieces is None:
+        nvtx = gpu_module(self.device).nvtx.range(str(action)) if is_gpu(self.device) else None
+        with nvtx or nullcontext():
+            if self._spans is None:
                 yield
                 return
             self._current = (action, self._now())
             yield
-            self._close_piece()
+            self._close_span()
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Exclude a wait for another rank, inside an action."""
-        if self._pieces is None or self._current is None:
+        if self._spans is None or self._current is None:
             yield
             return
         action, _ = self._current
-        self._close_piece()
+        self._close_span()
         yield
         self._current = (action, self._now())
 
-    def _close_piece(self) -> None:
-        assert self._pieces is not None
+    def _close_span(self) -> None:
+        assert self._spans is not None
         assert self._current is not None
-        self._pieces.append((*self._current, self._now()))
+        self._spans.append((*self._current, self._now()))
         self._current = None
+
+    def _synchronize(self) -> None:
+        if is_gpu(self.device):
+            gpu_module(self.device).synchronize(self.device)
 
     def _now(self) -> Moment:
         if not is_gpu(self.device):

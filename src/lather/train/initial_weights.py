@@ -24,8 +24,8 @@ from lather.models.hf.model_folder import (
     notes_on_config,
     open_hugging_face,
 )
-from lather.models.hf.safetensors_folder import TensorSource
 from lather.parallel.agreement import errors_on_all_ranks
+from lather.safetensors_file import TensorSource
 from lather.train.companions import same_tokenizer
 
 OF_TRAINING = frozenset(

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from lather.boxes import local
 from lather.config.config import Config
 from lather.device import gpu_module, is_gpu
 from lather.durations import duration
@@ -27,7 +28,6 @@ from lather.memory.dry_run import RankRun, kind_of_state
 from lather.memory.plan import MemoryPlan, plan
 from lather.memory.stage_bytes import memory_partition
 from lather.memory.workers import Assumed
-from lather.optim.sharded.placement import local
 from lather.parallel.agreement import gather, on_rank_0
 from lather.parallel.mesh import Mesh
 from lather.pipeline.partition import Partition

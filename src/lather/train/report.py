@@ -267,17 +267,16 @@ def schedule(path: Path) -> dict[str, Any]:
     """The newest step of a timeline: a lane for each rank, and boxes with what was done."""
     step, events = picture.read_timeline(path)
     timeline = Timeline(tuple(events))
-    lanes = {rank: lane for lane, rank in enumerate(timeline.ranks)}
     bars = [
         [bar.left, bar.right, bar.top, bar.bottom, bar.color, bar.number, bar.action]
-        for bar in picture.bars(timeline, lanes)
+        for bar in picture.bars(timeline)
     ]
     return {
         "step": step,
         "bubble": timeline.bubble_fraction,
         "seconds": timeline.makespan,
         "took": duration(timeline.makespan),
-        "lanes": list(lanes),
+        "lanes": list(timeline.ranks),
         "bars": bars,
         "key": picture.color_key(timeline),
         "dark": sorted(picture.DARK),

@@ -25,7 +25,7 @@ from typing import Any
 
 from lather.models.entry_names import entry_name, is_stack
 from lather.models.hf.mxfp4 import BLOCK
-from lather.models.hf.safetensors_folder import Index
+from lather.safetensors_file import Index
 
 Shape = tuple[int, ...]
 

@@ -27,14 +27,14 @@ from lather.models.hf.model_folder import (
     parameter_shapes,
     read_json,
 )
-from lather.models.hf.safetensors_folder import (
+from lather.models.hf.safetensors_folder import write_published
+from lather.safetensors_file import (
     DTYPE_NAMES,
     DTYPES,
     Index,
     TensorHeader,
     TensorSource,
     TensorToWrite,
-    write_published,
 )
 
 GENERATION_FILE = "generation_config.json"

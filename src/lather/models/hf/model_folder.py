@@ -29,14 +29,8 @@ from lather.models.entry_names import entry_shapes, split_entry
 from lather.models.families import ModelConfig, build_model, config_from_hugging_face, unread_fields
 from lather.models.hf.key_map import HARMLESS, MappedTensor, Shape, published_ways
 from lather.models.hf.mxfp4 import BLOCK, dequantize_mxfp4
-from lather.models.hf.safetensors_folder import (
-    ANOTHER_COPY,
-    DTYPES,
-    Index,
-    SafetensorsFolder,
-    TensorHeader,
-    open_published,
-)
+from lather.models.hf.safetensors_folder import open_published
+from lather.safetensors_file import ANOTHER_COPY, DTYPES, Index, SafetensorsFiles, TensorHeader
 
 CONFIG_FILE = "config.json"
 TOKENIZER_FILE = "tokenizer.json"
@@ -89,7 +83,7 @@ class PublishedWeights:
     """The weights of a Hugging Face folder whose headers match a model. They are read on demand
     like those of a checkpoint: under Lather's names, with one entry per expert."""
 
-    stored: SafetensorsFolder
+    stored: SafetensorsFiles
     entries: dict[str, list[MappedTensor]]
     """Published tensors of each parameter, in the order of its memory."""
     shapes: dict[str, Shape]
@@ -161,7 +155,7 @@ def _match(folder: Path, model_type: str, shapes: Mapping[str, Shape]) -> Publis
 
 
 def _the_way_taken(
-    choices: list[list[MappedTensor]], stored: SafetensorsFolder
+    choices: list[list[MappedTensor]], stored: SafetensorsFiles
 ) -> list[MappedTensor]:
     """Return the first format of which the folder has a tensor; the first of all if it has none."""
     taken = (
@@ -172,12 +166,12 @@ def _the_way_taken(
     return next(taken, choices[0])
 
 
-def _is_harmless(key: str, stored: SafetensorsFolder, *, is_tied: bool) -> bool:
+def _is_harmless(key: str, stored: SafetensorsFiles, *, is_tied: bool) -> bool:
     is_empty = 0 in stored.tensors[key].shape  # shared experts of a model that has none
     return is_empty or HARMLESS.fullmatch(key) is not None or (is_tied and key == HEAD)
 
 
-def _check_tensor(key: str, stored: SafetensorsFolder, shape: Shape, *, is_packed: bool) -> None:
+def _check_tensor(key: str, stored: SafetensorsFiles, shape: Shape, *, is_packed: bool) -> None:
     found = stored.tensors[key]
     if found.shape != shape:
         raise ExchangeError(
@@ -195,7 +189,7 @@ def _check_tensor(key: str, stored: SafetensorsFolder, shape: Shape, *, is_packe
         )
 
 
-def _check_tied_head(stored: SafetensorsFolder, embedding: str) -> None:
+def _check_tied_head(stored: SafetensorsFiles, embedding: str) -> None:
     """Check that a published head that is tied to the embedding has the same values."""
     rows, columns = stored.tensors[embedding].shape
     _check_tensor(HEAD, stored, (rows, columns), is_packed=False)

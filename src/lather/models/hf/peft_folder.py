@@ -32,13 +32,8 @@ from lather.models.entry_names import entry_shapes
 from lather.models.families import ModelConfig, build_model
 from lather.models.hf.key_map import Shape
 from lather.models.hf.model_folder import parameter_shapes
-from lather.models.hf.safetensors_folder import (
-    DTYPES,
-    TensorSource,
-    TensorToWrite,
-    write_safetensors,
-)
 from lather.models.lora import LoraConfig
+from lather.safetensors_file import DTYPES, TensorSource, TensorToWrite, write_safetensors
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"

@@ -27,9 +27,9 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from lather.boxes import local, local_grad
 from lather.device import is_gpu
 from lather.optim.batched.matrix_layout import KeptEntry, Layout
-from lather.optim.sharded.placement import local, local_grad
 
 T = TypeVar("T")
 

@@ -310,15 +310,15 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
         arrive."""
         leaving: OwnerExchange | None = None
         if exchanges:
-            exchanges[0].launch_in()
+            exchanges[0].start_in()
         self._work_on([run for run in runs if run.exchange is None], is_last=is_last)
         for exchange, following in zip_longest(exchanges, exchanges[1:]):
             if following is not None:
-                following.launch_in()
+                following.start_in()
             exchange.finish_in()
             self._work_on([run for run in runs if run.exchange is exchange], is_last=is_last)
             if is_last:
-                exchange.launch_out()
+                exchange.start_out()
                 if leaving is not None:
                     _take_arriving(leaving)
                 leaving = exchange

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lather.boxes import local
 from lather.device import is_cpu, is_gpu, to_device
 from lather.optim.batched.buckets import Bucket, Member, States
 from lather.optim.batched.matrix_layout import NORM
@@ -34,7 +35,6 @@ from lather.optim.linalg.kronecker import SYMMETRIC_BLOCKS
 from lather.optim.linalg.scale import factors_between, norms
 from lather.optim.rule import NOBODY, Due, RefreshingRule, Rule, State, column
 from lather.optim.sharded.exchange import OwnerExchange
-from lather.optim.sharded.placement import local
 from lather.torch_private import foreach_add_, foreach_copy_, foreach_mul_, get_fp32_precision
 
 _grad, _param = operator.attrgetter("grad"), operator.attrgetter("param")

@@ -18,12 +18,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lather.boxes import local
 from lather.optim.batched.group_keys import asks
 from lather.optim.batched.matrix_layout import Layout
 from lather.optim.options import options_of
 from lather.optim.plain import as_count, rate_of
 from lather.optim.rule import Matrix, RefreshingRule, Rule
-from lather.optim.sharded.placement import Spread, local
+from lather.optim.sharded.placement import Spread
 
 
 class GroupSettings:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from lather.boxes import Piece
 from lather.optim.batched.arguments import Published
 from lather.optim.batched.buckets import Bucket, States
 from lather.optim.batched.foreign_state import as_own, report_taken, taken
@@ -36,7 +37,6 @@ from lather.optim.batched.streams import SideStreams
 from lather.optim.options import options_of
 from lather.optim.plain import is_placeholder, saveable
 from lather.optim.rule import Rule
-from lather.optim.sharded.placement import Piece
 from lather.torch_private import is_flattened
 
 

@@ -5,9 +5,10 @@ The owner rank of a matrix keeps its whole entries; in a DTensor every rank hold
 position in the mesh gives it. In both directions one all-to-all moves many entries at once. Entries
 of elementwise parameters are sharded like the parameter.
 
-A state dict has copies, which later steps do not change. Before the first step it is room for a
-checkpoint, and a copy might not fit into memory: then rows that this rank keeps anyway are lent,
-and a load into the same optimizer finds them in their places.
+A state dict consists of copies, so later steps do not change it. Before the first step, however, a
+state dict is made to load a checkpoint into, and copies might not fit into memory. Then the rows
+that this rank keeps anyway are *lent*: they are views of the state, and loading the state dict into
+the same optimizer finds them in place.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lather.boxes import Box, local
 from lather.optim.batched.buckets import in_batches
 from lather.optim.batched.roster import ParamInfo
 from lather.optim.sharded.exchange import Transfer
 from lather.optim.sharded.owners import OwnedParameter, OwnedUnit, matrices_of
-from lather.optim.sharded.placement import Box, Spread, local, spread_of_dtensor
+from lather.optim.sharded.placement import Spread, spread_of_dtensor
 from lather.optim.sharded.sharding import Sharding
 from lather.torch_private import dtensor_over
 
@@ -56,39 +58,35 @@ class SpreadEntry:
         """Whether the DTensor holds on every rank exactly the part that the rank keeps."""
         return self.share.is_gathered or (self.share.elementwise and not self.share.travels)
 
-    def own_rows(self) -> Tensor | None:
+    def lendable_rows(self) -> Tensor | None:
         """Return the rows that the DTensor holds on this rank as a view of what the rank keeps;
         None if it does not keep them all, one after the other."""
         if self.is_cut_alike:
             return self.value.view(self.spread.box.size)
-        units = self.owned(self.spread).own
-        first, rows = self.spread.box.offset[:1], self.spread.box.size[:1]
-        if self.share.elementwise or not units or not any(rows):
+        units = self.owners_over(self.spread).owned_units
+        if self.share.elementwise or not units or not any(self.spread.box.size[:1]):
             return None
-        numbers = [unit.number for unit in units]
+        first, num_rows = self.spread.box.offset[0], self.spread.box.size[0]
         if self.share.layout.per_expert:
-            if not set(range(first[0], first[0] + rows[0])) <= set(numbers):
+            experts = [unit.number for unit in units]
+            if not set(range(first, first + num_rows)) <= set(experts):
                 return None
-            first = (numbers.index(first[0]),)
-        return self.value[first[0] : first[0] + rows[0]]
+            first = experts.index(first)
+        return self.value[first : first + num_rows]
 
-    def owned(self, spread: Spread) -> OwnedParameter:
-        """Return the owners of the parts of an entry with this spread."""
-        found: list[tuple[Box, int, int]]
+    def owners_over(self, spread: Spread) -> OwnedParameter:
+        """Return the owners of the parts of the entry, whose DTensor has this spread."""
         if self.share.is_gathered:
-            found = [
-                (box, 0, position) for position, box in enumerate(self.spread.boxes) if box.numel
-            ]
+            owners = [(box, 0, rank) for rank, box in enumerate(self.spread.boxes) if box.numel]
+        elif self.share.elementwise:
+            owners = [(unit.box, unit.number, unit.owner) for unit in self.share.units]
         else:
-            boxes = [] if self.share.elementwise else matrices_of(self.share.layout, spread.shape)
-            found = [
-                (boxes[unit.number] if boxes else unit.box, unit.number, unit.owner)
-                for unit in self.share.units
-            ]
+            boxes = matrices_of(self.share.layout, spread.shape)
+            owners = [(boxes[unit.number], unit.number, unit.owner) for unit in self.share.units]
         units = tuple(
-            OwnedUnit(box, number, owner, spread.holders(box)) for box, number, owner in found
+            OwnedUnit(box, number, owner, spread.holders(box)) for box, number, owner in owners
         )
-        return OwnedParameter(spread, self.share.layout, units, is_apart=True)
+        return OwnedParameter(spread, self.share.layout, units, is_separate=True)
 
 
 def whole_entries(
@@ -99,23 +97,24 @@ def whole_entries(
 
     The DTensors are copies. With `lend`, rows that this rank keeps anyway are views of its state,
     which saves memory while a checkpoint is loaded into them."""
-    found: dict[Tensor, dict[str, Tensor]] = {one.param: {} for one, _ in states}
-    for some in _batches(states, sharding):
-        rows = []
-        for entry in some:
-            own = entry.own_rows() if lend else None
-            rows.append(entry.value.new_empty(entry.spread.box.size) if own is None else own)
-        if some[0].is_cut_alike and not lend:
-            for entry, copy in zip(some, rows, strict=True):
-                copy.copy_(entry.value.view(copy.shape))
-        elif not some[0].is_cut_alike:
-            transfer = Transfer([entry.owned(entry.spread) for entry in some], inward=False)
-            transfer.move([entry.value for entry in some], rows, sharding.group_of(some[0].spread))
-        for entry, part in zip(some, rows, strict=True):
+    entries: dict[Tensor, dict[str, Tensor]] = {info.param: {} for info, _ in states}
+    for batch in _batches(states, sharding):
+        parts = []
+        for entry in batch:
+            rows = entry.lendable_rows() if lend else None
+            parts.append(entry.value.new_empty(entry.spread.box.size) if rows is None else rows)
+        if not batch[0].is_cut_alike:
+            transfer = Transfer([entry.owners_over(entry.spread) for entry in batch], inward=False)
+            values = [entry.value for entry in batch]
+            transfer.move(values, parts, sharding.group_of(batch[0].spread))
+        elif not lend:
+            for entry, part in zip(batch, parts, strict=True):
+                part.copy_(entry.value.view(part.shape))
+        for entry, part in zip(batch, parts, strict=True):
             mesh, placements = entry.spread.mesh, entry.spread.placements
             like = torch.empty(entry.spread.shape, device="meta")
-            found[entry.p][entry.key] = dtensor_over(part, mesh, placements, like)
-    return found
+            entries[entry.p][entry.key] = dtensor_over(part, mesh, placements, like)
+    return entries
 
 
 def load_entries(
@@ -123,11 +122,11 @@ def load_entries(
 ) -> None:
     """Copy saved entries, which are whole or DTensors, into the parts that this rank keeps in
     `state`, without `step`. All ranks of the parameters' meshes call this together."""
-    for some in _batches(saved, sharding):
-        shares = [entry.owned(_spread_of_saved(entry)) for entry in some]
-        sources = [local(entry.value).to(entry.p.device, entry.dtype) for entry in some]
-        kept = [state[entry.p][entry.key] for entry in some]
-        Transfer(shares, inward=True).move(sources, kept, sharding.group_of(some[0].spread))
+    for batch in _batches(saved, sharding):
+        shares = [entry.owners_over(_spread_of_saved(entry)) for entry in batch]
+        sources = [local(entry.value).to(entry.p.device, entry.dtype) for entry in batch]
+        targets = [state[entry.p][entry.key] for entry in batch]
+        Transfer(shares, inward=True).move(sources, targets, sharding.group_of(batch[0].spread))
 
 
 def are_lent(
@@ -135,39 +134,31 @@ def are_lent(
 ) -> bool:
     """Whether the saved entries are what `whole_entries` has lent of this state: each row that it
     could lend is where it was lent from."""
-    for one, entries in saved:
-        for some in _batches([(one, dict(state[one.param]))], sharding):
-            for entry in some:
-                own, part = entry.own_rows(), entries[entry.key]
-                if own is None or not own.numel():
+    for info, entries in saved:
+        for batch in _batches([(info, dict(state[info.param]))], sharding):
+            for entry in batch:
+                rows, part = entry.lendable_rows(), entries[entry.key]
+                if rows is None or not rows.numel():
                     continue
-                if not isinstance(part, DTensor) or not _is_same_place(own, local(part)):
+                if not isinstance(part, DTensor) or _place(rows) != _place(local(part)):
                     return False
     return True
 
 
-def _is_same_place(x: Tensor, y: Tensor) -> bool:
-    return (x.data_ptr(), x.shape, x.stride(), x.dtype) == (
-        y.data_ptr(),
-        y.shape,
-        y.stride(),
-        y.dtype,
-    )
+def _place(x: Tensor) -> tuple[object, ...]:
+    """Return a key that is equal for two tensors with the same elements in the same memory."""
+    return x.data_ptr(), x.shape, x.stride(), x.dtype
 
 
 def _spread_of_saved(entry: SpreadEntry) -> Spread:
-    own = entry.share.spread
+    ranks, shape = entry.share.spread.ranks, entry.spread.shape
     if not isinstance(entry.value, DTensor):
-        return Spread(
-            entry.spread.shape,
-            own.ranks,
-            (Box.whole(entry.spread.shape),) * len(own.ranks),
-            own.position,
-        )
+        boxes = (Box.whole(shape),) * len(ranks)
+        return Spread(shape, ranks, boxes, entry.share.spread.position)
     spread = spread_of_dtensor(entry.value, f"the saved {entry.key}")
-    if spread.ranks != own.ranks:
+    if spread.ranks != ranks:
         raise ValueError(
-            f"the saved {entry.key} is on ranks {spread.ranks}, its parameter on {own.ranks}: load "
+            f"the saved {entry.key} is on ranks {spread.ranks}, its parameter on {ranks}: load "
             "it onto the parameter's mesh"
         )
     return spread
@@ -177,21 +168,15 @@ def _batches(states: States, sharding: Sharding) -> list[list[SpreadEntry]]:
     """Divide the entries into batches, each for one all-to-all; they are the same on all ranks."""
 
     def entries() -> Iterator[tuple[SpreadEntry, Any, float]]:
-        for one, state in states:
-            share = sharding.share_of(one.param)
+        for info, state in states:
+            share = sharding.share_of(info.param)
             assert share is not None
-            for name, kept in one.layout.entries.items():
-                shape = one.layout.shape_of(kept)
-                spread = (
-                    share.spread
-                    if share.elementwise and not share.travels
-                    else share.spread.rows(shape)
-                )
-                entry = SpreadEntry(one.param, name, state[name], kept.dtype, share, spread)
-                yield (
-                    entry,
-                    (spread.ranks, kept.dtype, entry.is_cut_alike),
-                    math.prod(shape) * kept.dtype.itemsize / BATCH_BYTES,
-                )
+            for key, kind in info.layout.entries.items():
+                shape = info.layout.shape_of(kind)
+                is_cut_alike = share.elementwise and not share.travels
+                spread = share.spread if is_cut_alike else share.spread.rows(shape)
+                entry = SpreadEntry(info.param, key, state[key], kind.dtype, share, spread)
+                size = math.prod(shape) * kind.dtype.itemsize / BATCH_BYTES
+                yield entry, (spread.ranks, kind.dtype, entry.is_cut_alike), size
 
     return in_batches(entries())

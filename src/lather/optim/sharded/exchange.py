@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lather.boxes import Box, Index, local, local_grad
 from lather.optim.batched.buckets import Member
 from lather.optim.batched.roster import REPLACEMENT, Change, ParamInfo
 from lather.optim.sharded.owners import OwnedParameter, OwnedUnit
-from lather.optim.sharded.placement import Box, Index, local, local_grad
 from lather.torch_private import foreach_copy_
 
 
@@ -65,31 +65,31 @@ class GatheredMember(Member):
         return self.update
 
 
-def member_of(one: ParamInfo, share: OwnedParameter) -> Member | None:
+def member_of(info: ParamInfo, share: OwnedParameter) -> Member | None:
     """Return the member for this rank's work on a parameter that is spread over ranks, or None if
     it has none."""
-    if not share.own:
+    if not share.owned_units:
         return None
-    numbers = tuple(unit.number for unit in share.own)
+    numbers = tuple(unit.number for unit in share.owned_units)
     if share.in_place:
         index = share.region.within(share.spread.box)
-        layout = one.layout.of_part(
-            share.region.size, contiguous=local(one.param)[index].is_contiguous()
+        layout = info.layout.of_part(
+            share.region.size, contiguous=local(info.param)[index].is_contiguous()
         )
         return RegionMember(
-            one.param, layout, range(layout.batch) if share.elementwise else numbers, index
+            info.param, layout, range(layout.batch) if share.elementwise else numbers, index
         )
-    shape = one.layout.shape
-    if one.layout.per_expert:
+    shape = info.layout.shape
+    if info.layout.per_expert:
         shape = (len(numbers), *shape[1:])
-    return GatheredMember(one.param, one.layout.of_part(shape), numbers)
+    return GatheredMember(info.param, info.layout.of_part(shape), numbers)
 
 
 class OwnerExchange:
     """The exchange of one batch of similar parameters on one mesh, whose matrices are owned by
     other ranks than those that hold them.
 
-    Call launch_in and finish_in, then let the owners compute, then call launch_out and finish_out.
+    Call start_in and finish_in, then let the owners compute, then call start_out and finish_out.
     For elementwise rules only new weights are sent, to the ranks that hold copies.
     """
 
@@ -101,24 +101,21 @@ class OwnerExchange:
     ) -> None:
         """`params`: parameters with their owners; `members`: id of a parameter -> its member on
         this rank."""
-        self.params, shares, self.group = (
-            [one for one, _ in params],
-            [share for _, share in params],
-            group,
-        )
+        self.params, self.group = [info for info, _ in params], group
+        shares = [share for _, share in params]
         first = self.params[0]
-        self.dtype, self.elementwise, self.device = (
-            first.param.dtype,
-            shares[0].elementwise,
-            local(first.param).device,
-        )
+        self.dtype, self.device = first.param.dtype, local(first.param).device
+        self.elementwise = shares[0].elementwise
         self.update_dtype = self.dtype if self.elementwise else first.rule.compute_dtype
         self.has_statistics, self.needs_weights = first.has_statistics, first.needs_weights
         if not self.elementwise:
             self.inward = Transfer(shares, inward=True)
         self.outward = Transfer(shares, inward=False)
-        found = ((item, members.get(id(one.param))) for item, one in enumerate(self.params))
-        self._own = {item: member for item, member in found if isinstance(member, GatheredMember)}
+        self._gathered = {
+            item: member
+            for item, info in enumerate(self.params)
+            if isinstance(member := members.get(id(info.param)), GatheredMember)
+        }
         """Number of a parameter -> its member, if this rank owns matrices of it and gathers
         them."""
         self._arriving: dict[str, Arriving] | None = None
@@ -129,17 +126,17 @@ class OwnerExchange:
         """Versions of the settings of the parameters from which `_changes` were read."""
         self._changes: list[Change] = []
 
-    def launch_in(self) -> None:
+    def start_in(self) -> None:
         """Start to send gradients, and weights if the rule needs them, unless that has been done
         already."""
         if self._arriving is not None or self.elementwise:
             return
-        sources = {"received": [local_grad(one.param) for one in self.params]}
+        sources = {"received": [local_grad(info.param) for info in self.params]}
         if self.needs_weights:
-            sources["received_weight"] = [local(one.param) for one in self.params]
+            sources["received_weight"] = [local(info.param) for info in self.params]
         self._arriving = {
-            name: self.inward.launch(some.__getitem__, self.dtype, self.device, self.group)
-            for name, some in sources.items()
+            name: self.inward.start(tensors.__getitem__, self.dtype, self.device, self.group)
+            for name, tensors in sources.items()
         }
 
     def finish_in(self) -> None:
@@ -148,35 +145,35 @@ class OwnerExchange:
         for name, arriving in (self._arriving or {}).items():
             whole = {
                 item: torch.empty(member.layout.shape, dtype=self.dtype, device=self.device)
-                for item, member in self._own.items()
+                for item, member in self._gathered.items()
             }
             put(arriving(), whole.__getitem__)
-            for item, member in self._own.items():
+            for item, member in self._gathered.items():
                 setattr(member, name, whole[item])
         self._arriving = {}
-        for member in self._own.values():
+        for member in self._gathered.values():
             if member.update is None:
                 member.update = torch.empty(
                     member.layout.shape, dtype=self.update_dtype, device=self.device
                 )
 
-    def launch_out(self) -> None:
+    def start_out(self) -> None:
         """Start to send updates, and free the gradients."""
 
         def source(item: int) -> Tensor:
-            update = None if self.elementwise else self._own[item].update
+            update = None if self.elementwise else self._gathered[item].update
             return local(self.params[item].param) if update is None else update
 
-        leaving = self.outward.launch(source, self.update_dtype, self.device, self.group)
+        leaving = self.outward.start(source, self.update_dtype, self.device, self.group)
         self.forget()
         self._leaving = [leaving]
 
     def finish_out(self) -> dict[Change, tuple[list[Tensor], list[Tensor]]]:
         """Receive the updates, and return for each change this rank's parts of the parameters and
         their updates."""
-        versions = [one.settings.version for one in self.params]
+        versions = [info.settings.version for info in self.params]
         if versions != self._versions:
-            self._versions, self._changes = versions, [one.change() for one in self.params]
+            self._versions, self._changes = versions, [info.change() for info in self.params]
         changes: dict[Change, tuple[list[Tensor], list[Tensor]]] = {}
         for route, update in self._leaving.pop()():
             change = REPLACEMENT if self.elementwise else self._changes[route.item]
@@ -187,7 +184,7 @@ class OwnerExchange:
 
     def forget(self) -> None:
         """Free the tensors of this step, when the updates are being sent or after an error."""
-        for member in self._own.values():
+        for member in self._gathered.values():
             member.received = member.received_weight = member.update = None
         self._arriving, self._leaving = None, []
 
@@ -226,7 +223,7 @@ class Transfer:
         """Regions to send, by the receiver's position."""
         self._receives: list[list[TensorRegion]] = [[] for _ in shares[0].spread.ranks]
         """Regions to receive, by the sender's position."""
-        self._kept: list[tuple[TensorRegion, TensorRegion]] = []
+        self._local_copies: list[tuple[TensorRegion, TensorRegion]] = []
         """Source and target regions of parts that are copied within this rank."""
         units = chain.from_iterable(share.units for share in shares)
         self._is_needed = any(
@@ -244,32 +241,28 @@ class Transfer:
     ) -> None:
         """Add the routes for the part of the unit in `box` that this rank sends or receives, in the
         same order on all ranks."""
-        overlap, me, positions = (
-            box.overlap(unit.box),
-            share.spread.position,
-            share.spread.positions_of[box],
-        )
+        me, positions = share.spread.position, share.spread.positions_of[box]
+        overlap = box.overlap(unit.box)
         if overlap is None:
             return
         boxes = (box, share.origin(unit) if unit.owner == me else unit.box)
-        start, to = (TensorRegion(item, overlap.within(outer), overlap.size) for outer in boxes)
-        pairs = [
-            (
-                unit.owner if unit.owner in positions else positions[unit.number % len(positions)],
-                unit.owner,
-            )
-        ]
+        source, target = (
+            TensorRegion(item, overlap.within(outer), overlap.size) for outer in boxes
+        )
+        holder = unit.owner if unit.owner in positions else positions[unit.number % len(positions)]
+        pairs = [(holder, unit.owner)]
         if not inward:
-            start, to, pairs = to, start, [(unit.owner, position) for position in positions]
+            source, target = target, source
+            pairs = [(unit.owner, position) for position in positions]
         for sender, receiver in pairs:
             if sender == receiver == me:
-                self._kept += [] if share.in_place else [(start, to)]
+                self._local_copies += [] if share.in_place else [(source, target)]
             elif sender == me:
-                self._sends[receiver].append(start)
+                self._sends[receiver].append(source)
             elif receiver == me:
-                self._receives[sender].append(to)
+                self._receives[sender].append(target)
 
-    def launch(
+    def start(
         self,
         sources: Callable[[int], Tensor],
         dtype: torch.dtype,
@@ -278,13 +271,15 @@ class Transfer:
     ) -> Arriving:
         """Start the all-to-all; all ranks of the group call this together. `sources`: function from
         the number of a tensor to this rank's tensor."""
-        kept = [(to, sources(start.item)[start.where]) for start, to in self._kept]
+        copies = [
+            (target, sources(source.item)[source.where]) for source, target in self._local_copies
+        ]
         if not self._is_needed:
-            return lambda: kept
+            return lambda: copies
         sends, receives = list(chain(*self._sends)), list(chain(*self._receives))
         sizes_out, sizes_in = (
-            [sum(route.numel for route in some) for some in routes]
-            for routes in (self._sends, self._receives)
+            [sum(region.numel for region in regions) for regions in of_ranks]
+            for of_ranks in (self._sends, self._receives)
         )
         packed, arriving = (
             torch.empty(sum(sizes), dtype=dtype, device=device) for sizes in (sizes_out, sizes_in)
@@ -301,7 +296,7 @@ class Transfer:
             nonlocal packed
             work.wait()
             del packed  # it must exist until the transfer has ended
-            return [*kept, *zip(receives, _split(arriving, receives), strict=True)]
+            return [*copies, *zip(receives, _split(arriving, receives), strict=True)]
 
         return wait
 
@@ -310,7 +305,7 @@ class Transfer:
     ) -> None:
         """Transfer everything now, between tensors of one dtype and device."""
         put(
-            self.launch(sources.__getitem__, sources[0].dtype, sources[0].device, group)(),
+            self.start(sources.__getitem__, sources[0].dtype, sources[0].device, group)(),
             targets.__getitem__,
         )
 

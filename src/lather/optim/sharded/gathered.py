@@ -16,45 +16,45 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lather.boxes import Box, local, local_grad
 from lather.optim.batched.buckets import Bucket, States
 from lather.optim.batched.plan import open_buckets
 from lather.optim.batched.roster import ParamInfo
 from lather.optim.sharded.exchange import GatheredMember, Transfer
 from lather.optim.sharded.owners import OwnedParameter, OwnedUnit
-from lather.optim.sharded.placement import Box, Spread, local, local_grad
+from lather.optim.sharded.placement import Spread
 from lather.optim.sharded.sharding import Sharding
 
 
-def initial_rows(one: ParamInfo) -> dict[str, Tensor]:
+def initial_rows(info: ParamInfo) -> dict[str, Tensor]:
     """Return this rank's rows of the initial value of every entry, without `step`, and without
     creating a whole matrix."""
-    assert one.spread is not None
-    found = {}
-    for name, entry in one.layout.entries.items():
-        box = one.spread.rows(one.layout.shape_of(entry)).box
-        found[name] = torch.full(
-            box.size, entry.initial or 0.0, dtype=entry.dtype, device=one.param.device
+    assert info.spread is not None
+    rows = {}
+    for name, entry in info.layout.entries.items():
+        box = info.spread.rows(info.layout.shape_of(entry)).box
+        rows[name] = torch.full(
+            box.size, entry.initial or 0.0, dtype=entry.dtype, device=info.param.device
         )
         if entry.initial is None:
-            found[name].diagonal(box.offset[-2], dim1=-2, dim2=-1).fill_(1)
-    return found
+            rows[name].diagonal(box.offset[-2], dim1=-2, dim2=-1).fill_(1)
+    return rows
 
 
-def check_rows(one: ParamInfo, state: dict[str, Any]) -> None:
+def check_rows(info: ParamInfo, state: dict[str, Any]) -> None:
     """Raise ValueError unless `state` has this rank's rows of every entry, and `step`."""
-    assert one.spread is not None
+    assert info.spread is not None
     expected: dict[str, object] = {"step": ()}
-    for name, entry in one.layout.entries.items():
-        expected[name] = one.spread.rows(one.layout.shape_of(entry)).box.size
-    found = {name: tuple(getattr(x, "shape", ())) for name, x in state.items()}
-    if found != expected:
-        key = next(key for key in (*expected, *found) if expected.get(key) != found.get(key))
+    for name, entry in info.layout.entries.items():
+        expected[name] = info.spread.rows(info.layout.shape_of(entry)).box.size
+    shapes = {name: tuple(getattr(x, "shape", ())) for name, x in state.items()}
+    if shapes != expected:
+        key = next(key for key in (*expected, *shapes) if expected.get(key) != shapes.get(key))
         raise ValueError(
-            f"the state of a parameter of shape {one.spread.shape} has {key} "
-            f"{found.get(key, 'missing')} "
-            f"on this rank, expected {expected.get(key, 'none')}: give it this rank's rows, or "
-            "delete "
-            "the state of the parameter, which then begins again"
+            f"the state of a parameter of shape {info.spread.shape} has {key} "
+            f"{shapes.get(key, 'missing')} on this rank, expected {expected.get(key, 'none')}: "
+            "give it this rank's rows, or delete the state of the parameter, which then begins "
+            "again"
         )
 
 
@@ -62,50 +62,45 @@ class Gathered:
     """A parameter during its step: a separate bucket with the whole state, the gradient and, if the
     rule needs them, the weights."""
 
-    def __init__(self, one: ParamInfo, sharding: Sharding, rows: dict[str, Any]) -> None:
+    def __init__(self, info: ParamInfo, sharding: Sharding, rows: dict[str, Any]) -> None:
         """Gather the parameter. `rows`: this rank's rows of each entry. All ranks of the mesh call
         this together."""
-        assert one.spread is not None
-        spread, group, self._kept = (
-            one.spread,
-            sharding.group_of(one.spread),
-            list[tuple[Tensor, Tensor]](),
-        )
+        assert info.spread is not None
+        spread, group = info.spread, sharding.group_of(info.spread)
+        self._rows: list[tuple[Tensor, Tensor]] = []
+        """This rank's rows of each entry, and the view of the whole entry that is copied there."""
 
-        def gather(part: Tensor, spread: Spread, out: Tensor) -> Tensor:
-            """Gather the parts of all ranks into `out`, on every rank."""
-            whole = Box.whole(spread.shape)
-            holders = spread.holders(whole)
-            units = [
-                OwnedUnit(whole, position, position, holders)
-                for position in range(len(spread.ranks))
-            ]
-            Transfer(
-                [OwnedParameter(spread, one.layout, tuple(units), is_apart=True)], inward=True
-            ).move([part], [out], group)
-            return out
+        def gather(part: Tensor, spread: Spread, whole: Tensor) -> Tensor:
+            """Gather the parts of all ranks into `whole`, on every rank; return this rank's part
+            of it."""
+            box = Box.whole(spread.shape)
+            holders = spread.holders(box)
+            units = tuple(
+                OwnedUnit(box, position, position, holders) for position in range(len(spread.ranks))
+            )
+            share = OwnedParameter(spread, info.layout, units, is_separate=True)
+            Transfer([share], inward=True).move([part], [whole], group)
+            return whole[spread.box.within(box)]
 
-        member = GatheredMember(one.param, one.layout, range(one.layout.batch))
-        grad, weight = local_grad(one.param), local(one.param)
-        member.received = gather(grad, spread, grad.new_empty(spread.shape))
-        member.received_weight = (
-            gather(weight, spread, weight.new_empty(spread.shape)) if one.needs_weights else None
-        )
-        member.update = weight.new_empty(spread.shape, dtype=one.rule.compute_dtype)
+        member = GatheredMember(info.param, info.layout, range(info.layout.batch))
+        grad, self.weight = local_grad(info.param), local(info.param)
+        member.received = grad.new_empty(spread.shape)
+        gather(grad, spread, member.received)
+        if info.needs_weights:
+            member.received_weight = self.weight.new_empty(spread.shape)
+            gather(self.weight, spread, member.received_weight)
+        member.update = self.weight.new_empty(spread.shape, dtype=info.rule.compute_dtype)
         self.bucket = Bucket([member])
-        self.state: States = {one.param: self.bucket.allocate()[0]}
+        self.state: States = {info.param: self.bucket.allocate()[0]}
         """The whole state, without `step`."""
-        self.weight = weight
-        """This rank's part of the parameter."""
         self.update = member.update[spread.box.within(Box.whole(spread.shape))]
-        """The update of this part, after the update phase."""
-        for name, view in self.state[one.param].items():
-            own = spread.rows(tuple(view.shape))
-            gather(rows[name], own, view)
-            self._kept.append((rows[name], view[own.box.within(Box.whole(own.shape))]))
+        """The update of this rank's part of the parameter, `weight`, after the update phase."""
+        for name, view in self.state[info.param].items():
+            part = gather(rows[name], spread.rows(tuple(view.shape)), view)
+            self._rows.append((rows[name], part))
         open_buckets([self.bucket], self.state)
 
     def keep(self) -> None:
         """Store this rank's rows of the new state."""
-        for rows, part in self._kept:
+        for rows, part in self._rows:
             rows.copy_(part)

@@ -21,8 +21,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 
+from lather.boxes import Box
 from lather.optim.batched.matrix_layout import Layout
-from lather.optim.sharded.placement import Box, Spread
+from lather.optim.sharded.placement import Spread
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class OwnedParameter:
     """Layout of the whole parameter."""
     units: tuple[OwnedUnit, ...]
     """Units of the parameter, in ascending order of their numbers."""
-    is_apart: bool = False
+    is_separate: bool = False
     """Whether owners keep their units in separate tensors, never in the parameter itself."""
     is_gathered: bool = False
     """Whether the parameter has no owners, because every rank gathers and updates it
@@ -67,7 +68,7 @@ class OwnedParameter:
         return self.layout.elementwise
 
     @cached_property
-    def own(self) -> tuple[OwnedUnit, ...]:
+    def owned_units(self) -> tuple[OwnedUnit, ...]:
         """Units that this rank owns."""
         return tuple(unit for unit in self.units if unit.owner == self.spread.position)
 
@@ -80,31 +81,27 @@ class OwnedParameter:
     def in_place(self) -> bool:
         """Whether this rank holds all units that it owns as one box, and so updates them in
         place."""
-        are_neighbors = (
-            not self.own or self.own[-1].number - self.own[0].number == len(self.own) - 1
-        )
-        return not self.is_apart and (
-            self.elementwise or (are_neighbors and all(unit.stays for unit in self.own))
+        units = self.owned_units
+        are_neighbors = not units or units[-1].number - units[0].number == len(units) - 1
+        return not self.is_separate and (
+            self.elementwise or (are_neighbors and all(unit.stays for unit in units))
         )
 
     @property
     def region(self) -> Box:
         """Box of the units that this rank owns, in the whole parameter. For experts that are not
         adjacent, its size alone is meaningful."""
-        first = self.own[0].box
-        return first if len(self.own) == 1 else Box(first.offset, (len(self.own), *first.size[1:]))
+        first, num_units = self.owned_units[0].box, len(self.owned_units)
+        return first if num_units == 1 else Box(first.offset, (num_units, *first.size[1:]))
 
     def origin(self, unit: OwnedUnit) -> Box:
         """Return the box in which `unit` has the same index (`Box.within`) as in this rank's tensor
         of owned units. Only for its owner."""
         if self.in_place:
             return self.spread.box
-        slot = bisect_left(self.own, unit.number, key=lambda own: own.number)
-        return (
-            Box((unit.box.offset[0] - slot, *unit.box.offset[1:]), unit.box.size)
-            if slot
-            else unit.box
-        )
+        slot = bisect_left(self.owned_units, unit.number, key=lambda owned: owned.number)
+        first, *others = unit.box.offset or (0,)
+        return Box((first - slot, *others), unit.box.size) if slot else unit.box
 
 
 def matrices_of(layout: Layout, shape: tuple[int, ...] | None = None) -> list[Box]:
@@ -138,30 +135,30 @@ def rows_of_copies(spread: Spread) -> list[OwnedUnit]:
 
 
 def share_out(
-    wanted: Sequence[tuple[Spread, Layout]], loads: Mapping[int, float]
+    params: Sequence[tuple[Spread, Layout]], loads: Mapping[int, float]
 ) -> list[list[OwnedUnit]]:
     """Assign the matrices of all parameters of one mesh to owners, and return the units of each
     parameter.
 
     Args:
-        wanted: spread and layout of each parameter.
+        params: spread and layout of each parameter.
         loads: global rank -> cost of the work that is assigned to it already.
     """
     holders = cache(Spread.holders)  # many parameters have the same spread
-    found = [
+    items = [
         (layout.rule.cost(layout.matrix), parameter, number, box, holders(spread, box))
-        for parameter, (spread, layout) in enumerate(wanted)
+        for parameter, (spread, layout) in enumerate(params)
         for number, box in enumerate(matrices_of(layout))
     ]
-    found.sort(key=lambda one: -one[0])  # the sort is stable
-    ranks = wanted[0][0].ranks if wanted else ()
+    items.sort(key=lambda item: -item[0])  # the sort is stable
+    ranks = params[0][0].ranks if params else ()
     owners = assign(
-        [cost for cost, *_ in found],
-        [held for *_, held in found],
+        [cost for cost, *_ in items],
+        [held for *_, held in items],
         [loads.get(rank, 0.0) for rank in ranks],
     )
-    units: list[list[OwnedUnit]] = [[] for _ in wanted]
-    for (_, parameter, number, box, held), owner in zip(found, owners, strict=True):
+    units: list[list[OwnedUnit]] = [[] for _ in params]
+    for (_, parameter, number, box, held), owner in zip(items, owners, strict=True):
         units[parameter].append(OwnedUnit(box, number, owner, held))
     return units
 
@@ -176,8 +173,8 @@ def assign(
     idlest = [(amount, position) for position, amount in enumerate(load)]
     heapq.heapify(idlest)
     owners = []
-    for cost, own in zip(costs, holders, strict=True):
-        owner = min(own, key=lambda position: (load[position], position), default=None)
+    for cost, positions in zip(costs, holders, strict=True):
+        owner = min(positions, key=lambda position: (load[position], position), default=None)
         if owner is None or load[owner] + cost > mean * (1 + 1e-9):
             while idlest[0][0] != load[idlest[0][1]]:  # outdated: it was given work since
                 heapq.heappop(idlest)

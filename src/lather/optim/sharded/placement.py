@@ -13,109 +13,21 @@ every other rank holds.
 
 from __future__ import annotations
 
-import math
-import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from lather.boxes import Box, local
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement
-
-Index = tuple[slice, ...]
-
-
-@dataclass(frozen=True)
-class Box:
-    """A rectangular part of a tensor: a range in every dim."""
-
-    offset: tuple[int, ...]
-    size: tuple[int, ...]
-
-    @classmethod
-    def whole(cls, shape: Sequence[int]) -> Box:
-        return cls((0,) * len(shape), tuple(shape))
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.size)
-
-    def cut(self, dim: int, num: int, number: int) -> Box:
-        """Return chunk `number` of `num` along `dim`."""
-        start, length = chunk(self.size[dim], num, number)
-        offset = (*self.offset[:dim], self.offset[dim] + start, *self.offset[dim + 1 :])
-        return Box(offset, (*self.size[:dim], length, *self.size[dim + 1 :]))
-
-    def overlap(self, other: Box) -> Box | None:
-        """Return the intersection of two boxes, or None if it is empty."""
-        starts = tuple(map(max, self.offset, other.offset))
-        stops = (
-            min(a + n, b + m)
-            for a, n, b, m in zip(self.offset, self.size, other.offset, other.size, strict=True)
-        )
-        size = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
-        return Box(starts, size) if min(size, default=1) > 0 else None
-
-    def within(self, outer: Box) -> Index:
-        """Return the index of this box in a tensor that holds the box `outer`."""
-        return tuple(
-            slice(a - b, a - b + n)
-            for a, b, n in zip(self.offset, outer.offset, self.size, strict=True)
-        )
-
-
-PieceKey = tuple[str, tuple[int, ...]]
-"""Name of a tensor and offset of a piece, which together identify the piece."""
-
-
-@dataclass(frozen=True, eq=False)
-class Piece:
-    """A box of a tensor, and the values in it."""
-
-    name: str
-    """Name of the tensor: the key of an entry of optimizer state (`step`, `exp_avg`, `factor_0`,
-    ...), or a name in a checkpoint."""
-    value: Tensor
-    """A view of this rank's own tensor: copying into it loads the piece."""
-    offset: tuple[int, ...]
-    """Offset of `value` in the whole tensor."""
-    shape: tuple[int, ...]
-    """Shape of the whole tensor."""
-
-    @property
-    def box(self) -> Box:
-        return Box(self.offset, tuple(self.value.shape))
-
-    @property
-    def key(self) -> PieceKey:
-        return self.name, self.offset
-
-    def described(self) -> Piece:
-        """Return the piece without its values (they are on the meta device), to be sent to other
-        ranks."""
-        return replace(self, value=self.value.to("meta"))
-
-    def is_like(self, other: Piece) -> bool:
-        """Return whether the pieces have the same name, place, shape and dtype."""
-        return (self.name, self.box, self.shape, self.value.dtype) == (
-            other.name,
-            other.box,
-            other.shape,
-            other.value.dtype,
-        )
-
-    @property
-    def counts(self) -> bool:
-        """Whether the piece has elements, or its tensor has none."""
-        return self.value.numel() > 0 or tuple(self.value.shape) == self.shape
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,7 +50,7 @@ class Spread:
     """Global ranks in the mesh's row-major order. torch computes them at every use, which takes
     longer than all the boxes of a tensor."""
 
-    @property
+    @cached_property
     def box(self) -> Box:
         """Box that this rank holds."""
         return self.boxes[self.position]
@@ -146,10 +58,10 @@ class Spread:
     @cached_property
     def positions_of(self) -> dict[Box, tuple[int, ...]]:
         """Box -> positions that hold it; several if there are copies."""
-        found: dict[Box, tuple[int, ...]] = {}
+        positions: dict[Box, tuple[int, ...]] = {}
         for position, box in enumerate(self.boxes):
-            found[box] = (*found.get(box, ()), position)
-        return found
+            positions[box] = (*positions.get(box, ()), position)
+        return positions
 
     def holders(self, box: Box) -> tuple[int, ...]:
         """Return the positions that hold the whole of `box`."""
@@ -157,8 +69,8 @@ class Spread:
             return self.positions_of[box]  # boxes are equal or have nothing in common
         return tuple(
             position
-            for own, positions in self.positions_of.items()
-            if own.overlap(box) == box
+            for candidate, positions in self.positions_of.items()
+            if candidate.overlap(box) == box
             for position in positions
         )
 
@@ -174,34 +86,6 @@ class Spread:
             ((Shard(0) if shape else Replicate()),) * self.mesh.ndim,
             self.mesh_ranks,
         )
-
-
-def is_dtensor(x: object) -> TypeGuard[DTensor]:
-    """Whether `x` is a DTensor. The class is not imported, which would take long: unless somebody
-    has imported it, nothing is a DTensor."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(x, module.DTensor)
-
-
-def local(x: Tensor) -> Tensor:
-    """Return this rank's part of `x`, detached."""
-    if not is_dtensor(x):
-        return x.detach()
-    with torch.no_grad():  # `x.detach()` first would cost a dispatch through DTensor
-        return x.to_local()
-
-
-def local_grad(p: Tensor) -> Tensor:
-    """Return this rank's part of the gradient; zeros if only other ranks have a gradient."""
-    return torch.zeros_like(local(p)) if p.grad is None else local(p.grad)
-
-
-def chunk(length: int, num: int, number: int) -> tuple[int, int]:
-    """Return start and length of chunk `number` of `num`, as in torch.chunk: sizes are rounded up,
-    so that the last may be short or empty."""
-    size = -(-length // num)
-    start = min(number * size, length)
-    return start, min(size, length - start)
 
 
 def boxes_of(
@@ -251,10 +135,10 @@ def spread_of_dtensor(x: DTensor, name: str) -> Spread:
             "those ranks only"
         )
     spread = spread_on(x.device_mesh, tuple(x.shape), tuple(x.placements))
-    found = tuple(local(x).shape)
-    if found != spread.box.size:
+    shape = tuple(local(x).shape)
+    if shape != spread.box.size:
         raise ValueError(
-            f"{name} has shape {found} here, but its placements {tuple(x.placements)} say "
+            f"{name} has shape {shape} here, but its placements {tuple(x.placements)} say "
             f"{spread.box.size}: make it with "
             "distribute_tensor, or DTensor.from_local with the shape of the whole tensor"
         )

@@ -22,19 +22,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lather.boxes import is_dtensor, local
 from lather.device import Read, read
 from lather.optim.batched.buckets import BUCKET_BYTES, Member, in_batches
 from lather.optim.batched.matrix_layout import Layout
 from lather.optim.batched.roster import ParamInfo, comparable
 from lather.optim.sharded.exchange import OwnerExchange, member_of
-from lather.optim.sharded.owners import OwnedParameter, rows_of_copies, share_out
-from lather.optim.sharded.placement import (
-    Spread,
-    is_dtensor,
-    local,
-    spread_of_dtensor,
-    spread_of_shard,
-)
+from lather.optim.sharded.owners import OwnedParameter, OwnedUnit, rows_of_copies, share_out
+from lather.optim.sharded.placement import Spread, spread_of_dtensor, spread_of_shard
 from lather.torch_private import new_group_of
 
 
@@ -91,30 +86,30 @@ class Sharding:
     def state_bytes(self) -> dict[tuple[int, ...], dict[int, int]]:
         """Return the bytes of state of all parameters that are spread over ranks and have owners:
         the ranks -> owner -> bytes (global ranks)."""
-        found: dict[tuple[int, ...], dict[int, int]] = {}
+        sizes: dict[tuple[int, ...], dict[int, int]] = {}
         for share in self._shares.values():
             entries = share.layout.entries.values()
             of_element = sum(entry.dtype.itemsize for entry in entries)
             of_matrix = sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in entries)
-            of_owners = found.setdefault(tuple(share.spread.ranks), {})
+            of_owners = sizes.setdefault(tuple(share.spread.ranks), {})
             for unit in share.units:
                 rank = share.spread.ranks[unit.owner]
                 of_owners[rank] = of_owners.get(rank, 0) + (
                     unit.box.numel * of_element if share.elementwise else of_matrix
                 )
-        return found
+        return sizes
 
     def share_of(self, p: Tensor) -> OwnedParameter | None:
         """Return the owners of a parameter that was planned; None if it is not spread over
         ranks."""
         return self._shares.get(id(p))
 
-    def member_of(self, one: ParamInfo) -> Member | None:
+    def member_of(self, info: ParamInfo) -> Member | None:
         """Return the member for this rank's work on a parameter, or None if it has none."""
-        share = self.share_of(one.param)
+        share = self.share_of(info.param)
         if share is None:
-            return Member(one.param, one.layout, range(one.layout.batch))
-        return member_of(one, share)
+            return Member(info.param, info.layout, range(info.layout.batch))
+        return member_of(info, share)
 
     def plan(self, params: Sequence[ParamInfo]) -> None:
         """Assign owners to parameters that have none yet. All ranks of their meshes call this
@@ -123,14 +118,14 @@ class Sharding:
         Raises ValueError on all these ranks if the parameters differ, or if an option on which the
         state depends has changed."""
         new: dict[tuple[int, ...], list[tuple[ParamInfo, Spread]]] = {}
-        for one in params:
-            if one.spread is not None and id(one.param) not in self._shares:
-                new.setdefault(one.spread.ranks, []).append((one, one.spread))
-            elif one.spread is not None and not self._still_fits(one):
+        for info in params:
+            if info.spread is not None and id(info.param) not in self._shares:
+                new.setdefault(info.spread.ranks, []).append((info, info.spread))
+            elif info.spread is not None and not self._still_fits(info):
                 raise ValueError(
                     "matrix_layout, max_precond_dim, precondition_1d, sides, ownership or a limit "
                     "on the update of a sharded parameter "
-                    f"of shape {one.spread.shape} was changed after its state was made: save its "
+                    f"of shape {info.spread.shape} was changed after its state was made: save its "
                     "state_dict(), make a new optimizer "
                     "with the new options, and load the entries that still fit"
                 )
@@ -141,24 +136,25 @@ class Sharding:
     def forget_changed(self, params: Sequence[ParamInfo]) -> None:
         """Forget all owners if an option on which the state depends has changed. For loading, which
         replaces all state."""
-        if not all(self._still_fits(one) for one in params):
+        if not all(self._still_fits(info) for info in params):
             self.forget()
 
     def forget(self) -> None:
         """Forget all owners; `plan` assigns them again."""
         self._shares.clear()
 
-    def _still_fits(self, one: ParamInfo) -> bool:
-        share = self.share_of(one.param)
+    def _still_fits(self, info: ParamInfo) -> bool:
+        share = self.share_of(info.param)
         return share is None or (
-            _kept(share.layout) == _kept(one.layout) and share.is_gathered == one.is_gathered
+            _state_key(share.layout) == _state_key(info.layout)
+            and share.is_gathered == info.is_gathered
         )
 
     def _check_same(self, params: Sequence[tuple[ParamInfo, Spread]]) -> None:
-        ranks, said = list(params[0][1].ranks), []
-        for one, spread in params:
+        ranks, described = list(params[0][1].ranks), []
+        for info, spread in params:
             assert spread.mesh is not None
-            rule, where = one.settings.rule, (tuple(spread.mesh.shape), spread.placements)
+            rule, where = info.settings.rule, (tuple(spread.mesh.shape), spread.placements)
             options = (
                 type(rule).__qualname__,
                 rule.ownership,
@@ -166,13 +162,13 @@ class Sharding:
                 comparable(rule.state_dtype),
                 rule.keep_norm,
             )
-            said.append((one.layout, *map(str, (one.param.dtype, where, *options))))
-        number = int.from_bytes(hashlib.sha256(repr(said).encode()).digest()[:7])
-        own = torch.tensor(
+            described.append((info.layout, *map(str, (info.param.dtype, where, *options))))
+        number = int.from_bytes(hashlib.sha256(repr(described).encode()).digest()[:7])
+        digests = torch.tensor(
             [number, -number], dtype=torch.int64, device=local(params[0][0].param).device
         )
-        dist.all_reduce(own, dist.ReduceOp.MAX, group=self.group_of(params[0][1]))
-        largest, smallest = read(own, Read.SAME).tolist()
+        dist.all_reduce(digests, dist.ReduceOp.MAX, group=self.group_of(params[0][1]))
+        largest, smallest = read(digests, Read.SAME).tolist()
         if largest != -smallest:
             raise ValueError(
                 f"the ranks {ranks} give the optimizer different parameters or options: give all "
@@ -193,21 +189,19 @@ class Sharding:
                         loads.get(share.spread.ranks[unit.owner], 0.0) + cost
                     )
         owned = [
-            (spread, one.layout)
-            for one, spread in params
-            if not one.layout.elementwise and not one.is_gathered
+            (spread, info.layout)
+            for info, spread in params
+            if not info.layout.elementwise and not info.is_gathered
         ]
         shared = iter(share_out(owned, loads))
-        for one, spread in params:
-            own = tuple(
-                rows_of_copies(spread)
-                if one.layout.elementwise
-                else ()
-                if one.is_gathered
-                else next(shared)
-            )
-            self._shares[id(one.param)] = OwnedParameter(
-                spread, one.layout, own, is_gathered=one.is_gathered
+        for info, spread in params:
+            units: Sequence[OwnedUnit] = ()
+            if info.layout.elementwise:
+                units = rows_of_copies(spread)
+            elif not info.is_gathered:
+                units = next(shared)
+            self._shares[id(info.param)] = OwnedParameter(
+                spread, info.layout, tuple(units), is_gathered=info.is_gathered
             )
 
     def exchanges(
@@ -216,32 +210,29 @@ class Sharding:
         """Return the exchanges of a step that these parameters take, the same and in the same order
         on all ranks. Parameters of which no part is sent are in none. `members`: id of a parameter
         -> its member on this rank."""
-        wanted = []
-        for one in params:
-            share, rule, dtype = self.share_of(one.param), one.rule, one.rule.compute_dtype
+        items = []
+        for info in params:
+            share, rule, dtype = self.share_of(info.param), info.rule, info.rule.compute_dtype
             if share is not None and share.travels:
-                ranks, layout, phases = (
-                    share.spread.ranks,
-                    share.layout,
-                    (one.needs_weights, one.has_statistics),
-                )
+                ranks, layout = share.spread.ranks, share.layout
+                phases = info.needs_weights, info.has_statistics
                 size = math.prod(layout.shape) / len(ranks) * dtype.itemsize
                 key = (
                     ranks,
                     type(layout),
                     layout.inner,
-                    one.param.dtype,
+                    info.param.dtype,
                     dtype,
                     phases,
                     type(rule),
                 )
-                wanted.append(((one, share), key, size / (rule.bucket_bytes or BUCKET_BYTES)))
+                items.append(((info, share), key, size / (rule.bucket_bytes or BUCKET_BYTES)))
         return [
-            OwnerExchange(some, self.group_of(some[0][1].spread), members)
-            for some in in_batches(wanted)
+            OwnerExchange(batch, self.group_of(batch[0][1].spread), members)
+            for batch in in_batches(items)
         ]
 
 
-def _kept(layout: Layout) -> tuple[Layout, dict[str, tuple[int, ...]]]:
+def _state_key(layout: Layout) -> tuple[Layout, dict[str, tuple[int, ...]]]:
     """Return the layout, with names and shapes of the entries of its state."""
     return layout, {name: entry.shape for name, entry in layout.entries.items()}

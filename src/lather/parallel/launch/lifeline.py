@@ -7,7 +7,7 @@ signal handler, still receives the end of the job and exits. There are no heartb
 is never taken for dead; keep-alive probes, which the kernel answers, detect a lost machine.
 
 Messages are JSON objects, one per line: a rank sends `hello`, `failed` and `done` (its result); the
-hub sends `stop` (a signal), `save` and `end`. When one rank fails, the others soon fail too,
+hub sends `request` (a signal) and `end`. When one rank fails, the others soon fail too,
 because their connections to it break. So the hub waits for a moment, and then reports as the cause
 the first failure that is not such a consequence.
 """
@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from lather.errors import UserError
 from lather.files import NO_SPACE
-from lather.parallel.launch.requests import SAVING, Requests
+from lather.parallel.launch.requests import Requests
 
 SETTLE_SECONDS = 0.5
 """Time that the hub waits after the first failure for another one that may be its cause."""
@@ -104,13 +104,10 @@ class Failure:
 
 def _is_consequence(error: BaseException | None) -> bool:
     while error is not None:
-        torchs = isinstance(error, RuntimeError) and any(
-            words in str(error) for words in CONSEQUENCES
-        )
         if (
-            torchs
-            or isinstance(error, (dist.DistError, ConnectionError))
+            isinstance(error, (dist.DistError, ConnectionError))
             or COPY in getattr(error, "__notes__", ())
+            or (isinstance(error, RuntimeError) and any(x in str(error) for x in CONSEQUENCES))
         ):
             return True
         error = error.__cause__ or error.__context__
@@ -179,8 +176,8 @@ class Hub:
         self._lines: list[_JsonSocket] = []
         self._known: set[int] = set()
         """Processes that are or were connected, or whose death was noticed."""
-        self._stop = 0
-        self._saves = False
+        self._requests: dict[int, None] = {}
+        """Signals that were passed on, each once, in order."""
         self._num_done = 0
         self._is_closed = False
         self._since = time.monotonic()
@@ -195,20 +192,12 @@ class Hub:
         self._thread.start()
         return self
 
-    def stop(self, number: signal.Signals) -> None:
-        """Ask every rank, including those that connect later, to stop after the current step."""
+    def request(self, number: signal.Signals) -> None:
+        """Pass a signal on to every rank, including those that connect later."""
         with self._lock:
-            self._stop = number
+            self._requests[int(number)] = None
             for line in self._lines:
-                line.send(stop=int(number))
-
-    def save(self) -> None:
-        """Ask every rank, including those that connect later, to save a checkpoint after the
-        current step."""
-        with self._lock:
-            self._saves = True
-            for line in self._lines:
-                line.send(save=True)
+                line.send(request=int(number))
 
     def wait(self, seconds: float) -> None:
         """Wait until all ranks are done, or the job has ended."""
@@ -249,21 +238,16 @@ class Hub:
         if not self.failures:
             self._since = time.monotonic()
             return False
-        patience = (
-            UNWIND_SECONDS
-            if all(failure.kind == "user" for failure in self.failures)
-            else SETTLE_SECONDS
-        )
+        are_users = all(failure.kind == "user" for failure in self.failures)
+        patience = UNWIND_SECONDS if are_users else SETTLE_SECONDS
         return len(self.failures) >= self._num_ranks or time.monotonic() > self._since + patience
 
     def _accept(self, selector: selectors.BaseSelector) -> None:
         line = _JsonSocket(self._listener.accept()[0])
         with self._lock:
             self._lines.append(line)
-            if self._stop:
-                line.send(stop=self._stop)
-            if self._saves:
-                line.send(save=True)
+            for number in self._requests:
+                line.send(request=number)
         selector.register(line.socket, selectors.EVENT_READ, line)
 
     def _hear(self, line: _JsonSocket) -> bool:
@@ -307,7 +291,7 @@ class Hub:
 
 class Lifeline:
     """A rank's connection to the hub. Its thread calls `on_end` with the failure that ends the job,
-    or None if the connection to the hub is lost. `asked`: the rank's requests, to which it adds
+    or None if the connection to the hub is lost. `requests`: the rank's requests, to which it adds
     those of the hub."""
 
     def __init__(
@@ -315,10 +299,10 @@ class Lifeline:
         address: tuple[str, int],
         rank: int,
         on_end: Callable[[Failure | None], None],
-        asked: Requests | None = None,
+        requests: Requests | None = None,
     ) -> None:
         self.rank = rank
-        self._on_end, self._asked = on_end, asked or Requests()
+        self._on_end, self._requests = on_end, requests or Requests()
         self._line = _JsonSocket(socket.create_connection(address, timeout=30))
         self._line.socket.settimeout(None)
         self._line.send(hello=rank, pid=os.getpid())
@@ -340,10 +324,8 @@ class Lifeline:
         while (messages := self._line.receive()) is not None:
             for message in messages:
                 match message:
-                    case {"stop": int(number)}:
-                        self._asked.add(number)
-                    case {"save": True}:
-                        self._asked.add(SAVING)
+                    case {"request": int(number)}:
+                        self._requests.add(number)
                     case {"end": dict(failure)}:
                         self._on_end(Failure(**failure))
         if not self._line.is_done:

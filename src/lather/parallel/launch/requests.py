@@ -39,17 +39,17 @@ class Requests:
 
 def obeyed() -> tuple[signal.Signals, ...]:
     """Return the signals that make requests of this process."""
-    is_deaf = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    return (SAVING, *(number for number in STOPPING if number != signal.SIGHUP or not is_deaf))
+    ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
+    return (SAVING, *(number for number in STOPPING if number not in ignored))
 
 
 @contextlib.contextmanager
 def stop_signals(
     ask: Callable[[signal.Signals], object], end: Callable[[], object] | None = None
 ) -> Iterator[None]:
-    """Call `ask` with each SIGUSR1 of the block, and with the first of each signal that ends a run,
-    where it does not end the process. When one of those is repeated, call `end`, and let it act as
-    before: a batch system may send one, and another some minutes later."""
+    """Pass each SIGUSR1 that comes during the block to `ask`, and of every signal in `STOPPING` the
+    first; none of these ends the process. A second signal of the same kind calls `end`, and then
+    acts as before the block. (A batch system may send SIGUSR2 and, minutes later, SIGTERM.)"""
     asked: set[int] = set()
 
     def receive(number: int, frame: FrameType | None) -> None:

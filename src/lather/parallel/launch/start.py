@@ -10,7 +10,7 @@ they take SIGTERM for a request; and srun ends none unless it is told to.
 
 A signal that makes a request (`lather.parallel.launch.requests`), sent to the parent, to one rank
 or to all processes (as Ctrl-C in a terminal does), becomes a request that each rank reads from
-`World.stop` and `World.save`. If a signal that ends a run is repeated, the job ends at once.
+`World.requests`. If a signal that ends a run is repeated, the job ends at once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from datetime import timedelta
 from functools import partial
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
-from types import FrameType
 from typing import Any
 
 import torch
@@ -43,7 +42,7 @@ from lather.device import gpu_module, is_gpu
 from lather.errors import ConfigError, UserError
 from lather.output import settle_output
 from lather.parallel.launch.lifeline import SETTLE_SECONDS, TICK_SECONDS, Failure, Hub, Lifeline
-from lather.parallel.launch.requests import HELD, SAVING, Requests, obeyed, stop_signals
+from lather.parallel.launch.requests import HELD, Requests, obeyed, stop_signals
 from lather.parallel.launch.world import World
 
 LOCAL = "127.0.0.1"
@@ -66,24 +65,22 @@ class GroupOptions:
 
 def take_nproc(arguments: list[str], world: World | None = None) -> tuple[list[str], int | None]:
     """Return the arguments without `--nproc N`, and N; "gpu" means the number of CUDA devices.
-    Raises ConfigError unless N is a positive number, and if another launcher has said how many
-    ranks there are (`world`)."""
+    Raises ConfigError unless N is a positive number, and under another launcher (`world`)."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--nproc", nargs="?", const="")
     known, rest = parser.parse_known_args(arguments)
-    given = known.nproc
-    if given is None:
+    if known.nproc is None:
         return rest, None
-    if given == "gpu" and not torch.cuda.device_count():
+    number = str(torch.cuda.device_count()) if known.nproc == "gpu" else known.nproc
+    if known.nproc == "gpu" and number == "0":
         raise ConfigError(
             "--nproc gpu starts a rank for each CUDA device, and there is none: give a number of "
             "ranks, such as --nproc 2"
         )
-    number = str(torch.cuda.device_count()) if given == "gpu" else given
     if not number.isdecimal() or int(number) < 1:
         raise ConfigError(
-            f"--nproc {given!r} is not valid: it must be a number of ranks, at least 1, or gpu: "
-            "one for each CUDA device"
+            f"--nproc {known.nproc!r} is not valid: it must be a number of ranks, at least 1, or "
+            "gpu: one for each CUDA device"
         )
     if world is not None:
         raise ConfigError(
@@ -192,33 +189,25 @@ def _local_rank(
     worker: Worker, args: tuple[Any, ...], world: World, options: GroupOptions, hub_port: int
 ) -> None:
     """Run a rank that `launch` has started. It shows no errors; its parent does."""
-    asked = Requests()
-    lifeline = Lifeline((LOCAL, hub_port), world.rank, lambda _: os._exit(1), asked)
-
-    def receive(number: int, frame: FrameType | None) -> None:
-        asked.add(number)
-
+    requests = Requests()
+    lifeline = Lifeline((LOCAL, hub_port), world.rank, lambda _: os._exit(1), requests)
     for number in obeyed():
-        signal.signal(number, receive)
+        signal.signal(number, lambda number, frame: requests.add(number))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, obeyed())
     if "lo" in [name for _, name in socket.if_nameindex()]:
         # this machine's name may resolve to nothing, or to a network that is down
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     host, port = world.address
-    os.environ |= {
+    os.environ |= {  # as under torchrun, for libraries that look
         "RANK": str(world.rank),
         "LOCAL_RANK": str(world.local_rank),
+        "WORLD_SIZE": str(world.size),
+        "LOCAL_WORLD_SIZE": str(world.local_size),
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
     }
-    # as under torchrun, for libraries that look
-    os.environ |= {
-        "WORLD_SIZE": str(world.size),
-        "LOCAL_WORLD_SIZE": str(world.local_size),
-    }
     store = TCPStore(host, port, timeout=timedelta(seconds=options.timeout))
-    world = replace(world, stop=lambda: asked.stop, save=lambda: asked.save)
-    _work(worker, args, world, options, lifeline, store)
+    _work(worker, args, replace(world, requests=requests), options, lifeline, store)
 
 
 def _work(
@@ -274,12 +263,12 @@ def _enter_group(world: World, options: GroupOptions, store: Any) -> None:
     )
 
 
-def _divide_cores(ranks_here: int) -> None:
-    """Give this rank's operations its part of the cores, unless the user has said how many threads
-    there are."""
-    threads = max(1, num_cores() // ranks_here)
+def _divide_cores(local_size: int) -> None:
+    """Set the number of threads of an operation to this rank's part of the cores, unless
+    OMP_NUM_THREADS is set."""
+    threads = max(1, num_cores() // local_size)
     if "OMP_NUM_THREADS" not in os.environ and (
-        ranks_here > 1 or threads < torch.get_num_threads()
+        local_size > 1 or threads < torch.get_num_threads()
     ):
         torch.set_num_threads(threads)
 
@@ -379,14 +368,11 @@ def _passing_signals_on(hub: Hub, processes: Sequence[BaseProcess]) -> Iterator[
     resource_tracker.ensure_running()  # starting it later would unblock them
     signal.pthread_sigmask(signal.SIG_BLOCK, obeyed())
 
-    def ask(number: signal.Signals) -> None:
-        hub.save() if number == SAVING else hub.stop(number)
-
     def end() -> None:
         _kill(processes)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
-    with stop_signals(ask, end):
+    with stop_signals(hub.request, end):
         hub.start(unblocked=obeyed())
         try:
             yield

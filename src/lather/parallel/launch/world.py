@@ -8,13 +8,13 @@ https://slurm.schedmd.com/srun.html.
 from __future__ import annotations
 
 import re
-import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from lather.errors import ConfigError
+from lather.parallel.launch.requests import Requests
 
 FIRST_SLURM_PORT, NUM_SLURM_PORTS = 20000, 20000
 
@@ -32,15 +32,11 @@ class World:
     address: tuple[str, int] = ("", 0)
     """Host and port of the store on rank 0's machine, through which several ranks find each
     other."""
-    sees_own_device_alone: bool = False
-    """Whether the only visible CUDA device on a machine with several ranks is this rank's own (srun
-    with --gpus-per-task)."""
-    stop: Callable[[], signal.Signals | None] | None = None
-    """Returns the signal that asked the launcher to stop; None: signals reach this process
-    directly."""
-    save: Callable[[], float] | None = None
-    """Returns when the launcher was last asked for a checkpoint, in seconds of `time.monotonic` (0:
-    never); None as for `stop`."""
+    sees_one_device: bool = False
+    """Whether a single visible CUDA device belongs to this rank alone, as srun's --gpus-per-task
+    arranges."""
+    requests: Requests | None = None
+    """Requests that the launcher passes on; None: signals reach this process directly."""
 
     @classmethod
     def of_environment(cls, environment: Mapping[str, str]) -> World | None:
@@ -52,10 +48,8 @@ class World:
         number = _Numbers(environment)
         if {"RANK", "WORLD_SIZE"} <= environment.keys():
             return cls._of_torchrun(number) if number["WORLD_SIZE"] != 1 else None
-        if {
-            "SLURM_PROCID",
-            "SLURM_STEP_NUM_TASKS",
-        } <= environment.keys():  # a batch script without srun has only the first
+        # a batch script without srun has only the first of these
+        if {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS"} <= environment.keys():
             return cls._of_slurm(number) if number["SLURM_STEP_NUM_TASKS"] != 1 else None
         return None
 
@@ -63,13 +57,8 @@ class World:
     def _of_torchrun(cls, number: _Numbers) -> World:
         size = number["WORLD_SIZE"]
         address = number.text("MASTER_ADDR"), number["MASTER_PORT"]
-        return cls(
-            number["RANK"],
-            size,
-            number["LOCAL_RANK"],
-            number.get("LOCAL_WORLD_SIZE", size),
-            address,
-        )
+        local_size = number.get("LOCAL_WORLD_SIZE", size)
+        return cls(number["RANK"], size, number["LOCAL_RANK"], local_size, address)
 
     @classmethod
     def _of_slurm(cls, number: _Numbers) -> World:
@@ -86,7 +75,7 @@ class World:
             number["SLURM_LOCALID"],
             local_size,
             address,
-            sees_own_device_alone=True,
+            sees_one_device=True,
         )
 
     def device(self, kind: torch.device) -> torch.device:
@@ -95,7 +84,7 @@ class World:
         if kind.type == "cpu" or self.size == 1:
             return kind
         num_devices = torch.cuda.device_count()
-        if num_devices == 1 and self.sees_own_device_alone:
+        if num_devices == 1 and self.sees_one_device:
             return torch.device("cuda", 0)
         if self.local_rank >= num_devices:
             raise ConfigError(
@@ -134,8 +123,8 @@ class _Numbers:
 
 
 def _first_host(environment: Mapping[str, str]) -> str:
-    """Return the machine of SLURM's task 0: the first in the node list, such as "gpu07" in
-    "gpu[07-12,15],cpu1"."""
+    """Return the machine of SLURM's task 0: the first in the node list ("gpu07" in
+    "gpu[07-12,15],cpu1")."""
     if environment.get("MASTER_ADDR"):
         return environment["MASTER_ADDR"]
     if environment.get("SLURM_STEP_NUM_NODES") == "1":
@@ -143,8 +132,6 @@ def _first_host(environment: Mapping[str, str]) -> str:
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
     if match := re.match(r"([^\[,]+)(?:\[(\w+)[^\]]*\])?([^,\[]*)", nodes):
         return "".join(part or "" for part in match.groups())
-    if environment.get("SLURM_LAUNCH_NODE_IPADDR"):
-        return environment["SLURM_LAUNCH_NODE_IPADDR"]
     raise ConfigError(
         "SLURM's environment has no SLURM_JOB_NODELIST, so the address of rank 0 is not known: set "
         "MASTER_ADDR"
