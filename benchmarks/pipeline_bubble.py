@@ -103,7 +103,7 @@ def table_row(num_ranks: int, num_micro_batches: int) -> Row:
     }
 
 
-def measured_durations(events: Iterable[Event]) -> Durations:
+def measured_durations(events: Iterable[Event], transfer: float = 0.0) -> Durations:
     """Return the median duration of every kind, and of every kind on every stage, from the events
     of one step.
 
@@ -123,6 +123,7 @@ def measured_durations(events: Iterable[Event]) -> Durations:
     return Durations(
         {kind: median(values) for kind, values in by_kind.items()},
         {key: median(values) for key, values in by_stage.items()},
+        transfer,
     )
 
 

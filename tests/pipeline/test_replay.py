@@ -4,20 +4,40 @@ DualPipeV's formula."""
 from __future__ import annotations
 
 import random
+from collections.abc import Hashable
 from functools import cache
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from benchmarks.pipeline_bubble import dualpipev_bubble, measured_durations
 from lather.pipeline.replay import Durations, Event, Timeline, replay
-from lather.pipeline.schedule import Action, Kind, Schedule, dualpipev, sequential
+from lather.pipeline.schedule import RECEIVED_AS, Action, Kind, Schedule, dualpipev, sequential
+from lather.pipeline.transfer_queues import (
+    QueueOf,
+    TransferQueues,
+    queue_per_neighbor,
+)
 
 cached_table = cache(dualpipev)
 
 
-def durations(f: float, i: float, w: float, overlap: float | None = None) -> Durations:
+def one_queue(kind: Kind, peer: int) -> Hashable:
+    """One communicator for all ranks of the pipeline."""
+    return None
+
+
+def queue_per_direction(kind: Kind, peer: int) -> Hashable:
+    """Two communicators for each pair of neighbors, one for each direction."""
+    return kind in RECEIVED_AS, peer
+
+
+def durations(
+    f: float, i: float, w: float, overlap: float | None = None, **options: float
+) -> Durations:
     kinds = {Kind.FORWARD: f, Kind.BACKWARD_INPUT: i, Kind.BACKWARD_WEIGHT: w}
-    return Durations(kinds if overlap is None else {**kinds, Kind.OVERLAP: overlap})
+    return Durations(kinds if overlap is None else {**kinds, Kind.OVERLAP: overlap}, **options)
 
 
 def test_one_stage_is_never_idle() -> None:
@@ -33,7 +53,9 @@ def test_one_stage_is_never_idle() -> None:
     ]
 
 
-def longest_path(table: Schedule, f: float, i: float, w: float, overlap: float) -> float:
+def longest_path(
+    table: Schedule, f: float, i: float, w: float, overlap: float, transfer: float
+) -> float:
     """Return the end of the last action, by recursion from the end: an action ends its duration
     after all that it depends on."""
     place = {
@@ -56,7 +78,8 @@ def longest_path(table: Schedule, f: float, i: float, w: float, overlap: float) 
                 else [f"{near}{k}{chunk.micro_batch}" for k in "BI"]
             )
             if chunk.kind.value in ("F", "B", "I"):
-                starts += [end(*place[name]) for name in names if name in place]
+                found = [place[name] for name in names if name in place]
+                starts += [end(*where) + transfer * (where[0] != rank) for where in found]
         return max(starts) + lasts.get(action.kind.value, 0.0)
 
     return max(end(rank, len(row) - 1) for rank, row in enumerate(table.ranks))
@@ -67,8 +90,10 @@ def test_the_makespan_is_the_longest_path(seed: int) -> None:
     generator = random.Random(seed)
     p = generator.randint(1, 4)
     table = dualpipev(p, generator.randint(2 * p, 3 * p))
-    times = [generator.randint(1, 20) for _ in range(4)]
-    assert replay(table, durations(*times)).makespan == longest_path(table, *times)
+    f, i, w, overlap, transfer = (generator.randint(1, 20) for _ in range(5))
+    assert replay(table, durations(f, i, w, overlap, transfer=transfer)).makespan == longest_path(
+        table, f, i, w, overlap, transfer
+    )
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8, 16])
@@ -83,6 +108,19 @@ def test_the_tip_idles_as_the_formula_says(num_ranks: int, overlap: int) -> None
         assert idle[num_ranks - 1] == max(idle.values()) == dualpipev_bubble(num_ranks, given)
         fewer = [max(0, num_ranks - 2 - rank) for rank in range(num_ranks)]
         assert list(idle.values()) == [idle[num_ranks - 1] - k * (30 - overlap) for k in fewer]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8, 16])
+@pytest.mark.parametrize(
+    ("backward_input", "backward_weight"), [(11, 9), (10, 9), (10, 8), (10.5, 9.5)]
+)
+def test_the_formula_holds_within_6_percent_near_equal_chunks(
+    num_ranks: int, backward_input: float, backward_weight: float
+) -> None:
+    for overlap in (10 + backward_input + backward_weight, 25):
+        given = durations(10, backward_input, backward_weight, overlap)
+        idle = replay(cached_table(num_ranks, 2 * num_ranks), given).idle()[num_ranks - 1]
+        assert idle == pytest.approx(dualpipev_bubble(num_ranks, given), rel=0.06)
 
 
 @pytest.mark.parametrize("seed", range(15))
@@ -125,9 +163,9 @@ def test_a_missing_duration_is_named() -> None:
 
 def test_measured_times_give_the_durations_back() -> None:
     table = dualpipev(3, 8)
-    given = durations(3.0, 4.0, 2.0, 8.0)
+    given = durations(3.0, 4.0, 2.0, 8.0, transfer=0.5)
     timeline = replay(table, given)
-    measured = measured_durations(timeline.events)
+    measured = measured_durations(timeline.events, transfer=0.5)
     assert measured.kinds[Kind.OVERLAP] == pytest.approx(8.0)
     assert measured.stages[Kind.BACKWARD, 5] == pytest.approx(6.0)
     assert not any(kind in (Kind.SEND_F, Kind.RECV_B) for kind in measured.kinds)
@@ -150,3 +188,48 @@ def test_idle_time_is_the_time_without_computation() -> None:
     assert timeline.idle() == {0: 3.0, 1: 5.0}
     assert timeline.bubble_fraction == pytest.approx(8 / 12)
     assert Timeline(()).bubble_fraction == 0
+
+
+# --- queues of transfers --------------------------------------------------------------------------
+
+
+def longer(table: Schedule, transfer: float, queue_of: QueueOf) -> float:
+    """Return how many times as long the step takes as with transfers that wait for nothing."""
+    given = durations(1.0, 1.0, 1.0, transfer=transfer)
+    return replay(table, given, queue_of).makespan / replay(table, given).makespan
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["late", "early"])
+@pytest.mark.parametrize("transfer", [0.0, 0.05])
+@pytest.mark.parametrize(("num_ranks", "n"), [(2, 8), (4, 8), (4, 16), (8, 16), (8, 32)])
+def test_a_queue_for_each_neighbor_costs_at_most_2_percent(
+    num_ranks: int, n: int, transfer: float, early: bool
+) -> None:
+    table = dualpipev(num_ranks, n, early_weight_gradients=early)
+    for queue_of in (queue_per_neighbor, queue_per_direction):
+        assert 1 <= longer(table, transfer, queue_of) <= 1.02
+
+
+@pytest.mark.parametrize(("num_ranks", "n"), [(4, 8), (4, 16), (8, 16)])
+def test_one_queue_for_all_neighbors_costs_a_quarter_and_more(num_ranks: int, n: int) -> None:
+    assert longer(cached_table(num_ranks, n), 0.05, one_queue) > 1.25
+
+
+def test_a_transfer_waits_for_those_before_it_on_both_ranks() -> None:
+    """Rank 1 starts a receive from rank 0 before one from rank 2, which sends first."""
+    peers = {"0SEND_F0": 1, "1RECV_F0": 0, "4RECV_F0": 2, "3SEND_F0": 1}
+    table: Any = SimpleNamespace(peer_of=lambda action: peers[str(action)])
+    ends = {}
+    for queue_of in (one_queue, queue_per_neighbor):
+        queues = TransferQueues(table, 0.5, queue_of)
+        for rank, action, at in (
+            (1, "1RECV_F0", 0.0),
+            (1, "4RECV_F0", 0.0),
+            (2, "3SEND_F0", 1.0),
+            (0, "0SEND_F0", 4.0),
+        ):
+            queues.post(rank, Action.from_text(action), at)
+        ends[queue_of] = queues.ends
+    first, second = (Kind.RECV_F, 1, 0), (Kind.RECV_F, 4, 0)
+    assert ends[queue_per_neighbor] == {first: 4.5, second: 1.5}
+    assert ends[one_queue] == {first: 4.5, second: 5.0}

@@ -113,6 +113,7 @@ def _draw_table(parsed: PlotArguments, pp: int, micro_batches: int) -> Path:
     from lather.pipeline.picture import draw_timeline
     from lather.pipeline.replay import Durations, replay
     from lather.pipeline.schedule import Kind, dualpipev
+    from lather.pipeline.transfer_queues import queue_per_neighbor
 
     durations = {
         Kind.FORWARD: parsed.forward,
@@ -121,7 +122,7 @@ def _draw_table(parsed: PlotArguments, pp: int, micro_batches: int) -> Path:
     }
     if parsed.overlap is not None:
         durations[Kind.OVERLAP] = parsed.overlap
-    events = replay(dualpipev(pp, micro_batches), Durations(durations)).events
+    events = replay(dualpipev(pp, micro_batches), Durations(durations), queue_per_neighbor).events
     out = parsed.out or Path("schedule.png")
     draw_timeline(
         events,

@@ -30,10 +30,7 @@ from lather.pipeline import overlap
 from lather.pipeline.model_part import Stage
 from lather.pipeline.schedule import COMPUTE, RECEIVED_AS, TRANSFERS, Action, Kind, Schedule
 from lather.pipeline.segments import ChunkTape, MicroBatch, RoutingSummary, Segments, Steps
-
-MOST_SENDS_UNDER_WAY = 2
-"""Maximal number of unfinished sends of a rank; before a further one, the oldest is waited for.
-gloo does not report when a send is complete, and sent tensors must not accumulate."""
+from lather.pipeline.transfer_queues import MOST_SENDS_UNDER_WAY
 
 Key = tuple[int, int]
 """Stage and micro-batch."""

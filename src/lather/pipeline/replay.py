@@ -1,8 +1,8 @@
 """The timeline of a schedule, replayed with given durations or read from a run, with its idle time
 and bubble fraction.
 
-Every rank executes its row in order. A chunk starts once the rank is free and its input is
-computed; transfers take no time.
+Every rank executes its row in order. A chunk starts once the rank is free and its input is there,
+later by the transfer time if that comes from another rank; transfers take none of the ranks' time.
 *Idle time* is the time in which a rank does not compute, between the first start and the last end
 on any rank; the *bubble fraction* is the idle time divided by the time of all ranks.
 
@@ -24,12 +24,34 @@ overlapped pairs, each of which saves time.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections import defaultdict, deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 
-from lather.pipeline.schedule import COMPUTE, Action, Kind, Schedule, dualpipev, gives
+from lather.pipeline.schedule import (
+    COMPUTE,
+    RECEIVED_AS,
+    TRANSFERS,
+    Action,
+    Kind,
+    Schedule,
+    dualpipev,
+    gives,
+    needs,
+)
+from lather.pipeline.transfer_queues import (
+    MOST_SENDS_UNDER_WAY,
+    QueueOf,
+    Transfer,
+    TransferQueues,
+    queue_per_neighbor,
+    transfer_of,
+)
+
+SENT_AFTER = {Kind.RECV_F: Kind.FORWARD, Kind.RECV_B: Kind.BACKWARD_INPUT}
+"""Each kind of receive -> the kind of computation, on the stage at its other end, whose result it
+receives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,21 +75,21 @@ class Durations:
     stages: Mapping[tuple[Kind, int], float] = field(default_factory=dict)
     """(kind, stage) -> a duration that differs from that of the kind. An OVERLAP has the stage of
     its forward chunk."""
+    transfer: float = 0.0
+    """Time from the end of a chunk until another rank has its result."""
 
     def of(self, action: Action) -> float:
         """Return the duration of an action. Raises ValueError if it is not known."""
-        key = action.kind, action.chunks[0].stage
-        duration = self.stages.get(key, self.kinds.get(action.kind))
-        if duration is not None:
-            return duration
-        if action.kind not in COMPUTE:
-            return 0.0
-        parts = action.parts
+        key = (action.kind, action.chunks[0].stage)
+        if (given := self.stages.get(key, self.kinds.get(action.kind))) is not None:
+            return given
         if action.kind is Kind.BACKWARD:
             parts = tuple(
-                Action(action.stage, kind, action.micro_batch) for kind in gives(action.kind)
+                Action(action.stage, kind, action.micro_batch) for kind in gives(Kind.BACKWARD)
             )
-        if not parts:
+        elif action.kind not in COMPUTE:
+            return 0.0
+        elif not (parts := action.parts):
             raise ValueError(f"no duration for {action}: give one for {action.kind.name}")
         return sum(map(self.of, parts))
 
@@ -106,44 +128,97 @@ class Timeline:
     @property
     def bubble_fraction(self) -> float:
         """Idle fraction of the time of all ranks."""
-        idle = self.idle().values()
-        return sum(time / self.makespan for time in idle) / len(idle) if self.makespan else 0.0
+        return (
+            sum(idle / self.makespan for idle in self.idle().values()) / len(self.ranks)
+            if self.makespan
+            else 0.0
+        )
 
 
-def replay(schedule: Schedule, durations: Durations) -> Timeline:
+def replay(schedule: Schedule, durations: Durations, queue_of: QueueOf | None = None) -> Timeline:
     """Compute when every action of `schedule` starts and ends, in O(actions). Raises ValueError if
-    a duration is missing."""
-    ended: dict[tuple[Kind, int, int | None], float] = {}
-    clocks = [0.0] * schedule.num_ranks
-    events: list[list[Event]] = [[] for _ in schedule.ranks]
-    is_stuck = False
-    while not is_stuck:
-        is_stuck = True
-        for rank, row in enumerate(schedule.ranks):
-            for action in row[len(events[rank]) :]:
-                inputs = [key for chunk in action.chunks for key in _inputs(schedule, chunk)]
-                if not ended.keys() >= set(inputs):
-                    break
-                start = max(clocks[rank], *map(ended.__getitem__, inputs), 0.0)
-                end = clocks[rank] = start + durations.of(action)
-                events[rank].append(Event(rank, action, start, end))
-                for chunk in action.chunks:
-                    for kind in gives(chunk.kind):
-                        ended[kind, chunk.stage, chunk.micro_batch] = end
-                is_stuck = False
-    assert [*map(len, events)] == [*map(len, schedule.ranks)], "the table deadlocks"
-    return Timeline(tuple(event for row in events for event in row))
+    a duration is missing or the table deadlocks.
+
+    A chunk waits for the receive of its input; receives and sends are shown with a duration of
+    zero. Without `queue_of` every transfer takes place as soon as its sender has computed, as over
+    gloo. With it transfers also wait for those before them in their queues."""
+    return _Replay(schedule, durations, queue_of).run()
 
 
-def _inputs(schedule: Schedule, chunk: Action) -> Iterator[tuple[Kind, int, int | None]]:
-    """Yield the result of the neighboring stage that a chunk needs, as (kind, stage, micro-batch);
-    results of its own stage precede it in its rank's row."""
-    if chunk.kind is Kind.FORWARD and chunk.stage > 0:
-        yield Kind.FORWARD, chunk.stage - 1, chunk.micro_batch
-    elif chunk.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) and (
-        chunk.stage < schedule.num_stages - 1
-    ):
-        yield Kind.BACKWARD_INPUT, chunk.stage + 1, chunk.micro_batch
+class _Replay:
+    """A replay under way."""
+
+    def __init__(self, schedule: Schedule, durations: Durations, queue_of: QueueOf | None) -> None:
+        self.schedule, self.durations = schedule, durations
+        self.ended: dict[tuple[Kind, int, int], float] = {}
+        self.queues = queue_of and TransferQueues(schedule, durations.transfer, queue_of)
+        self.sends: list[deque[Transfer]] = [deque() for _ in schedule.ranks]
+        """Sends of each rank that it has not waited for, if there are queues."""
+        self.clocks, self.positions = [0.0] * schedule.num_ranks, [0] * schedule.num_ranks
+        self.events: list[list[Event]] = [[] for _ in schedule.ranks]
+
+    def run(self) -> Timeline:
+        rows = self.schedule.ranks
+        while sum(self._go_on(rank) for rank in range(len(rows))):
+            pass
+        if stuck := [
+            str(row[at]) for row, at in zip(rows, self.positions, strict=True) if at < len(row)
+        ]:
+            raise ValueError(f"the table deadlocks: {stuck} wait for each other")
+        return Timeline(tuple(event for row in self.events for event in row))
+
+    def _go_on(self, rank: int) -> bool:
+        """Let a rank execute its next actions, up to one whose inputs are not known; returns
+        whether there were any."""
+        actions, first = self.schedule.ranks[rank], self.positions[rank]
+        for action in actions[first:]:
+            ready = self._ready(rank, action)
+            if ready is None:
+                break
+            start = max(self.clocks[rank], ready)
+            end = start + (0.0 if action.kind in TRANSFERS else self.durations.of(action))
+            self.clocks[rank] = end
+            self.events[rank].append(Event(rank, action, start, end))
+            self._finish(rank, action, end)
+            self.positions[rank] += 1
+        return self.positions[rank] > first
+
+    def _ready(self, rank: int, action: Action) -> float | None:
+        """Return when the inputs of `action` from other stages have arrived; None if that is not
+        known yet."""
+        found: list[float | None] = [0.0]
+        if len(self.sends[rank]) > MOST_SENDS_UNDER_WAY:
+            assert self.queues is not None
+            found.append(self.queues.ends.get(self.sends[rank][0]))
+        for chunk in action.chunks if action.kind in COMPUTE else ():
+            assert chunk.micro_batch is not None
+            for kind, stage in needs(self.schedule, chunk.kind, chunk.stage):
+                if kind not in TRANSFERS:
+                    found.append(self.ended.get((kind, stage, chunk.micro_batch)))
+                elif self.queues:
+                    found.append(self.queues.ends.get((kind, stage, chunk.micro_batch)))
+                else:
+                    end = self.ended.get(
+                        (SENT_AFTER[kind], stage + TRANSFERS[kind], chunk.micro_batch)
+                    )
+                    found.append(None if end is None else end + self.durations.transfer)
+        known = [end for end in found if end is not None]
+        return max(known) if len(known) == len(found) else None
+
+    def _finish(self, rank: int, action: Action, end: float) -> None:
+        for chunk in action.chunks:
+            if chunk.micro_batch is not None and chunk.kind in COMPUTE:
+                self.ended.update(
+                    ((kind, chunk.stage, chunk.micro_batch), end) for kind in gives(chunk.kind)
+                )
+        if not self.queues:
+            return
+        if len(self.sends[rank]) > MOST_SENDS_UNDER_WAY:
+            self.sends[rank].popleft()
+        if action.kind in TRANSFERS:
+            self.queues.post(rank, action, end)
+        if action.kind in RECEIVED_AS:
+            self.sends[rank].append(transfer_of(action))
 
 
 @cache
@@ -159,4 +234,4 @@ def bubble_of_layers(
     schedule = dualpipev(
         len(layers) // 2, num_micro_batches, early_weight_gradients=early_weight_gradients
     )
-    return replay(schedule, durations).bubble_fraction
+    return replay(schedule, durations, queue_per_neighbor).bubble_fraction
