@@ -16,9 +16,8 @@ from lather.commands.options import CommandOption, options_of_command
 from lather.commands.parsing import parse_arguments
 from lather.commands.plan import PlanArguments
 from lather.config.config import Config
-from lather.config.nearest import nearest_names
 from lather.config.optim import optim_config
-from lather.config.others_names import NO_FIELD, NOTES, OTHERS_NAMES
+from lather.config.suggestions import NAMES, nearest_fields
 from lather.config.toml_file import values_of_config
 from lather.errors import UserError, require
 from lather.models.families import FAMILIES
@@ -126,31 +125,26 @@ MEANT = {
 
 def test_what_an_unknown_option_may_mean() -> None:
     options = {option.name: option for option in options_of_command(PlanArguments)}
-    assert {name: nearest_names(name, options) for name in MEANT} == MEANT
+    assert {name: nearest_fields(name, options) for name in MEANT} == MEANT
     of_tokens = {"sequence_length", "max_sequences", "tokens", "batch_size"}
-    assert nearest_names("max_seq_len", of_tokens) == ["sequence_length"]
+    assert nearest_fields("max_seq_len", of_tokens) == ["sequence_length"]
 
 
-def test_all_names_that_others_use_lead_to_options() -> None:
-    known = [option.name for option in options_of_command(PlanArguments)]
-    for ours, names in OTHERS_NAMES.items():
-        for name in names.split():
-            found = nearest_names(name, known)
-            fields = [field for field, others in OTHERS_NAMES.items() if name in others.split()]
-            meant = tuple(f".{field}" for field in fields)
-            assert found or ours.startswith(("model.", "precondition", "optim.refresh")), name
-            assert all(f".{one}".endswith(meant) for one in found), (name, found)
-
-
-def test_all_fields_that_are_named_exist() -> None:
+def test_names_of_other_trainers_lead_to_fields_that_exist_or_to_a_reason() -> None:
     known = {option.name for option in all_options()}
     ends = {name.rpartition(".")[2] for name in known if name.startswith("optim.")}
-    for name in {*OTHERS_NAMES, *NOTES}:
-        assert name in (known if "." in name or name in known else ends), name
-    texts = [*(text for notes in NOTES.values() for text in notes.values()), *NO_FIELD.values()]
-    for text in texts:
-        for name in re.findall(r"\b[a-z]+\.[a-z_]+\b", text.replace("docs/memory.md", "")):
+    for row in NAMES:
+        assert row.field in known | ends or (row.note and not row.field), row
+        for name in row.names.split():
+            meant = nearest_fields(name, known)
+            assert any(row.means(field) for field in meant) or not row.field, (name, meant)
+        for name in re.findall(r"\b[a-z]+\.[a-z_]+\b", row.note.replace("docs/memory.md", "")):
             assert name in known or name == "model.rope_scaling", name
+
+
+def test_a_name_without_a_field_stands_nowhere_else() -> None:
+    without_field = {name for row in NAMES if not row.field for name in row.names.split()}
+    assert not without_field & {name for row in NAMES if row.field for name in row.names.split()}
 
 
 def all_options() -> Iterator[CommandOption]:
@@ -159,15 +153,6 @@ def all_options() -> Iterator[CommandOption]:
             model = replace(family.config(), rope_scaling=YarnConfig())
             config = Config(model=model, optim=optim_config(rule))
             yield from options_of_command(Config, values_of_config(config))
-
-
-def test_no_name_of_others_is_there_twice() -> None:
-    """A name may stand for several fields that exclude each other, such as options of rules."""
-    without = [name for names in NO_FIELD for name in names.split()]
-    assert len(without) == len(set(without))
-    assert not {*without} & {name for names in OTHERS_NAMES.values() for name in names.split()}
-    for ours, notes in NOTES.items():
-        assert {name for names in notes for name in names.split()} <= {*OTHERS_NAMES[ours].split()}
 
 
 def test_options_are_those_that_the_parser_takes() -> None:

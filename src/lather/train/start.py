@@ -22,7 +22,7 @@ from lather.checkpoint.folder import checkpoint_path, find_checkpoint, list_chec
 from lather.config.changes import CHANGES, Change, History, class_of, differences, values_of
 from lather.config.config import Config
 from lather.config.run_folder import PROVENANCE, run_folder
-from lather.config.toml_file import config_of_run, config_to_toml, load_run
+from lather.config.toml_file import config_from_mapping, config_to_toml, load_run
 from lather.errors import ConfigError, RunError, UserError, as_toml
 from lather.files import read_rows, reason
 from lather.train.companions import COMPANION_FOLDER
@@ -103,7 +103,7 @@ def config_at(path: Path, step: int) -> tuple[Config, History]:
     """Return the configuration of a run after `step` completed steps, and its history. Raises
     ConfigError if it cannot be read, RunError if the run has another format."""
     history = History.read(path, values_of(load_run(path).resolved()))
-    return config_of_run(_nested(history.values_at(step))).resolved(), history
+    return config_from_mapping(_nested(history.values_at(step))).resolved(), history
 
 
 def _going_on(path: Path, config: Config, step: int, subject: str, remedy: str) -> Start:
