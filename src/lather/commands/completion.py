@@ -74,9 +74,7 @@ def options_of(command: str) -> Iterator[CommandOption]:
     if cls is not None:
         yield from options_of_command(cls)
     if command in WITH_CONFIG:
-        yield CommandOption(
-            "help", str, argument=Argument(describe=lambda: "Show help, of a section")
-        )
+        yield CommandOption("help", str, argument=Argument(description="Show help, of a section"))
         for rule in RULES:
             yield from options_of_command(Config, {"optim": {"name": rule}})
         for family in FAMILIES.values():
@@ -85,7 +83,7 @@ def options_of(command: str) -> Iterator[CommandOption]:
         yield CommandOption(
             "nproc",
             int,
-            argument=Argument(describe=lambda: "Ranks that are started on this machine"),
+            argument=Argument(description="Ranks that are started on this machine"),
         )
 
 

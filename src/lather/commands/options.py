@@ -48,10 +48,10 @@ class CommandOption:
     @property
     def text(self) -> str:
         """Description in `--help`."""
-        if self.argument.describe is not None:
-            return self.argument.describe()
-        texts = {} if self.section is None else documentation_of(self.section)
-        return texts.get(self.name.rpartition(".")[2], "")
+        description = self.argument.description
+        if description or self.section is None:
+            return description() if callable(description) else description
+        return documentation_of(self.section).get(self.name.rpartition(".")[2], "")
 
     @property
     def metavar(self) -> str:

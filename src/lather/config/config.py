@@ -13,7 +13,7 @@ from typing import Literal
 
 from lather.config.optim import OptimConfig, optim_config
 from lather.data.config import DataConfig
-from lather.errors import ConfigError, require
+from lather.errors import ConfigError, require, require_least
 from lather.models.deepseek_v2 import DeepseekV2Config
 from lather.models.families import ModelConfig
 from lather.models.lora import LoraConfig
@@ -39,17 +39,10 @@ class MoEConfig:
     0: none."""
 
     def __post_init__(self) -> None:
-        coefficients = {
-            name: getattr(self, name)
-            for name in ("balance_coefficient", "z_loss_coefficient", "bias_update_rate")
-        }
-        for name, value in coefficients.items():
-            require(
-                value is None or 0 <= value < math.inf,
-                f"moe.{name}",
-                value,
-                "at least 0 and finite",
-            )
+        for name in ("balance_coefficient", "z_loss_coefficient", "bias_update_rate"):
+            value = getattr(self, name)
+            fits = value is None or 0 <= value < math.inf
+            require(fits, f"moe.{name}", value, "at least 0 and finite")
 
 
 @dataclass(frozen=True)
@@ -101,68 +94,47 @@ class LoopConfig:
     """auto: CUDA if there is a GPU, else the CPU."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "steps",
-            "batch_size",
-            "sequence_length",
-            "max_skipped_steps",
-            "validation_sequences",
-        ):
-            require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "at least 1")
-        require(self.max_grad_norm >= 0, "train.max_grad_norm", self.max_grad_norm, "at least 0")
-        require(
-            0 <= self.minutes < math.inf,
-            "train.minutes",
-            self.minutes,
-            "at least 0 minutes and finite",
+        require_least(
+            self,
+            "train.",
+            steps=1,
+            batch_size=1,
+            micro_batch_size=0,
+            sequence_length=1,
+            max_grad_norm=0,
+            max_skipped_steps=1,
+            validation_every=0,
+            validation_sequences=1,
         )
-        require(
-            self.validation_every >= 0,
-            "train.validation_every",
-            self.validation_every,
-            "at least 0 steps",
-        )
+        fits = 0 <= self.minutes < math.inf
+        require(fits, "train.minutes", self.minutes, "at least 0 and finite")
         for name in ("trainable", "frozen"):
-            require(
-                all(getattr(self, name)),
-                f"train.{name}",
-                getattr(self, name),
-                "patterns of names, none of them empty",
-            )
-        require(
-            self.micro_batch_size >= 0,
-            "train.micro_batch_size",
-            self.micro_batch_size,
-            "at least 0 sequences",
-        )
+            patterns = getattr(self, name)
+            require(all(patterns), f"train.{name}", patterns, "patterns of names, none empty")
         if self.micro_batch_size and self.batch_size % self.micro_batch_size:
             raise ConfigError(self.batch_that_fits(1, 1))
 
     def batch_that_fits(self, data_ranks: int, least: int) -> str:
         """Say why the batch cannot be divided among data ranks with at least `least` micro-batches
         each, and name the smallest changes that mend it."""
-        batch, given = self.batch_size, self.micro_batch_size
-        unit = data_ranks * max(1, given)
-        whose = [
-            *([f"{data_ranks} data ranks"] if data_ranks > 1 else []),
-            *([f"train.micro_batch_size {given}"] if given else []),
-        ]
-        constraints = [f"a multiple of {unit} ({' x '.join(whose)})"] if unit > 1 else []
+        batch, micro = self.batch_size, self.micro_batch_size
+        unit = data_ranks * max(1, micro)
+        factors = [f"{data_ranks} data ranks"] if data_ranks > 1 else []
+        factors += [f"train.micro_batch_size {micro}"] if micro else []
+        constraints = [f"a multiple of {unit} ({' x '.join(factors)})"] if unit > 1 else []
         if least > 1:
             constraints.append(
                 f"at least {least * unit} (the pipeline needs {least} micro-batches of each data "
                 "rank)"
             )
-        batches = {
-            max(number * unit, least * unit) for number in (batch // unit, batch // unit + 1)
-        }
-        remedies = [f"train.batch_size {' or '.join(map(str, sorted(batches - {batch})))}"]
-        share = batch // data_ranks if batch % data_ranks == 0 else 0
+        counts = batch // unit, batch // unit + 1
+        batches = {max(count, least) * unit for count in counts} - {batch}
+        remedies = [f"train.batch_size {' or '.join(map(str, sorted(batches)))}"]
+        share = 0 if batch % data_ranks else batch // data_ranks
         sizes = [size for size in range(1, share // least + 1) if share % size == 0]
-        if given and sizes:
-            remedies.append(
-                f"train.micro_batch_size {min(sizes, key=lambda size: abs(size - given))}"
-            )
+        if micro and sizes:
+            nearest = min(sizes, key=lambda size: abs(size - micro))
+            remedies.append(f"train.micro_batch_size {nearest}")
         return (
             f"train.batch_size = {batch} is not valid: it must be "
             f"{' and '.join(constraints)}: give {', or '.join(remedies)}"
@@ -199,25 +171,16 @@ class ParallelConfig:
     """Seconds that a rank waits for another rank inside a step before it gives up."""
 
     def __post_init__(self) -> None:
-        for name in ("pp", "ep", "replicas"):
-            require(getattr(self, name) >= 1, f"parallel.{name}", getattr(self, name), "at least 1")
-        require(
-            0 < self.timeout < math.inf,
-            "parallel.timeout",
-            self.timeout,
-            "above 0 seconds and finite",
-        )
+        require_least(self, "parallel.", pp=1, ep=1, replicas=1)
+        fits = 0 < self.timeout < math.inf
+        require(fits, "parallel.timeout", self.timeout, "above 0 and finite")
         fits = self.schedule != "sequential" or self.pp == 1
-        require(
-            fits,
-            "parallel.schedule",
-            self.schedule,
-            f"'dualpipev' or 'auto' with parallel.pp = {self.pp}",
-        )
+        constraint = f"'dualpipev' or 'auto' with parallel.pp = {self.pp}"
+        require(fits, "parallel.schedule", self.schedule, constraint)
         fits = self.schedule_memory == "normal" or self.resolved_schedule == "dualpipev"
         constraint = (
-            "'normal' without a pipeline: set parallel.pp to 2 or "
-            "more, or parallel.schedule = 'dualpipev'"
+            "'normal' without a pipeline: set parallel.pp to 2 or more, or parallel.schedule = "
+            "'dualpipev'"
         )
         require(fits, "parallel.schedule_memory", self.schedule_memory, constraint)
 
@@ -272,15 +235,10 @@ class CheckpointConfig:
     rank's weights and optimizer state."""
 
     def __post_init__(self) -> None:
-        require(self.every >= 1, "checkpoint.every", self.every, "at least 1 step")
-        require(self.keep_last >= 1, "checkpoint.keep_last", self.keep_last, "at least 1")
+        require_least(self, "checkpoint.", every=1, keep_last=1)
         fits = self.keep_every >= 0 and self.keep_every % self.every == 0
-        require(
-            fits,
-            "checkpoint.keep_every",
-            self.keep_every,
-            f"a multiple of checkpoint.every ({self.every}), or 0",
-        )
+        constraint = f"a multiple of checkpoint.every ({self.every}), or 0"
+        require(fits, "checkpoint.keep_every", self.keep_every, constraint)
 
 
 @dataclass(frozen=True)
@@ -312,19 +270,7 @@ class LogConfig:
     """Tokens of the sample at the end; 0: no sample."""
 
     def __post_init__(self) -> None:
-        require(self.every >= 1, "log.every", self.every, "at least 1 step")
-        require(
-            self.expert_load_every >= 0,
-            "log.expert_load_every",
-            self.expert_load_every,
-            "at least 0 steps",
-        )
-        require(
-            self.timeline_every >= 0, "log.timeline_every", self.timeline_every, "at least 0 steps"
-        )
-        require(
-            self.sample_tokens >= 0, "log.sample_tokens", self.sample_tokens, "at least 0 tokens"
-        )
+        require_least(self, "log.", every=1, expert_load_every=0, timeline_every=0, sample_tokens=0)
 
 
 @dataclass(frozen=True)
@@ -353,59 +299,43 @@ class Config:
 
     def __post_init__(self) -> None:
         require(bool(self.run_dir), "run_dir", self.run_dir, "a folder")
-        require(
-            self.model.vocab_size >= 257,
-            "model.vocab_size",
-            self.model.vocab_size,
-            "at least 257 for byte-level BPE",
-        )
         require(0 <= self.seed < 2**64, "seed", self.seed, "at least 0 and below 2**64")
-        length, longest = self.train.sequence_length, self.model.max_position_embeddings
-        require(
-            length <= longest,
-            "train.sequence_length",
-            length,
+        vocab_size, longest = self.model.vocab_size, self.model.max_position_embeddings
+        fits = vocab_size >= 257
+        require(fits, "model.vocab_size", vocab_size, "at least 257 for byte-level BPE")
+        length, constraint = (
+            self.train.sequence_length,
             f"at most model.max_position_embeddings ({longest})",
         )
-        pp, ep, num_experts, layers = (
-            self.parallel.pp,
-            self.parallel.ep,
-            num_routed_experts(self.model),
-            self.model.num_hidden_layers,
-        )
-        require(
-            num_experts % ep == 0,
-            "parallel.ep",
-            ep,
-            f"a divisor of the {num_experts} routed experts",
-        )
+        require(length <= longest, "train.sequence_length", length, constraint)
+        pp, ep, layers = self.parallel.pp, self.parallel.ep, self.model.num_hidden_layers
+        num_experts = num_routed_experts(self.model)
+        fits = num_experts % ep == 0
+        require(fits, "parallel.ep", ep, f"a divisor of the {num_experts} routed experts")
         if self.optim.stacks_experts:
-            rule = name_of(self.optim.rules["experts"])
-            fits = (
-                f"1 with {rule!r}, which stacks all experts of a layer to one "
-                "matrix; klsoap updates each expert by itself"
+            constraint = (
+                f"1 with {name_of(self.optim.rules['experts'])!r}, which stacks all experts of a "
+                "layer to one matrix; klsoap updates each expert by itself"
             )
-            require(ep == 1, "parallel.ep", ep, fits)
+            require(ep == 1, "parallel.ep", ep, constraint)
         if self.parallel.resolved_schedule == "dualpipev":
-            require(
-                2 * pp <= layers,
-                "parallel.pp",
-                pp,
-                f"at most {layers // 2}: each of 2 * pp stages needs one of the {layers} layers",
+            constraint = (
+                f"at most {layers // 2}: each of 2 * pp stages needs one of the {layers} layers"
             )
+            require(2 * pp <= layers, "parallel.pp", pp, constraint)
 
     def num_micro_batches(self, data_ranks: int) -> int:
         """Return the number of micro-batches of a rank in a step. Raises ConfigError if the batch
         cannot be divided in this way."""
         train, pp = self.train, self.parallel.pp
         least = 2 * pp if self.parallel.resolved_schedule == "dualpipev" else 1
-        own, rest = divmod(train.batch_size, data_ranks)
+        share, rest = divmod(train.batch_size, data_ranks)
         size = train.micro_batch_size or next(
-            (size for size in range(own // least, 0, -1) if own % size == 0), 1
+            (size for size in range(share // least, 0, -1) if share % size == 0), 1
         )
-        if rest or own % size or own // size < least:
+        if rest or share % size or share // size < least:
             raise ConfigError(train.batch_that_fits(data_ranks, least))
-        return own // size
+        return share // size
 
     def resolved(self) -> Config:
         """Return the configuration with the defaults of `[optim]` that depend on its rules and on

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -18,8 +17,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from lather.argument import Argument
-from lather.config.optim import DEFAULT_RULE, OptimConfig, chosen_rules, optim_class
-from lather.config.rule_fields import UNIONS
+from lather.config.optim import OptimConfig, chosen_rules, optim_class
+from lather.config.rule_fields import UNIONS, cached_by_class
 from lather.errors import ConfigError, as_toml, require
 
 C = TypeVar("C")
@@ -69,7 +68,7 @@ class Field(NamedTuple):
         return families[model_type]
 
 
-@functools.cache
+@cached_by_class
 def fields_of(cls: type) -> Mapping[str, Field]:
     """Return the fields of a dataclass by name."""
     hints = typing.get_type_hints(cls, include_extras=True)
@@ -81,9 +80,10 @@ def _field(hint: Any) -> Field:
     argument = next((mark for mark in marks if isinstance(mark, Argument)), Argument())
     hint = typing.get_args(hint)[0] if marks else hint
     if hint is OptimConfig:
-        return Field(hint, argument, (optim_class((("", DEFAULT_RULE),)),))
-    sections = filter(dataclasses.is_dataclass, typing.get_args(hint) or (hint,))
-    return Field(hint, argument, tuple(sections))
+        return Field(hint, argument, (optim_class(chosen_rules({})),))
+    parts = typing.get_args(hint) or (hint,)
+    classes = (part for part in parts if isinstance(part, type))
+    return Field(hint, argument, tuple(filter(dataclasses.is_dataclass, classes)))
 
 
 def field_names(cls: type, prefix: str = "") -> Iterator[str]:
@@ -135,7 +135,7 @@ def build(cls: type[C], mapping: Mapping[str, Any], prefix: str = "") -> C:
     """Build a dataclass from the keys of a mapping that are its fields. Raises ConfigError for a
     value that is not of its field's type."""
     values: dict[str, Any] = {}
-    for name, field in fields_of(cls).items():  # type: ignore[arg-type]  # a type is hashable
+    for name, field in fields_of(cls).items():
         key = f"{prefix}{name}"
         if field.argument.inline:
             values[name] = build(field.sections[0], mapping, prefix)

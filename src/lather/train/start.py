@@ -130,9 +130,7 @@ def _going_on(path: Path, config: Config, step: int, subject: str, remedy: str) 
     start = Start(config, step, history, max(1, len(before.data.path)) if step else 0, is_new=False)
     if start.is_finished:
         return start
-    return replace(
-        start, history=history.going_on(step, changes if step else {}, values_of(config))
-    )
+    return replace(start, history=history.resumed(step, changes if step else {}, values_of(config)))
 
 
 def _refuse_fixed(changes: dict[str, Change], subject: str, remedy: str) -> None:
