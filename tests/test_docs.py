@@ -19,7 +19,7 @@ import torch
 import reference_tables
 from lather import optim
 from lather.cli import COMMANDS
-from lather.commands.train import _read
+from lather.commands.train import read_arguments
 from lather.config.config import Config
 from lather.config.fields import field_names
 from lather.config.optim import OptimConfig, optim_config
@@ -372,7 +372,9 @@ def test_the_rates_of_the_rest_are_those_that_the_page_says() -> None:
         str(ROOT / "configs/quickstart.toml"),
         ["--optim.name", "shampoo:ShampooRule"],
     )
-    own, adamw = (_read([quickstart, *name, *more])[0].optim for more in ([], added[1].split()))
+    own, adamw = (
+        read_arguments([quickstart, *name, *more])[0].optim for more in ([], added[1].split())
+    )
     without = config_from_mapping({"optim": {"name": "shampoo:ShampooRule"}}).optim
     for found, rule, rate in (
         (own, "embedding_soap", 9e-3),

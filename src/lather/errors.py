@@ -40,15 +40,6 @@ def require(holds: bool, field: str, value: object, constraint: str) -> None:
         raise ConfigError(f"{field} = {as_toml(value)} is not valid: it must be {constraint}")
 
 
-def require_least(fields: object, prefix: str, **least: float) -> None:
-    """Raise ConfigError unless each named attribute has at least its least value. Messages write
-    names after `prefix`, with dashes if that is `--`."""
-    for name, bound in least.items():
-        value, written = getattr(fields, name), f"{prefix}{name}"
-        written = written.replace("_", "-") if prefix == "--" else written
-        require(value >= bound, written, value, f"at least {bound}")
-
-
 def as_toml(value: object) -> str:
     """Write a value for messages as TOML does: `true` and `[1, 2]`, not `True` and `(1, 2)`; a
     dataclass as the fields that are set, and None as `none`."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import tomli_w
 
-from lather.commands.train import _read
+from lather.commands.train import read_arguments
 from lather.config.config import Config
 from lather.config.fields import field_names
 from lather.config.optim import KINDS
@@ -71,7 +71,7 @@ def test_the_command_line_replaces_the_alternative_in_the_file(case: str, tmp_pa
 
 
 def parsed(file: Path, arguments: list[str]) -> Any:
-    return _read([str(file), *arguments])[0]
+    return read_arguments([str(file), *arguments])[0]
 
 
 def test_the_quickstart_takes_a_rate_of_the_rest() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from lather.commands.train import _read
+from lather.commands.train import read_arguments
 from lather.config.optim import KINDS, OptimConfig, optim_config
 from lather.config.rule_fields import DECIDED, option_fields
 from lather.config.toml_file import config_from_mapping, config_to_toml, load_config
@@ -54,7 +54,9 @@ def as_option(name: str, value: Any) -> Any:
 def optim_of(*arguments: str, **mapping: Any) -> OptimConfig:
     """Make the optimizer's configuration from a mapping, or from a command line."""
     optim = (
-        _read([*arguments])[0].optim if arguments else config_from_mapping({"optim": mapping}).optim
+        read_arguments([*arguments])[0].optim
+        if arguments
+        else config_from_mapping({"optim": mapping}).optim
     )
     return optim
 

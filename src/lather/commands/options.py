@@ -61,9 +61,9 @@ class CommandOption:
         return "" if self.hint is bool else self.argument.metavar or _metavar(self.hint)
 
     @property
-    def choices(self) -> list[str]:
+    def choices(self) -> tuple[str, ...]:
         """The values that it can have; none: any of its type."""
-        return [str(value) for value in _literals(self.hint) if value is not None]
+        return tuple(str(value) for value in _literals(self.hint) if value is not None)
 
     @property
     def words(self) -> tuple[Any, int]:

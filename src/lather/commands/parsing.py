@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from lather.commands.help import show_arguments
 from lather.commands.options import MANY, CommandOption, options_of_command
 from lather.config.fields import Word, build, merged, union_parts, values_of
+from lather.config.rule_fields import check_ranges
 from lather.config.suggestions import suggestion
 from lather.config.toml_file import describe_unknown
 from lather.errors import UserError, require
@@ -41,7 +42,9 @@ def parse_arguments(cls: type[A], prog: str, arguments: Sequence[str]) -> A:
         if len(unknown) == 1 and not unknown[0][1]:
             unknown = [(unknown[0][0], f"{prog} --help shows what it takes")]
         raise UserError(describe_unknown(unknown, "option"))
-    return build(cls, merged({}, values_of_line(line, options, prog)))
+    parsed = build(cls, merged({}, values_of_line(line, options, prog)))
+    check_ranges(parsed, "--")
+    return parsed
 
 
 def read_line(arguments: Sequence[str]) -> Line:

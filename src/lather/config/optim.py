@@ -25,6 +25,7 @@ from lather.argument import Argument
 from lather.config.rule_fields import (
     MEASURED_TOKENS,
     as_text,
+    check_ranges,
     default_lr,
     described,
     in_toml,
@@ -33,9 +34,9 @@ from lather.config.rule_fields import (
     rule_named,
     shown,
 )
-from lather.errors import ConfigError, require, require_least
+from lather.errors import ConfigError, require
 from lather.optim import Rule
-from lather.optim.options import name_of, options_of
+from lather.optim.options import Range, Steps, name_of, options_of
 from lather.optim.rules import RULES
 
 KINDS = {
@@ -80,11 +81,11 @@ class OptimConfig:
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "linear"
     """Shape of the learning rate after warm-up, for all parameters; wsd: constant, then linear
     decay over the last decay_fraction."""
-    warmup_steps: int = 20
+    warmup_steps: Steps = 20
     """Steps of linear warm-up."""
-    decay_fraction: float = 0.2
+    decay_fraction: Annotated[float, Range("in (0, 1]", lambda share: 0 < share <= 1)] = 0.2
     """Fraction of the run over which wsd decays."""
-    min_lr_ratio: float = 0.1
+    min_lr_ratio: Annotated[float, Range("in [0, 1]", lambda ratio: 0 <= ratio <= 1)] = 0.1
     """Learning rate at the end of the decay, as a fraction of the peak."""
 
     rules: ClassVar[Mapping[str, type[Rule]]]
@@ -95,11 +96,7 @@ class OptimConfig:
     def __post_init__(self) -> None:
         if type(self) is OptimConfig:
             raise TypeError("OptimConfig has no options of a rule: use optim_config(name, ...)")
-        require_least(self, "optim.", warmup_steps=0)
-        fits = 0 < self.decay_fraction <= 1
-        require(fits, "optim.decay_fraction", self.decay_fraction, "in (0, 1]")
-        fits = 0 <= self.min_lr_ratio <= 1
-        require(fits, "optim.min_lr_ratio", self.min_lr_ratio, "in [0, 1]")
+        check_ranges(self, "optim.", OptimConfig)
         sections = {kind: vars(self.section(kind)) for kind in KINDS}
         names = chosen_rules({"name": self.name, **sections})
         constraint = (

@@ -20,10 +20,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from typing import Any, Literal, TypeVar, cast
 
-from lather.errors import ConfigError, as_toml
+from lather.errors import ConfigError, as_toml, require
 from lather.optim import Rule
 from lather.optim.batched.known_keys import EQUIVALENTS
-from lather.optim.options import BY_PART, Option, documentation_of, name_of, options_of
+from lather.optim.options import BY_PART, Option, documentation_of, holds, name_of, options_of
 from lather.optim.plain import saveable
 from lather.optim.rules import RULES, find_rule
 
@@ -65,6 +65,17 @@ F = TypeVar("F", bound=Callable[..., Any])
 def cached_by_class(function: F) -> F:
     """Cache the results of a function of a class, which mypy does not know to be hashable."""
     return cast(F, functools.cache(function))
+
+
+def check_ranges(values: Any, prefix: str, cls: type | None = None) -> None:
+    """Raise ConfigError for the first field of a dataclass whose value is out of the range that
+    stands at it. The error writes the name after `prefix`, with dashes if that is `--`. `cls`: the
+    class whose fields are checked; None: that of `values`."""
+    for name, option in options_of(cls or type(values)).items():
+        written = name.replace("_", "-") if prefix == "--" else name
+        if option.range is not None:
+            value = getattr(values, name)
+            require(holds(option.range.holds, value), prefix + written, value, option.range.words)
 
 
 def rule_named(name: str, field: str) -> type[Rule]:
