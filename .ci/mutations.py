@@ -188,8 +188,8 @@ MUTATIONS = (
     Mutation(
         "commands: the value after an option that has one of its own",
         "commands/parsing.py",
-        "*([value] if equals else [])",
-        "*[]",
+        "[value] if equals else []",
+        "[]",
         "train/test_optim_config.py",
     ),
 )

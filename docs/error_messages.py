@@ -8,9 +8,9 @@ command prints it.
 The commands run in one process, in a folder with what a reader who meets the message would have
 there (`prepare`). A block:
 
-    <!-- printed by: lather train configs/quick.toml -->
+    <!-- printed by: lather train configs/quickstart.toml --train.device cuda -->
     ```text
-    lather: error: configs/quick.toml: no such file; configs/ of the checkout holds examples
+    lather: error: train.device = 'cuda', but there is no CUDA device: use 'auto' or 'cpu'
     ```
 """
 
@@ -18,14 +18,12 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import re
 import shlex
 import sys
 import tempfile
 import textwrap
 from pathlib import Path
-from unittest.mock import patch
 
 from lather.cli import main as lather
 from lather.config.toml_file import config_to_toml, load_config
@@ -40,22 +38,14 @@ WIDTH = 120
 
 
 def prepare(folder: Path) -> None:
-    """Put into `folder` the checkout's configurations, a few faulty files, a run of an older
-    format, and a run whose newest checkpoint is damaged."""
+    """Put into `folder` the checkout's configurations, a faulty file, and a run whose newest
+    checkpoint is damaged."""
     (folder / "configs").symlink_to(REPOSITORY / "configs")
+    config = load_config(REPOSITORY / "configs/quickstart.toml").resolved()
     files = {
-        "my.toml": "[train]\nstepz = 5\n",
-        "broken.toml": "[train\nsteps = 5\n",
-        "notes/a.md": "text",
         "broken.jsonl": '{"content": "text"}\nno JSON\n',
-        "one/a.py": "print()",
-        "base/config.json": '{"model_type": "llama"}',
-        "my-model/config.json": "{}",
-        "runs/old/config.toml": "format = 1\n",
         "runs/quickstart/checkpoints/step-00000320/state.json": "{}",
-        "runs/quickstart/config.toml": config_to_toml(
-            load_config(REPOSITORY / "configs/quickstart.toml").resolved()
-        ),
+        "runs/quickstart/config.toml": config_to_toml(config),
     }
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -63,33 +53,19 @@ def prepare(folder: Path) -> None:
 
 
 def printed_by(command: str) -> str:
-    """Run a command line in the current folder, with variables of the environment before it;
-    returns what it prints to standard error."""
-    words = shlex.split(command)
-    variables = {}
-    while "=" in words[0]:
-        name, _, variables[name] = words.pop(0).partition("=")
+    """Run a command line in the current folder; returns what it prints to standard error."""
     error = io.StringIO()
-    with (
-        patch.dict(os.environ, variables),
-        contextlib.redirect_stderr(error),
-        contextlib.redirect_stdout(io.StringIO()),
-    ):
-        assert lather(words[1:]) == 2, command
+    with contextlib.redirect_stderr(error), contextlib.redirect_stdout(io.StringIO()):
+        assert lather(shlex.split(command)[1:]) == 2, command
     lines = textwrap.wrap(error.getvalue(), WIDTH, break_long_words=False, break_on_hyphens=False)
     return "".join(f"{line}\n" for line in lines)
 
 
 def rewritten(page: str) -> str:
     """Return the page with the messages that its commands print now."""
-    before = Path.cwd()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         prepare(Path(folder))
-        os.chdir(folder)
-        try:
-            return PROVOKED.sub(lambda found: found[1] + printed_by(found[2]) + found[4], page)
-        finally:
-            os.chdir(before)
+        return PROVOKED.sub(lambda block: block[1] + printed_by(block[2]) + block[4], page)
 
 
 def main() -> int:

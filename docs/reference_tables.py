@@ -25,7 +25,7 @@ from typing import Annotated, Any, Literal, NotRequired
 from lather import cli
 from lather.commands.options import options_of_command
 from lather.config.config import Config
-from lather.config.fields import types_of
+from lather.config.fields import fields_of
 from lather.config.optim import KINDS, KindConfig, OptimConfig
 from lather.models.rotary import YarnConfig
 from lather.optim.options import documentation_of
@@ -212,7 +212,7 @@ def _argument_classes(module: types.ModuleType) -> Iterator[type]:
 def _arguments(cls: type) -> Iterator[str]:
     """Yield the arguments of a command as they are typed: `--an-option`, or the word that stands
     for an argument that has no name."""
-    has_config = Config in types_of(cls).values()
+    has_config = any(field.hint is Config for field in fields_of(cls).values())
     if has_config:
         yield "CONFIG"
     for option in options_of_command(cls):

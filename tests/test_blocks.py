@@ -47,18 +47,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     Face's format and adapters; enter it."""
     folder, threads = tmp_path_factory.mktemp("world"), torch.get_num_threads()
     torch.set_num_threads(1)
-    for path in ROOT.iterdir():
-        if path.name in (
-            "configs",
-            "examples",
-            "benchmarks",
-            "docs",
-            "tests",
-            "src",
-            "pyproject.toml",
-            "Makefile",
-        ):
-            (folder / path.name).symlink_to(path)
+    for name in ("configs", "examples", "benchmarks", "src", "pyproject.toml"):
+        (folder / name).symlink_to(ROOT / name)
     for file in (ROOT / "examples" / "rules").glob("*.py"):
         (folder / file.name).symlink_to(file)
     small = write_config(folder, steps=4, checkpoint_every=2)
@@ -79,24 +69,13 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (folder / "my.toml").write_text(with_values(small.read_text(), large))
     before = Path.cwd()
     os.chdir(folder)
-    lora = [
-        "--init-from",
-        "models/base",
-        "--run-dir",
-        "runs/tuned",
-        "--lora.rank",
-        "4",
-        "--train.steps",
-        "2",
-        "--optim.lr",
-        "1e-3",
-    ]
     for command in (
-        ["train", "tiny.toml", "--run-dir", "runs/mine", "--checkpoint.keep-best"],
-        ["export", "runs/mine", "models/base", "--dtype", "fp32"],
-        ["train", "tiny.toml", *lora],
+        "train tiny.toml --run-dir runs/mine --checkpoint.keep-best",
+        "export runs/mine models/base --dtype fp32",
+        "train tiny.toml --init-from models/base --run-dir runs/tuned --lora.rank 4 "
+        "--train.steps 2 --optim.lr 1e-3",
     ):
-        assert cli.main(command) == 0, command
+        assert cli.main(command.split()) == 0, command
     for name in {
         name for page in PAGES for name in re.findall(r"\bruns/([\w-]+)", page.read_text())
     }:
@@ -155,25 +134,17 @@ def test_rows_of_a_run_have_the_documented_keys_and_no_others(world: Path) -> No
 
 # --- the check itself -----------------------------------------------------------------------------
 
-WRONG = {
-    "an option behind torchrun": (
-        "bash",
-        "torchrun --nproc-per-node 2 -m lather train my.toml \\\n    --train.step 3",
-    ),
-    "a make target": ("bash", "make tests"),
-    "a TOML value": ("toml", "[train]\nsteps = 0\n"),
-    "a command as output": ("text", "lather train my.toml\n"),
-}
 
-
-def test_a_block_that_shows_a_file_has_its_lines() -> None:
-    check_block(Block("python", "import torch\n", file="examples/soap_any_model.py"), {})
-    with pytest.raises(AssertionError, match="does not have these lines"):
-        check_block(Block("python", "import tensorflow\n", file="examples/soap_any_model.py"), {})
-
-
-@pytest.mark.parametrize("case", WRONG, ids=str)
-def test_a_wrong_block_is_noticed(case: str, world: Path) -> None:
-    language, text = WRONG[case]
-    with pytest.raises((AssertionError, UserError, ImportError, ValueError, SystemExit)):
-        check_block(Block(language, text), {})
+@pytest.mark.parametrize(
+    "block",
+    [
+        Block("bash", "torchrun --nproc-per-node 2 -m lather train my.toml \\\n    --train.step 3"),
+        Block("toml", "[train]\nsteps = 0\n"),
+        Block("json", "{1}\n"),
+        Block("python", "import tensorflow\n", file="examples/soap_any_model.py"),
+    ],
+    ids=str,
+)
+def test_a_wrong_block_is_noticed(block: Block, world: Path) -> None:
+    with pytest.raises((AssertionError, UserError, ValueError)):
+        check_block(block, {})

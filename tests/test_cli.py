@@ -31,9 +31,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, str]:
     """Configuration, run directory and output of a finished run."""
     folder = tmp_path_factory.mktemp("trained")
     config = write_config(folder)
-    status, out, err = run(
-        "train", config, "--run-dir", folder / "run", "--optim.lr", "4e-3", "--log.picture"
-    )
+    options = ("--run-dir", folder / "run", "--optim.lr", "4e-3", "--log.picture")
+    status, out, err = run("train", config, *options)
     assert status == 0, err
     return config, folder / "run", out
 
@@ -123,67 +122,20 @@ def test_every_command_is_in_the_general_help_and_has_its_own(
 
 
 def test_adamw_and_bf16_train(trained: tuple[Path, Path, str], tmp_path: Path) -> None:
-    status, out, err = run(
-        "train",
-        trained[0],
-        "--run-dir",
-        tmp_path,
-        "--optim.name",
-        "adamw",
-        "--train.precision",
-        "bf16",
-    )
+    options = ("--optim.name", "adamw", "--train.precision", "bf16")
+    status, out, err = run("train", trained[0], "--run-dir", tmp_path, *options)
     assert status == 0, out + err
 
 
 def test_steps_that_are_not_finite_stop_the_run_with_the_reason(
     trained: tuple[Path, Path, str], tmp_path: Path
 ) -> None:
-    arguments = (
-        "--run-dir",
-        tmp_path,
-        "--optim.lr",
-        "1e30",
-        "--optim.warmup-steps",
-        "0",
-        "--train.max-skipped-steps",
-        "3",
-    )
-    status, out, err = run("train", trained[0], *arguments)
+    options = ["--optim.lr", "1e30", "--optim.warmup-steps", "0", "--train.max-skipped-steps", "3"]
+    status, out, err = run("train", trained[0], "--run-dir", tmp_path, *options)
     assert status == 1, out
     assert len(err.splitlines()) == 1
     assert "3 steps in a row" in err
     assert "lower optim.lr" in err
-
-
-# --- generate and plot ----------------------------------------------------------------------------
-
-
-def test_generate_continues_the_prompt_and_a_seed_fixes_the_choice(
-    trained: tuple[Path, Path, str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    texts = []
-    for seed in (0, 0, 1):
-        assert (
-            main(
-                [
-                    "generate",
-                    str(trained[1]),
-                    "--prompt",
-                    "def f",
-                    "--tokens",
-                    "30",
-                    "--seed",
-                    str(seed),
-                    "--temperature",
-                    "2",
-                ]
-            )
-            == 0
-        )
-        texts.append(capsys.readouterr().out)
-    assert texts[0].startswith("def f")
-    assert texts[0] == texts[1] != texts[2]
 
 
 def test_plot_draws_one_run_and_several(
@@ -203,42 +155,26 @@ def test_plot_draws_one_run_and_several(
 
 # --- bad input ------------------------------------------------------------------------------------
 
-Damage = Callable[[Path], None]
+
+def shard_of(folder: Path) -> Path:
+    return next(folder.glob("data/*/train-00000-000.npy"))
 
 
-def edit_shard(change: Callable[[Path], object]) -> Damage:
-    def edit(folder: Path) -> None:
-        (shard,) = folder.glob("data/*/train-00000-000.npy")
-        change(shard)
-
-    return edit
+def turn_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-20] ^= 1
+    file.write_bytes(content)
 
 
-def edit_checkpoint(name: str) -> Damage:
-    def edit(folder: Path) -> None:
-        file = folder / "run/checkpoints/step-00000012" / name
-        content = bytearray(file.read_bytes())
-        content[-20] ^= 1
-        file.write_bytes(content)
-
-    return edit
-
-
-DAMAGED: dict[str, tuple[Damage, list[str]]] = {
-    "missing shard": (edit_shard(Path.unlink), ["train-00000-000.npy", "missing"]),
-    "empty shard": (
-        edit_shard(lambda shard: shard.write_bytes(b"")),
-        ["train-00000-000.npy", "empty"],
+STEP = "run/checkpoints/step-00000012"
+DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "train-00000-000.npy": (lambda folder: shard_of(folder).unlink(), "missing"),
+    "train-00000-000.npy.": (lambda folder: shard_of(folder).write_bytes(b""), "empty"),
+    "rank-00000.safetensors": (
+        lambda folder: turn_bit(folder / STEP / "rank-00000.safetensors"),
+        "checksum",
     ),
-    "truncated shard": (
-        edit_shard(lambda shard: shard.write_bytes(shard.read_bytes()[:-7])),
-        ["train-00000-000.npy", "truncated"],
-    ),
-    "corrupt tensors": (
-        edit_checkpoint("rank-00000.safetensors"),
-        ["step-00000012/rank-00000.safetensors", "checksum"],
-    ),
-    "corrupt state": (edit_checkpoint("state.json"), ["step-00000012/state.json"]),
+    "state.json": (lambda folder: turn_bit(folder / STEP / "state.json"), "damaged"),
 }
 
 
@@ -258,7 +194,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_damage_is_one_line_status_2_and_nothing_overwritten(
     case: str, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    damage, expected = DAMAGED[case]
+    damage, what = DAMAGED[case]
     folder = tmp_path / "copy"
     shutil.copytree(finished, folder)
     for file in (folder / "tiny.toml", folder / "run" / "config.toml"):
@@ -270,7 +206,7 @@ def test_damage_is_one_line_status_2_and_nothing_overwritten(
     error = capsys.readouterr().err
     assert len(error.splitlines()) == 1
     assert error.startswith("lather: error: ")
-    for words in (*expected, "delete"):
+    for words in (case.rstrip("."), what, "delete"):
         assert words in error
     after = contents(folder)
     assert {path: after[path] for path in before} == before

@@ -1,17 +1,21 @@
-"""Numbers that docs/tour.md and docs/size-a-run.md show without a link to their row are those of
-the row, or are counted."""
+"""Numbers of README, docs/tour.md and docs/size-a-run.md that have no link to their row are those
+of the row, or are counted; Python blocks of the README run."""
 
 import json
 import math
 import re
 from pathlib import Path
 
+import pytest
+
+import result_tables
 from lather.config.config import num_routed_experts
 from lather.config.toml_file import load_config
 from lather.durations import duration
 from lather.models.hf.model_folder import parameter_shapes
 
 ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
 TOUR, SIZES = ((ROOT / "docs" / name).read_text() for name in ("tour.md", "size-a-run.md"))
 
 
@@ -61,3 +65,43 @@ def test_parameters_and_tokens_of_the_presets_are_counted() -> None:
         shown = f"{tokens / 1e6:.2f} M" if tokens < 1e9 else f"{tokens / 1e9:,.0f} B"
         share = f"{tokens / active:.1f}" if tokens < active else f"{tokens / active:.0f}"
         assert f"| {preset.stem} | {batch:,} x {length:,} | {shown} | {share} |\n" in SIZES
+
+
+# --- README ---------------------------------------------------------------------------------------
+
+QUICKSTART, SHORT, PLAN = (
+    "quickstart.jsonl",
+    "convergence/short/rows.jsonl",
+    "plans/qwen3-30b-a3b-16-pp2-ep8-{}.json",
+)
+NUMBERS = {
+    "validation loss of (.*?) to": (QUICKSTART, "muon: first_loss of the quickstart"),
+    "7.66 to (.*?) in": (QUICKSTART, "muon: loss of the quickstart"),
+    "in (.*?) s on two": (QUICKSTART, "muon: seconds of the quickstart"),
+    "rates ends at (.*?) after": (QUICKSTART, "adamw: loss of the quickstart"),
+    "final loss after (.*?) of its steps": (SHORT, "qwen-8k: steps of muon to adamw"),
+    r"\| Muon \| (.*?) \|": (PLAN.format("muon"), "GiB that a rank needs"),
+    r"\| SOAP \| (.*?) \|": (PLAN.format("soap"), "GiB that a rank needs"),
+    r"one-sided SOAP-Muon \| (.*?) \|": (PLAN.format("soap_muon"), "GiB that a rank needs"),
+    r"SOAP, state in bf16 \| (.*?) \|": (
+        PLAN.format("soap-smaller-bf16"),
+        "GiB that a rank needs",
+    ),
+}
+"""Texts around the numbers, the files of their rows, and what `result_tables` calls them."""
+
+
+@pytest.mark.parametrize("pattern", NUMBERS)
+def test_numbers_are_those_of_the_rows(pattern: str) -> None:
+    file, title = NUMBERS[pattern]
+    (shown,) = re.findall(pattern, README)
+    assert not result_tables.wrong_number(shown, result_tables.RESULTS / file, title)
+
+
+def test_python_blocks_run() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert blocks
+    for block in blocks:
+        names: dict[str, object] = {}
+        exec(compile(block, "README.md", "exec"), names)
+        assert names["loss"].item() < 0.5  # type: ignore[attr-defined]

@@ -2,7 +2,6 @@
 source has the words of the others."""
 
 import ast
-import functools
 import itertools
 import re
 from pathlib import Path
@@ -28,11 +27,32 @@ def test_messages_that_a_command_provokes_are_those_of_the_page() -> None:
 
 
 def test_the_words_of_all_other_messages_are_in_the_code() -> None:
-    patterns = patterns_of_the_source()
-    others = others_of(PAGE.read_text())
-    assert len(others) >= 15
-    for message in others:
+    """The source has the words of each message of Lather that no command provokes."""
+    page = PROVOKED.sub("", PAGE.read_text()).partition("## From torch")[0]
+    blocks = re.findall(r"^```text\n(.*?)\n```$", page, re.DOTALL | re.MULTILINE)
+    messages = [" ".join(block.split()) for block in blocks]
+    messages = [message for message in messages if not re.match(r"\w[\w.]*Error: ", message)]
+    patterns = [
+        pattern
+        for file in SOURCE.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if (pattern := pattern_of(node)) is not None
+    ]
+    assert len(messages) >= 9
+    for message in messages:
         assert any(pattern.search(message) for pattern in patterns), message
+
+
+def pattern_of(node: ast.AST) -> re.Pattern[str] | None:
+    """Return a pattern for a string of the source that may be a message: its words, with anything
+    in place of a value."""
+    parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+    words = [part.value if isinstance(part, ast.Constant) else None for part in parts]
+    texts = [word for word in words if isinstance(word, str)]
+    if sum(map(len, texts)) < LEAST:
+        return None
+    pattern = ".*".join(re.escape(word) if isinstance(word, str) else "" for word in words)
+    return re.compile(f"(^|[ :]){pattern}$")
 
 
 def test_every_message_has_a_remedy() -> None:
@@ -41,40 +61,3 @@ def test_every_message_has_a_remedy() -> None:
     for block, text in itertools.zip_longest(parts[1::2], parts[2::2], fillvalue=""):
         assert block.startswith("text\n"), block
         assert re.match(r"\n\n(?!#|<!--|\s)", text), block
-
-
-def others_of(page: str) -> list[str]:
-    """Return the messages of Lather that the page quotes without a command, each on one line."""
-    own = PROVOKED.sub("", page).partition("## From torch")[0]
-    blocks = [
-        " ".join(block.split())
-        for block in re.findall(r"^```text\n(.*?)\n```$", own, re.DOTALL | re.MULTILINE)
-    ]
-    return [block for block in blocks if not re.match(r"\w[\w.]*Error: ", block)]
-
-
-@functools.cache
-def patterns_of_the_source() -> list[re.Pattern[str]]:
-    """Return a pattern for every string of the package that may be a message: its words, with
-    anything in place of a value."""
-    found = []
-    for file in SOURCE.rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.JoinedStr):
-                parts = [
-                    str(part.value) if isinstance(part, ast.Constant) else None
-                    for part in node.values
-                ]
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                parts = [node.value]
-            else:
-                continue
-            if sum(len(part) for part in parts if part) >= LEAST:
-                found.append(
-                    re.compile(
-                        "(^|[ :])"
-                        + ".*".join("" if part is None else re.escape(part) for part in parts)
-                        + "$"
-                    )
-                )
-    return found

@@ -21,7 +21,7 @@ class Argument:
     """The fields of this section are options without the section's name before them."""
     hidden: bool = False
     """It is taken, and help does not show it."""
-    describe: Callable[[], str] | None = None
-    """Returns its description; None: the string under the field."""
+    description: str | Callable[[], str] = ""
+    """Description, or a function that returns it; empty: the string under the field."""
     default: str = ""
     """The value where none is given, in words; empty: that of the field."""

@@ -72,10 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.errno not in NO_SPACE:
             raise
         file = error.filename or "a file"
-        _complain(
-            f"stopped: {file} cannot be written ({reason(error, Path(file))}): make room, then "
-            "start again"
-        )
+        why = reason(error, Path(file))
+        _complain(f"stopped: {file} cannot be written ({why}): make room, then start again")
         return 1
     except KeyboardInterrupt:
         return 130
@@ -88,22 +86,23 @@ def _complain(text: str) -> None:
         print(f"lather: {text}", file=sys.stderr)
 
 
-def _dispatch(arguments: list[str], started: float | None = None) -> int:
-    if arguments and arguments[0] in ("-h", "--help"):
+def _dispatch(arguments: list[str], started: float) -> int:
+    name, *rest = arguments or [""]
+    if name in ("-h", "--help"):
         print(fit(USAGE), end="")
         return 0
     if arguments == ["--version"]:
         print(describe_version())
         return 0
-    if not arguments or arguments[0] not in COMMANDS:
-        given = f"unknown command {arguments[0]!r}" if arguments else "no command given"
-        near = difflib.get_close_matches(arguments[0], COMMANDS, 1) if arguments else []
-        guess = f"did you mean {near[0]}? " if near else ""
-        raise UserError(f"{given}: {guess}use one of {', '.join(COMMANDS)}, or --help")
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, 1)
+        raise UserError(
+            f"{f'unknown command {name!r}' if name else 'no command given'}: "
+            f"{f'did you mean {near[0]}? ' if near else ''}use one of {', '.join(COMMANDS)}, or "
+            "--help"
+        )
     if "torch" not in sys.modules:  # OpenMP reads them once, when torch is imported
-        os.environ.update(waiting_variables(os.environ))
-        os.environ.update(allocator_variables(os.environ))
-    name, *rest = arguments
+        os.environ |= waiting_variables(os.environ) | allocator_variables(os.environ)
     module = importlib.import_module(f"lather.commands.{COMMANDS[name]}")
     if name == "train":
         return int(module.train_command(rest, started))

@@ -10,6 +10,7 @@ on it.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import time
@@ -34,10 +35,10 @@ def num_cores() -> int:
     return max(1, math.ceil(min(bound or 1, _quota())))
 
 
-def other_programs(own: int = 1) -> int:
+def other_programs(own_threads: int = 1) -> int:
     """Return how many threads of other programs want the cores that this process may use.
 
-    These are the threads that run on this machine, apart from `own` ones, less the cores that this
+    These are the threads that run on this machine, except `own_threads`, less the cores that this
     process may not use: a container, or a job that has a part of a machine, sees all of the
     machine's threads. The smallest of a few counts within 20 ms, so that a program that runs for a
     moment is left out; 0 where the system does not tell (it has no /proc).
@@ -45,13 +46,12 @@ def other_programs(own: int = 1) -> int:
     elsewhere = max(0, (os.cpu_count() or 1) - num_cores())
     counts = []
     for number in range(SAMPLES):
-        if number:
-            time.sleep(SAMPLE_SECONDS)
+        time.sleep(SAMPLE_SECONDS * (number > 0))
         try:
             counts.append(int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0]))
         except (OSError, ValueError, IndexError):
             return 0
-    return max(0, min(counts) - own - elsewhere)
+    return max(0, min(counts) - own_threads - elsewhere)
 
 
 def waiting_variables(environment: Mapping[str, str]) -> dict[str, str]:
@@ -68,15 +68,12 @@ def waiting_variables(environment: Mapping[str, str]) -> dict[str, str]:
 def _quota() -> float:
     """Return the cores' worth of time that the container may use; infinity without a limit."""
     folder = Path("/sys/fs/cgroup")
-    try:
-        quota, period = (folder / "cpu.max").read_text().split()  # the second version of cgroups
-    except (OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
         try:
+            quota, period = (folder / "cpu.max").read_text().split()
+        except OSError:  # the first version of cgroups
             quota = (folder / "cpu" / "cpu.cfs_quota_us").read_text()
             period = (folder / "cpu" / "cpu.cfs_period_us").read_text()
-        except OSError:
-            return math.inf
-    try:
-        return int(quota) / int(period) if int(quota) > 0 else math.inf
-    except ValueError:  # "max"
-        return math.inf
+        if int(quota) > 0:
+            return int(quota) / int(period)
+    return math.inf

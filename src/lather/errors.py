@@ -41,8 +41,8 @@ def require(holds: bool, field: str, value: object, constraint: str) -> None:
 
 
 def as_toml(value: object) -> str:
-    """Write a value as TOML does, for messages: `true` and `[1, 2]`, not Python's `True` and `(1,
-    2)`; a configuration as the fields that are set, and a value that is left out as `none`."""
+    """Write a value for messages as TOML does: `true` and `[1, 2]`, not `True` and `(1, 2)`; a
+    dataclass as the fields that are set, and None as `none`."""
     if value is None or isinstance(value, bool):
         return {None: "none", True: "true", False: "false"}[value]
     if isinstance(value, str):
@@ -51,10 +51,10 @@ def as_toml(value: object) -> str:
     if isinstance(value, float):
         return repr(float(value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
-        return as_toml({name: one for name, one in fields.items() if one is not None})
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return as_toml({name: inner for name, inner in fields.items() if inner is not None})
     if isinstance(value, Mapping):
-        pairs = ", ".join(f"{key} = {as_toml(one)}" for key, one in value.items())
+        pairs = ", ".join(f"{key} = {as_toml(inner)}" for key, inner in value.items())
         return f"{{ {pairs} }}" if pairs else "{}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(as_toml, value))}]"

@@ -17,20 +17,19 @@ import os
 import re
 import shlex
 import tempfile
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from unittest.mock import patch
 
 import pytest
 
 from lather.cli import main
 from lather.config.config import Config
-from lather.config.fields import field_names
-from lather.config.optim import OptimConfig
-from lather.config.toml_file import load_config
-from lather.errors import ConfigError, as_toml
+from lather.config.fields import field_names, merged
+from lather.config.toml_file import config_from_mapping, load_config
+from lather.errors import ConfigError
+from lather.models.families import FAMILIES
 from tiny_run import write_config
 
 ROOT = Path(__file__).parents[2]
@@ -45,31 +44,33 @@ PYTHON = re.compile(
 class Mistake(NamedTuple):
     """An entry of the corpus."""
 
-    toml: str
-    command: str
-    """The command line without `$`, or an empty string."""
+    lines: list[str]
+    """Lines of my.toml, and at last perhaps a command after `$`."""
     said: str
 
     @property
-    def name(self) -> str:
-        return self.command or "; ".join(self.toml.splitlines())
+    def toml(self) -> str:
+        return "".join(f"{line}\n" for line in self.lines if not line.startswith("$ "))
+
+    @property
+    def command(self) -> str:
+        return self.lines[-1].removeprefix("$ ") if self.lines[-1].startswith("$ ") else ""
 
 
-def mistakes(text: str) -> Iterator[Mistake]:
-    """Yield the entries of a corpus; one whose message is not there yet has an empty one."""
-    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
-    toml = ""
-    for number, line in enumerate(lines):
-        following = lines[number + 1] if number + 1 < len(lines) else ""
-        said = following.removeprefix(INDENT) if following.startswith(INDENT) else ""
-        if line.startswith("$ "):
-            yield Mistake(toml, line.removeprefix("$ "), said)
-            toml = ""
+def entries(text: str) -> Iterator[str | Mistake]:
+    """Yield the mistakes of a corpus, and its empty lines and comments as they are. A mistake whose
+    message is not there yet has an empty one."""
+    lines: list[str] = []
+    all_lines = text.splitlines()
+    for line, following in zip(all_lines, [*all_lines[1:], ""], strict=True):
+        if not line or line.startswith("#"):
+            yield line
         elif not line.startswith(INDENT):
-            toml += f"{line}\n"
-            if said:
-                yield Mistake(toml, "", said)
-                toml = ""
+            lines.append(line)
+            if line.startswith("$ ") or following.startswith(INDENT) or not following:
+                said = following.removeprefix(INDENT) if following.startswith(INDENT) else ""
+                yield Mistake(lines, said)
+                lines = []
 
 
 def prepare(folder: Path) -> None:
@@ -136,7 +137,7 @@ def files_below(folder: Path) -> dict[Path, int]:
     }
 
 
-ALL = list(mistakes(CORPUS.read_text("utf-8")))
+ALL = [entry for entry in entries(CORPUS.read_text("utf-8")) if isinstance(entry, Mistake)]
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +148,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
-@pytest.mark.parametrize("mistake", ALL, ids=[mistake.name for mistake in ALL])
+@pytest.mark.parametrize("mistake", ALL, ids=["; ".join(mistake.lines) for mistake in ALL])
 def test_a_mistake_is_answered_by_one_line_and_changes_nothing(
     mistake: Mistake, prepared: Path
 ) -> None:
@@ -156,56 +157,29 @@ def test_a_mistake_is_answered_by_one_line_and_changes_nothing(
     assert said == mistake.said
     assert files_below(prepared) == before
     assert len(said.splitlines()) == 1
-    assert {*PYTHON.findall(said)} <= {*PYTHON.findall(mistake.name)}
+    assert {*PYTHON.findall(said)} <= {*PYTHON.findall(str(mistake.lines))}
 
 
-def test_every_field_has_a_value_that_is_refused_by_name_value_and_constraint() -> None:
-    """Options of rules have theirs in tests/train/test_optim_config.py."""
-    tried = set()
-    for mistake in ALL:
-        if mistake.command or "is not valid: " not in mistake.said:
-            continue
-        given, name = dict(values_of(tomllib.loads(mistake.toml))), mistake.said.split()[1]
-        if name in given:
-            tried.add(name)
-            value = given[name]
-            shown = [as_toml(value), *(map(as_toml, value) if isinstance(value, list) else ())]
-            assert any(text in mistake.said for text in shown), mistake
-            assert re.search(r"is not valid: (it must be|give) \S", mistake.said), mistake
-    of_rules = {name for name in field_names(Config) if name.startswith("optim.")} - set(
-        field_names(OptimConfig, "optim.")
-    ) | {"optim.lr"}
-    assert set(field_names(Config)) - of_rules <= tried
-
-
-def values_of(mapping: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in mapping.items():
-        if isinstance(value, dict):
-            yield from values_of(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_value_of_another_type_is_refused_by_name(family: str) -> None:
+    model = {"model": {"model_type": family}}
+    for name in set(field_names(Config)) - {"model.model_type"}:
+        if not name.startswith("model.") or name in field_names(FAMILIES[family].config, "model."):
+            with pytest.raises(ConfigError, match=rf"^{name} = .* is not valid: it must be \S"):
+                config_from_mapping(merged(model, {name: [["x"]]}))
 
 
 def record() -> None:
     """Write what is said now into the corpus."""
     lines = []
-    entry: list[str] = []
-    text = CORPUS.read_text("utf-8").splitlines()
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         prepare(Path(folder))
-        for line, following in zip(text, [*text[1:], ""], strict=True):
-            if line.startswith(INDENT):
-                continue
-            lines.append(line)
-            if not line or line.startswith("#"):
-                continue
-            entry.append(line)
-            if line.startswith("$ ") or following.startswith(INDENT) or not following:
-                toml = "".join(f"{each}\n" for each in entry if not each.startswith("$ "))
-                command = line.removeprefix("$ ") if line.startswith("$ ") else ""
-                lines.append(INDENT + said_of(Mistake(toml, command, "")))
-                entry = []
-    CORPUS.write_text("\n".join(lines).rstrip("\n") + "\n", "utf-8")
+        for entry in entries(CORPUS.read_text("utf-8")):
+            if isinstance(entry, Mistake):
+                lines += [*entry.lines, INDENT + said_of(entry)]
+            else:
+                lines.append(entry)
+    CORPUS.write_text("\n".join(lines) + "\n", "utf-8")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import pytest
 
 from lather.checkpoint.folder import list_checkpoints, step_of
 from lather.cli import main
-from lather.commands.train import _read, _told
+from lather.commands.train import _note_on_file, read_arguments
 from lather.config.config import Config
 from lather.config.toml_file import load_config
 from lather.files import read_rows
@@ -65,7 +65,7 @@ def train(*arguments: str) -> int:
 
 def read(*arguments: str) -> Config:
     """Return the configuration with which `lather train` would train."""
-    return _read([*arguments])[0]
+    return read_arguments([*arguments])[0]
 
 
 def is_at_home(config: Config, run: Path, project: Path) -> bool:
@@ -119,7 +119,7 @@ def test_a_moved_run_is_that_run(
     monkeypatch.chdir(project)
     config = read(own)
     assert is_at_home(config, target, project)
-    assert "although it names run_dir = 'runs/x'" in _told([own], config)
+    assert "although it names run_dir = 'runs/x'" in _note_on_file([own], config)
 
 
 def test_a_moved_run_goes_on_where_it_is(

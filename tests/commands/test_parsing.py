@@ -1,29 +1,34 @@
-"""Messages of the command line about arguments that do not fit: one line that is complete and no
-longer than it needs to be."""
+"""The road from a command line or a TOML file to typed fields: options and their words, values of
+each type, messages, and names that are meant by unknown ones."""
 
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import pytest
 
 from lather.argument import Argument
+from lather.cli import main
 from lather.commands.options import CommandOption, options_of_command
-from lather.commands.parsing import parse_arguments
+from lather.commands.parsing import parse_arguments, read_line, values_of_line
 from lather.commands.plan import PlanArguments
+from lather.commands.train import read_arguments
 from lather.config.config import Config
-from lather.config.nearest import nearest_names
+from lather.config.fields import Word, convert
 from lather.config.optim import optim_config
-from lather.config.others_names import NO_FIELD, NOTES, OTHERS_NAMES
-from lather.config.toml_file import values_of_config
-from lather.errors import UserError, require
+from lather.config.suggestions import NAMES, nearest_fields
+from lather.config.toml_file import config_from_mapping, values_of_config
+from lather.errors import ConfigError, UserError, as_toml, require
 from lather.models.families import FAMILIES
 from lather.models.rotary import YarnConfig
+from lather.optim.options import at_least
 from lather.optim.rules import RULES
+
+QUICKSTART = str(Path(__file__).parents[2] / "configs/quickstart.toml")
 
 
 @dataclass(frozen=True)
@@ -38,63 +43,162 @@ class Section:
 class Arguments:
     place: Annotated[str, Argument(positional=True, metavar="PLACE")]
     """Where."""
-    rounds: int = 5
+    rounds: Annotated[int, at_least(5)] = 5
     """How often."""
     section: Section = field(default_factory=Section)
 
-    def __post_init__(self) -> None:
-        require(self.rounds >= 5, "--rounds", self.rounds, "at least 5")
+
+# --- messages -------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["utf-8", "ascii"])
-def _encoding(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the output's encoding one that can show the box's lines, or ASCII, for which the box is
-    drawn in ASCII."""
-    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), encoding=request.param))
-
-
-@pytest.mark.usefixtures("_encoding")
-@pytest.mark.parametrize("columns", ["40", "200"])
 @pytest.mark.parametrize(
-    ("arguments", "expected"),
+    ("line", "expected"),
     [
-        (["here", "--rounds", "1"], "--rounds = 1 is not valid: it must be at least 5"),
-        (
-            ["here", "--section.rate", "-1"],
-            "section.rate = -1.0 is not valid: it must be greater than 0",
-        ),
-        (
-            ["here", "--rounds", "x"],
-            "--rounds = 'x' is not valid: it must be an integer",
-        ),
-        ([], "PLACE is missing: Where; lather x --help shows what it takes"),
-        (["here", "--round", "7"], "unknown option --round; did you mean --rounds?"),
-        (
-            ["here", "--section.rate-of-the-whole-and-of-parts", "7"],
-            "unknown option --section.rate-of-the-whole-and-of-parts; lather x --help shows what "
-            "it takes",
-        ),
+        ("here --rounds 1", "--rounds = 1 is not valid: it must be an integer >= 5"),
+        ("here --section.rate -1", "section.rate = -1.0 is not valid: it must be greater than 0"),
+        ("here --rounds x", "--rounds = 'x' is not valid: it must be an integer"),
+        ("", "PLACE is missing: Where; lather x --help shows what it takes"),
+        ("here --round 7", "unknown option --round; did you mean --rounds?"),
+        ("here --quite 7", "unknown option --quite; lather x --help shows what it takes"),
+        ("here --section 7", "unknown option --section; it is a section: give its fields, such as "
+         "--section.rate"),
     ],
-    ids=str,
-)
-def test_messages(
-    columns: str, arguments: list[str], expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", columns)
+)  # fmt: skip
+def test_messages(line: str, expected: str) -> None:
     with pytest.raises(UserError) as raised:
-        parse_arguments(Arguments, "lather x", arguments)
+        parse_arguments(Arguments, "lather x", line.split())
     assert str(raised.value) == expected
 
 
-def test_a_check_of_a_section_and_of_the_whole() -> None:
-    for arguments, expected in {
-        ("--rounds", "1"): "--rounds = 1",
-        ("--section.rate", "0"): "section.rate = 0.0",
-    }.items():
-        with pytest.raises(UserError) as raised:
-            parse_arguments(Arguments, "lather x", ["here", *arguments])
-        assert str(raised.value).startswith(expected)
+def test_an_error_names_the_file_where_the_value_is_the_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "my.toml"
+    file.write_text("[train]\nsteps = 0\n")
+    message = "train.steps = 0 is not valid: it must be an integer >= 1"
+    for line, expected in (
+        (f"train {file} --seed 3", f"{file}: {message}"),
+        (f"plan {file} --out steps.png", f"{file}: {message}"),
+        (f"train {QUICKSTART} --train.steps 0", message),
+    ):
+        assert main(line.split()) == 2
+        assert capsys.readouterr().err == f"lather: error: {expected}\n"
+    assert read_arguments([str(file), "--train.steps", "5"])[0].train.steps == 5
 
+
+def test_values_as_toml() -> None:
+    for value, text in (
+        (None, "none"),
+        (True, "true"),
+        ("a", "'a'"),
+        ("it's", '"it\'s"'),
+        ("a\nb", '"a\\nb"'),
+        (1e-8, "1e-08"),
+        (float("inf"), "inf"),
+        ((1, (2.0, "x")), "[1, [2.0, 'x']]"),
+        ({"a": {"b": False}}, "{ a = { b = false } }"),
+        ({}, "{}"),
+        (Path("/a/b"), "/a/b"),
+    ):
+        assert as_toml(value) == text
+    yarn = as_toml(YarnConfig(factor=4.0))
+    assert yarn.startswith("{ factor = 4.0, original_max_position_embeddings = 4096, ")
+    assert "mscale" not in yarn
+
+
+PYTHON = r"\bTrue\b|\bFalse\b|\bNone\b|Config\(|<class|Path\(|torch\.|\(1, 2\)"
+"""Python's forms of values, which do not belong into messages."""
+ODD = [None, True, (1, 2), {"a": 1}, YarnConfig(), Path("/x"), 1.5, 3, "x", ["a"], float("nan")]
+
+
+@pytest.mark.parametrize("rule", ["muon", "soap", "soap_muon", "adamw"])
+def test_errors_about_options_of_rules_speak_toml(rule: str) -> None:
+    for name in vars(optim_config(rule)):
+        for odd in ODD:
+            for mapping in ({name: odd}, {"rest": {"rule": rule, name: odd}}):
+                message = ""
+                try:
+                    config_from_mapping({"optim": {"name": rule, **mapping}})
+                except ConfigError as error:
+                    message = str(error)
+                assert not re.search(PYTHON, message), message
+
+
+# --- values ---------------------------------------------------------------------------------------
+
+
+def test_a_line_is_divided_at_its_options() -> None:
+    options = [("--x", ["1", "-2"]), ("--y", ["3", "4"]), ("--z", [])]
+    line = "a --x 1 -2 --y=3 4 --z -- --y=3"
+    assert read_line(line.split()) == [("", ["a"]), *options, ("", ["--y=3"])]
+
+
+def test_what_follows_the_values_of_an_option_is_an_argument_by_its_place() -> None:
+    options = [
+        CommandOption("x", int | None),
+        CommandOption("pair", tuple[float, float]),
+        CommandOption("sets", dict[str, str]),
+        CommandOption("named", str, argument=Argument(repeated=True)),
+        CommandOption("flag", bool),
+        CommandOption("folder", Path, argument=Argument(positional=True)),
+    ]
+
+    def read(line: str) -> dict[str, Any]:
+        return values_of_line(read_line(line.split()), options, "lather x")
+
+    assert read("--x 3 there") == {"x": "3", "folder": "there"}
+    assert read("--no-flag there --x None") == {"flag": False, "x": "None", "folder": "there"}
+    assert read("--pair 1 2 --sets a b c d") == {"pair": ["1", "2"], "sets": {"a": "b", "c": "d"}}
+    assert read("-- --there") == {"folder": "--there"}
+    with pytest.raises(UserError, match=r"^--sets needs pairs of a name and a value; .* no value$"):
+        read("--sets a b c")
+    with pytest.raises(UserError, match=r"^no option takes this: twice; lather x --help shows"):
+        read("there --x 1 twice")
+
+
+@pytest.mark.parametrize(
+    ("word", "hint", "value"),
+    [
+        ("3", int | None, 3),
+        ("None", int | None, None),
+        ("None", str, "None"),
+        ("3", float, 3.0),
+        ("true", bool | None, True),
+        ("0.5", float | str, 0.5),
+        ("spectral", float | str, "spectral"),
+        ("fp32", Literal["fp32", "bf16"] | None, "fp32"),
+        ("a/b", Path | None, Path("a/b")),
+        ("folder", int, "an integer"),
+        ("yes", bool | None, "true or false"),
+        ("x", int | float, "an integer or a number"),
+    ],
+)
+def test_a_word_is_read_as_what_the_field_holds(word: str, hint: Any, value: object) -> None:
+    read: object
+    try:
+        read = convert(Word(word, "--x"), hint, "x")
+    except ConfigError as error:
+        read = str(error).removeprefix(f"--x = '{word}' is not valid: it must be ")
+    assert (type(read), read) == (type(value), value)
+
+
+def test_options_of_a_command_and_of_its_configuration() -> None:
+    """There is one option of each kind: in a section, with a dash, a switch, an option of a rule,
+    an option of the command itself."""
+    line = "--train.batch-size 16 --data.no-packed-attention --optim.weight-decay 0.1 --world 2"
+    parsed = parse_arguments(PlanArguments, "lather plan", line.split())
+    config = parsed.config
+    assert (parsed.world, config.train.batch_size, config.optim.rule.weight_decay) == (2, 16, 0.1)
+
+
+def test_the_command_line_may_choose_the_model_family(tmp_path: Path) -> None:
+    file = tmp_path / "my.toml"
+    file.write_text("[train]\nsteps = 5\n")
+    arguments = ["--model.model-type", "qwen3_moe", "--model.mlp-only-layers", "0"]
+    assert read_arguments([str(file), *arguments])[0].model.model_type == "qwen3_moe"
+
+
+# --- names that are meant -------------------------------------------------------------------------
 
 MEANT = {
     "optim.learning_rate": ["optim.lr"],
@@ -126,31 +230,26 @@ MEANT = {
 
 def test_what_an_unknown_option_may_mean() -> None:
     options = {option.name: option for option in options_of_command(PlanArguments)}
-    assert {name: nearest_names(name, options) for name in MEANT} == MEANT
+    assert {name: nearest_fields(name, options) for name in MEANT} == MEANT
     of_tokens = {"sequence_length", "max_sequences", "tokens", "batch_size"}
-    assert nearest_names("max_seq_len", of_tokens) == ["sequence_length"]
+    assert nearest_fields("max_seq_len", of_tokens) == ["sequence_length"]
 
 
-def test_all_names_that_others_use_lead_to_options() -> None:
-    known = [option.name for option in options_of_command(PlanArguments)]
-    for ours, names in OTHERS_NAMES.items():
-        for name in names.split():
-            found = nearest_names(name, known)
-            fields = [field for field, others in OTHERS_NAMES.items() if name in others.split()]
-            meant = tuple(f".{field}" for field in fields)
-            assert found or ours.startswith(("model.", "precondition", "optim.refresh")), name
-            assert all(f".{one}".endswith(meant) for one in found), (name, found)
-
-
-def test_all_fields_that_are_named_exist() -> None:
+def test_names_of_other_trainers_lead_to_fields_that_exist_or_to_a_reason() -> None:
     known = {option.name for option in all_options()}
     ends = {name.rpartition(".")[2] for name in known if name.startswith("optim.")}
-    for name in {*OTHERS_NAMES, *NOTES}:
-        assert name in (known if "." in name or name in known else ends), name
-    texts = [*(text for notes in NOTES.values() for text in notes.values()), *NO_FIELD.values()]
-    for text in texts:
-        for name in re.findall(r"\b[a-z]+\.[a-z_]+\b", text.replace("docs/memory.md", "")):
+    for row in NAMES:
+        assert row.field in known | ends or (row.note and not row.field), row
+        for name in row.names.split():
+            meant = nearest_fields(name, known)
+            assert any(row.means(field) for field in meant) or not row.field, (name, meant)
+        for name in re.findall(r"\b[a-z]+\.[a-z_]+\b", row.note.replace("docs/memory.md", "")):
             assert name in known or name == "model.rope_scaling", name
+
+
+def test_a_name_without_a_field_stands_nowhere_else() -> None:
+    without_field = {name for row in NAMES if not row.field for name in row.names.split()}
+    assert not without_field & {name for row in NAMES if row.field for name in row.names.split()}
 
 
 def all_options() -> Iterator[CommandOption]:
@@ -159,32 +258,3 @@ def all_options() -> Iterator[CommandOption]:
             model = replace(family.config(), rope_scaling=YarnConfig())
             config = Config(model=model, optim=optim_config(rule))
             yield from options_of_command(Config, values_of_config(config))
-
-
-def test_no_name_of_others_is_there_twice() -> None:
-    """A name may stand for several fields that exclude each other, such as options of rules."""
-    without = [name for names in NO_FIELD for name in names.split()]
-    assert len(without) == len(set(without))
-    assert not {*without} & {name for names in OTHERS_NAMES.values() for name in names.split()}
-    for ours, notes in NOTES.items():
-        assert {name for names in notes for name in names.split()} <= {*OTHERS_NAMES[ours].split()}
-
-
-def test_options_are_those_that_the_parser_takes() -> None:
-    """There is one option of each kind: in a section, with a dash, a switch, an option of a rule,
-    an option of the command itself."""
-    found = {flag for option in options_of_command(PlanArguments) for flag in option.flags}
-    arguments = [
-        "--train.batch-size",
-        "16",
-        "--data.no-packed-attention",
-        "--optim.weight-decay",
-        "0.1",
-        "--world",
-        "2",
-    ]
-    flags = [argument for argument in arguments if argument.startswith("--")]
-    assert set(flags) <= found
-    assert "--model.rope-scaling" not in found  # a section that is left out has no options
-    parsed = parse_arguments(PlanArguments, "lather plan", arguments)
-    assert (parsed.world, parsed.config.train.batch_size) == (2, 16)

@@ -10,7 +10,6 @@ import pytest
 from matplotlib.image import imread
 
 from lather.cli import main
-from lather.commands.plot import plot_command
 from lather.train.plot import smoothed
 
 
@@ -43,22 +42,10 @@ def test_the_plain_table_is_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    plot_command(["--schedule", "--pp", "2", "--micro-batches", "5"])
-    plot_command(
-        [
-            "--schedule",
-            "--pp",
-            "2",
-            "--micro-batches",
-            "5",
-            "--overlap",
-            "2.5",
-            "--out",
-            "other.png",
-        ]
-    )
-    assert capsys.readouterr().out == "schedule.png\nother.png\n"
-    assert (tmp_path / "schedule.png").read_bytes() != (tmp_path / "other.png").read_bytes()
+    command = "plot --schedule --pp 2 --micro-batches"
+    assert main([*command.split(), "5"]) == main([*command.split(), "6", "--out", "six.png"]) == 0
+    assert capsys.readouterr().out == "schedule.png\nsix.png\n"
+    assert (tmp_path / "schedule.png").read_bytes() != (tmp_path / "six.png").read_bytes()
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 15, 21, 22, 300, 2000])

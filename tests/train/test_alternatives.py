@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import tomli_w
 
-from lather.commands.train import _read
-from lather.config.alternatives import REPLACED, without_replaced
+from lather.commands.train import read_arguments
 from lather.config.config import Config
 from lather.config.fields import field_names
 from lather.config.optim import KINDS
-from lather.config.toml_file import config_to_toml
+from lather.config.toml_file import REPLACED, config_to_toml
 from lather.train.start import start_of
 from tiny_run import run, write_config
 
@@ -72,7 +71,7 @@ def test_the_command_line_replaces_the_alternative_in_the_file(case: str, tmp_pa
 
 
 def parsed(file: Path, arguments: list[str]) -> Any:
-    return _read([str(file), *arguments])[0]
+    return read_arguments([str(file), *arguments])[0]
 
 
 def test_the_quickstart_takes_a_rate_of_the_rest() -> None:
@@ -86,10 +85,6 @@ def test_alternatives_are_fields_and_none_is_its_own() -> None:
         assert field not in others
         if not field.startswith("optim."):
             assert {field, *others} <= known
-
-
-def test_a_section_that_is_no_section_is_left_for_its_own_message() -> None:
-    assert without_replaced({"optim": 3}, ["optim.rest.lr"]) == {"optim": 3}
 
 
 @pytest.mark.parametrize("file", ["the configuration", "the run's own"])

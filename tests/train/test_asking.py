@@ -19,7 +19,7 @@ from changing_runs import Shown
 from forked import ForkedPython, fresh_python
 from lather.checkpoint.folder import list_checkpoints, step_of
 from lather.cli import main
-from lather.commands.train import _read
+from lather.commands.train import read_arguments
 from lather.files import read_rows
 from lather.parallel.launch.requests import Requests, receiving_signals, stop_signals
 from lather.train.asking import Asking, TimeLimit
@@ -111,7 +111,7 @@ def test_an_ignored_hangup_stays_ignored() -> None:
 def test_one_request_of_many_ranks_saves_once(tmp_path: Path) -> None:
     """The same request arrives at each step, as from ranks that received the signal a moment later;
     then there is another one."""
-    config, _ = _read(
+    config, _ = read_arguments(
         [
             str(write_config(tmp_path, steps=6, checkpoint_every=100)),
             "--run-dir",

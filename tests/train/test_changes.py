@@ -264,13 +264,13 @@ def test_what_was_changed_later_is_taken_back() -> None:
 def test_changes_that_no_step_has_seen_are_replaced() -> None:
     """One start is killed before its first checkpoint, and another with other options follows."""
     history = History((row(2, "a", 0, 1), row(5, "b", 0, 1)), {"a": 1, "b": 1})
-    assert history.going_on(5, {"b": (0, 1)}, {"a": 1, "b": 1}) == history
-    assert [each.changes for each in history.going_on(5, {"b": (0, 3)}, {}).rows] == [
+    assert history.resumed(5, {"b": (0, 1)}, {"a": 1, "b": 1}) == history
+    assert [each.changes for each in history.resumed(5, {"b": (0, 3)}, {}).rows] == [
         {"a": (0, 1)},
         {"b": (0, 3)},
     ]
-    assert history.going_on(5, {}, {"a": 1, "b": 0}) == History(history.rows[:1], {"a": 1, "b": 0})
-    assert [each.step for each in history.going_on(6, {"b": (1, 0)}, {}).rows] == [2, 5, 6]
+    assert history.resumed(5, {}, {"a": 1, "b": 0}) == History(history.rows[:1], {"a": 1, "b": 0})
+    assert [each.step for each in history.resumed(6, {"b": (1, 0)}, {}).rows] == [2, 5, 6]
 
 
 def test_a_history_is_read_as_it_was_written(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from lather.checkpoint.folder import list_checkpoints
 from lather.checkpoint.reader import open_checkpoint
 from lather.cli import main
-from lather.commands.train import _read
+from lather.commands.train import read_arguments
 from lather.config.toml_file import load_config
 from lather.optim.rules import RULES
 from lather.train.loop import train
@@ -44,7 +44,9 @@ def test_a_run_of_every_rule_resumes_to_the_bit_and_is_exported(
     arguments = ["--optim.name", name, "--log.sample-tokens", "0"]
     with torch.random.fork_rng():
         stopped = train(
-            _read([str(config), *arguments, "--run-dir", str(run_dir)])[0], Silent(), stop_after(4)
+            read_arguments([str(config), *arguments, "--run-dir", str(run_dir)])[0],
+            Silent(),
+            stop_after(4),
         )  # type: ignore[arg-type]
         assert (stopped.finished, stopped.step) == (False, 4)
         assert main(["train", str(config), *arguments, "--run-dir", str(run_dir)]) == 0
@@ -81,7 +83,7 @@ def test_the_options_of_a_users_rule_are_fields(
         "0.5",
         "0.6",
     ]
-    optim = _read(arguments)[0].optim
+    optim = read_arguments(arguments)[0].optim
     assert (optim.name, optim.peak_lr, optim.resolved(8192).lr) == (LION, 1e-3, 1e-3)
     experts, rest = (optim.rule_of(kind) for kind in ("experts", "rest"))  # type: ignore[attr-defined]
     assert (experts.betas, experts.matrix_layout, rest.betas) == (

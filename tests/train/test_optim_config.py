@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from lather.commands.train import _read
+from lather.commands.train import read_arguments
 from lather.config.optim import KINDS, OptimConfig, optim_config
-from lather.config.rule_fields import DECIDED, fields_of
+from lather.config.rule_fields import DECIDED, option_fields
 from lather.config.toml_file import config_from_mapping, config_to_toml, load_config
 from lather.errors import ConfigError, as_toml
 from lather.optim.options import options_of
@@ -31,7 +31,7 @@ OTHER_VALUES: dict[Any, Any] = {
 
 def other_value(rule: type, name: str) -> Any:
     """Return a value that the option may have, other than its default."""
-    hint, default = fields_of(rule)[name]
+    hint, default = option_fields(rule)[name]
     parts = [part for part in typing.get_args(hint) or (hint,) if part is not type(None)]
     parts = [hint] if typing.get_origin(hint) in (typing.Literal, tuple) else parts
     for part in parts:
@@ -54,7 +54,9 @@ def as_option(name: str, value: Any) -> Any:
 def optim_of(*arguments: str, **mapping: Any) -> OptimConfig:
     """Make the optimizer's configuration from a mapping, or from a command line."""
     optim = (
-        _read([*arguments])[0].optim if arguments else config_from_mapping({"optim": mapping}).optim
+        read_arguments([*arguments])[0].optim
+        if arguments
+        else config_from_mapping({"optim": mapping}).optim
     )
     return optim
 
@@ -79,8 +81,8 @@ def test_every_option_of_every_rule_is_a_field_and_reaches_the_rule(
 ) -> None:
     """The exceptions are the options that the trainer decides."""
     rule, file = RULES[name], tmp_path / "written.toml"
-    assert set(options_of(rule)) - set(fields_of(rule)) == set(DECIDED)
-    for option in fields_of(rule):
+    assert set(options_of(rule)) - set(option_fields(rule)) == set(DECIDED)
+    for option in option_fields(rule):
         value = other_value(rule, option)
         plain = list(value) if isinstance(value, tuple) else value
         optim = optim_of(name=name, **{option: plain})
@@ -98,7 +100,7 @@ def test_every_option_of_every_rule_is_a_field_and_reaches_the_rule(
 def test_every_option_is_one_of_the_command_line(name: str, file: Path) -> None:
     rule = RULES[name]
     arguments = [str(file), "--optim.name", name]
-    for option, (_, default) in fields_of(rule).items():
+    for option, (_, default) in option_fields(rule).items():
         value = other_value(rule, option)
         flag = option.replace("_", "-")
         if isinstance(default, bool):
@@ -109,7 +111,7 @@ def test_every_option_is_one_of_the_command_line(name: str, file: Path) -> None:
                 *map(str, value if isinstance(value, tuple) else (value,)),
             ]
     optim = optim_of(*arguments)
-    for option in fields_of(rule):
+    for option in option_fields(rule):
         assert getattr(optim, option) == other_value(rule, option), option
 
 
@@ -124,11 +126,11 @@ def test_a_value_out_of_range_is_refused_by_field_value_and_constraint(name: str
         "state_dtype": "int8",
         "steps": 0,
     }.items():
-        if option in fields_of(rule):
+        if option in option_fields(rule):
             message = refusal(name=name, **{option: value})
             assert message.startswith(f"optim.{option} = {as_toml(value)} "), message
             assert "is not valid: give" in message
-    for option, (hint, _) in fields_of(rule).items():
+    for option, (hint, _) in option_fields(rule).items():
         wrong = "x" if str not in (typing.get_args(hint) or (hint,)) else 3.5j
         message = refusal(name=name, **{option: wrong})
         assert message.startswith(f"optim.{option} = {as_toml(wrong)} is not valid: it must be"), (

@@ -99,7 +99,11 @@ def test_changes_of_a_run_are_drawn_where_they_were_made(
     over_steps = drawn(run).axes[0]
     assert [(text.xy[0], text.get_text()) for text in over_steps.texts] == [
         (5, "fork"),
-        (15, "lr 0.01 \N{RIGHTWARDS ARROW} 0.005, steps 15 \N{RIGHTWARDS ARROW} 20, 1 more"),
+        (
+            15,
+            "lr 0.01 \N{RIGHTWARDS ARROW} 0.005, steps 15 \N{RIGHTWARDS ARROW} 20, "
+            "max_grad_norm 1 \N{RIGHTWARDS ARROW} 0.5",
+        ),
     ]
 
 

@@ -16,13 +16,8 @@ from lather.lines import fit
 
 BENCHMARKS = {
     "optimizer": "time and memory of SOAP against heavyball and pytorch_optimizer",
-    "memory": (
-        "bytes that MoE layers keep for backward, bytes that the loss needs, and the time of both"
-    ),
-    "pipeline": (
-        "bytes that a pipeline rank keeps, step time and "
-        "bubble, against torch's own DualPipeV runtime"
-    ),
+    "memory": "bytes that MoE layers keep for backward and that the loss needs, and their time",
+    "pipeline": "bytes of a pipeline rank, step time and bubble, against torch's DualPipeV runtime",
     "distributed": "bytes and flops of a rank of a sharded optimizer, against one process",
     "calls": "Python calls of one optimizer step",
     "launches": "kernel launches, bytes and host waits of a GPU, counted without a GPU",

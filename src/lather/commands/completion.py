@@ -7,7 +7,7 @@ options of all rules and model families.
 
 from __future__ import annotations
 
-from argparse import Action, ArgumentParser
+from argparse import ArgumentParser
 from collections.abc import Iterator
 from importlib import import_module
 
@@ -33,12 +33,13 @@ shell that you start:
   lather completion zsh > ~/.zfunc/_lather        (fpath names ~/.zfunc before compinit)
   lather completion fish > ~/.config/fish/completions/lather.fish
 """
-NAMES = {
+VALUES = {
+    "help": (*SECTIONS, ALL),
     "optim.name": tuple(RULES),
     **{f"optim.{kind}.rule": tuple(RULES) for kind in KINDS},
     "model.model_type": tuple(FAMILIES),
 }
-"""Values of fields whose type does not say them."""
+"""Values of options whose type does not say them."""
 WITH_CONFIG = ("train", "plan", "profile")
 FOLLOWING = {
     "data": ("make", "show", "check"),
@@ -60,74 +61,54 @@ def completion_command(arguments: list[str]) -> None:
         )
     import shtab
 
-    print(shtab.complete(_parser(), shell))
+    parser = ArgumentParser("lather")
+    parser.add_argument("--version", action="store_true", help="Show the version")
+    commands = parser.add_subparsers()
+    for command in COMMANDS:
+        inner = commands.add_parser(command, help=command, add_help=command not in WITH_CONFIG)
+        if command == "data":
+            actions = inner.add_subparsers()
+            for name in FOLLOWING[command]:
+                _add_options(actions.add_parser(name, help=name), f"data {name}", shtab.FILE)
+        else:
+            _add_options(inner, command, shtab.FILE)
+    print(shtab.complete(parser, shell))
 
 
 def options_of(command: str) -> Iterator[CommandOption]:
-    """The options of a command, of all rules and families."""
+    """Yield the options of a command, of all rules and families."""
     words = command.split()
-    cls = getattr(
-        import_module(f"lather.commands.{COMMANDS[words[0]]}"),
-        f"{words[-1].capitalize()}Arguments",
-        None,
-    )
-    if cls is not None:
+    module = import_module(f"lather.commands.{COMMANDS[words[0]]}")
+    if cls := getattr(module, f"{words[-1].capitalize()}Arguments", None):
         yield from options_of_command(cls)
     if command in WITH_CONFIG:
-        yield CommandOption(
-            "help", str, argument=Argument(describe=lambda: "Show help, of a section")
-        )
+        yield _option("help", str, "Show help, of a section")
         for rule in RULES:
             yield from options_of_command(Config, {"optim": {"name": rule}})
         for family in FAMILIES.values():
             yield from options_of_command(family.config, prefix="model.")
     if command == "train":
-        yield CommandOption(
-            "nproc",
-            int,
-            argument=Argument(describe=lambda: "Ranks that are started on this machine"),
-        )
+        yield _option("nproc", int, "Ranks that are started on this machine")
 
 
-def _values(option: CommandOption) -> tuple[str, ...]:
-    return (
-        (*SECTIONS, ALL) if option.name == "help" else NAMES.get(option.name, tuple(option.choices))
-    )
+def _option(name: str, hint: type, description: str) -> CommandOption:
+    return CommandOption(name, hint, argument=Argument(description=description))
 
 
-def _parser() -> ArgumentParser:
-    """Return a parser with all commands and options, which only serves to make the scripts."""
-    parser = ArgumentParser("lather")
-    parser.add_argument("--version", action="store_true", help="Show the version")
-    commands = parser.add_subparsers()
-    for command in COMMANDS:
-        own = commands.add_parser(command, help=command, add_help=command not in WITH_CONFIG)
-        if command == "data":
-            actions = own.add_subparsers()
-            for name in FOLLOWING[command]:
-                _add_options(actions.add_parser(name, help=name), f"data {name}")
-        else:
-            _add_options(own, command)
-    return parser
-
-
-def _add_options(parser: ArgumentParser, command: str) -> None:
+def _add_options(parser: ArgumentParser, command: str, files: object) -> None:
+    """Add the options of a command, and the words or `files` that follow it, to a parser, which
+    only serves to make the script."""
     if words := FOLLOWING.get(command):
         parser.add_argument("what", choices=words)
     else:
-        _complete_files(parser.add_argument("paths", nargs="*"))
+        parser.add_argument("paths", nargs="*").complete = files  # type: ignore[attr-defined]
     options = {flag: option for option in options_of(command) for flag in option.flags}
     for flag, option in options.items():
         text = option.text.partition(". ")[0].replace("%", "%%")
         if not option.metavar:
             parser.add_argument(flag, dest=flag, action="store_true", help=text)
-        elif words := _values(option):
+        elif words := VALUES.get(option.name, option.choices):
             parser.add_argument(flag, dest=flag, choices=words, help=text)
         else:
-            _complete_files(parser.add_argument(flag, dest=flag, help=text))
-
-
-def _complete_files(argument: Action) -> None:
-    import shtab
-
-    argument.complete = shtab.FILE  # type: ignore[attr-defined]  # shtab reads this
+            action = parser.add_argument(flag, dest=flag, help=text)
+            action.complete = files  # type: ignore[attr-defined]  # shtab reads this

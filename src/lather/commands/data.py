@@ -15,12 +15,13 @@ from rich.text import Text
 
 from lather.argument import Argument
 from lather.commands.parsing import parse_arguments
+from lather.config.config import Number
 from lather.console import command_console, is_live
 from lather.data.dataset import NOTES, DataSet, counts_in_words
 from lather.data.making import make_dataset
 from lather.data.recipe import DataRecipe
 from lather.durations import duration, spent_and_left
-from lather.errors import DataError, UserError, require
+from lather.errors import DataError, UserError
 from lather.lines import fit, flow
 
 USAGE = """\
@@ -44,7 +45,7 @@ class MakeArguments:
     folder: Annotated[Path, Argument(positional=True, metavar="FOLDER")]
     """Folder to write the data set to."""
     recipe: Annotated[DataRecipe, Argument(inline=True)]
-    workers: int = 0
+    workers: Number = 0
     """Number of processes; 0: one per core."""
 
 
@@ -71,7 +72,6 @@ def data_command(arguments: list[str]) -> None:
 
 def _make(arguments: list[str]) -> None:
     parsed = parse_arguments(MakeArguments, "lather data make", arguments)
-    require(parsed.workers >= 0, "--workers", parsed.workers, "at least 0 processes")
     display = _ConsoleDisplay(command_console())
     with display.live or contextlib.nullcontext():
         dataset = make_dataset(
@@ -90,10 +90,8 @@ def _check(arguments: list[str]) -> None:
     for name in dataset.manifest.splits:
         dataset.split(name)
     if wrong := dataset.check():
-        raise DataError(
-            f"{'; '.join(wrong[:5])}{f'; and {len(wrong) - 5} more' if len(wrong) > 5 else ''}: "
-            "restore them, or make the data set again"
-        )
+        more = f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        raise DataError(f"{'; '.join(wrong[:5])}{more}: restore them, or make the data set again")
     print(fit(f"{dataset.folder} is as it was made ({dataset.manifest.identity})"))
 
 
@@ -103,22 +101,24 @@ class _ConsoleDisplay:
 
     def __init__(self, console: Console) -> None:
         self.console, self.tokens = console, 0
-        self.begun = self._shown = time.monotonic()
-        self.live = (
-            Live("", console=console, refresh_per_second=4, transient=True)
-            if is_live(console)
-            else None
-        )
+        self.started = self._shown = time.monotonic()
+        self.live = None
+        if is_live(console):
+            self.live = Live("", console=console, refresh_per_second=4, transient=True)
 
     def note(self, text: str) -> None:
         self.console.print(text, highlight=False, markup=False)
 
     def progress(self, units: int, num_units: int, documents: int, tokens: int) -> None:
-        self.tokens, seconds = tokens, max(1e-9, time.monotonic() - self.begun)
-        fields = [f"{units} of {num_units} units", f"{documents:,} documents", f"{tokens:,} tokens"]
-        fields.append(f"{tokens / seconds:,.0f} tokens/s")
+        self.tokens, seconds = tokens, max(1e-9, time.monotonic() - self.started)
+        fields = [
+            f"{units} of {num_units} units",
+            f"{documents:,} documents",
+            f"{tokens:,} tokens",
+            f"{tokens / seconds:,.0f} tokens/s",
+        ]
         if units:
-            fields.append(f"{spent_and_left(seconds, seconds / units * (num_units - units))}")
+            fields.append(spent_and_left(seconds, seconds / units * (num_units - units)))
         if self.live:
             self.live.update(Text("\n".join(flow(fields, self.console.width))))
         elif time.monotonic() - self._shown > PLAIN_SECONDS:
@@ -128,39 +128,29 @@ class _ConsoleDisplay:
 
 def describe(dataset: DataSet, made: _ConsoleDisplay | None = None) -> str:
     """Describe a data set in lines of a name and a value."""
-    manifest = dataset.manifest
-    lines = [("data set", str(dataset.folder))]
+    manifest, source = dataset.manifest, dataset.manifest.made_from
+    lines = {"data set": str(dataset.folder)}
     for name, split in manifest.splits.items():
-        counts = (
-            f"{split.documents:,} documents, {split.tokens:,} tokens, the longest {split.longest:,}"
+        lines[name] = (
+            f"{split.documents:,} documents, {split.tokens:,} tokens, the longest "
+            f"{split.longest:,}, {len(split.shards)} shards"
         )
-        lines.append((name, f"{counts}, {len(split.shards)} shards"))
     if made is not None and made.tokens:
-        seconds = time.monotonic() - made.begun
-        lines.append(("time", f"{duration(seconds)}, {made.tokens / seconds:,.0f} tokens/s"))
-    ends = (
-        "no token ends documents"
-        if manifest.end_token is None
-        else f"documents end with {manifest.end_of_text or manifest.end_token}"
-    )
-    lines.append(("vocabulary", f"{manifest.vocab_size:,} tokens, {ends}"))
-    sources, size = (
-        ", ".join(manifest.made_from["recipe"]["sources"]),
-        f"{manifest.made_from['bytes']:,} bytes",
-    )
-    lines.append(("made from", f"{sources} ({manifest.made_from['files']:,} files, {size})"))
+        seconds = time.monotonic() - made.started
+        lines["time"] = f"{duration(seconds)}, {made.tokens / seconds:,.0f} tokens/s"
+    ends = f"documents end with {manifest.end_of_text or manifest.end_token}"
+    ends = "no token ends documents" if manifest.end_token is None else ends
+    lines["vocabulary"] = f"{manifest.vocab_size:,} tokens, {ends}"
+    sources = ", ".join(source["recipe"]["sources"])
+    lines["made from"] = f"{sources} ({source['files']:,} files, {source['bytes']:,} bytes)"
     if set(manifest.encodings) - {"utf-8"}:
-        lines.append(
-            (
-                "encodings",
-                ", ".join(f"{count:,} x {name}" for name, count in manifest.encodings.items()),
-            )
-        )
+        counts = (f"{count:,} x {name}" for name, count in manifest.encodings.items())
+        lines["encodings"] = ", ".join(counts)
     if manifest.skipped:
-        lines.append(("not taken", dataset.skipped_in_words))
-    if left_out := manifest.made_from["left_out"]:
-        lines.append(("left out", counts_in_words(left_out)))
+        lines["not taken"] = dataset.skipped_in_words
+    if source["left_out"]:
+        lines["left out"] = counts_in_words(source["left_out"])
     if manifest.notes:
-        notes = counts_in_words(manifest.notes)
-        lines.append(("noted", f"{notes}; file and line of each are in {dataset.folder / NOTES}"))
-    return "\n".join(f"{name:<12} {value}" for name, value in lines)
+        place = f"file and line of each are in {dataset.folder / NOTES}"
+        lines["noted"] = f"{counts_in_words(manifest.notes)}; {place}"
+    return "\n".join(f"{name:<12} {value}" for name, value in lines.items())

@@ -3,7 +3,9 @@ order, also under torchrun or srun."""
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -44,7 +46,7 @@ class DoctorArguments:
 
 
 def doctor_command(arguments: list[str]) -> int:
-    """Examine, in this process or in several, and print the findings."""
+    """Examine the machine, in this process or in several, and print the findings."""
     world = World.of_environment(os.environ)
     rest, nproc = take_nproc(arguments, world)
     parsed = parse_arguments(DoctorArguments, "lather doctor [--nproc N]", rest)
@@ -54,70 +56,61 @@ def doctor_command(arguments: list[str]) -> int:
 
 
 def examine(parsed: DoctorArguments, world: World) -> int:
-    """One rank's part; the first one shows the findings. Returns the exit status, the same in every
-    rank."""
+    """Examine the machine of one rank; the first rank shows the findings of all. Return the exit
+    status, the same in every rank."""
     device = world.device(pick_device(parsed.device))
     facts, links = [find_facts(world, device, parsed.run_dir)], []
     if world.size > 1:
-        facts = _gathered(facts[0], parsed.run_dir, world)
+        facts = _gather(facts[0], parsed.run_dir, world)
         links = measure_links(device)
     findings = [finding for check in CHECKS for finding in check(facts)] + list(check_links(links))
     if world.rank == 0:
         if parsed.json:
             lists: dict[str, Sequence[Any]] = {"findings": findings, "ranks": facts, "links": links}
-            write_numbers(
-                parsed.json,
-                {name: [asdict(one) for one in several] for name, several in lists.items()},
-            )
+            write_numbers(parsed.json, {name: [*map(asdict, lists[name])] for name in lists})
         show(findings, world.size, command_console())
     return int(any(finding.verdict == "wrong" for finding in findings))
 
 
-def _gathered(own: RankFacts, run_dir: Path, world: World) -> list[RankFacts]:
-    """The facts of all ranks, with what only several find out; every rank calls it and gets the
-    same."""
+def _gather(facts: RankFacts, run_dir: Path, world: World) -> list[RankFacts]:
+    """Return the facts of all ranks, with those that take several ranks to find out: whether all
+    see the run directory, and how far their clocks differ. Every rank calls this."""
     file = probe_file(nearest_folder(run_dir), "shared")
     with contextlib.suppress(OSError):
         if world.rank == 0:
             file.touch()
     dist.barrier()
-    own = replace(own, sees_run_dir=file.exists())
-    everybody: list[RankFacts] = [own] * world.size
-    dist.all_gather_object(everybody, own)
+    facts = replace(facts, sees_run_dir=file.exists())
+    everybody: list[RankFacts] = [facts] * world.size
+    dist.all_gather_object(everybody, facts)
     with contextlib.suppress(OSError):
         if world.rank == 0:
             file.unlink()
     offsets = [clock_offsets()]
     dist.broadcast_object_list(offsets)
-    return [replace(one, clock=offset) for one, offset in zip(everybody, offsets[0], strict=True)]
+    pairs = zip(everybody, offsets[0], strict=True)
+    return [replace(rank, clock=offset) for rank, offset in pairs]
 
 
 def show(findings: Sequence[Finding], num_ranks: int, console: Console) -> None:
     """Print a line for each finding, the remedy below it, and how many are wrong."""
     table = titled_table(left=("", "check"))
     table.add_column("found")
-    topic = ""
-    for one in findings:
-        if one.topic != topic:
-            topic = one.topic
-            table.add_row("", f"[bold]{topic}")
-        remedy = f"\n[bold]\N{RIGHTWARDS ARROW} {escape(one.remedy)}[/]" if one.remedy else ""
-        style = STYLES[one.verdict]
-        table.add_row(
-            f"[{style}]{one.verdict}", f"  {escape(one.name)}", f"{escape(one.found)}{remedy}"
-        )
+    for topic, group in itertools.groupby(findings, lambda finding: finding.topic):
+        table.add_row("", f"[bold]{topic}")
+        for finding in group:
+            remedy = escape(finding.remedy)
+            remedy = f"\n[bold]\N{RIGHTWARDS ARROW} {remedy}[/]" if remedy else ""
+            verdict = f"[{STYLES[finding.verdict]}]{finding.verdict}"
+            name, value = escape(finding.name), escape(finding.found)
+            table.add_row(verdict, f"  {name}", f"{value}{remedy}")
     console.print(table, highlight=False)
-    counts = {
-        verdict: sum(one.verdict == verdict for one in findings) for verdict in ("wrong", "warning")
-    }
+    counts = collections.Counter(finding.verdict for finding in findings)
     wrong = {0: "nothing is wrong", 1: "1 thing is wrong"}.get(
         counts["wrong"], f"{counts['wrong']} things are wrong"
     )
-    console.print(
-        f"{wrong}; warnings: {counts['warning']}",
-        style=STYLES["wrong" if counts["wrong"] else "ok"],
-        highlight=False,
-    )
+    style = STYLES["wrong" if counts["wrong"] else "ok"]
+    console.print(f"{wrong}; warnings: {counts['warning']}", style=style, highlight=False)
     if num_ranks == 1:
         console.print(
             "links between ranks and their clocks are measured with --nproc 2 or more, or under "

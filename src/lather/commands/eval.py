@@ -9,7 +9,7 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,12 +19,14 @@ from rich.markup import escape
 
 from lather.argument import Argument
 from lather.commands.parsing import parse_arguments
+from lather.config.config import Number
 from lather.console import command_console, titled_table
-from lather.errors import UserError, require
+from lather.errors import UserError
 from lather.evaluation.scoring import bytes_per_token, score_set
 from lather.evaluation.sets import HeldOutSet, open_sets
 from lather.files import reason
 from lather.lines import fit
+from lather.optim.options import Count
 from lather.train.trained_model import TrainedModel
 
 RECORD = "evaluations.jsonl"
@@ -52,11 +54,11 @@ class EvalArguments:
     """Data sets made by `lather data make`: FOLDER or NAME=FOLDER."""
     split: str = ""
     """Split to evaluate; empty: "validation", or "train" if a data set has no other."""
-    max_sequences: int = 0
+    max_sequences: Number = 0
     """Maximal number of sequences of each set, spread evenly over it; 0: all."""
     sequence_length: int = 0
     """Tokens per sequence; 0: `train.sequence_length`."""
-    batch_size: int = 8
+    batch_size: Count = 8
     """Sequences, or requests of tasks, per batch."""
     step: int = -1
     """Step of the checkpoint; negative: the newest."""
@@ -66,7 +68,7 @@ class EvalArguments:
     """Tasks of lm-evaluation-harness, separated by commas: hellaswag,arc_easy (extra `lm-eval`)."""
     task_folder: Path | None = None
     """Folder with tasks of your own (YAML files)."""
-    limit: int = 0
+    limit: Number = 0
     """Documents per task; 0: all."""
     num_fewshot: int = -1
     """Examples before each document of a task; negative: the task's own number."""
@@ -78,22 +80,13 @@ def eval_command(arguments: list[str]) -> None:
     """Evaluate, print a table (or an object with --json), and append the results to the run's
     record."""
     parsed = parse_arguments(EvalArguments, "lather eval", arguments)
-    for name in ("max_sequences", "limit"):
-        require(
-            getattr(parsed, name) >= 0,
-            f"--{name.replace('_', '-')}",
-            getattr(parsed, name),
-            "at least 0",
-        )
-    require(parsed.batch_size >= 1, "--batch-size", parsed.batch_size, "at least 1")
     tasks = [task.strip() for task in parsed.tasks.split(",") if task.strip()]
     trained = TrainedModel.find(parsed.run, parsed.step)
     length = trained.context(parsed.sequence_length, "--sequence-length")
-    _refuse_options_without_effect(parsed, tasks)
-    manager, tasks = _find_tasks(trained, tasks, parsed.task_folder) if tasks else (None, [])
-    sets = (
-        [] if tasks and not parsed.data else open_sets(trained, parsed.data, parsed.split, length)
-    )
+    _refuse_options_without_effect(parsed)
+    run_tasks = _prepare_tasks(trained, tasks, parsed, length) if tasks else dict
+    with_sets = parsed.data or not tasks
+    sets = open_sets(trained, parsed.data, parsed.split, length) if with_sets else []
     result: dict[str, Any] = {
         "run": str(trained.run),
         "step": trained.step,
@@ -104,8 +97,7 @@ def eval_command(arguments: list[str]) -> None:
         "tasks": {},
     }
     try:
-        if tasks:
-            result["tasks"] = _run_tasks(trained, tasks, manager, parsed, length)
+        result["tasks"] = run_tasks()
     finally:  # keep the results of the sets if a task fails
         if result["sets"] or result["tasks"]:
             if parsed.json:
@@ -115,26 +107,20 @@ def eval_command(arguments: list[str]) -> None:
             _record(trained.run / RECORD, result)
 
 
-def _refuse_options_without_effect(parsed: EvalArguments, tasks: list[str]) -> None:
+def _refuse_options_without_effect(parsed: EvalArguments) -> None:
     of_tasks = {
         "--limit": parsed.limit,
         "--chat-template": parsed.chat_template,
         "--task-folder": parsed.task_folder,
+        "--num-fewshot": parsed.num_fewshot >= 0,
     }
-    of_tasks |= {"--num-fewshot": parsed.num_fewshot >= 0}
     of_sets = {"--split": parsed.split, "--max-sequences": parsed.max_sequences}
-    given = [
-        name
-        for name, value in (
-            of_sets if tasks and not parsed.data else {} if tasks else of_tasks
-        ).items()
-        if value
-    ]
-    if given:
-        raise UserError(
-            f"{given[0]} applies to "
-            f"{'held-out sets: give DATA' if tasks else 'tasks: give --tasks'}, or leave it out"
-        )
+    for options, subject, applies in (
+        (of_tasks, "tasks: give --tasks", parsed.tasks),
+        (of_sets, "held-out sets: give DATA", parsed.data or not parsed.tasks),
+    ):
+        if not applies and (names := [name for name, value in options.items() if value]):
+            raise UserError(f"{names[0]} applies to {subject}, or leave it out")
 
 
 def _score_sets(
@@ -144,55 +130,50 @@ def _score_sets(
         return {}
     decoder = trained.decoder()
     device, vocab_size = next(decoder.parameters()).device, trained.config.model.vocab_size
-    found = {}
+    rows = {}
     with Console(stderr=True).status("") as status, trained.precision(device):
-        for one in sets:
-            label = escape(f"{one.name}, {one.split}")
+        for held_out in sets:
+            label, tokenizer = escape(f"{held_out.name}, {held_out.split}"), held_out.tokenizer
             status.update(label)
-            bytes_V = None if one.tokenizer is None else bytes_per_token(one.tokenizer, vocab_size)
-            indices, apart = one.indices(parsed.max_sequences), trained.config.data.apart
+            indices = held_out.indices(parsed.max_sequences)
 
             def show(done: int, label: str = label) -> None:
                 status.update(f"{label}: {done:,} sequences")
 
             score = score_set(
                 decoder,
-                one.source,
+                held_out.source,
                 indices,
                 parsed.batch_size,
-                apart=apart,
-                bytes_V=bytes_V,
+                apart=trained.config.data.apart,
+                bytes_V=None if tokenizer is None else bytes_per_token(tokenizer, vocab_size),
                 progress=show,
             )
             if not score.tokens:
                 what = f"no token of its {len(indices)} sequences is learned, so it has no loss"
-                print(f"{one.source.name}: {what}: give another set or split", file=sys.stderr)
-            found[one.name] = {"data": str(one.folder), "split": one.split, **score.as_row()}
-    return found
+                print(f"{held_out.source.name}: {what}: give another set or split", file=sys.stderr)
+            place = {"data": str(held_out.folder), "split": held_out.split}
+            rows[held_out.name] = {**place, **score.as_row()}
+    return rows
 
 
-def _find_tasks(trained: TrainedModel, tasks: list[str], folder: Path | None) -> Any:
-    """Return the harness's task manager, and the names of the tasks. Raises UserError if a package
-    is not installed, if the harness lacks a task, or if transformers cannot run the model."""
+def _prepare_tasks(
+    trained: TrainedModel, tasks: list[str], parsed: EvalArguments, context: int
+) -> Callable[[], dict[str, Any]]:
+    """Return the function that runs the tasks. Raises UserError if a package is not installed, if
+    the harness lacks a task, or if transformers cannot run the model."""
     for package in ("lm_eval", "transformers", "accelerate"):
         if importlib.util.find_spec(package) is None:
             raise UserError(
                 f"--tasks needs {package}, which is not installed: pip install 'lather[lm-eval]'"
             )
-    from lather.evaluation.harness import check_model, find_tasks
+    from lather.evaluation.harness import check_model, find_tasks, run_tasks
 
     check_model(trained)
-    return find_tasks(tasks, folder)
-
-
-def _run_tasks(
-    trained: TrainedModel, tasks: list[str], manager: Any, parsed: EvalArguments, context: int
-) -> dict[str, Any]:
-    from lather.evaluation.harness import run_tasks
-
-    return run_tasks(
+    manager, names = find_tasks(tasks, parsed.task_folder)
+    return lambda: run_tasks(
         trained,
-        tasks,
+        names,
         manager,
         context=context,
         batch_size=parsed.batch_size,

@@ -104,15 +104,11 @@ def import_command(arguments: list[str]) -> None:
         (aside / "config.toml").write_text(config_to_toml(config), "utf-8")
     parameters = sum(torch.Size(shape).numel() for shape in weights.shapes.values())
     print(f"{model.model_type}, {parameters / 1e6:.2f} M parameters")
-    for note in notes_on_config(parsed.folder):
-        print(fit(f"note: {note}"))
+    notes = [f"note: {note}" for note in notes_on_config(parsed.folder)]
     if TOKENIZER_FILE not in carried:
-        print(
-            fit(
-                f"no {TOKENIZER_FILE} in {parsed.folder}: `lather generate` needs one in "
-                f"{parsed.run}"
-            )
-        )
+        missing = f"no {TOKENIZER_FILE} in {parsed.folder}"
+        notes.append(f"{missing}: `lather generate` needs one in {parsed.run}")
+    print("".join(f"{fit(note)}\n" for note in notes), end="")
     print(f"run               {parsed.run}")
     run, config_file = (shlex.quote(str(path)) for path in (parsed.run, parsed.run / "config.toml"))
     command = f"lather train {config_file} --init-from {run} --run-dir NEW --data.source FOLDER"
@@ -144,15 +140,10 @@ def export_command(arguments: list[str]) -> None:
             trained = TrainedModel(run, checkpoint, config)
             trained.export(parsed.folder, EXPORT_DTYPES[dtype], max_shard_bytes)
             with_tokenizer = (parsed.folder / TOKENIZER_FILE).is_file()
-            print(
-                f"{checkpoint.name} in {dtype}{'' if with_tokenizer else ', without a tokenizer'}"
-            )
-    if (
-        not parsed.adapter
-        and isinstance(config.model, DeepseekV2Config)
-        and config.model.normalizes
-    ):
-        print(fit(f"note: {NORMALIZED}"))
+            more = "" if with_tokenizer else ", without a tokenizer"
+            print(f"{checkpoint.name} in {dtype}{more}")
+            if isinstance(config.model, DeepseekV2Config) and config.model.normalizes:
+                print(fit(f"note: {NORMALIZED}"))
     print(f"folder            {parsed.folder}")
 
 
@@ -165,22 +156,19 @@ def _export_adapters(
         weights, config.model, config.lora, parsed.folder, base=base, dtype=EXPORT_DTYPES[dtype]
     )
     if not base:
-        print(
-            fit(
-                "note: no base model is named: export the run that init_from names, and give its "
-                "folder as --base"
-            )
-        )
+        why = "note: no base model is named"
+        print(fit(f"{why}: export the run that init_from names, and give its folder as --base"))
 
 
 def _config(parsed: ImportArguments, model: ModelConfig) -> Config:
-    data = _data(parsed)
+    length = min(LoopConfig().sequence_length, model.max_position_embeddings)
     try:
-        train = LoopConfig(
-            sequence_length=min(LoopConfig().sequence_length, model.max_position_embeddings)
-        )
         return Config(
-            run_dir=str(parsed.run), model=model, data=data, optim=FURTHER_TRAINING, train=train
+            run_dir=str(parsed.run),
+            model=model,
+            data=_data(parsed),
+            optim=FURTHER_TRAINING,
+            train=LoopConfig(sequence_length=length),
         )
     except ConfigError as error:
         raise ExchangeError(f"{parsed.folder / CONFIG_FILE}: {error}") from None
@@ -194,10 +182,9 @@ def _data(parsed: ImportArguments) -> DataConfig:
     tokenizer = load_tokenizer(parsed.folder / TOKENIZER_FILE, "download it again, or remove it")
     ids = json.loads(read_text(parsed.folder / CONFIG_FILE)).get("eos_token_id")
     last = ids[0] if isinstance(ids, list) and ids else ids
-    candidates = [
-        END_OF_TEXT,
-        tokenizer.id_to_token(last) if isinstance(last, int) and 0 <= last < 2**32 else None,
-    ]
-    known = [token for token in candidates if token and tokenizer.token_to_id(token) is not None]
-    tokenizer_file = parsed.run.resolve() / TOKENIZER_FILE
-    return DataConfig(tokenizer=str(tokenizer_file), end_of_text=known[0] if known else END_OF_TEXT)
+    end_of_text: str | None = END_OF_TEXT
+    if tokenizer.token_to_id(END_OF_TEXT) is None and isinstance(last, int) and 0 <= last < 2**32:
+        end_of_text = tokenizer.id_to_token(last)
+    return DataConfig(
+        tokenizer=str(parsed.run.resolve() / TOKENIZER_FILE), end_of_text=end_of_text or END_OF_TEXT
+    )

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 
 from lather.argument import Argument
 from lather.commands.parsing import parse_arguments
+from lather.config.config import Number
 from lather.data.chat import Messages
 from lather.errors import DataError, UserError, require
 from lather.generation.prompts import (
@@ -29,10 +30,13 @@ from lather.generation.text import ContinuedText, Ending, continue_texts
 from lather.lines import rule
 from lather.models.decoder import Decoder
 from lather.models.generate import Sampling
+from lather.optim.options import Count, Range
 from lather.train.trained_model import TrainedModel
 
 INPUTS = "--prompt TEXT, --prompts FILE, --message TEXT or --chat"
-LARGEST_SEED = 2**64
+SEEDS = 2**64
+Seed = Annotated[int, Range("an integer >= 0 and < 2**64", lambda seed: 0 <= seed < SEEDS)]
+Temperature = Annotated[float, Range("0 or a number >= 0.001", lambda t: t == 0 or t >= 1e-3)]
 
 
 @dataclass(frozen=True)
@@ -53,22 +57,22 @@ class GenerateArguments:
     """Conversation: each line typed at the terminal, or piped in, is a message to answer."""
     system: str = ""
     """System message, with --message or --chat."""
-    tokens: int = 200
+    tokens: Count = 200
     """Maximal number of tokens to generate."""
-    temperature: float = 0.7
+    temperature: Temperature = 0.7
     """Sampling temperature; 0 always takes the most likely token."""
-    top_k: int = 50
+    top_k: Number = 50
     """Sample from this many most likely tokens; 0: from all."""
-    top_p: float = 1.0
+    top_p: Annotated[float, Range("in (0, 1]", lambda p: 0 < p <= 1)] = 1.0
     """Sample from the fewest most likely tokens whose probabilities add up to this."""
-    num_samples: int = 1
+    num_samples: Count = 1
     """Texts per prompt."""
-    batch_size: int = 16
+    batch_size: Count = 16
     """Texts that are generated at the same time."""
     context: int = 0
     """Number of last tokens that the model reads; 0: `train.sequence_length`, at most
     `model.max_position_embeddings`."""
-    seed: int = 0
+    seed: Seed = 0
     """Random seed of the first text; each further text has the next one."""
     step: int = -1
     """Step of the checkpoint; negative: the newest."""
@@ -93,43 +97,23 @@ def generate_command(arguments: list[str]) -> None:
 
 
 def _check(parsed: GenerateArguments) -> None:
-    for name in ("tokens", "num_samples", "batch_size"):
-        require(
-            getattr(parsed, name) >= 1,
-            f"--{name.replace('_', '-')}",
-            getattr(parsed, name),
-            "at least 1",
-        )
-    require(
-        parsed.temperature == 0 or parsed.temperature >= 1e-3,
-        "--temperature",
-        parsed.temperature,
-        "0 or at least 0.001",
-    )
-    require(0 <= parsed.seed < LARGEST_SEED, "--seed", parsed.seed, "at least 0 and below 2**64")
-    require(parsed.top_k >= 0, "--top-k", parsed.top_k, "at least 0")
-    require(0 < parsed.top_p <= 1, "--top-p", parsed.top_p, "above 0 and at most 1")
-    require(
-        not parsed.chat or parsed.num_samples == 1,
-        "--num-samples",
-        parsed.num_samples,
-        "1 with --chat",
-    )
     inputs = {
-        "--prompt": bool(parsed.prompt),
-        "--prompts": bool(parsed.prompts),
-        "--message": bool(parsed.message),
+        "--prompt": parsed.prompt,
+        "--prompts": parsed.prompts,
+        "--message": parsed.message,
         "--chat": parsed.chat,
     }
-    given = [name for name, is_given in inputs.items() if is_given]
-    if not given:
+    names = [name for name, value in inputs.items() if value]
+    if not names:
         raise UserError(f"nothing to continue: give {INPUTS}")
-    if len(given) > 1:
-        raise UserError(f"{' and '.join(given)} were given: use one of {INPUTS}")
-    if parsed.system and given[0] not in ("--message", "--chat"):
+    if len(names) > 1:
+        raise UserError(f"{' and '.join(names)} were given: use one of {INPUTS}")
+    if parsed.system and names[0] not in ("--message", "--chat"):
         raise UserError(
-            f"--system precedes a message, but {given[0]} was given: use --message or --chat"
+            f"--system precedes a message, but {names[0]} was given: use --message or --chat"
         )
+    number = parsed.num_samples
+    require(number == 1 or not parsed.chat, "--num-samples", number, "1 with --chat")
 
 
 def _system(parsed: GenerateArguments) -> Messages:
@@ -137,28 +121,23 @@ def _system(parsed: GenerateArguments) -> Messages:
 
 
 def _lines_of_user() -> Iterator[str]:
-    """Yield the user's messages until the input ends, without empty lines.
-
-    Raises DataError if the input is not text.
-    """
-    for number in itertools.count():
+    """Yield the user's messages until the input ends, without empty lines. Raises DataError if the
+    input is not text."""
+    while True:
         try:
             line = input("> ") if sys.stdin.isatty() else next(sys.stdin)
         except (EOFError, StopIteration):
             return
         except UnicodeError:
-            place = f"standard input, after {number:,} lines"
             encoding = sys.stdin.encoding.upper()
-            raise DataError(f"{place}: not {encoding}: give text in UTF-8") from None
-        if number == 0:
-            line = line.removeprefix("\ufeff")  # a byte-order mark
+            raise DataError(f"standard input: not {encoding}: give text in UTF-8") from None
         if line.strip():
             yield line.strip()
 
 
 class _Writer:
-    """Generates and prints the texts of prompts. The model is loaded only after all prompts have
-    been checked."""
+    """Generates and prints the texts of prompts. The model is loaded after all prompts have been
+    checked."""
 
     def __init__(self, parsed: GenerateArguments, trained: TrainedModel) -> None:
         self._parsed, self._trained = parsed, trained
@@ -178,33 +157,26 @@ class _Writer:
         encoded = [self._encode(prompt) for prompt in prompts]
         decoder = self._trained.decoder()
         live = len(prompts) == self._parsed.num_samples == 1 and not self._parsed.json
-        for batch in self._batches(prompts):
-            if live:
-                print(self._shown_before(prompts[0], encoded[0]), end="", flush=True)
-            answers = not isinstance(prompts[batch[0][0]], str)
-            continued = self._continue(
-                decoder, [encoded[number] for number, _ in batch], answers=answers, live=live
-            )
-            for (number, sample), one in zip(batch, continued, strict=True):
-                if self._parsed.json:
-                    self._print_row(prompts[number], sample, one)
-                elif live:
-                    print()
-                else:
-                    print(rule(f"prompt {number + 1}, sample {sample + 1}"))
-                    print(self._shown_before(prompts[number], encoded[number]) + one.text)
-
-    def _batches(self, prompts: list[Prompt]) -> Iterator[list[tuple[int, int]]]:
-        """Yield batches of (number of the prompt, number of the sample). A batch never mixes texts
-        and conversations, which end differently."""
-        jobs = (
-            (number, sample)
-            for number in range(len(prompts))
-            for sample in range(self._parsed.num_samples)
+        numbers, samples = range(len(prompts)), range(self._parsed.num_samples)
+        # texts and conversations end differently, so that no batch mixes them
+        jobs = itertools.groupby(
+            itertools.product(numbers, samples), lambda job: isinstance(prompts[job[0]], str)
         )
-        for _, alike in itertools.groupby(jobs, key=lambda job: isinstance(prompts[job[0]], str)):
-            while batch := list(itertools.islice(alike, self._parsed.batch_size)):
-                yield batch
+        for are_texts, same_kind in jobs:
+            while batch := list(itertools.islice(same_kind, self._parsed.batch_size)):
+                if live and are_texts:
+                    print(self._tokenizer.decode(encoded[0]), end="", flush=True)
+                tokens = [encoded[number] for number, _ in batch]
+                texts = self._continue(decoder, tokens, answers=not are_texts, live=live)
+                for (number, sample), text in zip(batch, texts, strict=True):
+                    if self._parsed.json:
+                        self._print_row(prompts[number], sample, text)
+                    elif live:
+                        print()
+                    else:
+                        print(rule(f"prompt {number + 1}, sample {sample + 1}"))
+                        before = self._tokenizer.decode(encoded[number]) if are_texts else ""
+                        print(before + text.text)
 
     def talk(self, lines: Iterator[str]) -> None:
         """Answer one message after the other, each with the whole conversation so far as its
@@ -233,13 +205,9 @@ class _Writer:
         an answer ends them too."""
         ending = Ending(self._parsed.tokens, self._ends)
         if answers:
-            ending = Ending(
-                self._parsed.tokens, self._ends | self._format.stop_tokens, self._format.stop_texts
-            )
-        seeds = [
-            (self._parsed.seed + self._texts_made + number) % LARGEST_SEED
-            for number in range(len(prompts))
-        ]
+            ends = self._ends | self._format.stop_tokens
+            ending = Ending(self._parsed.tokens, ends, self._format.stop_texts)
+        first = self._parsed.seed + self._texts_made
         self._texts_made += len(prompts)
 
         def show(row: int, piece: str) -> None:
@@ -253,7 +221,7 @@ class _Writer:
             ending,
             context=self._context,
             sampling=self._sampling,
-            seeds=seeds,
+            seeds=[(first + number) % SEEDS for number in range(len(prompts))],
             show=show,
         )
 
@@ -267,19 +235,13 @@ class _Writer:
                 print(f"({kind}: {detail})", file=sys.stderr)
         return tokens
 
-    def _shown_before(self, prompt: Prompt, encoded: list[int]) -> str:
-        """Return the text to print before a continuation: the decoded prompt, or nothing for a
-        conversation."""
-        return str(self._tokenizer.decode(encoded)) if isinstance(prompt, str) else ""
-
-    def _print_row(self, prompt: Prompt, sample: int, one: ContinuedText) -> None:
-        kind = "prompt" if isinstance(prompt, str) else "messages"
+    def _print_row(self, prompt: Prompt, sample: int, text: ContinuedText) -> None:
         row = {
-            kind: prompt,
+            "prompt" if isinstance(prompt, str) else "messages": prompt,
             "sample": sample,
-            "text": one.text,
-            "tokens": one.num_tokens,
-            "stopped": one.stopped,
+            "text": text.text,
+            "tokens": text.num_tokens,
+            "stopped": text.stopped,
         }
         if isinstance(prompt, Conversation) and prompt.tools:
             row["tools"] = prompt.tools

@@ -13,11 +13,11 @@ from rich.text import Text
 
 from lather.commands.options import CommandOption
 from lather.config.config import Config
-from lather.config.fields import section_class, sections_of, types_of
+from lather.config.fields import fields_of, section_at
 from lather.console import with_breaks
 from lather.lines import fit
 
-SECTIONS = tuple(name for name, hint in types_of(Config).items() if sections_of(hint))
+SECTIONS = tuple(name for name, field in fields_of(Config).items() if field.sections)
 ALL = "all"
 NAMES_SHARE = 0.4
 """Share of the width that names of options and their values may take; they are broken between
@@ -74,9 +74,9 @@ def _describe_section(
     inside = [option for option in options if option.name.startswith(f"{name}.")]
     direct = name.count(".") + 1
     _describe([option for option in inside if option.name.count(".") == direct], console)
-    for inner, hint in types_of(cls).items():
-        if sections := sections_of(hint):
-            _describe_section(f"{name}.{inner}", sections[0], inside, console)
+    for inner, field in fields_of(cls).items():
+        if field.sections:
+            _describe_section(f"{name}.{inner}", field.sections[0], inside, console)
 
 
 def _describe(options: Sequence[CommandOption], console: Console) -> None:
@@ -121,11 +121,11 @@ def show_short(
     console.print(Padding(table, (0, 0, 0, 2)))
 
 
-def section_of(name: str, values: Mapping[str, Any]) -> Any:
+def section_of(name: str, values: Mapping[str, Any]) -> type:
     """Return the class of a section of a configuration with these values."""
-    inner = values.get(name)
-    sections = sections_of(types_of(Config)[name])
-    return section_class(sections, inner if isinstance(inner, Mapping) else {}, name)
+    section = section_at(Config, name, values)
+    assert section is not None
+    return section
 
 
 def about(cls: type) -> str:

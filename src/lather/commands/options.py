@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import types
 import typing
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, field
 from typing import Any, Literal
 
 from lather.argument import Argument
-from lather.config.fields import (
-    PLAIN_ARGUMENT,
-    arguments_of,
-    section_class,
-    sections_of,
-    types_of,
-    union_parts,
-)
+from lather.config.fields import fields_of, union_parts
 from lather.config.rule_fields import UNIONS, shown
 from lather.optim.options import documentation_of
 
@@ -36,7 +30,7 @@ class CommandOption:
     """Where it is not given, in words; empty: nothing."""
     is_required: bool = False
     """Whether it has to be given."""
-    argument: Argument = PLAIN_ARGUMENT
+    argument: Argument = field(default_factory=Argument)
     section: type | None = None
     """The dataclass that has the field."""
 
@@ -54,10 +48,10 @@ class CommandOption:
     @property
     def text(self) -> str:
         """Description in `--help`."""
-        if self.argument.describe is not None:
-            return self.argument.describe()
-        texts = {} if self.section is None else documentation_of(self.section)
-        return texts.get(self.name.rpartition(".")[2], "")
+        description = self.argument.description
+        if description or self.section is None:
+            return description() if callable(description) else description
+        return documentation_of(self.section).get(self.name.rpartition(".")[2], "")
 
     @property
     def metavar(self) -> str:
@@ -67,9 +61,9 @@ class CommandOption:
         return "" if self.hint is bool else self.argument.metavar or _metavar(self.hint)
 
     @property
-    def choices(self) -> list[str]:
+    def choices(self) -> tuple[str, ...]:
         """The values that it can have; none: any of its type."""
-        return [str(value) for value in _literals(self.hint) if value is not None]
+        return tuple(str(value) for value in _literals(self.hint) if value is not None)
 
     @property
     def words(self) -> tuple[Any, int]:
@@ -87,25 +81,25 @@ class CommandOption:
 def options_of_command(
     cls: type, values: Mapping[str, Any] | None = None, prefix: str = ""
 ) -> Iterator[CommandOption]:
-    """The options of a dataclass of arguments, and its arguments that are given by their place,
-    with those of sections that are left out. `values`: the values where an option is not given;
-    they decide the classes of sections."""
-    values, hints, arguments = values or {}, types_of(cls), arguments_of(cls)
-    for field in fields(cls):
-        hint, argument = hints[field.name], arguments[field.name]
-        if sections := sections_of(hint):
-            inner = values if argument.inline else values.get(field.name)
+    """Yield the options of a dataclass of arguments, and its arguments that are given by their
+    place, with those of its sections. `values`: the values where an option is not given; they
+    decide the classes of sections."""
+    values, fields = values or {}, fields_of(cls)
+    for declared in dataclasses.fields(cls):
+        name, (hint, argument, sections) = declared.name, fields[declared.name]
+        if sections:
+            inner = values if argument.inline else values.get(name)
             inner = inner if isinstance(inner, Mapping) else {}
-            name = prefix if argument.inline else f"{prefix}{field.name}."
-            section = section_class(sections, inner, name.removesuffix("."))
-            yield from options_of_command(section, inner, name)
+            key = prefix if argument.inline else f"{prefix}{name}."
+            section = fields[name].section(inner, key.removesuffix("."))
+            yield from options_of_command(section, inner, key)
         else:
-            default = None if field.default is MISSING else field.default
-            is_required = field.default is MISSING and field.default_factory is MISSING
-            value = values.get(field.name, default)
+            default = None if declared.default is MISSING else declared.default
+            is_required = declared.default is MISSING and declared.default_factory is MISSING
+            value = values.get(name, default)
             words = "" if value in (None, False, {}) else shown(value)
             yield CommandOption(
-                prefix + field.name, hint, words or argument.default, is_required, argument, cls
+                prefix + name, hint, words or argument.default, is_required, argument, cls
             )
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import types
 import typing
@@ -13,8 +12,9 @@ from typing import Any, TypeVar
 from lather.commands.help import show_arguments
 from lather.commands.options import MANY, CommandOption, options_of_command
 from lather.config.fields import Word, build, merged, union_parts, values_of
-from lather.config.nearest import hint_of
-from lather.config.toml_file import Unknown, describe_unknown
+from lather.config.rule_fields import check_ranges
+from lather.config.suggestions import suggestion
+from lather.config.toml_file import describe_unknown
 from lather.errors import UserError, require
 
 A = TypeVar("A")
@@ -22,16 +22,6 @@ Line = Sequence[tuple[str, list[str]]]
 """The options of a command line, as they are written, each with the words that follow; the words
 before the first option, and those after `--`, follow the option ""."""
 
-UNITS = {
-    "": 1,
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-}
 MOST_BYTES = 10**18
 SWITCH_VALUES = {"true", "false", "yes", "no", "on", "off", "1", "0"}
 """Words after a switch that cannot be meant for anything else."""
@@ -52,41 +42,46 @@ def parse_arguments(cls: type[A], prog: str, arguments: Sequence[str]) -> A:
         if len(unknown) == 1 and not unknown[0][1]:
             unknown = [(unknown[0][0], f"{prog} --help shows what it takes")]
         raise UserError(describe_unknown(unknown, "option"))
-    return build(cls, merged({}, values_of_line(line, options, prog)))
+    parsed = build(cls, merged({}, values_of_line(line, options, prog)))
+    check_ranges(parsed, "--")
+    return parsed
 
 
 def read_line(arguments: Sequence[str]) -> Line:
     """Divide a command line at its options."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
-    places = [place for place in range(end) if arguments[place].startswith("--")]
-    line = [("", [*arguments[: places[0] if places else end]])]
-    for start, stop in itertools.pairwise([*places, end]):
-        name, equals, value = arguments[start].partition("=")
-        line.append((name, [*([value] if equals else []), *arguments[start + 1 : stop]]))
+    line: list[tuple[str, list[str]]] = [("", [])]
+    for word in arguments[:end]:
+        if word.startswith("--"):
+            name, equals, value = word.partition("=")
+            line.append((name, [value] if equals else []))
+        else:
+            line[-1][1].append(word)
     return [*line, ("", [*arguments[end + 1 :]])]
 
 
-def field_of(written: str) -> str:
+def name_of_option(option: str) -> str:
     """Return the dotted name of the field that an option gives: `data.packed_attention` for
     --data.no-packed-attention."""
-    section, dot, last = written.removeprefix("--").replace("-", "_").rpartition(".")
+    section, dot, last = option.removeprefix("--").replace("-", "_").rpartition(".")
     return f"{section}{dot}{last.removeprefix('no_')}"
 
 
-def unknown_options(line: Line, options: Sequence[CommandOption]) -> list[Unknown]:
-    """Return the options of a command line that there are not, each with a hint, which may be
-    empty."""
-    by_flag = {flag: option for option in options for flag in option.flags}
+def unknown_options(line: Line, options: Sequence[CommandOption]) -> list[tuple[str, str]]:
+    """Return the options of a command line that the command lacks, as they are written, each with a
+    hint, which may be empty."""
+    flags = {flag for option in options for flag in option.flags}
     by_name = {option.name: option.flags[0] for option in options if option.flags}
     unknown = {}
     for written, _ in line:
-        if written and written.replace("_", "-") not in by_flag:
+        if written and written.replace("_", "-") not in flags:
             name = written.removeprefix("--").replace("-", "_")
-            fields = [field for field in by_name if field.startswith(f"{name}.")]
-            text = hint_of(name, by_name, by_name.__getitem__)
-            if fields:
-                text = f"it is a section: give its fields, such as {by_name[fields[0]]}"
-            unknown[written] = text
+            inside = [by_name[field] for field in by_name if field.startswith(f"{name}.")]
+            unknown[written] = (
+                f"it is a section: give its fields, such as {inside[0]}"
+                if inside
+                else suggestion(name, by_name, by_name.__getitem__)
+            )
     return list(unknown.items())
 
 
@@ -109,16 +104,14 @@ def values_of_line(line: Line, options: Sequence[CommandOption], prog: str) -> d
     for option in options:
         if option.argument.positional and words:
             values[option.name], words = _take("", words, option)
+    help_shows = f"{prog} --help shows what it takes"
     if words:
-        raise UserError(
-            f"no option takes this: {' '.join(words)}; {prog} --help shows what it takes"
-        )
-    if lacking := [
-        option for option in options if option.is_required and option.name not in values
-    ]:
+        raise UserError(f"no option takes this: {' '.join(words)}; {help_shows}")
+    lacking = [option for option in options if option.is_required and option.name not in values]
+    if lacking:
         names = " and ".join(next(iter(option.flags), option.metavar) for option in lacking)
         more = f"is missing: {lacking[0].text.rstrip('.')}" if len(lacking) == 1 else "are missing"
-        raise UserError(f"{names} {more}; {prog} --help shows what it takes")
+        raise UserError(f"{names} {more}; {help_shows}")
     return values
 
 
@@ -143,28 +136,23 @@ def _take(
         if len(words) % 2:
             raise UserError(f"{written} needs pairs of a name and a value; the last has no value")
         return dict(zip(map(str, words[::2]), words[1::2], strict=True)), []
-    taken = min(len(words), count or 1)
-    if taken < (count or 1) != MANY:
+    number = min(len(words), count or 1)
+    if number < (count or 1) != MANY:
         each = values_of(hint)
         needs = f"{count} values, each of them {each}" if count else each
         raise UserError(f"{written} needs {needs}")
-    return words[:taken] if count else words[0], following[taken:]
+    return words[:number] if count else words[0], following[number:]
 
 
 def parse_size(text: str, option: str, *, unit: bool = False) -> int:
     """Return the bytes of a size such as 5GB; with `unit`, a number without a unit is refused.
     Raises UserError if `text` is not a size."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?i?B?)", text.strip(), re.IGNORECASE)
-    num_bytes = (
-        float(match[1]) * UNITS.get(match[2].upper(), 0) if match and (match[2] or not unit) else 0
-    )
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*((?:([KMG])(I?))?B)?", text.strip().upper())
+    num_bytes = float(match[1]) if match else 0
+    if match and match[3]:
+        num_bytes *= (1024 if match[4] else 1000) ** " KMG".index(match[3])
     constraint = "a size such as 500MB, 5GB or 4GiB, at least 1 byte and at most 10^18"
     if unit and match and not match[2]:
-        constraint = f"with a unit, such as {text.strip()}GiB"
-    require(
-        1 <= num_bytes <= MOST_BYTES,
-        option,
-        text if len(text) <= 40 else f"{text[:40]}...",
-        constraint,
-    )
+        num_bytes, constraint = 0, f"with a unit, such as {text.strip()}GiB"
+    require(1 <= num_bytes <= MOST_BYTES, option, text, constraint)
     return int(num_bytes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -26,15 +26,15 @@ class ReportArguments:
 def report_command(arguments: list[str]) -> None:
     """Write the page and print where it is."""
     parsed = parse_arguments(ReportArguments, "lather report", arguments)
-    parsed = replace(parsed, run=run_folder(parsed.run))
-    if not any((parsed.run / name).is_file() for name in ("metrics.jsonl", "config.toml")):
+    run = run_folder(parsed.run)
+    if not any((run / name).is_file() for name in ("metrics.jsonl", "config.toml")):
         raise UserError(
-            f"{parsed.run}: not a run (it has no metrics.jsonl): give the run_dir of a training run"
+            f"{run}: not a run (it has no metrics.jsonl): give the run_dir of a training run"
         )
-    check_format(parsed.run)
+    check_format(run)
 
     from lather.train.report import REPORT, write_report  # matplotlib takes a second to import
 
-    out = parsed.out or parsed.run / REPORT
-    write_report(parsed.run, out)
+    out = parsed.out or run / REPORT
+    write_report(run, out)
     print(out)

@@ -63,17 +63,12 @@ def train_command(arguments: list[str], started: float | None = None) -> int:
     world = World.of_environment(os.environ)
     with surviving_output():
         try:
-            config, nproc = _read(arguments, world)
+            config, nproc = read_arguments(arguments, world)
             check_parallel(config, world.size if world else nproc or 1)
             check_finetuning(config)
             options = GroupOptions(pick_device(config.train.device), config.parallel.timeout)
-            return run_ranks(
-                run_worker,
-                (config, StartingCommand(started, _told(arguments, config))),
-                world,
-                nproc,
-                options,
-            )
+            command = StartingCommand(started, _note_on_file(arguments, config))
+            return run_ranks(run_worker, (config, command), world, nproc, options)
         except UserError:
             if world is None or world.local_rank == 0:
                 raise
@@ -83,24 +78,22 @@ def train_command(arguments: list[str], started: float | None = None) -> int:
             return 2
 
 
-def _read(arguments: list[str], world: World | None = None) -> tuple[Config, int | None]:
+def read_arguments(arguments: list[str], world: World | None = None) -> tuple[Config, int | None]:
     """Return the configuration of the command line, and `--nproc`."""
     arguments, nproc = take_nproc(arguments, world)
     without_file = not arguments or arguments[0].startswith("-")
-    if without_file and not any(
-        one.startswith(("-h", "--help", "--init-from", "--init_from")) for one in arguments
-    ):
+    enough = ("-h", "--help", "--init-from", "--init_from")
+    if without_file and not any(word.startswith(enough) for word in arguments):
         raise ConfigError(
             "lather train needs a configuration first, or weights to start from: lather train "
-            "configs/quickstart.toml, "
-            "lather train --init-from FOLDER_OR_RUN"
+            "configs/quickstart.toml, lather train --init-from FOLDER_OR_RUN"
         )
     config, _ = parse_with_config(Config, "train", arguments, ABOUT, needs_file=False)
     return config, nproc
 
 
-def _told(arguments: list[str], config: Config) -> str:
-    """Return what to say about the configuration file, if it is a run's own. Raises ConfigError for
+def _note_on_file(arguments: list[str], config: Config) -> str:
+    """Return what to note about the configuration file if it is a run's own. Raises ConfigError for
     an imported run without data."""
     rest, _ = take_nproc(arguments)
     file = None if rest[0].startswith("-") else configuration_file(rest[0], "train")
@@ -162,17 +155,10 @@ def _display(config: Config, world: World) -> LiveDisplay | PlainDisplay:
 def _report(config: Config, outcome: RunOutcome) -> None:
     """Print the result of a run that has ended, and its files."""
     if not outcome.finished:
-        why = (
-            f" because the {config.train.minutes:g} minutes of train.minutes are nearly over"
-            if outcome.out_of_time
-            else ""
-        )
-        print(
-            fit(
-                f"stopped at step {outcome.step}{why}; saved {outcome.checkpoint}; the same "
-                "command resumes from there"
-            )
-        )
+        limit = f" because the {config.train.minutes:g} minutes of train.minutes are nearly over"
+        why = limit if outcome.out_of_time else ""
+        saved = f"saved {outcome.checkpoint}; the same command resumes from there"
+        print(fit(f"stopped at step {outcome.step}{why}; {saved}"))
         return
     if outcome.sample:
         print(f"\n{rule('sample')}\n{outcome.sample}\n{rule()}")

@@ -7,30 +7,20 @@ built once. Which options exist depends on the rules and the model family in it.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lather.commands.help import ALL, SECTIONS, about, section_of, show_configuration, show_short
-from lather.commands.options import CommandOption, options_of_command
-from lather.commands.parsing import (
-    Line,
-    field_of,
-    read_line,
-    unknown_options,
-    values_of_line,
-)
+from lather.commands.help import ALL, SECTIONS, about, show_configuration, show_short
+from lather.commands.options import options_of_command
+from lather.commands.parsing import name_of_option, read_line, unknown_options, values_of_line
 from lather.config.config import Config
-from lather.config.fields import Word, build, merged
-from lather.config.optim import KINDS
-from lather.config.rule_fields import owners, rule_named
+from lather.config.fields import build, merged, section_at
 from lather.config.toml_file import (
-    RULE_NAMES,
-    Unknown,
     describe_unknown,
-    families_with,
     load_run,
     naming,
+    owner_of,
     read_values,
     unknown_keys,
     values_for,
@@ -65,78 +55,56 @@ def parse_with_config(
         )
     path = configuration_file(arguments.pop(0), command) if file else None
     line = read_line(arguments)
-    values = _values_of_file(path, line)
-    options = list(options_of_command(cls, values))
-    keys = list(unknown_keys(Config, values))
-    _refuse_unknown(f"{file}: ", keys, [] if topic is not None else line, options, values)
-    if topic is not None:
-        if topic:
-            show_configuration(command, options, values, topic)
-        else:
-            own = [option for option in options if option.section is cls is not Config]
-            show_short(command, text or about(cls), own, options, values)
-        raise SystemExit(0)
-    given = values_of_line(line, options, f"lather {command} CONFIG")
-    with naming(path, given):
-        return build(cls, merged(values, given)), (path or Path()).stem
+    named = {name_of_option(option): "".join(words[:1]) for option, words in line if option}
+    with naming(path, named):
+        values = _values_of_file(path, named)
+        options = list(options_of_command(cls, values))
+        _refuse_unknown(file, values, [] if topic is not None else unknown_options(line, options))
+        if topic is None:
+            given = values_of_line(line, options, f"lather {command} CONFIG")
+            return build(cls, merged(values, given)), (path or Path()).stem
+    if topic:
+        show_configuration(command, options, values, topic)
+    else:
+        added = [option for option in options if option.section is cls is not Config]
+        show_short(command, text or about(cls), added, options, values)
+    raise SystemExit(0)
 
 
-def _values_of_file(path: Path | None, line: Line) -> dict[str, Any]:
-    """Return the values of the file into which those of the command line fit. A run's own file
-    means that run, where it is now.
-
-    Raises ConfigError for an unknown rule, RunError for a run of another format.
-    """
-    given: dict[str, Any] = {}
-    for option, words in line:
-        if option and (words or not given.get(field_of(option))):
-            given[field_of(option)] = Word(words[0] if words else "", option)
-    for name in RULE_NAMES:
-        if given.get(name):
-            rule_named(given[name], given[name].option)
-        else:
-            given.pop(name, None)
+def _values_of_file(path: Path | None, named: Mapping[str, str]) -> dict[str, Any]:
+    """Return the values of the file into which those of the command line fit, of which `named` has
+    the first words. A run's own file means that run, where it is now."""
     run = run_of(path) if path else None
     if run is None:
-        return read_values(path, given)
-    return values_for(values_of_config(at_home(load_run(run), run)), given)
+        return read_values(path, named)
+    return values_for(values_of_config(at_home(load_run(run), run)), named)
 
 
 def _refuse_unknown(
-    file: str,
-    keys: Sequence[Unknown],
-    line: Line,
-    options: Sequence[CommandOption],
-    values: dict[str, Any],
+    file: str | None, values: Mapping[str, Any], options: Collection[tuple[str, str]]
 ) -> None:
-    """Raise ConfigError that names all keys of the file and options of the command line that there
-    are not."""
-    unknown = [
-        (name, _owner(name, values) or text) for name, text in unknown_options(line, options)
-    ]
-    if len(unknown) == 1 and not unknown[0][1]:
-        unknown = [(unknown[0][0], "lather train CONFIG --help all shows all options")]
-    messages = [f"{file}{describe_unknown(keys)}"] if keys else []
-    messages += [describe_unknown(unknown, "option")] if unknown else []
+    """Raise UserError that names all unknown keys of the file and all unknown options."""
+    messages = []
+    if keys := [(repr(name), hint) for name, hint in unknown_keys(values)]:
+        messages.append(f"{file}: {describe_unknown(keys, 'key')}")
+    if options:
+        hints = [(option, _owner(option, values) or hint) for option, hint in options]
+        if len(hints) == 1 and not hints[0][1]:
+            hints = [(hints[0][0], "lather train CONFIG --help all shows all options")]
+        messages.append(describe_unknown(hints, "option"))
     if messages:
-        raise ConfigError("; and ".join(messages))
+        raise UserError("; and ".join(messages))
 
 
-def _owner(option: str, values: dict[str, Any]) -> str:
-    """Return who has an option of `[model]` or `[optim]` that the family or the rules there do not
-    have; empty if nobody has it."""
-    parts = field_of(option).split(".")
-    if parts[0] == "model" and len(parts) == 2:
-        return families_with(parts[-1], section_of("model", values).model_type)
-    kind = parts[1] if len(parts) == 3 else ""
-    if parts[0] != "optim" or len(parts) not in (2, 3) or (kind and kind not in KINDS):
-        return ""
-    return owners(parts[-1], section_of("optim", values).rules[kind])
+def _owner(option: str, values: Mapping[str, Any]) -> str:
+    """Say which other model families or rules have an option; empty: none."""
+    section, _, key = name_of_option(option).rpartition(".")
+    return owner_of(key, section_at(Config, section, values))
 
 
 def take_help(arguments: Sequence[str]) -> tuple[list[str], str | None]:
-    """The arguments without -h, --help and what follows; None: no help is asked for, and empty: the
-    short page.
+    """Return the arguments without -h, --help and what follows, and the section that is asked for;
+    None: no help is asked for, and empty: the short page.
 
     Raises UserError for a section that there is not.
     """
@@ -146,12 +114,8 @@ def take_help(arguments: Sequence[str]) -> tuple[list[str], str | None]:
     if place is None:
         return rest, None
     option, _, topic = rest.pop(place).partition("=")
-    if (
-        not topic
-        and place < len(rest)
-        and not rest[place].startswith("-")
-        and not Path(rest[place]).is_file()
-    ):
+    following = rest[place] if place < len(rest) else "-"
+    if not topic and not following.startswith("-") and not Path(following).is_file():
         topic = rest.pop(place)
     if topic and topic not in (*SECTIONS, ALL):
         raise UserError(

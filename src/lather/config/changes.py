@@ -1,27 +1,25 @@
-"""The classes of configuration fields that say what may change when a run is resumed, and the
-history of changes.
+"""Which fields may change when a run is resumed, and the history of changes.
 
 Every field of the configuration belongs to one of three classes:
 
 free         affects at most the rounding of results: devices, meshes, micro-batches, logging,
-location of the data
+             the place of the data
 changeable   takes effect at the step at which the run resumes, and is recorded: steps, rates,
-schedule, decay, data mixture fixed        all other fields: the model, the seed, the batch, the
-rules
+             schedule, decay, data mixture
+fixed        all other fields: the model, the seed, the batch, the rules
 
 `changes.jsonl` has a row for each step at which fields changed: {"step": 300, "time": ...,
 "changes": {"train.steps": [300, 600]}}, with the old and the new value. The history of a forked run
 begins with {"step": 300, "forked_from": "runs/a@300"}. The last line of the file is the current
 configuration, so that one atomic write replaces both; undoing rows, newest first
-(`History.values_at`), gives the configuration at any earlier step. The learning rate is a function
-of the step and of the current configuration. The data mixture at each step is read from the history
-(`History.phases`).
+(`History.values_at`), gives the configuration at any earlier step.
 """
 
 from __future__ import annotations
 
 import datetime
 import json
+import textwrap
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -34,37 +32,19 @@ from lather.files import read_text
 
 CHANGES = "changes.jsonl"
 
-FREE = (
+FREE = {
     *("checkpoint", "data", "fork_from", "init_from", "log", "moe.memory", "parallel", "run_dir"),
-    *(
-        "train.compile",
-        "train.deterministic",
-        "train.device",
-        "train.recompute",
-        "train.rounded_weights",
-    ),
-    *(
-        "train.max_skipped_steps",
-        "train.micro_batch_size",
-        "train.minutes",
-        "train.validation_every",
-        "train.validation_sequences",
-    ),
-)
+    *("train.compile", "train.deterministic", "train.device", "train.max_skipped_steps"),
+    *("train.micro_batch_size", "train.minutes", "train.recompute", "train.rounded_weights"),
+    *("train.validation_every", "train.validation_sequences"),
+}
 """Sections and keys. Those of `data` only say where the tokens are; checksums verify that the
 tokens are the same."""
 FREE_OPTIONS = ("batched", "bucket_bytes", "num_streams", "max_state_bytes")
 """Options of rules."""
 CHANGEABLE = (
-    *("model.aux_loss_alpha", "model.router_aux_loss_coef"),
-    *(
-        "data.path",
-        "data.weights",
-        "moe.balance_coefficient",
-        "moe.z_loss_coefficient",
-        "train.max_grad_norm",
-        "train.steps",
-    ),
+    *("data.path", "data.weights", "model.aux_loss_alpha", "model.router_aux_loss_coef"),
+    *("moe.balance_coefficient", "moe.z_loss_coefficient", "train.max_grad_norm", "train.steps"),
     *("optim.decay_fraction", "optim.min_lr_ratio", "optim.schedule", "optim.warmup_steps"),
 )
 """Keys. For `data.path` only the number of data sets counts: the same data sets may move to other
@@ -78,7 +58,7 @@ Betas are fixed: bias correction assumes that they were the same at every step."
 FIXED = ("data.packing", "data.packed_attention")
 """Keys that are fixed although their section is free."""
 
-LABEL = 50
+LABEL = 60
 """Maximal length of a label in a picture, in characters."""
 
 Values = Mapping[str, Any]
@@ -90,14 +70,11 @@ Change = tuple[Any, Any]
 def class_of(key: str) -> str:
     """Return the class of a field: "free", "changeable" or "fixed"."""
     section, _, option = key.rpartition(".")
-    is_option = section == "optim" or section.startswith("optim.")
-    if key in CHANGEABLE or (is_option and option in CHANGEABLE_OPTIONS):
+    option = option if section.partition(".")[0] == "optim" else ""
+    if key in CHANGEABLE or option in CHANGEABLE_OPTIONS:
         return "changeable"
-    if key not in FIXED and (
-        {key, key.partition(".")[0]} & set(FREE) or (is_option and option in FREE_OPTIONS)
-    ):
-        return "free"
-    return "fixed"
+    is_free = {key, key.partition(".")[0]} & FREE or option in FREE_OPTIONS
+    return "free" if is_free and key not in FIXED else "fixed"
 
 
 def values_of(config: Config) -> dict[str, Any]:
@@ -108,15 +85,15 @@ def values_of(config: Config) -> dict[str, Any]:
 def differences(before: Values, after: Values) -> dict[str, Change]:
     """Return the old and the new value of every field that differs and is not free; a missing field
     counts as None."""
-    found = {}
+    changes = {}
     for key in {**before, **after}:
         old, new = before.get(key), after.get(key)
-        differs = (
-            max(1, len(old or ())) != max(1, len(new or ())) if key == "data.path" else old != new
-        )
+        differs = old != new
+        if key == "data.path":
+            differs = max(1, len(old or ())) != max(1, len(new or ()))
         if differs and class_of(key) != "free":
-            found[key] = (old, new)
-    return found
+            changes[key] = (old, new)
+    return changes
 
 
 @dataclass(frozen=True)
@@ -134,24 +111,19 @@ class Row:
 
     def describe(self) -> str:
         """Describe the changes in one line."""
-        changes = ", ".join(
+        changes = (
             f"{key} {_shown(old)} -> {_shown(new)}" for key, (old, new) in self.changes.items()
         )
-        return f"from step {self.step + 1} on: {changes}"
+        return f"from step {self.step + 1} on: {', '.join(changes)}"
 
     def brief(self) -> str:
-        """Describe at most two changes, without section names, in a label for a picture."""
+        """Describe the changes, without section names, in a label for a picture."""
         changes = [
             f"{key.rpartition('.')[2]} {_shown(old)} \N{RIGHTWARDS ARROW} {_shown(new)}"
             for key, (old, new) in self.changes.items()
         ]
-        more = [f"{len(changes) - 2} more"] if len(changes) > 2 else []
-        text = ", ".join([*(["fork"] if self.forked_from else []), *changes[:2], *more])
-        return text if len(text) <= LABEL else f"{text[: LABEL - 3]}..."
-
-    def to_json(self) -> str:
-        mapping = asdict(self)
-        return json.dumps({key: mapping[key] for key in mapping if mapping[key] or key == "step"})
+        text = ", ".join([*(["fork"] if self.forked_from else []), *changes])
+        return textwrap.shorten(text, LABEL, placeholder="...")
 
 
 @dataclass(frozen=True)
@@ -180,7 +152,7 @@ class History:
         return "".join(
             f"{line}\n"
             for line in [
-                *(row.to_json() for row in self.rows),
+                *(_as_json(row) for row in self.rows),
                 json.dumps({"configuration": self.values}),
             ]
         )
@@ -198,13 +170,12 @@ class History:
             before.update({key: old for key, (old, _) in row.changes.items()})
         return before
 
-    def going_on(self, step: int, changes: dict[str, Change], values: Values) -> History:
+    def resumed(self, step: int, changes: dict[str, Change], values: Values) -> History:
         """Return the history of a run that resumes after `step` steps with these changes and these
         values. The changes replace those recorded at that step or later."""
-        at_step = tuple(row for row in self.rows if row.step >= step)
-        fork = History(at_step).forked_from
-        new = (Row(step, changes, _now(), fork),) if changes or fork else ()
-        return History((*self._before(step), *(at_step if at_step == new else new)), values)
+        fork = History(tuple(row for row in self.rows if row.step >= step)).forked_from
+        row = Row(step, changes, _now(), fork)
+        return History((*self._before(step), *([row] if changes or fork else [])), values)
 
     def forked(self, name: str, step: int, values: Values) -> History:
         """Return the history of a fork after `step` steps with these values, from the run and step
@@ -234,13 +205,13 @@ def _now() -> str:
 
 
 def _row(mapping: Mapping[str, Any]) -> Row:
-    changes = {str(key): (old, new) for key, (old, new) in mapping.get("changes", {}).items()}
-    return Row(
-        int(mapping["step"]),
-        changes,
-        str(mapping.get("time", "")),
-        str(mapping.get("forked_from", "")),
-    )
+    changes = {key: (old, new) for key, (old, new) in mapping.get("changes", {}).items()}
+    return Row(**{**mapping, "changes": changes})
+
+
+def _as_json(row: Row) -> str:
+    values = asdict(row).items()
+    return json.dumps({key: value for key, value in values if value or key == "step"})
 
 
 def _shown(value: object) -> str:

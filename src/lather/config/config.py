@@ -7,17 +7,32 @@ same strings.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Annotated, Literal
 
 from lather.config.optim import OptimConfig, optim_config
+from lather.config.rule_fields import check_ranges
 from lather.data.config import DataConfig
 from lather.errors import ConfigError, require
 from lather.models.deepseek_v2 import DeepseekV2Config
 from lather.models.families import ModelConfig
 from lather.models.lora import LoraConfig
-from lather.optim.options import name_of
+from lather.optim.options import (
+    Count,
+    NonNegative,
+    Positive,
+    Range,
+    at_least,
+    is_number,
+    name_of,
+)
+
+Number = Annotated[int, at_least(0)]
+Coefficient = Annotated[
+    float | None,
+    Range("a number >= 0, or left out", lambda value: value is None or is_number(value)),
+]
+Patterns = Annotated[tuple[str, ...], Range("patterns of names, none empty", all)]
 
 
 @dataclass(frozen=True)
@@ -27,60 +42,50 @@ class MoEConfig:
     memory: Literal["saved", "recompute", "reference"] = "saved"
     """saved: keep the gate and up products for backward. recompute: compute them a second time
     instead. reference: keep all that autograd keeps."""
-    balance_coefficient: float | None = None
+    balance_coefficient: Coefficient = None
     """Weight of each block's load-balancing loss; left out: the model's own."""
     balance_level: Literal["micro_batch", "sequence", "global_batch"] | None = None
     """Tokens over which the expert load is balanced; global_batch: all micro-batches of the step so
     far. Left out: the model's own."""
-    z_loss_coefficient: float = 0.0
+    z_loss_coefficient: NonNegative = 0.0
     """Weight of each block's router z-loss, which keeps the router's logits small; 0: none."""
-    bias_update_rate: float = 0.0
+    bias_update_rate: NonNegative = 0.0
     """Balancing without a loss: change of each expert's router bias per step, toward an even load;
     0: none."""
 
     def __post_init__(self) -> None:
-        coefficients = {
-            name: getattr(self, name)
-            for name in ("balance_coefficient", "z_loss_coefficient", "bias_update_rate")
-        }
-        for name, value in coefficients.items():
-            require(
-                value is None or 0 <= value < math.inf,
-                f"moe.{name}",
-                value,
-                "at least 0 and finite",
-            )
+        check_ranges(self, "moe.")
 
 
 @dataclass(frozen=True)
 class LoopConfig:
     """Training steps, batch sizes, numerics and safeguards."""
 
-    steps: int = 300
+    steps: Count = 300
     """Optimizer steps."""
-    minutes: float = 0.0
+    minutes: NonNegative = 0.0
     """Wall-clock limit of a launch, in minutes since its start; it saves and ends when another step
     and a checkpoint might not fit; 0: no limit."""
-    batch_size: int = 8
+    batch_size: Count = 8
     """Sequences per step."""
-    micro_batch_size: int = 0
+    micro_batch_size: Number = 0
     """Sequences in one forward and backward pass of a rank; 0: the rank's share of batch_size,
     divided only as far as its pipeline requires."""
-    sequence_length: int = 256
+    sequence_length: Count = 256
     """Tokens per sequence."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: Annotated[float, Range("at least 0", lambda norm: norm >= 0)] = 1.0
     """Clip the norm of the gradient to this value; 0: do not clip."""
-    trainable: tuple[str, ...] = ()
+    trainable: Patterns = ()
     """Patterns of parameter names to train, such as layers.0.* or *.experts.*; none: all
     parameters. With [lora]: in addition to the adapters."""
-    frozen: tuple[str, ...] = ()
+    frozen: Patterns = ()
     """Patterns of parameter names not to train; they take precedence over trainable and [lora]."""
-    max_skipped_steps: int = 10
+    max_skipped_steps: Count = 10
     """Stop the run after this many consecutive steps whose loss or gradient was not finite."""
-    validation_every: int = 100
+    validation_every: Number = 100
     """Steps between validations; the run is always validated at its start and at its end. 0: only
     then."""
-    validation_sequences: int = 64
+    validation_sequences: Count = 64
     """Held-out sequences per validation."""
     recompute: tuple[Literal["attention", "experts", "shared_experts"], ...] = ()
     """Parts of each block whose activations are computed again in the backward pass instead of kept
@@ -101,68 +106,31 @@ class LoopConfig:
     """auto: CUDA if there is a GPU, else the CPU."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "steps",
-            "batch_size",
-            "sequence_length",
-            "max_skipped_steps",
-            "validation_sequences",
-        ):
-            require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "at least 1")
-        require(self.max_grad_norm >= 0, "train.max_grad_norm", self.max_grad_norm, "at least 0")
-        require(
-            0 <= self.minutes < math.inf,
-            "train.minutes",
-            self.minutes,
-            "at least 0 minutes and finite",
-        )
-        require(
-            self.validation_every >= 0,
-            "train.validation_every",
-            self.validation_every,
-            "at least 0 steps",
-        )
-        for name in ("trainable", "frozen"):
-            require(
-                all(getattr(self, name)),
-                f"train.{name}",
-                getattr(self, name),
-                "patterns of names, none of them empty",
-            )
-        require(
-            self.micro_batch_size >= 0,
-            "train.micro_batch_size",
-            self.micro_batch_size,
-            "at least 0 sequences",
-        )
+        check_ranges(self, "train.")
         if self.micro_batch_size and self.batch_size % self.micro_batch_size:
             raise ConfigError(self.batch_that_fits(1, 1))
 
     def batch_that_fits(self, data_ranks: int, least: int) -> str:
         """Say why the batch cannot be divided among data ranks with at least `least` micro-batches
         each, and name the smallest changes that mend it."""
-        batch, given = self.batch_size, self.micro_batch_size
-        unit = data_ranks * max(1, given)
-        whose = [
-            *([f"{data_ranks} data ranks"] if data_ranks > 1 else []),
-            *([f"train.micro_batch_size {given}"] if given else []),
-        ]
-        constraints = [f"a multiple of {unit} ({' x '.join(whose)})"] if unit > 1 else []
+        batch, micro = self.batch_size, self.micro_batch_size
+        unit = data_ranks * max(1, micro)
+        factors = [f"{data_ranks} data ranks"] if data_ranks > 1 else []
+        factors += [f"train.micro_batch_size {micro}"] if micro else []
+        constraints = [f"a multiple of {unit} ({' x '.join(factors)})"] if unit > 1 else []
         if least > 1:
             constraints.append(
                 f"at least {least * unit} (the pipeline needs {least} micro-batches of each data "
                 "rank)"
             )
-        batches = {
-            max(number * unit, least * unit) for number in (batch // unit, batch // unit + 1)
-        }
-        remedies = [f"train.batch_size {' or '.join(map(str, sorted(batches - {batch})))}"]
-        share = batch // data_ranks if batch % data_ranks == 0 else 0
+        counts = batch // unit, batch // unit + 1
+        batches = {max(count, least) * unit for count in counts} - {batch}
+        remedies = [f"train.batch_size {' or '.join(map(str, sorted(batches)))}"]
+        share = 0 if batch % data_ranks else batch // data_ranks
         sizes = [size for size in range(1, share // least + 1) if share % size == 0]
-        if given and sizes:
-            remedies.append(
-                f"train.micro_batch_size {min(sizes, key=lambda size: abs(size - given))}"
-            )
+        if micro and sizes:
+            nearest = min(sizes, key=lambda size: abs(size - micro))
+            remedies.append(f"train.micro_batch_size {nearest}")
         return (
             f"train.batch_size = {batch} is not valid: it must be "
             f"{' and '.join(constraints)}: give {', or '.join(remedies)}"
@@ -173,12 +141,12 @@ class LoopConfig:
 class ParallelConfig:
     """How the ranks share the work; `--nproc`, torchrun or SLURM sets the number of ranks."""
 
-    pp: int = 1
+    pp: Count = 1
     """Pipeline ranks; each holds two of the 2 * pp stages."""
-    ep: int = 1
+    ep: Count = 1
     """Expert ranks, among which the experts of every layer are divided. All ranks / (pp * ep) is
     dp; the batch is divided among dp * ep data ranks."""
-    replicas: int = 1
+    replicas: Count = 1
     """Complete copies of the sharded parameters (HSDP), a divisor of dp = all ranks / (pp * ep);
     more copies: less communication, more memory."""
     partition: Literal["uniform", "memory"] = "uniform"
@@ -195,31 +163,19 @@ class ParallelConfig:
     poison: bool = False
     """For debugging: overwrite memory that is freed early with NaN, so that a later read is
     noticed."""
-    timeout: float = 600.0
+    timeout: Positive = 600.0
     """Seconds that a rank waits for another rank inside a step before it gives up."""
 
     def __post_init__(self) -> None:
-        for name in ("pp", "ep", "replicas"):
-            require(getattr(self, name) >= 1, f"parallel.{name}", getattr(self, name), "at least 1")
-        require(
-            0 < self.timeout < math.inf,
-            "parallel.timeout",
-            self.timeout,
-            "above 0 seconds and finite",
-        )
-        fits = self.schedule != "sequential" or self.pp == 1
-        require(
-            fits,
-            "parallel.schedule",
-            self.schedule,
-            f"'dualpipev' or 'auto' with parallel.pp = {self.pp}",
-        )
-        fits = self.schedule_memory == "normal" or self.resolved_schedule == "dualpipev"
-        constraint = (
-            "'normal' without a pipeline: set parallel.pp to 2 or "
-            "more, or parallel.schedule = 'dualpipev'"
-        )
-        require(fits, "parallel.schedule_memory", self.schedule_memory, constraint)
+        check_ranges(self, "parallel.")
+        if self.schedule == "sequential" and self.pp > 1:
+            constraint = f"'dualpipev' or 'auto' with parallel.pp = {self.pp}"
+            require(False, "parallel.schedule", self.schedule, constraint)
+        if self.schedule_memory == "least" and self.resolved_schedule == "sequential":
+            raise ConfigError(
+                "parallel.schedule_memory = 'least' is not valid: it must be 'normal' without a "
+                "pipeline: set parallel.pp to 2 or more, or parallel.schedule = 'dualpipev'"
+            )
 
     @property
     def early_weight_gradients(self) -> bool:
@@ -257,12 +213,12 @@ class ParallelConfig:
 class CheckpointConfig:
     """When checkpoints are saved, and which are kept."""
 
-    every: int = 100
+    every: Count = 100
     """Steps between checkpoints; a checkpoint is also saved at the end, and when a signal asks for
     one."""
-    keep_last: int = 2
+    keep_last: Count = 2
     """Number of newest checkpoints to keep; older ones are deleted."""
-    keep_every: int = 0
+    keep_every: Number = 0
     """Also keep every checkpoint whose step is a multiple of this; 0: none."""
     keep_best: bool = False
     """Also keep the checkpoint with the lowest validation loss; one is saved whenever a validation
@@ -272,26 +228,21 @@ class CheckpointConfig:
     rank's weights and optimizer state."""
 
     def __post_init__(self) -> None:
-        require(self.every >= 1, "checkpoint.every", self.every, "at least 1 step")
-        require(self.keep_last >= 1, "checkpoint.keep_last", self.keep_last, "at least 1")
-        fits = self.keep_every >= 0 and self.keep_every % self.every == 0
-        require(
-            fits,
-            "checkpoint.keep_every",
-            self.keep_every,
-            f"a multiple of checkpoint.every ({self.every}), or 0",
-        )
+        check_ranges(self, "checkpoint.")
+        constraint = f"a multiple of checkpoint.every ({self.every}), or 0"
+        fits = self.keep_every % self.every == 0
+        require(fits, "checkpoint.keep_every", self.keep_every, constraint)
 
 
 @dataclass(frozen=True)
 class LogConfig:
     """Progress display, records besides metrics.jsonl, and the sample at the end."""
 
-    every: int = 10
+    every: Count = 10
     """Steps between progress lines if the output is not a terminal."""
-    expert_load_every: int = 100
+    expert_load_every: Number = 100
     """Steps between records of every expert's load in metrics.jsonl; 0: none."""
-    timeline_every: int = 0
+    timeline_every: Number = 0
     """Steps between records in timeline.jsonl of when each rank did what, for `lather plot
     --schedule`; 0: none."""
     memory_plan: Literal["auto", "always", "never"] = "auto"
@@ -308,30 +259,18 @@ class LogConfig:
     """Draw loss.png at the end, and write report.html, a page of the run."""
     sample_prompt: str = ""
     """Text that the sample at the end continues; empty: the first words of the held-out text."""
-    sample_tokens: int = 160
+    sample_tokens: Number = 160
     """Tokens of the sample at the end; 0: no sample."""
 
     def __post_init__(self) -> None:
-        require(self.every >= 1, "log.every", self.every, "at least 1 step")
-        require(
-            self.expert_load_every >= 0,
-            "log.expert_load_every",
-            self.expert_load_every,
-            "at least 0 steps",
-        )
-        require(
-            self.timeline_every >= 0, "log.timeline_every", self.timeline_every, "at least 0 steps"
-        )
-        require(
-            self.sample_tokens >= 0, "log.sample_tokens", self.sample_tokens, "at least 0 tokens"
-        )
+        check_ranges(self, "log.")
 
 
 @dataclass(frozen=True)
 class Config:
     """A training run."""
 
-    run_dir: str = "runs/default"
+    run_dir: Annotated[str, Range("a folder", bool)] = "runs/default"
     """Folder for everything that the run writes; a run that is already there is resumed."""
     init_from: str = ""
     """Initial weights of a new run: a Hugging Face folder, RUN (its newest checkpoint), RUN@STEP or
@@ -339,7 +278,7 @@ class Config:
     fork_from: str = ""
     """Checkpoint from which a new run continues, with weights, optimizer state and position in the
     data: RUN, RUN@STEP or RUN@best."""
-    seed: int = 0
+    seed: Annotated[int, Range("an integer >= 0 and < 2**64", lambda seed: 0 <= seed < 2**64)] = 0
     """Seed of the initial weights and of the order of the data."""
     model: ModelConfig = field(default_factory=DeepseekV2Config)
     moe: MoEConfig = field(default_factory=MoEConfig)
@@ -352,60 +291,38 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:
-        require(bool(self.run_dir), "run_dir", self.run_dir, "a folder")
-        require(
-            self.model.vocab_size >= 257,
-            "model.vocab_size",
-            self.model.vocab_size,
-            "at least 257 for byte-level BPE",
-        )
-        require(0 <= self.seed < 2**64, "seed", self.seed, "at least 0 and below 2**64")
-        length, longest = self.train.sequence_length, self.model.max_position_embeddings
-        require(
-            length <= longest,
-            "train.sequence_length",
-            length,
-            f"at most model.max_position_embeddings ({longest})",
-        )
-        pp, ep, num_experts, layers = (
-            self.parallel.pp,
-            self.parallel.ep,
-            num_routed_experts(self.model),
-            self.model.num_hidden_layers,
-        )
-        require(
-            num_experts % ep == 0,
-            "parallel.ep",
-            ep,
-            f"a divisor of the {num_experts} routed experts",
-        )
-        if self.optim.stacks_experts:
-            rule = name_of(self.optim.rules["experts"])
-            fits = (
-                f"1 with {rule!r}, which stacks all experts of a layer to one "
-                "matrix; klsoap updates each expert by itself"
+        check_ranges(self, "")
+        vocab_size, longest = self.model.vocab_size, self.model.max_position_embeddings
+        constraint = "at least 257 for byte-level BPE"
+        require(vocab_size >= 257, "model.vocab_size", vocab_size, constraint)
+        length, constraint = self.train.sequence_length, "at most model.max_position_embeddings"
+        require(length <= longest, "train.sequence_length", length, f"{constraint} ({longest})")
+        ep, num_experts = self.parallel.ep, num_routed_experts(self.model)
+        constraint = f"a divisor of the {num_experts} routed experts"
+        require(num_experts % ep == 0, "parallel.ep", ep, constraint)
+        if self.optim.stacks_experts and ep > 1:
+            raise ConfigError(
+                f"parallel.ep = {ep} is not valid: it must be 1 with "
+                f"{name_of(self.optim.rules['experts'])!r}, which stacks all experts of a layer to "
+                "one matrix; klsoap updates each expert by itself"
             )
-            require(ep == 1, "parallel.ep", ep, fits)
+        pp, layers = self.parallel.pp, self.model.num_hidden_layers
         if self.parallel.resolved_schedule == "dualpipev":
-            require(
-                2 * pp <= layers,
-                "parallel.pp",
-                pp,
-                f"at most {layers // 2}: each of 2 * pp stages needs one of the {layers} layers",
-            )
+            constraint = f"at most {layers // 2}: each of 2 * pp stages needs one of the"
+            require(2 * pp <= layers, "parallel.pp", pp, f"{constraint} {layers} layers")
 
     def num_micro_batches(self, data_ranks: int) -> int:
         """Return the number of micro-batches of a rank in a step. Raises ConfigError if the batch
         cannot be divided in this way."""
         train, pp = self.train, self.parallel.pp
         least = 2 * pp if self.parallel.resolved_schedule == "dualpipev" else 1
-        own, rest = divmod(train.batch_size, data_ranks)
+        share, rest = divmod(train.batch_size, data_ranks)
         size = train.micro_batch_size or next(
-            (size for size in range(own // least, 0, -1) if own % size == 0), 1
+            (size for size in range(share // least, 0, -1) if share % size == 0), 1
         )
-        if rest or own % size or own // size < least:
+        if rest or share % size or share // size < least:
             raise ConfigError(train.batch_that_fits(data_ranks, least))
-        return own // size
+        return share // size
 
     def resolved(self) -> Config:
         """Return the configuration with the defaults of `[optim]` that depend on its rules and on

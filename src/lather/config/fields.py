@@ -1,8 +1,8 @@
-"""The one conversion of names and values to the fields of dataclasses, for TOML and for command
-lines.
+"""The conversion of names and values to the fields of dataclasses, the same for TOML and for
+command lines.
 
 Both give mappings of names to values, with a mapping for each section. A value of TOML has the type
-that it has there; a value of a command line is a `Word`, or a list of them, which is read as
+that it has there; a value of a command line is a `Word`, or a list of them, and is read as
 whatever the field's type is.
 """
 
@@ -10,36 +10,34 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import sys
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from lather.argument import Argument
-from lather.config.optim import DEFAULT_RULE, OptimConfig, chosen_rules, optim_class
-from lather.config.rule_fields import UNIONS
+from lather.config.optim import OptimConfig, chosen_rules, optim_class
+from lather.config.rule_fields import UNIONS, cached_by_class
 from lather.errors import ConfigError, as_toml, require
 
 C = TypeVar("C")
 
-WORDS: dict[Any, str] = {
-    bool: "true or false",
-    int: "an integer",
-    float: "a number",
-    str: "a string",
-    Path: "a path",
+READERS: dict[Any, tuple[str, Callable[[str], Any]]] = {
+    bool: ("true or false", lambda word: {"true": True, "false": False}[word.lower()]),
+    int: ("an integer", int),
+    float: ("a number", float),
+    str: ("a string", str),
+    Path: ("a path", Path),
 }
-PLAIN_ARGUMENT = Argument()
+"""Type of a value -> its name in messages, and the function that reads it from a word."""
 
 
 class Word(str):
     """A word of a command line, which may stand for a value of any type."""
 
     option: str
-    """The option that it follows, as it was written."""
+    """The option that it follows, as it is written."""
 
     def __new__(cls, text: str, option: str) -> Word:
         word = super().__new__(cls, text)
@@ -47,64 +45,67 @@ class Word(str):
         return word
 
 
-@functools.cache
-def types_of(cls: type) -> Mapping[str, Any]:
-    """Return the types of a dataclass's fields by name."""
-    hints = typing.get_type_hints(cls)
-    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+class Field(NamedTuple):
+    """A field of a dataclass."""
+
+    hint: Any
+    """Type of its value."""
+    argument: Argument
+    sections: tuple[type, ...]
+    """Dataclasses that it may hold; none if it is a plain value."""
+
+    def section(self, mapping: Mapping[str, Any], key: str) -> type:
+        """Return the dataclass for the values of a section: that of the rules of `[optim]`, or of
+        the family that `model_type` names."""
+        if issubclass(self.sections[0], OptimConfig):
+            return optim_class(chosen_rules(mapping))
+        if len(self.sections) == 1:
+            return self.sections[0]
+        families = {getattr(family, "model_type", ""): family for family in self.sections}
+        model_type = mapping.get("model_type", next(iter(families)))
+        known = ", ".join(map(repr, families))
+        require(model_type in list(families), f"{key}.model_type", model_type, f"one of {known}")
+        return families[model_type]
 
 
-@functools.cache
-def arguments_of(cls: type) -> Mapping[str, Argument]:
-    """Return the marks of a dataclass's fields by name."""
+@cached_by_class
+def fields_of(cls: type) -> Mapping[str, Field]:
+    """Return the fields of a dataclass by name."""
     hints = typing.get_type_hints(cls, include_extras=True)
-    marks = {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
-    return {
-        field.name: next(
-            (mark for mark in marks[field.name] if isinstance(mark, Argument)), PLAIN_ARGUMENT
-        )
-        for field in dataclasses.fields(cls)
-    }
+    return {field.name: _field(hints[field.name]) for field in dataclasses.fields(cls)}
 
 
-def sections_of(hint: Any) -> list[type]:
-    """Return the dataclasses that a field of this type may hold; none if it is a plain value."""
+def _field(hint: Any) -> Field:
+    marks = getattr(hint, "__metadata__", ())
+    argument = next((mark for mark in marks if isinstance(mark, Argument)), Argument())
+    hint = typing.get_args(hint)[0] if marks else hint
     if hint is OptimConfig:
-        return [optim_class((("", DEFAULT_RULE),))]
-    return [
-        part
-        for part in typing.get_args(hint) or (hint,)
-        if isinstance(part, type) and dataclasses.is_dataclass(part)
-    ]
-
-
-def section_class(sections: list[type], mapping: Mapping[str, Any], name: str) -> type:
-    """Return the class of a section: for `[optim]` by its rules, for `[model]` by its
-    `model_type`."""
-    if issubclass(sections[0], OptimConfig):
-        return optim_class(chosen_rules(mapping))
-    if len(sections) == 1:
-        return sections[0]
-    by_type = {getattr(section, "model_type", ""): section for section in sections}
-    model_type = mapping.get("model_type", next(iter(by_type)))
-    require(
-        model_type in list(by_type),
-        f"{name}.model_type",
-        model_type,
-        f"one of {', '.join(map(repr, by_type))}",
-    )
-    return by_type[model_type]
+        return Field(hint, argument, (optim_class(chosen_rules({})),))
+    parts = typing.get_args(hint) or (hint,)
+    classes = (part for part in parts if isinstance(part, type))
+    return Field(hint, argument, tuple(filter(dataclasses.is_dataclass, classes)))
 
 
 def field_names(cls: type, prefix: str = "") -> Iterator[str]:
     """Yield the dotted names of all fields, without the sections themselves."""
-    for name, hint in types_of(cls).items():
-        if sections := sections_of(hint):
-            yield from dict.fromkeys(
-                key for section in sections for key in field_names(section, f"{prefix}{name}.")
-            )
+    for name, field in fields_of(cls).items():
+        if field.sections:
+            inner = (field_names(section, f"{prefix}{name}.") for section in field.sections)
+            yield from dict.fromkeys(key for keys in inner for key in keys)
         else:
             yield f"{prefix}{name}"
+
+
+def section_at(cls: type, name: str, mapping: Mapping[str, Any]) -> type | None:
+    """Return the dataclass of the section with this dotted name in a `cls` with these values; None
+    if there is no such section."""
+    first, _, rest = name.partition(".")
+    field, inner = fields_of(cls).get(first), mapping.get(first)
+    if field is None or not field.sections:
+        return None
+    inner = inner if isinstance(inner, Mapping) else {}
+    section = field.section(inner, first)
+    return section_at(section, rest, inner) if rest else section
 
 
 def merged(mapping: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,24 +122,29 @@ def merged(mapping: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, A
     return whole
 
 
+def without(mapping: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return a mapping without the value of a dotted name."""
+    first, dot, rest = name.partition(".")
+    inner = mapping.get(first)
+    if dot and isinstance(inner, Mapping):
+        return {**mapping, first: without(inner, rest)}
+    return {key: value for key, value in mapping.items() if key != name}
+
+
 def build(cls: type[C], mapping: Mapping[str, Any], prefix: str = "") -> C:
     """Build a dataclass from the keys of a mapping that are its fields. Raises ConfigError for a
     value that is not of its field's type."""
     values: dict[str, Any] = {}
-    arguments = arguments_of(cls)  # type: ignore[arg-type]  # a type variable, which mypy does not
-    for name, hint in types_of(cls).items():  # type: ignore[arg-type]  # know to be hashable
-        key, sections = f"{prefix}{name}", sections_of(hint)
-        if sections and arguments[name].inline:
-            values[name] = build(sections[0], mapping, prefix)
-        elif name in mapping and sections:
-            value = mapping[name]
-            if not isinstance(value, dict):
-                raise ConfigError(
-                    f"{key} = {as_toml(value)} is not valid: it must be a section, [{key}]"
-                )
-            values[name] = build(section_class(sections, value, key), value, f"{key}.")
+    for name, field in fields_of(cls).items():
+        key = f"{prefix}{name}"
+        if field.argument.inline:
+            values[name] = build(field.sections[0], mapping, prefix)
+        elif name in mapping and field.sections:
+            section = mapping[name]
+            require(isinstance(section, Mapping), key, section, f"a section, [{key}]")
+            values[name] = build(field.section(section, key), section, f"{key}.")
         elif name in mapping:
-            values[name] = convert(mapping[name], hint, key)
+            values[name] = convert(mapping[name], field.hint, key)
     return cls(**values)
 
 
@@ -165,28 +171,18 @@ def convert(value: Any, hint: Any, name: str) -> Any:
 
 def _convert_single(value: Any, hint: Any, name: str) -> Any:
     """Convert a value to a type that is neither a union nor made of others."""
-    if typing.get_origin(hint) is Literal:
-        for choice in typing.get_args(hint):
-            if value == (str(choice) if isinstance(value, Word) else choice):
-                return choice
-    elif isinstance(value, Word) and hint in WORDS:
-        with contextlib.suppress(ValueError):
-            return _read(value, hint)
-    elif hint is float and isinstance(value, int) and not isinstance(value, bool):
-        require(abs(value) <= sys.float_info.max, name, value, "a number that a float can hold")
-        return float(value)
-    elif type(value) is hint:
+    is_word = isinstance(value, Word)
+    with contextlib.suppress(ValueError, KeyError, OverflowError, TypeError):
+        if typing.get_origin(hint) is Literal:
+            choices = typing.get_args(hint)
+            return {str(choice) if is_word else choice: choice for choice in choices}[value]
+        if is_word and hint in READERS:
+            return READERS[hint][1](value)
+        if hint is float and type(value) is int:
+            return float(value)
+    if type(value) is hint:
         return value
     raise _refusal(value, hint, name)
-
-
-def _read(word: Word, cls: Any) -> Any:
-    """Read a word as a value of a type. Raises ValueError if it is none."""
-    if cls is bool:
-        if word.lower() not in ("true", "false"):
-            raise ValueError(word)
-        return word.lower() == "true"
-    return str(word) if cls is str else cls(word)
 
 
 def _refusal(value: Any, hint: Any, name: str) -> ConfigError:
@@ -205,7 +201,7 @@ def values_of(hint: Any, name: str = "") -> str:
         return f"one of {', '.join(map(as_toml, args))}"
     if origin is tuple:
         return "a list" if args[-1] is Ellipsis else f"a list of {len(args)} numbers"
-    return f"a section, [{name}]" if origin is dict else WORDS[hint]
+    return f"a section, [{name}]" if origin is dict else READERS[hint][0]
 
 
 def union_parts(hint: Any) -> tuple[Any, ...]:

@@ -17,7 +17,7 @@ other defaults are those of its rule.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, make_dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, cast
 
@@ -25,17 +25,18 @@ from lather.argument import Argument
 from lather.config.rule_fields import (
     MEASURED_TOKENS,
     as_text,
+    check_ranges,
     default_lr,
     described,
-    fields_of,
     in_toml,
     inherited_by,
+    option_fields,
     rule_named,
     shown,
 )
 from lather.errors import ConfigError, require
 from lather.optim import Rule
-from lather.optim.options import name_of, options_of
+from lather.optim.options import Range, Steps, name_of, options_of
 from lather.optim.rules import RULES
 
 KINDS = {
@@ -48,6 +49,9 @@ KINDS = {
     "rest": "Embeddings, head, norms and biases.",
 }
 """Kinds of parameters, with their description in `--help`."""
+
+RuleNames = tuple[tuple[str, str], ...]
+"""Names of rules by kind, which can be hashed."""
 
 DEFAULT_RULE = "muon"
 """Rule of matrices and experts: the one that gains most among those that cost little time and state
@@ -77,43 +81,36 @@ class OptimConfig:
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "linear"
     """Shape of the learning rate after warm-up, for all parameters; wsd: constant, then linear
     decay over the last decay_fraction."""
-    warmup_steps: int = 20
+    warmup_steps: Steps = 20
     """Steps of linear warm-up."""
-    decay_fraction: float = 0.2
+    decay_fraction: Annotated[float, Range("in (0, 1]", lambda share: 0 < share <= 1)] = 0.2
     """Fraction of the run over which wsd decays."""
-    min_lr_ratio: float = 0.1
+    min_lr_ratio: Annotated[float, Range("in [0, 1]", lambda ratio: 0 <= ratio <= 1)] = 0.1
     """Learning rate at the end of the decay, as a fraction of the peak."""
 
     rules: ClassVar[Mapping[str, type[Rule]]]
     """Rule of `[optim]`, under "", and the rule of each kind."""
-    given: ClassVar[tuple[tuple[str, str], ...]]
+    rule_names: ClassVar[RuleNames]
     """Names of the rules for which the class was created (`chosen_rules`)."""
 
     def __post_init__(self) -> None:
         if type(self) is OptimConfig:
             raise TypeError("OptimConfig has no options of a rule: use optim_config(name, ...)")
-        require(self.warmup_steps >= 0, "optim.warmup_steps", self.warmup_steps, "at least 0 steps")
-        require(
-            0 < self.decay_fraction <= 1, "optim.decay_fraction", self.decay_fraction, "in (0, 1]"
+        check_ranges(self, "optim.", OptimConfig)
+        sections = {kind: vars(self.section(kind)) for kind in KINDS}
+        names = chosen_rules({"name": self.name, **sections})
+        constraint = (
+            f"for the rules {dict(self.rule_names)}: use optim_config(name, ...) for others"
         )
-        require(0 <= self.min_lr_ratio <= 1, "optim.min_lr_ratio", self.min_lr_ratio, "in [0, 1]")
-        rules = chosen_rules(
-            {"name": self.name} | {kind: vars(self.section(kind)) for kind in KINDS}
-        )
-        require(
-            rules == self.given,
-            "optim",
-            dict(rules),
-            f"for the rules {dict(self.given)}: use optim_config(name, ...) for others",
-        )
+        require(names == self.rule_names, "optim", dict(names), constraint)
         self.rule  # noqa: B018 - its construction checks its options
         self._rules  # noqa: B018
 
     @functools.cached_property
     def rule(self) -> Rule:
         """The rule of `[optim]`, with all its options."""
-        options = {name: getattr(self, name) for name in fields_of(self.rules[""])}
-        return _made(
+        options = {name: getattr(self, name) for name in option_fields(self.rules[""])}
+        return _make_rule(
             self.rules[""], {"nonfinite": "ignore", **options, "lr": self.peak_lr}, "optim."
         )
 
@@ -137,23 +134,34 @@ class OptimConfig:
 
     @functools.cached_property
     def _rules(self) -> Mapping[str, Rule]:
-        """The rule of each kind; the router inherits from the rest."""
-        return {kind: self._make_rule(kind) for kind in ("experts", "matrices", "rest", "router")}
+        """The rule of each kind, made of its defaults, of what it inherits from `[optim]`, and of
+        the options of its section."""
+        rules, above = {}, self.rules[""]
+        for kind, rule in self.rules.items():
+            if not kind:
+                continue
+            layout = "per_expert" if kind == "experts" else "tensor"
+            if kind == "experts" and self.stacks_experts:
+                layout = "stacked"
+            defaults = {name: default for name, (_, default) in option_fields(rule).items()}
+            options = {
+                **{name: value for name, value in defaults.items() if value is not None},
+                **{name: getattr(self, name) for name in inherited_by(rule, above)},
+                **self._options_of(kind),
+                **{"lr": self.lr_of(kind), "nonfinite": "ignore", "matrix_layout": layout},
+            }
+            rules[kind] = _make_rule(rule, options, f"optim.{kind}.")
+        return rules
 
-    def _make_rule(self, kind: str) -> Rule:
-        """Make the rule of one kind; raises ConfigError if its options contradict each other."""
-        rule, own = self.rules[kind], self._own(kind)
-        shared = {name: getattr(self, name) for name in inherited_by(rule, self.rules[""])}
-        options = (
-            {name: default for name, (_, default) in fields_of(rule).items() if default is not None}
-            | shared
-            | own
-        )
-        layout = (
-            "tensor" if kind != "experts" else "stacked" if self.stacks_experts else "per_expert"
-        )
-        decided = {"lr": self.lr_of(kind), "nonfinite": "ignore", "matrix_layout": layout}
-        return _made(rule, {**options, **decided}, f"optim.{kind}.")
+    def _options_of(self, kind: str) -> dict[str, Any]:
+        """Return the options that the section of a kind sets; a router without a rule of its own
+        has those of the rest, too."""
+        section = self.section(kind)
+        names = option_fields(self.rules[kind]).keys() - {"lr"}
+        options = {name: getattr(section, name) for name in names}
+        options = {name: value for name, value in options.items() if value is not None}
+        inherits = kind == "router" and not section.rule
+        return self._options_of("rest") | options if inherits else options
 
     def lr_of(self, kind: str) -> float:
         """Return the peak learning rate of one kind."""
@@ -174,43 +182,34 @@ class OptimConfig:
             return self.lr_of("rest")
         return self.peak_lr * self._factor(kind)
 
-    def describe_rates(self) -> str:
-        """Name the rule and the peak learning rate of every kind of parameters."""
-        kinds: dict[str, list[str]] = {}
-        for kind in KINDS:
-            kinds.setdefault(f"{name_of(self.rules[kind])} at {self.lr_of(kind):.3g}", []).append(
-                kind
-            )
-        return "; ".join(f"{rate} for {' and '.join(names)}" for rate, names in kinds.items())
-
     def _factor(self, kind: str) -> float:
         factor = self.section(kind).lr_factor
         return default_factor(kind, self.rules) if factor is None else factor
 
-    def _own(self, kind: str) -> dict[str, Any]:
-        """Return the options that are given for this kind alone."""
-        section = self.section(kind)
-        own = {name: getattr(section, name) for name in fields_of(self.rules[kind]) if name != "lr"}
-        own = {name: value for name, value in own.items() if value is not None}
-        return own if kind != "router" or section.rule else self._own("rest") | own
+    def describe_rates(self) -> str:
+        """Name the rule and the peak learning rate of every kind of parameters."""
+        kinds: dict[str, list[str]] = {}
+        for kind in KINDS:
+            rate = f"{name_of(self.rules[kind])} at {self.lr_of(kind):.3g}"
+            kinds.setdefault(rate, []).append(kind)
+        return "; ".join(f"{rate} for {' and '.join(names)}" for rate, names in kinds.items())
 
     def resolved(self, tokens_per_step: int) -> OptimConfig:
         """Return a copy with all defaults filled in that are not defaults of a field: the learning
         rate for steps of `tokens_per_step` tokens, and the rule, rate and options of kinds that
         differ from `[optim]`."""
-        changes: dict[str, KindConfig] = {}
-        for kind, rule in self.rules.items():
-            if not kind or (
-                kind != "rest" and (rule is self.rules[""] or not self.section(kind).rule)
-            ):
-                continue
-            made, section = self.rule_of(kind), self.section(kind)
-            factor = None if section.lr is not None else self._factor(kind)
-            own = fields_of(rule).keys() - inherited_by(rule, self.rules[""]) - {"lr"}
-            options: dict[str, Any] = {name: as_text(getattr(made, name)) for name in own}
-            changes[kind] = replace(section, rule=name_of(rule), lr_factor=factor, **options)
-        lr = default_lr(self.rules[""], tokens_per_step) if self.lr is None else self.lr
-        return replace(self, lr=lr, **changes)  # type: ignore[arg-type]
+        changes: dict[str, Any] = {}
+        for kind in KINDS:
+            section, rule, above = self.section(kind), self.rules[kind], self.rules[""]
+            if kind == "rest" or (section.rule and rule is not above):
+                made = self.rule_of(kind)
+                names = option_fields(rule).keys() - inherited_by(rule, above) - {"lr"}
+                options: dict[str, Any] = {name: as_text(getattr(made, name)) for name in names}
+                factor = self._factor(kind) if section.lr is None else None
+                changes[kind] = replace(section, rule=name_of(rule), lr_factor=factor, **options)
+        if self.lr is None:
+            changes["lr"] = default_lr(self.rules[""], tokens_per_step)
+        return replace(self, **changes)
 
     def __reduce__(self) -> tuple[Callable[..., OptimConfig], tuple[()]]:
         """Copy by value: pickle cannot find classes by name that are created at run time."""
@@ -234,7 +233,7 @@ class KindConfig:
     """The rule whose options the class has as fields."""
 
 
-def _made(rule: type[Rule], options: dict[str, Any], prefix: str) -> Rule:
+def _make_rule(rule: type[Rule], options: dict[str, Any], prefix: str) -> Rule:
     for name, option in options_of(rule).items():
         if option.default is MISSING and options.get(name) is None:
             raise ConfigError(
@@ -252,140 +251,124 @@ def default_factor(kind: str, rules: Mapping[str, type[Rule]]) -> float:
     return REST_FACTORS.get((rules[""].name, rules[kind].name), 1.0) if kind == "rest" else 1.0
 
 
-def _default_rules(name: str) -> dict[str, str | None]:
-    """Return the rule of each kind that does not name one, given the rule of `[optim]`; None: the
-    rule of the rest."""
-    return {"experts": name, "matrices": name, "rest": REST_RULE, "router": None}
-
-
 def optim_config(name: str = DEFAULT_RULE, **values: Any) -> OptimConfig:
     """Build `[optim]` in Python from options of the rule and mappings for sections. Raises
     ConfigError for a bad value, TypeError for an unknown option."""
     values = {"name": name, **values}
     cls = optim_class(chosen_rules(values))
-    sections = {
-        kind: cls.__annotations__[kind](**values[kind])
-        for kind in KINDS
-        if isinstance(values.get(kind), Mapping)
-    }
-    return cls(**{**values, **sections})
+    for kind in KINDS:
+        if isinstance(values.get(kind), Mapping):
+            values[kind] = cls.__annotations__[kind](**values[kind])
+    return cls(**values)
 
 
-def chosen_rules(mapping: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
-    """Return the names of the rules in an `[optim]`, for `optim_class`: its own, and those of kinds
-    that name another than their default."""
-    found = {"": mapping.get("name", DEFAULT_RULE)}
+def chosen_rules(mapping: Mapping[str, Any]) -> RuleNames:
+    """Return the names of the rules in an `[optim]`, for `optim_class`: its own under "", and that
+    of each kind; of a router without one an empty name, which means that of the rest."""
+    name = mapping.get("name", DEFAULT_RULE)
+    names = {"": name, "experts": name, "matrices": name, "rest": REST_RULE, "router": ""}
     for kind in KINDS:
         section = mapping.get(kind)
-        named = section.get("rule", "") if isinstance(section, Mapping) else ""
-        if named and named != _default_rules(found[""])[kind]:
-            found[kind] = named
-    for kind, name in found.items():
-        require(
-            isinstance(name, str), f"optim.{kind}.rule" if kind else "optim.name", name, "a string"
-        )
-    return tuple(found.items())
+        rule = section.get("rule", "") if isinstance(section, Mapping) else ""
+        names[kind] = rule or names[kind]
+    for kind, name in names.items():
+        field_name = f"optim.{kind}.rule" if kind else "optim.name"
+        require(isinstance(name, str), field_name, name, "a string")
+    return tuple(names.items())
 
 
 @functools.cache
-def optim_class(given: tuple[tuple[str, str], ...]) -> type[OptimConfig]:
-    """Return the dataclass of `[optim]` for these rules (`chosen_rules`)."""
-    names = dict(given)
-    rules = {"": rule_named(names[""], "optim.name")}
-    for kind in ("experts", "matrices", "rest", "router"):
-        name = names.get(kind) or _default_rules(names[""])[kind]
-        rules[kind] = rules["rest"] if name is None else rule_named(name, f"optim.{kind}.rule")
+def optim_class(rule_names: RuleNames) -> type[OptimConfig]:
+    """Return the dataclass of `[optim]` for these rules."""
+    rules: dict[str, type[Rule]] = {}
+    for kind, name in rule_names:
+        field_name = f"optim.{kind}.rule" if kind else "optim.name"
+        rules[kind] = rule_named(name, field_name) if name else rules["rest"]
+    rule = rules[""]
+    least, most = (default_lr(rule, tokens) for tokens in MEASURED_TOKENS)
+    of_lr = f"{least:g}"
+    if most != least:
+        few, many = MEASURED_TOKENS
+        of_lr += f" for steps of {few:,} tokens or fewer, {most:g} from {many:,} on"
     about = (
-        f"Rule of matrices and experts: {', '.join(RULES)}, or "
-        "module:Class of your own. Its options follow."
+        f"Rule of matrices and experts: {', '.join(RULES)}, or module:Class of your own. Its "
+        "options follow."
     )
-    own: list[Any] = [
-        ("name", Annotated[str, Argument(describe=lambda: about)], name_of(rules[""])),
-        _lr_field(rules[""]),
+    fields_of_class: list[Any] = [
+        ("name", Annotated[str, Argument(description=about)], name_of(rule)),
+        _left_out("lr", float, "Peak learning rate of matrices and experts.", of_lr),
     ]
-    for name, (hint, default) in fields_of(rules[""]).items():
-        if name != "lr":
-            _refuse_if_taken(rules[""], name, OptimConfig)
-            argument = Argument(describe=functools.partial(described, rules[""], name))
-            own.append(
-                (name, Annotated[hint if default is not None else hint | None, argument], default)
-            )
+    for name, (hint, default) in _own_options(rule, OptimConfig):
+        argument = Argument(description=functools.partial(described, rule, name))
+        of_field = hint if default is not None else hint | None
+        fields_of_class.append((name, Annotated[of_field, argument], default))
     for kind in KINDS:
         section = _kind_class(kind, rules)
-        own.append((kind, section, field(default_factory=section)))
-    namespace = {"rules": rules, "given": given}
-    made = make_dataclass(
-        f"OptimConfig of {names['']}",
-        own,
+        fields_of_class.append((kind, section, field(default_factory=section)))
+    about = f"{name_of(rule)}: {(rule.__doc__ or '').partition(chr(10))[0]}"
+    return make_dataclass(
+        f"OptimConfig of {name_of(rule)}",
+        fields_of_class,
         bases=(OptimConfig,),
         frozen=True,
-        namespace=namespace,
+        namespace={
+            "rules": rules,
+            "rule_names": rule_names,
+            "__doc__": f"Optimizer and learning-rate schedule. {about}",
+        },
     )
-    made.__doc__ = (
-        f"Optimizer and learning-rate schedule. {name_of(rules[''])}: "
-        f"{(rules[''].__doc__ or '').partition(chr(10))[0]}"
-    )
-    return made
-
-
-def _lr_field(rule: type[Rule]) -> Any:
-    least, most = (default_lr(rule, tokens) for tokens in MEASURED_TOKENS)
-    of_default = f"{least:g}"
-    if most != least:
-        of_default = (
-            f"{least:g} for steps of {MEASURED_TOKENS[0]:,} tokens or "
-            f"fewer, {most:g} from {MEASURED_TOKENS[1]:,} on"
-        )
-    return _left_out("lr", float, "Peak learning rate of matrices and experts.", of_default)
-
-
-def _left_out(name: str, hint: Any, text: str, of_default: str) -> Any:
-    """Return a field that is None where it is not given, and the default of its option, in
-    words."""
-    argument = Argument(describe=lambda: text, default=of_default)
-    return (name, Annotated[hint | None, argument], None)
 
 
 def _kind_class(kind: str, rules: Mapping[str, type[Rule]]) -> type[KindConfig]:
     """Return the dataclass of the settings of a kind. Help lists the names of the options that the
-    kind inherits from `[optim]`, and does not describe them."""
+    kind inherits, and does not describe them."""
     rule = rules[kind]
-    is_rests = kind == "router" and rule is rules["rest"]
-    above = "--optim.rest" if is_rests else "--optim"
-    factor = f"{default_factor(kind, rules):g}" if not is_rests else "that of the rest"
-    own: list[Any] = [
-        _left_out("lr", float, "Peak learning rate, in place of lr_factor.", ""),
+    above = "rest" if kind == "router" and rule is rules["rest"] else ""
+    factor = "that of the rest" if above else f"{default_factor(kind, rules):g}"
+    fields_of_class = [
+        _left_out("lr", float, "Peak learning rate, in place of lr_factor."),
         _left_out("lr_factor", float, "Peak learning rate as a factor of optim.lr.", factor),
     ]
-    listed = []
-    for name, (hint, default) in fields_of(rule).items():
-        if name == "lr":
-            continue
-        _refuse_if_taken(rule, name, KindConfig)
-        of_default = f"as {above}" if name in inherited_by(rule, rules[""]) else shown(default)
-        is_other = kind == "rest" or (rule is not rules[""] and not is_rests)
-        is_hidden = not is_other or name in options_of(Rule)
-        if is_hidden:
-            listed.append(f"--optim.{kind}.{name.replace('_', '-')}")
-        describe = functools.partial(described, rule, name)
-        argument = Argument(hidden=is_hidden, describe=describe, default=of_default)
-        own.append((name, Annotated[hint | None, argument], None))
-    made = make_dataclass(
+    inherited = inherited_by(rule, rules[above])
+    for name, (hint, default) in _own_options(rule, KindConfig):
+        text = functools.partial(described, rule, name)
+        fields_of_class.append(
+            _left_out(name, hint, text, shown(default), hidden=name in inherited)
+        )
+    about = f"{KINDS[kind]} Rule: {name_of(rule)}."
+    if inherited:
+        flags = (name.replace("_", "-") for name in option_fields(rule) if name in inherited)
+        names = ", ".join(f"--optim.{kind}.{flag}" for flag in flags)
+        source = f"--optim{'.' if above else ''}{above}"
+        about += f" Further options, with defaults from {source}: {names}."
+    return make_dataclass(
         f"KindConfig {kind}",
-        own,
+        fields_of_class,
         bases=(KindConfig,),
         frozen=True,
-        namespace={"options_rule": rule},
+        namespace={"options_rule": rule, "__doc__": about},
     )
-    more = f" Further options, with defaults from {above}: {', '.join(listed)}." if listed else ""
-    made.__doc__ = f"{KINDS[kind]} Rule: {name_of(rule)}.{more}"
-    return made
 
 
-def _refuse_if_taken(rule: type[Rule], name: str, base: type) -> None:
-    taken = {one.name for one in fields(base)} - {"lr"} | {*KINDS}
-    if name in taken:
-        raise ConfigError(
-            f"rule {name_of(rule)!r} has an option {name!r}, which [optim] has already: rename the "
-            "rule's option"
-        )
+def _left_out(
+    name: str, hint: Any, text: str | Callable[[], str], default: str = "", hidden: bool = False
+) -> Any:
+    """Return a field that is None where it is not given, with the default of its option in
+    words."""
+    argument = Argument(description=text, default=default, hidden=hidden)
+    return (name, Annotated[hint | None, argument], None)
+
+
+def _own_options(rule: type[Rule], section: type) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    """Yield the options of a rule that become fields of a section. Raises ConfigError for an option
+    with the name of a field that the section has already."""
+    fields_of_section = {each.name for each in fields(section)} | {*KINDS}
+    for name, option in option_fields(rule).items():
+        if name == "lr":
+            continue
+        if name in fields_of_section:
+            raise ConfigError(
+                f"rule {name_of(rule)!r} has an option {name!r}, which [optim] has already: rename "
+                "the rule's option"
+            )
+        yield name, option

@@ -10,19 +10,20 @@ from __future__ import annotations
 
 import ast
 import functools
+import operator
 import os
 import re
 import sys
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast
 
-from lather.errors import ConfigError, as_toml
+from lather.errors import ConfigError, as_toml, require
 from lather.optim import Rule
 from lather.optim.batched.known_keys import EQUIVALENTS
-from lather.optim.options import BY_PART, Option, documentation_of, name_of, options_of
+from lather.optim.options import BY_PART, Option, documentation_of, holds, name_of, options_of
 from lather.optim.plain import saveable
 from lather.optim.rules import RULES, find_rule
 
@@ -53,8 +54,28 @@ LR_EXPONENT = 0.25
 0.33 for AdamW."""
 
 PLAIN = (bool, int, float, str)
-"""Types that a command line can parse, in the order in which they are tried."""
+"""Types that a command line can parse, in the order in which they are tried: str, which takes every
+value, is the last."""
 UNIONS = (types.UnionType, typing.Union)
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def cached_by_class(function: F) -> F:
+    """Cache the results of a function of a class, which mypy does not know to be hashable."""
+    return cast(F, functools.cache(function))
+
+
+def check_ranges(values: Any, prefix: str, cls: type | None = None) -> None:
+    """Raise ConfigError for the first field of a dataclass whose value is out of the range that
+    stands at it. The error writes the name after `prefix`, with dashes if that is `--`. `cls`: the
+    class whose fields are checked; None: that of `values`."""
+    for name, option in options_of(cls or type(values)).items():
+        written = name.replace("_", "-") if prefix == "--" else name
+        if option.range is not None:
+            value = getattr(values, name)
+            require(holds(option.range.holds, value), prefix + written, value, option.range.words)
 
 
 def rule_named(name: str, field: str) -> type[Rule]:
@@ -72,60 +93,50 @@ def rule_named(name: str, field: str) -> type[Rule]:
         ) from None
 
 
-def fields_of(rule: type) -> dict[str, tuple[Any, Any]]:
+@cached_by_class
+def option_fields(rule: type) -> dict[str, tuple[Any, Any]]:
     """Return (type, default) of each option of a rule that is a field, by name: first the learning
     rate, then positional options, the rule's other options, and the options that all rules have. A
     default of None means that there is none, or that None is the default."""
-    return _fields_of(rule)
+    common, positional = options_of(Rule), {each.name for each in fields(rule) if not each.kw_only}
 
+    def rank(name: str) -> tuple[bool, bool, bool]:
+        return name != "lr", name not in positional, name in common
 
-@functools.cache
-def _fields_of(rule: type) -> dict[str, tuple[Any, Any]]:
-    found: dict[str, tuple[Any, Any]] = {}
-    common, positional = options_of(Rule), {one.name for one in fields(rule) if not one.kw_only}
-    for name, option in sorted(
-        options_of(rule).items(),
-        key=lambda item: (item[0] != "lr", item[0] not in positional, item[0] in common),
-    ):
-        hint = None if name in DECIDED else plain_type(option.hint)
-        if hint is not None:
-            found[name] = (hint, _default(rule, option, hint))
-    return found
+    options = options_of(rule)
+    hints = {name: plain_type(options[name].hint) for name in options if name not in DECIDED}
+    return {
+        name: (hints[name], _default(rule, options[name], hints[name]))
+        for name in sorted(hints, key=rank)
+        if hints[name] is not None
+    }
 
 
 def default_lr(rule: type, tokens_per_step: int = MEASURED_TOKENS[0]) -> float:
     """Return the default peak learning rate of matrices. For a rule of the user's own it does not
     depend on the tokens per step."""
-    own = float(fields_of(rule)["lr"][1])
+    lr = float(option_fields(rule)["lr"][1])
     if rule not in RULES.values():
-        return own
+        return lr
     least, most = MEASURED_TOKENS
-    return float(f"{own * (min(max(tokens_per_step, least), most) / least) ** LR_EXPONENT:.3g}")
+    return float(f"{lr * (min(max(tokens_per_step, least), most) / least) ** LR_EXPONENT:.3g}")
 
 
 def inherited_by(rule: type[Rule], other: type[Rule]) -> set[str]:
-    """Return the options that a kind with `rule` inherits from an `[optim]` with the rule
-    `other`."""
-    if rule is other:
-        return set(fields_of(rule)) - {"lr"}
-    return (
-        {"weight_decay", *options_of(Rule)} & fields_of(rule).keys() & fields_of(other).keys()
-    ) - {"lr"}
+    """Return the options that a kind with `rule` inherits from a section with the rule `other`."""
+    shared = {"weight_decay", *options_of(Rule)} if rule is not other else {*option_fields(rule)}
+    return shared & option_fields(rule).keys() & option_fields(other).keys() - {"lr"}
 
 
 def plain_type(hint: Any) -> Any:
     """Reduce a type to the part that a command line and TOML can express; None if nothing is
     left."""
-    parts = [
-        part
-        for part in (typing.get_args(hint) if typing.get_origin(hint) in UNIONS else (hint,))
-        if _is_plain(part)
-    ]
-    # str last: it accepts every value
-    parts.sort(key=lambda part: PLAIN.index(part) if part in PLAIN else 0)
-    if not set(parts) - {types.NoneType}:
+    parts = typing.get_args(hint) if typing.get_origin(hint) in UNIONS else (hint,)
+    order = {part: place for place, part in enumerate(PLAIN)}
+    plain = sorted(filter(_is_plain, parts), key=lambda part: order.get(part, 0))
+    if not set(plain) - {types.NoneType}:
         return None
-    return functools.reduce(lambda one, other: one | other, parts)
+    return functools.reduce(operator.or_, plain)
 
 
 def _is_plain(hint: Any) -> bool:
@@ -135,29 +146,25 @@ def _is_plain(hint: Any) -> bool:
 
 
 def _default(rule: type, option: Option, hint: Any) -> Any:
-    trainers = DEFAULTS.get(getattr(rule, "name", ""), {})
-    if option.name in trainers:
-        return trainers[option.name]
-    if option.default is MISSING:
+    default = DEFAULTS.get(getattr(rule, "name", ""), {}).get(option.name, option.default)
+    if default is MISSING:
         return DEFAULT_LR if option.name == "lr" else None
-    if option.name == "sides" and option.default == "both":
+    if option.name == "sides" and default == "both":
         return "auto"
-    if option.name == "state_dtype" and option.default is None:
+    if option.name == "state_dtype" and default is None:
         # fp64 models are for comparisons of runs. Rounded to fp32, gradients that differ in their
         # last bits are equal; the eigenvectors of the null space of a factor depend on these bits.
         return "float32"
-    return as_text(float(option.default) if hint is float else option.default)
+    return as_text(float(default) if hint is float else default)
 
 
 def as_text(value: Any) -> Any:
     """Write a dtype, or dtypes by part, as a command line does; return any other value
     unchanged."""
     value = saveable(value)
-    return (
-        ",".join(f"{key}={one}" for key, one in value.items())
-        if isinstance(value, Mapping)
-        else value
-    )
+    if isinstance(value, Mapping):
+        return ",".join(f"{part}={dtype}" for part, dtype in value.items())
+    return value
 
 
 def in_toml(message: str, prefix: str) -> str:
@@ -174,15 +181,9 @@ def in_toml(message: str, prefix: str) -> str:
 
     message = re.sub(r"\b([a-z_]\w*)=([({\[][^(){}]*[)}\]]|'[^']*'|[\w.+-]+)", assigned, message)
     message = re.sub(r"torch\.(?=float|bfloat)", "", message.partition(" or a callable")[0])
-    by_part = (BY_PART, "'moments=bfloat16' or 'bases=bfloat16'")
-    for python, toml in (
-        by_part,
-        ("True or False", "true or false"),
-        (", or None", ""),
-        (" or None", ""),
-    ):
-        message = message.replace(python, toml)
-    return f"{prefix}{message}"
+    message = message.replace(BY_PART, "'moments=bfloat16' or 'bases=bfloat16'")
+    message = message.replace("True or False", "true or false")
+    return prefix + re.sub(",? or None", "", message)
 
 
 def shown(value: Any) -> str:
@@ -201,15 +202,13 @@ def described(rule: type[Rule], name: str) -> str:
 
 
 def owners(option: str, rule: type[Rule]) -> str:
-    """Explain who has an option that `rule` does not have: the trainer, or other rules. Empty if
-    nobody has it."""
-    this = name_of(rule)
+    """Say who has an option that `rule` lacks: the trainer, or other rules; empty: nobody."""
     if option in DECIDED:
         return f"{option} is set by the trainer: {DECIDED[option]}"
-    having = [name for name, other in RULES.items() if option in fields_of(other)]
-    if not having:
+    names = [name for name, other in RULES.items() if option in option_fields(other)]
+    if not names:
         return ""
-    named = ", ".join(having[:-1]) + " and " * (len(having) > 1) + having[-1]
-    text = f"{option} is an option of {named}, not of {this}"
-    fields = [field for field, _ in EQUIVALENTS.get(option, ()) if field in fields_of(rule)]
-    return f"{text}: did you mean {fields[0]}?" if fields else text
+    listed = " and ".join(", ".join(names).rsplit(", ", 1))
+    text = f"{option} is an option of {listed}, not of {name_of(rule)}"
+    same = [name for name, _ in EQUIVALENTS.get(option, ()) if name in option_fields(rule)]
+    return f"{text}: did you mean {same[0]}?" if same else text

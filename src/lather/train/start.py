@@ -22,7 +22,7 @@ from lather.checkpoint.folder import checkpoint_path, find_checkpoint, list_chec
 from lather.config.changes import CHANGES, Change, History, class_of, differences, values_of
 from lather.config.config import Config
 from lather.config.run_folder import PROVENANCE, run_folder
-from lather.config.toml_file import config_of_run, config_to_toml, load_run
+from lather.config.toml_file import config_from_mapping, config_to_toml, load_run
 from lather.errors import ConfigError, RunError, UserError, as_toml
 from lather.files import read_rows, reason
 from lather.train.companions import COMPANION_FOLDER
@@ -103,7 +103,7 @@ def config_at(path: Path, step: int) -> tuple[Config, History]:
     """Return the configuration of a run after `step` completed steps, and its history. Raises
     ConfigError if it cannot be read, RunError if the run has another format."""
     history = History.read(path, values_of(load_run(path).resolved()))
-    return config_of_run(_nested(history.values_at(step))).resolved(), history
+    return config_from_mapping(_nested(history.values_at(step))).resolved(), history
 
 
 def _going_on(path: Path, config: Config, step: int, subject: str, remedy: str) -> Start:
@@ -130,9 +130,7 @@ def _going_on(path: Path, config: Config, step: int, subject: str, remedy: str) 
     start = Start(config, step, history, max(1, len(before.data.path)) if step else 0, is_new=False)
     if start.is_finished:
         return start
-    return replace(
-        start, history=history.going_on(step, changes if step else {}, values_of(config))
-    )
+    return replace(start, history=history.resumed(step, changes if step else {}, values_of(config)))
 
 
 def _refuse_fixed(changes: dict[str, Change], subject: str, remedy: str) -> None:
