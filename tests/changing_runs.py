@@ -32,9 +32,10 @@ class Shown:
         pass
 
 
-def run(config: Config) -> list[str]:
-    shown = Shown()
-    train(config, shown)
+def run(config: Config, stop_after: int = 10**9) -> list[str]:
+    """Train until the end, or for so many steps; return the notes."""
+    shown, steps = Shown(), iter(range(stop_after))
+    train(config, shown, lambda: next(steps, None) is None)
     return shown.notes
 
 

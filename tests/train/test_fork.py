@@ -21,7 +21,7 @@ from lather.files import read_rows
 from lather.train import run_dir as run_dir_module
 from lather.train.loop import train
 from lather.train.run_dir import RunDirectory
-from lather.train.start import find_fork, is_of_fork
+from lather.train.start import is_fork_of
 from tiny_run import TIME_FIELDS
 
 STEPS = 8
@@ -171,23 +171,13 @@ def test_refused_forks_leave_nothing(
     (tmp_path / "taken" / "thesis.tex").write_text("precious")
     (tmp_path / "corpus" / "1.txt").write_text("other text", "utf-8")
     before = sorted(tmp_path.rglob("*"))
+    taken = str(tmp_path / "taken")
     for config, message in [
         (fork_config(3), r"@3: no such checkpoint in .*: use one of 2, 4, 6, 8, or best"),
         (fork_config(4, fork_from=str(tmp_path / "nowhere@4")), "nowhere: not a run"),
-        (fork_config(4, fork_from=f"{first.run_dir}@"), "no such checkpoint"),
-        (
-            fork_config(4, seed=3),
-            r"fork_from = .*: seed is 0 there and 3 here, which cannot change during a run; give "
-            r"the fork the same value",
-        ),
-        (
-            fork_config(4, train={"steps": 3}),
-            r"train\.steps = 3 is not valid: fork_from = .* has done 4 steps",
-        ),
-        (
-            fork_config(4, run_dir=str(tmp_path / "taken")),
-            "holds files: give the fork a --run-dir that is empty or does not exist",
-        ),
+        (fork_config(4, seed=3), r"fork_from = .*: seed is 0 there and 3 here, .* the same value"),
+        (fork_config(4, train={"steps": 3}), r"steps = 3 is not valid: fork_from = .* done 4"),
+        (fork_config(4, run_dir=taken), "holds files: give the fork a --run-dir that is empty"),
         (fork_config(4, run_dir=first.run_dir), "holds a run that is not a fork"),
     ]:
         with pytest.raises(RunError, match=message):
@@ -201,29 +191,32 @@ def test_refused_forks_leave_nothing(
 def test_a_disk_that_is_full_leaves_nothing(
     fork_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def link(source: str, target: str) -> None:
+    def full(source: str, target: str) -> None:
         raise OSError(28, "No space left on device")
 
     forked = fork_config(4)
-    monkeypatch.setattr(os, "link", link)
-    monkeypatch.setattr("shutil.copyfile", link)
+    monkeypatch.setattr(os, "link", full)
+    monkeypatch.setattr("shutil.copyfile", full)
     with pytest.raises(RunError, match=r"cannot be copied to it .*No space left"):
         run(forked)
     assert not [path for path in tmp_path.iterdir() if "fork" in path.name]
 
 
-def test_names_of_forks(first: Config) -> None:
-    run_dir = first.run_dir
-    assert find_fork(f"{run_dir}@4") == (
-        Path(run_dir),
-        Path(run_dir) / "checkpoints" / "step-00000004",
-    )
-    assert find_fork(run_dir)[1].name == "step-00000008"
-    assert is_of_fork(f"{run_dir}@4", f"{run_dir}/@4")
-    assert is_of_fork(f"{run_dir}@4", run_dir)
-    assert not is_of_fork(f"{run_dir}@40", f"{run_dir}@4")
-    assert not is_of_fork(f"{run_dir}@4", f"{run_dir}-b@4")
-    assert not is_of_fork("", run_dir)
+@pytest.mark.parametrize(
+    ("forked_from", "name", "expected"),
+    [
+        ("run@4", "run/@4", True),
+        ("run@4", "./run@0004", True),
+        ("run@4", "run@best", True),
+        ("run@4", "run", True),
+        ("run@0", "run@0", True),
+        ("run@40", "run@4", False),
+        ("run@4", "run-b@4", False),
+        ("", "run", False),
+    ],
+)
+def test_names_of_a_fork(forked_from: str, name: str, expected: bool) -> None:
+    assert is_fork_of(forked_from, name) is expected
 
 
 def test_a_history_says_whose_fork_it_is(first: Config, fork_config: MakeConfig) -> None:
@@ -317,23 +310,9 @@ def test_the_same_fork_may_be_spelled_otherwise(
     run(forked)
     monkeypatch.chdir(tmp_path)
     name = Path(first.run_dir).name
-    for spelled in (f"{name}@4", f"./{name}/@0004", f"corpus/../{name}@4", name):
-        run(replace(forked, fork_from=spelled))
+    run(replace(forked, fork_from=f"corpus/../{name}@4"))
     with pytest.raises(RunError, match="holds a run that was forked from"):
         run(replace(forked, fork_from=f"{name}@2"))
-
-
-def test_a_folder_named_like_a_checkpoint_is_not_taken_for_one(
-    first: Config, fork_config: MakeConfig
-) -> None:
-    named = fork_config(2, run_dir=f"{first.run_dir}@2")
-    run(named)
-    run(named)
-    with pytest.raises(
-        RunError, match=r"may mean checkpoint 2 of .*, or the run .*@2: rename that folder"
-    ):
-        run(fork_config(2))
-    run(fork_config(2, fork_from=f"{first.run_dir}@2@6"))
 
 
 def test_a_fork_of_the_first_weights(
@@ -374,15 +353,12 @@ def test_a_copy_that_was_killed_is_made_anew(
     first: Config, fork_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forked = fork_config(4)
-    rename = Path.rename
 
-    def killed(path: Path, target: Path) -> Path:
-        if path.name == "provenance.json":
-            raise KeyboardInterrupt
-        return rename(path, target)
+    def killed(source: Path, target: Path) -> None:
+        raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "rename", killed)
+        patch.setattr("shutil.copyfile", killed)
         with pytest.raises(KeyboardInterrupt):
             RunDirectory(forked)
     assert (Path(forked.run_dir) / "checkpoints").exists()

@@ -25,10 +25,15 @@ from lather.parallel.launch.requests import Requests, receiving_signals, stop_si
 from lather.parallel.launch.start import GroupOptions, run_ranks, take_nproc
 from lather.parallel.launch.world import World
 from lather.parallel.mesh import Mesh
-from lather.train.asking import Asking
 from lather.train.display import LiveDisplay, PlainDisplay
 from lather.train.loop import DivergedError, RunOutcome, train
-from lather.train.own_file import check_data_is_named, configuration_file, describe_own, run_of
+from lather.train.requests import RunRequests
+from lather.train.run_config import (
+    check_data_is_named,
+    configuration_file,
+    describe_target,
+    run_of,
+)
 
 ABOUT = """\
 Train, or resume, the run that a TOML file describes, for example
@@ -108,7 +113,7 @@ def _told(arguments: list[str], config: Config) -> str:
     if not file or not run:
         return ""
     check_data_is_named(run, arguments, config)
-    return describe_own(file, run, config)
+    return describe_target(file, run, config)
 
 
 def run_worker(config: Config, command: StartingCommand, world: World) -> int:
@@ -129,7 +134,7 @@ def run_worker(config: Config, command: StartingCommand, world: World) -> int:
         world.stop or (lambda: received.stop),
         world.save or (lambda: received.save),
     )
-    asking = Asking(lambda: stopped_by() is not None, saved_at, command.started)
+    requests = RunRequests(lambda: stopped_by() is not None, saved_at, command.started)
     with contextlib.ExitStack() as cleanup:
         cleanup.enter_context(surviving_output())
         if world.stop is None:
@@ -139,7 +144,7 @@ def run_worker(config: Config, command: StartingCommand, world: World) -> int:
             with shown as display:
                 if command.note:
                     display.note(command.note)
-                outcome = train(config, display, mesh=mesh, asking=asking)
+                outcome = train(config, display, mesh=mesh, requests=requests)
         except DivergedError as error:
             if world.rank == 0:
                 print(f"lather: stopped: {error}", file=sys.stderr)
@@ -159,8 +164,8 @@ def _say_ended() -> None:
 def _display(config: Config, world: World) -> LiveDisplay | PlainDisplay:
     """Make the display of a rank; that of all but the first prints nothing."""
     console, plain = command_console(), PlainDisplay(config.log.every)
-    plain.is_read = world.rank == 0
-    return LiveDisplay(console) if plain.is_read and is_live(console) else plain
+    plain.is_silent = world.rank != 0
+    return LiveDisplay(console) if world.rank == 0 and is_live(console) else plain
 
 
 def _report(config: Config, outcome: RunOutcome) -> None:

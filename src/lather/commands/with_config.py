@@ -29,7 +29,6 @@ from lather.config.toml_file import (
     Unknown,
     describe_unknown,
     families_with,
-    load_run,
     naming,
     read_values,
     unknown_keys,
@@ -37,7 +36,7 @@ from lather.config.toml_file import (
     values_of_config,
 )
 from lather.errors import ConfigError, UserError
-from lather.train.own_file import at_home, configuration_file, run_of
+from lather.train.run_config import configuration_file, current_config, run_of
 
 A = TypeVar("A")
 
@@ -99,7 +98,7 @@ def _values_of_file(path: Path | None, line: Line) -> dict[str, Any]:
     run = run_of(path) if path else None
     if run is None:
         return read_values(path, given)
-    return values_for(values_of_config(at_home(load_run(run), run)), given)
+    return values_for(values_of_config(current_config(run)), given)
 
 
 def _refuse_unknown(

@@ -25,7 +25,7 @@ from lather.engine.step_reading import StepReading, StepResult
 from lather.engine.trained_parameters import train_only, trained_parameters, with_adapters
 from lather.models.decoder import Decoder, RoutedModel
 from lather.models.families import build_model as build_family
-from lather.models.moe import LOCAL_EXCHANGE
+from lather.models.moe import LOCAL_EXCHANGE, Exchange
 from lather.models.routing import counting_step
 from lather.models.saving.rounded_weights import RoundedWeights, keep_rounded
 from lather.models.saving.weight_gradients import WeightGradients, defer_weight_gradients
@@ -70,37 +70,39 @@ class Engine:
         self.parameters = local_parameters(part, mesh)
         shape = (self.micro_batch_size, loop.sequence_length, part.hidden_size)
         narrow = torch.bfloat16 if loop.precision == "bf16" else None
-        self._activation = Activation(
-            shape, next(part.parameters()).dtype, mesh.device, travels_as=narrow
-        )
-        exchange = LOCAL_EXCHANGE
-        if mesh.ep > 1:
-            exchange = ExpertExchange(
-                mesh.ep_group,
-                part.num_experts,
-                free_buffer=frees.free_buffer,
-                sizes_group=mesh.sizes_group,
-            )
+        dtype = next(part.parameters()).dtype
+        self._activation = Activation(shape, dtype, mesh.device, travels_as=narrow)
         self._segments = Segments(
-            exchange,
+            self._exchange(frees),
             weight_gradients=queue,
             frees=frees,
             recompute=loop.recompute,
             autocast=narrow,
             rounded_weights=self.rounded_weights,
         )
-        group = mesh.pp_group if mesh.pp > 1 else None
         self._executor = Executor(
             part.stages,
             schedule,
             self._segments,
             self._activation,
-            group=group,
+            group=mesh.pp_group if mesh.pp > 1 else None,
             neighbor_groups=mesh.neighbor_groups,
             units=self.units,
             record=record,
         )
         self._layout = SequenceLayout(*shape[:2], mesh.device)
+
+    def _exchange(self, frees: Frees) -> Exchange:
+        """Return the exchange of tokens among the expert ranks."""
+        mesh = self.mesh
+        if mesh.ep == 1:
+            return LOCAL_EXCHANGE
+        return ExpertExchange(
+            mesh.ep_group,
+            self.part.num_experts,
+            free_buffer=frees.free_buffer,
+            sizes_group=mesh.sizes_group,
+        )
 
     def launch_gradients(self, batch: Batch) -> StepReading:
         """Run the forward and backward pass of the global batch, of which `batch` is this rank's
@@ -118,12 +120,15 @@ class Engine:
             except BaseException:
                 self.parameters.clear_gradients()  # they are incomplete
                 raise
-        for unit in (unit for units in self.units for unit in units):
-            unit.wait_for_gradients()
+        self._wait_for_gradients()
         self.parameters.collect_gradients()
         reading = self.new_reading(num_labels)
         self._collect(output, shares, reading)
         return reading
+
+    def _wait_for_gradients(self) -> None:
+        for unit in (unit for units in self.units for unit in units):
+            unit.wait_for_gradients()
 
     def new_reading(self, num_labels: int) -> StepReading:
         """Return a reading of a step in which all ranks have so many labels, without passes."""
@@ -148,8 +153,7 @@ class Engine:
             run_prelude(self._executor, micro_batches)
         with counting_step(self.part.routers()):
             run_prelude(self._executor, micro_batches)
-        for unit in (unit for units in self.units for unit in units):
-            unit.wait_for_gradients()
+        self._wait_for_gradients()
         self.parameters.clear_gradients()
         if is_gpu(device):
             gpu_module(device).synchronize(device)
@@ -162,9 +166,8 @@ class Engine:
 
     @torch.no_grad()
     def validation_loss(self, batch: Batch) -> float | None:
-        """Return the mean cross entropy in nats per label over the sequences of all ranks; each
-        rank gives the same number, at least one. None, without computing anything, if no rank has a
-        label.
+        """Return the mean cross entropy in nats per label over the sequences of all ranks, of which
+        each rank has equally many. None, without computing anything, if no rank has a label.
 
         Raises ValueError, before anything is sent, if the sequences do not have the engine's
         length.
@@ -186,7 +189,7 @@ class Engine:
         return read(total, Read.LOSS).item() / num_labels
 
     def fill_gaps(self, filler: PendingRefreshes) -> None:
-        """Do pieces of these refreshes between the actions of the pipeline."""
+        """Do parts of these refreshes between the actions of the pipeline."""
         self._executor.filler = filler
 
     def _check_shape(self, batch: Batch, num_sequences: int) -> None:
@@ -201,7 +204,7 @@ class Engine:
 
     def counts_of_all(self, batch: Batch) -> tuple[int, int]:
         """Return the numbers of labels and tokens of the global batch of a step, the same on all
-        ranks. What this rank's share does not say, the ranks add up.
+        ranks. The ranks add up the numbers that this rank's share lacks.
 
         Raises ValueError, before anything is sent, if the share does not have the engine's shape.
         """
@@ -211,10 +214,10 @@ class Engine:
     def _add_up(self, batch: Batch) -> tuple[int, int]:
         if batch.labels_of_all is not None and batch.tokens_of_all is not None:
             return batch.labels_of_all, batch.tokens_of_all
-        own = batch.num_labels, batch.num_tokens
+        of_share = batch.num_labels, batch.num_tokens
         if self.mesh.data_size == 1:
-            return own
-        total = torch.tensor(own, device=self.mesh.device)
+            return of_share
+        total = torch.tensor(of_share, device=self.mesh.device)
         dist.all_reduce(total, group=self.mesh.data_group)
         num_labels, num_tokens = read(total, Read.COUNTS).tolist()
         return num_labels, num_tokens
@@ -233,7 +236,10 @@ class Engine:
             ]
         if batch.padding_BS is not None:
             paddings = batch.padding_BS.split(size)
-            layouts = [one.with_padding(own) for one, own in zip(layouts, paddings, strict=True)]
+            layouts = [
+                layout.with_padding(padding_BS)
+                for layout, padding_BS in zip(layouts, paddings, strict=True)
+            ]
         on_device = (
             to_device(x_BS, device).split(size) for x_BS in (batch.inputs_BS, batch.labels_BS)
         )
@@ -245,27 +251,23 @@ class Engine:
 
     def _collect(self, output: StepOutput, shares: Sequence[float], reading: StepReading) -> None:
         """Write this rank's losses and loads into a reading."""
-        layers = self.part.moe_layers
         if output.losses:
             reading.losses[0] = torch.stack(output.losses).double().sum()
-        if own := self.part.own_moe_layers():
-            by_micro_batch = [
-                [one for stage in self.part.stages for one in output.routings[stage.index, m]]
-                for m in range(len(shares))
-            ]
-            summaries_LM = list(zip(*by_micro_batch, strict=True))
-            balance_LM = (
-                torch.stack([summary.balance_loss for row in summaries_LM for summary in row])
-                .double()
-                .view(len(own), -1)
-            )
-            reading.losses[1] = (
-                balance_LM * to_device(torch.tensor(shares, dtype=torch.float64), self.mesh.device)
-            ).sum() / len(layers)
-            for layer, row in zip(own, summaries_LM, strict=True):
-                reading.counts_LE[layers.index(layer)] = torch.stack(
-                    [summary.count_E for summary in row]
-                ).sum(0)
+        layers = self.part.own_moe_layers()
+        if not layers:
+            return
+        of_micro_batches = [
+            [summary for stage in self.part.stages for summary in output.routings[stage.index, m]]
+            for m in range(len(shares))
+        ]
+        summaries_LM = list(zip(*of_micro_batches, strict=True))
+        balance_LM = torch.stack([summary.balance_loss for row in summaries_LM for summary in row])
+        balance_LM = balance_LM.double().view(len(layers), -1)
+        shares_M = to_device(torch.tensor(shares, dtype=torch.float64), self.mesh.device)
+        reading.losses[1] = (balance_LM * shares_M).sum() / len(self.part.moe_layers)
+        for layer, row in zip(layers, summaries_LM, strict=True):
+            counts_E = torch.stack([summary.count_E for summary in row]).sum(0)
+            reading.counts_LE[self.part.moe_layers.index(layer)] = counts_E
 
     def balance(self, counts_LE: Int[Tensor, "l e"]) -> None:
         """Apply loss-free balancing after a step in which the experts received these rows."""
@@ -313,7 +315,7 @@ def build_engine(
 
 
 def schedule_for(parallel: ParallelConfig, num_micro_batches: int) -> Schedule:
-    """The table of a training step with so many micro-batches per data rank."""
+    """Return the schedule of a training step with so many micro-batches per data rank."""
     if parallel.resolved_schedule == "sequential":
         return sequential(num_micro_batches)
     return dualpipev(

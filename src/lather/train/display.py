@@ -32,24 +32,24 @@ class Clock:
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self._steps: deque[tuple[int, float]] = deque(maxlen=LAST_STEPS)
-        self._begin: float | None = None
+        self._start: float | None = None
 
-    def saw(self, row: StepRow) -> None:
-        """Take in a completed step."""
+    def count(self, row: StepRow) -> None:
+        """Count a completed step."""
         now = self._now()
         self._steps.append((row.step, now))
-        if self._begin is None:
-            self._begin = now - row.seconds
+        if self._start is None:
+            self._start = now - row.seconds
 
     def times(self, num_steps: int) -> str:
         """Return the time spent and, from the second step on, the time left."""
-        if self._begin is None:
+        if self._start is None:
             return ""
-        (first, begun), (last, ended) = self._steps[0], self._steps[-1]
+        (first, start), (last, end) = self._steps[0], self._steps[-1]
         if last == num_steps:
-            return spent_and_left(ended - self._begin, 0.0)
-        left = (ended - begun) / (last - first) * (num_steps - last) if last > first else None
-        return spent_and_left(self._now() - self._begin, left)
+            return spent_and_left(end - self._start, 0.0)
+        left = (end - start) / (last - first) * (num_steps - last) if last > first else None
+        return spent_and_left(self._now() - self._start, left)
 
 
 class PlainDisplay(contextlib.AbstractContextManager["PlainDisplay"]):
@@ -57,18 +57,18 @@ class PlainDisplay(contextlib.AbstractContextManager["PlainDisplay"]):
 
     def __init__(self, every: int, clock: Clock | None = None) -> None:
         self.every = every
-        self.is_read = True
+        self.is_silent = False
         self.clock = clock or Clock()
 
     def __exit__(self, *exc: object) -> None:
         pass
 
     def note(self, text: str) -> None:
-        if self.is_read:
+        if not self.is_silent:
             print(text, flush=True)
 
     def step(self, row: StepRow, num_steps: int) -> None:
-        self.clock.saw(row)
+        self.clock.count(row)
         if row.step % self.every == 0 or row.step in (1, num_steps) or (row.skipped and row.tokens):
             self.note(
                 "  ".join(
@@ -98,7 +98,7 @@ class LiveDisplay(contextlib.AbstractContextManager["LiveDisplay"]):
         self.console.print(text, highlight=False, markup=False)
 
     def step(self, row: StepRow, num_steps: int) -> None:
-        self.clock.saw(row)
+        self.clock.count(row)
         self._row, self._num_steps = row, num_steps
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:

@@ -33,8 +33,8 @@ from lather.data.opening import held_out_sets, open_datasets, training_batches
 from lather.data.order import MixturePhase
 from lather.errors import DataError, RunError, UserError
 from lather.files import read_text, reason, write_aside
-from lather.train.companions import keep_companions
-from lather.train.start import Start, copy_run, fork_source, remove_copy, start_of
+from lather.train.companions import save_companions
+from lather.train.start import copy_run, fork_source, remove_run, start_of
 from lather.version import find_commit
 
 
@@ -49,19 +49,16 @@ class RunDirectory:
         changed.
         """
         path = self.path = Path(config.run_dir)
-        if fork_source(path, config) is None:
-            start_of(path, config)
-        self._is_made, self._is_fork = not path.exists(), False
-        self.start = Start(config, is_new=self._is_made)
+        self._made_folder, self._is_new = not path.exists(), False
         self._lock = _lock(path)
         try:
-            # again, now under the lock: another process may have forked meanwhile
             source = fork_source(path, config)
             if source is not None:
-                self._is_fork = True
+                self._is_new = True
                 copy_run(*source, path)
             self.start = start_of(path, config)
             if self.start.is_new:
+                self._is_new = True
                 write_aside(path / "config.toml", config_to_toml(self.start.config))
         except UserError:
             self.abandon()
@@ -73,23 +70,20 @@ class RunDirectory:
         record = self._record()
         if record is None:
             return
-        before, now = (
-            data_sets_of(record)[: self.start.num_data_sets],
-            list(data.identities.items()),
-        )
-        if [identity for _, identity in now[: len(before)]] != [identity for _, identity in before]:
+        trained = data_sets_of(record)[: self.start.num_data_sets]
+        if [*data.identities.values()][: len(trained)] != [identity for _, identity in trained]:
             raise RunError(
                 f"run_dir = {str(self.path)!r} was trained on other tokens "
-                f"({', '.join(folder for folder, _ in before)}) than it has "
+                f"({', '.join(folder for folder, _ in trained)}) than it has "
                 f"now ({', '.join(data.identities)}): restore the text, or give another --run-dir; "
                 "added data sets come after the first "
                 "ones in data.path, and a weight of 0 leaves one out"
             )
 
-    def record(self, data: RunData, place: Mapping[str, str] | None = None) -> None:
+    def record(self, data: RunData, hardware: Mapping[str, str] | None = None) -> None:
         """Record the configuration, its changes, the data sets and their tokenizer, as they are
-        from now on, and this start: its step, versions, hardware, and `place`, texts that say where
-        it runs, such as its ranks.
+        from now on, and this start: its step, versions, machine, and `hardware`, texts such as its
+        ranks.
 
         History and configuration are replaced by one atomic write, so that a start that is killed
         here does not change what the next start reads. Raises RunError, before anything is written,
@@ -97,29 +91,23 @@ class RunDirectory:
         """
         self.check_data(data)
         if data.tokenizer is not None:
-            _replace(self.path / "tokenizer.json", data.tokenizer.read_bytes())
+            write_aside(self.path / "tokenizer.json", data.tokenizer.read_bytes())
         if self.start.is_finished:
             return
         if self.start.history.rows or (self.path / CHANGES).exists():
-            _replace(self.path / CHANGES, self.start.history.to_jsonl().encode())
-        _replace(self.path / "config.toml", config_to_toml(self.start.config).encode())
-        record, data_sets = self._record(), [list(pair) for pair in data.identities.items()]
+            write_aside(self.path / CHANGES, self.start.history.to_jsonl())
+        write_aside(self.path / "config.toml", config_to_toml(self.start.config))
+        record = self._record()
         if record is None:
-            keep_companions(self.path, self.start.config)
-            record = {"data": data_sets, **provenance(), "starts": []}
-        elif [identity for _, identity in data_sets_of(record)] != [
-            identity for _, identity in data_sets
-        ]:
-            record = {**record, "data": data_sets}
-        record["starts"] = [
-            *starts_before(record, self.start.step),
-            {**self._this_start(), **(place or {})},
-        ]
-        write_aside(self.path / PROVENANCE, json.dumps(record, indent=1))
-
-    def _this_start(self) -> dict[str, Any]:
+            save_companions(self.path, self.start.config)
+            record = {"data": [], **provenance(), "starts": []}
+        record["data"] = list(data.identities.items())
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        return {"time": now, "step": self.start.step, **provenance()}
+        start = {"time": now, "step": self.start.step, **provenance(), **(hardware or {})}
+        # the steps of later starts were lost
+        before = [start for start in record["starts"] if start["step"] < self.start.step]
+        record["starts"] = [*before, start]
+        write_aside(self.path / PROVENANCE, json.dumps(record, indent=1))
 
     def _record(self) -> dict[str, Any] | None:
         """Read the record of versions and data sets; None for a new run. Raises RunError if it is
@@ -138,17 +126,13 @@ class RunDirectory:
     def abandon(self) -> None:
         """Remove the files of a run that could not start; a run that existed before is not
         changed."""
-        if self._is_fork:
-            remove_copy(self.path)
-        elif self.start.is_new:
-            for name in ("config.toml", PROVENANCE, "tokenizer.json"):
-                (self.path / name).unlink(missing_ok=True)
-        else:
-            return
-        (self.path / ".lock").unlink(missing_ok=True)
-        if self._is_made:
-            with contextlib.suppress(OSError):
-                self.path.rmdir()
+        if self._is_new:
+            remove_run(self.path)
+        if not (self.path / "config.toml").exists():
+            (self.path / ".lock").unlink(missing_ok=True)
+            if self._made_folder:
+                with contextlib.suppress(OSError):
+                    self.path.rmdir()
 
     def close(self) -> None:
         self._lock.close()
@@ -224,18 +208,6 @@ def _lock(path: Path) -> IO[str]:
 def data_sets_of(record: dict[str, Any]) -> list[tuple[str, str]]:
     """Return folder and identity of each data set in a provenance.json."""
     return [(str(folder), str(identity)) for folder, identity in record["data"]]
-
-
-def starts_before(record: Mapping[str, Any], step: int) -> list[dict[str, Any]]:
-    """Return the starts in a provenance.json that led to this step: those whose steps were lost are
-    left out."""
-    return [one for one in record["starts"] if one["step"] < step]
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Replace the file atomically, unless it has this content already."""
-    if not path.exists() or path.read_bytes() != content:
-        write_aside(path, content)
 
 
 def provenance() -> dict[str, Any]:

@@ -22,8 +22,8 @@ from lather.cli import main
 from lather.commands.train import _read
 from lather.files import read_rows
 from lather.parallel.launch.requests import Requests, receiving_signals, stop_signals
-from lather.train.asking import Asking, TimeLimit
 from lather.train.loop import train
+from lather.train.requests import RunRequests, TimeLimit
 from reaper import reaped
 from tiny_run import write_config
 
@@ -124,7 +124,7 @@ def test_one_request_of_many_ranks_saves_once(tmp_path: Path) -> None:
         calls[0] += 1
         return 0.0 if calls[0] < 3 else begun if calls[0] < 5 else begun + 1e4
 
-    train(config, shown, asking=Asking(save=save))
+    train(config, shown, requests=RunRequests(save=save))
     said = [note for note in shown.notes if "SIGUSR1" in note]
     assert [note.split(":")[0] for note in said][:2] == ["step 2", "step 4"]
 
@@ -244,13 +244,13 @@ def test_the_limit_leaves_room_for_a_step_and_a_checkpoint(monkeypatch: pytest.M
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     limit = TimeLimit(1.0, 100.0, checkpoint_bytes=int(5e8))  # 5 s by the estimate
     assert not limit.is_reached(0.0)
-    limit.took_step(50.0)  # the first one compiles
+    limit.count_step(50.0)  # the first one compiles
     now[0] = 104.9
     assert not limit.is_reached(0.0)
     now[0] = 105.1
     assert limit.is_reached(0.0)
     for seconds in (3.0, 2.0):
-        limit.took_step(seconds)
+        limit.count_step(seconds)
     for passed, save, reached in (
         (51.9, 0.0, False),
         (52.1, 0.0, True),
