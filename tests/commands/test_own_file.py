@@ -115,7 +115,7 @@ def test_a_moved_run_is_that_run_and_its_paths_begin_at_the_current_folder(
     monkeypatch.chdir(project)
     assert is_at_home(read(str(target)), target, project)
     assert train(str(target), "--train.steps", "3") == 0
-    assert "although it names run_dir = 'runs/x'" in capsys.readouterr().out
+    assert "step-00000002" in capsys.readouterr().out
     assert steps_of(target) == [1, 2, 3]
     assert not (project / "runs/x").exists()
 
@@ -133,7 +133,6 @@ def test_with_another_run_dir_it_is_the_configuration_of_another_run(
 ) -> None:
     own = str(project / "runs/x/config.toml")
     assert train(own, "--run-dir", "new") == 0
-    assert "the run in new, with the configuration of" in capsys.readouterr().out
     assert steps_of(Path("new")) == [1, 2]
     fork = ("--run-dir", "fork", "--fork-from", own, "--train.steps", "3")
     assert [train(own, *fork) for _ in range(2)] == [0, 0]

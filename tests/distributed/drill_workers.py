@@ -27,6 +27,7 @@ from lather.config.config import CheckpointConfig, Config
 from lather.config.toml_file import config_from_mapping
 from lather.parallel.mesh import Mesh
 from lather.train.loop import train
+from lather.train.requests import RunRequests
 from tiny_model import TINY
 
 RANKS = 2
@@ -101,7 +102,7 @@ def rank_of_a_run(config: Config, folder: Path, rank: int, start: int, until: in
             (folder / f"part{start}").rename(folder / f"ready{start}")
         return first + len(times) - 2 >= until
 
-    train(config, Silent(), stop, mesh)
+    train(config, Silent(), RunRequests(stop), mesh)
     dist.barrier()
 
 

@@ -24,6 +24,7 @@ from lather.models.hf.model_export import save_hugging_face
 from lather.parallel.mesh import Mesh
 from lather.train import loop
 from lather.train.loop import RunOutcome, train
+from lather.train.requests import RunRequests
 from tiny_model import TINY
 from tiny_run import TIME_FIELDS
 
@@ -96,7 +97,9 @@ def start(config: Config, stop_after: int = 99) -> RunOutcome:
         left -= 1
         return left < 0
 
-    return train(config, Shown(), stop, Mesh.build(config.parallel, torch.device("cpu")))
+    return train(
+        config, Shown(), RunRequests(stop), Mesh.build(config.parallel, torch.device("cpu"))
+    )
 
 
 def trainings(rank: int, world_size: int, folder: Path) -> list[int]:

@@ -33,6 +33,7 @@ from lather.pipeline.segments import Segments
 from lather.pipeline.timeline import TimelineRecorder
 from lather.train import loop, memory_check
 from lather.train.loop import DivergedError, RunOutcome, train
+from lather.train.requests import RunRequests
 from tiny_model import TINY
 from tiny_run import TIME_FIELDS
 
@@ -127,7 +128,7 @@ def start(config: Config, stop_after: int = 0) -> RunOutcome:
         asked += 1
         return stop_after > 0 and asked > stop_after
 
-    return train(config, Shown(), stop, mesh)
+    return train(config, Shown(), RunRequests(stop), mesh)
 
 
 def trainings(rank: int, world_size: int, folder: Path) -> dict[str, Any]:

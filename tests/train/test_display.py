@@ -160,7 +160,7 @@ def test_the_live_bar_of_a_resumed_run_starts_where_it_was_and_estimates_from_it
     display, screen = live(now=lambda: now[0])
     with display:
         for step, now[0] in ((101, 1000.0), (102, 1040.0), (103, 1080.0)):
-            display.step(step_row(step, seconds=4000.0), 200)
+            display.step(step_row(step, seconds=3000.0 + now[0]), 200)
     head = frames(screen)[-3]
     assert head.startswith("step 103/200  ")
     assert head.endswith("  1 h 08 min, 1 h 05 min left")  # 97 steps of 40 s are left

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from stored import stored_tensors
 
-from changing_runs import MakeConfig, Shown, losses, run, uninterrupted
+from changing_runs import MakeConfig, losses, run, uninterrupted
 from lather.checkpoint.folder import list_checkpoints, step_of
 from lather.config.changes import History
 from lather.config.config import Config
@@ -19,7 +19,6 @@ from lather.config.optim import optim_config
 from lather.errors import RunError
 from lather.files import read_rows
 from lather.train import run_dir as run_dir_module
-from lather.train.loop import train
 from lather.train.run_dir import RunDirectory
 from lather.train.start import is_fork_of
 from tiny_run import TIME_FIELDS
@@ -139,8 +138,7 @@ def test_the_same_command_goes_on_with_the_fork(fork_config: MakeConfig, first: 
     too."""
     forked = fork_config(4)
     for stop_after in (1, 3):
-        shown = iter(range(stop_after))
-        train(forked, Shown(), lambda shown=shown: next(shown, None) is None)  # type: ignore[misc]
+        run(forked, stop_after)
     Path(first.run_dir).rename(f"{first.run_dir}-moved")
     run(forked)
     assert timeless(forked.run_dir) == timeless(f"{first.run_dir}-moved")
@@ -323,9 +321,9 @@ def test_a_fork_of_the_first_weights(
     begun = make_config(
         run_dir=str(tmp_path / "begun"), train={"steps": STEPS}, checkpoint={"keep_last": 9}
     )
-    train(begun, Shown(), lambda: True)
+    run(begun, stop_after=0)
     forked = fork_config(0, fork_from=f"{begun.run_dir}@0", optim={"lr": 1e-3})
-    train(forked, Shown(), lambda: True)
+    run(forked, stop_after=0)
     run(forked)
     assert losses(forked.run_dir) == uninterrupted(forked, forked)
     for checkpoint in list_checkpoints(Path(forked.run_dir) / "checkpoints"):

@@ -124,7 +124,7 @@ def test_one_request_of_many_ranks_saves_once(tmp_path: Path) -> None:
         calls[0] += 1
         return 0.0 if calls[0] < 3 else begun if calls[0] < 5 else begun + 1e4
 
-    train(config, shown, requests=RunRequests(save=save))
+    train(config, shown, RunRequests(save=save))
     said = [note for note in shown.notes if "SIGUSR1" in note]
     assert [note.split(":")[0] for note in said][:2] == ["step 2", "step 4"]
 

@@ -8,7 +8,6 @@ import signal
 import sys
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from lather.commands.with_config import parse_with_config
@@ -31,7 +30,6 @@ from lather.train.requests import RunRequests
 from lather.train.run_config import (
     check_data_is_named,
     configuration_file,
-    describe_target,
     run_of,
 )
 
@@ -51,16 +49,6 @@ STOPPING_NOTE = "stopping: the step is finished and saved first; Ctrl-C again en
 ENDED_NOTE = b"\nlather: ended at once, not saved; the last checkpoint, if any, can be resumed\n"
 
 
-@dataclass(frozen=True)
-class StartingCommand:
-    """The command that has started the ranks, as far as they have to know."""
-
-    started: float
-    """When it started, in seconds of `time.monotonic`."""
-    note: str = ""
-    """Line that rank 0 shows first, if there is one."""
-
-
 def train_command(arguments: list[str], started: float | None = None) -> int:
     """Train or resume the run that a TOML file describes, in this process or in several."""
     # a command knows it from before torch was imported
@@ -72,13 +60,8 @@ def train_command(arguments: list[str], started: float | None = None) -> int:
             check_parallel(config, world.size if world else nproc or 1)
             check_finetuning(config)
             options = GroupOptions(pick_device(config.train.device), config.parallel.timeout)
-            return run_ranks(
-                run_worker,
-                (config, StartingCommand(started, _told(arguments, config))),
-                world,
-                nproc,
-                options,
-            )
+            _check_data(arguments, config)
+            return run_ranks(run_worker, (config, started), world, nproc, options)
         except UserError:
             if world is None or world.local_rank == 0:
                 raise
@@ -104,21 +87,18 @@ def _read(arguments: list[str], world: World | None = None) -> tuple[Config, int
     return config, nproc
 
 
-def _told(arguments: list[str], config: Config) -> str:
-    """Return what to say about the configuration file, if it is a run's own. Raises ConfigError for
-    an imported run without data."""
+def _check_data(arguments: list[str], config: Config) -> None:
+    """Raise ConfigError if an imported run would be trained without data."""
     rest, _ = take_nproc(arguments)
     file = None if rest[0].startswith("-") else configuration_file(rest[0], "train")
     run = run_of(file) if file else None
-    if not file or not run:
-        return ""
-    check_data_is_named(run, arguments, config)
-    return describe_target(file, run, config)
+    if run:
+        check_data_is_named(run, arguments, config)
 
 
-def run_worker(config: Config, command: StartingCommand, world: World) -> int:
+def run_worker(config: Config, started: float, world: World) -> int:
     """Run one rank of the training; only rank 0 prints. Returns the exit status, which is the same
-    on all ranks."""
+    on all ranks. `started`: when the command started, in seconds of `time.monotonic`."""
     check_parallel(config, world.size)
     device = world.device(pick_device(config.train.device))
     mesh = Mesh.build(config.parallel, device)
@@ -134,7 +114,7 @@ def run_worker(config: Config, command: StartingCommand, world: World) -> int:
         world.stop or (lambda: received.stop),
         world.save or (lambda: received.save),
     )
-    requests = RunRequests(lambda: stopped_by() is not None, saved_at, command.started)
+    requests = RunRequests(lambda: stopped_by() is not None, saved_at, started)
     with contextlib.ExitStack() as cleanup:
         cleanup.enter_context(surviving_output())
         if world.stop is None:
@@ -142,9 +122,7 @@ def run_worker(config: Config, command: StartingCommand, world: World) -> int:
             cleanup.enter_context(receiving_signals())
         try:
             with shown as display:
-                if command.note:
-                    display.note(command.note)
-                outcome = train(config, display, mesh=mesh, requests=requests)
+                outcome = train(config, display, requests, mesh)
         except DivergedError as error:
             if world.rank == 0:
                 print(f"lather: stopped: {error}", file=sys.stderr)

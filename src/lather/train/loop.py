@@ -25,7 +25,6 @@ from lather.checkpoint.save import Saver
 from lather.checkpoint.state import TrainingState
 from lather.config.changes import values_of
 from lather.config.config import Config
-from lather.config.toml_file import folder_of
 from lather.data.batches import Batch
 from lather.device import Read, deterministic, is_gpu, read
 from lather.engine.engine import build_engine
@@ -38,18 +37,12 @@ from lather.parallel.mesh import Mesh
 from lather.pipeline.timeline import FILE as TIMELINE
 from lather.pipeline.timeline import TimelineRecorder, append_timeline
 from lather.train import metrics
-from lather.train.initial_weights import (
-    check_same_tokenizer,
-    find_weights,
-    load_weights,
-    notes_on_weights,
-)
+from lather.train.initial_weights import find_weights, load_weights, notes_on_weights
 from lather.train.memory_check import MemoryCheck, agreed_partition
 from lather.train.metrics import MetricsWriter
 from lather.train.notices import Notices, describe_run
 from lather.train.requests import SAME_REQUEST_SECONDS, RunRequests, TimeLimit
-from lather.train.run_dir import RunData, RunDirectory, check_same_data, open_run_data
-from lather.train.start import Start
+from lather.train.run_dir import RunData, RunDirectory, open_on_all_ranks
 from lather.train.trained_model import SAMPLE, TrainedModel
 
 
@@ -88,15 +81,13 @@ class RunOutcome:
 def train(
     config: Config,
     display: Display,
-    stop: Callable[[], bool] = lambda: False,
-    mesh: Mesh | None = None,
     requests: RunRequests | None = None,
+    mesh: Mesh | None = None,
 ) -> RunOutcome:
-    """Run `config` to its end, resuming the run that its directory holds. Between steps, `stop`
-    returns whether to save and end early; `requests` takes its place and has further requests.
+    """Run `config` to its end, resuming the run that its directory holds.
 
-    On a mesh every rank calls this; rank 0 writes and displays. The run stops if `stop` is true on
-    any rank. Without a mesh: one process.
+    On a mesh every rank calls this; rank 0 writes and displays, and all ranks obey the requests to
+    any of them. Without a mesh: one process.
 
     Raises:
         UserError: an error that the user can correct; nothing was overwritten.
@@ -104,7 +95,6 @@ def train(
         OSError: a checkpoint cannot be written; or the metrics cannot, and a checkpoint was saved.
     """
     mesh = mesh or Mesh.single(pick_device(config.train.device))
-    requests = requests or RunRequests(stop)
     run_dir: RunDirectory | None = None
     with contextlib.ExitStack() as cleanup:
         with errors_on_all_ranks(mesh.control_group):
@@ -117,7 +107,7 @@ def train(
                 run_dir.abandon()
             raise
         with deterministic(run.config.train.deterministic):
-            return run.train(requests)
+            return run.train(requests or RunRequests())
 
 
 def _prepared_run(
@@ -133,7 +123,7 @@ def _prepared_run(
         is_resumed = bool(list_checkpoints(Path(config.run_dir) / "checkpoints"))
         weights = find_weights(config) if config.init_from and not is_resumed else None
     weights = broadcast(weights, group)
-    data = _open_data(start, mesh, display, run_dir, weights)
+    data = open_on_all_ranks(start, mesh, display.note, run_dir, weights)
     run = _TrainingRun(config, data, mesh, display, weights)
     if weights is not None:
         for text in notes_on_weights(weights):
@@ -151,26 +141,6 @@ def _prepared_run(
             ranks = mesh.describe() if mesh.size > 1 else "1 rank"
             run_dir.record(data, {"ranks": ranks, "device": mesh.device.type})
     return run
-
-
-def _open_data(
-    start: Start, mesh: Mesh, display: Display, run_dir: RunDirectory | None, weights: Path | None
-) -> RunData:
-    """Open the data sets: first on rank 0, which may have to tokenize text, then on the others,
-    which check that they have the same."""
-    config, phases = start.config, start.history.phases(start.config.train.batch_size)
-    data: RunData | None = None
-    with errors_on_all_ranks(mesh.control_group):
-        if run_dir is not None:
-            data = open_run_data(config, display.note, phases)
-            if weights is not None and data.tokenizer is not None:
-                check_same_tokenizer(folder_of(config.init_from), data.tokenizer)
-            run_dir.check_data(data)
-    identities = broadcast({} if data is None else data.identities, mesh.control_group)
-    with errors_on_all_ranks(mesh.control_group):
-        data = data or open_run_data(config, display.note, phases)
-        check_same_data(data, identities)
-    return data
 
 
 class _TrainingRun:

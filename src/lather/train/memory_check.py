@@ -58,29 +58,32 @@ class MemoryCheck:
         self.is_on = when == "always" or (when == "auto" and is_gpu(mesh.device))
         self.peak = 0
         """Peak bytes of this rank's allocator over all steps."""
-        self._plan: Future[MemoryPlan] | None = None
+        self._planning: Future[MemoryPlan] | None = None
+        self._plan: MemoryPlan | None = None
         self._memory = device_memory(mesh.device)
         if self.is_on and mesh.rank == 0:
             thread = ThreadPoolExecutor(1, "memory-plan")
-            self._plan = thread.submit(plan, config, mesh.size, assumed_for(mesh.device), partition)
+            self._planning = thread.submit(
+                plan, config, mesh.size, assumed_for(mesh.device), partition
+            )
             thread.shutdown(wait=False)
 
     def before_first_step(self) -> None:
         """Report the bytes that the run will need, and whether they exceed the device's memory."""
-        planned = self._wait_for_plan(min(PATIENCE, self.timeout / 2))
-        if planned is None:
+        if self._planning is None:
             return
-        rank, needed = planned.largest.rank, planned.needed / GIB
-        available = None if self._memory is None else self._memory / GIB
-        if available is not None and needed > available:
+        patience = min(PATIENCE, self.timeout / 2)
+        try:
+            self._plan = self._planning.result(patience)
+        except TimeoutError:
             self.note(
-                f"memory plan: this run will not fit: rank {rank} needs {needed:.2f} GiB, and its "
-                f"device has {available:.2f}; "
-                "lather plan --memory finds settings that do"
+                f"memory plan: not finished after {duration(patience)}; run lather plan, which has "
+                "no time limit"
             )
+        except Exception as error:
+            self.note(f"memory plan: failed: {type(error).__name__}: {error}")
         else:
-            of_all = "" if available is None else f" of {available:.2f}"
-            self.note(f"memory plan: rank {rank} needs most, {needed:.2f}{of_all} GiB")
+            self.note(f"memory plan: {_verdict(self._plan, self._memory)}")
 
     def record_peak(self, peak: int) -> None:
         """Record the peak of a step, in bytes, from `take_peak_memory_bytes`; on a CPU that is the
@@ -94,33 +97,27 @@ class MemoryCheck:
             return
         measured = dict(measured_bytes(engine, optimizer)), self.peak
         of_ranks = gather(measured, self.mesh.control_group)
-        planned = self._wait_for_plan(self.timeout / 2)
-        if planned is None:
+        if self._plan is None:
             return
-        ranks = [_compared(run, *of_ranks[run.rank]) for run in planned.ranks]
+        ranks = [_compared(run, *of_ranks[run.rank]) for run in self._plan.ranks]
         content = json.dumps({"world_size": self.mesh.size, "ranks": ranks}, indent=1) + "\n"
         with optional_file(self.path, self.note):
             write_aside(self.path, content)
         for warning in (text for row in ranks for text in differences(row)):
             self.note(f"memory plan: {warning}")
 
-    def _wait_for_plan(self, seconds: float) -> MemoryPlan | None:
-        """Wait at most `seconds` for the plan and return it. None on ranks other than 0, if it is
-        not finished, or if it failed; the last two are reported, the failure once."""
-        if self._plan is None:
-            return None
-        try:
-            return self._plan.result(seconds)
-        except TimeoutError:
-            self.note(
-                f"memory plan: not finished after {duration(seconds)}; run lather plan, which has "
-                "no time limit"
-            )
-            return None
-        except Exception as error:
-            self.note(f"memory plan: failed: {type(error).__name__}: {error}")
-            self._plan = None
-            return None
+
+def _verdict(planned: MemoryPlan, memory: int | None) -> str:
+    """Describe the bytes of the rank that needs most, of a device with so much memory."""
+    rank, needed = planned.largest.rank, f"{planned.needed / GIB:.2f}"
+    if memory is None:
+        return f"rank {rank} needs most, {needed} GiB"
+    if planned.needed <= memory:
+        return f"rank {rank} needs most, {needed} of {memory / GIB:.2f} GiB"
+    return (
+        f"this run will not fit: rank {rank} needs {needed} GiB, and its device has "
+        f"{memory / GIB:.2f}; lather plan --memory finds settings that do"
+    )
 
 
 def agreed_partition(config: Config, mesh: Mesh) -> Partition | None:

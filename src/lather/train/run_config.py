@@ -71,20 +71,6 @@ def current_config(run: Path) -> Config:
     return replace(config, run_dir=os.path.abspath(run))
 
 
-def describe_target(file: Path, run: Path, config: Config) -> str:
-    """Return a line on the run that a command trains, if the file does not say the same. `config`:
-    the configuration of the command, from the `file` that `run` has written."""
-    if not _is_same(Path(config.run_dir), run):
-        return f"the run in {config.run_dir}, with the configuration of {run}"
-    written = load_run(run)
-    if _is_same(Path(written.run_dir), run):
-        return ""
-    return (
-        f"{file} is the configuration of the run in {run}, although it names run_dir = "
-        f"{written.run_dir!r}; relative paths in it begin at {_start_folder(written, run)}"
-    )
-
-
 def check_data_is_named(run: Path, arguments: Sequence[str], config: Config) -> None:
     """Raise ConfigError if the command would train an imported run in its own folder on the default
     text, which nobody has named.

@@ -26,14 +26,17 @@ import lather
 from lather.config.changes import CHANGES
 from lather.config.config import Config
 from lather.config.run_folder import PROVENANCE
-from lather.config.toml_file import config_to_toml
+from lather.config.toml_file import config_to_toml, folder_of
 from lather.data.batches import Batches, HeldOut
 from lather.data.documents import load_tokenizer
 from lather.data.opening import held_out_sets, open_datasets, training_batches
 from lather.data.order import MixturePhase
 from lather.errors import DataError, RunError, UserError
 from lather.files import read_text, reason, write_aside
+from lather.parallel.agreement import broadcast, errors_on_all_ranks
+from lather.parallel.mesh import Mesh
 from lather.train.companions import save_companions
+from lather.train.initial_weights import check_same_tokenizer
 from lather.train.start import copy_run, fork_source, remove_run, start_of
 from lather.version import find_commit
 
@@ -173,14 +176,36 @@ def open_run_data(
     return RunData(batches, held_out, tokenizer, identities)
 
 
-def check_same_data(data: RunData, identities: dict[str, str]) -> None:
-    """Raise DataError unless this rank has the same data sets as rank 0."""
-    if list(data.identities.values()) != list(identities.values()):
-        raise DataError(
-            f"the data sets on {platform.node()} ({', '.join(data.identities)}) are not those of "
-            f"rank 0 ({', '.join(identities)}): give all ranks the same ones, as copies or on a "
-            "shared file system"
-        )
+def open_on_all_ranks(
+    start: Start,
+    mesh: Mesh,
+    report: Callable[[str], None],
+    run_dir: RunDirectory | None,
+    weights: Path | None,
+) -> RunData:
+    """Open the data sets of a start: first on rank 0, which may have to tokenize text, then on the
+    others, which check that they have the same. Only rank 0 has `run_dir`; `weights`: initial ones.
+
+    Raises DataError or RunError, on all ranks, if a data set or a tokenizer does not fit.
+    """
+    config, phases = start.config, start.history.phases(start.config.train.batch_size)
+    data: RunData | None = None
+    with errors_on_all_ranks(mesh.control_group):
+        if run_dir is not None:
+            data = open_run_data(config, report, phases)
+            if weights is not None and data.tokenizer is not None:
+                check_same_tokenizer(folder_of(config.init_from), data.tokenizer)
+            run_dir.check_data(data)
+    identities = broadcast({} if data is None else data.identities, mesh.control_group)
+    with errors_on_all_ranks(mesh.control_group):
+        data = data or open_run_data(config, report, phases)
+        if list(data.identities.values()) != list(identities.values()):
+            raise DataError(
+                f"the data sets on {platform.node()} ({', '.join(data.identities)}) are not those "
+                f"of rank 0 ({', '.join(identities)}): give all ranks the same ones, as copies or "
+                "on a shared file system"
+            )
+    return data
 
 
 def _lock(path: Path) -> IO[str]:

@@ -238,14 +238,10 @@ def copy_run(source: Path, checkpoint: Path, target: Path) -> None:
     try:
         remove_run(target)
         (target / INCOMPLETE).touch()
-        shutil.copytree(
-            checkpoint, checkpoint_path(target / "checkpoints", step), copy_function=_link
-        )
-        for name in (PROVENANCE, "tokenizer.json"):
-            if (source / name).exists():
-                shutil.copyfile(source / name, target / name)
-        if (source / COMPANION_FOLDER).is_dir():
-            shutil.copytree(source / COMPANION_FOLDER, target / COMPANION_FOLDER)
+        copied = checkpoint_path(target / "checkpoints", step)
+        shutil.copytree(checkpoint, copied, copy_function=_link)
+        for name in (PROVENANCE, "tokenizer.json", COMPANION_FOLDER):
+            _copy(source / name, target / name)
         rows = [row for row in read_rows(source / "metrics.jsonl") if row["step"] <= step]
         (target / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         config, history = config_at(source, step)
@@ -273,8 +269,16 @@ def remove_run(target: Path) -> None:
     (target / INCOMPLETE).unlink(missing_ok=True)
 
 
+def _copy(source: Path, target: Path) -> None:
+    """Copy a file or a folder if it exists."""
+    if source.is_dir():
+        shutil.copytree(source, target)
+    elif source.exists():
+        shutil.copyfile(source, target)
+
+
 def _link(source: str, target: str) -> None:
-    """Link a file, since checkpoint files never change; copy it if it cannot be linked."""
+    """Link a file of a checkpoint, which never changes; copy it if it cannot be linked."""
     try:
         os.link(source, target)
     except FileNotFoundError:

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from lather.config.config import LogConfig
 from lather.errors import RunError
@@ -33,6 +33,7 @@ Values = Mapping[str, Any]
 """Values of a configuration by dotted key."""
 Note = Callable[[str], None]
 """Shows a line."""
+Start = Callable[[], "TensorBoard | Wandb | MLflow"]
 
 CLOSE_SECONDS = 30.0
 """Time that the end of a run waits for a tracker."""
@@ -40,19 +41,6 @@ MOST_ROWS = 20_000
 """Rows that may wait for a tracker; one that is further behind is abandoned."""
 START_SECONDS = 60
 """Time in which Weights & Biases has to answer when a run starts."""
-
-
-class Tracker(Protocol):
-    """Shows the rows of a run."""
-
-    remark: str
-    """A sentence for the user about the place of the record; empty: none."""
-
-    def write(self, step: int, numbers: Numbers) -> None:
-        """Record a row; the steps of later rows are not smaller."""
-
-    def close(self) -> None:
-        """Complete the record."""
 
 
 def numbers_of(row: Mapping[str, Any]) -> dict[str, float | None]:
@@ -76,7 +64,7 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, float | None]]:
 class BackgroundTracker:
     """Calls a tracker in a thread, and abandons it when it fails."""
 
-    def __init__(self, name: str, start: Callable[[], Tracker], note: Note) -> None:
+    def __init__(self, name: str, start: Start, note: Note) -> None:
         """`start` makes the tracker, in the thread."""
         self._name, self._note, self._is_abandoned = name, note, False
         self._rows: queue.Queue[tuple[int, Numbers] | None] = queue.Queue(MOST_ROWS)
@@ -100,7 +88,7 @@ class BackgroundTracker:
         if self._thread.is_alive():
             self._abandon(f"did not end within {CLOSE_SECONDS:g} s")
 
-    def _run(self, start: Callable[[], Tracker]) -> None:
+    def _run(self, start: Start) -> None:
         try:
             tracker = start()
             if tracker.remark and not self._is_abandoned:
@@ -124,7 +112,7 @@ def start_trackers(
     log: LogConfig, run_dir: Path, resume_step: int | None, configuration: Values, note: Note
 ) -> list[BackgroundTracker]:
     """Start the trackers that `[log]` names. Raises RunError if one is not installed."""
-    starts: dict[str, Callable[[], Tracker]] = {}
+    starts: dict[str, Start] = {}
     if log.tensorboard:
         from torch.utils.tensorboard import SummaryWriter
 
@@ -160,6 +148,7 @@ class TensorBoard:
     """Writes TensorBoard events into a folder; those of steps after `resume_step` are replaced."""
 
     remark = ""
+    """A sentence for the user about the place of the record; empty: none."""
 
     def __init__(self, writer: Callable[..., Any], folder: Path, resume_step: int | None) -> None:
         """`writer`: torch's SummaryWriter."""

@@ -115,8 +115,9 @@ class TrainedModel:
             self.chat_template().special_tokens.get("eos_token", ""),
             *(manifest.end_of_text for manifest in manifests(self.config)),
         }
-        tokens = {tokenizer.token_to_id(name) for name in names if name} - {None}
-        return frozenset(tokens | {*generation_ends(self.run, self.config)})
+        tokens = (tokenizer.token_to_id(name) for name in names if name)
+        known = (token for token in tokens if token is not None)
+        return frozenset((*known, *generation_ends(self.run, self.config)))
 
     def decoder(self, device: str | torch.device = "auto") -> Decoder:
         """Build the model with the checkpoint's weights. Raises CheckpointError if the checkpoint
