@@ -224,18 +224,18 @@ class _TrainingRun:
         self.saver.retention = replace(self.saver.retention, best=step)
 
     def train(self, requests: RunRequests) -> RunOutcome:
-        steps, train, saving = self.config.train.steps, self.config.train, self.config.checkpoint
+        train, saving = self.config.train, self.config.checkpoint
         limit = self._time_limit(requests.started)
         try:
             self._before_first_step()
-            while self.progress.step < steps and not self._must_end(requests, limit):
+            while self.progress.step < train.steps and not self._must_end(requests, limit):
                 start = time.monotonic()
                 self._train_step()
                 step = self.progress.step
-                is_validated = step == steps or _is_due(step, train.validation_every)
+                is_validated = step == train.steps or _is_due(step, train.validation_every)
                 is_best = is_validated and self._validate()
                 limit.count_step(time.monotonic() - start)
-                if (is_best or _is_due(step, saving.every)) and step < steps:
+                if (is_best or _is_due(step, saving.every)) and step < train.steps:
                     self._save()
             checkpoint = self._save()
             self.saver.wait()

@@ -37,7 +37,7 @@ from lather.parallel.agreement import broadcast, errors_on_all_ranks
 from lather.parallel.mesh import Mesh
 from lather.train.companions import save_companions
 from lather.train.initial_weights import check_same_tokenizer
-from lather.train.start import copy_run, fork_source, remove_run, start_of
+from lather.train.start import Start, copy_run, fork_source, remove_run, start_of
 from lather.version import find_commit
 
 
