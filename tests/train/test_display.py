@@ -41,15 +41,8 @@ def test_plain_lines_are_the_first_every_nth_and_the_last_step(
 def test_a_plain_line_has_the_numbers(
     step_row: MakeRow, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    row = step_row(
-        2,
-        loss=1.23456,
-        lr=3e-3,
-        grad_norm=0.5,
-        tokens_per_second=12345.6,
-        seconds=4.0,
-        peak_memory_bytes=3 * 2**29,
-    )
+    numbers = {"loss": 1.23456, "lr": 3e-3, "grad_norm": 0.5, "tokens_per_second": 12345.6}
+    row = step_row(2, **numbers, seconds=4.0, peak_memory_bytes=3 * 2**29)
     PlainDisplay(every=1).step(row, 10)
     assert (
         capsys.readouterr().out
@@ -132,14 +125,8 @@ def test_nothing_is_cut_or_left_out_however_wide_the_terminal_is(
     *_, head, _ = shown = frames(screen)
     assert max(map(len, shown)) <= width
     text = "\n".join(shown)
-    fields = (
-        "step 123456/1000000",
-        "loss 12.3456",
-        "lr 1.00e-03",
-        "grad 1234.56",
-        "1,234,567 tokens/s",
-        "1234.50 GiB",
-    )
+    fields = ("step 123456/1000000", "loss 12.3456", "lr 1.00e-03", "grad 1234.56")
+    fields += ("1,234,567 tokens/s", "1234.50 GiB")
     note = ("a note", "several", "words,", "terminal", "must", "break", "within")
     for field in (*fields, "11 d 14 h, 42 d 15 h left", *note):
         assert field in text, (field, text)

@@ -159,8 +159,9 @@ def _refuse_fixed(changes: dict[str, Change], subject: str, remedy: str) -> None
     fixed = [key for key in changes if class_of(key) == "fixed"]
     if not fixed:
         return
-    # another family or rule has other keys: name a key of both
-    key = next((key for key in fixed if None not in changes[key]), fixed[0])
+    # another family or rule has other keys: name those of both
+    fixed = [key for key in fixed if None not in changes[key]] or fixed
+    key = fixed[0]
     more = f" and {len(fixed) - 1} more" if len(fixed) > 1 else ""
     theirs, ours = map(as_toml, changes[key])
     raise RunError(
