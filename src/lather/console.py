@@ -16,8 +16,7 @@ WIDE = 10_000
 LEAST_TEXT = 16
 """Columns to which a column of text may be wrapped, or its longest word if that is longer."""
 LONG_WORD = 28
-"""A longer word, such as a path or the name of a data set, may be broken after a mark between its
-parts."""
+"""Longer words, names or paths for example, may be broken after a mark between their parts."""
 MARKS = "-_/.,:@="
 
 
@@ -37,14 +36,14 @@ def command_console() -> Console:
 
 
 def is_live(console: Console) -> bool:
-    """Return whether lines on the console can be replaced: it is a terminal, and one that can."""
+    """Return whether the console is a terminal that can replace its lines."""
     return console.is_interactive and console.file.isatty()
 
 
 class FittedTable(Table):
-    """A table that fits the console: headers and texts are wrapped between words, and if that is
-    not enough, the columns are divided among several tables, each of which begins with the columns
-    that name the rows. Numbers and words stay whole."""
+    """A table that fits the console: it wraps headers and texts between words, and if that is not
+    enough, divides the columns among several tables, each of which begins with the columns that
+    name the rows. Numbers and words stay whole."""
 
     num_names = 1
     """Number of first columns that name the rows."""
@@ -92,7 +91,7 @@ class FittedTable(Table):
 
 
 def with_breaks(cell: Text, longest: int = LONG_WORD, marks: str = MARKS) -> Text:
-    """Break words that have more columns than `longest` after some of the marks in them."""
+    """Break words that have more columns than `longest` after marks in them."""
     part_of_word = re.compile(f"[^{re.escape(marks)}]*[{re.escape(marks)}]*")
     breaks = []
     for word in re.finditer(r"\S+", cell.plain):
@@ -118,8 +117,7 @@ def _widths(column: Column, cells: Sequence[Text]) -> tuple[int, int]:
 
 
 def _around(columns: int) -> int:
-    """Return the columns of a table outside of its cells: a space after each cell, one between two,
-    and both edges."""
+    """Return the columns of a table outside of its cells: two spaces for each cell, and an edge."""
     return 2 * columns + 1
 
 
@@ -151,8 +149,8 @@ def _shared(measured: Sequence[tuple[int, int]], room: int) -> list[int]:
 def titled_table(
     title: str = "", left: Iterable[str] = (), right: Iterable[str] = ()
 ) -> FittedTable:
-    """A table without a frame, whose first columns are words, which name the rows, and whose others
-    are numbers."""
+    """Return a table without a frame: `left` columns of words, which name the rows, and `right`
+    columns of numbers."""
     table = FittedTable(title=title)
     for justify, names in (("left", left), ("right", right)):
         for name in names:

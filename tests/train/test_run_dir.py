@@ -252,15 +252,3 @@ def test_a_lost_tokenizer_comes_back_from_the_same_data_set(
     (opened.path / "tokenizer.json").unlink()
     opened.record(make_data("books-1"))
     assert (opened.path / "tokenizer.json").read_text() == "tokenizer of books-1"
-
-
-DAMAGED = (b"", b"[]", b"{}", b"\xff\xfe", b'{"data": 3}', b'{"data": [["a", "b"]]}')
-
-
-@pytest.mark.parametrize("contents", DAMAGED)
-def test_a_damaged_record_is_named(
-    opened: RunDirectory, make_data: MakeData, contents: bytes
-) -> None:
-    (opened.path / "provenance.json").write_bytes(contents)
-    with pytest.raises(RunError, match=r"provenance\.json: damaged: delete "):
-        opened.record(make_data("books-1"))

@@ -1,7 +1,7 @@
 """A model on a mesh of ranks: the gradients of a global batch, and validation. A single process is
 a mesh of one rank, with the same code.
 
-Every rank is given the sequences of its data rank; the ranks of a pipeline are given the same ones.
+Every rank gets the sequences of its data rank, so all ranks of a pipeline get the same.
 The loss is a sum over labels divided by the number of labels on all ranks, so no gradient is
 divided later, and after `launch_gradients` every parameter has its whole gradient. The auxiliary
 losses of the routers are means over tokens: a micro-batch counts by its share of the step's tokens,
@@ -135,7 +135,7 @@ class Engine:
         return StepReading(self.part, self.parameters, self.mesh, num_labels)
 
     def run_prelude(self, batch: Batch) -> None:
-        """Run two micro-batches of this rank's share of a global batch through its own stages, for
+        """Run two micro-batches of this rank's share of a global batch through its stages, for
         training and for validation, without transfers (`lather.pipeline.prelude`).
 
         On GPUs with a pipeline all ranks call this before the first step. It changes neither
@@ -324,7 +324,7 @@ def schedule_for(parallel: ParallelConfig, num_micro_batches: int) -> Schedule:
 
 
 def weights_dtype(config: Config) -> torch.dtype:
-    """Return the dtype of parameters and gradients; matrix products may use a narrower one."""
+    """Return the dtype of parameters and gradients; matrix products may be narrower."""
     return torch.float64 if config.train.precision == "fp64" else torch.float32
 
 

@@ -28,7 +28,7 @@ TEMPLATE_FILE, SETTINGS_FILE = "chat_template.jinja", "tokenizer_config.json"
 
 
 def companion_folders(run: Path, config: Config) -> Iterator[Path]:
-    """Yield the folders that may hold companion files: first the run's own, then those that its
+    """Yield the folders that may hold companion files: that of the run, then those that its
     configuration and its data sets name."""
     folders = [run]
     if config.data.tokenizer:

@@ -1,7 +1,7 @@
 """The initial weights of a new run that are read from another run or from a Hugging Face folder.
 
-Every rank reads its own part. Adapters of the other run are merged into its weights: a run starts
-from a model and adds its own adapters."""
+Every rank reads its part. Adapters of the other run are merged into its weights: a run starts from
+a model and adds new adapters."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def check_same_tokenizer(source: Path, ours: Path) -> None:
 
 
 def load_weights(path: Path, state: TrainingState) -> None:
-    """Load the weights that `find_weights` returned; every rank calls this and reads its own part.
+    """Load the weights that `find_weights` returned; every rank calls this and reads its part.
     Adapters are not changed.
 
     Raises CheckpointError or ExchangeError, on all ranks, if the weights are damaged or do not fit.
@@ -119,8 +119,8 @@ def load_weights(path: Path, state: TrainingState) -> None:
 def _copy_weights(source: TensorSource, state: TrainingState) -> None:
     """Copy this rank's part of every weight except adapters and balancing biases.
 
-    Raises CheckpointError, before anything is changed, if the source lacks a weight or has one of
-    another shape.
+    Raises CheckpointError, before anything is changed, if the source lacks a weight or a shape
+    differs.
     """
     pieces = [
         piece

@@ -87,7 +87,7 @@ def train(
     """Run `config` to its end, resuming the run that its directory holds.
 
     On a mesh every rank calls this; rank 0 writes and displays, and all ranks obey the requests to
-    any of them. Without a mesh: one process.
+    any rank. Without a mesh: one process.
 
     Raises:
         UserError: an error that the user can correct; nothing was overwritten.
@@ -330,7 +330,7 @@ class _TrainingRun:
         return self.batches.batch(number, self.mesh.data_rank, self.mesh.data_size)
 
     def _validate(self) -> bool:
-        """Evaluate on the held-out sequences, the same ones every time. Return whether to save a
+        """Evaluate on the held-out sequences, every time the same. Return whether to save a
         checkpoint because the loss of the first set, which is the run's validation loss, is the
         lowest so far."""
         ranks = self.mesh.data_rank, self.mesh.data_size
@@ -396,5 +396,5 @@ class _TrainingRun:
 
 
 def _is_due(step: int, every: int) -> bool:
-    """Return whether a thing that happens every so many steps (0: never) happens at this one."""
+    """Return whether a thing that happens every `every` steps (0: never) happens at `step`."""
     return every > 0 and step % every == 0

@@ -132,7 +132,7 @@ def agreed_partition(config: Config, mesh: Mesh) -> Partition | None:
 
 
 def assumed_for(device: torch.device) -> Assumed:
-    """Return the assumptions of a plan for ranks with such devices."""
+    """Return the assumptions of a plan for ranks with this kind of device."""
     return Assumed("gpu" if is_gpu(device) else "cpu", memory=device_memory(device))
 
 

@@ -2,8 +2,8 @@
 what the user may want to change.
 
 Experts have collapsed if the router sends nearly all tokens to few of them. A model that starts
-from random weights passes through such a state within the first tens of steps, and leaves it if the
-load is balanced strongly enough. So the first steps do not count, and a notice needs two windows of
+from random weights collapses within its first tens of steps, and recovers if the load is balanced
+strongly enough. So the first steps do not count, and a notice needs two windows of
 steps in a row. Trained weights may be used unevenly on narrow text; they are not watched.
 
 Letters: L MoE blocks, E experts.
@@ -26,12 +26,12 @@ SETTLED = 60
 WINDOW = 20
 """Steps over which loads are added up."""
 LEAST_LOAD = 0.1
-"""An expert with less of an even load is as good as unused."""
+"""Load, relative to an even load, below which an expert is as good as unused."""
 FEW = 1 / 16
-"""Share of the experts of which less may be unused: of many experts, a few often are."""
+"""Share of experts that makes a block uneven if so many are unused; of many, a few often are."""
 MOST_LOAD = 3.0
-"""An expert with more of an even load does too much of the work, where one expert of few can have
-so much; of many experts one may have half of what is possible."""
+"""Load, relative to an even load, above which an expert of few does too much of the work. The limit
+for an expert of many is half of its greatest possible load."""
 LEAST_ROWS = 50
 """Rows of an even load below which a window says nothing."""
 STRONG = 0.015
@@ -57,8 +57,7 @@ def describe_run(
 
 
 def uneven_blocks(load_LE: Tensor, num_experts_per_tok: int) -> set[int]:
-    """Return the blocks, counted from 0, whose load is uneven. Loads are relative to an even
-    one."""
+    """Return the blocks, counted from 0, whose load is uneven. `load_LE`: 1 for an even load."""
     num_experts = load_LE.shape[1]
     most = max(MOST_LOAD, num_experts / num_experts_per_tok / 2)
     is_idle_L = (load_LE < LEAST_LOAD).sum(1) >= max(1, FEW * num_experts)
@@ -97,7 +96,7 @@ class ExpertWatch:
 
 
 class Notices:
-    """Shows notices on the steps and validations of one launch, one on each subject."""
+    """Shows notices on the steps and validations of a launch, at most one for each subject."""
 
     def __init__(self, config: Config, note: Callable[[str], None]) -> None:
         """`note` shows a line."""
@@ -141,7 +140,7 @@ class Notices:
             )
 
     def _once(self, subject: str, text: str) -> None:
-        """Show a line, unless one on this subject was shown before."""
+        """Show a line, unless the subject has had a line before."""
         if subject not in self._subjects:
             self._subjects.add(subject)
             self._note(text)

@@ -25,7 +25,7 @@ Array = npt.NDArray[np.float64]
 LEAST_REACH, SHARE = 10, 0.02
 """The smoothed line takes in so many steps, or so great a share of the run, to either side."""
 COLORS = 10
-"""Colors that can be told apart; further runs have them again, with other lines."""
+"""Colors that differ clearly; further runs have them again, with other lines."""
 LINES = ("-", "--", ":", "-.")
 FEW = 4
 """Runs whose raw losses are drawn, too, and whose changes are described."""
@@ -72,11 +72,8 @@ def read_curves(run_dir: Path, name: str = "") -> Curves:
         )
     validations = [row for row in rows if row.get("validation_loss") is not None]
     fields = ("step", "seconds", "loss", "step_seconds", "optimizer_seconds")
-    try:
-        training = _columns(steps, *fields)
-        validation = _columns(validations, "step", "seconds", "validation_loss")
-    except (KeyError, TypeError, ValueError) as error:
-        raise RunError(f"{file}: not the metrics of a run ({error!r}): restore the file") from None
+    training = _columns(steps, *fields)
+    validation = _columns(validations, "step", "seconds", "validation_loss")
     changes = tuple((row.step, row.brief()) for row in history.rows)
     return Curves(name or run_dir.resolve().name, training, validation, changes)
 
@@ -86,8 +83,8 @@ def _columns(rows: Sequence[Mapping[str, float]], *names: str) -> dict[str, Arra
 
 
 def short_names(run_dirs: Sequence[Path]) -> list[str]:
-    """Return the paths of runs below the folder that all have in common; only the end of a long
-    one."""
+    """Return the paths of runs below the folder that all have in common; of a long path, only the
+    end."""
     paths = [path.resolve() for path in run_dirs]
     common = os.path.commonpath([path.parent for path in paths])
     names = [os.path.relpath(path, common) for path in paths]
@@ -141,15 +138,12 @@ def _label(run: Curves) -> str:
 
 
 def _zoom(panels: Sequence[Axes], runs: Sequence[Curves]) -> None:
-    """Let the steep beginnings of the curves leave the frame, so that their ends can be told
-    apart."""
-    smooth = [smoothed(run.training["loss"]) for run in runs]
+    """Let the steep beginnings of the curves leave the frame, so that their ends are clear."""
     ends = [run.final_loss for run in runs]
-    low = min(*ends, *(float(losses.min()) for losses in smooth))
-    high = max(*ends, *(float(losses[int(BEGINNING * len(losses)) :].max()) for losses in smooth))
-    margin = 0.05 * (high - low) or 0.1
+    smooth = [smoothed(run.training["loss"]) for run in runs]
+    ends += [float(losses[int(BEGINNING * len(losses)) :].max()) for losses in smooth]
     for axes in panels:
-        axes.set_ylim(low - margin, high + margin)
+        axes.set_ylim(top=max(ends) + 0.05 * (max(ends) - axes.get_ylim()[0]))
 
 
 def _draw_loss(

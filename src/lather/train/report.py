@@ -112,7 +112,7 @@ def report_data(run_dir: Path, notes: list[str]) -> dict[str, Any]:
     history = part("changes.jsonl", lambda _: History.read(run_dir, {}), History())
     data = {
         "tiles": tiles(rows, planned) if steps else [],
-        "facts": [*(facts(config) if config else []), *losses_by_set(rows)],
+        "facts": facts(config) if config else [],
         "unit": unit_of_axis(max((row["seconds"] for row in steps), default=0.0)),
         "finished": bool(steps) and planned is not None and steps[-1]["step"] >= planned,
         "curves": curves(steps),
@@ -182,16 +182,6 @@ def facts(config: Config) -> Table:
         ["data", ", ".join(config.data.path) or config.data.source],
         ["step", f"{batch}, {tokens}, in {train.precision}"],
     ]
-
-
-def losses_by_set(rows: Sequence[Row]) -> Table:
-    """Return the last loss of each held-out set, where there are several."""
-    validations = [row["validation_losses"] for row in rows if row.get("validation_losses")]
-    last: dict[str, float | None] = validations[-1] if validations else {}
-    texts = (
-        f"{name} {'none' if loss is None else format(loss, '.4f')}" for name, loss in last.items()
-    )
-    return [["held-out losses", ", ".join(texts)]] if len(last) > 1 else []
 
 
 def curves(steps: Sequence[Row]) -> dict[str, list[Any]]:

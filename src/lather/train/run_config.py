@@ -2,7 +2,7 @@
 
 The file, or the folder, given to a command means that run. Relative paths in it begin at the folder
 in which the run was started: the current folder if `run_dir` leads from there to the run, or else
-the run's own path without `run_dir` at its end. In a run that was moved or renamed they begin at
+the path of the run without `run_dir` at its end. In a run that was moved or renamed they begin at
 the current folder. The checksums of the data sets tell whether the data are the same.
 """
 
@@ -72,7 +72,7 @@ def current_config(run: Path) -> Config:
 
 
 def check_data_is_named(run: Path, arguments: Sequence[str], config: Config) -> None:
-    """Raise ConfigError if the command would train an imported run in its own folder on the default
+    """Raise ConfigError if the command would train an imported run in its folder on the default
     text, which nobody has named.
 
     `arguments`: the command line; `config`: its configuration.

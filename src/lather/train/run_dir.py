@@ -113,18 +113,9 @@ class RunDirectory:
         write_aside(self.path / PROVENANCE, json.dumps(record, indent=1))
 
     def _record(self) -> dict[str, Any] | None:
-        """Read the record of versions and data sets; None for a new run. Raises RunError if it is
-        damaged."""
+        """Read the record of versions and data sets; None for a new run."""
         file = self.path / PROVENANCE
-        if not file.exists():
-            return None
-        try:
-            record: dict[str, Any] = json.loads(read_text(file))
-            if not (data_sets_of(record) and record["starts"]):
-                raise ValueError("no data set, or no start")
-        except (ValueError, KeyError, TypeError):
-            raise RunError(f"{file}: damaged: delete {self.path} to start again") from None
-        return record
+        return json.loads(read_text(file)) if file.exists() else None
 
     def abandon(self) -> None:
         """Remove the files of a run that could not start; a run that existed before is not
@@ -147,7 +138,7 @@ class RunData:
 
     batches: Batches
     held_out: dict[str, HeldOut]
-    """Held-out sets by name; the loss of the first one is the run's validation loss."""
+    """Held-out sets by name; the loss of the first is the run's validation loss."""
     tokenizer: Path | None
     identities: dict[str, str]
     """Identity of each data set, by its folder."""
@@ -157,7 +148,7 @@ def open_run_data(
     config: Config, report: Callable[[str], None], phases: Sequence[MixturePhase] = ()
 ) -> RunData:
     """Open the data sets that the configuration names; those that do not exist yet are made.
-    `phases`: the data mixtures that the run has had; empty: only one.
+    `phases`: the data mixtures that the run has had; empty: a single mixture.
 
     Raises DataError if a data set or its tokenizer is missing or damaged.
     """

@@ -1,7 +1,7 @@
 """Writes the rows of a run to programs that show them: TensorBoard, Weights & Biases and MLflow.
 
-A tracker never stops or delays a run. It works in a thread of its own, since a server may be far
-away or gone; the first call that fails ends the tracker, and a note says so. Modules are imported
+A tracker never stops or delays a run. It works in a thread, since a server may be far away or gone;
+the first call that fails ends the tracker, and a note says so. Modules are imported
 before the thread starts: two threads that import at the same time may see incomplete modules.
 
 The run directory stores the identifier of the record, so that a resumed run continues it.
@@ -28,7 +28,7 @@ from lather.config.config import LogConfig
 from lather.errors import RunError
 
 Numbers = Mapping[str, float | None]
-"""Numbers of a row by name; None for one that is not finite."""
+"""Numbers of a row by name; None for a number that is not finite."""
 Values = Mapping[str, Any]
 """Values of a configuration by dotted key."""
 Note = Callable[[str], None]
@@ -38,7 +38,7 @@ Start = Callable[[], "TensorBoard | Wandb | MLflow"]
 CLOSE_SECONDS = 30.0
 """Time that the end of a run waits for a tracker."""
 MOST_ROWS = 20_000
-"""Rows that may wait for a tracker; one that is further behind is abandoned."""
+"""Rows that may wait for a tracker; with more it is abandoned."""
 START_SECONDS = 60
 """Time in which Weights & Biases has to answer when a run starts."""
 
@@ -111,7 +111,7 @@ class BackgroundTracker:
 def start_trackers(
     log: LogConfig, run_dir: Path, resume_step: int | None, configuration: Values, note: Note
 ) -> list[BackgroundTracker]:
-    """Start the trackers that `[log]` names. Raises RunError if one is not installed."""
+    """Start the trackers that `[log]` names. Raises RunError if a module is not installed."""
     starts: dict[str, Start] = {}
     if log.tensorboard:
         from torch.utils.tensorboard import SummaryWriter

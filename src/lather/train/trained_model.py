@@ -51,7 +51,7 @@ PROMPT_TOKENS = 24
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A checkpoint of a run. Only `decoder` reads the weights, into one process."""
+    """A checkpoint of a run. Only `decoder` and `export` read the weights."""
 
     run: Path
     checkpoint: Path
@@ -87,7 +87,7 @@ class TrainedModel:
         )
 
     def chat_template(self) -> ChatTemplate:
-        """Return the template that belongs to the tokenizer, else the one that formatted the run's
+        """Return the template that belongs to the tokenizer, else that which formatted the run's
         conversations, else ChatML."""
         folders = list(companion_folders(self.run, self.config))
         described = [folder for folder in folders if (folder / SETTINGS_FILE).is_file()]
@@ -130,10 +130,10 @@ class TrainedModel:
     def export(
         self, folder: Path, dtype: torch.dtype, max_shard_bytes: int = MAX_SHARD_BYTES
     ) -> None:
-        """Write the model in `dtype`, with its adapters merged, and its tokenizer, if it has one,
-        as the Hugging Face folder `folder`, in files of at most `max_shard_bytes`.
+        """Write the model in `dtype`, with its adapters merged, and its tokenizer, if any, as the
+        Hugging Face folder `folder`, in files of at most `max_shard_bytes`.
 
-        Raises ExchangeError if published models of the family cannot express this one, or if
+        Raises ExchangeError if published models of the family cannot express the model, or if
         `folder` holds something; CheckpointError if the checkpoint is damaged.
         """
         save_hugging_face(
@@ -147,8 +147,8 @@ class TrainedModel:
         )
 
     def _exported_tokenizer(self) -> Path | None:
-        """Return the run's tokenizer; if an import left the same one with its companion files, the
-        folder of these."""
+        """Return the run's tokenizer, or the folder of its companion files if an import left
+        these."""
         file = self.run / TOKENIZER_FILE
         parent = Path(self.config.data.tokenizer or file).parent
         imported = [folder / COMPANION_FOLDER for folder in (self.run, parent)]
