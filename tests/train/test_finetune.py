@@ -75,10 +75,12 @@ def weights(config: Config) -> dict[str, Tensor]:
 
 def model_of(config: Config) -> Decoder:
     model = build_model(config, torch.device("cpu"))
-    load_checkpoint(
-        list_checkpoints(Path(config.run_dir) / "checkpoints")[-1], TrainingState.of_model(model)
-    )
+    newest = list_checkpoints(Path(config.run_dir) / "checkpoints")[-1]
+    load_checkpoint(newest, TrainingState.of_model(model))
     return model
+
+
+EXPERTS = "layers.1.mlp.experts."
 
 
 # --- by name --------------------------------------------------------------------------------------
@@ -89,14 +91,11 @@ def model_of(config: Config) -> Decoder:
     [
         ({}, ("",)),
         ({"train": {"trainable": ["layers.0.*"]}}, ("layers.0.",)),
-        (
-            {"train": {"trainable": ["*.experts.*", "norm.weight"]}},
-            ("layers.1.mlp.experts.", "norm."),
-        ),
+        ({"train": {"trainable": ["*.experts.*", "norm.weight"]}}, (EXPERTS, "norm.")),
         ({"train": {"trainable": ["layers.*"], "frozen": ["layers.0.*"]}}, ("layers.1.",)),
         (
             {"lora": {"rank": 2, "targets": ["experts"]}},
-            ("layers.1.mlp.experts.gate_up_lora", "layers.1.mlp.experts.down_lora"),
+            (f"{EXPERTS}gate_up_lora", f"{EXPERTS}down_lora"),
         ),
         (
             {

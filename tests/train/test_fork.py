@@ -2,7 +2,6 @@
 changes."""
 
 import contextlib
-import json
 import os
 import shutil
 from dataclasses import asdict, replace
@@ -36,22 +35,17 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def first(make_config: MakeConfig, tmp_path: Path, finished: Path) -> Config:
     """Return a run with checkpoints at 2, 4, 6 and 8, which was trained once for all tests and is
     copied."""
-    config, made_at = (
-        make_config(train={"steps": STEPS}, checkpoint={"keep_last": 9}),
-        finished / "made_at.txt",
-    )
-    if made_at.exists():
-        shutil.copytree(finished / "run", config.run_dir)
-        for file in (
-            path
-            for path in Path(config.run_dir).iterdir()
-            if path.suffix in (".toml", ".json", ".jsonl")
-        ):
-            file.write_text(file.read_text().replace(made_at.read_text(), str(tmp_path)))
-    else:
+    config = make_config(train={"steps": STEPS}, checkpoint={"keep_last": 9})
+    made_at = finished / "made_at.txt"
+    if not made_at.exists():
         run(config)
         shutil.copytree(config.run_dir, finished / "run")
         made_at.write_text(str(tmp_path))
+        return config
+    shutil.copytree(finished / "run", config.run_dir)
+    for file in Path(config.run_dir).iterdir():
+        if file.suffix in (".toml", ".json", ".jsonl"):
+            file.write_text(file.read_text().replace(made_at.read_text(), str(tmp_path)))
     return config
 
 
@@ -59,16 +53,24 @@ def first(make_config: MakeConfig, tmp_path: Path, finished: Path) -> Config:
 def fork_config(make_config: MakeConfig, first: Config, tmp_path: Path) -> MakeConfig:
     def make(step: int | None = 4, **changes: object) -> Config:
         at = "" if step is None else f"@{step}"
-        made = {
+        options = {
             "run_dir": str(tmp_path / "fork"),
             "fork_from": f"{first.run_dir}{at}",
             "checkpoint": {"keep_last": 9},
             **changes,
         }
-        made["train"] = {"steps": STEPS, **made.get("train", {})}  # type: ignore[dict-item]
-        return make_config(**made)
+        options["train"] = {"steps": STEPS, **options.get("train", {})}  # type: ignore[dict-item]
+        return make_config(**options)
 
     return make
+
+
+def history(config: Config) -> History:
+    return History.read(Path(config.run_dir), {})
+
+
+def checkpoints(config: Config) -> list[Path]:
+    return list_checkpoints(Path(config.run_dir) / "checkpoints")
 
 
 def files_of(folder: str | Path) -> dict[str, tuple[bytes, int]]:
@@ -92,45 +94,40 @@ def test_a_fork_without_changes_has_the_bits_of_the_first_run(
     forked = fork_config(step)
     run(forked)
     assert timeless(forked.run_dir) == timeless(first.run_dir)
-    ends = [
-        stored_tensors(list_checkpoints(Path(config.run_dir) / "checkpoints")[-1])
-        for config in (first, forked)
-    ]
+    ends = [stored_tensors(checkpoints(config)[-1]) for config in (first, forked)]
     assert ends[0].keys() == ends[1].keys()
-    assert all(
-        ends[0][name].equal(ends[1][name]) for name in ends[0] if not name.startswith("random/")
-    )
+    names = [name for name in ends[0] if not name.startswith("random/")]
+    assert all(ends[0][name].equal(ends[1][name]) for name in names)
     assert files_of(first.run_dir) == before
-    assert step_of(list_checkpoints(Path(forked.run_dir) / "checkpoints")[0]) == step or STEPS
-    assert History.read(Path(forked.run_dir), {}).forked_from == f"{first.run_dir}@{step or STEPS}"
+    assert step_of(checkpoints(forked)[0]) == step or STEPS
+    assert history(forked).forked_from == f"{first.run_dir}@{step or STEPS}"
 
 
 def test_a_fork_takes_its_changes_from_its_step_on(first: Config, fork_config: MakeConfig) -> None:
     forked = fork_config(4, optim={"lr": 1e-3}, train={"steps": 10})
     notes = run(forked)
     assert losses(forked.run_dir) == uninterrupted(first, forked, changed_at=4)
-    assert any(
-        "from step 5 on: optim.lr 0.01 -> 0.001, train.steps 8 -> 10" in note for note in notes
-    )
+    assert any("from step 5 on: optim.lr 0.01 -> 0.001, train.steps 8 -> 10" in n for n in notes)
+    (row,) = history(forked).rows
+    changes = {"optim.lr": (0.01, 0.001), "train.steps": (8, 10)}
+    assert (row.forked_from, row.changes) == (f"{first.run_dir}@4", changes)
 
 
 def test_a_fork_of_before_a_change_does_not_have_it(
     first: Config, fork_config: MakeConfig, make_config: MakeConfig
 ) -> None:
     """The first run went on with another rate; its fork goes back to the time before."""
-    run(make_config(train={"steps": 12}, optim={"lr": 1e-3}, checkpoint={"keep_last": 9}))
-    plain, later = (
-        fork_config(4),
-        fork_config(10, run_dir=f"{first.run_dir}-later", optim={"lr": 1e-3}, train={"steps": 12}),
-    )
-    run(plain)
+    changed = {"train": {"steps": 12}, "optim": {"lr": 1e-3}}
+    run(make_config(**changed, checkpoint={"keep_last": 9}))
+    plain, later = fork_config(4), fork_config(10, run_dir=f"{first.run_dir}-later", **changed)
+    optim = {key: value for key, value in asdict(plain.optim).items() if key != "lr"}
+    run(replace(plain, optim=optim_config(**optim)))
     assert losses(plain.run_dir) == losses(first.run_dir)[:STEPS]
-    assert [row.changes for row in History.read(Path(plain.run_dir), {}).rows] == [{}]
+    assert [row.changes for row in history(plain).rows] == [{}]
     run(later)
     assert losses(later.run_dir) == losses(first.run_dir)
-    assert [
-        (row.step, bool(row.changes)) for row in History.read(Path(later.run_dir), {}).rows
-    ] == [(8, True), (10, False)]
+    rows = [(row.step, bool(row.changes)) for row in history(later).rows]
+    assert rows == [(8, True), (10, False)]
 
 
 def test_the_same_command_goes_on_with_the_fork(fork_config: MakeConfig, first: Config) -> None:
@@ -144,22 +141,17 @@ def test_the_same_command_goes_on_with_the_fork(fork_config: MakeConfig, first: 
     assert timeless(forked.run_dir) == timeless(f"{first.run_dir}-moved")
 
 
-def test_a_fork_of_a_fork(
-    first: Config, fork_config: MakeConfig, make_config: MakeConfig, tmp_path: Path
-) -> None:
+def test_a_fork_of_a_fork(first: Config, fork_config: MakeConfig, tmp_path: Path) -> None:
     forked = fork_config(4, optim={"lr": 1e-3})
     run(forked)
-    changes = {"optim": {"lr": 1e-3}, "train": {"steps": STEPS}, "checkpoint": {"keep_last": 9}}
-    second = make_config(
-        run_dir=str(tmp_path / "second"), fork_from=f"{forked.run_dir}@6", **changes
+    second = fork_config(
+        run_dir=str(tmp_path / "second"), fork_from=f"{forked.run_dir}@6", optim={"lr": 1e-3}
     )
-    run(second)
-    assert timeless(second.run_dir) == timeless(forked.run_dir)
-    run(second)
-    assert [row.forked_from for row in History.read(Path(second.run_dir), {}).rows] == [
-        f"{first.run_dir}@4",
-        f"{forked.run_dir}@6",
-    ]
+    for _ in range(2):
+        run(second)
+        assert timeless(second.run_dir) == timeless(forked.run_dir)
+    sources = [row.forked_from for row in history(second).rows]
+    assert sources == [f"{first.run_dir}@4", f"{forked.run_dir}@6"]
 
 
 def test_refused_forks_leave_nothing(
@@ -217,48 +209,26 @@ def test_names_of_a_fork(forked_from: str, name: str, expected: bool) -> None:
     assert is_fork_of(forked_from, name) is expected
 
 
-def test_a_history_says_whose_fork_it_is(first: Config, fork_config: MakeConfig) -> None:
-    forked = fork_config(4, optim={"lr": 1e-3})
-    run(forked)
-    line, _ = (Path(forked.run_dir) / "changes.jsonl").read_text().splitlines()
-    row = json.loads(line)
-    assert row["forked_from"] == f"{first.run_dir}@4"
-    assert row["changes"] == {"optim.lr": [0.01, 0.001]}
-
-
 # --- what a fork takes along, and how it may be named ---------------------------------------------
-
-
-def test_a_fork_of_before_a_change_has_the_rate_of_that_time_if_none_is_given(
-    first: Config, fork_config: MakeConfig
-) -> None:
-    given = replace(
-        first, train=replace(first.train, steps=12), optim=replace(first.optim, lr=1e-3)
-    )
-    run(given)
-    silent = fork_config(4)
-    optim = {key: value for key, value in asdict(silent.optim).items() if key != "lr"}
-    run(replace(silent, optim=optim_config(**optim)))
-    assert timeless(silent.run_dir) == timeless(first.run_dir)[: len(timeless(silent.run_dir))]
-    assert losses(silent.run_dir) == losses(first.run_dir)[:STEPS]
 
 
 def test_a_fork_of_before_a_mixture_does_without_its_data_sets(
     sets: list[str], make_config: MakeConfig, tmp_path: Path
 ) -> None:
     common: dict[str, object] = {"checkpoint": {"keep_last": 9}}
-    plain = make_config(data={"path": sets[:2]}, train={"steps": 8}, **common)
-    run(make_config(data={"path": sets[:2]}, **common))
-    run(make_config(data={"path": sets, "weights": [1.0, 1.0, 8.0]}, train={"steps": 8}, **common))
-    fork = replace(plain, run_dir=str(tmp_path / "fork"), fork_from=f"{plain.run_dir}@4")
-    run(fork)
-    whole = replace(plain, run_dir=str(tmp_path / "whole"), train=replace(plain.train, steps=4))
-    run(whole)
-    run(replace(whole, train=plain.train))
-    assert losses(fork.run_dir) == losses(whole.run_dir)
+    early = make_config(data={"path": sets[:2]}, **common)
+    plain = replace(early, train=replace(early.train, steps=8))
     later = make_config(
         data={"path": sets, "weights": [1.0, 1.0, 8.0]}, train={"steps": 8}, **common
     )
+    run(early)
+    run(later)
+    fork = replace(plain, run_dir=str(tmp_path / "fork"), fork_from=f"{plain.run_dir}@4")
+    run(fork)
+    whole = str(tmp_path / "whole")
+    run(replace(early, run_dir=whole))
+    run(replace(plain, run_dir=whole))
+    assert losses(fork.run_dir) == losses(whole)
     run(replace(later, run_dir=str(tmp_path / "later"), fork_from=f"{plain.run_dir}@6"))
     assert losses(tmp_path / "later") == losses(plain.run_dir)
 
@@ -276,13 +246,8 @@ def test_a_start_that_is_killed_while_it_records_changes_nothing(
     common: dict[str, object] = {"checkpoint": {"keep_last": 9}}
     early = make_config(data={"path": sets[:2], "weights": [1.0, 1.0]}, **common)
     run(early)
-    changed = make_config(
-        data={"path": sets[:2], "weights": [9.0, 1.0]},
-        train={"steps": 8},
-        optim={"lr": 1e-3},
-        **common,
-    )
-    run(changed)
+    mixture = {"path": sets[:2], "weights": [9.0, 1.0]}
+    run(make_config(data=mixture, train={"steps": 8}, optim={"lr": 1e-3}, **common))
     fork = replace(early, run_dir=str(tmp_path / "fork"), fork_from=f"{early.run_dir}@2")
     plain = replace(fork, run_dir=str(tmp_path / "plain"))
     run(plain)
@@ -318,16 +283,15 @@ def test_a_fork_of_the_first_weights(
 ) -> None:
     """A run that was stopped before its first step has a checkpoint of step 0; the same command
     goes on, and lost checkpoints are reported."""
-    begun = make_config(
-        run_dir=str(tmp_path / "begun"), train={"steps": STEPS}, checkpoint={"keep_last": 9}
+    stopped = make_config(
+        run_dir=str(tmp_path / "stopped"), train={"steps": STEPS}, checkpoint={"keep_last": 9}
     )
-    run(begun, stop_after=0)
-    forked = fork_config(0, fork_from=f"{begun.run_dir}@0", optim={"lr": 1e-3})
+    run(stopped, stop_after=0)
+    forked = fork_config(0, fork_from=f"{stopped.run_dir}@0", optim={"lr": 1e-3})
     run(forked, stop_after=0)
     run(forked)
     assert losses(forked.run_dir) == uninterrupted(forked, forked)
-    for checkpoint in list_checkpoints(Path(forked.run_dir) / "checkpoints"):
-        shutil.rmtree(checkpoint)
+    shutil.rmtree(Path(forked.run_dir) / "checkpoints")
     with pytest.raises(RunError, match=r"is a fork of .*@0, but its checkpoints are gone"):
         run(forked)
 
