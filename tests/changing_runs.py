@@ -13,6 +13,7 @@ from lather.files import read_rows
 from lather.parallel.mesh import Mesh
 from lather.train.loop import train
 from lather.train.metrics import StepRow
+from lather.train.requests import RunRequests
 from lather.train.run_dir import open_run_data
 
 MakeConfig = Callable[..., Config]
@@ -32,9 +33,10 @@ class Shown:
         pass
 
 
-def run(config: Config) -> list[str]:
-    shown = Shown()
-    train(config, shown)
+def run(config: Config, stop_after: int = 10**9) -> list[str]:
+    """Train until the end, or for so many steps; return the notes."""
+    shown, steps = Shown(), iter(range(stop_after))
+    train(config, shown, RunRequests(lambda: next(steps, None) is None))
     return shown.notes
 
 

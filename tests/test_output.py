@@ -18,10 +18,10 @@ from forked import ForkedPython, fresh_python
 from lather.checkpoint.folder import list_checkpoints, step_of
 from lather.cli import main
 from lather.files import read_rows
-from lather.output import GAP, SurvivingStream, surviving_output
+from lather.output import SurvivingStream, surviving_output
 from lather.train.metrics import MetricsWriter, Row, StepRow
 from reaper import reaped
-from tiny_run import write_config
+from tiny_run import command, write_config
 
 
 class Disk(io.StringIO):
@@ -40,39 +40,25 @@ class Disk(io.StringIO):
         return super().write(text)
 
 
-def streams(out: Disk, err: Disk) -> tuple[SurvivingStream, SurvivingStream]:
-    one, two = SurvivingStream(out, "standard output"), SurvivingStream(err, "standard error")
-    one.other, two.other = two, one
-    return one, two
-
-
 @pytest.mark.parametrize(
     "error", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG], ids=errno.errorcode.get
 )
-def test_a_full_stream_is_told_on_the_other_once_and_goes_on_when_it_can(error: int) -> None:
+def test_a_full_stream_is_reported_on_the_other_once_and_written_again_when_possible(
+    error: int,
+) -> None:
     out, err = Disk(error), Disk()
-    one, _ = streams(out, err)
-    print("first", file=one, flush=True)
+    stream = SurvivingStream(out, "standard output", err)
+    print("first", file=stream, flush=True)
     out.is_full = True
     for _ in range(3):
-        print("lost", file=one, flush=True)
+        print("lost", file=stream, flush=True)
     out.is_full = False
-    print("later", file=one, flush=True)
-    assert out.getvalue() == f"first\nlater\n{GAP}"
+    print("later", file=stream, flush=True)
+    assert out.getvalue() == "first\nlater\n"
     assert (
         err.getvalue()
         == f"lather: standard output cannot be written ({os.strerror(error)}): the run goes on\n"
     )
-
-
-def test_what_nobody_can_be_told_is_told_later() -> None:
-    out, err = Disk(), Disk()
-    one, two = streams(out, err)
-    out.is_full = err.is_full = True
-    print("lost", file=one, flush=True)
-    err.is_full = False
-    print("error", file=two, flush=True)
-    assert "standard output cannot be written" in err.getvalue()
 
 
 def test_a_closed_pipe_is_discarded_in_silence() -> None:
@@ -80,11 +66,9 @@ def test_a_closed_pipe_is_discarded_in_silence() -> None:
     os.close(receiver)
     err = Disk()
     with open(sender, "w") as pipe:
-        one = SurvivingStream(pipe, "standard output")
-        one.other = SurvivingStream(err, "standard error")
+        stream = SurvivingStream(pipe, "standard output", err)
         for _ in range(3):
-            print("lost", file=one, flush=True)
-        one.finish()
+            print("lost", file=stream, flush=True)
     assert err.getvalue() == ""
 
 
@@ -122,37 +106,19 @@ def test_a_run_whose_log_is_on_a_full_disk_trains_to_its_end(
         == "lather: standard output cannot be written (No space left on device): the run goes on\n"
     )
     assert [step_of(path) for path in list_checkpoints(run_dir / "checkpoints")] == [2, 3]
-    assert [row["step"] for row in read_rows(run_dir / "metrics.jsonl") if "loss" in row] == [
-        1,
-        2,
-        3,
-    ]
+    rows = read_rows(run_dir / "metrics.jsonl")
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3]
 
 
 def test_python_ends_with_the_runs_status_and_closed_streams_are_none(tmp_path: Path) -> None:
     """A real process: Python writes its buffers when it ends, and would end with 120."""
-    config = write_config(tmp_path)
-    arguments = [
-        sys.executable,
-        "-m",
-        "lather",
-        "train",
-        str(config),
-        "--run-dir",
-        str(tmp_path / "run"),
-        *ALONE,
-    ]
-    shell = 'exec "$0" "$@" > /dev/full 2>&-'
-    assert (
-        subprocess.run(["bash", "-c", shell, *arguments], timeout=120, check=False).returncode == 0
-    )
-    shell = 'exec "$0" "$@" > /dev/full 2>&1'
-    assert (
-        subprocess.run(
-            ["bash", "-c", shell, *arguments, "--train.stepz", "3"], timeout=120, check=False
-        ).returncode
-        == 2
-    )
+    arguments = command("train", write_config(tmp_path), "--run-dir", tmp_path / "run", *ALONE)
+    for streams, option, status in (
+        ("> /dev/full 2>&-", "--train.steps", 0),
+        ("> /dev/full 2>&1", "--train.stepz", 2),
+    ):
+        shell = ["bash", "-c", f'exec "$0" "$@" {streams}', *arguments, option, "3"]
+        assert subprocess.run(shell, timeout=120, check=False).returncode == status
 
 
 def test_a_run_outlives_its_terminal(tmp_path: Path) -> None:
@@ -204,11 +170,8 @@ def test_metrics_that_cannot_be_written_end_the_run_after_a_checkpoint(
     assert (tmp_path / "run/checkpoints/step-00000003").exists()
     monkeypatch.undo()
     assert main(["train", str(config), "--run-dir", str(tmp_path / "run")]) == 0
-    assert [row["step"] for row in read_rows(tmp_path / "run/metrics.jsonl") if "loss" in row] == [
-        1,
-        2,
-        *range(4, 13),
-    ]
+    rows = read_rows(tmp_path / "run/metrics.jsonl")
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2, *range(4, 13)]
 
 
 @pytest.mark.parametrize("name", ["sample.txt", "loss.png", "report.html"])

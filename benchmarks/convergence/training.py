@@ -15,6 +15,7 @@ from benchmarks.convergence.study import Row, Trial
 from lather.files import read_rows
 from lather.train.loop import DivergedError, train
 from lather.train.metrics import StepRow, training_rows
+from lather.train.requests import RunRequests
 
 BINS = 100
 """Number of points of a run's curve of training losses; each is the mean over equally many
@@ -36,7 +37,7 @@ def perform(trial: Trial, folder: Path, stop: Callable[[], bool]) -> Row | None:
     before. Raises UserError."""
     config = trial.config(folder)
     try:
-        outcome = train(config, Silent(), stop)
+        outcome = train(config, Silent(), RunRequests(stop))
     except DivergedError:
         return row_of(trial, folder, diverged=True)
     return row_of(trial, folder, diverged=False) if outcome.finished else None

@@ -16,10 +16,7 @@ WIDE = 10_000
 LEAST_TEXT = 16
 """Columns to which a column of text may be wrapped, or its longest word if that is longer."""
 LONG_WORD = 28
-"""A longer word, such as a path or the name of a data set, may be broken after a mark between its
-parts."""
-LEAST_NAME = 4
-"""Columns to which names are broken before numbers are."""
+"""Longer words, names or paths for example, may be broken after a mark between their parts."""
 MARKS = "-_/.,:@="
 
 
@@ -39,14 +36,14 @@ def command_console() -> Console:
 
 
 def is_live(console: Console) -> bool:
-    """Return whether lines on the console can be replaced: it is a terminal, and one that can."""
+    """Return whether the console is a terminal that can replace its lines."""
     return console.is_interactive and console.file.isatty()
 
 
 class FittedTable(Table):
-    """A table that fits the console: headers and texts are wrapped between words, and if that is
-    not enough, the columns are divided among several tables, each of which begins with the columns
-    that name the rows. Numbers and words stay whole."""
+    """A table that fits the console: it wraps headers and texts between words, and if that is not
+    enough, divides the columns among several tables, each of which begins with the columns that
+    name the rows. Numbers and words stay whole."""
 
     num_names = 1
     """Number of first columns that name the rows."""
@@ -66,11 +63,11 @@ class FittedTable(Table):
             widths = [
                 _widths(column, cells) for column, cells in zip(self.columns, columns, strict=True)
             ]
-        names = range(min(self.num_names, len(columns)))
-        for chosen in _groups([least for least, _ in widths], names, options.max_width):
-            room = options.max_width - _around(len(chosen))
-            shared = _shared([widths[index] for index in chosen], room)
-            yield self._part(dict(zip(chosen, shared, strict=True)), columns)
+        num_names = min(self.num_names, len(columns))
+        for group in _groups([least for least, _ in widths], num_names, options.max_width):
+            room = options.max_width - _around(len(group))
+            shared = _shared([widths[index] for index in group], room)
+            yield self._part(dict(zip(group, shared, strict=True)), columns)
 
     def _part(self, widths: Mapping[int, int], columns: Sequence[Sequence[Text]]) -> Table:
         """Make a table of the columns whose widths are given."""
@@ -94,7 +91,7 @@ class FittedTable(Table):
 
 
 def with_breaks(cell: Text, longest: int = LONG_WORD, marks: str = MARKS) -> Text:
-    """Break words that have more columns than `longest` after some of the marks in them."""
+    """Break words that have more columns than `longest` after marks in them."""
     part_of_word = re.compile(f"[^{re.escape(marks)}]*[{re.escape(marks)}]*")
     breaks = []
     for word in re.finditer(r"\S+", cell.plain):
@@ -120,55 +117,40 @@ def _widths(column: Column, cells: Sequence[Text]) -> tuple[int, int]:
 
 
 def _around(columns: int) -> int:
-    """Columns of a table that its cells do not have: a space after each, one between two, and both
-    edges."""
+    """Return the columns of a table outside of its cells: two spaces for each cell, and an edge."""
     return 2 * columns + 1
 
 
-def _groups(least: Sequence[int], names: range, width: int) -> Iterator[list[int]]:
-    """Divide columns into groups that fit, each with the columns of names."""
-    group = list(names)
-    for index in range(len(names), len(least)):
-        if (
-            len(group) > len(names)
-            and sum(least[one] for one in (*group, index)) + _around(len(group) + 1) > width
-        ):
+def _groups(least: Sequence[int], num_names: int, width: int) -> Iterator[list[int]]:
+    """Divide columns into groups that fit, each with the columns that name the rows."""
+    names = list(range(num_names))
+    group = names
+    for index in range(num_names, len(least)):
+        columns = [*group, index]
+        needed = sum(least[column] for column in columns) + _around(len(columns))
+        if len(group) > num_names and needed > width:
             yield group
-            group = list(names)
-        group.append(index)
+            columns = [*names, index]
+        group = columns
     yield group
 
 
 def _shared(measured: Sequence[tuple[int, int]], room: int) -> list[int]:
-    """Share the room among columns of (least, greatest) widths: what is left over the least goes to
-    the columns that want least more."""
+    """Share the room among columns of (least, greatest) widths, in proportion to the difference. If
+    the least widths need more room, the widest columns are folded."""
     widths = [least for least, _ in measured]
-    while (excess := sum(widths) - room) > 0 and max(
-        widths
-    ) > 1:  # a name is broken before a number is
-        most = max(widths[:-1], default=0)
-        index = (
-            widths.index(most)
-            if most > LEAST_NAME
-            else len(widths) - 1
-            if widths[-1] > 1
-            else widths.index(max(widths))
-        )
-        widths[index] -= min(excess, 1)
-    spare = room - sum(widths)
-    wanting = sorted(range(len(widths)), key=lambda index: measured[index][1] - widths[index])
-    for place, index in enumerate(wanting):
-        more = min(measured[index][1] - widths[index], spare // (len(wanting) - place))
-        widths[index] += more
-        spare -= more
-    return widths
+    while sum(widths) > room and max(widths) > 1:
+        widths[widths.index(max(widths))] -= 1
+    wanted = [most - width for (_, most), width in zip(measured, widths, strict=True)]
+    share = min(1.0, max(0, room - sum(widths)) / max(1, sum(wanted)))
+    return [width + int(more * share) for width, more in zip(widths, wanted, strict=True)]
 
 
 def titled_table(
     title: str = "", left: Iterable[str] = (), right: Iterable[str] = ()
 ) -> FittedTable:
-    """A table without a frame, whose first columns are words, which name the rows, and whose others
-    are numbers."""
+    """Return a table without a frame: `left` columns of words, which name the rows, and `right`
+    columns of numbers."""
     table = FittedTable(title=title)
     for justify, names in (("left", left), ("right", right)):
         for name in names:

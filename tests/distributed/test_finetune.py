@@ -142,7 +142,7 @@ def weights_that_one_rank_lacks(rank: int, world_size: int, folder: Path) -> str
         raise CheckpointError(f"init_from = {config.init_from!r} has no checkpoint")
 
     with (
-        patch.object(loop, "find_start", lost if rank == 1 else loop.find_start),
+        patch.object(loop, "find_weights", lost if rank == 1 else loop.find_weights),
         pytest.raises(CheckpointError) as error,
     ):
         start(config_of(folder, "lacking", {"parallel": {"pp": 2}}))

@@ -12,6 +12,7 @@ from lather.config.config import Config
 from lather.config.toml_file import config_from_mapping
 from lather.parallel.mesh import Mesh
 from lather.train.loop import RunOutcome, train
+from lather.train.requests import RunRequests
 from tiny_model import TINY
 
 WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "naïve", "owners")
@@ -93,4 +94,4 @@ def start(config: Config, stop_after: int = 0) -> RunOutcome:
         steps += 1
         return 0 < stop_after < steps
 
-    return train(config, Silent(), stop, mesh)
+    return train(config, Silent(), RunRequests(stop), mesh)

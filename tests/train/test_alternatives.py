@@ -21,22 +21,6 @@ from tiny_run import run, write_config
 QUICKSTART = Path(__file__).parents[2] / "configs/quickstart.toml"
 
 PAIRS: dict[str, tuple[dict[str, Any], list[str], dict[str, Any]]] = {
-    **{
-        f"lr of {kind}": (
-            {"optim": {kind: {"lr_factor": 3.0}}},
-            [f"--optim.{kind}.lr", "0.25"],
-            {f"optim.{kind}.lr": 0.25, f"optim.{kind}.lr_factor": None},
-        )
-        for kind in KINDS
-    },
-    **{
-        f"factor of {kind}": (
-            {"optim": {kind: {"lr": 3.0}}},
-            [f"--optim.{kind}.lr_factor=0.25"],
-            {f"optim.{kind}.lr": None, f"optim.{kind}.lr_factor": 0.25},
-        )
-        for kind in KINDS
-    },
     "source": (
         {"data": {"path": ["a", "b"], "weights": [1.0, 2.0]}},
         ["--data.source", "text"],
@@ -53,6 +37,13 @@ PAIRS: dict[str, tuple[dict[str, Any], list[str], dict[str, Any]]] = {
         {"model.seq_aux": False, "moe.balance_level": None},
     ),
 }
+for kind in KINDS:
+    for name, other in (("lr", "lr_factor"), ("lr_factor", "lr")):
+        PAIRS[f"{name} of {kind}"] = (
+            {"optim": {kind: {other: 3.0}}},
+            [f"--optim.{kind}.{name}=0.25"],
+            {f"optim.{kind}.{name}": 0.25, f"optim.{kind}.{other}": None},
+        )
 
 
 def value_of(config: Any, name: str) -> Any:

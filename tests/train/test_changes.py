@@ -18,60 +18,38 @@ from lather.data.order import MixturePhase
 from lather.errors import ConfigError, RunError
 from lather.files import read_rows
 
+CHANGES: dict[str, dict[str, Any]] = {
+    "train.steps 4 -> 9": {"train": {"steps": 9}},
+    "optim.lr 0.01 -> 0.001": {"optim": {"lr": 1e-3}},
+    "optim.schedule linear -> cosine": {"optim": {"schedule": "cosine", "min_lr_ratio": 0.0}},
+    "optim.weight_decay 0.01 -> 0.5": {"optim": {"weight_decay": 0.5}},
+    "optim.rest.lr_factor 8 -> 1": {"optim": {"rest": {"lr_factor": 1.0}}},
+    "train.max_grad_norm 1 -> 0.1": {"train": {"steps": 8, "max_grad_norm": 0.1}},
+    "optim.precondition_frequency 2 -> 3": {"optim": {"precondition_frequency": 3}},
+    "optim.stagger_refresh false -> true": {"optim": {"stagger_refresh": True}},
+    "optim.eps 1e-08 -> 0.0001": {"optim": {"eps": 1e-4}},
+    "optim.weight_decay_method decoupled -> l2": {
+        "optim": {"weight_decay_method": "l2", "weight_decay": 0.1}
+    },
+    "optim.warmup_steps 2 -> 7": {"optim": {"warmup_steps": 7}},
+    "optim.decay_fraction 0.2 -> 0.3": {"optim": {"schedule": "wsd", "decay_fraction": 0.3}},
+    "optim.experts.lr none -> 0.001": {"optim": {"experts": {"lr": 1e-3}}},
+}
+"""Changes of a run of four steps by a part of the note on them."""
 
-@pytest.mark.parametrize(
-    ("changes", "noted"),
-    [
-        ({"train": {"steps": 9}}, "train.steps 4 -> 9"),
-        ({"train": {"steps": 8}, "optim": {"lr": 1e-3}}, "optim.lr 0.01 -> 0.001"),
-        (
-            {"train": {"steps": 8}, "optim": {"schedule": "cosine", "min_lr_ratio": 0.0}},
-            "optim.schedule linear -> cosine",
-        ),
-        ({"train": {"steps": 8}, "optim": {"weight_decay": 0.5}}, "optim.weight_decay 0.01 -> 0.5"),
-        (
-            {"train": {"steps": 8}, "optim": {"rest": {"lr_factor": 1.0}}},
-            "optim.rest.lr_factor 8 -> 1",
-        ),
-        ({"train": {"steps": 8, "max_grad_norm": 0.1}}, "train.max_grad_norm 1 -> 0.1"),
-        (
-            {"train": {"steps": 8}, "optim": {"precondition_frequency": 3}},
-            "optim.precondition_frequency 2 -> 3",
-        ),
-        (
-            {"train": {"steps": 8}, "optim": {"stagger_refresh": True}},
-            "optim.stagger_refresh false -> true",
-        ),
-        ({"train": {"steps": 8}, "optim": {"eps": 1e-4}}, "optim.eps 1e-08 -> 0.0001"),
-        (
-            {"train": {"steps": 8}, "optim": {"weight_decay_method": "l2", "weight_decay": 0.1}},
-            "optim.weight_decay_method decoupled -> l2",
-        ),
-        ({"train": {"steps": 8}, "optim": {"warmup_steps": 7}}, "optim.warmup_steps 2 -> 7"),
-        (
-            {"train": {"steps": 8}, "optim": {"schedule": "wsd", "decay_fraction": 0.3}},
-            "optim.decay_fraction 0.2 -> 0.3",
-        ),
-        (
-            {"train": {"steps": 8}, "optim": {"experts": {"lr": 1e-3}}},
-            "optim.experts.lr none -> 0.001",
-        ),
-    ],
-)
+
+@pytest.mark.parametrize("noted", CHANGES)
 def test_a_change_counts_from_the_step_at_which_the_run_goes_on(
-    make_config: MakeConfig, changes: dict[str, Any], noted: str
+    make_config: MakeConfig, noted: str
 ) -> None:
-    before, after = make_config(), make_config(**changes)
+    before, after = make_config(), make_config(**{"train": {"steps": 8}, **CHANGES[noted]})
     run(before)
     notes = run(after)
     assert losses(after.run_dir) == uninterrupted(before, after)
     [note] = [text for text in notes if text.startswith("from step 5 on: ")]
     assert noted in note
-    first = next(
-        row["lr"]
-        for row in read_rows(Path(after.run_dir) / "metrics.jsonl")
-        if row["step"] == 5 and "lr" in row
-    )
+    rows = read_rows(Path(after.run_dir) / "metrics.jsonl")
+    (first,) = (row["lr"] for row in rows if row["step"] == 5 and "lr" in row)
     assert note.endswith(f"; the learning rate of step 5 is {first:.3g}")
     [row] = History.read(Path(after.run_dir), {}).rows
     assert (row.step, row.describe()) == (4, note.rpartition(";")[0])
@@ -89,28 +67,15 @@ def test_another_micro_batch_gives_the_losses_of_a_run_that_always_had_it(
     """They are equal up to rounding, as sums over a batch are added in other parts. A balance
     evened over a micro-batch would depend on its size."""
     common: dict[str, Any] = {"moe": {"balance_level": "sequence"}}
-    run(make_config(train={"steps": 2, "precision": "fp64"}, **common))
-    run(
-        make_config(
-            train={"steps": 6, "precision": "fp64", "micro_batch_size": 1},
-            optim={"schedule": "constant"},
-            **common,
-        )
-    )
-    first = make_config(
-        train={"steps": 2, "precision": "fp64", "micro_batch_size": 1},
-        run_dir=str(tmp_path / "always"),
-        **common,
-    )
-    run(first)
-    run(
-        replace(
-            first,
-            train=replace(first.train, steps=6),
-            optim=replace(first.optim, schedule="constant"),
-        )
-    )
-    assert losses(make_config().run_dir) == pytest.approx(losses(tmp_path / "always"), rel=1e-7)
+    later = {"optim": {"schedule": "constant"}, **common}
+    train = {"steps": 2, "precision": "fp64"}
+    run(make_config(train=train, **common))
+    run(make_config(train={**train, "steps": 6, "micro_batch_size": 1}, **later))
+    train["micro_batch_size"] = 1
+    always = str(tmp_path / "always")
+    run(make_config(train=train, run_dir=always, **common))
+    run(make_config(train={**train, "steps": 6}, run_dir=always, **later))
+    assert losses(make_config().run_dir) == pytest.approx(losses(always), rel=1e-7)
 
 
 def test_a_run_of_fewer_steps_than_are_done_is_refused_with_the_remedy(
@@ -118,11 +83,7 @@ def test_a_run_of_fewer_steps_than_are_done_is_refused_with_the_remedy(
 ) -> None:
     run(make_config())
     with pytest.raises(
-        RunError,
-        match=(
-            r"train\.steps = 3 is not valid: run_dir = .* has "
-            r"done 4 steps: .*--fork-from RUN@STEP"
-        ),
+        RunError, match=r"train\.steps = 3 .* has done 4 steps: .*--fork-from RUN@STEP"
     ):
         run(make_config(train={"steps": 3}))
 
@@ -160,56 +121,34 @@ def test_data_sets_that_are_gone_or_without_weights_are_refused(
 ) -> None:
     before = make_config(data={"path": sets[:2]})
     run(before)
-    files = {path: path.read_bytes() for path in Path(before.run_dir).rglob("*") if path.is_file()}
+
+    def files() -> dict[Path, bytes]:
+        paths = [path for path in Path(before.run_dir).rglob("*") if path.is_file()]
+        return {path: path.read_bytes() for path in paths}
+
+    recorded, gone = files(), "was trained on 2 data sets, and data.path names 1: name the earlier"
     for path, weights, message in [
         (sets, [], "data.path names 3: give data.weights"),
         ([sets[2], *sets[:2]], [1.0] * 3, "was trained on other tokens"),
-        (
-            sets[:1],
-            [],
-            "was trained on 2 data sets, and data.path names 1: name the earlier ones first",
-        ),
+        (sets[:1], [], gone),
     ]:
         with pytest.raises(RunError, match=message):
             run(make_config(data={"path": path, "weights": weights}, train={"steps": 8}))
-    assert {
-        path: path.read_bytes() for path in Path(before.run_dir).rglob("*") if path.is_file()
-    } == files
+    assert files() == recorded
 
 
 # --- which fields ---------------------------------------------------------------------------------
 
 
-def test_every_field_has_a_class() -> None:
-    """The lists of names must be changed when a field moves to another class."""
+def test_fields_of_each_class() -> None:
     names = set(field_names(Config))
-    of_class = {
-        which: {name for name in names if class_of(name) == which}
-        for which in ("free", "changeable", "fixed")
-    }
-    assert {
-        "train.micro_batch_size",
-        "train.device",
-        "parallel.pp",
-        "log.every",
-        "data.source",
-        "moe.memory",
-    } <= of_class["free"]
-    assert {
-        "train.steps",
-        "optim.lr",
-        "optim.weight_decay",
-        "optim.rest.lr_factor",
-        "data.weights",
-    } <= of_class["changeable"]
-    assert {
-        "seed",
-        "model.hidden_size",
-        "train.batch_size",
-        "train.precision",
-        "optim.name",
-        "data.packing",
-    } <= of_class["fixed"]
+    for expected, fields in {
+        "free": "train.micro_batch_size train.device parallel.pp log.every data.source moe.memory",
+        "changeable": "train.steps optim.lr optim.weight_decay optim.rest.lr_factor data.weights",
+        "fixed": "seed model.hidden_size train.batch_size train.precision optim.name data.packing",
+    }.items():
+        assert {*fields.split()} <= names
+        assert {class_of(field) for field in fields.split()} == {expected}
 
 
 def test_the_lists_name_fields_that_there_are() -> None:
@@ -220,11 +159,7 @@ def test_the_lists_name_fields_that_there_are() -> None:
     assert {*changes.FREE, *changes.CHANGEABLE, *changes.FIXED} <= names | sections
     options = {name.rpartition(".")[2] for name in names if name.startswith("optim.")}
     # options of rules that are not the default
-    others = {
-        "eps",
-        "precondition_frequency",
-        "stagger_refresh",
-    }
+    others = {"eps", "precondition_frequency", "stagger_refresh"}
     assert {*changes.CHANGEABLE_OPTIONS, *changes.FREE_OPTIONS} <= options | others
 
 
@@ -306,38 +241,24 @@ def test_the_best_checkpoint_and_every_nth_are_kept(
 ) -> None:
     """The rate is so high that the loss rises from the first step on, so that an early checkpoint
     is the best on any kind of CPU."""
-    checkpoint = {
-        "every": 2,
-        "keep_last": 1,
-        "keep_every": 4,
-        "keep_best": True,
-        "asynchronous": asynchronous,
-    }
+    checkpoint = {"every": 2, "keep_last": 1, "keep_every": 4, "keep_best": True}
     config = make_config(
         train={"steps": 12, "validation_every": 1},
         optim={"lr": 1.0, "schedule": "constant"},
-        checkpoint=checkpoint,
+        checkpoint={**checkpoint, "asynchronous": asynchronous},
     )
     run(replace(config, train=replace(config.train, steps=7)))
     run(config)  # the best checkpoint of the first start is still known
     rows = read_rows(Path(config.run_dir) / "metrics.jsonl")
-    best = min(
-        (row["validation_loss"], row["step"])
-        for row in rows
-        if "validation_loss" in row and row["step"]
-    )[1]
+    validations = [row for row in rows if "validation_loss" in row and row["step"]]
+    best = min((row["validation_loss"], row["step"]) for row in validations)[1]
     assert best not in (4, 8, 12)
-    assert [
-        step_of(path) for path in list_checkpoints(Path(config.run_dir) / "checkpoints")
-    ] == sorted({best, 4, 8, 12})
+    checkpoints = list_checkpoints(Path(config.run_dir) / "checkpoints")
+    assert [step_of(path) for path in checkpoints] == sorted({best, 4, 8, 12})
 
 
 def test_a_number_to_keep_that_never_comes_is_refused(make_config: MakeConfig) -> None:
     with pytest.raises(
-        ConfigError,
-        match=(
-            r"checkpoint\.keep_every = 5 is not valid: it must be a "
-            r"multiple of checkpoint\.every \(2\), or 0"
-        ),
+        ConfigError, match=r"keep_every = 5 .* a multiple of checkpoint\.every \(2\), or 0"
     ):
         make_config(checkpoint={"keep_every": 5})

@@ -64,18 +64,11 @@ def test_an_integer_is_taken_for_a_float_and_nothing_else_is_converted() -> None
     assert (lr, type(lr)) == (1.0, float)
 
 
-@pytest.mark.parametrize(
-    ("contents", "reason"),
-    [
-        (b"seed = ", "not valid TOML"),
-        (b"seed = 1\nseed = 2", "not valid TOML"),
-        (b"\xff\xfes\x00", "not valid TOML"),
-    ],
-)
-def test_a_file_that_is_not_toml_is_named(tmp_path: Path, contents: bytes, reason: str) -> None:
+@pytest.mark.parametrize("contents", [b"seed = ", b"seed = 1\nseed = 2", b"\xff\xfes\x00"])
+def test_a_file_that_is_not_toml_is_named(tmp_path: Path, contents: bytes) -> None:
     path = tmp_path / "bad.toml"
     path.write_bytes(contents)
-    with pytest.raises(ConfigError, match=f"^{re.escape(str(path))}: {reason}"):
+    with pytest.raises(ConfigError, match=f"^{re.escape(str(path))}: not valid TOML"):
         load_config(path)
 
 

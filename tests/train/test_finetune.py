@@ -4,6 +4,7 @@ another run."""
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from changing_runs import run
 from lather.checkpoint.folder import list_checkpoints
 from lather.checkpoint.reader import load_checkpoint, open_checkpoint
 from lather.checkpoint.state import TrainingState
@@ -32,22 +34,10 @@ from lather.files import read_rows
 from lather.models.decoder import Decoder
 from lather.models.hf.model_export import save_hugging_face
 from lather.parallel.mesh import Mesh
-from lather.train.loop import RunOutcome, train
-from lather.train.metrics import StepRow
 from tiny_model import VOCAB_SIZE
 from tiny_run import timeless_rows
 
 ConfigMaker = Callable[..., Config]
-
-
-class Notes:
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
-
-    def step(self, row: StepRow, num_steps: int) -> None: ...
 
 
 @pytest.fixture
@@ -85,21 +75,12 @@ def weights(config: Config) -> dict[str, Tensor]:
 
 def model_of(config: Config) -> Decoder:
     model = build_model(config, torch.device("cpu"))
-    load_checkpoint(
-        list_checkpoints(Path(config.run_dir) / "checkpoints")[-1], TrainingState.of_model(model)
-    )
+    newest = list_checkpoints(Path(config.run_dir) / "checkpoints")[-1]
+    load_checkpoint(newest, TrainingState.of_model(model))
     return model
 
 
-def run(config: Config, stop_after: int = 99) -> tuple[RunOutcome, list[str]]:
-    display, left = Notes(), stop_after
-
-    def stop() -> bool:
-        nonlocal left
-        left -= 1
-        return left < 0
-
-    return train(config, display, stop), display.notes
+EXPERTS = "layers.1.mlp.experts."
 
 
 # --- by name --------------------------------------------------------------------------------------
@@ -110,14 +91,11 @@ def run(config: Config, stop_after: int = 99) -> tuple[RunOutcome, list[str]]:
     [
         ({}, ("",)),
         ({"train": {"trainable": ["layers.0.*"]}}, ("layers.0.",)),
-        (
-            {"train": {"trainable": ["*.experts.*", "norm.weight"]}},
-            ("layers.1.mlp.experts.", "norm."),
-        ),
+        ({"train": {"trainable": ["*.experts.*", "norm.weight"]}}, (EXPERTS, "norm.")),
         ({"train": {"trainable": ["layers.*"], "frozen": ["layers.0.*"]}}, ("layers.1.",)),
         (
             {"lora": {"rank": 2, "targets": ["experts"]}},
-            ("layers.1.mlp.experts.gate_up_lora", "layers.1.mlp.experts.down_lora"),
+            (f"{EXPERTS}gate_up_lora", f"{EXPERTS}down_lora"),
         ),
         (
             {
@@ -160,8 +138,7 @@ def test_a_run_starts_from_a_hugging_face_folder(
     tune: ConfigMaker, make_config: ConfigMaker, published: Path
 ) -> None:
     config = tune(optim={"lr": 0.0})
-    outcome, notes = run(config)
-    assert outcome.finished
+    notes = run(config)
     assert f"starting from the weights of {published}" in notes
     expected = dict(build_model(make_config(seed=9), torch.device("cpu")).named_parameters())
     found = dict(model_of(config).named_parameters())
@@ -176,7 +153,7 @@ def test_adapters_learn_under_every_rule_and_the_weights_stay(
     more = {"precondition_frequency": 2} if "soap" in rule else {}
     optim = {"name": rule, "lr": 2e-2, "warmup_steps": 1, "rest": {"lr_factor": 1.0}, **more}
     config = replace(tune(train={"steps": 12}, lora={"rank": 4}), optim=optim_config(**optim))
-    _, notes = run(config)
+    notes = run(config)
     assert any(
         re.match(r"[\d,]+ of [\d,]+ parameters are trained \([\d.]+ %\), 20 tensors", note)
         for note in notes
@@ -197,8 +174,8 @@ def test_a_run_with_adapters_that_was_stopped_goes_on_to_the_same_bits(
         tune(lora={"rank": 2}, run_dir=str(tmp_path / name)) for name in ("whole", "parted")
     )
     run(whole)
-    assert run(parted, stop_after=3)[0].step == 3
-    assert run(parted)[0].finished
+    run(parted, stop_after=3)
+    run(parted)
     assert timeless_rows(Path(parted.run_dir)) == timeless_rows(Path(whole.run_dir))
     found, expected = weights(parted), weights(whole)
     assert found.keys() == expected.keys()
@@ -265,28 +242,27 @@ def test_another_model_is_refused_by_its_first_field(
     with pytest.raises(ConfigError, match=re.escape(message)):
         run(config)
     assert not Path(config.run_dir).exists()
-    assert run(tune(init_from=str(source), model=harmless))[0].finished
+    run(tune(init_from=str(source), model=harmless))
 
 
 def test_a_start_that_does_not_fit_is_refused(
     tune: ConfigMaker, published: Path, tmp_path: Path
 ) -> None:
-    other = tmp_path / "other.json"
+    other, file = tmp_path / "other.json", published / "model.safetensors"
     train_tokenizer(iter(["another text\n"] * 9), VOCAB_SIZE, END_OF_TEXT).save(str(other))
-    with pytest.raises(
-        DataError, match=r"was trained with another tokenizer: give data\.tokenizer"
-    ):
-        run(tune(data={"tokenizer": str(other)}))
-    with pytest.raises(
-        CheckpointError,
-        match=(
-            r"has no checkpoint: give a run directory that has "
-            r"one, or a folder with config\.json"
-        ),
-    ):
-        run(tune(init_from=str(tmp_path / "corpus")))
-    file = published / "model.safetensors"
+    corpus, tokenizer = str(tmp_path / "corpus"), published / "tokenizer.json"
+    for config, error, message in [
+        (tune(data={"tokenizer": str(other)}), DataError, r"give data\.tokenizer = '.*published"),
+        (tune(init_from=corpus), CheckpointError, "has no checkpoint: give a run directory that"),
+    ]:
+        with pytest.raises(error, match=message):
+            run(config)
+    without = tune(data={"tokenizer": ""})
+    tokenizer.unlink()
+    with pytest.raises(DataError, match=r"has no tokenizer\.json: give its model's tokenizer"):
+        run(without)
     file.write_bytes(file.read_bytes()[:-100])
+    shutil.copyfile(other, tokenizer)
     with pytest.raises(ExchangeError, match=r"model.safetensors: missing, truncated or damaged"):
-        run(tune())
+        run(tune(data={"tokenizer": str(other)}))
     assert not (tmp_path / "run").exists()

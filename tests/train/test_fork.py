@@ -2,7 +2,6 @@
 changes."""
 
 import contextlib
-import json
 import os
 import shutil
 from dataclasses import asdict, replace
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 from stored import stored_tensors
 
-from changing_runs import MakeConfig, Shown, losses, run, uninterrupted
+from changing_runs import MakeConfig, losses, run, uninterrupted
 from lather.checkpoint.folder import list_checkpoints, step_of
 from lather.config.changes import History
 from lather.config.config import Config
@@ -19,9 +18,8 @@ from lather.config.optim import optim_config
 from lather.errors import RunError
 from lather.files import read_rows
 from lather.train import run_dir as run_dir_module
-from lather.train.loop import train
 from lather.train.run_dir import RunDirectory
-from lather.train.start import find_fork, is_of_fork
+from lather.train.start import is_fork_of
 from tiny_run import TIME_FIELDS
 
 STEPS = 8
@@ -37,22 +35,17 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def first(make_config: MakeConfig, tmp_path: Path, finished: Path) -> Config:
     """Return a run with checkpoints at 2, 4, 6 and 8, which was trained once for all tests and is
     copied."""
-    config, made_at = (
-        make_config(train={"steps": STEPS}, checkpoint={"keep_last": 9}),
-        finished / "made_at.txt",
-    )
-    if made_at.exists():
-        shutil.copytree(finished / "run", config.run_dir)
-        for file in (
-            path
-            for path in Path(config.run_dir).iterdir()
-            if path.suffix in (".toml", ".json", ".jsonl")
-        ):
-            file.write_text(file.read_text().replace(made_at.read_text(), str(tmp_path)))
-    else:
+    config = make_config(train={"steps": STEPS}, checkpoint={"keep_last": 9})
+    made_at = finished / "made_at.txt"
+    if not made_at.exists():
         run(config)
         shutil.copytree(config.run_dir, finished / "run")
         made_at.write_text(str(tmp_path))
+        return config
+    shutil.copytree(finished / "run", config.run_dir)
+    for file in Path(config.run_dir).iterdir():
+        if file.suffix in (".toml", ".json", ".jsonl"):
+            file.write_text(file.read_text().replace(made_at.read_text(), str(tmp_path)))
     return config
 
 
@@ -60,16 +53,24 @@ def first(make_config: MakeConfig, tmp_path: Path, finished: Path) -> Config:
 def fork_config(make_config: MakeConfig, first: Config, tmp_path: Path) -> MakeConfig:
     def make(step: int | None = 4, **changes: object) -> Config:
         at = "" if step is None else f"@{step}"
-        made = {
+        options = {
             "run_dir": str(tmp_path / "fork"),
             "fork_from": f"{first.run_dir}{at}",
             "checkpoint": {"keep_last": 9},
             **changes,
         }
-        made["train"] = {"steps": STEPS, **made.get("train", {})}  # type: ignore[dict-item]
-        return make_config(**made)
+        options["train"] = {"steps": STEPS, **options.get("train", {})}  # type: ignore[dict-item]
+        return make_config(**options)
 
     return make
+
+
+def history(config: Config) -> History:
+    return History.read(Path(config.run_dir), {})
+
+
+def checkpoints(config: Config) -> list[Path]:
+    return list_checkpoints(Path(config.run_dir) / "checkpoints")
 
 
 def files_of(folder: str | Path) -> dict[str, tuple[bytes, int]]:
@@ -93,45 +94,40 @@ def test_a_fork_without_changes_has_the_bits_of_the_first_run(
     forked = fork_config(step)
     run(forked)
     assert timeless(forked.run_dir) == timeless(first.run_dir)
-    ends = [
-        stored_tensors(list_checkpoints(Path(config.run_dir) / "checkpoints")[-1])
-        for config in (first, forked)
-    ]
+    ends = [stored_tensors(checkpoints(config)[-1]) for config in (first, forked)]
     assert ends[0].keys() == ends[1].keys()
-    assert all(
-        ends[0][name].equal(ends[1][name]) for name in ends[0] if not name.startswith("random/")
-    )
+    names = [name for name in ends[0] if not name.startswith("random/")]
+    assert all(ends[0][name].equal(ends[1][name]) for name in names)
     assert files_of(first.run_dir) == before
-    assert step_of(list_checkpoints(Path(forked.run_dir) / "checkpoints")[0]) == step or STEPS
-    assert History.read(Path(forked.run_dir), {}).forked_from == f"{first.run_dir}@{step or STEPS}"
+    assert step_of(checkpoints(forked)[0]) == step or STEPS
+    assert history(forked).forked_from == f"{first.run_dir}@{step or STEPS}"
 
 
 def test_a_fork_takes_its_changes_from_its_step_on(first: Config, fork_config: MakeConfig) -> None:
     forked = fork_config(4, optim={"lr": 1e-3}, train={"steps": 10})
     notes = run(forked)
     assert losses(forked.run_dir) == uninterrupted(first, forked, changed_at=4)
-    assert any(
-        "from step 5 on: optim.lr 0.01 -> 0.001, train.steps 8 -> 10" in note for note in notes
-    )
+    assert any("from step 5 on: optim.lr 0.01 -> 0.001, train.steps 8 -> 10" in n for n in notes)
+    (row,) = history(forked).rows
+    changes = {"optim.lr": (0.01, 0.001), "train.steps": (8, 10)}
+    assert (row.forked_from, row.changes) == (f"{first.run_dir}@4", changes)
 
 
 def test_a_fork_of_before_a_change_does_not_have_it(
     first: Config, fork_config: MakeConfig, make_config: MakeConfig
 ) -> None:
     """The first run went on with another rate; its fork goes back to the time before."""
-    run(make_config(train={"steps": 12}, optim={"lr": 1e-3}, checkpoint={"keep_last": 9}))
-    plain, later = (
-        fork_config(4),
-        fork_config(10, run_dir=f"{first.run_dir}-later", optim={"lr": 1e-3}, train={"steps": 12}),
-    )
-    run(plain)
+    changed = {"train": {"steps": 12}, "optim": {"lr": 1e-3}}
+    run(make_config(**changed, checkpoint={"keep_last": 9}))
+    plain, later = fork_config(4), fork_config(10, run_dir=f"{first.run_dir}-later", **changed)
+    optim = {key: value for key, value in asdict(plain.optim).items() if key != "lr"}
+    run(replace(plain, optim=optim_config(**optim)))
     assert losses(plain.run_dir) == losses(first.run_dir)[:STEPS]
-    assert [row.changes for row in History.read(Path(plain.run_dir), {}).rows] == [{}]
+    assert [row.changes for row in history(plain).rows] == [{}]
     run(later)
     assert losses(later.run_dir) == losses(first.run_dir)
-    assert [
-        (row.step, bool(row.changes)) for row in History.read(Path(later.run_dir), {}).rows
-    ] == [(8, True), (10, False)]
+    rows = [(row.step, bool(row.changes)) for row in history(later).rows]
+    assert rows == [(8, True), (10, False)]
 
 
 def test_the_same_command_goes_on_with_the_fork(fork_config: MakeConfig, first: Config) -> None:
@@ -139,29 +135,23 @@ def test_the_same_command_goes_on_with_the_fork(fork_config: MakeConfig, first: 
     too."""
     forked = fork_config(4)
     for stop_after in (1, 3):
-        shown = iter(range(stop_after))
-        train(forked, Shown(), lambda shown=shown: next(shown, None) is None)  # type: ignore[misc]
+        run(forked, stop_after)
     Path(first.run_dir).rename(f"{first.run_dir}-moved")
     run(forked)
     assert timeless(forked.run_dir) == timeless(f"{first.run_dir}-moved")
 
 
-def test_a_fork_of_a_fork(
-    first: Config, fork_config: MakeConfig, make_config: MakeConfig, tmp_path: Path
-) -> None:
+def test_a_fork_of_a_fork(first: Config, fork_config: MakeConfig, tmp_path: Path) -> None:
     forked = fork_config(4, optim={"lr": 1e-3})
     run(forked)
-    changes = {"optim": {"lr": 1e-3}, "train": {"steps": STEPS}, "checkpoint": {"keep_last": 9}}
-    second = make_config(
-        run_dir=str(tmp_path / "second"), fork_from=f"{forked.run_dir}@6", **changes
+    second = fork_config(
+        run_dir=str(tmp_path / "second"), fork_from=f"{forked.run_dir}@6", optim={"lr": 1e-3}
     )
-    run(second)
-    assert timeless(second.run_dir) == timeless(forked.run_dir)
-    run(second)
-    assert [row.forked_from for row in History.read(Path(second.run_dir), {}).rows] == [
-        f"{first.run_dir}@4",
-        f"{forked.run_dir}@6",
-    ]
+    for _ in range(2):
+        run(second)
+        assert timeless(second.run_dir) == timeless(forked.run_dir)
+    sources = [row.forked_from for row in history(second).rows]
+    assert sources == [f"{first.run_dir}@4", f"{forked.run_dir}@6"]
 
 
 def test_refused_forks_leave_nothing(
@@ -171,23 +161,13 @@ def test_refused_forks_leave_nothing(
     (tmp_path / "taken" / "thesis.tex").write_text("precious")
     (tmp_path / "corpus" / "1.txt").write_text("other text", "utf-8")
     before = sorted(tmp_path.rglob("*"))
+    taken = str(tmp_path / "taken")
     for config, message in [
         (fork_config(3), r"@3: no such checkpoint in .*: use one of 2, 4, 6, 8, or best"),
         (fork_config(4, fork_from=str(tmp_path / "nowhere@4")), "nowhere: not a run"),
-        (fork_config(4, fork_from=f"{first.run_dir}@"), "no such checkpoint"),
-        (
-            fork_config(4, seed=3),
-            r"fork_from = .*: seed is 0 there and 3 here, which cannot change during a run; give "
-            r"the fork the same value",
-        ),
-        (
-            fork_config(4, train={"steps": 3}),
-            r"train\.steps = 3 is not valid: fork_from = .* has done 4 steps",
-        ),
-        (
-            fork_config(4, run_dir=str(tmp_path / "taken")),
-            "holds files: give the fork a --run-dir that is empty or does not exist",
-        ),
+        (fork_config(4, seed=3), r"fork_from = .*: seed is 0 there and 3 here, .* the same value"),
+        (fork_config(4, train={"steps": 3}), r"steps = 3 is not valid: fork_from = .* done 4"),
+        (fork_config(4, run_dir=taken), "holds files: give the fork a --run-dir that is empty"),
         (fork_config(4, run_dir=first.run_dir), "holds a run that is not a fork"),
     ]:
         with pytest.raises(RunError, match=message):
@@ -201,73 +181,54 @@ def test_refused_forks_leave_nothing(
 def test_a_disk_that_is_full_leaves_nothing(
     fork_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def link(source: str, target: str) -> None:
+    def full(source: str, target: str) -> None:
         raise OSError(28, "No space left on device")
 
     forked = fork_config(4)
-    monkeypatch.setattr(os, "link", link)
-    monkeypatch.setattr("shutil.copyfile", link)
+    monkeypatch.setattr(os, "link", full)
+    monkeypatch.setattr("shutil.copyfile", full)
     with pytest.raises(RunError, match=r"cannot be copied to it .*No space left"):
         run(forked)
     assert not [path for path in tmp_path.iterdir() if "fork" in path.name]
 
 
-def test_names_of_forks(first: Config) -> None:
-    run_dir = first.run_dir
-    assert find_fork(f"{run_dir}@4") == (
-        Path(run_dir),
-        Path(run_dir) / "checkpoints" / "step-00000004",
-    )
-    assert find_fork(run_dir)[1].name == "step-00000008"
-    assert is_of_fork(f"{run_dir}@4", f"{run_dir}/@4")
-    assert is_of_fork(f"{run_dir}@4", run_dir)
-    assert not is_of_fork(f"{run_dir}@40", f"{run_dir}@4")
-    assert not is_of_fork(f"{run_dir}@4", f"{run_dir}-b@4")
-    assert not is_of_fork("", run_dir)
-
-
-def test_a_history_says_whose_fork_it_is(first: Config, fork_config: MakeConfig) -> None:
-    forked = fork_config(4, optim={"lr": 1e-3})
-    run(forked)
-    line, _ = (Path(forked.run_dir) / "changes.jsonl").read_text().splitlines()
-    row = json.loads(line)
-    assert row["forked_from"] == f"{first.run_dir}@4"
-    assert row["changes"] == {"optim.lr": [0.01, 0.001]}
+@pytest.mark.parametrize(
+    ("forked_from", "name", "expected"),
+    [
+        ("run@4", "run/@4", True),
+        ("run@4", "./run@0004", True),
+        ("run@4", "run@best", True),
+        ("run@4", "run", True),
+        ("run@0", "run@0", True),
+        ("run@40", "run@4", False),
+        ("run@4", "run-b@4", False),
+        ("", "run", False),
+    ],
+)
+def test_names_of_a_fork(forked_from: str, name: str, expected: bool) -> None:
+    assert is_fork_of(forked_from, name) is expected
 
 
 # --- what a fork takes along, and how it may be named ---------------------------------------------
-
-
-def test_a_fork_of_before_a_change_has_the_rate_of_that_time_if_none_is_given(
-    first: Config, fork_config: MakeConfig
-) -> None:
-    given = replace(
-        first, train=replace(first.train, steps=12), optim=replace(first.optim, lr=1e-3)
-    )
-    run(given)
-    silent = fork_config(4)
-    optim = {key: value for key, value in asdict(silent.optim).items() if key != "lr"}
-    run(replace(silent, optim=optim_config(**optim)))
-    assert timeless(silent.run_dir) == timeless(first.run_dir)[: len(timeless(silent.run_dir))]
-    assert losses(silent.run_dir) == losses(first.run_dir)[:STEPS]
 
 
 def test_a_fork_of_before_a_mixture_does_without_its_data_sets(
     sets: list[str], make_config: MakeConfig, tmp_path: Path
 ) -> None:
     common: dict[str, object] = {"checkpoint": {"keep_last": 9}}
-    plain = make_config(data={"path": sets[:2]}, train={"steps": 8}, **common)
-    run(make_config(data={"path": sets[:2]}, **common))
-    run(make_config(data={"path": sets, "weights": [1.0, 1.0, 8.0]}, train={"steps": 8}, **common))
-    fork = replace(plain, run_dir=str(tmp_path / "fork"), fork_from=f"{plain.run_dir}@4")
-    run(fork)
-    whole = replace(plain, run_dir=str(tmp_path / "whole"), train=replace(plain.train, steps=4))
-    run(whole)
-    run(replace(whole, train=plain.train))
-    assert losses(fork.run_dir) == losses(whole.run_dir)
+    early = make_config(data={"path": sets[:2]}, **common)
+    plain = replace(early, train=replace(early.train, steps=8))
     later = make_config(
         data={"path": sets, "weights": [1.0, 1.0, 8.0]}, train={"steps": 8}, **common
     )
+    run(early)
+    run(later)
+    fork = replace(plain, run_dir=str(tmp_path / "fork"), fork_from=f"{plain.run_dir}@4")
+    run(fork)
+    whole = str(tmp_path / "whole")
+    run(replace(early, run_dir=whole))
+    run(replace(plain, run_dir=whole))
+    assert losses(fork.run_dir) == losses(whole)
     run(replace(later, run_dir=str(tmp_path / "later"), fork_from=f"{plain.run_dir}@6"))
     assert losses(tmp_path / "later") == losses(plain.run_dir)
 
@@ -285,13 +246,8 @@ def test_a_start_that_is_killed_while_it_records_changes_nothing(
     common: dict[str, object] = {"checkpoint": {"keep_last": 9}}
     early = make_config(data={"path": sets[:2], "weights": [1.0, 1.0]}, **common)
     run(early)
-    changed = make_config(
-        data={"path": sets[:2], "weights": [9.0, 1.0]},
-        train={"steps": 8},
-        optim={"lr": 1e-3},
-        **common,
-    )
-    run(changed)
+    mixture = {"path": sets[:2], "weights": [9.0, 1.0]}
+    run(make_config(data=mixture, train={"steps": 8}, optim={"lr": 1e-3}, **common))
     fork = replace(early, run_dir=str(tmp_path / "fork"), fork_from=f"{early.run_dir}@2")
     plain = replace(fork, run_dir=str(tmp_path / "plain"))
     run(plain)
@@ -317,23 +273,9 @@ def test_the_same_fork_may_be_spelled_otherwise(
     run(forked)
     monkeypatch.chdir(tmp_path)
     name = Path(first.run_dir).name
-    for spelled in (f"{name}@4", f"./{name}/@0004", f"corpus/../{name}@4", name):
-        run(replace(forked, fork_from=spelled))
+    run(replace(forked, fork_from=f"corpus/../{name}@4"))
     with pytest.raises(RunError, match="holds a run that was forked from"):
         run(replace(forked, fork_from=f"{name}@2"))
-
-
-def test_a_folder_named_like_a_checkpoint_is_not_taken_for_one(
-    first: Config, fork_config: MakeConfig
-) -> None:
-    named = fork_config(2, run_dir=f"{first.run_dir}@2")
-    run(named)
-    run(named)
-    with pytest.raises(
-        RunError, match=r"may mean checkpoint 2 of .*, or the run .*@2: rename that folder"
-    ):
-        run(fork_config(2))
-    run(fork_config(2, fork_from=f"{first.run_dir}@2@6"))
 
 
 def test_a_fork_of_the_first_weights(
@@ -341,16 +283,15 @@ def test_a_fork_of_the_first_weights(
 ) -> None:
     """A run that was stopped before its first step has a checkpoint of step 0; the same command
     goes on, and lost checkpoints are reported."""
-    begun = make_config(
-        run_dir=str(tmp_path / "begun"), train={"steps": STEPS}, checkpoint={"keep_last": 9}
+    stopped = make_config(
+        run_dir=str(tmp_path / "stopped"), train={"steps": STEPS}, checkpoint={"keep_last": 9}
     )
-    train(begun, Shown(), lambda: True)
-    forked = fork_config(0, fork_from=f"{begun.run_dir}@0", optim={"lr": 1e-3})
-    train(forked, Shown(), lambda: True)
+    run(stopped, stop_after=0)
+    forked = fork_config(0, fork_from=f"{stopped.run_dir}@0", optim={"lr": 1e-3})
+    run(forked, stop_after=0)
     run(forked)
     assert losses(forked.run_dir) == uninterrupted(forked, forked)
-    for checkpoint in list_checkpoints(Path(forked.run_dir) / "checkpoints"):
-        shutil.rmtree(checkpoint)
+    shutil.rmtree(Path(forked.run_dir) / "checkpoints")
     with pytest.raises(RunError, match=r"is a fork of .*@0, but its checkpoints are gone"):
         run(forked)
 
@@ -374,15 +315,12 @@ def test_a_copy_that_was_killed_is_made_anew(
     first: Config, fork_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forked = fork_config(4)
-    rename = Path.rename
 
-    def killed(path: Path, target: Path) -> Path:
-        if path.name == "provenance.json":
-            raise KeyboardInterrupt
-        return rename(path, target)
+    def killed(source: Path, target: Path) -> None:
+        raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "rename", killed)
+        patch.setattr("shutil.copyfile", killed)
         with pytest.raises(KeyboardInterrupt):
             RunDirectory(forked)
     assert (Path(forked.run_dir) / "checkpoints").exists()

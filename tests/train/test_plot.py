@@ -12,8 +12,7 @@ from matplotlib.image import imread
 from lather.config.changes import History, Row
 from lather.errors import RunError, UserError
 from lather.train.metrics import MetricsWriter, StepRow
-from lather.train.plot import draw, read_curves
-from lather.train.run_names import short_names
+from lather.train.plot import draw, read_curves, short_names
 
 MakeRun = Callable[..., Path]
 
@@ -55,34 +54,26 @@ def drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Figu
     return figure_of
 
 
-def pixels(runs: list[Path], out: Path) -> np.ndarray:
-    draw(runs, out)
-    assert out.read_bytes().startswith(b"\x89PNG")
-    return imread(out)
-
-
-def shows_something(picture: np.ndarray) -> bool:
-    height, width, _ = picture.shape
-    return height > 200 and width > 600 and len(np.unique(picture.mean(-1))) > 20
-
-
-def test_one_run_and_several_give_different_pictures(make_run: MakeRun, tmp_path: Path) -> None:
-    one, other = make_run("one"), make_run("other", loss=2.0)
-    pictures = [
-        pixels(runs, tmp_path / f"{index}.png")
-        for index, runs in enumerate(([one], [other], [one, other]))
-    ]
-    assert all(map(shows_something, pictures))
-    assert len({picture.tobytes() for picture in pictures}) == 3
-
-
-@pytest.mark.parametrize(("num_steps", "validated"), [(1, True), (1, False)])
-def test_a_run_of_one_step_or_without_validation_is_drawn(
-    make_run: MakeRun, tmp_path: Path, num_steps: int, validated: bool
+@pytest.mark.parametrize(
+    "runs",
+    [
+        [{"name": "run"}],
+        [{"name": "one"}, {"name": "other", "loss": 2.0}],
+        [{"name": "run", "num_steps": 1}],
+        [{"name": "run", "num_steps": 1, "validated": False}],
+        [{"name": "a$^$b"}],
+        [{"name": "_run"}],
+    ],
+    ids=["one", "two", "one step", "no validation", "mathematics", "hidden name"],
+)
+def test_a_picture_shows_something(
+    make_run: MakeRun, tmp_path: Path, runs: list[dict[str, Any]]
 ) -> None:
-    assert shows_something(
-        pixels([make_run("run", num_steps, validated=validated)], tmp_path / "out.png")
-    )
+    draw([make_run(**run) for run in runs], tmp_path / "out.png")
+    picture = imread(tmp_path / "out.png")
+    assert picture.shape[0] > 200
+    assert picture.shape[1] > 600
+    assert len(np.unique(picture.mean(-1))) > 20
 
 
 def test_changes_of_a_run_are_drawn_where_they_were_made(
@@ -107,20 +98,6 @@ def test_changes_of_a_run_are_drawn_where_they_were_made(
     ]
 
 
-def test_the_curves_are_the_rows(make_run: MakeRun) -> None:
-    curves = read_curves(make_run("run", 10))
-    assert curves.name == "run"
-    assert curves.training["step"].tolist() == list(range(1, 11))
-    assert curves.training["loss"].tolist() == [5.0 / step for step in range(1, 11)]
-    assert curves.training["seconds"].tolist() == pytest.approx(
-        [0.1 * step for step in range(1, 11)]
-    )
-    expected = {"step": [0, 10], "seconds": [0.0, 1.0], "validation_loss": [6.0, 5.0]}
-    assert {name: column.tolist() for name, column in curves.validation.items()} == expected
-    assert curves.optimizer_share == pytest.approx(0.25)
-    assert curves.training["step_seconds"].tolist() == pytest.approx([0.1] * 10)
-
-
 def test_skipped_steps_and_failed_validations_are_left_out(
     make_run: MakeRun, step_row: Callable[..., StepRow]
 ) -> None:
@@ -135,65 +112,25 @@ def test_skipped_steps_and_failed_validations_are_left_out(
     assert len(curves.validation["step"]) == 1
 
 
-def test_loss_is_drawn_over_steps_and_over_seconds(
+def test_losses_and_times_are_those_of_the_rows(
     make_run: MakeRun, drawn: Callable[..., Figure]
 ) -> None:
     figure = drawn(make_run("run", 20))
-    over_steps, over_seconds, _ = figure.axes
+    over_steps, over_seconds, time_share = figure.axes
     for axes, scale in ((over_steps, 1.0), (over_seconds, 0.1)):
         raw, smooth, validation = axes.lines
-        assert (
-            raw.get_xdata().tolist()
-            == smooth.get_xdata().tolist()
-            == pytest.approx([scale * step for step in range(1, 21)])
-        )
+        expected = pytest.approx([scale * step for step in range(1, 21)])
+        assert raw.get_xdata().tolist() == smooth.get_xdata().tolist() == expected
         assert raw.get_ydata().tolist() == [5.0 / step for step in range(1, 21)]
-        np.testing.assert_allclose(smooth.get_ydata(), raw.get_ydata(), rtol=0.2)
-        assert not np.array_equal(smooth.get_ydata(), raw.get_ydata())
-        assert smooth.get_ydata()[0] == pytest.approx(raw.get_ydata()[0])
         assert validation.get_xdata().tolist() == pytest.approx([0, scale * 10, scale * 20])
         assert validation.get_ydata().tolist() == pytest.approx([6, 5, 4])
-    training, validation = (text.get_text() for text in figure.legends[0].get_texts())
-    assert "run" in training
-    assert "4.000" in validation
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["run  4.0000"]
+    forward, optimizer = (bars[0].get_width() for bars in time_share.containers)
+    assert (forward, optimizer) == pytest.approx((75, 25))
 
 
-@pytest.mark.parametrize("names", [("a", "b"), ("a/run", "b/run")])
-def test_every_run_has_a_bar_of_its_own(
-    make_run: MakeRun, drawn: Callable[..., Figure], names: tuple[str, str]
-) -> None:
-    figure = drawn(make_run(names[0], step_seconds=0.1), make_run(names[1], step_seconds=0.2))
-    forward, optimizer = figure.axes[2].containers
-    assert [
-        bar.get_width() + rest.get_width() for bar, rest in zip(optimizer, forward, strict=True)
-    ] == pytest.approx([100, 200])
-    assert len({bar.get_y() for bar in optimizer}) == 2
-
-
-@pytest.mark.parametrize("name", ["_run", "a$^$b"])
-def test_a_run_of_any_name_is_in_the_legend(
-    make_run: MakeRun, drawn: Callable[..., Figure], tmp_path: Path, name: str
-) -> None:
-    run = make_run(name)
-    assert len(drawn(run).legends[0].get_texts()) == 2
-    assert shows_something(pixels([run], tmp_path / "out.png"))
-
-
-def test_the_current_folder_has_a_name(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(make_run("run"))
-    assert read_curves(Path()).name
-
-
-@pytest.mark.parametrize("rows", ["absent", "empty", "validation only", "skipped only"])
-def test_a_run_without_steps_is_named(make_run: MakeRun, tmp_path: Path, rows: str) -> None:
-    run = make_run(
-        "run",
-        num_steps=3 if rows == "skipped only" else 0,
-        validated=rows == "validation only",
-        skipped=True,
-    )
-    if rows == "absent":
-        (run / "metrics.jsonl").unlink()
+def test_a_run_without_steps_is_named(make_run: MakeRun, tmp_path: Path) -> None:
+    run = make_run("run", num_steps=3, skipped=True)
     with pytest.raises(
         RunError, match=rf"^{run / 'metrics.jsonl'}: no training steps to draw: give "
     ):
@@ -201,7 +138,7 @@ def test_a_run_without_steps_is_named(make_run: MakeRun, tmp_path: Path, rows: s
     assert not (tmp_path / "out.png").exists()
 
 
-@pytest.mark.parametrize("out", ["absent/out.png", "file/out.png"])
+@pytest.mark.parametrize("out", ["absent/out.png", "file/out.png", "/dev/full"])
 def test_a_picture_that_cannot_be_written_is_named(
     make_run: MakeRun, tmp_path: Path, out: str
 ) -> None:
@@ -212,46 +149,29 @@ def test_a_picture_that_cannot_be_written_is_named(
         draw([make_run("run")], tmp_path / out)
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a full disk at hand")
-def test_a_full_disk_is_named(make_run: MakeRun) -> None:
-    with pytest.raises(UserError, match=r"^/dev/full: cannot be written"):
-        draw([make_run("run")], Path("/dev/full"))
-    assert Path("/dev/full").is_char_device()
-
-
-@pytest.mark.parametrize("number", [2, 5, 13, 30])
+@pytest.mark.parametrize("number", [2, 13, 30])
 def test_many_runs_can_be_told_apart_and_all_of_the_legend_is_in_the_picture(
     make_run: MakeRun, drawn: Callable[..., Figure], number: int
 ) -> None:
+    name = "rate{}-and-a-name-that-is-rather-long"
     runs = [
-        make_run(
-            f"a-sweep-of-many-runs-rate{index}-and-a-name-that-is-rather-long",
-            loss=2.0 + index,
-            validated=False,
-        )
+        make_run("a-sweep/" + name.format(index), loss=2.0 + index, validated=False)
         for index in range(number)
     ]
     figure = drawn(*runs)
     figure.draw_without_rendering()
     (legend,), panels = figure.legends, figure.axes
     labels = [text.get_text() for text in legend.get_texts()]
-    expected = [
-        f"\u2026rate{index}-and-a-name-that-is-rather-long" for index in reversed(range(number))
-    ]
     # greatest final loss first
-    assert [label.split("\u2026")[1][:5] for label in labels] == [name[1:6] for name in expected]
-    assert "a-sweep-of-many-runs-" in legend.get_title().get_text()
+    assert labels == [name.format(index) for index in reversed(range(number))]
     box, edge = legend.get_window_extent(), figure.bbox
     assert 0 <= box.x0 < box.x1 <= edge.x1
     assert 0 <= box.y0 < box.y1 <= edge.y1
     for axes in panels:
         assert not box.overlaps(axes.get_window_extent())
         assert axes.get_tightbbox().x1 <= edge.x1
-    looks = {
-        (line.get_color(), line.get_linestyle())
-        for line in panels[0].lines
-        if not str(line.get_label()).startswith("_")
-    }
+    lines = [line for line in panels[0].lines if line.get_linestyle() != "None"]
+    looks = {(line.get_color(), line.get_linestyle()) for line in lines if line.get_alpha() is None}
     assert len(looks) == number
     assert [bar.get_text() for bar in panels[2].get_yticklabels()] == labels
 
@@ -265,19 +185,16 @@ def test_an_axis_of_a_long_run_has_small_numbers(
 
 
 @pytest.mark.parametrize(
-    ("folders", "names", "common"),
+    ("folders", "names"),
     [
-        (["runs/one"], ["one"], ""),
-        (["a/run", "b/run"], ["a", "b"], ""),
-        (["runs/soap", "runs/muon"], ["soap", "muon"], ""),
-        (["runs/sweep-1-soap", "runs/sweep-1-muon"], ["\u2026soap", "\u2026muon"], "sweep-1-"),
-        (["runs/sweep-1", "runs/sweep-1-muon"], ["\u20261", "\u20261-muon"], "sweep-"),
-        (["x/a/run", "x/b/run", "x/b/other"], ["a/run", "b/run", "b/other"], ""),
-        (["runs/one", "runs/one"], ["one", "one"], ""),
-        (["runs/" + "a" * 50 + "-end"], ["a" * 12 + "\u2026" + "a" * 19 + "-end"], ""),
+        (["runs/one"], ["one"]),
+        (["a/run", "b/run"], ["a/run", "b/run"]),
+        (["runs/soap", "runs/muon"], ["soap", "muon"]),
+        (["runs/one", "runs/one"], ["one", "one"]),
+        (["runs/" + "a" * 50 + "-end"], ["\u2026" + "a" * 44 + "-end"]),
     ],
 )
-def test_names_are_without_what_all_have_in_common(
-    folders: list[str], names: list[str], common: str
+def test_names_are_without_the_folder_that_all_have_in_common(
+    folders: list[str], names: list[str]
 ) -> None:
-    assert short_names([Path(folder) for folder in folders]) == (names, common)
+    assert short_names([Path(folder) for folder in folders]) == names

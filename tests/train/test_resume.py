@@ -25,14 +25,14 @@ from lather.train import loop
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
 
-def held(run, step=loop._TrainingRun._one_step, seconds=float(sys.argv.pop(1))):
+def held(run, step=loop._TrainingRun._train_step, seconds=float(sys.argv.pop(1))):
     os.write(1, b"held")
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         time.sleep(0.01)  # a signal just before a long sleep would be handled after it
     step(run)
 
-loop._TrainingRun._one_step = held
+loop._TrainingRun._train_step = held
 sys.exit(main(sys.argv[1:]))
 """
 """Program that runs a command whose steps take the seconds of its first argument longer."""

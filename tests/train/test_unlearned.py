@@ -16,46 +16,26 @@ from torch import Tensor
 
 from lather.checkpoint.folder import list_checkpoints
 from lather.checkpoint.reader import open_checkpoint
-from lather.config.config import Config, LoopConfig, MoEConfig
+from lather.config.config import Config, MoEConfig
 from lather.config.optim import optim_config
 from lather.data.batches import Batch
 from lather.data.making import make_dataset
 from lather.data.recipe import DataRecipe
 from lather.data.sequences import IGNORE_INDEX
-from lather.engine.engine import Engine
 from lather.engine.optimizer import build_optimizer
-from lather.engine.step import TrainStep
 from lather.files import read_rows
 from lather.models.decoder import Decoder
-from lather.optim import AdamW, MatrixOptimizer
-from lather.parallel.mesh import Mesh
-from lather.pipeline.schedule import sequential
-from lather.pipeline.tape import Frees
+from lather.optim import AdamW
 from lather.train.display import PlainDisplay
 from lather.train.loop import RunOutcome, train
 from lather.train.plot import draw
 from lather.train.report import report_data
-from models.tiny import whole_part
 from tiny_model import VOCAB_SIZE
+from train.tiny_steps import state_bits, train_step
 
 MakeModel = Callable[..., Decoder]
 MakeConfig = Callable[..., Config]
 Tokens = Callable[..., Tensor]
-
-CPU = torch.device("cpu")
-
-
-def step_of(
-    model: Decoder,
-    moe: MoEConfig,
-    micro_batch_size: int,
-    optimizer: MatrixOptimizer,
-) -> TrainStep:
-    config = LoopConfig(batch_size=4, micro_batch_size=micro_batch_size, sequence_length=16)
-    schedule = sequential(4 // micro_batch_size)
-    engine = Engine(whole_part(model), Mesh.single(CPU), schedule, config, moe, Frees())
-    return TrainStep(engine, optimizer, 0.0)
-
 
 # --- auxiliary losses -----------------------------------------------------------------------------
 
@@ -96,7 +76,7 @@ def test_auxiliary_losses_do_not_depend_on_micro_batches(
     found = []
     for size in (4, 2, 1):
         model = make_model(dtype=torch.float64)
-        engine = step_of(model, moe, size, AdamW(model.parameters())).engine
+        engine = train_step(model, AdamW(model.parameters()), moe, micro_batch_size=size).engine
         result = engine.launch_gradients(batch).read()[0]
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         found.append((result, gradients))
@@ -116,12 +96,13 @@ def test_auxiliary_losses_do_not_depend_on_labels(make_model: MakeModel, tokens:
     learned = Batch(batch.inputs_BS, tokens(3)[:, 1:])
     moe = MoEConfig(balance_coefficient=0.3, balance_level="sequence", z_loss_coefficient=0.2)
     differences = []
-    for each in (batch, learned):
+    for labeled in (batch, learned):
         gates = []
-        for own in (moe, MoEConfig(balance_coefficient=0.0)):
+        for config in (moe, None):
             model = make_model(dtype=torch.float64)
-            engine = step_of(model, own, 1, AdamW(model.parameters(), lr=0.0)).engine
-            engine.launch_gradients(each)
+            optimizer = AdamW(model.parameters(), lr=0.0)
+            engine = train_step(model, optimizer, config, micro_batch_size=1).engine
+            engine.launch_gradients(labeled)
             gates.append(model.routers()[0].weight.grad.clone())
         differences.append(gates[0] - gates[1])
     torch.testing.assert_close(*differences, rtol=1e-10, atol=1e-14)
@@ -141,28 +122,22 @@ def test_a_step_without_labels_changes_nothing(
     are."""
     model = make_model()
     optimizer = build_optimizer(optim_config(rule), model.named_parameters())
-    step = step_of(model, MoEConfig(balance_coefficient=0.1, bias_update_rate=0.1), 2, optimizer)
+    moe = MoEConfig(balance_coefficient=0.1, bias_update_rate=0.1)
+    step = train_step(model, optimizer, moe, micro_batch_size=2)
     for number in range(3):
         step(Batch.of_tokens(tokens(number)), 1e-2)
-
-    def bits() -> list[Tensor]:
-        states = [optimizer.state.get(p, {}) for p in model.parameters()]
-        state = [torch.as_tensor(x) for own in states for x in own.values()]
-        return [x.detach().clone() for x in (*model.parameters(), *model.buffers(), *state)]
-
-    before, groups = bits(), [dict(group, params=0) for group in optimizer.param_groups]
+    before = state_bits(model, optimizer)
+    groups = [dict(group, params=0) for group in optimizer.param_groups]
     inputs_BS = tokens(3)[:, :-1]
     result = step(Batch(inputs_BS, torch.full_like(inputs_BS, IGNORE_INDEX)), 5e-2)
-    assert all(torch.equal(old, new) for old, new in zip(before, bits(), strict=True))
+    assert state_bits(model, optimizer) == before
     assert groups == [dict(group, params=0) for group in optimizer.param_groups]
     assert result.skipped
     assert result.tokens == result.refreshes_done == 0
-    assert math.isnan(result.loss)
-    assert math.isnan(result.grad_norm)
-    assert math.isnan(result.balance_loss)
+    assert all(map(math.isnan, (result.loss, result.grad_norm, result.balance_loss)))
     assert all(p.grad is None for p in model.parameters())
     assert not step(Batch.of_tokens(tokens(4)), 1e-2).skipped
-    assert not all(torch.equal(old, new) for old, new in zip(before, bits(), strict=True))
+    assert state_bits(model, optimizer) != before
 
 
 def test_the_loss_of_a_held_out_batch_without_labels_is_not_known(
@@ -170,7 +145,7 @@ def test_the_loss_of_a_held_out_batch_without_labels_is_not_known(
     tokens: Tokens,
 ) -> None:
     model = make_model()
-    engine = step_of(model, MoEConfig(), 2, AdamW(model.parameters(), lr=0.0)).engine
+    engine = train_step(model, AdamW(model.parameters(), lr=0.0), micro_batch_size=2).engine
     inputs_BS = tokens(0)[:, :-1]
     batch = Batch(inputs_BS, torch.full_like(inputs_BS, IGNORE_INDEX))
     assert engine.validation_loss(batch) is None
@@ -185,12 +160,13 @@ def chats(corpus: Path, tmp_path: Path) -> list[str]:
     """Two data sets of conversations with one tokenizer."""
     folders, tokenizer = [tmp_path / "chats", tmp_path / "more"], ""
     for folder in folders:
+        say = [f"say {number} {folder.name}" for number in range(40)]
         lines = [
             [
-                {"role": "user", "content": f"say {n} {folder.name}"},
-                {"role": "assistant", "content": f"the fox {n}"},
+                {"role": "user", "content": text},
+                {"role": "assistant", "content": f"the fox {number}"},
             ]
-            for n in range(40)
+            for number, text in enumerate(say)
         ]
         source = tmp_path / f"{folder.name}.jsonl"
         source.write_text("\n".join(json.dumps({"messages": messages}) for messages in lines))
@@ -212,19 +188,13 @@ def unlearn(folder: str, split: str) -> None:
         np.save(file, np.zeros_like(np.load(file)))
 
 
-class Seen(PlainDisplay):
-    def __init__(self) -> None:
-        super().__init__(1)
-        self.notes: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
-
-
-def run(config: Config) -> tuple[RunOutcome, list[dict[str, Any]], list[str]]:
-    display = Seen()
-    outcome = train(config, display)
-    return outcome, read_rows(Path(config.run_dir) / "metrics.jsonl"), display.notes
+def run(
+    config: Config, capsys: pytest.CaptureFixture[str]
+) -> tuple[RunOutcome, list[dict[str, Any]], list[str]]:
+    """Return the outcome, the rows of the metrics, and the lines of the display."""
+    outcome = train(config, PlainDisplay(1))
+    rows = read_rows(Path(config.run_dir) / "metrics.jsonl")
+    return outcome, rows, capsys.readouterr().out.splitlines()
 
 
 @pytest.mark.parametrize("packing", ["stream", "documents"])
@@ -232,6 +202,7 @@ def test_a_run_that_learns_nothing_ends_with_its_first_weights(
     make_config: MakeConfig,
     chats: list[str],
     packing: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """It has more steps than may be skipped in a row because they are not finite."""
     for split in ("train", "validation"):
@@ -243,20 +214,14 @@ def test_a_run_that_learns_nothing_ends_with_its_first_weights(
         "log": {"expert_load_every": 1},
     }
     config = make_config(train={"max_skipped_steps": 2}, moe={"bias_update_rate": 0.1}, **options)
-    outcome, rows, notes = run(config)
+    outcome, rows, notes = run(config, capsys)
     assert outcome.finished
     assert outcome.validation_losses == [None, None, None]
     steps = [row for row in rows if "loss" in row]
     assert [row["step"] for row in steps] == [1, 2, 3, 4]
     assert all(row["tokens"] == 0 and row["skipped"] for row in steps)
-    unknown = (
-        "loss",
-        "balance_loss",
-        "grad_norm",
-        "expert_load_min",
-        "expert_load_max",
-        "expert_load_entropy",
-    )
+    loads = {f"expert_load_{name}" for name in ("min", "max", "entropy")}
+    unknown = {"loss", "balance_loss", "grad_norm", *loads}
     assert {row[name] for row in steps for name in unknown} == {None}
     assert not any("expert_load" in row for row in rows)
     assert sum("changed nothing and has no loss" in note for note in notes) == 1
@@ -273,6 +238,7 @@ def test_a_set_without_labels_is_no_best_and_leaves_the_others_alone(
     make_config: MakeConfig,
     chats: list[str],
     tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     unlearn(chats[0], "validation")
     config = make_config(
@@ -280,7 +246,7 @@ def test_a_set_without_labels_is_no_best_and_leaves_the_others_alone(
         checkpoint={"every": 2, "keep_best": True, "keep_last": 1},
         train={"steps": 6, "validation_sequences": 32},
     )
-    outcome, rows, notes = run(config)
+    outcome, rows, notes = run(config, capsys)
     validations = [row for row in rows if "validation_loss" in row]
     assert outcome.validation_losses == [None] * 4
     assert [row["validation_losses"]["chats"] for row in validations] == [None] * 4
@@ -292,8 +258,7 @@ def test_a_set_without_labels_is_no_best_and_leaves_the_others_alone(
 
 
 def test_a_run_goes_on_beside_steps_that_learn_nothing(
-    make_config: MakeConfig,
-    chats: list[str],
+    make_config: MakeConfig, chats: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Half of the sequences have no label; with two a step, some steps have none, and they cost no
     update."""
@@ -302,7 +267,7 @@ def test_a_run_goes_on_beside_steps_that_learn_nothing(
         data={"path": chats},
         train={"steps": 12, "batch_size": 2, "micro_batch_size": 1, "max_skipped_steps": 1},
     )
-    _, rows, notes = run(config)
+    _, rows, notes = run(config, capsys)
     steps = [row for row in rows if "loss" in row]
     nothing = [row for row in steps if not row["tokens"]]
     assert 0 < len(nothing) < 12

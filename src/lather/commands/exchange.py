@@ -41,7 +41,7 @@ from lather.models.hf.model_folder import (
 from lather.models.hf.peft_folder import save_peft
 from lather.safetensors_file import TensorSource, copy_weights
 from lather.train.companions import COMPANION_FOLDER
-from lather.train.own_file import load_own
+from lather.train.run_config import current_config
 from lather.train.trained_model import TrainedModel
 
 EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -125,7 +125,7 @@ def export_command(arguments: list[str]) -> None:
     max_shard_bytes = parse_size(parsed.max_shard_size, "--max-shard-size")
     dtype = parsed.dtype or ("fp32" if parsed.adapter else "bf16")
     run, _ = find_checkpoint(parsed.run, parsed.step)
-    config = load_own(run)
+    config = current_config(run)
     if parsed.adapter:
         check_adapters_are_all(config)
     elif parsed.base:

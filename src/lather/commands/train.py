@@ -8,7 +8,6 @@ import signal
 import sys
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from lather.commands.with_config import parse_with_config
@@ -25,10 +24,14 @@ from lather.parallel.launch.requests import Requests, receiving_signals, stop_si
 from lather.parallel.launch.start import GroupOptions, run_ranks, take_nproc
 from lather.parallel.launch.world import World
 from lather.parallel.mesh import Mesh
-from lather.train.asking import Asking
 from lather.train.display import LiveDisplay, PlainDisplay
 from lather.train.loop import DivergedError, RunOutcome, train
-from lather.train.own_file import check_data_is_named, configuration_file, describe_own, run_of
+from lather.train.requests import RunRequests
+from lather.train.run_config import (
+    check_data_is_named,
+    configuration_file,
+    run_of,
+)
 
 ABOUT = """\
 Train, or resume, the run that a TOML file describes, for example
@@ -46,16 +49,6 @@ STOPPING_NOTE = "stopping: the step is finished and saved first; Ctrl-C again en
 ENDED_NOTE = b"\nlather: ended at once, not saved; the last checkpoint, if any, can be resumed\n"
 
 
-@dataclass(frozen=True)
-class StartingCommand:
-    """The command that has started the ranks, as far as they have to know."""
-
-    started: float
-    """When it started, in seconds of `time.monotonic`."""
-    note: str = ""
-    """Line that rank 0 shows first, if there is one."""
-
-
 def train_command(arguments: list[str], started: float | None = None) -> int:
     """Train or resume the run that a TOML file describes, in this process or in several."""
     # a command knows it from before torch was imported
@@ -67,8 +60,8 @@ def train_command(arguments: list[str], started: float | None = None) -> int:
             check_parallel(config, world.size if world else nproc or 1)
             check_finetuning(config)
             options = GroupOptions(pick_device(config.train.device), config.parallel.timeout)
-            command = StartingCommand(started, _note_on_file(arguments, config))
-            return run_ranks(run_worker, (config, command), world, nproc, options)
+            _check_data(arguments, config)
+            return run_ranks(run_worker, (config, started), world, nproc, options)
         except UserError:
             if world is None or world.local_rank == 0:
                 raise
@@ -92,21 +85,18 @@ def read_arguments(arguments: list[str], world: World | None = None) -> tuple[Co
     return config, nproc
 
 
-def _note_on_file(arguments: list[str], config: Config) -> str:
-    """Return what to note about the configuration file if it is a run's own. Raises ConfigError for
-    an imported run without data."""
+def _check_data(arguments: list[str], config: Config) -> None:
+    """Raise ConfigError if an imported run would be trained without data."""
     rest, _ = take_nproc(arguments)
     file = None if rest[0].startswith("-") else configuration_file(rest[0], "train")
     run = run_of(file) if file else None
-    if not file or not run:
-        return ""
-    check_data_is_named(run, arguments, config)
-    return describe_own(file, run, config)
+    if run:
+        check_data_is_named(run, arguments, config)
 
 
-def run_worker(config: Config, command: StartingCommand, world: World) -> int:
+def run_worker(config: Config, started: float, world: World) -> int:
     """Run one rank of the training; only rank 0 prints. Returns the exit status, which is the same
-    on all ranks."""
+    on all ranks. `started`: when the command started, in seconds of `time.monotonic`."""
     check_parallel(config, world.size)
     device = world.device(pick_device(config.train.device))
     mesh = Mesh.build(config.parallel, device)
@@ -118,7 +108,7 @@ def run_worker(config: Config, command: StartingCommand, world: World) -> int:
             # in a thread: the handler may have interrupted the display, which holds a lock then
             threading.Thread(target=shown.note, args=(STOPPING_NOTE,), daemon=True).start()
 
-    asking = Asking(lambda: requests.stop is not None, lambda: requests.save, command.started)
+    of_run = RunRequests(lambda: requests.stop is not None, lambda: requests.save, started)
     with contextlib.ExitStack() as cleanup:
         cleanup.enter_context(surviving_output())
         if world.requests is None:
@@ -126,9 +116,7 @@ def run_worker(config: Config, command: StartingCommand, world: World) -> int:
             cleanup.enter_context(receiving_signals())
         try:
             with shown as display:
-                if command.note:
-                    display.note(command.note)
-                outcome = train(config, display, mesh=mesh, asking=asking)
+                outcome = train(config, display, of_run, mesh)
         except DivergedError as error:
             if world.rank == 0:
                 print(f"lather: stopped: {error}", file=sys.stderr)
@@ -148,8 +136,8 @@ def _say_ended() -> None:
 def _display(config: Config, world: World) -> LiveDisplay | PlainDisplay:
     """Make the display of a rank; that of all but the first prints nothing."""
     console, plain = command_console(), PlainDisplay(config.log.every)
-    plain.is_read = world.rank == 0
-    return LiveDisplay(console) if plain.is_read and is_live(console) else plain
+    plain.is_silent = world.rank != 0
+    return LiveDisplay(console) if world.rank == 0 and is_live(console) else plain
 
 
 def _report(config: Config, outcome: RunOutcome) -> None:

@@ -18,7 +18,6 @@ from lather.config.config import Config
 from lather.config.fields import build, merged, section_at
 from lather.config.toml_file import (
     describe_unknown,
-    load_run,
     naming,
     owner_of,
     read_values,
@@ -27,7 +26,7 @@ from lather.config.toml_file import (
     values_of_config,
 )
 from lather.errors import ConfigError, UserError
-from lather.train.own_file import at_home, configuration_file, run_of
+from lather.train.run_config import configuration_file, current_config, run_of
 
 A = TypeVar("A")
 
@@ -77,7 +76,7 @@ def _values_of_file(path: Path | None, named: Mapping[str, str]) -> dict[str, An
     run = run_of(path) if path else None
     if run is None:
         return read_values(path, named)
-    return values_for(values_of_config(at_home(load_run(run), run)), named)
+    return values_for(values_of_config(current_config(run)), named)
 
 
 def _refuse_unknown(

@@ -1,7 +1,7 @@
 """A model on a mesh of ranks: the gradients of a global batch, and validation. A single process is
 a mesh of one rank, with the same code.
 
-Every rank is given the sequences of its data rank; the ranks of a pipeline are given the same ones.
+Every rank gets the sequences of its data rank, so all ranks of a pipeline get the same.
 The loss is a sum over labels divided by the number of labels on all ranks, so no gradient is
 divided later, and after `launch_gradients` every parameter has its whole gradient. The auxiliary
 losses of the routers are means over tokens: a micro-batch counts by its share of the step's tokens,
@@ -25,7 +25,7 @@ from lather.engine.step_reading import StepReading, StepResult
 from lather.engine.trained_parameters import train_only, trained_parameters, with_adapters
 from lather.models.decoder import Decoder, RoutedModel
 from lather.models.families import build_model as build_family
-from lather.models.moe import LOCAL_EXCHANGE
+from lather.models.moe import LOCAL_EXCHANGE, Exchange
 from lather.models.routing import counting_step
 from lather.models.saving.rounded_weights import RoundedWeights, keep_rounded
 from lather.models.saving.weight_gradients import WeightGradients, defer_weight_gradients
@@ -70,17 +70,10 @@ class Engine:
         self.parameters = local_parameters(part, mesh)
         shape = (self.micro_batch_size, loop.sequence_length, part.hidden_size)
         narrow = torch.bfloat16 if loop.precision == "bf16" else None
-        self._activation = Activation(shape, next(part.parameters()).dtype, travels_as=narrow)
-        exchange = LOCAL_EXCHANGE
-        if mesh.ep > 1:
-            exchange = ExpertExchange(
-                mesh.ep_group,
-                part.num_experts,
-                free_buffer=frees.free_buffer,
-                sizes_group=mesh.sizes_group,
-            )
+        dtype = next(part.parameters()).dtype
+        self._activation = Activation(shape, dtype, travels_as=narrow)
         self._segments = Segments(
-            exchange,
+            self._exchange(frees),
             weight_gradients=queue,
             frees=frees,
             recompute=loop.recompute,
@@ -91,6 +84,18 @@ class Engine:
             part.stages, schedule, self._segments, self._activation, mesh, self.units, record
         )
         self._layout = SequenceLayout(*shape[:2], mesh.device)
+
+    def _exchange(self, frees: Frees) -> Exchange:
+        """Return the exchange of tokens among the expert ranks."""
+        mesh = self.mesh
+        if mesh.ep == 1:
+            return LOCAL_EXCHANGE
+        return ExpertExchange(
+            mesh.ep_group,
+            self.part.num_experts,
+            free_buffer=frees.free_buffer,
+            sizes_group=mesh.sizes_group,
+        )
 
     def launch_gradients(self, batch: Batch) -> StepReading:
         """Run the forward and backward pass of the global batch, of which `batch` is this rank's
@@ -108,19 +113,22 @@ class Engine:
             except BaseException:
                 self.parameters.clear_gradients()  # they are incomplete
                 raise
-        for unit in (unit for units in self.units for unit in units):
-            unit.wait_for_gradients()
+        self._wait_for_gradients()
         self.parameters.collect_gradients()
         reading = self.new_reading(num_labels)
         self._collect(output, shares, reading)
         return reading
+
+    def _wait_for_gradients(self) -> None:
+        for unit in (unit for units in self.units for unit in units):
+            unit.wait_for_gradients()
 
     def new_reading(self, num_labels: int) -> StepReading:
         """Return a reading of a step in which all ranks have so many labels, without passes."""
         return StepReading(self.part, self.parameters, self.mesh, num_labels)
 
     def run_prelude(self, batch: Batch) -> None:
-        """Run two micro-batches of this rank's share of a global batch through its own stages, for
+        """Run two micro-batches of this rank's share of a global batch through its stages, for
         training and for validation, without transfers (`lather.pipeline.prelude`).
 
         On GPUs with a pipeline all ranks call this before the first step. It changes neither
@@ -138,8 +146,7 @@ class Engine:
             run_prelude(self._executor, micro_batches)
         with counting_step(self.part.routers()):
             run_prelude(self._executor, micro_batches)
-        for unit in (unit for units in self.units for unit in units):
-            unit.wait_for_gradients()
+        self._wait_for_gradients()
         self.parameters.clear_gradients()
         if is_gpu(device):
             gpu_module(device).synchronize(device)
@@ -152,9 +159,8 @@ class Engine:
 
     @torch.no_grad()
     def validation_loss(self, batch: Batch) -> float | None:
-        """Return the mean cross entropy in nats per label over the sequences of all ranks; each
-        rank gives the same number, at least one. None, without computing anything, if no rank has a
-        label.
+        """Return the mean cross entropy in nats per label over the sequences of all ranks, of which
+        each rank has equally many. None, without computing anything, if no rank has a label.
 
         Raises ValueError, before anything is sent, if the sequences do not have the engine's
         length.
@@ -191,7 +197,7 @@ class Engine:
 
     def counts_of_all(self, batch: Batch) -> tuple[int, int]:
         """Return the numbers of labels and tokens of the global batch of a step, the same on all
-        ranks. What this rank's share does not say, the ranks add up.
+        ranks. The ranks add up the numbers that this rank's share lacks.
 
         Raises ValueError, before anything is sent, if the share does not have the engine's shape.
         """
@@ -201,10 +207,10 @@ class Engine:
     def _add_up(self, batch: Batch) -> tuple[int, int]:
         if batch.labels_of_all is not None and batch.tokens_of_all is not None:
             return batch.labels_of_all, batch.tokens_of_all
-        own = batch.num_labels, batch.num_tokens
+        of_share = batch.num_labels, batch.num_tokens
         if self.mesh.data_size == 1:
-            return own
-        total = torch.tensor(own, device=self.mesh.device)
+            return of_share
+        total = torch.tensor(of_share, device=self.mesh.device)
         dist.all_reduce(total, group=self.mesh.data_group)
         num_labels, num_tokens = read(total, Read.COUNTS).tolist()
         return num_labels, num_tokens
@@ -223,7 +229,10 @@ class Engine:
             ]
         if batch.padding_BS is not None:
             paddings = batch.padding_BS.split(size)
-            layouts = [one.with_padding(own) for one, own in zip(layouts, paddings, strict=True)]
+            layouts = [
+                layout.with_padding(padding_BS)
+                for layout, padding_BS in zip(layouts, paddings, strict=True)
+            ]
         on_device = (
             to_device(x_BS, device).split(size) for x_BS in (batch.inputs_BS, batch.labels_BS)
         )
@@ -235,27 +244,23 @@ class Engine:
 
     def _collect(self, output: StepOutput, shares: Sequence[float], reading: StepReading) -> None:
         """Write this rank's losses and loads into a reading."""
-        layers = self.part.moe_layers
         if output.losses:
             reading.losses[0] = torch.stack(output.losses).double().sum()
-        if own := self.part.local_moe_layers():
-            by_micro_batch = [
-                [one for stage in self.part.stages for one in output.routings[stage.index, m]]
-                for m in range(len(shares))
-            ]
-            summaries_LM = list(zip(*by_micro_batch, strict=True))
-            balance_LM = (
-                torch.stack([summary.balance_loss for row in summaries_LM for summary in row])
-                .double()
-                .view(len(own), -1)
-            )
-            reading.losses[1] = (
-                balance_LM * to_device(torch.tensor(shares, dtype=torch.float64), self.mesh.device)
-            ).sum() / len(layers)
-            for layer, row in zip(own, summaries_LM, strict=True):
-                reading.counts_LE[layers.index(layer)] = torch.stack(
-                    [summary.count_E for summary in row]
-                ).sum(0)
+        layers = self.part.local_moe_layers()
+        if not layers:
+            return
+        of_micro_batches = [
+            [summary for stage in self.part.stages for summary in output.routings[stage.index, m]]
+            for m in range(len(shares))
+        ]
+        summaries_LM = list(zip(*of_micro_batches, strict=True))
+        balance_LM = torch.stack([summary.balance_loss for row in summaries_LM for summary in row])
+        balance_LM = balance_LM.double().view(len(layers), -1)
+        shares_M = to_device(torch.tensor(shares, dtype=torch.float64), self.mesh.device)
+        reading.losses[1] = (balance_LM * shares_M).sum() / len(self.part.moe_layers)
+        for layer, row in zip(layers, summaries_LM, strict=True):
+            counts_E = torch.stack([summary.count_E for summary in row]).sum(0)
+            reading.counts_LE[self.part.moe_layers.index(layer)] = counts_E
 
     def balance(self, counts_LE: Int[Tensor, "l e"]) -> None:
         """Apply loss-free balancing after a step in which the experts received these rows."""
@@ -305,7 +310,7 @@ def build_engine(
 
 
 def schedule_for(parallel: ParallelConfig, num_micro_batches: int) -> Schedule:
-    """The table of a training step with so many micro-batches per data rank."""
+    """Return the schedule of a training step with so many micro-batches per data rank."""
     if parallel.resolved_schedule == "sequential":
         return sequential(num_micro_batches)
     return dualpipev(
@@ -314,7 +319,7 @@ def schedule_for(parallel: ParallelConfig, num_micro_batches: int) -> Schedule:
 
 
 def weights_dtype(config: Config) -> torch.dtype:
-    """Return the dtype of parameters and gradients; matrix products may use a narrower one."""
+    """Return the dtype of parameters and gradients; matrix products may be narrower."""
     return torch.float64 if config.train.precision == "fp64" else torch.float32
 
 

@@ -25,8 +25,8 @@ def build_optimizer(
 ) -> MatrixOptimizer:
     """Build the optimizer for the rule of `[optim]`, whose groups have the rules of their kinds.
 
-    `parameters`: those of a rank, or all of a model in one process with their names; frozen ones
-    are skipped. For fp64 parameters the state of elementwise rules is fp64.
+    `parameters`: those of a rank, or all of a model in one process with their names; frozen
+    parameters are skipped. For fp64 parameters the state of elementwise rules is fp64.
     """
     if isinstance(parameters, LocalParameters):
         trained = parameters.trained().spread()

@@ -67,8 +67,8 @@ class TrainStep:
         """`batch`: this rank's share of the global batch; `lr`: `optim.lr` at this step, which
         groups multiply by their factors.
 
-        A step whose loss or gradient is not finite changes nothing on any rank, and neither does
-        one without labels, whose loss and norm are NaN and which computes nothing.
+        A step whose loss or gradient is not finite changes nothing on any rank. A step without
+        labels computes and changes nothing; its loss and norm are NaN.
         """
         num_labels, num_tokens = self.engine.counts_of_all(batch)
         if not num_labels:

@@ -62,8 +62,8 @@ def trained_parameters(config: Config) -> Trained:
 
 
 def active_parameters(config: Config) -> int:
-    """Return the number of scalars in the parameters that one token meets: of each layer's experts
-    only as many as a token chooses."""
+    """Return the number of scalars in the parameters that a token meets: of each layer's experts
+    only as many as it chooses."""
     model, chosen = outline(config), config.model.num_experts_per_tok
     total = sum(p.numel() for p in model.parameters())
     for module in model.modules():

@@ -1,8 +1,8 @@
 """Companion files of a run's tokenizer and model: chat template, tokenizer settings, generation
 settings.
 
-They are found where the weights or the tokenizer came from. A run copies them when it starts,
-because those folders may disappear later; an export includes them.
+They lie where the weights or the tokenizer came from. A run copies them when it starts, because
+those folders may disappear later; an export includes them.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from lather.config.config import Config
 from lather.config.toml_file import folder_of
@@ -27,7 +28,7 @@ TEMPLATE_FILE, SETTINGS_FILE = "chat_template.jinja", "tokenizer_config.json"
 
 
 def companion_folders(run: Path, config: Config) -> Iterator[Path]:
-    """Yield the folders that may hold companion files: first the run's own, then those that its
+    """Yield the folders that may hold companion files: that of the run, then those that its
     configuration and its data sets name."""
     folders = [run]
     if config.data.tokenizer:
@@ -47,17 +48,16 @@ def manifests(config: Config) -> list[Manifest]:
     return [read_manifest(folder) for folder in folders if (folder / MANIFEST).is_file()]
 
 
-def keep_companions(run: Path, config: Config) -> None:
-    """Copy the companion files of the run's tokenizer to `COMPANION_FOLDER`, if they are found and
+def save_companions(run: Path, config: Config) -> None:
+    """Copy the companion files of the run's tokenizer to `COMPANION_FOLDER`, if there are any and
     the folder does not exist yet."""
-    target, own = run / COMPANION_FOLDER, run / TOKENIZER_FILE
-    if target.exists() or not own.is_file():
+    target, tokenizer = run / COMPANION_FOLDER, run / TOKENIZER_FILE
+    if target.exists() or not tokenizer.is_file():
         return
+    names = (TEMPLATE_FILE, SETTINGS_FILE, GENERATION_FILE)
     for folder in companion_folders(run, config):
-        is_described = any(
-            (folder / name).is_file() for name in (TEMPLATE_FILE, SETTINGS_FILE, GENERATION_FILE)
-        )
-        if folder != run and is_described and same_tokenizer(folder / TOKENIZER_FILE, own):
+        has_companions = folder != run and any((folder / name).is_file() for name in names)
+        if has_companions and same_tokenizer(folder / TOKENIZER_FILE, tokenizer):
             with complete_folder(target) as aside:
                 copy_companions(folder, aside)
                 if (folder / CONFIG_FILE).is_file():
@@ -82,27 +82,17 @@ def ends_of(folder: Path) -> list[int]:
     reads them: those of generation_config.json, or of config.json if there are none. Raises
     DataError if they are not tokens."""
     for file in (folder / GENERATION_FILE, folder / CONFIG_FILE):
-        try:
-            found = json.loads(read_text(file)).get("eos_token_id") if file.is_file() else None
-        except (OSError, ValueError, AttributeError) as error:
-            raise DataError(f"{file}: not readable ({error}): restore it") from None
-        if found is None:
+        ends = _read_settings(file).get("eos_token_id")
+        if ends is None:
             continue
-        tokens: list[int] = found if isinstance(found, list) else [found]
+        tokens: list[int] = ends if isinstance(ends, list) else [ends]
         if not all(type(token) is int and token >= 0 for token in tokens):
             raise DataError(
-                f"{file}: eos_token_id = {found!r} is not valid: it must be the number of a token, "
+                f"{file}: eos_token_id = {ends!r} is not valid: it must be the number of a token, "
                 "or a list of numbers"
             )
         return tokens
     return []
-
-
-def same_tokenizer(one: Path, other: Path) -> bool:
-    """Return whether both files exist and encode alike. Their bytes may differ, because training
-    rewrites the tokenizer that it is given."""
-    read = [load_tokenizer(path, "restore it").to_str() for path in (one, other) if path.is_file()]
-    return len(read) == 2 and read[0] == read[1]
 
 
 def has_template(folder: Path) -> bool:
@@ -110,10 +100,23 @@ def has_template(folder: Path) -> bool:
     read."""
     if (folder / TEMPLATE_FILE).is_file():
         return True
-    settings = folder / SETTINGS_FILE
-    if not settings.is_file():
-        return False
+    return bool(_read_settings(folder / SETTINGS_FILE).get("chat_template"))
+
+
+def _read_settings(file: Path) -> dict[str, Any]:
+    """Read a file of JSON; it is empty if it does not exist."""
+    if not file.is_file():
+        return {}
     try:
-        return bool(json.loads(read_text(settings)).get("chat_template"))
-    except (OSError, ValueError, AttributeError) as error:
-        raise DataError(f"{settings}: not readable ({error}): restore it") from None
+        return dict(json.loads(read_text(file)))
+    except (OSError, ValueError, TypeError) as error:
+        raise DataError(f"{file}: not readable ({error}): restore it") from None
+
+
+def same_tokenizer(file: Path, other: Path) -> bool:
+    """Return whether both files exist and encode alike. Their bytes may differ, because training
+    rewrites the tokenizer that it is given."""
+    if not (file.is_file() and other.is_file()):
+        return False
+    first, second = (load_tokenizer(path, "restore it").to_str() for path in (file, other))
+    return first == second

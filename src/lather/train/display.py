@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import deque
 from collections.abc import Callable
 
 from rich.cells import cell_len
@@ -18,38 +17,28 @@ from lather.durations import spent_and_left
 from lather.lines import flow
 from lather.train.metrics import StepRow
 
-LAST_STEPS = 1000
-"""Steps from whose time the time left is estimated."""
 LEAST_BAR, MOST_BAR = 8, 40
 """Columns of the bar."""
 GIB = 2**30
 
 
 class Clock:
-    """Measures the time that a run has taken in this process and before, and estimates the time
-    that is left from this process's steps."""
+    """Estimates the time left from the steps of this process."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self._steps: deque[tuple[int, float]] = deque(maxlen=LAST_STEPS)
-        self._begin: float | None = None
+        self._first: tuple[int, float] | None = None
+        """Number and time of the first step."""
 
-    def saw(self, row: StepRow) -> None:
-        """Take in a completed step."""
+    def times(self, row: StepRow, num_steps: int) -> str:
+        """Return the time that the run has trained, in all processes, and the time left, which is
+        known from the second step on. `row`: a completed step."""
         now = self._now()
-        self._steps.append((row.step, now))
-        if self._begin is None:
-            self._begin = now - row.seconds
-
-    def times(self, num_steps: int) -> str:
-        """Return the time spent and, from the second step on, the time left."""
-        if self._begin is None:
-            return ""
-        (first, begun), (last, ended) = self._steps[0], self._steps[-1]
-        if last == num_steps:
-            return spent_and_left(ended - self._begin, 0.0)
-        left = (ended - begun) / (last - first) * (num_steps - last) if last > first else None
-        return spent_and_left(self._now() - self._begin, left)
+        self._first = self._first or (row.step, now)
+        steps, seconds = row.step - self._first[0], now - self._first[1]
+        steps_left = num_steps - row.step
+        left = seconds / steps * steps_left if steps else None
+        return spent_and_left(row.seconds, left if steps_left else 0.0)
 
 
 class PlainDisplay(contextlib.AbstractContextManager["PlainDisplay"]):
@@ -57,24 +46,24 @@ class PlainDisplay(contextlib.AbstractContextManager["PlainDisplay"]):
 
     def __init__(self, every: int, clock: Clock | None = None) -> None:
         self.every = every
-        self.is_read = True
+        self.is_silent = False
         self.clock = clock or Clock()
 
     def __exit__(self, *exc: object) -> None:
         pass
 
     def note(self, text: str) -> None:
-        if self.is_read:
+        if not self.is_silent:
             print(text, flush=True)
 
     def step(self, row: StepRow, num_steps: int) -> None:
-        self.clock.saw(row)
+        fields = (
+            f"step {row.step}/{num_steps}",
+            *numbers_of(row),
+            self.clock.times(row, num_steps),
+        )
         if row.step % self.every == 0 or row.step in (1, num_steps) or (row.skipped and row.tokens):
-            self.note(
-                "  ".join(
-                    (f"step {row.step}/{num_steps}", *numbers_of(row), self.clock.times(num_steps))
-                )
-            )
+            self.note("  ".join(fields))
 
 
 class LiveDisplay(contextlib.AbstractContextManager["LiveDisplay"]):
@@ -85,7 +74,7 @@ class LiveDisplay(contextlib.AbstractContextManager["LiveDisplay"]):
         self.console, self.clock = console, clock or Clock()
         self.live = Live(self, console=console, refresh_per_second=4)
         self._row: StepRow | None = None
-        self._num_steps = 0
+        self._num_steps, self._times = 0, ""
 
     def __enter__(self) -> LiveDisplay:
         self.live.start(refresh=True)
@@ -98,14 +87,14 @@ class LiveDisplay(contextlib.AbstractContextManager["LiveDisplay"]):
         self.console.print(text, highlight=False, markup=False)
 
     def step(self, row: StepRow, num_steps: int) -> None:
-        self.clock.saw(row)
         self._row, self._num_steps = row, num_steps
+        self._times = self.clock.times(row, num_steps)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         row, width = self._row, options.max_width
         if row is None:
             return
-        fields = [f"step {row.step}/{self._num_steps}", self.clock.times(self._num_steps)]
+        fields = [f"step {row.step}/{self._num_steps}", self._times]
         room = width - sum(map(cell_len, fields)) - 4
         if room >= LEAST_BAR:
             line = Table.grid(padding=(0, 2, 0, 0))

@@ -1,7 +1,7 @@
 """The initial weights of a new run that are read from another run or from a Hugging Face folder.
 
-Every rank reads its own part. Adapters of the other run are merged into its weights: a run starts
-from a model and adds its own adapters."""
+Every rank reads its part. Adapters of the other run are merged into its weights: a run starts from
+a model and adds new adapters."""
 
 from __future__ import annotations
 
@@ -40,38 +40,33 @@ OF_TRAINING = frozenset(
 """Fields of a model's configuration that do not change what its weights compute."""
 
 
-def find_start(config: Config) -> Path:
+def find_weights(config: Config) -> Path:
     """Return the checkpoint of a run, or the Hugging Face folder, that `init_from` names.
 
     Raises ConfigError if its model differs from `[model]`, CheckpointError if it has no weights,
     DataError if no tokenizer is known for it."""
-    source = folder_of(config.init_from)
-    is_published = (source / CONFIG_FILE).is_file()
-    checkpoints = [] if is_published else list_checkpoints(source / "checkpoints")
-    if not is_published and not checkpoints:
-        raise CheckpointError(
-            f"init_from = {config.init_from!r} has no checkpoint: give a run directory that has "
-            "one, "
-            "or a folder with config.json and safetensors"
-        )
-    if source != Path(config.init_from):
-        checkpoints = [find_checkpoint(config.init_from)[1]]
-    if is_published or (source / "config.toml").is_file():
-        check_same_model(config.init_from, model_of(config.init_from), config.model)
-    if (
-        not config.data.tokenizer
-        and not config.data.path
-        and not (source / TOKENIZER_FILE).exists()
-    ):
+    name, source = config.init_from, folder_of(config.init_from)
+    weights = source
+    if not (source / CONFIG_FILE).is_file():
+        checkpoints = list_checkpoints(source / "checkpoints")
+        if not checkpoints:
+            raise CheckpointError(
+                f"init_from = {name!r} has no checkpoint: give a run directory that has one, "
+                "or a folder with config.json and safetensors"
+            )
+        weights = checkpoints[-1] if source == Path(name) else find_checkpoint(name)[1]
+    check_same_model(name, model_of(name), config.model)
+    has_tokenizer = config.data.tokenizer or config.data.path or (source / TOKENIZER_FILE).exists()
+    if not has_tokenizer:
         raise DataError(
-            f"init_from = {config.init_from!r} has no tokenizer.json: give its model's tokenizer "
+            f"init_from = {name!r} has no tokenizer.json: give its model's tokenizer "
             "as data.tokenizer"
         )
-    return source if is_published else checkpoints[-1]
+    return weights
 
 
-def notes_on_start(path: Path) -> list[str]:
-    """Return sentences about the Hugging Face folder that `find_start` found; none for a
+def notes_on_weights(path: Path) -> list[str]:
+    """Return sentences about the Hugging Face folder that `find_weights` returned; none for a
     checkpoint."""
     return notes_on_config(path) if (path / CONFIG_FILE).is_file() else []
 
@@ -79,17 +74,15 @@ def notes_on_start(path: Path) -> list[str]:
 def check_same_model(init_from: str, theirs: ModelConfig, ours: ModelConfig) -> None:
     """Raise ConfigError, naming the first field that differs, unless both models compute the same
     from the same weights."""
-    names = (
-        ["model_type"]
-        if type(theirs) is not type(ours)
-        else [one.name for one in fields(ours) if one.name not in OF_TRAINING]
-    )
+    names = [field.name for field in fields(ours) if field.name not in OF_TRAINING]
+    if type(theirs) is not type(ours):
+        names = ["model_type"]
     for name in names:
-        there, here = getattr(theirs, name), getattr(ours, name)
-        if there != here:
+        old, new = getattr(theirs, name), getattr(ours, name)
+        if old != new:
             raise ConfigError(
                 f"init_from = {init_from!r} is another model: "
-                f"model.{name} is {as_toml(there)} there and {as_toml(here)} here: "
+                f"model.{name} is {as_toml(old)} there and {as_toml(new)} here: "
                 "leave out [model] to train that model, or give weights of this one"
             )
 
@@ -104,44 +97,42 @@ def check_same_tokenizer(source: Path, ours: Path) -> None:
         )
 
 
-def load_start(path: Path, state: TrainingState) -> None:
-    """Load the weights that `find_start` found; every rank calls this and reads its own part.
+def load_weights(path: Path, state: TrainingState) -> None:
+    """Load the weights that `find_weights` returned; every rank calls this and reads its part.
     Adapters are not changed.
 
     Raises CheckpointError or ExchangeError, on all ranks, if the weights are damaged or do not fit.
     """
     if (path / CONFIG_FILE).is_file():
         with errors_on_all_ranks(state.mesh.control_group):
-            load_source(open_hugging_face(path)[0], state)
+            _copy_weights(open_hugging_face(path)[0], state)
         return
-    run = path.parent.parent
-    lora = load_run(run).lora if (run / "config.toml").is_file() else None
-    has_adapters = any(is_adapters(name) for name in state.names())
-    if lora is not None and (lora.rank or has_adapters):
+    lora = load_run(path.parent.parent).lora
+    if lora.rank or any(is_adapters(name) for name in state.names()):
         with errors_on_all_ranks(state.mesh.control_group):
-            load_source(MergedTensors(open_checkpoint(path).weights(), lora.scale), state)
+            _copy_weights(MergedTensors(open_checkpoint(path).weights(), lora.scale), state)
     else:
         load_parameters(path, state)
 
 
 @torch.no_grad()
-def load_source(source: TensorSource, state: TrainingState) -> None:
+def _copy_weights(source: TensorSource, state: TrainingState) -> None:
     """Copy this rank's part of every weight except adapters and balancing biases.
 
-    Raises CheckpointError, before anything is changed, if the source lacks a weight or has one of
-    another shape.
+    Raises CheckpointError, before anything is changed, if the source lacks a weight or a shape
+    differs.
     """
     pieces = [
         piece
         for piece in state.weights()
         if not is_adapters(piece.name) and not piece.name.endswith(BIAS)
     ]
-    found = source.tensors
+    headers = source.tensors
     for piece in pieces:
-        there = found[piece.name].shape if piece.name in found else "absent"
-        if there != piece.shape:
+        shape = headers[piece.name].shape if piece.name in headers else "absent"
+        if shape != piece.shape:
             raise CheckpointError(
-                f"{piece.name!r} is {there} in init_from, but {piece.shape} in the model: give "
+                f"{piece.name!r} is {shape} in init_from, but {piece.shape} in the model: give "
                 "weights of this model"
             )
     for piece in pieces:

@@ -54,33 +54,38 @@ class MemoryCheck:
         """`partition`: the result of `agreed_partition`."""
         self.mesh, self.note, self.path = mesh, note, Path(config.run_dir) / FILE
         self.timeout = config.parallel.timeout
-        wanted = config.log.memory_plan
-        self.is_on = wanted == "always" or (wanted == "auto" and is_gpu(mesh.device))
+        when = config.log.memory_plan
+        self.is_on = when == "always" or (when == "auto" and is_gpu(mesh.device))
         self.peak = 0
         """Peak bytes of this rank's allocator over all steps."""
-        self._plan: Future[MemoryPlan] | None = None
+        self._planning: Future[MemoryPlan] | None = None
+        self._plan: MemoryPlan | None = None
         self._memory = device_memory(mesh.device)
         if self.is_on and mesh.rank == 0:
             thread = ThreadPoolExecutor(1, "memory-plan")
-            self._plan = thread.submit(plan, config, mesh.size, assumed_for(mesh.device), partition)
+            self._planning = thread.submit(
+                plan, config, mesh.size, assumed_for(mesh.device), partition
+            )
             thread.shutdown(wait=False)
 
     def before_first_step(self) -> None:
         """Report the bytes that the run will need, and whether they exceed the device's memory."""
-        if (found := self._planned(min(PATIENCE, self.timeout / 2))) is None:
+        if self._planning is None:
             return
-        rank, needed = found.largest.rank, found.needed / GIB
-        if self._memory is not None and found.needed > self._memory:
+        patience = min(PATIENCE, self.timeout / 2)
+        try:
+            self._plan = self._planning.result(patience)
+        except TimeoutError:
             self.note(
-                f"memory plan: this run will not fit: rank {rank} needs {needed:.2f} GiB, and its "
-                f"device has {self._memory / GIB:.2f}; "
-                "lather plan --memory finds settings that do"
+                f"memory plan: not finished after {duration(patience)}; run lather plan, which has "
+                "no time limit"
             )
+        except Exception as error:
+            self.note(f"memory plan: failed: {type(error).__name__}: {error}")
         else:
-            of_all = "" if self._memory is None else f" of {self._memory / GIB:.2f}"
-            self.note(f"memory plan: rank {rank} needs most, {needed:.2f}{of_all} GiB")
+            self.note(f"memory plan: {_verdict(self._plan, self._memory)}")
 
-    def saw(self, peak: int) -> None:
+    def record_peak(self, peak: int) -> None:
         """Record the peak of a step, in bytes, from `take_peak_memory_bytes`; on a CPU that is the
         peak of the whole process and is ignored."""
         if is_gpu(self.mesh.device):
@@ -90,37 +95,29 @@ class MemoryCheck:
         """Write planned and measured bytes, and warn where they differ."""
         if not self.is_on:
             return
-        own = (self.mesh.rank, dict(seen_bytes(engine, optimizer)), self.peak)
-        everybody = gather(own, self.mesh.control_group)
-        if (found := self._planned(self.timeout / 2)) is None:
+        measured = dict(measured_bytes(engine, optimizer)), self.peak
+        of_ranks = gather(measured, self.mesh.control_group)
+        if self._plan is None:
             return
-        seen = {rank: (kinds, peak) for rank, kinds, peak in everybody}
-        ranks = [_compared(run, *seen[run.rank]) for run in found.ranks]
+        ranks = [_compared(run, *of_ranks[run.rank]) for run in self._plan.ranks]
+        content = json.dumps({"world_size": self.mesh.size, "ranks": ranks}, indent=1) + "\n"
         with optional_file(self.path, self.note):
-            write_aside(
-                self.path,
-                json.dumps({"world_size": self.mesh.size, "ranks": ranks}, indent=1) + "\n",
-            )
+            write_aside(self.path, content)
         for warning in (text for row in ranks for text in differences(row)):
             self.note(f"memory plan: {warning}")
 
-    def _planned(self, seconds: float) -> MemoryPlan | None:
-        """Wait at most `seconds` for the plan and return it. None on ranks other than 0, if it is
-        not finished, or if it failed; the last two are reported, the failure once."""
-        if self._plan is None:
-            return None
-        try:
-            return self._plan.result(seconds)
-        except TimeoutError:
-            self.note(
-                f"memory plan: not finished after {duration(seconds)}; run lather plan, which has "
-                "no time limit"
-            )
-            return None
-        except Exception as error:
-            self.note(f"memory plan: failed: {type(error).__name__}: {error}")
-            self._plan = None
-            return None
+
+def _verdict(planned: MemoryPlan, memory: int | None) -> str:
+    """Describe the bytes of the rank that needs most, of a device with so much memory."""
+    rank, needed = planned.largest.rank, f"{planned.needed / GIB:.2f}"
+    if memory is None:
+        return f"rank {rank} needs most, {needed} GiB"
+    if planned.needed <= memory:
+        return f"rank {rank} needs most, {needed} of {memory / GIB:.2f} GiB"
+    return (
+        f"this run will not fit: rank {rank} needs {needed} GiB, and its device has "
+        f"{memory / GIB:.2f}; lather plan --memory finds settings that do"
+    )
 
 
 def agreed_partition(config: Config, mesh: Mesh) -> Partition | None:
@@ -135,7 +132,7 @@ def agreed_partition(config: Config, mesh: Mesh) -> Partition | None:
 
 
 def assumed_for(device: torch.device) -> Assumed:
-    """Return the assumptions of a plan for ranks with such devices."""
+    """Return the assumptions of a plan for ranks with this kind of device."""
     return Assumed("gpu" if is_gpu(device) else "cpu", memory=device_memory(device))
 
 
@@ -148,20 +145,20 @@ def device_memory(device: torch.device) -> int | None:
     )
 
 
-def seen_bytes(engine: Engine, optimizer: torch.optim.Optimizer) -> Counter[str]:
+def measured_bytes(engine: Engine, optimizer: torch.optim.Optimizer) -> Counter[str]:
     """Return the bytes of this rank's parameters and optimizer state, by the kinds of a plan; each
     storage counts once."""
     labeled = [("parameters", x) for x in (*engine.part.parameters(), *engine.part.buffers())]
     states = (item for state in optimizer.state.values() for item in state.items())
     labeled += [(kind_of_state(name), x) for name, x in states if isinstance(x, torch.Tensor)]
-    found: Counter[str] = Counter()
-    known: set[int] = set()
+    sizes: Counter[str] = Counter()
+    storages: set[int] = set()
     for kind, x in labeled:
         storage = local(x).untyped_storage()
-        if storage.data_ptr() not in known and x.device.type == engine.mesh.device.type:
-            known.add(storage.data_ptr())
-            found[kind] += storage.nbytes()
-    return found
+        if storage.data_ptr() not in storages and x.device.type == engine.mesh.device.type:
+            storages.add(storage.data_ptr())
+            sizes[kind] += storage.nbytes()
+    return sizes
 
 
 def _compared(run: RankRun, kinds: dict[str, int], peak: int) -> dict[str, Any]:
@@ -173,18 +170,16 @@ def _compared(run: RankRun, kinds: dict[str, int], peak: int) -> dict[str, Any]:
 
 
 def sizes_of(row: dict[str, Any]) -> dict[str, Any]:
-    """Bytes planned and seen of a row of memory.json, by kind and at the peak."""
+    """Return the planned and measured bytes of a row of memory.json, by kind and at the peak."""
     return {**row["kinds"], "peak": row["peak"]}
 
 
 def differences(row: dict[str, Any]) -> list[str]:
     """Describe each size of a row that differs from the plan by more than `TOLERANCE`."""
-    found = []
-    for name, size in sizes_of(row).items():
-        planned, seen = size["planned"], size["seen"]
-        if seen is not None and abs(seen - planned) > TOLERANCE * planned:
-            found.append(
-                f"rank {row['rank']} had {seen / GIB:.3f} GiB of {name} where {planned / GIB:.3f} "
-                "were planned"
-            )
-    return found
+    return [
+        f"rank {row['rank']} had {size['seen'] / GIB:.3f} GiB of {name} where "
+        f"{size['planned'] / GIB:.3f} were planned"
+        for name, size in sizes_of(row).items()
+        if size["seen"] is not None
+        and abs(size["seen"] - size["planned"]) > TOLERANCE * size["planned"]
+    ]

@@ -11,17 +11,20 @@ import math
 import os
 import resource
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
 
+from lather.checkpoint.folder import Progress
+from lather.config.config import LogConfig
 from lather.device import gpu_module, is_gpu
+from lather.engine.step_reading import StepResult
 from lather.files import names_full_disk, read_rows, sync, write_aside
-from lather.train.trackers import InBackground, beginnings, numbers_of
+from lather.train.trackers import numbers_of, start_trackers
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,57 @@ class ExpertLoadRow(TypedDict):
     """A list for each MoE block: the tokens sent to each expert, relative to an even load (1)."""
 
 
+R = TypeVar("R", bound=Mapping[str, Any])
 Row = StepRow | ValidationRow | ExpertLoadRow
+
+
+def step_row(
+    result: StepResult, progress: Progress, lr: float, seconds: float, peak_bytes: int
+) -> StepRow:
+    """Return the row of a step that took so many seconds. `progress`: after the step."""
+    least, most, entropy = (
+        expert_load(result.counts_LE) if result.tokens else (math.nan, math.nan, math.nan)
+    )
+    return StepRow(
+        step=progress.step,
+        loss=result.loss,
+        balance_loss=result.balance_loss,
+        lr=lr,
+        grad_norm=result.grad_norm,
+        tokens=result.tokens,
+        tokens_per_second=result.tokens / seconds,
+        seconds=progress.seconds,
+        step_seconds=seconds,
+        optimizer_seconds=result.optimizer_seconds,
+        peak_memory_bytes=peak_bytes,
+        expert_load_min=least,
+        expert_load_max=most,
+        expert_load_entropy=entropy,
+        refreshes_done=result.refreshes_done,
+        refreshes_skipped=result.refreshes_skipped,
+        skipped=result.skipped,
+    )
+
+
+def validation_row(losses: Mapping[str, float | None], progress: Progress) -> ValidationRow:
+    """Return the row of a validation. `losses`: by held-out set, the run's own first; None without
+    a label."""
+    numbers = {name: math.nan if loss is None else loss for name, loss in losses.items()}
+    row: ValidationRow = {
+        "step": progress.step,
+        "seconds": progress.seconds,
+        "validation_loss": next(iter(numbers.values())),
+    }
+    if len(losses) > 1:
+        row["validation_losses"] = numbers
+    return row
+
+
+def expert_load_row(counts_LE: Tensor, progress: Progress) -> ExpertLoadRow:
+    """Return the row with the load of each expert, to four decimal places."""
+    load_LE = counts_LE.double() / counts_LE.double().mean(1, keepdim=True).clamp(min=1e-12)
+    loads = [[round(load, 4) for load in load_E] for load_E in load_LE.tolist()]
+    return {"step": progress.step, "seconds": progress.seconds, "expert_load": loads}
 
 
 def expert_load(counts_LE: Tensor) -> tuple[float, float, float]:
@@ -117,13 +170,6 @@ def expert_load(counts_LE: Tensor) -> tuple[float, float, float]:
     )
 
 
-def load_per_expert(counts_LE: Tensor) -> list[list[float]]:
-    """Return the rows of each expert relative to the even load of its block, to four decimal
-    places."""
-    load_LE = counts_LE.double() / counts_LE.double().mean(1, keepdim=True).clamp(min=1e-12)
-    return [[round(load, 4) for load in load_E] for load_E in load_LE.tolist()]
-
-
 def take_peak_memory_bytes(device: torch.device) -> int:
     """Return, on a GPU, the peak of allocated memory since the last call; otherwise the peak
     resident memory of the process so far."""
@@ -138,25 +184,21 @@ def take_peak_memory_bytes(device: torch.device) -> int:
 class MetricsWriter:
     """Appends rows to `metrics.jsonl`, and hands them to the trackers.
 
-    When it is constructed, it cuts the file to the rows of steps up to `resume_step` (to none for a
-    new run). Raises RunError if a new run asks for a tracker that is not installed.
+    Its construction cuts the file to the rows of steps up to `resume_step` (to none for a new run).
+    Raises RunError if a tracker that `log` names is not installed.
     """
 
     def __init__(
         self,
         run_dir: Path,
         resume_step: int | None,
-        *,
-        tensorboard: bool = False,
-        wandb_project: str = "",
-        mlflow_experiment: str = "",
+        log: LogConfig = LogConfig(),  # noqa: B008
         configuration: Mapping[str, Any] | None = None,
         note: Callable[[str], None] = print,
     ) -> None:
         """`configuration`: values by dotted key, for the trackers; `note` shows a line."""
-        self.path, names = run_dir / "metrics.jsonl", (wandb_project, mlflow_experiment)
-        begins = beginnings(run_dir, resume_step, tensorboard, names, configuration or {}, note)
-        self.trackers = [InBackground(name, begin, note) for name, begin in begins.items()]
+        self.path = run_dir / "metrics.jsonl"
+        self.trackers = start_trackers(log, run_dir, resume_step, configuration or {}, note)
         cut_rows(self.path, resume_step)
         self.file = self.path.open("a")
 
@@ -196,14 +238,11 @@ def _finite(value: Any) -> Any:
 
 def cut_rows(path: Path, resume_step: int | None) -> None:
     """Keep only the rows of steps up to `resume_step` (none for a new run) in a file of rows."""
-    kept = (
-        []
-        if resume_step is None
-        else [row for row in read_rows(path) if row["step"] <= resume_step]
-    )
-    write_aside(path, "".join(json.dumps(row) + "\n" for row in kept))
+    last = -1 if resume_step is None else resume_step
+    lines = [json.dumps(row) + "\n" for row in read_rows(path) if row["step"] <= last]
+    write_aside(path, "".join(lines))
 
 
-def training_rows(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def training_rows(rows: Iterable[R]) -> Iterator[R]:
     """Return the rows of training steps that were not skipped."""
     return (row for row in rows if "loss" in row and not row.get("skipped"))

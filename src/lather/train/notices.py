@@ -1,30 +1,50 @@
 """Lines that a run shows beside the numbers of its steps: its sizes at the start, and notices of
-what the user may want to change, each shown once."""
+what the user may want to change.
+
+Experts have collapsed if the router sends nearly all tokens to few of them. A model that starts
+from random weights collapses within its first tens of steps, and recovers if the load is balanced
+strongly enough. So the first steps do not count, and a notice needs two windows of
+steps in a row. Trained weights may be used unevenly on narrow text; they are not watched.
+
+Letters: L MoE blocks, E experts.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+import torch
+from torch import Tensor
+
 from lather.config.config import Config
-from lather.device import is_gpu
 from lather.engine.step_reading import StepResult
 from lather.engine.trained_parameters import trained_parameters
 from lather.parallel.mesh import Mesh
-from lather.train.expert_watch import WINDOW, ExpertWatch, describe, remedy
-from lather.train.pace import Pace
+
+SETTLED = 60
+"""Steps from random weights that do not count, at most half of the run."""
+WINDOW = 20
+"""Steps over which loads are added up."""
+LEAST_LOAD = 0.1
+"""Load, relative to an even load, below which an expert is as good as unused."""
+FEW = 1 / 16
+"""Share of experts that makes a block uneven if so many are unused; of many, a few often are."""
+MOST_LOAD = 3.0
+"""Load, relative to an even load, above which an expert of few does too much of the work. The limit
+for an expert of many is half of its greatest possible load."""
+LEAST_ROWS = 50
+"""Rows of an even load below which a window says nothing."""
+STRONG = 0.015
+"""A coefficient of a block's balance loss that held small models of all families (docs/log.md)."""
 
 
 def describe_run(
-    config: Config,
-    mesh: Mesh,
-    num_sequences: int,
-    layers_of_stage: Sequence[Sequence[int]],
+    config: Config, mesh: Mesh, num_sequences: int, layers_of_stage: Sequence[Sequence[int]]
 ) -> Iterator[str]:
     """Yield the lines on the sizes of the model, the mesh, the data and the steps."""
-    ranks = "" if mesh.size == 1 else f", {mesh.describe()}"
     trained = trained_parameters(config)
     size = f"{trained.num_parameters / 1e6:.2f} M parameters"
-    device = f"{mesh.device.type}{ranks}"
+    device = mesh.device.type + ("" if mesh.size == 1 else f", {mesh.describe()}")
     data = ", ".join(map(str, config.data.path)) or config.data.source
     sequences = f"{num_sequences:,} training sequences of {data}"
     yield f"{size}, {config.optim.name}, {device}, {sequences}"
@@ -36,54 +56,81 @@ def describe_run(
         yield f"layers by stage: {' '.join(str(len(layers)) for layers in layers_of_stage)}"
 
 
-class Notices:
-    """Watches the steps and validations of one launch, and shows each notice once.
+def uneven_blocks(load_LE: Tensor, num_experts_per_tok: int) -> set[int]:
+    """Return the blocks, counted from 0, whose load is uneven. `load_LE`: 1 for an even load."""
+    num_experts = load_LE.shape[1]
+    most = max(MOST_LOAD, num_experts / num_experts_per_tok / 2)
+    is_idle_L = (load_LE < LEAST_LOAD).sum(1) >= max(1, FEW * num_experts)
+    return set((is_idle_L | (load_LE.amax(1) > most)).nonzero().flatten().tolist())
 
-    It tells of steps and held-out sets in which nothing is learned, of steps that have become slow,
-    and of experts that have collapsed.
-    """
 
-    def __init__(self, config: Config, note: Callable[[str], None], mesh: Mesh) -> None:
-        """`note` shows a line."""
-        self._config, self._note = config, note
-        self._pace = Pace(note, not is_gpu(mesh.device), mesh.size)
-        self._experts = ExpertWatch(
-            config.model.num_experts_per_tok,
-            config.train.steps,
-            is_trained=bool(config.init_from),
+class ExpertWatch:
+    """Finds collapsed experts in the loads of a run that starts from random weights."""
+
+    def __init__(self, num_experts_per_tok: int, steps: int) -> None:
+        """`steps`: the length of the run."""
+        self._num_experts_per_tok, self._first = num_experts_per_tok, min(SETTLED, steps // 2)
+        self._window: list[Tensor] = []
+        self._uneven: set[int] = set()
+
+    def collapse(self, step: int, counts_LE: Tensor) -> str:
+        """Add the rows of a step (L, E). Return a sentence about the first block whose load was
+        uneven in the last two windows; empty if there is none, or within a window."""
+        if step <= self._first or counts_LE.numel() == 0:
+            return ""
+        self._window.append(counts_LE)
+        if len(self._window) < WINDOW:
+            return ""
+        counts_LE, self._window = torch.stack(self._window).sum(0).double(), []
+        even_L1 = counts_LE.mean(1, keepdim=True)
+        load_LE = torch.where(even_L1 < LEAST_ROWS, torch.ones_like(counts_LE), counts_LE / even_L1)
+        before, self._uneven = self._uneven, uneven_blocks(load_LE, self._num_experts_per_tok)
+        if not before & self._uneven:
+            return ""
+        block = min(before & self._uneven)
+        return (
+            f"the experts of MoE block {block} have collapsed: in steps {step - WINDOW + 1} to "
+            f"{step} their loads are between {load_LE[block].min():.2f} and "
+            f"{load_LE[block].max():.2f} of an even one"
         )
-        self._told: set[str] = set()
-        """Subjects of the lines that were shown."""
 
-    def begin(self) -> None:
-        """Take the start of the first step."""
-        self._pace.begin()
 
-    def saw_step(self, number: int, result: StepResult, seconds: float) -> None:
-        """Take a step, and the time that it took."""
-        if result.tokens:
-            self._pace.saw(seconds)
-        else:
+class Notices:
+    """Shows notices on the steps and validations of a launch, at most one for each subject."""
+
+    def __init__(self, config: Config, note: Callable[[str], None]) -> None:
+        """`note` shows a line."""
+        self._note, self._subjects = note, set[str]()
+        self._coefficient = config.resolved_moe().balance_coefficient or 0.0
+        self._experts = ExpertWatch(config.model.num_experts_per_tok, config.train.steps)
+        self._is_from_random = not config.init_from
+
+    def watch_step(self, number: int, result: StepResult) -> None:
+        if not result.tokens:
             self._once(
                 "training",
                 f"step {number} changed nothing and has no loss, as no token of it is learned: "
                 "if many steps are like this, make the data set with the answers learned, or give "
                 "more tokens per step (--train.batch-size, --train.sequence-length)",
             )
-        collapsed = None if result.skipped else self._experts.saw(number, result.counts_LE)
-        if collapsed is not None:
-            block, least, most = collapsed
-            words = describe(block, range(number - WINDOW + 1, number + 1), least, most)
-            coefficient = self._config.resolved_moe().balance_coefficient or 0.0
-            self._note(f"note: {words}; {remedy(coefficient)}")
+        elif self._is_from_random and not result.skipped:
+            self._watch_experts(number, result)
 
-    def saw_validation(
-        self,
-        losses: Mapping[str, float | None],
-        num_sequences: Mapping[str, int],
+    def _watch_experts(self, number: int, result: StepResult) -> None:
+        sentence = self._experts.collapse(number, result.counts_LE)
+        if sentence:
+            old = self._coefficient
+            new = STRONG if old < STRONG / 1.5 else 3 * old
+            self._once(
+                "experts",
+                f"note: {sentence}; balance them more strongly with --moe.balance-coefficient "
+                f"{new:.3g} (now {old:.3g}), also when the run is resumed",
+            )
+
+    def watch_validation(
+        self, losses: Mapping[str, float | None], num_sequences: Mapping[str, int]
     ) -> None:
-        """Take a validation: losses, None without a label, and numbers of sequences by held-out
-        set."""
+        """`losses`: by held-out set, None without a label."""
         for name in (name for name, loss in losses.items() if loss is None):
             self._once(
                 f"validation on {name}",
@@ -93,7 +140,7 @@ class Notices:
             )
 
     def _once(self, subject: str, text: str) -> None:
-        """Show a line, unless one on this subject was shown before."""
-        if subject not in self._told:
-            self._told.add(subject)
+        """Show a line, unless the subject has had a line before."""
+        if subject not in self._subjects:
+            self._subjects.add(subject)
             self._note(text)

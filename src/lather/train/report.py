@@ -1,15 +1,15 @@
-"""A run as one HTML page: what it is, curves, experts' loads, memory, schedule, sample, changes,
-versions and configuration.
+"""A run as one HTML page: model and data, curves, loads of experts, memory, schedule, sample,
+changes, versions and configuration.
 
-The page (`report_page.html`) draws what `report_data` says. A file of the run that is missing
-leaves its part out; one that is damaged leaves a note in its place. A run may be writing meanwhile.
+The page (`report_page.html`) draws the values of `report_data`. A file of the run that is missing
+leaves its part out; a damaged file leaves a note in its place. The run may still be training.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from itertools import accumulate
@@ -18,46 +18,61 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-import torch
 
 from lather import page
 from lather.checkpoint.folder import list_checkpoints, step_of
 from lather.config.changes import History
+from lather.config.config import Config
 from lather.config.toml_file import load_run
 from lather.durations import duration, unit_of_axis
+from lather.engine.trained_parameters import active_parameters, trained_parameters
 from lather.errors import UserError
 from lather.files import optional_file, read_rows, read_text, whole_file
 from lather.pipeline import picture
 from lather.pipeline.replay import Timeline
 from lather.pipeline.timeline import FILE as TIMELINE
-from lather.train.expert_watch import SETTLED, collapsed_blocks, describe, remedy
 from lather.train.memory_check import FILE as MEMORY
 from lather.train.memory_check import differences, sizes_of
 from lather.train.metrics import training_rows
 from lather.train.plot import draw, smoothed
-from lather.train.report_facts import facts, losses, machine, starts
+from lather.train.run_dir import data_sets_of
 from lather.train.trained_model import SAMPLE
 
 REPORT = "report.html"
 CURVES = (
-    *(
-        "loss",
-        "balance_loss",
-        "lr",
-        "grad_norm",
-        "tokens_per_second",
-        "step_seconds",
-        "optimizer_seconds",
-        "peak_memory_bytes",
-    ),
-    *("expert_load_min", "expert_load_max", "expert_load_entropy"),
+    "step",
+    "seconds",
+    "loss",
+    "balance_loss",
+    "lr",
+    "grad_norm",
+    "tokens_per_second",
+    "step_seconds",
+    "optimizer_seconds",
+    "peak_memory_bytes",
+    "expert_load_min",
+    "expert_load_max",
+    "expert_load_entropy",
 )
 """Fields of a step's row that are drawn."""
-POINTS = 1000
-"""Steps of a longer run are divided into so many groups, and of each the rows with the least and
-greatest loss and gradient are kept."""
+MOST_STEPS = 10_000
+"""Steps on a page; a longer run is drawn with every n-th step."""
 MOST_LOADS = 300_000
-"""Loads of experts on a page; of more, later records are passed over evenly."""
+"""Loads of experts on a page; a longer run is drawn with every n-th record."""
+STARTS = {
+    "time": "when",
+    "step": "from step",
+    "ranks": "ranks",
+    "device": "device",
+    "threads": "threads",
+}
+"""Columns of the table of starts that are always there, by the key in provenance.json."""
+VERSIONS = ("lather", "commit", "python", "torch", "cuda", "machine")
+"""Further columns, which are there if the starts differ in them."""
+
+Row = Mapping[str, Any]
+Table = list[list[str]]
+"""Texts by line and column."""
 
 
 def draw_run(run: Path, note: Callable[[str], None]) -> None:
@@ -71,196 +86,141 @@ def draw_run(run: Path, note: Callable[[str], None]) -> None:
 def write_report(run_dir: Path, out: Path) -> None:
     """Write the page. Raises UserError if `out` cannot be written."""
     notes: list[str] = []
-    files = {"configuration": run_dir / "config.toml", "sample": run_dir / SAMPLE}
-    read = partial(read_text, errors="replace")
-    texts = {name: _part(notes, file, read, "") for name, file in files.items()}
     data = {**report_data(run_dir, notes), "notes": list(dict.fromkeys(notes))}
-    title, time = run_dir.name or run_dir.resolve().name, f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
+    read = partial(read_text, errors="replace")
+    texts = {
+        "configuration": _part(notes, run_dir / "config.toml", read, ""),
+        "sample": _part(notes, run_dir / SAMPLE, read, ""),
+        "title": run_dir.resolve().name,
+        "time": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+    }
     with whole_file(out, "--out") as aside:
-        page.write_page(
-            aside, ("lather.train", "report_page.html"), data, title=title, time=time, **texts
-        )
+        page.write_page(aside, ("lather.train", "report_page.html"), data, **texts)
 
 
 def report_data(run_dir: Path, notes: list[str]) -> dict[str, Any]:
-    """Plain values, in which numbers that are not finite are None; `notes` gets a sentence for each
-    file that cannot be read."""
-    rows: list[dict[str, Any]] = _part(notes, run_dir / "metrics.jsonl", read_rows, [])
+    """Return plain values, in which numbers that are not finite are None; `notes` gets a sentence
+    for each file that cannot be read."""
+
+    def part(name: str, read: Callable[[Path], Any], otherwise: Any) -> Any:
+        return _part(notes, run_dir / name, read, otherwise)
+
+    rows: list[dict[str, Any]] = part("metrics.jsonl", read_rows, [])
     steps = [row for row in rows if "loss" in row]
-    history = _part(
-        notes, run_dir / "changes.jsonl", lambda path: History.read(path.parent, {}), History()
-    )
-    planned = _part(
-        notes, run_dir / "config.toml", lambda path: load_run(path.parent).train.steps, None
-    )
-    checkpoints = _part(
-        notes,
-        run_dir / "checkpoints",
-        lambda path: [step_of(one) for one in list_checkpoints(path)],
-        [],
-    )
+    config: Config | None = part("config.toml", lambda _: load_run(run_dir).resolved(), None)
+    planned = config.train.steps if config else None
+    history = part("changes.jsonl", lambda _: History.read(run_dir, {}), History())
     data = {
-        "tiles": _part(notes, run_dir / "metrics.jsonl", lambda _: tiles(rows, planned), []),
-        "facts": [
-            *_part(notes, run_dir / "config.toml", lambda path: facts(path.parent), []),
-            *_part(notes, run_dir / "metrics.jsonl", lambda _: losses(rows), []),
-        ],
+        "tiles": tiles(rows, planned) if steps else [],
+        "facts": facts(config) if config else [],
         "unit": unit_of_axis(max((row["seconds"] for row in steps), default=0.0)),
         "finished": bool(steps) and planned is not None and steps[-1]["step"] >= planned,
-        "curves": _part(notes, run_dir / "metrics.jsonl", lambda _: curves(rows), {}),
+        "curves": curves(steps),
         "validation": [row for row in rows if "validation_loss" in row],
         "marks": [[row.step, row.brief()] for row in history.rows],
-        "loads": _part(notes, run_dir / "metrics.jsonl", lambda _: loads(rows), None),
-        "memory": _part(notes, run_dir / MEMORY, memory, None),
-        "schedule": _part(notes, run_dir / TIMELINE, schedule, None),
-        "happened": [
-            *(
-                [
-                    row.time,
-                    f"forked from {row.forked_from}" * bool(row.forked_from) or row.describe(),
-                ]
-                for row in history.rows
-            ),
-            *(["", _why_skipped(row)] for row in steps if row.get("skipped")),
-            *_part(notes, run_dir / "config.toml", lambda path: collapses(rows, path.parent), []),
-            *(
-                [["checkpoints", f"steps {', '.join(map(str, checkpoints))}"]]
-                if checkpoints
-                else []
-            ),
-        ],
-        "machine": _part(notes, run_dir / "provenance.json", machine, []),
-        "starts": _part(notes, run_dir / "provenance.json", starts, []),
+        "loads": loads([row for row in rows if row.get("expert_load")]),
+        "memory": part(MEMORY, memory, None),
+        "schedule": part(TIMELINE, schedule, None),
+        "happened": events(steps, history, list_checkpoints(run_dir / "checkpoints")),
+        "machine": part("provenance.json", machine, []),
+        "starts": part("provenance.json", starts, []),
     }
     return json.loads(json.dumps(data), parse_constant=lambda _: None)
 
 
-def _why_skipped(row: dict[str, Any]) -> str:
-    cause = "its loss or gradient was not finite" if row["tokens"] else "it had no token to learn"
-    return f"step {row['step']} was skipped: {cause}"
+def _part(notes: list[str], path: Path, read: Callable[[Path], Any], otherwise: Any) -> Any:
+    """Return what `read` makes of a file; `otherwise` if it is not there, or if it is damaged,
+    which is noted."""
+    try:
+        return read(path) if path.exists() else otherwise
+    except (UserError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        notes.append(f"{path.name} cannot be read: {error}")
+        return otherwise
 
 
-def tiles(rows: Sequence[dict[str, Any]], planned: int | None) -> list[list[str]]:
-    """The run in a few numbers: names and values."""
+def tiles(rows: Sequence[Row], planned: int | None) -> Table:
+    """Return the run in a few numbers: names and values."""
     steps = [row for row in rows if "loss" in row]
     validation = [row["validation_loss"] for row in rows if row.get("validation_loss") is not None]
-    if not steps:
-        return []
+    training = [row["loss"] for row in training_rows(rows)]
     last, seconds = steps[-1], sum(row["step_seconds"] for row in steps)
-    found = [["steps", f"{last['step']:,}" + (f" of {planned:,}" if planned else "")]]
+    optimizer = sum(row["optimizer_seconds"] for row in steps) / max(seconds, 1e-9)
+    speed = median(row["tokens_per_second"] for row in steps)
+    table = [["steps", f"{last['step']:,}" + (f" of {planned:,}" if planned else "")]]
     if validation:
         ends = [f"{loss:.4f}" for loss in (validation[0], validation[-1])]
-        found.append(
-            [
-                "validation loss",
-                " \N{RIGHTWARDS ARROW} ".join(ends if len(validation) > 1 else ends[:1]),
-            ]
-        )
-    if good := [row["loss"] for row in training_rows(list(rows))]:
-        found.append(["training loss", f"{good[-1]:.4f}"])
+        texts = ends if len(validation) > 1 else ends[:1]
+        table.append(["validation loss", " \N{RIGHTWARDS ARROW} ".join(texts)])
+    if training:
+        table.append(["training loss", f"{training[-1]:.4f}"])
     return [
-        *found,
+        *table,
         ["tokens", f"{sum(row['tokens'] for row in steps):,}"],
-        ["tokens per second", f"{median(row['tokens_per_second'] for row in steps):,.0f} (median)"],
+        ["tokens per second", f"{speed:,.0f} (median)"],
         ["time", duration(last["seconds"])],
-        [
-            "optimizer",
-            f"{sum(row['optimizer_seconds'] for row in steps) / max(seconds, 1e-9):.0%} of the "
-            "time",
-        ],
+        ["optimizer", f"{optimizer:.0%} of the time"],
         ["peak memory", f"{max(row['peak_memory_bytes'] for row in steps) / 2**30:,.2f} GiB"],
     ]
 
 
-def curves(rows: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
-    """Columns of the steps' rows; `smoothed` is the loss without its noise, `tokens` counts all up
-    to a step."""
-    steps = [row for row in rows if "loss" in row]
-    good = list(training_rows(list(rows)))
-    smooth = dict(
-        zip(
-            (row["step"] for row in good),
-            smoothed(np.array([row["loss"] for row in good], np.float64)).tolist(),
-            strict=True,
-        )
-    )
-    tokens = list(accumulate(row["tokens"] for row in steps))
-    kept = kept_rows(steps)
-    columns = {
-        name: [steps[index].get(name) for index in kept] for name in ("step", "seconds", *CURVES)
-    }
+def facts(config: Config) -> Table:
+    """Return names and values of what a run's configuration says of it."""
+    trained, train, optim = trained_parameters(config), config.train, config.optim
+    sizes = [_short(trained.num_parameters), _short(active_parameters(config))]
+    model = f"{sizes[0]} parameters, of which a token meets {sizes[1]}"
+    table = [["model", f"{config.model.model_type}, {model}"]]
+    if trained.num_trained < trained.num_parameters:
+        table.append(["trained", trained.describe()])
+    if source := config.fork_from or config.init_from:
+        table.append(["started from", source])
+    batch = f"{train.batch_size:,} sequences of {train.sequence_length:,} tokens"
+    tokens = f"{train.batch_size * train.sequence_length:,} tokens"
+    return [
+        *table,
+        ["rule and peak rates", optim.describe_rates()],
+        ["schedule", f"{optim.schedule}, {optim.warmup_steps:,} steps of warm-up"],
+        ["data", ", ".join(config.data.path) or config.data.source],
+        ["step", f"{batch}, {tokens}, in {train.precision}"],
+    ]
+
+
+def curves(steps: Sequence[Row]) -> dict[str, list[Any]]:
+    """Return columns of the steps' rows; `smoothed` is the loss without its noise, `tokens` counts
+    all up to a step."""
+    drawn = slice(None, None, math.ceil(len(steps) / MOST_STEPS) or None)
+    good = list(training_rows(steps))
+    smooth = smoothed(np.array([row["loss"] for row in good], np.float64)).tolist()
+    smooth_of_step = dict(zip((row["step"] for row in good), smooth, strict=True))
     return {
-        **columns,
-        "tokens": [tokens[index] for index in kept],
-        "smoothed": [smooth.get(steps[index]["step"]) for index in kept],
+        **{name: [row.get(name) for row in steps[drawn]] for name in CURVES},
+        "tokens": list(accumulate(row["tokens"] for row in steps))[drawn],
+        "smoothed": [smooth_of_step.get(row["step"]) for row in steps[drawn]],
     }
 
 
-def kept_rows(steps: Sequence[dict[str, Any]]) -> list[int]:
-    """Indices of the rows that are drawn, in order: all, or those that stand out in each group, and
-    the first and last."""
-    if len(steps) <= 4 * POINTS:
-        return list(range(len(steps)))
-
-    def value(name: str, index: int) -> float:
-        number = steps[index].get(name)
-        return math.inf if number is None else float(number)
-
-    kept = {0, len(steps) - 1}
-    for group in range(POINTS):
-        indices = range(group * len(steps) // POINTS, (group + 1) * len(steps) // POINTS)
-        for name in ("loss", "grad_norm"):
-            kept |= {choose(indices, key=partial(value, name)) for choose in (min, max)}
-    return sorted(kept)
-
-
-def loads(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """The load of each expert as a share of the even load: by MoE block, record and expert."""
-    records = [row for row in rows if row.get("expert_load")]
+def loads(records: Sequence[Row]) -> dict[str, Any] | None:
+    """Return the load of each expert as a share of the even load: by MoE block, record and
+    expert."""
     if not records:
         return None
     size = sum(map(len, records[0]["expert_load"]))
-    records = records[:: math.ceil(len(records) * size / MOST_LOADS)]
-    blocks = [
-        [[round(load, 3) for load in row["expert_load"][block]] for row in records]
-        for block in range(len(records[0]["expert_load"]))
-    ]
-    return {"steps": [row["step"] for row in records], "blocks": blocks}
-
-
-def collapses(rows: Sequence[dict[str, Any]], run_dir: Path) -> list[list[str]]:
-    """A sentence for each block whose experts have collapsed by its last records, with the
-    remedy."""
-    config = load_run(run_dir)
-    start = 0 if config.init_from else min(SETTLED, config.train.steps // 2)
-    records = [row for row in rows if row.get("expert_load") and row["step"] > start]
-    chosen = config.model.num_experts_per_tok
-    loads_LE = [torch.tensor(row["expert_load"], dtype=torch.float64) for row in records]
-    uneven = [set(collapsed_blocks(load_LE, chosen)) for load_LE in loads_LE]
-    lasting = set.intersection(*uneven[-2:]) if uneven else set()
-    if config.init_from:
-        lasting -= uneven[0]
-    advice = remedy(config.resolved_moe().balance_coefficient or 0.0)
-    sentences = []
-    for block in sorted(lasting):
-        load_E, step = loads_LE[-1][block], records[-1]["step"]
-        sentences.append(describe(block, [step], float(load_E.min()), float(load_E.max())))
-    return [["", f"{sentence}; {advice}"] for sentence in sentences]
+    drawn = records[:: math.ceil(len(records) * size / MOST_LOADS)]
+    blocks = zip(*(row["expert_load"] for row in drawn), strict=True)
+    rounded = [[[round(load, 3) for load in load_E] for load_E in block] for block in blocks]
+    return {"steps": [row["step"] for row in drawn], "blocks": rounded}
 
 
 def memory(path: Path) -> dict[str, Any]:
-    """Bytes planned and seen, by rank and kind, and a sentence for each that differs."""
+    """Return planned and measured bytes, by rank and kind, and a sentence for each difference."""
     ranks = json.loads(read_text(path))["ranks"]
-    return {
-        "ranks": [
-            [
-                row["rank"],
-                [[name, size["planned"], size["seen"]] for name, size in sizes_of(row).items()],
-            ]
-            for row in ranks
-        ],
-        "notes": [text for row in ranks for text in differences(row)],
-    }
+    sizes = [
+        [
+            row["rank"],
+            [[name, size["planned"], size["seen"]] for name, size in sizes_of(row).items()],
+        ]
+        for row in ranks
+    ]
+    return {"ranks": sizes, "notes": [text for row in ranks for text in differences(row)]}
 
 
 def schedule(path: Path) -> dict[str, Any]:
@@ -283,15 +243,41 @@ def schedule(path: Path) -> dict[str, Any]:
     }
 
 
-def _part(notes: list[str], path: Path, read: Callable[[Path], Any], otherwise: Any) -> Any:
-    """Return what `read` makes of a file; `otherwise` if it is not there, or if it is damaged,
-    which is noted."""
-    if not path.exists():
-        return otherwise
-    try:
-        return read(path)
-    except UserError as error:
-        notes.append(str(error))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
-        notes.append(f"{path}: cannot be read ({error!r})")
-    return otherwise
+def events(steps: Sequence[Row], history: History, checkpoints: Sequence[Path]) -> Table:
+    """Return changes and forks, skipped steps, and the checkpoints: when, and a sentence."""
+    table = [
+        [row.time, f"forked from {row.forked_from}" if row.forked_from else row.describe()]
+        for row in history.rows
+    ]
+    for row in (row for row in steps if row.get("skipped")):
+        why = "its loss or gradient was not finite" if row["tokens"] else "it had no token to learn"
+        table.append(["", f"step {row['step']} was skipped: {why}"])
+    if checkpoints:
+        numbers = ", ".join(str(step_of(path)) for path in checkpoints)
+        table.append(["checkpoints", f"steps {numbers}"])
+    return table
+
+
+def machine(path: Path) -> Table:
+    """Return names and values of the record of a run, with its data sets and their identities."""
+    record = json.loads(read_text(path))
+    del record["starts"]
+    data_sets = [f"{folder} ({identity})" for folder, identity in data_sets_of(record)]
+    record["data"] = ", ".join(data_sets)
+    return [[str(name), _text(value)] for name, value in record.items()]
+
+
+def starts(path: Path) -> Table:
+    """Return the table of a run's starts, the head first."""
+    rows = json.loads(read_text(path))["starts"]
+    different = [name for name in VERSIONS if len({_text(row.get(name)) for row in rows}) > 1]
+    head = [*STARTS.values(), *different]
+    return [head, *([_text(row.get(name)) for name in (*STARTS, *different)] for row in rows)]
+
+
+def _text(value: object) -> str:
+    return "none" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _short(number: int) -> str:
+    return f"{number / 1e6:,.2f} M" if number < 1e9 else f"{number / 1e9:,.2f} B"

@@ -26,15 +26,18 @@ import lather
 from lather.config.changes import CHANGES
 from lather.config.config import Config
 from lather.config.run_folder import PROVENANCE
-from lather.config.toml_file import config_to_toml
+from lather.config.toml_file import config_to_toml, folder_of
 from lather.data.batches import Batches, HeldOut
 from lather.data.documents import load_tokenizer
 from lather.data.opening import held_out_sets, open_datasets, training_batches
 from lather.data.order import MixturePhase
 from lather.errors import DataError, RunError, UserError
 from lather.files import read_text, reason, write_aside
-from lather.train.companions import keep_companions
-from lather.train.start import Start, copy_run, fork_source, remove_copy, start_of
+from lather.parallel.agreement import broadcast, errors_on_all_ranks
+from lather.parallel.mesh import Mesh
+from lather.train.companions import save_companions
+from lather.train.initial_weights import check_same_tokenizer
+from lather.train.start import Start, copy_run, fork_source, remove_run, start_of
 from lather.version import find_commit
 
 
@@ -49,19 +52,16 @@ class RunDirectory:
         changed.
         """
         path = self.path = Path(config.run_dir)
-        if fork_source(path, config) is None:
-            start_of(path, config)
-        self._is_made, self._is_fork = not path.exists(), False
-        self.start = Start(config, is_new=self._is_made)
+        self._made_folder, self._is_new = not path.exists(), False
         self._lock = _lock(path)
         try:
-            # again, now under the lock: another process may have forked meanwhile
             source = fork_source(path, config)
             if source is not None:
-                self._is_fork = True
+                self._is_new = True
                 copy_run(*source, path)
             self.start = start_of(path, config)
             if self.start.is_new:
+                self._is_new = True
                 write_aside(path / "config.toml", config_to_toml(self.start.config))
         except UserError:
             self.abandon()
@@ -73,23 +73,20 @@ class RunDirectory:
         record = self._record()
         if record is None:
             return
-        before, now = (
-            data_sets_of(record)[: self.start.num_data_sets],
-            list(data.identities.items()),
-        )
-        if [identity for _, identity in now[: len(before)]] != [identity for _, identity in before]:
+        trained = data_sets_of(record)[: self.start.num_data_sets]
+        if [*data.identities.values()][: len(trained)] != [identity for _, identity in trained]:
             raise RunError(
                 f"run_dir = {str(self.path)!r} was trained on other tokens "
-                f"({', '.join(folder for folder, _ in before)}) than it has "
+                f"({', '.join(folder for folder, _ in trained)}) than it has "
                 f"now ({', '.join(data.identities)}): restore the text, or give another --run-dir; "
                 "added data sets come after the first "
                 "ones in data.path, and a weight of 0 leaves one out"
             )
 
-    def record(self, data: RunData, place: Mapping[str, str] | None = None) -> None:
+    def record(self, data: RunData, hardware: Mapping[str, str] | None = None) -> None:
         """Record the configuration, its changes, the data sets and their tokenizer, as they are
-        from now on, and this start: its step, versions, hardware, and `place`, texts that say where
-        it runs, such as its ranks.
+        from now on, and this start: its step, versions, machine, and `hardware`, texts such as its
+        ranks.
 
         History and configuration are replaced by one atomic write, so that a start that is killed
         here does not change what the next start reads. Raises RunError, before anything is written,
@@ -97,58 +94,39 @@ class RunDirectory:
         """
         self.check_data(data)
         if data.tokenizer is not None:
-            _replace(self.path / "tokenizer.json", data.tokenizer.read_bytes())
+            write_aside(self.path / "tokenizer.json", data.tokenizer.read_bytes())
         if self.start.is_finished:
             return
         if self.start.history.rows or (self.path / CHANGES).exists():
-            _replace(self.path / CHANGES, self.start.history.to_jsonl().encode())
-        _replace(self.path / "config.toml", config_to_toml(self.start.config).encode())
-        record, data_sets = self._record(), [list(pair) for pair in data.identities.items()]
+            write_aside(self.path / CHANGES, self.start.history.to_jsonl())
+        write_aside(self.path / "config.toml", config_to_toml(self.start.config))
+        record = self._record()
         if record is None:
-            keep_companions(self.path, self.start.config)
-            record = {"data": data_sets, **provenance(), "starts": []}
-        elif [identity for _, identity in data_sets_of(record)] != [
-            identity for _, identity in data_sets
-        ]:
-            record = {**record, "data": data_sets}
-        record["starts"] = [
-            *starts_before(record, self.start.step),
-            {**self._this_start(), **(place or {})},
-        ]
+            save_companions(self.path, self.start.config)
+            record = {"data": [], **provenance(), "starts": []}
+        record["data"] = list(data.identities.items())
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        start = {"time": now, "step": self.start.step, **provenance(), **(hardware or {})}
+        # the steps of later starts were lost
+        before = [start for start in record["starts"] if start["step"] < self.start.step]
+        record["starts"] = [*before, start]
         write_aside(self.path / PROVENANCE, json.dumps(record, indent=1))
 
-    def _this_start(self) -> dict[str, Any]:
-        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        return {"time": now, "step": self.start.step, **provenance()}
-
     def _record(self) -> dict[str, Any] | None:
-        """Read the record of versions and data sets; None for a new run. Raises RunError if it is
-        damaged."""
+        """Read the record of versions and data sets; None for a new run."""
         file = self.path / PROVENANCE
-        if not file.exists():
-            return None
-        try:
-            record: dict[str, Any] = json.loads(read_text(file))
-            if not (data_sets_of(record) and record["starts"]):
-                raise ValueError("no data set, or no start")
-        except (ValueError, KeyError, TypeError):
-            raise RunError(f"{file}: damaged: delete {self.path} to start again") from None
-        return record
+        return json.loads(read_text(file)) if file.exists() else None
 
     def abandon(self) -> None:
         """Remove the files of a run that could not start; a run that existed before is not
         changed."""
-        if self._is_fork:
-            remove_copy(self.path)
-        elif self.start.is_new:
-            for name in ("config.toml", PROVENANCE, "tokenizer.json"):
-                (self.path / name).unlink(missing_ok=True)
-        else:
-            return
-        (self.path / ".lock").unlink(missing_ok=True)
-        if self._is_made:
-            with contextlib.suppress(OSError):
-                self.path.rmdir()
+        if self._is_new:
+            remove_run(self.path)
+        if not (self.path / "config.toml").exists():
+            (self.path / ".lock").unlink(missing_ok=True)
+            if self._made_folder:
+                with contextlib.suppress(OSError):
+                    self.path.rmdir()
 
     def close(self) -> None:
         self._lock.close()
@@ -160,7 +138,7 @@ class RunData:
 
     batches: Batches
     held_out: dict[str, HeldOut]
-    """Held-out sets by name; the loss of the first one is the run's validation loss."""
+    """Held-out sets by name; the loss of the first is the run's validation loss."""
     tokenizer: Path | None
     identities: dict[str, str]
     """Identity of each data set, by its folder."""
@@ -170,7 +148,7 @@ def open_run_data(
     config: Config, report: Callable[[str], None], phases: Sequence[MixturePhase] = ()
 ) -> RunData:
     """Open the data sets that the configuration names; those that do not exist yet are made.
-    `phases`: the data mixtures that the run has had; empty: only one.
+    `phases`: the data mixtures that the run has had; empty: a single mixture.
 
     Raises DataError if a data set or its tokenizer is missing or damaged.
     """
@@ -189,14 +167,36 @@ def open_run_data(
     return RunData(batches, held_out, tokenizer, identities)
 
 
-def check_same_data(data: RunData, identities: dict[str, str]) -> None:
-    """Raise DataError unless this rank has the same data sets as rank 0."""
-    if list(data.identities.values()) != list(identities.values()):
-        raise DataError(
-            f"the data sets on {platform.node()} ({', '.join(data.identities)}) are not those of "
-            f"rank 0 ({', '.join(identities)}): give all ranks the same ones, as copies or on a "
-            "shared file system"
-        )
+def open_on_all_ranks(
+    start: Start,
+    mesh: Mesh,
+    report: Callable[[str], None],
+    run_dir: RunDirectory | None,
+    weights: Path | None,
+) -> RunData:
+    """Open the data sets of a start: first on rank 0, which may have to tokenize text, then on the
+    others, which check that they have the same. Only rank 0 has `run_dir`; `weights`: initial ones.
+
+    Raises DataError or RunError, on all ranks, if a data set or a tokenizer does not fit.
+    """
+    config, phases = start.config, start.history.phases(start.config.train.batch_size)
+    data: RunData | None = None
+    with errors_on_all_ranks(mesh.control_group):
+        if run_dir is not None:
+            data = open_run_data(config, report, phases)
+            if weights is not None and data.tokenizer is not None:
+                check_same_tokenizer(folder_of(config.init_from), data.tokenizer)
+            run_dir.check_data(data)
+    identities = broadcast({} if data is None else data.identities, mesh.control_group)
+    with errors_on_all_ranks(mesh.control_group):
+        data = data or open_run_data(config, report, phases)
+        if list(data.identities.values()) != list(identities.values()):
+            raise DataError(
+                f"the data sets on {platform.node()} ({', '.join(data.identities)}) are not those "
+                f"of rank 0 ({', '.join(identities)}): give all ranks the same ones, as copies or "
+                "on a shared file system"
+            )
+    return data
 
 
 def _lock(path: Path) -> IO[str]:
@@ -224,18 +224,6 @@ def _lock(path: Path) -> IO[str]:
 def data_sets_of(record: dict[str, Any]) -> list[tuple[str, str]]:
     """Return folder and identity of each data set in a provenance.json."""
     return [(str(folder), str(identity)) for folder, identity in record["data"]]
-
-
-def starts_before(record: Mapping[str, Any], step: int) -> list[dict[str, Any]]:
-    """Return the starts in a provenance.json that led to this step: those whose steps were lost are
-    left out."""
-    return [one for one in record["starts"] if one["step"] < step]
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Replace the file atomically, unless it has this content already."""
-    if not path.exists() or path.read_bytes() != content:
-        write_aside(path, content)
 
 
 def provenance() -> dict[str, Any]:

@@ -18,28 +18,34 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lather.checkpoint.folder import checkpoint_path, find_checkpoint, list_checkpoints, step_of
+from lather.checkpoint.folder import (
+    BEST,
+    checkpoint_path,
+    find_checkpoint,
+    list_checkpoints,
+    step_of,
+)
 from lather.config.changes import CHANGES, Change, History, class_of, differences, values_of
 from lather.config.config import Config
 from lather.config.run_folder import PROVENANCE, run_folder
 from lather.config.toml_file import config_from_mapping, config_to_toml, load_run
 from lather.errors import ConfigError, RunError, UserError, as_toml
-from lather.files import read_rows, reason
+from lather.files import read_rows, reason, write_aside
 from lather.train.companions import COMPANION_FOLDER
 
-ASIDE = ".fork"
-"""Folder in which the copy is built; it exists only while the copy is incomplete."""
-COPIED = (
+INCOMPLETE = ".fork"
+"""Empty file in a run directory to which a run is being copied."""
+FILES = (
+    "config.toml",
     "checkpoints",
     "metrics.jsonl",
     CHANGES,
     PROVENANCE,
     "tokenizer.json",
     COMPANION_FOLDER,
-    "config.toml",
 )
-"""Copied files, in the order in which they are moved into place: config.toml is last, because a
-folder with a config.toml is a run."""
+"""Files of a run that a fork has, and a refused start leaves out. A folder with a config.toml is a
+run, so that file is written last and removed first."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +70,10 @@ class Start:
     @property
     def changes(self) -> str:
         """The changes of this start in one line; empty if there are none."""
-        row = self.history.rows[-1] if self.history.rows else None
-        return (
-            row.describe()
-            if row is not None and row.changes and row.step == self.step and not self.is_finished
-            else ""
-        )
+        last = self.history.rows[-1:]
+        if self.is_finished or not last or not last[0].changes or last[0].step != self.step:
+            return ""
+        return last[0].describe()
 
 
 def start_of(path: Path, config: Config) -> Start:
@@ -78,17 +82,17 @@ def start_of(path: Path, config: Config) -> Start:
     Raises RunError if the directory holds something else, or a run that cannot continue with
     `config`.
     """
+    subject = f"run_dir = {str(path)!r}"
     if not (path / "config.toml").exists():
-        if path.is_dir() and any(not child.name.startswith(".") for child in path.iterdir()):
+        if _visible_files(path):
             raise RunError(
-                f"run_dir = {str(path)!r} holds files but no config.toml, so it is not a run: give "
-                "another --run-dir"
+                f"{subject} holds files but no config.toml, so it is not a run: give another "
+                "--run-dir"
             )
         config = config.resolved()
         return Start(config, history=History((), values_of(config)))
-    subject = f"run_dir = {str(path)!r}"
     steps = [step_of(checkpoint) for checkpoint in list_checkpoints(path / "checkpoints")]
-    start = _going_on(
+    start = _resumed(
         path, config, max(steps, default=0), subject, "give another --run-dir, or delete it"
     )
     if start.history.forked_from and not steps:
@@ -99,6 +103,10 @@ def start_of(path: Path, config: Config) -> Start:
     return start
 
 
+def _visible_files(path: Path) -> bool:
+    return path.is_dir() and any(not child.name.startswith(".") for child in path.iterdir())
+
+
 def config_at(path: Path, step: int) -> tuple[Config, History]:
     """Return the configuration of a run after `step` completed steps, and its history. Raises
     ConfigError if it cannot be read, RunError if the run has another format."""
@@ -106,7 +114,19 @@ def config_at(path: Path, step: int) -> tuple[Config, History]:
     return config_from_mapping(_nested(history.values_at(step))).resolved(), history
 
 
-def _going_on(path: Path, config: Config, step: int, subject: str, remedy: str) -> Start:
+def _nested(values: dict[str, Any]) -> dict[str, Any]:
+    """Turn values by dotted key into nested sections."""
+    nested: dict[str, Any] = {}
+    for key, value in values.items():
+        *sections, name = key.split(".")
+        place = nested
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[name] = value
+    return nested
+
+
+def _resumed(path: Path, config: Config, step: int, subject: str, remedy: str) -> Start:
     """Return the start of `config` after `step` steps of the run at `path`. Errors begin with
     `subject`; `remedy` is for another configuration."""
     try:
@@ -127,25 +147,26 @@ def _going_on(path: Path, config: Config, step: int, subject: str, remedy: str) 
         )
     if step and "data.path" in changes:
         _check_added(*changes["data.path"], config, subject)
-    start = Start(config, step, history, max(1, len(before.data.path)) if step else 0, is_new=False)
+    num_data_sets = max(1, len(before.data.path)) if step else 0
+    start = Start(config, step, history, num_data_sets, is_new=False)
     if start.is_finished:
         return start
     return replace(start, history=history.resumed(step, changes if step else {}, values_of(config)))
 
 
 def _refuse_fixed(changes: dict[str, Change], subject: str, remedy: str) -> None:
-    different = [key for key in changes if class_of(key) == "fixed"]
-    in_both = [key for key in different if None not in changes[key]]
-    # name a key of both sides first: another family or rule has other keys
-    different = in_both or different
-    if different:
-        key = different[0]
-        more = f" and {len(different) - 1} more" if len(different) > 1 else ""
-        there, here = map(as_toml, changes[key])
-        raise RunError(
-            f"{subject} belongs to another configuration: {key} is {there} there and {here} here"
-            f"{more}, which cannot change during a run; {remedy}"
-        )
+    fixed = [key for key in changes if class_of(key) == "fixed"]
+    if not fixed:
+        return
+    # another family or rule has other keys: name those of both
+    fixed = [key for key in fixed if None not in changes[key]] or fixed
+    key = fixed[0]
+    more = f" and {len(fixed) - 1} more" if len(fixed) > 1 else ""
+    theirs, ours = map(as_toml, changes[key])
+    raise RunError(
+        f"{subject} belongs to another configuration: {key} is {theirs} there and {ours} here"
+        f"{more}, which cannot change during a run; {remedy}"
+    )
 
 
 def _check_added(before: Sequence[str], now: Sequence[str], config: Config, subject: str) -> None:
@@ -161,137 +182,103 @@ def _check_added(before: Sequence[str], now: Sequence[str], config: Config, subj
         raise RunError(f"{counts}: give data.weights, a number for each")
 
 
-def _nested(values: dict[str, Any]) -> dict[str, Any]:
-    """Turn values by dotted key into nested sections."""
-    nested: dict[str, Any] = {}
-    for key, value in values.items():
-        *sections, name = key.split(".")
-        place = nested
-        for section in sections:
-            place = place.setdefault(section, {})
-        place[name] = value
-    return nested
-
-
 def fork_source(path: Path, config: Config) -> tuple[Path, Path] | None:
     """Return the run and the checkpoint to copy to `path`; None if there is nothing to copy, or it
-    was copied before; RUN and RUN@best of `fork_from` match any step of that run.
+    was copied before. RUN and RUN@best of `fork_from` match any step of that run.
 
-    Raises RunError if `path` holds something else or another fork, or if `config` cannot continue
-    from that checkpoint.
+    Raises RunError if `path` holds something else or another fork, if there is no such checkpoint,
+    or if `config` cannot continue from it.
     """
     if not config.fork_from:
         return None
     if (path / "config.toml").exists():
         forked_from = History.read(path, {}).forked_from
-        if not is_of_fork(forked_from, config.fork_from):
+        if not is_fork_of(forked_from, config.fork_from):
             was = f"was forked from {forked_from}" if forked_from else "is not a fork"
             raise RunError(
                 f"run_dir = {str(path)!r} holds a run that {was}: give another --run-dir, or leave "
                 "out --fork-from"
             )
         return None
-    if (
-        path.is_dir()
-        and not (path / ASIDE).exists()
-        and any(not child.name.startswith(".") for child in path.iterdir())
-    ):
+    if _visible_files(path) and not (path / INCOMPLETE).exists():
         raise RunError(
             f"run_dir = {str(path)!r} holds files: give the fork a --run-dir that is empty or does "
             "not exist"
         )
-    source, checkpoint = find_fork(config.fork_from)
-    _going_on(
-        source,
-        config,
-        step_of(checkpoint),
-        f"fork_from = {config.fork_from!r}",
-        "give the fork the same value",
-    )
+    subject = f"fork_from = {config.fork_from!r}"
+    try:
+        source, checkpoint = find_checkpoint(config.fork_from)
+    except UserError as error:
+        raise RunError(f"{subject}: {error}") from None
+    _resumed(source, config, step_of(checkpoint), subject, "give the fork the same value")
     return source, checkpoint
 
 
-def find_fork(name: str) -> tuple[Path, Path]:
-    """Return the run and the checkpoint that RUN, RUN@STEP or RUN@best names.
-
-    Raises RunError if there is none, or if RUN and a folder named RUN@STEP both are runs.
-    """
-    run, at, step = name.rpartition("@")
-    if at and all((Path(folder) / "config.toml").exists() for folder in (name, run)):
-        raise RunError(
-            f"fork_from = {name!r} may mean checkpoint {step} of {run}, or the run {name}: "
-            f"rename that folder, or give {name}@STEP for one of its checkpoints"
-        )
-    try:
-        return find_checkpoint(name)
-    except UserError as error:
-        raise RunError(f"fork_from = {name!r}: {error}") from None
-
-
-def is_of_fork(forked_from: str, name: str) -> bool:
-    """Return whether `forked_from`, "RUN@STEP", is a checkpoint that `name` may mean, whichever way
-    the folder and the step are spelled."""
+def is_fork_of(forked_from: str, name: str) -> bool:
+    """Return whether `forked_from`, "RUN@STEP", is a checkpoint that `name` may mean, which is RUN,
+    RUN@STEP or RUN@best. The first run need not exist any more."""
     run, _, step = forked_from.rpartition("@")
-    asked, at, asked_step = name.rpartition("@")
-    readings = [(name, "")] + ([(asked, asked_step)] if at else [])
-    return bool(run) and any(
-        run_folder(Path(folder)).resolve() == Path(run).resolve()
-        and (not number.isdigit() or int(number) == int(step))
-        for folder, number in readings
+    folder, _, wanted = name.rpartition("@")
+    return bool(run) and (
+        _is_same_run(name, run)
+        or (_is_same_run(folder, run) and wanted.lstrip("0") in (step.lstrip("0"), BEST))
     )
 
 
+def _is_same_run(name: str, run: str) -> bool:
+    return run_folder(Path(name)).resolve() == Path(run).resolve()
+
+
 def copy_run(source: Path, checkpoint: Path, target: Path) -> None:
-    """Copy a run as it was at a checkpoint to `target`, a folder without files, which becomes a run
-    only when the copy is complete.
+    """Copy a run as it was at a checkpoint to `target`, a folder without files.
 
     Raises RunError if a file cannot be read or written; everything copied is then removed.
     """
-    step, aside = step_of(checkpoint), target / ASIDE
+    step = step_of(checkpoint)
     try:
-        remove_copy(target)
-        aside.mkdir()
-        shutil.copytree(
-            checkpoint, checkpoint_path(aside / "checkpoints", step), copy_function=_link
-        )
-        for name in (PROVENANCE, "tokenizer.json"):
-            if (source / name).exists():
-                shutil.copyfile(source / name, aside / name)
-        if (source / COMPANION_FOLDER).is_dir():
-            shutil.copytree(source / COMPANION_FOLDER, aside / COMPANION_FOLDER)
+        remove_run(target)
+        (target / INCOMPLETE).touch()
+        copied = checkpoint_path(target / "checkpoints", step)
+        shutil.copytree(checkpoint, copied, copy_function=_link)
+        for name in (PROVENANCE, "tokenizer.json", COMPANION_FOLDER):
+            _copy(source / name, target / name)
         rows = [row for row in read_rows(source / "metrics.jsonl") if row["step"] <= step]
-        (aside / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (target / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         config, history = config_at(source, step)
-        (aside / CHANGES).write_text(
-            history.forked(f"{source}@{step}", step, values_of(config)).to_jsonl(), "utf-8"
-        )
-        (aside / "config.toml").write_text(config_to_toml(config), "utf-8")
-        for name in COPIED:
-            if (aside / name).exists():
-                (aside / name).rename(target / name)
-        aside.rmdir()
+        history = history.forked(f"{source}@{step}", step, values_of(config))
+        write_aside(target / CHANGES, history.to_jsonl())
+        write_aside(target / "config.toml", config_to_toml(config))
+        (target / INCOMPLETE).unlink()
     except OSError as error:
         why = f"{error.filename or target}: {reason(error, target)}"
-        remove_copy(target)
+        remove_run(target)
         raise RunError(
             f"run_dir = {str(target)!r}: {checkpoint} cannot be copied to it ({why}): free some "
             "space there"
         ) from None
 
 
-def remove_copy(target: Path) -> None:
-    """Remove all that `copy_run` has copied, complete or not; config.toml first."""
-    for name in reversed(COPIED):
+def remove_run(target: Path) -> None:
+    """Remove the files of a run that has not started."""
+    for name in FILES:
         path = target / name
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
-    shutil.rmtree(target / ASIDE, ignore_errors=True)
+    (target / INCOMPLETE).unlink(missing_ok=True)
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copy a file or a folder if it exists."""
+    if source.is_dir():
+        shutil.copytree(source, target)
+    elif source.exists():
+        shutil.copyfile(source, target)
 
 
 def _link(source: str, target: str) -> None:
-    """Link a file, since checkpoint files never change; copy it if it cannot be linked."""
+    """Link a file of a checkpoint, which never changes; copy it if it cannot be linked."""
     try:
         os.link(source, target)
     except FileNotFoundError:

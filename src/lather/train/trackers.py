@@ -1,11 +1,10 @@
 """Writes the rows of a run to programs that show them: TensorBoard, Weights & Biases and MLflow.
 
-A tracker never stops or delays a run. Its calls run in a thread of its own, since a server may be
-far away or gone; the first that fails ends the tracker, and a note says so. `metrics.jsonl` has
-every row in any case. Modules are imported before the thread starts: two threads that import at the
-same time may see modules that are not complete.
+A tracker never stops or delays a run. It works in a thread, since a server may be far away or gone;
+the first call that fails ends the tracker, and a note says so. Modules are imported
+before the thread starts: two threads that import at the same time may see incomplete modules.
 
-A run's identifier is kept in its directory, so that a run that is resumed continues its record.
+The run directory stores the identifier of the record, so that a resumed run continues it.
 """
 
 from __future__ import annotations
@@ -14,54 +13,40 @@ import contextlib
 import importlib
 import json
 import os
-import posixpath
 import queue
 import re
 import secrets
 import shlex
-import string
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from lather.config.config import LogConfig
 from lather.errors import RunError
 
 Numbers = Mapping[str, float | None]
-"""Numbers of a row by name; None for one that is not finite."""
+"""Numbers of a row by name; None for a number that is not finite."""
 Values = Mapping[str, Any]
 """Values of a configuration by dotted key."""
 Note = Callable[[str], None]
 """Shows a line."""
+Start = Callable[[], "TensorBoard | Wandb | MLflow"]
 
 CLOSE_SECONDS = 30.0
 """Time that the end of a run waits for a tracker."""
 MOST_ROWS = 20_000
-"""Rows that wait for a tracker at most; a tracker that is further behind is given up."""
+"""Rows that may wait for a tracker; with more it is abandoned."""
 START_SECONDS = 60
 """Time in which Weights & Biases has to answer when a run starts."""
-MLFLOW_STORE = "mlruns"
-
-
-class Tracker(Protocol):
-    """Shows the rows of a run."""
-
-    remark: str
-    """A sentence for the user about the place of the record; empty: none."""
-
-    def write(self, step: int, numbers: Numbers) -> None:
-        """Record a row; the steps of later rows are not smaller."""
-
-    def close(self) -> None:
-        """Complete the record."""
 
 
 def numbers_of(row: Mapping[str, Any]) -> dict[str, float | None]:
     """Return all numbers of a row but its step, by name.
 
-    Entries of sections and lists get names with a slash: `validation_losses/books`, and
+    Entries of mappings and lists get names with a slash: `validation_losses/books`, and
     `expert_load/block/expert`. Texts are left out.
     """
     return dict(_flat("", {name: value for name, value in row.items() if name != "step"}))
@@ -76,114 +61,82 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, float | None]]:
         yield name, value
 
 
-class InBackground:
-    """Calls a tracker in a thread, and gives it up when it fails."""
+class BackgroundTracker:
+    """Calls a tracker in a thread, and abandons it when it fails."""
 
-    def __init__(self, name: str, begin: Callable[[], Tracker], note: Note) -> None:
-        """`begin` makes the tracker, in the thread; `note` shows a line and is called only by the
-        methods of this object."""
-        self.name, self._note = name, note
-        self._rows: queue.SimpleQueue[tuple[int, Numbers] | None] = queue.SimpleQueue()
-        self._messages: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
-        self._is_given_up = False
-        self._thread = threading.Thread(target=self._work, args=(begin,), daemon=True)
+    def __init__(self, name: str, start: Start, note: Note) -> None:
+        """`start` makes the tracker, in the thread."""
+        self._name, self._note, self._is_abandoned = name, note, False
+        self._rows: queue.Queue[tuple[int, Numbers] | None] = queue.Queue(MOST_ROWS)
+        self._thread = threading.Thread(target=self._run, args=(start,), daemon=True)
         self._thread.start()
 
     def write(self, step: int, numbers: Numbers) -> None:
         """Hand over a row, and return at once."""
-        self._report()
-        if not self._is_given_up:
-            self._rows.put((step, numbers))
-            if self._rows.qsize() > MOST_ROWS:
-                self._give_up(f"is {MOST_ROWS:,} rows behind")
+        if self._is_abandoned:
+            return
+        try:
+            self._rows.put_nowait((step, numbers))
+        except queue.Full:
+            self._abandon(f"is {MOST_ROWS:,} rows behind")
 
     def close(self) -> None:
-        """Complete the record, or give up after `CLOSE_SECONDS`."""
-        self._rows.put(None)
+        """Complete the record; abandon the tracker if that takes more than `CLOSE_SECONDS`."""
+        with contextlib.suppress(queue.Full):
+            self._rows.put_nowait(None)
         self._thread.join(CLOSE_SECONDS)
-        self._report()
-        if self._thread.is_alive() and not self._is_given_up:
-            self._give_up(f"did not end within {CLOSE_SECONDS:g} s")
+        if self._thread.is_alive():
+            self._abandon(f"did not end within {CLOSE_SECONDS:g} s")
 
-    def _work(self, begin: Callable[[], Tracker]) -> None:
+    def _run(self, start: Start) -> None:
         try:
-            tracker = begin()
-            if tracker.remark:
-                self._messages.put(("", tracker.remark))
+            tracker = start()
+            if tracker.remark and not self._is_abandoned:
+                self._note(f"note: {self._name} {tracker.remark}")
             while (row := self._rows.get()) is not None:
                 tracker.write(*row)
             tracker.close()
         except (Exception, SystemExit) as error:
-            self._messages.put((f"failed ({_brief(error)})", ""))
+            self._abandon(f"failed ({_brief(error)})")
 
-    def _report(self) -> None:
-        while not self._messages.empty():
-            failure, remark = self._messages.get()
-            if failure:
-                self._give_up(failure)
-            else:
-                self._note(f"note: {self.name} {remark}")
-
-    def _give_up(self, why: str) -> None:
-        if not self._is_given_up:
-            self._is_given_up = True
-            self._note(_farewell(self.name, why))
+    def _abandon(self, why: str) -> None:
+        if not self._is_abandoned:
+            self._is_abandoned = True
+            self._note(
+                f"note: {self._name} {why}: training goes on without it; metrics.jsonl has every "
+                "row"
+            )
 
 
-def beginnings(
-    run_dir: Path,
-    resume_step: int | None,
-    tensorboard: bool,
-    names: tuple[str, str],
-    configuration: Values,
-    note: Note,
-) -> dict[str, Callable[[], Tracker]]:
-    """Import the trackers that are wanted; return a function that begins each, by its name.
+def start_trackers(
+    log: LogConfig, run_dir: Path, resume_step: int | None, configuration: Values, note: Note
+) -> list[BackgroundTracker]:
+    """Start the trackers that `[log]` names. Raises RunError if a module is not installed."""
+    starts: dict[str, Start] = {}
+    if log.tensorboard:
+        from torch.utils.tensorboard import SummaryWriter
 
-    `names`: project of Weights & Biases and experiment of MLflow; empty: not wanted. Raises
-    RunError if a new run wants one that is not installed; for a run that is resumed, and for one
-    that cannot be imported, `note` gets a sentence.
-    """
-    found: dict[str, Callable[[], Tracker]] = {}
-    if tensorboard:
-        with _told("TensorBoard", note):
-            from torch.utils.tensorboard import SummaryWriter
-
-            folder = run_dir / "tensorboard"
-            found["TensorBoard"] = partial(TensorBoard, SummaryWriter, folder, resume_step)
-    makers: tuple[tuple[str, str, str, Callable[..., Tracker]], ...] = (
-        ("Weights & Biases", "wandb", "wandb_project", Wandb),
-        ("MLflow", "mlflow", "mlflow_experiment", MLflow),
-    )
-    for (title, module, field, maker), name in zip(makers, names, strict=True):
-        if not name:
-            continue
-        with _told(title, note):
-            try:
-                imported = importlib.import_module(module)
-            except ModuleNotFoundError as error:
-                if error.name != module or resume_step is not None:
-                    raise
-                remedy = f"pip install 'lather[{module}]'"
-                missing = f"log.{field} is set, but {module} is not installed: {remedy}"
-                raise RunError(missing) from None
-            found[title] = partial(maker, imported, run_dir, name, configuration)
-    return found
+        folder = run_dir / "tensorboard"
+        starts["TensorBoard"] = partial(TensorBoard, SummaryWriter, folder, resume_step)
+    if log.wandb_project:
+        wandb = _imported("wandb", "wandb_project")
+        starts["Weights & Biases"] = partial(
+            Wandb, wandb, run_dir, log.wandb_project, configuration
+        )
+    if log.mlflow_experiment:
+        mlflow = _imported("mlflow", "mlflow_experiment")
+        starts["MLflow"] = partial(MLflow, mlflow, run_dir, log.mlflow_experiment, configuration)
+    return [BackgroundTracker(name, start, note) for name, start in starts.items()]
 
 
-@contextlib.contextmanager
-def _told(title: str, note: Note) -> Iterator[None]:
-    """Show a note if the module of a tracker cannot be imported."""
+def _imported(module: str, field: str) -> Any:
     try:
-        yield
-    except RunError:
-        raise
-    except Exception as error:
-        note(_farewell(title, f"cannot be imported ({_brief(error)})"))
-
-
-def _farewell(title: str, why: str) -> str:
-    return f"note: {title} {why}: training goes on without it; metrics.jsonl has every row"
+        return importlib.import_module(module)
+    except ImportError as error:
+        why = "is not installed" if error.name == module else f"cannot be imported ({error})"
+        raise RunError(
+            f"log.{field} is set, but {module} {why}: pip install 'lather[{module}]'"
+        ) from None
 
 
 def _brief(error: BaseException) -> str:
@@ -195,19 +148,20 @@ class TensorBoard:
     """Writes TensorBoard events into a folder; those of steps after `resume_step` are replaced."""
 
     remark = ""
+    """A sentence for the user about the place of the record; empty: none."""
 
     def __init__(self, writer: Callable[..., Any], folder: Path, resume_step: int | None) -> None:
         """`writer`: torch's SummaryWriter."""
         purge = None if resume_step is None else resume_step + 1
-        self.writer = writer(str(folder), purge_step=purge)
+        self._writer = writer(str(folder), purge_step=purge)
 
     def write(self, step: int, numbers: Numbers) -> None:
         for name, number in numbers.items():
             if number is not None:
-                self.writer.add_scalar(name, number, step)
+                self._writer.add_scalar(name, number, step)
 
     def close(self) -> None:
-        self.writer.close()
+        self._writer.close()
 
 
 class Wandb:
@@ -215,40 +169,41 @@ class Wandb:
     directory, from where `wandb sync` sends it later."""
 
     def __init__(self, wandb: Any, run_dir: Path, project: str, configuration: Values) -> None:
-        options: dict[str, Any] = {
-            "project": project,
-            "id": _kept_id(run_dir / "wandb_id", _random_id),
-            "name": run_dir.resolve().name,
-            "dir": str(run_dir),
-            "config": dict(configuration),
-            "resume": "allow",
-            "settings": {"console": "off", "silent": True, "init_timeout": START_SECONDS},
-        }
-        later = f"wandb sync {shlex.quote(str(run_dir / 'wandb'))}/offline-run-*"
-        mode = os.environ.get("WANDB_MODE", "online")
-        if mode != "online":  # the user has chosen
-            self.run, self.remark = wandb.init(**options), f"is {mode}"
-            if mode == "offline":
-                self.remark += f"; later: {later}"
-            return
-        try:
-            if _lacks_login(wandb):
-                raise PermissionError("not logged in: wandb login")
-            self.run = wandb.init(**options)
-            self.remark = f"shows the run at {self.run.url}"
-        except Exception as error:
-            self.run = wandb.init(**options, mode="offline")
-            self.remark = f"records offline ({_brief(error)}); later: {later}"
+        start = partial(
+            wandb.init,
+            project=project,
+            id=_saved_id(run_dir / "wandb_id", lambda: secrets.token_hex(4)),
+            name=run_dir.resolve().name,
+            dir=str(run_dir),
+            config=dict(configuration),
+            resume="allow",
+            settings={"console": "off", "silent": True, "init_timeout": START_SECONDS},
+        )
+        mode, why = os.environ.get("WANDB_MODE", "online"), ""
+        if mode == "online":
+            try:
+                if _lacks_login(wandb):
+                    raise PermissionError("not logged in: wandb login")
+                self._run = start()
+                self.remark = f"shows the run at {self._run.url}"
+                return
+            except Exception as error:
+                mode, why = "offline", f" ({_brief(error)})"
+        self._run = start(mode=mode)
+        self.remark = f"is {mode}{why}"
+        if mode == "offline":
+            folder = shlex.quote(str(run_dir / "wandb"))
+            self.remark += f"; later: wandb sync {folder}/offline-run-*"
 
     def write(self, step: int, numbers: Numbers) -> None:
-        self.run.log(dict(numbers), step=step)
+        self._run.log(dict(numbers), step=step)
 
     def close(self) -> None:
-        self.run.finish()
+        self._run.finish()
 
 
 def _lacks_login(wandb: Any) -> bool:
-    """Tell whether `wandb.init` would ask for a key. Versions before 0.31 cannot be asked."""
+    """Return whether `wandb.init` would ask for a key, as far as this version can tell."""
     try:
         return not wandb.login(prompt=False)
     except (AttributeError, TypeError):
@@ -257,78 +212,49 @@ def _lacks_login(wandb: Any) -> bool:
 
 class MLflow:
     """A run of MLflow, at the place that MLFLOW_TRACKING_URI names or in the folder `mlruns` beside
-    the run directory. Repeated steps of a resumed run are recorded a second time."""
+    the run directory. Steps that a resumed run repeats are recorded a second time."""
 
     remark = ""
 
     def __init__(self, mlflow: Any, run_dir: Path, experiment: str, configuration: Values) -> None:
-        self.mlflow, self.run_dir = mlflow, run_dir
-        folder = run_dir.resolve().parent / MLFLOW_STORE
-        place = os.environ.get("MLFLOW_TRACKING_URI") or str(folder)
-        with _folders_allowed(place):
-            self.client = mlflow.MlflowClient(tracking_uri=place)
-            self.id = _kept_id(run_dir / "mlflow_run_id", lambda: self._new_run(experiment))
-            before = self.client.get_run(self.id).data.params
-        values = {name: _text(value) for name, value in configuration.items()}
-        new = [mlflow.entities.Param(name, values[name]) for name in values if name not in before]
-        self.client.update_run(self.id, status="RUNNING")
-        for first in range(0, len(new), 100):
-            self.client.log_batch(self.id, params=new[first : first + 100])
-        for name, value in values.items():
-            if before.get(name, value) != value:  # a parameter cannot be changed
-                self.client.set_tag(self.id, f"changed.{name}", value)
+        self._entities, self._name = mlflow.entities, run_dir.resolve().name
+        # MLflow refuses a folder as its store from version 3.7 on unless it is told otherwise
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        folder = run_dir.resolve().parent / "mlruns"
+        self._client = mlflow.MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or str(folder))
+        self._id = _saved_id(run_dir / "mlflow_run_id", lambda: self._new_run(experiment))
+        self._client.update_run(self._id, status="RUNNING")
+        recorded = self._client.get_run(self._id).data.params  # these cannot change
+        texts = {
+            name: value if isinstance(value, str) else json.dumps(value)
+            for name, value in configuration.items()
+            if name not in recorded
+        }
+        params = [self._entities.Param(name, text[:500]) for name, text in texts.items()]
+        for first in range(0, len(params), 100):
+            self._client.log_batch(self._id, params=params[first : first + 100])
 
     def _new_run(self, experiment: str) -> str:
-        known = self.client.get_experiment_by_name(experiment)
-        number = self.client.create_experiment(experiment) if known is None else known.experiment_id
-        return str(self.client.create_run(number, run_name=self.run_dir.resolve().name).info.run_id)
+        known = self._client.get_experiment_by_name(experiment)
+        number = known.experiment_id if known else self._client.create_experiment(experiment)
+        return str(self._client.create_run(number, run_name=self._name).info.run_id)
 
     def write(self, step: int, numbers: Numbers) -> None:
         now = int(time.time() * 1000)
         metrics = [
-            self.mlflow.entities.Metric(_metric_name(name), float(number), now, step)
+            self._entities.Metric(re.sub(r"[^\w\-./: ]", "_", name), float(number), now, step)
             for name, number in numbers.items()
             if number is not None
         ]
         for first in range(0, len(metrics), 500):
-            self.client.log_batch(self.id, metrics=metrics[first : first + 500])
+            self._client.log_batch(self._id, metrics=metrics[first : first + 500])
 
     def close(self) -> None:
-        self.client.set_terminated(self.id)
+        self._client.set_terminated(self._id)
 
 
-@contextlib.contextmanager
-def _folders_allowed(place: str) -> Iterator[None]:
-    """Allow a folder as store, which MLflow refuses from version 3.7 on unless it is told so."""
-    name = "MLFLOW_ALLOW_FILE_STORE"
-    if name in os.environ or ("://" in place and not place.startswith("file:")):
-        yield
-        return
-    os.environ[name] = "true"
-    try:
-        yield
-    finally:
-        os.environ.pop(name, None)
-
-
-def _text(value: Any) -> str:
-    """Return a value as text within the length that MLflow allows in all versions."""
-    text = value if isinstance(value, str) else json.dumps(value)
-    return text if len(text) <= 500 else f"{text[:497]}..."
-
-
-def _metric_name(name: str) -> str:
-    """Replace what MLflow does not allow in a name."""
-    name = re.sub(r"[^\w\-./: ]", "_", name)
-    return name if posixpath.normpath(name) == name else re.sub(r"[/.]", "_", name)
-
-
-def _kept_id(file: Path, new: Callable[[], str]) -> str:
-    """Return the identifier in a file, which is written if it is not there."""
+def _saved_id(file: Path, make: Callable[[], str]) -> str:
+    """Return the identifier in a file, which is made and written if it is not there."""
     if not file.exists() or not file.read_text().strip():
-        file.write_text(new())
+        file.write_text(make())
     return file.read_text().strip()
-
-
-def _random_id() -> str:
-    return "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(8))

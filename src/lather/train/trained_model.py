@@ -41,7 +41,7 @@ from lather.train.companions import (
     manifests,
     same_tokenizer,
 )
-from lather.train.own_file import load_own
+from lather.train.run_config import current_config
 
 SAMPLE = "sample.txt"
 """Name of the file with the sample in the run directory."""
@@ -51,7 +51,7 @@ PROMPT_TOKENS = 24
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A checkpoint of a run. Only `decoder` reads the weights, into one process."""
+    """A checkpoint of a run. Only `decoder` and `export` read the weights."""
 
     run: Path
     checkpoint: Path
@@ -62,24 +62,23 @@ class TrainedModel:
         """Find the checkpoint that RUN, RUN@STEP or RUN@best names, or that of `step` if it is not
         negative. Raises UserError if there is none."""
         run, checkpoint = find_checkpoint(run_at_step, step)
-        return cls(run, checkpoint, load_own(run))
+        return cls(run, checkpoint, current_config(run))
 
     @property
     def step(self) -> int:
         return step_of(self.checkpoint)
 
-    def context(self, asked: int, option: str = "--context") -> int:
-        """Return how many tokens the model reads at most: the value `asked` of `option`, or, if
-        that is 0, the length of a training sequence.
+    def context(self, wanted: int, option: str = "--context") -> int:
+        """Return how many tokens the model reads at most: `wanted`, which is the value of `option`,
+        or the length of a training sequence if that is 0.
 
         Raises ConfigError if the model has fewer positions.
         """
-        require(asked >= 0, option, asked, "at least 0 tokens")
         longest = self.config.model.max_position_embeddings
-        require(
-            asked <= longest, option, asked, f"at most model.max_position_embeddings ({longest})"
-        )
-        return asked or self.config.train.sequence_length
+        limit = f"at most model.max_position_embeddings ({longest})"
+        require(wanted >= 0, option, wanted, "at least 0 tokens")
+        require(wanted <= longest, option, wanted, limit)
+        return wanted or self.config.train.sequence_length
 
     def tokenizer(self) -> Tokenizer:
         """Load the run's tokenizer. Raises DataError if it has none."""
@@ -88,29 +87,25 @@ class TrainedModel:
         )
 
     def chat_template(self) -> ChatTemplate:
-        """Return the template that belongs to the tokenizer, else the one that formatted the run's
+        """Return the template that belongs to the tokenizer, else that which formatted the run's
         conversations, else ChatML."""
         folders = list(companion_folders(self.run, self.config))
-        for folder in (
-            *filter(has_template, folders),
-            *(folder for folder in folders if (folder / SETTINGS_FILE).is_file()),
-        ):
-            return ChatTemplate.beside(folder / "tokenizer.json")
-        sources = [
-            source
-            for manifest in manifests(self.config)
-            if (source := manifest.made_from["chat_template"])
-        ]
-        return (
-            ChatTemplate(sources[0], {})
-            if sources
-            else ChatTemplate.beside(self.run / "tokenizer.json")
-        )
+        described = [folder for folder in folders if (folder / SETTINGS_FILE).is_file()]
+        for folder in (*filter(has_template, folders), *described):
+            return ChatTemplate.beside(folder / TOKENIZER_FILE)
+        for source in self._data_templates():
+            return ChatTemplate(source, {})
+        return ChatTemplate.beside(self.run / TOKENIZER_FILE)
 
     def has_conversations(self) -> bool:
         """Return whether a chat template came with the tokenizer or formatted the run's data."""
-        made = any(manifest.made_from["chat_template"] for manifest in manifests(self.config))
-        return made or any(map(has_template, companion_folders(self.run, self.config)))
+        folders = companion_folders(self.run, self.config)
+        return bool(self._data_templates()) or any(map(has_template, folders))
+
+    def _data_templates(self) -> list[str]:
+        """Return the chat templates that formatted the run's data sets."""
+        templates = [manifest.made_from["chat_template"] for manifest in manifests(self.config)]
+        return [template for template in templates if template]
 
     def stop_tokens(self, tokenizer: Tokenizer) -> frozenset[int]:
         """Return the tokens that end a text: the run's end of documents, the tokenizer's end, and
@@ -118,12 +113,11 @@ class TrainedModel:
         names = {
             self.config.data.end_of_text,
             self.chat_template().special_tokens.get("eos_token", ""),
+            *(manifest.end_of_text for manifest in manifests(self.config)),
         }
-        names |= {manifest.end_of_text for manifest in manifests(self.config)}
         tokens = (tokenizer.token_to_id(name) for name in names if name)
-        return frozenset(token for token in tokens if token is not None) | frozenset(
-            generation_ends(self.run, self.config)
-        )
+        known = (token for token in tokens if token is not None)
+        return frozenset((*known, *generation_ends(self.run, self.config)))
 
     def decoder(self, device: str | torch.device = "auto") -> Decoder:
         """Build the model with the checkpoint's weights. Raises CheckpointError if the checkpoint
@@ -136,10 +130,10 @@ class TrainedModel:
     def export(
         self, folder: Path, dtype: torch.dtype, max_shard_bytes: int = MAX_SHARD_BYTES
     ) -> None:
-        """Write the model in `dtype`, with its adapters merged, and its tokenizer, if it has one,
-        as the Hugging Face folder `folder`, in files of at most `max_shard_bytes`.
+        """Write the model in `dtype`, with its adapters merged, and its tokenizer, if any, as the
+        Hugging Face folder `folder`, in files of at most `max_shard_bytes`.
 
-        Raises ExchangeError if published models of the family cannot express this one, or if
+        Raises ExchangeError if published models of the family cannot express the model, or if
         `folder` holds something; CheckpointError if the checkpoint is damaged.
         """
         save_hugging_face(
@@ -153,16 +147,15 @@ class TrainedModel:
         )
 
     def _exported_tokenizer(self) -> Path | None:
-        """Return the run's tokenizer; if an import left the same one with its companion files, the
-        folder of these."""
+        """Return the run's tokenizer, or the folder of its companion files if an import left
+        these."""
         file = self.run / TOKENIZER_FILE
-        named = Path(self.config.data.tokenizer or file).parent
-        imported = [folder / COMPANION_FOLDER for folder in (self.run, named)]
+        parent = Path(self.config.data.tokenizer or file).parent
+        imported = [folder / COMPANION_FOLDER for folder in (self.run, parent)]
         if not file.is_file():
             return imported[0] if imported[0].is_dir() else None
-        return next(
-            (folder for folder in imported if same_tokenizer(folder / TOKENIZER_FILE, file)), file
-        )
+        same = (folder for folder in imported if same_tokenizer(folder / TOKENIZER_FILE, file))
+        return next(same, file)
 
     def _exported_ends(self) -> list[int]:
         """Return the tokens with which the model ends texts and answers; none without a
@@ -189,27 +182,25 @@ class TrainedModel:
         Raises DataError if the prompt has no tokens.
         """
         config, tokenizer = self.config, self.tokenizer()
-        prompt = config.log.sample_prompt or (
-            "" if held_out is None else first_words(held_out, tokenizer, config.data.end_of_text)
-        )
+        prompt = config.log.sample_prompt
+        if not prompt and held_out is not None:
+            prompt = first_words(held_out, tokenizer, config.data.end_of_text)
         if not prompt:
             return ""
         tokens = encode_text(tokenizer, prompt)
-        decoder, context = self.decoder(device), config.train.sequence_length
-        generator, ends = torch.Generator().manual_seed(config.seed), self.stop_tokens(tokenizer)
-        more = generate(
-            decoder,
+        continuation = generate(
+            self.decoder(device),
             tokens,
             config.log.sample_tokens,
-            context=context,
-            generator=generator,
-            stop_token=ends,
+            context=config.train.sequence_length,
+            generator=torch.Generator().manual_seed(config.seed),
+            stop_token=self.stop_tokens(tokenizer),
         )
-        return str(tokenizer.decode([*tokens, *more]))
+        return str(tokenizer.decode([*tokens, *continuation]))
 
 
 def first_words(held_out: HeldOut, tokenizer: Tokenizer, end_of_text: str) -> str:
-    """The beginning of the first document that is not empty."""
+    """Return the beginning of the first document that is not empty."""
     tokens, end = held_out.first_tokens(), tokenizer.token_to_id(end_of_text)
     document = itertools.takewhile(
         lambda token: token != end, itertools.dropwhile(lambda token: token == end, tokens)

@@ -22,21 +22,15 @@ from lather.cli import main
 from lather.commands.train import read_arguments
 from lather.files import read_rows
 from lather.parallel.launch.requests import Requests, receiving_signals, stop_signals
-from lather.train.asking import Asking, TimeLimit
 from lather.train.loop import train
+from lather.train.requests import RunRequests, TimeLimit
 from reaper import reaped
 from tiny_run import write_config
 
 SECONDS = 120
 LONG = (
-    "--train.steps",
-    "100000",
-    "--train.validation-every",
-    "0",
-    "--checkpoint.every",
-    "100000",
-    "--checkpoint.keep-last",
-    "9",
+    *("--train.steps", "100000", "--train.validation-every", "0"),
+    *("--checkpoint.every", "100000", "--checkpoint.keep-last", "9"),
 )
 
 
@@ -112,21 +106,17 @@ def test_one_request_of_many_ranks_saves_once(tmp_path: Path) -> None:
     """The same request arrives at each step, as from ranks that received the signal a moment later;
     then there is another one."""
     config, _ = read_arguments(
-        [
-            str(write_config(tmp_path, steps=6, checkpoint_every=100)),
-            "--run-dir",
-            str(tmp_path / "run"),
-        ]
+        [str(write_config(tmp_path, steps=6)), "--run-dir", str(tmp_path / "run")]
     )
-    shown, calls, begun = Shown(), [0], time.monotonic()
+    shown, calls, start = Shown(), [0], time.monotonic()
 
     def save() -> float:
         calls[0] += 1
-        return 0.0 if calls[0] < 3 else begun if calls[0] < 5 else begun + 1e4
+        return 0.0 if calls[0] < 3 else start if calls[0] < 5 else start + 1e4
 
-    train(config, shown, asking=Asking(save=save))
-    said = [note for note in shown.notes if "SIGUSR1" in note]
-    assert [note.split(":")[0] for note in said][:2] == ["step 2", "step 4"]
+    train(config, shown, RunRequests(save=save))
+    notes = [note for note in shown.notes if "SIGUSR1" in note]
+    assert [note.split(":")[0] for note in notes][:2] == ["step 2", "step 4"]
 
 
 @pytest.mark.parametrize(
@@ -166,24 +156,22 @@ def test_signals_save_and_end(tmp_path: Path, ranks: int, whom: str) -> None:
     )
 
 
-def as_srun_sets(num_machines: int, on_each: int) -> list[dict[str, str]]:
-    """Return the variables of each task of a step on several machines, all of which are this
+def as_srun_sets(num_tasks: int) -> list[dict[str, str]]:
+    """Return the variables of the tasks of a step on several machines, all of which are this
     one."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     step = {
         "SLURM_JOB_ID": "4711",
         "SLURM_STEP_ID": "0",
-        "SLURM_STEP_NUM_NODES": str(num_machines),
-        "SLURM_STEP_NUM_TASKS": str(num_machines * on_each),
-        "SLURM_STEP_TASKS_PER_NODE": f"{on_each}(x{num_machines})",
+        "SLURM_STEP_NUM_NODES": str(num_tasks),
+        "SLURM_STEP_NUM_TASKS": str(num_tasks),
+        "SLURM_STEP_TASKS_PER_NODE": f"1(x{num_tasks})",
         "SLURM_STEP_NODELIST": "127.0.0.1",
+        "SLURM_LOCALID": "0",
         "MASTER_PORT": str(port),
     }
-    tasks = range(num_machines * on_each)
-    return [
-        {**step, "SLURM_PROCID": str(task), "SLURM_LOCALID": str(task % on_each)} for task in tasks
-    ]
+    return [{**step, "SLURM_PROCID": str(task)} for task in range(num_tasks)]
 
 
 def test_signals_that_slurm_sends_to_all_tasks_save_once_and_end(tmp_path: Path) -> None:
@@ -191,10 +179,10 @@ def test_signals_that_slurm_sends_to_all_tasks_save_once_and_end(tmp_path: Path)
     config, run_dir = write_config(tmp_path), tmp_path / "run"
     arguments = ["-m", "lather", "train", config, "--run-dir", run_dir, *LONG]
     pipe = subprocess.PIPE
-    processes = []
-    for own in as_srun_sets(2, 1):
-        task = ForkedPython(arguments, env={**environment(), **own}, stdout=pipe, stderr=pipe)
-        processes.append(reaped(task))
+    processes = [
+        reaped(ForkedPython(arguments, env=environment() | task, stdout=pipe, stderr=pipe))
+        for task in as_srun_sets(2)
+    ]
 
     def ended() -> bool:
         return any(process.poll() is not None for process in processes)
@@ -208,15 +196,15 @@ def test_signals_that_slurm_sends_to_all_tasks_save_once_and_end(tmp_path: Path)
         assert len(steps(run_dir)) == 1
         for process in processes:
             process.send_signal(signal.SIGUSR2)
-        said = [process.communicate(timeout=SECONDS) for process in processes]
+        outputs = [process.communicate(timeout=SECONDS) for process in processes]
     finally:
         for process in processes:
             process.kill()
     assert [process.returncode for process in processes] == [0, 0]
     first, last = steps(run_dir)
-    assert f"step {first}: SIGUSR1 saves" in said[0][0]
-    assert f"stopped at step {last}; saved" in said[0][0]
-    assert said[1] == ("", "")
+    assert f"step {first}: SIGUSR1 saves" in outputs[0][0]
+    assert f"stopped at step {last}; saved" in outputs[0][0]
+    assert outputs[1] == ("", "")
 
 
 def test_signals_while_it_starts_end_nothing(tmp_path: Path) -> None:
@@ -244,21 +232,16 @@ def test_the_limit_leaves_room_for_a_step_and_a_checkpoint(monkeypatch: pytest.M
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     limit = TimeLimit(1.0, 100.0, checkpoint_bytes=int(5e8))  # 5 s by the estimate
     assert not limit.is_reached(0.0)
-    limit.took_step(50.0)  # the first one compiles
+    limit.count_step(50.0)  # the first one compiles
     now[0] = 104.9
     assert not limit.is_reached(0.0)
     now[0] = 105.1
     assert limit.is_reached(0.0)
     for seconds in (3.0, 2.0):
-        limit.took_step(seconds)
-    for passed, save, reached in (
-        (51.9, 0.0, False),
-        (52.1, 0.0, True),
-        (46.9, 10.0, False),
-        (47.1, 10.0, True),
-    ):
-        now[0] = 100 + passed
-        assert limit.is_reached(save) is reached
+        limit.count_step(seconds)
+    for save, end in ((0.0, 152.0), (10.0, 147.0)):
+        for now[0] in (end - 0.1, end + 0.1):
+            assert limit.is_reached(save) is (now[0] > end)
     now[0] = 1e6
     assert not TimeLimit(0.0, 100.0, 0).is_reached(9.0)
 
@@ -266,17 +249,13 @@ def test_the_limit_leaves_room_for_a_step_and_a_checkpoint(monkeypatch: pytest.M
 def test_minutes_end_a_launch_with_a_checkpoint_and_the_next_has_its_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config, run_dir = write_config(tmp_path), tmp_path / "run"
-    assert (
-        main(["train", str(config), "--run-dir", str(run_dir), *LONG, "--train.minutes", "0.02"])
-        == 0
-    )
+    run_dir = tmp_path / "run"
+    arguments = ["train", str(write_config(tmp_path)), "--run-dir", str(run_dir), *LONG]
+    assert main([*arguments, "--train.minutes", "0.02"]) == 0
     out = capsys.readouterr().out
     (done,) = steps(run_dir)
-    assert (
-        f"stopped at step {done} because the 0.02 minutes of train.minutes are nearly over; saved"
-        in out
-    )
+    why = "because the 0.02 minutes of train.minutes are nearly over"
+    assert f"stopped at step {done} {why}; saved" in out
     assert "the same command resumes from there" in out
     assert main(["train", str(run_dir), "--train.steps", str(done + 2)]) == 0
     assert steps(run_dir)[-1] == done + 2
