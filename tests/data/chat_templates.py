@@ -8,6 +8,10 @@ Each is a source, the special tokens that it names, and whether it takes tools.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
+
+from lather.data.chat import ChatTemplate
+from lather.data.conversations import Messages
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,13 @@ class Published:
     """The learned texts of the conversation with a tool; None: the template does not show calls."""
     system: bool = True
     """Whether the template takes a system message."""
+
+
+def answers(
+    template: ChatTemplate, messages: Messages, tools: Any = None
+) -> tuple[str, list[tuple[int, int]]]:
+    formatted = template.format(messages, tools)
+    return formatted.text, formatted.answers
 
 
 CALL = '{"name": "weather", "arguments": {"town": "Ulm"}}'

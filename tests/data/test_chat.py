@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from chat_templates import answers
 from making_helpers import documents_of
 
-from lather.data.chat import CHATML, ChatError, ChatTemplate, messages_of, tools_of
+from lather.data.chat import CHATML, ChatTemplate
+from lather.data.conversations import ChatError, messages_of, tools_of
 from lather.data.documents import load_tokenizer, train_tokenizer
 from lather.data.making import make_dataset
 from lather.data.recipe import END_OF_TEXT, DataRecipe
@@ -46,7 +48,7 @@ TEMPLATES = {
 
 
 def learned_text(template: ChatTemplate, messages: list[dict[str, Any]]) -> list[str]:
-    text, spans = template.answers(messages)
+    text, spans = answers(template, messages)
     return [text[start:stop] for start, stop in spans]
 
 
@@ -112,7 +114,7 @@ def test_templates_that_show_answers_otherwise_when_they_are_the_last() -> None:
 
 def test_a_template_that_leaves_messages_out_is_no_conversation() -> None:
     with pytest.raises(ChatError, match="does not show message 2"):
-        ChatTemplate("{{ messages[-1].content }}", {}).answers(TALK)
+        ChatTemplate("{{ messages[-1].content }}", {}).format(TALK)
 
 
 RECORDS = {
@@ -154,8 +156,8 @@ TOOLS = [{"type": "function", "function": {"name": "add"}}]
 def test_the_template_is_told_of_tools(tools: object) -> None:
     template = ChatTemplate("{% if tools %}{{ tools | tojson }}|{% endif %}" + CHATML, {})
     record = {"messages": TALK, "tools": tools}
-    text, spans = template.answers(messages_of(record), tools_of(record))
-    plain, plain_spans = template.answers(TALK)
+    text, spans = answers(template, messages_of(record), tools_of(record))
+    plain, plain_spans = answers(template, TALK)
     before = f"{json.dumps(TOOLS)}|"
     assert text == before + plain
     assert spans == [(start + len(before), stop + len(before)) for start, stop in plain_spans]
@@ -167,7 +169,7 @@ def test_the_template_is_told_of_tools(tools: object) -> None:
 )
 def test_a_template_that_fails_says_so(source: str) -> None:
     with pytest.raises(ChatError, match=r"the chat template (refuses|fails on) it"):
-        ChatTemplate(source, {}).answers(TALK)
+        ChatTemplate(source, {}).format(TALK)
 
 
 def test_a_template_cannot_leave_its_sandbox() -> None:

@@ -8,7 +8,8 @@ import pytest
 from chat_templates import PUBLISHED
 
 from lather.data import answers
-from lather.data.chat import ChatTemplate, messages_of
+from lather.data.chat import ChatTemplate
+from lather.data.conversations import messages_of
 from lather.data.documents import train_tokenizer
 from lather.data.recipe import END_OF_TEXT
 

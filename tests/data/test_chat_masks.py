@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_templates import PUBLISHED, Published, S
+from chat_templates import PUBLISHED, Published, S, answers
 
-from lather.data.chat import CHATML, ChatError, ChatTemplate, messages_of
+from lather.data.chat import CHATML, ChatTemplate
+from lather.data.conversations import ChatError, messages_of
 from lather.data.documents import train_tokenizer
 from lather.data.recipe import END_OF_TEXT
 
@@ -39,7 +40,7 @@ def messages_for(one: Published, messages: list[dict[str, Any]]) -> list[dict[st
 
 def learned(name: str, messages: list[dict[str, Any]], tools: Any = None) -> list[str]:
     template = ChatTemplate(PUBLISHED[name].source, PUBLISHED[name].tokens)
-    text, spans = template.answers(messages, tools)
+    text, spans = answers(template, messages, tools)
     assert spans == sorted(spans)
     return [text[start:stop] for start, stop in spans]
 
@@ -105,21 +106,21 @@ def test_a_long_conversation_is_read_in_proportion_to_its_length(
     """The characters that are rendered, which are the time, grow as the conversation does; its
     answers are those that each rendering by itself gives."""
     rendered = []
-    original = ChatTemplate._pieces
+    original = ChatTemplate._written
 
-    def counting(self: ChatTemplate, messages: Any, asking: bool, tools: Any) -> Any:
+    def counting(self: ChatTemplate, program: Any, messages: Any, *others: Any) -> str:
         rendered.append(len(messages))
-        return original(self, messages, asking, tools)
+        return original(self, program, messages, *others)
 
-    monkeypatch.setattr(ChatTemplate, "_pieces", counting)
+    monkeypatch.setattr(ChatTemplate, "_written", counting)
     turn = [{**CALLS[1]}, {**CALLS[2], "content": "I look."}, CALLS[3], CALLS[4]]
     work = {}
     for count in (50, 400):
         rendered.clear()
-        answers = learned("Qwen2.5", turn * count, TOOLS)
+        found = learned("Qwen2.5", turn * count, TOOLS)
         work[count] = sum(rendered)
         call, answer = PUBLISHED["Qwen2.5"].calls or ()
-        assert answers == ["I look.\n" + call, answer] * count
+        assert found == ["I look.\n" + call, answer] * count
     assert work[400] < 10 * work[50]
 
 
@@ -166,7 +167,7 @@ def test_templates_that_look_at_contents() -> None:
         {"role": "user", "content": "x"},
         {"role": "assistant", "content": "much longer x"},
     ]
-    text, spans = ChatTemplate(PICKY, {}).answers(talk)
+    text, spans = answers(ChatTemplate(PICKY, {}), talk)
     expected = ["answered.?#<|im_end|>\n", "<|im_end|>\n", "much longer x!<|im_end|>\n"]
     assert [text[start:stop] for start, stop in spans] == expected
 
@@ -198,7 +199,7 @@ UNUSUAL = {
 @pytest.mark.parametrize("name", UNUSUAL)
 def test_unusual_templates(name: str) -> None:
     source, expected = UNUSUAL[name]
-    text, spans = ChatTemplate(source, S).answers(PLAIN)
+    text, spans = answers(ChatTemplate(source, S), PLAIN)
     assert [text[start:stop] for start, stop in spans] == expected
 
 
@@ -219,7 +220,7 @@ def test_answers_that_follow_each_other() -> None:
         "{% if loop.last or m.role != messages[loop.index0 + 1].role %}</s>{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}<assistant>{% endif %}"
     )
-    text, spans = ChatTemplate(joins, S).answers(talk)
+    text, spans = answers(ChatTemplate(joins, S), talk)
     assert "".join(text[start:stop] for start, stop in spans) == "4\nor four</s>6, not 7</s>"
 
 
@@ -229,7 +230,7 @@ def test_an_answer_whose_place_is_not_told_is_refused() -> None:
         "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     )
     with pytest.raises(ChatError, match="do not tell where the answer in message 2 begins"):
-        ChatTemplate(source, {}).answers(PLAIN)
+        ChatTemplate(source, {}).format(PLAIN)
 
 
 @pytest.mark.parametrize("calls", [False, True])
@@ -243,7 +244,7 @@ def test_blocks_of_generation_are_obeyed(tokenizer_file: Path, calls: bool) -> N
         return_dict=True,
         tokenizer_kwargs={"return_offsets_mapping": True},
     )
-    _, spans = ChatTemplate(one.source, {}).answers(messages, TOOLS)
+    _, spans = answers(ChatTemplate(one.source, {}), messages, TOOLS)
     expected = {
         place
         for (start, stop), masked in zip(
@@ -256,7 +257,7 @@ def test_blocks_of_generation_are_obeyed(tokenizer_file: Path, calls: bool) -> N
     }
     assert {place for start, stop in spans for place in range(start, stop)} == expected
     marked = [{**message, "weight": 0} if n == 2 else message for n, message in enumerate(messages)]
-    _, fewer = ChatTemplate(one.source, {}).answers(marked, TOOLS)
+    _, fewer = answers(ChatTemplate(one.source, {}), marked, TOOLS)
     assert fewer == spans[1:]
 
 
@@ -267,7 +268,7 @@ def test_blocks_in_a_macro_have_no_place_and_renderings_tell() -> None:
         "{{ answer(m) }}{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endif %}"
         "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
-    text, spans = ChatTemplate(source, {}).answers(PLAIN)
+    text, spans = answers(ChatTemplate(source, {}), PLAIN)
     assert [text[start:stop] for start, stop in spans] == ["4<|im_end|>", "6, not 7<|im_end|>"]
 
 
@@ -280,12 +281,12 @@ def test_content_as_a_list_of_texts(tokenizer_file: Path) -> None:
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     talk = messages_of({"messages": [PLAIN[1], {"role": "assistant", "content": parts}]})
-    text, spans = ChatTemplate(source, {}).answers(talk)
+    text, spans = answers(ChatTemplate(source, {}), talk)
     assert [text[start:stop] for start, stop in spans] == ["4!<|im_end|>\n"]
     theirs = of_transformers(tokenizer_file, Published(source))
     assert text == theirs.apply_chat_template(talk, tokenize=False)
     with pytest.raises(ChatError, match="shows no list of parts, as message 1 has"):
-        ChatTemplate(CHATML, {}).answers(talk)
+        ChatTemplate(CHATML, {}).format(talk)
 
 
 def test_templates_for_tools(tmp_path: Path) -> None:

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from chat_templates import PUBLISHED
+from chat_templates import PUBLISHED, answers
 from making_helpers import documents_of
 from tokenizers import AddedToken
 
-from lather.data.chat import CHATML, ChatError, ChatTemplate, messages_of, tools_of
-from lather.data.conversations import is_learned
+from lather.data.chat import CHATML, ChatTemplate
+from lather.data.conversations import ChatError, is_learned, messages_of, tools_of
 from lather.data.dataset import NOTES, DataSet
 from lather.data.documents import load_tokenizer, train_tokenizer
 from lather.data.making import make_dataset
@@ -114,7 +114,7 @@ def test_calls_of_sharegpt_are_calls_of_the_assistant() -> None:
     messages = messages_of(record)
     assert [message["role"] for message in messages] == ["user", "assistant", "tool", "assistant"]
     assert messages[1]["tool_calls"] == [{"type": "function", "function": CALL}] * 3
-    _, spans = ChatTemplate(PUBLISHED["Qwen2.5"].source, {}).answers(messages)
+    _, spans = answers(ChatTemplate(PUBLISHED["Qwen2.5"].source, {}), messages)
     assert len(spans) == 2
 
 
@@ -190,7 +190,7 @@ UNLEARNED = [
 def test_marks_of_what_is_not_learned_are_obeyed(mark: dict[str, Any], template: str) -> None:
     [(name, value)] = mark.items()
     talk = [ASKED, {**ANSWERED, **mark}, ASKED, {**ANSWERED, name: not value}, ASKED, ANSWERED]
-    text, spans = ChatTemplate(PUBLISHED[template].source, {}).answers(talk)
+    text, spans = answers(ChatTemplate(PUBLISHED[template].source, {}), talk)
     assert [text[start:].split("<")[0] for start, _ in spans] == ["b", "b"]
     assert spans[0][0] > text.index("b<|im_end|>") + 1
 
@@ -202,10 +202,10 @@ def test_marks_that_are_not_valid_are_refused() -> None:
         ({"train_detail": [{"begin_offset": 0}]}, "message 1 has train_detail, which is not read"),
     ):
         with pytest.raises(ChatError, match=words):
-            ChatTemplate(CHATML, {}).answers([ASKED, {**ANSWERED, **mark}])
+            ChatTemplate(CHATML, {}).format([ASKED, {**ANSWERED, **mark}])
     assert is_learned({"weight": None}, 0) is None
     with pytest.raises(ChatError, match="every answer is marked as not learned"):
-        ChatTemplate(CHATML, {}).answers([ASKED, {**ANSWERED, "weight": 0}])
+        ChatTemplate(CHATML, {}).format([ASKED, {**ANSWERED, "weight": 0}])
 
 
 USERS_ALONE = (

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from lather.argument import Argument
 from lather.commands.parsing import parse_arguments
-from lather.data.chat import Messages
+from lather.data.conversations import Messages
 from lather.errors import DataError, UserError, require
 from lather.generation.prompts import (
     Conversation,

@@ -12,9 +12,9 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from lather.data.answers import Note
-from lather.data.chat import ChatError, ChatTemplate
-from lather.data.conversations import Messages, Tools, messages_of, tools_of
+from lather.data.chat import ChatTemplate
+from lather.data.conversations import ChatError, Messages, Tools, messages_of, tools_of
+from lather.data.shown import Note
 from lather.errors import DataError
 from lather.files import read_text
 
@@ -128,7 +128,7 @@ class ConversationFormat:
         """Return what the template does not show of the conversation: kind, detail."""
         tools = messages.tools if isinstance(messages, Conversation) else None
         try:
-            return self.template.notes(self.template.fitting(messages, tools), tools, asking=True)
+            return self.template.notes(self.template.fitting(messages, tools), tools)
         except ChatError as error:
             raise DataError(f"the conversation cannot be written: {error}") from None
 
