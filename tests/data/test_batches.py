@@ -34,12 +34,9 @@ def hand_made(
     return ShardReader(folder, writer.entries, np.dtype(np.uint16))
 
 
-def rows_of(sequences: Sequences, *, apart: bool = False) -> Batch:
-    return read_batch(
-        [Source("these", sequences, 2**16)],
-        [(0, index) for index in range(len(sequences))],
-        apart=apart,
-    )
+def rows_of(sequences: Sequences) -> Batch:
+    samples = [(0, index) for index in range(len(sequences))]
+    return read_batch([Source("these", sequences, 2**16)], samples)
 
 
 # --- sequences ------------------------------------------------------------------------------------
@@ -72,7 +69,7 @@ def test_windows_cover_the_stream_across_shards(
 def test_windows_mark_where_documents_begin(tmp_path: Path) -> None:
     """Marks do not depend on the token that ends a document, nor on shards."""
     reader = hand_made(tmp_path / "shards", [5, 5, 0], [6, 9], [7, 7, 7, 7, 0], shard_tokens=3)
-    batch = rows_of(Windows(reader, 5, apart=True), apart=True)
+    batch = rows_of(Windows(reader, 5, is_per_document=True))
     assert batch.begins_BS is not None
     assert batch.inputs_BS.tolist() == [[5, 5, 0, 6, 9], [7, 7, 7, 7, 0]]
     assert batch.begins_BS.int().tolist() == [[0, 0, 0, 1, 0], [0, 0, 0, 0, 0]]
@@ -85,7 +82,7 @@ def test_packed_sequences_hold_whole_documents(tmp_path: Path) -> None:
     ]
     reader = hand_made(tmp_path / "shards", *documents, shard_tokens=12)
     packed = PackedDocuments(reader, "train", 8)
-    batch = rows_of(packed, apart=True)
+    batch = rows_of(packed)
     assert batch.begins_BS is not None
     found = []
     for inputs, labels, begins in zip(
@@ -125,7 +122,7 @@ def test_padding_is_where_no_token_is(tmp_path: Path) -> None:
     reader = hand_made(tmp_path / "shards", [0, 2, 0, 4], [5, 6, 0], learned=learned)
     windows, packed = Windows(reader, 4), PackedDocuments(reader, "train", 4)
     for sequences, expected in ((windows, [4, 2]), (packed, [3, 2])):
-        batch = rows_of(sequences, apart=True)
+        batch = rows_of(sequences)
         assert batch.padding_BS is not None
         assert [sequences.num_tokens(index) for index in range(2)] == expected
         assert batch.tokens_of_parts(1) == expected
@@ -233,7 +230,7 @@ def test_every_document_comes_once_in_an_epoch_wherever_20_starts_go_on_and_on_a
     step, kills = 0, 0
     while step < steps:
         # made anew, as a fresh process makes them
-        batches = Batches([source], Order([len(source)], seed), 12, apart=True)
+        batches = Batches([source], Order([len(source)], seed), 12)
         ranks = draw.choice([1, 2, 3, 4, 6, 12])
         reached = steps if kills == 20 else min(steps, step + draw.randint(1, 3))
         for number in range(step + 1, reached + 1):

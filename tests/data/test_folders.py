@@ -242,7 +242,7 @@ def open_to_all() -> Iterator[Path]:
 
 def listed(source: Path) -> list[Any]:
     plan = make_plan(DataRecipe((str(source),), vocab_size=300))
-    return [[file.name for file in plan.files], [list(skip) for skip in plan.skipped]]
+    return [[file.name for file in plan.sources.files], list(map(list, plan.sources.skipped))]
 
 
 def test_folders_and_files_without_permission_are_counted(open_to_all: Path) -> None:

@@ -16,9 +16,10 @@ from lather.data.batches import HeldOut
 from lather.data.config import DataConfig
 from lather.data.dataset import MANIFEST, DataSet
 from lather.data.documents import load_tokenizer, train_tokenizer
-from lather.data.making import list_sources, make_dataset
+from lather.data.making import make_dataset
 from lather.data.opening import held_out_sets, open_datasets, open_source, training_batches
 from lather.data.recipe import END_OF_TEXT, DataRecipe
+from lather.data.sources import list_sources
 from lather.errors import ConfigError, DataError
 from lather.train.trained_model import first_words
 
@@ -363,10 +364,10 @@ def test_a_folder_without_a_pattern_is_taken_whole(tmp_path: Path) -> None:
     for name in ("a.md", "b.txt", "c.py", ".hidden"):
         (tmp_path / name).write_text(f"{name}\n" * 9)
     files = list_sources(DataConfig(source=str(tmp_path)).recipe(300))
-    assert [file.name for _, file in files.files] == ["a.md", "b.txt", "c.py"]
+    assert [file.name for file in files.files] == ["a.md", "b.txt", "c.py"]
     for source in ("python-stdlib", "package:lather"):
         listed = list_sources(DataConfig(source=source).recipe(300)).files
-        assert {Path(file.name).suffix for _, file in listed} == {".py"}
+        assert {Path(file.name).suffix for file in listed} == {".py"}
     with pytest.raises(
         DataError,
         match=(

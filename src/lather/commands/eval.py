@@ -150,7 +150,7 @@ def _score_sets(
             label = escape(f"{one.name}, {one.split}")
             status.update(label)
             bytes_V = None if one.tokenizer is None else bytes_per_token(one.tokenizer, vocab_size)
-            indices, apart = one.indices(parsed.max_sequences), trained.config.data.apart
+            indices = one.indices(parsed.max_sequences)
 
             def show(done: int, label: str = label) -> None:
                 status.update(f"{label}: {done:,} sequences")
@@ -160,8 +160,7 @@ def _score_sets(
                 one.source,
                 indices,
                 parsed.batch_size,
-                apart=apart,
-                bytes_V=bytes_V,
+                bytes_V,
                 progress=show,
             )
             if not score.tokens:

@@ -37,6 +37,8 @@ class Sequences(Protocol):
     """The sequences of a split."""
 
     length: int
+    is_per_document: bool
+    """Whether attention stays within documents."""
 
     def __len__(self) -> int: ...
 
@@ -56,10 +58,9 @@ class Windows:
     """The tokens of a split, cut every S tokens across the ends of documents: each token except the
     first is a label in one sequence. The last sequence may be shorter."""
 
-    def __init__(self, reader: ShardReader, length: int, *, apart: bool = False) -> None:
-        """`apart`: attention stays within documents. Raises DataError if there are fewer than 2
-        tokens."""
-        self.reader, self.length, self.apart = reader, length, apart
+    def __init__(self, reader: ShardReader, length: int, *, is_per_document: bool = False) -> None:
+        """Raises DataError if there are fewer than 2 tokens."""
+        self.reader, self.length, self.is_per_document = reader, length, is_per_document
         if not len(self):
             raise DataError(
                 f"{reader.folder}: {len(reader)} tokens are too few for a sequence: give more text"
@@ -78,13 +79,15 @@ class Windows:
         start = index * self.length
         stop = min(start + self.length + 1, len(self.reader))
         _fill(self.reader, start, stop, inputs_S, labels_S)
-        if self.apart:
+        if self.is_per_document:
             ends = self.reader.ends_between(start, min(stop, start + self.length) - 1)
             begins_S[ends - start] = True
 
 
 class PackedDocuments:
     """Whole documents packed into sequences; attention stays within each document."""
+
+    is_per_document = True
 
     def __init__(self, reader: ShardReader, split: str, length: int) -> None:
         """Open the packing that is kept in the data set's folder; compute it first if it is
@@ -95,7 +98,7 @@ class PackedDocuments:
         self.reader, self.length = reader, length
         folder = reader.folder / f"packed-{split}-{length}"
         if not folder.exists():
-            _keep(folder, *pack(reader, length))
+            _write_packing(folder, *pack(reader, length))
         try:
             files = (folder / "chunks.npy", folder / "starts.npy")
             self._chunks, self._starts = (
@@ -118,17 +121,17 @@ class PackedDocuments:
         return len(self._starts) - 1
 
     def num_tokens(self, index: int) -> int:
-        return int(self._of(index)["length"].sum())
+        return int(self._chunks_of(index)["length"].sum())
 
     def num_labels(self, index: int) -> int | None:
         return None if self.reader.has_mask else self.num_tokens(index)
 
-    def _of(self, index: int) -> npt.NDArray[np.void]:
+    def _chunks_of(self, index: int) -> npt.NDArray[np.void]:
         return self._chunks[int(self._starts[index]) : int(self._starts[index + 1])]
 
     def fill(self, index: int, inputs_S: Array, labels_S: Array, begins_S: Array) -> None:
         place = 0
-        for chunk in self._of(index):
+        for chunk in self._chunks_of(index):
             start, labels = int(chunk["start"]), int(chunk["length"])
             _fill(self.reader, start, start + labels + 1, inputs_S[place:], labels_S[place:])
             begins_S[place] = True
@@ -174,15 +177,15 @@ def best_fit(lengths: npt.NDArray[np.integer], capacity: int) -> npt.NDArray[np.
             bins[items[:placed]] = np.repeat(ids, each)[:placed]
             items = items[placed:]
             partly = placed - (len(ids) - 1) * each  # items in the last bin
-            for some, left in (
+            for open_ids, left in (
                 (rest, room),
                 (ids[:-1], room - each * length),
                 (ids[-1:], room - partly * length),
             ):
-                if len(some) and left:
+                if len(open_ids) and left:
                     if left not in open_bins:
                         insort(rooms, left)
-                    open_bins.setdefault(left, []).append(some)
+                    open_bins.setdefault(left, []).append(open_ids)
     return bins
 
 
@@ -217,7 +220,7 @@ def _chunks(reader: ShardReader, shard: int, length: int) -> npt.NDArray[np.void
     return chunks
 
 
-def _keep(folder: Path, chunks: Array, starts: Array) -> None:
+def _write_packing(folder: Path, chunks: Array, starts: Array) -> None:
     aside = folder.with_name(f".{folder.name}.{os.getpid()}")
     try:
         aside.mkdir()
