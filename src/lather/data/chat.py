@@ -73,23 +73,21 @@ class ChatTemplate:
     def beside(cls, tokenizer: Path) -> ChatTemplate:
         """Read the template in the folder of a tokenizer.json; ChatML if there is none. Raises
         DataError if it is damaged."""
-        file = tokenizer.parent / "chat_template.jinja"
-        config = tokenizer.parent / "tokenizer_config.json"
-        tools_file = tokenizer.parent / "additional_chat_templates" / "tool_use.jinja"
-        place, for_tools = config, ""
+        folder = tokenizer.parent
+        config, file = folder / "tokenizer_config.json", folder / "chat_template.jinja"
+        tools_file = folder / "additional_chat_templates" / "tool_use.jinja"
+        place = config
         try:
             settings = json.loads(read_text(config)) if config.exists() else {}
-            source = settings.get("chat_template") or CHATML
-            if tools_file.exists():
-                place = tools_file
-                for_tools = read_text(tools_file)
-            if file.exists():
-                place = file
-                source = read_text(file)
-            if isinstance(source, list):  # a list of named templates
-                named = {one.get("name"): one for one in source}
-                for_tools = named["tool_use"]["template"] if "tool_use" in named else for_tools
-                source = named["default"]["template"] if "default" in named else CHATML
+            named = settings.get("chat_template") or CHATML
+            if not isinstance(named, list):  # of templates with names
+                named = [{"name": "default", "template": named}]
+            sources = {template.get("name"): template["template"] for template in named}
+            for name, path in (("tool_use", tools_file), ("default", file)):
+                if path.exists():
+                    place = path
+                    sources[name] = read_text(path)
+            source, for_tools = sources.get("default", CHATML), sources.get("tool_use", "")
             if not isinstance(source, str) or not isinstance(settings, dict):
                 raise ValueError("no object with a chat template")
         except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:

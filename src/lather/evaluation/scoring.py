@@ -145,8 +145,6 @@ def bytes_per_token(tokenizer: Tokenizer, vocab_size: int) -> Int[Tensor, " v"]:
         elif BYTE.fullmatch(written):
             table[token] = 1
         else:
-            text = written.replace(SPACE, " ")
-            table[token] = len(
-                (text.removeprefix(CONTINUED) if "WordPiece" in kinds else text).encode()
-            )
+            text = written.removeprefix(CONTINUED) if "WordPiece" in kinds else written
+            table[token] = len(text.replace(SPACE, " ").encode())
     return table
