@@ -7,16 +7,34 @@ Each is a source, the special tokens that it names, and whether it takes tools.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 from typing import Any
 
-from lather.data.chat import ChatTemplate
 from lather.data.conversations import Messages
+
+PLAIN: Messages = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "What is 2 + 2?"},
+    {"role": "assistant", "content": "4"},
+    {"role": "user", "content": "And 3 + 3?"},
+    {"role": "assistant", "content": "6, not 7"},
+]
+WEATHER = {"type": "function", "function": {"name": "weather", "arguments": {"town": "Ulm"}}}
+CALLS: Messages = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "How warm is it in Ulm?"},
+    {"role": "assistant", "tool_calls": [WEATHER]},
+    {"role": "tool", "name": "weather", "content": "9"},
+    {"role": "assistant", "content": "It is 9."},
+]
+PARAMETERS = {"type": "object", "properties": {"town": {"type": "string"}}}
+TOOLS: list[Any] = [{"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}]
 
 
 @dataclass(frozen=True)
 class Published:
-    """A template, and what its answers are in `PLAIN` and `CALLS` of test_chat_masks.py."""
+    """A template, and the answers in `PLAIN` and `CALLS`."""
 
     source: str
     tokens: dict[str, str] = field(default_factory=dict)
@@ -27,12 +45,8 @@ class Published:
     system: bool = True
     """Whether the template takes a system message."""
 
-
-def answers(
-    template: ChatTemplate, messages: Messages, tools: Any = None
-) -> tuple[str, list[tuple[int, int]]]:
-    formatted = template.format(messages, tools)
-    return formatted.text, formatted.answers
+    def fitting(self, messages: Messages) -> Messages:
+        return copy.deepcopy(messages if self.system else messages[1:])
 
 
 CALL = '{"name": "weather", "arguments": {"town": "Ulm"}}'
