@@ -133,10 +133,7 @@ def test_a_text_with_a_mark_is_the_text_without_it(way: str, written: str, tmp_p
     ids=["Latin-1", "damaged", "UTF-16 without mark", "UTF-16 cut"],
 )
 def test_what_is_not_text_is_named_with_a_remedy(
-    way: str,
-    content: bytes,
-    message: str,
-    tmp_path: Path,
+    way: str, content: bytes, message: str, tmp_path: Path
 ) -> None:
     name, _, read = READERS[way]
     (tmp_path / name).write_bytes(content)
@@ -156,8 +153,7 @@ def test_a_record_of_any_line_may_begin_with_a_mark(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("encoding", ["auto", "utf-8", "utf-8-sig", "utf-16", "utf-16-le"])
 def test_the_mark_of_a_text_to_train_on_is_dropped_and_characters_stay(
-    encoding: str,
-    tmp_path: Path,
+    encoding: str, tmp_path: Path
 ) -> None:
     text = f"{NFC} {NFD}"
     with_mark = {"auto": "utf-8-sig", "utf-8": "utf-8-sig", "utf-16-le": "utf-16"}
@@ -194,8 +190,7 @@ def piped(content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> li
 
 
 def test_messages_on_standard_input_may_begin_with_a_mark(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert piped("\ufeffhello\r\n\r\n\ufefftwo\n".encode(), tmp_path, monkeypatch) == [
         "hello",

@@ -350,21 +350,14 @@ PUBLISHED = {
     "Qwen3": Published(
         QWEN3,
         plain=("4" + IM, "<think>\n\n</think>\n\n6, not 7" + IM),
-        calls=(
-            f"<tool_call>\n{CALL}\n</tool_call>{IM}",
-            "<think>\n\n</think>\n\nIt is 9." + IM,
-        ),
+        calls=(f"<tool_call>\n{CALL}\n</tool_call>{IM}", "<think>\n\n</think>\n\nIt is 9." + IM),
     ),
     "Llama 2": Published(LLAMA2, S, plain=(" 4 </s>", " 6, not 7 </s>")),
     "Llama 3": Published(
-        LLAMA3,
-        {"bos_token": "<|begin_of_text|>"},
-        plain=("4" + EOT, "6, not 7" + EOT),
+        LLAMA3, {"bos_token": "<|begin_of_text|>"}, plain=("4" + EOT, "6, not 7" + EOT)
     ),
     "Llama 3, which always asks": Published(
-        ALWAYS_ASKS,
-        {"bos_token": "<|begin_of_text|>"},
-        plain=("4" + EOT, "6, not 7" + EOT),
+        ALWAYS_ASKS, {"bos_token": "<|begin_of_text|>"}, plain=("4" + EOT, "6, not 7" + EOT)
     ),
     "Llama 3.1": Published(
         LLAMA31,
@@ -385,9 +378,7 @@ PUBLISHED = {
         system=False,
     ),
     "Phi-3": Published(
-        PHI3,
-        {"eos_token": "<|endoftext|>"},
-        plain=("4<|end|>\n", "6, not 7<|end|>\n<|endoftext|>"),
+        PHI3, {"eos_token": "<|endoftext|>"}, plain=("4<|end|>\n", "6, not 7<|end|>\n<|endoftext|>")
     ),
     "DeepSeek-R1": Published(
         R1,

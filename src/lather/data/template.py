@@ -132,9 +132,7 @@ def _mark_of_message(context: Context, value: Any) -> str:
 def _environment() -> ImmutableSandboxedEnvironment:
     """Return Jinja's sandbox with the filters and functions that transformers gives templates."""
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[_GenerationBlocks, loopcontrols],
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols]
     )
     environment.filters.update(tojson=_to_json, mark_of_message=_mark_of_message)
     environment.globals["raise_exception"] = _raise
@@ -151,11 +149,7 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 
