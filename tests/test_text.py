@@ -35,20 +35,9 @@ NFC, NFD = "caf\u00e9", "cafe\u0301"
 
 
 def records(file: Path, kind: Any) -> Any:
-    found = RecordReader(FilePart(str(file), kind))
-    return [getattr(record, "content", record) for record in found]
-
-
-def prompts_of(file: Path) -> Any:
-    return read_prompts(file)
-
-
-def template_of(file: Path) -> Any:
-    return ChatTemplate.beside(file).source
-
-
-def tokens_of(file: Path) -> Any:
-    return load_tokenizer(file, "restore it").encode("some text").ids
+    return [
+        getattr(record, "content", record) for record in RecordReader(FilePart(str(file), kind))
+    ]
 
 
 def weight_map(file: Path) -> Any:
@@ -67,17 +56,25 @@ MESSAGES = json.dumps({"messages": [MESSAGE]}, ensure_ascii=False)
 READERS: dict[str, tuple[str, str, Callable[[Path], Any]]] = {
     "configuration": ("a.toml", f'run_dir = "{NFC} {NFD}"\n[train]\nsteps = 3\n', load_config),
     "study": ("study.toml", STUDY, load_study),
-    "prompts": ("prompts.txt", f"one\n\n{NFC} {NFD}\n", prompts_of),
-    "prompts of JSON": ("prompts.jsonl", f'{{"prompt": "one"}}\n{MESSAGES}\n', prompts_of),
-    "template": ("chat_template.jinja", f"{NFC}\n{NFD}\n", template_of),
-    "template of settings": ("tokenizer_config.json", CHAT, template_of),
-    "settings": ("tokenizer_config.json", CHAT, lambda file: has_template(file.parent)),
-    "tokenizer": ("tokenizer.json", tokenizer_json(), tokens_of),
-    "config.json": (
-        "config.json",
-        '{\n"model_type": "a"\n}\n',
-        lambda file: read_json(file, "restore it"),
+    "prompts": ("prompts.txt", f"one\n\n{NFC} {NFD}\n", read_prompts),
+    "prompts of JSON": ("prompts.jsonl", f'{{"prompt": "one"}}\n{MESSAGES}\n', read_prompts),
+    "template": (
+        "chat_template.jinja",
+        f"{NFC}\n{NFD}\n",
+        lambda file: ChatTemplate.beside(file).source,
     ),
+    "template of settings": (
+        "tokenizer_config.json",
+        CHAT,
+        lambda file: ChatTemplate.beside(file).source,
+    ),
+    "settings": ("tokenizer_config.json", CHAT, lambda file: has_template(file.parent)),
+    "tokenizer": (
+        "tokenizer.json",
+        tokenizer_json(),
+        lambda file: load_tokenizer(file, "restore it").encode("some text").ids,
+    ),
+    "config.json": ("config.json", '{\n"model_type": "a"\n}\n', lambda file: read_json(file, "x")),
     "index": (
         "model.safetensors.index.json",
         '{\n"weight_map": {"x": "a.safetensors"}}',
