@@ -20,7 +20,7 @@ from lather.cli import main
 from lather.data import sources
 from lather.data.config import DataConfig
 from lather.data.dataset import SKIPPED, DataSet
-from lather.data.making import make_dataset, make_plan
+from lather.data.making import divide_sources, make_dataset
 from lather.data.opening import open_datasets
 from lather.data.recipe import DataRecipe
 from lather.errors import DataError
@@ -229,8 +229,8 @@ def open_to_all() -> Iterator[Path]:
 
 
 def listed(source: Path) -> list[Any]:
-    plan = make_plan(DataRecipe((str(source),), vocab_size=300))
-    return [[file.name for file in plan.sources.files], list(map(list, plan.sources.skipped))]
+    listing = divide_sources(DataRecipe((str(source),), vocab_size=300)).sources
+    return [[file.name for file in listing.files], list(map(list, listing.skipped))]
 
 
 def test_folders_and_files_without_permission_are_counted(open_to_all: Path) -> None:

@@ -31,9 +31,9 @@ Raises ChatError."""
 TOKEN = r"<[^<>\s]{1,64}>|\[/?[A-Z_]{2,32}\]"
 """Texts that look like a special token: two texts do not agree in a part of it."""
 LONG = 32
-"""In conversations of more messages, answers are taken to be like earlier ones."""
+"""Number of messages above which a conversation is long."""
 ALIKE = 2
-"""Answers that are found exactly before others are taken to be like them."""
+"""Answers that are found by renderings before others are cut out as these were."""
 
 
 def without(spans: list[Span], removed: Span) -> list[Span]:
@@ -46,7 +46,7 @@ def without(spans: list[Span], removed: Span) -> list[Span]:
 
 
 class AnswerFinder:
-    """The answers in the text of one conversation."""
+    """Finds the answers in the text of a conversation."""
 
     def __init__(
         self,
@@ -88,8 +88,8 @@ class AnswerFinder:
         return [(start, stop) for start, stop in spans if start < stop]
 
     def learned_of(self, blocks: list[Span]) -> list[Span]:
-        """Return what is learned of the blocks that the template marks: not what it writes for
-        answers that are not learned. Raises ChatError if renderings do not tell where one is."""
+        """Return the blocks that the template marks, without those of answers that are not
+        learned. Raises ChatError if renderings do not tell where such an answer is."""
         for number in set(self._answered) - set(self._learned):
             is_looped = bool(self._rendered.segments)
             segment = self._segment(number) if is_looped else self._find(number)
@@ -111,9 +111,10 @@ class AnswerFinder:
     def _find_alike(
         self, number: int, forms: dict[Hashable, Counter[tuple[str, str, int]]]
     ) -> Span:
-        """Find an answer of a long conversation like `ALIKE` earlier ones between messages of the
-        same roles. `forms`: with what the segments of earlier ones begin before the answer, and
-        the text and number of characters between the ends of answer and segment."""
+        """Return the answer in message `number`. In a long conversation, cut it out of its segment
+        as `ALIKE` earlier answers between messages of the same roles were cut out. `forms` counts
+        the cuts: the beginning of the segment before the answer, and the text and number of
+        characters between the ends of segment and answer."""
         segment = self._segment(number)
         if len(self._messages) <= LONG or not segment:
             return self._find(number)
@@ -134,8 +135,8 @@ class AnswerFinder:
             counts[self._text[first:start], self._between(last, stop), stop - last] += 1
         return start, stop
 
-    def _between(self, one: int, other: int) -> str:
-        return self._text[min(one, other) : max(one, other)]
+    def _between(self, place: int, other: int) -> str:
+        return self._text[min(place, other) : max(place, other)]
 
     def _find(self, number: int) -> Span:
         start, stop = self._start(number), self._stop(number)
@@ -144,8 +145,8 @@ class AnswerFinder:
         return start, stop
 
     def _segment(self, number: int) -> Span | None:
-        """Return what the template writes for a message; for the last one, if no loop writes it,
-        what follows the loop."""
+        """Return the segment of a message. That of a last message that no loop writes is the text
+        after the loop."""
         segment = self._rendered.segments.get(number)
         if segment is None and number == len(self._messages) - 1 and self._rendered.segments:
             return self._rendered.end, len(self._text)
@@ -177,7 +178,8 @@ class AnswerFinder:
         return self._head(self._try(question, asking=True), question)
 
     def _head(self, asked: MarkedText | None, messages: Messages) -> str | None:
-        """Return what the template writes after the messages to ask for an answer."""
+        """Return the text by which the template asks for an answer after these messages. `asked`:
+        the messages with it."""
         plain = self._try(messages)
         if asked is None:
             return None
@@ -190,8 +192,9 @@ class AnswerFinder:
         return after.removeprefix(usual)
 
     def _agreed(self, head: str, text: str, number: int) -> int | None:
-        """Return how many characters of a head the segment of message `number` begins with: up to
-        a whole token, or all but white space; None if they agree only in a part of that."""
+        """Return the number of first characters that a head and the segment of message `number`
+        have in common, if the head ends there, but for white space, or goes on with a special
+        token; else None."""
         same = takewhile(lambda pair: pair[0] == pair[1], zip(head, text, strict=False))
         length = sum(1 for _ in same)
         content = self._messages[number].get("content")

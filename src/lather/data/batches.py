@@ -28,10 +28,10 @@ class Batch:
     """True at the first token of a document, if attention stays within documents; None: attention
     spans the whole sequence."""
     labels_of_all: int | None = None
-    """Number of labels in the global batch; None: unknown, the ranks have to add up their own."""
+    """Number of labels in the global batch; None: unknown, so that the ranks add up theirs."""
     padding_BS: Bool[Tensor, "b s"] | None = None
-    """True at positions that hold no token, which experts and their balance leave out; None: there
-    is none. A position without label may hold a token."""
+    """True at positions without a token, which experts and their balance leave out; None: every
+    position has a token. A position without a label may have one."""
     tokens_of_all: int | None = None
     """Number of inputs in the global batch, without padding; None: unknown, like
     `labels_of_all`."""
@@ -158,8 +158,8 @@ class HeldOut:
         return tokens
 
     def batch(self, rank: int = 0, ranks: int = 1) -> Batch:
-        """Read the sequences of one data rank. Every rank gets the same number; missing ones are
-        padding."""
+        """Read the sequences of a data rank. Every rank gets the same number, with padding for
+        missing sequences."""
         each = -(-len(self.indices) // ranks)
         samples = [(0, index) for index in self.indices[rank * each : (rank + 1) * each]]
         return read_batch([self.source], samples).padded(each - len(samples))

@@ -102,8 +102,8 @@ def unread_fields(record: dict[str, Any]) -> list[str]:
 
 
 def is_learned(message: dict[str, Any], number: int) -> bool | None:
-    """Tell whether the message is learned, by its marks; None if it has none. `number`: its place
-    in the conversation. Raises ChatError if a mark is neither true nor false."""
+    """Tell whether the marks of message `number` say that it is learned; None if it has no mark.
+    Raises ChatError if a mark is neither true nor false."""
     for name in UNREAD_MARKS:
         if message.get(name) not in (None, [], ""):
             marks = ", ".join(LEARNED_MARKS)
@@ -253,7 +253,7 @@ _CALL = "\0call"
 
 
 def _with_calls_joined(messages: Messages) -> Messages:
-    """Join calls that follow each other to one message, as the calls of one answer."""
+    """Join calls that follow each other to a message, as the calls of an answer."""
     joined: Messages = []
     for message in messages:
         before = joined[-1] if joined else {}

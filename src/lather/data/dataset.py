@@ -2,8 +2,7 @@
 sources.
 
     dataset.json            the manifest; it is written last and includes its own checksum
-    tokenizer.json          the tokenizer that encoded the texts; absent if token files came without
-                            one
+    tokenizer.json          the tokenizer that encoded the texts; absent with token files alone
     train-00000-000.npy     a shard of the split "train" (`lather.data.shards`): number of the unit
                             of work, number within the unit
     skipped.jsonl           skipped documents and files, one per line: file, line, reason
@@ -165,7 +164,7 @@ class DataSet:
         return self.folder / TOKENIZER if self.manifest.tokenizer_sha256 else None
 
     def check(self) -> list[str]:
-        """Compare all files with their checksums; return one line for each that is wrong."""
+        """Compare all files with their checksums; return a line for each difference."""
         shards = [shard for split in self.manifest.splits.values() for shard in split.shards]
         checksums = {
             f"{shard.name}.{suffix}": checksum

@@ -137,8 +137,8 @@ def _is_ended(encoding: Encoding, text: str, end: int) -> bool:
 
 
 def _learned(encoding: Encoding, spans: Iterable[tuple[int, int]], length: int) -> Array:
-    """Mark the tokens to train on: those that start within a span, and an end-of-text token, with
-    which there are `length` of them, if the token before it is marked."""
+    """Return which of `length` tokens are trained on: those that start within a span, and the
+    end-of-text token, which the encoding does not have, after such a token."""
     starts = np.array([start for start, _ in encoding.offsets], dtype=np.int64)
     learned = np.zeros(length, dtype=bool)
     for start, stop in spans:

@@ -31,9 +31,9 @@ from lather.data.recipe import DataRecipe
 from lather.data.sources import Listing, ReadUnit, divide, kind_instead, list_sources
 from lather.data.work import (
     SPLITS,
-    Making,
     Progress,
     UnitReport,
+    WorkSettings,
     do_units,
     documents_of,
     is_done,
@@ -46,11 +46,11 @@ from lather.formats import DATA_SET
 PLAN = "plan.json"
 TOKENIZER_CHARACTERS = 64 << 20
 """A tokenizer is trained on about this number of characters, spread over the units."""
-Note = Callable[[str], None]
+ShowLine = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class MakingPlan:
+class Division:
     """The files and units of work of a data set."""
 
     recipe: DataRecipe
@@ -58,7 +58,7 @@ class MakingPlan:
     units: list[ReadUnit]
 
 
-def make_plan(recipe: DataRecipe) -> MakingPlan:
+def divide_sources(recipe: DataRecipe) -> Division:
     """Divide the sources into units of work. Raises DataError if a source is missing, or the recipe
     lacks a tokenizer and its size."""
     sources = list_sources(recipe)
@@ -74,13 +74,13 @@ def make_plan(recipe: DataRecipe) -> MakingPlan:
         for file in sources.files
         if file.path in kinds
     )
-    return MakingPlan(recipe, sources, units)
+    return Division(recipe, sources, units)
 
 
 def make_dataset(
     folder: Path,
     recipe: DataRecipe,
-    note: Note,
+    note: ShowLine,
     workers: int = 0,
     progress: Progress = lambda *counts: None,
 ) -> DataSet:
@@ -97,9 +97,9 @@ def make_dataset(
             shutil.rmtree(partial, ignore_errors=True)
             return DataSet(folder)
         try:
-            plan = make_plan(recipe)
-            _adopt_plan(partial, plan)
-            _make(partial, folder, plan, note, workers, progress)
+            division = divide_sources(recipe)
+            _adopt_plan(partial, division)
+            _make(partial, folder, division, note, workers, progress)
         except OSError as error:
             for name in (FILES, SKIPPED, NOTES):  # which are not written aside
                 (partial / "dataset" / name).unlink(missing_ok=True)
@@ -115,25 +115,31 @@ def make_dataset(
 
 
 def _make(
-    partial: Path, folder: Path, plan: MakingPlan, note: Note, workers: int, progress: Progress
+    partial: Path,
+    folder: Path,
+    division: Division,
+    note: ShowLine,
+    workers: int,
+    progress: Progress,
 ) -> None:
     """Do the missing units, then rename the data set into place."""
     aside, units = partial / "dataset", partial / "units"
     for path in (aside, units):
         path.mkdir(exist_ok=True)
-    making = _making(plan.recipe, _tokenizer(plan, aside, note), aside, units)
-    missing = [unit for unit in plan.units if not is_done(unit, aside, units)]
-    if len(missing) < len(plan.units):
-        note(f"continuing: {len(plan.units) - len(missing)} of {len(plan.units)} units are done")
-    do_units(missing, len(plan.units), making, workers or num_cores(), progress)
-    _complete(plan, making)
+    settings = _settings(division.recipe, _tokenizer(division, aside, note), aside, units)
+    missing = [unit for unit in division.units if not is_done(unit, aside, units)]
+    total = len(division.units)
+    if len(missing) < total:
+        note(f"continuing: {total - len(missing)} of {total} units are done")
+    do_units(missing, total, settings, workers or num_cores(), progress)
+    _complete(division, settings)
     aside.rename(folder)
     sync(folder.parent)
     shutil.rmtree(partial, ignore_errors=True)
 
 
 @contextlib.contextmanager
-def _locked(partial: Path, note: Note) -> Iterator[None]:
+def _locked(partial: Path, note: ShowLine) -> Iterator[None]:
     """Hold the lock under which only one process at a time makes the data set; the others wait."""
     try:
         partial.mkdir(parents=True, exist_ok=True)
@@ -151,13 +157,13 @@ def _locked(partial: Path, note: Note) -> Iterator[None]:
         yield
 
 
-def _adopt_plan(partial: Path, plan: MakingPlan) -> None:
+def _adopt_plan(partial: Path, division: Division) -> None:
     """Write options and sources, or check that they equal those of an earlier start."""
     file = partial / PLAN
     content = {
         "format": DATA_SET.number,
-        "recipe": asdict(plan.recipe),
-        "digest": plan.recipe.digest(plan.sources.digest),
+        "recipe": asdict(division.recipe),
+        "digest": division.recipe.digest(division.sources.digest),
     }
     text = json.dumps(content, indent=1)
     if not file.exists():  # an earlier start without documents has left lists and units
@@ -174,31 +180,31 @@ def _adopt_plan(partial: Path, plan: MakingPlan) -> None:
 # --- tokenizer ------------------------------------------------------------------------------------
 
 
-def _tokenizer(plan: MakingPlan, folder: Path, note: Note) -> Tokenizer | None:
+def _tokenizer(division: Division, folder: Path, note: ShowLine) -> Tokenizer | None:
     """Load or train the tokenizer, and copy it to the folder; None for token files without one.
     Raises DataError if it is not usable."""
-    recipe, file, source = plan.recipe, folder / TOKENIZER, plan.recipe.tokenizer_file
+    recipe, file, source = division.recipe, folder / TOKENIZER, division.recipe.tokenizer_file
     if not file.exists():
         if source is not None:
             tokenizer = load_tokenizer(
                 source, "tokenizer must be a tokenizer.json, a folder that has one, or empty"
             )
             note(f"tokenizer: {source}")
-        elif plan.sources.files[0].kind == "tokens":
+        elif division.sources.files[0].kind == "tokens":
             return None
         else:
             note(f"tokenizer: byte-level BPE of {recipe.vocab_size} tokens, trained on the texts")
-            texts = _texts_for_tokenizer(plan)
+            texts = _texts_for_tokenizer(division)
             tokenizer = train_tokenizer(texts, recipe.vocab_size, recipe.end_of_text)
         write_aside(file, tokenizer.to_str(pretty=True))
     return load_tokenizer(file, f"delete {folder.parent} to start again")
 
 
-def _texts_for_tokenizer(plan: MakingPlan) -> Iterator[str]:
+def _texts_for_tokenizer(division: Division) -> Iterator[str]:
     """Yield the first texts of each unit, for training a tokenizer; one of `holdout_every` is left
     out, even if it is not held out."""
-    recipe, template = replace(plan.recipe, validation=()), plan.recipe.chat_template()
-    units = [unit for unit in plan.units if unit.split == "train"]
+    recipe, template = replace(division.recipe, validation=()), division.recipe.chat_template()
+    units = [unit for unit in division.units if unit.split == "train"]
     for unit in units:
         characters = 0
         for document in documents_of(unit, recipe, template, UnitReport()):
@@ -209,7 +215,9 @@ def _texts_for_tokenizer(plan: MakingPlan) -> Iterator[str]:
                     break
 
 
-def _making(recipe: DataRecipe, tokenizer: Tokenizer | None, folder: Path, units: Path) -> Making:
+def _settings(
+    recipe: DataRecipe, tokenizer: Tokenizer | None, folder: Path, units: Path
+) -> WorkSettings:
     vocab_size, end = recipe.vocab_size, recipe.end_token if recipe.end_token >= 0 else None
     if tokenizer is not None:
         highest = max(tokenizer.get_vocab().values(), default=-1)
@@ -225,20 +233,20 @@ def _making(recipe: DataRecipe, tokenizer: Tokenizer | None, folder: Path, units
                 f"end_of_text = {recipe.end_of_text!r} is not a token of {recipe.tokenizer}: give "
                 "its token that ends a document"
             )
-    return Making(recipe, folder, units, vocab_size, end, recipe.chat_template())
+    return WorkSettings(recipe, folder, units, vocab_size, end, recipe.chat_template())
 
 
 # --- the end --------------------------------------------------------------------------------------
 
 
-def _complete(plan: MakingPlan, making: Making) -> None:
+def _complete(division: Division, settings: WorkSettings) -> None:
     """Write the lists of files and skipped documents, and last the manifest. Raises DataError if
     there is no document to train on."""
-    folder, sources, total = making.folder, plan.sources, UnitReport()
+    folder, sources, total = settings.folder, division.sources, UnitReport()
     files = ({"name": file.name, "kind": file.kind, "bytes": file.size} for file in sources.files)
     (folder / FILES).write_text("".join(json.dumps(file) + "\n" for file in files), "utf-8")
     with _list(folder / SKIPPED) as skip, _list(folder / NOTES) as note:
-        skipped, notes, first = _write_lists(plan, making, total, skip, note)
+        skipped, notes, first = _write_lists(division, settings, total, skip, note)
     if not notes:
         (folder / NOTES).unlink()
     if "train" not in total.splits:
@@ -252,17 +260,17 @@ def _complete(plan: MakingPlan, making: Making) -> None:
         )
     has_tokenizer = (folder / TOKENIZER).exists()
     manifest = Manifest(
-        vocab_size=making.vocab_size,
-        end_of_text=plan.recipe.end_of_text if has_tokenizer else "",
-        end_token=making.end,
+        vocab_size=settings.vocab_size,
+        end_of_text=division.recipe.end_of_text if has_tokenizer else "",
+        end_token=settings.end,
         tokenizer_sha256=sha256(folder / TOKENIZER) if has_tokenizer else "",
         made_from={
-            "recipe": asdict(plan.recipe),
+            "recipe": asdict(division.recipe),
             "files": len(sources.files),
             "bytes": sum(max(0, file.size) for file in sources.files),
             "listing": sources.digest,
             "left_out": dict(sorted(sources.left_out.items())),
-            "chat_template": making.template.source if making.template else "",
+            "chat_template": settings.template.source if settings.template else "",
             "libraries": {"lather": lather.__version__, "tokenizers": tokenizers.__version__},
         },
         splits={name: total.splits[name] for name in SPLITS if name in total.splits},
@@ -292,20 +300,20 @@ def _list(path: Path) -> Iterator[AddRow]:
 
 
 def _write_lists(
-    plan: MakingPlan, making: Making, total: UnitReport, skip: AddRow, note: AddRow
+    division: Division, settings: WorkSettings, total: UnitReport, skip: AddRow, note: AddRow
 ) -> tuple[Counter[str], Counter[str], str]:
     """Write the lists of skipped documents and of notes from the units' reports, and add their
     splits and encodings to `total`. Return the counts of both lists by reason, and path and detail
     of the first skipped document that has a detail."""
     skipped, notes, first = Counter[str](), Counter[str](), ""
-    changed = [file.path for file in plan.sources.files if file.has_changed]
+    changed = [file.path for file in division.sources.files if file.has_changed]
     fault = "changed while it was read", "its size or time is another one"
-    for path, why, detail in [*plan.sources.skipped, *((path, *fault) for path in changed)]:
+    for path, why, detail in [*division.sources.skipped, *((path, *fault) for path in changed)]:
         skip(path, 0, why, detail)
         skipped[why] += 1
     lines = Counter[str]()  # of each file, in its parts so far
-    for unit in plan.units:
-        report = UnitReport.read(report_path(making.units, unit.number))
+    for unit in division.units:
+        report = UnitReport.read(report_path(settings.units, unit.number))
         befores = []
         for part, count in zip(unit.parts, report.lines, strict=True):
             befores.append(lines[part.path])

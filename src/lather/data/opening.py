@@ -9,14 +9,14 @@ from pathlib import Path
 from lather.data.batches import Batches, HeldOut, Source
 from lather.data.config import DataConfig
 from lather.data.dataset import DataSet
-from lather.data.making import Note, make_dataset
+from lather.data.making import ShowLine, make_dataset
 from lather.data.order import MixturePhase, Order
 from lather.data.sequences import PackedDocuments, Sequences, Windows
 from lather.data.sources import list_sources
 from lather.errors import DataError
 
 
-def open_datasets(config: DataConfig, vocab_size: int, report: Note) -> list[DataSet]:
+def open_datasets(config: DataConfig, vocab_size: int, report: ShowLine) -> list[DataSet]:
     """Open the data sets to train on. `report` is called with a line before each operation that
     takes long.
 
@@ -31,7 +31,7 @@ def open_datasets(config: DataConfig, vocab_size: int, report: Note) -> list[Dat
     return datasets
 
 
-def _of_source(config: DataConfig, vocab_size: int, report: Note) -> DataSet:
+def _of_source(config: DataConfig, vocab_size: int, report: ShowLine) -> DataSet:
     """Open or make the data set of `data.source` for the present names, sizes and times of its
     files."""
     recipe = config.recipe(vocab_size)

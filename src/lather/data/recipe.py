@@ -81,8 +81,8 @@ class DataRecipe:
 
     @property
     def hold_out_every(self) -> int:
-        """One of this number of documents is held out for validation; 0: none, also if there are
-        sources for validation."""
+        """The number of documents of which one is held out for validation; 0: none is held out, as
+        with sources for validation."""
         return 0 if self.validation else self.holdout_every
 
     @property

@@ -1,9 +1,9 @@
 """The sequences of a split: inputs and labels of a fixed length, by number.
 
 Either the stream of tokens is cut into windows, or whole documents are packed into sequences by
-best fit. Then only documents longer than a sequence are cut, and each piece, longest first, goes to
+best fit. Then only documents longer than a sequence are cut, and each chunk, longest first, goes to
 the fullest sequence that has room for it ("Fewer Truncations Improve Language Modeling", Ding et
-al., 2024). Pieces of equal length are placed together, so that the time grows with the number of
+al., 2024). Chunks of equal length are placed together, so that the time grows with the number of
 different lengths, not with the number of documents.
 
 S is the length of a sequence; a label is the token after its input.
@@ -30,7 +30,7 @@ IGNORE_INDEX = -100
 PADDING = -1
 """Input of a position that holds no token."""
 CHUNK = np.dtype([("start", "<i8"), ("length", "<i4")])
-"""A piece of a document: the place of its first token in the split, and its number of labels."""
+"""A chunk of a document: the place of its first token in the split, and its number of labels."""
 
 
 class Sequences(Protocol):
@@ -190,8 +190,8 @@ def best_fit(lengths: npt.NDArray[np.integer], capacity: int) -> npt.NDArray[np.
 
 
 def pack(reader: ShardReader, length: int) -> tuple[npt.NDArray[np.void], npt.NDArray[np.int64]]:
-    """Return the pieces of all documents, sorted by sequence, and the index of each sequence's
-    first piece, followed by the number of pieces."""
+    """Return the chunks of all documents, sorted by sequence, and the index of each sequence's
+    first chunk, followed by the number of chunks."""
     chunks = np.concatenate(
         [
             np.empty(0, CHUNK),
@@ -205,8 +205,8 @@ def pack(reader: ShardReader, length: int) -> tuple[npt.NDArray[np.void], npt.ND
 
 
 def _chunks(reader: ShardReader, shard: int, length: int) -> npt.NDArray[np.void]:
-    """Return the pieces of a shard's documents; tokens after the end of the last document form one
-    more document."""
+    """Return the chunks of a shard's documents. Tokens after the end of the last document are a
+    document, too."""
     start, stop = reader.starts[shard : shard + 2].tolist()
     ends = np.append(reader.ends_between(start, stop), stop)
     firsts = np.concatenate([[start], ends[:-1]])

@@ -4,6 +4,7 @@ and the tools that they call."""
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ Note = tuple[str, str]
 """A kind of notice, and where it is, such as the number of the message."""
 Slot = tuple[int, str, int]
 """Number of a message, name of one of its parts, and number of the call, 0 in other parts."""
+SLOT_MARK = re.compile(mark("[a-z_]+-[0-9]+-[0-9]+"))
 
 
 def parts_of(message: dict[str, Any]) -> set[str]:
@@ -35,8 +37,8 @@ def hidden_parts(
             return ""
 
     slots = [slot for number, message in enumerate(messages) for slot in _slots_of(message, number)]
-    marked = with_marks(slots, _around)
-    unseen = [slot for slot in slots if _mark_of(slot) not in marked]
+    seen = set(SLOT_MARK.findall(with_marks(slots, _around)))
+    unseen = [slot for slot in slots if _mark_of(slot) not in seen]
     if unseen and with_marks(unseen, _instead) != text:
         unseen = [slot for slot in unseen if with_marks([slot], _instead) == text]
     hidden: dict[int, set[str]] = {}
@@ -65,13 +67,24 @@ def notes_of(messages: Messages, hidden: dict[int, set[str]]) -> list[Note]:
     return list(notes.items())
 
 
-def _slots_of(message: dict[str, Any], number: int) -> list[Slot]:
+def _texts_of(message: dict[str, Any], part: str) -> list[tuple[dict[str, Any], str]]:
+    """Return where the texts of a part are, or the names of calls: objects, and their keys."""
     content = message.get("content")
-    texts = [part.get("text") for part in content] if isinstance(content, list) else [content]
-    slots = [(number, "content", 0)] if any(map(_is_text, texts)) else []
-    if any(_is_text(message.get(name)) for name in REASONING):
-        slots.append((number, "reasoning", 0))
-    return slots + [(number, "tool_calls", place) for place in range(len(calls_of(message)))]
+    if part == "content":
+        is_list = isinstance(content, list)
+        return [(item, "text") for item in content] if is_list else [(message, "content")]
+    if part == "reasoning":
+        return [(message, name) for name in REASONING]
+    return [(call, "name") for call in calls_of(message)]
+
+
+def _slots_of(message: dict[str, Any], number: int) -> list[Slot]:
+    calls = [(number, "tool_calls", place) for place in range(len(calls_of(message)))]
+    return [
+        (number, part, 0)
+        for part in ("content", "reasoning")
+        if any(_is_text(holder.get(key)) for holder, key in _texts_of(message, part))
+    ] + calls
 
 
 def _is_text(value: Any) -> bool:
@@ -101,16 +114,8 @@ def _changed(messages: Messages, slots: list[Slot], change: Callable[[str, str],
         changed[number] = copy.deepcopy(messages[number])
     for slot in slots:
         number, part, place = slot
-        message, sign = changed[number], _mark_of(slot)
-        content = message.get("content")
-        holders: list[tuple[dict[str, Any], str]] = {
-            "content": [(one, "text") for one in content]
-            if isinstance(content, list)
-            else [(message, "content")],
-            "reasoning": [(message, name) for name in REASONING],
-            "tool_calls": [(call, "name") for call in calls_of(message)[place : place + 1]],
-        }[part]
-        for holder, key in holders:
+        texts = _texts_of(changed[number], part)
+        for holder, key in texts[place : place + 1] if part == "tool_calls" else texts:
             if isinstance(holder.get(key), str):
-                holder[key] = change(holder[key], sign)
+                holder[key] = change(holder[key], _mark_of(slot))
     return changed

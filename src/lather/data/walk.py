@@ -1,8 +1,8 @@
-"""Lists the files of a folder and its subfolders, also linked ones, and all that is not listed.
+"""Lists the files of a folder and its subfolders, also linked subfolders, and what it leaves out.
 
-Links are followed, but no file is listed twice: of the paths to a file or folder the one without
-links counts, or else the first in the order of names. So the list depends on the tree alone, and
-circles of links end.
+Links are followed, but no file is listed twice: of several paths to a file or folder the path
+without links counts, or else the first in the order of names. So the list depends on the tree
+alone, and circles of links end.
 """
 
 from __future__ import annotations
@@ -127,6 +127,6 @@ class FolderWalk:
 
 
 def _is_data_set(folder: Path, names: AbstractSet[str]) -> bool:
-    """Tell whether a folder with these entries is a data set of `lather data make`, or an
-    unfinished one, which must not be read when it is made of a folder that it is in."""
+    """Tell whether a folder with these entries is a data set of `lather data make`, finished or
+    not. A data set is not read when it is made of a folder that it is in."""
     return names >= MADE or (folder.suffix == ".partial" and ".lock" in names)

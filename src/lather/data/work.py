@@ -1,4 +1,4 @@
-"""Does units of work, in one or several processes: reads the documents of some parts of files and
+"""Does units of work, in this process or in several: reads the documents of parts of files and
 writes them to shards.
 
 A unit is finished when its report, `<number>.json` in the folder of units, exists. The report lists
@@ -50,7 +50,7 @@ since the command was started."""
 
 
 @dataclass(frozen=True)
-class Making:
+class WorkSettings:
     """Settings for making documents from records, and shards from documents; they are sent to every
     process."""
 
@@ -103,18 +103,18 @@ def is_done(unit: ReadUnit, folder: Path, units: Path) -> bool:
     )
 
 
-def do_unit(unit: ReadUnit, making: Making, count: Count) -> None:
+def do_unit(unit: ReadUnit, settings: WorkSettings, count: Count) -> None:
     """Write the unit's shards, then its report. After an error, such as OSError on a full disk, the
     current shards are deleted."""
     report = UnitReport()
     # its shards are gone; half of them must not count as all
-    report_path(making.units, unit.number).unlink(missing_ok=True)
-    options = token_dtype(making.vocab_size), making.recipe.shard_tokens, making.recipe.chat
+    report_path(settings.units, unit.number).unlink(missing_ok=True)
+    options = token_dtype(settings.vocab_size), settings.recipe.shard_tokens, settings.recipe.chat
     writers = {
-        split: ShardWriter(making.folder, f"{split}-{unit.number:05d}", *options)
+        split: ShardWriter(settings.folder, f"{split}-{unit.number:05d}", *options)
         for split in SPLITS
     }
-    runs = (_tokens if unit.parts[0].kind == "tokens" else _texts)(unit, making, report)
+    runs = (_tokens if unit.parts[0].kind == "tokens" else _texts)(unit, settings, report)
     try:
         length = 0
         for run in runs:
@@ -134,12 +134,12 @@ def do_unit(unit: ReadUnit, making: Making, count: Count) -> None:
         for writer in writers.values():
             writer.abandon()
         raise
-    write_aside(report_path(making.units, unit.number), json.dumps(asdict(report)))
+    write_aside(report_path(settings.units, unit.number), json.dumps(asdict(report)))
 
 
 def _place_of_held_out(unit: int, every: int) -> int:
     """Return the place of the held-out document among `every` documents. It varies with the unit,
-    so that short units hold out neither more nor fewer documents than long ones."""
+    so that short units hold out the same share of documents as long units."""
     return every // 2 if unit == 0 else unit * 2654435761 % 2**32 % every
 
 
@@ -184,48 +184,48 @@ def _documents(
         report.lines.append(reader.lines)
 
 
-def _texts(unit: ReadUnit, making: Making, report: UnitReport) -> Iterator[TokenRun]:
+def _texts(unit: ReadUnit, settings: WorkSettings, report: UnitReport) -> Iterator[TokenRun]:
     tokenizer = load_tokenizer(
-        making.folder / TOKENIZER, "delete the unfinished folder, and start again"
+        settings.folder / TOKENIZER, "delete the unfinished folder, and start again"
     )
-    documents = documents_of(unit, making.recipe, making.template, report)
-    return encode(documents, tokenizer, making.end, chat=making.recipe.chat)
+    documents = documents_of(unit, settings.recipe, settings.template, report)
+    return encode(documents, tokenizer, settings.end, chat=settings.recipe.chat)
 
 
 # --- tokens ---------------------------------------------------------------------------------------
 
 
-def _tokens(unit: ReadUnit, making: Making, report: UnitReport) -> Iterator[TokenRun]:
+def _tokens(unit: ReadUnit, settings: WorkSettings, report: UnitReport) -> Iterator[TokenRun]:
     """Yield the documents of token files; the end of a file ends its last document."""
-    document, every = 0, making.recipe.hold_out_every
+    document, every = 0, settings.recipe.hold_out_every
     place = _place_of_held_out(unit.number, every) if every else -1
     for number, part in enumerate(unit.parts):
         report.lines.append(0)
         try:
-            file = open_token_file(Path(part.path), making.recipe.token_dtype)
+            file = open_token_file(Path(part.path), settings.recipe.token_dtype)
         except TokenFileError as error:
             report.skipped.append((number, 0, "no tokens", str(error)))
             continue
         except OSError as error:
             report.skipped.append((number, 0, "cannot be read", error.strerror or str(error)))
             continue
-        for tokens, is_last in _pieces_of(file, making):
+        for tokens, is_last in _pieces_of(file, settings):
             split = SPLITS[document % every == place] if every else unit.split
             yield TokenRun(split, tokens, is_last)
             document += is_last
 
 
-def _pieces_of(file: TokenFile, making: Making) -> Iterator[tuple[Array, bool]]:
+def _pieces_of(file: TokenFile, settings: WorkSettings) -> Iterator[tuple[Array, bool]]:
     """Yield the tokens of documents or of their parts, each with whether it is the last part.
     Raises DataError for a token outside the vocabulary, or if the file has become shorter."""
     done = 0
     try:
-        for tokens, ends in file.blocks(making.end):
+        for tokens, ends in file.blocks(settings.end):
             lowest, highest = int(tokens.min(initial=0)), int(tokens.max(initial=0))
-            if lowest < 0 or highest >= making.vocab_size:
+            if lowest < 0 or highest >= settings.vocab_size:
                 raise DataError(
                     f"{file.path}: token {lowest if lowest < 0 else highest} is outside the "
-                    f"vocabulary of {making.vocab_size}: give its own --vocab-size"
+                    f"vocabulary of {settings.vocab_size}: give its own --vocab-size"
                 )
             done += len(tokens)
             for start, stop in itertools.pairwise(np.unique([0, *ends, len(tokens)]).tolist()):
@@ -239,12 +239,16 @@ def _pieces_of(file: TokenFile, making: Making) -> Iterator[tuple[Array, bool]]:
 
 
 def do_units(
-    units: Sequence[ReadUnit], num_units: int, making: Making, workers: int, progress: Progress
+    units: Sequence[ReadUnit],
+    num_units: int,
+    settings: WorkSettings,
+    workers: int,
+    progress: Progress,
 ) -> None:
     """Do `units`, the missing ones of all `num_units`. Raises the error of a unit that fails;
     finished units are kept."""
     if workers == 1 or len(units) < 2:
-        _do_in_this_process(units, num_units, making, progress)
+        _do_in_this_process(units, num_units, settings, progress)
         return
     done, context = num_units - len(units), multiprocessing.get_context("spawn")
     with without_signals():
@@ -254,7 +258,7 @@ def do_units(
     try:
         for _ in range(min(workers, len(units))):
             ours, theirs = context.Pipe()
-            processes[ours] = context.Process(target=_work, args=(theirs, making, totals))
+            processes[ours] = context.Process(target=_work, args=(theirs, settings, totals))
             with without_signals():
                 processes[ours].start()
             theirs.close()
@@ -292,7 +296,7 @@ def _finish(unit: ReadUnit, connection: Connection) -> None:
 
 
 def _do_in_this_process(
-    units: Sequence[ReadUnit], num_units: int, making: Making, progress: Progress
+    units: Sequence[ReadUnit], num_units: int, settings: WorkSettings, progress: Progress
 ) -> None:
     done, totals = num_units - len(units), [0, 0]
 
@@ -301,12 +305,12 @@ def _do_in_this_process(
         progress(done, num_units, *totals)
 
     for unit in units:
-        do_unit(unit, making, count)
+        do_unit(unit, settings, count)
         done += 1
         progress(done, num_units, *totals)
 
 
-def _work(connection: Connection, making: Making, totals: Any) -> None:
+def _work(connection: Connection, settings: WorkSettings, totals: Any) -> None:
     """Do units from the connection until it closes. `totals`: documents and tokens made by all
     processes."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -323,7 +327,7 @@ def _work(connection: Connection, making: Making, totals: Any) -> None:
         while True:
             unit, error = connection.recv(), None
             try:
-                do_unit(unit, making, count)
+                do_unit(unit, settings, count)
             except Exception as raised:  # the parent process raises it
                 error = raised
             connection.send(error)
