@@ -73,7 +73,7 @@ def test_packed_sequences_hold_whole_documents(tmp_path: Path) -> None:
         for number, length in enumerate([4, 9, 2, 6, 3, 5, 1, 8, 26], 1)
     ]
     reader = hand_made(tmp_path / "shards", *documents, shard_tokens=12)
-    packed = PackedDocuments(reader, "train", 8)
+    packed = PackedDocuments(reader, 8)
     batch = rows_of(packed)
     assert batch.begins_BS is not None
     pieces = []
@@ -88,13 +88,12 @@ def test_packed_sequences_hold_whole_documents(tmp_path: Path) -> None:
     assert sorted(pieces) == sorted([*whole, *cut])
     assert len(batch.inputs_BS) == -(-sum(len(document) - 1 for document in documents) // 8)
     assert sum(packed.num_labels(index) or 0 for index in range(len(packed))) == batch.num_labels
-    assert PackedDocuments(reader, "train", 8)._chunks.tolist() == packed._chunks.tolist()
 
 
 def test_what_is_not_learned_is_no_label(tmp_path: Path) -> None:
     learned = [[False, False, True, True], [True, True]]
     reader = hand_made(tmp_path / "shards", [1, 2, 3, 4], [5, 6], learned=learned)
-    windows, packed = Windows(reader, 8), PackedDocuments(reader, "train", 8)
+    windows, packed = Windows(reader, 8), PackedDocuments(reader, 8)
     for sequences, labels in ((windows, {3, 4, 5, 6}), (packed, {3, 4, 6})):
         assert sequences.num_labels(0) is None
         assert set(rows_of(sequences).labels_BS.flatten().tolist()) == labels | {IGNORE_INDEX}
@@ -105,7 +104,7 @@ def test_padding_is_where_no_token_is(tmp_path: Path) -> None:
     documents at the end of sequences."""
     learned = [[False] * 4, [True] * 3]
     reader = hand_made(tmp_path / "shards", [0, 2, 0, 4], [5, 6, 0], learned=learned)
-    windows, packed = Windows(reader, 4), PackedDocuments(reader, "train", 4)
+    windows, packed = Windows(reader, 4), PackedDocuments(reader, 4)
     for sequences, expected in ((windows, [4, 2]), (packed, [3, 2])):
         batch = rows_of(sequences)
         assert batch.padding_BS is not None
@@ -132,15 +131,9 @@ def test_rows_that_a_rank_lacks_are_padding(tmp_path: Path) -> None:
     assert (made.num_labels, made.num_tokens) == (2, 3)
 
 
-def test_packings_that_are_empty_or_damaged_are_refused(tmp_path: Path) -> None:
+def test_documents_of_one_token_cannot_be_packed(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no document has two tokens: give more text"):
-        PackedDocuments(hand_made(tmp_path / "short", [1], [2]), "train", 8)
-    reader = hand_made(tmp_path / "shards", [1, 2, 3])
-    PackedDocuments(reader, "train", 8)
-    (tmp_path / "shards" / "packed-train-8" / "chunks.npy").write_bytes(b"x")
-    fault = r"packed-train-8: damaged .*: delete it, and it is made again"
-    with pytest.raises(DataError, match=fault):
-        PackedDocuments(reader, "train", 8)
+        PackedDocuments(hand_made(tmp_path / "short", [1], [2]), 8)
 
 
 # --- batches --------------------------------------------------------------------------------------
@@ -200,7 +193,7 @@ def test_every_document_comes_once_in_an_epoch_wherever_20_starts_go_on_and_on_a
         *[[token] * (3 + token % 9) for token in range(documents)],
         shard_tokens=100,
     )
-    source = Source("many", PackedDocuments(reader, "train", 16), documents)
+    source = Source("many", PackedDocuments(reader, 16), documents)
     steps = -(-len(source) // 12)
     seen: dict[int, list[torch.Tensor]] = {}  # the samples of each step
     step, kills = 0, 0

@@ -118,7 +118,7 @@ def open_source(dataset: DataSet, split: str, config: DataConfig, length: int) -
     reader = dataset.split(split)
     sequences: Sequences
     if config.packing == "documents":
-        sequences = PackedDocuments(reader, split, length)
+        sequences = PackedDocuments(reader, length)
     else:
         sequences = Windows(reader, length, is_per_document=config.packed_attention)
     return Source(f"{dataset.folder} ({split})", sequences, dataset.manifest.vocab_size)

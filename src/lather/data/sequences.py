@@ -4,18 +4,16 @@ Either the stream of tokens is cut into windows, or whole documents are packed i
 best fit. Then only documents longer than a sequence are cut, and each chunk, longest first, goes to
 the fullest sequence that has room for it ("Fewer Truncations Improve Language Modeling", Ding et
 al., 2024). Chunks of equal length are placed together, so that the time grows with the number of
-different lengths, not with the number of documents.
+different lengths, not with the number of documents. A run packs at its start, which takes about a
+second for a million documents.
 
 S is the length of a sequence; a label is the token after its input.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
 from bisect import bisect_left, insort
 from itertools import pairwise
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -23,7 +21,6 @@ import numpy.typing as npt
 
 from lather.data.shards import Array, ShardReader
 from lather.errors import DataError
-from lather.files import reason
 
 IGNORE_INDEX = -100
 """Label of a position that the loss leaves out."""
@@ -89,31 +86,10 @@ class PackedDocuments:
 
     is_per_document = True
 
-    def __init__(self, reader: ShardReader, split: str, length: int) -> None:
-        """Open the packing that is kept in the data set's folder; compute it first if it is
-        missing.
-
-        Raises DataError if it cannot be written, or if no document has two tokens.
-        """
+    def __init__(self, reader: ShardReader, length: int) -> None:
+        """Raises DataError if no document has two tokens."""
         self.reader, self.length = reader, length
-        folder = reader.folder / f"packed-{split}-{length}"
-        if not folder.exists():
-            _write_packing(folder, *pack(reader, length))
-        try:
-            files = (folder / "chunks.npy", folder / "starts.npy")
-            self._chunks, self._starts = (
-                np.load(file, mmap_mode="r", allow_pickle=False) for file in files
-            )
-            if (
-                self._chunks.dtype != CHUNK
-                or self._starts.dtype != np.int64
-                or int(self._starts[-1]) != len(self._chunks)
-            ):
-                raise ValueError("its parts do not fit")
-        except Exception as error:  # numpy's reader raises errors of many types for damaged headers
-            raise DataError(
-                f"{folder}: damaged ({error}): delete it, and it is made again"
-            ) from None
+        self._chunks, self._starts = pack(reader, length)
         if not len(self):
             raise DataError(f"{reader.folder}: no document has two tokens: give more text")
 
@@ -218,20 +194,3 @@ def _chunks(reader: ShardReader, shard: int, length: int) -> npt.NDArray[np.void
     chunks["start"] = np.repeat(firsts, counts) + number * length
     chunks["length"] = np.minimum(np.repeat(labels, counts) - number * length, length)
     return chunks
-
-
-def _write_packing(folder: Path, chunks: Array, starts: Array) -> None:
-    aside = folder.with_name(f".{folder.name}.{os.getpid()}")
-    try:
-        aside.mkdir()
-        np.save(aside / "chunks.npy", chunks)
-        np.save(aside / "starts.npy", starts)
-        aside.rename(folder)
-    except OSError as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        if not folder.exists():  # otherwise another process was faster
-            why = reason(error, folder)
-            raise DataError(
-                f"{folder} cannot be written ({why}): make the data set's folder writable, free "
-                "space, or copy it"
-            ) from None
