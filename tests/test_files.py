@@ -61,11 +61,9 @@ def test_pipes_and_devices_are_written_to(tmp_path: Path) -> None:
     for name, printed in {"null": "", "stdout": "text"}.items():
         link = tmp_path / name
         link.symlink_to(f"/dev/{name}")  # which would be replaced, and not the device
-        program = (
-            "import lather.files, pathlib, sys\nwith "
-            "lather.files.whole_file(pathlib.Path(sys.argv[1]), '--out') as out:"
-        )
-        program += "\n    out.write_text('text')"
+        program = "import lather.files, pathlib, sys\n"
+        program += "with lather.files.whole_file(pathlib.Path(sys.argv[1]), '--out') as out:\n"
+        program += "    out.write_text('text')"
         assert subprocess.check_output([sys.executable, "-c", program, link], text=True) == printed
         assert link.is_symlink()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["null", "pipe", "stdout"]
@@ -76,18 +74,8 @@ def test_making_a_data_set(
 ) -> None:
     source, folder = tmp_path / "text.txt", tmp_path / "ours"
     source.write_text("some text and more of it\n" * 50)
-    command = [
-        "data",
-        "make",
-        str(folder),
-        str(source),
-        "--vocab-size",
-        "300",
-        "--holdout-every",
-        "0",
-        "--workers",
-        "1",
-    ]
+    options = "--vocab-size 300 --holdout-every 0 --workers 1"
+    command = ["data", "make", str(folder), str(source), *options.split()]
     with monkeypatch.context() as patch:
         patch.setattr(ShardWriter, "finish", full)
         assert main(command) == 2
@@ -97,11 +85,8 @@ def test_making_a_data_set(
         r"[\d,]+ bytes are free there: free space, .* the same command .*\n",
         line,
     )
-    assert sorted(path.name for path in (tmp_path / "ours.partial").rglob("*.*")) == [
-        ".lock",
-        "plan.json",
-        "tokenizer.json",
-    ]
+    left = sorted(path.name for path in (tmp_path / "ours.partial").rglob("*.*"))
+    assert left == [".lock", "plan.json", "tokenizer.json"]
     assert main(command) == 0
 
 

@@ -35,20 +35,9 @@ NFC, NFD = "caf\u00e9", "cafe\u0301"
 
 
 def records(file: Path, kind: Any) -> Any:
-    found = RecordReader(FilePart(str(file), kind))
-    return [getattr(record, "content", record) for record in found]
-
-
-def prompts_of(file: Path) -> Any:
-    return read_prompts(file)
-
-
-def template_of(file: Path) -> Any:
-    return ChatTemplate.beside(file).source
-
-
-def tokens_of(file: Path) -> Any:
-    return load_tokenizer(file, "restore it").encode("some text").ids
+    return [
+        getattr(record, "content", record) for record in RecordReader(FilePart(str(file), kind))
+    ]
 
 
 def weight_map(file: Path) -> Any:
@@ -67,17 +56,25 @@ MESSAGES = json.dumps({"messages": [MESSAGE]}, ensure_ascii=False)
 READERS: dict[str, tuple[str, str, Callable[[Path], Any]]] = {
     "configuration": ("a.toml", f'run_dir = "{NFC} {NFD}"\n[train]\nsteps = 3\n', load_config),
     "study": ("study.toml", STUDY, load_study),
-    "prompts": ("prompts.txt", f"one\n\n{NFC} {NFD}\n", prompts_of),
-    "prompts of JSON": ("prompts.jsonl", f'{{"prompt": "one"}}\n{MESSAGES}\n', prompts_of),
-    "template": ("chat_template.jinja", f"{NFC}\n{NFD}\n", template_of),
-    "template of settings": ("tokenizer_config.json", CHAT, template_of),
-    "settings": ("tokenizer_config.json", CHAT, lambda file: has_template(file.parent)),
-    "tokenizer": ("tokenizer.json", tokenizer_json(), tokens_of),
-    "config.json": (
-        "config.json",
-        '{\n"model_type": "a"\n}\n',
-        lambda file: read_json(file, "restore it"),
+    "prompts": ("prompts.txt", f"one\n\n{NFC} {NFD}\n", read_prompts),
+    "prompts of JSON": ("prompts.jsonl", f'{{"prompt": "one"}}\n{MESSAGES}\n', read_prompts),
+    "template": (
+        "chat_template.jinja",
+        f"{NFC}\n{NFD}\n",
+        lambda file: ChatTemplate.beside(file).source,
     ),
+    "template of settings": (
+        "tokenizer_config.json",
+        CHAT,
+        lambda file: ChatTemplate.beside(file).source,
+    ),
+    "settings": ("tokenizer_config.json", CHAT, lambda file: has_template(file.parent)),
+    "tokenizer": (
+        "tokenizer.json",
+        tokenizer_json(),
+        lambda file: load_tokenizer(file, "restore it").encode("some text").ids,
+    ),
+    "config.json": ("config.json", '{\n"model_type": "a"\n}\n', lambda file: read_json(file, "x")),
     "index": (
         "model.safetensors.index.json",
         '{\n"weight_map": {"x": "a.safetensors"}}',
@@ -133,10 +130,7 @@ def test_a_text_with_a_mark_is_the_text_without_it(way: str, written: str, tmp_p
     ids=["Latin-1", "damaged", "UTF-16 without mark", "UTF-16 cut"],
 )
 def test_what_is_not_text_is_named_with_a_remedy(
-    way: str,
-    content: bytes,
-    message: str,
-    tmp_path: Path,
+    way: str, content: bytes, message: str, tmp_path: Path
 ) -> None:
     name, _, read = READERS[way]
     (tmp_path / name).write_bytes(content)
@@ -156,8 +150,7 @@ def test_a_record_of_any_line_may_begin_with_a_mark(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("encoding", ["auto", "utf-8", "utf-8-sig", "utf-16", "utf-16-le"])
 def test_the_mark_of_a_text_to_train_on_is_dropped_and_characters_stay(
-    encoding: str,
-    tmp_path: Path,
+    encoding: str, tmp_path: Path
 ) -> None:
     text = f"{NFC} {NFD}"
     with_mark = {"auto": "utf-8-sig", "utf-8": "utf-8-sig", "utf-16-le": "utf-16"}
@@ -194,8 +187,7 @@ def piped(content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> li
 
 
 def test_messages_on_standard_input_may_begin_with_a_mark(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert piped("\ufeffhello\r\n\r\n\ufefftwo\n".encode(), tmp_path, monkeypatch) == [
         "hello",

@@ -54,8 +54,8 @@ def read_text(file: Readable, errors: str = "strict") -> str:
         text = content.decode(encoding, errors)
     except UnicodeDecodeError as error:
         line = content[: error.start].decode(encoding, "replace").count("\n") + 1
-        found = f"byte {content[error.start]:#04x} in line {line}"
-        raise UnicodeError(f"not {encoding.upper()}: {found}; save it as UTF-8") from None
+        place = f"byte {content[error.start]:#04x} in line {line}"
+        raise UnicodeError(f"not {encoding.upper()}: {place}; save it as UTF-8") from None
     if "\0" in text and errors == "strict":
         kinds = "as binary files do, and UTF-16 without a byte-order mark"
         raise UnicodeError(f"it has zero bytes, {kinds}; save it as UTF-8")
@@ -108,8 +108,9 @@ def digest_of(value: Any) -> str:
 
 
 def nearest_folder(path: Path) -> Path:
-    """Return the path itself, or what is there of its parents."""
-    return next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
+    """Return the path itself or, if it does not exist, its nearest parent that does."""
+    absolute = path.absolute()
+    return next(folder for folder in (absolute, *absolute.parents) if folder.exists())
 
 
 @contextlib.contextmanager

@@ -54,15 +54,15 @@ def _broken(line: str, width: int) -> str:
 def flow(fields: Iterable[str], width: int) -> list[str]:
     """Put fields on as few lines as they need, two spaces apart, each field whole."""
     lines: list[str] = []
-    for one in fields:
-        if lines and len(lines[-1]) + 2 + len(one) <= width:
-            lines[-1] += f"  {one}"
+    for text in fields:
+        if lines and len(lines[-1]) + 2 + len(text) <= width:
+            lines[-1] += f"  {text}"
         else:
-            lines.append(one)
+            lines.append(text)
     return lines
 
 
 def rule(title: str = "") -> str:
-    """A line across the screen, at most `RULE` columns, that may begin with a title."""
+    """Return a line across the screen, of at most `RULE` columns, that may begin with a title."""
     width = min(RULE, screen_width() or RULE)
     return f"--- {title} ".ljust(width, "-") if title else "-" * width

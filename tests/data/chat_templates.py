@@ -7,12 +7,34 @@ Each is a source, the special tokens that it names, and whether it takes tools.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
+from typing import Any
+
+from lather.data.conversations import Messages
+
+PLAIN: Messages = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "What is 2 + 2?"},
+    {"role": "assistant", "content": "4"},
+    {"role": "user", "content": "And 3 + 3?"},
+    {"role": "assistant", "content": "6, not 7"},
+]
+WEATHER = {"type": "function", "function": {"name": "weather", "arguments": {"town": "Ulm"}}}
+CALLS: Messages = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "How warm is it in Ulm?"},
+    {"role": "assistant", "tool_calls": [WEATHER]},
+    {"role": "tool", "name": "weather", "content": "9"},
+    {"role": "assistant", "content": "It is 9."},
+]
+PARAMETERS = {"type": "object", "properties": {"town": {"type": "string"}}}
+TOOLS: list[Any] = [{"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}]
 
 
 @dataclass(frozen=True)
 class Published:
-    """A template, and what its answers are in `PLAIN` and `CALLS` of test_chat_masks.py."""
+    """A template, and the answers in `PLAIN` and `CALLS`."""
 
     source: str
     tokens: dict[str, str] = field(default_factory=dict)
@@ -22,6 +44,9 @@ class Published:
     """The learned texts of the conversation with a tool; None: the template does not show calls."""
     system: bool = True
     """Whether the template takes a system message."""
+
+    def fitting(self, messages: Messages) -> Messages:
+        return copy.deepcopy(messages if self.system else messages[1:])
 
 
 CALL = '{"name": "weather", "arguments": {"town": "Ulm"}}'
@@ -325,21 +350,14 @@ PUBLISHED = {
     "Qwen3": Published(
         QWEN3,
         plain=("4" + IM, "<think>\n\n</think>\n\n6, not 7" + IM),
-        calls=(
-            f"<tool_call>\n{CALL}\n</tool_call>{IM}",
-            "<think>\n\n</think>\n\nIt is 9." + IM,
-        ),
+        calls=(f"<tool_call>\n{CALL}\n</tool_call>{IM}", "<think>\n\n</think>\n\nIt is 9." + IM),
     ),
     "Llama 2": Published(LLAMA2, S, plain=(" 4 </s>", " 6, not 7 </s>")),
     "Llama 3": Published(
-        LLAMA3,
-        {"bos_token": "<|begin_of_text|>"},
-        plain=("4" + EOT, "6, not 7" + EOT),
+        LLAMA3, {"bos_token": "<|begin_of_text|>"}, plain=("4" + EOT, "6, not 7" + EOT)
     ),
     "Llama 3, which always asks": Published(
-        ALWAYS_ASKS,
-        {"bos_token": "<|begin_of_text|>"},
-        plain=("4" + EOT, "6, not 7" + EOT),
+        ALWAYS_ASKS, {"bos_token": "<|begin_of_text|>"}, plain=("4" + EOT, "6, not 7" + EOT)
     ),
     "Llama 3.1": Published(
         LLAMA31,
@@ -360,9 +378,7 @@ PUBLISHED = {
         system=False,
     ),
     "Phi-3": Published(
-        PHI3,
-        {"eos_token": "<|endoftext|>"},
-        plain=("4<|end|>\n", "6, not 7<|end|>\n<|endoftext|>"),
+        PHI3, {"eos_token": "<|endoftext|>"}, plain=("4<|end|>\n", "6, not 7<|end|>\n<|endoftext|>")
     ),
     "DeepSeek-R1": Published(
         R1,

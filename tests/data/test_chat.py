@@ -1,227 +1,121 @@
-"""Conversations are rendered as transformers renders them, and just the assistant's answers are
-learned."""
+"""Conversations are rendered as transformers renders them, and become documents of data sets."""
 
+import copy
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from making_helpers import documents_of
+from chat_templates import CALLS, PLAIN, PUBLISHED, TOOLS, S
+from making_helpers import Make, documents_of, learned_of, lines
 
-from lather.data.chat import CHATML, ChatError, ChatTemplate, messages_of, tools_of
+from lather.data.chat import CHATML, ChatTemplate
+from lather.data.conversations import ChatError, Messages, messages_of, tools_of
 from lather.data.documents import load_tokenizer, train_tokenizer
-from lather.data.making import make_dataset
 from lather.data.recipe import END_OF_TEXT, DataRecipe
 from lather.errors import DataError
 
-TALK = [
-    {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": "What is 2 + 2?"},
-    {"role": "assistant", "content": "4"},
-    {"role": "user", "content": "And 3 + 3?"},
-    {"role": "assistant", "content": "6, naïve one"},
-]
-LLAMA2 = (
-    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}[INST] {{ "
-    "message['content'] }} [/INST]"
-    "{% elif message['role'] == 'assistant' %} {{ message['content'] }}{{ eos_token }}{% endif "
-    "%}{% endfor %}"
-)
-TEMPLATES = {
-    "ChatML": (CHATML, {}),
-    "Llama 2": (LLAMA2, {"bos_token": "<s>", "eos_token": "</s>"}),
-    "with blocks": (
-        "{% for message in messages %}\n    {%- if loop.first %}\n    {{- '>>' }}\n    {%- endif "
-        "%}\n"
-        "    {{- message['role'] | upper + ': ' + message['content'] + '\\n' }}\n{%- endfor %}"
-        "{%- if add_generation_prompt %}{{- 'ASSISTANT: ' }}{%- endif %}",
-        {},
-    ),
-    "trims": (
-        "{% for message in messages %}{{ message.role }}|{{ message.content | trim }}|{% endfor %}",
-        {},
-    ),
-}
 
-
-def learned_text(template: ChatTemplate, messages: list[dict[str, Any]]) -> list[str]:
-    text, spans = template.answers(messages)
-    return [text[start:stop] for start, stop in spans]
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_a_conversation_is_what_transformers_makes_of_it(name: str, tmp_path: Path) -> None:
+def of_transformers(tokenizer: Path, source: str, tokens: dict[str, str]) -> Any:
     transformers = pytest.importorskip("transformers")
-    source, tokens = TEMPLATES[name]
-    train_tokenizer(iter(["x"]), 300, END_OF_TEXT).save(str(tmp_path / "tokenizer.json"))
-    theirs = transformers.PreTrainedTokenizerFast(
-        tokenizer_file=str(tmp_path / "tokenizer.json"), chat_template=source, **tokens
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(tokenizer), chat_template=source, **tokens
     )
-    ours = ChatTemplate(source, tokens)
-    for asking in (False, True):
-        expected = theirs.apply_chat_template(TALK, tokenize=False, add_generation_prompt=asking)
-        assert ours.render(TALK, asking=asking) == expected
 
 
-def test_the_answers_and_what_ends_them_are_learned() -> None:
-    template = ChatTemplate(CHATML, {})
-    assert learned_text(template, TALK) == ["4<|im_end|>\n", "6, naïve one<|im_end|>\n"]
-    assert learned_text(ChatTemplate(*TEMPLATES["Llama 2"]), TALK) == [
-        " 4</s>",
-        " 6, naïve one</s>",
-    ]
-    assert learned_text(ChatTemplate(*TEMPLATES["trims"]), TALK) == [
-        "assistant|4|",
-        "assistant|6, naïve one|",
-    ]
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_text_is_that_of_transformers(name: str, tokenizer: Path) -> None:
+    one = PUBLISHED[name]
+    ours = ChatTemplate(one.source, one.tokens)
+    theirs = of_transformers(tokenizer, one.source, one.tokens)
+    plain, called = one.fitting(PLAIN), ours.fitting(one.fitting(CALLS), TOOLS)
+    cases: list[tuple[Messages, Any]] = [(plain, None), (plain[:-1], None), (plain, TOOLS)]
+    if one.calls:
+        cases += [(called, TOOLS), (called[:-1], TOOLS)]
+    for messages, tools in cases:
+        for asking in (False, True):
+            expected = theirs.apply_chat_template(
+                messages, tools=tools, tokenize=False, add_generation_prompt=asking
+            )
+            assert ours.render(messages, asking=asking, tools=tools) == expected
 
 
-LIKE_QWEN3 = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
-    "{% if message.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}"
-    "{{ message.content.split('</think>')[-1] | trim }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-LIKE_R1 = (
-    "{{ bos_token }}{% for message in messages %}{% if message.role == 'user' %}<User>{{ "
-    "message.content }}"
-    "{% elif message.role == 'assistant' %}<Assistant>{{ message.content.split('</think>')[-1] "
-    "}}<end>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<Assistant><think>\n{% endif %}"
-)
-THOUGHTS = [
-    {"role": "user", "content": "one"},
-    {"role": "assistant", "content": "<think>a</think>ONE "},
-    {"role": "user", "content": "two"},
-    {"role": "assistant", "content": "TWO\n"},
-]
+@pytest.mark.parametrize("calls", [False, True])
+def test_blocks_of_generation_are_obeyed(tokenizer: Path, calls: bool) -> None:
+    """The learned characters are those of the tokens that transformers masks."""
+    one, messages = PUBLISHED["SmolLM3"], CALLS if calls else PLAIN
+    theirs = of_transformers(tokenizer, one.source, one.tokens).apply_chat_template(
+        messages,
+        tools=TOOLS,
+        return_assistant_tokens_mask=True,
+        return_dict=True,
+        tokenizer_kwargs={"return_offsets_mapping": True},
+    )
+    pairs = zip(theirs["offset_mapping"], theirs["assistant_masks"], strict=True)
+    expected = {place for span, masked in pairs if masked for place in range(*span)}
+    template = ChatTemplate(one.source, {})
+    spans = template.format(messages, TOOLS).answers
+    assert {place for span in spans for place in range(*span)} == expected
+    marked = [{**message, "weight": 0} if n == 2 else message for n, message in enumerate(messages)]
+    assert template.format(marked, TOOLS).answers == spans[1:]
 
 
-def test_templates_that_show_answers_otherwise_when_they_are_the_last() -> None:
-    """The text as a whole decides what is learned."""
-    assert learned_text(ChatTemplate(LIKE_QWEN3, {}), THOUGHTS) == [
-        "ONE<|im_end|>\n",
-        "<think>\n\n</think>\n\nTWO<|im_end|>\n",
-    ]
-    assert learned_text(ChatTemplate(LIKE_R1, {"bos_token": "<s>"}), THOUGHTS) == [
-        "ONE <end>",
-        "TWO\n<end>",
-    ]
+def test_content_as_a_list_of_texts(tokenizer: Path) -> None:
+    parts = [{"type": "text", "text": "4"}, {"type": "text", "text": "!"}]
+    source = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}"
+        "{{ m.content }}{% else %}{% for part in m.content %}{{ part.text }}{% endfor %}"
+        "{% endif %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    talk = messages_of({"messages": [PLAIN[1], {"role": "assistant", "content": parts}]})
+    template, theirs = ChatTemplate(source, {}), of_transformers(tokenizer, source, {})
+    assert learned_of(template, talk) == ["4!<|im_end|>\n"]
+    assert template.render(talk) == theirs.apply_chat_template(talk, tokenize=False)
+    with pytest.raises(ChatError, match="shows no list of parts, as message 1 has"):
+        ChatTemplate(CHATML, {}).format(talk)
 
 
-def test_a_template_that_leaves_messages_out_is_no_conversation() -> None:
-    with pytest.raises(ChatError, match="does not show message 2"):
-        ChatTemplate("{{ messages[-1].content }}", {}).answers(TALK)
+def test_templates_for_tools(tmp_path: Path) -> None:
+    sources = {"default": CHATML, "tool_use": "T" + CHATML}
+    named = [{"name": name, "template": source} for name, source in sources.items()]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    template = ChatTemplate.beside(tmp_path / "tokenizer.json")
+    assert template.render(PLAIN) == ChatTemplate(CHATML, {}).render(PLAIN)
+    assert template.render(PLAIN, tools=TOOLS).startswith("T<|im_start|>")
+    copied = pickle.loads(pickle.dumps(template))
+    assert copied.render(PLAIN, tools=TOOLS) == template.render(PLAIN, tools=TOOLS)
 
 
-RECORDS = {
-    "messages": ({"messages": TALK}, TALK),
-    "conversations": (
-        {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
-        [("user", "a"), ("assistant", "b")],
-    ),
-    "prompt and completion": (
-        {"prompt": "a", "completion": "b", "other": 3},
-        [("user", "a"), ("assistant", "b")],
-    ),
-    "lists": (
-        {
-            "prompt": [{"role": "user", "content": "a"}],
-            "completion": [{"role": "assistant", "content": "b"}],
-        },
-        [("user", "a"), ("assistant", "b")],
-    ),
-}
-
-
-@pytest.mark.parametrize("name", RECORDS)
-def test_every_shape_of_a_record_is_understood(name: str) -> None:
-    record, expected = RECORDS[name]
-    pairs = [one if isinstance(one, tuple) else (one["role"], one["content"]) for one in expected]
-    assert [(message["role"], message["content"]) for message in messages_of(record)] == pairs
-
-
-def test_tool_calls_need_no_content() -> None:
-    message = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
-    assert messages_of({"messages": [message]}) == [message]
-
-
-TOOLS = [{"type": "function", "function": {"name": "add"}}]
-
-
-@pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS)])
+@pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS)], ids=["list", "JSON"])
 def test_the_template_is_told_of_tools(tools: object) -> None:
     template = ChatTemplate("{% if tools %}{{ tools | tojson }}|{% endif %}" + CHATML, {})
-    record = {"messages": TALK, "tools": tools}
-    text, spans = template.answers(messages_of(record), tools_of(record))
-    plain, plain_spans = template.answers(TALK)
-    before = f"{json.dumps(TOOLS)}|"
-    assert text == before + plain
-    assert spans == [(start + len(before), stop + len(before)) for start, stop in plain_spans]
+    record = {"messages": copy.deepcopy(PLAIN), "tools": tools}
+    formatted = template.format(messages_of(record), tools_of(record))
+    assert formatted.text == f"{json.dumps(TOOLS)}|{template.render(PLAIN)}"
+    assert learned_of(template, PLAIN, TOOLS) == learned_of(template, PLAIN)
 
 
-@pytest.mark.parametrize(
-    "source",
-    ["{{ raise_exception('only users') }}", "{{ messages[99].content.x }}", "{{ 1 + messages }}"],
-)
+FAILING = {
+    "{{ raise_exception('only users') }}": "refuses it: only users",
+    "{{ messages[99].content.x }}": "refuses it",
+    "{{ 1 + messages }}": "fails on it",
+    "{{ messages.__class__.__mro__[1].__subclasses__() }}": "refuses it",  # leaves the sandbox
+    "{{ messages[-1].content }}": "does not show message 2",
+}
+
+
+@pytest.mark.parametrize("source", FAILING)
 def test_a_template_that_fails_says_so(source: str) -> None:
-    with pytest.raises(ChatError, match=r"the chat template (refuses|fails on) it"):
-        ChatTemplate(source, {}).answers(TALK)
-
-
-def test_a_template_cannot_leave_its_sandbox() -> None:
-    with pytest.raises(ChatError, match="refuses it"):
-        ChatTemplate("{{ messages.__class__.__mro__[1].__subclasses__() }}", {}).render(TALK)
+    with pytest.raises(ChatError, match=FAILING[source]):
+        ChatTemplate(source, {}).format(PLAIN)
 
 
 def test_a_template_that_is_none_is_refused() -> None:
     with pytest.raises(DataError, match="not a Jinja template"):
         ChatTemplate("{% for %}", {})
-
-
-def test_only_answers_are_learned_in_the_data_set(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    train_tokenizer(iter(["What is naïve? Be brief."] * 5), 300, END_OF_TEXT).save(
-        str(folder / "tokenizer.json")
-    )
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps({"chat_template": LLAMA2, "bos_token": "<s>", "eos_token": {"content": "</s>"}})
-    )
-    (tmp_path / "chats.jsonl").write_text(
-        "".join(json.dumps({"messages": TALK}) + "\n" for _ in range(3))
-    )
-    recipe = DataRecipe(
-        (str(tmp_path / "chats.jsonl"),), chat=True, tokenizer=str(folder), holdout_every=0
-    )
-    dataset = make_dataset(tmp_path / "ours", recipe, print, 1)
-    reader = dataset.split("train")
-    tokenizer = load_tokenizer(folder / "tokenizer.json", "")
-    [document, *_] = documents_of(dataset, "train")
-    assert tokenizer.decode(document[:-1]) == ChatTemplate(*TEMPLATES["Llama 2"]).render(TALK)
-    learned = reader.learned(0, len(document))
-    kept = np.array(document)[learned]
-    assert (
-        tokenizer.decode(kept.tolist(), skip_special_tokens=False)
-        == f" 4</s> 6, naïve one</s>{END_OF_TEXT}"
-    )
-    assert reader.has_mask
-
-
-def test_a_special_token_in_a_chat_is_that_token(tmp_path: Path) -> None:
-    tokenizer = train_tokenizer(iter(["x"]), 300, END_OF_TEXT)
-    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": TALK}) + "\n")
-    recipe = DataRecipe(
-        (str(tmp_path / "chats.jsonl"),),
-        chat=True,
-        tokenizer=str(tmp_path / "tokenizer.json"),
-        holdout_every=0,
-    )
-    [document] = documents_of(make_dataset(tmp_path / "ours", recipe, print, 1), "train")
-    assert document.count(tokenizer.token_to_id("<|im_start|>")) == len(TALK)
 
 
 @pytest.mark.parametrize(
@@ -241,3 +135,26 @@ def test_a_damaged_description_of_a_tokenizer_is_an_error(
     (tmp_path / name).write_text(contents)
     with pytest.raises(DataError, match=r"not readable|the chat template is empty"):
         DataRecipe(("x",), tokenizer=str(tmp_path), chat=True).chat_template()
+
+
+def test_only_answers_are_learned_in_the_data_set(tmp_path: Path, make: Make) -> None:
+    """A special token that a template names is that token."""
+    folder, talk = tmp_path / "model", [*PLAIN[:-1], {**PLAIN[-1], "content": "6, naïve one"}]
+    folder.mkdir()
+    tokenizer = train_tokenizer(iter(["What is naïve? Be brief."] * 5), 300, END_OF_TEXT)
+    tokenizer.add_special_tokens(["<s>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    source = PUBLISHED["Llama 2"].source
+    settings = {"chat_template": source, "bos_token": "<s>", "eos_token": {"content": "</s>"}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "chats.jsonl").write_text(lines(*[{"messages": talk}] * 3))
+    dataset = make(tmp_path / "chats.jsonl", chat=True, tokenizer=str(folder))
+    reader, tokenizer = dataset.split("train"), load_tokenizer(folder / "tokenizer.json", "")
+    [document, *_] = documents_of(dataset)
+    text = tokenizer.decode(document[:-1], skip_special_tokens=False)
+    assert text == ChatTemplate(source, S).render(talk)
+    assert document.count(tokenizer.token_to_id("<s>")) == 2
+    learned = np.array(document)[reader.learned(0, len(document))].tolist()
+    text = tokenizer.decode(learned, skip_special_tokens=False)
+    assert text == f" 4 </s> 6, naïve one </s>{END_OF_TEXT}"
+    assert reader.has_mask

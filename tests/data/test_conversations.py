@@ -1,96 +1,85 @@
 """Records of conversations: shapes, marks of what is learned, and what a template leaves out."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from chat_templates import PUBLISHED
-from making_helpers import documents_of
+from making_helpers import Make, documents_of, learned_of, lines
 from tokenizers import AddedToken
 
-from lather.data.chat import CHATML, ChatError, ChatTemplate, messages_of, tools_of
-from lather.data.conversations import is_learned
+from lather.data.chat import CHATML, ChatTemplate
+from lather.data.conversations import ChatError, is_learned, messages_of, tools_of
 from lather.data.dataset import NOTES, DataSet
 from lather.data.documents import load_tokenizer, train_tokenizer
-from lather.data.making import make_dataset
 from lather.data.recipe import END_OF_TEXT, DataRecipe
 
 ASKED, ANSWERED = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 CALL = {"name": "weather", "arguments": {"town": "Ulm"}}
+Made = Callable[..., DataSet]
 
 
-def made(
-    tmp_path: Path,
-    records: list[Any],
-    source: str = CHATML,
-    end: str = END_OF_TEXT,
-) -> DataSet:
-    """Make a data set of the records with this template, whose eos_token is <eos>."""
-    tokenizer = train_tokenizer(iter(["x"]), 300, END_OF_TEXT)
-    names = ("<eos>", "<|im_end|>")
-    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in names])
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    settings = {"chat_template": source, "eos_token": "<eos>"}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    recipe = DataRecipe(
-        (str(tmp_path / "chats.jsonl"),),
-        chat=True,
-        tokenizer=str(tmp_path),
-        holdout_every=0,
-        end_of_text=end,
-    )
-    return make_dataset(tmp_path / "ours", recipe, print, 1)
+@pytest.fixture
+def made(tmp_path: Path, make: Make) -> Made:
+    """Make a data set of records with a template, whose eos_token is <eos>."""
+
+    def make_one(records: list[Any], source: str = CHATML, end: str = END_OF_TEXT) -> DataSet:
+        tokenizer = train_tokenizer(iter(["x"]), 300, END_OF_TEXT)
+        names = ("<eos>", "<|im_end|>")
+        tokenizer.add_special_tokens([AddedToken(name, special=True) for name in names])
+        tokenizer.save(str(tmp_path / "tokenizer.json"))
+        settings = {"chat_template": source, "eos_token": "<eos>"}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+        (tmp_path / "chats.jsonl").write_text(lines(*records))
+        return make(tmp_path / "chats.jsonl", chat=True, tokenizer=str(tmp_path), end_of_text=end)
+
+    return make_one
+
+
+def rows_of(dataset: DataSet) -> list[dict[str, Any]]:
+    return [json.loads(row) for row in (dataset.folder / NOTES).read_text("utf-8").splitlines()]
 
 
 def learned_texts(dataset: DataSet) -> list[str]:
     """Return the learned text of every document."""
     tokenizer = load_tokenizer(dataset.folder / "tokenizer.json", "")
     reader, texts, start = dataset.split("train"), [], 0
-    for document in documents_of(dataset, "train"):
+    for document in documents_of(dataset):
         chosen = np.array(document)[reader.learned(start, start + len(document))]
         texts.append(tokenizer.decode(chosen.tolist(), skip_special_tokens=False))
         start += len(document)
     return texts
 
 
-def roles_and_texts(record: dict[str, Any]) -> list[tuple[str, Any]]:
-    return [(message["role"], message.get("content")) for message in messages_of(record)]
-
-
-SHAPES = {
-    "a system field beside ShareGPT": (
-        {
-            "system": "s",
-            "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}],
-        },
-        [("system", "s"), ("user", "a"), ("assistant", "b")],
-    ),
-    "a system field beside messages": (
+PAIR = [("user", "a"), ("assistant", "b")]
+PROMPTED = {"prompt": "a", "completion": "b"}
+SHARED = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+SHAPES: dict[str, tuple[dict[str, Any], list[tuple[str, str]]]] = {
+    "messages": ({"messages": [ASKED, ANSWERED]}, PAIR),
+    "ShareGPT": ({"conversations": SHARED}, PAIR),
+    "prompt and completion": ({**PROMPTED, "other": 3}, PAIR),
+    "lists": ({"prompt": [ASKED], "completion": [ANSWERED]}, PAIR),
+    "system beside ShareGPT": ({"system": "s", "conversations": SHARED}, [("system", "s"), *PAIR]),
+    "system beside messages": (
         {"system": "s", "messages": [ASKED, ANSWERED]},
-        [("system", "s"), ("user", "a"), ("assistant", "b")],
+        [("system", "s"), *PAIR],
     ),
-    "a system field beside prompt and completion": (
-        {"system": "s", "prompt": "a", "completion": "b"},
-        [("system", "s"), ("user", "a"), ("assistant", "b")],
-    ),
+    "system beside prompt": ({"system": "s", **PROMPTED}, [("system", "s"), *PAIR]),
     "the same system twice": (
         {"system": "s", "messages": [{"role": "system", "content": "s"}, ASKED, ANSWERED]},
-        [("system", "s"), ("user", "a"), ("assistant", "b")],
+        [("system", "s"), *PAIR],
     ),
-    "nulls of other shapes": (
-        {"messages": None, "system": None, "prompt": "a", "completion": "b", "tools": None},
-        [("user", "a"), ("assistant", "b")],
-    ),
+    "nulls": ({"messages": None, "system": None, **PROMPTED, "tools": None}, PAIR),
     "Alpaca": (
         {"instruction": "i", "input": "a", "output": "b"},
         [("user", "i\na"), ("assistant", "b")],
     ),
     "Alpaca with a history and no input": (
-        {"instruction": "i", "input": "", "output": "b", "history": [["q", "r"]], "system": "s"},
-        [("system", "s"), ("user", "q"), ("assistant", "r"), ("user", "i"), ("assistant", "b")],
+        {"instruction": "a", "input": "", "output": "b", "history": [["q", "r"]], "system": "s"},
+        [("system", "s"), ("user", "q"), ("assistant", "r"), *PAIR],
     ),
 }
 
@@ -98,31 +87,30 @@ SHAPES = {
 @pytest.mark.parametrize("name", SHAPES)
 def test_shapes_of_records(name: str) -> None:
     record, expected = SHAPES[name]
-    assert roles_and_texts(record) == expected
+    messages = messages_of(record)
+    assert [(message["role"], message.get("content")) for message in messages] == expected
 
 
 def test_calls_of_sharegpt_are_calls_of_the_assistant() -> None:
-    record = {
-        "conversations": [
-            {"from": "human", "value": "a"},
-            {"from": "function_call", "value": json.dumps(CALL)},
-            {"from": "function_call", "value": json.dumps([CALL, CALL])},
-            {"from": "observation", "value": "9"},
-            {"from": "gpt", "value": "b"},
-        ]
+    turns = {
+        "human": "a",
+        "function_call": json.dumps(CALL),
+        "tool_call": json.dumps([CALL, CALL]),
+        "observation": "9",
+        "gpt": "b",
     }
+    record = {"conversations": [{"from": role, "value": text} for role, text in turns.items()]}
     messages = messages_of(record)
     assert [message["role"] for message in messages] == ["user", "assistant", "tool", "assistant"]
     assert messages[1]["tool_calls"] == [{"type": "function", "function": CALL}] * 3
-    _, spans = ChatTemplate(PUBLISHED["Qwen2.5"].source, {}).answers(messages)
-    assert len(spans) == 2
+    assert len(learned_of(ChatTemplate(PUBLISHED["Qwen2.5"].source, {}), messages)) == 2
 
 
-def test_calls_in_json_are_calls() -> None:
+def test_calls_in_json_are_calls_and_need_no_content() -> None:
     calls = [{"type": "function", "function": CALL}]
     for given in (calls, json.dumps(calls)):
-        messages = messages_of({"messages": [ASKED, {"role": "assistant", "tool_calls": given}]})
-        assert messages[1]["tool_calls"] == calls
+        record = {"messages": [ASKED, {"role": "assistant", "content": None, "tool_calls": given}]}
+        assert messages_of(record)[1]["tool_calls"] == calls
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -151,6 +139,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]},
         "message 0 has a part of type image: only texts are read",
     ),
+    "no message": ({"system": "s", "prompt": [], "completion": []}, "prompt is list, not text or"),
     "a history that is none": (
         {"instruction": "a", "output": "b", "history": "q"},
         "history is not a list of pairs",
@@ -190,7 +179,8 @@ UNLEARNED = [
 def test_marks_of_what_is_not_learned_are_obeyed(mark: dict[str, Any], template: str) -> None:
     [(name, value)] = mark.items()
     talk = [ASKED, {**ANSWERED, **mark}, ASKED, {**ANSWERED, name: not value}, ASKED, ANSWERED]
-    text, spans = ChatTemplate(PUBLISHED[template].source, {}).answers(talk)
+    formatted = ChatTemplate(PUBLISHED[template].source, {}).format(talk)
+    text, spans = formatted.text, formatted.answers
     assert [text[start:].split("<")[0] for start, _ in spans] == ["b", "b"]
     assert spans[0][0] > text.index("b<|im_end|>") + 1
 
@@ -202,10 +192,10 @@ def test_marks_that_are_not_valid_are_refused() -> None:
         ({"train_detail": [{"begin_offset": 0}]}, "message 1 has train_detail, which is not read"),
     ):
         with pytest.raises(ChatError, match=words):
-            ChatTemplate(CHATML, {}).answers([ASKED, {**ANSWERED, **mark}])
+            ChatTemplate(CHATML, {}).format([ASKED, {**ANSWERED, **mark}])
     assert is_learned({"weight": None}, 0) is None
     with pytest.raises(ChatError, match="every answer is marked as not learned"):
-        ChatTemplate(CHATML, {}).answers([ASKED, {**ANSWERED, "weight": 0}])
+        ChatTemplate(CHATML, {}).format([ASKED, {**ANSWERED, "weight": 0}])
 
 
 USERS_ALONE = (
@@ -214,7 +204,9 @@ USERS_ALONE = (
 )
 
 
-def test_parts_that_the_template_does_not_show_are_noted_with_file_and_line(tmp_path: Path) -> None:
+def test_parts_that_the_template_does_not_show_are_noted_with_file_and_line(
+    made: Made, tmp_path: Path
+) -> None:
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": CALL}]}
     records = [
         {"messages": [ASKED, ANSWERED]},
@@ -224,8 +216,8 @@ def test_parts_that_the_template_does_not_show_are_noted_with_file_and_line(tmp_
         {"messages": [{**ASKED, "train": True}, ANSWERED]},
         {"messages": [ASKED, call]},
     ]
-    dataset = made(tmp_path, records, USERS_ALONE)
-    rows = [json.loads(row) for row in (dataset.folder / NOTES).read_text("utf-8").splitlines()]
+    dataset = made(records, USERS_ALONE)
+    rows = rows_of(dataset)
     assert {row["file"] for row in rows} == {str(tmp_path / "chats.jsonl")}
     shown = "by the chat template"
     assert [(row["line"], row["reason"], row["detail"]) for row in rows] == [
@@ -241,22 +233,21 @@ def test_parts_that_the_template_does_not_show_are_noted_with_file_and_line(tmp_
     assert learned_texts(dataset) == ["b<eos>" + END_OF_TEXT] * 5
 
 
-def test_a_data_set_that_lacks_nothing_has_no_notes(tmp_path: Path) -> None:
-    dataset = made(tmp_path, [{"messages": [ASKED, ANSWERED]}])
+def test_a_data_set_that_lacks_nothing_has_no_notes(made: Made) -> None:
+    dataset = made([{"messages": [ASKED, ANSWERED]}])
     assert not (dataset.folder / NOTES).exists()
     assert dataset.manifest.notes == {}
 
 
-def test_fields_of_the_conversation_that_are_not_read_are_noted(tmp_path: Path) -> None:
+def test_fields_of_the_conversation_that_are_not_read_are_noted(made: Made) -> None:
     talk = {"messages": [ASKED, ANSWERED], "id": 3, "videos": [], "documents": None}
     records = [talk, {**talk, "images": ["a.png"]}, {**talk, "chat_template_kwargs": {"think": 0}}]
-    dataset = made(tmp_path, records)
+    dataset = made(records)
     assert dataset.manifest.notes == {
         "field 'chat_template_kwargs' is not read": 1,
         "field 'images' is not read": 1,
     }
-    rows = [json.loads(row) for row in (dataset.folder / NOTES).read_text("utf-8").splitlines()]
-    assert [row["line"] for row in rows] == [2, 3]
+    assert [row["line"] for row in rows_of(dataset)] == [2, 3]
     columns = DataRecipe(("a",), chat=True).columns
     assert {"images", "documents", "chat_template_kwargs"} <= set(columns)
 
@@ -280,15 +271,14 @@ ENDS = {
 
 
 @pytest.mark.parametrize("name", ENDS)
-def test_a_document_has_one_learned_end(tmp_path: Path, name: str) -> None:
+def test_a_document_has_one_learned_end(made: Made, tmp_path: Path, name: str) -> None:
     closing, end, expected = ENDS[name]
     source = (
-        "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
-        + closing
-        + "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}" + closing + "{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
     )
-    dataset = made(tmp_path, [{"messages": [ASKED, ANSWERED]}] * 2, source, end)
+    dataset = made([{"messages": [ASKED, ANSWERED]}] * 2, source, end)
     assert learned_texts(dataset) == expected * 2
     number = load_tokenizer(tmp_path / "tokenizer.json", "").token_to_id(end)
     asked = 1 if "eos" in closing and end == "<eos>" else 0  # the end of the question
-    assert [one.count(number) for one in documents_of(dataset, "train")] == [1 + asked] * 2
+    assert [tokens.count(number) for tokens in documents_of(dataset)] == [1 + asked] * 2

@@ -11,44 +11,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import making_helpers
 import numpy as np
 import pytest
+from making_helpers import Make, lines
 
 from lather.cli import main
 from lather.data import sources
 from lather.data.config import DataConfig
 from lather.data.dataset import SKIPPED, DataSet
-from lather.data.documents import train_tokenizer
-from lather.data.making import make_dataset, make_plan
+from lather.data.making import divide_sources, make_dataset
 from lather.data.opening import open_datasets
-from lather.data.recipe import END_OF_TEXT, DataRecipe
+from lather.data.recipe import DataRecipe
 from lather.errors import DataError
 
 NOBODY = 65534
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    train_tokenizer(iter(["text"]), 257, END_OF_TEXT).save(str(folder / "tokenizer.json"))
-    return folder / "tokenizer.json"
-
-
-def recipe_of(*given: Path, tokenizer: Path, **options: Any) -> DataRecipe:
-    sources = tuple(map(str, given))
-    return DataRecipe(sources, tokenizer=str(tokenizer), holdout_every=0, **options)
-
-
-Make = Callable[..., DataSet]
-
-
-@pytest.fixture
-def make(tmp_path: Path, tokenizer: Path) -> Make:
-    def make_one(*given: Path, name: str = "ours", note: Any = None, **options: Any) -> DataSet:
-        recipe = recipe_of(*given, tokenizer=tokenizer, **options)
-        return make_dataset(tmp_path / name, recipe, note or (lambda text: None), 1)
-
-    return make_one
 
 
 @pytest.fixture
@@ -66,10 +43,9 @@ def names_of(dataset: DataSet) -> list[str]:
 
 
 def skips(dataset: DataSet, root: Path) -> dict[str, tuple[str, str]]:
-    """Return the reason and the detail of each skipped path, and check that all are counted."""
-    rows = [json.loads(row) for row in (dataset.folder / SKIPPED).read_text().splitlines()]
-    assert sum(dataset.manifest.skipped.values()) == len(rows)
-    return {os.path.relpath(row["file"], root): (row["reason"], row["detail"]) for row in rows}
+    """Return the reason and the detail of each skipped path."""
+    rows = making_helpers.skips(dataset)
+    return {os.path.relpath(path, root): (reason, detail) for path, _, reason, detail in rows}
 
 
 def link(path: Path, target: str | Path) -> None:
@@ -78,9 +54,7 @@ def link(path: Path, target: str | Path) -> None:
 
 
 def test_a_linked_folder_gives_what_a_copy_of_it_gives(
-    tree: Path,
-    tmp_path: Path,
-    make: Make,
+    tree: Path, tmp_path: Path, make: Make
 ) -> None:
     link(tree / "m", tmp_path / "other")
     linked = make(tree)
@@ -125,10 +99,7 @@ def test_each_file_is_read_once_and_circles_end(tree: Path, tmp_path: Path, make
 
 
 def test_the_list_does_not_depend_on_the_order_of_entries(
-    tree: Path,
-    tmp_path: Path,
-    make: Make,
-    monkeypatch: pytest.MonkeyPatch,
+    tree: Path, tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("y", "b", "a/n"):
         link(tree / name, tmp_path / "other")
@@ -182,31 +153,48 @@ def test_a_link_counts_where_the_file_itself_is_not_asked_for(tree: Path, make: 
     assert dataset.manifest.skipped == {}
 
 
-def test_making_goes_on_with_the_same_links(
-    tree: Path,
-    tmp_path: Path,
-    tokenizer: Path,
-    make: Make,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def interrupted(tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Make a data set of small units, which is interrupted after some and continued."""
     monkeypatch.setattr(sources, "LEAST_UNIT_BYTES", 1)
+
+    def make_twice(folder: Path, source: Path, after: int) -> tuple[DataSet, list[str]]:
+        def stop(units: int, *counts: int) -> None:
+            if units == after:
+                raise KeyboardInterrupt
+
+        recipe = DataRecipe((str(source),), tokenizer=str(tokenizer), holdout_every=0)
+        with pytest.raises(KeyboardInterrupt):
+            make_dataset(folder, recipe, print, 1, stop)
+        (source / ".hidden").touch()  # which changes nothing
+        notes: list[str] = []
+        return make_dataset(folder, recipe, notes.append, 1), notes
+
+    return make_twice
+
+
+def test_making_goes_on_with_the_same_links(
+    tree: Path, tmp_path: Path, make: Make, interrupted: Callable[..., Any]
+) -> None:
     link(tree / "m", tmp_path / "other")
     link(tree / "gone", "nothing")
     whole = make(tree, name="whole")
-
-    def stop(units: int, *counts: int) -> None:
-        if units == 2:
-            raise KeyboardInterrupt
-
-    recipe = recipe_of(tree, tokenizer=tokenizer)
-    with pytest.raises(KeyboardInterrupt):
-        make_dataset(tmp_path / "ours", recipe, print, 1, stop)
-    (tree / ".hidden").touch()  # which changes nothing
-    notes: list[str] = []
-    continued = make_dataset(tmp_path / "ours", recipe, notes.append, 1)
+    continued, notes = interrupted(tmp_path / "ours", tree, 2)
     assert notes == ["continuing: 2 of 4 units are done"]
     assert continued.manifest.identity == whole.manifest.identity
     assert (continued.folder / SKIPPED).read_bytes() == (whole.folder / SKIPPED).read_bytes()
+
+
+def test_a_data_set_in_the_folder_it_is_made_of_is_not_read(
+    tree: Path, make: Make, interrupted: Callable[..., Any]
+) -> None:
+    """Neither the next data set has it, nor does its making start again after an interruption."""
+    first, notes = interrupted(tree / "ours", tree, 1)
+    assert notes == ["continuing: 1 of 2 units are done"]
+    second = make(tree, name="tree/second")
+    assert names_of(second) == names_of(first) == ["a/1.txt", "z/2.txt"]
+    assert second.manifest.identity == first.manifest.identity
+    assert second.manifest.made_from["left_out"] == {"data set": 2, "hidden": 1}
 
 
 def as_nobody(action: Callable[[], Any]) -> Any:
@@ -241,8 +229,8 @@ def open_to_all() -> Iterator[Path]:
 
 
 def listed(source: Path) -> list[Any]:
-    plan = make_plan(DataRecipe((str(source),), vocab_size=300))
-    return [[file.name for file in plan.files], [list(skip) for skip in plan.skipped]]
+    listing = divide_sources(DataRecipe((str(source),), vocab_size=300)).sources
+    return [[file.name for file in listing.files], list(map(list, listing.skipped))]
 
 
 def test_folders_and_files_without_permission_are_counted(open_to_all: Path) -> None:
@@ -275,8 +263,7 @@ def test_folders_and_files_without_permission_are_counted(open_to_all: Path) -> 
 
 @pytest.mark.parametrize("mode", [0o000, 0o711, 0o744])
 def test_a_source_without_permission_is_an_error_with_the_reason(
-    open_to_all: Path,
-    mode: int,
+    open_to_all: Path, mode: int
 ) -> None:
     root = open_to_all / "root"
     root.mkdir()
@@ -290,9 +277,7 @@ def test_a_source_without_permission_is_an_error_with_the_reason(
 
 
 def test_an_error_of_the_disk_at_a_folder_is_counted(
-    tree: Path,
-    make: Make,
-    monkeypatch: pytest.MonkeyPatch,
+    tree: Path, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scandir = os.scandir
 
@@ -325,16 +310,16 @@ def test_sources_that_are_no_files_and_no_folders(tmp_path: Path, make: Make) ->
 
 
 def of_kind(folder: Path, kind: str) -> Path:
-    file, lines = folder / f"b.{kind}", json.dumps({"text": "some text"}).encode() + b"\n"
+    file, content = folder / f"b.{kind}", lines({"text": "some text"}).encode()
     if kind == "parquet":
         pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
         parquet.write_table(pyarrow.table({"text": ["some text"]}), file)
-    elif kind == "jsonl.zst":
-        file.write_bytes(pytest.importorskip("zstandard").ZstdCompressor().compress(lines))
     elif kind == "npy":
         np.save(file, np.ones(9, np.uint16))
+    elif kind == "jsonl.zst":
+        file.write_bytes(pytest.importorskip("zstandard").ZstdCompressor().compress(content))
     else:
-        file.write_bytes(gzip.compress(lines) if kind.endswith("gz") else lines)
+        file.write_bytes(gzip.compress(content) if kind.endswith("gz") else content)
     return file
 
 
@@ -343,9 +328,7 @@ KINDS = ["txt", "jsonl", "json", "jsonl.gz", "jsonl.zst", "parquet", "npy"]
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_file_that_vanishes_before_it_is_read_is_counted(
-    kind: str,
-    tmp_path: Path,
-    make: Make,
+    kind: str, tmp_path: Path, make: Make
 ) -> None:
     """The note about the tokenizer is given between listing and reading."""
     (tmp_path / "texts").mkdir()
@@ -360,9 +343,7 @@ def test_a_file_that_vanishes_before_it_is_read_is_counted(
 
 
 def test_a_file_that_vanishes_while_it_is_listed_is_counted(
-    tree: Path,
-    make: Make,
-    monkeypatch: pytest.MonkeyPatch,
+    tree: Path, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     describe = sources._file
 
@@ -382,9 +363,7 @@ def test_a_file_that_changes_while_it_is_read_is_counted(tree: Path, make: Make)
 
 
 def test_what_is_not_asked_for_is_counted(
-    tree: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in (".git/config", "a/.hidden.txt", "a/notes.md", "z/more.md", "__pycache__/1.txt"):
         (tree / name).parent.mkdir(exist_ok=True)
@@ -395,30 +374,6 @@ def test_what_is_not_asked_for_is_counted(
     told = capsys.readouterr().out
     assert "not taken    1 x dangling link; file and line of each are in" in told
     assert "left out     1 x folder __pycache__, 2 x hidden, 2 x not *.txt\n" in told
-
-
-def test_a_data_set_in_the_folder_it_is_made_of_is_not_read(
-    tree: Path,
-    tokenizer: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Neither the next data set has it, nor does its making begin anew after an interruption."""
-    monkeypatch.setattr(sources, "LEAST_UNIT_BYTES", 1)
-
-    def stop(units: int, *counts: int) -> None:
-        if units == 1:
-            raise KeyboardInterrupt
-
-    recipe = recipe_of(tree, tokenizer=tokenizer)
-    with pytest.raises(KeyboardInterrupt):
-        make_dataset(tree / "ours", recipe, print, 1, stop)
-    notes: list[str] = []
-    first = make_dataset(tree / "ours", recipe, notes.append, 1)
-    assert notes == ["continuing: 1 of 2 units are done"]
-    second = make_dataset(tree / "second", recipe, print, 1)
-    assert names_of(second) == names_of(first) == ["a/1.txt", "z/2.txt"]
-    assert second.manifest.identity == first.manifest.identity
-    assert second.manifest.made_from["left_out"] == {"data set": 2}
 
 
 def test_a_run_in_its_own_source_keeps_its_data_set(tree: Path) -> None:
@@ -437,8 +392,7 @@ def test_index_files_belong_to_their_token_files(tmp_path: Path, make: Make) -> 
 
 
 def test_a_run_that_makes_its_data_set_tells_what_it_does_not_take(
-    tree: Path,
-    tmp_path: Path,
+    tree: Path, tmp_path: Path
 ) -> None:
     notes: list[str] = []
     link(tree / "gone", "nothing")

@@ -2,7 +2,6 @@
 taken, and no input is changed."""
 
 import gzip
-import json
 import random
 import shutil
 import subprocess
@@ -12,26 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from making_helpers import Make, lines, skips
 
 from lather.data import documents
-from lather.data.dataset import SKIPPED, DataSet
-from lather.data.documents import train_tokenizer
-from lather.data.making import make_dataset
-from lather.data.recipe import END_OF_TEXT, DataRecipe
+from lather.data.dataset import DataSet
 from lather.errors import DataError
 
 SOUND = [f"sound document {number}, which is taken whatever lies beside it" for number in range(6)]
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    train_tokenizer(iter(SOUND), 300, END_OF_TEXT).save(str(folder / "tokenizer.json"))
-    return folder / "tokenizer.json"
-
-
 def line(**record: Any) -> bytes:
-    return json.dumps(record).encode() + b"\n"
+    return lines(record).encode()
 
 
 GOOD = line(text="good")
@@ -124,109 +114,82 @@ TEXT: dict[str, tuple[bytes, list[tuple[int, str]], dict[str, int]]] = {
 }
 
 
-def made(tmp_path: Path, tokenizer: Path, file: Path, **options: Any) -> DataSet:
-    """Make a data set of the file and a sound one beside it, which must be taken; the file must
-    stay as it was."""
-    before = file.read_bytes()
-    beside = tmp_path / (
-        "sound.jsonl" if options.get("chat") or file.suffix != ".txt" else "sound.txt"
-    )
-    if options.get("chat"):
-        beside.write_bytes(b"".join(line(prompt="?", completion=text) for text in SOUND))
-    elif beside.suffix == ".jsonl":
-        beside.write_bytes(b"".join(line(text=text) for text in SOUND))
-    else:
-        beside.write_text(SOUND[0])
-    recipe = DataRecipe(
-        (str(file), str(beside)), tokenizer=str(tokenizer), holdout_every=0, **options
-    )
-    try:
-        dataset = make_dataset(tmp_path / "ours", recipe, print, 1)
-    finally:
-        assert file.read_bytes() == before
-    assert dataset.manifest.splits["train"].documents >= (
-        1 if beside.suffix == ".txt" else len(SOUND)
-    )
-    return dataset
+@pytest.fixture
+def made(tmp_path: Path, make: Make) -> Callable[..., DataSet]:
+    """Make a data set of a file with this content and a sound one beside it, which must be taken;
+    the file must stay as it was."""
+
+    def make_one(name: str, content: bytes, **options: Any) -> DataSet:
+        file, beside = tmp_path / name, tmp_path / f"sound.{'txt' if '.txt' in name else 'jsonl'}"
+        file.write_bytes(content)
+        chats = (line(prompt="?", completion=text) for text in SOUND)
+        rows = (line(text=text) for text in SOUND)
+        sound = SOUND[0].encode() if beside.suffix == ".txt" else b"".join(rows)
+        beside.write_bytes(b"".join(chats) if options else sound)
+        dataset = make(file, beside, **options)
+        assert file.read_bytes() == content
+        count = 1 if beside.suffix == ".txt" else len(SOUND)
+        assert dataset.manifest.splits["train"].documents >= count
+        assert {skip[0] for skip in skips(dataset)} <= {str(file)}
+        return dataset
+
+    return make_one
 
 
-def skips(dataset: DataSet, file: Path) -> list[tuple[int, str]]:
-    rows = [json.loads(row) for row in (dataset.folder / SKIPPED).read_text("utf-8").splitlines()]
-    assert {row["file"] for row in rows} <= {str(file)}
-    assert sum(dataset.manifest.skipped.values()) == len(rows)
-    return [(row["line"], row["reason"]) for row in rows]
+def reasons(dataset: DataSet) -> list[tuple[int, str]]:
+    return [(line, reason) for _, line, reason, _ in skips(dataset)]
+
+
+Made = Callable[..., DataSet]
 
 
 @pytest.mark.parametrize("case", JSONL)
-def test_lines(tmp_path: Path, tokenizer: Path, case: str) -> None:
+def test_lines(made: Made, case: str) -> None:
     content, expected = JSONL[case]
-    file = tmp_path / "bad.jsonl"
-    file.write_bytes(content)
-    dataset = made(tmp_path, tokenizer, file)
-    assert skips(dataset, file) == expected
-    assert dataset.manifest.splits["train"].documents == len(SOUND) + content.replace(
-        b"\r", b""
-    ).count(GOOD.strip()) * (case != "UTF-16")
+    dataset = made("bad.jsonl", content)
+    assert reasons(dataset) == expected
+    good = content.replace(b"\r", b"").count(GOOD.strip()) * (case != "UTF-16")
+    assert dataset.manifest.splits["train"].documents == len(SOUND) + good
 
 
 @pytest.mark.parametrize("case", JSON)
-def test_files_of_json(tmp_path: Path, tokenizer: Path, case: str) -> None:
+def test_files_of_json(made: Made, case: str) -> None:
     content, expected = JSON[case]
-    file = tmp_path / "bad.json"
-    file.write_bytes(content)
-    assert skips(made(tmp_path, tokenizer, file), file) == expected
-
-
-def test_a_conversation_that_is_too_long_is_skipped(
-    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(documents, "MOST_CHARACTERS", 1000)
-    file = tmp_path / "bad.jsonl"
-    many = [{"role": "assistant", "content": "x"}] * 70_000
-    file.write_bytes(
-        line(prompt="?", completion="x" * 1000)
-        + line(prompt="?", completion="x" * 500)
-        + line(messages=many)
-    )
-    assert skips(made(tmp_path, tokenizer, file, chat=True), file) == [
-        (1, "too long"),
-        (3, "too long"),
-    ]
+    assert reasons(made("bad.json", content)) == expected
 
 
 @pytest.mark.parametrize("case", CHAT)
-def test_conversations(tmp_path: Path, tokenizer: Path, case: str) -> None:
+def test_conversations(made: Made, case: str) -> None:
     content, expected = CHAT[case]
-    file = tmp_path / "bad.jsonl"
-    file.write_bytes(content)
-    assert skips(made(tmp_path, tokenizer, file, chat=True), file) == expected
+    assert reasons(made("bad.jsonl", content, chat=True)) == expected
+
+
+def test_a_conversation_that_is_too_long_is_skipped(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(documents, "MOST_CHARACTERS", 1000)
+    texts = (line(prompt="?", completion="x" * length) for length in (1000, 500))
+    many = line(messages=[{"role": "assistant", "content": "x"}] * 70_000)
+    dataset = made("bad.jsonl", b"".join([*texts, many]), chat=True)
+    assert reasons(dataset) == [(1, "too long"), (3, "too long")]
 
 
 @pytest.mark.parametrize("case", TEXT)
-def test_text_files(tmp_path: Path, tokenizer: Path, case: str) -> None:
+def test_text_files(made: Made, case: str) -> None:
     content, expected, encodings = TEXT[case]
-    file = tmp_path / "bad.txt"
-    file.write_bytes(content)
-    dataset = made(tmp_path, tokenizer, file)
-    assert skips(dataset, file) == expected
-    utf8 = encodings.pop("utf-8", 0) if encodings else 0
-    assert dataset.manifest.encodings == {"utf-8": 1 + utf8, **encodings}
+    dataset = made("bad.txt", content)
+    assert reasons(dataset) == expected
+    utf8 = 1 + encodings.get("utf-8", 0)
+    assert dataset.manifest.encodings == {**encodings, "utf-8": utf8}
 
 
-def jsonl_bytes(tmp_path: Path) -> bytes:
-    return b"".join(line(text=f"document {number} " * 30) for number in range(40))
+ROWS = b"".join(line(text=f"document {number} " * 30) for number in range(40))
 
 
-def gzip_bytes(tmp_path: Path) -> bytes:
-    return gzip.compress(jsonl_bytes(tmp_path))
-
-
-def zstd_bytes(tmp_path: Path) -> bytes:
-    return (
-        pytest.importorskip("zstandard")
-        .ZstdCompressor(write_checksum=True)
-        .compress(jsonl_bytes(tmp_path))
-    )  # type: ignore[no-any-return]
+def zstd_bytes(_: Path) -> bytes:
+    zstandard = pytest.importorskip("zstandard")
+    content: bytes = zstandard.ZstdCompressor(write_checksum=True).compress(ROWS)
+    return content
 
 
 def parquet_bytes(tmp_path: Path) -> bytes:
@@ -237,50 +200,46 @@ def parquet_bytes(tmp_path: Path) -> bytes:
 
 
 KINDS: dict[str, Callable[[Path], bytes]] = {
-    "jsonl": jsonl_bytes,
-    "jsonl.gz": gzip_bytes,
+    "jsonl": lambda _: ROWS,
+    "jsonl.gz": lambda _: gzip.compress(ROWS),
     "jsonl.zst": zstd_bytes,
     "parquet": parquet_bytes,
-    "txt": jsonl_bytes,
+    "txt": lambda _: ROWS,
 }
 
 
 def damaged(content: bytes, draw: random.Random) -> bytes:
     """Damage the content: cut it, change a byte, insert bytes, zero a stretch or leave one out."""
     place, length = draw.randrange(1, len(content)), draw.randrange(1, 40)
-    return draw.choice(
-        [
-            content[:place],
-            content[:place]
-            + bytes([content[place] ^ 1 << draw.randrange(8)])
-            + content[place + 1 :],
-            content[:place] + draw.randbytes(length) + content[place:],
-            content[:place] + bytes(length) + content[place + length :],
-            content[:place] + content[place + length :],
-        ]
+    before, after = content[:place], content[place:]
+    flipped = bytes([after[0] ^ 1 << draw.randrange(8)])
+    ends = (
+        b"",
+        flipped + after[1:],
+        draw.randbytes(length) + after,
+        bytes(length) + after[length:],
+        after[length:],
     )
+    return before + draw.choice(ends)
 
 
 @pytest.mark.parametrize("seed", range(30))
 @pytest.mark.parametrize("kind", KINDS)
 def test_damage_of_any_kind_is_an_error_or_a_counted_skip_or_harmless(
-    tmp_path: Path, tokenizer: Path, kind: str, seed: int
+    made: Made, tmp_path: Path, kind: str, seed: int
 ) -> None:
     """No other exception is raised, and the file beside it is taken."""
-    file = tmp_path / f"bad.{kind}"
-    file.write_bytes(damaged(KINDS[kind](tmp_path), random.Random(f"{kind} {seed}")))
-    dataset = made(tmp_path, tokenizer, file)
-    assert all(number >= 0 and reason for number, reason in skips(dataset, file))
+    content = damaged(KINDS[kind](tmp_path), random.Random(f"{kind} {seed}"))
+    dataset = made(f"bad.{kind}", content)
+    assert all(number >= 0 and reason for number, reason in reasons(dataset))
     assert dataset.check() == []
 
 
 @pytest.mark.parametrize("kind", ["jsonl.gz", "jsonl.zst"])
 def test_a_compressed_file_that_ends_early_says_where(
-    tmp_path: Path, tokenizer: Path, kind: str
+    made: Made, tmp_path: Path, kind: str
 ) -> None:
-    file = tmp_path / f"bad.{kind}"
-    file.write_bytes(KINDS[kind](tmp_path)[:-12])
-    [(number, reason)] = skips(made(tmp_path, tokenizer, file), file)
+    [(number, reason)] = reasons(made(f"bad.{kind}", KINDS[kind](tmp_path)[:-12]))
     assert reason == "damaged, or ends early"
     assert number >= 1
 
@@ -303,56 +262,39 @@ NOTHING = {
 
 @pytest.mark.parametrize("case", NOTHING)
 def test_nothing_to_train_on_is_an_error_with_the_reasons(
-    tmp_path: Path, tokenizer: Path, case: str
+    tmp_path: Path, make: Make, case: str
 ) -> None:
     name, content, options, message = NOTHING[case]
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
-        make_dataset(
-            tmp_path / "ours",
-            DataRecipe((str(tmp_path / name),), tokenizer=str(tokenizer), **options),
-            print,
-            1,
-        )
+        make(tmp_path / name, **options)
     assert not (tmp_path / "ours").exists()
 
 
-RECIPES: dict[str, tuple[dict[str, Any], str]] = {
-    "no such file": (
-        {"sources": ("absent.jsonl",)},
-        "absent.jsonl: no such file or folder: give one",
-    ),
-    "no such package": ({"sources": ("package:absent",)}, "no package 'absent' is installed"),
-    "no such pattern": ({"pattern": "*.absent"}, r"no file matches the pattern '\*\.absent'"),
-    "no tokenizer": ({"tokenizer": ""}, "neither tokenizer nor vocab_size is given"),
-    "tokenizer absent": ({"tokenizer": "absent.json"}, "absent.json: not a usable tokenizer"),
-    "vocabulary too small": (
-        {"vocab_size": 299},
-        "has token 299, but vocab_size is 299: give at least 300",
-    ),
-    "other end of text": ({"end_of_text": "<eos>"}, "end_of_text = '<eos>' is not a token of"),
-    "no encoding": ({"encoding": "utf-99"}, "encoding = 'utf-99' is not valid"),
-    "one held out": ({"holdout_every": 1}, "holdout_every = 1 is not valid"),
-    "no sources": ({"sources": ()}, r"sources = \[\] is not valid"),
+RECIPES: dict[str, tuple[list[str], dict[str, Any], str]] = {
+    "no such file": (["absent.jsonl"], {}, "absent.jsonl: no such file or folder: give one"),
+    "no such package": (["package:absent"], {}, "no package 'absent' is installed"),
+    "no such pattern": (["."], {"pattern": "*.absent"}, r"no file matches the pattern '\*\.abs"),
+    "no tokenizer": (["."], {"tokenizer": ""}, "neither tokenizer nor vocab_size is given"),
+    "tokenizer absent": (["."], {"tokenizer": "x.json"}, "x.json: not a usable tokenizer"),
+    "vocabulary too small": (["."], {"vocab_size": 299}, "has token 299, .* give at least 300"),
+    "other end of text": (["."], {"end_of_text": "<eos>"}, "end_of_text = '<eos>' is not a token"),
+    "no encoding": (["."], {"encoding": "utf-99"}, "encoding = 'utf-99' is not valid"),
+    "one held out": (["."], {"holdout_every": 1}, "holdout_every = 1 is not valid"),
+    "no sources": ([], {}, r"sources = \[\] is not valid"),
 }
 
 
 @pytest.mark.parametrize("case", RECIPES)
 def test_a_recipe_that_cannot_be_followed_names_the_field(
-    tmp_path: Path, tokenizer: Path, case: str
+    tmp_path: Path, make: Make, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    change, message = RECIPES[case]
+    sources, options, message = RECIPES[case]
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("text")
+    monkeypatch.chdir(tmp_path / "texts")
     with pytest.raises(ValueError, match=message):
-        make_dataset(
-            tmp_path / "ours",
-            DataRecipe(
-                **{"sources": (str(tmp_path / "texts"),), "tokenizer": str(tokenizer), **change}
-            ),
-            print,
-            1,
-        )
+        make(*sources, **options)
     assert not (tmp_path / "ours").exists()
 
 
@@ -380,32 +322,23 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("most_bytes", [0, 100, 700, 3_000, 9_000, 30_000])
 def test_no_room_at_any_moment_is_an_error_and_the_same_command_goes_on(
-    tmp_path: Path, tokenizer: Path, most_bytes: int
+    tmp_path: Path, tokenizer: Path, make: Make, most_bytes: int
 ) -> None:
     """No file may be longer than so many bytes, so that what is written first fits, and what
     follows does not."""
     shutil.copyfile(tokenizer, tmp_path / "tokenizer.json")
-    source, script = tmp_path / "some.jsonl", tmp_path / "full.py"
-    source.write_bytes(b"".join(line(text=f"document {number} " * 20) for number in range(400)))
+    source, script, ours = (tmp_path / name for name in ("some.jsonl", "full.py", "ours"))
+    before = b"".join(line(text=f"document {number} " * 20) for number in range(400))
+    source.write_bytes(before)
     script.write_text(FULL)
-    before = source.read_bytes()
-    command = [
-        sys.executable,
-        str(script),
-        str(most_bytes),
-        str(source),
-        str(tmp_path / "ours"),
-        *filter(None, sys.path),
-    ]
+    command = [sys.executable, script, str(most_bytes), source, ours, *filter(None, sys.path)]
     done = subprocess.run(
         command, check=False, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parent
     )
     assert done.returncode == 3, done.stderr
     assert "Traceback" not in done.stderr
     assert str(tmp_path) in done.stdout
-    assert not (tmp_path / "ours").exists()
+    assert not ours.exists()
     assert source.read_bytes() == before
-    recipe = DataRecipe((str(source),), tokenizer=str(tmp_path / "tokenizer.json"), holdout_every=0)
-    assert (
-        make_dataset(tmp_path / "ours", recipe, print, 1).manifest.splits["train"].documents == 400
-    )
+    dataset = make(source, tokenizer=str(tmp_path / "tokenizer.json"))
+    assert dataset.manifest.splits["train"].documents == 400

@@ -1,17 +1,16 @@
 """The same rows give the same records and tokens from JSON and from Arrow with its nulls."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from making_helpers import documents_of
+from making_helpers import Make, lines
 
 from lather.data.dataset import DataSet
-from lather.data.documents import train_tokenizer
-from lather.data.making import make_dataset
-from lather.data.recipe import END_OF_TEXT, DataRecipe
+from lather.data.recipe import DataRecipe
 from lather.data.records import FilePart, Record, RecordReader
 
 pyarrow = pytest.importorskip("pyarrow")
@@ -59,7 +58,7 @@ ROWS: list[dict[str, Any]] = [
 
 
 def as_jsonl(folder: Path, rows: list[dict[str, Any]]) -> tuple[str, Any]:
-    (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "a.jsonl").write_text(lines(*rows))
     return str(folder / "a.jsonl"), "jsonl"
 
 
@@ -142,30 +141,41 @@ def test_keys_that_a_row_does_not_have_do_not_appear(form: str, tmp_path: Path) 
     assert columns == ROWS
 
 
+@pytest.fixture
+def with_template(make: Make, tokenizer: Path, tmp_path: Path) -> Callable[..., DataSet]:
+    """Make a data set of conversations with a chat template."""
+
+    def make_one(template: str, source: str, name: str) -> DataSet:
+        model = tmp_path / "model"
+        model.mkdir(exist_ok=True)
+        shutil.copyfile(tokenizer, model / "tokenizer.json")
+        (model / "chat_template.jinja").write_text(template)
+        dataset = make(source, name=name, chat=True, tokenizer=str(model))
+        assert dataset.manifest.skipped == {}
+        return dataset
+
+    return make_one
+
+
+SORTING = (
+    "{{ tools | tojson(sort_keys=true) }}\n"
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}"
+    "{% if message.tool_calls is defined %}"
+    "{{ message.tool_calls | tojson(sort_keys=true) }}{% endif %}"
+    "{% if 'name' in message %}({{ message.name }}){% endif %}</s>\n{% endfor %}"
+)
+"""A template that sorts keys, because Arrow does not keep the order of the keys of a row."""
+
+
 @pytest.mark.parametrize("form", FORMS)
-def test_chat_templates_see_the_same_conversations(form: str, tmp_path: Path) -> None:
-    """The template sorts keys, because Arrow does not keep the order of the keys of a row."""
+def test_chat_templates_see_the_same_conversations(
+    form: str, tmp_path: Path, with_template: Callable[..., DataSet]
+) -> None:
     source, _ = FORMS[form](tmp_path, ROWS)
-    (tmp_path / "model").mkdir()
-    train_tokenizer(iter(["x"]), 300, END_OF_TEXT).save(str(tmp_path / "model/tokenizer.json"))
-    (tmp_path / "model/chat_template.jinja").write_text(
-        "{{ tools | tojson(sort_keys=true) }}\n"
-        "{% for message in messages %}<{{ message.role }}>{{ message.content }}"
-        "{% if message.tool_calls is defined %}"
-        "{{ message.tool_calls | tojson(sort_keys=true) }}{% endif %}"
-        "{% if 'name' in message %}({{ message.name }}){% endif %}</s>\n{% endfor %}"
-    )
-
-    def made(source: str, name: str) -> DataSet:
-        model = str(tmp_path / "model")
-        recipe = DataRecipe((source,), chat=True, tokenizer=model, holdout_every=0)
-        return make_dataset(tmp_path / name, recipe, lambda text: None, 1)
-
-    dataset = made(source, "theirs")
-    assert dataset.manifest.skipped == {}
-    assert len(documents_of(dataset, "train")) == len(ROWS)
+    dataset = with_template(SORTING, source, "theirs")
+    assert dataset.manifest.splits["train"].documents == len(ROWS)
     (tmp_path / "plain").mkdir()
-    plain = made(as_jsonl(tmp_path / "plain", ROWS)[0], "ours")
+    plain = with_template(SORTING, as_jsonl(tmp_path / "plain", ROWS)[0], "ours")
     assert dataset.manifest.identity == plain.manifest.identity
 
 
@@ -195,13 +205,10 @@ SHOWING = {
 
 @pytest.mark.parametrize("conditions", SHOWING)
 def test_a_null_of_a_message_is_a_key_that_it_lacks_in_json_as_well(
-    conditions: str,
-    tmp_path: Path,
+    conditions: str, tmp_path: Path, with_template: Callable[..., DataSet]
 ) -> None:
     has_content, has_calls = SHOWING[conditions]
-    (tmp_path / "model").mkdir()
-    train_tokenizer(iter(["x"]), 300, END_OF_TEXT).save(str(tmp_path / "model/tokenizer.json"))
-    (tmp_path / "model/chat_template.jinja").write_text(
+    template = (
         "{% for m in messages %}<{{ m.role }}>\n" + has_content + "{{ m.content }}{% endif %}"
         f"{has_calls}{{% for c in m.tool_calls %}}<call>{{{{ c.function | tojson }}}}</call>"
         "{% endfor %}{% endif %}</s>\n{% endfor %}"
@@ -210,11 +217,7 @@ def test_a_null_of_a_message_is_a_key_that_it_lacks_in_json_as_well(
     identities = set()
     for form, write in FORMS.items():
         (tmp_path / form).mkdir()
-        source, _ = write(tmp_path / form, WITH_NULLS)
-        model = str(tmp_path / "model")
-        recipe = DataRecipe((source,), chat=True, tokenizer=model, holdout_every=0)
-        dataset = make_dataset(tmp_path / form / "data", recipe, lambda text: None, 1)
-        assert dataset.manifest.skipped == {}
+        dataset = with_template(template, write(tmp_path / form, WITH_NULLS)[0], f"{form}/data")
         assert dataset.manifest.splits["train"].documents == 2
         identities.add(dataset.manifest.identity)
     assert len(identities) == 1
@@ -261,8 +264,6 @@ def test_a_null_that_json_says_stays_also_where_arrow_stores_json(tmp_path: Path
         assert read(*FORMS[form](tmp_path / form, rows), ("messages",)) == rows
 
 
-def test_a_text_that_is_null_is_not_a_text_that_is_absent(tmp_path: Path) -> None:
+def test_a_text_that_is_null_is_not_a_text_that_is_absent(tmp_path: Path, make: Make) -> None:
     parquet.write_table(pyarrow.table({"text": ["one", None]}), tmp_path / "a.parquet")
-    recipe = DataRecipe((str(tmp_path / "a.parquet"),), vocab_size=300, holdout_every=0)
-    dataset = make_dataset(tmp_path / "data", recipe, lambda text: None, 1)
-    assert dataset.manifest.skipped == {"'text' is null": 1}
+    assert make(tmp_path / "a.parquet").manifest.skipped == {"'text' is null": 1}

@@ -55,7 +55,7 @@ def test_scores_are_those_of_all_logits(
 class Numbered:
     """Sequences that are drawn with their number as seed; nothing of sequence 3 is learned."""
 
-    length = 6
+    length, is_per_document = 6, False
 
     def __len__(self) -> int:
         return 5
@@ -77,18 +77,14 @@ class Numbered:
 def test_a_set_is_the_sum_of_its_sequences_whatever_the_batches(batch_size: int) -> None:
     model, source = tiny_family_model("qwen3_moe").double(), Source("numbered", Numbered(), 37)
     bytes_V, told = torch.arange(37), []
-    whole = score_set(
-        model, source, range(5), batch_size, apart=False, bytes_V=bytes_V, progress=told.append
-    )
-    parts = [
-        score_set(model, source, [index], 1, apart=False, bytes_V=bytes_V) for index in range(5)
-    ]
+    whole = score_set(model, source, range(5), batch_size, bytes_V=bytes_V, progress=told.append)
+    parts = [score_set(model, source, [index], 1, bytes_V=bytes_V) for index in range(5)]
     assert (whole.sequences, whole.tokens, parts[3].tokens) == (5, 24, 0)
     assert whole.nats == pytest.approx(sum(part.nats for part in parts), rel=1e-12)
     assert whole.hits == sum(part.hits for part in parts)
     assert whole.num_bytes == sum(part.num_bytes or 0 for part in parts) > 100
     assert told[-1] == 5
-    assert score_set(model, source, range(5), 2, apart=False, bytes_V=None).num_bytes is None
+    assert score_set(model, source, range(5), 2, bytes_V=None).num_bytes is None
 
 
 def test_what_the_numbers_mean() -> None:

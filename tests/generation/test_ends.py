@@ -89,29 +89,11 @@ def test_several_ends_end_a_text_as_in_transformers(
     trained = TrainedModel.find(str(run))
     ends = trained.stop_tokens(trained.tokenizer())
     assert {299, end} <= ends
-    assert (
-        generate(trained.decoder(), prompt, 12, context=24, temperature=0, stop_token=ends)
-        == theirs[:-1]
-    )
+    tokens = generate(trained.decoder(), prompt, 12, context=24, temperature=0, stop_token=ends)
+    assert tokens == theirs[:-1]
     capsys.readouterr()
-    assert (
-        main(
-            [
-                "generate",
-                str(run),
-                "--prompt",
-                "def f",
-                "--temperature",
-                "0",
-                "--tokens",
-                "12",
-                "--context",
-                "24",
-                "--json",
-            ]
-        )
-        == 0
-    )
+    options = ["--temperature", "0", "--tokens", "12", "--context", "24", "--json"]
+    assert main(["generate", str(run), "--prompt", "def f", *options]) == 0
     row = json.loads(capsys.readouterr().out)
     assert (row["tokens"], row["stopped"]) == (len(theirs) - 1, True)
 
@@ -124,22 +106,18 @@ def test_several_ends_end_a_text_as_in_transformers(
 def test_settings_for_generation_take_precedence_over_the_models(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
     assert ends_of(tmp_path) == [7]
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": null}')
-    assert ends_of(tmp_path) == [7]
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 3]}')
-    assert ends_of(tmp_path) == [2, 3]
+    for value, expected in (("null", [7]), ("[2, 3]", [2, 3])):
+        (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {value}}}')
+        assert ends_of(tmp_path) == expected
 
 
 @pytest.mark.parametrize("value", ["</s>", -1, [2, None], True, {"a": 1}], ids=str)
 def test_what_is_no_token_is_refused(tmp_path: Path, value: object) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
-    with pytest.raises(
-        DataError,
-        match=(
-            r"generation_config\.json: eos_token_id = .* is not "
-            r"valid: it must be the number of a token"
-        ),
-    ):
+    fault = (
+        r"generation_config\.json: eos_token_id = .* is not valid: it must be the number of a tok"
+    )
+    with pytest.raises(DataError, match=fault):
         ends_of(tmp_path)
 
 
@@ -177,19 +155,7 @@ def test_a_sample_ends_at_each(
 
     monkeypatch.setattr("lather.train.trained_model.generate", record)
     (published / "generation_config.json").write_text('{"eos_token_id": [2, 3]}')
-    config = write_config(tmp_path, steps=1)
-    tokenizer = str(published / "tokenizer.json")
-    assert (
-        main(
-            [
-                "train",
-                str(config),
-                "--run-dir",
-                str(tmp_path / "run"),
-                "--data.tokenizer",
-                tokenizer,
-            ]
-        )
-        == 0
-    )
+    config, run = write_config(tmp_path, steps=1), str(tmp_path / "run")
+    options = ["--run-dir", run, "--data.tokenizer", str(published / "tokenizer.json")]
+    assert main(["train", str(config), *options]) == 0
     assert given == [{0, 2, 3}]

@@ -145,8 +145,7 @@ def _score_sets(
                 held_out.source,
                 indices,
                 parsed.batch_size,
-                apart=trained.config.data.apart,
-                bytes_V=None if tokenizer is None else bytes_per_token(tokenizer, vocab_size),
+                None if tokenizer is None else bytes_per_token(tokenizer, vocab_size),
                 progress=show,
             )
             if not score.tokens:

@@ -177,7 +177,7 @@ def write(found: ProfileFound, name: str) -> None:
 
 def _batch(config: Config) -> str:
     train = config.train
-    documents = f", {DOCUMENTS} documents per sequence" if config.data.apart else ""
+    documents = f", {DOCUMENTS} documents per sequence" if config.data.is_per_document else ""
     return (
         f"{micro_batch_size(config)} x {train.sequence_length} tokens, {train.precision}{documents}"
     )
@@ -217,7 +217,7 @@ def _document(found: ProfileFound) -> dict[str, Any]:
         "micro_batch_size": micro_batch_size(config),
         "sequence_length": config.train.sequence_length,
         "precision": config.train.precision,
-        "documents_per_sequence": DOCUMENTS if config.data.apart else 1,
+        "documents_per_sequence": DOCUMENTS if config.data.is_per_document else 1,
         "measured_blocks": list(found.cut.kept) if found.cut else "all",
         "profiles": {mode: report.to_json(profile) for mode, profile in found.profiles.items()},
     }

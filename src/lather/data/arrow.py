@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 Change = Callable[[Any], Any]
@@ -36,40 +37,35 @@ def _change_of(arrow_type: Any) -> Change | None:
     types = importlib.import_module("pyarrow.types")
     if types.is_struct(arrow_type):
         fields = [arrow_type.field(number) for number in range(arrow_type.num_fields)]
-        return _of_struct({field.name: _change_of(field.type) for field in fields})
+        return partial(_struct, changes={field.name: _change_of(field.type) for field in fields})
     if types.is_map(arrow_type):
-        return _of_map(_change_of(arrow_type.item_type))
+        return partial(_map, change_item=_change_of(arrow_type.item_type))
     if types.is_dictionary(arrow_type):
         return _change_of(arrow_type.value_type)
     if any(getattr(types, f"is_{kind}", lambda _: False)(arrow_type) for kind in LISTS):
-        item = _change_of(arrow_type.value_type)
-        return item and _of_list(item)
+        change_item = _change_of(arrow_type.value_type)
+        return change_item and partial(_list, change_item=change_item)
     if getattr(arrow_type, "extension_name", "") == "arrow.json":
         return lambda value: value if value is None else json.loads(value)
     storage = getattr(arrow_type, "storage_type", None)  # of other extension types
     return None if storage is None else _change_of(storage)
 
 
-def _of_struct(changes: dict[str, Change | None]) -> Change:
-    def change(value: dict[str, Any] | None) -> dict[str, Any] | None:
-        if value is None:
-            return None
-        kept = ((name, one, changes[name]) for name, one in value.items() if one is not None)
-        return {name: one if change is None else change(one) for name, one, change in kept}
+def _struct(value: dict[str, Any] | None, changes: dict[str, Change | None]) -> Any:
+    if value is None:
+        return None
+    present = {name: item for name, item in value.items() if item is not None}
+    return {
+        name: change(item) if (change := changes[name]) else item for name, item in present.items()
+    }
 
-    return change
 
-
-def _of_map(change_item: Change | None) -> Change:
+def _map(value: list[tuple[Any, Any]] | None, change_item: Change | None) -> Any:
     """Keys that are not text become text, as in JSON."""
-
-    def change(value: list[tuple[Any, Any]] | None) -> dict[str, Any] | None:
-        if value is None:
-            return None
-        return {str(key): item if change_item is None else change_item(item) for key, item in value}
-
-    return change
+    if value is None:
+        return None
+    return {str(key): change_item(item) if change_item else item for key, item in value}
 
 
-def _of_list(change_item: Change) -> Change:
-    return lambda value: value if value is None else [change_item(item) for item in value]
+def _list(value: list[Any] | None, change_item: Change) -> Any:
+    return value if value is None else [change_item(item) for item in value]

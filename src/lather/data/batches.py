@@ -28,10 +28,10 @@ class Batch:
     """True at the first token of a document, if attention stays within documents; None: attention
     spans the whole sequence."""
     labels_of_all: int | None = None
-    """Number of labels in the global batch; None: unknown, the ranks have to add up their own."""
+    """Number of labels in the global batch; None: unknown, so that the ranks add up theirs."""
     padding_BS: Bool[Tensor, "b s"] | None = None
-    """True at positions that hold no token, which experts and their balance leave out; None: there
-    is none. A position without label may hold a token."""
+    """True at positions without a token, which experts and their balance leave out; None: every
+    position has a token. A position without a label may have one."""
     tokens_of_all: int | None = None
     """Number of inputs in the global batch, without padding; None: unknown, like
     `labels_of_all`."""
@@ -87,11 +87,8 @@ class Source:
         return len(self.sequences)
 
 
-def read_batch(
-    sources: Sequence[Source], samples: Sequence[tuple[int, int]], *, apart: bool
-) -> Batch:
-    """Read `samples`, pairs of (number of the source, number of the sequence). `apart`: attention
-    stays within documents.
+def read_batch(sources: Sequence[Source], samples: Sequence[tuple[int, int]]) -> Batch:
+    """Read `samples`, pairs of (number of the source, number of the sequence).
 
     Raises DataError if a shard is truncated or has a token outside the vocabulary.
     """
@@ -106,15 +103,15 @@ def read_batch(
         if highest >= source.vocab_size:
             raise DataError(
                 f"{source.name}: token {highest} in sequence {index} is outside the vocabulary "
-                f"({source.vocab_size}): a shard is damaged; "
-                "`lather data check` says which"
+                f"({source.vocab_size}): a shard is damaged; `lather data check` says which"
             )
     is_padding_BS = inputs_BS == PADDING
     inputs_BS[is_padding_BS] = 0
+    is_per_document = sources[0].sequences.is_per_document
     return Batch(
         torch.from_numpy(inputs_BS),
         torch.from_numpy(labels_BS),
-        begins_BS=torch.from_numpy(begins_BS) if apart else None,
+        begins_BS=torch.from_numpy(begins_BS) if is_per_document else None,
         padding_BS=torch.from_numpy(is_padding_BS) if is_padding_BS.any() else None,
     )
 
@@ -122,19 +119,16 @@ def read_batch(
 class Batches:
     """The training batches of a run."""
 
-    def __init__(
-        self, sources: Sequence[Source], order: Order, batch_size: int, *, apart: bool = False
-    ) -> None:
-        """`batch_size`: sequences per step, on all ranks; `apart`: attention stays within
-        documents."""
-        self.sources, self.order, self.batch_size, self.apart = sources, order, batch_size, apart
+    def __init__(self, sources: Sequence[Source], order: Order, batch_size: int) -> None:
+        """`batch_size`: sequences per step, on all ranks."""
+        self.sources, self.order, self.batch_size = sources, order, batch_size
 
     def batch(self, step: int, rank: int = 0, ranks: int = 1) -> Batch:
         """Read the sequences of step `step` (counted from 1) for data rank `rank` of `ranks`. A
         batch may span two epochs; no sequence is dropped."""
         start, each = (step - 1) * self.batch_size, self.batch_size // ranks
         samples = self.order.samples(start, start + self.batch_size)
-        batch = read_batch(self.sources, samples[rank * each : (rank + 1) * each], apart=self.apart)
+        batch = read_batch(self.sources, samples[rank * each : (rank + 1) * each])
         sequences = [(self.sources[source].sequences, index) for source, index in samples]
         counts = [of_source.num_labels(index) for of_source, index in sequences]
         known = [count for count in counts if count is not None]
@@ -149,26 +143,23 @@ class HeldOut:
     """Held-out sequences, the same at every validation, spread evenly over a source; a shorter last
     sequence is left out."""
 
-    def __init__(self, source: Source, most: int, *, apart: bool = False) -> None:
+    def __init__(self, source: Source, most: int) -> None:
         """`most`: maximal number of sequences."""
-        self.source, self.apart = source, apart
+        self.source = source
         last = source.sequences.num_labels(len(source) - 1)
         size = max(1, len(source) - (last is not None and last < source.sequences.length))
-        wanted = min(most, size)
-        self.indices = [index * size // wanted for index in range(wanted)]
+        number = min(most, size)
+        self.indices = [index * size // number for index in range(number)]
         """Numbers of the sequences in the source."""
 
     def first_tokens(self) -> list[int]:
         """The tokens of the source's first sequence."""
-        return [
-            int(token) for token in read_batch([self.source], [(0, 0)], apart=False).inputs_BS[0]
-        ]
+        tokens: list[int] = read_batch([self.source], [(0, 0)]).inputs_BS[0].tolist()
+        return tokens
 
     def batch(self, rank: int = 0, ranks: int = 1) -> Batch:
-        """Read the sequences of one data rank. Every rank gets the same number; ranks that lack
-        some get padding."""
+        """Read the sequences of a data rank. Every rank gets the same number, with padding for
+        missing sequences."""
         each = -(-len(self.indices) // ranks)
-        own = self.indices[rank * each : (rank + 1) * each]
-        return read_batch([self.source], [(0, index) for index in own], apart=self.apart).padded(
-            each - len(own)
-        )
+        samples = [(0, index) for index in self.indices[rank * each : (rank + 1) * each]]
+        return read_batch([self.source], samples).padded(each - len(samples))

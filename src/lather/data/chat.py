@@ -11,35 +11,24 @@ what is learned by `{% generation %}` blocks; otherwise differences of rendering
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import datetime
 import json
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import Template, TemplateError
 
-from lather.data.answers import AnswerFinder, Note, Span
-from lather.data.conversations import (
-    REASONING,
-    ChatError,
-    Messages,
-    Tools,
-    calls_of,
-    messages_of,
-    tools_of,
-)
+from lather.data.answers import AnswerFinder
+from lather.data.conversations import REASONING, ChatError, Messages, Tools, calls_of
+from lather.data.shown import Note, hidden_parts, notes_of
+from lather.data.template import NUMBERS, MarkedText, Program, Span, read_marks
 from lather.errors import DataError
 from lather.files import read_text
 
-__all__ = ["CHATML", "ChatError", "ChatTemplate", "Messages", "Tools", "messages_of", "tools_of"]
 MOST_CHARACTERS, MOST_MESSAGES = 1 << 24, 2000
 """Longer conversations are skipped, because a conversation is encoded as a whole."""
 CHATML = (
@@ -63,38 +52,6 @@ class Formatted:
     """Parts that the template does not show, and marks that are not obeyed: kind, detail."""
 
 
-class _GenerationBlocks(Extension):
-    """Notes what `{% generation %}` blocks write, and at which character of the text."""
-
-    def __init__(self, environment: Any) -> None:
-        super().__init__(environment)
-        self.tags = {"generation"}
-        environment.extend(recording=self.recording)
-        self._written: list[str] | None = None
-        self._blocks: list[tuple[int, str]] = []
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_note"), [], [], body).set_lineno(line)
-
-    def _note(self, caller: Callable[[], str]) -> str:
-        text = caller()
-        if self._written is not None:
-            self._blocks.append((sum(map(len, self._written)), str(text)))
-        return text
-
-    @contextmanager
-    def recording(self) -> Iterator[tuple[list[str], list[tuple[int, str]]]]:
-        """Give a list to which the caller adds the pieces of text as they are written, and the
-        list of blocks, each its place and its text."""
-        self._written, self._blocks = [], []
-        try:
-            yield self._written, self._blocks
-        finally:
-            self._written = None
-
-
 class ChatTemplate:
     """A tokenizer's chat template."""
 
@@ -103,10 +60,9 @@ class ChatTemplate:
         bos_token. `for_tools`: another template for conversations with tools; empty: there is
         none. Raises DataError if one is not a Jinja template."""
         self.source, self.special_tokens, self.for_tools = source, special_tokens, for_tools
-        self._environment = _environment()
         try:
-            self._template = self._environment.from_string(source)
-            self._tools_template = self._environment.from_string(for_tools or source)
+            self._program = Program(source)
+            self._program_for_tools = Program(for_tools) if for_tools else self._program
         except TemplateError as error:
             raise DataError(f"chat template: not a Jinja template ({error})") from None
 
@@ -117,23 +73,21 @@ class ChatTemplate:
     def beside(cls, tokenizer: Path) -> ChatTemplate:
         """Read the template in the folder of a tokenizer.json; ChatML if there is none. Raises
         DataError if it is damaged."""
-        file = tokenizer.parent / "chat_template.jinja"
-        config = tokenizer.parent / "tokenizer_config.json"
-        tools_file = tokenizer.parent / "additional_chat_templates" / "tool_use.jinja"
-        place, for_tools = config, ""
+        folder = tokenizer.parent
+        config, file = folder / "tokenizer_config.json", folder / "chat_template.jinja"
+        tools_file = folder / "additional_chat_templates" / "tool_use.jinja"
+        place = config
         try:
             settings = json.loads(read_text(config)) if config.exists() else {}
-            source = settings.get("chat_template") or CHATML
-            if tools_file.exists():
-                place = tools_file
-                for_tools = read_text(tools_file)
-            if file.exists():
-                place = file
-                source = read_text(file)
-            if isinstance(source, list):  # a list of named templates
-                named = {one.get("name"): one for one in source}
-                for_tools = named["tool_use"]["template"] if "tool_use" in named else for_tools
-                source = named["default"]["template"] if "default" in named else CHATML
+            named = settings.get("chat_template") or CHATML
+            if not isinstance(named, list):  # of templates with names
+                named = [{"name": "default", "template": named}]
+            sources = {template.get("name"): template["template"] for template in named}
+            for name, path in (("tool_use", tools_file), ("default", file)):
+                if path.exists():
+                    place = path
+                    sources[name] = read_text(path)
+            source, for_tools = sources.get("default", CHATML), sources.get("tool_use", "")
             if not isinstance(source, str) or not isinstance(settings, dict):
                 raise ValueError("no object with a chat template")
         except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:
@@ -152,28 +106,26 @@ class ChatTemplate:
 
         Raises ChatError.
         """
-        return "".join(self._pieces(messages, asking, tools))
+        return self._written(self._program_for(tools).plain, messages, asking, tools)
 
-    def _pieces(self, messages: Messages, asking: bool, tools: Tools) -> Iterator[str]:
-        template = self._tools_template if tools is not None else self._template
+    def _program_for(self, tools: Tools) -> Program:
+        return self._program if tools is None else self._program_for_tools
+
+    def _written(self, template: Template, messages: Messages, asking: bool, tools: Tools) -> str:
+        given = [_plain(message) for message in messages]
+        variables: dict[str, Any] = {
+            "messages": given,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": asking,
+            NUMBERS: {id(message): number for number, message in enumerate(given)},
+        }
         try:
-            yield from template.generate(
-                messages=[_plain(message) for message in messages],
-                tools=tools,
-                documents=None,
-                add_generation_prompt=asking,
-                **self.special_tokens,
-            )
+            return template.render(**variables, **self.special_tokens)
         except TemplateError as error:
             raise ChatError(f"the chat template refuses it: {error}") from None
         except Exception as error:  # a template is a program
             raise ChatError(f"the chat template fails on it: {error}") from None
-
-    def answers(self, messages: Messages, tools: Tools = None) -> tuple[str, list[Span]]:
-        """Return the text of the messages, and the ranges of the assistant's answers in it, each
-        including the template's end of an answer. Raises ChatError, as `format` does."""
-        formatted = self.format(messages, tools)
-        return formatted.text, formatted.answers
 
     def format(self, messages: Messages, tools: Tools = None) -> Formatted:
         """Return the text of the messages, the assistant's answers that are learned, and notes.
@@ -181,51 +133,42 @@ class ChatTemplate:
         Raises ChatError if the template refuses the conversation, if there is no answer, or if
         renderings do not tell where an answer begins and ends.
         """
+        program = self._program_for(tools)
+
+        def render(messages: Messages, asking: bool) -> MarkedText:
+            return read_marks(self._written(program.marked, messages, asking, tools))
+
         messages = self.fitting(messages, tools)
-        text, blocks = self._with_blocks(messages, tools)
-        finder = self._finder(messages, tools, text)
-        spans = finder.answers() if blocks is None else finder.learned_of(blocks)
+        text, rendered = self.render(messages, tools=tools), render(messages, False)
+        if rendered.text != text:  # the template reads what it has written, with the marks
+            rendered = MarkedText(text, {}, [])
+        hidden = self._hidden(messages, tools, text)
+        finder = AnswerFinder(render, messages, rendered, hidden, self.special_tokens)
+        has_blocks = BLOCK.search(program.source)
+        spans = finder.learned_of(rendered.blocks) if has_blocks else finder.answers()
         if not spans:
             raise ChatError(finder.why_nothing_is_learned())
-        return Formatted(text, spans, self._notes(finder, messages, tools))
+        return Formatted(text, spans, self._notes(messages, tools, text, hidden))
 
-    def notes(self, messages: Messages, tools: Tools = None, asking: bool = False) -> list[Note]:
-        """Return what the template does not show of the messages and tools: kind, detail. Raises
-        ChatError if the template refuses the conversation."""
-        text = self.render(messages, asking=asking, tools=tools)
-        return self._notes(self._finder(messages, tools, text, asking), messages, tools)
+    def notes(self, messages: Messages, tools: Tools = None) -> list[Note]:
+        """Return what the template does not show of the messages and tools when it asks for an
+        answer: kind, detail. Raises ChatError if the template refuses the conversation."""
+        text = self.render(messages, asking=True, tools=tools)
+        hidden = self._hidden(messages, tools, text, asking=True)
+        return self._notes(messages, tools, self.render(messages, tools=tools), hidden)
 
-    def _notes(self, finder: AnswerFinder, messages: Messages, tools: Tools) -> list[Note]:
-        notes = finder.notes()
-        if tools and self._rendered(messages, tools) == self._rendered(messages, None):
+    def _hidden(
+        self, messages: Messages, tools: Tools, text: str, asking: bool = False
+    ) -> dict[int, set[str]]:
+        return hidden_parts(messages, text, lambda m: self.render(m, asking=asking, tools=tools))
+
+    def _notes(
+        self, messages: Messages, tools: Tools, text: str, hidden: dict[int, set[str]]
+    ) -> list[Note]:
+        notes = notes_of(messages, hidden)
+        if tools and self._rendered(messages, None) == text:
             notes.append(("tools are not shown by the chat template", f"{len(tools)} tools"))
         return notes
-
-    def _finder(
-        self,
-        messages: Messages,
-        tools: Tools,
-        text: str,
-        asking: bool = False,
-    ) -> AnswerFinder:
-        def render(messages: Messages, is_asked: bool) -> str:
-            return self.render(messages, asking=is_asked or asking, tools=tools)
-
-        return AnswerFinder(render, messages, text, self.special_tokens)
-
-    def _with_blocks(self, messages: Messages, tools: Tools) -> tuple[str, list[Span] | None]:
-        """Return the text, and the ranges that the template's `{% generation %}` blocks wrote;
-        None if it has no such blocks, or has them in macros, where their places are not known."""
-        source = self.for_tools if tools is not None and self.for_tools else self.source
-        if not BLOCK.search(source):
-            return self.render(messages, tools=tools), None
-        with self._environment.recording() as (written, blocks):  # type: ignore[attr-defined]
-            for piece in self._pieces(messages, False, tools):
-                written.append(piece)
-        text = "".join(written)
-        if any(not text.startswith(block, start) for start, block in blocks):
-            return text, None
-        return text, [(start, start + len(block)) for start, block in blocks if block]
 
     # --- what templates are given ---------------------------------------------------------------
 
@@ -292,70 +235,30 @@ def _other_forms(messages: Messages, fill: bool) -> Iterator[Messages]:
     same with empty contents where there are none."""
     forms = [messages]
     if fill:
-        empty = {"content": ""}
-        forms.append([one if one.get("content") is not None else one | empty for one in messages])
+        forms.append([{**m, "content": ""} if m.get("content") is None else m for m in messages])
     for form in forms:
         if form is not messages:
             yield form
-        if (objects := _with_objects(form)) is not None:
-            yield objects
-        yield _with_strings(form)
+        with contextlib.suppress(ValueError, RecursionError):  # some are not JSON objects
+            yield _with_arguments(form, _as_object)
+        yield _with_arguments(form, _as_json)
 
 
-def _with_objects(messages: Messages) -> Messages | None:
-    """Return the messages with all arguments as objects; None if some are not JSON objects."""
+def _with_arguments(messages: Messages, change: Callable[[Any], Any]) -> Messages:
     changed = copy.deepcopy(messages)
-    for message in changed:
-        for call in calls_of(message):
-            if isinstance(call.get("arguments"), str):
-                try:
-                    call["arguments"] = json.loads(call["arguments"] or "{}")
-                except (ValueError, RecursionError):
-                    return None
-                if not isinstance(call["arguments"], dict):
-                    return None
+    for call in (call for message in changed for call in calls_of(message)):
+        if "arguments" in call:
+            call["arguments"] = change(call["arguments"])
     return changed
 
 
-def _with_strings(messages: Messages) -> Messages:
-    """Return the messages with all arguments as JSON."""
-    changed = copy.deepcopy(messages)
-    for message in changed:
-        for call in calls_of(message):
-            if isinstance(call.get("arguments"), dict):
-                call["arguments"] = json.dumps(call["arguments"], ensure_ascii=False)
-    return changed
+def _as_object(arguments: Any) -> Any:
+    arguments = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+    if arguments is not None and not isinstance(arguments, dict):
+        raise ValueError
+    return arguments
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    """Return Jinja's sandbox with the filters and functions that transformers gives templates."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[_GenerationBlocks, loopcontrols],
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise
-    # data sets must not depend on the date
-    environment.globals["strftime_now"] = datetime.datetime(2025, 1, 1).strftime
-    return environment
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-
-
-def _raise(message: str) -> None:
-    raise TemplateError(message)
+def _as_json(arguments: Any) -> Any:
+    is_object = isinstance(arguments, dict)
+    return json.dumps(arguments, ensure_ascii=False) if is_object else arguments

@@ -48,51 +48,33 @@ class DataConfig:
     """A shard is closed after the document with which it reaches this number of tokens."""
 
     def __post_init__(self) -> None:
-        require(
-            bool(self.source),
-            "data.source",
-            self.source,
-            "'python-stdlib', 'package:NAME', a file or a folder",
-        )
-        require(
-            bool(self.end_of_text), "data.end_of_text", self.end_of_text, "a token of the tokenizer"
-        )
-        require(bool(self.cache_dir), "data.cache_dir", self.cache_dir, "a folder")
-        require(
-            self.holdout_every >= 2,
-            "data.holdout_every",
-            self.holdout_every,
-            "at least 2 documents",
-        )
-        require(self.shard_tokens >= 1, "data.shard_tokens", self.shard_tokens, "at least 1 token")
-        fits = len(self.weights) in (0, len(self.path))
-        require(
-            fits,
-            "data.weights",
-            self.weights,
-            f"one number for each of the {len(self.path)} data sets of data.path",
-        )
-        positive = all(0 <= weight < math.inf for weight in self.weights) and (
-            not self.weights or sum(self.weights) > 0
-        )
-        require(
-            positive,
-            "data.weights",
-            self.weights,
-            "finite numbers of at least 0, one of them above 0",
-        )
+        source = "'python-stdlib', 'package:NAME', a file or a folder"
+        for name, constraint in (
+            ("source", source),
+            ("end_of_text", "a token of the tokenizer"),
+            ("cache_dir", "a folder"),
+        ):
+            require(bool(getattr(self, name)), f"data.{name}", getattr(self, name), constraint)
+        every, tokens, weights = self.holdout_every, self.shard_tokens, self.weights
+        require(every >= 2, "data.holdout_every", every, "at least 2 documents")
+        require(tokens >= 1, "data.shard_tokens", tokens, "at least 1 token")
+        number = f"one number for each of the {len(self.path)} data sets of data.path"
+        require(len(weights) in (0, len(self.path)), "data.weights", weights, number)
+        is_valid = all(0 <= weight < math.inf for weight in weights)
+        is_valid = is_valid and (not weights or sum(weights) > 0)
+        finite = "finite numbers of at least 0, one of them above 0"
+        require(is_valid, "data.weights", weights, finite)
 
     @property
-    def apart(self) -> bool:
+    def is_per_document(self) -> bool:
         """Whether attention stays within documents."""
         return self.packed_attention or self.packing == "documents"
 
     @property
     def resolved_pattern(self) -> str:
         """The pattern that is meant where none is given."""
-        return self.pattern or (
-            "*.py" if self.source == "python-stdlib" or self.source.startswith("package:") else "*"
-        )
+        is_python = self.source == "python-stdlib" or self.source.startswith("package:")
+        return self.pattern or ("*.py" if is_python else "*")
 
     def recipe(self, vocab_size: int) -> DataRecipe:
         """Return the recipe of the data set that is made from `source`."""

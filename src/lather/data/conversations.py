@@ -63,16 +63,14 @@ def messages_of(record: dict[str, Any]) -> Messages:
     value), or the fields "prompt" and "completion", or Alpaca's "instruction" and "output" with
     "input" and "history". A field "system" is put before them. Raises ChatError.
     """
-    given = {name: value for name, value in record.items() if value is not None}
-    messages = [_message(one, number) for number, one in enumerate(_messages(given))]
-    system = given.get("system", "")
+    record = {name: value for name, value in record.items() if value is not None}
+    messages = [_message(item, number) for number, item in enumerate(_items(record))]
+    system = record.get("system", "")
     if not isinstance(system, str):
         raise ChatError(f"system is {type(system).__name__}, not text")
-    if not system.strip():
-        return _with_calls_joined(messages)
-    if messages[0]["role"] != "system":
-        return _with_calls_joined([{"role": "system", "content": system}, *messages])
-    if messages[0].get("content") != system:
+    if system.strip() and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system})
+    if system.strip() and messages[0].get("content") != system:
         raise ChatError("it has a field system and another system message")
     return _with_calls_joined(messages)
 
@@ -83,15 +81,19 @@ def tools_of(record: dict[str, Any]) -> Tools:
     name = "functions" if record.get("tools") is None and record.get("functions") else "tools"
     tools = record.get(name)
     if isinstance(tools, str) and tools.strip():
-        try:
-            tools = json.loads(tools)
-        except (ValueError, RecursionError) as error:
-            raise ChatError(f"{name} is not JSON: {error}") from None
+        tools = _of_json(tools, f"{name} is not JSON")
     if tools and not isinstance(tools, list):
         raise ChatError(f"{name} is {type(tools).__name__}, not a list")
     if name == "functions":
         return [{"type": "function", "function": function} for function in tools or []]
-    return tools if isinstance(tools, list) and tools else None
+    return tools or None
+
+
+def _of_json(text: str, fault: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ChatError(f"{fault}: {error}") from None
 
 
 def unread_fields(record: dict[str, Any]) -> list[str]:
@@ -100,8 +102,8 @@ def unread_fields(record: dict[str, Any]) -> list[str]:
 
 
 def is_learned(message: dict[str, Any], number: int) -> bool | None:
-    """Tell whether the message is learned, by its marks; None if it has none. `number`: its place
-    in the conversation. Raises ChatError if a mark is neither true nor false."""
+    """Tell whether the marks of message `number` say that it is learned; None if it has no mark.
+    Raises ChatError if a mark is neither true nor false."""
     for name in UNREAD_MARKS:
         if message.get(name) not in (None, [], ""):
             marks = ", ".join(LEARNED_MARKS)
@@ -112,45 +114,38 @@ def is_learned(message: dict[str, Any], number: int) -> bool | None:
         if value is None:
             continue
         if not isinstance(value, bool | int | float) or value not in (0, 1):
-            given = f"message {number} has {name} = {value!r}"
-            raise ChatError(f"{given}: give 0 or 1, or true or false")
+            fault = f"message {number} has {name} = {value!r}"
+            raise ChatError(f"{fault}: give 0 or 1, or true or false")
         verdicts.append(bool(value) != (name in MASKED_MARKS))
     return all(verdicts) if verdicts else None
 
 
 def calls_of(message: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the functions that the message calls, each an object with name and arguments."""
-    calls = message.get("tool_calls")
-    found = [message["function_call"]] if isinstance(message.get("function_call"), dict) else []
-    for call in calls if isinstance(calls, list) else []:
-        if isinstance(call, dict):
-            found.append(_function(call))
-    return found
+    calls, older = message.get("tool_calls"), message.get("function_call")
+    calls = [call for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
+    return [*([older] if isinstance(older, dict) else []), *map(_function, calls)]
 
 
 def _function(call: dict[str, Any]) -> dict[str, Any]:
     """Return the function of a call: of its key "function", or the call itself."""
-    inner = call.get("function")
-    return inner if isinstance(inner, dict) else call
+    function = call.get("function")
+    return function if isinstance(function, dict) else call
 
 
-def length_of(messages: Messages) -> int:
-    """Return about how many characters the messages have."""
-    return sum(len(text) for message in messages for text in _texts(message))
-
-
-def _texts(value: Any) -> list[str]:
+def length_of(value: Any) -> int:
+    """Return about how many characters messages have, or the texts in another value of JSON."""
     if isinstance(value, str):
-        return [value]
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return [text for one in inner for text in _texts(one)]
+        return len(value)
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return sum(map(length_of, items))
 
 
 # --- the shapes of records ----------------------------------------------------------------------
 
 
-def _messages(record: dict[str, Any]) -> list[Any]:
-    """Return the messages of a record without nulls, as they are. Raises ChatError."""
+def _items(record: dict[str, Any]) -> list[Any]:
+    """Return the messages of a record without nulls, unchecked. Raises ChatError."""
     for name in ("messages", "conversations"):
         if name in record:
             if not isinstance(record[name], list) or not record[name]:
@@ -168,8 +163,8 @@ def _messages(record: dict[str, Any]) -> list[Any]:
 
 def _part(value: Any, name: str, role: str) -> list[Any]:
     """Return the messages of a prompt or completion: the text of one message, or a list of them."""
-    if not isinstance(value, str | list):
-        raise ChatError(f"{name} is {type(value).__name__}, not text")
+    if not isinstance(value, str | list) or value == []:
+        raise ChatError(f"{name} is {type(value).__name__}, not text or a list of messages")
     return [{"role": role, "content": value}] if isinstance(value, str) else value
 
 
@@ -177,26 +172,26 @@ def _alpaca(record: dict[str, Any]) -> list[Any]:
     """Return the messages of an instruction, its input (after a line's end) and its output, after
     those of the history, a list of pairs of texts."""
     texts = {name: record.get(name, "") for name in ("instruction", "input", "output")}
-    history = record.get("history", [])
     for name, text in texts.items():
         if not isinstance(text, str):
             raise ChatError(f"{name} is {type(text).__name__}, not text")
+    history = record.get("history", [])
     pairs = history if isinstance(history, list) else [None]
     if any(not isinstance(pair, list) or len(pair) != 2 for pair in pairs):
         raise ChatError("history is not a list of pairs of texts")
     asked = "\n".join(text for text in (texts["instruction"], texts["input"]) if text)
-    messages = []
-    for question, answer in [*pairs, [asked, texts["output"]]]:
-        messages.append({"role": "user", "content": question})
-        messages.append({"role": "assistant", "content": answer})
-    return messages
+    return [
+        {"role": role, "content": content}
+        for pair in [*pairs, [asked, texts["output"]]]
+        for role, content in zip(("user", "assistant"), pair, strict=True)
+    ]
 
 
-def _message(one: Any, number: int) -> dict[str, Any]:
-    """Return a message with its standard role. Raises ChatError if it is none."""
-    if not isinstance(one, dict):
+def _message(item: Any, number: int) -> dict[str, Any]:
+    """Return a message with its standard role. Raises ChatError if it is not valid."""
+    if not isinstance(item, dict):
         raise ChatError(f"message {number} is not an object")
-    message = dict(one)
+    message = dict(item)
     if message.get("role") is None and "from" in message:
         message["role"] = message.pop("from")
         if "value" in message:
@@ -222,10 +217,7 @@ def _message(one: Any, number: int) -> dict[str, Any]:
 def _calls(calls: Any, number: int) -> list[Any]:
     """Return the calls of a message, given as a list or as JSON. Raises ChatError."""
     if isinstance(calls, str):
-        try:
-            calls = json.loads(calls)
-        except (ValueError, RecursionError) as error:
-            raise ChatError(f"message {number} has tool_calls that are no JSON: {error}") from None
+        calls = _of_json(calls, f"message {number} has tool_calls that are no JSON")
     if not isinstance(calls, list):
         raise ChatError(f"message {number} has tool_calls that are no list of calls")
     for call in calls:
@@ -246,14 +238,12 @@ def _check_parts(parts: list[Any], number: int) -> None:
 
 def _call_message(message: dict[str, Any], number: int) -> dict[str, Any]:
     """Return the assistant's message that makes the calls which the content has as JSON."""
-    role, content = message["role"], message.pop("content", None)
-    try:
-        calls = json.loads(content) if isinstance(content, str) else content
-    except (ValueError, RecursionError):
-        calls = None
+    role, calls = message["role"], message.pop("content", None)
+    fault = f"message {number} of role {role} is not a call in JSON, with a name"
+    calls = _of_json(calls, fault) if isinstance(calls, str) else calls
     calls = calls if isinstance(calls, list) else [calls]
     if not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
-        raise ChatError(f"message {number} of role {role} is not a call in JSON, with a name")
+        raise ChatError(fault)
     tool_calls = [{"type": "function", "function": call} for call in calls]
     return {**message, "role": "assistant", "tool_calls": tool_calls, _CALL: True}
 
@@ -263,7 +253,7 @@ _CALL = "\0call"
 
 
 def _with_calls_joined(messages: Messages) -> Messages:
-    """Join calls that follow each other to one message, as the calls of one answer."""
+    """Join calls that follow each other to a message, as the calls of an answer."""
     joined: Messages = []
     for message in messages:
         before = joined[-1] if joined else {}

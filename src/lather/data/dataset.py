@@ -2,8 +2,7 @@
 sources.
 
     dataset.json            the manifest; it is written last and includes its own checksum
-    tokenizer.json          the tokenizer that encoded the texts; absent if token files came without
-                            one
+    tokenizer.json          the tokenizer that encoded the texts; absent with token files alone
     train-00000-000.npy     a shard of the split "train" (`lather.data.shards`): number of the unit
                             of work, number within the unit
     skipped.jsonl           skipped documents and files, one per line: file, line, reason
@@ -88,12 +87,9 @@ class Manifest:
     @property
     def identity(self) -> str:
         """A short digest of the tokens; it does not depend on the folder or the sources."""
-        content: list[Any] = [self.tokenizer_sha256, self.end_token]
-        content += [
-            [name, [shard.checksums for shard in split.shards]]
-            for name, split in sorted(self.splits.items())
-        ]
-        return digest_of(content)[:12]
+        splits = sorted(self.splits.items())
+        checksums = [[name, [shard.checksums for shard in split.shards]] for name, split in splits]
+        return digest_of([self.tokenizer_sha256, self.end_token, *checksums])[:12]
 
     def to_json(self) -> str:
         mapping: dict[str, Any] = {"format": DATA_SET.number, **asdict(self)}
@@ -105,7 +101,7 @@ def read_manifest(folder: Path) -> Manifest:
     format."""
     path = folder / MANIFEST
     remedy = f"restore it, or delete {folder} and make the data set again"
-    inside = sorted(one.parent for one in folder.glob(f"*/{MANIFEST}"))
+    inside = sorted(file.parent for file in folder.glob(f"*/{MANIFEST}"))
     if inside and not path.exists():
         raise DataError(
             f"{folder}: not a data set, but a folder of data sets: "  # no remedy here may delete it
@@ -116,8 +112,7 @@ def read_manifest(folder: Path) -> Manifest:
         if not isinstance(mapping, dict):
             raise TypeError("not a JSON object")
         DATA_SET.check(mapping["format"], path)
-        expected = mapping.pop("checksum", None)
-        if expected != digest_of(mapping):
+        if mapping.pop("checksum", None) != digest_of(mapping):
             raise DataError(f"{path}: its checksum is wrong, it was edited or damaged: {remedy}")
         del mapping["format"]
         return Manifest(splits=splits_of(mapping.pop("splits")), **mapping)
@@ -147,8 +142,8 @@ class DataSet:
         """Open the tokens of a split. Raises DataError if there is no such split, or a shard is
         missing or truncated."""
         if name not in self.manifest.splits:
-            there = ", ".join(self.manifest.splits) or "none"
-            raise DataError(f"{self.folder}: no split {name!r}; there is: {there}")
+            names = ", ".join(self.manifest.splits) or "none"
+            raise DataError(f"{self.folder}: no split {name!r}; there is: {names}")
         return ShardReader(
             self.folder, self.manifest.splits[name].shards, token_dtype(self.manifest.vocab_size)
         )
@@ -169,23 +164,25 @@ class DataSet:
         return self.folder / TOKENIZER if self.manifest.tokenizer_sha256 else None
 
     def check(self) -> list[str]:
-        """Compare all files with their checksums; return one line for each that is wrong."""
-        wrong = []
+        """Compare all files with their checksums; return a line for each difference."""
         shards = [shard for split in self.manifest.splits.values() for shard in split.shards]
-        files = {
-            f"{shard.name}.{suffix}": value
+        checksums = {
+            f"{shard.name}.{suffix}": checksum
             for shard in shards
-            for suffix, value in shard.checksums.items()
+            for suffix, checksum in shard.checksums.items()
         }
         if self.manifest.tokenizer_sha256:
-            files[TOKENIZER] = self.manifest.tokenizer_sha256
-        for name, expected in files.items():
+            checksums[TOKENIZER] = self.manifest.tokenizer_sha256
+        faults = []
+        for name, expected in checksums.items():
             try:
-                if (found := sha256(self.folder / name)) != expected:
-                    wrong.append(
-                        f"{self.folder / name}: its checksum is {found[:12]}..., not "
-                        f"{expected[:12]}... as it was written"
-                    )
+                actual = sha256(self.folder / name)
             except OSError as error:
-                wrong.append(f"{self.folder / name}: cannot be read ({error.strerror})")
-        return wrong
+                faults.append(f"{self.folder / name}: cannot be read ({error.strerror})")
+                continue
+            if actual != expected:
+                faults.append(
+                    f"{self.folder / name}: its checksum is {actual[:12]}..., not "
+                    f"{expected[:12]}... as it was written"
+                )
+        return faults

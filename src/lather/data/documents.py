@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Encoding, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from lather.data.answers import Note
-from lather.data.chat import MOST_CHARACTERS, MOST_MESSAGES, ChatError, ChatTemplate
-from lather.data.conversations import length_of, messages_of, tools_of, unread_fields
+from lather.data.chat import MOST_CHARACTERS, MOST_MESSAGES, ChatTemplate
+from lather.data.conversations import ChatError, length_of, messages_of, tools_of, unread_fields
 from lather.data.records import Record, Skip
 from lather.data.shards import Array
+from lather.data.shown import Note
 from lather.data.texts import cut
 from lather.errors import DataError
 from lather.files import read_text
@@ -45,17 +45,16 @@ class Document:
 def document_of(record: Record, field: str, template: ChatTemplate | None) -> Document | Skip:
     """Return the document of a record, or the reason to skip the record. `field`: name of the field
     that holds the text; with a `template`, records are conversations instead."""
-    found = _text(record, field) if template is None else _conversation(record, template)
-    if isinstance(found, Skip):
-        return found
-    if not found.text.strip():
+    document = _text(record, field) if template is None else _conversation(record, template)
+    if isinstance(document, Skip):
+        return document
+    if not document.text.strip():
         return Skip(record.line, "empty")
     try:
-        return replace(found, num_bytes=len(found.text.encode("utf-8")))
+        return replace(document, num_bytes=len(document.text.encode("utf-8")))
     except UnicodeEncodeError as error:
-        return Skip(
-            record.line, "not valid Unicode", f"a lone surrogate at character {error.start}"
-        )
+        detail = f"a lone surrogate at character {error.start}"
+        return Skip(record.line, "not valid Unicode", detail)
 
 
 def _conversation(record: Record, template: ChatTemplate) -> Document | Skip:
@@ -65,35 +64,27 @@ def _conversation(record: Record, template: ChatTemplate) -> Document | Skip:
         messages, tools = messages_of(record.content), tools_of(record.content)
         length = length_of(messages)
         if length > MOST_CHARACTERS or len(messages) > MOST_MESSAGES:
-            return Skip(
-                record.line,
-                "too long",
-                f"a conversation of {len(messages):,} messages, {length:,} characters",
-            )
+            size = f"a conversation of {len(messages):,} messages, {length:,} characters"
+            return Skip(record.line, "too long", size)
         formatted = template.format(messages, tools)
-        unread = [(f"field {name!r} is not read", "") for name in unread_fields(record.content)]
-        return Document(formatted.text, formatted.answers, notes=[*formatted.notes, *unread])
     except ChatError as error:
         return Skip(record.line, "no conversation", str(error))
+    unread = [(f"field {name!r} is not read", "") for name in unread_fields(record.content)]
+    return Document(formatted.text, formatted.answers, notes=[*formatted.notes, *unread])
 
 
 def _text(record: Record, field: str) -> Document | Skip:
     if isinstance(record.content, str):
         return Document(record.content)
     if field not in record.content:
-        return Skip(
-            record.line,
-            f"no field {field!r}",
-            f"it has {', '.join(map(str, record.content)) or 'none'}",
-        )
+        names = ", ".join(map(str, record.content)) or "none"
+        return Skip(record.line, f"no field {field!r}", f"it has {names}")
     value = record.content[field]
     if value is None:
         return Skip(record.line, f"{field!r} is null")
-    return (
-        Document(value)
-        if isinstance(value, str)
-        else Skip(record.line, f"{field!r} is no text", type(value).__name__)
-    )
+    if not isinstance(value, str):
+        return Skip(record.line, f"{field!r} is no text", type(value).__name__)
+    return Document(value)
 
 
 @dataclass(frozen=True)
@@ -124,13 +115,9 @@ def encode(
         encodings = encode_batch([text for _, text, _ in batch], add_special_tokens=False)
         for (document, text, is_last), encoding in zip(batch, encodings, strict=True):
             is_open = is_last and end is not None and not (chat and _is_ended(encoding, text, end))
-            ending = [end] if is_open else []
-            tokens = np.array(encoding.ids + ending, dtype=np.uint32)
-            learned = (
-                None
-                if document.learned is None
-                else _learned(encoding, document.learned, len(ending))
-            )
+            ids, spans = encoding.ids + ([end] if is_open else []), document.learned
+            learned = None if spans is None else _learned(encoding, spans, len(ids))
+            tokens = np.array(ids, dtype=np.uint32)
             yield TokenRun(document.split, tokens, is_last, learned, document.num_bytes)
 
 
@@ -149,14 +136,15 @@ def _is_ended(encoding: Encoding, text: str, end: int) -> bool:
     return False
 
 
-def _learned(encoding: Encoding, spans: Iterable[tuple[int, int]], num_ends: int) -> Array:
-    """Mark the tokens to train on: those that start within a span, and the end-of-text token if the
-    token before it is marked."""
+def _learned(encoding: Encoding, spans: Iterable[tuple[int, int]], length: int) -> Array:
+    """Return which of `length` tokens are trained on: those that start within a span, and the
+    end-of-text token, which the encoding does not have, after such a token."""
     starts = np.array([start for start, _ in encoding.offsets], dtype=np.int64)
-    learned = np.zeros(len(starts), dtype=bool)
+    learned = np.zeros(length, dtype=bool)
     for start, stop in spans:
-        learned |= (starts >= start) & (starts < stop)
-    return np.append(learned, [bool(learned[-1:].any())] * num_ends).astype(bool)
+        learned[: len(starts)] |= (starts >= start) & (starts < stop)
+    learned[len(starts) :] = learned[len(starts) - 1] if len(starts) else False
+    return learned
 
 
 def _in_batches(

@@ -1,10 +1,11 @@
 """Makes a data set: divides the sources into units of work, distributes these over processes, and
 renames the result into place.
 
-An unfinished data set is in FOLDER.partial: `plan.json` lists the units, `units/` has a report of
-each finished unit, and `dataset/` is renamed to FOLDER at the end. If the command is killed at any
-moment, the same command continues with the missing units. The result is the same to the byte for
-any number of processes, because every unit writes its documents to its own shards, in order.
+An unfinished data set is in FOLDER.partial: `plan.json` has the options and a digest of the
+sources, `units/` a report of each finished unit, and `dataset/` is renamed to FOLDER at the end. If
+the command is killed at any moment, the same command continues with the missing units. The result
+is the same to the byte for any number of processes, because every unit writes its documents to its
+own shards, in order.
 """
 
 from __future__ import annotations
@@ -16,9 +17,8 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TextIO
 
 import tokenizers
 from tokenizers import Tokenizer
@@ -28,111 +28,59 @@ from lather.cores import num_cores
 from lather.data.dataset import FILES, MANIFEST, NOTES, SKIPPED, TOKENIZER, DataSet, Manifest, Split
 from lather.data.documents import load_tokenizer, train_tokenizer
 from lather.data.recipe import DataRecipe
-from lather.data.sources import ReadUnit, SourceFile, SplitName, divide, kind_instead, list_files
+from lather.data.sources import Listing, ReadUnit, divide, kind_instead, list_sources
 from lather.data.work import (
     SPLITS,
-    Making,
     Progress,
     UnitReport,
+    WorkSettings,
     do_units,
     documents_of,
     is_done,
     report_path,
 )
 from lather.errors import DataError
-from lather.files import digest_of, read_text, reason, sha256, sync, write_aside
+from lather.files import read_text, reason, sha256, sync, write_aside
 from lather.formats import DATA_SET
 
-FRUITLESS = "fruitless"
-"""File in a folder that is being made, if it has no document: then other options may follow."""
+PLAN = "plan.json"
 TOKENIZER_CHARACTERS = 64 << 20
 """A tokenizer is trained on about this number of characters, spread over the units."""
-Note = Callable[[str], None]
+ShowLine = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class MakingPlan:
+class Division:
     """The files and units of work of a data set."""
 
     recipe: DataRecipe
-    digest: str
-    """Digest of the recipe and the files (`DataRecipe.digest`)."""
-    files: list[SourceFile]
-    listing: str
-    """Digest of the files' names, sizes and times (`listing_of`)."""
-    skipped: list[tuple[str, str, str]]
-    """Files that are not read: path, reason, detail."""
-    left_out: dict[str, int]
-    """Number of files and folders that are not asked for, by reason."""
+    sources: Listing
     units: list[ReadUnit]
 
 
-@dataclass
-class Listing:
-    """The files of all sources, in order, and what is not among them, as in `SourceListing`."""
-
-    files: list[tuple[SplitName, SourceFile]] = field(default_factory=list)
-    skipped: list[tuple[str, str, str]] = field(default_factory=list)
-    left_out: Counter[str] = field(default_factory=Counter)
-
-
-def list_sources(recipe: DataRecipe) -> Listing:
-    """List the files of all sources, in order. Raises DataError if a source is missing, or if token
-    files and texts are mixed."""
-    listing = Listing()
-    sources: list[tuple[SplitName, str]] = [("train", source) for source in recipe.sources]
-    sources += [("validation", source) for source in recipe.validation]
-    for split, source in sources:
-        found = list_files(source, recipe)
-        listing.files += [(split, file) for file in found.files]
-        listing.skipped += found.skipped
-        listing.left_out += found.left_out
-    if len({file.kind == "tokens" for _, file in listing.files}) > 1:
-        raise DataError(
-            "some sources are token files and others texts: make a data set of each, and mix them "
-            "by data.weights"
-        )
-    return listing
-
-
-def listing_of(files: list[tuple[SplitName, SourceFile]]) -> str:
-    """Return a short digest of the files' names, sizes and times."""
-    entries = [(split, file.name, file.kind, file.size, file.changed) for split, file in files]
-    return digest_of(entries)[:12]
-
-
-def make_plan(recipe: DataRecipe) -> MakingPlan:
+def divide_sources(recipe: DataRecipe) -> Division:
     """Divide the sources into units of work. Raises DataError if a source is missing, or the recipe
     lacks a tokenizer and its size."""
     sources = list_sources(recipe)
-    files = sources.files
     if not (recipe.tokenizer or recipe.vocab_size):
         raise DataError(
             "neither tokenizer nor vocab_size is given: give a tokenizer.json, or a size (for "
             "texts, a tokenizer of that size is trained)"
         )
-    others = {
-        file.path: f"{kind}, not {file.kind}" for _, file in files if (kind := kind_instead(file))
-    }
-    units = divide([(split, file) for split, file in files if file.path not in others], recipe)
-    no_texts = [(path, "no text", detail) for path, detail in sorted(others.items())]
-    skipped = [*sources.skipped, *no_texts]
-    listing = listing_of(files)
-    return MakingPlan(
-        recipe,
-        recipe.digest(listing),
-        [file for _, file in files],
-        listing,
-        skipped,
-        dict(sorted(sources.left_out.items())),
-        units,
+    kinds = {file.path: kind for file in sources.files if (kind := kind_instead(file))}
+    units = divide([file for file in sources.files if file.path not in kinds], recipe)
+    sources.skipped += sorted(
+        (file.path, "no text", f"{kinds[file.path]}, not {file.kind}")
+        for file in sources.files
+        if file.path in kinds
     )
+    return Division(recipe, sources, units)
 
 
 def make_dataset(
     folder: Path,
     recipe: DataRecipe,
-    note: Note,
+    note: ShowLine,
     workers: int = 0,
     progress: Progress = lambda *counts: None,
 ) -> DataSet:
@@ -142,18 +90,16 @@ def make_dataset(
     Raises DataError if sources are missing or have changed, no document can be used, or the folder
     exists already. Finished units are kept."""
     partial = folder.with_name(folder.name + ".partial")
-    if folder.exists() and not (partial / "plan.json").exists():
+    if folder.exists() and not (partial / PLAN).exists():
         raise DataError(f"{folder} exists already: give another folder, or delete it")
     with _locked(partial, note):
-        if (
-            folder / MANIFEST
-        ).exists():  # another process has made it, or was killed just before its end
+        if (folder / MANIFEST).exists():  # by another process, or one that was killed at its end
             shutil.rmtree(partial, ignore_errors=True)
             return DataSet(folder)
         try:
-            plan = make_plan(recipe)
-            _adopt_plan(partial, plan)
-            _make(partial, folder, plan, note, workers, progress)
+            division = divide_sources(recipe)
+            _adopt_plan(partial, division)
+            _make(partial, folder, division, note, workers, progress)
         except OSError as error:
             for name in (FILES, SKIPPED, NOTES):  # which are not written aside
                 (partial / "dataset" / name).unlink(missing_ok=True)
@@ -163,31 +109,37 @@ def make_dataset(
                 f"the same command continues with the finished units in {partial}"
             ) from None
         finally:
-            if not (partial / "plan.json").exists():
+            if not any((partial / name).exists() for name in (PLAN, "dataset")):
                 shutil.rmtree(partial, ignore_errors=True)
     return DataSet(folder)
 
 
 def _make(
-    partial: Path, folder: Path, plan: MakingPlan, note: Note, workers: int, progress: Progress
+    partial: Path,
+    folder: Path,
+    division: Division,
+    note: ShowLine,
+    workers: int,
+    progress: Progress,
 ) -> None:
     """Do the missing units, then rename the data set into place."""
     aside, units = partial / "dataset", partial / "units"
-    for one in (aside, units):
-        one.mkdir(exist_ok=True)
-    making = _making(plan.recipe, _tokenizer(plan, aside, note), aside, units)
-    missing = [unit for unit in plan.units if not is_done(unit, aside, units)]
-    if len(missing) < len(plan.units):
-        note(f"continuing: {len(plan.units) - len(missing)} of {len(plan.units)} units are done")
-    do_units(missing, len(plan.units), making, workers or num_cores(), progress)
-    _complete(plan, making)
+    for path in (aside, units):
+        path.mkdir(exist_ok=True)
+    settings = _settings(division.recipe, _tokenizer(division, aside, note), aside, units)
+    missing = [unit for unit in division.units if not is_done(unit, aside, units)]
+    total = len(division.units)
+    if len(missing) < total:
+        note(f"continuing: {total - len(missing)} of {total} units are done")
+    do_units(missing, total, settings, workers or num_cores(), progress)
+    _complete(division, settings)
     aside.rename(folder)
     sync(folder.parent)
     shutil.rmtree(partial, ignore_errors=True)
 
 
 @contextlib.contextmanager
-def _locked(partial: Path, note: Note) -> Iterator[None]:
+def _locked(partial: Path, note: ShowLine) -> Iterator[None]:
     """Hold the lock under which only one process at a time makes the data set; the others wait."""
     try:
         partial.mkdir(parents=True, exist_ok=True)
@@ -205,17 +157,18 @@ def _locked(partial: Path, note: Note) -> Iterator[None]:
         yield
 
 
-def _adopt_plan(partial: Path, plan: MakingPlan) -> None:
-    """Write the plan, or check that it equals the plan of an earlier start."""
-    mapping = {"format": DATA_SET.number, **asdict(plan)}
-    del mapping["left_out"]  # which may change
-    file, text = partial / "plan.json", json.dumps(mapping, indent=1)
-    if not file.exists():
-        write_aside(file, text)
-    elif read_text(file) != text and (partial / FRUITLESS).exists():
-        for one in (partial / "dataset", partial / "units"):
-            shutil.rmtree(one, ignore_errors=True)
-        (partial / FRUITLESS).unlink()
+def _adopt_plan(partial: Path, division: Division) -> None:
+    """Write options and sources, or check that they equal those of an earlier start."""
+    file = partial / PLAN
+    content = {
+        "format": DATA_SET.number,
+        "recipe": asdict(division.recipe),
+        "digest": division.recipe.digest(division.sources.digest),
+    }
+    text = json.dumps(content, indent=1)
+    if not file.exists():  # an earlier start without documents has left lists and units
+        for folder in (partial / "dataset", partial / "units"):
+            shutil.rmtree(folder, ignore_errors=True)
         write_aside(file, text)
     elif read_text(file) != text:
         raise DataError(
@@ -227,32 +180,31 @@ def _adopt_plan(partial: Path, plan: MakingPlan) -> None:
 # --- tokenizer ------------------------------------------------------------------------------------
 
 
-def _tokenizer(plan: MakingPlan, folder: Path, note: Note) -> Tokenizer | None:
+def _tokenizer(division: Division, folder: Path, note: ShowLine) -> Tokenizer | None:
     """Load or train the tokenizer, and copy it to the folder; None for token files without one.
     Raises DataError if it is not usable."""
-    recipe, kept, given = plan.recipe, folder / TOKENIZER, plan.recipe.tokenizer_file
-    if not kept.exists():
-        if given is not None:
+    recipe, file, source = division.recipe, folder / TOKENIZER, division.recipe.tokenizer_file
+    if not file.exists():
+        if source is not None:
             tokenizer = load_tokenizer(
-                given, "tokenizer must be a tokenizer.json, a folder that has one, or empty"
+                source, "tokenizer must be a tokenizer.json, a folder that has one, or empty"
             )
-            note(f"tokenizer: {given}")
-        elif plan.files[0].kind == "tokens":
+            note(f"tokenizer: {source}")
+        elif division.sources.files[0].kind == "tokens":
             return None
         else:
             note(f"tokenizer: byte-level BPE of {recipe.vocab_size} tokens, trained on the texts")
-            tokenizer = train_tokenizer(
-                _texts_for_tokenizer(plan), recipe.vocab_size, recipe.end_of_text
-            )
-        write_aside(kept, tokenizer.to_str(pretty=True))
-    return load_tokenizer(kept, f"delete {folder.parent} to start again")
+            texts = _texts_for_tokenizer(division)
+            tokenizer = train_tokenizer(texts, recipe.vocab_size, recipe.end_of_text)
+        write_aside(file, tokenizer.to_str(pretty=True))
+    return load_tokenizer(file, f"delete {folder.parent} to start again")
 
 
-def _texts_for_tokenizer(plan: MakingPlan) -> Iterator[str]:
+def _texts_for_tokenizer(division: Division) -> Iterator[str]:
     """Yield the first texts of each unit, for training a tokenizer; one of `holdout_every` is left
     out, even if it is not held out."""
-    recipe, template = replace(plan.recipe, validation=()), plan.recipe.chat_template()
-    units = [unit for unit in plan.units if unit.split == "train"]
+    recipe, template = replace(division.recipe, validation=()), division.recipe.chat_template()
+    units = [unit for unit in division.units if unit.split == "train"]
     for unit in units:
         characters = 0
         for document in documents_of(unit, recipe, template, UnitReport()):
@@ -263,10 +215,11 @@ def _texts_for_tokenizer(plan: MakingPlan) -> Iterator[str]:
                     break
 
 
-def _making(recipe: DataRecipe, tokenizer: Tokenizer | None, folder: Path, units: Path) -> Making:
-    if tokenizer is None:
-        vocab_size, end = recipe.vocab_size, recipe.end_token if recipe.end_token >= 0 else None
-    else:
+def _settings(
+    recipe: DataRecipe, tokenizer: Tokenizer | None, folder: Path, units: Path
+) -> WorkSettings:
+    vocab_size, end = recipe.vocab_size, recipe.end_token if recipe.end_token >= 0 else None
+    if tokenizer is not None:
         highest = max(tokenizer.get_vocab().values(), default=-1)
         vocab_size = recipe.vocab_size or highest + 1
         if highest >= vocab_size:
@@ -280,110 +233,101 @@ def _making(recipe: DataRecipe, tokenizer: Tokenizer | None, folder: Path, units
                 f"end_of_text = {recipe.end_of_text!r} is not a token of {recipe.tokenizer}: give "
                 "its token that ends a document"
             )
-    return Making(recipe, folder, units, vocab_size, end, recipe.chat_template())
+    return WorkSettings(recipe, folder, units, vocab_size, end, recipe.chat_template())
 
 
 # --- the end --------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Outcome:
-    """Documents and tokens by split, and numbers of what was skipped, noted and read, by kind."""
-
-    splits: dict[str, Split] = field(default_factory=dict)
-    skipped: Counter[str] = field(default_factory=Counter)
-    notes: Counter[str] = field(default_factory=Counter)
-    encodings: Counter[str] = field(default_factory=Counter)
-    first: str = ""
-    """Path and detail of the first skipped document that has a detail."""
-
-
-def _no_document(skipped: Counter[str], where: str) -> str:
-    """Say why there is no document to train on, where it is listed, and which option may help."""
-    reasons = (
-        "; ".join(f"{count:,} x {reason}" for reason, count in skipped.most_common(3))
-        or "there is none"
-    )
-    remedy = ""
-    if any(reason.startswith(("no field", "no such column")) for reason in skipped):
-        remedy = "; --field NAME takes another field, --chat conversations"
-    return f"no document can be trained on ({reasons}): {where}{remedy}"
-
-
-def _complete(plan: MakingPlan, making: Making) -> None:
+def _complete(division: Division, settings: WorkSettings) -> None:
     """Write the lists of files and skipped documents, and last the manifest. Raises DataError if
     there is no document to train on."""
-    folder = making.folder
-    files = ({"name": file.name, "kind": file.kind, "bytes": file.size} for file in plan.files)
+    folder, sources, total = settings.folder, division.sources, UnitReport()
+    files = ({"name": file.name, "kind": file.kind, "bytes": file.size} for file in sources.files)
     (folder / FILES).write_text("".join(json.dumps(file) + "\n" for file in files), "utf-8")
-    with (
-        (folder / SKIPPED).open("w", encoding="utf-8") as skipped,
-        (folder / NOTES).open("w", encoding="utf-8") as noted,
-    ):
-        counts = _write_lists(plan, making, skipped, noted)
-        for written in (skipped, noted):
-            written.flush()
-            os.fsync(written.fileno())
-    if not counts.notes:
+    with _list(folder / SKIPPED) as skip, _list(folder / NOTES) as note:
+        skipped, notes, first = _write_lists(division, settings, total, skip, note)
+    if not notes:
         (folder / NOTES).unlink()
-    if "train" not in counts.splits:
-        (folder.parent / FRUITLESS).touch()
-        where = f"{counts.first}{folder / SKIPPED} has every file and line"
-        raise DataError(_no_document(counts.skipped, where))
+    if "train" not in total.splits:
+        (folder.parent / PLAN).unlink()
+        reasons = "; ".join(f"{count:,} x {reason}" for reason, count in skipped.most_common(3))
+        is_column = any(reason.startswith(("no field", "no such column")) for reason in skipped)
+        remedy = "; --field NAME takes another field, --chat conversations" if is_column else ""
+        raise DataError(
+            f"no document can be trained on ({reasons or 'there is none'}): {first}"
+            f"{folder / SKIPPED} has every file and line{remedy}"
+        )
+    has_tokenizer = (folder / TOKENIZER).exists()
     manifest = Manifest(
-        vocab_size=making.vocab_size,
-        end_of_text=plan.recipe.end_of_text if (folder / TOKENIZER).exists() else "",
-        end_token=making.end,
-        tokenizer_sha256=sha256(folder / TOKENIZER) if (folder / TOKENIZER).exists() else "",
+        vocab_size=settings.vocab_size,
+        end_of_text=division.recipe.end_of_text if has_tokenizer else "",
+        end_token=settings.end,
+        tokenizer_sha256=sha256(folder / TOKENIZER) if has_tokenizer else "",
         made_from={
-            "recipe": asdict(plan.recipe),
-            "files": len(plan.files),
-            "bytes": sum(max(0, one.size) for one in plan.files),
-            "listing": plan.listing,
-            "left_out": plan.left_out,
-            "chat_template": making.template.source if making.template else "",
+            "recipe": asdict(division.recipe),
+            "files": len(sources.files),
+            "bytes": sum(max(0, file.size) for file in sources.files),
+            "listing": sources.digest,
+            "left_out": dict(sorted(sources.left_out.items())),
+            "chat_template": settings.template.source if settings.template else "",
             "libraries": {"lather": lather.__version__, "tokenizers": tokenizers.__version__},
         },
-        splits={name: counts.splits[name] for name in SPLITS if name in counts.splits},
-        skipped=dict(sorted(counts.skipped.items())),
-        encodings=dict(sorted(counts.encodings.items())),
-        notes=dict(sorted(counts.notes.items())),
+        splits={name: total.splits[name] for name in SPLITS if name in total.splits},
+        skipped=dict(sorted(skipped.items())),
+        encodings=dict(sorted(total.encodings.items())),
+        notes=dict(sorted(notes.items())),
     )
     write_aside(folder / MANIFEST, manifest.to_json())
 
 
-def _write_lists(plan: MakingPlan, making: Making, skipped: TextIO, noted: TextIO) -> _Outcome:
-    """Write the lists of what was skipped and noted from the units' reports, and count all."""
-    counts = _Outcome()
-    for path, why, detail in _skipped_files(plan):
-        _write_skip(skipped, path, 0, why, detail)
-        counts.skipped[why] += 1
+AddRow = Callable[[str, int, str, str], None]
+"""Writes a row: path of the file, line, reason, detail."""
+
+
+@contextlib.contextmanager
+def _list(path: Path) -> Iterator[AddRow]:
+    """Write a list of documents and files, which is synced at the end."""
+    with path.open("w", encoding="utf-8") as file:
+
+        def add(path: str, line: int, reason: str, detail: str) -> None:
+            row = {"file": path, "line": line, "reason": reason, "detail": detail}
+            file.write(json.dumps(row) + "\n")
+
+        yield add
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _write_lists(
+    division: Division, settings: WorkSettings, total: UnitReport, skip: AddRow, note: AddRow
+) -> tuple[Counter[str], Counter[str], str]:
+    """Write the lists of skipped documents and of notes from the units' reports, and add their
+    splits and encodings to `total`. Return the counts of both lists by reason, and path and detail
+    of the first skipped document that has a detail."""
+    skipped, notes, first = Counter[str](), Counter[str](), ""
+    changed = [file.path for file in division.sources.files if file.has_changed]
+    fault = "changed while it was read", "its size or time is another one"
+    for path, why, detail in [*division.sources.skipped, *((path, *fault) for path in changed)]:
+        skip(path, 0, why, detail)
+        skipped[why] += 1
     lines = Counter[str]()  # of each file, in its parts so far
-    for unit in plan.units:
-        report = UnitReport.read(report_path(making.units, unit.number))
+    for unit in division.units:
+        report = UnitReport.read(report_path(settings.units, unit.number))
         befores = []
         for part, count in zip(unit.parts, report.lines, strict=True):
             befores.append(lines[part.path])
             lines[part.path] += count
         for number, line, why, detail in report.skipped:
             path = unit.parts[number].path
-            _write_skip(skipped, path, line and befores[number] + line, why, detail)
-            counts.skipped[why] += 1
-            counts.first = counts.first or (detail and f"{path}: {detail}; ")
+            skip(path, line and befores[number] + line, why, detail)
+            skipped[why] += 1
+            first = first or (detail and f"{path}: {detail}; ")
         for number, line, kind, detail in report.notes:
-            _write_skip(noted, unit.parts[number].path, befores[number] + line, kind, detail)
-            counts.notes[kind] += 1
-        for name, found in report.splits.items():
-            counts.splits[name] = counts.splits.get(name, Split()) + found
-        counts.encodings.update(report.encodings)
-    return counts
-
-
-def _skipped_files(plan: MakingPlan) -> list[tuple[str, str, str]]:
-    """Return the files that are not read, and those that have changed since they were listed."""
-    fault = "changed while it was read", "its size or time is another one"
-    return [*plan.skipped, *((file.path, *fault) for file in plan.files if file.has_changed)]
-
-
-def _write_skip(file: TextIO, path: str, line: int, reason: str, detail: str) -> None:
-    file.write(json.dumps({"file": path, "line": line, "reason": reason, "detail": detail}) + "\n")
+            note(unit.parts[number].path, befores[number] + line, kind, detail)
+            notes[kind] += 1
+        for name, split in report.splits.items():
+            total.splits[name] = total.splits.get(name, Split()) + split
+        for name, count in report.encodings.items():
+            total.encodings[name] = total.encodings.get(name, 0) + count
+    return skipped, notes, first

@@ -9,36 +9,34 @@ from pathlib import Path
 from lather.data.batches import Batches, HeldOut, Source
 from lather.data.config import DataConfig
 from lather.data.dataset import DataSet
-from lather.data.making import Note, list_sources, listing_of, make_dataset
+from lather.data.making import ShowLine, make_dataset
 from lather.data.order import MixturePhase, Order
-from lather.data.sequences import PackedDocuments, Windows
+from lather.data.sequences import PackedDocuments, Sequences, Windows
+from lather.data.sources import list_sources
 from lather.errors import DataError
 
 
-def open_datasets(config: DataConfig, vocab_size: int, report: Note) -> list[DataSet]:
+def open_datasets(config: DataConfig, vocab_size: int, report: ShowLine) -> list[DataSet]:
     """Open the data sets to train on. `report` is called with a line before each operation that
     takes long.
 
     Raises DataError if one is missing or damaged, has another tokenizer than the first, or tokens
     outside the vocabulary.
     """
-    datasets = (
-        [DataSet(Path(path)) for path in config.path]
-        if config.path
-        else [_of_source(config, vocab_size, report)]
-    )
+    datasets = [DataSet(Path(path)) for path in config.path]
+    datasets = datasets or [_of_source(config, vocab_size, report)]
     first = next((dataset for dataset in datasets if dataset.tokenizer), datasets[0])
     for dataset in datasets:
         _check(dataset, first, vocab_size)
     return datasets
 
 
-def _of_source(config: DataConfig, vocab_size: int, report: Note) -> DataSet:
+def _of_source(config: DataConfig, vocab_size: int, report: ShowLine) -> DataSet:
     """Open or make the data set of `data.source` for the present names, sizes and times of its
     files."""
     recipe = config.recipe(vocab_size)
     try:
-        listing = listing_of(list_sources(recipe).files)
+        listing = list_sources(recipe).digest
     except DataError as error:
         raise DataError(f"data.source = {config.source!r}: {error}") from None
     name = Path(config.source).resolve().name
@@ -52,22 +50,20 @@ def _of_source(config: DataConfig, vocab_size: int, report: Note) -> DataSet:
     if "validation" not in dataset.manifest.splits:
         raise DataError(
             f"data.source = {config.source!r}: {dataset.manifest.splits['train'].documents} "
-            "document matches "
-            f"data.pattern = {config.resolved_pattern!r}, but at least 2 are needed (one is held "
-            "out): give another folder or pattern"
+            f"document matches data.pattern = {config.resolved_pattern!r}, but at least 2 are "
+            "needed (one is held out): give another folder or pattern"
         )
     return dataset
 
 
 def _check(dataset: DataSet, first: DataSet, vocab_size: int) -> None:
-    if dataset.manifest.vocab_size > vocab_size:
+    manifest, tokenizer = dataset.manifest, first.manifest.tokenizer_sha256
+    if manifest.vocab_size > vocab_size:
         raise DataError(
-            f"{dataset.folder} has a vocabulary of {dataset.manifest.vocab_size} tokens, but "
-            f"model.vocab_size is {vocab_size}: "
-            "they do not fit"
+            f"{dataset.folder} has a vocabulary of {manifest.vocab_size} tokens, but "
+            f"model.vocab_size is {vocab_size}: they do not fit"
         )
-    hashes = [one.manifest.tokenizer_sha256 for one in (first, dataset)]
-    if all(hashes) and hashes[0] != hashes[1]:
+    if tokenizer and manifest.tokenizer_sha256 not in ("", tokenizer):
         raise DataError(
             f"{dataset.folder} was made with another tokenizer than {first.folder}: make one of "
             "them again with the other's tokenizer.json"
@@ -85,10 +81,8 @@ def training_batches(
     """Return the training batches, of `batch_size` sequences of `length` tokens. `phases`: the
     mixtures of the run, if its weights have changed; none: the configured mixture."""
     sources = [open_source(dataset, "train", config, length) for dataset in datasets]
-    order = Order(
-        [len(source) for source in sources], seed, phases or [MixturePhase(0, config.weights)]
-    )
-    return Batches(sources, order, batch_size, apart=config.apart)
+    phases = phases or [MixturePhase(0, config.weights)]
+    return Batches(sources, Order([len(source) for source in sources], seed, phases), batch_size)
 
 
 def held_out_sets(
@@ -99,14 +93,12 @@ def held_out_sets(
 
     Raises DataError if one of `data.validation` is missing or does not fit.
     """
-    sets = evaluated(datasets, config)
-    for dataset in sets.values():
+    sets = {}
+    for name, dataset in evaluated(datasets, config).items():
         _check(dataset, datasets[0], vocab_size)
-    sources = {
-        name: open_source(dataset, dataset.held_out_split, config, length)
-        for name, dataset in sets.items()
-    }
-    return {name: HeldOut(source, most, apart=config.apart) for name, source in sources.items()}
+        source = open_source(dataset, dataset.held_out_split, config, length)
+        sets[name] = HeldOut(source, most)
+    return sets
 
 
 def evaluated(datasets: Sequence[DataSet], config: DataConfig) -> dict[str, DataSet]:
@@ -115,9 +107,8 @@ def evaluated(datasets: Sequence[DataSet], config: DataConfig) -> dict[str, Data
     sets: dict[str, DataSet] = {}
     for dataset in datasets:
         if dataset.held_out_split == "validation":
-            sets[
-                dataset.folder.name if dataset.folder.name not in sets else str(dataset.folder)
-            ] = dataset
+            name = dataset.folder.name
+            sets[str(dataset.folder) if name in sets else name] = dataset
     return sets | {name: DataSet(Path(folder)) for name, folder in config.validation.items()}
 
 
@@ -125,10 +116,9 @@ def open_source(dataset: DataSet, split: str, config: DataConfig, length: int) -
     """Open a split as sequences of `length` tokens, packed as configured. Raises DataError if there
     is no such split, or no sequence."""
     reader = dataset.split(split)
-    is_packed = config.packing == "documents"
-    sequences = (
-        PackedDocuments(reader, split, length)
-        if is_packed
-        else Windows(reader, length, apart=config.packed_attention)
-    )
+    sequences: Sequences
+    if config.packing == "documents":
+        sequences = PackedDocuments(reader, length)
+    else:
+        sequences = Windows(reader, length, is_per_document=config.packed_attention)
     return Source(f"{dataset.folder} ({split})", sequences, dataset.manifest.vocab_size)

@@ -59,16 +59,12 @@ class DataRecipe:
     """A shard is closed after the document with which it reaches this number of tokens."""
 
     def __post_init__(self) -> None:
+        every = self.holdout_every
         require(bool(self.sources), "sources", self.sources, "at least one file or folder")
         require(bool(self.pattern), "pattern", self.pattern, "a glob such as '*.txt'")
         require(bool(self.field), "field", self.field, "a field's name")
         require(self.vocab_size >= 0, "vocab_size", self.vocab_size, "at least 0 tokens")
-        require(
-            self.holdout_every == 0 or self.holdout_every >= 2,
-            "holdout_every",
-            self.holdout_every,
-            "0, or at least 2 documents",
-        )
+        require(every == 0 or every >= 2, "holdout_every", every, "0, or at least 2 documents")
         require(self.shard_tokens >= 1, "shard_tokens", self.shard_tokens, "at least 1 token")
         try:
             "".encode(self.encoding if self.encoding != "auto" else "utf-8")
@@ -85,8 +81,8 @@ class DataRecipe:
 
     @property
     def hold_out_every(self) -> int:
-        """One of this number of documents is held out for validation; 0: none, also if there are
-        sources for validation."""
+        """The number of documents of which one is held out for validation; 0: none is held out, as
+        with sources for validation."""
         return 0 if self.validation else self.holdout_every
 
     @property
@@ -111,7 +107,7 @@ class DataRecipe:
 
     def digest(self, listing: str) -> str:
         """Return a short digest of the format of data sets, of the recipe and of the files
-        (`MakingPlan.listing`); it does not depend on the paths of the sources and the tokenizer."""
+        (`Listing.digest`); it does not depend on the paths of the sources and the tokenizer."""
         mapping: dict[str, Any] = {**asdict(self), "sources": len(self.sources)}
         if self.tokenizer_file is not None and self.tokenizer_file.is_file():
             mapping["tokenizer"] = sha256(self.tokenizer_file)

@@ -28,6 +28,8 @@ from lather.files import BYTE_ORDER_MARKS, mark_of
 Kind = Literal["text", "jsonl", "json", "parquet", "huggingface", "tokens"]
 PIECE_BYTES = 1 << 20
 """A longer text file is cut at the ends of lines, and every piece is a document."""
+COMPRESSED = (".gz", ".zst")
+"""Endings of the names of files that are decompressed while they are read."""
 ROWS = 256
 BLOCK_BYTES = 1 << 20
 Table = tuple[list[str], Callable[[list[str]], Iterator[list[dict[str, Any]]]]]
@@ -101,32 +103,24 @@ class RecordReader:
     # --- text and JSONL
 
     def _texts(self) -> Iterator[Record | Skip]:
-        if self.part.stop < 0 and not has_plain_line_ends(
-            first_bytes(self.part.path), self.part.encoding
-        ):
-            return self._whole()
-        if self.part.separator:
+        part = self.part
+        is_cut = part.stop >= 0 or has_plain_line_ends(first_bytes(part.path), part.encoding)
+        if is_cut and part.separator:
             return self._separated()
-        if self.part.path.endswith((".gz", ".zst")) or self.part.stop >= 0:
+        if is_cut and (part.stop >= 0 or part.path.endswith(COMPRESSED)):
             return self._pieces()
         return self._whole()
 
     def _whole(self) -> Iterator[Record | Skip]:
         with _open(self.part.path) as file:
-            for found in self._decoded(1, file.read()):
-                if (
-                    isinstance(found, Record)
-                    and isinstance(found.content, str)
-                    and self.part.separator
-                ):
-                    texts = found.content.split(self.part.separator)
-                    yield from (
-                        Record(number, text, found.encoding)
-                        for number, text in enumerate(texts, 1)
-                        if text.strip()
-                    )
-                else:
-                    yield found
+            content = file.read()
+        for record in self._decoded(1, content):
+            if isinstance(record, Skip) or not self.part.separator:
+                yield record
+            else:
+                for number, text in enumerate(str(record.content).split(self.part.separator), 1):
+                    if text.strip():
+                        yield Record(number, text, record.encoding)
 
     def _pieces(self) -> Iterator[Record | Skip]:
         """Join the lines that begin in the same `PIECE_BYTES` of the file to one document."""
@@ -140,9 +134,8 @@ class RecordReader:
         yield from self._decoded(first, b"".join(piece))
 
     def _separated(self) -> Iterator[Record | Skip]:
-        separator = self.part.separator.encode(
-            "utf-8" if self.part.encoding == "auto" else self.part.encoding
-        )
+        encoding = "utf-8" if self.part.encoding == "auto" else self.part.encoding
+        separator = self.part.separator.encode(encoding)
         for _, content in self._split(separator):
             yield from self._decoded(self.lines, content.removesuffix(separator))
 
@@ -163,35 +156,30 @@ class RecordReader:
         with _open(self.part.path) as file:
             content = file.read()
         try:
-            found = json.loads(content)
+            items = json.loads(content)
         except (ValueError, RecursionError) as error:
             if content.removeprefix(mark_of(content)).lstrip().startswith(b"["):
                 yield Skip(0, "broken JSON", str(error))
             else:
                 yield from self._json_lines()
             return
-        for self.lines, record in enumerate(found if isinstance(found, list) else [found], 1):
-            yield self._object(record)
+        for self.lines, item in enumerate(items if isinstance(items, list) else [items], 1):
+            yield self._object(item)
 
     def _json_lines(self) -> Iterator[Record | Skip]:
-        for offset, line in self._split(b"\n"):
-            mark = b"" if offset else mark_of(line)
-            if not line.removeprefix(BOM_UTF8).strip():
-                continue
-            if mark and BYTE_ORDER_MARKS[mark] != "utf-8":
-                encoding = BYTE_ORDER_MARKS[mark]
-                yield Skip(0, "not UTF-8", f"{encoding}: save it as UTF-8")
+        for offset, content in self._split(b"\n"):
+            line, mark = content.removeprefix(BOM_UTF8), b"" if offset else mark_of(content)
+            if mark not in (b"", BOM_UTF8):
+                yield Skip(0, "not UTF-8", f"{BYTE_ORDER_MARKS[mark]}: save it as UTF-8")
                 return
+            if not line.strip():
+                continue
             try:
-                content = json.loads(line.removeprefix(BOM_UTF8).decode("utf-8"))
+                yield self._object(json.loads(line.decode("utf-8")))
             except UnicodeDecodeError as error:
                 yield Skip(self.lines, "not UTF-8", f"byte {error.start} of the line")
-            except RecursionError:
-                yield Skip(self.lines, "broken JSON", "nested too deeply")
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 yield Skip(self.lines, "broken JSON", str(error))
-            else:
-                yield self._object(content)
 
     def _object(self, content: Any) -> Record | Skip:
         if isinstance(content, dict):
@@ -219,11 +207,9 @@ class RecordReader:
                 yield Record(self.lines, row)
         except (DataError, MemoryError):
             raise
-        except OSError as error:
-            if error.errno:
-                raise
-            yield Skip(self.lines + 1, "damaged, or ends early", str(error))
         except Exception as error:  # the libraries raise errors of many types for damaged files
+            if isinstance(error, OSError) and error.errno:
+                raise
             yield Skip(self.lines + 1, "damaged, or ends early", str(error))
 
 
@@ -279,25 +265,24 @@ def _split(
     offset = start - size if start else 0
     if offset:
         file.seek(offset)
-    buffer, begun = bytearray(), not start
+    buffer, is_inside = bytearray(), not start
     while more := file.read1(BLOCK_BYTES):
         place, searched = 0, max(0, len(buffer) - size + 1)
         buffer += more
         while (end := buffer.find(separator, searched)) >= 0:
             searched = end + size
-            if begun:
+            if is_inside:
                 yield offset + place, bytes(buffer[place:searched])
-            begun, place = True, searched
+            is_inside, place = True, searched
             if 0 <= stop <= offset + place:
                 return
-        # the text belongs to another part, but its end may be the start of a separator
-        if not begun:
+        if not is_inside:  # the text is of another part, but its end may begin a separator
             place = max(0, len(buffer) - size + 1)
             if 0 <= stop <= offset + place:
                 return
         del buffer[:place]
         offset += place
-    if begun and buffer:
+    if is_inside and buffer:
         yield offset, bytes(buffer)
 
 
@@ -317,20 +302,19 @@ def open_huggingface(name: str) -> Any:
         if place.startswith("hf:"):
             path, _, config = place.removeprefix("hf:").partition("@")
             return datasets.load_dataset(path, config or None, split=split or "train")
-        found = datasets.load_from_disk(place)
+        rows = datasets.load_from_disk(place)
     except Exception as error:  # the library raises errors of many types
         raise DataError(
             f"{name}: not a readable Hugging Face data set ({error}): give a folder made by "
             "save_to_disk, or hf:NAME#SPLIT"
         ) from None
-    if isinstance(found, datasets.DatasetDict):
-        if split not in found:
-            raise DataError(
-                f"{name}: has the splits {', '.join(found)}: name one, as in "
-                f"{place}#{next(iter(found))}"
-            )
-        return found[split]
-    return found
+    if not isinstance(rows, datasets.DatasetDict):
+        return rows
+    if split not in rows:
+        raise DataError(
+            f"{name}: has the splits {', '.join(rows)}: name one, as in {place}#{next(iter(rows))}"
+        )
+    return rows[split]
 
 
 def _library(name: str) -> Any:

@@ -1,21 +1,19 @@
 """The sequences of a split: inputs and labels of a fixed length, by number.
 
 Either the stream of tokens is cut into windows, or whole documents are packed into sequences by
-best fit. Then only documents longer than a sequence are cut, and each piece, longest first, goes to
+best fit. Then only documents longer than a sequence are cut, and each chunk, longest first, goes to
 the fullest sequence that has room for it ("Fewer Truncations Improve Language Modeling", Ding et
-al., 2024). Pieces of equal length are placed together, so that the time grows with the number of
-different lengths, not with the number of documents.
+al., 2024). Chunks of equal length are placed together, so that the time grows with the number of
+different lengths, not with the number of documents. A run packs at its start, which takes about a
+second for a million documents.
 
 S is the length of a sequence; a label is the token after its input.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
 from bisect import bisect_left, insort
 from itertools import pairwise
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -23,20 +21,21 @@ import numpy.typing as npt
 
 from lather.data.shards import Array, ShardReader
 from lather.errors import DataError
-from lather.files import reason
 
 IGNORE_INDEX = -100
 """Label of a position that the loss leaves out."""
 PADDING = -1
 """Input of a position that holds no token."""
 CHUNK = np.dtype([("start", "<i8"), ("length", "<i4")])
-"""A piece of a document: the place of its first token in the split, and its number of labels."""
+"""A chunk of a document: the place of its first token in the split, and its number of labels."""
 
 
 class Sequences(Protocol):
     """The sequences of a split."""
 
     length: int
+    is_per_document: bool
+    """Whether attention stays within documents."""
 
     def __len__(self) -> int: ...
 
@@ -56,10 +55,9 @@ class Windows:
     """The tokens of a split, cut every S tokens across the ends of documents: each token except the
     first is a label in one sequence. The last sequence may be shorter."""
 
-    def __init__(self, reader: ShardReader, length: int, *, apart: bool = False) -> None:
-        """`apart`: attention stays within documents. Raises DataError if there are fewer than 2
-        tokens."""
-        self.reader, self.length, self.apart = reader, length, apart
+    def __init__(self, reader: ShardReader, length: int, *, is_per_document: bool = False) -> None:
+        """Raises DataError if there are fewer than 2 tokens."""
+        self.reader, self.length, self.is_per_document = reader, length, is_per_document
         if not len(self):
             raise DataError(
                 f"{reader.folder}: {len(reader)} tokens are too few for a sequence: give more text"
@@ -78,7 +76,7 @@ class Windows:
         start = index * self.length
         stop = min(start + self.length + 1, len(self.reader))
         _fill(self.reader, start, stop, inputs_S, labels_S)
-        if self.apart:
+        if self.is_per_document:
             ends = self.reader.ends_between(start, min(stop, start + self.length) - 1)
             begins_S[ends - start] = True
 
@@ -86,31 +84,12 @@ class Windows:
 class PackedDocuments:
     """Whole documents packed into sequences; attention stays within each document."""
 
-    def __init__(self, reader: ShardReader, split: str, length: int) -> None:
-        """Open the packing that is kept in the data set's folder; compute it first if it is
-        missing.
+    is_per_document = True
 
-        Raises DataError if it cannot be written, or if no document has two tokens.
-        """
+    def __init__(self, reader: ShardReader, length: int) -> None:
+        """Raises DataError if no document has two tokens."""
         self.reader, self.length = reader, length
-        folder = reader.folder / f"packed-{split}-{length}"
-        if not folder.exists():
-            _keep(folder, *pack(reader, length))
-        try:
-            files = (folder / "chunks.npy", folder / "starts.npy")
-            self._chunks, self._starts = (
-                np.load(file, mmap_mode="r", allow_pickle=False) for file in files
-            )
-            if (
-                self._chunks.dtype != CHUNK
-                or self._starts.dtype != np.int64
-                or int(self._starts[-1]) != len(self._chunks)
-            ):
-                raise ValueError("its parts do not fit")
-        except Exception as error:  # numpy's reader raises errors of many types for damaged headers
-            raise DataError(
-                f"{folder}: damaged ({error}): delete it, and it is made again"
-            ) from None
+        self._chunks, self._starts = pack(reader, length)
         if not len(self):
             raise DataError(f"{reader.folder}: no document has two tokens: give more text")
 
@@ -118,17 +97,17 @@ class PackedDocuments:
         return len(self._starts) - 1
 
     def num_tokens(self, index: int) -> int:
-        return int(self._of(index)["length"].sum())
+        return int(self._chunks_of(index)["length"].sum())
 
     def num_labels(self, index: int) -> int | None:
         return None if self.reader.has_mask else self.num_tokens(index)
 
-    def _of(self, index: int) -> npt.NDArray[np.void]:
+    def _chunks_of(self, index: int) -> npt.NDArray[np.void]:
         return self._chunks[int(self._starts[index]) : int(self._starts[index + 1])]
 
     def fill(self, index: int, inputs_S: Array, labels_S: Array, begins_S: Array) -> None:
         place = 0
-        for chunk in self._of(index):
+        for chunk in self._chunks_of(index):
             start, labels = int(chunk["start"]), int(chunk["length"])
             _fill(self.reader, start, start + labels + 1, inputs_S[place:], labels_S[place:])
             begins_S[place] = True
@@ -174,21 +153,21 @@ def best_fit(lengths: npt.NDArray[np.integer], capacity: int) -> npt.NDArray[np.
             bins[items[:placed]] = np.repeat(ids, each)[:placed]
             items = items[placed:]
             partly = placed - (len(ids) - 1) * each  # items in the last bin
-            for some, left in (
+            for open_ids, left in (
                 (rest, room),
                 (ids[:-1], room - each * length),
                 (ids[-1:], room - partly * length),
             ):
-                if len(some) and left:
+                if len(open_ids) and left:
                     if left not in open_bins:
                         insort(rooms, left)
-                    open_bins.setdefault(left, []).append(some)
+                    open_bins.setdefault(left, []).append(open_ids)
     return bins
 
 
 def pack(reader: ShardReader, length: int) -> tuple[npt.NDArray[np.void], npt.NDArray[np.int64]]:
-    """Return the pieces of all documents, sorted by sequence, and the index of each sequence's
-    first piece, followed by the number of pieces."""
+    """Return the chunks of all documents, sorted by sequence, and the index of each sequence's
+    first chunk, followed by the number of chunks."""
     chunks = np.concatenate(
         [
             np.empty(0, CHUNK),
@@ -202,8 +181,8 @@ def pack(reader: ShardReader, length: int) -> tuple[npt.NDArray[np.void], npt.ND
 
 
 def _chunks(reader: ShardReader, shard: int, length: int) -> npt.NDArray[np.void]:
-    """Return the pieces of a shard's documents; tokens after the end of the last document form one
-    more document."""
+    """Return the chunks of a shard's documents. Tokens after the end of the last document are a
+    document, too."""
     start, stop = reader.starts[shard : shard + 2].tolist()
     ends = np.append(reader.ends_between(start, stop), stop)
     firsts = np.concatenate([[start], ends[:-1]])
@@ -215,20 +194,3 @@ def _chunks(reader: ShardReader, shard: int, length: int) -> npt.NDArray[np.void
     chunks["start"] = np.repeat(firsts, counts) + number * length
     chunks["length"] = np.minimum(np.repeat(labels, counts) - number * length, length)
     return chunks
-
-
-def _keep(folder: Path, chunks: Array, starts: Array) -> None:
-    aside = folder.with_name(f".{folder.name}.{os.getpid()}")
-    try:
-        aside.mkdir()
-        np.save(aside / "chunks.npy", chunks)
-        np.save(aside / "starts.npy", starts)
-        aside.rename(folder)
-    except OSError as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        if not folder.exists():  # otherwise another process was faster
-            why = reason(error, folder)
-            raise DataError(
-                f"{folder} cannot be written ({why}): make the data set's folder writable, free "
-                "space, or copy it"
-            ) from None

@@ -96,20 +96,16 @@ class ShardWriter:
 
     def write(self, tokens: Array, learned: Array | None = None) -> None:
         """Append a part of a document."""
-        if not self._files:
-            name = f"{self.prefix}-{len(self.entries):03d}"
-            dtypes: dict[str, npt.DTypeLike] = {"npy": self.dtype, "ends.npy": np.int64}
-            if self.masked:
-                dtypes["learned.npy"] = np.bool_
-            self._files = {
-                suffix: _ArrayFile(self.folder / f"{name}.{suffix}", dtype)
-                for suffix, dtype in dtypes.items()
-            }
-        self._files["npy"].append(tokens)
+        arrays = {"npy": tokens, "ends.npy": np.empty(0, np.int64)}
         if self.masked:
-            self._files["learned.npy"].append(
-                np.ones(len(tokens), dtype=bool) if learned is None else learned
-            )
+            all_learned = np.ones(len(tokens), bool)
+            arrays["learned.npy"] = all_learned if learned is None else learned.astype(bool)
+        for suffix, values in arrays.items():
+            if suffix not in self._files:
+                path = self.folder / f"{self.prefix}-{len(self.entries):03d}.{suffix}"
+                dtype = self.dtype if suffix == "npy" else values.dtype
+                self._files[suffix] = _ArrayFile(path, dtype)
+            self._files[suffix].append(values)
 
     def end_document(self) -> None:
         """Record the end of a document."""
@@ -176,15 +172,15 @@ class ShardReader:
     def ends_between(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Return the ends of documents in the stream (the places after their last tokens), above
         `start` and up to `stop`."""
-        found = [np.empty(0, np.int64)]
+        parts = [np.empty(0, np.int64)]
         for shard in range(self._shard_at(start), self._shard_at(max(start, stop - 1)) + 1):
             entry, first = self.entries[shard], int(self.starts[shard])
             if entry.documents:
                 path = self.folder / f"{entry.name}.ends.npy"
                 ends = np.memmap(path, "<i8", "r", HEADER_BYTES, (entry.documents,))
                 low, high = np.searchsorted(ends, [start - first, stop - first], side="right")
-                found.append(ends[low:high] + first)
-        return np.concatenate(found)
+                parts.append(ends[low:high] + first)
+        return np.concatenate(parts)
 
     def _read(self, start: int, stop: int, suffix: str, dtype: np.dtype[Any]) -> Array:
         parts, shard = [], self._shard_at(start)
@@ -193,10 +189,9 @@ class ShardReader:
             length = min(stop, first + entry.tokens) - start
             if suffix == "npy" or entry.has_mask:
                 offset = HEADER_BYTES + (start - first) * dtype.itemsize
-                found = self._bytes(
-                    self.folder / f"{entry.name}.{suffix}", offset, length * dtype.itemsize
-                )
-                parts.append(np.frombuffer(found, dtype=dtype))
+                path = self.folder / f"{entry.name}.{suffix}"
+                content = self._bytes(path, offset, length * dtype.itemsize)
+                parts.append(np.frombuffer(content, dtype=dtype))
             else:
                 parts.append(np.ones(length, dtype=bool))
             start, shard = start + length, shard + 1
@@ -204,14 +199,12 @@ class ShardReader:
 
     def _bytes(self, path: Path, offset: int, num_bytes: int) -> bytes:
         try:
-            found = os.pread(self._open(path).descriptor, num_bytes, offset)
+            content = os.pread(self._open(path).descriptor, num_bytes, offset)
         except OSError as error:
-            raise DataError(
-                f"{path}: token shard cannot be read ({error.strerror}): {_remedy(path)}"
-            ) from None
-        if len(found) != num_bytes:
-            raise DataError(f"{path}: token shard is truncated: {_remedy(path)}")
-        return found
+            raise _damaged(path, f"cannot be read ({error.strerror})") from None
+        if len(content) != num_bytes:
+            raise _damaged(path, "is truncated")
+        return content
 
     def _shard_at(self, position: int) -> int:
         return int(np.searchsorted(self.starts, position, side="right")) - 1
@@ -221,21 +214,16 @@ class ShardReader:
         if entry.has_mask:
             lengths["learned.npy"] = entry.tokens
         for suffix, num_bytes in lengths.items():
-            path = self.folder / f"{entry.name}.{suffix}"
+            path, expected = self.folder / f"{entry.name}.{suffix}", HEADER_BYTES + num_bytes
             try:
-                found = path.stat().st_size
+                size = path.stat().st_size
             except OSError as error:
-                raise DataError(
-                    f"{path}: token shard is missing ({error.strerror}): {_remedy(path)}"
-                ) from None
-            expected = HEADER_BYTES + num_bytes
-            if found != expected:
-                what = "empty" if not found else "truncated" if found < expected else "too long"
-                raise DataError(
-                    f"{path}: token shard is {what}: it has {found:,} bytes, not {expected:,}: "
-                    f"{_remedy(path)}"
-                )
+                raise _damaged(path, f"is missing ({error.strerror})") from None
+            if size != expected:
+                fault = "empty" if not size else "truncated" if size < expected else "too long"
+                raise _damaged(path, f"is {fault}: it has {size:,} bytes, not {expected:,}")
 
 
-def _remedy(path: Path) -> str:
-    return f"restore it, or delete {path.parent} to make the data set again"
+def _damaged(path: Path, fault: str) -> DataError:
+    remedy = f"restore it, or delete {path.parent} to make the data set again"
+    return DataError(f"{path}: token shard {fault}: {remedy}")

@@ -21,6 +21,7 @@ from typing import Literal
 
 from lather.data.recipe import DataRecipe
 from lather.data.records import (
+    COMPRESSED,
     PIECE_BYTES,
     FilePart,
     Kind,
@@ -32,6 +33,7 @@ from lather.data.records import (
 from lather.data.texts import has_plain_line_ends, kind_of_bytes
 from lather.data.walk import KINDS, FolderWalk
 from lather.errors import DataError
+from lather.files import digest_of
 
 SplitName = Literal["train", "validation"]
 STDLIB_LEFT_OUT = {
@@ -73,11 +75,12 @@ class SourceFile:
     """Time of the last change, in nanoseconds."""
     name: str
     """Path relative to the source's folder."""
+    split: SplitName = "train"
 
     @property
     def has_changed(self) -> bool:
-        """Whether the file has another size or time than when it was listed. A file that is gone
-        counts as unchanged: if it was gone before it was read, its reader has said so."""
+        """Whether the file has another size or time than when it was listed. A lost file counts as
+        unchanged: its reader reports it."""
         if self.kind == "huggingface":
             return False
         try:
@@ -97,32 +100,53 @@ class ReadUnit:
 
 
 @dataclass
-class SourceListing:
-    """The files of a source, sorted by name, and what is not among them."""
+class Listing:
+    """The files of all sources, in order, and what is not among them."""
 
-    files: list[SourceFile]
+    files: list[SourceFile] = field(default_factory=list)
     skipped: list[tuple[str, str, str]] = field(default_factory=list)
     """Files and folders that cannot be read, or are read by another path: path, reason, detail."""
     left_out: Counter[str] = field(default_factory=Counter)
     """Number of files and folders that are not asked for, by reason."""
 
+    @property
+    def digest(self) -> str:
+        """A short digest of the files' names, sizes and times."""
+        entries = [(f.split, f.name, f.kind, f.size, f.changed) for f in self.files]
+        return digest_of(entries)[:12]
 
-def list_files(source: str, recipe: DataRecipe) -> SourceListing:
-    """List the files of a source. Raises DataError if the source does not exist, or has no file."""
+
+def list_sources(recipe: DataRecipe) -> Listing:
+    """List the files of all sources, in order. Raises DataError if a source is missing or has no
+    file, or if token files and texts are mixed."""
+    listing = Listing()
+    for source in recipe.sources:
+        _list_source(source, "train", recipe, listing)
+    for source in recipe.validation:
+        _list_source(source, "validation", recipe, listing)
+    if len({file.kind == "tokens" for file in listing.files}) > 1:
+        raise DataError(
+            "some sources are token files and others texts: make a data set of each, and mix them "
+            "by data.weights"
+        )
+    return listing
+
+
+def _list_source(source: str, split: SplitName, recipe: DataRecipe, listing: Listing) -> None:
+    """Add the files of a source, sorted by name, to the listing."""
     folder = Path(source.partition("#")[0])
     is_saved_by_datasets = any(os.path.isfile(folder / name) for name in SAVED_BY_DATASETS)
     if source.startswith("hf:") or recipe.format == "huggingface" or is_saved_by_datasets:
-        # none for a data set of the hub
-        found = [path.stat() for path in folder.rglob("*") if path.is_file()]
-        size, changed = (
-            sum(one.st_size for one in found),
-            max((one.st_mtime_ns for one in found), default=0),
-        )
-        size = size if found else -1
-        return SourceListing([SourceFile(source, "huggingface", size, changed, source)])
+        # a data set of the hub has no files here
+        stats = [path.stat() for path in folder.rglob("*") if path.is_file()]
+        size = sum(stat.st_size for stat in stats) if stats else -1
+        changed = max((stat.st_mtime_ns for stat in stats), default=0)
+        listing.files.append(SourceFile(source, "huggingface", size, changed, source, split))
+        return
     root, left_out = root_of(source)
     if root.is_file():
-        return SourceListing([_file(root, root.parent, recipe, is_named=True)])
+        listing.files.append(_file(root, root.parent, recipe, split, is_named=True))
+        return
     walk = FolderWalk(root, recipe.pattern, left_out)
     try:
         walk.list()
@@ -132,7 +156,7 @@ def list_files(source: str, recipe: DataRecipe) -> SourceListing:
     for path in walk.files:
         if not _is_index(path):
             try:
-                files.append(_file(path, root, recipe))
+                files.append(_file(path, root, recipe, split))
             except OSError as error:  # it has vanished
                 walk.skipped.append((str(path), "cannot be read", error.strerror or ""))
     if others := sum(not _is_index(path) for path in walk.others):
@@ -140,7 +164,9 @@ def list_files(source: str, recipe: DataRecipe) -> SourceListing:
     if not files:
         pattern = f"the pattern {recipe.pattern!r}"
         raise DataError(f"{root}: no file matches {pattern}: {_what_else(walk)}")
-    return SourceListing(files, walk.skipped, walk.left_out)
+    listing.files += files
+    listing.skipped += walk.skipped
+    listing.left_out += walk.left_out
 
 
 def _is_index(path: Path) -> bool:
@@ -153,11 +179,10 @@ def _is_index(path: Path) -> bool:
 def _what_else(walk: FolderWalk) -> str:
     """Return the remedy for a folder of which no file is taken: the endings of its other files, or
     what cannot be read."""
-    counts = Counter(path.suffix or path.name for path in walk.others if not _is_index(path))
-    endings = sorted(counts.items(), key=lambda one: (-one[1], one[0]))[:MOST_ENDINGS]
-    if endings:
-        named = ", ".join(f"{count:,} {ending}" for ending, count in endings)
-        example = f"'*{endings[0][0]}'"
+    endings = sorted(path.suffix or path.name for path in walk.others if not _is_index(path))
+    if counts := Counter(endings).most_common(MOST_ENDINGS):
+        named = ", ".join(f"{count:,} {ending}" for ending, count in counts)
+        example = f"'*{counts[0][0]}'"
         return f"there are {named}: give another pattern, such as {example}, or another folder"
     if walk.skipped:
         path, reason, detail = walk.skipped[0]
@@ -166,20 +191,21 @@ def _what_else(walk: FolderWalk) -> str:
     return "the folder has no files: give another one"
 
 
-def _file(path: Path, root: Path, recipe: DataRecipe, *, is_named: bool = False) -> SourceFile:
+def _file(
+    path: Path, root: Path, recipe: DataRecipe, split: SplitName, *, is_named: bool = False
+) -> SourceFile:
     """Describe a file. `is_named`: the file itself is given as a source; only then is a .json file
     read as records, because a .json file in a folder of source code is text."""
     suffix = Path(path.name.removesuffix(".gz").removesuffix(".zst")).suffix.lower()
-    by_name: Kind = next((kind for kind, endings in ENDINGS.items() if suffix in endings), "text")
+    kind: Kind = next((kind for kind, endings in ENDINGS.items() if suffix in endings), "text")
     if is_named and suffix == ".json":
-        by_name = "json"
-    kind = by_name if recipe.format == "auto" else recipe.format
-    if kind in ("parquet", "tokens") and path.suffix in (".gz", ".zst"):
+        kind = "json"
+    if recipe.format != "auto":
+        kind = recipe.format
+    if kind in ("parquet", "tokens") and path.suffix in COMPRESSED:
         raise DataError(f"{path}: {kind} files cannot be read compressed: unpack it")
-    status = path.stat()
-    return SourceFile(
-        str(path), kind, status.st_size, status.st_mtime_ns, path.relative_to(root).as_posix()
-    )
+    status, name = path.stat(), path.relative_to(root).as_posix()
+    return SourceFile(str(path), kind, status.st_size, status.st_mtime_ns, name, split)
 
 
 def root_of(source: str) -> tuple[Path, set[str]]:
@@ -205,62 +231,59 @@ def root_of(source: str) -> tuple[Path, set[str]]:
             "tokens, or 'python-stdlib', 'package:NAME' or 'hf:NAME'"
         ) from None
     except OSError as error:
-        reason = f"cannot be read ({error.strerror})"
-        raise DataError(f"{source}: {reason}: give another source") from None
+        raise DataError(
+            f"{source}: cannot be read ({error.strerror}): give another source"
+        ) from None
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         kind = KINDS.get(stat.S_IFMT(mode), "of another kind")
-        fault = f"it is {kind}, which cannot be read twice"
-        raise DataError(f"{source}: {fault}: write its text to a file, and give that")
+        raise DataError(
+            f"{source}: it is {kind}, which cannot be read twice: write its text to a file, and "
+            "give that"
+        )
     return Path(source), {"__pycache__"}
 
 
 # --- units ----------------------------------------------------------------------------------------
 
 
-def divide(files: list[tuple[SplitName, SourceFile]], recipe: DataRecipe) -> list[ReadUnit]:
+def divide(files: list[SourceFile], recipe: DataRecipe) -> list[ReadUnit]:
     """Divide the files, in order, into units of work."""
-    unit_bytes = min(
-        max(sum(file.size for _, file in files) // UNITS, LEAST_UNIT_BYTES), MOST_UNIT_BYTES
-    )
+    unit_bytes = sum(file.size for file in files) // UNITS
+    unit_bytes = min(max(unit_bytes, LEAST_UNIT_BYTES), MOST_UNIT_BYTES)
     units: list[ReadUnit] = []
     parts: list[FilePart] = []
-    filled, current = 0, files[0][0] if files else "train"
-    for split, file in files:
+    filled, split = 0, files[0].split if files else "train"
+    for file in files:
         for part, size in _parts(file, recipe, unit_bytes):
-            if parts and (filled + size > unit_bytes or split != current):
-                units.append(ReadUnit(len(units), current, tuple(parts)))
+            if parts and (filled + size > unit_bytes or file.split != split):
+                units.append(ReadUnit(len(units), split, tuple(parts)))
                 parts, filled = [], 0
             parts.append(part)
-            filled, current = filled + size, split
-    return [*units, ReadUnit(len(units), current, tuple(parts))] if parts else units
+            filled, split = filled + size, file.split
+    return [*units, ReadUnit(len(units), split, tuple(parts))] if parts else units
 
 
 def _parts(file: SourceFile, recipe: DataRecipe, unit_bytes: int) -> Iterator[tuple[FilePart, int]]:
     """Yield the parts of a file with their bytes; if the file can be cut, no part is much larger
     than a unit."""
-    whole = FilePart(
-        file.path,
-        file.kind,
-        0,
-        -1,
-        recipe.separator if file.kind == "text" else "",
-        recipe.encoding,
-        recipe.columns,
-    )
+    separator = recipe.separator if file.kind == "text" else ""
+    whole = FilePart(file.path, file.kind, 0, -1, separator, recipe.encoding, recipe.columns)
     if file.kind == "parquet":
         return _ranges(whole, _num_row_groups(file.path), file.size, unit_bytes)
     if file.kind == "huggingface":
         rows = open_huggingface(file.path)
         return _ranges(whole, len(rows), int(rows.dataset_size or rows.data.nbytes), unit_bytes)
-    is_cut = file.size > (unit_bytes if file.kind == "jsonl" or recipe.separator else PIECE_BYTES)
-    is_whole = (
-        file.kind in ("tokens", "json")
-        or file.path.endswith((".gz", ".zst"))
-        or overlaps_itself(recipe.separator)
+    most_bytes = unit_bytes if file.kind == "jsonl" or recipe.separator else PIECE_BYTES
+    is_cut = (
+        file.size > most_bytes
+        and file.kind not in ("tokens", "json")
+        and not file.path.endswith(COMPRESSED)
+        and not overlaps_itself(recipe.separator)
+        and has_plain_line_ends(first_bytes(file.path), recipe.encoding)
     )
-    if is_whole or not is_cut or not has_plain_line_ends(first_bytes(file.path), recipe.encoding):
-        return iter([(whole, file.size)])
-    return _ranges(whole, file.size, file.size, unit_bytes)
+    if is_cut:
+        return _ranges(whole, file.size, file.size, unit_bytes)
+    return iter([(whole, file.size)])
 
 
 def _ranges(
@@ -281,7 +304,7 @@ def _ranges(
 def kind_instead(file: SourceFile) -> str | None:
     """Return the actual kind of a file that would be read as text or JSON, but whose first bytes
     are of another kind."""
-    if file.kind not in ("text", "jsonl", "json") or file.path.endswith((".gz", ".zst")):
+    if file.kind not in ("text", "jsonl", "json") or file.path.endswith(COMPRESSED):
         return None
     return kind_of_bytes(first_bytes(file.path))
 

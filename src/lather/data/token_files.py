@@ -1,11 +1,12 @@
 """Token files that other programs have written.
 
-Megatron         NAME.bin and NAME.idx: sequences of any integer type, and an index of their lengths
-(Megatron-LM's `indexed_dataset.py`) llm.c            NAME.bin that begins with 256 int32: 20240520
-and version 1 (uint16) or 20240801 and version 7 (uint32), number of tokens datatrove        NAME.ds
-and NAME.ds.index: uint16 or uint32, and where documents end (uint64)
-bare             any other NAME.bin: uint16 or uint32 without a header, as nanoGPT writes
-numpy            NAME.npy, a flat array of integers
+    Megatron    NAME.bin and NAME.idx: sequences of any integer type, and an index of their lengths
+                (Megatron-LM's `indexed_dataset.py`)
+    llm.c       NAME.bin that begins with 256 int32: 20240520 and version 1 (uint16) or 20240801 and
+                version 7 (uint32), number of tokens
+    datatrove   NAME.ds and NAME.ds.index: uint16 or uint32, and where documents end (uint64)
+    bare        any other NAME.bin: uint16 or uint32 without a header, as nanoGPT writes
+    numpy       NAME.npy, a flat array of integers
 
 Documents end where the index says; without an index, after each end-of-text token.
 """
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -52,33 +53,23 @@ class TokenFile:
             file.seek(self.offset)
             for start in range(0, self.length, BLOCK_TOKENS):
                 count = min(BLOCK_TOKENS, self.length - start)
-                tokens = np.frombuffer(
-                    file.read(count * np.dtype(self.dtype).itemsize), dtype=self.dtype
-                )
+                tokens = np.fromfile(file, self.dtype, count)
                 if len(tokens) != count:
-                    raise TokenFileError(
-                        f"ends after {start + len(tokens):,} of {self.length:,} tokens"
-                    )
+                    have = f"{start + len(tokens):,} of {self.length:,}"
+                    raise TokenFileError(f"ends after {have} tokens")
                 if self.ends is not None:
                     first, last = np.searchsorted(self.ends, [start, start + count], side="right")
                     yield tokens, self.ends[first:last] - start
-                else:
-                    yield (
-                        tokens,
-                        np.flatnonzero(tokens == end) + 1
-                        if end is not None
-                        else np.empty(0, np.int64),
-                    )
+                else:  # no token equals None
+                    yield tokens, np.flatnonzero(tokens == end) + 1
 
 
 def open_token_file(path: Path, bare_dtype: str = "") -> TokenFile:
     """Recognize the format and find the tokens. `bare_dtype`: "uint16" or "uint32", for a .bin
     without a header. Raises TokenFileError."""
     size = path.stat().st_size
-    if path.suffix == ".npy":
-        return _numpy(path, size)
-    if path.suffix == ".ds":
-        return _datatrove(path, size)
+    if path.suffix in (".npy", ".ds"):
+        return (_numpy if path.suffix == ".npy" else _datatrove)(path, size)
     if path.suffix == ".idx":
         raise TokenFileError(f"an index, but {path.with_suffix('.bin').name} is missing")
     if path.with_suffix(".idx").exists():
@@ -90,13 +81,8 @@ def open_token_file(path: Path, bare_dtype: str = "") -> TokenFile:
         raise TokenFileError(
             "no header says how its tokens are stored: give --token-dtype uint16 or uint32"
         )
-    return _of_length(
-        path,
-        {"uint16": "<u2", "uint32": "<u4"}[bare_dtype],
-        0,
-        size // int(np.dtype(bare_dtype).itemsize),
-        size,
-    )
+    dtype = {"uint16": "<u2", "uint32": "<u4"}[bare_dtype]
+    return _of_length(path, dtype, 0, size // np.dtype(dtype).itemsize, size)
 
 
 def _of_length(path: Path, dtype: str, offset: int, length: int, size: int) -> TokenFile:
@@ -110,12 +96,8 @@ def _numpy(path: Path, size: int) -> TokenFile:
     try:
         with path.open("rb") as file:
             version = np.lib.format.read_magic(file)
-            read = (
-                np.lib.format.read_array_header_1_0
-                if version == (1, 0)
-                else np.lib.format.read_array_header_2_0
-            )
-            shape, _, dtype = read(file)
+            of_version = f"read_array_header_{1 if version == (1, 0) else 2}_0"
+            shape, _, dtype = getattr(np.lib.format, of_version)(file)
             offset = file.tell()
     except Exception as error:  # numpy's reader raises errors of many types for damaged headers
         raise TokenFileError(f"not a numpy array ({error})") from None
@@ -145,35 +127,29 @@ def _datatrove(path: Path, size: int) -> TokenFile:
 
 
 def _megatron(path: Path, size: int) -> TokenFile:
-    index = path.with_suffix(".idx").read_bytes()
+    file = path.with_suffix(".idx")
+    index, name = file.read_bytes(), file.name
     if not index.startswith(MEGATRON_MAGIC) or len(index) < 34:
-        raise TokenFileError(f"{path.with_suffix('.idx').name} is not a Megatron index")
+        raise TokenFileError(f"{name} is not a Megatron index")
     _, version, code, sequences, documents = struct.unpack_from("<9sQBQQ", index)
-    dtype = MEGATRON_DTYPES.get(code, "")
-    if version != 1 or np.dtype(dtype or "f4").kind not in "iu":
-        raise TokenFileError(
-            f"{path.with_suffix('.idx').name} has version {version} and type {code}: not version 1 "
-            "of integers"
-        )
+    dtype = MEGATRON_DTYPES.get(code, "f4")
+    if version != 1 or np.dtype(dtype).kind not in "iu":
+        fault = f"has version {version} and type {code}: not version 1 of integers"
+        raise TokenFileError(f"{name} {fault}")
     expected = 34 + sequences * 12 + documents * 8
     if len(index) < expected:
-        raise TokenFileError(
-            f"{path.with_suffix('.idx').name} has {len(index):,} bytes, not {expected:,} for "
-            f"{sequences:,} sequences"
-        )
+        fault = f"has {len(index):,} bytes, not {expected:,} for {sequences:,} sequences"
+        raise TokenFileError(f"{name} {fault}")
     lengths = np.frombuffer(index, "<i4", sequences, 34).astype(np.int64)
     pointers = np.frombuffer(index, "<i8", sequences, 34 + 4 * sequences)
     # numbers of sequences, from 0
     borders = np.frombuffer(index, "<i8", documents, 34 + 12 * sequences)
-    item = np.dtype(dtype).itemsize
     stops = np.cumsum(lengths)
-    if sequences and not np.array_equal(pointers, (stops - lengths) * item):
+    if sequences and not np.array_equal(pointers, (stops - lengths) * np.dtype(dtype).itemsize):
         raise TokenFileError("its sequences do not follow each other")
-    found = _of_length(path, dtype, 0, int(stops[-1]) if sequences else 0, size)
     if documents and (borders[0] != 0 or borders[-1] != sequences or (np.diff(borders) < 0).any()):
-        raise TokenFileError(
-            f"{path.with_suffix('.idx').name} has documents that do not match its {sequences:,} "
-            "sequences"
-        )
-    of_documents = stops[borders[1:] - 1] if documents > 1 and sequences else stops
-    return TokenFile(path, found.dtype, 0, found.length, np.unique(of_documents))
+        fault = f"has documents that do not match its {sequences:,} sequences"
+        raise TokenFileError(f"{name} {fault}")
+    tokens = _of_length(path, dtype, 0, int(stops[-1]) if sequences else 0, size)
+    ends = stops[borders[1:] - 1] if documents > 1 and sequences else stops
+    return replace(tokens, ends=np.unique(ends))

@@ -1,8 +1,8 @@
-"""Lists the files of a folder and its subfolders, also linked ones, and all that is not listed.
+"""Lists the files of a folder and its subfolders, also linked subfolders, and what it leaves out.
 
-Links are followed, but no file is listed twice: of the paths to a file or folder the one without
-links counts, or else the first in the order of names. So the list depends on the tree alone, and
-circles of links end.
+Links are followed, but no file is listed twice: of several paths to a file or folder the path
+without links counts, or else the first in the order of names. So the list depends on the tree
+alone, and circles of links end.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ NOWHERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 """Numbers of errors of links that lead to nothing."""
 MADE = {"dataset.json", "files.jsonl", "skipped.jsonl"}
 """Entries of each folder that `lather data make` has made."""
+Links = list[tuple[Path, str]]
+"""Links to follow, each with the real path of its folder."""
 KINDS = {
     stat.S_IFIFO: "a pipe",
     stat.S_IFSOCK: "a socket",
@@ -44,56 +46,51 @@ class FolderWalk:
     """Files and folders that cannot be read, or are read by another path: path, reason, detail."""
     left_out: Counter[str] = field(default_factory=Counter)
     """Numbers of hidden files and folders, of folders in `without`, and of data sets."""
-    _seen: set[str] = field(default_factory=set)
+    _listed: set[str] = field(default_factory=set)
     """Real paths of the listed files and folders."""
-    _links: list[tuple[Path, str]] = field(default_factory=list)
-    """Links to follow, each with the real path of its folder."""
 
     def list(self) -> None:
         """List everything. Raises OSError if the folder itself cannot be read."""
         os.scandir(self.root).close()
-        self._list_folder(self.root, os.path.realpath(self.root))
-        while self._links:
-            links, self._links = sorted(self._links), []
-            for path, folder in links:
-                self._follow(path, folder)
+        links = self._list_folder(self.root, os.path.realpath(self.root))
+        while links:
+            followed, links = sorted(links), []
+            for path, folder in followed:
+                real = os.path.realpath(path)
+                if not os.path.isdir(path):
+                    self._add_file(path, real)
+                elif os.path.commonpath([folder, real]) == real:
+                    self._skip(path, "link to a folder that it is in", real)
+                elif self._is_new_folder(path, real):
+                    links += self._list_folder(path, real)
         self.files.sort(key=lambda path: path.relative_to(self.root))
         self.skipped.sort()
 
-    def _list_folder(self, folder: Path, real: str) -> None:
-        """List a folder and the folders in it; links are followed when all the rest is listed."""
-        waiting = [(folder, real)]
-        while waiting:
-            folder, real = waiting.pop()
-            try:
-                with os.scandir(folder) as entries:
-                    found = sorted(entries, key=lambda entry: entry.name)
-            except OSError as error:
-                self._skip(folder, "cannot be read", error.strerror)
-                continue
-            self._seen.add(real)
-            if folder != self.root and _is_data_set(folder, {entry.name for entry in found}):
-                self.left_out["data set"] += 1
-                continue
-            for entry in found:
-                path, real_path = folder / entry.name, os.path.join(real, entry.name)
-                if entry.name.startswith("."):
-                    self.left_out["hidden"] += 1
-                elif entry.is_symlink():
-                    self._links.append((path, real))
-                elif not entry.is_dir(follow_symlinks=False):
-                    self._add_file(path, real_path)
-                elif self._is_new_folder(path, real_path):
-                    waiting.append((path, real_path))
-
-    def _follow(self, path: Path, folder: str) -> None:
-        real = os.path.realpath(path)
-        if not os.path.isdir(path):
-            self._add_file(path, real)
-        elif os.path.commonpath([folder, real]) == real:
-            self._skip(path, "link to a folder that it is in", real)
-        elif self._is_new_folder(path, real):
-            self._list_folder(path, real)
+    def _list_folder(self, folder: Path, real: str) -> Links:
+        """List a folder and the folders in it, whose real path is given. Return the links in
+        them, which are followed when all the rest is listed."""
+        self._listed.add(real)
+        try:
+            with os.scandir(folder) as iterator:
+                entries = sorted(iterator, key=lambda entry: entry.name)
+        except OSError as error:
+            self._skip(folder, "cannot be read", error.strerror)
+            return []
+        if folder != self.root and _is_data_set(folder, {entry.name for entry in entries}):
+            self.left_out["data set"] += 1
+            return []
+        links: Links = []
+        for entry in entries:
+            path, real_path = folder / entry.name, os.path.join(real, entry.name)
+            if entry.name.startswith("."):
+                self.left_out["hidden"] += 1
+            elif entry.is_symlink():
+                links.append((path, real))
+            elif not entry.is_dir(follow_symlinks=False):
+                self._add_file(path, real_path)
+            elif self._is_new_folder(path, real_path):
+                links += self._list_folder(path, real_path)
+        return links
 
     def _is_new_folder(self, path: Path, real: str) -> bool:
         if path.name in self.without:
@@ -119,10 +116,10 @@ class FolderWalk:
             self.files.append(path)
 
     def _is_new(self, path: Path, real: str) -> bool:
-        if real in self._seen:
+        if real in self._listed:
             self._skip(path, "read by another path", real)
             return False
-        self._seen.add(real)
+        self._listed.add(real)
         return True
 
     def _skip(self, path: Path, reason: str, detail: str | None) -> None:
@@ -130,6 +127,6 @@ class FolderWalk:
 
 
 def _is_data_set(folder: Path, names: AbstractSet[str]) -> bool:
-    """Tell whether a folder with these entries is a data set of `lather data make`, or an
-    unfinished one, which must not be read when it is made of a folder that it is in."""
+    """Tell whether a folder with these entries is a data set of `lather data make`, finished or
+    not. A data set is not read when it is made of a folder that it is in."""
     return names >= MADE or (folder.suffix == ".partial" and ".lock" in names)

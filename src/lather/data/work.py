@@ -1,4 +1,4 @@
-"""Does units of work, in one or several processes: reads the documents of some parts of files and
+"""Does units of work, in this process or in several: reads the documents of parts of files and
 writes them to shards.
 
 A unit is finished when its report, `<number>.json` in the folder of units, exists. The report lists
@@ -30,10 +30,10 @@ from lather.data.chat import ChatTemplate
 from lather.data.dataset import TOKENIZER, Split, splits_of
 from lather.data.documents import Document, TokenRun, document_of, encode, load_tokenizer
 from lather.data.recipe import DataRecipe
-from lather.data.records import RecordReader, Skip
-from lather.data.shards import ShardWriter, token_dtype
+from lather.data.records import Record, RecordReader, Skip
+from lather.data.shards import Array, ShardWriter, token_dtype
 from lather.data.sources import ReadUnit
-from lather.data.token_files import TokenFileError, open_token_file
+from lather.data.token_files import TokenFile, TokenFileError, open_token_file
 from lather.errors import DataError
 from lather.files import read_text, write_aside
 from lather.processes import end_with_parent, without_signals
@@ -50,7 +50,7 @@ since the command was started."""
 
 
 @dataclass(frozen=True)
-class Making:
+class WorkSettings:
     """Settings for making documents from records, and shards from documents; they are sent to every
     process."""
 
@@ -103,43 +103,43 @@ def is_done(unit: ReadUnit, folder: Path, units: Path) -> bool:
     )
 
 
-def do_unit(unit: ReadUnit, making: Making, count: Count) -> None:
+def do_unit(unit: ReadUnit, settings: WorkSettings, count: Count) -> None:
     """Write the unit's shards, then its report. After an error, such as OSError on a full disk, the
     current shards are deleted."""
     report = UnitReport()
     # its shards are gone; half of them must not count as all
-    report_path(making.units, unit.number).unlink(missing_ok=True)
-    options = token_dtype(making.vocab_size), making.recipe.shard_tokens, making.recipe.chat
+    report_path(settings.units, unit.number).unlink(missing_ok=True)
+    options = token_dtype(settings.vocab_size), settings.recipe.shard_tokens, settings.recipe.chat
     writers = {
-        split: ShardWriter(making.folder, f"{split}-{unit.number:05d}", *options)
+        split: ShardWriter(settings.folder, f"{split}-{unit.number:05d}", *options)
         for split in SPLITS
     }
+    runs = (_tokens if unit.parts[0].kind == "tokens" else _texts)(unit, settings, report)
     try:
         length = 0
-        for piece in (_tokens if unit.parts[0].kind == "tokens" else _texts)(unit, making, report):
-            writers[piece.split].write(piece.tokens, piece.learned)
-            length += len(piece.tokens)
-            if piece.is_last:
-                writers[piece.split].end_document()
-                report.splits[piece.split] = report.splits.get(piece.split, Split()) + Split(
-                    1, length, length, piece.text_bytes
-                )
+        for run in runs:
+            writers[run.split].write(run.tokens, run.learned)
+            length += len(run.tokens)
+            if run.is_last:
+                writers[run.split].end_document()
+                split = Split(1, length, length, run.text_bytes)
+                report.splits[run.split] = report.splits.get(run.split, Split()) + split
                 count(1, length)
                 length = 0
-        for split, writer in writers.items():
+        for name, writer in writers.items():
             writer.finish()
             if writer.entries:
-                report.splits[split] += Split(shards=writer.entries)
+                report.splits[name] += Split(shards=writer.entries)
     except BaseException:
         for writer in writers.values():
             writer.abandon()
         raise
-    write_aside(report_path(making.units, unit.number), json.dumps(asdict(report)))
+    write_aside(report_path(settings.units, unit.number), json.dumps(asdict(report)))
 
 
 def _place_of_held_out(unit: int, every: int) -> int:
     """Return the place of the held-out document among `every` documents. It varies with the unit,
-    so that short units hold out neither more nor fewer documents than long ones."""
+    so that short units hold out the same share of documents as long units."""
     return every // 2 if unit == 0 else unit * 2654435761 % 2**32 % every
 
 
@@ -155,11 +155,12 @@ def documents_of(
     if not every:
         yield from (replace(document, split=unit.split) for document in documents)
         return
-    first = list(itertools.islice(documents, every)) if unit.number == 0 else []
     place = _place_of_held_out(unit.number, every)
     if unit.number == 0:  # hold out at least one document, if there are two
+        first = list(itertools.islice(documents, every))
         place = min(place, len(first) // 2) if len(first) > 1 else -1
-    for index, document in enumerate(itertools.chain(first, documents)):
+        documents = itertools.chain(first, documents)
+    for index, document in enumerate(documents):
         yield replace(document, split=SPLITS[index % every == place])
 
 
@@ -169,89 +170,95 @@ def _documents(
     for number, part in enumerate(unit.parts):
         reader = RecordReader(part)
         for record in reader:
-            found = record if isinstance(record, Skip) else document_of(record, field, template)
-            if isinstance(found, Skip):
-                report.skipped.append(
-                    (number, found.line, found.reason, found.detail[:MOST_DETAIL])
-                )
+            document = record if isinstance(record, Skip) else document_of(record, field, template)
+            if isinstance(document, Skip):
+                detail = document.detail[:MOST_DETAIL]
+                report.skipped.append((number, document.line, document.reason, detail))
                 continue
-            if not isinstance(record, Skip) and record.encoding:
+            assert isinstance(record, Record)
+            if record.encoding:
                 report.encodings[record.encoding] = report.encodings.get(record.encoding, 0) + 1
-            if not isinstance(record, Skip):
-                for kind, detail in found.notes:
-                    report.notes.append((number, record.line, kind, detail[:MOST_DETAIL]))
-            yield found
+            for kind, detail in document.notes:
+                report.notes.append((number, record.line, kind, detail[:MOST_DETAIL]))
+            yield document
         report.lines.append(reader.lines)
 
 
-def _texts(unit: ReadUnit, making: Making, report: UnitReport) -> Iterator[TokenRun]:
+def _texts(unit: ReadUnit, settings: WorkSettings, report: UnitReport) -> Iterator[TokenRun]:
     tokenizer = load_tokenizer(
-        making.folder / TOKENIZER, "delete the unfinished folder, and start again"
+        settings.folder / TOKENIZER, "delete the unfinished folder, and start again"
     )
-    documents = documents_of(unit, making.recipe, making.template, report)
-    return encode(documents, tokenizer, making.end, chat=making.recipe.chat)
+    documents = documents_of(unit, settings.recipe, settings.template, report)
+    return encode(documents, tokenizer, settings.end, chat=settings.recipe.chat)
 
 
 # --- tokens ---------------------------------------------------------------------------------------
 
 
-def _tokens(unit: ReadUnit, making: Making, report: UnitReport) -> Iterator[TokenRun]:
+def _tokens(unit: ReadUnit, settings: WorkSettings, report: UnitReport) -> Iterator[TokenRun]:
     """Yield the documents of token files; the end of a file ends its last document."""
-    document, every = 0, making.recipe.hold_out_every
+    document, every = 0, settings.recipe.hold_out_every
     place = _place_of_held_out(unit.number, every) if every else -1
     for number, part in enumerate(unit.parts):
         report.lines.append(0)
         try:
-            file = open_token_file(Path(part.path), making.recipe.token_dtype)
+            file = open_token_file(Path(part.path), settings.recipe.token_dtype)
         except TokenFileError as error:
             report.skipped.append((number, 0, "no tokens", str(error)))
             continue
         except OSError as error:
             report.skipped.append((number, 0, "cannot be read", error.strerror or str(error)))
             continue
-        try:
-            done = 0
-            for tokens, ends in file.blocks(making.end):
-                if (
-                    tokens.size
-                    and not 0 <= int(tokens.min()) <= int(tokens.max()) < making.vocab_size
-                ):
-                    worst = int(tokens.max()) if int(tokens.min()) >= 0 else int(tokens.min())
-                    raise DataError(
-                        f"{part.path}: token {worst} is outside the vocabulary of "
-                        f"{making.vocab_size}: give its own --vocab-size"
-                    )
-                done += len(tokens)
-                bounds = np.unique([0, *ends, len(tokens)]).tolist()
-                for start, stop in itertools.pairwise(bounds):
-                    is_last = stop < len(tokens) or done == file.length or stop in ends
-                    split = SPLITS[document % every == place] if every else unit.split
-                    yield TokenRun(split, tokens[start:stop], is_last)
-                    document += is_last
-        except TokenFileError as error:  # its length was right when it was opened
-            raise DataError(f"{part.path}: {error}: it changed while it was read") from None
+        for tokens, is_last in _pieces_of(file, settings):
+            split = SPLITS[document % every == place] if every else unit.split
+            yield TokenRun(split, tokens, is_last)
+            document += is_last
+
+
+def _pieces_of(file: TokenFile, settings: WorkSettings) -> Iterator[tuple[Array, bool]]:
+    """Yield the tokens of documents or of their parts, each with whether it is the last part.
+    Raises DataError for a token outside the vocabulary, or if the file has become shorter."""
+    done = 0
+    try:
+        for tokens, ends in file.blocks(settings.end):
+            lowest, highest = int(tokens.min(initial=0)), int(tokens.max(initial=0))
+            if lowest < 0 or highest >= settings.vocab_size:
+                raise DataError(
+                    f"{file.path}: token {lowest if lowest < 0 else highest} is outside the "
+                    f"vocabulary of {settings.vocab_size}: give its own --vocab-size"
+                )
+            done += len(tokens)
+            for start, stop in itertools.pairwise(np.unique([0, *ends, len(tokens)]).tolist()):
+                is_end = stop < len(tokens) or done == file.length or stop in ends
+                yield tokens[start:stop], bool(is_end)
+    except TokenFileError as error:  # its length was right when it was opened
+        raise DataError(f"{file.path}: {error}: it changed while it was read") from None
 
 
 # --- processes ------------------------------------------------------------------------------------
 
 
 def do_units(
-    units: Sequence[ReadUnit], num_units: int, making: Making, workers: int, progress: Progress
+    units: Sequence[ReadUnit],
+    num_units: int,
+    settings: WorkSettings,
+    workers: int,
+    progress: Progress,
 ) -> None:
     """Do `units`, the missing ones of all `num_units`. Raises the error of a unit that fails;
     finished units are kept."""
     if workers == 1 or len(units) < 2:
-        _do_here(units, num_units, making, progress)
+        _do_in_this_process(units, num_units, settings, progress)
         return
     done, context = num_units - len(units), multiprocessing.get_context("spawn")
     with without_signals():
-        counts = context.Array("q", 2)
+        totals = context.Array("q", 2)
     waiting, at_work = list(reversed(units)), dict[Connection, ReadUnit]()
     processes: dict[Connection, BaseProcess] = {}
     try:
         for _ in range(min(workers, len(units))):
             ours, theirs = context.Pipe()
-            processes[ours] = context.Process(target=_work, args=(theirs, making, counts))
+            processes[ours] = context.Process(target=_work, args=(theirs, settings, totals))
             with without_signals():
                 processes[ours].start()
             theirs.close()
@@ -259,28 +266,14 @@ def do_units(
         while waiting or at_work:
             for connection in idle[: len(waiting)]:
                 at_work[connection] = waiting.pop()
-                # the process has ended, which is noticed below
-                with contextlib.suppress(ConnectionError):
+                with contextlib.suppress(ConnectionError):  # of an ended process, noticed below
                     connection.send(at_work[connection])
-            idle = [
-                connection
-                for connection in wait(list(at_work), POLL_SECONDS)
-                if isinstance(connection, Connection)
-            ]
+            ready = wait(list(at_work), POLL_SECONDS)
+            idle = [connection for connection in at_work if connection in ready]
             for connection in idle:
-                unit = at_work.pop(connection)
-                try:
-                    error = connection.recv()
-                except (EOFError, ConnectionError):
-                    raise DataError(
-                        f"a process ended while it was at work on {unit.parts[0].path}: it was "
-                        "killed, perhaps because memory ran out; "
-                        "the same command continues: give it fewer --workers"
-                    ) from None
-                if error is not None:
-                    raise error
+                _finish(at_work.pop(connection), connection)
                 done += 1
-            progress(done, num_units, *counts[:])
+            progress(done, num_units, *totals[:])
     finally:
         for connection, process in processes.items():
             connection.close()  # an idle process ends when its connection closes
@@ -289,21 +282,36 @@ def do_units(
             process.join()
 
 
-def _do_here(units: Sequence[ReadUnit], num_units: int, making: Making, progress: Progress) -> None:
-    done, made = num_units - len(units), [0, 0]
+def _finish(unit: ReadUnit, connection: Connection) -> None:
+    """Raise the error of a unit that a process has failed to do."""
+    try:
+        error = connection.recv()
+    except (EOFError, ConnectionError):
+        raise DataError(
+            f"a process ended while it was at work on {unit.parts[0].path}: it was killed, perhaps "
+            "because memory ran out; the same command continues: give it fewer --workers"
+        ) from None
+    if error is not None:
+        raise error
+
+
+def _do_in_this_process(
+    units: Sequence[ReadUnit], num_units: int, settings: WorkSettings, progress: Progress
+) -> None:
+    done, totals = num_units - len(units), [0, 0]
 
     def count(documents: int, tokens: int) -> None:
-        made[0], made[1] = made[0] + documents, made[1] + tokens
-        progress(done, num_units, *made)
+        totals[:] = totals[0] + documents, totals[1] + tokens
+        progress(done, num_units, *totals)
 
     for unit in units:
-        do_unit(unit, making, count)
+        do_unit(unit, settings, count)
         done += 1
-        progress(done, num_units, *made)
+        progress(done, num_units, *totals)
 
 
-def _work(connection: Connection, making: Making, counts: Any) -> None:
-    """Do units from the connection until it closes. `counts`: documents and tokens made by all
+def _work(connection: Connection, settings: WorkSettings, totals: Any) -> None:
+    """Do units from the connection until it closes. `totals`: documents and tokens made by all
     processes."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     for number in (signal.SIGINT, signal.SIGTERM):  # the parent process handles and reports it
@@ -311,16 +319,15 @@ def _work(connection: Connection, making: Making, counts: Any) -> None:
     end_with_parent()
 
     def count(documents: int, tokens: int) -> None:
-        with counts.get_lock():
-            counts[0] += documents
-            counts[1] += tokens
+        with totals.get_lock():
+            totals[0] += documents
+            totals[1] += tokens
 
     with contextlib.suppress(EOFError):
         while True:
-            unit = connection.recv()
+            unit, error = connection.recv(), None
             try:
-                do_unit(unit, making, count)
-            except Exception as error:  # the parent process raises it
-                connection.send(error)
-            else:
-                connection.send(None)
+                do_unit(unit, settings, count)
+            except Exception as raised:  # the parent process raises it
+                error = raised
+            connection.send(error)

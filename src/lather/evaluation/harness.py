@@ -31,13 +31,9 @@ INSTEAD = "evaluate it on held-out sets (DATA)"
 def check_model(trained: TrainedModel) -> None:
     """Raise UserError if transformers does not have the family of the model or computes something
     else for it, or if the tokenizer has no token that ends a text."""
-    config = trained.config.model
-    known = config.model_type in transformers.CONFIG_MAPPING
-    if not (
-        known
-        and transformers.CONFIG_MAPPING[config.model_type]
-        in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-    ):
+    config, classes = trained.config.model, transformers.CONFIG_MAPPING
+    is_known = config.model_type in classes
+    if not (is_known and classes[config.model_type] in transformers.MODEL_FOR_CAUSAL_LM_MAPPING):
         raise UserError(
             f"--tasks: transformers, which runs them, has no language model of the family "
             f"{config.model_type!r}: {INSTEAD}, or register the family with "
@@ -140,13 +136,13 @@ def find_tasks(tasks: Iterable[str], folder: Path | None = None) -> tuple[TaskMa
     if folder is not None and not folder.is_dir():
         raise UserError(f"--task-folder {folder}: not a folder: give one with YAML files of tasks")
     manager = TaskManager(include_path=None if folder is None else str(folder))
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     for task in tasks:
         matched = manager.match_tasks([task])
-        found |= dict.fromkeys(matched)
+        names |= dict.fromkeys(matched)
         if not matched:
             raise UserError(
                 f"--tasks {task}: no such task: `python -m lm_eval ls tasks` lists them, and "
                 "--task-folder adds your own"
             )
-    return manager, list(found)
+    return manager, list(names)

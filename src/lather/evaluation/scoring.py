@@ -57,10 +57,10 @@ def score_labels(model: Decoder, batch: Batch) -> tuple[Float[Tensor, " n"], Boo
     size = max(1, LOGITS_AT_A_TIME // len(head_VD))
     nats, hits = [x_ND.new_zeros(0, dtype=wide)], [labels_N.new_zeros(0, dtype=torch.bool)]
     with no_autocast(x_ND):
-        for some_ND, some_N in zip(x_ND.split(size), labels_N.split(size), strict=True):
-            logits_NV = F.linear(some_ND.to(wide), head_VD.to(wide))
-            nats.append(F.cross_entropy(logits_NV, some_N, reduction="none"))
-            hits.append(logits_NV.argmax(-1) == some_N)
+        for chunk_ND, chunk_N in zip(x_ND.split(size), labels_N.split(size), strict=True):
+            logits_NV = F.linear(chunk_ND.to(wide), head_VD.to(wide))
+            nats.append(F.cross_entropy(logits_NV, chunk_N, reduction="none"))
+            hits.append(logits_NV.argmax(-1) == chunk_N)
     return torch.cat(nats), torch.cat(hits)
 
 
@@ -107,24 +107,22 @@ def score_set(
     source: Source,
     indices: Sequence[int],
     batch_size: int,
-    *,
-    apart: bool,
     bytes_V: Int[Tensor, " v"] | None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Score:
-    """Score the sequences `indices` of a source. `apart`: attention stays within documents;
+    """Score the sequences `indices` of a source. `bytes_V`: bytes of each token; None: unknown.
     `progress` gets the number scored."""
     nats, hits, tokens, num_bytes = 0.0, 0, 0, 0
     for first in range(0, len(indices), batch_size):
-        some = indices[first : first + batch_size]
-        batch = read_batch([source], [(0, index) for index in some], apart=apart)
+        samples = [(0, index) for index in indices[first : first + batch_size]]
+        batch = read_batch([source], samples)
         nats_N, hits_N = score_labels(model, batch)
         labels_N = batch.labels_BS[batch.labels_BS != IGNORE_INDEX]
         nats += nats_N.double().sum().item()
         hits += int(hits_N.sum())
         tokens += len(labels_N)
         num_bytes += 0 if bytes_V is None else int(bytes_V[labels_N].sum())
-        progress(first + len(some))
+        progress(first + len(samples))
     return Score(len(indices), tokens, nats, hits, None if bytes_V is None else num_bytes)
 
 
@@ -147,8 +145,6 @@ def bytes_per_token(tokenizer: Tokenizer, vocab_size: int) -> Int[Tensor, " v"]:
         elif BYTE.fullmatch(written):
             table[token] = 1
         else:
-            text = written.replace(SPACE, " ")
-            table[token] = len(
-                (text.removeprefix(CONTINUED) if "WordPiece" in kinds else text).encode()
-            )
+            text = written.removeprefix(CONTINUED) if "WordPiece" in kinds else written
+            table[token] = len(text.replace(SPACE, " ").encode())
     return table

@@ -33,11 +33,8 @@ class HeldOutSet:
     def indices(self, most: int) -> Sequence[int]:
         """Choose up to `most` sequences, spread evenly as in validation during training; 0: all of
         them."""
-        return (
-            range(len(self.source))
-            if most == 0 or most >= len(self.source)
-            else HeldOut(self.source, most).indices
-        )
+        number = len(self.source)
+        return HeldOut(self.source, most).indices if 0 < most < number else range(number)
 
 
 def open_sets(
@@ -51,28 +48,21 @@ def open_sets(
     model's vocabulary; UserError if two sets have the same name."""
     sets = []
     for name, dataset in (_named(named) if named else _of_run(trained)).items():
-        taken = split or dataset.held_out_split
         tokenizer = _checked_tokenizer(dataset, trained)
-        sets.append(
-            HeldOutSet(
-                name,
-                dataset.folder,
-                taken,
-                open_source(dataset, taken, trained.config.data, length),
-                tokenizer,
-            )
-        )
+        chosen = split or dataset.held_out_split
+        source = open_source(dataset, chosen, trained.config.data, length)
+        sets.append(HeldOutSet(name, dataset.folder, chosen, source, tokenizer))
     return sets
 
 
 def _named(named: Sequence[str]) -> dict[str, DataSet]:
     folders: dict[str, Path] = {}
-    for given in named:
-        name, equals, folder = given.partition("=")
-        if not equals or Path(given).is_dir():
-            name, folder = Path(given).resolve().name, given
+    for text in named:
+        name, equals, folder = text.partition("=")
+        if not equals or Path(text).is_dir():
+            name, folder = Path(text).resolve().name, text
         if not name or not folder:
-            raise UserError(f"{given!r} names no data set: give FOLDER or NAME=FOLDER")
+            raise UserError(f"{text!r} names no data set: give FOLDER or NAME=FOLDER")
         if name in folders:
             raise UserError(
                 f"two data sets are called {name!r}: {folders[name]} and {folder}: give one of "
@@ -85,13 +75,13 @@ def _named(named: Sequence[str]) -> dict[str, DataSet]:
 def _of_run(trained: TrainedModel) -> dict[str, DataSet]:
     """Return the data sets that the run was validated on."""
     data = trained.config.data
-    found = evaluated([DataSet(Path(folder)) for folder in data.path or _recorded(trained)], data)
-    if not found:
+    sets = evaluated([DataSet(Path(folder)) for folder in data.path or _recorded(trained)], data)
+    if not sets:
         raise UserError(
             f"{trained.run} has no held-out set: name data sets, as in lather eval {trained.run} "
             "FOLDER"
         )
-    return found
+    return sets
 
 
 def _recorded(trained: TrainedModel) -> list[str]:
@@ -101,12 +91,11 @@ def _recorded(trained: TrainedModel) -> list[str]:
     try:
         record = json.loads(read_text(trained.run / "provenance.json"))
         folders = [Path(folder) for folder, _ in data_sets_of(record)]
-        moved = {
-            one: cache / one.name
-            for one in folders
-            if not one.exists() and (cache / one.name).exists()
-        }
-        return [str(moved.get(one, one)) for one in folders]
+        return [
+            str(folder if folder.exists() or not moved.exists() else moved)
+            for folder in folders
+            for moved in [cache / folder.name]
+        ]
     except (OSError, ValueError, KeyError, TypeError):
         raise UserError(
             f"{trained.run}: it does not record its training data sets (it was imported): name "
@@ -117,21 +106,18 @@ def _recorded(trained: TrainedModel) -> list[str]:
 def _checked_tokenizer(dataset: DataSet, trained: TrainedModel) -> Tokenizer | None:
     """Load the data set's tokenizer, if it has one. Raises DataError if the model has another
     tokenizer or a smaller vocabulary."""
-    vocab_size = trained.config.model.vocab_size
+    vocab_size, file = trained.config.model.vocab_size, trained.run / "tokenizer.json"
     if dataset.manifest.vocab_size > vocab_size:
         raise DataError(
             f"{dataset.folder} has a vocabulary of {dataset.manifest.vocab_size} tokens, but the "
-            f"model's is {vocab_size}: "
-            f"make it again with {trained.run / 'tokenizer.json'}"
+            f"model's is {vocab_size}: make it again with {file}"
         )
     if dataset.tokenizer is None:
         return None
-    theirs = load_tokenizer(dataset.tokenizer, "restore it")
-    if (
-        trained.run / "tokenizer.json"
-    ).exists() and theirs.to_str() != trained.tokenizer().to_str():
+    tokenizer = load_tokenizer(dataset.tokenizer, "restore it")
+    if file.exists() and tokenizer.to_str() != trained.tokenizer().to_str():
         raise DataError(
             f"{dataset.folder} was made with another tokenizer than the run's: make it again with "
-            f"{trained.run / 'tokenizer.json'}"
+            f"{file}"
         )
-    return theirs
+    return tokenizer

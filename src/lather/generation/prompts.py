@@ -6,15 +6,17 @@ the answer.
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from lather.data.answers import Note
-from lather.data.chat import ChatError, ChatTemplate
-from lather.data.conversations import Messages, Tools, messages_of, tools_of
+from lather.data.chat import ChatTemplate
+from lather.data.conversations import ChatError, Messages, Tools, messages_of, tools_of
+from lather.data.shown import Note
 from lather.errors import DataError
 from lather.files import read_text
 
@@ -55,23 +57,18 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 
 def _of_line(line: str, place: str) -> Prompt:
+    remedy = "give an object with prompt or messages"
     try:
         record = json.loads(line)
     except ValueError as error:
-        raise DataError(
-            f"{place}: not JSON ({error}): give an object with prompt or messages"
-        ) from None
-    if (
-        isinstance(record, dict)
-        and isinstance(record.get("prompt"), str)
-        and "completion" not in record
-    ):
+        raise DataError(f"{place}: not JSON ({error}): {remedy}") from None
+    record = record if isinstance(record, dict) else {}
+    if isinstance(record.get("prompt"), str) and "completion" not in record:
         return str(record["prompt"])
     try:
-        mapping = record if isinstance(record, dict) else {}
-        return Conversation(messages_of(mapping), tools_of(mapping))
+        return Conversation(messages_of(record), tools_of(record))
     except ChatError as error:
-        raise DataError(f"{place}: {error}: give an object with prompt or messages") from None
+        raise DataError(f"{place}: {error}: {remedy}") from None
 
 
 def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -97,47 +94,51 @@ class ConversationFormat:
         self.template = template
         self._tokenizer = Tokenizer.from_str(tokenizer.to_str())
         self._tokenizer.encode_special_tokens = False  # templates write special tokens by name
-        text = self.text(
-            [{"role": "user", "content": "x"}, {"role": "assistant", "content": PLACE}],
-            asking=False,
-        )
-        _, found, closing = text.rpartition(PLACE)
-        if not found:
+        probe = [{"role": "user", "content": "x"}, {"role": "assistant", "content": PLACE}]
+        _, place, closing = self.text(probe, asking=False).rpartition(PLACE)
+        if not place:
             raise DataError(
                 "the chat template does not show the assistant's messages: give a tokenizer with "
                 "another template"
             )
         closing = closing.strip()
-        tokens = _encode(self._tokenizer, closing, "message", add_special_tokens=False)
-        special = {
-            token
-            for token, added in self._tokenizer.get_added_tokens_decoder().items()
-            if added.special
-        }
+        tokens = self._encode(closing)
+        added = self._tokenizer.get_added_tokens_decoder()
+        special = {number for number, token in added.items() if token.special}
         self.stop_tokens = frozenset(tokens[:1]) & special
         """The special token that the template writes after an answer, if there is one."""
         self.stop_texts = () if self.stop_tokens or not closing else (closing,)
         """The text that the template writes after an answer, if that is not a special token."""
 
+    def _encode(self, text: str) -> list[int]:
+        return _encode(self._tokenizer, text, "message", add_special_tokens=False)
+
     def prompt(self, messages: Messages) -> list[int]:
         """Encode a conversation and the template's beginning of an answer. Raises DataError if the
         template refuses the conversation."""
-        return _encode(self._tokenizer, self.text(messages), "message", add_special_tokens=False)
+        return self._encode(self.text(messages))
 
     def notes(self, messages: Messages) -> list[Note]:
-        """Return what the template does not show of the conversation: kind, detail."""
-        tools = messages.tools if isinstance(messages, Conversation) else None
-        try:
-            return self.template.notes(self.template.fitting(messages, tools), tools, asking=True)
-        except ChatError as error:
-            raise DataError(f"the conversation cannot be written: {error}") from None
+        """Return what the template does not show of the conversation: kind, detail. Raises
+        DataError if the template refuses it."""
+        with _refusals():
+            return self.template.notes(*self._fitting(messages))
 
     def text(self, messages: Messages, *, asking: bool = True) -> str:
         """Format the conversation; `asking` adds the template's beginning of an answer. Raises
         DataError if the template refuses it."""
-        tools = messages.tools if isinstance(messages, Conversation) else None
-        try:
-            fitting = self.template.fitting(messages, tools)
+        with _refusals():
+            fitting, tools = self._fitting(messages)
             return self.template.render(fitting, asking=asking, tools=tools)
-        except ChatError as error:
-            raise DataError(f"the conversation cannot be written: {error}") from None
+
+    def _fitting(self, messages: Messages) -> tuple[Messages, Tools]:
+        tools = messages.tools if isinstance(messages, Conversation) else None
+        return self.template.fitting(messages, tools), tools
+
+
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    try:
+        yield
+    except ChatError as error:
+        raise DataError(f"the conversation cannot be written: {error}") from None

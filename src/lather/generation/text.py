@@ -89,11 +89,12 @@ def continue_texts(
     limited = set(rows.going)
     for row in limited:
         add(row, streams[row].rest())
-    counts = [
-        len(tokens) - len(prompt) for tokens, prompt in zip(rows.tokens, prompts, strict=True)
-    ]
     return [
-        ContinuedText(text, counts[row], row not in limited or streams[row].stopped)
+        ContinuedText(
+            text,
+            len(rows.tokens[row]) - len(prompts[row]),
+            row not in limited or streams[row].stopped,
+        )
         for row, text in enumerate(texts)
     ]
 
@@ -128,8 +129,7 @@ class TextStream:
         """Return the text that was held back; call it after the last token."""
         if self.stopped:
             return ""
-        text = self._without_stop_text(self._grown())
-        return text + self._held
+        return self._without_stop_text(self._grown()) + self._held
 
     def _grown(self) -> str:
         before: str = self._tokenizer.decode(self._tokens[: self._done])
@@ -142,15 +142,11 @@ class TextStream:
         if places:
             self.stopped, self._held = True, ""
             return text[: min(places)]
-        longest = max((len(stop) - 1 for stop in self._stop_texts), default=0)
-        sizes = range(min(longest, len(text)), 0, -1)
-        held = next(
-            (
-                size
-                for size in sizes
-                if any(stop.startswith(text[-size:]) for stop in self._stop_texts)
-            ),
-            0,
+        most = max((len(stop) - 1 for stop in self._stop_texts), default=0)
+        first = next(
+            place
+            for place in range(max(0, len(text) - most), len(text) + 1)
+            if any(stop.startswith(text[place:]) for stop in self._stop_texts) or place == len(text)
         )
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held]
+        self._held = text[first:]
+        return text[:first]

@@ -304,7 +304,7 @@ def batch_of(config: Config, sequences: int, micro_batch_size: int) -> Batch:
     most."""
     length = config.train.sequence_length
     batch = Batch.of_tokens(torch.zeros(sequences, length + 1, dtype=torch.long))
-    if not config.data.apart:
+    if not config.data.is_per_document:
         return batch
     begins_S = torch.arange(length) % math.ceil(length / DOCUMENTS) == 0
     batch = replace(batch, begins_BS=begins_S.expand(sequences, -1))
