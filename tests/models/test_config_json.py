@@ -14,13 +14,8 @@ import torch
 
 from lather.config.toml_file import load_config
 from lather.errors import ConfigError
-from lather.models.families import (
-    FAMILIES,
-    ModelConfig,
-    build_model,
-    config_from_hugging_face,
-    config_to_hugging_face,
-)
+from lather.models.families import FAMILIES, ModelConfig, build_model
+from lather.models.hf.config_json import config_from_hugging_face, config_to_hugging_face
 from lather.models.rotary import YarnConfig
 from models.tiny import tiny_family_config
 
@@ -260,7 +255,8 @@ def test_a_configuration_comes_back_from_transformers(model_type: str, changed: 
 
 def test_layer_types_left_out_alternate_as_in_transformers() -> None:
     config = tiny_family_config("gpt_oss")
-    assert [config.window(index) for index in range(3)] == [4, None, 4]
+    kinds = ("sliding_attention", "full_attention", "sliding_attention")
+    assert config.attention_types == kinds
 
 
 @pytest.mark.parametrize("model_type", FAMILY_NAMES)

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from lather.errors import ConfigError
-from lather.models.deepseek_v2 import DeepseekV2Config, build_deepseek_v2
+from lather.models.families import build_model
+from lather.models.families.deepseek_v2 import DeepseekV2Config
 from models.tiny import SIZES, random_tokens, tiny_config, tiny_model
 
 AT_LEAST_ONE = [
@@ -96,16 +97,14 @@ def test_the_groups_in_reach_must_have_experts_enough() -> None:
 def test_the_smallest_and_largest_allowed_values_build_a_model_that_runs(
     changes: dict[str, Any],
 ) -> None:
-    model = build_deepseek_v2(tiny_config(**changes), torch.Generator().manual_seed(0))
+    model = build_model(tiny_config(**changes), torch.Generator().manual_seed(0))
     assert (
         model(random_tokens(2, 3) % model.embed_tokens.num_embeddings).logits_BSV.isfinite().all()
     )
 
 
 def fresh(seed: int = 0, **changes: Any) -> dict[str, torch.Tensor]:
-    return build_deepseek_v2(
-        tiny_config(**changes), torch.Generator().manual_seed(seed)
-    ).state_dict()
+    return build_model(tiny_config(**changes), torch.Generator().manual_seed(seed)).state_dict()
 
 
 def test_the_seed_fixes_every_bit_of_the_weights() -> None:
@@ -130,9 +129,7 @@ def test_norms_start_at_one_and_all_else_normal_with_the_given_deviation() -> No
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_head_shares_its_storage_with_the_embedding_only_if_tied(tied: bool) -> None:
-    model = build_deepseek_v2(
-        tiny_config(tie_word_embeddings=tied), torch.Generator().manual_seed(0)
-    )
+    model = build_model(tiny_config(tie_word_embeddings=tied), torch.Generator().manual_seed(0))
     for each in (model, model.double()):
         assert (each.lm_head.weight.data_ptr() == each.embed_tokens.weight.data_ptr()) == tied
     assert ("lm_head.weight" in dict(model.named_parameters())) != tied
@@ -161,7 +158,7 @@ def test_parameter_count(q_lora_rank: int | None, dense: int, shared: int, tied:
         + dense * 3 * d * 40
         + (3 - dense) * moe
     )
-    model = build_deepseek_v2(config, torch.Generator().manual_seed(0))
+    model = build_model(config, torch.Generator().manual_seed(0))
     assert sum(p.numel() for p in model.parameters()) == expected
 
 
@@ -176,7 +173,7 @@ def test_a_lone_expert_keeps_its_score_as_weight() -> None:
     """With a weight of 1 whatever the score is, the router would learn nothing."""
     assert tiny_config(norm_topk_prob=True, num_experts_per_tok=2).normalizes
     assert not tiny_config(norm_topk_prob=True, num_experts_per_tok=1).normalizes
-    model = build_deepseek_v2(
+    model = build_model(
         tiny_config(norm_topk_prob=True, num_experts_per_tok=1), torch.Generator().manual_seed(0)
     )
     weights_TK = model(random_tokens(2, 5)).routings[0].weights_TK

@@ -10,8 +10,8 @@ import torch
 
 from lather.errors import ConfigError
 from lather.models.families import FAMILIES, build_model
-from lather.models.gpt_oss import GptOssConfig
-from lather.models.qwen3_moe import Qwen3MoeConfig
+from lather.models.families.gpt_oss import GptOssConfig
+from lather.models.families.qwen3_moe import Qwen3MoeConfig
 from models.tiny import random_tokens, tiny_family_config
 
 FAMILY_NAMES = list(FAMILIES)

@@ -283,7 +283,7 @@ def test_the_folders_are_good_when_nothing_is_damaged(single: Path, sharded: Pat
 
 
 def test_rows_that_mxfp4_cannot_hold(tmp_path: Path) -> None:
-    from lather.models.gpt_oss import GptOssConfig
+    from lather.models.families.gpt_oss import GptOssConfig
 
     sizes = {
         "vocab_size": 9,

@@ -30,7 +30,8 @@ from lather.engine.step import TrainStep
 from lather.errors import CheckpointError
 from lather.files import digest_of, sha256
 from lather.models.decoder import Decoder
-from lather.models.deepseek_v2 import DeepseekV2Config, build_deepseek_v2
+from lather.models.families import build_model
+from lather.models.families.deepseek_v2 import DeepseekV2Config
 from lather.optim import MatrixOptimizer
 from lather.parallel.mesh import Mesh
 from lather.pipeline.schedule import sequential
@@ -436,7 +437,7 @@ def test_another_models_checkpoint_is_refused(
     reason: str,
     tokens: Callable[..., torch.Tensor],
 ) -> None:
-    model = build_deepseek_v2(replace(model_config, **change), torch.Generator().manual_seed(5))
+    model = build_model(replace(model_config, **change), torch.Generator().manual_seed(5))
     other = Trainee(model, "soap", tokens)
     before = other.snapshot()
     with pytest.raises(

@@ -28,7 +28,7 @@ from lather.engine.step_reading import StepResult
 from lather.errors import CheckpointError, DataError, RunError
 from lather.files import read_rows
 from lather.models.decoder import Decoder
-from lather.models.qwen3_moe import Qwen3MoeConfig
+from lather.models.families.qwen3_moe import Qwen3MoeConfig
 from lather.optim import AdamW, MatrixOptimizer
 from lather.parallel.mesh import Mesh
 from lather.pipeline.schedule import sequential

@@ -17,7 +17,7 @@ R tokens that this rank's experts receive, V vocabulary.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from lather.kernels.linear_cross_entropy import linear_cross_entropy
 from lather.models.attention import GroupedQueryAttention, MultiHeadLatentAttention
 from lather.models.experts import Experts
-from lather.models.hf.config_fields import CheckedFields
+from lather.models.family_config import FamilyConfig
 from lather.models.layers import MEMORY_MODES, GatedMLP, Linear, RMSNorm
 from lather.models.moe import LOCAL_EXCHANGE, Dispatched, Exchange, MoE
 from lather.models.routing import LoadBalance, Router, Routing
@@ -234,7 +234,7 @@ class RoutedModel(nn.Module):
 class Decoder(RoutedModel):
     """Embedding, blocks, final norm, head; with `tie_word_embeddings` the head is the embedding."""
 
-    def __init__(self, blocks: Sequence[Block], config: CheckedFields) -> None:
+    def __init__(self, blocks: Sequence[Block], config: FamilyConfig) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(blocks)
@@ -340,25 +340,3 @@ class Decoder(RoutedModel):
                         0, std, generator=generator
                     ),
                 )
-
-
-def assemble(
-    config: CheckedFields,
-    block: Callable[[int], Block],
-    generator: torch.Generator | None,
-    device: torch.device | None = None,
-) -> Decoder:
-    """Build the model of `block(0)`, `block(1)` and so on; its weights are drawn on CPU and moved
-    to `device`.
-
-    On the meta device no weights are drawn and no memory is used; this gives the sizes, or a model
-    whose weights are loaded later."""
-    is_meta = device is not None and device.type == "meta"
-    with torch.device("meta") if is_meta else nullcontext():
-        decoder = Decoder([block(index) for index in range(config.num_hidden_layers)], config)
-    if is_meta:
-        return decoder
-    with torch.no_grad():
-        for name, value in decoder.fresh_weights(config.initializer_range, generator):
-            decoder.get_parameter(name).copy_(value)
-    return decoder.to(device)
