@@ -20,7 +20,7 @@ from benchmarks.live_bytes import PeakBytes
 from lather.models import fused_attention
 from lather.models.decoder import Block
 from lather.models.fused_attention import Case, Form, attend_in, choose
-from lather.models.saving.recomputed import Remaking
+from lather.models.saving.recomputed import Recomputation
 from models.tiny import error, layout_of, random_normal, tiny_family_model
 
 CUDNN, FLASH, EFFICIENT, MATH = (
@@ -246,10 +246,10 @@ def test_in_every_form_what_the_kernel_saves_is_recomputed(
     x_BSD = random_normal(2, 7, 24).requires_grad_()
     results, saved = [], []
     for enabled in (False, True):
-        remaking = Remaking(enabled=enabled)
+        recomputation = Recomputation(enabled=enabled)
         with PeakBytes() as alive:
-            with remaking.watch():
-                y_BSD = block.self_attn(x_BSD, layout_of(x_BSD), remaking)
+            with recomputation.watch():
+                y_BSD = block.self_attn(x_BSD, layout_of(x_BSD), recomputation)
             saved.append(alive.now)
         block.zero_grad()
         x_BSD.grad = None

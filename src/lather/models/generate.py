@@ -19,7 +19,7 @@ from torch import Tensor
 from lather.device import Read, read
 from lather.errors import UserError
 from lather.models.decoder import Decoder
-from lather.models.token_positions import KeyValueCache
+from lather.models.key_value_cache import KeyValueCache
 from lather.shapes import Float
 
 
@@ -100,7 +100,7 @@ class Continuations:
             )
         self.tokens = [list(prompt) for prompt in prompts]
         """The tokens of each row, including its prompt."""
-        self.going = list(range(len(prompts)))
+        self.unfinished = list(range(len(prompts)))
         """Numbers of the rows that have not ended."""
         self._model, self._context, self._sampling = model, context, sampling
         self._generators = generators or [None] * len(prompts)
@@ -113,32 +113,32 @@ class Continuations:
     def step(self) -> dict[int, int]:
         """Append a token to each row that has not ended; return these tokens by row number. A stop
         token ends its row and is left out."""
-        if not self.going:
+        if not self.unfinished:
             return {}
         logits_BV = read(self._next_logits().float(), Read.LOGITS)
-        rows = zip(self.going, logits_BV, strict=True)
+        rows = zip(self.unfinished, logits_BV, strict=True)
         chosen = {
             row: self._sampling.choose(logits_V, self._generators[row]) for row, logits_V in rows
         }
         chosen = {row: token for row, token in chosen.items() if token not in self._stop_tokens}
         for row, token in chosen.items():
             self.tokens[row].append(token)
-        self.going = list(chosen)
+        self.unfinished = list(chosen)
         return chosen
 
     def end(self, row: int) -> None:
         """End a row."""
-        self.going.remove(row)
+        self.unfinished.remove(row)
 
     def _next_logits(self) -> Float[Tensor, "b v"]:
-        rows = [self.tokens[row] for row in self.going]
+        rows = [self.tokens[row] for row in self.unfinished]
         if self._cache is None or max(map(len, rows)) > self._context:
             tokens_BS = self._start_again([tokens[-self._context :] for tokens in rows])
         else:
-            if self._cached != self.going:
-                self._cache.keep_rows([self._cached.index(row) for row in self.going])
+            if self._cached != self.unfinished:
+                self._cache.keep_rows([self._cached.index(row) for row in self.unfinished])
             tokens_BS = torch.tensor([tokens[-1:] for tokens in rows], device=self._device)
-        self._cached = list(self.going)
+        self._cached = list(self.unfinished)
         x_BSD, _ = self._model.hidden(tokens_BS, cache=self._cache)
         return self._model.lm_head(x_BSD[:, -1])
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lather.models.attention import MultiHeadLatentAttention
+from lather.models.balance import LoadBalance
 from lather.models.decoder import Block
 from lather.models.experts import Experts
 from lather.models.families.family import Family
@@ -17,7 +18,7 @@ from lather.models.family_config import FamilyConfig
 from lather.models.layers import GatedMLP
 from lather.models.moe import MoE
 from lather.models.rotary import Rotary
-from lather.models.routing import LoadBalance, Router
+from lather.models.routing import Router
 
 NORMALIZED = """\
 transformers ignores norm_topk_prob = true of deepseek_v2: it computes other logits than Lather \
