@@ -16,7 +16,6 @@ R tokens that this rank's experts receive, V vocabulary.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -95,11 +94,9 @@ class Block(nn.Module):
 
     def dispatch(self, attended: Attended, exchange: Exchange) -> Dispatched | None:
         """Send tokens to the ranks of their experts; return None in a dense block."""
-        return (
-            None
-            if attended.routing is None
-            else exchange.dispatch(attended.normed_TD, attended.routing)
-        )
+        if attended.routing is None:
+            return None
+        return exchange.dispatch(attended.normed_TD, attended.routing)
 
     def run_experts(
         self, attended: Attended, dispatched: Dispatched | None
@@ -297,21 +294,6 @@ class Decoder(RoutedModel):
             if routing is not None:
                 routings.append(routing)
         return self.norm(x_BSD), routings
-
-    @contextlib.contextmanager
-    def replay(self, experts_LTK: Sequence[Int[Tensor, "t k"]]) -> Iterator[None]:
-        """Inside this context, the tokens of each MoE block go to the given experts, one tensor per
-        MoE block; see `Router.replay`."""
-        routers = self.routers()
-        if len(experts_LTK) != len(routers):
-            raise ValueError(
-                f"replay got {len(experts_LTK)} routings: give one for each of the {len(routers)} "
-                "MoE blocks"
-            )
-        with contextlib.ExitStack() as stack:
-            for router, experts_TK in zip(routers, experts_LTK, strict=True):
-                stack.enter_context(router.replay(experts_TK))
-            yield
 
     def fresh_weights(
         self, std: float, generator: torch.Generator | None = None
