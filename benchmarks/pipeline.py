@@ -37,7 +37,7 @@ from benchmarks.pipeline_report import print_table, summary
 from benchmarks.report import Row, RowFile, environment, gather
 from lather.console import command_console
 from lather.errors import require
-from lather.models.deepseek_v2 import DeepseekV2Config
+from lather.models.families.deepseek_v2 import DeepseekV2Config
 from lather.parallel.launch.start import launch
 
 MIN_ROUNDS = 5

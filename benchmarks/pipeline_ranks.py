@@ -32,7 +32,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 
 from lather.kernels.linear_cross_entropy import linear_cross_entropy
-from lather.models.deepseek_v2 import DeepseekV2Config
+from lather.models.families.deepseek_v2 import DeepseekV2Config
 from lather.models.lora import LoraConfig
 from lather.models.moe import LOCAL_EXCHANGE, Exchange
 from lather.models.saving.weight_gradients import WeightGradients, defer_weight_gradients

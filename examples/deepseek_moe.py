@@ -1,16 +1,15 @@
 """DeepSeekMoE (arXiv:2401.06066), a family that docs/your-model.md adds to the trainer:
 grouped-query attention, leading dense layers, then shared and routed experts.
 
-The file belongs into src/lather/models."""
+The file belongs into src/lather/models/families."""
 
 from dataclasses import dataclass
 
-import torch
-
 from lather.models.attention import GroupedQueryAttention
-from lather.models.decoder import Block, Decoder, assemble
+from lather.models.decoder import Block
 from lather.models.experts import Experts
-from lather.models.hf.config_fields import CheckedFields, PublishedConfig
+from lather.models.families.family import Family
+from lather.models.family_config import FamilyConfig
 from lather.models.layers import GatedMLP
 from lather.models.moe import MoE
 from lather.models.rotary import Rotary
@@ -18,7 +17,7 @@ from lather.models.routing import Router
 
 
 @dataclass(frozen=True)
-class DeepseekMoeConfig(CheckedFields):
+class DeepseekMoeConfig(FamilyConfig):
     """Sizes of a DeepSeekMoE style model."""
 
     model_type: str = "deepseek"
@@ -55,29 +54,11 @@ class DeepseekMoeConfig(CheckedFields):
         """Coefficient of each block's load-balancing loss."""
         return self.aux_loss_alpha
 
-
-PUBLISHED = PublishedConfig(
-    architecture="DeepseekForCausalLM",
-    optional=frozenset({"norm_topk_prob"}),
-    fixed={"attention_bias": (False,), "moe_layer_freq": (1,)},
-)
+    def is_dense(self, index: int) -> bool:
+        return index < self.first_k_dense_replace
 
 
-def build_deepseek_moe(
-    config: DeepseekMoeConfig,
-    generator: torch.Generator | None = None,
-    device: torch.device | None = None,
-) -> Decoder:
-    """The model with fresh weights drawn from `generator`, on `device`."""
-    return assemble(
-        config,
-        lambda index: _block(config, is_dense=index < config.first_k_dense_replace),
-        generator,
-        device,
-    )
-
-
-def _block(config: DeepseekMoeConfig, *, is_dense: bool) -> Block:
+def _block(config: DeepseekMoeConfig, index: int) -> Block:
     attention = GroupedQueryAttention(
         hidden_size=config.hidden_size,
         num_heads=config.num_attention_heads,
@@ -86,6 +67,7 @@ def _block(config: DeepseekMoeConfig, *, is_dense: bool) -> Block:
             config.hidden_size // config.num_attention_heads, config.rope_theta, config.rope_scaling
         ),
     )
+    is_dense = config.is_dense(index)
     mlp = GatedMLP(config.hidden_size, config.intermediate_size) if is_dense else _moe(config)
     return Block(attention, mlp, config.hidden_size, config.rms_norm_eps)
 
@@ -98,8 +80,14 @@ def _moe(config: DeepseekMoeConfig) -> MoE:
         normalize=config.norm_topk_prob,
     )
     experts = Experts(config.n_routed_experts, config.hidden_size, config.moe_intermediate_size)
-    return MoE(
-        router,
-        experts,
-        GatedMLP(config.hidden_size, config.n_shared_experts * config.moe_intermediate_size),
-    )
+    width = config.n_shared_experts * config.moe_intermediate_size
+    return MoE(router, experts, GatedMLP(config.hidden_size, width))
+
+
+FAMILY = Family(
+    DeepseekMoeConfig,
+    _block,
+    architecture="DeepseekForCausalLM",
+    defaults={"norm_topk_prob": False, "rms_norm_eps": 1e-6},
+    written={"attention_bias": False, "moe_layer_freq": 1},
+)

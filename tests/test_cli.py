@@ -22,7 +22,7 @@ from lather.cli import COMMANDS, USAGE, main
 from lather.config.config import Config
 from lather.config.fields import field_names
 from lather.config.toml_file import config_to_toml, load_config
-from lather.models.deepseek_v2 import DeepseekV2Config
+from lather.models.families.deepseek_v2 import DeepseekV2Config
 from tiny_run import command, run, write_config
 
 

@@ -31,9 +31,9 @@ def changed_package(folder: Path) -> None:
     """Copy the package into `folder`, add the example's family, and make the changes that the page
     shows."""
     shutil.copytree(ROOT / "src/lather", folder / "lather")
-    models = folder / "lather/models"
-    shutil.copy(ROOT / "examples/deepseek_moe.py", models)
-    families = models / "families.py"
+    folder_of_families = folder / "lather/models/families"
+    shutil.copy(ROOT / "examples/deepseek_moe.py", folder_of_families)
+    families = folder_of_families / "__init__.py"
     for diff in blocks("text")[1:]:
         before, after = (
             "".join(line[1:] for line in diff.splitlines(True) if line[0] in f" {sign}")

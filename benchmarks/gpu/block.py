@@ -23,7 +23,8 @@ from benchmarks.gpu.work import Settings
 from benchmarks.measure import peak_temporary_bytes
 from benchmarks.report import Row
 from lather.models.decoder import Decoder
-from lather.models.deepseek_v2 import DeepseekV2Config, build_deepseek_v2
+from lather.models.families import build_model
+from lather.models.families.deepseek_v2 import DeepseekV2Config
 from lather.models.token_positions import SequenceLayout
 
 CONTESTANTS = ("reference", "saved", "recompute")
@@ -129,7 +130,7 @@ def _model(sizes: BlockSizes, device: torch.device) -> Decoder:
         num_experts_per_tok=sizes.slots,
         max_position_embeddings=sizes.length,
     )
-    model = build_deepseek_v2(config, device=torch.device("meta")).to_empty(device=device)
+    model = build_model(config, device=torch.device("meta")).to_empty(device=device)
     for parameter in model.parameters():  # on the device: the CPU would draw them for seconds
         if parameter.dim() > 1:
             nn.init.normal_(parameter, std=0.02)

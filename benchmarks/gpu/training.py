@@ -41,8 +41,8 @@ from lather.engine.engine import Engine, schedule_for, weights_dtype
 from lather.engine.optimizer import build_optimizer
 from lather.engine.step import TrainStep
 from lather.engine.step_reading import StepResult
-from lather.models.deepseek_v2 import DeepseekV2Config
 from lather.models.families import build_model
+from lather.models.families.deepseek_v2 import DeepseekV2Config
 from lather.parallel.local_parameters import ShardInfo
 from lather.parallel.mesh import Mesh
 from lather.pipeline.model_part import PartLayers, empty_part

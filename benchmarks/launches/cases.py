@@ -25,7 +25,7 @@ from lather.engine.step import TrainStep
 from lather.kernels.linear_cross_entropy import linear_cross_entropy
 from lather.models.families import FAMILIES, ModelConfig, build_model
 from lather.models.moe import MoE
-from lather.models.saving.rounded_weights import RoundedWeights, keep_rounded
+from lather.models.saving.rounded_weights import RoundedWeights, set_rounded_weights
 from lather.models.saving.weight_gradients import WeightGradients, defer_weight_gradients
 from lather.models.token_positions import SequenceLayout
 from lather.optim import parameters_by_kind
@@ -209,7 +209,7 @@ def block_case(
         queue = WeightGradients()
         defer_weight_gradients(part, queue)
         kept = RoundedWeights()
-        keep_rounded(part, kept)
+        set_rounded_weights(part, kept)
         segments = Segments(
             weight_gradients=queue,
             autocast=torch.bfloat16 if precision == "bf16" else None,
@@ -226,7 +226,7 @@ def block_case(
                 ChunkTape(batch),
             )
             counter.restart()
-            with kept.kept():
+            with kept.caching():
                 y_BSD = _finish(segments.forward(stage, x_BSD, tape, []))
                 _finish(segments.backward(tape, torch.empty_like(y_BSD)))
         yield "forward and backward"

@@ -20,7 +20,7 @@ from benchmarks.pipeline_measure import BytesJob, TimeJob
 from benchmarks.pipeline_ranks import PipelineCase
 from benchmarks.pipeline_report import summary
 from lather.config.config import ParallelConfig
-from lather.models.deepseek_v2 import DeepseekV2Config
+from lather.models.families.deepseek_v2 import DeepseekV2Config
 from lather.parallel.mesh import Mesh
 from lather.pipeline.replay import Durations, replay
 from lather.pipeline.schedule import Kind, dualpipev

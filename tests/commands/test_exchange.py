@@ -23,7 +23,7 @@ from lather.data.documents import train_tokenizer
 from lather.data.recipe import END_OF_TEXT
 from lather.engine.engine import build_model
 from lather.errors import ConfigError
-from lather.models.deepseek_v2 import DeepseekV2Config
+from lather.models.families.deepseek_v2 import DeepseekV2Config
 from lather.models.hf.model_export import save_hugging_face
 from lather.models.hf.model_folder import model_from_hugging_face
 from lather.optim import SOAP

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lather.models.routing import Routing, count_rows
+from lather.models.balance import count_rows
+from lather.models.routing import Routing
 from models.tiny import random_normal
 
 

@@ -18,7 +18,8 @@ from lather.data.documents import train_tokenizer
 from lather.data.recipe import END_OF_TEXT
 from lather.errors import CheckpointError
 from lather.files import read_rows
-from lather.models.deepseek_v2 import DeepseekV2Config, build_deepseek_v2
+from lather.models.families import build_model
+from lather.models.families.deepseek_v2 import DeepseekV2Config
 from lather.models.hf.model_export import save_hugging_face
 from lather.train import loop
 from lather.train.loop import train
@@ -94,7 +95,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_texts(folder)
     config = DeepseekV2Config(**TINY)
     save_hugging_face(
-        build_deepseek_v2(config, torch.Generator().manual_seed(7)), config, folder / "published"
+        build_model(config, torch.Generator().manual_seed(7)), config, folder / "published"
     )
     train_tokenizer(iter(["the quick brown fox\n"] * 9), TINY["vocab_size"], END_OF_TEXT).save(
         str(folder / "published/tokenizer.json")
@@ -158,9 +159,7 @@ def test_weights_that_one_rank_lacks_are_an_error_of_all_and_leave_nothing(folde
 
 def test_only_what_is_trained_changes_and_has_state(folder: Path) -> None:
     base = dict(
-        build_deepseek_v2(
-            DeepseekV2Config(**TINY), torch.Generator().manual_seed(7)
-        ).named_parameters()
+        build_model(DeepseekV2Config(**TINY), torch.Generator().manual_seed(7)).named_parameters()
     )
     for run, is_trained in {
         "adapters": lambda name: (

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lather.models.families import FAMILIES
-from lather.models.token_positions import KeyValueCache
+from lather.models.key_value_cache import KeyValueCache
 from models.tiny import error, random_tokens, tiny_family_model
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

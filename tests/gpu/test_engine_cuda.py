@@ -23,7 +23,7 @@ from lather.engine.engine import Engine, build_engine
 from lather.engine.optimizer import build_optimizer
 from lather.engine.step import TrainStep
 from lather.engine.step_reading import StepResult
-from lather.models.deepseek_v2 import DeepseekV2Config
+from lather.models.families.deepseek_v2 import DeepseekV2Config
 from lather.parallel.expert_exchange import ExpertExchange
 from lather.parallel.mesh import Mesh
 from lather.pipeline.timeline import TimelineRecorder

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from lather.memory.block_samples import block_kinds, keep_two_of_each, materialize
 from lather.memory.profile import SavedTensors, profile_saved_tensors
 from lather.models.decoder import Decoder
-from lather.models.deepseek_v2 import DeepseekV2Config
 from lather.models.families import ModelConfig, build_model
-from lather.models.gpt_oss import GptOssConfig
-from lather.models.qwen3_moe import Qwen3MoeConfig
+from lather.models.families.deepseek_v2 import DeepseekV2Config
+from lather.models.families.gpt_oss import GptOssConfig
+from lather.models.families.qwen3_moe import Qwen3MoeConfig
 
 SMALL: dict[str, Any] = {
     "vocab_size": 37,

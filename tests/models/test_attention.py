@@ -16,16 +16,18 @@ from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
 from lather.errors import UserError
+from lather.models import flex_attention as flex
 from lather.models import token_positions
 from lather.models.attention import GroupedQueryAttention
-from lather.models.attention_kernels import (
+from lather.models.attention_kernels import attend
+from lather.models.flex_attention import (
     FLEX_DTYPES,
-    attend,
+    compiled_often,
     flex_options,
     flexible_attention,
 )
 from lather.models.rotary import Rotary
-from lather.models.token_positions import SequenceLayout, check_boundaries, compiled_often
+from lather.models.token_positions import SequenceLayout, check_boundaries
 from models.tiny import error, random_normal, random_tokens, tiny_family_model
 
 CPU = torch.device("cpu")
@@ -347,7 +349,7 @@ def test_a_function_is_compiled_for_more_kinds_than_torch_allows_and_then_says_s
 ) -> None:
     """torch's limit, 8, stays as it is for others. What has been compiled still runs."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    monkeypatch.setattr(token_positions, "MOST_VARIANTS", 10)
+    monkeypatch.setattr(flex, "MOST_VARIANTS", 10)
     compiled, x = compiled_often(added), torch.zeros(2)
     kinds = ["x" * length for length in range(10)]
     before = counters["stats"]["unique_graphs"]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lather.models.decoder import Decoder
-from lather.models.token_positions import KeyValueCache
+from lather.models.key_value_cache import KeyValueCache
 from models.tiny import error, random_tokens, tiny_family_model
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {

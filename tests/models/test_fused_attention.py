@@ -19,8 +19,8 @@ from torch.nn.attention import SDPBackend
 from benchmarks.live_bytes import PeakBytes
 from lather.models import fused_attention
 from lather.models.decoder import Block
-from lather.models.fused_attention import Case, Form, attend_in, choose
-from lather.models.saving.recomputed import Remaking
+from lather.models.fused_attention import Case, Form, attend_in, form_of
+from lather.models.saving.recomputed import Recomputation
 from models.tiny import error, layout_of, random_normal, tiny_family_model
 
 CUDNN, FLASH, EFFICIENT, MATH = (
@@ -41,84 +41,80 @@ def case_of(shapes: Any, *, masked: bool = False, gradients: bool = True) -> Cas
     return Case(CPU, torch.bfloat16, shapes, strides, masked, gradients, False)
 
 
-def hopper(shape: Any, newest: bool = False) -> Callable[[Form], SDPBackend]:
-    """Return the kernel that torch 2.11 with cuDNN 9.19 chooses by form; with `newest` that of
-    versions whose cuDNN refuses (192, 192)."""
-    (h, _, n), (g, _, _), (_, _, u) = shape
+def hopper(case: Case, form: Form, newest: bool = False) -> SDPBackend:
+    """Return the kernel that torch 2.11 with cuDNN 9.19 chooses; with `newest` that of versions
+    whose cuDNN refuses (192, 192)."""
+    (h, _, n), (g, _, _), (_, _, u) = case.shapes
+    widths = (max(n, u),) * 2 if form.padded else (n, u)
+    if form.cudnn and max(widths) <= 256 and not (newest and widths == (192, 192)):
+        return CUDNN
+    if widths[0] == widths[1] <= 256:
+        return FLASH
+    return EFFICIENT if h == g or form.repeated else MATH
 
-    def chosen(form: Form) -> SDPBackend:
-        widths = (max(n, u),) * 2 if form.padded else (n, u)
-        if form.cudnn and max(widths) <= 256 and not (newest and widths == (192, 192)):
-            return CUDNN
-        if widths[0] == widths[1] <= 256:
-            return FLASH
-        return EFFICIENT if h == g or form.repeated else MATH
 
-    return chosen
+def newest_hopper(case: Case, form: Form) -> SDPBackend:
+    return hopper(case, form, newest=True)
+
+
+def ampere(case: Case, form: Form) -> SDPBackend:
+    """Return the kernel where cuDNN is not preferred, or is switched off."""
+    return FLASH if form.padded else EFFICIENT
+
+
+def no_kernel(case: Case, form: Form) -> SDPBackend:
+    return MATH
+
+
+CACHE_FORM = Form(padded=False, repeated=True, cudnn=False)
 
 
 @pytest.mark.parametrize(
-    ("shapes", "newest", "failing", "expected"),
+    ("case", "chosen", "failing", "expected"),
     [
-        (LATENT, False, [], UNPADDED),
-        (LATENT, True, [], UNPADDED),
-        (LATENT, False, [UNPADDED], PADDED),
-        (LATENT, True, [UNPADDED], NO_CUDNN),
-        (LATENT, False, [UNPADDED, PADDED], NO_CUDNN),
-        (LATENT, False, [UNPADDED, PADDED, NO_CUDNN], Form(padded=False, cudnn=False)),
-        (GROUPED, False, [], PADDED),
-        (GROUPED, False, [PADDED], NO_CUDNN),
+        (case_of(LATENT), hopper, [], UNPADDED),
+        (case_of(LATENT), newest_hopper, [], UNPADDED),
+        (case_of(LATENT), hopper, [UNPADDED], PADDED),
+        (case_of(LATENT), newest_hopper, [UNPADDED], NO_CUDNN),
+        (case_of(LATENT), hopper, [UNPADDED, PADDED], NO_CUDNN),
+        (case_of(LATENT), hopper, [UNPADDED, PADDED, NO_CUDNN], Form(padded=False, cudnn=False)),
+        (case_of(LATENT), ampere, [], NO_CUDNN),
+        (case_of(LATENT), no_kernel, [], NO_CUDNN),
+        (case_of(GROUPED), hopper, [], PADDED),
+        (case_of(GROUPED), hopper, [PADDED], NO_CUDNN),
+        # cuDNN would make a plan for every length
+        (case_of(CACHED, masked=True), hopper, [], CACHE_FORM),
     ],
 )
 def test_a_form_is_chosen_by_asking_and_by_a_trial(
-    shapes: Any, newest: bool, failing: list[Form], expected: Form
+    case: Case,
+    chosen: Callable[..., SDPBackend],
+    failing: list[Form],
+    expected: Form,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The trials before the chosen one are those that failed, in order; no form is tried for which
     torch would choose another kernel."""
     tried: list[Form] = []
-    form = choose(
-        case_of(shapes),
-        hopper(shapes, newest),
-        lambda form: tried.append(form) or form not in failing,
-    )
-    assert form == expected
-    assert tried[-1] == expected
-    assert all(form in failing for form in tried[:-1])
+    monkeypatch.setattr(Case, "chosen", chosen)
+    monkeypatch.setattr(Case, "runs", lambda _, form: tried.append(form) or form not in failing)
+    assert form_of.__wrapped__(case) == expected
+    assert chosen is no_kernel or tried == [*failing, expected]
 
 
-def test_without_any_kernel_torch_chooses() -> None:
-    assert choose(case_of(LATENT), lambda form: MATH, lambda form: True) == NO_CUDNN
-
-
-def test_with_a_cache_cudnn_makes_no_plan_for_every_length() -> None:
-    """All heads read a token's one key through a view, without zeros for padding."""
-    form = choose(case_of(CACHED, masked=True), hopper(CACHED), lambda form: True)
-    assert form == Form(padded=False, repeated=True, cudnn=False)
+def test_all_heads_read_the_one_key_of_a_cached_token_through_a_view() -> None:
     key = torch.zeros(2, 1, 99, 576)
-    assert form.prepare(key, 16, 576).untyped_storage().data_ptr() == key.data_ptr()
-
-
-def test_where_cudnn_is_not_preferred_values_are_padded() -> None:
-    """This is the answer on GPUs of compute capability 8.0, and with cuDNN switched off."""
-
-    def chosen(form: Form) -> SDPBackend:
-        return FLASH if form.padded else EFFICIENT
-
-    assert choose(case_of(LATENT), chosen, lambda form: True) == NO_CUDNN
+    assert CACHE_FORM.prepare(key, 16, 576).untyped_storage().data_ptr() == key.data_ptr()
 
 
 def test_lengths_do_not_matter_without_gradients() -> None:
     """Batches of all lengths are few cases; in training each length is a case of its own."""
 
-    def cases(gradients: bool) -> set[Case]:
-        found = set()
-        for length in (100, 1000, 2000, 3000):
-            x = torch.zeros(2, length, 3, 8, requires_grad=gradients).transpose(1, 2)
-            found.add(Case.of((x, x, x), None))
-        return found
-
-    assert len(cases(gradients=True)) == 4
-    assert len(cases(gradients=False)) == 2
+    lengths = (100, 1000, 2000, 3000)
+    for gradients, num_cases in ((True, 4), (False, 2)):
+        shapes = [(2, length, 3, 8) for length in lengths]
+        tensors = [torch.zeros(shape, requires_grad=gradients).transpose(1, 2) for shape in shapes]
+        assert len({Case.of((x, x, x), None) for x in tensors}) == num_cases
 
 
 # --- Trials ---------------------------------------------------------------------------------------
@@ -158,7 +154,7 @@ def test_a_trial_passes(masked: bool, gradients: bool, form: Form) -> None:
     case = case_of(SMALL, masked=masked, gradients=gradients)
     with warnings.catch_warnings(), torch.set_grad_enabled(gradients):
         warnings.simplefilter("error")
-        assert case.tried(form)
+        assert case.runs(form)
 
 
 @pytest.mark.parametrize(
@@ -169,13 +165,13 @@ def test_a_trial_without_a_plan_fails_and_says_so(
 ) -> None:
     monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
     with pytest.warns(UserWarning, match="2x6x16 in bfloat16 failed.*No valid execution"):
-        assert not case_of(SMALL, gradients=gradients).tried(UNPADDED)
+        assert not case_of(SMALL, gradients=gradients).runs(UNPADDED)
 
 
 def test_a_lack_of_memory_is_no_failed_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(F, "scaled_dot_product_attention", out_of_memory)
     with pytest.raises(torch.OutOfMemoryError):
-        case_of(SMALL).tried(UNPADDED)
+        case_of(SMALL).runs(UNPADDED)
 
 
 # --- Forms ----------------------------------------------------------------------------------------
@@ -246,10 +242,10 @@ def test_in_every_form_what_the_kernel_saves_is_recomputed(
     x_BSD = random_normal(2, 7, 24).requires_grad_()
     results, saved = [], []
     for enabled in (False, True):
-        remaking = Remaking(enabled=enabled)
+        recomputation = Recomputation(enabled=enabled)
         with PeakBytes() as alive:
-            with remaking.watch():
-                y_BSD = block.self_attn(x_BSD, layout_of(x_BSD), remaking)
+            with recomputation.watch():
+                y_BSD = block.self_attn(x_BSD, layout_of(x_BSD), recomputation)
             saved.append(alive.now)
         block.zero_grad()
         x_BSD.grad = None

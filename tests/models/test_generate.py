@@ -176,13 +176,13 @@ def test_rows_that_end_are_read_no_more_and_leave_the_others_alone(
     rows = Continuations(model, PROMPTS[:3], context=100, sampling=Sampling(0), stop_tokens=[stop])
     rows.step()
     rows.end(2)
-    while rows.going and len(rows.tokens[1]) < 1 + 8:
+    while rows.unfinished and len(rows.tokens[1]) < 1 + 8:
         rows.step()
     found = [tokens[len(prompt) :] for tokens, prompt in zip(rows.tokens, PROMPTS, strict=False)]
     assert found == [alone[0][: alone[0].index(stop)], alone[1], alone[2][:1]]
     assert [size[0] for size in read] == sorted((size[0] for size in read), reverse=True)
     assert read[-1] == (1, 1)
-    assert rows.going == [1]
+    assert rows.unfinished == [1]
 
 
 def test_each_row_draws_from_its_own_generator(model: Decoder) -> None:

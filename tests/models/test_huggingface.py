@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lather.errors import ExchangeError
-from lather.models.families import build_model, config_from_hugging_face
+from lather.models.families import build_model
+from lather.models.hf.config_json import config_from_hugging_face
 from lather.models.hf.model_export import copy_companions, save_hugging_face
 from lather.models.hf.model_folder import (
     load_hugging_face,

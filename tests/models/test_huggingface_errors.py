@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,11 +25,11 @@ from lather.models.hf import model_folder, safetensors_folder
 from lather.models.hf.model_export import save_hugging_face
 from lather.models.hf.model_folder import load_hugging_face, model_from_hugging_face
 from lather.safetensors_file import open_safetensors, write_safetensors
-from models.tiny import tiny_config, tiny_model
+from models.tiny import tiny_config, tiny_family_config, tiny_family_model, tiny_model
 
 Damage = Callable[[Path], object]
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
-EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
+EXPERT, NORM = "model.layers.1.mlp.experts.3.up_proj.weight", "model.norm.weight"
 
 
 @pytest.fixture(scope="module")
@@ -45,13 +46,6 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def copy(folder: Path, target: Path) -> Path:
-    target.mkdir()
-    for path in folder.iterdir():
-        (target / path.name).write_bytes(path.read_bytes())
-    return target
-
-
 def edit_tensors(change: Callable[[dict[str, Tensor]], object]) -> Damage:
     def edit(folder: Path) -> None:
         tensors = load_file(folder / WEIGHTS)
@@ -59,6 +53,11 @@ def edit_tensors(change: Callable[[dict[str, Tensor]], object]) -> Damage:
         save_file(tensors, folder / WEIGHTS)
 
     return edit
+
+
+def put(expert: Callable[[Tensor], Tensor]) -> Damage:
+    """Put another tensor in the place of an expert's."""
+    return edit_tensors(lambda tensors: tensors.update({EXPERT: expert(tensors[EXPERT])}))
 
 
 def edit_json(file: str, change: Callable[[dict[str, Any]], object]) -> Damage:
@@ -70,12 +69,25 @@ def edit_json(file: str, change: Callable[[dict[str, Any]], object]) -> Damage:
     return edit
 
 
-def place(name: str, shard: object) -> Damage:
-    return edit_json(INDEX, lambda index: index["weight_map"].update({name: shard}))
+def config(**changes: Any) -> Damage:
+    return edit_json(CONFIG, lambda fields: fields.update(changes))
 
 
-def cut(file: str, keep: int) -> Damage:
-    return lambda folder: (folder / file).write_bytes((folder / file).read_bytes()[:keep])
+def place(shard: object) -> Damage:
+    """Let the index place a tensor in another shard."""
+    return edit_json(INDEX, lambda index: index["weight_map"].update({NORM: shard}))
+
+
+def write(file: str, content: bytes) -> Damage:
+    return lambda folder: (folder / file).write_bytes(content)
+
+
+def cut(file: str, length: int) -> Damage:
+    return lambda folder: write(file, (folder / file).read_bytes()[:length])(folder)
+
+
+def remove(file: str) -> Damage:
+    return lambda folder: (folder / file).unlink()
 
 
 class Trap:
@@ -93,168 +105,76 @@ def only_pickles(folder: Path) -> None:
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Trap(str(folder / "sprung"))))
 
 
+BEGIN, SHARD = "give the folder of a model", "model-00002-of-00004.safetensors"
 SINGLE: dict[str, tuple[Damage, list[str]]] = {
-    "no config": (
-        lambda folder: (folder / CONFIG).unlink(),
-        [CONFIG, "missing", "give the folder of a model"],
-    ),
-    "config is cut": (cut(CONFIG, 50), [CONFIG, "damaged", "give the folder of a model"]),
-    "config is a list": (
-        lambda folder: (folder / CONFIG).write_text("[]"),
-        [CONFIG, "not a JSON object"],
-    ),
-    "another family": (
-        edit_json(CONFIG, lambda c: c.update(model_type="mamba")),
-        [CONFIG, "model_type", "'mamba'", "deepseek_v2"],
-    ),
-    "no family": (
-        edit_json(CONFIG, lambda c: c.pop("model_type")),
-        [CONFIG, "model_type", "deepseek_v2"],
-    ),
-    "unsupported field": (
-        edit_json(CONFIG, lambda c: c.update(attention_bias=True)),
-        [CONFIG, "attention_bias", "true", "false"],
-    ),
-    "unsupported quantization": (
-        edit_json(CONFIG, lambda c: c.update(quantization_config={"quant_method": "fp8"})),
-        [CONFIG, "quantization_config", "'fp8'"],
-    ),
-    "field of a wrong type": (
-        edit_json(CONFIG, lambda c: c.update(hidden_size="24")),
-        [CONFIG, "hidden_size", "'24'", "an integer"],
-    ),
-    "a size beyond all models": (
-        edit_json(CONFIG, lambda c: c.update(hidden_size=10**30)),
-        [CONFIG, "hidden_size", "below 1e+08"],
-    ),
-    "a number beyond float": (
-        edit_json(CONFIG, lambda c: c.update(rope_theta=10**400)),
-        [CONFIG, "rope_theta", "below 1e+300"],
-    ),
-    "endless config": (
-        lambda folder: (folder / CONFIG).write_text("[" * 100_000),
-        [CONFIG, "damaged"],
-    ),
-    "wrong shape": (
-        edit_tensors(lambda t: t.update({EXPERT: torch.zeros(11, 23)})),
-        [WEIGHTS, EXPERT, "(11, 23)", "(11, 24)", "give the configuration"],
-    ),
-    "as many values in another shape": (
-        edit_tensors(lambda t: t.update({EXPERT: t[EXPERT].T.contiguous()})),
-        [EXPERT, "(24, 11)", "(11, 24)"],
-    ),
-    "wrong size in the configuration": (
-        edit_json(CONFIG, lambda c: c.update(vocab_size=38)),
-        ["embed_tokens", "(37, 24)", "(38, 24)"],
-    ),
-    "one missing": (
-        edit_tensors(lambda t: t.pop(EXPERT)),
-        ["lacks", repr(EXPERT), "give the weights"],
-    ),
+    "no config": (remove(CONFIG), [CONFIG, "missing", BEGIN]),
+    "config is cut": (cut(CONFIG, 50), [CONFIG, "damaged", BEGIN]),
+    "config is a list": (write(CONFIG, b"[]"), [CONFIG, "not a JSON object"]),
+    "endless config": (write(CONFIG, b"[" * 100_000), [CONFIG, "damaged"]),
+    "another family": (config(model_type="mamba"), [CONFIG, "model_type", "'mamba'", "gpt_oss"]),
+    "a bad field": (config(attention_bias=True), [CONFIG, "attention_bias", "true", "false"]),
+    "a number beyond float": (config(rope_theta=10**400), [CONFIG, "rope_theta", "below 1e+300"]),
+    "wrong shape": (put(lambda x: x[:, 1:].clone()), [WEIGHTS, EXPERT, "(11, 23)", "(11, 24)"]),
+    "transposed": (put(lambda x: x.T.contiguous()), [EXPERT, "(24, 11)", "give the configuration"]),
+    "integers": (put(lambda x: x.to(torch.int8)), [WEIGHTS, EXPERT, "I8", "BF16"]),
+    "fp8": (put(lambda x: x.to(torch.float8_e4m3fn)), [WEIGHTS, EXPERT, "F8_E4M3", "BF16"]),
+    "another size": (config(vocab_size=38), ["embed_tokens", "(37, 24)", "(38, 24)"]),
+    "one missing": (edit_tensors(lambda t: t.pop(EXPERT)), ["lacks", repr(EXPERT), "give the"]),
     "several missing": (
-        edit_json(CONFIG, lambda c: c.update(num_hidden_layers=4)),
+        config(num_hidden_layers=4),
         ["lacks 'model.layers.3.input_layernorm.weight' and 25 more"],
     ),
     "one left over": (
         edit_tensors(lambda t: t.update({"model.layers.1.mlp.gate.bias": torch.zeros(5)})),
         [WEIGHTS, "surplus 'model.layers.1.mlp.gate.bias'", "give the configuration"],
     ),
-    "several left over": (
-        edit_json(CONFIG, lambda c: c.update(num_hidden_layers=2)),
-        ["surplus 'model.layers.2", "and 25 more"],
-    ),
-    "integers": (
-        edit_tensors(lambda t: t.update({EXPERT: torch.zeros(11, 24, dtype=torch.int8)})),
-        [WEIGHTS, EXPERT, "I8", "BF16"],
-    ),
-    "fp8": (
-        edit_tensors(lambda t: t.update({EXPERT: torch.zeros(11, 24).to(torch.float8_e4m3fn)})),
-        [WEIGHTS, EXPERT, "F8_E4M3", "BF16"],
-    ),
+    "several left over": (config(num_hidden_layers=2), ["surplus 'model.layers.2", "and 25 more"]),
     "no bytes": (cut(WEIGHTS, 0), [WEIGHTS, "truncated", "again"]),
     "header is cut": (cut(WEIGHTS, 100), [WEIGHTS, "truncated", "again"]),
     "last byte is gone": (cut(WEIGHTS, -1), [WEIGHTS, "truncated", "again"]),
     "header is not JSON": (
-        lambda folder: (folder / WEIGHTS).write_bytes(
-            (8).to_bytes(8, "little") + b"{{{{{{{{" + bytes(64)
-        ),
+        write(WEIGHTS, (8).to_bytes(8, "little") + b"{{{{{{{{" + bytes(64)),
         [WEIGHTS, "damaged", "again"],
     ),
-    "header is longer than memory": (
-        lambda folder: (folder / WEIGHTS).write_bytes(b"\xff" * 64),
-        [WEIGHTS, "damaged", "again"],
-    ),
+    "header beyond memory": (write(WEIGHTS, b"\xff" * 64), [WEIGHTS, "damaged", "again"]),
     "weights are a folder": (
-        lambda folder: ((folder / WEIGHTS).unlink(), (folder / WEIGHTS).mkdir()),
+        lambda folder: (remove(WEIGHTS)(folder), (folder / WEIGHTS).mkdir()),
         [WEIGHTS, "again"],
     ),
-    "no weights": (
-        lambda folder: (folder / WEIGHTS).unlink(),
-        ["neither model.safetensors nor", "give a folder with weights"],
-    ),
-    "only pickles": (
-        only_pickles,
-        ["pytorch_model.bin", "refused", "run any code", "save_pretrained"],
-    ),
+    "no weights": (remove(WEIGHTS), [f"neither {WEIGHTS} nor", "give a folder with weights"]),
+    "only pickles": (only_pickles, ["pytorch_model.bin", "refused", "run any", "save_pretrained"]),
 }
 SHARDED: dict[str, tuple[Damage, list[str]]] = {
-    "absent shard": (
-        lambda folder: next(folder.glob("model-00002*")).unlink(),
-        [INDEX, "model-00002-of-", "missing", "again"],
-    ),
-    "cut shard": (
-        lambda folder: cut(next(folder.glob("model-00002*")).name, -9)(folder),
-        ["model-00002-of-", "truncated", "again"],
-    ),
-    "tensor in another shard": (
-        lambda folder: place("model.norm.weight", next(folder.glob("model-00002*")).name)(folder),
-        [INDEX, "'model.norm.weight'", "model-00002-of-", "does not hold it", "again"],
-    ),
-    "path out of the folder": (
-        place("model.norm.weight", "../secret.safetensors"),
-        [INDEX, "'../secret.safetensors'", "beside it"],
-    ),
-    "absolute path": (
-        place("model.norm.weight", "/etc/x.safetensors"),
-        [INDEX, "'/etc/x.safetensors'", "beside it"],
-    ),
-    "pickled shard": (
-        place("model.norm.weight", "pytorch_model.bin"),
-        [INDEX, "'pytorch_model.bin'", "beside it"],
-    ),
-    "no name": (place("model.norm.weight", None), [INDEX, "not a usable index", "again"]),
+    "absent shard": (remove(SHARD), [INDEX, SHARD, "missing", "again"]),
+    "cut shard": (cut(SHARD, -9), [SHARD, "truncated", "again"]),
+    "tensor in another shard": (place(SHARD), [INDEX, repr(NORM), SHARD, "does not hold it"]),
+    "path out of the folder": (place("../secret.safetensors"), [INDEX, "'../secret", "beside it"]),
+    "absolute path": (place("/etc/x.safetensors"), [INDEX, "'/etc/x.safetensors'", "beside it"]),
+    "pickled shard": (place("pytorch_model.bin"), [INDEX, "'pytorch_model.bin'", "beside it"]),
+    "no name": (place(None), [INDEX, "not a usable index", "again"]),
     "no map": (
         edit_json(INDEX, lambda index: index.pop("weight_map")),
         [INDEX, "not a usable index", "weight_map"],
     ),
-    "index is a list": (
-        lambda folder: (folder / INDEX).write_text("[]"),
-        [INDEX, "not a usable index"],
-    ),
+    "index is a list": (write(INDEX, b"[]"), [INDEX, "not a usable index"]),
+    "endless index": (write(INDEX, b"[" * 100_000), [INDEX, "not a usable index"]),
     "cut index": (cut(INDEX, 99), [INDEX, "not a usable index", "again"]),
     "one not listed": (
         edit_json(INDEX, lambda index: index["weight_map"].pop(EXPERT)),
         ["holds", repr(EXPERT), "does not place there", "again"],
     ),
-    "endless index": (
-        lambda folder: (folder / INDEX).write_text("[" * 100_000),
-        [INDEX, "not a usable index"],
-    ),
 }
-CASES = {f"single: {name}": ("single", *case) for name, case in SINGLE.items()}
-CASES |= {f"sharded: {name}": ("sharded", *case) for name, case in SHARDED.items()}
 
 
-@pytest.mark.parametrize(("source", "damage", "expected"), CASES.values(), ids=CASES)
-def test_a_bad_folder_is_one_clear_error_and_the_model_is_as_before(
-    source: str, damage: Damage, expected: list[str], tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    folder = copy(request.getfixturevalue(source), tmp_path / "in")
-    (tmp_path / "secret.safetensors").write_bytes(
-        (folder / WEIGHTS).read_bytes() if source == "single" else b""
+def same_weights(model: nn.Module, other: nn.Module) -> bool:
+    return all(
+        torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True)
     )
-    damage(folder)
-    model, before = tiny_model(seed=1), tiny_model(seed=1)
+
+
+def assert_refused(folder: Path, words: list[str], **changes: Any) -> None:
+    """Check that both ways to read the folder raise one clear error, and change no model."""
+    model, before = (tiny_model(seed=1, **changes) for _ in range(2))
     for attempt in (
         lambda: load_hugging_face(folder, model),
         lambda: model_from_hugging_face(folder),
@@ -264,49 +184,48 @@ def test_a_bad_folder_is_one_clear_error_and_the_model_is_as_before(
         message = str(raised.value)
         assert message.startswith(str(folder))
         assert "\n" not in message
-        for words in expected:
-            assert words in message
-    assert all(
-        torch.equal(p, q) for p, q in zip(model.parameters(), before.parameters(), strict=True)
-    )
+        for each in words:
+            assert each in message
+    assert same_weights(model, before)
+
+
+@pytest.mark.parametrize(("damage", "words"), SINGLE.values(), ids=SINGLE)
+def test_a_bad_folder_is_one_clear_error_and_the_model_is_as_before(
+    damage: Damage, words: list[str], tmp_path: Path, single: Path
+) -> None:
+    folder = shutil.copytree(single, tmp_path / "in")
+    damage(folder)
+    assert_refused(folder, words)
     assert not (folder / "sprung").exists()
+
+
+@pytest.mark.parametrize(("damage", "words"), SHARDED.values(), ids=SHARDED)
+def test_bad_shards_are_one_clear_error(
+    damage: Damage, words: list[str], tmp_path: Path, sharded: Path
+) -> None:
+    folder = shutil.copytree(sharded, tmp_path / "in")
+    (tmp_path / "secret.safetensors").touch()
+    damage(folder)
+    assert_refused(folder, words)
 
 
 def test_the_folders_are_good_when_nothing_is_damaged(single: Path, sharded: Path) -> None:
     for folder in (single, sharded):
         model = tiny_model(seed=1)
         load_hugging_face(folder, model)
-        assert all(
-            torch.equal(p, q)
-            for p, q in zip(model.parameters(), tiny_model().parameters(), strict=True)
-        )
+        assert same_weights(model, tiny_model())
+    assert (sharded / SHARD).exists()
 
 
 def test_rows_that_mxfp4_cannot_hold(tmp_path: Path) -> None:
-    from lather.models.gpt_oss import GptOssConfig
-
-    sizes = {
-        "vocab_size": 9,
-        "hidden_size": 24,
-        "intermediate_size": 32,
-        "num_hidden_layers": 1,
-        "num_local_experts": 2,
-    }
-    config = GptOssConfig(
-        **sizes, num_experts_per_tok=1, num_attention_heads=2, num_key_value_heads=1, head_dim=4
-    )
-    model = model_folder.build_model(config, torch.Generator())
-    save_hugging_face(model, config, tmp_path / "in")
-    tensors = load_file(tmp_path / "in" / WEIGHTS)
-    name = "model.layers.0.mlp.experts.gate_up_proj"
+    config, name = tiny_family_config("gpt_oss"), "model.layers.0.mlp.experts.gate_up_proj"
+    save_hugging_face(tiny_family_model("gpt_oss"), config, tmp_path)
+    tensors = load_file(tmp_path / WEIGHTS)
     del tensors[name]
-    tensors |= {
-        f"{name}_blocks": torch.zeros(2, 64, 1, 16).byte(),
-        f"{name}_scales": torch.zeros(2, 64, 1).byte(),
-    }
-    save_file(tensors, tmp_path / "in" / WEIGHTS)
+    tensors[f"{name}_blocks"] = torch.zeros(5, 22, 1, 16).byte()
+    save_file(tensors, tmp_path / WEIGHTS)
     with pytest.raises(ExchangeError, match=f"{name} has rows of 24, not whole MXFP4 blocks"):
-        model_from_hugging_face(tmp_path / "in")
+        model_from_hugging_face(tmp_path)
 
 
 # --- tied weights ---------------------------------------------------------------------------------
@@ -326,46 +245,30 @@ def change_one(row: int, column: int) -> Callable[[Tensor], Tensor]:
 DIFFERENT: dict[str, tuple[Callable[[Tensor], Tensor], list[str]]] = {
     "first element": (change_one(0, 0), ["differs from", EMBEDDING, "tie_word_embeddings"]),
     "last element": (change_one(36, 23), ["differs from", EMBEDDING, "tie_word_embeddings"]),
-    "not a number": (
-        lambda e: e.clone().index_fill_(0, torch.tensor(3), torch.nan),
-        ["differs from"],
-    ),
+    "not a number": (lambda e: e.masked_fill(e == e[3], torch.nan), ["differs from"]),
     "rounded": (lambda e: e.bfloat16(), ["differs from"]),
     "fewer rows": (lambda e: e[:-1].clone(), ["(36, 24)", "(37, 24)"]),
-    "transposed": (lambda e: e.T.contiguous(), ["(24, 37)", "(37, 24)"]),
     "integers": (lambda e: e.to(torch.int8), ["I8", "BF16"]),
 }
 
 
-@pytest.mark.parametrize("elements", [2**20, 100, 1], ids=str)
-@pytest.mark.parametrize(("make_head", "expected"), DIFFERENT.values(), ids=DIFFERENT)
+@pytest.mark.parametrize("elements", [2**20, 100], ids=str)
+@pytest.mark.parametrize(("make_head", "words"), DIFFERENT.values(), ids=DIFFERENT)
 def test_a_head_that_is_not_the_embedding_it_is_tied_to(
     make_head: Callable[[Tensor], Tensor],
-    expected: list[str],
+    words: list[str],
     elements: int,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The result does not depend on how many elements are compared at a time."""
     monkeypatch.setattr(model_folder, "COMPARED_ELEMENTS", elements)
-    save_hugging_face(
-        tiny_model(tie_word_embeddings=True), tiny_config(tie_word_embeddings=True), tmp_path / "in"
-    )
+    tied = {"tie_word_embeddings": True}
+    save_hugging_face(tiny_model(**tied), tiny_config(**tied), tmp_path / "in")
     file = tmp_path / "in" / WEIGHTS
     tensors = load_file(file)
     save_file({**tensors, HEAD: make_head(tensors[EMBEDDING])}, file)
-    model, before = (tiny_model(seed=1, tie_word_embeddings=True) for _ in range(2))
-    for attempt in (
-        lambda: load_hugging_face(tmp_path / "in", model),
-        lambda: model_from_hugging_face(tmp_path / "in"),
-    ):
-        with pytest.raises(ExchangeError) as raised:
-            attempt()
-        for words in [str(file), repr(HEAD), *expected]:
-            assert words in str(raised.value)
-    assert all(
-        torch.equal(p, q) for p, q in zip(model.parameters(), before.parameters(), strict=True)
-    )
+    assert_refused(tmp_path / "in", [str(file), repr(HEAD), *words], **tied)
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float64], ids=str)
@@ -419,22 +322,12 @@ def test_an_empty_folder_and_one_below_folders_that_are_not_there_are_filled(
     assert not list(tmp_path.rglob(".tmp-*"))
 
 
-@pytest.mark.parametrize("size", [0, -1])
-def test_a_shard_size_below_one_byte(size: int, tmp_path: Path) -> None:
-    with pytest.raises(
-        ExchangeError, match=f"max_shard_bytes = {size} is not valid: give at least 1"
-    ):
-        save_hugging_face(tiny_model(), tiny_config(), tmp_path / "out", max_shard_bytes=size)
-
-
 def test_weights_of_another_configuration_are_not_written(tmp_path: Path) -> None:
-    for config in (
-        tiny_config(vocab_size=38),
-        tiny_config(num_hidden_layers=4),
-        tiny_config(tie_word_embeddings=True),
-    ):
+    for changes in ({"vocab_size": 38}, {"num_hidden_layers": 4}, {"tie_word_embeddings": True}):
         with pytest.raises(ExchangeError, match="does not match the configuration"):
-            save_hugging_face(tiny_model(), config, tmp_path / "out")
+            save_hugging_face(tiny_model(), tiny_config(**changes), tmp_path / "out")
+    with pytest.raises(ExchangeError, match="max_shard_bytes = 0 is not valid: give at least 1"):
+        save_hugging_face(tiny_model(), tiny_config(), tmp_path / "out", max_shard_bytes=0)
     assert not list(tmp_path.iterdir())
 
 
@@ -493,14 +386,10 @@ model_export.save_hugging_face(tiny_model(), tiny_config(), folder, max_shard_by
 def test_a_kill_half_way_leaves_no_folder_and_the_next_attempt_clears_up(
     tmp_path: Path, sharded: Path
 ) -> None:
-    target = tmp_path / "out"
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent.parent), *sys.path]),
-    }
+    target, path = tmp_path / "out", [str(Path(__file__).parent.parent), *sys.path]
     killed = subprocess.run(
         [sys.executable, "-c", KILLED_HALF_WAY, str(target)],
-        env=environment,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
         timeout=120,
         check=False,
     )
@@ -535,38 +424,29 @@ def test_written_files_are_what_the_library_reads(tmp_path: Path) -> None:
     from lather.safetensors_file import TensorToWrite
 
     generator = torch.Generator().manual_seed(0)
-    shapes = {"a": (63,), "b": (3, 0), "c": (), "d": (1,), "e": (5, 7, 2)}
-    dtypes = dict(
-        zip(
-            shapes,
-            (torch.bfloat16, torch.float32, torch.float16, torch.float64, torch.float32),
-            strict=True,
-        )
-    )
+    shapes: dict[torch.dtype, tuple[int, ...]] = {torch.bfloat16: (63,), torch.float16: ()}
+    shapes |= {torch.float64: (3, 0), torch.float32: (5, 7, 2)}
     tensors = {
-        name: torch.randn(shape, generator=generator).to(dtypes[name])
-        for name, shape in shapes.items()
+        str(dtype): torch.randn(shape, generator=generator).to(dtype)
+        for dtype, shape in shapes.items()
     }
-    pieces = {
-        name: tensor.unbind() if name == "e" else [tensor] for name, tensor in tensors.items()
-    }
-    write_safetensors(
-        tmp_path / "x",
-        [TensorToWrite(name, dtypes[name], shape, pieces[name]) for name, shape in shapes.items()],
-    )
-    found = load_file(tmp_path / "x")
-    assert found.keys() == tensors.keys()
-    assert all(
-        found[name].dtype == dtypes[name] and torch.equal(found[name], tensors[name])
-        for name in tensors
-    )
+    to_write = [
+        TensorToWrite(name, x.dtype, tuple(x.shape), x.unbind() if x.dim() == 3 else [x])
+        for name, x in tensors.items()
+    ]
+    write_safetensors(tmp_path / "x", to_write)
+    written = load_file(tmp_path / "x")
+    assert written.keys() == tensors.keys()
+    for name, x in tensors.items():
+        assert written[name].dtype == x.dtype
+        assert torch.equal(written[name], x)
     with safe_open(tmp_path / "x", "pt") as handle:
         assert handle.metadata() == {"format": "pt"}
     content = (tmp_path / "x").read_bytes()
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
     assert length % 8 == 0
-    assert all(header[name]["data_offsets"][0] % dtypes[name].itemsize == 0 for name in tensors)
+    assert all(header[name]["data_offsets"][0] % x.itemsize == 0 for name, x in tensors.items())
 
 
 def test_a_part_of_a_tensor_is_read(tmp_path: Path) -> None:
@@ -613,9 +493,6 @@ def test_a_model_of_something_else_is_neither_filled_nor_written(
         match=r"embed_tokens.weight is \(37, 24\) there and \(38, 24\) here: build the model",
     ):
         load_hugging_face(single, another)
-    assert all(
-        torch.equal(p, q)
-        for p, q in zip(another.parameters(), tiny_model(vocab_size=38).parameters(), strict=True)
-    )
+    assert same_weights(another, tiny_model(vocab_size=38))
     with pytest.raises(ExchangeError, match="does not match the configuration"):
         save_hugging_face(LeftOut(), tiny_config(), tmp_path / "out")

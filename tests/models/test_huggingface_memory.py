@@ -15,7 +15,7 @@ import torch
 from benchmarks.live_bytes import PeakBytes
 from lather.models.decoder import Decoder
 from lather.models.families import ModelConfig, build_model
-from lather.models.gpt_oss import GptOssConfig
+from lather.models.families.gpt_oss import GptOssConfig
 from lather.models.hf.model_export import save_hugging_face
 from lather.models.hf.model_folder import load_hugging_face, open_hugging_face
 from lather.safetensors_file import SafetensorsFiles, copy_weights, open_safetensors

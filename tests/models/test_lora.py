@@ -14,9 +14,9 @@ from lather.errors import ConfigError
 from lather.models import experts, layers, lora
 from lather.models.adapted import MergedTensors, add_adapters, factor_names, is_adapters
 from lather.models.decoder import Decoder
+from lather.models.key_value_cache import KeyValueCache
 from lather.models.lora import Adapter, LoraConfig, fresh_adapters
 from lather.models.saving.weight_gradients import WeightGradients, defer_weight_gradients
-from lather.models.token_positions import KeyValueCache
 from models.tiny import error, largest_error, random_tokens, tiny_family_config, tiny_family_model
 
 FAMILIES = {

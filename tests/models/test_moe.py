@@ -15,7 +15,7 @@ from lather.models.experts import Experts
 from lather.models.layers import MEMORY_MODES, GatedMLP
 from lather.models.moe import MoE
 from lather.models.routing import Router
-from lather.models.saving.recomputed import Remaking
+from lather.models.saving.recomputed import Recomputation
 from lather.models.token_positions import SequenceLayout
 from models.tiny import error, gradients, largest_error, layout_of, random_normal
 
@@ -71,7 +71,7 @@ CASES = {
 
 
 class NoAttention(nn.Module):
-    def forward(self, x: Tensor, layout: SequenceLayout, remaking: Remaking) -> Tensor:
+    def forward(self, x: Tensor, layout: SequenceLayout, recomputation: Recomputation) -> Tensor:
         return torch.zeros_like(x)
 
 

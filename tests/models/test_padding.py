@@ -11,10 +11,11 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from lather.kernels.route import plan_route
+from lather.models.balance import BALANCE_LEVELS, LoadBalance
 from lather.models.decoder import Decoder
 from lather.models.moe import LOCAL_EXCHANGE
-from lather.models.routing import BALANCE_LEVELS, LoadBalance, Padding, Router, counting_step
-from lather.models.token_positions import SequenceLayout
+from lather.models.routing import Router, counting_step
+from lather.models.token_positions import Padding, SequenceLayout
 from models.tiny import FAMILY_SIZES, random_normal, random_tokens, tiny_family_model
 
 D, E, K = 8, 6, 2

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.live_bytes import PeakBytes
 from lather.models.decoder import Attended, Block
 from lather.models.layers import Linear, RMSNorm
-from lather.models.saving.recomputed import Remaking
+from lather.models.saving.recomputed import Recomputation
 from models.tiny import layout_of, random_normal, tiny_family_model
 
 FAMILIES = ["deepseek_v2", "qwen3_moe", "gpt_oss"]
@@ -29,10 +29,10 @@ def attention_of(family: str, **changes: Any) -> Block:
 
 
 def run(block: Block, x_BSD: Tensor, *, enabled: bool) -> Tensor:
-    remaking = Remaking(enabled=enabled)
-    with remaking.watch():
+    recomputation = Recomputation(enabled=enabled)
+    with recomputation.watch():
         return block.self_attn(
-            remaking.norm(block.input_layernorm, x_BSD), layout_of(x_BSD), remaking
+            recomputation.norm(block.input_layernorm, x_BSD), layout_of(x_BSD), recomputation
         )
 
 
@@ -92,9 +92,9 @@ class Product(nn.Module):
         self.norm, self.first, self.second = RMSNorm(6, 1e-6), Linear(6, 5), Linear(6, 4)
 
     def forward(self, x_TI: Tensor, *, enabled: bool = True) -> Tensor:
-        remaking = Remaking(enabled=enabled)
-        with remaking.watch():
-            normed_TI = remaking.norm(self.norm, x_TI)
+        recomputation = Recomputation(enabled=enabled)
+        with recomputation.watch():
+            normed_TI = recomputation.norm(self.norm, x_TI)
             y: Tensor = self.first(normed_TI).sum() * self.second(normed_TI).sin().sum()
         return y
 
@@ -132,10 +132,10 @@ def test_a_block_keeps_no_normed_rows(family: str) -> None:
     x_BSD = random_normal(2, 7, 24).requires_grad_()
     layout, results, kept = layout_of(x_BSD), [], []
     block(x_BSD, layout)  # this makes the rotary tables
-    for not_kept in (True, False):
+    for recomputing in (True, False):
         with pytest.MonkeyPatch.context() as patch, PeakBytes() as alive:
-            if not not_kept:
-                patch.setattr(Attended, "not_kept", lambda _: nullcontext())
+            if not recomputing:
+                patch.setattr(Attended, "recomputing", lambda _: nullcontext())
             y_BSD, routing = block(x_BSD, layout)
             loss = (y_BSD * random_normal(2, 7, 24, seed=3)).sum() + routing.balance_loss
             kept.append(alive.now)
@@ -152,13 +152,13 @@ def test_several_graphs_have_it_made_once() -> None:
     """The first graph that runs backward makes it, and it goes with the last."""
     norm, layers = RMSNorm(6, 1e-6), [Linear(6, size) for size in (5, 4, 3)]
     x_TI = torch.randn(3, 6, requires_grad=True)
-    remaking, calls = Remaking(), []
+    recomputation, calls = Recomputation(), []
     norm.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
-    with remaking.watch():
-        normed_TI = remaking.norm(norm, x_TI)
+    with recomputation.watch():
+        normed_TI = recomputation.norm(norm, x_TI)
         losses = [layers[0](normed_TI).sum()]
-        again = remaking.again(normed_TI)
-        assert remaking.again(x_TI) is None
+        again = recomputation.placeholder(normed_TI)
+        assert recomputation.placeholder(x_TI) is None
     assert again is not None
     leaf_TI = normed_TI.detach().requires_grad_()
     for layer in layers[1:]:
@@ -216,17 +216,17 @@ def test_a_first_recomputation_is_in_forward() -> None:
 
     def run(length: int, *, autocast: bool = False) -> None:
         x = torch.randn(length, 3, requires_grad=True)
-        remaking = Remaking(warmed_up=warmed_up)
+        recomputation = Recomputation(warmed_up=warmed_up)
 
         def double(x: Tensor) -> tuple[Tensor]:
             enabled = torch.is_autocast_enabled("cpu")
             calls.append((tuple(x.shape), x.requires_grad, torch.is_grad_enabled(), enabled))
             return (x * 2,)
 
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast), remaking.watch():
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast), recomputation.watch():
             first, second = x * 2, x * 2
             for made in (first, second):
-                remaking.add((made,), double, x)
+                recomputation.add((made,), double, x)
             loss = first.sin().sum() + second.sin().sum()
         in_forward = len(calls)
         loss.backward()

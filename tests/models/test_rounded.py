@@ -15,7 +15,7 @@ from lather.engine.engine import Engine
 from lather.models.adapted import add_adapters
 from lather.models.families import build_model
 from lather.models.lora import LoraConfig, fresh_adapters
-from lather.models.saving.rounded_weights import RoundedWeights, rounded, to_round
+from lather.models.saving.rounded_weights import RoundedWeights
 from lather.parallel.mesh import Mesh
 from lather.pipeline.model_part import PartLayers, empty_part, fill
 from lather.pipeline.schedule import sequential
@@ -127,46 +127,47 @@ def test_each_stack_of_experts_is_rounded_once_in_a_step() -> None:
 
 
 def test_a_weight_that_changes_or_goes_is_rounded_again() -> None:
-    kept, weight = RoundedWeights(), nn.Parameter(random_normal(3, 4).float())
-    assert rounded(kept, weight, torch.bfloat16) is not rounded(kept, weight, torch.bfloat16)
-    with kept.kept():
-        first = rounded(kept, weight, torch.bfloat16)
-        assert first is rounded(kept, weight, torch.bfloat16)
+    cache, weight, bf16 = (
+        RoundedWeights(),
+        nn.Parameter(random_normal(3, 4).float()),
+        torch.bfloat16,
+    )
+    assert cache.round(weight, bf16) is not cache.round(weight, bf16)
+    with cache.caching():
+        first = cache.round(weight, bf16)
+        assert first is cache.round(weight, bf16)
         assert not first.requires_grad
-        assert sum(copy.nbytes for copy in kept.copies()) == 3 * 4 * 2
+        assert sum(copy.nbytes for copy in cache.copies()) == 3 * 4 * 2
         with torch.no_grad():
             weight.add_(1)
-        assert rounded(kept, weight, torch.bfloat16).equal(weight.detach().bfloat16())
+        assert cache.round(weight, bf16).equal(weight.detach().bfloat16())
         with torch.no_grad():  # as FSDP2 gathers: no version is counted
             weight.data.add_(1)
-        assert not rounded(kept, weight, torch.bfloat16).equal(weight.detach().bfloat16())
-        kept.forget([weight])
-        assert not kept.copies()
-        assert rounded(kept, weight, torch.bfloat16).equal(weight.detach().bfloat16())
-        with kept.kept():
+        assert not cache.round(weight, bf16).equal(weight.detach().bfloat16())
+        cache.forget([weight])
+        assert not cache.copies()
+        assert cache.round(weight, bf16).equal(weight.detach().bfloat16())
+        with cache.caching():
             pass
-        assert kept.copies()
+        assert cache.copies()
         other = weight.detach()
-        assert rounded(kept, other, torch.bfloat16) is not rounded(kept, other, torch.bfloat16)
-        assert rounded(kept, weight, torch.float32).data_ptr() == weight.data_ptr()
-        assert to_round(kept, [weight, other, None], [other, weight, None]) == [
-            weight,
-            weight,
-            None,
-        ]
-    assert not kept.copies()
-    assert to_round(kept, [weight], [other])[0] is other
+        assert cache.round(other, bf16) is not cache.round(other, bf16)
+        assert cache.round(weight, torch.float32).data_ptr() == weight.data_ptr()
+        assert cache.in_backward(weight, other) is weight
+        assert cache.in_backward(other, weight) is weight
+    assert not cache.copies()
+    assert cache.in_backward(weight, other) is other
 
 
-def test_an_error_leaves_nothing_kept() -> None:
-    kept, weight = RoundedWeights(), nn.Parameter(torch.ones(2))
+def test_an_error_leaves_nothing_cached() -> None:
+    cache, weight = RoundedWeights(), nn.Parameter(torch.ones(2))
 
     def half_a_step() -> None:
-        with kept.kept():
-            kept.of(weight, torch.bfloat16)
+        with cache.caching():
+            cache.round(weight, torch.bfloat16)
             raise RuntimeError("half-way")
 
     with pytest.raises(RuntimeError, match="half-way"):
         half_a_step()
-    assert not kept.copies()
-    assert not kept.keeps(weight)
+    assert not cache.copies()
+    assert not cache.caches(weight)

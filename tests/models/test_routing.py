@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lather.models.routing import LoadBalance, Router, balance_loss, counting_step, z_loss
+from lather.models.balance import LoadBalance, balance_loss, z_loss
+from lather.models.routing import Router, counting_step
 from models.tiny import random_normal
 
 D, E = 8, 6

@@ -11,8 +11,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from lather.models.decoder import Decoder
-from lather.models.deepseek_v2 import DeepseekV2Config, build_deepseek_v2
 from lather.models.families import FAMILIES, ModelConfig, build_model
+from lather.models.families.deepseek_v2 import DeepseekV2Config
 from lather.models.token_positions import SequenceLayout
 from lather.pipeline.model_part import ModelPart, PartLayers
 
@@ -91,7 +91,7 @@ def tiny_model(*, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: 
     """Make a model with norm weights other than 1, so that a norm that forgot its weight is
     noticed."""
     generator = torch.Generator().manual_seed(seed)
-    model = build_deepseek_v2(tiny_config(**changes), generator)
+    model = build_model(tiny_config(**changes), generator)
     for name, p in model.named_parameters():
         if "norm" in name:
             nn.init.uniform_(p, 0.5, 1.5, generator=generator)

@@ -13,7 +13,8 @@ import transformers
 from torch import Tensor, nn
 
 from lather.models.decoder import Decoder
-from lather.models.families import ModelConfig, config_to_hugging_face
+from lather.models.families import ModelConfig
+from lather.models.hf.config_json import config_to_hugging_face
 from models.tiny import (
     FAMILY_SIZES,
     gradients,

@@ -26,7 +26,7 @@ from torch.autograd.graph import get_gradient_edge
 from benchmarks.live_bytes import PeakBytes
 from lather.models.decoder import Block
 from lather.models.moe import MoE, Pending
-from lather.models.saving.recomputed import Remaking
+from lather.models.saving.recomputed import Recomputation
 from lather.models.token_positions import SequenceLayout
 from lather.parallel.exchange_plan import DispatchHandle
 from lather.parallel.expert_exchange import ExpertExchange
@@ -50,10 +50,10 @@ def attention_bytes(block: Block, x_BSD: Tensor, layout: SequenceLayout) -> int:
     """Count the bytes of attention and norms, without their input and without the second norm's
     output."""
     with PeakBytes() as alive:
-        remaking = Remaking()
-        with remaking.watch():
+        recomputation = Recomputation()
+        with recomputation.watch():
             attended_BSD = block.self_attn(
-                remaking.norm(block.input_layernorm, x_BSD), layout, remaking
+                recomputation.norm(block.input_layernorm, x_BSD), layout, recomputation
             )
             graph = get_gradient_edge(block.post_attention_layernorm(x_BSD + attended_BSD))
         del attended_BSD

@@ -14,7 +14,8 @@ from lather.config.toml_file import config_from_mapping
 from lather.data.making import make_dataset
 from lather.data.recipe import DataRecipe
 from lather.models.decoder import Decoder
-from lather.models.deepseek_v2 import DeepseekV2Config, build_deepseek_v2
+from lather.models.families import build_model
+from lather.models.families.deepseek_v2 import DeepseekV2Config
 from lather.train.metrics import StepRow
 from tiny_model import TINY, VOCAB_SIZE
 
@@ -121,7 +122,7 @@ def make_model(model_config: DeepseekV2Config) -> Callable[..., Decoder]:
     """Make the tiny model with the weights of a seed."""
 
     def make(seed: int = 0, dtype: torch.dtype = torch.float32) -> Decoder:
-        return build_deepseek_v2(model_config, torch.Generator().manual_seed(seed)).to(dtype)
+        return build_model(model_config, torch.Generator().manual_seed(seed)).to(dtype)
 
     return make
 

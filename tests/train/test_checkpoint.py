@@ -29,7 +29,8 @@ from lather.engine.optimizer import build_optimizer
 from lather.errors import CheckpointError
 from lather.files import digest_of, sha256
 from lather.models.decoder import Decoder
-from lather.models.deepseek_v2 import DeepseekV2Config, build_deepseek_v2
+from lather.models.families import build_model
+from lather.models.families.deepseek_v2 import DeepseekV2Config
 from train.tiny_steps import train_step
 
 FILE = "rank-00000.safetensors"
@@ -379,7 +380,7 @@ def test_another_models_checkpoint_is_refused(
     reason: str,
     tokens: Callable[..., torch.Tensor],
 ) -> None:
-    model = build_deepseek_v2(replace(model_config, **change), torch.Generator().manual_seed(5))
+    model = build_model(replace(model_config, **change), torch.Generator().manual_seed(5))
     other = Trainee(model, "soap", tokens)
     before = other.snapshot()
     with pytest.raises(

@@ -23,8 +23,8 @@ from lather.config.toml_file import config_from_mapping, config_to_toml, load_co
 from lather.data import config as data_config
 from lather.errors import ConfigError
 from lather.formats import RUN
-from lather.models import deepseek_v2, gpt_oss, lora, qwen3_moe, rotary
-from lather.models.hf import config_fields
+from lather.models import family_config, lora, rotary
+from lather.models.families import deepseek_v2, gpt_oss, qwen3_moe
 
 
 def members(hint: Any) -> list[Any]:
@@ -129,7 +129,7 @@ def test_every_field_has_a_docstring() -> None:
     documented = set()
     for module in (
         config_module,
-        config_fields,
+        family_config,
         data_config,
         optim_config_module,
         lora,

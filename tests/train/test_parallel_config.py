@@ -17,9 +17,9 @@ from lather.config.config import (
     num_routed_experts,
 )
 from lather.errors import ConfigError
-from lather.models.deepseek_v2 import DeepseekV2Config
-from lather.models.gpt_oss import GptOssConfig
-from lather.models.qwen3_moe import Qwen3MoeConfig
+from lather.models.families.deepseek_v2 import DeepseekV2Config
+from lather.models.families.gpt_oss import GptOssConfig
+from lather.models.families.qwen3_moe import Qwen3MoeConfig
 
 
 def config(

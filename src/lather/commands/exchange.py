@@ -28,12 +28,10 @@ from lather.engine.trained_parameters import check_adapters_are_all
 from lather.errors import ConfigError, ExchangeError, UserError
 from lather.files import complete_folder, read_text
 from lather.lines import fit
-from lather.models.deepseek_v2 import DeepseekV2Config
 from lather.models.families import ModelConfig
 from lather.models.hf.model_export import copy_companions
 from lather.models.hf.model_folder import (
     CONFIG_FILE,
-    NORMALIZED,
     TOKENIZER_FILE,
     notes_on_config,
     open_hugging_face,
@@ -142,8 +140,8 @@ def export_command(arguments: list[str]) -> None:
             with_tokenizer = (parsed.folder / TOKENIZER_FILE).is_file()
             more = "" if with_tokenizer else ", without a tokenizer"
             print(f"{checkpoint.name} in {dtype}{more}")
-            if isinstance(config.model, DeepseekV2Config) and config.model.normalizes:
-                print(fit(f"note: {NORMALIZED}"))
+    if config.model.transformers_note and not parsed.adapter:
+        print(fit(f"note: {config.model.transformers_note}"))
     print(f"folder            {parsed.folder}")
 
 

@@ -27,7 +27,7 @@ from lather.models.decoder import Decoder, RoutedModel
 from lather.models.families import build_model as build_family
 from lather.models.moe import LOCAL_EXCHANGE, Exchange
 from lather.models.routing import counting_step
-from lather.models.saving.rounded_weights import RoundedWeights, keep_rounded
+from lather.models.saving.rounded_weights import RoundedWeights, set_rounded_weights
 from lather.models.saving.weight_gradients import WeightGradients, defer_weight_gradients
 from lather.models.token_positions import SequenceLayout
 from lather.optim import PendingRefreshes
@@ -65,7 +65,8 @@ class Engine:
         queue = WeightGradients()
         defer_weight_gradients(part, queue)
         self.rounded_weights = RoundedWeights()
-        keep_rounded(part, self.rounded_weights if loop.rounded_weights == "step" else None)
+        if loop.rounded_weights == "step":
+            set_rounded_weights(part, self.rounded_weights)
         self.units = shard(part, mesh)
         self.parameters = local_parameters(part, mesh)
         shape = (self.micro_batch_size, loop.sequence_length, part.hidden_size)

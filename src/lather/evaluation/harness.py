@@ -21,8 +21,6 @@ from lm_eval.tasks import TaskManager
 from lather.checkpoint.held import held_checkpoint
 from lather.engine.step import pick_device
 from lather.errors import UserError
-from lather.models.deepseek_v2 import DeepseekV2Config
-from lather.models.hf.model_folder import NORMALIZED
 from lather.train.trained_model import TrainedModel
 
 INSTEAD = "evaluate it on held-out sets (DATA)"
@@ -39,8 +37,8 @@ def check_model(trained: TrainedModel) -> None:
             f"{config.model_type!r}: {INSTEAD}, or register the family with "
             "transformers.AutoModelForCausalLM"
         )
-    if isinstance(config, DeepseekV2Config) and config.normalizes:
-        raise UserError(f"--tasks: {NORMALIZED}: {INSTEAD}")
+    if config.transformers_note:
+        raise UserError(f"--tasks: {config.transformers_note}: {INSTEAD}")
     if not trained.stop_tokens(trained.tokenizer()):
         raise UserError(
             f"{trained.run}: its tokenizer has no end-of-text token, which tasks need: set "

@@ -78,15 +78,15 @@ def continue_texts(
             show(row, piece)
 
     for _ in range(ending.num_tokens):
-        before = list(rows.going)
+        before = list(rows.unfinished)
         chosen = rows.step()
         for row in before:
             add(row, streams[row].push(chosen[row]) if row in chosen else streams[row].rest())
             if row in chosen and streams[row].stopped:
                 rows.end(row)
-        if not rows.going:
+        if not rows.unfinished:
             break
-    limited = set(rows.going)
+    limited = set(rows.unfinished)
     for row in limited:
         add(row, streams[row].rest())
     return [

@@ -37,24 +37,17 @@ FACTOR = re.compile(r".*[._]lora\.[AB]")
 
 def adaptable(model: Decoder) -> dict[str, str]:
     """Return the weights that can have an adapter, in order, each with its group."""
-    found = {}
+    groups = {}
     for layer, block in enumerate(model.layers):
         assert isinstance(block, Block)
-        prefix = f"layers.{layer}"
         for name, module in block.named_modules():
-            if isinstance(module, Linear):
-                found[f"{prefix}.{name}"] = _group(block, name)
-            elif isinstance(module, Experts):
-                found |= {
-                    f"{prefix}.{name}.{stack}": "experts" for stack in ("gate_up_proj", "down_proj")
-                }
-    return found
-
-
-def _group(block: Block, name: str) -> str:
-    if name.startswith("self_attn."):
-        return "attention"
-    return "shared_experts" if isinstance(block.mlp, MoE) else "dense"
+            path = f"layers.{layer}.{name}"
+            if isinstance(module, Experts):
+                groups |= dict.fromkeys((f"{path}.gate_up_proj", f"{path}.down_proj"), "experts")
+            elif isinstance(module, Linear):
+                feed_forward = "shared_experts" if isinstance(block.mlp, MoE) else "dense"
+                groups[path] = "attention" if name.startswith("self_attn.") else feed_forward
+    return groups
 
 
 def adapted(model: Decoder, config: LoraConfig) -> list[str]:
@@ -65,16 +58,15 @@ def adapted(model: Decoder, config: LoraConfig) -> list[str]:
     groups = adaptable(model)
     chosen: set[str] = set()
     for target in config.targets:
-        if target in GROUPS:
-            found = [name for name, group in groups.items() if group == target]
-            if not found:
-                there = ", ".join(dict.fromkeys(groups.values()))
-                raise ConfigError(
-                    f"lora.targets = {target!r} is not valid: the model has none; it has {there}"
-                )
-        else:
-            found = matching(target, groups, "lora.targets", "weight that can have an adapter")
-        chosen.update(found)
+        names = {name for name, group in groups.items() if group == target}
+        if target not in GROUPS:
+            names = set(matching(target, groups, "lora.targets", "weight that can have an adapter"))
+        elif not names:
+            raise ConfigError(
+                f"lora.targets = {target!r} is not valid: the model has none; it has "
+                f"{', '.join(dict.fromkeys(groups.values()))}"
+            )
+        chosen |= names
     return [name for name in groups if name in chosen]
 
 
@@ -82,28 +74,24 @@ def matching(pattern: str, names: Iterable[str], field: str, what: str) -> list[
     """Return the names that the glob pattern matches. Raises ConfigError, with the nearest names,
     if there are none."""
     names = list(names)
-    found = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
-    if not found:
-        near = get_close_matches(pattern, names, n=3, cutoff=0) or names[:3]
-        raise ConfigError(
-            f"{field} = {pattern!r} is not valid: it matches no {what}; the nearest are "
-            f"{', '.join(near)}"
-        )
-    return found
+    if matches := [name for name in names if fnmatch.fnmatchcase(name, pattern)]:
+        return matches
+    near = get_close_matches(pattern, names, n=3, cutoff=0) or names[:3]
+    raise ConfigError(
+        f"{field} = {pattern!r} is not valid: it matches no {what}; the nearest are "
+        f"{', '.join(near)}"
+    )
 
 
 def add_adapters(model: Decoder, config: LoraConfig) -> None:
     """Add the adapters of `config`, filled with zeros, to the model in place; on the meta device
     they take no memory. Raises ConfigError for a target that the model does not have."""
     for name in adapted(model, config):
-        owner, _, part = name.rpartition(".")
-        module = model.get_submodule(owner)
+        path, _, part = name.rpartition(".")
+        module = model.get_submodule(path)
         if isinstance(module, Experts):
-            setattr(
-                module,
-                f"{part.removesuffix('_proj')}_lora",
-                Adapter(getattr(module, part), config.rank, config.scale),
-            )
+            adapter = Adapter(getattr(module, part), config.rank, config.scale)
+            setattr(module, f"{part.removesuffix('_proj')}_lora", adapter)
         else:
             layer = getattr(module, part)
             assert isinstance(layer, Linear)
@@ -118,14 +106,13 @@ def is_adapters(parameter: str) -> bool:
 def factor_names(parameter: str) -> tuple[str, str]:
     """Return the names of A and B for a weight's parameter, such as
     `layers.0.self_attn.q_proj.weight`, or for an expert's entry of it."""
-    name, at = split_entry(parameter)
-    stem = (
-        f"{name.removesuffix('.weight')}.lora"
-        if name.endswith(".weight")
-        else f"{name.removesuffix('_proj')}_lora"
-    )
-    names = f"{stem}.A", f"{stem}.B"
-    return (entry_name(names[0], at[0]), entry_name(names[1], at[0])) if at else names
+    name, index = split_entry(parameter)
+    if name.endswith(".weight"):
+        adapter = f"{name.removesuffix('.weight')}.lora"
+    else:
+        adapter = f"{name.removesuffix('_proj')}_lora"
+    a, b = (entry_name(f"{adapter}.{factor}", *index) for factor in "AB")
+    return a, b
 
 
 @dataclass(frozen=True)

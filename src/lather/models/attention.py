@@ -18,11 +18,12 @@ from torch import Tensor, nn
 
 from lather.kernels.rotary import rotate_halves, rotate_pairs
 from lather.models.attention_kernels import Recipe, attend
+from lather.models.key_value_cache import KeyValueCache
 from lather.models.layers import Linear, RMSNorm, project
 from lather.models.lora import merged
 from lather.models.rotary import Rotary
-from lather.models.saving.recomputed import NEVER, Remaking
-from lather.models.token_positions import KeyValueCache, SequenceLayout
+from lather.models.saving.recomputed import NO_RECOMPUTATION, Recomputation
+from lather.models.token_positions import SequenceLayout
 from lather.shapes import Float
 
 LATENT_EPS = 1e-6
@@ -31,11 +32,13 @@ Table = Float[Tensor, "#b s p"]
 """The cosines or the sines of a rotary embedding."""
 
 
-def _side_by_side(attended_BSHU: Tensor, remaking: Remaking) -> Tensor:
+def _side_by_side(attended_BSHU: Tensor, recomputation: Recomputation) -> Tensor:
     """Return the heads' outputs side by side, (B, S, H * U). Attention saves its output anyway;
     this reordered copy is recomputed from it."""
     side_by_side = attended_BSHU.flatten(2)
-    remaking.add((side_by_side,), lambda attended_BSHU: (attended_BSHU.flatten(2),), attended_BSHU)
+    recomputation.add(
+        (side_by_side,), lambda attended_BSHU: (attended_BSHU.flatten(2),), attended_BSHU
+    )
     return side_by_side
 
 
@@ -46,6 +49,8 @@ class MultiHeadLatentAttention(nn.Module):
     Sizes are those of the published configuration (Hugging Face names). With `q_lora_rank` None the
     query has no latent.
     """
+
+    parts_to_compile = ("keys_and_values", "heads")  # backward recomputes the first by itself
 
     def __init__(
         self,
@@ -80,7 +85,10 @@ class MultiHeadLatentAttention(nn.Module):
         self.o_proj = Linear(num_heads * v_head_dim, hidden_size, bias=False)
 
     def forward(
-        self, x_BSD: Float[Tensor, "b s d"], layout: SequenceLayout, remaking: Remaking = NEVER
+        self,
+        x_BSD: Float[Tensor, "b s d"],
+        layout: SequenceLayout,
+        recomputation: Recomputation = NO_RECOMPUTATION,
     ) -> Float[Tensor, "b s d"]:
         tables = layout.rotary_tables(self.rotary, x_BSD.dtype)
         query_BSx, latent_and_key = project(
@@ -89,14 +97,15 @@ class MultiHeadLatentAttention(nn.Module):
             self.kv_a_proj_with_mqa,
         )
         if self.q_lora_rank is not None:
-            query_BSx = self.q_b_proj(remaking.norm(self.q_a_layernorm, query_BSx))
+            query_BSx = self.q_b_proj(recomputation.norm(self.q_a_layernorm, query_BSx))
         latent_BSL, k_BSR = latent_and_key.split((self.kv_lora_rank, self.rotary.size), dim=-1)
         if layout.cache is not None:
+            latent_BSL = self.kv_a_layernorm(latent_BSL)
             attended_BSHU = self._attend_to_latents(
-                query_BSx, self.kv_a_layernorm(latent_BSL), k_BSR, layout, layout.cache
+                query_BSx, latent_BSL, k_BSR, layout, layout.cache
             )
         else:
-            kv_BSx = self.kv_b_proj(remaking.norm(self.kv_a_layernorm, latent_BSL))
+            kv_BSx = self.kv_b_proj(recomputation.norm(self.kv_a_layernorm, latent_BSL))
 
             def keys_and_values(
                 latent_BSL: Tensor, *key_and_tables: Tensor
@@ -105,14 +114,14 @@ class MultiHeadLatentAttention(nn.Module):
                     self.kv_b_proj(self.kv_a_layernorm(latent_BSL)), *key_and_tables
                 )
 
-            recipe = Recipe(remaking, (1, 2), keys_and_values, (latent_BSL, k_BSR, *tables))
+            recipe = Recipe(recomputation, (1, 2), keys_and_values, (latent_BSL, k_BSR, *tables))
             attended_BSHU = attend(
                 *self.heads(query_BSx, kv_BSx, k_BSR, *tables),
                 layout,
                 scale=self.scale,
                 recipe=recipe,
             )
-        return self.o_proj(_side_by_side(attended_BSHU, remaking))
+        return self.o_proj(_side_by_side(attended_BSHU, recomputation))
 
     def heads(
         self,
@@ -123,11 +132,14 @@ class MultiHeadLatentAttention(nn.Module):
     ) -> tuple[Float[Tensor, "b s h n"], Float[Tensor, "b s h n"], Float[Tensor, "b s h u"]]:
         """Return queries, keys and values of each head, rotated, from the outputs of the
         projections; `tables` are cosines and sines."""
-        q_BSHN, q_BSHR = query_BSx.unflatten(-1, (self.num_heads, -1)).split(
-            (self.nope, self.rotary.size), dim=-1
-        )
+        q_BSHN, q_BSHR = self._split_query(query_BSx)
         query = torch.cat((q_BSHN, rotate_pairs(q_BSHR, *tables)), dim=-1)
         return query, *self.keys_and_values(kv_BSx, k_BSR, *tables)
+
+    def _split_query(self, query_BSx: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the parts of each head's query without and with rotary embedding."""
+        query_BSHx = query_BSx.unflatten(-1, (self.num_heads, -1))
+        return query_BSHx.split((self.nope, self.rotary.size), dim=-1)
 
     def keys_and_values(
         self, kv_BSx: Float[Tensor, "b s y"], k_BSR: Float[Tensor, "b s r"], *tables: Table
@@ -154,9 +166,7 @@ class MultiHeadLatentAttention(nn.Module):
             0, (self.num_heads, -1)
         )
         k_HNL, v_HUL = kv_HxL.split((self.nope, kv_HxL.shape[1] - self.nope), dim=1)
-        q_BSHN, q_BSHR = query_BSx.unflatten(-1, (self.num_heads, -1)).split(
-            (self.nope, self.rotary.size), dim=-1
-        )
+        q_BSHN, q_BSHR = self._split_query(query_BSx)
         q_BSHL = torch.einsum("bshn,hnl->bshl", q_BSHN, k_HNL)
         query = torch.cat((q_BSHL, rotate_pairs(q_BSHR, *tables)), dim=-1)
         key = torch.cat(
@@ -175,6 +185,8 @@ class GroupedQueryAttention(nn.Module):
 
     Optional: RMSNorm of each head's query and key (`qk_norm_eps`), biases on the four projections,
     a sliding window, sinks."""
+
+    parts_to_compile = ("heads",)
 
     def __init__(
         self,
@@ -200,21 +212,26 @@ class GroupedQueryAttention(nn.Module):
         self.sinks = nn.Parameter(torch.empty(num_heads)) if sinks else None
 
     def forward(
-        self, x_BSD: Float[Tensor, "b s d"], layout: SequenceLayout, remaking: Remaking = NEVER
+        self,
+        x_BSD: Float[Tensor, "b s d"],
+        layout: SequenceLayout,
+        recomputation: Recomputation = NO_RECOMPUTATION,
     ) -> Float[Tensor, "b s d"]:
         tables = layout.rotary_tables(self.rotary, x_BSD.dtype)
         q_BSx, k_BSx, v_BSx = project(x_BSD, self.q_proj, self.k_proj, self.v_proj)
         projected = (q_BSx, k_BSx, v_BSx, *tables)
         recipe = None
         if isinstance(self.q_norm, RMSNorm):  # the norm saves the outputs of the projections anyway
-            recipe = Recipe(remaking, (0, 1), lambda *sources: self.heads(*sources)[:2], projected)
+            recipe = Recipe(
+                recomputation, (0, 1), lambda *sources: self.heads(*sources)[:2], projected
+            )
         q_BSHN, k_BTGN, v_BTGN = self.heads(*projected)
         if layout.cache is not None:
             k_BTGN, v_BTGN = layout.cache.extend(self, k_BTGN, v_BTGN)
         attended_BSHN = attend(
             q_BSHN, k_BTGN, v_BTGN, layout, window=self.window, sinks_H=self.sinks, recipe=recipe
         )
-        return self.o_proj(_side_by_side(attended_BSHN, remaking))
+        return self.o_proj(_side_by_side(attended_BSHN, recomputation))
 
     def heads(
         self,

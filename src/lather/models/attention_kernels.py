@@ -18,27 +18,13 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
-from torch.nn.attention.flex_attention import (
-    AuxRequest,
-    BlockMask,
-    FlexKernelOptions,
-    flex_attention,
-)
 
 from lather.device import is_gpu
+from lather.models.flex_attention import FLEX_DTYPES, FLEX_MIN_WIDTH, flexible_attention
 from lather.models.fused_attention import fused_attention
-from lather.models.saving.recomputed import Make, Remaking
-from lather.models.token_positions import SequenceLayout, for_device
+from lather.models.saving.recomputed import Make, Recomputation
+from lather.models.token_positions import SequenceLayout
 from lather.shapes import Float
-
-FLEX_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-FLEX_MIN_WIDTH = 16
-FLEX_WIDE = 128
-FLEX_TILES_WIDE_FP32: FlexKernelOptions = {
-    "fwd_BLOCK_M": 32,
-    "fwd_BLOCK_N": 32,
-    "fwd_num_stages": 1,
-}  # type: ignore[typeddict-unknown-key]
 
 
 def attend(
@@ -86,7 +72,7 @@ def attend(
 class Recipe:
     """Recomputes some of the queries, keys and values of an attention call in backward."""
 
-    remaking: Remaking
+    recomputation: Recomputation
     which: tuple[int, ...]
     """The tensors that are recomputed: 0 queries, 1 keys, 2 values."""
     make: Make
@@ -103,54 +89,13 @@ class Recipe:
         def again(*sources: Tensor) -> tuple[Tensor, ...]:
             return tuple(prepare(_by_head(x, dtype)) for x in self.make(*sources))
 
-        self.remaking.add(tuple(tensors[number] for number in self.which), again, *self.sources)
+        self.recomputation.add(
+            tuple(tensors[number] for number in self.which), again, *self.sources
+        )
 
 
 def _by_head(x_BSHN: Tensor, dtype: torch.dtype) -> Tensor:
     return x_BSHN.to(dtype).transpose(1, 2)
-
-
-def flexible_attention(
-    q_BHSN: Float[Tensor, "b h s n"],
-    k_BGSN: Float[Tensor, "b g s n"],
-    v_BGSU: Float[Tensor, "b g s u"],
-    block_mask: BlockMask,
-    scale: float,
-    sinks_H: Float[Tensor, " h"] | None,
-) -> Float[Tensor, "b h s u"]:
-    """Attend with flex attention, compiled on CUDA. A sink only scales the output by exp(lse) /
-    (exp(lse) + exp(sink))."""
-    attention = for_device(flex_attention, q_BHSN.device)
-    options = {
-        "enable_gqa": q_BHSN.shape[1] != k_BGSN.shape[1],
-        "kernel_options": flex_options(q_BHSN),
-    }
-    aux_request = AuxRequest(lse=sinks_H is not None)
-    y_BHSU, aux = attention(
-        q_BHSN,
-        k_BGSN,
-        v_BGSU,
-        block_mask=block_mask,
-        scale=scale,
-        return_aux=aux_request,
-        **options,
-    )
-    if sinks_H is None:
-        return y_BHSU
-    share_BHS: Tensor = torch.sigmoid(aux.lse - sinks_H.to(aux.lse.dtype)[:, None])
-    return y_BHSU * share_BHS.unsqueeze(-1).to(y_BHSU.dtype)
-
-
-def flex_options(q_BHSN: Tensor) -> FlexKernelOptions | None:
-    """Return tile sizes for flex attention's forward kernel if torch's default, 64 x 64 in three
-    stages, exceeds a block's shared memory; else None. This happens for fp32 heads wider than 128,
-    which are padded to 256. The smaller tiles take 32 + 32 + 32 KiB if values are as wide; the
-    smallest GPUs have 99 KiB. (The backward kernel has tiles of 16 x 16 in fp32.)"""
-    return (
-        FLEX_TILES_WIDE_FP32
-        if q_BHSN.dtype == torch.float32 and q_BHSN.shape[-1] > FLEX_WIDE
-        else None
-    )
 
 
 def _with_sink_token(

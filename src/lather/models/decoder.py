@@ -16,8 +16,7 @@ R tokens that this rank's experts receive, V vocabulary.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -27,14 +26,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lather.kernels.linear_cross_entropy import linear_cross_entropy
-from lather.models.attention import GroupedQueryAttention, MultiHeadLatentAttention
+from lather.models.balance import LoadBalance
 from lather.models.experts import Experts
-from lather.models.hf.config_fields import CheckedFields
+from lather.models.family_config import FamilyConfig
+from lather.models.key_value_cache import KeyValueCache
 from lather.models.layers import MEMORY_MODES, GatedMLP, Linear, RMSNorm
 from lather.models.moe import LOCAL_EXCHANGE, Dispatched, Exchange, MoE
-from lather.models.routing import LoadBalance, Router, Routing
-from lather.models.saving.recomputed import Again, Remaking
-from lather.models.token_positions import KeyValueCache, SequenceLayout
+from lather.models.routing import Router, Routing
+from lather.models.saving.recomputed import Placeholder, Recomputation
+from lather.models.token_positions import SequenceLayout
 from lather.shapes import Bool, Float, Int
 
 
@@ -46,13 +46,15 @@ class Attended:
     normed_TD: Float[Tensor, "t d"]
     routing: Routing | None
     """None in a dense block."""
-    again: Again | None = None
+    placeholder: Placeholder | None = None
     """Recomputes `normed_TD` from the residual; None if autograd saves it."""
 
-    def not_kept(self) -> AbstractContextManager[None]:
+    def recomputing(self) -> AbstractContextManager[None]:
         """Inside this context, autograd does not save `normed_TD`, but recomputes it in
         backward."""
-        return nullcontext() if self.again is None else self.again.instead_of(self.normed_TD)
+        if self.placeholder is None:
+            return nullcontext()
+        return self.placeholder.instead_of(self.normed_TD)
 
 
 class Block(nn.Module):
@@ -70,33 +72,31 @@ class Block(nn.Module):
         self.memory = "saved"
         self.warmed_up: set[Hashable] | None = None
         """If parts are compiled, the recomputations that have run once in a forward pass
-        (`Remaking`)."""
+        (`Recomputation`)."""
 
     def attend_and_route(self, x_BSD: Float[Tensor, "b s d"], layout: SequenceLayout) -> Attended:
-        remaking = Remaking(enabled=self.memory != "reference", warmed_up=self.warmed_up)
-        with remaking.watch():
+        recomputation = Recomputation(enabled=self.memory != "reference", warmed_up=self.warmed_up)
+        with recomputation.watch():
             residual_BSD = x_BSD + self.self_attn(
-                remaking.norm(self.input_layernorm, x_BSD), layout, remaking
+                recomputation.norm(self.input_layernorm, x_BSD), layout, recomputation
             )
             normed_TD = self._normed(residual_BSD)
-            remaking.add(
+            recomputation.add(
                 (normed_TD,), lambda residual_BSD: (self._normed(residual_BSD),), residual_BSD
             )
             routing = None
             if isinstance(self.mlp, MoE):
                 routing = self.mlp.gate(normed_TD, len(x_BSD), layout.padding)
-            return Attended(residual_BSD, normed_TD, routing, remaking.again(normed_TD))
+            return Attended(residual_BSD, normed_TD, routing, recomputation.placeholder(normed_TD))
 
     def _normed(self, residual_BSD: Tensor) -> Tensor:
         return self.post_attention_layernorm(residual_BSD).flatten(0, 1)
 
     def dispatch(self, attended: Attended, exchange: Exchange) -> Dispatched | None:
         """Send tokens to the ranks of their experts; return None in a dense block."""
-        return (
-            None
-            if attended.routing is None
-            else exchange.dispatch(attended.normed_TD, attended.routing)
-        )
+        if attended.routing is None:
+            return None
+        return exchange.dispatch(attended.normed_TD, attended.routing)
 
     def run_experts(
         self, attended: Attended, dispatched: Dispatched | None
@@ -129,7 +129,7 @@ class Block(nn.Module):
         exchange: Exchange = LOCAL_EXCHANGE,
     ) -> tuple[Float[Tensor, "b s d"], Routing | None]:
         attended = self.attend_and_route(x_BSD, layout)
-        with attended.not_kept():
+        with attended.recomputing():
             dispatched = self.dispatch(attended, exchange)
             partial_RD = self.run_experts(attended, dispatched)
             combined_TD = self.combine(partial_RD, dispatched, exchange)
@@ -200,30 +200,24 @@ class RoutedModel(nn.Module):
         `options` are those of `torch.compile`: backend, mode and so on. Names and values of
         parameters do not change. Results are equal up to rounding. A second batch size causes one
         more compilation, which then serves all sizes. All compilation is in forward passes: what
-        backward recomputes runs there once before (`Remaking`).
+        backward recomputes runs there once before (`Recomputation`).
         """
         options = {"fullgraph": True, "dynamic": None, **options}
-        attentions = [
-            layer
-            for layer in self.modules()
-            if isinstance(layer, GroupedQueryAttention | MultiHeadLatentAttention)
-        ]
-        inside = {id(layer) for attention in attentions for layer in attention.modules()}
+        blocks = [module for module in self.modules() if isinstance(module, Block)]
+        inside = {id(module) for block in blocks for module in block.self_attn.modules()}
         norms = [
-            layer
-            for layer in self.modules()
-            if isinstance(layer, RMSNorm) and id(layer) not in inside
+            module
+            for module in self.modules()
+            if isinstance(module, RMSNorm) and id(module) not in inside
         ]
-        for attention in attentions:
-            for name in ("keys_and_values", "heads"):  # backward recomputes the first by itself
-                if hasattr(attention, name):
-                    setattr(attention, name, torch.compile(getattr(attention, name), **options))
         for norm in norms:
             norm.compile(**options)
-        for block in self.modules():
-            if isinstance(block, Block):
-                block.warmed_up = set()
-        return len(attentions) + len(norms)
+        for block in blocks:
+            attention = block.self_attn
+            for name in getattr(attention, "parts_to_compile", ()):
+                setattr(attention, name, torch.compile(getattr(attention, name), **options))
+            block.warmed_up = set()
+        return len(blocks) + len(norms)
 
     def balance_load(self, level: str, group: dist.ProcessGroup | None = None) -> None:
         """Set the level of the balance loss of all blocks; see `LoadBalance`."""
@@ -234,7 +228,7 @@ class RoutedModel(nn.Module):
 class Decoder(RoutedModel):
     """Embedding, blocks, final norm, head; with `tie_word_embeddings` the head is the embedding."""
 
-    def __init__(self, blocks: Sequence[Block], config: CheckedFields) -> None:
+    def __init__(self, blocks: Sequence[Block], config: FamilyConfig) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(blocks)
@@ -301,21 +295,6 @@ class Decoder(RoutedModel):
                 routings.append(routing)
         return self.norm(x_BSD), routings
 
-    @contextlib.contextmanager
-    def replay(self, experts_LTK: Sequence[Int[Tensor, "t k"]]) -> Iterator[None]:
-        """Inside this context, the tokens of each MoE block go to the given experts, one tensor per
-        MoE block; see `Router.replay`."""
-        routers = self.routers()
-        if len(experts_LTK) != len(routers):
-            raise ValueError(
-                f"replay got {len(experts_LTK)} routings: give one for each of the {len(routers)} "
-                "MoE blocks"
-            )
-        with contextlib.ExitStack() as stack:
-            for router, experts_TK in zip(routers, experts_LTK, strict=True):
-                stack.enter_context(router.replay(experts_TK))
-            yield
-
     def fresh_weights(
         self, std: float, generator: torch.Generator | None = None
     ) -> Iterator[tuple[str, Tensor]]:
@@ -323,42 +302,11 @@ class Decoder(RoutedModel):
         others drawn from a normal distribution with this standard deviation, in the order of
         `parameters()`. The model may be on the meta device."""
         norms = {id(module.weight) for module in self.modules() if isinstance(module, RMSNorm)}
-        for (
-            name,
-            p,
-        ) in (
-            self.named_parameters()
-        ):  # the values have no name here, so that the caller can free each before the next
+        for name, p in self.named_parameters():
+            # no name holds a value here, so that the caller can free each before the next
             if id(p) in norms:
-                yield name, torch.ones(p.shape, dtype=p.dtype, device="cpu")
+                yield name, torch.ones_like(p, device="cpu")
             elif name.endswith("bias"):
-                yield name, torch.zeros(p.shape, dtype=p.dtype, device="cpu")
+                yield name, torch.zeros_like(p, device="cpu")
             else:
-                yield (
-                    name,
-                    torch.empty(p.shape, dtype=p.dtype, device="cpu").normal_(
-                        0, std, generator=generator
-                    ),
-                )
-
-
-def assemble(
-    config: CheckedFields,
-    block: Callable[[int], Block],
-    generator: torch.Generator | None,
-    device: torch.device | None = None,
-) -> Decoder:
-    """Build the model of `block(0)`, `block(1)` and so on; its weights are drawn on CPU and moved
-    to `device`.
-
-    On the meta device no weights are drawn and no memory is used; this gives the sizes, or a model
-    whose weights are loaded later."""
-    is_meta = device is not None and device.type == "meta"
-    with torch.device("meta") if is_meta else nullcontext():
-        decoder = Decoder([block(index) for index in range(config.num_hidden_layers)], config)
-    if is_meta:
-        return decoder
-    with torch.no_grad():
-        for name, value in decoder.fresh_weights(config.initializer_range, generator):
-            decoder.get_parameter(name).copy_(value)
-    return decoder.to(device)
+                yield name, torch.empty_like(p, device="cpu").normal_(0, std, generator=generator)

@@ -14,9 +14,9 @@ def is_stack(name: str) -> bool:
     return ".experts." in f".{name}"
 
 
-def entry_name(stack: str, expert: int) -> str:
-    """Return the name of an expert's entry."""
-    return f"{stack}.{expert}"
+def entry_name(parameter: str, *index: int) -> str:
+    """Return the name of an entry: of an expert of a stack, or of a whole parameter."""
+    return ".".join((parameter, *map(str, index)))
 
 
 def split_entry(name: str) -> tuple[str, tuple[int, ...]]:
@@ -28,11 +28,10 @@ def split_entry(name: str) -> tuple[str, tuple[int, ...]]:
 
 def entry_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """Return the names and shapes of the entries of parameters with these names and shapes."""
-    found: dict[str, tuple[int, ...]] = {}
+    entries: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
-        found |= (
-            {entry_name(name, expert): shape[1:] for expert in range(shape[0])}
-            if is_stack(name)
-            else {name: shape}
-        )
-    return found
+        if is_stack(name):
+            entries |= {entry_name(name, expert): shape[1:] for expert in range(shape[0])}
+        else:
+            entries[name] = shape
+    return entries

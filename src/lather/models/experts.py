@@ -37,7 +37,7 @@ from lather.kernels.swiglu import SWIGLU, Gate, gate_backward, gate_forward
 from lather.models.grouped_products import grouped_sum, grouped_weight_gradient, run_alignment
 from lather.models.layers import GatedCall, compute_dtype, reset_parameters, without_autocast
 from lather.models.lora import AdaptedStack, Adapter, merged
-from lather.models.saving.rounded_weights import Rounding, to_round
+from lather.models.saving.rounded_weights import Rounding
 from lather.models.saving.weight_gradients import Deferrable, weight_gradient
 from lather.shapes import Float, Int
 
@@ -173,7 +173,7 @@ class _Call(GatedCall):
         """Return the stacks of gate/up and of down for the parameters of the autograd function."""
         of_stacks = zip((parameters[:4], parameters[4:]), self.scales, strict=True)
         gate_up, down = (
-            AdaptedStack(weight, bias, a, b, scale, end_E, self.kept)
+            AdaptedStack(weight, bias, a, b, scale, end_E, self.cache)
             for (weight, bias, a, b), scale in of_stacks
         )
         return gate_up, down
@@ -219,7 +219,8 @@ class _RoutedExperts(torch.autograd.Function):
         # four of them are the route
         x_RD, weights_RK, gate_up_GH, token_G, row_RK, _, end_E, *saved = ctx.saved_tensors
         call: _Call = ctx.call
-        gate_up, down = call.stacks(end_E, to_round(call.kept, ctx.parameters, saved))
+        parameters = list(map(call.cache.in_backward, ctx.parameters, saved))
+        gate_up, down = call.stacks(end_E, parameters)
         x_RD, grad_RD = x_RD.detach(), grad_RD.to(call.dtype)
         if gate_up_GH is None:
             gate_up_GH = gate_up.linear(_rows_of(x_RD.to(call.dtype), token_G))

@@ -5,7 +5,7 @@ Kernels differ in what they take. cuDNN's takes values that are narrower than th
 of latent attention are, but may find out only in a call that it has no plan for these sizes. It
 then raises an error, for which torch does not choose another kernel. FlashAttention needs equal
 widths, up to 256. The memory-efficient kernel takes different widths, but no groups. All others
-have (S, T) elements. `choose` has the order.
+have (S, T) elements. `candidates` has the order.
 
 On a CPU the fused kernel needs equal widths, so narrower tensors are padded with zeros.
 
@@ -34,7 +34,7 @@ from lather.torch_private import fused_sdp_choice
 Operands = tuple[Tensor, Tensor, Tensor]
 """Queries, keys and values."""
 Register = Callable[[Operands, Callable[[Tensor], Tensor]], None]
-TRIED_LENGTH = 128
+TRIAL_LENGTH = 128
 """Number of queries and keys of a trial without gradients: at most this. Lengths vary in evaluation
 and generation, and without a backward pass it does not matter how long a sequence is."""
 
@@ -95,9 +95,9 @@ class Case:
     @classmethod
     def of(cls, operands: Operands, mask: Tensor | None) -> Case:
         gradients = torch.is_grad_enabled() and any(x.requires_grad for x in operands)
-        longest = None if gradients else TRIED_LENGTH
         shapes = tuple(
-            (x.shape[1], min(x.shape[2], longest or x.shape[2]), x.shape[3]) for x in operands
+            (heads, length if gradients else min(length, TRIAL_LENGTH), width)
+            for _, heads, length, width in (x.shape for x in operands)
         )
         return cls(
             operands[0].device,
@@ -108,19 +108,6 @@ class Case:
             gradients,
             torch.are_deterministic_algorithms_enabled(),
         )
-
-    @property
-    def narrow_values(self) -> bool:
-        return self.shapes[0][-1] != self.shapes[2][-1]
-
-    @property
-    def grouped(self) -> bool:
-        return self.shapes[0][0] != self.shapes[1][0]
-
-    def mask(self) -> Tensor | None:
-        """Return an uninitialized mask."""
-        sizes = (1, 1, self.shapes[0][1], self.shapes[1][1])
-        return torch.empty(sizes, dtype=torch.bool, device=self.device) if self.masked else None
 
     def chosen(self, form: Form) -> SDPBackend:
         """Ask torch which kernel it would call for this form."""
@@ -137,15 +124,15 @@ class Case:
         gqa = q.shape[1] != k.shape[1]
         with form.allowed():
             number = fused_sdp_choice(
-                q, k, v, self.mask(), 0.0, not self.masked, scale=None, enable_gqa=gqa
+                q, k, v, self._mask(), 0.0, not self.masked, scale=None, enable_gqa=gqa
             )
         return SDPBackend(number)
 
-    def runs(self, form: Form) -> bool:
-        """Return whether a trial passes; only CUDA's kernels are tried."""
-        return not is_gpu(self.device) or self.device.type in STANDINS or self.tried(form)
+    def _mask(self) -> Tensor | None:
+        sizes = (1, 1, self.shapes[0][1], self.shapes[1][1])
+        return torch.ones(sizes, dtype=torch.bool, device=self.device) if self.masked else None
 
-    def tried(self, form: Form) -> bool:
+    def runs(self, form: Form) -> bool:
         """Attend once with a row of zeros in this form, forward and, with gradients, backward.
         Return whether that passes; if it does not, warn. A lack of memory is raised instead."""
         operands = []
@@ -155,13 +142,10 @@ class Case:
                 (1, *shape), (row, *strides), dtype=self.dtype, device=self.device
             )
             operands.append(x.zero_().requires_grad_(self.gradients))
-        mask = self.mask()
-        if mask is not None:
-            mask.fill_(True)
         q, k, v = operands
         try:
-            with saved_tensors_hooks(lambda x: x, lambda x: x):  # what is tried is not profiled
-                y = attend_in(form, (q, k, v), mask, 1.0, None)
+            with saved_tensors_hooks(lambda x: x, lambda x: x):  # so that a trial is not profiled
+                y = attend_in(form, (q, k, v), self._mask(), 1.0, None)
                 if self.gradients:
                     torch.autograd.grad(y, operands, torch.zeros_like(y))
         except torch.OutOfMemoryError:
@@ -182,28 +166,25 @@ def candidates(case: Case) -> Iterator[tuple[SDPBackend, Form]]:
 
     cuDNN makes a plan for every number of keys, so it is left out with a mask: there are masks with
     a cache, which grows with every token."""
-    padding = (False, True) if case.narrow_values else (True,)
+    (heads, _, width), (kv_heads, _, _), (_, _, value_width) = case.shapes
+    padding = (True,) if width == value_width else (False, True)
     if not case.masked:
         for padded in padding:
             yield SDPBackend.CUDNN_ATTENTION, Form(padded)
     yield SDPBackend.FLASH_ATTENTION, Form(cudnn=False)
     for padded in padding:
-        yield SDPBackend.EFFICIENT_ATTENTION, Form(padded, case.grouped, cudnn=False)
-
-
-def choose(case: Case, chosen: Callable[[Form], SDPBackend], runs: Callable[[Form], bool]) -> Form:
-    """Return the first candidate's form for which torch chooses that kernel and a trial passes, or
-    else the padded form without cuDNN, for whichever kernel takes it."""
-    for kernel, form in candidates(case):
-        if chosen(form) == kernel and runs(form):
-            return form
-    return Form(cudnn=False)
+        yield SDPBackend.EFFICIENT_ATTENTION, Form(padded, heads != kv_heads, cudnn=False)
 
 
 @functools.cache
 def form_of(case: Case) -> Form:
-    """Return the form for a case on a GPU; torch is asked once."""
-    return choose(case, case.chosen, case.runs)
+    """Return the first candidate's form for which torch chooses that kernel and a trial passes, or
+    else the padded form without cuDNN, for whichever kernel takes it. Only CUDA's kernels are
+    tried."""
+    for kernel, form in candidates(case):
+        if case.chosen(form) == kernel and (case.device.type in STANDINS or case.runs(form)):
+            return form
+    return Form(cudnn=False)
 
 
 def fused_attention(

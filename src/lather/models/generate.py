@@ -19,7 +19,7 @@ from torch import Tensor
 from lather.device import Read, read
 from lather.errors import UserError
 from lather.models.decoder import Decoder
-from lather.models.token_positions import KeyValueCache
+from lather.models.key_value_cache import KeyValueCache
 from lather.shapes import Float
 
 
@@ -89,10 +89,7 @@ class Continuations:
             raise ValueError("prompt is empty: give at least one token")
         if context < 1:
             raise ValueError(f"context = {context} is not valid: give at least 1 token")
-        highest, vocab_size = (
-            max((max(prompt) for prompt in prompts), default=0),
-            model.embed_tokens.num_embeddings,
-        )
+        highest, vocab_size = max(map(max, prompts), default=0), model.embed_tokens.num_embeddings
         if highest >= vocab_size:
             raise UserError(
                 f"a prompt has token {highest}, but the model's vocabulary has {vocab_size}: give "
@@ -100,7 +97,7 @@ class Continuations:
             )
         self.tokens = [list(prompt) for prompt in prompts]
         """The tokens of each row, including its prompt."""
-        self.going = list(range(len(prompts)))
+        self.unfinished = list(range(len(prompts)))
         """Numbers of the rows that have not ended."""
         self._model, self._context, self._sampling = model, context, sampling
         self._generators = generators or [None] * len(prompts)
@@ -113,42 +110,39 @@ class Continuations:
     def step(self) -> dict[int, int]:
         """Append a token to each row that has not ended; return these tokens by row number. A stop
         token ends its row and is left out."""
-        if not self.going:
+        if not self.unfinished:
             return {}
         logits_BV = read(self._next_logits().float(), Read.LOGITS)
-        rows = zip(self.going, logits_BV, strict=True)
-        chosen = {
-            row: self._sampling.choose(logits_V, self._generators[row]) for row, logits_V in rows
-        }
-        chosen = {row: token for row, token in chosen.items() if token not in self._stop_tokens}
-        for row, token in chosen.items():
-            self.tokens[row].append(token)
-        self.going = list(chosen)
-        return chosen
+        next_tokens: dict[int, int] = {}
+        for row, logits_V in zip(self.unfinished, logits_BV, strict=True):
+            token = self._sampling.choose(logits_V, self._generators[row])
+            if token not in self._stop_tokens:
+                self.tokens[row].append(token)
+                next_tokens[row] = token
+        self.unfinished = list(next_tokens)
+        return next_tokens
 
     def end(self, row: int) -> None:
         """End a row."""
-        self.going.remove(row)
+        self.unfinished.remove(row)
 
     def _next_logits(self) -> Float[Tensor, "b v"]:
-        rows = [self.tokens[row] for row in self.going]
+        rows = [self.tokens[row] for row in self.unfinished]
         if self._cache is None or max(map(len, rows)) > self._context:
-            tokens_BS = self._start_again([tokens[-self._context :] for tokens in rows])
+            tokens_BS = self._restart([tokens[-self._context :] for tokens in rows])
         else:
-            if self._cached != self.going:
-                self._cache.keep_rows([self._cached.index(row) for row in self.going])
+            if self._cached != self.unfinished:
+                self._cache.keep_rows([self._cached.index(row) for row in self.unfinished])
             tokens_BS = torch.tensor([tokens[-1:] for tokens in rows], device=self._device)
-        self._cached = list(self.going)
+        self._cached = list(self.unfinished)
         x_BSD, _ = self._model.hidden(tokens_BS, cache=self._cache)
         return self._model.lm_head(x_BSD[:, -1])
 
-    def _start_again(self, windows: list[list[int]]) -> Tensor:
+    def _restart(self, windows: list[list[int]]) -> Tensor:
         """Start an empty cache, and return the windows as a batch, padded on the left."""
-        width = max(map(len, windows))
-        padding = [width - len(window) for window in windows]
-        self._cache = KeyValueCache(
-            torch.tensor(padding, device=self._device) if any(padding) else None
-        )
+        padding = [max(map(len, windows)) - len(window) for window in windows]
+        padding_B = torch.tensor(padding, device=self._device) if any(padding) else None
+        self._cache = KeyValueCache(padding_B)
         padded = [[0] * more + window for more, window in zip(padding, windows, strict=True)]
         return torch.tensor(padded, device=self._device)
 
@@ -172,17 +166,13 @@ def generate(
 
     Raises ValueError for an empty prompt, a context below 1, or values that `Sampling` refuses.
     """
-    stop_tokens = (
-        () if stop_token is None else (stop_token,) if isinstance(stop_token, int) else stop_token
-    )
-    sampling = Sampling(temperature, top_k)
     rows = Continuations(
         model,
         [prompt],
         context=context,
-        sampling=sampling,
+        sampling=Sampling(temperature, top_k),
         generators=[generator],
-        stop_tokens=stop_tokens,
+        stop_tokens=(stop_token,) if isinstance(stop_token, int) else stop_token or (),
     )
     for _ in range(num_tokens):
         if not rows.step():

@@ -33,8 +33,8 @@ from lather.kernels.backend import wide_product
 from lather.kernels.rms_norm import rms_norm
 from lather.kernels.swiglu import SWIGLU, gate_backward, gate_forward, swiglu
 from lather.models.lora import Adapter, merged
-from lather.models.saving.recomputed import Remaking
-from lather.models.saving.rounded_weights import RoundedWeights, Rounding, rounded, to_round
+from lather.models.saving.recomputed import Recomputation
+from lather.models.saving.rounded_weights import NO_CACHE, RoundedWeights, Rounding
 from lather.models.saving.weight_gradients import Deferrable, WeightGradients, weight_gradient
 from lather.shapes import Float
 
@@ -146,7 +146,7 @@ class Product:
     weight: Tensor
     bias: Tensor | None
     queue: WeightGradients | None = None
-    kept: RoundedWeights | None = None
+    cache: RoundedWeights = NO_CACHE
 
 
 def multiply(
@@ -172,14 +172,14 @@ class _Linears(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         weights, biases = parameters[::2], parameters[1::2]
         narrow = x.to(dtype)
-        # x itself, which a block can recompute (`Remaking`), not its rounded copy
+        # x itself, which a block can recompute (`Recomputation`), not its rounded copy
         ctx.save_for_backward(x, *weights)
         ctx.products, ctx.dtype = products, dtype
         ctx.set_materialize_grads(False)
         return tuple(
             F.linear(
                 narrow,
-                rounded(product.kept, weight, dtype),
+                product.cache.round(weight, dtype),
                 None if bias is None else bias.to(dtype),
             )
             for weight, bias, product in zip(weights, biases, products, strict=True)
@@ -192,7 +192,7 @@ class _Linears(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         x, *saved = ctx.saved_tensors
         weights = [
-            to_round(product.kept, [product.weight], [weight])[0]
+            product.cache.in_backward(product.weight, weight)
             for product, weight in zip(ctx.products, saved, strict=True)
         ]
         needs_x, _, _, *needs = ctx.needs_input_grad
@@ -209,7 +209,7 @@ class _Linears(torch.autograd.Function):
                 continue
             grad_TO = grad.reshape(len(x_TI), len(weight_OI))
             if needs_x:
-                narrow_OI = rounded(product.kept, weight_OI, ctx.dtype)
+                narrow_OI = product.cache.round(weight_OI, ctx.dtype)
                 grad_x_TI = add_product(grad_x_TI, grad_TO, narrow_OI, x.dtype)
             of_weight = partial(weight_product, grad_TO, x_TI, product.weight.dtype)
             of_bias = partial(
@@ -266,11 +266,10 @@ class GatedCall:
     keep_gate_up: bool
     """Whether gate/up is saved for backward."""
     queue: WeightGradients | None
-    kept: RoundedWeights | None
-    """The cache of rounded weights."""
+    cache: RoundedWeights
 
     def rounded(self, weight: Tensor) -> Tensor:
-        return rounded(self.kept, weight, self.dtype)
+        return self.cache.round(weight, self.dtype)
 
 
 class _GatedMLPFunction(torch.autograd.Function):
@@ -291,7 +290,7 @@ class _GatedMLPFunction(torch.autograd.Function):
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, *saved, gate_up_TH = ctx.saved_tensors
         call: GatedCall = ctx.call
-        gate_FD, up_FD, down_DF = to_round(call.kept, ctx.parameters, saved)
+        gate_FD, up_FD, down_DF = map(call.cache.in_backward, ctx.parameters, saved)
         # deferred gradients must not keep the graph alive
         x_TD, grad_TD = (
             x_TD.detach(),
@@ -360,11 +359,11 @@ class GatedMLP(Deferrable, Rounding, nn.Module):
             gate_up = torch.cat(project(x, self.gate_proj, self.up_proj), dim=-1)
             return swiglu(gate_up), gate_up
 
-        remaking = Remaking()
-        with remaking.watch():
+        recomputation = Recomputation()
+        with recomputation.watch():
             h, gate_up = hidden(x)
             if self.memory == "saved":
-                remaking.add((h,), lambda gate_up: (swiglu(gate_up),), gate_up)
+                recomputation.add((h,), lambda gate_up: (swiglu(gate_up),), gate_up)
             else:
-                remaking.add((h, gate_up), hidden, x)
+                recomputation.add((h, gate_up), hidden, x)
             return self.down_proj(h)

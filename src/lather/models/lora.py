@@ -30,7 +30,7 @@ from lather.models.grouped_products import (
     grouped_linear_transposed,
     grouped_weight_gradient,
 )
-from lather.models.saving.rounded_weights import RoundedWeights, rounded
+from lather.models.saving.rounded_weights import NO_CACHE, RoundedWeights
 from lather.shapes import Float, Int
 
 
@@ -94,8 +94,7 @@ class AdaptedStack:
     scale: float
     end_E: Int[Tensor, " e"]
     """The end of each expert's rows."""
-    kept: RoundedWeights | None = None
-    """The cache of rounded weights."""
+    cache: RoundedWeights = NO_CACHE
 
     def linear(self, x_GI: Float[Tensor, "g i"]) -> Float[Tensor, "g o"]:
         """Compute x (W_e + s B_e A_e)^T + b_e, in the dtype of x."""
@@ -119,7 +118,7 @@ class AdaptedStack:
     ) -> Tensor:
         """Multiply the rows by each of the stacks in turn."""
         for stack in stacks:
-            rows = product(rows, rounded(self.kept, stack, rows.dtype), self.end_E)
+            rows = product(rows, self.cache.round(stack, rows.dtype), self.end_E)
         return rows
 
     def bias_of_rows(self, rows: Float[Tensor, "g i"]) -> Float[Tensor, "g o"]:
@@ -153,10 +152,6 @@ def fresh_adapters(
     for path, module in model.named_modules():
         if isinstance(module, Adapter):
             bound = max(module.A.shape[-1], 1) ** -0.5
-            yield (
-                f"{path}.A",
-                torch.empty(module.A.shape, dtype=module.A.dtype, device="cpu").uniform_(
-                    -bound, bound, generator=generator
-                ),
-            )
-            yield f"{path}.B", torch.zeros(module.B.shape, dtype=module.B.dtype, device="cpu")
+            a = torch.empty_like(module.A, device="cpu")
+            yield f"{path}.A", a.uniform_(-bound, bound, generator=generator)
+            yield f"{path}.B", torch.zeros_like(module.B, device="cpu")

@@ -53,29 +53,20 @@ class YarnConfig:
     pairs."""
 
     def __post_init__(self) -> None:
+        length = self.original_max_position_embeddings
         self._require("factor", 1 <= self.factor < math.inf, "at least 1 and finite")
-        self._require(
-            "original_max_position_embeddings",
-            self.original_max_position_embeddings >= 1,
-            "at least 1",
-        )
+        self._require("original_max_position_embeddings", length >= 1, "at least 1")
         self._require("beta_slow", 0 < self.beta_slow < math.inf, "greater than 0 and finite")
         self._require(
             "beta_fast",
             self.beta_slow <= self.beta_fast < math.inf,
             f"at least beta_slow ({self.beta_slow}) and finite",
         )
-        for name in ("mscale", "mscale_all_dim"):
-            value = getattr(self, name)
-            self._require(
-                name, value is None or 0 <= value < math.inf, "at least 0 and finite, or left out"
-            )
-        value = self.attention_factor
-        self._require(
-            "attention_factor",
-            value is None or 0 < value < math.inf,
-            "greater than 0 and finite, or left out",
-        )
+        for name in ("mscale", "mscale_all_dim", "attention_factor"):
+            value, may_be_zero = getattr(self, name), name != "attention_factor"
+            holds = value is None or 0 < value < math.inf or (may_be_zero and value == 0)
+            words = "at least 0" if may_be_zero else "greater than 0"
+            self._require(name, holds, f"{words} and finite, or left out")
 
     def _require(self, name: str, holds: bool, constraint: str) -> None:
         require(holds, f"model.rope_scaling.{name}", getattr(self, name), constraint)
@@ -122,15 +113,12 @@ class Rotary:
     def _ramp(self, yarn: YarnConfig) -> tuple[float, float]:
         """Return the pair up to which frequencies are unchanged, and the pair from which they are
         divided by `factor`."""
-
-        def pair_with(turns: float) -> float:
-            return (
-                self.size
-                * math.log(yarn.original_max_position_embeddings / (turns * 2 * math.pi))
-                / (2 * math.log(self.theta))
-            )
-
-        low, high = pair_with(yarn.beta_fast), pair_with(yarn.beta_slow)
+        low, high = (
+            self.size
+            * math.log(yarn.original_max_position_embeddings / (turns * 2 * math.pi))
+            / (2 * math.log(self.theta))
+            for turns in (yarn.beta_fast, yarn.beta_slow)
+        )
         if yarn.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, self.size - 1)

@@ -1,12 +1,9 @@
-"""The positions and documents of the tokens of a batch, the masks and rotary tables that attention
-derives from them, and the cache of earlier tokens.
+"""The positions and documents of the tokens of a batch, and the masks and rotary tables that
+attention derives from them.
 
 They are computed once per forward pass and shared by all layers. Plain causal attention needs no
 mask. Windows and documents need one boolean (S + 1, S + 1) mask per distinct window on CPU, and on
 CUDA flex attention's block mask, which has no (S, S) elements.
-
-With a cache, a forward pass processes only new tokens, which attend to the cached ones as well; a
-cache is only for inference.
 
 Letters: B sequences, S positions, T = B * S tokens (in masks: keys, which are all slots of a
 cache), P rotary pairs.
@@ -15,65 +12,43 @@ cache), P rotary pairs.
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask, or_masks
 
-from lather.device import Read, is_gpu, read, to_device
-from lather.errors import UserError
+from lather.device import Read, read, to_device
+from lather.models.flex_attention import for_device
+from lather.models.key_value_cache import KeyValueCache
 from lather.models.rotary import Rotary
-from lather.models.routing import Padding
 from lather.shapes import Bool, Float, Int
-from lather.torch_private import recompile_limit, recompile_limit_hit
 
 Made = TypeVar("Made")
 
 
-class KeyValueCache:
-    """The keys and values of all layers for the tokens that have been processed; of latent
-    attention it holds the latent and its rotary key (arXiv:2405.04434, section 2.1.3).
+@dataclass(frozen=True)
+class Padding:
+    """The positions of a micro-batch that hold no token: they go to no expert, and count in no loss
+    and no load."""
 
-    Rows of a batch may have different lengths: shorter rows are padded on the left, so that all
-    rows end in the same slot. T is the number of slots: of all cached tokens, including padding and
-    the S new ones.
-    """
+    mask_T: Bool[Tensor, " t"]
+    """True at these positions."""
+    num_tokens: int
+    """Number of the other positions."""
 
-    def __init__(self, padding_B: Int[Tensor, " b"] | None = None) -> None:
-        """`padding_B`: number of slots at the start of each row that hold no token; None: 0."""
-        self.padding_B = padding_B
-        self.most_padding = 0 if padding_B is None or not len(padding_B) else int(padding_B.max())
-        """The largest number of such slots of a row, of all rows that there were."""
-        self.length = 0
-        """Number of slots of every row."""
-        self._rooms: dict[tuple[nn.Module, int], Tensor] = {}
-        """The tensors (B, capacity, ...) of each layer by number; the capacity doubles when it is
-        full."""
+    @classmethod
+    def at(cls, mask_BS: Bool[Tensor, "b s"], device: torch.device) -> Padding:
+        """Return the padding at the positions that are True, on `device`."""
+        num_tokens = mask_BS.numel() - int(mask_BS.sum())
+        return cls(to_device(mask_BS.flatten(), device), num_tokens)
 
-    def extend(self, layer: nn.Module, *new_BS: Tensor) -> tuple[Tensor, ...]:
-        """Append the layer's tensors for the new tokens, (B, S, ...) each, which `length` includes
-        already; return those of all slots, (B, T, ...)."""
-        for number, x_BS in enumerate(new_BS):
-            start = self.length - x_BS.shape[1]
-            room = self._rooms.get((layer, number))
-            if room is None or room.shape[1] < self.length:
-                earlier = x_BS[:, :0] if room is None else room[:, :start]
-                room = self._rooms[layer, number] = x_BS.new_empty(
-                    len(x_BS), max(self.length, 2 * start), *x_BS.shape[2:]
-                )
-                room[:, :start] = earlier
-            room[:, start : self.length] = x_BS
-        return tuple(self._rooms[layer, number][:, : self.length] for number in range(len(new_BS)))
-
-    def keep_rows(self, rows: list[int]) -> None:
-        """Keep only these rows, in this order."""
-        self._rooms = {key: room[rows] for key, room in self._rooms.items()}
-        if self.padding_B is not None:
-            self.padding_B = self.padding_B[rows]
+    def fill(self, x_TN: Tensor, value: float) -> Tensor:
+        """Return `x_TN` with this value in the rows of the padding, which get no gradient."""
+        return x_TN.masked_fill(self.mask_T.unsqueeze(1), value)
 
 
 class SequenceLayout:
@@ -143,7 +118,7 @@ class SequenceLayout:
             place_BS = self.positions - self.padding_B.unsqueeze(1)
             self.positions = place_BS.clamp(min=0)
             if self.start < cache.most_padding:  # on a GPU the values are waited for
-                self.padding = _padding_at(place_BS < 0, self.device)
+                self.padding = Padding.at(place_BS < 0, self.device)
 
     def _pack(self, cu_seqlens: Tensor) -> None:
         check_boundaries(cu_seqlens, self.batch * self.length)
@@ -171,7 +146,7 @@ class SequenceLayout:
         if padding_BS is None or not padding_BS.any():
             return self
         layout = copy.copy(self)
-        layout.padding = _padding_at(padding_BS, self.device)
+        layout.padding = Padding.at(padding_BS, self.device)
         return layout
 
     def forget(self) -> None:
@@ -261,12 +236,6 @@ class SequenceLayout:
         return self._made[key]
 
 
-def _padding_at(padding_BS: Bool[Tensor, "b s"], device: torch.device) -> Padding:
-    """Return the padding at the positions that are True, on `device`."""
-    num_tokens = padding_BS.numel() - int(padding_BS.sum())
-    return Padding(to_device(padding_BS.flatten(), device), num_tokens)
-
-
 def check_boundaries(cu_seqlens: Tensor, num_tokens: int) -> None:
     """Raise TypeError or ValueError unless these are boundaries of documents with this number of
     tokens in total."""
@@ -294,36 +263,3 @@ def check_boundaries(cu_seqlens: Tensor, num_tokens: int) -> None:
             f"cu_seqlens falls from {bounds[at]} to {bounds[at + 1]} at entry {at + 1}: boundaries "
             "must ascend"
         )
-
-
-MOST_VARIANTS = 64
-"""Variants of a function of flex attention that a process may compile. It is compiled for each kind
-of mask (rows or documents, with a window or without), with gradients and without, and for at most
-five shapes: the first, other batch sizes, a batch of one, other lengths, and a batch of one of
-other lengths. That makes 40; torch's own limit is 8."""
-
-
-@functools.cache
-def for_device(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """Compile a function of flex attention on CUDA, where it would otherwise allocate (S, S)
-    tensors. On other devices its compiled form has no backward."""
-    return compiled_often(function) if is_gpu(device) else function
-
-
-def compiled_often(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function for up to `MOST_VARIANTS` kinds of arguments; calls with more raise
-    UserError, where torch would run the function uncompiled."""
-    compiled = torch.compile(function, fullgraph=True)
-
-    def call(*args: Any, **options: Any) -> Any:
-        try:
-            with recompile_limit(MOST_VARIANTS):
-                return compiled(*args, **options)
-        except recompile_limit_hit() as error:
-            raise UserError(
-                f"{function.__name__} was compiled for {MOST_VARIANTS} kinds of masks and shapes, "
-                "the most that a process may have, and uncompiled it would take memory quadratic "
-                "in the length: use another process for another model"
-            ) from error
-
-    return call

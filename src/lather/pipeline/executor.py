@@ -112,7 +112,7 @@ class Executor:
         assert len(micro_batches) == schedule.num_micro_batches
         walk = self.walk = StepWalk(self, micro_batches, schedule)
         try:
-            with self.segments.rounded_weights.kept():
+            with self.segments.rounded_weights.caching():
                 for action in schedule.ranks[self.rank]:
                     walk.wait_for_input(action)
                     with self.record.action(action):

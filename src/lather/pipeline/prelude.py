@@ -40,7 +40,7 @@ def run_prelude(executor: Executor, micro_batches: Sequence[MicroBatch]) -> None
     """
     assert len(micro_batches) == len(BACKWARDS)
     walk = _Prelude(executor, micro_batches, executor.schedule)
-    with executor.segments.rounded_weights.kept():
+    with executor.segments.rounded_weights.caching():
         for action in actions(executor.schedule, executor.rank, trains=torch.is_grad_enabled()):
             walk.wait_for_input(action)
             walk.do(action)

@@ -39,7 +39,7 @@ from lather.kernels.linear_cross_entropy import linear_cross_entropy
 from lather.models.decoder import Attended, Block
 from lather.models.moe import LOCAL_EXCHANGE, Exchange, MoE
 from lather.models.routing import Routing
-from lather.models.saving.recomputed import Again
+from lather.models.saving.recomputed import Placeholder
 from lather.models.saving.rounded_weights import RoundedWeights
 from lather.models.saving.weight_gradients import WeightGradients
 from lather.models.token_positions import SequenceLayout
@@ -267,11 +267,11 @@ class Segments:
         """Run segment 1. Its differentiable outputs are the residual, the normed rows and, in an
         MoE block, the router's weights and losses."""
         decision: list[Routing] = []
-        again: list[Again | None] = []
+        placeholders: list[Placeholder | None] = []
 
         def attend(x_BSD: Tensor) -> Outputs:
             attended = block.attend_and_route(x_BSD, layout)
-            again.append(attended.again)
+            placeholders.append(attended.placeholder)
             if attended.routing is None:
                 return attended.residual_BSD, attended.normed_TD
             decision[:] = decision or [attended.routing]
@@ -290,7 +290,7 @@ class Segments:
         cut, (residual_BSD, normed_TD, *of_router) = self._run(
             "attention", attend, x_BSD, again=same_decision
         )
-        attended = Attended(residual_BSD, normed_TD, None, again[0])
+        attended = Attended(residual_BSD, normed_TD, None, placeholders[0])
         if decision:
             weights_TK, balance_loss, *z_loss = of_router
             routing = replace(
@@ -317,9 +317,9 @@ class Segments:
     def _was_read(self, attended: Attended, tape: ChunkTape, *cuts: Cut | None) -> None:
         """Free the normed rows after their last reader, unless a cut keeps them as input of a
         recomputation."""
-        if attended.again is not None:
-            block_tape = [x for cut in cuts if cut is not None for x in cut.kept_inputs]
-            self.frees.release(attended.normed_TD, *block_tape, held=tape.held)
+        if attended.placeholder is not None:
+            kept = [x for cut in cuts if cut is not None for x in cut.kept_inputs]
+            self.frees.release(attended.normed_TD, *kept, held=tape.held)
 
     def _cast_for_exchange(self, x: Tensor) -> Tensor:
         """Cast rows that travel to the autocast dtype, which halves the bytes of the exchange and
@@ -355,7 +355,9 @@ class Segments:
         with record_function(f"lather.segment.{name}"):
             if name in self.recompute:
                 return Cut.run(function, inputs, recompute=again)
-            return Cut.run(function if reads is None else inside(reads.not_kept, function), inputs)
+            return Cut.run(
+                function if reads is None else inside(reads.recomputing, function), inputs
+            )
 
     def _back(
         self, cut: Cut, gradients: Sequence[Tensor | None], *, defer: bool

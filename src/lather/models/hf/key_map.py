@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lather.models.entry_names import entry_name, is_stack
+from lather.models.families.family import Family
 from lather.models.hf.mxfp4 import BLOCK
 from lather.safetensors_file import Index
 
@@ -32,7 +33,6 @@ Shape = tuple[int, ...]
 EXPERTS = re.compile(
     r"(?P<mlp>.*\.mlp)\.experts\.(?P<part>gate_up_proj|down_proj|gate_up_bias|down_bias)"
 )
-STACKED_FAMILIES = ("gpt_oss",)
 HARMLESS = re.compile(r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)")
 """Tensors that some folders hold in addition to the weights, and that are computed from the
 configuration."""
@@ -79,30 +79,19 @@ class MappedTensor:
         }
 
 
-def published_ways(model_type: str, name: str, shape: Shape) -> list[list[MappedTensor]]:
-    """Return the formats in which this family publishes the parameter, each a list of entries in
-    the order of memory; the first is written."""
-    has_stacks = model_type in STACKED_FAMILIES
-    if match := EXPERTS.fullmatch(name):
-        stack = MappedTensor(f"model.{name}", name, shape)
-        if not has_stacks:
-            return [
-                _separate_experts(f"model.{match['mlp']}.experts", match["part"], stack),
-                [stack],
-            ]
-        if name.endswith("_bias"):
-            return [
-                [replace(stack, published=f"{stack.published.removesuffix('_bias')}_proj_bias")]
-            ]
-        return [[replace(stack, is_transposed=True)], [replace(stack, is_packed=True)]]
-    published = name.replace(".mlp.gate.", ".mlp.router.") if has_stacks else name
-    return [
-        [
-            MappedTensor(
-                published if published.startswith("lm_head.") else f"model.{published}", name, shape
-            )
-        ]
-    ]
+def published_formats(family: Family, name: str, shape: Shape) -> list[list[MappedTensor]]:
+    """Return the formats in which a family publishes a parameter, each a list of entries in the
+    order of memory; the first is written."""
+    published = name if name.startswith("lm_head.") else f"model.{name}"
+    for ours, theirs in family.renamed.items():
+        published = published.replace(ours, theirs)
+    whole = MappedTensor(published, name, shape)
+    match = EXPERTS.fullmatch(name)
+    if match is None or match["part"].endswith("_bias"):
+        return [[whole]]
+    if family.transposes_experts:
+        return [[replace(whole, is_transposed=True)], [replace(whole, is_packed=True)]]
+    return [_separate_experts(f"model.{match['mlp']}.experts", match["part"], whole), [whole]]
 
 
 def _separate_experts(experts: str, part: str, stack: MappedTensor) -> list[MappedTensor]:

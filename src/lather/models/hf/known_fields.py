@@ -1,10 +1,10 @@
-"""The fields of any family's `config.json` besides those that a model is built from: which change
-nothing, and which say that a model computes something else.
+"""The fields of `config.json` that no configuration has, and that mean the same for every family:
+those that change nothing, and those that say that a model computes something else.
 
 Source: the configuration classes of transformers 4.33 to 5.24, the published folders of the
-families, and the fields that tools for tuning, merging and serving add. A family's own fields
-(`PublishedConfig`) come first. A field that is in neither of them is read by no code for the
-family, so it cannot change the model, and whoever reads the file reports it.
+families, and the fields that tools for tuning, merging and serving add. The fields of a `Family`
+come first. A field in neither is read by no code for the family, so it cannot change the model;
+whoever reads the file reports it.
 """
 
 from __future__ import annotations
@@ -61,14 +61,17 @@ NO_INFLUENCE = (
 """Fields of any family without influence on the trained function. Fields such as dropout or tied
 encoders do not belong here."""
 
-FIXED: Mapping[str, tuple[Any, ...]] = types.MappingProxyType(
-    {
-        "hidden_act": ("silu", "swish"),
-        "attention_dropout": (0.0,),
-    }
+SILU = ("silu", "swish")
+"""Two names of one function."""
+WRITTEN: Mapping[str, tuple[Any, ...]] = types.MappingProxyType(
+    {"hidden_act": SILU, "attention_dropout": (0.0,)}
 )
-"""Fields of any family that are supported only with these values, like `PublishedConfig.fixed`,
-which comes first."""
+"""Fields of any family that are supported only with these values, of which the first is written."""
+
+DEFAULTS: Mapping[str, Any] = types.MappingProxyType(
+    {"initializer_range": 0.02, "tie_word_embeddings": False}
+)
+"""Fields of any family that may be left out, and their values in that case."""
 
 OFF: tuple[Any, ...] = (False, 0, "", [], {})
 """Values, besides null, with which a field says that something is not there."""
@@ -124,8 +127,6 @@ ONLY_ONE = _names("""
 """)
 """Fields of other models that are a factor or a number of groups: they must be 1, or off."""
 
-SILU = ("silu", "swish")
-"""Two names of one function."""
 NEUTRAL: Mapping[str, tuple[Any, ...]] = types.MappingProxyType(
     {
         **dict.fromkeys(ONLY_OFF, OFF),

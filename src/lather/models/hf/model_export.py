@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from lather.errors import ExchangeError
 from lather.files import StrPath, complete_folder, write_json
 from lather.models.entry_names import entry_shapes, split_entry
-from lather.models.families import ModelConfig, config_to_hugging_face
-from lather.models.hf.key_map import MappedTensor, Shape, published_ways
+from lather.models.families import FAMILIES, ModelConfig
+from lather.models.hf.config_json import config_to_hugging_face
+from lather.models.hf.key_map import MappedTensor, Shape, published_formats
 from lather.models.hf.model_folder import (
     CONFIG_FILE,
     TOKENIZER_FILE,
@@ -120,7 +121,7 @@ def save_hugging_face(
     published = config_to_hugging_face(config)
     to_write = []
     for parameter, shape in shapes.items():
-        for part in published_ways(config.model_type, parameter, shape)[0]:
+        for part in published_formats(FAMILIES[config.model_type], parameter, shape)[0]:
             ((name, published_shape),) = part.published_shapes().items()
             stored_dtype = DTYPES[stored[part.entries[0]].dtype]
             to_write.append(

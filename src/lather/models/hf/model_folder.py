@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from lather.errors import ExchangeError, UserError
 from lather.files import StrPath, read_text
 from lather.models.decoder import Decoder
-from lather.models.deepseek_v2 import DeepseekV2Config
 from lather.models.entry_names import entry_shapes, split_entry
-from lather.models.families import ModelConfig, build_model, config_from_hugging_face, unread_fields
-from lather.models.hf.key_map import HARMLESS, MappedTensor, Shape, published_ways
+from lather.models.families import FAMILIES, ModelConfig, build_model
+from lather.models.hf.config_json import config_from_hugging_face, unread_fields
+from lather.models.hf.key_map import HARMLESS, MappedTensor, Shape, published_formats
 from lather.models.hf.mxfp4 import BLOCK, dequantize_mxfp4
 from lather.models.hf.safetensors_folder import open_published
 from lather.safetensors_file import ANOTHER_COPY, DTYPES, Index, SafetensorsFiles, TensorHeader
@@ -35,9 +35,6 @@ from lather.safetensors_file import ANOTHER_COPY, DTYPES, Index, SafetensorsFile
 CONFIG_FILE = "config.json"
 TOKENIZER_FILE = "tokenizer.json"
 HEAD = "lm_head.weight"
-NORMALIZED = """\
-transformers ignores norm_topk_prob = true of deepseek_v2: it computes other logits than Lather \
-and DeepSeek's code"""
 COMPARED_ELEMENTS = 2**20
 """Number of elements of two tensors that are compared at a time."""
 
@@ -68,9 +65,7 @@ def notes_on_config(folder: StrPath) -> list[str]:
     if unread:
         names = ", ".join(unread)
         notes.append(f"{file}: no code for {config.model_type} reads {names}: passed over")
-    if isinstance(config, DeepseekV2Config) and config.normalizes:
-        notes.append(NORMALIZED)
-    return notes
+    return [*notes, config.transformers_note] if config.transformers_note else notes
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
@@ -117,8 +112,10 @@ class PublishedWeights:
 def _match(folder: Path, model_type: str, shapes: Mapping[str, Shape]) -> PublishedWeights:
     """Compare the headers of a folder with parameters of these shapes."""
     stored = open_published(folder)
-    ways = {name: published_ways(model_type, name, shape) for name, shape in shapes.items()}
-    entries = {name: _the_way_taken(choices, stored) for name, choices in ways.items()}
+    entries = {
+        name: _format_in(stored, published_formats(FAMILIES[model_type], name, shape))
+        for name, shape in shapes.items()
+    }
     wanted: dict[str, tuple[Shape, bool]] = {}
     for name, taken in entries.items():
         for entry in taken:
@@ -154,16 +151,12 @@ def _match(folder: Path, model_type: str, shapes: Mapping[str, Shape]) -> Publis
     return PublishedWeights(stored, entries, dict(shapes))
 
 
-def _the_way_taken(
-    choices: list[list[MappedTensor]], stored: SafetensorsFiles
-) -> list[MappedTensor]:
+def _format_in(stored: SafetensorsFiles, formats: list[list[MappedTensor]]) -> list[MappedTensor]:
     """Return the first format of which the folder has a tensor; the first of all if it has none."""
-    taken = (
-        entries
-        for entries in choices
-        if any(name in stored.tensors for entry in entries for name in entry.published_shapes())
-    )
-    return next(taken, choices[0])
+    for entries in formats:
+        if any(name in stored.tensors for entry in entries for name in entry.published_shapes()):
+            return entries
+    return formats[0]
 
 
 def _is_harmless(key: str, stored: SafetensorsFiles, *, is_tied: bool) -> bool:

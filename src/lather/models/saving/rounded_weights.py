@@ -1,7 +1,7 @@
 """Rounds weights to the dtype of products once per step, not once for each product.
 
 Under autocast every product rounds its weight: in forward and in backward, for every micro-batch.
-Inside `RoundedWeights.kept`, which encloses the forward and backward passes of a step, the first
+Inside `RoundedWeights.caching`, which encloses the forward and backward passes of a step, the first
 product caches the rounded weight and all others use it. The results have the same bits; the cache
 takes 2 bytes per weight until the context ends or `forget` is called.
 
@@ -13,7 +13,7 @@ gathered weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,72 +25,63 @@ class RoundedWeights:
     """A cache of weights in the dtype of products."""
 
     def __init__(self) -> None:
-        self._is_keeping = False
+        self._is_caching = False
         self._copies: dict[tuple[int, torch.dtype], tuple[Tensor, int, Tensor]] = {}
         """By id of the weight and dtype: the weight (a reference, so that its id is not reused),
         its version, and the copy."""
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
+    def caching(self) -> Iterator[None]:
         """Inside this context, copies are cached. A weight may only change there with a new
         version, or if `forget` is called for it."""
-        before, self._is_keeping = self._is_keeping, True
+        before, self._is_caching = self._is_caching, True
         try:
             yield
         finally:
-            self._is_keeping = before
+            self._is_caching = before
             if not before:
                 self._copies.clear()
 
-    def of(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return `weight.to(dtype)`, without gradient."""
-        if weight.dtype == dtype or not self.keeps(weight):
-            return weight.detach().to(dtype)
+    def round(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return `weight.to(dtype)`, for use without autograd."""
+        if weight.dtype == dtype or not self.caches(weight):
+            return weight.to(dtype)
         key = id(weight), dtype
-        known = self._copies.get(key)
-        if known is None or known[1] != weight._version:
-            known = self._copies[key] = (weight, weight._version, weight.detach().to(dtype))
-        return known[2]
+        cached = self._copies.get(key)
+        if cached is None or cached[1] != weight._version:
+            cached = self._copies[key] = (weight, weight._version, weight.detach().to(dtype))
+        return cached[2]
 
-    def keeps(self, weight: Tensor | None) -> bool:
+    def caches(self, weight: Tensor | None) -> bool:
         """Tell whether a copy of this weight would be cached now."""
-        return self._is_keeping and isinstance(weight, nn.Parameter)
+        return self._is_caching and isinstance(weight, nn.Parameter)
+
+    def in_backward(self, weight: Tensor | None, saved: Tensor | None) -> Any:
+        """Return the weight if its copy is cached, else the tensor that autograd saved for it (with
+        hooks this may be another object)."""
+        return weight if self.caches(weight) else saved
 
     def forget(self, weights: Iterable[Tensor]) -> None:
         """Drop the copies of these weights, whose values are freed or change."""
-        gone = {id(weight) for weight in weights}
-        self._copies = {key: kept for key, kept in self._copies.items() if key[0] not in gone}
+        dropped = {id(weight) for weight in weights}
+        self._copies = {key: copy for key, copy in self._copies.items() if key[0] not in dropped}
 
     def copies(self) -> list[Tensor]:
         return [copy for _, _, copy in self._copies.values()]
 
 
-def rounded(kept: RoundedWeights | None, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `weight.to(dtype)`, from the cache if there is one."""
-    return weight.to(dtype) if kept is None else kept.of(weight, dtype)
-
-
-def to_round(
-    kept: RoundedWeights | None, weights: Sequence[Tensor | None], saved: Sequence[Tensor | None]
-) -> list[Any]:
-    """Return, in a backward pass, the weights whose copies are cached, and for others the tensors
-    that autograd saved (with hooks these may be other objects)."""
-    return [
-        weight if kept is not None and kept.keeps(weight) else other
-        for weight, other in zip(weights, saved, strict=True)
-    ]
+NO_CACHE = RoundedWeights()
+"""Caches nothing: each product rounds its weight. `caching` is never called on it."""
 
 
 class Rounding:
-    """A module whose products round weights: `self.rounded_weights` is their cache; None: each
-    product rounds its weight."""
+    """A module whose products round weights with the cache `self.rounded_weights`."""
 
-    rounded_weights: RoundedWeights | None = None
+    rounded_weights: RoundedWeights = NO_CACHE
 
 
-def keep_rounded(module: nn.Module, kept: RoundedWeights | None) -> None:
-    """Set the cache of rounded weights of every layer inside `module`; None, as in a new layer:
-    each product rounds its weight."""
+def set_rounded_weights(module: nn.Module, cache: RoundedWeights) -> None:
+    """Set the cache of rounded weights of every layer inside `module`."""
     for layer in module.modules():
         if isinstance(layer, Rounding):
-            layer.rounded_weights = kept
+            layer.rounded_weights = cache

@@ -9,20 +9,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from lather.models.attention import MultiHeadLatentAttention
-from lather.models.decoder import Block, Decoder, assemble
+from lather.models.balance import LoadBalance
+from lather.models.decoder import Block
 from lather.models.experts import Experts
-from lather.models.hf.config_fields import CheckedFields, PublishedConfig, kinds_of_layers
+from lather.models.families.family import Family
+from lather.models.family_config import FamilyConfig
 from lather.models.layers import GatedMLP
 from lather.models.moe import MoE
 from lather.models.rotary import Rotary
-from lather.models.routing import LoadBalance, Router
+from lather.models.routing import Router
+
+NORMALIZED = """\
+transformers ignores norm_topk_prob = true of deepseek_v2: it computes other logits than Lather \
+and DeepSeek's code"""
 
 
 @dataclass(frozen=True)
-class DeepseekV2Config(CheckedFields):
+class DeepseekV2Config(FamilyConfig):
     """Sizes and options of a DeepSeek-V2 model."""
 
     model_type: str = "deepseek_v2"
@@ -98,53 +102,15 @@ class DeepseekV2Config(CheckedFields):
         """Coefficient of each block's load-balancing loss."""
         return self.aux_loss_alpha
 
+    @property
+    def transformers_note(self) -> str:
+        return NORMALIZED if self.normalizes else ""
 
-PUBLISHED = PublishedConfig(
-    architecture="DeepseekV2ForCausalLM",
-    defaults={"first_k_dense_replace": 0, "seq_aux": True, "aux_loss_alpha": 0.001},
-    optional=frozenset(
-        {"norm_topk_prob", "routed_scaling_factor", "topk_method", "n_group", "topk_group"}
-    ),
-    fixed={
-        "attention_bias": (False,),
-        "mlp_bias": (False,),
-        "moe_layer_freq": (1,),
-        "scoring_func": ("softmax",),
-    },
-    derived={
-        "num_key_value_heads": lambda config: config.num_attention_heads,
-        "head_dim": lambda config: config.qk_rope_head_dim,
-        "qk_head_dim": lambda config: config.qk_nope_head_dim + config.qk_rope_head_dim,
-    },
-    agreeing={
-        "rope_interleave": (True,),
-        "num_shared_experts": lambda config: (config.n_shared_experts,),
-        "layer_types": lambda config: (["full_attention"] * config.num_hidden_layers,),
-        "mlp_layer_types": lambda config: (
-            kinds_of_layers(config.num_hidden_layers, range(config.first_k_dense_replace)),
-        ),
-    },
-    aliases={"num_experts": "n_routed_experts", "num_local_experts": "n_routed_experts"},
-    nullable=frozenset({"q_lora_rank"}),
-)
+    def is_dense(self, index: int) -> bool:
+        return index < self.first_k_dense_replace
 
 
-def build_deepseek_v2(
-    config: DeepseekV2Config,
-    generator: torch.Generator | None = None,
-    device: torch.device | None = None,
-) -> Decoder:
-    """Build the model on `device`, with weights drawn from `generator` on CPU, so that they are the
-    same on every device."""
-    return assemble(
-        config,
-        lambda index: _block(config, is_dense=index < config.first_k_dense_replace),
-        generator,
-        device,
-    )
-
-
-def _block(config: DeepseekV2Config, *, is_dense: bool) -> Block:
+def _block(config: DeepseekV2Config, index: int) -> Block:
     attention = MultiHeadLatentAttention(
         hidden_size=config.hidden_size,
         num_heads=config.num_attention_heads,
@@ -154,6 +120,7 @@ def _block(config: DeepseekV2Config, *, is_dense: bool) -> Block:
         rotary=Rotary(config.qk_rope_head_dim, config.rope_theta, config.rope_scaling),
         v_head_dim=config.v_head_dim,
     )
+    is_dense = config.is_dense(index)
     mlp = GatedMLP(config.hidden_size, config.intermediate_size) if is_dense else _moe(config)
     return Block(attention, mlp, config.hidden_size, config.rms_norm_eps)
 
@@ -171,3 +138,36 @@ def _moe(config: DeepseekV2Config) -> MoE:
     experts = Experts(config.n_routed_experts, config.hidden_size, config.moe_intermediate_size)
     width = config.n_shared_experts * config.moe_intermediate_size
     return MoE(router, experts, GatedMLP(config.hidden_size, width) if width else None)
+
+
+FAMILY = Family(
+    DeepseekV2Config,
+    _block,
+    architecture="DeepseekV2ForCausalLM",
+    defaults={
+        "first_k_dense_replace": 0,
+        "topk_method": "greedy",
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0,
+        "aux_loss_alpha": 0.001,
+        "seq_aux": True,
+        "rms_norm_eps": 1e-6,
+    },
+    nullable=frozenset({"q_lora_rank"}),
+    written={
+        "attention_bias": False,
+        "mlp_bias": False,
+        "moe_layer_freq": 1,
+        "scoring_func": "softmax",
+        "num_key_value_heads": lambda config: config.num_attention_heads,
+        "head_dim": lambda config: config.qk_rope_head_dim,
+        "qk_head_dim": lambda config: config.qk_nope_head_dim + config.qk_rope_head_dim,
+    },
+    agreeing={
+        "rope_interleave": True,
+        "num_shared_experts": lambda config: config.n_shared_experts,
+    },
+    aliases={"num_experts": "n_routed_experts", "num_local_experts": "n_routed_experts"},
+)

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from lather.models.attention import GroupedQueryAttention
-from lather.models.decoder import Block, Decoder, assemble
+from lather.models.decoder import Block
 from lather.models.experts import Experts
-from lather.models.hf.config_fields import CheckedFields, PublishedConfig, kinds_of_layers
+from lather.models.families.family import Family
+from lather.models.family_config import FamilyConfig
 from lather.models.layers import GatedMLP
 from lather.models.moe import MoE
 from lather.models.rotary import Rotary
@@ -21,7 +20,7 @@ from lather.models.routing import Router
 
 
 @dataclass(frozen=True)
-class Qwen3MoeConfig(CheckedFields):
+class Qwen3MoeConfig(FamilyConfig):
     """Sizes and options of a Qwen3-MoE model."""
 
     model_type: str = "qwen3_moe"
@@ -54,65 +53,20 @@ class Qwen3MoeConfig(CheckedFields):
         self._require_rotary("head_dim")
         self._require_divides("num_key_value_heads", "num_attention_heads")
         self._require_at_most("num_experts_per_tok", "num_experts")
-        layers = range(self.num_hidden_layers)
-        inside = all(index in layers for index in self.mlp_only_layers) and len(
-            set(self.mlp_only_layers)
-        ) == len(self.mlp_only_layers)
-        self._require("mlp_only_layers", inside, f"different blocks from 0 to {len(layers) - 1}")
+        last, numbers = self.num_hidden_layers - 1, self.mlp_only_layers
+        different = len(set(numbers)) == len(numbers) and all(0 <= n <= last for n in numbers)
+        self._require("mlp_only_layers", different, f"different blocks from 0 to {last}")
 
     @property
     def balance_loss_coef(self) -> float:
-        """Coefficient of each block's own load-balancing loss, which is 1 for an even load."""
-        num_blocks = max(
-            1, sum(not self.is_dense(index) for index in range(self.num_hidden_layers))
-        )
-        return self.router_aux_loss_coef * self.num_experts_per_tok / num_blocks
+        """Coefficient of each block's load-balancing loss."""
+        return self._coefficient_of_a_block(self.router_aux_loss_coef)
 
     def is_dense(self, index: int) -> bool:
-        """Tell whether block `index` (counted from 0) has a dense feed-forward layer instead of
-        experts."""
         return index in self.mlp_only_layers or (index + 1) % self.decoder_sparse_step != 0
 
 
-PUBLISHED = PublishedConfig(
-    architecture="Qwen3MoeForCausalLM",
-    defaults={
-        "head_dim": lambda fields: fields["hidden_size"] // max(fields["num_attention_heads"], 1),
-        "norm_topk_prob": False,
-        "router_aux_loss_coef": 0.001,
-    },
-    optional=frozenset({"decoder_sparse_step", "mlp_only_layers", "attention_bias"}),
-    fixed={"use_sliding_window": (False,)},
-    agreeing={
-        "qkv_bias": lambda config: (config.attention_bias,),
-        **dict.fromkeys(("qk_layernorm", "qk_norm", "use_qk_norm"), (True,)),
-        "layer_types": lambda config: (["full_attention"] * config.num_hidden_layers,),
-        "mlp_layer_types": lambda config: (
-            kinds_of_layers(
-                config.num_hidden_layers,
-                [index for index in range(config.num_hidden_layers) if config.is_dense(index)],
-            ),
-        ),
-    },
-    aliases={"num_local_experts": "num_experts"},
-    ignored=frozenset({"max_window_layers"}),
-    written={"sliding_window": None},  # without use_sliding_window it has no influence
-)
-
-
-def build_qwen3_moe(
-    config: Qwen3MoeConfig,
-    generator: torch.Generator | None = None,
-    device: torch.device | None = None,
-) -> Decoder:
-    """Build the model on `device`, with weights drawn from `generator` on CPU, so that they are the
-    same on every device."""
-    return assemble(
-        config, lambda index: _block(config, is_dense=config.is_dense(index)), generator, device
-    )
-
-
-def _block(config: Qwen3MoeConfig, *, is_dense: bool) -> Block:
+def _block(config: Qwen3MoeConfig, index: int) -> Block:
     attention = GroupedQueryAttention(
         hidden_size=config.hidden_size,
         num_heads=config.num_attention_heads,
@@ -121,6 +75,7 @@ def _block(config: Qwen3MoeConfig, *, is_dense: bool) -> Block:
         qk_norm_eps=config.rms_norm_eps,
         bias=config.attention_bias,
     )
+    is_dense = config.is_dense(index)
     mlp = GatedMLP(config.hidden_size, config.intermediate_size) if is_dense else _moe(config)
     return Block(attention, mlp, config.hidden_size, config.rms_norm_eps)
 
@@ -132,6 +87,29 @@ def _moe(config: Qwen3MoeConfig) -> MoE:
         config.num_experts_per_tok,
         normalize=config.norm_topk_prob,
     )
-    return MoE(
-        router, Experts(config.num_experts, config.hidden_size, config.moe_intermediate_size), None
-    )
+    experts = Experts(config.num_experts, config.hidden_size, config.moe_intermediate_size)
+    return MoE(router, experts, None)
+
+
+FAMILY = Family(
+    Qwen3MoeConfig,
+    _block,
+    architecture="Qwen3MoeForCausalLM",
+    defaults={
+        "head_dim": lambda fields: fields["hidden_size"] // max(fields["num_attention_heads"], 1),
+        "attention_bias": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": (),
+        "norm_topk_prob": False,
+        "router_aux_loss_coef": 0.001,
+        "rms_norm_eps": 1e-6,
+    },
+    written={"use_sliding_window": False},
+    agreeing={
+        "qkv_bias": lambda config: config.attention_bias,
+        **dict.fromkeys(("qk_layernorm", "qk_norm", "use_qk_norm"), True),
+    },
+    aliases={"num_local_experts": "num_experts"},
+    # without use_sliding_window they have no influence
+    ignored=frozenset({"max_window_layers", "sliding_window"}),
+)

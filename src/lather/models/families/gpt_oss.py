@@ -9,23 +9,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from lather.errors import ConfigError
 from lather.kernels.swiglu import Gate
 from lather.models.attention import GroupedQueryAttention
-from lather.models.decoder import Block, Decoder, assemble
+from lather.models.decoder import Block
 from lather.models.experts import Experts
-from lather.models.hf.config_fields import CheckedFields, PublishedConfig
+from lather.models.families.family import Family
+from lather.models.family_config import FULL_ATTENTION, FamilyConfig
 from lather.models.moe import MoE
 from lather.models.rotary import Rotary
 from lather.models.routing import Router
 
-SLIDING, FULL = "sliding_attention", "full_attention"
+SLIDING_ATTENTION = "sliding_attention"
 
 
 @dataclass(frozen=True)
-class GptOssConfig(CheckedFields):
+class GptOssConfig(FamilyConfig):
     """Sizes and options of a GPT-OSS model."""
 
     model_type: str = "gpt_oss"
@@ -65,13 +64,13 @@ class GptOssConfig(CheckedFields):
         self._require_divides("num_key_value_heads", "num_attention_heads")
         self._require_at_most("num_experts_per_tok", "num_local_experts")
         if self.layer_types is not None:
-            known = all(kind in (SLIDING, FULL) for kind in self.layer_types)
-            self._require("layer_types", known, f"made of {SLIDING!r} and {FULL!r}")
-            given, count = len(self.layer_types), self.num_hidden_layers
-            if given != count:
+            kinds, count = (SLIDING_ATTENTION, FULL_ATTENTION), self.num_hidden_layers
+            known = all(kind in kinds for kind in self.layer_types)
+            self._require("layer_types", known, f"made of {kinds[0]!r} and {kinds[1]!r}")
+            if len(self.layer_types) != count:
                 raise ConfigError(
-                    f"model.layer_types has {given} entries, but model.num_hidden_layers is "
-                    f"{count}: "
+                    f"model.layer_types has {len(self.layer_types)} entries, but "
+                    f"model.num_hidden_layers is {count}: "
                     "give one for each layer, or leave layer_types out to have them alternate"
                 )
             if self.layer_types == _alternating(count):
@@ -79,63 +78,27 @@ class GptOssConfig(CheckedFields):
 
     @property
     def balance_loss_coef(self) -> float:
-        """Coefficient of each block's own load-balancing loss, which is 1 for an even load."""
-        return self.router_aux_loss_coef * self.num_experts_per_tok / self.num_hidden_layers
+        """Coefficient of each block's load-balancing loss."""
+        return self._coefficient_of_a_block(self.router_aux_loss_coef)
 
     @property
     def attention_types(self) -> tuple[str, ...]:
-        """The attention of each block, also if `layer_types` is left out."""
         return self.layer_types or _alternating(self.num_hidden_layers)
-
-    def window(self, index: int) -> int | None:
-        """Return the window of block `index` (counted from 0); None: a token attends to all earlier
-        ones."""
-        return self.sliding_window if self.attention_types[index] == SLIDING else None
 
 
 def _alternating(count: int) -> tuple[str, ...]:
-    return tuple((SLIDING, FULL)[index % 2] for index in range(count))
+    return tuple((SLIDING_ATTENTION, FULL_ATTENTION)[index % 2] for index in range(count))
 
 
-PUBLISHED = PublishedConfig(
-    architecture="GptOssForCausalLM",
-    optional=frozenset({"layer_types", "attention_bias", "swiglu_alpha", "swiglu_limit"}),
-    defaults={"router_aux_loss_coef": 0.001},
-    derived={
-        "layer_types": lambda config: list(config.attention_types),
-        "experts_per_token": lambda config: config.num_experts_per_tok,
-    },
-    agreeing={
-        "qkv_bias": lambda config: (config.attention_bias,),
-        "moe_intermediate_size": lambda config: (config.intermediate_size,),
-        "norm_topk_prob": (True,),
-        "use_sliding_window": (True,),
-    },
-    aliases={"num_experts": "num_local_experts"},
-    ignored=frozenset({"initial_context_length"}),
-    quantization="mxfp4",
-    rope_scaling_required=True,
-)
-
-
-def build_gpt_oss(
-    config: GptOssConfig,
-    generator: torch.Generator | None = None,
-    device: torch.device | None = None,
-) -> Decoder:
-    """Build the model on `device`, with weights drawn from `generator` on CPU, so that they are the
-    same on every device."""
-    return assemble(config, lambda index: _block(config, config.window(index)), generator, device)
-
-
-def _block(config: GptOssConfig, window: int | None) -> Block:
+def _block(config: GptOssConfig, index: int) -> Block:
+    is_sliding = config.attention_types[index] == SLIDING_ATTENTION
     attention = GroupedQueryAttention(
         hidden_size=config.hidden_size,
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
         rotary=Rotary(config.head_dim, config.rope_theta, config.rope_scaling),
         bias=config.attention_bias,
-        window=window,
+        window=config.sliding_window if is_sliding else None,
         sinks=True,
     )
     router = Router(
@@ -150,3 +113,38 @@ def _block(config: GptOssConfig, window: int | None) -> Block:
         config.num_local_experts, config.hidden_size, config.intermediate_size, gate=gate, bias=True
     )
     return Block(attention, MoE(router, experts, None), config.hidden_size, config.rms_norm_eps)
+
+
+FAMILY = Family(
+    GptOssConfig,
+    _block,
+    architecture="GptOssForCausalLM",
+    defaults={
+        "layer_types": None,
+        "attention_bias": True,
+        "swiglu_alpha": 1.702,
+        "swiglu_limit": 7.0,
+        "router_aux_loss_coef": 0.001,
+        "rms_norm_eps": 1e-5,
+    },
+    written={
+        "layer_types": lambda config: list(config.attention_types),
+        "experts_per_token": lambda config: config.num_experts_per_tok,
+    },
+    agreeing={
+        "qkv_bias": lambda config: config.attention_bias,
+        "moe_intermediate_size": lambda config: config.intermediate_size,
+        "norm_topk_prob": True,
+        "use_sliding_window": True,
+    },
+    aliases={"num_experts": "num_local_experts"},
+    ignored=frozenset({"initial_context_length"}),
+    quantization="mxfp4",
+    rope_scaling_required=True,
+    renamed={
+        ".mlp.gate.": ".mlp.router.",
+        ".gate_up_bias": ".gate_up_proj_bias",
+        ".down_bias": ".down_proj_bias",
+    },
+    transposes_experts=True,
+)

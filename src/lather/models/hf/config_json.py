@@ -1,0 +1,176 @@
+"""Converts the configurations of model families from and to Hugging Face's `config.json`.
+
+A field of a `config.json` is a field of the configuration, or one that is supported only with the
+values that say what is built, or one without influence on training (`lather.models.hf.known_fields`
+and the family's own). Other values of these fields are errors, so that the model is never another
+than the one described. Fields that no code for the family reads are passed over; `unread_fields`
+names them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from lather.errors import ConfigError
+from lather.models.families import FAMILIES, ModelConfig
+from lather.models.families.family import Family
+from lather.models.family_config import FamilyConfig
+from lather.models.hf.json_values import shown, typed
+from lather.models.hf.known_fields import DEFAULTS, NEUTRAL, NO_INFLUENCE, OFF, WRITTEN
+from lather.models.hf.rotary_fields import ROTARY_FIELDS, read_rotary, rotary_fields
+
+QUANTIZATION = ("quantization_config", "compression_config", "quantization")
+"""Fields that describe packed weights: those of transformers, of compressed-tensors and of MLX."""
+ORIGINAL_LENGTH = "original_max_position_embeddings"
+OF_BLOCKS = {
+    "layer_types": lambda config: list(config.attention_types),
+    "mlp_layer_types": lambda config: [
+        "dense" if config.is_dense(index) else "sparse" for index in range(config.num_hidden_layers)
+    ],
+}
+"""Fields of any family that describe the blocks, and how to compute them."""
+
+
+def config_from_hugging_face(mapping: Mapping[str, Any]) -> ModelConfig:
+    """Return the configuration that a parsed `config.json` describes.
+
+    Raises ConfigError, with the name of the field, for an unsupported family, field or value, and
+    for missing fields.
+    """
+    model_type = mapping.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise ConfigError(
+            f"model_type = {shown(model_type)} is not supported: it must be one of "
+            f"{', '.join(FAMILIES)}"
+        )
+    family = FAMILIES[model_type]
+    mapping = _without_aliases(mapping, family.aliases)
+    for name in QUANTIZATION:
+        if mapping.get(name) is not None:
+            _check_quantization(name, mapping[name], family)
+    rotary = read_rotary(mapping, scaling_required=family.rope_scaling_required)
+    config: ModelConfig = family.config(**_read_fields(mapping, family), **rotary)
+    for name, values in _supported_values(config, family).items():
+        _check_value(name, mapping.get(name), values, family)
+    return config
+
+
+def unread_fields(mapping: Mapping[str, Any]) -> list[str]:
+    """Return the fields of a parsed `config.json` that `config_from_hugging_face` accepted without
+    knowing them: no code for the family reads them. Null counts as left out."""
+    family = FAMILIES[mapping["model_type"]]
+    known = {*_names(family), *family.aliases, *family.ignored, *NO_INFLUENCE}
+    known |= {*WRITTEN, *NEUTRAL, *OF_BLOCKS, *family.written, *family.agreeing}
+    known |= {*ROTARY_FIELDS, *QUANTIZATION, "architectures", ORIGINAL_LENGTH}
+    return [name for name, value in mapping.items() if value is not None and name not in known]
+
+
+def config_to_hugging_face(config: ModelConfig) -> dict[str, Any]:
+    """Return a `config.json` that transformers loads. The caller adds the dtype of the weights."""
+    family = FAMILIES[config.model_type]
+    fields: dict[str, Any] = {"architectures": [family.architecture]}
+    for name in _names(family):
+        value = getattr(config, name)
+        if value is not None or name in family.nullable:
+            fields[name] = list(value) if isinstance(value, tuple) else value
+    fields |= {name: values[0] for name, values in WRITTEN.items()}
+    return fields | _values(family.written, config) | rotary_fields(config)
+
+
+def _names(family: Family) -> list[str]:
+    """Return the names of the configuration's fields, without rotary ones."""
+    names = [field.name for field in dataclasses.fields(family.config)]
+    return [name for name in names if name not in ROTARY_FIELDS]
+
+
+def _values(fields: Mapping[str, Any], config: FamilyConfig) -> dict[str, Any]:
+    """Compute those values that are functions of the configuration."""
+    return {name: value(config) if callable(value) else value for name, value in fields.items()}
+
+
+def _without_aliases(mapping: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str, Any]:
+    renamed = dict(mapping)
+    for alias, name in aliases.items():
+        value = renamed.pop(alias, None)
+        if value is not None and renamed.setdefault(name, value) != value:
+            raise ConfigError(
+                f"{alias} = {shown(value)} contradicts {name} = {shown(renamed[name])}: they are "
+                "one field, keep one"
+            )
+    return renamed
+
+
+def _read_fields(mapping: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Return the fields of the configuration, without rotary ones."""
+    names, hints = _names(family), typing.get_type_hints(family.config)
+    defaults = {**DEFAULTS, **family.defaults}
+    fields = {
+        name: typed(mapping[name], hints[name], name)
+        for name in names
+        if mapping.get(name) is not None
+    }
+    optional = {*fields, *defaults, *(family.nullable & mapping.keys())}
+    if missing := [name for name in names if name not in optional]:
+        raise ConfigError(
+            f"missing fields: {', '.join(missing)}; a {family.model_type} model cannot be built "
+            "without them"
+        )
+    for name in defaults.keys() - fields.keys():
+        value = defaults[name]
+        fields[name] = value(fields) if callable(value) else value
+    return fields
+
+
+def _supported_values(config: FamilyConfig, family: Family) -> dict[str, tuple[Any, ...]]:
+    """Return the values that a file may have in fields that are not read."""
+    read = {*_names(family), *family.ignored}
+    neutral = {name: values for name, values in NEUTRAL.items() if name not in read}
+    computed = _values({**OF_BLOCKS, **family.agreeing, **family.written}, config)
+    if config.rope_scaling is not None:  # transformers prefers this field to that of YaRN
+        computed[ORIGINAL_LENGTH] = config.rope_scaling.original_max_position_embeddings
+    computed["architectures"] = [family.architecture]
+    return {**neutral, **WRITTEN, **{name: (value,) for name, value in computed.items()}}
+
+
+def _check_quantization(name: str, quantization: Any, family: Family) -> None:
+    """Raise ConfigError unless the weights are in a packed form that can be read."""
+    is_named = isinstance(quantization, Mapping) and "quant_method" in quantization
+    method = quantization["quant_method"] if is_named else quantization
+    if method is not None and method == family.quantization:
+        return
+    supported = f"{shown(family.quantization)} or " if family.quantization else ""
+    raise ConfigError(
+        f"{name}{'.quant_method' * is_named} = {shown(method)} is not supported for "
+        f"{family.model_type}: it must be {supported}left out; give a copy of the model whose "
+        "weights are in bf16, fp16 or fp32"
+    )
+
+
+def _check_value(name: str, value: Any, supported: tuple[Any, ...], family: Family) -> None:
+    """Raise ConfigError unless the value is supported. Null counts as left out; True is not 1."""
+    if value is None or any(
+        value == each and isinstance(value, bool) == isinstance(each, bool) for each in supported
+    ):
+        return
+    if isinstance(value, list) and len(value) > 1 and isinstance(supported[0], list):
+        name, value, supported = _first_difference(name, value, supported[0])
+    may_be_off = supported[-len(OFF) :] == OFF
+    words = list(map(shown, supported[: -len(OFF)] if may_be_off else supported))
+    if may_be_off:
+        words.append("null, false, 0 or left out, since no model of this family has it")
+    raise ConfigError(
+        f"{name} = {shown(value)} is not supported for {family.model_type}: it must be "
+        f"{' or '.join(words)}; give such a model, or correct the field if it is wrong"
+    )
+
+
+def _first_difference(name: str, value: list[Any], right: list[Any]) -> tuple[str, Any, Any]:
+    """Return name, value and supported values of the first entry that is not right, or of the
+    length."""
+    if len(value) != len(right):
+        return f"the length of {name}", len(value), (len(right),)
+    index = next(index for index, entry in enumerate(value) if entry != right[index])
+    return f"{name}[{index}]", value[index], (right[index],)
