@@ -4,7 +4,6 @@ rules of your own. Requires torch only."""
 from lather.optim import functional as functional
 from lather.optim import schedules as schedules
 from lather.optim.batched.optimizer import MatrixOptimizer as MatrixOptimizer
-from lather.optim.batched.optimizer import constructor as constructor
 from lather.optim.description import Decisions as Decisions
 from lather.optim.groups import describe_parameters as describe_parameters
 from lather.optim.groups import parameter_groups as parameter_groups
@@ -19,6 +18,7 @@ from lather.optim.optimizers import EmbeddingSOAP as EmbeddingSOAP
 from lather.optim.optimizers import Muon as Muon
 from lather.optim.optimizers import SOAPMuon as SOAPMuon
 from lather.optim.optimizers import StackedSOAP as StackedSOAP
+from lather.optim.optimizers import constructor as constructor
 from lather.optim.rule import Due as Due
 from lather.optim.rule import Entry as Entry
 from lather.optim.rule import Matrix as Matrix

@@ -1,12 +1,16 @@
 """The optimizers of the package: for each registered rule a `MatrixOptimizer` whose default rule it
-is, with the rule's options as arguments."""
+is, with the rule's options as arguments (`constructor`)."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
 from torch.optim.optimizer import ParamsT
 
-from lather.optim.batched.arguments import Published
-from lather.optim.batched.optimizer import MatrixOptimizer, constructor
+from lather.optim.batched.arguments import Published, describe_unknown, translated
+from lather.optim.batched.optimizer import MatrixOptimizer
 from lather.optim.rule import Rule
 from lather.optim.rules.adamw import AdamWRule
 from lather.optim.rules.kl_soap import KLSOAPRule, REKLSRule, StackedSOAPRule
@@ -14,11 +18,47 @@ from lather.optim.rules.muon import MuonRule
 from lather.optim.rules.soap import EmbeddingSOAPRule, SOAPRule
 from lather.optim.rules.soap_muon import SOAPMuonRule
 
+P = ParamSpec("P")
+S = TypeVar("S", bound=MatrixOptimizer)
+
 PUBLISHED: Published = {
     "use_eigh": (True, "refresh_method", "auto", "eigh"),
     "use_decoupled_weight_decay": (False, "weight_decay_method", "decoupled", "l2"),
 }
 """Arguments of the SOAP of Emerging-Optimizers."""
+
+
+def constructor(
+    rule: Callable[P, Rule],
+) -> Callable[[Callable[[S, ParamsT, Rule], None]], Callable[Concatenate[S, ParamsT, P], None]]:
+    """Decorate the `__init__` of an optimizer: callers pass the options of its rule instead of the
+    rule, and editors and mypy know the names and types of these options."""
+    options = inspect.signature(rule)
+    parameters = [
+        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        for name in ("self", "params")
+    ]
+    signature = options.replace(parameters=[*parameters, *options.parameters.values()])
+
+    def decorate(
+        init: Callable[[S, ParamsT, Rule], None],
+    ) -> Callable[Concatenate[S, ParamsT, P], None]:
+        def construct(self: S, *args: Any, **keywords: Any) -> None:
+            keywords = translated(keywords, self.published, {})
+            if unknown := [name for name in keywords if name not in signature.parameters]:
+                known = [name for name in ["params", *options.parameters] if name != "tp_group"]
+                raise TypeError(describe_unknown(type(self).__name__, unknown, known))
+            try:
+                bound = signature.bind(self, *args, **keywords)
+            except TypeError as error:  # `params` is missing, or an argument is given twice
+                raise TypeError(f"{type(self).__name__}: {error}") from None
+            init(self, bound.arguments["params"], rule(*bound.args[2:], **bound.kwargs))
+
+        construct.__qualname__ = construct.__name__ = init.__qualname__  # in messages of Python
+        construct.__signature__ = signature  # type: ignore[attr-defined]
+        return construct  # type: ignore[return-value]  # its parameters are those of `signature`
+
+    return decorate
 
 
 class AdamW(MatrixOptimizer):

@@ -66,7 +66,7 @@ class GroupSettings:
             self.variants.append((layout.matrix, _one_of(layout.rule, self.variants)))
         return self._numbers[key]
 
-    def take_changes(self) -> bool:
+    def read_numbers(self) -> bool:
         """Read the learning rate and changed numbers from the group. Return False if anything else
         has changed: then the roster has to be made again."""
         group, own = self.group, plain_options(self.group, type(self.rule))
@@ -217,10 +217,10 @@ class Roster:
         """For each group, the number of the first group with the same settings."""
         self._number_groups()
 
-    def take_changes(self) -> bool:
+    def read_numbers(self) -> bool:
         """Read the numbers of the groups again. Return False if anything else has changed: then the
         roster has to be made again."""
-        if not all(settings.take_changes() for settings in self.groups):
+        if not all(settings.read_numbers() for settings in self.groups):
             return False
         self._number_groups()
         return [_form(one) for one in self.params] == self._forms
