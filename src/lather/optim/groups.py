@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lather.optim.description import Decisions, name_of, runs
-from lather.optim.kinds import KINDS, Decision, GivenNames, Named, decide
+from lather.optim.description import Decisions, alike, name_of
+from lather.optim.kinds import KINDS, GivenNames, Named, decide
 from lather.optim.plain import converted
 
 EXPERT_NAMES = ("experts",)
@@ -61,9 +61,8 @@ def parameters_by_kind(
     Warns:
         UserWarning: once, naming the trained parameters for which the answer is a guess.
     """
-    decisions = decide(model, GivenNames(router_names, adam_names, matrix_names, expert_names))
-    _warn_of_guesses(decisions, adam_names, stacklevel=3)
-    return _by_kind(decisions)
+    names = GivenNames(router_names, adam_names, matrix_names, expert_names)
+    return _by_kind(model, names)
 
 
 def describe_parameters(
@@ -85,34 +84,31 @@ def describe_parameters(
     return Decisions(decide(model, names))
 
 
-def _by_kind(decisions: Sequence[Decision]) -> dict[str, list[tuple[str, nn.Parameter]]]:
+def _by_kind(
+    model: nn.Module | Named, names: GivenNames
+) -> dict[str, list[tuple[str, nn.Parameter]]]:
+    """Divide the parameters by kind, and warn once of all guesses about parameters that are
+    trained, at the line that called the caller."""
+    decisions = decide(model, names)
     kinds: dict[str, list[tuple[str, nn.Parameter]]] = {kind: [] for kind in KINDS}
     for decision in decisions:
         kinds[decision.kind].append((decision.name, decision.parameter))
-    return kinds
-
-
-def _warn_of_guesses(
-    decisions: Sequence[Decision],
-    adam_names: Sequence[str],
-    stacklevel: int,
-) -> None:
-    """Warn once of all guesses about parameters that are trained."""
-    guesses = runs(one for one in decisions if one.is_guess and one.parameter.requires_grad)
+    guesses = alike(x for x in decisions if x.is_guess and x.parameter.requires_grad)
     if not guesses:
-        return
-    shown = [f"{name_of(run)} ({run[0].kind}: {run[0].reason})" for run in guesses]
+        return kinds
+    shown = [f"{name_of(same)} ({same[0].kind}: {same[0].reason})" for same in guesses]
     if len(shown) > MAX_GUESSES_SHOWN:
         shown = [*shown[:MAX_GUESSES_SHOWN], f"and {len(shown) - MAX_GUESSES_SHOWN} more"]
     last = guesses[0][0].name.removesuffix(".weight").rpartition(".")[2]
-    named = ", ".join(repr(name) for name in (*adam_names, last))
+    adam_names = ", ".join(map(repr, (*names.adam, last)))
     warnings.warn(
         f"the kind of these parameters is a guess: {'; '.join(shown)}. Say which are matrices and "
-        f"which are not, for example matrix_names=({last!r},) or adam_names=({named}), or make the "
-        "groups by hand; print(describe_parameters(model)) shows all decisions",
+        f"which are not, for example matrix_names=({last!r},) or adam_names=({adam_names}), or "
+        "make the groups by hand; print(describe_parameters(model)) shows all decisions",
         UserWarning,
-        stacklevel=stacklevel,
+        stacklevel=3,
     )
+    return kinds
 
 
 def parameter_groups(
@@ -142,9 +138,7 @@ def parameter_groups(
     Empty groups are left out. Groups contain the names of their parameters, which error messages
     then show.
     """
-    decisions = decide(model, GivenNames((), adam_names, matrix_names, expert_names))
-    _warn_of_guesses(decisions, adam_names, stacklevel=3)
-    kinds = _by_kind(decisions)
+    kinds = _by_kind(model, GivenNames((), adam_names, matrix_names, expert_names))
     options: dict[str, dict[str, Any]] = {
         "matrices": {"matrix_layout": "tensor", "sides": "auto"},
         "experts": {"matrix_layout": expert_layout, "sides": "auto"},
@@ -152,4 +146,4 @@ def parameter_groups(
     }
     if rest_lr is not None:
         options["rest"]["lr"] = converted(rest_lr, float | Tensor)
-    return [{"params": kinds[kind], **own} for kind, own in options.items() if kinds[kind]]
+    return [{"params": kinds[kind], **options[kind]} for kind in options if kinds[kind]]
