@@ -12,7 +12,7 @@ from operator import attrgetter
 from lather.optim.kinds import KINDS, Decision
 
 WIDTH = 80
-"""Columns of the table, but for longer names."""
+"""Columns of the table."""
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 """Matches the parts of a name that are numbers: of layers, of experts."""
 
@@ -81,11 +81,12 @@ def _span(numbers: Sequence[int]) -> str:
 
 
 def _line(decisions: Sequence[Decision]) -> str:
-    """Return the line of decisions that are alike; two lines if the name is too long."""
+    """Return the line of decisions that are alike; several lines if the name is too long."""
     first, count = decisions[0], len(decisions)
     mark = "?" if first.is_guess else " " if first.parameter.requires_grad else "-"
     shape = tuple(first.parameter.shape)
-    name = f"  {mark} {name_of(decisions)}"
+    indents = {"initial_indent": f"  {mark} ", "subsequent_indent": " " * 8}
+    name = textwrap.fill(name_of(decisions), WIDTH, break_on_hyphens=False, **indents)
     shapes = f"{count} x {shape}" if count > 1 else f"{shape}"
     numbers = f"{shapes}{_short(count * math.prod(shape)):>9}"
     room = WIDTH - len(numbers) - 1

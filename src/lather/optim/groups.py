@@ -75,9 +75,9 @@ def describe_parameters(
 ) -> Decisions:
     """Return what `parameters_by_kind` decides with the same arguments, and why.
 
-    `print(describe_parameters(model))` prints a table of at most 80 columns, except for longer
-    names: each kind with its parameters by reason, with shapes and numbers of elements. Equal
-    layers share a line; guesses are marked. The result is a tuple with a decision for each
+    `print(describe_parameters(model))` prints a table of at most 80 columns: each kind with its
+    parameters by reason, with shapes and numbers of elements. Equal layers share a line; guesses
+    are marked. The result is a tuple with a decision for each
     parameter: its `name`, `parameter`, `kind`, `reason` and `is_guess`.
     """
     names = GivenNames(router_names, adam_names, matrix_names, expert_names)

@@ -38,5 +38,5 @@ def state_bytes(
             f"unknown option {unknown[0]!r} of {optimizer.__name__}; known options: "
             f"{', '.join(sorted(known))}"
         )
-    own = rule_for_dtype(rule(**{"lr": 1e-3, **options}), dtype)
-    return layout_of(tuple(map(operator.index, shape)), own).state_bytes()
+    rule_of_dtype = rule_for_dtype(rule(**{"lr": 1e-3, **options}), dtype)
+    return layout_of(tuple(map(operator.index, shape)), rule_of_dtype).state_bytes()

@@ -95,11 +95,9 @@ def words_of(part: str) -> list[str]:
 
 
 def has_parts(name: str, given: Iterable[str]) -> str | None:
-    """Return the first of the given names whose parts stand together in `name`, None without one.
-
-    A given name is one part, `lm_head`, or several, `mlp.gate.weight`.
-    """
-    return next((one for one in given if f".{one}." in f".{name}."), None)
+    """Return the first of the given names whose parts stand together in `name`, None if there is
+    none. A given name is a part, `lm_head`, or several parts, `mlp.gate.weight`."""
+    return next((parts for parts in given if f".{parts}." in f".{name}."), None)
 
 
 def judge(path: str) -> Judgment | None:
@@ -132,7 +130,7 @@ def _judge_part(part: str) -> Judgment | None:
     if "query" in words and not {"key", "value"}.isdisjoint(words):
         return PRODUCT  # the projections of attention in one matrix
     if (word := _first(sorted(words, key=AMBIGUOUS.__contains__), OF_OTHERS)) is not None:
-        last = next((one for one in reversed(words) if not one.isdigit()), word)
+        last = next((x for x in reversed(words) if not x.isdigit()), word)
         is_other = last not in OF_OTHERS and word in TOKENS  # a token_mixer is no token
         return Judgment("rest", OF_OTHERS[word], word in AMBIGUOUS or is_other)
     return PRODUCT if LIKELY_PRODUCTS.intersection(words) else None
@@ -165,8 +163,8 @@ def is_product(name: str) -> bool:
     last = (words_of(part) or [""])[-1]
     if part == "weight" and modules:
         module = words_of(modules[-1])
-        said = _first(module, OF_NO_WEIGHT) or _first(module, PRODUCTS | {"gate", "router"})
-        return said is not None and said not in OF_NO_WEIGHT
+        is_linear = _first(module, PRODUCTS | {"gate", "router"}) is not None
+        return is_linear and _first(module, OF_NO_WEIGHT) is None
     return last in PRODUCTS
 
 
@@ -185,10 +183,8 @@ def may_be_head(name: str) -> bool:
     parts = name.split(".")
     if any(part.isdigit() for part in parts):
         return False
-    own = [part for part in parts if part not in WRAPPERS]
-    if not own:
-        return False
-    return own[-1] in HEADS or not LAST_WORDS_OF_HEADS.isdisjoint(words_of(own[-1])[-1:])
+    last = next((part for part in reversed(parts) if part not in WRAPPERS), "")
+    return last in HEADS or not LAST_WORDS_OF_HEADS.isdisjoint(words_of(last)[-1:])
 
 
 def may_be_experts(name: str) -> bool:

@@ -40,7 +40,7 @@ def converted(value: Any, hint: Any) -> Any:
     if isinstance(value, str):
         return str.__str__(value)
     if isinstance(value, Mapping):
-        return {converted(key, str): plain(one) for key, one in value.items()}
+        return {converted(key, str): plain(element) for key, element in value.items()}
     if int in kinds and (count := _by(operator.index, value)) is not None:
         return count
     if float in kinds and (isinstance(value, Real) or hasattr(value, "__index__")):
@@ -92,7 +92,7 @@ def dtype_option(value: Any) -> Any:
         return {part: dtype_option(name)} if equals else getattr(torch, value, value)
     if isinstance(value, Mapping):
         # An empty dict is the default, and in a saved group it would stand for a function.
-        return {converted(key, str): dtype_option(one) for key, one in value.items()} or None
+        return {converted(key, str): dtype_option(dtype) for key, dtype in value.items()} or None
     return value
 
 
@@ -106,7 +106,7 @@ def saveable(value: Any) -> Any:
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     if isinstance(value, Mapping):
-        return {plain(key): saveable(one) for key, one in value.items()}
+        return {plain(key): saveable(element) for key, element in value.items()}
     value = plain(value)
     if isinstance(value, list | tuple):
         return type(value)(map(saveable, value))
