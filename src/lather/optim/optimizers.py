@@ -1,16 +1,20 @@
 """The optimizers of the package: for each registered rule a `MatrixOptimizer` whose default rule it
-is, with the rule's options as arguments (`constructor`)."""
+is, with the rule's options as arguments (`constructor`); and the size of their state."""
 
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+import torch
 from torch.optim.optimizer import ParamsT
 
 from lather.optim.batched.arguments import Published, describe_unknown, translated
+from lather.optim.batched.matrix_layout import layout_of, rule_for_dtype
 from lather.optim.batched.optimizer import MatrixOptimizer
+from lather.optim.options import options_of
 from lather.optim.rule import Rule
 from lather.optim.rules.adamw import AdamWRule
 from lather.optim.rules.kl_soap import KLSOAPRule, REKLSRule, StackedSOAPRule
@@ -153,3 +157,31 @@ OPTIMIZER_OF: dict[type[Rule], type[MatrixOptimizer]] = {
     for optimizer in (AdamW, KLSOAP, REKLS, StackedSOAP, Muon, SOAP, EmbeddingSOAP, SOAPMuon)
 }
 """The registered rules, each with the optimizer whose default rule it is."""
+
+
+def state_bytes(
+    shape: tuple[int, ...],
+    optimizer: type[MatrixOptimizer] | type[Rule] = SOAP,
+    *,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> int:
+    """Return the exact bytes of optimizer state of a parameter of `shape`, including the step
+    counter.
+
+    `optimizer` is an optimizer (SOAP, Muon, ...) or the class of a rule; `options` are those of its
+    options that differ from the defaults, of which layout, sides and dtypes matter. `dtype` is that
+    of the parameter, on which the state depends if `state_dtype` is None.
+
+    Raises:
+        ValueError: for an option that the optimizer does not have, or that is out of range.
+    """
+    rule = optimizer if issubclass(optimizer, Rule) else optimizer.rule
+    known = options_of(rule)
+    if unknown := sorted(set(options) - set(known)):
+        raise ValueError(
+            f"unknown option {unknown[0]!r} of {optimizer.__name__}; known options: "
+            f"{', '.join(sorted(known))}"
+        )
+    rule_of_dtype = rule_for_dtype(rule(**{"lr": 1e-3, **options}), dtype)
+    return layout_of(tuple(map(operator.index, shape)), rule_of_dtype).state_bytes()

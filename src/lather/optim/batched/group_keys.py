@@ -34,7 +34,6 @@ from lather.optim.batched.known_keys import (
     LABELS_OR_RULES,
     MULTIPLIERS,
     NO_RULE,
-    NO_WORDS,
     OPTIMIZERS,
     OTHER_NAMES,
     RULE_KEYS,
@@ -140,10 +139,10 @@ def _is_known(key: Any, value: Any, rule: Rule, rules: Rules, allowed: Collectio
         return False
     lower, value = _lower(key), plain(value)
     what, name = f"{key}={value!r} in a parameter group", name_of(type(rule))
-    if asked := _asked_rules(lower, value, what, rules):
-        if not any(_is_rule(word, rule) for word in asked):
-            text = f"{what} asks for {asked[0]}, but the group's rule is {name!r}"
-            raise ValueError(f"{text}: {_remedy(key, asked[0], rules)}")
+    if asked := _asked_rule(lower, value, what, rules):
+        if not _is_rule(asked, rule):
+            text = f"{what} asks for {asked}, but the group's rule is {name!r}"
+            raise ValueError(f"{text}: {_remedy(key, asked, rules)}")
         return True
     if lower in WHAT_HAPPENS:
         happens, remedy = WHAT_HAPPENS[lower]
@@ -194,9 +193,9 @@ def _refuse_option(key: str, what: str, rule: Rule, rules: Rules) -> None:
         raise ValueError(f"unknown option {key!r} in a parameter group: {guess}")
 
 
-def _asked_rules(key: str, value: Any, what: str, rules: Rules) -> list[str]:
-    """Return the rules for one of which a key of a group asks: words such as "adamw", or "not lion"
-    for any other than that. Empty if the key asks for no rule.
+def _asked_rule(key: str, value: Any, what: str, rules: Rules) -> str:
+    """Return the rule for which a key of a group asks: "adamw", or "not lion" for any other than
+    that. Empty if the key asks for no rule.
 
     Raises ValueError for a value of `use_X` or `is_X` that is neither true nor false.
     """
@@ -206,28 +205,15 @@ def _asked_rules(key: str, value: Any, what: str, rules: Rules) -> list[str]:
     word = _word(_SWITCH.sub("", key))
     if word in words:
         if isinstance(value, int):
-            return [word if value else "adamw" if word in FALL_BACK else f"not {word}"]
+            return word if value else "adamw" if word in FALL_BACK else f"not {word}"
         if _SWITCH.match(key) and not isinstance(value, str | None):
             raise ValueError(f"{what} is not valid: give True or False, or leave the key out")
-        return []
+        return ""
     if key not in RULE_KEYS | LABELS_OR_RULES:
-        return []
-    named = getattr(value, "__name__", getattr(value, "name", ""))
-    text = value if isinstance(value, str) else str(named)
-    if (whole := _word(text)) in words:
-        return [whole]
-    return _optimizers_in(text, words) if key in RULE_KEYS else []
-
-
-def _optimizers_in(text: str, known: Collection[str]) -> list[str]:
-    """Return the known optimizers that a text names: one for "paged_adamw_8bit", two for
-    "muon_adamw", none for "generator" and "not_muon"."""
-    words = re.findall(r"[a-z0-9]+", _lower(text))
-    for length in range(len(words), 0, -1) if NO_WORDS.isdisjoint(words) else ():
-        joined = ["".join(words[i : i + length]) for i in range(len(words) - length + 1)]
-        if names := [name for name in joined if name in known]:
-            return names
-    return []
+        return ""
+    name = getattr(value, "__name__", getattr(value, "name", ""))
+    word = _word(value if isinstance(value, str) else str(name))
+    return word if word in words else ""
 
 
 def _word(text: str) -> str:

@@ -47,8 +47,6 @@ LABELS_OR_RULES = {"kind", "type", "method", "group_type"}
 """Keys whose value names a rule, or is a label."""
 NO_RULE = {"", "auto", "default", "main", "none"}
 """Values of `RULE_KEYS` that leave the rule to the optimizer."""
-NO_WORDS = {"no", "non", "not", "without"}
-"""Words of a value with which it names another optimizer than the group's."""
 
 FALL_BACK = _words("muon normuon adamuon soap shampoo dion dion2 kron psgd")
 """Optimizers of matrices: where others' `use_X` is false for these, a group takes Adam's step."""

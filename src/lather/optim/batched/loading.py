@@ -24,7 +24,6 @@ from lather.optim.rule import Rule
 logger = logging.getLogger(__name__)
 
 MOMENTUM = "momentum_buffer"
-ADAM = {"exp_avg", "exp_avg_sq"}
 
 TORCH_MUON = {"ns_coefficients", "ns_steps", "adjust_lr_fn"}
 """Options by which groups of torch.optim.Muon are known."""
@@ -68,6 +67,16 @@ def checked(saved: Mapping[str, Any], groups: Groups, rule_groups: RuleGroups) -
             num_completed,
         )
     return {**saved, "param_groups": loaded, "state": states}
+
+
+def without_values(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a saved optimizer without state and functions: torch would cast the state and keep
+    both it and the result, and copy functions."""
+    groups = [
+        {key: value for key, value in group.items() if not callable(value)}
+        for group in saved["param_groups"]
+    ]
+    return {**saved, "param_groups": groups, "state": {}}
 
 
 def _is_foreign(group: Mapping[str, Any]) -> bool:
@@ -150,30 +159,10 @@ def _loaded_state(
     what = f"the saved state of parameter {number} with shape {layout.shape}"
     if _is_foreign(group) and state.keys() != names:
         raise ValueError(
-            f"{what} is {_whose(group, state)}, from which the rule {name_of(type(rule))!r} "
-            f"can take nothing: {_remedy(group, state)}"
+            f"{what} is of another optimizer ({', '.join(state)}), from which the rule "
+            f"{name_of(type(rule))!r} can take nothing: give the group the rule of that optimizer "
+            "(muon or soap_muon for Muon, adamw for Adam), with the same parameters in the same "
+            "order, or load the weights alone and let the optimizer begin with a fresh state"
         )
     layout.check_state(state, what)
     return state
-
-
-def _whose(group: Mapping[str, Any], state: Mapping[str, Any]) -> str:
-    """Return in words which optimizer saves such a group with such entries for a parameter."""
-    if group.keys() >= TORCH_MUON:
-        owner = "of torch.optim.Muon"
-    elif state.keys() <= {MOMENTUM}:
-        owner = "of torch.optim.SGD" if "dampening" in group else "of another Muon, or of SGD"
-    elif state.keys() >= ADAM:
-        owner = "of Adam or AdamW" + (" with amsgrad=True" if "max_exp_avg_sq" in state else "")
-    else:
-        owner = "of another optimizer"
-    return f"{owner} ({', '.join(state)})"
-
-
-def _remedy(group: Mapping[str, Any], state: Mapping[str, Any]) -> str:
-    same = "of the same parameters in the same order, or let the optimizer begin with a fresh state"
-    if group.keys() >= TORCH_MUON:
-        return f"load it into lather.optim.Muon or SOAPMuon {same}"
-    if state.keys() == ADAM | {"step"}:
-        return f'load it into lather.optim.AdamW, or into groups with "rule": "adamw", {same}'
-    return "load the weights alone, and let the optimizer begin with a fresh state"

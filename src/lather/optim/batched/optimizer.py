@@ -39,7 +39,7 @@ from lather.optim.batched.gradients import (
     inspect_gradients,
     measure_gradients,
 )
-from lather.optim.batched.loading import checked
+from lather.optim.batched.loading import checked, without_values
 from lather.optim.batched.pending import PendingRefreshes
 from lather.optim.batched.plan import (
     Chunk,
@@ -394,29 +394,24 @@ class MatrixOptimizer(torch.optim.Optimizer, metaclass=DocumentedByRule):
         changed. If parameters are spread over ranks, all these ranks must call this together, with
         whole entries or with DTensors.
         """
-        final: dict[str, Any] = {}
         self._pending.finish()
-        infos, lender = self._current_roster().params, None
-        if self._store.is_lent:
-            lender = Lender(self._store, infos, self.state)
+        infos, saved = self._current_roster().params, dict[str, Any]()
+        lender = Lender(self._store, infos, self.state) if self._store.is_lent else None
 
         def check(_: torch.optim.Optimizer, after_hooks: dict[str, Any]) -> dict[str, Any]:
-            final.update(checked(after_hooks, self.param_groups, self._groups))
-            groups = [_without_functions(group) for group in final["param_groups"]]
-            # torch would copy functions, and cast the state and keep both
-            return {**final, "param_groups": groups, "state": {}}
+            saved.update(checked(after_hooks, self.param_groups, self._groups))
+            return without_values(saved)
 
-        handles = [
-            self.register_load_state_dict_pre_hook(check),
-            self.register_load_state_dict_post_hook(
-                lambda _: self._load_exactly(final, lender), prepend=True
-            ),
-        ]
+        def load(_: torch.optim.Optimizer) -> None:
+            self._load_exactly(saved, lender)
+
+        before = self.register_load_state_dict_pre_hook(check)
+        after = self.register_load_state_dict_post_hook(load, prepend=True)
         try:
             super().load_state_dict(state_dict)
         finally:
-            for handle in handles:
-                handle.remove()
+            before.remove()
+            after.remove()
         # accelerate replaces the parameters before the first step: do not keep the old ones alive
         if not self.state:
             self._groups.roster = None
@@ -424,20 +419,17 @@ class MatrixOptimizer(torch.optim.Optimizer, metaclass=DocumentedByRule):
 
     def _load_exactly(self, saved: dict[str, Any], lender: Lender | None) -> None:
         """Copy saved state into new buckets. The optimizer has the saved options, and no state."""
-        states = dict(saved["state"])
-        of_params: dict[Tensor, dict[str, Any]] = {}
+        others, states = dict(saved["state"]), dict[Tensor, dict[str, Any]]()
         for group, loaded in zip(self.param_groups, saved["param_groups"], strict=True):
             group.update({key: value for key, value in loaded.items() if callable(value)})
-            keys = map(states.pop, loaded["params"], [{}] * len(loaded["params"]))
-            of_params |= {p: state for p, state in zip(group["params"], keys, strict=True) if state}
+            for p, key in zip(group["params"], loaded["params"], strict=True):
+                if state := others.pop(key, {}):
+                    states[p] = state
         sharding = self._groups.sharding
-        sharding.forget_changed(self._groups.make_roster(self.param_groups, of_params).params)
-        self.state.update(of_params)
-        roster = self._current_roster()
-        for p in of_params:
-            del self.state[p]
-        self._store.load(roster, self.state, of_params, lender)
-        self.state.update(states)
+        sharding.forget_changed(self._groups.make_roster(self.param_groups, states).params)
+        roster = self._groups.current_roster(self.param_groups, states)
+        self._store.load(roster, self.state, states, lender)
+        self.state.update(others)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -460,7 +452,3 @@ class MatrixOptimizer(torch.optim.Optimizer, metaclass=DocumentedByRule):
         }
         parts = {"_counts": self._counts, "_groups": self._groups}
         return {**state, "state": defaultdict(dict, separate), **parts}
-
-
-def _without_functions(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if not callable(value)}

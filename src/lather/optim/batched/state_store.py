@@ -228,12 +228,12 @@ def _without_member(info: ParamInfo) -> dict[str, Tensor]:
 def _is_current(bucket: Bucket, members: Mapping[int, Member], state: States) -> bool:
     """Whether the bucket still has the right members and form, and the state of its members."""
     for member in bucket.members:
-        new = members.get(id(member.param))
-        if new is None or (new.layout, new.layout.entries) != (member.layout, bucket.entries):
-            return False
-        if type(new.layout.rule) is not type(member.layout.rule):
-            return False
-        if (new.param.dtype, new.device) != (bucket.param_dtype, bucket.device):
+        new, layout = members.get(id(member.param)), member.layout
+        form = layout, bucket.entries, type(layout.rule), bucket.param_dtype, bucket.device
+        if new is None or form != (
+            *(new.layout, new.layout.entries, type(new.layout.rule)),
+            *(new.param.dtype, new.device),
+        ):
             return False
     return bucket.is_stacked(state)
 
