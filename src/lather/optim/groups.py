@@ -27,10 +27,10 @@ def parameters_by_kind(
 ) -> dict[str, list[tuple[str, nn.Parameter]]]:
     """Divide the parameters of a model, with their names, by kind: matrices, experts, router, rest.
 
-    Tied parameters occur once; frozen ones are included, because they may be trained later. The
-    first of these that says something about a parameter decides:
+    Tied parameters occur once; frozen parameters are included, because they may be trained later.
+    The first of these that says something about a parameter decides:
 
-    1. The caller. A given name is one or several whole parts of a parameter's name: `lm_head`,
+    1. The caller. Names are whole parts of a parameter's name, one or several: `lm_head`,
        `mlp.gate`. `router_names` are routers, `adam_names` are rest, `matrix_names` are matrices if
        they have two dims or more. Parameters of three dims or more named by `expert_names` are
        experts, but their biases, norms and scales are rest, also those of two dims.
@@ -131,7 +131,7 @@ def parameter_groups(
     for `StackedSOAP`. Embeddings, heads, norms and biases have `rest_rule`: "adamw", or
     "embedding_soap", which learns faster from small batches; and the learning rate `rest_lr`, or
     that of the optimizer if it is None. (docs/optimizers.md has good rates.) In rules with bases,
-    only the smaller side of a matrix has one if the other is more than 8 times as long
+    only the smaller side of a matrix has a basis if the other side is more than 8 times as long
     (`sides="auto"`): both sides of a 4096 x 8 LoRA matrix would need 1,026 times the memory of its
     weights. Frozen parameters are in their groups and take no step until they have gradients.
 

@@ -92,14 +92,14 @@ class Owner(NamedTuple):
     of rows if these are normalized."""
 
 
-def decide(model: nn.Module | Named, given: GivenNames) -> list[Decision]:
+def decide(model: nn.Module | Named, by_caller: GivenNames) -> list[Decision]:
     """Decide for each parameter of a model, or for named parameters, in their order.
 
     Raises:
         TypeError: for something that is neither a module nor pairs of a name and a parameter, and
             for names that are not a sequence of strings.
     """
-    for field, names in zip(given._fields, given, strict=True):
+    for field, names in zip(by_caller._fields, by_caller, strict=True):
         if isinstance(names, str) or not all(isinstance(name, str) for name in names):
             raise TypeError(
                 f"{field}_names={names!r} must be a sequence of strings, such as "
@@ -115,7 +115,8 @@ def decide(model: nn.Module | Named, given: GivenNames) -> list[Decision]:
         named = [_checked_pair(pair) for pair in model]
     check_kinds(named)
     judgments = (
-        _judge(name, p, owners.get(id(p), []), embeddings.get(id(p)), given) for name, p in named
+        _judge(name, p, owners.get(id(p), []), embeddings.get(id(p)), by_caller)
+        for name, p in named
     )
     return [Decision(name, p, *x) for (name, p), x in zip(named, judgments, strict=True)]
 
@@ -157,8 +158,8 @@ def _owner(modules: Mapping[str, nn.Module], path: str, name: str) -> Owner:
 def _returned_by(model: nn.Module, method: str) -> set[int]:
     """Return the ids of the embedding's parameters that a method of Hugging Face's models returns.
 
-    The method is looked for in all modules, so that a model is found inside of others. Many models
-    have it and no embedding: then it raises NotImplementedError or returns None.
+    All modules are asked, because a model may be part of another. Many models have the method and
+    no embedding: then it raises NotImplementedError or returns None.
     """
     returned: set[int] = set()
     for module in model.modules():
@@ -178,14 +179,14 @@ def _judge(
     p: nn.Parameter,
     owners: Sequence[Owner],
     embedding: str | None,
-    given: GivenNames,
+    by_caller: GivenNames,
 ) -> Judgment:
     """Judge a parameter: by the caller's names, its owners, its shape, its name."""
     if isinstance(p, nn.UninitializedParameter):
         remedy = "run the model once, so that lazy modules are initialized, then make the groups"
         raise ValueError(f"{name} has no shape yet: {remedy}")
     shape = tuple(p.shape)
-    judgment = _by_caller(name, shape, given)
+    judgment = _by_caller(name, shape, by_caller)
     if judgment is None and len(shape) < 2:
         judgment = Judgment("rest", "fewer than two dims")
     judgment = judgment or _by_owners(name, shape, owners, embedding)
@@ -194,14 +195,14 @@ def _judge(
     return judgment or _by_name(name, shape, owners)
 
 
-def _by_caller(name: str, shape: tuple[int, ...], given: GivenNames) -> Judgment | None:
-    if (part := has_parts(name, given.router)) is not None:
+def _by_caller(name: str, shape: tuple[int, ...], names: GivenNames) -> Judgment | None:
+    if (part := has_parts(name, names.router)) is not None:
         return Judgment("router", f"{part!r} is in router_names")
-    if (part := has_parts(name, given.adam)) is not None:
+    if (part := has_parts(name, names.adam)) is not None:
         return Judgment("rest", f"{part!r} is in adam_names")
-    if len(shape) >= 2 and (part := has_parts(name, given.matrix)) is not None:
+    if len(shape) >= 2 and (part := has_parts(name, names.matrix)) is not None:
         return Judgment("matrices", f"{part!r} is in matrix_names")
-    if (part := has_parts(name, given.expert)) is None:
+    if (part := has_parts(name, names.expert)) is None:
         return None
     vectors = [why for word in words_of(name.rpartition(".")[2]) if (why := OF_A_VECTOR.get(word))]
     if len(shape) >= 2 and vectors:
@@ -223,7 +224,8 @@ def _by_owners(
 ) -> Judgment | None:
     """Judge a parameter by the modules that own it.
 
-    A model's input embedding may be a linear map of patches or of frames; its head is one always.
+    A model's input embedding may be a linear map of patches or of frames; its head is always a
+    linear map.
     """
     for owner in owners:
         if isinstance(owner.module, nn.Embedding | nn.EmbeddingBag):
@@ -267,8 +269,8 @@ def _by_class_name(owner: Owner) -> Judgment | None:
 def _class_word(module: nn.Module) -> tuple[str | None, str]:
     """Return the word in the name of a module's class (linear, norm, embedding), and that name.
 
-    The last word counts: a LayerNormLinear is linear. A class without such a word has what its
-    base classes have: FSDP2 and parametrizations make classes of their own.
+    The last word counts: a LayerNormLinear is linear. A class without any of these words has those
+    of its base classes: FSDP2 and parametrizations derive classes.
     """
     for cls in type(module).__mro__:
         if cls is nn.Module:

@@ -57,7 +57,7 @@ OF_A_TABLE = _reasons(
         "its name says embedding": "emb embed embeds embedding embeddings wte codebook codebooks",
     }
 )
-"""Words for a table of which a step reads some rows."""
+"""Words for a table of which a step reads a few rows."""
 OF_NO_WEIGHT = MappingProxyType({**OF_A_VECTOR, **OF_A_TABLE})
 """Words that hold whatever follows them, but for a product's word: `pos_weight` is no matrix."""
 OF_OTHERS = _reasons(
@@ -75,9 +75,9 @@ AMBIGUOUS = frozenset({"query"})
 STATE_SPACE = frozenset({"A_log", "A_logs", "D", "Ds"})
 """Whole parts that name a state space model's diagonals."""
 HEADS = _words("output output_layer output_projection embed_out proj_out")
-"""Names of modules that often are the output head, if they are in no stack of layers."""
+"""Names of modules that often are the output head, outside of stacks of layers."""
 LAST_WORDS_OF_HEADS = frozenset({"head", "classifier", "score", "logits", "unembed"})
-"""Last words of such names."""
+"""Last words of the names of output heads."""
 EXPERTS = frozenset({"expert", "experts", "moe"})
 """Words for experts, of whose weights the caller did not name the stacks."""
 WRAPPERS = _words(
@@ -94,17 +94,17 @@ def words_of(part: str) -> list[str]:
     return [word.rstrip("0123456789") or word for word in words if word]
 
 
-def has_parts(name: str, given: Iterable[str]) -> str | None:
-    """Return the first of the given names whose parts stand together in `name`, None if there is
-    none. A given name is a part, `lm_head`, or several parts, `mlp.gate.weight`."""
-    return next((parts for parts in given if f".{parts}." in f".{name}."), None)
+def has_parts(name: str, candidates: Iterable[str]) -> str | None:
+    """Return the first candidate whose parts stand together in `name`, None if there is none. A
+    candidate is a part, `lm_head`, or several parts, `mlp.gate.weight`."""
+    return next((parts for parts in candidates if f".{parts}." in f".{name}."), None)
 
 
 def judge(path: str) -> Judgment | None:
     """Judge a parameter of two dims or more by its name alone, None if the name says nothing.
 
-    `path` is the name inside of the module that owns the parameter: with more than one part if the
-    parameter is in a list or a dictionary. The last part that says something decides.
+    `path` is the name inside of the module that owns the parameter: several parts if the parameter
+    is in a list or a dictionary. The last part that says something decides.
     """
     for part in reversed(path.split(".")):
         if part in STATE_SPACE:

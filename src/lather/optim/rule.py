@@ -205,8 +205,8 @@ class Rule:
         `s.active` alone."""
 
     def on(self, matrix: Matrix) -> Rule:
-        """Return the rule for this matrix: this rule, or another one for matrices that this one
-        cannot handle (vectors, for example)."""
+        """Return the rule for this matrix: this rule, or another for matrices that it cannot handle
+        (vectors, for example)."""
         return self
 
     def on_vectors(self) -> Rule:
@@ -293,7 +293,7 @@ class RefreshingRule(Rule):
     @property
     def first_refresh(self) -> int:
         """The step that computes the first bases; with `stagger_first`, the first step that
-        computes some of them."""
+        computes any of them."""
         return 1
 
     def due(self, t: int) -> Due:
@@ -323,7 +323,7 @@ class RefreshingRule(Rule):
         return Due("interval", f, first=is_spread and since < f)
 
     def refresh(self, s: State, dim: int, method: str, first: bool) -> Tensor | None:
-        """Refresh the basis of dim `dim` in place, and rotate the state that is kept in its
+        """Refresh the basis of dim `dim` in place, and rotate the state that is in its
         coordinates. Return which matrices failed (B,), whose state must be unchanged, or None if a
         refresh cannot fail."""
         raise NotImplementedError

@@ -20,7 +20,7 @@ from lather.optim.plain import plain, saveable
 from lather.optim.rules import RULES
 
 LIKENESS = 0.7
-"""Least similarity to an option at which an unknown argument is taken for a misspelt one."""
+"""Least similarity to an option at which an unknown argument is taken for a misspelt option."""
 
 
 class DocumentedByRule(type):
@@ -34,8 +34,8 @@ class DocumentedByRule(type):
             return text
         texts, lines = documentation_of(rule), list[str]()
         for name, option in options_of(rule).items():
-            is_given = option.default is MISSING
-            default = "" if is_given else f" Default: {saveable(option.default)!r}."
+            has_none = option.default is MISSING
+            default = "" if has_none else f" Default: {saveable(option.default)!r}."
             lines.append(f"    {name}: {texts.get(name, '')}{default}")
         params = "    params: Parameters, as for `MatrixOptimizer`."
         return "\n".join([text, "", "Args:", params, *lines])

@@ -44,8 +44,8 @@ another division into batches gives other bits, and a run that is resumed should
 STATE_BYTES, GPU_STATE_BYTES = 2**26, 2**31
 """Largest state of a bucket of several members on a CPU, and on a GPU; a quarter of it under an
 elementwise rule, whose kernel needs no stacks. The memory of a bucket is free when the state of its
-last member has been moved away, so larger ones would raise the peak of moving all state; smaller
-ones would divide the batches of a step."""
+last member has been moved away, so larger buckets would raise the peak of moving all state; smaller
+buckets would divide the batches of a step."""
 
 States = Mapping[Tensor, dict[str, Tensor]]
 """Parameter -> its state: `step`, and entries by name."""
@@ -173,9 +173,9 @@ def _strides(size: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def make_buckets(members: Iterable[Member], steps: Mapping[int, int]) -> list[Bucket]:
-    """Divide the members into as few buckets as possible, each with one member or with at most
-    `STATE_BYTES` of state; members with different step counts never share a bucket. `steps`: id of
-    a parameter -> its step count, if it is not 0."""
+    """Divide the members into as few buckets as possible. The state of several members in a bucket
+    is at most `STATE_BYTES`; members with different step counts never share a bucket. `steps`: id
+    of a parameter -> its step count, if it is not 0."""
 
     def sized() -> Iterator[tuple[Member, object, float]]:
         for member in members:
@@ -189,8 +189,8 @@ def make_buckets(members: Iterable[Member], steps: Mapping[int, int]) -> list[Bu
 
 
 def in_batches(items: Iterable[tuple[T, Any, float]]) -> list[list[T]]:
-    """Divide (item, key, size) into batches of items with equal keys and a total size of at most 1,
-    or of one larger item; in order."""
+    """Divide (item, key, size) into batches of items with equal keys, in order. The total size of a
+    batch is at most 1; a larger item is a batch by itself."""
     batches: dict[Any, list[list[T]]] = {}
     room: dict[Any, float] = {}
     for item, key, size in items:

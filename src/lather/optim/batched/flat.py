@@ -5,7 +5,7 @@
 
 Marked pieces are refused, also where a model is sorted into kinds of parameters. Pieces without a
 mark look like vectors, so only all parameters of a rule show something: a rule for matrices that
-had some and has none now is refused, and a rule that never had any is named in a warning.
+had matrices and has none now is refused, and a rule that never had any is named in a warning.
 Elementwise rules are right on any piece.
 """
 
@@ -44,7 +44,7 @@ def is_matrix(layout: Layout) -> bool:
 
 def check_whole(groups: Sequence[GroupSettings], had_matrices: Mapping[str, bool]) -> None:
     """Raise ValueError if a group whose rule needs matrices contains flat pieces of FSDP1, or if
-    all matrices of a rule that had some have become vectors.
+    all matrices of a rule have become vectors.
 
     `had_matrices`: name of a rule -> whether it had matrices.
     """
@@ -89,7 +89,7 @@ def keep_shapes(params: Iterable[Tensor]) -> bool:
 
 def check_piece(what: str, p: Tensor, need: str) -> None:
     """Raise ValueError if the parameter is a flat piece that FSDP1 has made. `what` names the
-    parameter, and `need` says why a whole one is needed."""
+    parameter, and `need` says why the whole parameter is needed."""
     if is_flattened(p) and p.dim() < 2:
         raise ValueError(
             f"{what} with shape {tuple(p.shape)} is a flat piece that FullyShardedDataParallel "

@@ -264,8 +264,8 @@ def _measure(infos: Sequence[ParamInfo], groups: Groups, *, raises: bool) -> _Me
 
 
 def _norms(infos: Sequence[ParamInfo]) -> list[tuple[list[ParamInfo], Tensor]]:
-    """Compute the norms that are needed: those of this rank's experts of one parameter, or a norm
-    of each of several parameters."""
+    """Compute the norms that are needed: of a parameter with experts, those of this rank's experts;
+    of each other parameter, its norm, together for parameters of the same dtypes."""
     measured: list[tuple[list[ParamInfo], Tensor]] = []
     whole: dict[tuple[torch.dtype, torch.dtype], list[ParamInfo]] = {}
     for info in infos:
@@ -293,8 +293,8 @@ def _in_range(norms: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def read_together(tensors: Sequence[Tensor], what: Read) -> list[list[Any]]:
-    """Return the values of 1-D tensors on the host; the device is waited for once if all tensors
-    are on the same one."""
+    """Return the values of 1-D tensors on the host, which waits once if all tensors are on one
+    device."""
     if not tensors:
         return []
     values = read(torch.cat([x.to(tensors[0].device) for x in tensors]), what)

@@ -1,15 +1,14 @@
-"""Keys of parameter groups that are no options of the group's rule: which are kept, and which are
-refused.
+"""Checks keys of parameter groups that are no options of the group's rule.
 
-Groups come from other programs: trainers label and scale them, schedulers keep their own values in
-them, and other optimizers choose a rule and its options by them. A key that changes no number is
-kept and ignored. A key that asks for what the group does anyway is kept, too. One that asks for
-another rule or another step is refused, because otherwise a group would take a step that nobody
-asked for. Keys of which nothing is known are kept and named in a warning.
+Groups come from other programs: trainers label and scale them, schedulers store values in them, and
+other optimizers choose a rule and its options by them. A key that changes no number is ignored, and
+so is a key that asks for what the group does anyway. A key that asks for another rule or another
+step is refused, because otherwise the group would take a step that nobody asked for. Unknown keys
+are ignored and named in a warning. Ignored keys stay in the group.
 
-    HARMLESS, multipliers           torch's switches, values of schedulers, labels: kept
-    RULE_KEYS, use_X, is_X, X       the rule: `use_muon`, `algorithm`; kept if it is the group's
-    WHAT_HAPPENS                    a property of the step: `amsgrad`; kept if the step has it
+    HARMLESS, multipliers           torch's switches, values of schedulers, labels: ignored
+    RULE_KEYS, use_X, is_X, X       the rule: `use_muon`, `algorithm`; refused unless the group's
+    WHAT_HAPPENS                    a property of the step: `amsgrad`; refused unless it has it
     OTHER_NAMES                     options under other names: `learning_rate`; refused
     options of other rules          refused, but for those that something has copied (`_copied`)
     near misses                     misspelt options: refused
@@ -50,8 +49,8 @@ _SWITCH = re.compile(r"^(use|is)_")
 Rules = Mapping[str, type[Rule]]
 """Rules by name."""
 
-OWN_KEYS = {"params", "param_names", "rule", "partition_dim"}
-"""Keys with a meaning that are no options of a rule: torch's own, the rule, and the dim of
+GROUP_KEYS = {"params", "param_names", "rule", "partition_dim"}
+"""Keys with a meaning that are no options of a rule: those of torch, the rule, and the dim of
 tensor-parallel shards."""
 
 LIKENESS = 0.8
@@ -77,9 +76,9 @@ def unknown_keys(
         inert: values that an optimizer puts into all its groups, whatever their rules: equal values
             may be options of other rules.
     """
-    known = options_of(type(rule)).keys() | OWN_KEYS
+    known = options_of(type(rule)).keys() | GROUP_KEYS
     if "lr" in group:
-        known |= {"lr_factor"}  # the group's rate is its own, and a scheduler's factor is kept
+        known |= {"lr_factor"}  # a scheduler's, which does not change the group's rate
     extra = [key for key in group if key not in known and _lower(key) not in HARMLESS]
     if not extra:
         return []
@@ -100,8 +99,8 @@ def _copied(
     """Return the keys that are options of other rules because something has copied them there:
 
     - values that the optimizer puts into all its groups (`inert`);
-    - all options of another rule, several of which the group's own rule does not have: another
-      optimizer with that default rule has put them there;
+    - all options of another rule, several of which the group's rule does not have: an optimizer
+      with that default rule has put them there;
     - `eps` of torch.optim.Muon, the least norm by which it divides.
     """
     keys = inert.keys() & set(extra)
@@ -114,7 +113,7 @@ def _copied(
 
 
 def asks(key: Any) -> bool:
-    """Whether the value of a key that is no option decides whether the key is kept or refused."""
+    """Whether a key that is no option may be refused, depending on its value."""
     lower = _lower(key)
     is_optimizer = _word(lower) in OPTIMIZERS | ALIASES.keys()
     return lower in ASKING or _SWITCH.match(lower) is not None or is_optimizer
@@ -188,7 +187,7 @@ def _refuse_option(key: str, what: str, rule: Rule, rules: Rules) -> None:
         raise ValueError(f"{what} has no meaning, because {no_option}: leave it out")
     near = [option] if prefix else near
     if near and not lower.endswith(MULTIPLIERS):
-        known = ", ".join(sorted([*options, *OWN_KEYS]))
+        known = ", ".join(sorted([*options, *GROUP_KEYS]))
         guess = f"did you mean {near[0]!r}? Known options: {known}"
         raise ValueError(f"unknown option {key!r} in a parameter group: {guess}")
 
@@ -221,7 +220,7 @@ def _word(text: str) -> str:
 
 
 def _is_rule(asked: str, rule: Rule) -> bool:
-    """Whether a rule, or a rule from which it derives, is the one that is asked for."""
+    """Whether a rule, or a rule from which it derives, is the rule that is asked for."""
     if asked.startswith("not "):
         return not _is_rule(asked.removeprefix("not "), rule)
     classes = [cls for cls in type(rule).__mro__ if issubclass(cls, Rule)]

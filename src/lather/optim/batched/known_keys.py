@@ -213,4 +213,4 @@ WHAT_HAPPENS = {name: row for names, row in PROPERTIES.items() for name in names
 the remedy if it does not."""
 
 ASKING = WHAT_HAPPENS.keys() | RULE_KEYS | LABELS_OR_RULES
-"""Keys whose values decide whether they are kept; so do those of `use_X` and `is_X`."""
+"""Keys that may be refused, depending on their values, as may `use_X` and `is_X`."""

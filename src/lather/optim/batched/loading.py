@@ -32,9 +32,9 @@ JORDANS_MUON = {"params", "param_names", "lr", "initial_lr", "momentum", "weight
 
 
 def checked(saved: Mapping[str, Any], groups: Groups, rule_groups: RuleGroups) -> dict[str, Any]:
-    """Return a saved optimizer in the form in which it is loaded: the options that it lacks, and
-    `ownership`, are those of the optimizer's own `groups`, and entries that another Muon lacks have
-    their initial values. Raises ValueError if it does not fit."""
+    """Return a saved optimizer in the form in which it is loaded into an optimizer with these
+    groups, from which it gets `ownership` and the options that it lacks; entries that another Muon
+    lacks have their initial values. Raises ValueError if it does not fit."""
     theirs = saved["param_groups"]
     lengths = [[len(group["params"]) for group in all_groups] for all_groups in (theirs, groups)]
     if lengths[0] != lengths[1]:
@@ -87,7 +87,7 @@ def _is_foreign(group: Mapping[str, Any]) -> bool:
 def _muon_options(group: Mapping[str, Any], rule: type[Rule]) -> dict[str, Any] | None:
     """Return the options of a rule with Muon's momentum that take the same step as a saved group
     of torch.optim.Muon or of Jordan's Muon; None if the group is of neither, or the rule is
-    another. Raises ValueError if there are no such options."""
+    another. Raises ValueError if there are no options for the same step."""
     is_muon = options_of(rule).keys() >= {"momentum", "coefficients", "scale"}
     if not is_muon or not _is_foreign(group):
         return None
@@ -114,11 +114,11 @@ def _muon_options(group: Mapping[str, Any], rule: type[Rule]) -> dict[str, Any] 
 def _loaded_group(
     group: Mapping[str, Any], saved: Mapping[str, Any], rule: type[Rule]
 ) -> dict[str, Any]:
-    """Return a saved group with plain values, and with the options that it lacks; a group of
-    another optimizer gets all keys that it lacks. `ownership`, and what is a function in the saved
-    group or in the optimizer's own `group`, are those of `group`. So are names of parameters, if it
-    has any: a flattened state dict has the names of the saved group that contained the first
-    parameter, which may have been a group of another pipeline stage.
+    """Return a saved group with plain values, and with the options of `group`, into which it is
+    loaded, that it lacks; a group of another optimizer gets all keys that it lacks. `ownership`,
+    and an option that is a function in either group, are those of `group`. So are names of
+    parameters, if it has any: a flattened state dict has the names of the saved group that
+    contained the first parameter, which may have been a group of another pipeline stage.
     """
     lacking = group if _is_foreign(saved) else options_of(rule)
     if (options := _muon_options(saved, rule)) is not None:

@@ -71,7 +71,7 @@ class Layout:
     dims: tuple[int, ...]
     """Inner dims that have a basis, ascending."""
     rule: Rule = field(compare=False, repr=False)
-    """Rule of these tensors: the rule of the group, or the one that it returns for them
+    """Rule of these tensors: the rule of the group, or the rule that it returns for them
     (`Rule.on`)."""
     num_dims: int = field(compare=False, repr=False)
     """Number of dims of the whole parameter."""
@@ -189,8 +189,8 @@ class ExpertLayout(Layout):
 
 
 class StackedLayout(Layout):
-    """A parameter (b, m, n) is one matrix, merged along the smaller edge. Moments have the shape of
-    the merged matrix, in whose eigenbases they are kept."""
+    """A parameter (b, m, n) is one matrix, merged along the smaller edge. Moments, which are in the
+    eigenbases of the merged matrix, have its shape."""
 
     is_joined = False
 
@@ -228,7 +228,7 @@ class ElementLayout(Layout):
 
 
 def rule_for_dtype(rule: Rule, dtype: torch.dtype) -> Rule:
-    """Return the rule for parameters of this dtype: this rule, or the same one in fp64."""
+    """Return the rule for parameters of this dtype: this rule, or the same rule in fp64."""
     is_wide = rule.state_dtype is None and dtype == torch.float64
     return replace(rule, state_dtype=torch.float64) if is_wide else rule
 

@@ -83,7 +83,7 @@ class MatrixOptimizer(torch.optim.Optimizer, metaclass=DocumentedByRule):
         params: parameters, (name, parameter) pairs or parameter groups. Every option of a rule may
             differ between groups. A group may also have another rule: `{"params": ..., "rule":
             "muon", "momentum": 0.9}`. Give the rule as its name, its class or an instance.
-        rule: rule of the groups that do not give one.
+        rule: rule of the groups that do not name a rule.
 
     Raises:
         ValueError, TypeError: at construction, for a value out of range or a parameter that does
@@ -412,7 +412,7 @@ class MatrixOptimizer(torch.optim.Optimizer, metaclass=DocumentedByRule):
         finally:
             before.remove()
             after.remove()
-        # accelerate replaces the parameters before the first step: do not keep the old ones alive
+        # accelerate replaces the parameters before the first step: let go of the old parameters
         if not self.state:
             self._groups.roster = None
             self._groups.sharding.forget()

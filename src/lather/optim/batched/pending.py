@@ -59,7 +59,7 @@ class PendingRefreshes:
         return self._end is not None and not self._end.query()
 
     def work(self) -> None:
-        """Do the next batch, or launch it on the GPU; there must be one."""
+        """Do the next batch that waits, or launch it on the GPU."""
         self._launch([self.waiting.popleft()])
 
     def finish(self) -> None:

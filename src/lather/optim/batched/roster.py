@@ -152,7 +152,8 @@ class ParamInfo:
 
     @cached_property
     def num_norms(self) -> int:
-        """Number of norms of the gradient that are measured: one for each expert, one, or none."""
+        """Number of norms of the gradient that are measured: of each expert, of the parameter, or
+        none."""
         if self.layout.has_experts:
             return self.layout.batch
         return int(self.settings.rule.nonfinite != "ignore")
@@ -203,7 +204,7 @@ class Roster:
         self.group_ids = [id(settings.group) for settings in groups]
         self.places = places
         self.is_whole = True
-        """Whether no change of the groups has been read in part: such a roster is of no use."""
+        """Whether all changes of the groups have been read; otherwise the roster is useless."""
         self._forms = list(map(_form, params))
         self.pattern: list[int] = []
         """For each group, the number of the first group with the same settings."""
@@ -256,11 +257,11 @@ def _form(info: ParamInfo) -> tuple[object, ...]:
 
 
 SHARED = frozenset({"lr", "weight_decay", *options_of(Rule)}) - {"matrix_layout"}
-"""Options that a group takes from the optimizer's default rule even if its own rule is of another
+"""Options that a group takes from the optimizer's default rule even if its rule is of another
 class."""
 
 
-def group_options(given: Mapping[str, Any], rule: type[Rule], default: Rule) -> dict[str, Any]:
+def group_options(group: Mapping[str, Any], rule: type[Rule], default: Rule) -> dict[str, Any]:
     """Return all options of a group with this rule: those that the group gives; then those of the
     optimizer's default rule; then the rule's defaults.
 
@@ -272,7 +273,7 @@ def group_options(given: Mapping[str, Any], rule: type[Rule], default: Rule) -> 
     for name in options.keys() & options_of(type(source)).keys():
         if type(source) is rule or name in SHARED or options[name] is MISSING:
             options[name] = getattr(source, name)
-    return options | {name: given[name] for name in options.keys() & given.keys()}
+    return options | {name: group[name] for name in options.keys() & group.keys()}
 
 
 def plain_options(group: Mapping[str, Any], rule: type[Rule]) -> dict[str, Any]:

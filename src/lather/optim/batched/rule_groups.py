@@ -36,8 +36,8 @@ class RuleGroups:
     """
 
     def __init__(self, default: Rule, published: Published) -> None:
-        """`default`: rule of the groups that do not give one. `published`: names of the published
-        interface for options, which groups may use."""
+        """`default`: rule of the groups that do not name a rule. `published`: names of the
+        published interface for options, which groups may use."""
         self.published = published
         self.default, self.rules = default, {name_of(type(default)): type(default)}
         self.defaults = {name: getattr(default, name) for name in options_of(type(default))}
@@ -67,20 +67,20 @@ class RuleGroups:
         self._warn_of_unknown_keys()
 
     def add(
-        self, given: dict[str, Any], groups: Groups, append: Callable[[dict[str, Any]], None]
+        self, group: dict[str, Any], groups: Groups, append: Callable[[dict[str, Any]], None]
     ) -> None:
         """Check a group and add it to the groups by `append`, the method of torch's optimizers; a
         bad option, layout or parameter raises, and the group is not added."""
-        with _naming(given, len(groups)):
-            given = translated(given, self.published, self.defaults)
-            rule, of_rule = self._rule_of(given)
-            options = group_options({**of_rule, **given}, rule, self.default)
+        with _naming(group, len(groups)):
+            group = translated(group, self.published, self.defaults)
+            rule, of_rule = self._rule_of(group)
+            options = group_options({**of_rule, **group}, rule, self.default)
             made, name = rule(**options), name_of(rule)
-            unknown = self.unknown_in(given, made, inert=self.defaults)
-            plain = {key: getattr(made, key) for key in options} | listed(given)
-            if "partition_dim" in given:
-                plain["partition_dim"] = as_count(given["partition_dim"])
-            append({**given, "params": _each_once(given["params"]), **plain, "rule": name})
+            unknown = self.unknown_in(group, made, inert=self.defaults)
+            plain = {key: getattr(made, key) for key in options} | listed(group)
+            if "partition_dim" in group:
+                plain["partition_dim"] = as_count(group["partition_dim"])
+            append({**group, "params": _each_once(group["params"]), **plain, "rule": name})
         self.rules[name] = rule
         try:
             with _naming(groups[-1], len(groups) - 1):
@@ -100,8 +100,8 @@ class RuleGroups:
         return frozenset(unknown_keys(group, rule, {**RULES, **self.rules}, **allowed))
 
     def _warn_of_unknown_keys(self) -> None:
-        """Name in one warning the keys that mean nothing to the rules of their groups, except for
-        those that an earlier warning has named."""
+        """Warn of all keys that mean nothing to the rules of their groups and that no earlier
+        warning has named."""
         if new := self._unknown - self._warned_of:
             self._warned_of |= new
             text = "keys of parameter groups that mean nothing to their rules are kept and ignored"
@@ -210,8 +210,8 @@ class RuleGroups:
 
 @contextmanager
 def _naming(group: Mapping[str, Any], number: int) -> Iterator[None]:
-    """Add to the message of an error which group it is about: its number, and its name or the
-    name of its first parameter if it has one."""
+    """Add to the message of an error the group that it is about: its number, and its name or the
+    name of its first parameter."""
     try:
         yield
     except (TypeError, ValueError) as error:

@@ -27,8 +27,8 @@ cache (measured: 1 to 4 MiB is best)."""
 
 
 def cpu_count(count: int) -> int:
-    """Round a number of matrices up to a multiple of the threads: of two threads, one would wait
-    for the third matrix."""
+    """Round a number of matrices up to a multiple of the threads: with three matrices and two
+    threads, a thread would wait."""
     threads = torch.get_num_threads()
     return -(-max(1, count) // threads) * threads
 

@@ -5,8 +5,8 @@ its members. For a parameter that is spread over ranks, a rank keeps the state o
 it owns, under the same keys as every other rank; the tensors are empty if it owns none.
 
 Before the first step a state dict is room for a checkpoint, and a copy might not fit into memory:
-DTensors of it may then be views of the state (`lend`). A load into the same optimizer finds its own
-rows there and takes them back; a step before that moves the state instead.
+DTensors of it may then be views of the state, which is lent. A load of exactly these DTensors
+continues with the lent state; a step before that moves the state away.
 """
 
 from __future__ import annotations
