@@ -85,8 +85,13 @@ def _line(decisions: Sequence[Decision]) -> str:
     first, count = decisions[0], len(decisions)
     mark = "?" if first.is_guess else " " if first.parameter.requires_grad else "-"
     shape = tuple(first.parameter.shape)
-    indents = {"initial_indent": f"  {mark} ", "subsequent_indent": " " * 8}
-    name = textwrap.fill(name_of(decisions), WIDTH, break_on_hyphens=False, **indents)
+    name = textwrap.fill(
+        name_of(decisions),
+        WIDTH,
+        initial_indent=f"  {mark} ",
+        subsequent_indent=" " * 8,
+        break_on_hyphens=False,
+    )
     shapes = f"{count} x {shape}" if count > 1 else f"{shape}"
     numbers = f"{shapes}{_short(count * math.prod(shape)):>9}"
     room = WIDTH - len(numbers) - 1

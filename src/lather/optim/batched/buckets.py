@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from lather.device import is_gpu
-from lather.optim.batched.matrix_layout import Layout, StoredEntry
+from lather.optim.batched.matrix_layout import Layout, StateEntry
 from lather.optim.sharded.placement import local, local_grad
 
 T = TypeVar("T")
@@ -109,7 +109,7 @@ class Bucket:
         entries, rows = self.entries.items(), self.first_row[-1]
         stacks = {name: entry.allocate(rows, self.device) for name, entry in entries}
 
-        def view(name: str, entry: StoredEntry, member: Member, row: int) -> Tensor:
+        def view(name: str, entry: StateEntry, member: Member, row: int) -> Tensor:
             rows = stacks[name][row : row + member.layout.batch]
             return rows.view(member.layout.shape_of(entry)).detach()
 

@@ -39,7 +39,7 @@ NORM = "norm"
 
 
 @dataclass(frozen=True)
-class StoredEntry:
+class StateEntry:
     """One tensor of the optimizer state of a matrix, as it is stored."""
 
     shape: tuple[int, ...]
@@ -108,7 +108,7 @@ class Layout:
         """Return the view of the parameter `p` that holds tensors start to stop."""
         return p
 
-    def shape_of(self, entry: StoredEntry) -> tuple[int, ...]:
+    def shape_of(self, entry: StateEntry) -> tuple[int, ...]:
         """Return the shape of an entry in `optimizer.state[p]`: moments have that of the
         parameter."""
         return self.shape if entry.is_moment else entry.shape
@@ -126,13 +126,13 @@ class Layout:
         return self.rule.keep_norm and len(self.inner) > 1
 
     @cached_property
-    def entries(self) -> dict[str, StoredEntry]:
+    def entries(self) -> dict[str, StateEntry]:
         """Entries of the state of the parameter by name, without `step`."""
         entries, dtypes = dict(self.rule.state(self.matrix)), self.rule.dtypes
         if self.keeps_norm:
             entries[NORM] = Entry(())
         return {
-            name: StoredEntry(
+            name: StateEntry(
                 x.shape, dtypes[x.kind], x.initial, x.kind == "moment" or self.elementwise
             )
             for name, x in entries.items()
@@ -184,7 +184,7 @@ class ExpertLayout(Layout):
     def part(self, p: Tensor, start: int, stop: int) -> Tensor:
         return p[start:stop]
 
-    def shape_of(self, entry: StoredEntry) -> tuple[int, ...]:
+    def shape_of(self, entry: StateEntry) -> tuple[int, ...]:
         return self.shape if entry.is_moment else (self.batch, *entry.shape)
 
 
@@ -202,7 +202,7 @@ class StackedLayout(Layout):
         b, m, n = self.shape
         return u.view(m, b, n).movedim(1, 0) if n <= m else u.view(b, m, n)
 
-    def shape_of(self, entry: StoredEntry) -> tuple[int, ...]:
+    def shape_of(self, entry: StateEntry) -> tuple[int, ...]:
         return self.inner if entry.is_moment else entry.shape
 
 
