@@ -1,4 +1,4 @@
-"""`MatrixOptimizer`, the torch Optimizer for every rule. It consists of parts:
+"""`MatrixOptimizer`, the torch Optimizer for every rule. It consists of these parts:
 
     RuleGroups        the rules of its parameter groups, and the roster of their parameters
     StateStore        the state of the parameters, in buckets
@@ -254,8 +254,8 @@ class MatrixOptimizer(torch.optim.Optimizer, metaclass=DocumentedByRule):
     def _execute(
         self, chunks: Chunks, exchanges: list[OwnerExchange], *, defers: bool = True
     ) -> None:
-        """Run all phases for runs whose buckets are open. Without `defers`, refreshes are done now
-        that could be done until the next step."""
+        """Run all phases for runs whose buckets are open. Without `defers`, no refresh is left for
+        the time until the next step."""
         statistics = list(filter(attrgetter("info.has_statistics"), chunks))
         coming = list(filter(attrgetter("has_statistics"), exchanges))
         if statistics or coming:
@@ -280,7 +280,7 @@ class MatrixOptimizer(torch.optim.Optimizer, metaclass=DocumentedByRule):
             self._pending.add(jobs)
 
     def _step_replicated(self, info: ParamInfo, idle: dict[int, list[bool]]) -> None:
-        """Run all phases for one parameter that every rank gathers and updates
+        """Run all phases for a parameter that every rank gathers and updates
         (`ownership="replicated"`)."""
         state = self.state[info.param]
         whole = Gathered(info, self._groups.sharding, state)
@@ -298,20 +298,18 @@ class MatrixOptimizer(torch.optim.Optimizer, metaclass=DocumentedByRule):
         exchanges: Sequence[OwnerExchange],
         phase: Phase,
     ) -> None:
-        """Process the runs that need no exchange while the gradients of the first exchange arrive,
-        then the runs of one exchange after the other, each while the gradients of the next one
+        """Run a phase for the runs that need no exchange while the gradients of the first exchange
+        arrive, then for the runs of each exchange while the gradients of the next exchange
         arrive."""
         leaving: OwnerExchange | None = None
-        if exchanges:
-            exchanges[0].launch_in()
-        process([run for run in runs if run.exchange is None], chunks, phase, self._streams)
-        for exchange, following in zip_longest(exchanges, exchanges[1:]):
+        for exchange, following in zip_longest((None, *exchanges), exchanges):
             if following is not None:
                 following.launch_in()
-            exchange.finish_in()
-            exchanged = [run for run in runs if run.exchange is exchange]
-            process(exchanged, chunks, phase, self._streams)
-            if phase is Chunk.take_update:
+            if exchange is not None:
+                exchange.finish_in()
+            of_exchange = [run for run in runs if run.exchange is exchange]
+            process(of_exchange, chunks, phase, self._streams)
+            if exchange is not None and phase is Chunk.take_update:
                 exchange.launch_out()
                 if leaving is not None:
                     receive_updates(leaving)

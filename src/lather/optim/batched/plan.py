@@ -6,8 +6,13 @@ changed; every step then executes it.
 
     StepPlan   all runs of a step (`lather.optim.batched.runs`), their chunks, and the exchanges
                between ranks
-    Chunk      rows of a run, which the rule receives as one batch: gradients go in, and the update
-               leaves by `change_weights`
+    Chunk      rows of a run, which the rule receives as one batch
+
+A gradient takes this path. `Chunk.gradients` copies the gradients of equal matrices into a batch
+(B, m, n) in the dtype of computation, or takes a view. `Rule.update` returns the update U of the
+batch. `change_weights` adds U to the weights on this rank; an update for other ranks is copied to
+where an exchange sends it from, and its receiver calls `change_weights`. Where a rule has a kernel
+for elements, `step_whole` gives it gradients and weights without a batch.
 """
 
 from __future__ import annotations
