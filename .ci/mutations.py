@@ -75,16 +75,16 @@ MUTATIONS = (
     ),
     Mutation(
         "optimizer: functions have no key in a state dict",
-        "optim/batched/stateful.py",
+        "optim/batched/optimizer.py",
         'groups = [saveable(group) for group in saved["param_groups"]]',
         'groups = [saveable(_without_functions(group)) for group in saved["param_groups"]]',
         "distributed/test_flattened_state.py",
     ),
     Mutation(
         "optimizer: a state dict that does not wait for refreshes",
-        "optim/batched/stateful.py",
-        "        self._pending.finish()\n        own = dict(self.state)",
-        "        own = dict(self.state)",
+        "optim/batched/optimizer.py",
+        "        self._pending.finish()\n        on_this_rank = dict(self.state)",
+        "        on_this_rank = dict(self.state)",
         "optim/test_async_refresh.py",
     ),
     Mutation(

@@ -31,8 +31,8 @@ from torch import Tensor
 
 from lather.optim import SOAP, MatrixOptimizer
 from lather.optim.batched import buckets
-from lather.optim.batched.plan import TEMPORARIES
 from lather.optim.batched.refresh import DimRefresh
+from lather.optim.batched.runs import TEMPORARIES
 from lather.optim.linalg.kronecker import SYMMETRIC_BLOCKS
 from lather.optim.rules.soap import SOAPRule
 
@@ -301,7 +301,7 @@ def test_batches_on_a_gpu_do_not_depend_on_the_memory_that_is_free(
     params = parameters([(8, 8)] * 3)
     optimizer = SOAP(params)
     run(optimizer, params, range(1))
-    (bucket,) = {id(run.bucket): run.bucket for run in optimizer._plan.runs}.values()
+    (bucket,) = {id(run.bucket): run.bucket for run in optimizer._plan.chunks}.values()
     assert bucket.temporary_bytes == 2**28
     monkeypatch.setattr(buckets, "is_gpu", lambda on: True)
     assert bucket.temporary_bytes == 2**32

@@ -53,7 +53,7 @@ in all: 15 parameters, 1,076,772 elements
   - frozen: 3 parameters, 262,665 elements"""
 
 
-def test_the_table_has_kinds_reasons_runs_marks_and_totals() -> None:
+def test_the_table_has_kinds_reasons_marks_and_totals() -> None:
     with torch.device("meta"):
         decisions = describe_parameters(Model())
     assert str(decisions) == repr(decisions) == TABLE
@@ -74,14 +74,13 @@ def name_column(*names: str) -> list[str]:
     return [line.split()[0] for line in str(decisions).splitlines() if "(2,)" in line]
 
 
-def test_numbers_of_a_run_are_abbreviated() -> None:
-    assert name_column(*(f"a.{i}.b" for i in (0, 1, 2, 5, 7, 8))) == ["a.{0-2,5,7-8}.b"]
+def test_numbers_of_names_that_are_alike_are_abbreviated() -> None:
     assert name_column(*(f"a.{i}.b" for i in range(0, 12, 2))) == ["a.{0,...,10}.b"]
     assert name_column(*(f"a.{i}.b.{j}" for i in range(3) for j in range(2))) == ["a.{0-2}.b.{0-1}"]
     assert name_column("a.0.b", "a1.0.b", "0") == ["a.0.b", "a1.0.b", "0"]
 
 
-def test_long_names_are_broken_at_dots() -> None:
+def test_long_names_are_broken() -> None:
     name = ".".join(["parameters_of_a_layer"] * 6)
     lines = str(describe_parameters([(name, nn.Parameter(torch.zeros(2, 3)))])).splitlines()
     assert max(map(len, lines)) <= 80

@@ -428,7 +428,7 @@ def test_a_frequency_that_gives_nonsense_raises_before_anything_changes(
 FAULTS: dict[str, list[tuple[Any, str]]] = {
     "inspect": [(optimizer, "inspect_gradients")],
     "buckets": [(state_store, "make_buckets")],
-    "allocation": [(matrix_layout.KeptEntry, "allocate")],
+    "allocation": [(matrix_layout.StateEntry, "allocate")],
     "statistics": [
         (soap, "update_kronecker_factors"),
         (kl_soap, "update_kronecker_factors_kl"),

@@ -240,7 +240,9 @@ def test_a_run_of_jordans_muon_goes_on() -> None:
     assert torch.equal(ours.state[others[1]]["exp_avg_sq"], theirs.state[params[1]]["exp_avg_sq"])
     assert float(ours.state[others[1]]["step"]) == 3.0
     swapped = Muon([{"params": others[:1], "rule": "adamw"}, {"params": others[1:]}])
-    with pytest.raises(ValueError, match=r"parameter 0 with shape .* is of another Muon"):
+    with pytest.raises(
+        ValueError, match=r"parameter 0 with shape .* is of another optimizer \(momentum_buffer\)"
+    ):
         swapped.load_state_dict(theirs.state_dict())
 
 
@@ -275,12 +277,12 @@ REFUSED: dict[str, tuple[Any, Callable[[], dict[str, Any]], str]] = {
     "muon_into_adamw": (
         AdamW,
         saved_by(torch.optim.Muon),
-        r"is of torch\.optim\.Muon \(momentum_buffer\), .* 'adamw' can take nothing: .*optim\.Muon",
+        r"is of another optimizer \(momentum_buffer\), .* 'adamw' can take nothing: .* for Muon",
     ),
     "muon_into_soap": (
         SOAP,
         saved_by(torch.optim.Muon),
-        r"is of torch\.optim\.Muon .* 'soap' can take nothing",
+        r"\(momentum_buffer\), from which the rule 'soap' can take nothing",
     ),
     "muon_of_other_coefficients": (
         Muon,
@@ -290,23 +292,17 @@ REFUSED: dict[str, tuple[Any, Callable[[], dict[str, Any]], str]] = {
     "sgd": (
         Muon,
         saved_by(torch.optim.SGD, momentum=0.9),
-        r"is of torch\.optim\.SGD .* 'muon' can take nothing: load the weights",
+        r"\(momentum_buffer\), from which the rule 'muon' can take nothing: .* load the weights",
     ),
-    "sgd_into_soap": (SOAP, saved_by(torch.optim.SGD, momentum=0.9), r"is of torch\.optim\.SGD"),
     "adamw_into_muon": (
         Muon,
         saved_by(torch.optim.AdamW),
-        r"is of Adam or AdamW \(step, exp_avg, exp_avg_sq\), .* load it into lather\.optim\.AdamW",
-    ),
-    "adamw_into_soap": (
-        SOAP,
-        saved_by(torch.optim.AdamW),
-        r"is of Adam or AdamW .* \"rule\": \"adamw\"",
+        r"is of another optimizer \(step, exp_avg, exp_avg_sq\), .* adamw for Adam",
     ),
     "amsgrad": (
         AdamW,
         saved_by(torch.optim.AdamW, amsgrad=True),
-        r"is of Adam or AdamW with amsgrad=True \(.*max_exp_avg_sq\)",
+        r"is of another optimizer \(.*max_exp_avg_sq\)",
     ),
     "coupled_adam": (
         AdamW,

@@ -82,7 +82,7 @@ REFUSED: dict[str, tuple[Made, dict[str, Any], str]] = {
     "algo": (SOAP, {"algo": "soap_muon"}, 'asks for soapmuon, .* "rule": "soap_muon"'),
     "optimizer": (Muon, {"optimizer": "AdamW"}, "optimizer='AdamW' .* asks for adamw"),
     "optimizer_class": (Muon, {"optimizer": torch.optim.AdamW}, "asks for adamw"),
-    "optim": (Muon, {"optim": "adamw_torch_fused"}, "asks for adamw"),
+    "optim": (Muon, {"optim": "adamw"}, "asks for adamw"),
     "class": (Muon, {"optimizer_class": torch.optim.AdamW}, "asks for adamw"),
     "capital": (Muon, {"Algorithm": "AdamW"}, "Algorithm='AdamW' .* asks for adamw"),
     "capitals": (Muon, {"USE_MUON": False}, "USE_MUON=False .* asks for adamw"),
@@ -92,8 +92,6 @@ REFUSED: dict[str, tuple[Made, dict[str, Any], str]] = {
     "bare_false": (Muon, {"muon": False}, "muon=False .* asks for adamw"),
     "fallback": (Muon, {"use_fallback": True}, 'asks for adamw, .* give the group "rule": "adamw"'),
     "fallback_of_soap": (SOAP, {"use_fallback": True}, "asks for adamw"),
-    "paged": (Muon, {"optim": "paged_adamw_8bit"}, "asks for adamw"),
-    "distributed_class": (AdamW, {"optimizer": "DistMuon"}, "asks for muon"),
     "tensor": (Muon, {"use_muon": torch.tensor(False)}, "use_muon=False .* asks for adamw"),
     "tensor_of_one": (AdamW, {"amsgrad": torch.tensor([True])}, "amsgrad=True .* another step"),
     # Arrays in the place of one value.
@@ -343,8 +341,6 @@ KEPT: dict[str, tuple[Made, dict[str, Any]]] = {
     "timm": (Muon, {"use_fallback": False}),
     "timms_adamw": (Muon, {"use_fallback": True, "rule": "adamw"}),
     "nadam": (SOAP, {"merge_dims": False, "normalize_grads": False, "use_nadam": False}),
-    "words": (AdamW, {"optim": "paged_adamw", "optimizer": "torch_adamw", "algo": "muon_adamw"}),
-    "words_of_muon": (Muon, {"optim": "dist_muon", "optimizer": "muon_adamw", "useMuon": True}),
     "bare": (Muon, {"muon": True, "adamw": False}),
     "tensor": (Muon, {"use_muon": torch.tensor(True), "ns_coefficients": torch.tensor(QUINTIC)}),
     "tensors": (

@@ -12,7 +12,7 @@ from optim_helpers import KINDS, all_same, clones, make, parameters, run
 from torch import Tensor
 
 from lather.optim import KLSOAP, SOAP
-from lather.optim.batched import plan
+from lather.optim.batched import runs
 from lather.optim.batched.plan import matmul_precision
 from lather.optim.rules import bases
 from lather.optim.rules.kl_soap import KLSOAPRule
@@ -211,7 +211,7 @@ def test_on_a_gpu_products_are_tf32_by_default_and_refreshes_never(
 
         return call
 
-    monkeypatch.setattr(plan, "is_gpu", lambda _: on_gpu)
+    monkeypatch.setattr(runs, "is_gpu", lambda _: on_gpu)
     monkeypatch.setattr(KLSOAPRule, "statistics", recorded("statistics", KLSOAPRule.statistics))
     monkeypatch.setattr(KLSOAPRule, "update", recorded("update", KLSOAPRule.update))
     monkeypatch.setattr(

@@ -4,14 +4,12 @@ rules of your own. Requires torch only."""
 from lather.optim import functional as functional
 from lather.optim import schedules as schedules
 from lather.optim.batched.optimizer import MatrixOptimizer as MatrixOptimizer
-from lather.optim.batched.optimizer import constructor as constructor
 from lather.optim.batched.pending import PendingRefreshes as PendingRefreshes
 from lather.optim.description import Decisions as Decisions
 from lather.optim.groups import describe_parameters as describe_parameters
 from lather.optim.groups import parameter_groups as parameter_groups
 from lather.optim.groups import parameters_by_kind as parameters_by_kind
 from lather.optim.kinds import Decision as Decision
-from lather.optim.memory import state_bytes as state_bytes
 from lather.optim.optimizers import KLSOAP as KLSOAP
 from lather.optim.optimizers import REKLS as REKLS
 from lather.optim.optimizers import SOAP as SOAP
@@ -20,6 +18,8 @@ from lather.optim.optimizers import EmbeddingSOAP as EmbeddingSOAP
 from lather.optim.optimizers import Muon as Muon
 from lather.optim.optimizers import SOAPMuon as SOAPMuon
 from lather.optim.optimizers import StackedSOAP as StackedSOAP
+from lather.optim.optimizers import constructor as constructor
+from lather.optim.optimizers import state_bytes as state_bytes
 from lather.optim.rule import Due as Due
 from lather.optim.rule import Entry as Entry
 from lather.optim.rule import Matrix as Matrix

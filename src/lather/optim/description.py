@@ -7,6 +7,7 @@ import re
 import textwrap
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 
 from lather.optim.kinds import KINDS, Decision
 
@@ -35,17 +36,16 @@ def table(decisions: Sequence[Decision]) -> str:
     """
     lines = []
     for kind in KINDS:
-        chosen = [decision for decision in decisions if decision.kind == kind]
-        chosen.sort(key=lambda decision: decision.is_guess)
-        if not chosen:
+        of_kind = [decision for decision in decisions if decision.kind == kind]
+        if not of_kind:
             continue
-        lines += [f"{kind}: {_total(chosen)}"]
         by_reason: dict[str, list[Decision]] = defaultdict(list)
-        for decision in chosen:
+        for decision in sorted(of_kind, key=attrgetter("is_guess")):
             by_reason["guess: " * decision.is_guess + decision.reason].append(decision)
-        for reason, alike in by_reason.items():
+        lines += [f"{kind}: {_total(of_kind)}"]
+        for reason, of_reason in by_reason.items():
             lines += textwrap.wrap(reason, WIDTH, initial_indent="  ", subsequent_indent="    ")
-            lines += [line for run in runs(alike) for line in _lines_of(run)]
+            lines += map(_line, alike(of_reason))
         lines += [""]
     lines += [f"in all: {_total(decisions)}"]
     if guesses := [decision for decision in decisions if decision.is_guess]:
@@ -55,7 +55,7 @@ def table(decisions: Sequence[Decision]) -> str:
     return "\n".join(lines)
 
 
-def runs(decisions: Iterable[Decision]) -> list[list[Decision]]:
+def alike(decisions: Iterable[Decision]) -> list[list[Decision]]:
     """Gather decisions of one kind whose names differ only in numbers, and whose shapes agree."""
     gathered: dict[object, list[Decision]] = defaultdict(list)
     for decision in decisions:
@@ -65,46 +65,37 @@ def runs(decisions: Iterable[Decision]) -> list[list[Decision]]:
     return list(gathered.values())
 
 
-def name_of(run: Sequence[Decision]) -> str:
-    """Return the name of a run: `layers.{0-47}.weight` if the numbers differ."""
-    columns = zip(*(NUMBER.findall(decision.name) for decision in run), strict=True)
+def name_of(decisions: Sequence[Decision]) -> str:
+    """Return a name for decisions that are alike: `layers.{0-47}.weight` if the numbers differ."""
+    columns = zip(*(NUMBER.findall(decision.name) for decision in decisions), strict=True)
     spans = iter([_span(sorted({int(number) for number in column})) for column in columns])
-    return NUMBER.sub(lambda _: next(spans), run[0].name)
+    return NUMBER.sub(lambda _: next(spans), decisions[0].name)
 
 
 def _span(numbers: Sequence[int]) -> str:
     """Abbreviate numbers in ascending order: 3 as "3", 0, 1, 2 as "{0-2}", others by their ends."""
+    first, last = numbers[0], numbers[-1]
     if len(numbers) == 1:
-        return str(numbers[0])
-    starts = [n for n in numbers if n - 1 not in numbers]
-    ends = [n for n in numbers if n + 1 not in numbers]
-    if len(starts) > 3:
-        return f"{{{numbers[0]},...,{numbers[-1]}}}"
-    spans = [f"{a}-{b}" if a < b else f"{a}" for a, b in zip(starts, ends, strict=True)]
-    return f"{{{','.join(spans)}}}"
+        return str(first)
+    return f"{{{first}-{last}}}" if last - first < len(numbers) else f"{{{first},...,{last}}}"
 
 
-def _lines_of(run: Sequence[Decision]) -> list[str]:
-    """Return the line of a run, with lines before it for a name that is too long for its column."""
-    first = run[0]
+def _line(decisions: Sequence[Decision]) -> str:
+    """Return the line of decisions that are alike; several lines if the name is too long."""
+    first, count = decisions[0], len(decisions)
     mark = "?" if first.is_guess else " " if first.parameter.requires_grad else "-"
     shape = tuple(first.parameter.shape)
-    name = f"  {mark} {name_of(run)}"
-    shapes = f"{len(run)} x {shape}" if len(run) > 1 else f"{shape}"
-    numbers = f"{shapes}{_short(len(run) * math.prod(shape)):>9}"
+    name = textwrap.fill(
+        name_of(decisions),
+        WIDTH,
+        initial_indent=f"  {mark} ",
+        subsequent_indent=" " * 8,
+        break_on_hyphens=False,
+    )
+    shapes = f"{count} x {shape}" if count > 1 else f"{shape}"
+    numbers = f"{shapes}{_short(count * math.prod(shape)):>9}"
     room = WIDTH - len(numbers) - 1
-    if len(name) <= room:
-        return [f"{name:{room}} {numbers}"]
-    return [*_broken(name), f"{numbers:>{WIDTH}}"]
-
-
-def _broken(name: str) -> list[str]:
-    """Break a name that is longer than a line after dots; the rest of it is indented."""
-    lines = []
-    while len(name) > WIDTH and (end := name.rfind(".", 8, WIDTH)) > 0:
-        lines.append(name[: end + 1])
-        name = f"{'':8}{name[end + 1 :]}"
-    return [*lines, name]
+    return f"{name:{room}} {numbers}" if len(name) <= room else f"{name}\n{numbers:>{WIDTH}}"
 
 
 def _total(decisions: Sequence[Decision]) -> str:

@@ -1,5 +1,5 @@
-"""Building blocks of the optimizers, for use in your own: pure functions, except where their
-docstrings say "in place".
+"""Building blocks of the optimizers, for use in other optimizers: pure functions, except where
+their docstrings say "in place".
 
 All take tensors with a leading batch dim and run on CPU and CUDA.
 """

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lather.optim.description import Decisions, name_of, runs
-from lather.optim.kinds import KINDS, Decision, GivenNames, Named, decide
+from lather.optim.description import Decisions, alike, name_of
+from lather.optim.kinds import KINDS, GivenNames, Named, decide
 from lather.optim.plain import converted
 
 EXPERT_NAMES = ("experts",)
@@ -27,10 +27,10 @@ def parameters_by_kind(
 ) -> dict[str, list[tuple[str, nn.Parameter]]]:
     """Divide the parameters of a model, with their names, by kind: matrices, experts, router, rest.
 
-    Tied parameters occur once; frozen ones are included, because they may be trained later. The
-    first of these that says something about a parameter decides:
+    Tied parameters occur once; frozen parameters are included, because they may be trained later.
+    The first of these that says something about a parameter decides:
 
-    1. The caller. A given name is one or several whole parts of a parameter's name: `lm_head`,
+    1. The caller. Names are whole parts of a parameter's name, one or several: `lm_head`,
        `mlp.gate`. `router_names` are routers, `adam_names` are rest, `matrix_names` are matrices if
        they have two dims or more. Parameters of three dims or more named by `expert_names` are
        experts, but their biases, norms and scales are rest, also those of two dims.
@@ -61,9 +61,8 @@ def parameters_by_kind(
     Warns:
         UserWarning: once, naming the trained parameters for which the answer is a guess.
     """
-    decisions = decide(model, GivenNames(router_names, adam_names, matrix_names, expert_names))
-    _warn_of_guesses(decisions, adam_names, stacklevel=3)
-    return _by_kind(decisions)
+    names = GivenNames(router_names, adam_names, matrix_names, expert_names)
+    return _by_kind(model, names)
 
 
 def describe_parameters(
@@ -76,43 +75,40 @@ def describe_parameters(
 ) -> Decisions:
     """Return what `parameters_by_kind` decides with the same arguments, and why.
 
-    `print(describe_parameters(model))` prints a table of at most 80 columns, except for longer
-    names: each kind with its parameters by reason, with shapes and numbers of elements. Equal
-    layers share a line; guesses are marked. The result is a tuple with a decision for each
+    `print(describe_parameters(model))` prints a table of at most 80 columns: each kind with its
+    parameters by reason, with shapes and numbers of elements. Equal layers share a line; guesses
+    are marked. The result is a tuple with a decision for each
     parameter: its `name`, `parameter`, `kind`, `reason` and `is_guess`.
     """
     names = GivenNames(router_names, adam_names, matrix_names, expert_names)
     return Decisions(decide(model, names))
 
 
-def _by_kind(decisions: Sequence[Decision]) -> dict[str, list[tuple[str, nn.Parameter]]]:
+def _by_kind(
+    model: nn.Module | Named, names: GivenNames
+) -> dict[str, list[tuple[str, nn.Parameter]]]:
+    """Divide the parameters by kind, and warn once of all guesses about parameters that are
+    trained, at the line that called the caller."""
+    decisions = decide(model, names)
     kinds: dict[str, list[tuple[str, nn.Parameter]]] = {kind: [] for kind in KINDS}
     for decision in decisions:
         kinds[decision.kind].append((decision.name, decision.parameter))
-    return kinds
-
-
-def _warn_of_guesses(
-    decisions: Sequence[Decision],
-    adam_names: Sequence[str],
-    stacklevel: int,
-) -> None:
-    """Warn once of all guesses about parameters that are trained."""
-    guesses = runs(one for one in decisions if one.is_guess and one.parameter.requires_grad)
+    guesses = alike(x for x in decisions if x.is_guess and x.parameter.requires_grad)
     if not guesses:
-        return
-    shown = [f"{name_of(run)} ({run[0].kind}: {run[0].reason})" for run in guesses]
+        return kinds
+    shown = [f"{name_of(same)} ({same[0].kind}: {same[0].reason})" for same in guesses]
     if len(shown) > MAX_GUESSES_SHOWN:
         shown = [*shown[:MAX_GUESSES_SHOWN], f"and {len(shown) - MAX_GUESSES_SHOWN} more"]
     last = guesses[0][0].name.removesuffix(".weight").rpartition(".")[2]
-    named = ", ".join(repr(name) for name in (*adam_names, last))
+    adam_names = ", ".join(map(repr, (*names.adam, last)))
     warnings.warn(
         f"the kind of these parameters is a guess: {'; '.join(shown)}. Say which are matrices and "
-        f"which are not, for example matrix_names=({last!r},) or adam_names=({named}), or make the "
-        "groups by hand; print(describe_parameters(model)) shows all decisions",
+        f"which are not, for example matrix_names=({last!r},) or adam_names=({adam_names}), or "
+        "make the groups by hand; print(describe_parameters(model)) shows all decisions",
         UserWarning,
-        stacklevel=stacklevel,
+        stacklevel=3,
     )
+    return kinds
 
 
 def parameter_groups(
@@ -135,16 +131,14 @@ def parameter_groups(
     for `StackedSOAP`. Embeddings, heads, norms and biases have `rest_rule`: "adamw", or
     "embedding_soap", which learns faster from small batches; and the learning rate `rest_lr`, or
     that of the optimizer if it is None. (docs/optimizers.md has good rates.) In rules with bases,
-    only the smaller side of a matrix has one if the other is more than 8 times as long
+    only the smaller side of a matrix has a basis if the other side is more than 8 times as long
     (`sides="auto"`): both sides of a 4096 x 8 LoRA matrix would need 1,026 times the memory of its
     weights. Frozen parameters are in their groups and take no step until they have gradients.
 
     Empty groups are left out. Groups contain the names of their parameters, which error messages
     then show.
     """
-    decisions = decide(model, GivenNames((), adam_names, matrix_names, expert_names))
-    _warn_of_guesses(decisions, adam_names, stacklevel=3)
-    kinds = _by_kind(decisions)
+    kinds = _by_kind(model, GivenNames((), adam_names, matrix_names, expert_names))
     options: dict[str, dict[str, Any]] = {
         "matrices": {"matrix_layout": "tensor", "sides": "auto"},
         "experts": {"matrix_layout": expert_layout, "sides": "auto"},
@@ -152,4 +146,4 @@ def parameter_groups(
     }
     if rest_lr is not None:
         options["rest"]["lr"] = converted(rest_lr, float | Tensor)
-    return [{"params": kinds[kind], **own} for kind, own in options.items() if kinds[kind]]
+    return [{"params": kinds[kind], **options[kind]} for kind in options if kinds[kind]]

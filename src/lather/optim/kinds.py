@@ -1,4 +1,4 @@
-"""Decides which parameters of a model are matrices: who decides, in which order, and why.
+"""Decides which parameters of a model are matrices, and why.
 
 A matrix rule (Muon, SOAP) is made for the weights of linear maps, by which activations are
 multiplied. Published practice leaves all others to AdamW: embeddings, the output head, vectors
@@ -72,7 +72,7 @@ class Decision:
 
 
 class GivenNames(NamedTuple):
-    """Names from the caller, each one part or several of a parameter's name."""
+    """Names from the caller, each a part or several parts of a parameter's name."""
 
     router: Sequence[str]
     adam: Sequence[str]
@@ -86,39 +86,39 @@ class Owner(NamedTuple):
     path: str
     module: nn.Module
     attribute: str
-    """One part, or several if the parameter is in a container of the module."""
+    """Several parts if the parameter is in a container of the module."""
     is_length: bool = False
     """Whether it is the first of several originals of a parametrized tensor, which are the lengths
     of rows if these are normalized."""
 
 
-def decide(model: nn.Module | Named, given: GivenNames) -> list[Decision]:
+def decide(model: nn.Module | Named, by_caller: GivenNames) -> list[Decision]:
     """Decide for each parameter of a model, or for named parameters, in their order.
 
     Raises:
         TypeError: for something that is neither a module nor pairs of a name and a parameter, and
             for names that are not a sequence of strings.
     """
-    for field, names in zip(("router", "adam", "matrix", "expert"), given, strict=True):
-        if isinstance(names, str) or not all(isinstance(one, str) for one in names):
+    for field, names in zip(by_caller._fields, by_caller, strict=True):
+        if isinstance(names, str) or not all(isinstance(name, str) for name in names):
             raise TypeError(
                 f"{field}_names={names!r} must be a sequence of strings, such as "
                 f"{field}_names=({names if isinstance(names, str) else 'name'!r},)"
             )
-    if not isinstance(model, nn.Module):
+    owners: Mapping[int, list[Owner]] = {}
+    embeddings: dict[int, str] = {}
+    if isinstance(model, nn.Module):
+        named, owners = list(model.named_parameters()), owners_of(model)
+        for end in ("input", "output"):
+            embeddings |= dict.fromkeys(_returned_by(model, f"get_{end}_embeddings"), end)
+    else:
         named = [_checked_pair(pair) for pair in model]
-        check_kinds(named)
-        return [Decision(name, p, *_judge(name, p, [], None, given)) for name, p in named]
-    check_kinds([*model.named_parameters()])
-    owners = owners_of(model)
-    inputs = _returned_by(model, "get_input_embeddings")
-    outputs = _returned_by(model, "get_output_embeddings")
-    decisions = []
-    for name, p in model.named_parameters():
-        embedding = "output" if id(p) in outputs else "input" if id(p) in inputs else None
-        judgment = _judge(name, p, owners.get(id(p), []), embedding, given)
-        decisions.append(Decision(name, p, *judgment))
-    return decisions
+    check_kinds(named)
+    judgments = (
+        _judge(name, p, owners.get(id(p), []), embeddings.get(id(p)), by_caller)
+        for name, p in named
+    )
+    return [Decision(name, p, *x) for (name, p), x in zip(named, judgments, strict=True)]
 
 
 def _checked_pair(pair: object) -> tuple[str, nn.Parameter]:
@@ -158,8 +158,8 @@ def _owner(modules: Mapping[str, nn.Module], path: str, name: str) -> Owner:
 def _returned_by(model: nn.Module, method: str) -> set[int]:
     """Return the ids of the embedding's parameters that a method of Hugging Face's models returns.
 
-    The method is looked for in all modules, so that a model is found inside of others. Many models
-    have it and no embedding: then it raises NotImplementedError or returns None.
+    All modules are asked, because a model may be part of another. Many models have the method and
+    no embedding: then it raises NotImplementedError or returns None.
     """
     returned: set[int] = set()
     for module in model.modules():
@@ -179,11 +179,14 @@ def _judge(
     p: nn.Parameter,
     owners: Sequence[Owner],
     embedding: str | None,
-    given: GivenNames,
+    by_caller: GivenNames,
 ) -> Judgment:
     """Judge a parameter: by the caller's names, its owners, its shape, its name."""
-    shape = _shape_of(name, p)
-    judgment = _by_caller(name, shape, given)
+    if isinstance(p, nn.UninitializedParameter):
+        remedy = "run the model once, so that lazy modules are initialized, then make the groups"
+        raise ValueError(f"{name} has no shape yet: {remedy}")
+    shape = tuple(p.shape)
+    judgment = _by_caller(name, shape, by_caller)
     if judgment is None and len(shape) < 2:
         judgment = Judgment("rest", "fewer than two dims")
     judgment = judgment or _by_owners(name, shape, owners, embedding)
@@ -192,21 +195,14 @@ def _judge(
     return judgment or _by_name(name, shape, owners)
 
 
-def _shape_of(name: str, p: nn.Parameter) -> tuple[int, ...]:
-    if isinstance(p, nn.UninitializedParameter):
-        remedy = "run the model once, so that lazy modules are initialized, then make the groups"
-        raise ValueError(f"{name} has no shape yet: {remedy}")
-    return tuple(p.shape)
-
-
-def _by_caller(name: str, shape: tuple[int, ...], given: GivenNames) -> Judgment | None:
-    if (part := has_parts(name, given.router)) is not None:
+def _by_caller(name: str, shape: tuple[int, ...], names: GivenNames) -> Judgment | None:
+    if (part := has_parts(name, names.router)) is not None:
         return Judgment("router", f"{part!r} is in router_names")
-    if (part := has_parts(name, given.adam)) is not None:
+    if (part := has_parts(name, names.adam)) is not None:
         return Judgment("rest", f"{part!r} is in adam_names")
-    if len(shape) >= 2 and (part := has_parts(name, given.matrix)) is not None:
+    if len(shape) >= 2 and (part := has_parts(name, names.matrix)) is not None:
         return Judgment("matrices", f"{part!r} is in matrix_names")
-    if (part := has_parts(name, given.expert)) is None:
+    if (part := has_parts(name, names.expert)) is None:
         return None
     vectors = [why for word in words_of(name.rpartition(".")[2]) if (why := OF_A_VECTOR.get(word))]
     if len(shape) >= 2 and vectors:
@@ -228,7 +224,8 @@ def _by_owners(
 ) -> Judgment | None:
     """Judge a parameter by the modules that own it.
 
-    A model's input embedding may be a linear map of patches or of frames; its head is one always.
+    A model's input embedding may be a linear map of patches or of frames; its head is always a
+    linear map.
     """
     for owner in owners:
         if isinstance(owner.module, nn.Embedding | nn.EmbeddingBag):
@@ -270,24 +267,22 @@ def _by_class_name(owner: Owner) -> Judgment | None:
 
 
 def _class_word(module: nn.Module) -> tuple[str | None, str]:
-    """Return what the name of a module's class says (linear, norm, embedding), and that name.
+    """Return the word in the name of a module's class (linear, norm, embedding), and that name.
 
-    The last word counts: a LayerNormLinear is linear. A class without such a word has what its
-    base classes have: FSDP2 and parametrizations make classes of their own.
+    The last word counts: a LayerNormLinear is linear. A class without any of these words has those
+    of its base classes: FSDP2 and parametrizations derive classes.
     """
     for cls in type(module).__mro__:
         if cls is nn.Module:
             break
-        found = [match.lastgroup for match in _CLASS_WORDS.finditer(cls.__name__)]
-        found = [group for group in found if group is not None]
-        if found:
-            return found[-1], cls.__name__
+        if words := [match.lastgroup for match in _CLASS_WORDS.finditer(cls.__name__)]:
+            return words[-1], cls.__name__
     return None, type(module).__name__
 
 
 def _class_name(owner: Owner, *classes: type[nn.Module]) -> str:
-    """Return the name of torch's class of which a module is that belongs to one of these, "" if it
-    belongs to none: nn.LSTM for an LSTM, nn.Linear also for the classes that FSDP2 makes of it."""
+    """Return the name in torch of the class of a module that is an instance of one of `classes`, ""
+    of any other: nn.LSTM for an LSTM, nn.Linear also for the classes that FSDP2 makes of it."""
     if not isinstance(owner.module, classes):
         return ""
     names = (cls.__name__ for cls in type(owner.module).__mro__ if issubclass(cls, classes))
@@ -311,7 +306,7 @@ def _by_name(name: str, shape: tuple[int, ...], owners: Sequence[Owner]) -> Judg
     parts = [part for part in name.split(".") if not part.isdigit()]
     paths = [owner.attribute for owner in owners] or [(parts or [name])[-1]]
     judgments = [judgment for path in paths if (judgment := judge(path)) is not None]
-    judgment = min(judgments, key=lambda one: one.kind != "rest", default=None)
+    judgment = min(judgments, key=lambda judgment: judgment.kind != "rest", default=None)
     is_matrix = judgment is None or judgment.kind == "matrices"
     if len(shape) == 3 and is_matrix and may_be_experts(name):
         return Judgment("matrices", "it may be a stack of experts: name it in expert_names", True)
@@ -319,8 +314,8 @@ def _by_name(name: str, shape: tuple[int, ...], owners: Sequence[Owner]) -> Judg
         return _weight_of_unknown(name, shape, parts)
     if judgment is not None:
         return judgment
-    if not owners and len(parts) > 1 and (said := judge(parts[-2])) is not None:
-        return said._replace(is_guess=True)
+    if not owners and len(parts) > 1 and (judgment := judge(parts[-2])) is not None:
+        return judgment._replace(is_guess=True)
     if len(shape) > 2 and all(size == 1 for size in shape[:-2]):
         return Judgment("rest", "a table, by its shape of (1, n, d)")
     return Judgment("matrices", "neither owner nor name says what it is", True)
@@ -332,8 +327,8 @@ def _weight_of_unknown(name: str, shape: tuple[int, ...], parts: Sequence[str]) 
     is_convolution = len(shape) > 2 and "conv" in module.lower()
     if is_convolution and shape[1] == 1:
         return Judgment("rest", "depthwise convolution, by its name and shape", True)
-    if len(shape) == 2 and (said := judge_module(module)) is not None:
-        return said
+    if len(shape) == 2 and (judgment := judge_module(module)) is not None:
+        return judgment
     if may_be_head(name):
         return Judgment("matrices", "it may be the output head, by its name", True)
     return WEIGHT

@@ -1,12 +1,20 @@
 """The optimizers of the package: for each registered rule a `MatrixOptimizer` whose default rule it
-is, with the rule's options as arguments."""
+is, with the rule's options as arguments (`constructor`); and the size of their state."""
 
 from __future__ import annotations
 
+import inspect
+import operator
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import torch
 from torch.optim.optimizer import ParamsT
 
-from lather.optim.batched.arguments import Published
-from lather.optim.batched.optimizer import MatrixOptimizer, constructor
+from lather.optim.batched.arguments import Published, describe_unknown, translated
+from lather.optim.batched.matrix_layout import layout_of, rule_for_dtype
+from lather.optim.batched.optimizer import MatrixOptimizer
+from lather.optim.options import options_of
 from lather.optim.rule import Rule
 from lather.optim.rules.adamw import AdamWRule
 from lather.optim.rules.kl_soap import KLSOAPRule, REKLSRule, StackedSOAPRule
@@ -14,11 +22,47 @@ from lather.optim.rules.muon import MuonRule
 from lather.optim.rules.soap import EmbeddingSOAPRule, SOAPRule
 from lather.optim.rules.soap_muon import SOAPMuonRule
 
+P = ParamSpec("P")
+S = TypeVar("S", bound=MatrixOptimizer)
+
 PUBLISHED: Published = {
     "use_eigh": (True, "refresh_method", "auto", "eigh"),
     "use_decoupled_weight_decay": (False, "weight_decay_method", "decoupled", "l2"),
 }
 """Arguments of the SOAP of Emerging-Optimizers."""
+
+
+def constructor(
+    rule: Callable[P, Rule],
+) -> Callable[[Callable[[S, ParamsT, Rule], None]], Callable[Concatenate[S, ParamsT, P], None]]:
+    """Decorate the `__init__` of an optimizer: callers pass the options of its rule instead of the
+    rule, and editors and mypy know the names and types of these options."""
+    options = inspect.signature(rule)
+    parameters = [
+        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        for name in ("self", "params")
+    ]
+    signature = options.replace(parameters=[*parameters, *options.parameters.values()])
+
+    def decorate(
+        init: Callable[[S, ParamsT, Rule], None],
+    ) -> Callable[Concatenate[S, ParamsT, P], None]:
+        def construct(self: S, *args: Any, **keywords: Any) -> None:
+            keywords = translated(keywords, self.published, {})
+            if unknown := [name for name in keywords if name not in signature.parameters]:
+                known = [name for name in ["params", *options.parameters] if name != "tp_group"]
+                raise TypeError(describe_unknown(type(self).__name__, unknown, known))
+            try:
+                bound = signature.bind(self, *args, **keywords)
+            except TypeError as error:  # `params` is missing, or an argument is given twice
+                raise TypeError(f"{type(self).__name__}: {error}") from None
+            init(self, bound.arguments["params"], rule(*bound.args[2:], **bound.kwargs))
+
+        construct.__qualname__ = construct.__name__ = init.__qualname__  # in messages of Python
+        construct.__signature__ = signature  # type: ignore[attr-defined]
+        return construct  # type: ignore[return-value]  # its parameters are those of `signature`
+
+    return decorate
 
 
 class AdamW(MatrixOptimizer):
@@ -113,3 +157,31 @@ OPTIMIZER_OF: dict[type[Rule], type[MatrixOptimizer]] = {
     for optimizer in (AdamW, KLSOAP, REKLS, StackedSOAP, Muon, SOAP, EmbeddingSOAP, SOAPMuon)
 }
 """The registered rules, each with the optimizer whose default rule it is."""
+
+
+def state_bytes(
+    shape: tuple[int, ...],
+    optimizer: type[MatrixOptimizer] | type[Rule] = SOAP,
+    *,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> int:
+    """Return the exact bytes of optimizer state of a parameter of `shape`, including the step
+    counter.
+
+    `optimizer` is an optimizer (SOAP, Muon, ...) or the class of a rule; `options` are those of its
+    options that differ from the defaults, of which layout, sides and dtypes matter. `dtype` is that
+    of the parameter, on which the state depends if `state_dtype` is None.
+
+    Raises:
+        ValueError: for an option that the optimizer does not have, or that is out of range.
+    """
+    rule = optimizer if issubclass(optimizer, Rule) else optimizer.rule
+    known = options_of(rule)
+    if unknown := sorted(set(options) - set(known)):
+        raise ValueError(
+            f"unknown option {unknown[0]!r} of {optimizer.__name__}; known options: "
+            f"{', '.join(sorted(known))}"
+        )
+    rule_of_dtype = rule_for_dtype(rule(**{"lr": 1e-3, **options}), dtype)
+    return layout_of(tuple(map(operator.index, shape)), rule_of_dtype).state_bytes()

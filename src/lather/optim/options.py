@@ -37,7 +37,7 @@ class Range:
 
 
 def holds(condition: Callable[..., Any], *values: Any) -> bool:
-    """Whether a condition holds for values of any type: those that it cannot compare, such as
+    """Whether a condition holds for values of any type. Values that it cannot compare, for example
     arrays of several elements, do not fulfill it."""
     try:
         return bool(condition(*values))
@@ -115,10 +115,10 @@ class Option:
     """An option of a rule, as its field defines it."""
 
     name: str
-    hint: Any
-    """Type of the option, without the range."""
     default: Any
     """Default value, or `dataclasses.MISSING` if it has none."""
+    hint: Any
+    """Type of the option, without the range."""
     range: Range | None
     """Valid values; None: all values of the type."""
 
@@ -146,30 +146,23 @@ def options_of(rule: type) -> dict[str, Option]:
 
 @functools.cache
 def _options_of(rule: type) -> dict[str, Option]:
-    found = {}
-    hints = _annotations(rule)
-    for field in dataclasses.fields(rule):
-        if field.metadata.get("group", True):
-            hint, own = _hint_and_range(hints[field.name])
-            found[field.name] = Option(field.name, hint, field.default, own)
-    return found
-
-
-def _annotations(rule: type) -> dict[str, Any]:
-    """Return the types of the fields by name. `typing.get_type_hints` would evaluate a lambda in a
-    range without its module's names."""
-    found = {}
+    # `typing.get_type_hints` would evaluate a lambda in a range without its module's names.
+    hints = dict[str, Any]()
     for cls in reversed(rule.__mro__):
         names = vars(sys.modules[cls.__module__])
         for name, hint in inspect.get_annotations(cls).items():
-            found[name] = eval(hint, names, dict(vars(cls))) if isinstance(hint, str) else hint
-    return found
+            hints[name] = eval(hint, names, dict(vars(cls))) if isinstance(hint, str) else hint
+    fields = [field for field in dataclasses.fields(rule) if field.metadata.get("group", True)]
+    return {
+        field.name: Option(field.name, field.default, *_hint_and_range(hints[field.name]))
+        for field in fields
+    }
 
 
 def _hint_and_range(annotation: Any) -> tuple[Any, Range | None]:
     if typing.get_origin(annotation) is Annotated:
         hint, *more = typing.get_args(annotation)
-        return hint, next((one for one in more if isinstance(one, Range)), None)
+        return hint, next((x for x in more if isinstance(x, Range)), None)
     if typing.get_origin(annotation) is Literal:
         choices = typing.get_args(annotation)
         words = "one of " + ", ".join(repr(choice) for choice in choices)
@@ -180,13 +173,11 @@ def _hint_and_range(annotation: Any) -> tuple[Any, Range | None]:
 
 
 def check(rule: Any) -> None:
-    """Replace the options of a new rule by plain values. Raise ValueError if one is out of range,
-    or is a decay rate without effect on bf16 moments."""
+    """Replace the options of a new rule by plain values. Raise ValueError for an option out of
+    range, and for a decay rate without effect on bf16 moments."""
     for name, option in options_of(type(rule)).items():
-        given = getattr(rule, name)
-        value = option.plain(given)
-        if value is not given:
-            object.__setattr__(rule, name, value)
+        value = option.plain(getattr(rule, name))
+        object.__setattr__(rule, name, value)
         if option.range is not None and not holds(option.range.holds, value):
             raise ValueError(f"{name}={value!r} is not valid: give {option.range.words}")
     for name in rule.moment_decays if rule.dtypes["moment"] is torch.bfloat16 else ():
@@ -203,17 +194,16 @@ def check(rule: Any) -> None:
 def documentation_of(rule: type) -> dict[str, str]:
     """Return the string under the field of each option; empty if the source code is not available.
     Parsing the source is slow."""
-    found = {}
+    texts = {}
     for cls in reversed(rule.__mro__):
-        for field_and_string in itertools.pairwise(
-            _classes_of(cls.__module__).get(cls.__qualname__, [])
-        ):
+        body = _classes_of(cls.__module__).get(cls.__qualname__, [])
+        for field_and_string in itertools.pairwise(body):
             match field_and_string:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(
                     value=ast.Constant(value=str(text))
                 ):
-                    found[name] = " ".join(text.split())
-    return found
+                    texts[name] = " ".join(text.split())
+    return texts
 
 
 @functools.cache

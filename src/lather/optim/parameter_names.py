@@ -57,7 +57,7 @@ OF_A_TABLE = _reasons(
         "its name says embedding": "emb embed embeds embedding embeddings wte codebook codebooks",
     }
 )
-"""Words for a table of which a step reads some rows."""
+"""Words for a table of which a step reads a few rows."""
 OF_NO_WEIGHT = MappingProxyType({**OF_A_VECTOR, **OF_A_TABLE})
 """Words that hold whatever follows them, but for a product's word: `pos_weight` is no matrix."""
 OF_OTHERS = _reasons(
@@ -75,9 +75,9 @@ AMBIGUOUS = frozenset({"query"})
 STATE_SPACE = frozenset({"A_log", "A_logs", "D", "Ds"})
 """Whole parts that name a state space model's diagonals."""
 HEADS = _words("output output_layer output_projection embed_out proj_out")
-"""Names of modules that often are the output head, if they are in no stack of layers."""
+"""Names of modules that often are the output head, outside of stacks of layers."""
 LAST_WORDS_OF_HEADS = frozenset({"head", "classifier", "score", "logits", "unembed"})
-"""Last words of such names."""
+"""Last words of the names of output heads."""
 EXPERTS = frozenset({"expert", "experts", "moe"})
 """Words for experts, of whose weights the caller did not name the stacks."""
 WRAPPERS = _words(
@@ -94,19 +94,17 @@ def words_of(part: str) -> list[str]:
     return [word.rstrip("0123456789") or word for word in words if word]
 
 
-def has_parts(name: str, given: Iterable[str]) -> str | None:
-    """Return the first of the given names whose parts stand together in `name`, None without one.
-
-    A given name is one part, `lm_head`, or several, `mlp.gate.weight`.
-    """
-    return next((one for one in given if f".{one}." in f".{name}."), None)
+def has_parts(name: str, candidates: Iterable[str]) -> str | None:
+    """Return the first candidate whose parts stand together in `name`, None if there is none. A
+    candidate is a part, `lm_head`, or several parts, `mlp.gate.weight`."""
+    return next((parts for parts in candidates if f".{parts}." in f".{name}."), None)
 
 
 def judge(path: str) -> Judgment | None:
     """Judge a parameter of two dims or more by its name alone, None if the name says nothing.
 
-    `path` is the name inside of the module that owns the parameter: with more than one part if the
-    parameter is in a list or a dictionary. The last part that says something decides.
+    `path` is the name inside of the module that owns the parameter: several parts if the parameter
+    is in a list or a dictionary. The last part that says something decides.
     """
     for part in reversed(path.split(".")):
         if part in STATE_SPACE:
@@ -132,7 +130,7 @@ def _judge_part(part: str) -> Judgment | None:
     if "query" in words and not {"key", "value"}.isdisjoint(words):
         return PRODUCT  # the projections of attention in one matrix
     if (word := _first(sorted(words, key=AMBIGUOUS.__contains__), OF_OTHERS)) is not None:
-        last = next((one for one in reversed(words) if not one.isdigit()), word)
+        last = next((x for x in reversed(words) if not x.isdigit()), word)
         is_other = last not in OF_OTHERS and word in TOKENS  # a token_mixer is no token
         return Judgment("rest", OF_OTHERS[word], word in AMBIGUOUS or is_other)
     return PRODUCT if LIKELY_PRODUCTS.intersection(words) else None
@@ -165,8 +163,8 @@ def is_product(name: str) -> bool:
     last = (words_of(part) or [""])[-1]
     if part == "weight" and modules:
         module = words_of(modules[-1])
-        said = _first(module, OF_NO_WEIGHT) or _first(module, PRODUCTS | {"gate", "router"})
-        return said is not None and said not in OF_NO_WEIGHT
+        is_linear = _first(module, PRODUCTS | {"gate", "router"}) is not None
+        return is_linear and _first(module, OF_NO_WEIGHT) is None
     return last in PRODUCTS
 
 
@@ -185,10 +183,8 @@ def may_be_head(name: str) -> bool:
     parts = name.split(".")
     if any(part.isdigit() for part in parts):
         return False
-    own = [part for part in parts if part not in WRAPPERS]
-    if not own:
-        return False
-    return own[-1] in HEADS or not LAST_WORDS_OF_HEADS.isdisjoint(words_of(own[-1])[-1:])
+    last = next((part for part in reversed(parts) if part not in WRAPPERS), "")
+    return last in HEADS or not LAST_WORDS_OF_HEADS.isdisjoint(words_of(last)[-1:])
 
 
 def may_be_experts(name: str) -> bool:

@@ -1,10 +1,9 @@
-"""Plain Python values of options: what a number, a count or a sequence is, whatever library made
-it.
+"""Converts options to plain Python values, whatever library made them.
 
-Schedules give NumPy scalars, configuration files give sequences and strings of classes of their
-own. An option is converted once, by its type, to bool, int, float, str, tuple, list or dict;
-afterwards it is compared, checked and saved as such. Nothing is imported for that: a number is
-what `numbers.Real` or `__index__` says, or an array or tensor with one element."""
+Schedules give NumPy scalars; configuration files give sequences and strings of special classes. An
+option is converted once, by its type, to bool, int, float, str, tuple, list or dict, and then
+compared, checked and saved. Nothing is imported for that: a number is an instance of
+`numbers.Real`, has `__index__`, or is an array or tensor with one element."""
 
 from __future__ import annotations
 
@@ -26,8 +25,8 @@ SCALARS = frozenset({bool, int, float, str})
 def converted(value: Any, hint: Any) -> Any:
     """Return the value of an option of type `hint` as a plain Python value.
 
-    A tensor stays a tensor if the type allows one, and so does a function. A value that stands for
-    none of that type is returned as it is: the check of the option's range refuses it."""
+    A tensor stays a tensor if the type allows it, and so does a function. A value that cannot be
+    converted is returned as it is: the check of the option's range refuses it."""
     kinds = kinds_of(hint)
     if torch.dtype in kinds:
         return dtype_option(value)
@@ -40,7 +39,7 @@ def converted(value: Any, hint: Any) -> Any:
     if isinstance(value, str):
         return str.__str__(value)
     if isinstance(value, Mapping):
-        return {converted(key, str): plain(one) for key, one in value.items()}
+        return {converted(key, str): plain(element) for key, element in value.items()}
     if int in kinds and (count := _by(operator.index, value)) is not None:
         return count
     if float in kinds and (isinstance(value, Real) or hasattr(value, "__index__")):
@@ -66,8 +65,8 @@ def rate_of(lr: Any) -> float:
 
 
 def plain(value: Any) -> Any:
-    """Return any value as plain Python values where it stands for some. Tensors and arrays with
-    several elements, functions and objects stay as they are."""
+    """Convert a value of any type to plain Python values. Tensors and arrays with several elements,
+    functions and other objects stay as they are."""
     value = _without_array(value)
     if value is None or type(value) in SCALARS:
         return value
@@ -92,7 +91,7 @@ def dtype_option(value: Any) -> Any:
         return {part: dtype_option(name)} if equals else getattr(torch, value, value)
     if isinstance(value, Mapping):
         # An empty dict is the default, and in a saved group it would stand for a function.
-        return {converted(key, str): dtype_option(one) for key, one in value.items()} or None
+        return {converted(key, str): dtype_option(dtype) for key, dtype in value.items()} or None
     return value
 
 
@@ -106,7 +105,7 @@ def saveable(value: Any) -> Any:
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     if isinstance(value, Mapping):
-        return {plain(key): saveable(one) for key, one in value.items()}
+        return {plain(key): saveable(element) for key, element in value.items()}
     value = plain(value)
     if isinstance(value, list | tuple):
         return type(value)(map(saveable, value))
@@ -120,8 +119,8 @@ def is_placeholder(value: Any) -> bool:
 
 @functools.cache
 def kinds_of(hint: Any) -> frozenset[Any]:
-    """Return the alternatives of a type: classes, and types with arguments such as tuple[float,
-    float]."""
+    """Return the alternatives of a type: classes, and types with arguments (tuple[float,
+    float])."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         return kinds_of(args[0])

@@ -71,8 +71,8 @@ class State(dict[str, Tensor]):
     place."""
 
     active: Tensor | None = None
-    """Indices of the matrices with a gradient if some are experts without tokens, whose statistics
-    must not change; otherwise None."""
+    """Indices of the matrices with a gradient, if there are experts without tokens, whose
+    statistics must not change; otherwise None."""
     weights: Tensor | None = None
     """Weights W (B, ...), for reading, if the rule `couples_decay`; otherwise None."""
 
@@ -96,7 +96,7 @@ class Due:
     every: int = 1
     """The interval in steps."""
     first: bool = False
-    """Whether these are the first bases: experts without tokens get one, too, and no basis is
+    """Whether these are the first bases: experts without tokens get a basis, too, and no basis is
     skipped because it still fits."""
 
 
@@ -173,16 +173,14 @@ class Rule:
     def dtypes(self) -> dict[str, torch.dtype]:
         """dtype of each kind of entry of the state. That of statistics is also the dtype of all
         arithmetic: fp64 if moments or bases are (`rule_for_dtype`), otherwise fp32."""
-        given: Any = self.state_dtype or torch.float32
-        both = (
-            [given.get(part, torch.float32) for part in ("moments", "bases")]
-            if isinstance(given, Mapping)
-            else [given, given]
-        )
+        dtype: Any = self.state_dtype or torch.float32
+        parts = dtype if isinstance(dtype, Mapping) else {"moments": dtype, "bases": dtype}
+        moment, basis = (parts.get(part, torch.float32) for part in ("moments", "bases"))
+        is_fp64 = torch.float64 in (moment, basis)
         return {
-            "moment": both[0],
-            "basis": both[1],
-            "statistic": torch.float64 if torch.float64 in both else torch.float32,
+            "moment": moment,
+            "basis": basis,
+            "statistic": torch.float64 if is_fp64 else torch.float32,
         }
 
     @property
@@ -207,8 +205,8 @@ class Rule:
         `s.active` alone."""
 
     def on(self, matrix: Matrix) -> Rule:
-        """Return the rule for this matrix: this rule, or another one for matrices that this one
-        cannot handle (vectors, for example)."""
+        """Return the rule for this matrix: this rule, or another for matrices that it cannot handle
+        (vectors, for example)."""
         return self
 
     def on_vectors(self) -> Rule:
@@ -230,12 +228,9 @@ class Rule:
     def cost(self, matrix: Matrix) -> float:
         """Return the flops of a step, in relation to those of other matrices: the engine balances
         the work of the ranks by it."""
-        dims = self.dims(matrix)
+        sizes = [matrix.shape[dim] for dim in self.dims(matrix)]
         without = matrix.numel * (min(matrix.shape) if matrix.is_matrix else 1)
-        return float(
-            sum(matrix.shape[dim] ** 3 + matrix.numel * matrix.shape[dim] for dim in dims)
-            or without
-        )
+        return float(sum(n**3 + matrix.numel * n for n in sizes) or without)
 
     # --- weight decay: fields `weight_decay` (a number) and `weight_decay_method` -----------------
 
@@ -252,11 +247,9 @@ class Rule:
 
     def decayed(self, g: Tensor, s: State) -> Tensor:
         """Return g + wd W if weight decay is coupled, otherwise g."""
-        return (
-            g
-            if s.weights is None or not self.couples_decay
-            else g.add(s.weights, alpha=self.weight_decay)
-        )
+        if s.weights is None or not self.couples_decay:
+            return g
+        return g.add(s.weights, alpha=self.weight_decay)
 
     def decay(self, lr: float) -> float:
         """Return the fraction of W that decoupled weight decay subtracts in a step."""
@@ -268,13 +261,8 @@ class Rule:
     def turned_into(self, rule: type[R], **options: Any) -> R:
         """Return a rule of another class with this rule's values of the options that both have,
         except for those given in `options`."""
-        own = {one.name for one in fields(self)}
-        return rule(
-            **{
-                **{one.name: getattr(self, one.name) for one in fields(rule) if one.name in own},
-                **options,
-            }
-        )
+        shared = {field.name for field in fields(self)} & {field.name for field in fields(rule)}
+        return rule(**{name: getattr(self, name) for name in shared} | options)
 
 
 @dataclass(frozen=True)
@@ -305,7 +293,7 @@ class RefreshingRule(Rule):
     @property
     def first_refresh(self) -> int:
         """The step that computes the first bases; with `stagger_first`, the first step that
-        computes some of them."""
+        computes any of them."""
         return 1
 
     def due(self, t: int) -> Due:
@@ -330,14 +318,12 @@ class RefreshingRule(Rule):
                 )
         if t <= self.precondition_warmup_steps:
             return Due("everybody")
-        return (
-            Due("interval", f, first=is_spread and since < f)
-            if self.stagger_refresh or t % f == 0
-            else NOBODY
-        )
+        if not self.stagger_refresh and t % f:
+            return NOBODY
+        return Due("interval", f, first=is_spread and since < f)
 
     def refresh(self, s: State, dim: int, method: str, first: bool) -> Tensor | None:
-        """Refresh the basis of dim `dim` in place, and rotate the state that is kept in its
+        """Refresh the basis of dim `dim` in place, and rotate the state that is in its
         coordinates. Return which matrices failed (B,), whose state must be unchanged, or None if a
         refresh cannot fail."""
         raise NotImplementedError
@@ -355,11 +341,8 @@ class RefreshingRule(Rule):
     def refresh_cost(self, matrix: Matrix) -> float:
         """Return the flops of one refresh of a matrix, to first order; `stagger_refresh`
         distributes refreshes by it."""
-        dims = self.dims(matrix)
-        return sum(
-            (2 + 8 / 3) * matrix.shape[dim] ** 3 + 4 * matrix.shape[dim] * matrix.numel
-            for dim in dims
-        )
+        sizes = [matrix.shape[dim] for dim in self.dims(matrix)]
+        return sum((2 + 8 / 3) * n**3 + 4 * n * matrix.numel for n in sizes)
 
 
 def rms(u: Tensor) -> Tensor:

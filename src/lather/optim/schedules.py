@@ -3,7 +3,7 @@ when they have settled.
 
 Each maps the step, which counts from 1, to the number of steps between refreshes. Like the
 functions of torch's learning-rate schedulers they are not part of `state_dict`: an optimizer that
-loads one keeps its own function.
+loads a state keeps its function.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ changes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import Any, ClassVar, TypeVar
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from lather.boxes import local, local_grad
 from lather.device import is_gpu
-from lather.optim.batched.matrix_layout import KeptEntry, Layout
+from lather.optim.batched.matrix_layout import Layout, StateEntry
 
 T = TypeVar("T")
 
@@ -44,8 +44,8 @@ another division into batches gives other bits, and a run that is resumed should
 STATE_BYTES, GPU_STATE_BYTES = 2**26, 2**31
 """Largest state of a bucket of several members on a CPU, and on a GPU; a quarter of it under an
 elementwise rule, whose kernel needs no stacks. The memory of a bucket is free when the state of its
-last member has been moved away, so larger ones would raise the peak of moving all state; smaller
-ones would divide the batches of a step."""
+last member has been moved away, so larger buckets would raise the peak of moving all state; smaller
+buckets would divide the batches of a step."""
 
 States = Mapping[Tensor, dict[str, Tensor]]
 """Parameter -> its state: `step`, and entries by name."""
@@ -109,7 +109,7 @@ class Bucket:
         entries, rows = self.entries.items(), self.first_row[-1]
         stacks = {name: entry.allocate(rows, self.device) for name, entry in entries}
 
-        def view(name: str, entry: KeptEntry, member: Member, row: int) -> Tensor:
+        def view(name: str, entry: StateEntry, member: Member, row: int) -> Tensor:
             rows = stacks[name][row : row + member.layout.batch]
             return rows.view(member.layout.shape_of(entry)).detach()
 
@@ -121,16 +121,16 @@ class Bucket:
         initial entries for members whose state was deleted.
 
         A tensor of the state stays the same object, in case the user has a list of them."""
-        found: dict[Tensor, dict[str, Tensor]] = {}
+        stacked: dict[Tensor, dict[str, Tensor]] = {}
         moved = set[int]()
         for member, views in zip(self.members, self.allocate(), strict=True):
-            own = found[member.param] = state.get(member.param, views)
-            for name, view in views.items() if own is not views else ():
-                view.copy_(own[name])
-                if id(own[name]) in moved or not move_to(own[name], view):
-                    own[name] = view
-                moved.add(id(own[name]))
-        return found
+            entries = stacked[member.param] = state.get(member.param, views)
+            for name, view in views.items() if entries is not views else ():
+                view.copy_(entries[name])
+                if id(entries[name]) in moved or not move_to(entries[name], view):
+                    entries[name] = view
+                moved.add(id(entries[name]))
+        return stacked
 
     @property
     def temporary_bytes(self) -> int:
@@ -141,17 +141,18 @@ class Bucket:
         """Whether the state of the members consists of views of stacks, as `allocate` makes
         them."""
         states = [state.get(member.param, {}) for member in self.members]
-        if any(own.keys() != {"step", *self.entries} for own in states):
+        if any(entries.keys() != {"step", *self.entries} for entries in states):
             return False
         for name, entry in self.entries.items():
-            views, numel = [own[name] for own in states], math.prod(entry.shape)
-            storage, first = views[0].untyped_storage().data_ptr(), views[0].storage_offset()
-            for x, member, row in zip(views, self.members, self.first_row, strict=False):
-                found = x.untyped_storage().data_ptr(), x.storage_offset(), x.shape, x.dtype
-                shape = member.layout.shape_of(entry)
-                if found != (storage, first + row * numel, shape, entry.dtype):
-                    return False
-                if x.device != self.device or not x.is_contiguous():
+            first, numel = states[0][name], math.prod(entry.shape)
+            for entries, member, row in zip(states, self.members, self.first_row, strict=False):
+                x, offset = entries[name], first.storage_offset() + row * numel
+                form = (offset, member.layout.shape_of(entry), entry.dtype, self.device)
+                if (
+                    not x.is_contiguous()
+                    or (x.storage_offset(), x.shape, x.dtype, x.device) != form
+                    or x.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
+                ):
                     return False
         return True
 
@@ -171,33 +172,31 @@ def _strides(size: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(size[dim + 1 :]) for dim in range(len(size)))
 
 
-def make_buckets(
-    members: Iterable[Member], *, apart: Mapping[int, Any] | None = None
-) -> list[Bucket]:
-    """Divide the members into as few buckets as possible, each with one member or with at most
-    `STATE_BYTES` of state; members with different values in `apart` (by id of the parameter) never
-    share one."""
-    found = []
-    for member in members:
-        layout = member.layout
-        entries = tuple(layout.entries.items())
-        own = (type(layout), layout.inner, layout.dims, entries, type(layout.rule))
-        key = (*own, member.param.dtype, member.device, (apart or {}).get(id(member.param)))
-        limit = GPU_STATE_BYTES if is_gpu(member.device) else STATE_BYTES
-        share = 4 if layout.elementwise else 1
-        found.append((member, key, share * layout.state_bytes() / limit))
-    return [Bucket(same) for same in in_batches(found)]
+def make_buckets(members: Iterable[Member], steps: Mapping[int, int]) -> list[Bucket]:
+    """Divide the members into as few buckets as possible. The state of several members in a bucket
+    is at most `STATE_BYTES`; members with different step counts never share a bucket. `steps`: id
+    of a parameter -> its step count, if it is not 0."""
+
+    def sized() -> Iterator[tuple[Member, object, float]]:
+        for member in members:
+            p, layout = member.param, member.layout
+            form = (type(layout), layout.inner, layout.dims, *layout.entries.items())
+            key = (*form, type(layout.rule), p.dtype, member.device, steps.get(id(p)))
+            limit = GPU_STATE_BYTES if is_gpu(member.device) else STATE_BYTES
+            yield member, key, (4 if layout.elementwise else 1) * layout.state_bytes() / limit
+
+    return [Bucket(batch) for batch in in_batches(sized())]
 
 
 def in_batches(items: Iterable[tuple[T, Any, float]]) -> list[list[T]]:
-    """Divide (item, key, size) into batches of items with equal keys and a total size of at most 1,
-    or of one larger item; in order."""
-    found: dict[Any, list[list[T]]] = {}
+    """Divide (item, key, size) into batches of items with equal keys, in order. The total size of a
+    batch is at most 1; a larger item is a batch by itself."""
+    batches: dict[Any, list[list[T]]] = {}
     room: dict[Any, float] = {}
     for item, key, size in items:
         if room.get(key, -1.0) < size:
-            found.setdefault(key, []).append([])
+            batches.setdefault(key, []).append([])
             room[key] = 1.0
-        found[key][-1].append(item)
+        batches[key][-1].append(item)
         room[key] -= size
-    return list(chain(*found.values()))
+    return list(chain(*batches.values()))

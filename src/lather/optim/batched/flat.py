@@ -1,19 +1,19 @@
-"""Flat pieces that something has made of matrices: a rule for matrices takes them for vectors.
+"""Finds flat pieces of matrices, which a rule for matrices would take for vectors.
 
     FSDP1 (`FullyShardedDataParallel`)                    pieces with a mark of torch
     DeepSpeed's ZeRO, Megatron's distributed optimizer    vectors without a mark, in the groups
 
 Marked pieces are refused, also where a model is sorted into kinds of parameters. Pieces without a
-mark look like vectors, so only all parameters of a rule tell something: a rule for matrices that
-had some and has none now is refused, and one that never had any is named in a warning. Elementwise
-rules are right on any piece.
+mark look like vectors, so only all parameters of a rule show something: a rule for matrices that
+had matrices and has none now is refused, and a rule that never had any is named in a warning.
+Elementwise rules are right on any piece.
 """
 
 from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -35,11 +35,6 @@ def is_for_matrices(rule: Rule) -> bool:
     return not rule.on(Matrix((2, 2), 2)).elementwise
 
 
-def needs_matrices(rule: Rule) -> bool:
-    """Whether the step of this rule on a flat piece differs from its step on the matrix."""
-    return rule.keep_norm or is_for_matrices(rule)
-
-
 def is_matrix(layout: Layout) -> bool:
     """Whether a rule takes a parameter of this layout for one or more matrices, and does not leave
     it to an elementwise rule. Empty parameters count by their number of dims."""
@@ -49,18 +44,18 @@ def is_matrix(layout: Layout) -> bool:
 
 def check_whole(groups: Sequence[GroupSettings], had_matrices: Mapping[str, bool]) -> None:
     """Raise ValueError if a group whose rule needs matrices contains flat pieces of FSDP1, or if
-    all matrices of a rule that had some have become vectors.
+    all matrices of a rule have become vectors.
 
     `had_matrices`: name of a rule -> whether it had matrices.
     """
-    keeps_shapes = keep_shapes(p for settings in groups for p in settings.group["params"])
+    has_pieces = not keep_shapes(p for settings in groups for p in settings.group["params"])
     params: dict[str, list[Tensor]] = {}
     for settings in groups:
-        if not needs_matrices(settings.rule):
+        if not (settings.rule.keep_norm or is_for_matrices(settings.rule)):
             continue
         name = name_of(type(settings.rule))
         params.setdefault(name, []).extend(settings.group["params"])
-        if not keeps_shapes:
+        if has_pieces:
             for what, p in zip(names_of(settings.group), settings.group["params"], strict=True):
                 check_piece(what, p, f"{name} needs whole matrices")
     for name, of_rule in params.items():
@@ -94,7 +89,7 @@ def keep_shapes(params: Iterable[Tensor]) -> bool:
 
 def check_piece(what: str, p: Tensor, need: str) -> None:
     """Raise ValueError if the parameter is a flat piece that FSDP1 has made. `what` names the
-    parameter, and `need` says why a whole one is needed."""
+    parameter, and `need` says why the whole parameter is needed."""
     if is_flattened(p) and p.dim() < 2:
         raise ValueError(
             f"{what} with shape {tuple(p.shape)} is a flat piece that FullyShardedDataParallel "
@@ -115,62 +110,60 @@ def warn_without_matrices(
     default: Rule,
 ) -> None:
     """Warn of each rule (the keys of `had_matrices`: all rules for matrices) whose groups together
-    have parameters and no matrix, and of the default rule if it is one for matrices and all groups
-    with parameters, of which none has two dims, have elementwise rules.
+    have parameters and no matrix, and of the default rule if it is a rule for matrices and all
+    groups with parameters, of which none has two dims, have elementwise rules.
 
-    There is no warning of a rule other than the `default` one beside matrices of another rule:
+    There is no warning of a rule other than the `default` rule beside matrices of another rule:
     norms without embeddings under `rest_rule="embedding_soap"`.
     """
     name_of_default = name_of(type(default))
-    named = {group["rule"] for group in groups if group["params"]}
     for name, has_matrices in had_matrices.items():
         params = [p for group in groups if group["rule"] == name for p in group["params"]]
         is_beside_matrices = name != name_of_default and any(had_matrices.values())
         if params and not has_matrices and not is_beside_matrices:
-            text = f"{_none_among(name, params)}: they take its step for vectors, which is AdamW's"
-            text += f" at {name}'s learning rate for all rules of lather.optim."
-            _warn(" ".join([text, *_remedies(params)]))
-    all_params = [p for group in groups for p in group["params"]]
-    is_flat = bool(all_params) and all(p.dim() < 2 for p in all_params)
-    if is_flat and is_for_matrices(default) and named.isdisjoint(had_matrices):
+            _warn(
+                name,
+                params,
+                "they take its step for vectors, which is AdamW's at "
+                f"{name}'s learning rate for all rules of lather.optim." + _remedies(params),
+            )
+    params = [p for group in groups for p in group["params"]]
+    names = {group["rule"] for group in groups if group["params"]}
+    is_flat = bool(params) and all(p.dim() < 2 for p in params)
+    if is_flat and is_for_matrices(default) and names.isdisjoint(had_matrices):
         _warn(
-            f"{_none_among(name_of_default, all_params)}: all groups have other rules "
-            f"({', '.join(sorted(named))}). If these are flat pieces of matrices (DeepSpeed's "
-            "ZeRO, Megatron's distributed optimizer), shard with fully_shard (FSDP2); if not, take "
-            "AdamW, or the optimizer of their rule, which needs no matrices."
+            name_of_default,
+            params,
+            f"all groups have other rules ({', '.join(sorted(names))}). If these are flat pieces "
+            "of matrices (DeepSpeed's ZeRO, Megatron's distributed optimizer), shard with "
+            "fully_shard (FSDP2); if not, take AdamW, or the optimizer of their rule, which needs "
+            "no matrices.",
         )
 
 
-def _none_among(name: str, params: Sequence[Tensor]) -> str:
-    return f"{name} is a rule for matrices, but has none among {shapes_of(params)}"
-
-
-def _remedies(params: Sequence[Tensor]) -> Iterator[str]:
-    """Yield what to do about parameters of a rule for matrices that are none."""
-    if any(p.dim() == 3 for p in params):
-        yield "Stacks of matrices need matrix_layout='per_expert' or 'stacked'."
-    if any(p.dim() > 3 for p in params):
-        yield (
-            "Convolutions and other tensors of four dims and more belong into a group with "
+def _remedies(params: Sequence[Tensor]) -> str:
+    """Say what to do about parameters of a rule for matrices that are none."""
+    dims, text = {p.dim() for p in params}, ""
+    if 3 in dims:
+        text += " Stacks of matrices need matrix_layout='per_expert' or 'stacked'."
+    if max(dims) > 3:
+        text += (
+            " Convolutions and other tensors of four dims and more belong into a group with "
             "rule='adamw' and a learning rate of its own, or under SOAP, KLSOAP or REKLS with "
             "matrix_layout='tensor'."
         )
-    if any(p.dim() < 2 for p in params):
-        yield (
-            "If they are flat pieces of matrices (DeepSpeed's ZeRO, Megatron's distributed "
+    if min(dims) < 2:
+        text += (
+            " If they are flat pieces of matrices (DeepSpeed's ZeRO, Megatron's distributed "
             f"optimizer), {REMEDY}; vectors belong into a group with rule='adamw'."
         )
+    return text
 
 
-def _warn(text: str) -> None:
-    """Warn of the line that made the optimizer."""
-    warnings.warn(text, UserWarning, stacklevel=_level_of_caller())
-
-
-def _level_of_caller() -> int:
-    """Return the `stacklevel` at which a warning of the calling function names the line that made
-    the optimizer."""
+def _warn(name: str, params: Sequence[Tensor], text: str) -> None:
+    """Warn of a rule without matrices, at the line that made the optimizer."""
     frame, level = inspect.currentframe(), 0
     while frame is not None and frame.f_globals.get("__name__", "").startswith("lather.optim."):
         frame, level = frame.f_back, level + 1
-    return level
+    none = f"{name} is a rule for matrices, but has none among {shapes_of(params)}"
+    warnings.warn(f"{none}: {text}", UserWarning, stacklevel=level + 1)

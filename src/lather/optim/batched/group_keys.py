@@ -1,17 +1,16 @@
-"""Keys of parameter groups that are no options of the group's rule: which are kept, and which are
-refused.
+"""Checks keys of parameter groups that are no options of the group's rule.
 
-Groups come from other programs: trainers label and scale them, schedulers keep their own values in
-them, and other optimizers choose a rule and its options by them. A key that changes no number is
-kept and ignored. A key that asks for what the group does anyway is kept, too. One that asks for
-another rule or another step is refused, because otherwise a group would take a step that nobody
-asked for. Keys of which nothing is known are kept and named in a warning.
+Groups come from other programs: trainers label and scale them, schedulers store values in them, and
+other optimizers choose a rule and its options by them. A key that changes no number is ignored, and
+so is a key that asks for what the group does anyway. A key that asks for another rule or another
+step is refused, because otherwise the group would take a step that nobody asked for. Unknown keys
+are ignored and named in a warning. Ignored keys stay in the group.
 
-    HARMLESS, multipliers           torch's switches, values of schedulers, labels: kept
-    RULE_KEYS, use_X, is_X, X       the rule: `use_muon`, `algorithm`; kept if it is the group's
-    WHAT_HAPPENS                    a property of the step: `amsgrad`; kept if the step has it
+    HARMLESS, multipliers           torch's switches, values of schedulers, labels: ignored
+    RULE_KEYS, use_X, is_X, X       the rule: `use_muon`, `algorithm`; refused unless the group's
+    WHAT_HAPPENS                    a property of the step: `amsgrad`; refused unless it has it
     OTHER_NAMES                     options under other names: `learning_rate`; refused
-    options of other rules          refused, but for the exemptions of `_copied`
+    options of other rules          refused, but for those that something has copied (`_copied`)
     near misses                     misspelt options: refused
 
 Keys count in lower case, with underscores where a word begins: `useMuon` is `use_muon`.
@@ -22,7 +21,7 @@ from __future__ import annotations
 import difflib
 import operator
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from lather.optim.batched.arguments import equivalent
@@ -34,7 +33,6 @@ from lather.optim.batched.known_keys import (
     LABELS_OR_RULES,
     MULTIPLIERS,
     NO_RULE,
-    NO_WORDS,
     OPTIMIZERS,
     OTHER_NAMES,
     RULE_KEYS,
@@ -46,13 +44,13 @@ from lather.optim.plain import plain
 from lather.optim.rule import Rule
 
 _NEW_WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
-_SWITCH = re.compile(r"((?:use|is)_)?(.*)", re.DOTALL)
+_SWITCH = re.compile(r"^(use|is)_")
 
 Rules = Mapping[str, type[Rule]]
 """Rules by name."""
 
-OWN_KEYS = {"params", "param_names", "rule", "partition_dim"}
-"""Keys with a meaning that are no options of a rule: torch's own, the rule, and the dim of
+GROUP_KEYS = {"params", "param_names", "rule", "partition_dim"}
+"""Keys with a meaning that are no options of a rule: those of torch, the rule, and the dim of
 tensor-parallel shards."""
 
 LIKENESS = 0.8
@@ -75,63 +73,57 @@ def unknown_keys(
         rule: its rule, with the options of the group.
         rules: rules whose options are known, by name.
         exempt: keys that may be options of other rules, whatever their values.
-        inert: values that an optimizer puts into all its groups, whatever their rules: equal ones
+        inert: values that an optimizer puts into all its groups, whatever their rules: equal values
             may be options of other rules.
     """
-    own = options_of(type(rule)).keys() | OWN_KEYS
+    known = options_of(type(rule)).keys() | GROUP_KEYS
     if "lr" in group:
-        own |= {"lr_factor"}  # the group's rate is its own, and some scheduler's factor is kept
-    others = (key for key in group if key not in own and _lower(key) not in HARMLESS)
-    extra = sorted(others, key=str)
+        known |= {"lr_factor"}  # a scheduler's, which does not change the group's rate
+    extra = [key for key in group if key not in known and _lower(key) not in HARMLESS]
     if not extra:
         return []
     of_adam = {"betas", "eps"}.intersection(extra) if group.keys() >= TORCH_ADAM else set()
-    allowed = {*exempt, *_copied(extra, group, rule, rules, inert or {})}
-    asking = (key for key in extra if key not in of_adam)
-    return [
-        *of_adam,
-        *(str(key) for key in asking if not _is_known(key, group[key], rule, rules, allowed)),
-    ]
+    allowed = {*exempt, *_copied(group, extra, rule, rules, inert or {})}
+    others = sorted((key for key in extra if key not in of_adam), key=str)
+    unknown = [str(x) for x in others if not _is_known(x, group[x], rule, rules, allowed)]
+    return [*of_adam, *unknown]
 
 
 def _copied(
-    extra: Collection[Any],
     group: Mapping[str, Any],
+    extra: Collection[Any],
     rule: Rule,
     rules: Rules,
     inert: Mapping[str, Any],
-) -> Iterator[str]:
-    """Yield the keys that are options of other rules because something has copied them there:
+) -> set[str]:
+    """Return the keys that are options of other rules because something has copied them there:
 
     - values that the optimizer puts into all its groups (`inert`);
-    - all options of some rule, several of which the group's own rule does not have: another
-      optimizer with that default rule has put them there;
+    - all options of another rule, several of which the group's rule does not have: an optimizer
+      with that default rule has put them there;
     - `eps` of torch.optim.Muon, the least norm by which it divides.
     """
-    for key in inert.keys() & set(extra):
-        if holds(operator.eq, plain(group[key]), inert[key]):
-            yield key
-    own = options_of(type(rule)).keys()
+    keys = inert.keys() & set(extra)
+    copied = {key for key in keys if holds(operator.eq, plain(group[key]), inert[key])}
     for other in rules.values() if "rule" in group else ():
         options = options_of(other).keys()
-        if options <= group.keys() and len(options - own) > 1:
-            yield from options
-    if "ns_steps" in group:
-        yield "eps"
+        if options <= group.keys() and len(options - options_of(type(rule)).keys()) > 1:
+            copied |= options
+    return copied | ({"eps"} if "ns_steps" in group else set())
 
 
 def asks(key: Any) -> bool:
-    """Whether the value of a key that is no option decides whether the key is kept or refused."""
+    """Whether a key that is no option may be refused, depending on its value."""
     lower = _lower(key)
-    is_word = _word(lower) in OPTIMIZERS or _word(lower) in ALIASES
-    return lower in ASKING or lower.startswith(("use_", "is_")) or is_word
+    is_optimizer = _word(lower) in OPTIMIZERS | ALIASES.keys()
+    return lower in ASKING or _SWITCH.match(lower) is not None or is_optimizer
 
 
 def listed(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arrays and tensors of a group under keys of which `asks` is true, as numbers and
     lists: arrays cannot be compared to detect a change."""
-    own = {key: one for key, one in group.items() if hasattr(one, "tolist") and asks(key)}
-    return {key: one.tolist() for key, one in own.items() if hasattr(one, "shape")}
+    arrays = {key: x for key, x in group.items() if hasattr(x, "tolist") and hasattr(x, "shape")}
+    return {key: x.tolist() for key, x in arrays.items() if asks(key)}
 
 
 def _lower(key: Any) -> str:
@@ -146,10 +138,10 @@ def _is_known(key: Any, value: Any, rule: Rule, rules: Rules, allowed: Collectio
         return False
     lower, value = _lower(key), plain(value)
     what, name = f"{key}={value!r} in a parameter group", name_of(type(rule))
-    if asked := _asked_rules(lower, value, what, rules):
-        if not any(_is_rule(one, rule) for one in asked):
-            text = f"{what} asks for {asked[0]}, but the group's rule is {name!r}"
-            raise ValueError(f"{text}: {_remedy(key, asked[0], rules)}")
+    if asked := _asked_rule(lower, value, what, rules):
+        if not _is_rule(asked, rule):
+            text = f"{what} asks for {asked}, but the group's rule is {name!r}"
+            raise ValueError(f"{text}: {_remedy(key, asked, rules)}")
         return True
     if lower in WHAT_HAPPENS:
         happens, remedy = WHAT_HAPPENS[lower]
@@ -174,8 +166,8 @@ def _refuse_option(key: str, what: str, rule: Rule, rules: Rules) -> None:
     name, options, lower = name_of(type(rule)), list(options_of(type(rule))), _lower(key)
     meant = OTHER_NAMES.get(lower, lower)
     near = [meant] if meant in options else difflib.get_close_matches(lower, options, 1, LIKENESS)
-    others = [] if meant in options else rules.items()
-    if owners := [name for name, other in others if meant in options_of(other)]:
+    owners = [name for name, other in rules.items() if meant in options_of(other)]
+    if owners and meant not in options:
         option = f"option {meant!r}" if meant != key else "option"
         guess = f"did you mean {near[0]!r}? Otherwise " if near and near[0].endswith(lower) else ""
         more = f"; {text}" if not guess and (text := equivalent(lower, options)) else ""
@@ -185,56 +177,42 @@ def _refuse_option(key: str, what: str, rule: Rule, rules: Rules) -> None:
         )
     prefix, option = _divided(lower, rules)
     if prefix and not _is_rule(prefix, rule):
-        entry = _rule_text(prefix, rules)
         raise ValueError(
             f"{what} is for parameters that take the step of {prefix}, and the group's rule is "
-            f'{name!r}: give them a group with {entry}, and options without "{prefix}_"'
+            f"{name!r}: give them a group with {_rule_text(prefix, rules)}, and options without "
+            f'"{prefix}_"'
         )
     if prefix and option not in options:
         no_option = f"{option!r} is no option of the group's rule {name!r}"
         raise ValueError(f"{what} has no meaning, because {no_option}: leave it out")
     near = [option] if prefix else near
     if near and not lower.endswith(MULTIPLIERS):
-        known = ", ".join(sorted([*options, *OWN_KEYS]))
+        known = ", ".join(sorted([*options, *GROUP_KEYS]))
         guess = f"did you mean {near[0]!r}? Known options: {known}"
         raise ValueError(f"unknown option {key!r} in a parameter group: {guess}")
 
 
-def _asked_rules(key: str, value: Any, what: str, rules: Rules) -> list[str]:
-    """Return the rules for one of which a key of a group asks: words such as "adamw", or "not lion"
-    for any other than that. Empty if the key asks for no rule.
+def _asked_rule(key: str, value: Any, what: str, rules: Rules) -> str:
+    """Return the rule for which a key of a group asks: "adamw", or "not lion" for any other than
+    that. Empty if the key asks for no rule.
 
     Raises ValueError for a value of `use_X` or `is_X` that is neither true nor false.
     """
     words = {*OPTIMIZERS, *ALIASES, *map(_word, rules)}
-    prefix, word = _SWITCH.fullmatch(key).groups()  # type: ignore[union-attr]  # any text matches
-    word = _word(word)
-    if word in words or key == "use_fallback":
+    if key == "use_fallback":
+        key, value = "use_adamw", None if value is False else value
+    word = _word(_SWITCH.sub("", key))
+    if word in words:
         if isinstance(value, int):
-            if key == "use_fallback":
-                return ["adamw"] if value else []
-            return [word if value else "adamw" if word in FALL_BACK else f"not {word}"]
-        if prefix and value is not None and not isinstance(value, str):
+            return word if value else "adamw" if word in FALL_BACK else f"not {word}"
+        if _SWITCH.match(key) and not isinstance(value, str | None):
             raise ValueError(f"{what} is not valid: give True or False, or leave the key out")
-        return []
-    named = getattr(value, "__name__", getattr(value, "name", None))
-    text = value if isinstance(value, str) else named
-    if not isinstance(text, str) or key not in RULE_KEYS | LABELS_OR_RULES:
-        return []
-    if (whole := _word(text)) in words:
-        return [whole]
-    return _optimizers_in(text, words) if key in RULE_KEYS else []
-
-
-def _optimizers_in(text: str, known: Collection[str]) -> list[str]:
-    """Return the known optimizers that a text names: one for "paged_adamw_8bit", two for
-    "muon_adamw", none for "generator" and "not_muon"."""
-    words = re.findall(r"[a-z0-9]+", _lower(text))
-    for length in range(len(words), 0, -1) if NO_WORDS.isdisjoint(words) else ():
-        runs = ("".join(words[i : i + length]) for i in range(len(words) - length + 1))
-        if found := [run for run in runs if run in known]:
-            return found
-    return []
+        return ""
+    if key not in RULE_KEYS | LABELS_OR_RULES:
+        return ""
+    name = getattr(value, "__name__", getattr(value, "name", ""))
+    word = _word(value if isinstance(value, str) else str(name))
+    return word if word in words else ""
 
 
 def _word(text: str) -> str:
@@ -242,7 +220,7 @@ def _word(text: str) -> str:
 
 
 def _is_rule(asked: str, rule: Rule) -> bool:
-    """Whether a rule, or one from which it derives, is the one that is asked for."""
+    """Whether a rule, or a rule from which it derives, is the rule that is asked for."""
     if asked.startswith("not "):
         return not _is_rule(asked.removeprefix("not "), rule)
     classes = [cls for cls in type(rule).__mro__ if issubclass(cls, Rule)]
@@ -251,16 +229,15 @@ def _is_rule(asked: str, rule: Rule) -> bool:
     return is_normalized and not names.isdisjoint({_word(asked), ALIASES.get(asked, asked)})
 
 
-def _rule_text(asked: str, rules: Rules) -> str | None:
-    """Return the entry of a group for a rule, or None if no known rule is the one that is asked
-    for."""
-    wanted = {_word(asked), ALIASES.get(asked, asked)}
-    name = next((name for name in rules if _word(name) in wanted), None)
-    return name and f'"rule": "{name}"' + (', "normalize": "row"' if asked == "normuon" else "")
+def _rule_text(asked: str, rules: Rules) -> str:
+    """Return the entry of a group for a rule; "" if no known rule is asked for."""
+    names = {_word(asked), ALIASES.get(asked, asked)}
+    entries = [f'"rule": "{name}"' for name in rules if _word(name) in names][:1]
+    return ", ".join([*entries, *['"normalize": "row"'] * (asked == "normuon")])
 
 
 def _remedy(key: str, asked: str, rules: Rules) -> str:
-    if (text := _rule_text(asked, rules)) is not None:
+    if text := _rule_text(asked, rules):
         return f"give the group {text}, or leave {key} out"
     if asked.startswith("not "):
         return f'give the group another "rule", or leave {key} out'

@@ -39,7 +39,7 @@ NORM = "norm"
 
 
 @dataclass(frozen=True)
-class KeptEntry:
+class StateEntry:
     """One tensor of the optimizer state of a matrix, as it is stored."""
 
     shape: tuple[int, ...]
@@ -60,7 +60,7 @@ class KeptEntry:
 class Layout:
     """A parameter viewed as a batch: `batch` tensors of shape `inner`, with bases on `dims`.
 
-    Here the parameter is one tensor; the other layouts override what is different."""
+    Here the parameter is one tensor; the other layouts override what differs."""
 
     shape: tuple[int, ...]
     """Shape of the parameter, or of this rank's part of it."""
@@ -71,7 +71,7 @@ class Layout:
     dims: tuple[int, ...]
     """Inner dims that have a basis, ascending."""
     rule: Rule = field(compare=False, repr=False)
-    """Rule of these tensors: the rule of the group, or the one that it returns for them
+    """Rule of these tensors: the rule of the group, or the rule that it returns for them
     (`Rule.on`)."""
     num_dims: int = field(compare=False, repr=False)
     """Number of dims of the whole parameter."""
@@ -85,13 +85,13 @@ class Layout:
 
     @property
     def matrix(self) -> Matrix:
-        """One of these tensors as an argument of the rule's methods; even for elements, `num_dims`
-        is that of the parameter."""
+        """The form of these tensors, as an argument of the rule's methods; even for elements,
+        `num_dims` is that of the parameter."""
         return Matrix(self.inner, self.num_dims)
 
     def of_part(self, shape: tuple[int, ...], *, contiguous: bool = True) -> Layout:
-        """Return the layout of a part of the parameter: some of its experts, some rows of elements,
-        or all of it."""
+        """Return the layout of a part of the parameter: experts, rows of elements, or all of
+        it."""
         return self
 
     def as_batch(self, x: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
@@ -108,7 +108,7 @@ class Layout:
         """Return the view of the parameter `p` that holds tensors start to stop."""
         return p
 
-    def shape_of(self, entry: KeptEntry) -> tuple[int, ...]:
+    def shape_of(self, entry: StateEntry) -> tuple[int, ...]:
         """Return the shape of an entry in `optimizer.state[p]`: moments have that of the
         parameter."""
         return self.shape if entry.is_moment else entry.shape
@@ -126,17 +126,16 @@ class Layout:
         return self.rule.keep_norm and len(self.inner) > 1
 
     @cached_property
-    def entries(self) -> dict[str, KeptEntry]:
+    def entries(self) -> dict[str, StateEntry]:
         """Entries of the state of the parameter by name, without `step`."""
-        own = {**self.rule.state(self.matrix), **({NORM: Entry(())} if self.keeps_norm else {})}
+        entries, dtypes = dict(self.rule.state(self.matrix)), self.rule.dtypes
+        if self.keeps_norm:
+            entries[NORM] = Entry(())
         return {
-            name: KeptEntry(
-                entry.shape,
-                self.rule.dtypes[entry.kind],
-                entry.initial,
-                entry.kind == "moment" or self.elementwise,
+            name: StateEntry(
+                x.shape, dtypes[x.kind], x.initial, x.kind == "moment" or self.elementwise
             )
-            for name, entry in own.items()
+            for name, x in entries.items()
         }
 
     def state_bytes(self, num_ranks: int = 1) -> int:
@@ -152,25 +151,20 @@ class Layout:
     def check_state(self, state: Mapping[str, Any], what: str) -> None:
         """Raise ValueError unless `state` has the entries and shapes that a parameter of this
         layout has."""
-        expected = {
-            "step": (),
-            **{key: self.shape_of(entry) for key, entry in self.entries.items()},
-        }
-        found = {
+        expected = {"step": ()} | {key: self.shape_of(x) for key, x in self.entries.items()}
+        shapes: dict[str, object] = {
             key: tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             for key, x in state.items()
         }
-        step = state.get("step")
-        if not isinstance(step, Tensor) and isinstance(plain(step), int | float):  # as in torch
-            found["step"] = ()
-        if found != expected:
-            key = next(key for key in (*expected, *found) if expected.get(key) != found.get(key))
-            raise ValueError(
-                f"{what} has {key} {found.get(key, 'missing')}, expected "
-                f"{expected.get(key, 'none')}: "
-                "it belongs to another parameter or to other options; give the same parameters in "
-                "the same order, with the same options"
-            )
+        if isinstance(plain(state.get("step")), int | float):  # as in torch
+            shapes["step"] = ()
+        for key in (*expected, *shapes):
+            if expected.get(key) != shapes.get(key):
+                raise ValueError(
+                    f"{what} has {key} {shapes.get(key, 'missing')}, expected "
+                    f"{expected.get(key, 'none')}: it belongs to another parameter or to other "
+                    "options; give the same parameters in the same order, with the same options"
+                )
 
 
 class ExpertLayout(Layout):
@@ -190,13 +184,13 @@ class ExpertLayout(Layout):
     def part(self, p: Tensor, start: int, stop: int) -> Tensor:
         return p[start:stop]
 
-    def shape_of(self, entry: KeptEntry) -> tuple[int, ...]:
+    def shape_of(self, entry: StateEntry) -> tuple[int, ...]:
         return self.shape if entry.is_moment else (self.batch, *entry.shape)
 
 
 class StackedLayout(Layout):
-    """A parameter (b, m, n) is one matrix, merged along the smaller edge. Moments have the shape of
-    the merged matrix, in whose eigenbases they are kept."""
+    """A parameter (b, m, n) is one matrix, merged along the smaller edge. Moments, which are in the
+    eigenbases of the merged matrix, have its shape."""
 
     is_joined = False
 
@@ -208,7 +202,7 @@ class StackedLayout(Layout):
         b, m, n = self.shape
         return u.view(m, b, n).movedim(1, 0) if n <= m else u.view(b, m, n)
 
-    def shape_of(self, entry: KeptEntry) -> tuple[int, ...]:
+    def shape_of(self, entry: StateEntry) -> tuple[int, ...]:
         return self.inner if entry.is_moment else entry.shape
 
 
@@ -234,7 +228,7 @@ class ElementLayout(Layout):
 
 
 def rule_for_dtype(rule: Rule, dtype: torch.dtype) -> Rule:
-    """Return the rule for parameters of this dtype: this rule, or the same one in fp64."""
+    """Return the rule for parameters of this dtype: this rule, or the same rule in fp64."""
     is_wide = rule.state_dtype is None and dtype == torch.float64
     return replace(rule, state_dtype=torch.float64) if is_wide else rule
 
@@ -257,7 +251,8 @@ def layout_of(shape: tuple[int, ...], rule: Rule, *, contiguous: bool = True) ->
         b, m, n = shape
         layout, inner = StackedLayout, (m, b * n) if n <= m else (b * m, n)
     matrix = Matrix(inner, len(shape))
-    own = rule.on(matrix)
-    if own.elementwise and contiguous and 0 not in shape and not (own.keep_norm and len(inner) > 1):
-        return ElementLayout(tuple(shape), math.prod(shape), (1,), (), own, len(shape))
-    return layout(tuple(shape), batch, inner, own.dims(matrix), own, len(shape))
+    rule = rule.on(matrix)
+    keeps_norm = rule.keep_norm and len(inner) > 1
+    if rule.elementwise and contiguous and 0 not in shape and not keeps_norm:
+        return ElementLayout(tuple(shape), math.prod(shape), (1,), (), rule, len(shape))
+    return layout(tuple(shape), batch, inner, rule.dims(matrix), rule, len(shape))

@@ -1,29 +1,38 @@
-"""`MatrixOptimizer`, the torch Optimizer for every rule. A step checks the gradients and then
-executes its plan in phases:
+"""`MatrixOptimizer`, the torch Optimizer for every rule. It consists of these parts:
 
-collect      check every gradient and interval before anything changes; create missing state; make a
-plan if anything is new; count the step statistics   call `Rule.statistics` of rules that define it
-refresh      refresh the bases that are due, for rules that do so before the update
-update       call `Rule.update` and change the parameters
-refresh      refresh the bases that are due, for all other rules; with `async_refresh` while the
-caller works until the next step"""
+    RuleGroups        the rules of its parameter groups, and the roster of their parameters
+    StateStore        the state of the parameters, in buckets
+    StepPlan          everything that a step does, in the phases below
+    PendingRefreshes  the refreshes that are done between two steps
+
+A step checks the gradients and then executes its plan:
+
+    collect      check every gradient and interval before anything changes; create missing state;
+                 make a plan if anything is new; count the step
+    statistics   call `Rule.statistics` of rules that define it
+    refresh      refresh the bases that are due, for rules that do so before the update
+    update       call `Rule.update` and change the parameters
+    refresh      refresh the bases that are due, for all other rules; with `async_refresh` while the
+                 caller works until the next step
+"""
 
 from __future__ import annotations
 
-import inspect
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import MISSING
 from itertools import zip_longest
 from operator import attrgetter
-from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.autograd.profiler import record_function
 from torch.optim.optimizer import ParamsT
 
-from lather.optim.batched.arguments import describe_unknown, translated
+from lather.boxes import Piece
+from lather.optim.batched.arguments import DocumentedByRule, Published
 from lather.optim.batched.gradients import (
     GradientNorms,
     Inspection,
@@ -31,110 +40,50 @@ from lather.optim.batched.gradients import (
     inspect_gradients,
     measure_gradients,
 )
+from lather.optim.batched.loading import checked, without_values
 from lather.optim.batched.pending import PendingRefreshes
 from lather.optim.batched.plan import (
     Chunk,
-    MemberRun,
-    PlanKey,
+    Chunks,
+    Phase,
     StepPlan,
     change_weights,
+    chunks_of,
     close_buckets,
+    count_step,
     is_unchanged,
-    matmul_precision,
     open_buckets,
     places_of,
-    runs_of,
+    process,
+    receive_updates,
     step_counts,
-    take_whole,
 )
-from lather.optim.batched.refresh import DimRefresh, due_rows, refresh
-from lather.optim.batched.roster import ParamInfo
-from lather.optim.batched.stateful import StatefulOptimizer
-from lather.optim.batched.streams import no_autocast, on_streams
-from lather.optim.options import Option, documentation_of, options_of
+from lather.optim.batched.refresh import Counts, due_refreshes, refresh
+from lather.optim.batched.roster import ParamInfo, Roster
+from lather.optim.batched.rule_groups import RuleGroups
+from lather.optim.batched.runs import MemberRun, runs_of
+from lather.optim.batched.state_store import Lender, StateStore
+from lather.optim.batched.streams import SideStreams, no_autocast
 from lather.optim.plain import saveable
 from lather.optim.rule import NOBODY, RefreshingRule, Rule
 from lather.optim.sharded.exchange import OwnerExchange
 from lather.optim.sharded.gathered import Gathered
-from lather.torch_private import disable_dynamo
+from lather.torch_private import disable_dynamo, is_flattened
 
-P = ParamSpec("P")
-S = TypeVar("S", bound="MatrixOptimizer")
-
-
-def constructor(
-    rule: Callable[P, Rule],
-) -> Callable[[Callable[[S, ParamsT, Rule], None]], Callable[Concatenate[S, ParamsT, P], None]]:
-    """Decorate the `__init__` of an optimizer: callers pass the options of its rule instead of the
-    rule, and editors and mypy know the names and types of these options."""
-
-    def decorate(
-        init: Callable[[S, ParamsT, Rule], None],
-    ) -> Callable[Concatenate[S, ParamsT, P], None]:
-        def construct(self: S, *args: Any, **options: Any) -> None:
-            options = translated(options, self.published, {})
-            if unknown := [name for name in options if name not in signature.parameters]:
-                known = [name for name in ["params", *own.parameters] if name != "tp_group"]
-                others = {cls.__name__: cls.rule for cls in _optimizers(MatrixOptimizer)}
-                raise TypeError(describe_unknown(type(self).__name__, unknown, known, others))
-            try:
-                given = signature.bind(self, *args, **options)
-            except TypeError as error:  # `params` is missing, or an argument is given twice
-                raise TypeError(f"{type(self).__name__}: {error}") from None
-            init(self, given.arguments["params"], rule(*given.args[2:], **given.kwargs))
-
-        own = inspect.signature(rule)
-        construct.__qualname__ = construct.__name__ = init.__qualname__  # in messages of Python
-        first = [
-            inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-            for name in ("self", "params")
-        ]
-        signature = own.replace(parameters=[*first, *own.parameters.values()])
-        construct.__signature__ = signature  # type: ignore[attr-defined]
-        return construct  # type: ignore[return-value]  # `signature` has what it takes
-
-    return decorate
+COUNTERS = (
+    *("refreshes_done", "refreshes_skipped", "refreshes_retried", "refreshes_failed"),
+    "nonfinite_skipped",
+)
 
 
-def _optimizers(cls: type[MatrixOptimizer]) -> Iterator[type[MatrixOptimizer]]:
-    """Yield the optimizers of the package that have a rule, in the order of their definition."""
-    for one in cls.__subclasses__():
-        if "rule" in vars(one) and one.__module__.startswith("lather."):
-            yield one
-        yield from _optimizers(one)
-
-
-class _Documented(type):
-    """Metaclass that appends the options of the rule to the docstring of an optimizer, when
-    somebody reads it."""
-
-    @property
-    def __doc__(cls) -> str:  # type: ignore[override]
-        own, rule = vars(cls).get("__doc__") or cls.__name__, vars(cls).get("rule")
-        if rule is None:
-            return own
-        options, texts = options_of(rule), documentation_of(rule)
-        lines = [
-            f"    {name}: {texts.get(name, '')}{_default(option)}"
-            for name, option in options.items()
-        ]
-        return "\n".join(
-            [own, "", "Args:", "    params: Parameters, as for `MatrixOptimizer`.", *lines]
-        )
-
-
-def _default(option: Option) -> str:
-    return "" if option.default is MISSING else f" Default: {saveable(option.default)!r}."
-
-
-class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
+class MatrixOptimizer(torch.optim.Optimizer, metaclass=DocumentedByRule):
     """An optimizer in which each parameter group has a rule.
 
     Args:
         params: parameters, (name, parameter) pairs or parameter groups. Every option of a rule may
             differ between groups. A group may also have another rule: `{"params": ..., "rule":
             "muon", "momentum": 0.9}`. Give the rule as its name, its class or an instance.
-        rule: rule of the groups that do not give one.
+        rule: rule of the groups that do not name a rule.
 
     Raises:
         ValueError, TypeError: at construction, for a value out of range or a parameter that does
@@ -146,6 +95,41 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
 
     rule: ClassVar[type[Rule]]
     """Class of a subclass's default rule."""
+    published: ClassVar[Published] = {}
+    """Names of the published interface for options, which arguments and groups may use."""
+
+    def __init__(self, params: ParamsT, rule: Rule) -> None:
+        if isinstance(params, torch.nn.Module):
+            raise TypeError(
+                f"params is a model, {type(params).__name__}: give parameter_groups(model), "
+                "or model.parameters() for one rule on all parameters"
+            )
+        self._groups, self._counts = RuleGroups(rule, self.published), Counts()
+        self._forget_state()
+        super().__init__(params, self._groups.defaults)
+        self._groups.complete(self.param_groups)
+
+    def _forget_state(self) -> None:
+        """Make the parts that belong to a state which has been replaced anew."""
+        self._plan: StepPlan | None = None
+        self._groups.roster = None
+        self._store, self._streams = StateStore(self._groups.sharding), SideStreams()
+        # a caller that defers refreshes has this object
+        self._pending: PendingRefreshes
+        self.__dict__.setdefault("_pending", PendingRefreshes(self, self._counts)).forget()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters with their own options; a bad option, layout or parameter raises before
+        the group is added.
+
+        A parameter that is given twice (tied weights) counts once. Keys that are no options are
+        kept and ignored, unless they ask for another rule or step, or look like misspelt options,
+        which raise (`lather.optim.batched.group_keys`).
+        """
+        self._groups.add(param_group, self.param_groups, super().add_param_group)
+
+    def _current_roster(self) -> Roster:
+        return self._groups.current_roster(self.param_groups, self.state)
 
     # --- the step ---------------------------------------------------------------------------------
 
@@ -179,10 +163,10 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
         try:
             is_autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
             with no_autocast() if is_autocast else nullcontext():
-                for one in plan.gathered:
-                    self._step_replicated(one, plan.idle)
+                for info in plan.gathered:
+                    self._step_replicated(info, plan.idle)
                 open_buckets(plan.buckets, self.state)
-                self._walk(plan.runs, plan.exchanges)
+                self._execute(plan.chunks, plan.exchanges)
         except BaseException:
             self._plan = None
             for exchange in plan.exchanges:
@@ -218,187 +202,251 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
         """
         if self._pending.waiting or self._pending.launched:
             self._pending.finish()
-        if self._is_lent:
-            self._take_back_state()
-        roster = self._groups.roster
+        if self._store.is_lent:
+            self._store = self._store.take_back(self._current_roster(), self.state)
+        roster, mesh_groups = self._groups.roster, self._groups.sharding.groups
         if roster is None or not is_unchanged(roster, self.param_groups):
             roster = self._current_roster()
-        found = inspect_gradients(roster.params, self._groups.sharding.groups, norms)
-        is_new = not self.state and not any(one.lr for one in roster.groups)
-        if is_new and are_zero(roster.params, self._groups.sharding.groups):
-            self._store.create(found.usable, self.state, self._groups.sharding)
+        checks = inspect_gradients(roster.params, mesh_groups, norms)
+        is_new = not self.state and not any(settings.lr for settings in roster.groups)
+        if is_new and are_zero(roster.params, mesh_groups):
+            self._store.create(checks.usable, self.state)
             return None
         plan = self._plan
-        key = PlanKey(roster, list(map(id, found.usable)), roster.pattern)
-        if plan is None or plan.key != key or not plan.holds(self.state, self._store.places):
+        places = self._store.places
+        if plan is None or not plan.holds(roster, checks.usable, self.state, places):
             self._plan = None
-            plan = self._plan = self._make_plan(found.usable, key)
-        for one, t in plan.intervals:
-            one.rule.due(t + plan.num_steps + 1)  # type: ignore[attr-defined]  # every rank calls it, so that all raise if it does
-        plan.idle = found.idle
-        self._count_step(plan.runs, found.idle)
+            plan = self._plan = self._make_plan(checks.usable)
+        for info, t in plan.intervals:
+            # every rank calls it, so that all raise if it does
+            info.rule.due(t + plan.num_steps + 1)  # type: ignore[attr-defined]
+        plan.idle = checks.idle
+        count_step(plan.chunks, checks.idle)
         plan.count_step()
-        if found.num_bad:
-            self._counts["nonfinite_skipped"] += found.num_bad
+        if checks.num_bad:
+            self._counts["nonfinite_skipped"] += checks.num_bad
         return plan
 
-    def _make_plan(self, usable: list[ParamInfo], key: PlanKey) -> StepPlan:
+    def _make_plan(self, usable: list[ParamInfo]) -> StepPlan:
         """Make the plan, and the state of parameters that have none. An error is raised before
         anything changes."""
-        store, sharding = self._store, self._groups.sharding
-        store.bring_up_to_date(self._current_roster(), self.state, sharding)
+        roster, store, sharding = self._current_roster(), self._store, self._groups.sharding
+        store.bring_up_to_date(roster, self.state)
         step_of = step_counts(usable, self.state)
-        with_bases = [one for one in usable if one.layout.dims]
-        due = {(id(one.rule), step_of[id(one)]): one.rule for one in with_bases}
+        with_bases = [info for info in usable if info.layout.dims]
+        due = {(id(info.rule), step_of[id(info)]): info.rule for info in with_bases}
         for (_, step), rule in due.items():
             rule.due(step + 1)  # type: ignore[attr-defined]
-        store.create(usable, self.state, sharding)
-        alive = [one for one in usable if one.param.numel()]
-        exchanges, exchange_of = list[OwnerExchange](), dict[int, OwnerExchange]()
-        if sharding.has_shares:
-            exchanges = sharding.exchanges(alive, store.members())
-            exchange_of = {id(x.param): exchange for exchange in exchanges for x in exchange.params}
-        taking = {
-            id(one.param): (one, step_of[id(one)], exchange_of.get(id(one.param))) for one in alive
+        store.create(usable, self.state)
+        infos = [info for info in usable if info.param.numel()]
+        exchanges = sharding.exchanges(infos, store.members()) if sharding.has_shares else []
+        exchange_of = {id(x.param): exchange for exchange in exchanges for x in exchange.params}
+        steps = {
+            id(info.param): (info, step_of[id(info)], exchange_of.get(id(info.param)))
+            for info in infos
         }
-        runs = [run for bucket in store.buckets for run in runs_of(bucket, taking)]
+        runs = [run for bucket in store.buckets for run in runs_of(bucket, steps)]
         store.places = places_of(self.state)
-        return StepPlan(usable, runs, exchanges, self.state, key)
+        return StepPlan(roster, usable, runs, exchanges, self.state)
 
     # --- the phases of the step -------------------------------------------------------------------
 
-    def _walk(
-        self, runs: list[MemberRun], exchanges: list[OwnerExchange], *, defers: bool = True
+    def _execute(
+        self, chunks: Chunks, exchanges: list[OwnerExchange], *, defers: bool = True
     ) -> None:
-        """Run all phases for runs whose buckets are open. Without `defers`, refreshes are done now
-        that could be done until the next step."""
-        statistics = list(filter(attrgetter("info.has_statistics"), runs))
+        """Run all phases for runs whose buckets are open. Without `defers`, no refresh is left for
+        the time until the next step."""
+        statistics = list(filter(attrgetter("info.has_statistics"), chunks))
         coming = list(filter(attrgetter("has_statistics"), exchanges))
         if statistics or coming:
             with record_function("lather.optim.statistics"):
-                self._work_through(statistics, coming, is_last=False)
+                self._execute_phase(statistics, chunks, coming, Chunk.take_statistics)
         early, late, deferred = list[MemberRun](), list[MemberRun](), list[MemberRun]()
-        for run in runs:
-            if run.due is not NOBODY:
-                own = early if run.rule.refreshes_first else late
-                (own if not run.is_async else deferred if defers else late).append(run)
+        for run in chunks:
+            if run.due is NOBODY:
+                continue
+            if isinstance(run.rule, RefreshingRule) and run.rule.async_refresh:
+                (deferred if defers else late).append(run)
+            else:
+                (early if run.rule.refreshes_first else late).append(run)
         if early:
             self._refresh_bases(early)
         with record_function("lather.optim.update"):
-            self._work_through(runs, exchanges, is_last=True)
+            self._execute_phase(chunks, chunks, exchanges, Chunk.take_update)
         if late:
             self._refresh_bases(late)
         if deferred:
-            self._pending.add(self._due(deferred))
+            jobs = due_refreshes(deferred, self._groups.roster, self._counts)
+            self._pending.add(jobs)
 
-    def _step_replicated(self, one: ParamInfo, idle: dict[int, list[bool]]) -> None:
-        """Run all phases for one parameter that every rank gathers and updates
+    def _step_replicated(self, info: ParamInfo, idle: dict[int, list[bool]]) -> None:
+        """Run all phases for a parameter that every rank gathers and updates
         (`ownership="replicated"`)."""
-        state = self.state[one.param]
-        whole = Gathered(one, self._groups.sharding, state)
-        runs = runs_of(whole.bucket, {id(one.param): (one, int(state["step"]) - 1, None)})
-        self._count_step(runs, idle)
-        self._walk(runs, [], defers=False)
-        change_weights([whole.weight], [whole.update], one.change())
+        state = self.state[info.param]
+        whole = Gathered(info, self._groups.sharding, state)
+        steps = {id(info.param): (info, int(state["step"]) - 1, None)}
+        chunks = chunks_of(runs_of(whole.bucket, steps))
+        count_step(chunks, idle)
+        self._execute(chunks, [], defers=False)
+        change_weights([whole.weight], [whole.update], info.change())
         whole.keep()
 
-    def _work_through(
-        self, runs: list[MemberRun], exchanges: Sequence[OwnerExchange], *, is_last: bool
+    def _execute_phase(
+        self,
+        runs: Iterable[MemberRun],
+        chunks: Chunks,
+        exchanges: Sequence[OwnerExchange],
+        phase: Phase,
     ) -> None:
-        """Process the runs that need no exchange while the gradients of the first exchange arrive,
-        then the runs of one exchange after the other, each while the gradients of the next one
+        """Run a phase for the runs that need no exchange while the gradients of the first exchange
+        arrive, then for the runs of each exchange while the gradients of the next exchange
         arrive."""
         leaving: OwnerExchange | None = None
-        if exchanges:
-            exchanges[0].start_in()
-        self._work_on([run for run in runs if run.exchange is None], is_last=is_last)
-        for exchange, following in zip_longest(exchanges, exchanges[1:]):
+        for exchange, following in zip_longest((None, *exchanges), exchanges):
             if following is not None:
                 following.start_in()
-            exchange.finish_in()
-            self._work_on([run for run in runs if run.exchange is exchange], is_last=is_last)
-            if is_last:
+            if exchange is not None:
+                exchange.finish_in()
+            of_exchange = [run for run in runs if run.exchange is exchange]
+            process(of_exchange, chunks, phase, self._streams)
+            if exchange is not None and phase is Chunk.take_update:
                 exchange.start_out()
                 if leaving is not None:
-                    _take_arriving(leaving)
+                    receive_updates(leaving)
                 leaving = exchange
         if leaving is not None:
-            _take_arriving(leaving)
-
-    def _work_on(self, runs: list[MemberRun], *, is_last: bool) -> None:
-        flat = dict[object, list[MemberRun]]()
-        alike = dict[object, list[MemberRun]]()
-        for run in runs:
-            if is_last and run.is_flat:
-                key = (id(run.rule), run.step, run.bucket.device, run.members[0].param.dtype)
-                flat.setdefault(key, []).append(run)
-            else:
-                alike.setdefault((run.precision, run.rule.num_streams), []).append(run)
-        for some in flat.values():
-            if not take_whole(some):
-                alike.setdefault((some[0].precision, some[0].rule.num_streams), []).extend(some)
-        for some in alike.values():
-            chunks: Iterable[tuple[MemberRun, Chunk]] = [
-                (run, chunk) for run in some for chunk in run.chunks
-            ]
-            num_streams = some[0].rule.num_streams
-            if num_streams > 1:
-                chunks = on_streams(chunks, self._streams, num_streams, some[0].bucket.device)
-            with matmul_precision(some[0].precision):
-                for run, chunk in chunks:
-                    if is_last:
-                        chunk.take_update(run)
-                    else:
-                        chunk.take_statistics(run)
+            receive_updates(leaving)
 
     def _refresh_bases(self, runs: list[MemberRun]) -> None:
         with record_function("lather.optim.refresh"):
-            refresh(self._due(runs), self._counts)
+            refresh(due_refreshes(runs, self._groups.roster, self._counts), self._counts)
+
+    def defer_refreshes(self) -> PendingRefreshes:
+        """From now on defer the refreshes of groups with `async_refresh` and return the object that
+        holds them: the caller does them in batches (`PendingRefreshes.work`) between its own work.
+        The next step does the rest."""
+        self._pending.deferred = True
+        return self._pending
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """Counts on this rank since construction: bases that were refreshed; skipped by the
+        criterion or because an expert got no token; retried by QR after Cholesky-QR; failed, so
+        that the old basis stays; and gradients that were skipped because they were not finite.
+        Pending refreshes (`async_refresh`) are not counted yet."""
+        return {name: self._counts[name] for name in COUNTERS}
+
+    # --- the state --------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def init_state(self) -> None:
+        """Create the initial state of every parameter that has none, for example before a
+        checkpoint is loaded."""
+        self._store.create(self._current_roster().params, self.state)
 
     def state_bytes_of_owners(self) -> dict[tuple[int, ...], dict[int, int]]:
         """Return the bytes of optimizer state of all parameters that are spread over ranks: the
         ranks -> owner rank -> bytes (global ranks). Empty before the first step."""
         return self._groups.sharding.state_bytes()
 
-    def defer_refreshes(self) -> PendingRefreshes:
-        """From now on defer the refreshes of groups with `async_refresh` and return the object that
-        holds them: the caller does them in pieces (`PendingRefreshes.work`) between its own work.
-        The next step does the rest."""
-        self._pending.deferred = True
-        return self._pending
+    def state_pieces(self) -> Iterator[tuple[Tensor, Piece]]:
+        """Yield the state on this rank as pieces of whole entries, each with its parameter, for
+        other checkpoint formats. Nothing is copied or sent between ranks."""
+        self._pending.finish()
+        yield from self._store.pieces(self._current_roster(), self.state)
 
-    def _due(self, runs: list[MemberRun]) -> list[DimRefresh]:
-        """Return the refreshes of this step."""
-        jobs = []
-        for run in runs:
-            assert self._groups.roster is not None
-            assert isinstance(run.rule, RefreshingRule)
-            if rows := due_rows(run, self._groups.roster, self._counts):
-                jobs += [
-                    DimRefresh(run, dim, rows, run.rule.methods(run.due.first))
-                    for dim in run.bucket.dims
-                ]
-        return jobs
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """Return the same as torch's `state_dict`, but with dtypes as names, and with an empty dict
+        in the place of each function.
 
-    def _count_step(self, runs: list[MemberRun], idle: dict[int, list[bool]]) -> None:
-        """Set t, the refreshes that are due and the idle experts of the runs for this step. An
-        invalid interval raises before that."""
-        due = [run.rule.due(run.step + 1) if run.bucket.dims else NOBODY for run in runs]  # type: ignore[attr-defined]
-        for run, now in zip(runs, due, strict=True):
-            run.step += 1
-            if run.version != run.settings.version:
-                run.take_values()
-            run.due, run.idle = now, []
-            if idle and run.bucket.has_experts:
-                marks = [
-                    idle[id(member.param)][number]
-                    for member in run.members
-                    for number in member.numbers
-                ]
-                run.idle = marks if any(marks) else []
+        Functions are not saved, like those of torch's learning-rate schedulers. But a loader that
+        flattens state dicts expects all keys of its groups. Distributed checkpoints leave empty
+        dicts out when they save, and do not ask for them when they load.
 
+        Entries of parameters that are spread over ranks are DTensors on the parameter's mesh,
+        sharded along dim 0: all ranks of the mesh must call this together.
+        """
+        params = [p for group in self.param_groups for p in group["params"]]
+        if any(map(is_flattened, params)) or not any(p.dim() > 1 for p in params):
+            self._groups.check_whole(self.param_groups)
+        self._pending.finish()
+        on_this_rank = dict(self.state)
+        try:
+            if self._groups.sharding.has_shares:
+                self.state.update(self._store.whole(self._current_roster().params, on_this_rank))
+            saved = super().state_dict()
+        finally:
+            self.state.update(on_this_rank)
+        groups = [saveable(group) for group in saved["param_groups"]]
+        return {**saved, "param_groups": groups}
 
-def _take_arriving(exchange: OwnerExchange) -> None:
-    """Change this rank's weights by the updates of an exchange."""
-    for change, (weights, updates) in exchange.finish_out().items():
-        change_weights(weights, updates, change)
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a saved state exactly. torch's own method would cast it to the parameter's dtype,
+        which ruins fp32 factors of bf16 parameters. An option that is a function, here or in the
+        saved optimizer, is not loaded.
+
+        The exact values replace those that torch has loaded after the caller's pre-hooks and before
+        the post-hooks. A state that does not fit the parameters raises ValueError, and nothing has
+        changed. If parameters are spread over ranks, all these ranks must call this together, with
+        whole entries or with DTensors.
+        """
+        self._pending.finish()
+        infos, saved = self._current_roster().params, dict[str, Any]()
+        lender = Lender(self._store, infos, self.state) if self._store.is_lent else None
+
+        def check(_: torch.optim.Optimizer, after_hooks: dict[str, Any]) -> dict[str, Any]:
+            saved.update(checked(after_hooks, self.param_groups, self._groups))
+            return without_values(saved)
+
+        def load(_: torch.optim.Optimizer) -> None:
+            self._load_exactly(saved, lender)
+
+        before = self.register_load_state_dict_pre_hook(check)
+        after = self.register_load_state_dict_post_hook(load, prepend=True)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            before.remove()
+            after.remove()
+        # accelerate replaces the parameters before the first step: let go of the old parameters
+        if not self.state:
+            self._groups.roster = None
+            self._groups.sharding.forget()
+
+    def _load_exactly(self, saved: dict[str, Any], lender: Lender | None) -> None:
+        """Copy saved state into new buckets. The optimizer has the saved options, and no state."""
+        others, states = dict(saved["state"]), dict[Tensor, dict[str, Any]]()
+        for group, loaded in zip(self.param_groups, saved["param_groups"], strict=True):
+            group.update({key: value for key, value in loaded.items() if callable(value)})
+            for p, key in zip(group["params"], loaded["params"], strict=True):
+                if state := others.pop(key, {}):
+                    states[p] = state
+        sharding = self._groups.sharding
+        sharding.forget_changed(self._groups.make_roster(self.param_groups, states).params)
+        roster = self._groups.current_roster(self.param_groups, states)
+        self._store.load(roster, self.state, states, lender)
+        self.state.update(others)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._forget_state()  # also before torch's load_state_dict replaces the state
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state to pickle. Views become separate tensors, for otherwise pickle would
+        write the whole stack for each."""
+        if self._groups.sharding.has_shares and self.state:
+            raise TypeError(
+                "an optimizer of parameters that are spread over ranks cannot be pickled or "
+                "copied, because process groups cannot; "
+                "save its state_dict() with torch.distributed.checkpoint"
+            )
+        self._pending.finish()
+        state = super().__getstate__()
+        separate = {
+            p: {key: x.clone() if isinstance(x, Tensor) else x for key, x in entries.items()}
+            for p, entries in state["state"].items()
+        }
+        parts = {"_counts": self._counts, "_groups": self._groups}
+        return {**state, "state": defaultdict(dict, separate), **parts}

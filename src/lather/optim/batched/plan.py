@@ -2,173 +2,73 @@
 ranks exchange.
 
 A plan is made when parameters, options other than numbers, or the set of existing gradients have
-changed; every step then executes it. Adjacent members of a bucket that have a gradient, the same
-step count and the same options form a run. A run is processed in chunks that are small enough to
-limit temporary memory and, on a CPU, to fit into the cache.
+changed; every step then executes it.
 
-    MemberRun   adjacent members that take a step with the same t and the same options
-    Chunk       some rows of a run, which the rule receives as one batch
-    StepPlan    all runs of a step, and the exchanges between ranks
+    StepPlan   all runs of a step (`lather.optim.batched.runs`), their chunks, and the exchanges
+               between ranks
+    Chunk      rows of a run, which the rule receives as one batch
+
+A gradient takes this path. `Chunk.gradients` copies the gradients of equal matrices into a batch
+(B, m, n) in the dtype of computation, or takes a view. `Rule.update` returns the update U of the
+batch. `change_weights` adds U to the weights on this rank; an update for other ranks is copied to
+where an exchange sends it from, and its receiver calls `change_weights`. Where a rule has a kernel
+for elements, `step_whole` gives it gradients and weights without a batch.
 """
 
 from __future__ import annotations
 
-import math
 import operator
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
-from itertools import chain, groupby
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lather.boxes import local
-from lather.device import is_cpu, is_gpu, to_device
+from lather.device import to_device
 from lather.optim.batched.buckets import Bucket, Member, States
 from lather.optim.batched.matrix_layout import NORM
 from lather.optim.batched.precision import ALLOWED, changed_precision
 from lather.optim.batched.roster import REPLACEMENT, Change, ParamInfo, Roster
-from lather.optim.linalg.kronecker import SYMMETRIC_BLOCKS
-from lather.optim.linalg.scale import factors_between, norms
-from lather.optim.rule import NOBODY, Due, RefreshingRule, Rule, State, column
+from lather.optim.batched.runs import MemberRun
+from lather.optim.batched.streams import SideStreams, on_streams
+from lather.optim.linalg.scale import norms, stepped_at_norm
+from lather.optim.rule import NOBODY, State
 from lather.optim.sharded.exchange import OwnerExchange
 from lather.torch_private import foreach_add_, foreach_copy_, foreach_mul_, get_fp32_precision
 
 _grad, _param = operator.attrgetter("grad"), operator.attrgetter("param")
 
-TEMPORARIES = 8
-"""Temporary memory of an update per matrix, in matrices: the gradient, its projection, the update,
-and intermediate results."""
-
-CPU_CACHE_BYTES = 2**21
-"""Largest size of a chunk's gradients on a CPU, so that all passes of an update find them in the
-cache (measured: 1 to 4 MiB is best)."""
-
-
-def cpu_count(count: int) -> int:
-    """Round a number of matrices up to a multiple of the threads: with three matrices one of two
-    threads would wait."""
-    threads = torch.get_num_threads()
-    return -(-max(1, count) // threads) * threads
-
-
-class MemberRun:
-    """Adjacent members of a bucket, from number `first` on, that take a step with the same t and
-    the same options."""
-
-    def __init__(
-        self,
-        bucket: Bucket,
-        first: int,
-        infos: Sequence[ParamInfo],
-        step: int,
-        exchange: OwnerExchange | None,
-    ) -> None:
-        """`step`: t of the previous step; `exchange`: the exchange to which the members belong, if
-        any."""
-        self.bucket, self.info, self.step, self.exchange = bucket, infos[0], step, exchange
-        self.numbers = range(first, first + len(infos))
-        """Numbers of the members in the bucket."""
-        self.members = bucket.members[first : first + len(infos)]
-        self.settings = self.info.settings
-        self.rows = range(bucket.first_row[first], bucket.first_row[first + len(infos)])
-        self.take_values()
-        self.is_async = isinstance(self.rule, RefreshingRule) and self.rule.async_refresh
-        auto = "high" if is_gpu(bucket.device) else "highest"
-        self.precision = (
-            auto if self.rule.fp32_matmul_prec == "auto" else self.rule.fp32_matmul_prec
-        )
-        """fp32 matmul precision of statistics and update, by torch's names."""
-        self.due: Due = NOBODY
-        """Refreshes that are due in this step."""
-        self.idle: list[bool] = []
-        """For each row, whether it is an expert that got no token in this step; empty if all got
-        some."""
-        is_plain = all(type(member) is Member for member in self.members)
-        self.params = [member.param for member in self.members] if is_plain else None
-        """Parameters of the members if their `grad` is exactly the gradient that is needed; None:
-        ask the members."""
-        self.is_flat = bucket.layout.elementwise
-        """Whether weights and state are tensors for `Rule.step_whole`."""
-
-    @cached_property
-    def chunks(self) -> list[Chunk]:
-        """The rows of the run, divided into batches."""
-        return [Chunk(self, start, stop) for start, stop in self._chunk_bounds()]
-
-    def _chunk_bounds(self) -> Iterator[tuple[int, int]]:
-        """Yield (start, stop) of chunks whose temporary memory is at most `bucket_bytes`, but which
-        have at least one matrix."""
-        bucket, rule = self.bucket, self.rule
-        dtype, numel = rule.compute_dtype, math.prod(bucket.inner)
-        entries = bucket.entries.values()
-        copied = sum(math.prod(x.shape) for x in entries if bucket.has_experts or x.dtype != dtype)
-        block_row = max(
-            (bucket.inner[dim] ** 2 // SYMMETRIC_BLOCKS for dim in bucket.dims), default=0
-        )
-        per_matrix = dtype.itemsize * (TEMPORARIES * numel + copied + block_row)
-        count = (rule.bucket_bytes or bucket.temporary_bytes) // rule.num_streams // per_matrix
-        if is_cpu(bucket.device):
-            fitting = CPU_CACHE_BYTES // (dtype.itemsize * numel)
-            # threads share the work on one large matrix
-            count = min(count, cpu_count(fitting) if fitting else 1)
-        count = max(1, count) if rule.batched or bucket.layout.elementwise else 1
-        for start in range(self.rows.start, self.rows.stop, count):
-            yield start, min(start + count, self.rows.stop)
-
-    def take_values(self) -> None:
-        """Read the rule, the learning rate and the change of the weights from the group."""
-        self.version, self.rule = self.settings.version, self.info.rule
-        self.lr, self.change = self.settings.lr, self.info.change()
-
-
-def take_whole(runs: Sequence[MemberRun]) -> bool:
-    """Take the step of flat runs of the same rule, t and rates with the rule's kernel
-    (`Rule.step_whole`); return False if the rule has none for them."""
-    weights, grads, states = list[Tensor](), list[Any](), list[dict[str, Tensor]]()
-    for run in runs:
-        weights += run.params or [member.weight() for member in run.members]
-        if run.params:
-            grads += map(_grad, run.params)
-        else:
-            grads += [member.grad() for member in run.members]
-        states += run.bucket.states[run.numbers.start : run.numbers.stop]
-    grads = list(map(Tensor.contiguous, grads))
-    entries = {}
-    for name in runs[0].bucket.entries:
-        entries[name] = list(map(operator.itemgetter(name), states))
-    return runs[0].rule.step_whole(weights, grads, entries, runs[0].step, runs[0].lr)
-
 
 class Chunk:
-    """Rows start to stop of a bucket, all within one run, which its methods are given (a chunk that
-    held its run would form a cycle with it, and keep the parameters of an old plan)."""
+    """Rows `start` to `stop` of a bucket, all of one run."""
 
     def __init__(self, run: MemberRun, start: int, stop: int) -> None:
-        self.bucket, self.start, self.stop = run.bucket, start, stop
-        self.dtype, self._first_of_run = run.rule.compute_dtype, run.rows.start
-        self._is_wide = all(x.dtype == self.dtype for x in run.bucket.entries.values())
-        self._is_whole = stop - start == run.bucket.first_row[-1]
-        self._pieces: list[tuple[Member, int, int]] = []
-        first_row, members = run.bucket.first_row, run.bucket.members
+        bucket, members, first_row = run.bucket, run.bucket.members, run.bucket.first_row
+        self.run, self.bucket, self.start, self.stop = run, bucket, start, stop
+        self.dtype = run.rule.compute_dtype
+        self._is_wide = all(x.dtype == self.dtype for x in bucket.entries.values())
+        self._is_whole = stop - start == first_row[-1]
+        self._parts: list[tuple[Member, int, int]] = []
+        """Members with the first and last (exclusive) of their matrices that are in the chunk."""
         i = bisect_right(first_row, start) - 1
         while first_row[i] < stop:
             low, high = max(start, first_row[i]), min(stop, first_row[i + 1])
-            self._pieces.append((members[i], low - first_row[i], high - first_row[i]))
+            self._parts.append((members[i], low - first_row[i], high - first_row[i]))
             i += 1
-        self._lengths = [high - low for _, low, high in self._pieces]
-        self._is_joined = run.bucket.layout.is_joined and all(
-            high - low == member.layout.batch for member, low, high in self._pieces
+        self._lengths = [high - low for _, low, high in self._parts]
+        self._is_joined = bucket.layout.is_joined and all(
+            high - low == member.layout.batch for member, low, high in self._parts
         )
         """Whether the joined gradients and weights of the members are the batch; otherwise it
         consists of parts of them, or of other views."""
         self._params: list[Tensor] | None = None
         """Parameters of the members, if these joined are on this rank alone."""
         if self._is_joined and run.params is not None:
-            self._params = [member.param for member, _, _ in self._pieces]
+            self._params = [member.param for member, _, _ in self._parts]
 
     def _as_parameters(self, batch: Tensor) -> list[Tensor]:
         """Return views of the batch (B, ...) in the shapes of its members, for a joined chunk."""
@@ -181,13 +81,12 @@ class Chunk:
         if not self._is_joined:
             tensors = [
                 member.layout.as_batch(x, low, high)
-                for x, (member, low, high) in zip(tensors, self._pieces, strict=True)
+                for x, (member, low, high) in zip(tensors, self._parts, strict=True)
             ]
         if len(tensors) == 1:
             is_matrix = self._is_joined and not self.bucket.layout.per_expert
-            return (
-                (tensors[0].unsqueeze(0) if is_matrix else tensors[0]).to(self.dtype).contiguous()
-            )
+            x = tensors[0].unsqueeze(0) if is_matrix else tensors[0]
+            return x.to(self.dtype).contiguous()
         out = tensors[0].new_empty((self.stop - self.start, *self.bucket.inner), dtype=self.dtype)
         foreach_copy_(
             self._as_parameters(out) if self._is_joined else list(out.split(self._lengths)),
@@ -195,24 +94,24 @@ class Chunk:
         )
         return out
 
-    def gradients(self, run: MemberRun) -> Tensor:
+    def gradients(self) -> Tensor:
         """Return the gradients (B, n_0, n_1, ...), negated for `maximize`; nobody may change them
         in place."""
         grads: Any = (
-            [member.grad() for member, _, _ in self._pieces]
+            [member.grad() for member, _, _ in self._parts]
             if self._params is None
             else [p.grad for p in self._params]
         )
         g = self._gather(grads)
-        return -g if run.rule.maximize else g
+        return -g if self.run.rule.maximize else g
 
     def weights(self) -> Tensor:
         """Return the weights as a batch, for reading."""
         if self._params is not None:
             return self._gather([p.detach() for p in self._params])
-        return self._gather([member.weight() for member, _, _ in self._pieces])
+        return self._gather([member.weight() for member, _, _ in self._parts])
 
-    def state(self, run: MemberRun) -> tuple[State, dict[str, Tensor]]:
+    def state(self) -> tuple[State, dict[str, Tensor]]:
         """Return the state of these rows in the dtype of computation, and as it is stored; call
         `store` after changing it."""
         stacks = self.bucket.stacks
@@ -221,12 +120,11 @@ class Chunk:
         state = State(stacks)
         if not self._is_wide:
             state.update({name: stack.to(self.dtype) for name, stack in stacks.items()})
-        if run.idle:
-            offset = self._first_of_run
-            marks = run.idle[self.start - offset : self.stop - offset]
-            state.active = index_on(
-                [row for row, mark in enumerate(marks) if not mark], self.bucket.device
-            )
+        if self.run.idle:
+            first = self.run.rows.start
+            idle = self.run.idle[self.start - first : self.stop - first]
+            active = [row for row, is_idle in enumerate(idle) if not is_idle]
+            state.active = index_on(active, self.bucket.device)
         return state, stacks
 
     def store(self, state: State, stacks: dict[str, Tensor]) -> None:
@@ -236,70 +134,70 @@ class Chunk:
             if state[name] is not stack:
                 stack.copy_(state[name])
 
-    def take_statistics(self, run: MemberRun) -> None:
+    def take_statistics(self) -> None:
         """Run the rule's `statistics` phase."""
-        state, stacks = self.state(run)
-        run.rule.statistics(self.gradients(run), state, run.step)
+        state, stacks = self.state()
+        self.run.rule.statistics(self.gradients(), state, self.run.step)
         self.store(state, stacks)
 
-    def take_update(self, run: MemberRun) -> None:
+    def take_update(self) -> None:
         """Run the rule's `update` phase and change the weights."""
-        state, stacks = self.state(run)
+        run, (state, stacks) = self.run, self.state()
         if run.info.needs_weights:
             state.weights = self.weights()
-        u = run.rule.update(self.gradients(run), state, run.step)
+        u = run.rule.update(self.gradients(), state, run.step)
         if run.info.layout.keeps_norm:
-            u = self._with_kept_norm(u, state, run)
-        self._leave(u, run)
+            assert state.weights is not None
+            if run.step == 1:
+                state[NORM] = norms(state.weights)
+            u = stepped_at_norm(state.weights, u, run.lr, state[NORM])
+        self._change_weights(u)
         self.store(state, stacks)
 
-    def _with_kept_norm(self, u: Tensor, state: State, run: MemberRun) -> Tensor:
-        """Return new weights: W - lr r U / |U|, scaled to the norm r of the first step; W - lr U
-        where r is 0."""
-        w, lr = state.weights, run.lr
-        assert w is not None
-        if run.step == 1:
-            state[NORM] = norms(w)
-        r = column(state[NORM], u)
-        new = w - lr * (u * factors_between(r, column(norms(u), u)).where(r > 0, 1.0))
-        return new * factors_between(r, column(norms(new), new)).where(r > 0, 1.0)
-
-    def _leave(self, u: Tensor, run: MemberRun) -> None:
-        """Change the weights that are on this rank by the update, and copy other updates to where
-        they are sent from."""
+    def _change_weights(self, u: Tensor) -> None:
+        """Change the weights on this rank by the update U (B, ...); copy updates that are sent to
+        other ranks to where they are sent from."""
         if self._params is not None:
-            change_weights(self._params, self._as_parameters(u), run.change)
+            change_weights(self._params, self._as_parameters(u), self.run.change)
             return
         changed: tuple[list[Tensor], list[Tensor]] = ([], [])
         sent: tuple[list[Tensor], list[Tensor]] = ([], [])
-        pieces = self._as_parameters(u) if self._is_joined else u.split(self._lengths)
-        for (member, low, high), piece in zip(self._pieces, pieces, strict=True):
-            parts, updates = sent if member.is_sent else changed
+        updates = self._as_parameters(u) if self._is_joined else u.split(self._lengths)
+        for (member, low, high), update in zip(self._parts, updates, strict=True):
+            targets, its_updates = sent if member.is_sent else changed
             target, layout = member.target(), member.layout
-            parts.append(target if self._is_joined else layout.part(target, low, high))
-            updates.append(piece if self._is_joined else layout.as_parameter(piece))
-        change_weights(*changed, run.change)
+            targets.append(target if self._is_joined else layout.part(target, low, high))
+            its_updates.append(update if self._is_joined else layout.as_parameter(update))
+        change_weights(*changed, self.run.change)
         change_weights(*sent, REPLACEMENT)
+
+
+Chunks = dict[MemberRun, list[Chunk]]
+"""Runs, each with its chunks."""
+
+Phase = Callable[[Chunk], None]
+"""`Chunk.take_statistics` or `Chunk.take_update`."""
+
+
+def chunks_of(runs: Iterable[MemberRun]) -> Chunks:
+    return {run: [Chunk(run, *bounds) for bounds in run.chunk_bounds()] for run in runs}
 
 
 def change_weights(weights: list[Tensor], updates: list[Tensor], change: Change) -> None:
     """Change weights by their updates, in place and rounded once to their dtype. All weights have
     one dtype, and all updates.
 
-    Every update of every rank leaves the engine here, but for those of a kernel that updates state
-    and weights together (`Rule.step_whole`)."""
+    Every update of every rank passes through here, but for those of a kernel that updates state and
+    weights together (`Rule.step_whole`)."""
     if not weights:
         return
     if change.replaces:
         foreach_copy_(weights, updates)
         return
     dtype = torch.promote_types(weights[0].dtype, updates[0].dtype)
-    wide = (
-        weights
-        if dtype == weights[0].dtype
-        else [torch.empty_like(weight, dtype=dtype) for weight in weights]
-    )
-    if wide is not weights:
+    wide = weights
+    if dtype != weights[0].dtype:
+        wide = [torch.empty_like(weight, dtype=dtype) for weight in weights]
         foreach_copy_(wide, weights)
     if change.decay:
         foreach_mul_(wide, 1 - change.decay)
@@ -308,20 +206,79 @@ def change_weights(weights: list[Tensor], updates: list[Tensor], change: Change)
         foreach_copy_(weights, wide)
 
 
+def step_whole(runs: Sequence[MemberRun]) -> bool:
+    """Take the step of runs of elements, of the same rule, t and rates, with the rule's kernel
+    (`Rule.step_whole`); return False if the rule has none for them."""
+    weights, grads, states = list[Tensor](), list[Any](), list[dict[str, Tensor]]()
+    for run in runs:
+        weights += run.params or [member.weight() for member in run.members]
+        grads += map(_grad, run.params) if run.params else [x.grad() for x in run.members]
+        states += run.bucket.states[run.numbers.start : run.numbers.stop]
+    grads = list(map(Tensor.contiguous, grads))
+    entries = {}
+    for name in runs[0].bucket.entries:
+        entries[name] = list(map(operator.itemgetter(name), states))
+    return runs[0].rule.step_whole(weights, grads, entries, runs[0].step, runs[0].lr)
+
+
+def process(runs: Sequence[MemberRun], chunks: Chunks, phase: Phase, streams: SideStreams) -> None:
+    """Run a phase for each chunk of the runs, of which those with equal precision and streams come
+    one after the other. Runs of elements take their update together, if the rule has a kernel for
+    it."""
+    elements = dict[object, list[MemberRun]]()
+    alike = dict[tuple[str, int], list[MemberRun]]()
+    for run in runs:
+        if run.bucket.layout.elementwise and phase is Chunk.take_update:
+            key = (id(run.rule), run.step, run.bucket.device, run.bucket.param_dtype)
+            elements.setdefault(key, []).append(run)
+        else:
+            alike.setdefault((run.precision, run.rule.num_streams), []).append(run)
+    for same in elements.values():
+        if not step_whole(same):
+            alike.setdefault((same[0].precision, same[0].rule.num_streams), []).extend(same)
+    for (precision, num_streams), same in alike.items():
+        batches: Iterable[Chunk] = [chunk for run in same for chunk in chunks[run]]
+        if num_streams > 1:
+            batches = on_streams(batches, streams, num_streams, same[0].bucket.device)
+        with matmul_precision(precision):
+            for chunk in batches:
+                phase(chunk)
+
+
+def receive_updates(exchange: OwnerExchange) -> None:
+    """Change this rank's weights by the updates of an exchange."""
+    for change, (weights, updates) in exchange.finish_out().items():
+        change_weights(weights, updates, change)
+
+
+def count_step(runs: Iterable[MemberRun], idle: dict[int, list[bool]]) -> None:
+    """Set t, the refreshes that are due and the idle experts of the runs for a step (`idle`: as in
+    `Inspection`). An invalid interval raises before that."""
+    due = [run.rule.due(run.step + 1) if run.bucket.dims else NOBODY for run in runs]  # type: ignore[attr-defined]
+    for run, now in zip(runs, due, strict=True):
+        run.step, run.due = run.step + 1, now
+        if run.version != run.info.settings.version:
+            run.read_numbers()
+        run.idle = []
+        if idle and run.bucket.has_experts:
+            run.idle = [idle[id(x.param)][number] for x in run.members for number in x.numbers]
+            run.idle = run.idle if any(run.idle) else []
+
+
 @contextmanager
 def matmul_precision(precision: str) -> Iterator[None]:
     """Set the fp32 matmul precision ("highest" | "high" | "medium", by torch's names) in the block,
     and restore the caller's after it. Nothing is written if it is in force already."""
-    found = get_fp32_precision("cuda", "matmul"), get_fp32_precision("mkldnn", "matmul")
+    in_force = get_fp32_precision("cuda", "matmul"), get_fp32_precision("mkldnn", "matmul")
     cuda, mkldnn = ALLOWED[precision]
     try:
         is_word = torch.get_float32_matmul_precision() == precision
     except RuntimeError:  # the word contradicts the backends
         is_word = False
-    if is_word and found[0] in cuda and found[1] in mkldnn:
+    if is_word and in_force[0] in cuda and in_force[1] in mkldnn:
         yield
         return
-    with changed_precision(precision, found):
+    with changed_precision(precision, in_force):
         yield
 
 
@@ -330,51 +287,38 @@ def index_on(rows: Sequence[int], device: torch.device) -> Tensor:
     return to_device(torch.tensor(rows, dtype=torch.long, device="cpu"), device)
 
 
-class PlanKey(NamedTuple):
-    """Everything but the state on which a plan depends."""
-
-    roster: Roster
-    usable: list[int]
-    """ids of the parameters that take the step."""
-    pattern: list[int]
-    """For each group, the number of the first group with the same settings."""
-
-
 class StepPlan:
     """Everything that a step does; it is used for as long as steps do the same. It has no tensors
     but the parameters and their step counts."""
 
     def __init__(
         self,
-        params: Sequence[ParamInfo],
+        roster: Roster,
+        infos: Sequence[ParamInfo],
         runs: list[MemberRun],
         exchanges: list[OwnerExchange],
         state: States,
-        key: tuple[object, ...],
     ) -> None:
-        """Make the plan for parameters whose state has been created.
-
-        Args:
-            params: parameters that take the step.
-            key: everything on which the plan depends: a step with another key needs another plan.
-        """
-        self.runs, self.exchanges, self.key = runs, exchanges, key
-        self.params = [one.param for one in params]
+        """Make the plan of the parameters of the roster that take the step (`infos`), whose state
+        has been created."""
+        self._roster, self._pattern, self._ids = roster, roster.pattern, list(map(id, infos))
+        self.chunks, self.exchanges = chunks_of(runs), exchanges
+        self.params = [info.param for info in infos]
         self.buckets = list({id(run.bucket): run.bucket for run in runs}.values())
-        self.gathered = [one for one in params if one.is_gathered and one.param.numel()]
+        self.gathered = [info for info in infos if info.is_gathered and info.param.numel()]
         """Parameters that every rank gathers and updates (`ownership="replicated"`)."""
-        spread = [one for one in params if one.spread is not None]
+        spread = [info for info in infos if info.spread is not None]
         steps = step_counts(spread, state)
-        first = {(id(one.settings), steps[id(one)]): one for one in spread}
+        first = {(id(info.settings), steps[id(info)]): info for info in spread}
         self.intervals = [
-            (one, t)
-            for (_, t), one in first.items()
-            if callable(getattr(one.rule, "precondition_frequency", None))
+            (info, t)
+            for (_, t), info in first.items()
+            if callable(getattr(info.rule, "precondition_frequency", None))
         ]
         """A parameter of each group whose interval is a function, with t of the step before this
         plan: all ranks call it, even those that refresh nothing."""
         self._counts = [state[p]["step"] for p in self.params]
-        self._steps = torch.stack(self._counts) if params else torch.zeros(0, device="cpu")
+        self._steps = torch.stack(self._counts) if infos else torch.zeros(0, device="cpu")
         """Values of the step counts."""
         self.num_steps = 0
         """Number of steps that this plan has taken."""
@@ -382,10 +326,15 @@ class StepPlan:
         """id of a parameter with experts -> for each expert, whether it got no token in this
         step."""
 
-    def holds(self, state: States, places: list[Any] | None) -> bool:
-        """Whether the state still is where it was when the plan was made, at `places`, with the
+    def holds(
+        self, roster: Roster, infos: list[ParamInfo], state: States, places: list[Any] | None
+    ) -> bool:
+        """Whether the plan is that of a step of these parameters: groups with equal settings are
+        still equal, and the state is where it was when the plan was made, at `places`, with the
         step counts of the plan's last step."""
-        if places is None or places_of(state) != places:
+        if roster is not self._roster or roster.pattern != self._pattern:
+            return False
+        if list(map(id, infos)) != self._ids or places is None or places_of(state) != places:
             return False
         return not self._counts or torch.equal(torch.stack(self._counts), self._steps)
 
@@ -403,26 +352,26 @@ def is_unchanged(roster: Roster, groups: Sequence[dict[str, Any]]) -> bool:
     if not roster.is_whole or list(map(id, groups)) != roster.group_ids:
         return False
     is_same = True
-    for known in roster.groups:
-        group = known.group
-        if group.keys() != known.keys or list(map(id, group["params"])) != known.ids:
+    for settings in roster.groups:
+        group = settings.group
+        if group.keys() != settings.keys or list(map(id, group["params"])) != settings.ids:
             return False
         try:
-            is_same = is_same and bool(group["lr"] == known.lr)
-            is_same = is_same and list(map(group.get, known.names)) == known.values
+            is_same = is_same and bool(group["lr"] == settings.lr)
+            is_same = is_same and list(map(group.get, settings.names)) == settings.values
         except (RuntimeError, ValueError):  # an array of several elements has no truth value
             return False
     if not is_same or weight_places(roster.params) != roster.places:
         roster.is_whole = False  # also if a value is refused
-        if not roster.take_changes():
+        if not roster.read_numbers():
             return False
         roster.places, roster.is_whole = weight_places(roster.params), True
     return not (roster.frozen and any(p.requires_grad or p.grad is not None for p in roster.frozen))
 
 
-def weight_places(params: Sequence[ParamInfo]) -> list[Any]:
+def weight_places(infos: Sequence[ParamInfo]) -> list[Any]:
     """Return the memory addresses, strides and sizes of the parameters."""
-    tensors = [one.param if one.spread is None else local(one.param) for one in params]
+    tensors = [info.param if info.spread is None else local(info.param) for info in infos]
     return [
         *map(Tensor.data_ptr, tensors),
         *map(Tensor.stride, tensors),
@@ -430,20 +379,24 @@ def weight_places(params: Sequence[ParamInfo]) -> list[Any]:
     ]
 
 
-def step_counts(params: Sequence[ParamInfo], state: States) -> dict[int, int]:
-    """Return the step count of each parameter by its id; 0 for one without state."""
-    counts = [state[one.param]["step"] for one in params if state.get(one.param)]
+def step_counts(infos: Sequence[ParamInfo], state: States) -> dict[int, int]:
+    """Return the step count of each parameter by its info's id; 0 for a parameter without state."""
+    counts = [state[info.param]["step"] for info in infos if state.get(info.param)]
     values = iter(torch.stack(counts).tolist() if counts else ())
-    return {id(one): int(next(values)) if state.get(one.param) else 0 for one in params}
+    return {id(info): int(next(values)) if state.get(info.param) else 0 for info in infos}
 
 
 def places_of(state: States) -> list[Any] | None:
-    """Return what tells whether anybody has moved or replaced a tensor of the state: the identity
-    of each, its address and its offset in its storage. None if the state has anything but
+    """Return the identity, the address and the offset in its storage of each tensor of the state,
+    which show whether anybody has moved or replaced it. None if the state has anything but
     tensors."""
     try:
-        found = list(chain.from_iterable(map(dict.values, state.values())))
-        return [*map(id, found), *map(Tensor.data_ptr, found), *map(Tensor.storage_offset, found)]
+        tensors = list(chain.from_iterable(map(dict.values, state.values())))
+        return [
+            *map(id, tensors),
+            *map(Tensor.data_ptr, tensors),
+            *map(Tensor.storage_offset, tensors),
+        ]
     except TypeError:
         return None
 
@@ -462,24 +415,3 @@ def close_buckets(buckets: Iterable[Bucket]) -> None:
     """Let go of the stacks."""
     for bucket in buckets:
         bucket.states, bucket.stacks = [], {}
-
-
-def runs_of(
-    bucket: Bucket, taking: Mapping[int, tuple[ParamInfo, int, OwnerExchange | None]]
-) -> list[MemberRun]:
-    """Divide the members of a bucket that take the step into runs. `taking`: id of a parameter that
-    takes the step -> its info, t of the previous step, and its exchange if it has one."""
-
-    def options(key: int) -> tuple[int, OwnerExchange | None, int, Rule] | None:
-        if key not in taking:
-            return None
-        info, step, exchange = taking[key]
-        return step, exchange, info.settings.number, info.rule
-
-    runs, first = list[MemberRun](), 0
-    for same, adjacent in groupby((id(member.param) for member in bucket.members), options):
-        keys = list(adjacent)
-        if same is not None:
-            runs.append(MemberRun(bucket, first, [taking[key][0] for key in keys], *same[:2]))
-        first += len(keys)
-    return runs

@@ -1,11 +1,11 @@
 """The fp32 precision of matrix products inside a block of a step, and the caller's after it.
 
-torch stores it twice for the process: as one word (`torch.set_float32_matmul_precision`), which
-compiled code reads, and per backend (`fp32_precision`), which matrix products obey. The products of
-a backend have a value of their own or inherit that of the backend, which has one or inherits that
-of all backends (`torch.backends.fp32_precision`). Reading gives the value in force and does not say
-whose it is, so a value that is written back would no longer follow the one that it came from.
-Therefore products that inherited before must inherit afterwards.
+torch stores it twice for the process: as a word (`torch.set_float32_matmul_precision`), which
+compiled code reads, and per backend (`fp32_precision`), which matrix products obey. The value of a
+backend's products is set or inherited from the backend, whose value is set or inherited from all
+backends (`torch.backends.fp32_precision`). Reading returns the value in force, set or inherited; if
+an inherited value were written back, it would no longer follow the value that it came from.
+Therefore products that inherited before the block must inherit after it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from lather.torch_private import get_fp32_precision, set_fp32_precision
 
 BACKENDS = ("cuda", "mkldnn")
 NONE = "none"
-"""Value that a backend without its own has been given, and that is in force if nothing has one."""
+"""Value that stands for an inherited value when it is set, and that is in force if nothing is
+set."""
 
 TRUE_FP32 = (NONE, "ieee")
 """Values under which products are in true fp32."""
@@ -33,11 +34,10 @@ ALLOWED = {
 
 
 @contextmanager
-def changed_precision(precision: str, found: tuple[str, str]) -> Iterator[None]:
+def changed_precision(precision: str, in_force: tuple[str, str]) -> Iterator[None]:
     """Set the fp32 matmul precision ("highest" | "high" | "medium", by torch's names) in the block,
-    and restore the caller's after it. `found`: the values in force of the products of each backend.
-    """
-    before = [_own_value(backend, value) for backend, value in zip(BACKENDS, found, strict=True)]
+    and restore the caller's after it. `in_force`: the values of the products of each backend."""
+    before = [_set_value(backend, x) for backend, x in zip(BACKENDS, in_force, strict=True)]
     try:
         # torch refuses to give a word that contradicts the backends; true fp32 contradicts none.
         _set_both("ieee", "ieee")
@@ -56,12 +56,12 @@ def _set_both(cuda: str, mkldnn: str) -> None:
     set_fp32_precision("mkldnn", "matmul", mkldnn)
 
 
-def _own_value(backend: str, value: str) -> str:
-    """Return the own value of a backend's products, for which `value` is in force; "none" if they
-    inherit it.
+def _set_value(backend: str, value: str) -> str:
+    """Return `value`, which is in force for a backend's products, if it is set for them; "none" if
+    they inherit it.
 
-    If the backend as a whole has the same value, only a change tells: of the value for all
-    backends, or of the backend's own. Both are changed back at once.
+    If the backend as a whole has the same value, only a change shows which: of the value of all
+    backends, or of this backend. Both are changed back at once.
     """
     if value == NONE or get_fp32_precision(backend, "all") != value:
         return value
@@ -70,7 +70,7 @@ def _own_value(backend: str, value: str) -> str:
     products_follow = get_fp32_precision(backend, "matmul") == other
     backend_follows = get_fp32_precision(backend, "all") == other
     set_fp32_precision("generic", "all", of_all)
-    if not backend_follows:  # it has a value of its own
+    if not backend_follows:  # its value is set
         set_fp32_precision(backend, "all", other)
         products_follow = get_fp32_precision(backend, "matmul") == other
         set_fp32_precision(backend, "all", value)

@@ -22,8 +22,9 @@ from torch import Tensor
 
 from lather.device import Read, is_cpu
 from lather.optim.batched.gradients import read_together
-from lather.optim.batched.plan import MemberRun, cpu_count, index_on, matmul_precision
+from lather.optim.batched.plan import index_on, matmul_precision
 from lather.optim.batched.roster import Roster
+from lather.optim.batched.runs import MemberRun, cpu_count
 from lather.optim.rule import RefreshingRule, State
 
 logger = logging.getLogger(__name__)
@@ -38,14 +39,14 @@ CPU_REFRESH_BYTES = 2**26
 
 @dataclass(frozen=True)
 class DimRefresh:
-    """The refresh of one dim of some rows of a run."""
+    """The refresh of one dim of rows of a run."""
 
     run: MemberRun
     dim: int
     rows: Sequence[int]
     """Rows of the bucket, ascending."""
     methods: tuple[str, ...]
-    """Refresh methods: each is tried on the rows for which the one before it failed."""
+    """Refresh methods: each is tried on the rows for which the method before it failed."""
 
     @property
     def rule(self) -> RefreshingRule:
@@ -61,10 +62,7 @@ class DimRefresh:
         count = (rule.bucket_bytes or bucket.temporary_bytes) // per_matrix
         if is_cpu(bucket.device):
             count = min(count, cpu_count(CPU_REFRESH_BYTES // per_matrix))
-        return self.divided(max(1, count) if rule.batched else 1)
-
-    def divided(self, count: int) -> Iterator[DimRefresh]:
-        """Yield the same work in batches of at most `count` rows."""
+        count = max(1, count) if rule.batched else 1
         for i in range(0, len(self.rows), count):
             yield replace(self, rows=self.rows[i : i + count])
 
@@ -79,23 +77,19 @@ class _StackRows(State):
 
     def __init__(self, job: DimRefresh) -> None:
         super().__init__()
-        self._all, self._dtype, self._given = (
-            job.run.bucket.stacks,
-            job.rule.compute_dtype,
-            dict[str, Tensor](),
-        )
+        self._stacks, self._dtype = job.run.bucket.stacks, job.rule.compute_dtype
+        self._before = dict[str, Tensor]()
         first, last = job.rows[0], job.rows[-1] + 1
-        is_range = last - first == len(job.rows)
-        self._index: Any = (
-            slice(first, last) if is_range else index_on(job.rows, job.run.bucket.device)
-        )
+        self._index: Any = slice(first, last)
+        if last - first != len(job.rows):
+            self._index = index_on(job.rows, job.run.bucket.device)
 
     def __missing__(self, name: str) -> Tensor:
-        self[name] = self._given[name] = self._all[name][self._index].to(self._dtype)
+        self[name] = self._before[name] = self._stacks[name][self._index].to(self._dtype)
         return self[name]
 
     def by_dim(self, name: str) -> dict[int, Tensor]:
-        for key in self._all:
+        for key in self._stacks:
             if key.startswith(f"{name}_"):
                 self[key]
         return super().by_dim(name)
@@ -104,9 +98,10 @@ class _StackRows(State):
         """Copy entries that are not views of the stacks, or that the rule has replaced, into the
         stacks."""
         for name, x in self.items():
-            is_view = isinstance(self._index, slice) and self._all[name].dtype == self._dtype
-            if not is_view or x is not self._given[name]:
-                self._all[name][self._index] = x.to(self._all[name].dtype)
+            stack = self._stacks[name]
+            is_view = isinstance(self._index, slice) and stack.dtype == self._dtype
+            if not is_view or x is not self._before[name]:
+                stack[self._index] = x.to(stack.dtype)
 
 
 Launched = list[tuple[DimRefresh, Tensor | None]]
@@ -131,11 +126,10 @@ def launch(jobs: list[DimRefresh], counts: Counts) -> Launched:
         for job in jobs
         for batch in job.batches()
     ]
-    others = _narrowed(answers, False)
-    counts["refreshes_skipped"] += _num_rows(
-        batch for batch, good in answers if good is not None
-    ) - _num_rows(others)
-    return _refreshed([*(batch for batch, good in answers if good is None), *others])
+    unfit = _narrowed(answers, False)
+    asked = (batch for batch, fits in answers if fits is not None)
+    counts["refreshes_skipped"] += _num_rows(asked) - _num_rows(unfit)
+    return _refreshed([*(batch for batch, fits in answers if fits is None), *unfit])
 
 
 def finish(launched: Launched, counts: Counts) -> None:
@@ -143,20 +137,17 @@ def finish(launched: Launched, counts: Counts) -> None:
     method."""
     counts["refreshes_done"] += _num_rows(batch for batch, _ in launched)
     while failed := _narrowed(launched, True):
-        retried = [
-            replace(batch, methods=batch.methods[1:]) for batch in failed if len(batch.methods) > 1
-        ]
-        counts["refreshes_retried"] += _num_rows(retried)
+        retried = []
         for batch in failed:
-            if len(batch.methods) == 1:
-                counts["refreshes_done"] -= len(batch.rows)
-                counts["refreshes_failed"] += len(batch.rows)
-                sizes = [batch.run.bucket.inner[batch.dim]] * 2
-                logger.warning(
-                    "%d eigenbases of %d x %d could not be refreshed and stay as they are",
-                    len(batch.rows),
-                    *sizes,
-                )
+            if len(batch.methods) > 1:
+                retried.append(replace(batch, methods=batch.methods[1:]))
+                continue
+            num, n = len(batch.rows), batch.run.bucket.inner[batch.dim]
+            counts.update(refreshes_failed=num, refreshes_done=-num)
+            logger.warning(
+                "%d eigenbases of %d x %d could not be refreshed and stay as they are", num, n, n
+            )
+        counts["refreshes_retried"] += _num_rows(retried)
         launched = _refreshed(retried)
 
 
@@ -180,9 +171,9 @@ def _narrowed(answers: Launched, answer: bool) -> list[DimRefresh]:
     """Return the batches that have answers, reduced to the rows with this answer. The devices are
     waited for once."""
     asked = [(batch, flags) for batch, flags in answers if flags is not None]
+    read = read_together([flags for _, flags in asked], Read.REFRESHES)
     narrowed = []
-    answered = read_together([flags for _, flags in asked], Read.REFRESHES)
-    for (batch, _), flags in zip(asked, answered, strict=True):
+    for (batch, _), flags in zip(asked, read, strict=True):
         if rows := [row for row, flag in zip(batch.rows, flags, strict=True) if flag == answer]:
             narrowed.append(replace(batch, rows=rows))
     return narrowed
@@ -192,28 +183,41 @@ def _num_rows(batches: Iterable[DimRefresh]) -> int:
     return sum(len(batch.rows) for batch in batches)
 
 
-def due_rows(run: MemberRun, roster: Roster, counts: Counts) -> Sequence[int]:
+def due_refreshes(
+    runs: Iterable[MemberRun], roster: Roster | None, counts: Counts
+) -> list[DimRefresh]:
+    """Return the refreshes that are due in this step; count those of idle experts as skipped.
+    `roster`: that of the step."""
+    jobs = []
+    for run in runs:
+        assert roster is not None
+        assert isinstance(run.rule, RefreshingRule)
+        if rows := _due_rows(run, run.rule, roster, counts):
+            methods = run.rule.methods(run.due.first)
+            jobs += [DimRefresh(run, dim, rows, methods) for dim in run.bucket.dims]
+    return jobs
+
+
+def _due_rows(
+    run: MemberRun, rule: RefreshingRule, roster: Roster, counts: Counts
+) -> Sequence[int]:
     """Return the rows of the bucket whose bases are due in this step. Idle experts are left out,
     except for the first bases."""
-    due, found = run.due, list(run.rows)
+    due, rows = run.due, list(run.rows)
     if due.who == "nobody":
         return []
-    assert isinstance(run.rule, RefreshingRule)
-    if due.who == "interval" and run.rule.stagger_refresh:
+    if due.who == "interval" and rule.stagger_refresh:
         shifts = [
             roster.shift(member.param, number, due.every)
             for member in run.members
             for number in member.numbers
         ]
-        found = [
-            row
-            for row, shift in zip(run.rows, shifts, strict=True)
-            if (run.step + shift) % due.every == 0
-        ]
+        pairs = zip(rows, shifts, strict=True)
+        rows = [row for row, shift in pairs if (run.step + shift) % due.every == 0]
     elif due.who == "interval" and run.step % due.every:
-        found = []
+        return []
     if run.idle and not due.first:
-        awake = [row for row in found if not run.idle[row - run.rows.start]]
-        counts["refreshes_skipped"] += len(run.bucket.dims) * (len(found) - len(awake))
-        found = awake
-    return found
+        active = [row for row in rows if not run.idle[row - run.rows.start]]
+        counts["refreshes_skipped"] += len(run.bucket.dims) * (len(rows) - len(active))
+        return active
+    return rows

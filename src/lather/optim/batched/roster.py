@@ -9,7 +9,7 @@ for as long as nothing but numbers has changed.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -33,20 +33,19 @@ class GroupSettings:
 
     def __init__(self, group: dict[str, Any], rule: type[Rule]) -> None:
         """Read the settings of a group. Raises ValueError for an option out of range."""
-        own = plain_options(group, rule)
-        self.group, self.rule = group, rule(**{name: own[name] for name in options_of(rule)})
-        self.lr = rate_of(own.pop("lr"))
+        self.plain = plain_options(group, rule)
+        """Options but the learning rate, and `partition_dim` if there is one, as plain values."""
+        self.group, self.rule = group, rule(**{name: self.plain[name] for name in options_of(rule)})
+        self.lr = rate_of(self.plain.pop("lr"))
         """Learning rate in this step."""
-        asking = [key for key in group if key not in own and asks(key)]
-        names = ("rule", "partition_dim", *(name for name in own if name != "partition_dim"))
-        self.names = (*names, *asking)
+        deciding = list(dict.fromkeys(["rule", "partition_dim", *self.plain]))
+        asking = [key for key in group if key not in self.plain and asks(key)]
+        self.names = [*deciding, *asking]
         """Names of the values that are compared to detect a change: `rule`, `partition_dim`, all
         options but the learning rate, and keys that are no options but may be refused."""
-        self.plain = own
-        """Options but the learning rate, and `partition_dim` if there is one, as plain values."""
-        self.values = [*map({**group, **own}.get, self.names)]
-        self.num_settings = len(names)
+        self._num_deciding = len(deciding)
         """Number of the values on which a step depends."""
+        self.values = [*map({**group, **self.plain}.get, self.names)]
         self.ids = list(map(id, group["params"]))
         self.keys = frozenset(group)
         """All keys of the group."""
@@ -54,7 +53,7 @@ class GroupSettings:
         """Number of times that the learning rate or another number has changed."""
         self.variants: list[tuple[Matrix, Rule]] = []
         """The different matrices of the group, each with the rule that `Rule.on` returns for it."""
-        self._numbers: dict[object, int] = {}
+        self._variant_of: dict[object, int] = {}
         self.number = 0
         """Number of the settings; groups whose parameters may form one run in this step have the
         same number."""
@@ -62,55 +61,53 @@ class GroupSettings:
     def variant_of(self, layout: Layout) -> int:
         """Return the number of the layout's matrix and rule among the variants."""
         key = layout.matrix, type(layout), *layout.rule.dtypes.values()
-        if key not in self._numbers:
-            self._numbers[key] = len(self.variants)
-            self.variants.append((layout.matrix, _one_of(layout.rule, self.variants)))
-        return self._numbers[key]
+        if key not in self._variant_of:
+            self._variant_of[key] = len(self.variants)
+            _add_variant(self.variants, layout.matrix, layout.rule)
+        return self._variant_of[key]
 
-    def take_changes(self) -> bool:
+    def read_numbers(self) -> bool:
         """Read the learning rate and changed numbers from the group. Return False if anything else
         has changed: then the roster has to be made again."""
-        group, own = self.group, plain_options(self.group, type(self.rule))
-        rule_options = {name: own[name] for name in options_of(type(self.rule))}
-        lr, values = rate_of(own.pop("lr")), [*map({**group, **own}.get, self.names)]
+        options = plain_options(self.group, type(self.rule))
+        lr = rate_of(options["lr"])
         if not 0 <= lr < math.inf:
             return False  # a new roster will raise
-        if values != self.values:
-            before = zip(self.names, self.values, strict=True)
-            changed = [name for (name, old), new in zip(before, values, strict=True) if old != new]
+        values = [*map({**self.group, **options}.get, self.names)]
+        is_changed = values != self.values
+        if is_changed:
+            triples = zip(self.names, self.values, values, strict=True)
+            changed = [name for name, old, new in triples if old != new]
             if not all(isinstance(getattr(self.rule, x, None), float | tuple) for x in changed):
                 return False
-            rule = type(self.rule)(**rule_options)
+            rule = type(self.rule)(**{name: options[name] for name in options_of(type(self.rule))})
             variants: list[tuple[Matrix, Rule]] = []
             for matrix, old in self.variants:
-                variants.append((matrix, _one_of(_variant(rule, matrix, old), variants)))
-            pairs = zip(self.variants, variants, strict=True)
-            if any(_structure(*old) != _structure(*new) for old, new in pairs):
-                return False
+                # the state stays as it is
+                _add_variant(variants, matrix, _with_state_dtype(rule.on(matrix), old.state_dtype))
+                if _structure(matrix, old) != _structure(*variants[-1]):
+                    return False
             self.rule, self.values, self.variants = rule, values, variants
-            self.version += 1
-        if lr != self.lr:
-            self.lr = lr
-            self.version += 1
-        group.update(own)
+        self.version += is_changed or lr != self.lr
+        self.lr = lr
+        del options["lr"]
+        self.group.update(options)
         return True
 
     def key(self) -> tuple[Any, ...]:
         """Return everything in these settings on which a step depends."""
-        return (type(self.rule), self.lr, *map(comparable, self.values[: self.num_settings]))
+        return (type(self.rule), self.lr, *map(comparable, self.values[: self._num_deciding]))
 
 
-def _variant(rule: Rule, matrix: Matrix, old: Rule) -> Rule:
-    """Return the rule of a group for a matrix, with the state of the one that it had before."""
-    new = rule.on(matrix)
-    is_same = new.state_dtype == old.state_dtype
-    return new if is_same else replace(new, state_dtype=old.state_dtype)
-
-
-def _one_of(rule: Rule, variants: Iterable[tuple[Matrix, Rule]]) -> Rule:
-    """Return the equal rule of a variant if there is one: runs of one rule are updated together."""
+def _add_variant(variants: list[tuple[Matrix, Rule]], matrix: Matrix, rule: Rule) -> None:
+    """Add a matrix with its rule. Equal rules become the same object: runs of the same rule are
+    updated together."""
     same = (old for _, old in variants if type(old) is type(rule) and old == rule)
-    return next(same, rule)
+    variants.append((matrix, next(same, rule)))
+
+
+def _with_state_dtype(rule: Rule, dtype: Any) -> Rule:
+    return rule if rule.state_dtype == dtype else replace(rule, state_dtype=dtype)
 
 
 def _structure(matrix: Matrix, rule: Rule) -> tuple[object, ...]:
@@ -146,22 +143,21 @@ class ParamInfo:
     ranks."""
 
     def __post_init__(self) -> None:
-        self.variant = self.settings.variant_of(self.layout)
+        self._variant = self.settings.variant_of(self.layout)
 
     @property
     def rule(self) -> Rule:
         """Rule of the parameter's matrices, with the numbers of this step. (That of the layout has
         those of the time when the roster was made.)"""
-        return self.settings.variants[self.variant][1]
+        return self.settings.variants[self._variant][1]
 
     @cached_property
     def num_norms(self) -> int:
-        """Number of norms of the gradient that are measured: one for each expert, one, or none."""
-        return (
-            self.layout.batch
-            if self.layout.has_experts
-            else int(self.settings.rule.nonfinite != "ignore")
-        )
+        """Number of norms of the gradient that are measured: of each expert, of the parameter, or
+        none."""
+        if self.layout.has_experts:
+            return self.layout.batch
+        return int(self.settings.rule.nonfinite != "ignore")
 
     @cached_property
     def dtypes_of_norms(self) -> tuple[torch.dtype, torch.dtype]:
@@ -173,11 +169,8 @@ class ParamInfo:
     @cached_property
     def is_gathered(self) -> bool:
         """Whether every rank gathers and updates the parameter (`ownership="replicated"`)."""
-        return (
-            self.spread is not None
-            and not self.layout.elementwise
-            and self.rule.ownership == "replicated"
-        )
+        is_replicated = self.rule.ownership == "replicated"
+        return is_replicated and self.spread is not None and not self.layout.elementwise
 
     @cached_property
     def needs_weights(self) -> bool:
@@ -209,22 +202,22 @@ class Roster:
         """`frozen`: parameters that require no gradient and have no state; `params` does not
         contain them. `places`: memory addresses, strides and sizes of the parameters."""
         self.groups, self.params, self.frozen = groups, params, frozen
-        self.group_ids = [id(known.group) for known in groups]
+        self.group_ids = [id(settings.group) for settings in groups]
         self.places = places
         self.is_whole = True
-        """Whether no change of the groups has been read in part: such a roster is of no use."""
-        self._forms = [_form(one) for one in params]
+        """Whether all changes of the groups have been read; otherwise the roster is useless."""
+        self._forms = list(map(_form, params))
         self.pattern: list[int] = []
         """For each group, the number of the first group with the same settings."""
         self._number_groups()
 
-    def take_changes(self) -> bool:
+    def read_numbers(self) -> bool:
         """Read the numbers of the groups again. Return False if anything else has changed: then the
         roster has to be made again."""
-        if not all(settings.take_changes() for settings in self.groups):
+        if not all(settings.read_numbers() for settings in self.groups):
             return False
         self._number_groups()
-        return [_form(one) for one in self.params] == self._forms
+        return list(map(_form, self.params)) == self._forms
 
     def _number_groups(self) -> None:
         numbers = dict[object, int]()
@@ -237,17 +230,17 @@ class Roster:
         """The matrices with `stagger_refresh`, lined up in order, each as long as its refresh
         costs: id of a parameter -> the fraction of the line at which its first matrix begins, and
         the length of each of its matrices."""
-        rules = [(one, one.rule) for one in self.params]
+        rules = [(info, info.rule) for info in self.params]
         costs = [
-            (one, rule.refresh_cost(one.layout.matrix))
-            for one, rule in rules
+            (info, rule.refresh_cost(info.layout.matrix))
+            for info, rule in rules
             if isinstance(rule, RefreshingRule) and rule.stagger_refresh
         ]
-        total = sum(one.layout.batch * cost for one, cost in costs) or 1.0
-        begins = accumulate((one.layout.batch * cost / total for one, cost in costs), initial=0.0)
+        total = sum(info.layout.batch * cost for info, cost in costs) or 1.0
+        begins = accumulate((info.layout.batch * cost / total for info, cost in costs), initial=0.0)
         return {
-            id(one.param): (begin, cost / total)
-            for begin, (one, cost) in zip(begins, costs, strict=False)
+            id(info.param): (begin, cost / total)
+            for begin, (info, cost) in zip(begins, costs, strict=False)
         }
 
     def shift(self, param: Tensor, number: int, interval: int) -> int:
@@ -258,45 +251,39 @@ class Roster:
         return min(interval - 1, int((first + number * width) * interval + 1e-9))
 
 
-def _form(one: ParamInfo) -> tuple[object, ...]:
+def _form(info: ParamInfo) -> tuple[object, ...]:
     """Return what the layout of a parameter depends on, but for its group."""
-    x = one.param if one.spread is None else local(one.param)
+    x = info.param if info.spread is None else local(info.param)
     return x.shape, x.dtype, x.device, x.is_contiguous()
 
 
-def group_options(given: Mapping[str, Any], rule: type[Rule], default: Rule) -> dict[str, Any]:
-    """Return all options of a group with this rule: the given ones; then those of the optimizer's
-    default rule; then the rule's defaults.
+SHARED = frozenset({"lr", "weight_decay", *options_of(Rule)}) - {"matrix_layout"}
+"""Options that a group takes from the optimizer's default rule even if its rule is of another
+class."""
+
+
+def group_options(group: Mapping[str, Any], rule: type[Rule], default: Rule) -> dict[str, Any]:
+    """Return all options of a group with this rule: those that the group gives; then those of the
+    optimizer's default rule; then the rule's defaults.
 
     If the default rule has a rule of this class for vectors (SOAP has AdamW), the options of that
-    one take the place of its own."""
+    rule take the place of its own."""
     on_vectors = default.on_vectors()
     source = on_vectors if type(on_vectors) is rule else default
-    found = {}
-    for name, option in options_of(rule).items():
-        if name in given:
-            found[name] = given[name]
-        elif name in options_of(type(source)) and (
-            type(source) is rule or name in SHARED or option.default is MISSING
-        ):
-            found[name] = getattr(source, name)
-        else:
-            found[name] = option.default
-    return found
-
-
-SHARED = frozenset({"lr", "weight_decay", *options_of(Rule)}) - {"matrix_layout"}
-"""Options that a group takes from the optimizer's default rule even if its own rule is of another
-class."""
+    options = {name: option.default for name, option in options_of(rule).items()}
+    for name in options.keys() & options_of(type(source)).keys():
+        if type(source) is rule or name in SHARED or options[name] is MISSING:
+            options[name] = getattr(source, name)
+    return options | {name: group[name] for name in options.keys() & group.keys()}
 
 
 def plain_options(group: Mapping[str, Any], rule: type[Rule]) -> dict[str, Any]:
     """Return the options of a group, and its `partition_dim` if it has one, as plain values, which
     may be out of range."""
-    own = {name: option.plain(group[name]) for name, option in options_of(rule).items()}
+    options = {name: option.plain(group[name]) for name, option in options_of(rule).items()}
     if "partition_dim" in group:
-        own["partition_dim"] = as_count(group["partition_dim"])
-    return own
+        options["partition_dim"] = as_count(group["partition_dim"])
+    return options
 
 
 def names_of(group: Mapping[str, Any]) -> Iterator[str]:

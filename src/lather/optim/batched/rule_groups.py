@@ -36,8 +36,8 @@ class RuleGroups:
     """
 
     def __init__(self, default: Rule, published: Published) -> None:
-        """`default`: rule of the groups that do not give one. `published`: names of the published
-        interface for options, which groups may use."""
+        """`default`: rule of the groups that do not name a rule. `published`: names of the
+        published interface for options, which groups may use."""
         self.published = published
         self.default, self.rules = default, {name_of(type(default)): type(default)}
         self.defaults = {name: getattr(default, name) for name in options_of(type(default))}
@@ -52,7 +52,7 @@ class RuleGroups:
         """Whether the groups that the optimizer was made with are there."""
         self._unknown: frozenset[str] = frozenset()
         """Keys that mean nothing to the rules of their groups."""
-        self._named: frozenset[str] = frozenset()
+        self._warned_of: frozenset[str] = frozenset()
         """Keys of that kind that a warning has named."""
 
     def __getstate__(self) -> dict[str, Any]:
@@ -60,35 +60,31 @@ class RuleGroups:
         return {**self.__dict__, "roster": None, "sharding": Sharding(None)}
 
     def complete(self, groups: Groups) -> None:
-        """Check and name what only all groups together show, when all are there."""
+        """Check what only all groups together show, when all are there, and warn of it."""
         self._is_complete = True
         self.check_whole(groups)
         flat.warn_without_matrices(groups, self.had_matrices, self.default)
-        self._name_unknown_keys()
+        self._warn_of_unknown_keys()
 
     def add(
-        self, given: dict[str, Any], groups: Groups, append: Callable[[dict[str, Any]], None]
+        self, group: dict[str, Any], groups: Groups, append: Callable[[dict[str, Any]], None]
     ) -> None:
         """Check a group and add it to the groups by `append`, the method of torch's optimizers; a
         bad option, layout or parameter raises, and the group is not added."""
-        number = len(groups)
-        with _naming(given, number):
-            given = translated(given, self.published, self.defaults)
-            rule, of_rule = self._rule_of(given)
-            of_rule = {**of_rule, **{k: given[k] for k in options_of(rule) if k in given}}
-            own = group_options(of_rule, rule, self.default)
-            made = rule(**own)
-            unknown = self.unknown_in(given, made, inert=self.defaults)
-            plain = {name: getattr(made, name) for name in own} | listed(given)
-            if "partition_dim" in given:
-                plain["partition_dim"] = as_count(given["partition_dim"])
-            params = _each_once(given["params"])
-            append({**given, "params": params, **plain, "rule": name_of(rule)})
-        added = groups[-1]
-        self.rules[name_of(rule)] = rule
+        with _naming(group, len(groups)):
+            group = translated(group, self.published, self.defaults)
+            rule, of_rule = self._rule_of(group)
+            options = group_options({**of_rule, **group}, rule, self.default)
+            made, name = rule(**options), name_of(rule)
+            unknown = self.unknown_in(group, made, inert=self.defaults)
+            plain = {key: getattr(made, key) for key in options} | listed(group)
+            if "partition_dim" in group:
+                plain["partition_dim"] = as_count(group["partition_dim"])
+            append({**group, "params": _each_once(group["params"]), **plain, "rule": name})
+        self.rules[name] = rule
         try:
-            with _naming(added, number):
-                has_matrices = self._check_group(added, made)
+            with _naming(groups[-1], len(groups) - 1):
+                has_matrices = self._check_group(groups[-1], made)
             if self._is_complete:
                 self.check_whole(groups)
         except (TypeError, ValueError):
@@ -96,7 +92,6 @@ class RuleGroups:
             raise
         self._unknown |= unknown
         if has_matrices or flat.is_for_matrices(made):
-            name = name_of(rule)
             self.had_matrices[name] = has_matrices or self.had_matrices.get(name, False)
         self.roster = None
 
@@ -104,11 +99,11 @@ class RuleGroups:
         """Return the keys that mean nothing to the group's rule; raises as `unknown_keys` does."""
         return frozenset(unknown_keys(group, rule, {**RULES, **self.rules}, **allowed))
 
-    def _name_unknown_keys(self) -> None:
-        """Name in one warning the keys that mean nothing to the rules of their groups, except for
-        those that an earlier warning has named."""
-        if new := self._unknown - self._named:
-            self._named |= new
+    def _warn_of_unknown_keys(self) -> None:
+        """Warn of all keys that mean nothing to the rules of their groups and that no earlier
+        warning has named."""
+        if new := self._unknown - self._warned_of:
+            self._warned_of |= new
             text = "keys of parameter groups that mean nothing to their rules are kept and ignored"
             warnings.warn(f"{text}: {', '.join(sorted(new))}", stacklevel=2)
 
@@ -120,18 +115,18 @@ class RuleGroups:
             return type(named), {name: getattr(named, name) for name in options_of(type(named))}
         if isinstance(named, str):
             return self.rules.get(named) or find_rule(named), {}
-        found = getattr(named, "rule", named)  # a class of optimizers stands for its rule
-        if not (isinstance(found, type) and issubclass(found, Rule)):
+        rule = getattr(named, "rule", named)  # a class of optimizers stands for its rule
+        if not (isinstance(rule, type) and issubclass(rule, Rule)):
             raise TypeError(
                 f"rule={named!r} of a parameter group is not valid: give a rule's name, its class, "
                 "or an instance"
             )
-        return found, {}
+        return rule, {}
 
     def _check_group(self, group: dict[str, Any], rule: Rule) -> bool:
         """Raise ValueError or TypeError for a parameter that the rule does not take; return whether
         the rule has a matrix in the group."""
-        settings, has_matrices = GroupSettings(group, type(rule)), False
+        layouts = []
         for name, p in zip(names_of(group), group["params"], strict=True):
             spread = self.sharding.spread_of(p, group, name)
             if p.is_complex():
@@ -147,24 +142,22 @@ class RuleGroups:
                     "put it in a group with matrix_layout='tensor'"
                 )
             try:
-                layout = whole_layout(p, settings.rule, spread)
+                layouts.append(whole_layout(p, rule, spread))
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
-            size = layout.state_bytes(
-                len(spread.ranks) if spread is not None and rule.ownership == "replicated" else 1
-            )
+            is_divided = spread is not None and rule.ownership == "replicated"
+            size = layouts[-1].state_bytes(len(spread.ranks) if is_divided and spread else 1)
             if rule.max_state_bytes is not None and size > rule.max_state_bytes:
                 raise ValueError(
-                    f"state of {name} with shape {layout.shape} would take {size / GIB:.3f} GiB, "
-                    "more than max_state_bytes "
+                    f"state of {name} with shape {layouts[-1].shape} would take {size / GIB:.3f} "
+                    "GiB, more than max_state_bytes "
                     f"({rule.max_state_bytes / GIB:.3f} GiB): lower max_precond_dim or set "
                     "sides='smaller' for one-sided preconditioning, "
                     "use the matrix_layout ('per_expert', 'stacked') with the smaller factors, "
                     "spread the state of a sharded parameter "
                     "over its ranks (ownership='replicated'), or raise the limit"
                 )
-            has_matrices = has_matrices or flat.is_matrix(layout)
-        return has_matrices
+        return any(map(flat.is_matrix, layouts))
 
     def check_whole(self, groups: Groups) -> None:
         """Raise ValueError if the groups contain flat pieces that a rule would take for vectors."""
@@ -182,11 +175,10 @@ class RuleGroups:
             self.roster = roster
         return self.roster
 
-    def make_roster(self, param_groups: Groups, state: States) -> Roster:
-        """Make a new roster; parameters without gradients and `state` are not in it if they are
-        frozen."""
-        groups, params, frozen, unknown = [], [], [], set[str]()
-        for number, group in enumerate(param_groups):
+    def make_roster(self, groups: Groups, state: States) -> Roster:
+        """Make a new roster. Frozen parameters without gradient and `state` are not in it."""
+        all_settings, params, frozen = list[GroupSettings](), list[ParamInfo](), list[Tensor]()
+        for number, group in enumerate(groups):
             if group["rule"] not in self.rules:
                 raise ValueError(
                     f"rule {group['rule']!r} of a parameter group was set after the optimizer was "
@@ -195,12 +187,13 @@ class RuleGroups:
                 )
             with _naming(group, number):
                 settings = GroupSettings(group, self.rules[group["rule"]])
-                unknown |= self.unknown_in(group, settings.rule, exempt=self.defaults)
+                unknown = self.unknown_in(group, settings.rule, exempt=self.defaults)
+            self._unknown |= unknown
             if lists := listed(group):
                 group.update(lists)
                 settings = GroupSettings(group, self.rules[group["rule"]])
-            groups.append(settings)
-        for settings in groups:
+            all_settings.append(settings)
+        for settings in all_settings:
             group = settings.group
             group.update(settings.plain)
             for name, p in zip(names_of(group), group["params"], strict=True):
@@ -208,19 +201,17 @@ class RuleGroups:
                     frozen.append(p)
                     continue
                 spread = self.sharding.spread_of(p, group)
-                params.append(
-                    ParamInfo(p, settings, name, whole_layout(p, settings.rule, spread), spread)
-                )
-        self._unknown |= unknown
-        self._name_unknown_keys()
-        flat.check_whole(groups, self.had_matrices)
-        return Roster(groups, params, frozen, weight_places(params))
+                layout = whole_layout(p, settings.rule, spread)
+                params.append(ParamInfo(p, settings, name, layout, spread))
+        self._warn_of_unknown_keys()
+        flat.check_whole(all_settings, self.had_matrices)
+        return Roster(all_settings, params, frozen, weight_places(params))
 
 
 @contextmanager
 def _naming(group: Mapping[str, Any], number: int) -> Iterator[None]:
-    """Add to the message of an error which group it is about: its number, and its name or the
-    name of its first parameter if it has one."""
+    """Add to the message of an error the group that it is about: its number, and its name or the
+    name of its first parameter."""
     try:
         yield
     except (TypeError, ValueError) as error:

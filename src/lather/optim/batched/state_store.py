@@ -3,16 +3,21 @@
 `optimizer.state[p]` holds `step` and views of the stacks in which a bucket keeps the state of all
 its members. For a parameter that is spread over ranks, a rank keeps the state of the matrices that
 it owns, under the same keys as every other rank; the tensors are empty if it owns none.
+
+Before the first step a state dict is room for a checkpoint, and a copy might not fit into memory:
+DTensors of it may then be views of the state, which is lent. A load of exactly these DTensors
+continues with the lent state; a step before that moves the state away.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lather.boxes import Piece
 from lather.optim.batched.buckets import Bucket, Member, States, make_buckets, move_to
 from lather.optim.batched.plan import places_of
 from lather.optim.batched.roster import ParamInfo, Roster
@@ -22,111 +27,213 @@ from lather.optim.sharded.sharding import Sharding
 MutableStates = MutableMapping[Tensor, dict[str, Tensor]]
 """`optimizer.state`, which the user may change or replace, too."""
 
+Saved = Mapping[Tensor, Mapping[str, Any]]
+"""Parameter -> its saved state."""
+
 
 class StateStore:
     """The buckets in which the state of an optimizer is kept. The state itself belongs to the
     optimizer, and is given to the methods."""
 
-    def __init__(self) -> None:
+    def __init__(self, sharding: Sharding) -> None:
+        self._sharding = sharding
         self.buckets: list[Bucket] = []
         self.roster: Roster | None = None
         """The roster for which the buckets were made or checked."""
         self.places: list[Any] | None = None
         """Places of all tensors of the state when they were known to be views of the buckets."""
+        self.is_lent = False
+        """Whether DTensors of a state dict may be views of state that no step has changed yet."""
 
     def create(
         self,
-        params: Sequence[ParamInfo],
+        infos: Sequence[ParamInfo],
         state: MutableStates,
-        sharding: Sharding,
-        steps: Mapping[int, Tensor] | None = None,
+        steps: Mapping[Tensor, Tensor] | None = None,
     ) -> None:
-        """Create the initial state of those of the parameters that have none. `steps`: id of a
-        parameter -> its step count, if it is not 0."""
-        new = [one for one in params if not state.get(one.param)]
-        if not new:
-            return
+        """Create the initial state of those of the parameters that have none. `steps`: parameter ->
+        its step count, if it is not 0."""
         steps = steps or {}
-        found = [sharding.member_of(one) for one in new]
-        entries = {
-            one.param: _without_member(one)
-            for one, member in zip(new, found, strict=True)
-            if member is None
-        }
-        apart = {key: int(step) for key, step in steps.items()}
-        buckets = make_buckets((member for member in found if member is not None), apart=apart)
+        members, entries = list[Member](), dict[Tensor, dict[str, Tensor]]()
+        for info in infos:
+            if state.get(info.param):
+                continue
+            member = self._sharding.member_of(info)
+            if member is not None:
+                members.append(member)
+            entries[info.param] = {} if member is not None else _without_member(info)
+        if not entries:
+            return
+        buckets = make_buckets(members, {id(p): int(step) for p, step in steps.items()})
         for bucket in buckets:
             for member, views in zip(bucket.members, bucket.allocate(), strict=True):
                 entries[member.param] = views
         self.buckets += buckets
-        for one in new:
-            step = steps.get(id(one.param), torch.zeros((), dtype=torch.float32, device="cpu"))
-            state[one.param] = {"step": step, **entries[one.param]}
+        for p in entries:
+            step = torch.zeros((), dtype=torch.float32, device="cpu")
+            state[p] = {"step": steps.get(p, step), **entries[p]}
         self.places = None  # nobody has looked at the other state
 
     def members(self) -> dict[int, Member]:
         """Return the members of all buckets by the id of their parameter."""
         return {id(member.param): member for bucket in self.buckets for member in bucket.members}
 
-    def bring_up_to_date(self, roster: Roster, state: MutableStates, sharding: Sharding) -> None:
+    def bring_up_to_date(self, roster: Roster, state: MutableStates) -> None:
         """Make new buckets for state that is no longer a view of a bucket (it was loaded,
         unpickled, moved, replaced or deleted), or if an option on which layouts depend has changed.
         Raises ValueError for state that does not fit, before anything changes.
         """
-        places = self.places
-        if self.roster is roster and places is not None and places == places_of(state):
+        if self.roster is roster and self.places is not None and self.places == places_of(state):
             return
-        known = [(one, state[one.param]) for one in roster.params if state.get(one.param)]
-        found = [sharding.member_of(one) for one, _ in known]
-        wanted = {id(member.param): member for member in found if member is not None}
+        infos = [info for info in roster.params if state.get(info.param)]
+        members = filter(None, map(self._sharding.member_of, infos))
+        moved = {id(member.param): member for member in members}
         current = []
         for bucket in self.buckets:
-            if _is_current(bucket, wanted, state):
+            if _is_current(bucket, moved, state):
                 current.append(bucket)
                 for member in bucket.members:
-                    del wanted[id(member.param)]
-        for member in wanted.values():
+                    del moved[id(member.param)]
+        for member in moved.values():
             member.layout.check_state(
                 state[member.param], f"the state of a parameter of shape {member.layout.shape}"
             )
-        gathered = [one for one, _ in known if one.is_gathered]
-        for one in gathered:
-            check_rows(one, state[one.param])
-        for one in gathered:
-            rows = state[one.param]
-            rows.update(
-                {name: rows[name].to(entry.dtype) for name, entry in one.layout.entries.items()}
-            )
-        for _, entries in known:
-            _bring_step_to_cpu(entries)
-        apart = {key: int(state[member.param]["step"]) for key, member in wanted.items()}
+        gathered = [info for info in infos if info.is_gathered]
+        for info in gathered:
+            check_rows(info, state[info.param])
+        for info in gathered:
+            rows = state[info.param]
+            rows.update({name: rows[name].to(x.dtype) for name, x in info.layout.entries.items()})
+        for info in infos:
+            _bring_step_to_cpu(state[info.param])
+        steps = {key: int(state[member.param]["step"]) for key, member in moved.items()}
         self.buckets = current
-        for bucket in make_buckets(wanted.values(), apart=apart) if wanted else ():
+        for bucket in make_buckets(moved.values(), steps) if moved else ():
             bucket.stack(state)
             self.buckets.append(bucket)
         self.roster, self.places = roster, places_of(state)
 
+    def pieces(self, roster: Roster, state: States) -> Iterator[tuple[Tensor, Piece]]:
+        """Yield the state on this rank as pieces of whole entries, each with its parameter."""
+        members, infos = self.members(), {info.param: info for info in roster.params}
+        for p, entries in state.items():
+            member, share, layout = members.get(id(p)), self._sharding.share_of(p), infos[p].layout
+            for key, value in entries.items():
+                offset, shape = (0,) * value.dim(), tuple(value.shape)
+                if key != "step" and share is not None:
+                    shape = layout.shape_of(layout.entries[key])
+                    if share.is_gathered:
+                        offset = share.spread.rows(shape).box.offset
+                    elif member is None:
+                        continue
+                    elif share.elementwise:
+                        offset = share.region.offset
+                    elif layout.per_expert:
+                        for row, number in zip(value.split(1), member.numbers, strict=True):
+                            yield p, Piece(key, row, (number, *offset[1:]), shape)
+                        continue
+                yield p, Piece(key, value, offset, shape)
 
-def _without_member(one: ParamInfo) -> dict[str, Tensor]:
+    def whole(self, infos: Sequence[ParamInfo], state: States) -> dict[Tensor, dict[str, Tensor]]:
+        """Return the state of those of the parameters that are spread over ranks, as DTensors; lend
+        it before the first step. All ranks of their meshes call this together."""
+        spread = [info for info in infos if info.spread is not None and state.get(info.param)]
+        if not spread:
+            return {}
+        from lather.optim.sharded.entries import whole_entries  # imports DTensor
+
+        is_new = not any(entries.get("step", 0) for entries in state.values())
+        self.is_lent = self.is_lent or is_new
+        states = [(info, state[info.param]) for info in spread]
+        whole = whole_entries(states, self._sharding, lend=is_new)
+        return {p: {"step": state[p]["step"].clone(), **whole[p]} for p in whole}
+
+    def take_back(self, roster: Roster, state: MutableStates) -> StateStore:
+        """Move lent state, so that steps do not change what a state dict contains, and return the
+        store for it."""
+        for info in roster.params:
+            if info.is_gathered and (entries := state.get(info.param)):
+                state[info.param] = {name: x.clone() for name, x in entries.items()}
+        return StateStore(self._sharding)
+
+    def load(
+        self, roster: Roster, state: MutableStates, saved: Saved, lender: Lender | None
+    ) -> None:
+        """Copy the saved state of parameters into new buckets. All ranks over which parameters are
+        spread call this together."""
+        infos = [info for info in roster.params if info.param in saved]
+        steps = {info.param: step_on_cpu(saved[info.param]["step"]).clone() for info in infos}
+        spread = [
+            (info, dict(saved[info.param]))
+            for info in infos
+            if self._sharding.share_of(info.param) is not None
+        ]
+        if lender is not None and spread and lender.has_lent(infos, spread, self._sharding):
+            for info in infos:
+                state[info.param] = {**lender.states[info.param], "step": steps[info.param]}
+            self.buckets = lender.buckets
+            self.bring_up_to_date(roster, state)
+        self.create(infos, state, steps)
+        for info in infos:
+            if self._sharding.share_of(info.param) is None:
+                for name in info.layout.entries:
+                    state[info.param][name].copy_(saved[info.param][name])
+        if spread:
+            from lather.optim.sharded.entries import load_entries
+
+            load_entries(spread, state, self._sharding)
+
+
+class Lender:
+    """State of which a state dict has lent rows. If exactly these are loaded, the load continues
+    with it: a second state might not fit into memory."""
+
+    def __init__(self, store: StateStore, infos: Sequence[ParamInfo], state: States) -> None:
+        self.states, self.buckets = dict(state), store.buckets
+        self._forms = {info.param: _form(info) for info in infos}
+
+    def has_lent(
+        self,
+        infos: Sequence[ParamInfo],
+        saved: Sequence[tuple[ParamInfo, dict[str, Any]]],
+        sharding: Sharding,
+    ) -> bool:
+        """Whether the saved entries of `saved` are rows that this state has lent, and the state of
+        all parameters (`infos`) still has the right form."""
+        from lather.optim.sharded.entries import are_lent
+
+        is_same = all(
+            info.param in self.states and self._forms.get(info.param) == _form(info)
+            for info in infos
+        )
+        return is_same and are_lent(saved, self.states, sharding)
+
+
+def _form(info: ParamInfo) -> tuple[object, ...]:
+    """Return everything on which the form of a parameter's state on a rank depends."""
+    return info.layout, info.layout.entries, info.is_gathered, info.param.device
+
+
+def _without_member(info: ParamInfo) -> dict[str, Tensor]:
     """Return the entries of a parameter without member on this rank: rows under
     `ownership="replicated"`, otherwise empty tensors."""
-    if one.is_gathered:
-        return initial_rows(one)
+    if info.is_gathered:
+        return initial_rows(info)
     return {
-        name: torch.empty(0, dtype=entry.dtype, device=one.param.device)
-        for name, entry in one.layout.entries.items()
+        name: torch.empty(0, dtype=entry.dtype, device=info.param.device)
+        for name, entry in info.layout.entries.items()
     }
 
 
-def _is_current(bucket: Bucket, wanted: Mapping[int, Member], state: States) -> bool:
+def _is_current(bucket: Bucket, members: Mapping[int, Member], state: States) -> bool:
     """Whether the bucket still has the right members and form, and the state of its members."""
     for member in bucket.members:
-        new = wanted.get(id(member.param))
-        if new is None or (new.layout, new.layout.entries) != (member.layout, bucket.entries):
-            return False
-        if type(new.layout.rule) is not type(member.layout.rule):
-            return False
-        if (new.param.dtype, new.device) != (bucket.param_dtype, bucket.device):
+        new, layout = members.get(id(member.param)), member.layout
+        form = layout, bucket.entries, type(layout.rule), bucket.param_dtype, bucket.device
+        if new is None or form != (
+            *(new.layout, new.layout.entries, type(new.layout.rule)),
+            *(new.param.dtype, new.device),
+        ):
             return False
     return bucket.is_stacked(state)
 
@@ -142,7 +249,6 @@ def _bring_step_to_cpu(state: dict[str, Any]) -> None:
 def step_on_cpu(step: Any) -> Tensor:
     """Return a step count, given as a number or a tensor anywhere, as torch's optimizers keep
     it."""
-    step = (
-        step.full_tensor() if hasattr(step, "full_tensor") else torch.as_tensor(step, device="cpu")
-    )
-    return step.detach().to("cpu", torch.float32)
+    if hasattr(step, "full_tensor"):
+        step = step.full_tensor()
+    return torch.as_tensor(step, device="cpu").detach().to("cpu", torch.float32)

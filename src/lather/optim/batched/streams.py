@@ -16,7 +16,7 @@ from lather.device import gpu_module, is_gpu
 T = TypeVar("T")
 
 SideStreams = dict[int, Any]
-"""Side streams by number. Steps use the same ones again, because torch's allocator caches memory
+"""Side streams by number. All steps use the same streams, because torch's allocator caches memory
 per stream."""
 
 BESIDE = -1
@@ -55,8 +55,8 @@ def on_streams(
     items: Iterable[T], streams: SideStreams, num_streams: int, device: torch.device
 ) -> Iterator[T]:
     """Yield the items. On a GPU, `num_streams` side streams in turn are the current stream, and at
-    the end the caller's stream waits for all of them. The work on one item must not depend on that
-    on another."""
+    the end the caller's stream waits for all of them. The items must not depend on
+    each other."""
     if num_streams == 1 or not is_gpu(device):
         yield from items
         return

@@ -61,7 +61,7 @@ def precondition(
 
 
 def init_kronecker_factors(g: Float[Tensor, "b *dims"], dims: Iterable[int]) -> dict[int, Tensor]:
-    """Return the factors of a single gradient `g`, one (B, n, n) per inner dim in `dims`."""
+    """Return the factors (B, n, n) of a gradient `g` alone, by inner dim."""
     return {dim: x @ x.mT for dim in dims for x in [unfold(g, dim)]}
 
 

@@ -25,26 +25,36 @@ def norms(x: Float[Tensor, "b *dims"]) -> Float[Tensor, " b"]:
     """Return the Frobenius norm of each matrix of x (B, ...), in fp32, or in fp64 if x is."""
     rows = x.flatten(1) if x.dim() > 1 else x.unsqueeze(1)
     dtype = torch.promote_types(x.dtype, torch.float32)
-    found: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=dtype)
+    norm: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=dtype)
     if not is_cpu(x) or not rows.numel():
-        return found
-    good = (found > LEAST_NORM) & found.isfinite()
+        return norm
+    good = (norm > LEAST_NORM) & norm.isfinite()
     if is_true(good.all(), Read.CHOICE):
-        return found
+        return norm
     size = powers_of_two(rows.to(dtype))
     scaled = torch.linalg.vector_norm(rows.to(dtype) / size.unsqueeze(1), dim=1)
-    return found.where(good, scaled * size)
+    return norm.where(good, scaled * size)
 
 
-def factors_between(norm: Tensor, own: Tensor) -> Tensor:
-    """Return the finite numbers (B,) that multiply matrices of norm `own` to `norm`."""
-    limits = torch.finfo(own.dtype)
-    return (norm / own.clamp_min(limits.tiny)).clamp_max(limits.max)
+def factors_between(target: Tensor, norm: Tensor) -> Tensor:
+    """Return the finite numbers by which matrices of this norm have to be multiplied to have the
+    target norm."""
+    limits = torch.finfo(norm.dtype)
+    return (target / norm.clamp_min(limits.tiny)).clamp_max(limits.max)
+
+
+def stepped_at_norm(
+    w: Float[Tensor, "b *dims"], u: Float[Tensor, "b *dims"], lr: float, r: Float[Tensor, " b"]
+) -> Float[Tensor, "b *dims"]:
+    """Return W - lr r U / |U|, scaled to the norm r of each matrix; W - lr U where r is 0."""
+    r = r.view(-1, *[1] * (u.dim() - 1))
+    new = w - lr * (u * factors_between(r, norms(u).view(r.shape)).where(r > 0, 1.0))
+    return new * factors_between(r, norms(new).view(r.shape)).where(r > 0, 1.0)
 
 
 def powers_of_two(x: Float[Tensor, "b *dims"]) -> Float[Tensor, " b"]:
     """Return for each matrix of x (B, ...) a power of two with an even exponent, between half and
-    twice its largest element as far as the dtype of x has such a number."""
+    twice its largest element, or the nearest that the dtype of x has."""
     tiny = torch.finfo(x.dtype).tiny
     largest = x.abs().flatten(1).amax(1).clamp(tiny, 1 / tiny)
     return torch.exp2(torch.frexp(largest).exponent.bitwise_and(-2).to(x.dtype))
@@ -53,8 +63,7 @@ def powers_of_two(x: Float[Tensor, "b *dims"]) -> Float[Tensor, " b"]:
 def near_one(k: Float[Tensor, "b n n"]) -> Float[Tensor, "b n n"]:
     """Return each matrix divided by its power of two, so that the squares of its elements are in
     the range of their dtype. On a CPU, matrices whose squares are far inside that range stay as
-    they
-    are: the largest elements of a factor are on its diagonal."""
+    they are: the largest elements of a factor are on its diagonal."""
     if is_cpu(k):
         largest = k.diagonal(dim1=-2, dim2=-1).abs().amax(-1)
         in_range = (largest > LEAST_ELEMENT) & (largest < 1 / LEAST_ELEMENT)

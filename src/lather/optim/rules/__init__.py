@@ -1,4 +1,4 @@
-"""The rules, one file each. A rule that is listed here is registered under its name, which `rule`
+"""The rules, a file for each. A rule that is listed here is registered under its name, which `rule`
 in parameter groups and `[optim] name` of the trainer accept; its optimizer is in
 `lather.optim.optimizers`.
 """
@@ -32,17 +32,17 @@ def find_rule(name: str) -> type[Rule]:
         return RULES[name]
     module, colon, qualname = name.partition(":")
     try:
-        found: Any = importlib.import_module(module) if colon else None
+        rule: Any = importlib.import_module(module) if colon else None
         for part in qualname.split("."):
-            found = getattr(found, part)
+            rule = getattr(rule, part)
     except (ImportError, AttributeError, ValueError) as error:
         problem = f" ({error})" if colon else ""
         raise ValueError(
             f"rule {name!r} is not known{problem}: give one of {', '.join(RULES)}, or module:Class "
             "of your own"
         ) from None
-    if not (isinstance(found, type) and issubclass(found, Rule)):
+    if not (isinstance(rule, type) and issubclass(rule, Rule)):
         raise ValueError(
             f"rule {name!r} is not a subclass of lather.optim.Rule: give the class of a rule"
         )
-    return found
+    return rule

@@ -97,16 +97,15 @@ class AdamWRule(Rule):
                 whole[kind] += [begin] if begin.numel() else []
                 rests[kind] += end
         lengths = list(map(len, rests[0]))
-        filled = [
-            torch.nn.functional.pad(torch.cat(one), (0, -sum(lengths) % VECTOR)) for one in rests
-        ]
-        self._fused([[*one, x] for one, x in zip(whole, filled, strict=True)], t, lr)
+        padding = (0, -sum(lengths) % VECTOR)
+        filled = [torch.nn.functional.pad(torch.cat(rest), padding) for rest in rests]
+        self._fused([[*tensors, x] for tensors, x in zip(whole, filled, strict=True)], t, lr)
         for kind in (0, 2, 3):
             foreach_copy_(rests[kind], list(filled[kind][: sum(lengths)].split(lengths)))
         return True
 
     def _fused(self, four: Sequence[Tensors], t: int, lr: float) -> None:
-        weights, grads, exp_avgs, exp_avg_sqs = (list(one) for one in four)
+        weights, grads, exp_avgs, exp_avg_sqs = map(list, four)
         steps = [torch.full((), float(t), dtype=torch.float32, device=weights[0].device)] * len(
             weights
         )

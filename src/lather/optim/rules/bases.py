@@ -1,5 +1,5 @@
-"""Base class of rules with eigenbases: which sides of a matrix have one, which state belongs to it,
-and how it is refreshed.
+"""Base class of rules with eigenbases: which sides of a matrix have a basis, which state belongs to
+it, and how it is refreshed.
 
 Letters: K_i the Kronecker factor of dim i (`factor_i`), Q_i its eigenbasis (`basis_i`), w_i the
 eigenvalues (`eigenvalues_i`), M and V the moments in the bases (`exp_avg`, `exp_avg_sq`).
@@ -23,7 +23,7 @@ from lather.optim.options import Count, Interval, NonNegative, Range, at_least, 
 from lather.optim.rule import Entry, Matrix, RefreshingRule, State, column, rms
 
 LONG = 8
-"""Ratio of the sides of a matrix above which `sides="auto"` gives no basis to the longer one."""
+"""Ratio of the sides of a matrix above which `sides="auto"` gives no basis to the longer side."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ class BasisRule(RefreshingRule):
 
     @property
     def turns_momentum(self) -> bool:
-        """Whether the momentum `exp_avg` is kept in the coordinates of the bases, and so is rotated
-        at a refresh."""
+        """Whether the momentum `exp_avg` is in the coordinates of the bases, and so is rotated at a
+        refresh."""
         return True
 
     def dims(self, matrix: Matrix) -> tuple[int, ...]:

@@ -170,7 +170,7 @@ class SOAPRule(BasisRule):
     @property
     def _momentum(self) -> str:
         """The name of M in the state. It depends on the coordinates of M, so that a loaded M is
-        never taken to be in the wrong ones."""
+        never taken to be in other coordinates."""
         return "exp_avg" if self.turns_momentum else "momentum_buffer"
 
     @property
@@ -183,8 +183,8 @@ class EmbeddingSOAPRule(SOAPRule):
     """SOAP with defaults for embeddings and heads: one basis, on the smaller (hidden) side,
     refreshed at every step.
 
-    A factor over the vocabulary would be far too large; one over the hidden side costs less than a
-    thousandth of a large model's step."""
+    A factor over the vocabulary would be far too large; a factor over the hidden side costs less
+    than a thousandth of a large model's step."""
 
     betas: Betas = (0.9, 0.95)
     """Decay rates of Adam's first and second moment."""

@@ -1,0 +1,168 @@
+"""Checks a saved optimizer before it is loaded, and takes over the state of other optimizers.
+
+torch.optim.Muon and Jordan's Muon keep the same momentum as Lather's rules with Muon's momentum, B
+= mu B + (1 - mu) G, and nothing else: no step count, no rows' moments, no bases. Such a state is
+completed: what is missing has its initial value. The options are translated, so that training
+continues with the same update. Adam's state (torch.optim.AdamW) fits as it is."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from lather.optim.batched.known_keys import QUINTIC, TORCH_SCALES, is_quintic
+from lather.optim.batched.matrix_layout import Layout
+from lather.optim.batched.roster import plain_options
+from lather.optim.batched.rule_groups import Groups, RuleGroups, whole_layout
+from lather.optim.options import name_of, options_of
+from lather.optim.plain import is_placeholder, plain
+from lather.optim.rule import Rule
+
+logger = logging.getLogger(__name__)
+
+MOMENTUM = "momentum_buffer"
+
+TORCH_MUON = {"ns_coefficients", "ns_steps", "adjust_lr_fn"}
+"""Options by which groups of torch.optim.Muon are known."""
+JORDANS_MUON = {"params", "param_names", "lr", "initial_lr", "momentum", "weight_decay", "use_muon"}
+"""All keys that a group of Jordan's Muon may have (MuonWithAuxAdam)."""
+
+
+def checked(saved: Mapping[str, Any], groups: Groups, rule_groups: RuleGroups) -> dict[str, Any]:
+    """Return a saved optimizer in the form in which it is loaded into an optimizer with these
+    groups, from which it gets `ownership` and the options that it lacks; entries that another Muon
+    lacks have their initial values. Raises ValueError if it does not fit."""
+    theirs = saved["param_groups"]
+    lengths = [[len(group["params"]) for group in all_groups] for all_groups in (theirs, groups)]
+    if lengths[0] != lengths[1]:
+        raise ValueError(
+            f"the saved optimizer has parameter groups of {lengths[0]} parameters, this one of "
+            f"{lengths[1]}: they must be equal"
+        )
+    states, loaded, numbers = dict(saved["state"]), [], iter(range(sum(lengths[0])))
+    num_completed = 0
+    for group, saved_group in zip(groups, theirs, strict=True):
+        rule = rule_groups.rules[group["rule"]]
+        loaded.append(_loaded_group(group, saved_group, rule))
+        if loaded[-1]["rule"] != group["rule"]:
+            raise ValueError(
+                f"the saved group {len(loaded) - 1} has rule {loaded[-1]['rule']!r}, this "
+                f"optimizer's has {group['rule']!r}: they must be equal"
+            )
+        made = rule(**{name: loaded[-1][name] for name in options_of(rule)})
+        for p, key in zip(group["params"], saved_group["params"], strict=True):
+            number, state = next(numbers), states.get(key)
+            if state:
+                layout = whole_layout(p, made, rule_groups.sharding.spread_of(p, group))
+                states[key] = _loaded_state(saved_group, layout, state, number)
+                num_completed += states[key] is not state
+        rule_groups.unknown_in(loaded[-1], made, exempt=rule_groups.defaults)
+    if num_completed:
+        logger.warning(
+            "momentum_buffer and options of another Muon were taken for %d parameters; step counts "
+            "begin at 0, and all other entries at their initial values",
+            num_completed,
+        )
+    return {**saved, "param_groups": loaded, "state": states}
+
+
+def without_values(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a saved optimizer without state and functions: torch would cast the state and keep
+    both it and the result, and copy functions."""
+    groups = [
+        {key: value for key, value in group.items() if not callable(value)}
+        for group in saved["param_groups"]
+    ]
+    return {**saved, "param_groups": groups, "state": {}}
+
+
+def _is_foreign(group: Mapping[str, Any]) -> bool:
+    """Whether a saved group is not of an optimizer of Lather."""
+    return "rule" not in group
+
+
+def _muon_options(group: Mapping[str, Any], rule: type[Rule]) -> dict[str, Any] | None:
+    """Return the options of a rule with Muon's momentum that take the same step as a saved group
+    of torch.optim.Muon or of Jordan's Muon; None if the group is of neither, or the rule is
+    another. Raises ValueError if there are no options for the same step."""
+    is_muon = options_of(rule).keys() >= {"momentum", "coefficients", "scale"}
+    if not is_muon or not _is_foreign(group):
+        return None
+    same = {key: group[key] for key in ("lr", "weight_decay", "momentum") if key in group}
+    same |= {"coefficients": "quintic", "weight_decay_method": "decoupled"}
+    if group.keys() >= TORCH_MUON:
+        scale = plain(group["adjust_lr_fn"])
+        if not is_quintic(group["ns_coefficients"]):
+            raise ValueError(
+                f"the saved optimizer is a torch.optim.Muon with ns_coefficients="
+                f"{group['ns_coefficients']!r}; of these, Lather takes {QUINTIC} alone: "
+                "begin with a fresh state, and coefficients='quintic' or 'polar_express'"
+            )
+        if scale not in TORCH_SCALES:
+            known = ", ".join(map(repr, TORCH_SCALES))
+            raise ValueError(f"the saved adjust_lr_fn={scale!r} is not one of {known}")
+        same |= {"nesterov": group["nesterov"], "steps": group["ns_steps"]}
+        return same | {"scale": TORCH_SCALES[scale]}
+    if group.get("use_muon") and group.keys() <= JORDANS_MUON:
+        return same | {"nesterov": True, "steps": 5, "scale": "spectral"}
+    return None
+
+
+def _loaded_group(
+    group: Mapping[str, Any], saved: Mapping[str, Any], rule: type[Rule]
+) -> dict[str, Any]:
+    """Return a saved group with plain values, and with the options of `group`, into which it is
+    loaded, that it lacks; a group of another optimizer gets all keys that it lacks. `ownership`,
+    and an option that is a function in either group, are those of `group`. So are names of
+    parameters, if it has any: a flattened state dict has the names of the saved group that
+    contained the first parameter, which may have been a group of another pipeline stage.
+    """
+    lacking = group if _is_foreign(saved) else options_of(rule)
+    if (options := _muon_options(saved, rule)) is not None:
+        saved = {key: saved[key] for key in saved.keys() - TORCH_MUON - {"eps"}} | options
+    values = {key: value for key, value in saved.items() if not is_placeholder(value)}
+    if "param_names" in group or len(saved.get("param_names", ())) != len(group["params"]):
+        values.pop("param_names", None)
+    missing = {key: group[key] for key in lacking if key != "params"}
+    functions = {
+        key: x for key, x in group.items() if callable(x) or is_placeholder(saved.get(key))
+    }
+    loaded = missing | values | functions | {"ownership": group["ownership"]}
+    return loaded | plain_options(loaded, rule)
+
+
+def _loaded_state(
+    group: Mapping[str, Any], layout: Layout, state: Mapping[str, Any], number: int
+) -> Mapping[str, Any]:
+    """Return the saved state of parameter `number`, completed if it is that of another Muon. Raises
+    ValueError if it does not fit. `group`: the group as it was saved."""
+    if missing := [key for key, value in state.items() if is_placeholder(value)]:
+        raise ValueError(
+            f"the saved optimizer has no {', '.join(missing)} of parameter {number} with shape "
+            f"{layout.shape}. In a flattened state dict, torch puts an empty dict in the place "
+            "of what is missing, also with strict=False. Take that from this optimizer instead: "
+            "set_optimizer_state_dict(model, optimizer, {**get_optimizer_state_dict(model, "
+            "optimizer, options=options), **saved}, options=options)"
+        )
+    names, rule = {"step", *layout.entries}, layout.rule
+    is_momentum = state.keys() == {MOMENTUM} <= names
+    if is_momentum and _muon_options(group, type(rule)) is not None:
+        cpu = torch.device("cpu")
+        initial = {
+            name: entry.allocate(layout.batch, cpu).view(layout.shape_of(entry))
+            for name, entry in layout.entries.items()
+        }
+        state = {"step": torch.zeros((), dtype=torch.float32, device=cpu), **initial, **state}
+    what = f"the saved state of parameter {number} with shape {layout.shape}"
+    if _is_foreign(group) and state.keys() != names:
+        raise ValueError(
+            f"{what} is of another optimizer ({', '.join(state)}), from which the rule "
+            f"{name_of(type(rule))!r} can take nothing: give the group the rule of that optimizer "
+            "(muon or soap_muon for Muon, adamw for Adam), with the same parameters in the same "
+            "order, or load the weights alone and let the optimizer begin with a fresh state"
+        )
+    layout.check_state(state, what)
+    return state
