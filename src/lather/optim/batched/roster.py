@@ -79,7 +79,10 @@ class GroupSettings:
             changed = [name for (name, old), new in zip(before, values, strict=True) if old != new]
             if not all(isinstance(getattr(self.rule, x, None), float | tuple) for x in changed):
                 return False
-            rule = type(self.rule)(**rule_options)
+            try:
+                rule = type(self.rule)(**rule_options)
+            except ValueError:
+                return False  # a new roster will raise, and name the group
             variants: list[tuple[Matrix, Rule]] = []
             for matrix, old in self.variants:
                 variants.append((matrix, _one_of(_variant(rule, matrix, old), variants)))
