@@ -218,7 +218,9 @@ def run_both(
 def copied(a: Run, how: Any) -> Run:
     """Copy an optimizer with its parameters by `how`, such as `copy.deepcopy`."""
     optimizer = how(a.optimizer)
-    return Run(optimizer, [p for group in optimizer.param_groups for p in group["params"]])
+    old, new = ([p for group in o.param_groups for p in group["params"]] for o in (a[0], optimizer))
+    copies = dict(zip(map(id, old), new, strict=True))
+    return Run(optimizer, [copies[id(p)] for p in a.params])
 
 
 def assert_same(a: Run, b: Run) -> None:
