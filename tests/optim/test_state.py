@@ -108,6 +108,9 @@ def test_a_schedule_of_refreshes_is_not_saved_and_the_loader_keeps_its_own() -> 
     run_both(a, b, range(4, 9))
     assert all_same(a.params, b.params)
     assert resumed(a, "soap", precondition_frequency=3).groups[0]["precondition_frequency"] == 3
+    a = run_of("soap", SHAPES, precondition_frequency=2)
+    own = resumed(a, "soap", precondition_frequency=schedule).groups[0]
+    assert own["precondition_frequency"] is schedule
 
 
 def test_loaded_state_is_a_copy() -> None:
