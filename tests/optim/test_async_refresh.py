@@ -137,10 +137,7 @@ def test_a_refresh_that_fails_is_retried_before_anyone_sees_the_state() -> None:
     run(a, params, range(4))
     run(b, others, range(4))
     # the last refreshes are under way
-    assert (a.counters["refreshes_retried"], b.counters["refreshes_retried"]) == (
-        12,
-        8,
-    )
+    assert (a.counters["refreshes_retried"], b.counters["refreshes_retried"]) == (12, 8)
     assert not same_state(a, params, b, others)
     b.state_dict()
     assert same_state(a, params, b, others)

@@ -35,9 +35,7 @@ def default_device(name: str) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"nonfinite": "skip", "keep_norm": True}],
-    ids=["plain", "skip"],
+    "options", [{}, {"nonfinite": "skip", "keep_norm": True}], ids=["plain", "skip"]
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_is_the_same_on_any_default_device(kind: str, options: dict[str, Any]) -> None:
@@ -83,9 +81,7 @@ def test_gradients_are_measured_on_any_default_device() -> None:
 
 
 @pytest.mark.parametrize(
-    "step",
-    [2, 2.0, torch.tensor(2), torch.tensor(2.0, dtype=torch.float64)],
-    ids=repr,
+    "step", [2, 2.0, torch.tensor(2), torch.tensor(2.0, dtype=torch.float64)], ids=repr
 )
 def test_a_step_count_of_any_kind_is_brought_to_the_cpu(step: Any) -> None:
     """As torch writes it, the count is fp32 and on the CPU, after loading and where it is replaced

@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 import strangers
 import torch
+from corpus import Recorded, entries, record
 from optim_helpers import give_gradients, parameter, parameters, run
 from torch import Tensor, nn
 
@@ -30,34 +31,10 @@ from lather.optim.options import options_of
 from lather.optim.rules import RULES
 
 CORPUS = Path(__file__).with_name("mistakes.txt")
-INDENT = "    "
 LISTS = re.compile(r"(Known options: |Its arguments are |known options: ).*?(?=$| \(param)")
 """The names of all options, which entries do not repeat."""
 
 Made = Callable[..., MatrixOptimizer]
-
-
-class Mistake(NamedTuple):
-    """An entry of the corpus."""
-
-    setup: str
-    call: str
-    answer: str
-
-
-def mistakes(text: str) -> Iterator[Mistake]:
-    """Yield the entries of a corpus; one that has no answer yet has an empty one, and blank lines
-    around it."""
-    for block in text.split("\n\n"):
-        lines: list[str] = []
-        for line in block.splitlines():
-            if line.startswith(INDENT):
-                yield Mistake("\n".join(lines[:-1]), lines[-1], line.strip())
-                lines = []
-            elif not line.startswith("#"):
-                lines.append(line)
-        if lines:
-            yield Mistake("\n".join(lines[:-1]), lines[-1], "")
 
 
 CLASSES = tuple(OPTIMIZER_OF.values())
@@ -179,7 +156,7 @@ def seen(value: Any) -> Any:
     return None
 
 
-def answer_to(mistake: Mistake) -> str:
+def answer_to(mistake: Recorded) -> str:
     """Return what is said to a mistake, which must be the same at a second try."""
     names = names_of_an_entry(f"{mistake.setup} {mistake.call}")
     exec(mistake.setup, names)
@@ -199,12 +176,12 @@ def answer_to(mistake: Mistake) -> str:
     return LISTS.sub(r"\1...", answers.pop()).replace("\n", " ")
 
 
-ALL = list(mistakes(CORPUS.read_text("utf-8")))
+ALL = list(entries(CORPUS.read_text("utf-8")))
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("mistake", ALL, ids=lambda mistake: f"{mistake.setup} {mistake.call}")
-def test_a_mistake_is_refused_with_a_remedy_and_changes_nothing(mistake: Mistake) -> None:
+@pytest.mark.parametrize("mistake", ALL, ids=str)
+def test_a_mistake_is_refused_with_a_remedy_and_changes_nothing(mistake: Recorded) -> None:
     assert answer_to(mistake) == mistake.answer
 
 
@@ -227,18 +204,5 @@ def test_the_names_of_all_arguments_are_in_the_message() -> None:
         assert all(f" {name}" in str(raised.value) for name in options_of(cls.rule))
 
 
-def record() -> None:
-    """Write what is said now into the corpus."""
-    blocks = []
-    for block in CORPUS.read_text("utf-8").rstrip("\n").split("\n\n"):
-        comments = [line for line in block.splitlines() if line.startswith("#")]
-        entries = [
-            "\n".join(filter(None, [one.setup, one.call, INDENT + answer_to(one)]))
-            for one in mistakes(block)
-        ]
-        blocks.append("\n".join([*comments, *entries]))
-    CORPUS.write_text("\n\n".join(blocks) + "\n", "utf-8")
-
-
 if __name__ == "__main__":
-    record()
+    record(CORPUS, answer_to)

@@ -230,13 +230,7 @@ def test_bases_of_factors_of_any_scale(method: str, n: int) -> None:
     k, q = g @ g.mT, torch.linalg.qr(draw(3, n, n, seed=1)).Q
     expected = get_eigenbasis_qr(k, q, 2, method)
     # even, as for gradients that differ by powers of two
-    for exponent in (
-        -110,
-        -76,
-        -34,
-        42,
-        100,
-    ):
+    for exponent in (-110, -76, -34, 42, 100):
         found = get_eigenbasis_qr(k * 2.0**exponent, q, 2, method)
         assert torch.equal(found[0], expected[0]), exponent
         assert torch.equal(found[1], expected[1]), exponent
