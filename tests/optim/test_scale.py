@@ -276,3 +276,13 @@ def test_powers_of_two_are_exact() -> None:
     assert torch.equal(size.log2().round().remainder(2), torch.zeros(len(x), dtype=torch.float64))
     assert torch.equal(2.0 ** size.log2().round(), size)
     assert ((x / size >= 0.5) & (x / size <= 2)).all()
+
+
+@pytest.mark.parametrize("rank", [1, 2, 16])
+def test_polar_express_stays_bounded_in_bf16(rank: int) -> None:
+    """The gradient of an expert with one token has rank one."""
+    x = draw(8, 32, rank, seed=rank) @ draw(8, rank, 48, seed=rank + 1)
+    for steps in (5, 8, 12):
+        u = orthogonalize(x, steps, "polar_express", "bfloat16")
+        largest = torch.linalg.matrix_norm(u, ord=2)
+        assert 0.7 < float(largest.min()) <= float(largest.max()) < 1.3
