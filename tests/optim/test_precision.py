@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from optim_helpers import KINDS, all_same, clones, make, parameters, run
+from optim_helpers import assert_same, every_kind, run_of
 from torch import Tensor
 
 from lather.optim import KLSOAP, SOAP
@@ -16,6 +16,13 @@ from lather.optim.batched import plan
 from lather.optim.batched.plan import matmul_precision
 from lather.optim.rules import bases
 from lather.optim.rules.kl_soap import KLSOAPRule
+
+
+def run_program(program: str, *arguments: str) -> None:
+    command = [sys.executable, "-c", program, *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
+
 
 PROBE = """
 import os, sys
@@ -80,14 +87,7 @@ SETTINGS = [
 def test_matmul_precision_is_as_asked_inside_and_the_callers_own_after() -> None:
     """Each setting has a process of its own, because torch refuses to go back from one way of
     setting it to another."""
-    result = subprocess.run(
-        [sys.executable, "-c", PROBE, *SETTINGS],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
+    run_program(PROBE, *SETTINGS)
 
 
 INHERITANCE = """
@@ -171,23 +171,16 @@ def test_what_was_inherited_is_inherited_after_a_step_and_what_was_set_stays_set
     """Every combination of values of all backends, of a backend and of its products, and every
     word: whatever is set later has the effect that it has without a step, also after an
     exception."""
-    command = [sys.executable, "-c", INHERITANCE]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert result.returncode == 0, result.stderr
+    run_program(INHERITANCE)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@every_kind
 def test_autocast_does_not_reach_the_update(kind: str) -> None:
-    inside = parameters([(4, 6), (3, 4, 5)])
-    outside = clones(inside)
-    a, b = (
-        make(kind, inside, precondition_frequency=1),
-        make(kind, outside, precondition_frequency=1),
-    )
+    a, b = (run_of(kind, [(4, 6), (3, 4, 5)], precondition_frequency=1) for _ in range(2))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        run(a, inside, range(3))
-    run(b, outside, range(3))
-    assert all_same(inside, outside)
+        a.steps(range(3))
+    b.steps(range(3))
+    assert_same(a, b)
 
 
 def settings() -> list[str]:
@@ -212,16 +205,11 @@ def test_on_a_gpu_products_are_tf32_by_default_and_refreshes_never(
         return call
 
     monkeypatch.setattr(plan, "is_gpu", lambda _: on_gpu)
-    monkeypatch.setattr(KLSOAPRule, "statistics", recorded("statistics", KLSOAPRule.statistics))
-    monkeypatch.setattr(KLSOAPRule, "update", recorded("update", KLSOAPRule.update))
-    monkeypatch.setattr(
-        bases,
-        "update_eigenbasis_and_momentum",
-        recorded("refresh", bases.update_eigenbasis_and_momentum),
-    )
-    params = parameters([(4, 6)])
-    run(KLSOAP(params, lr=1e-3, fp32_matmul_prec=given), params, range(3))  # type: ignore[arg-type]
-    assert seen == {"statistics": expected, "update": expected, "refresh": "ieee"}
+    refresh = "update_eigenbasis_and_momentum"
+    for owner, name in ((KLSOAPRule, "statistics"), (KLSOAPRule, "update"), (bases, refresh)):
+        monkeypatch.setattr(owner, name, recorded(name, getattr(owner, name)))
+    run_of(KLSOAP, [(4, 6)], fp32_matmul_prec=given).steps(range(3))
+    assert seen == {"statistics": expected, "update": expected, refresh: "ieee"}
 
 
 def test_the_caller_has_its_precision_back_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,11 +218,9 @@ def test_the_caller_has_its_precision_back_after_an_error(monkeypatch: pytest.Mo
         raise RuntimeError("half-way")
 
     before, word = settings(), torch.get_float32_matmul_precision()
-    params = parameters([(4, 6)])
-    optimizer = SOAP(params, fp32_matmul_prec="high")
     monkeypatch.setattr("lather.optim.rules.soap.SOAPRule.update", fail)
     with pytest.raises(RuntimeError, match="half-way"):
-        run(optimizer, params, range(1))
+        run_of(SOAP, [(4, 6)], fp32_matmul_prec="high").steps(range(1))
     assert (settings(), torch.get_float32_matmul_precision()) == (before, word)
 
 
@@ -245,14 +231,14 @@ def test_compiled_code_is_compiled_once_under_the_callers_precision_and_may_run_
         seen.append(settings())
         return graph.forward
 
-    before, params = settings(), parameters([(4, 6)])
+    before = settings()
     loss = torch.compile(lambda w: w.square().sum(), backend=backend)
-    optimizer = SOAP(params, precondition_frequency=1, fp32_matmul_prec="high")
+    a = run_of(SOAP, [(4, 6)], precondition_frequency=1, fp32_matmul_prec="high")
     for _ in range(4):
-        loss(params[0]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        loss(a.params[0]).backward()
+        a.optimizer.step()
+        a.optimizer.zero_grad()
     assert seen == [before]
     with matmul_precision("high"):
-        loss(params[0])  # its guards read the global setting, which has changed
+        loss(a.params[0])  # its guards read the global setting, which has changed
     assert seen == [before, ["tf32", "tf32"]]
