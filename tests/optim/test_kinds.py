@@ -19,6 +19,9 @@ from optim_helpers import give_gradients
 from test_kinds_of_published_models import CONFIGURATIONS, published
 from torch import Tensor, nn
 
+from lather.models.adapted import add_adapters
+from lather.models.families import FAMILIES, build_model
+from lather.models.lora import LoraConfig
 from lather.optim import Decision, Muon, describe_parameters, parameter_groups, parameters_by_kind
 from lather.optim.groups import ADAM_NAMES
 
@@ -129,6 +132,18 @@ def of_transformers(architecture: str) -> str:
     return "; ".join(dict.fromkeys(shown))
 
 
+def of_the_trainer(family: str, rank: int = 0) -> str:
+    """Describe a model of the trainer, or one with adapters of this rank, by its names alone."""
+    model = build_model(FAMILIES[family].config(), None, torch.device("meta"))
+    if rank:
+        add_adapters(model, LoraConfig(rank=rank))
+    parameters, kinds = list(model.named_parameters()), dict[str, list[str]]()
+    for each in describe_parameters(parameters, router_names=("gate",)):
+        assert not each.is_guess
+        kinds.setdefault(each.kind, []).append(re.sub(r"(?<=\.)\d+(?=\.)", "#", each.name))
+    return "; ".join(f"{kind}: {', '.join(dict.fromkeys(kinds[kind]))}" for kind in sorted(kinds))
+
+
 def answer_to(one: Recorded) -> str:
     names = {**globals(), "peft": peft}
     with warnings.catch_warnings():
@@ -147,7 +162,10 @@ def test_the_kinds_of_these_models_are_decided_for_these_reasons(one: Recorded) 
 
 
 def test_every_published_model_is_recorded() -> None:
-    assert {one.call for one in ALL} >= {f'of_transformers("{name}")' for name in CONFIGURATIONS}
+    expected = {f'of_transformers("{name}")' for name in CONFIGURATIONS}
+    assert {one.call for one in ALL} >= expected | {
+        f'of_the_trainer("{name}")' for name in FAMILIES
+    }
 
 
 def test_one_warning_names_the_guesses_and_the_remedy() -> None:

@@ -1,20 +1,11 @@
 """Models of `transformers`, made from tiny configurations offline, whose kinds of parameters are
-recorded in `kinds.txt`; and the trainer's own."""
-
-import warnings
-from collections.abc import Iterator
+recorded in `kinds.txt`."""
 
 import torch
 import transformers
 from torch import nn
 
-from lather.models.adapted import add_adapters
-from lather.models.families import FAMILIES, build_model
-from lather.models.lora import LoraConfig
-from lather.optim import describe_parameters, parameter_groups, parameters_by_kind
-from lather.optim.groups import ADAM_NAMES
-
-Named = list[tuple[str, nn.Parameter]]
+from lather.optim import describe_parameters
 
 SIZES = {
     "hidden_size": 32,
@@ -141,41 +132,3 @@ def test_names_and_shapes_alone_find_almost_the_same() -> None:
             named = alone[each.name]
             is_same = named.kind == each.kind or named.is_guess
             assert is_same or each.reason == "of nn.Embedding", each.name
-
-
-def names_by_dims(named: Named, routers: tuple[str, ...] = ()) -> dict[str, list[str]]:
-    """Divide named parameters as the trainer's results need it: by names and numbers of dims."""
-    kinds: dict[str, list[str]] = {"matrices": [], "experts": [], "router": [], "rest": []}
-    for name, p in named:
-        parts = set(name.split("."))
-        is_bias = "experts" in parts and p.dim() == 2 and "bias" in name.rpartition(".")[2]
-        if parts & set(routers):
-            kinds["router"].append(name)
-        elif p.dim() < 2 or is_bias or parts & set(ADAM_NAMES):
-            kinds["rest"].append(name)
-        else:
-            kinds["experts" if p.dim() > 2 and "experts" in parts else "matrices"].append(name)
-    return kinds
-
-
-def trainers_models() -> Iterator[Named]:
-    """Yield the named parameters of each family of the trainer, also with adapters of rank 1."""
-    for family in FAMILIES.values():
-        for rank in (0, 1):
-            model = build_model(family.config(), None, torch.device("meta"))
-            if rank:
-                add_adapters(model, LoraConfig(rank=rank))
-            yield list(model.named_parameters())
-
-
-def test_the_trainer_has_the_groups_that_it_always_had() -> None:
-    for named in trainers_models():
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            kinds = parameters_by_kind(named, router_names=("gate",))
-            groups = parameter_groups(named)
-        names = {kind: [name for name, _ in some] for kind, some in kinds.items()}
-        assert names == names_by_dims(named, ("gate",))
-        expected = [names for names in names_by_dims(named).values() if names]
-        assert [[name for name, _ in group["params"]] for group in groups] == expected
-        assert not any(each.is_guess for each in describe_parameters(named))

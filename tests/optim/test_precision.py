@@ -17,79 +17,6 @@ from lather.optim.batched.plan import matmul_precision
 from lather.optim.rules import bases
 from lather.optim.rules.kl_soap import KLSOAPRule
 
-
-def run_program(program: str, *arguments: str) -> None:
-    command = [sys.executable, "-c", program, *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert result.returncode == 0, result.stderr
-
-
-PROBE = """
-import os, sys
-import torch
-from lather.optim import SOAP
-from lather.optim.rules import bases, soap
-
-backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
-update, turn = soap.SOAPRule.update, bases.update_eigenbasis_and_momentum
-
-
-def now():
-    return [backend.fp32_precision for backend in backends]
-
-
-def words():
-    try:
-        return [torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32]
-    except RuntimeError:  # the caller has set one backend alone
-        return None
-
-
-def inside():
-    #The precision in force: without any value, products are in true fp32, too.
-    return [value.replace("none", "ieee") for value in now()] + words()
-
-
-def probe(setting):
-    exec(setting)
-    seen = []
-    soap.SOAPRule.update = lambda *a: (seen.append(inside()), update(*a))[1]
-    bases.update_eigenbasis_and_momentum = lambda *a, **k: (seen.append(inside()), turn(*a, **k))[1]
-    before = now(), words()
-    p = torch.nn.Parameter(torch.randn(4, 4))
-    p.grad = torch.randn(4, 4)
-    precisions = {"fp32_matmul_prec": "highest", "qr_fp32_matmul_prec": "medium"}
-    SOAP([p], precondition_frequency=1, **precisions).step()
-    medium = ["tf32", "bf16", "medium", True]
-    assert seen == [["ieee", "ieee", "highest", False], medium, medium], (setting, seen)
-    assert (now(), words()) == before, (setting, now(), words(), before)
-
-
-torch.set_num_threads(1)
-SOAP([torch.nn.Parameter(torch.zeros(1))])  # imports what torch imports late
-for setting in sys.argv[1:]:
-    child = os.fork()
-    if child == 0:
-        probe(setting)
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0, setting
-"""
-
-SETTINGS = [
-    "",
-    "torch.set_float32_matmul_precision('medium')",
-    "torch.backends.cuda.matmul.allow_tf32 = True",
-    "torch.backends.cuda.matmul.fp32_precision = 'tf32'",
-    "torch.backends.fp32_precision = 'tf32'",
-]
-
-
-def test_matmul_precision_is_as_asked_inside_and_the_callers_own_after() -> None:
-    """Each setting has a process of its own, because torch refuses to go back from one way of
-    setting it to another."""
-    run_program(PROBE, *SETTINGS)
-
-
 INHERITANCE = """
 import itertools, sys
 import torch
@@ -171,7 +98,9 @@ def test_what_was_inherited_is_inherited_after_a_step_and_what_was_set_stays_set
     """Every combination of values of all backends, of a backend and of its products, and every
     word: whatever is set later has the effect that it has without a step, also after an
     exception."""
-    run_program(INHERITANCE)
+    command = [sys.executable, "-c", INHERITANCE]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
 
 
 @every_kind
@@ -188,28 +117,39 @@ def settings() -> list[str]:
     return [backend.fp32_precision for backend in backends]
 
 
+TRUE, TF32, BF16 = ["ieee", "ieee"], ["tf32", "tf32"], ["tf32", "bf16"]
+
+
 @pytest.mark.parametrize(
-    ("on_gpu", "given", "expected"),
-    [(True, "auto", "tf32"), (True, "highest", "ieee"), (False, "auto", "ieee")],
+    ("on_gpu", "options", "products", "refreshes"),
+    [
+        (True, {}, TF32, TRUE),
+        (True, {"fp32_matmul_prec": "highest"}, TRUE, TRUE),
+        (False, {}, TRUE, TRUE),
+        (False, {"fp32_matmul_prec": "high", "qr_fp32_matmul_prec": "medium"}, TF32, BF16),
+        (True, {"fp32_matmul_prec": "medium", "qr_fp32_matmul_prec": "high"}, BF16, TF32),
+    ],
+    ids=str,
 )
-def test_on_a_gpu_products_are_tf32_by_default_and_refreshes_never(
-    monkeypatch: pytest.MonkeyPatch, on_gpu: bool, given: str, expected: str
+def test_each_phase_has_its_precision_and_on_a_gpu_products_are_tf32_by_default(
+    monkeypatch: pytest.MonkeyPatch, on_gpu: bool, options: Any, products: Any, refreshes: Any
 ) -> None:
-    seen: dict[str, str] = {}
+    seen: dict[str, list[str]] = {}
 
     def recorded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            seen[name] = settings()[0].replace("none", "ieee")
+            seen[name] = [value.replace("none", "ieee") for value in settings()]
             return function(*args, **kwargs)
 
         return call
 
     monkeypatch.setattr(plan, "is_gpu", lambda _: on_gpu)
-    refresh = "update_eigenbasis_and_momentum"
+    refresh, before = "update_eigenbasis_and_momentum", settings()
     for owner, name in ((KLSOAPRule, "statistics"), (KLSOAPRule, "update"), (bases, refresh)):
         monkeypatch.setattr(owner, name, recorded(name, getattr(owner, name)))
-    run_of(KLSOAP, [(4, 6)], fp32_matmul_prec=given).steps(range(3))
-    assert seen == {"statistics": expected, "update": expected, refresh: "ieee"}
+    run_of(KLSOAP, [(4, 6)], **options).steps(range(3))
+    assert seen == {"statistics": products, "update": products, refresh: refreshes}
+    assert settings() == before
 
 
 def test_the_caller_has_its_precision_back_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
