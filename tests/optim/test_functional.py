@@ -5,7 +5,6 @@ import torch
 from torch import Tensor
 
 from lather.optim.functional import (
-    adam_update,
     init_kronecker_factors,
     precondition,
     update_kronecker_factors,
@@ -175,26 +174,6 @@ def test_in_and_out_are_products_with_each_basis_and_each_others_inverse(
     close(precondition(inside, bases, "out"), x)
     assert torch.equal(x, before)
     assert precondition(x, {}, "in") is x
-
-
-@pytest.mark.parametrize("nesterov", [False, True])
-@pytest.mark.parametrize("correct_bias", [False, True])
-def test_adam_in_plain_numbers(nesterov: bool, correct_bias: bool) -> None:
-    b1, b2, eps = 0.9, 0.99, 1e-3
-    m, v, m_expected, v_expected = torch.zeros(4, 2, 3, dtype=torch.float64)
-    for t in range(1, 5):
-        g = randn(2, 3, seed=t)
-        before = g.clone()
-        options = {"correct_bias": correct_bias, "nesterov": nesterov}
-        u = adam_update(g, m, v, t, betas=(b1, b2), eps=eps, **options)
-        m_expected, v_expected = b1 * m_expected + (1 - b1) * g, b2 * v_expected + (1 - b2) * g**2
-        c1, c1_next, c2 = (1 - b1**t, 1 - b1 ** (t + 1), 1 - b2**t) if correct_bias else (1, 1, 1)
-        numerator = b1 * m_expected / c1_next + (1 - b1) * g / c1 if nesterov else m_expected / c1
-        expected = numerator / ((v_expected / c2).sqrt() + eps)
-        for found, wanted in ((u, expected), (m, m_expected), (v, v_expected)):
-            close(found, wanted)
-        assert not torch.allclose(u, 1.01 * expected, rtol=1e-3)
-        assert torch.equal(g, before)
 
 
 def test_shape_annotations_are_checked_here() -> None:

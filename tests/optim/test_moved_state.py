@@ -182,16 +182,6 @@ def test_a_run_goes_on_whatever_happens_to_its_state(kind: str, event: str) -> N
         assert_stacked(a, 1, 5)
 
 
-def test_a_moved_moment_of_adamw_has_the_value_of_arithmetic() -> None:
-    a = run_of(AdamW, [(3, 3)])
-    for _ in range(2):
-        a.params[0].grad = torch.ones(3, 3)
-        a.optimizer.step()
-        through_data(a)
-    saved = a.optimizer.state_dict()["state"][0]["exp_avg"]
-    torch.testing.assert_close(saved, torch.full((3, 3), 0.19))
-
-
 @pytest.mark.parametrize("move", [through_data, through_set, into_one_storage, tensors_replaced])
 @few_kinds
 def test_writing_into_moved_state_has_an_effect(kind: str, move: Callable[[Run], None]) -> None:

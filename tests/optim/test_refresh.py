@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from optim_helpers import FEW_SOAP_KINDS, FULL_RANK, Run, give_gradients, run_both, run_of, same
+from optim_helpers import FEW_SOAP_KINDS, Run, give_gradients, run_of, same
 from torch import Tensor
 
-from lather.optim import KLSOAP, SOAP
+from lather.optim import SOAP
 from lather.optim.batched import optimizer
 from lather.optim.batched.refresh import DimRefresh
 from lather.optim.linalg import eigenbasis
@@ -37,45 +37,6 @@ def copies(a: Run) -> list[dict[str, Tensor]]:
 
 
 # --- methods --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("method", ["cholesky_qr", "auto"])
-@few_kinds
-def test_ways_of_orthogonal_iteration_find_the_same_bases_up_to_signs(
-    kind: str, method: str
-) -> None:
-    shapes = [(6, 4), (3, 4, 5)]
-    a = run_of(kind, shapes, torch.float64, **FULL_RANK, refresh_method="qr")
-    b = run_of(kind, shapes, torch.float64, **FULL_RANK, refresh_method=method)
-    run_both(a, b, range(10))
-    for i, (p, q) in enumerate(zip(a.params, b.params, strict=True)):
-        torch.testing.assert_close(p, q, rtol=0, atol=1e-9)
-        for name in [name for name in a.state(i) if name.startswith("basis")]:
-            along = (a.state(i)[name] * b.state(i)[name]).sum(-2).abs()
-            torch.testing.assert_close(along, torch.ones_like(along), rtol=0, atol=1e-9)
-
-
-@pytest.mark.parametrize("cls", [SOAP, KLSOAP])
-def test_eigh_gives_eigenvectors_with_eigenvalues_descending(cls: Any) -> None:
-    a = run_of(cls, [(5, 7)], **FP64, precondition_frequency=1, refresh_method="eigh")
-    a.steps(range(5))
-    for dim in (0, 1):
-        x = rotated(a, dim)
-        w = x.diagonal()
-        torch.testing.assert_close(x, w.diag(), rtol=0, atol=1e-12 * float(w.max()))
-        assert bool((w[:-1] >= w[1:] - 1e-12 * w.max()).all())
-        if cls is KLSOAP:
-            found = a.state(0)[f"eigenvalues_{dim}"]
-            torch.testing.assert_close(found, w, rtol=1e-12, atol=1e-12)
-
-
-def test_more_power_iterations_come_nearer_to_the_eigenvectors() -> None:
-    left = []
-    for steps in (1, 3, 12):
-        a = run_of(SOAP, [(6, 6)], **FP64, precondition_frequency=1, power_iter_steps=steps)
-        a.steps(range(4))
-        left.append(off_diagonal(rotated(a, 0)))
-    assert left[0] > 2 * left[1] > 4 * left[2]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

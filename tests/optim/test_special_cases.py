@@ -12,14 +12,11 @@ from optim_helpers import (
     SHAPES,
     SOAP_KINDS,
     WITH_EXPERTS,
-    all_same,
     clones,
-    coupled_decay,
     every_kind,
     give_gradients,
     largest_difference,
     make,
-    parameter,
     run_both,
     run_of,
     same,
@@ -49,36 +46,6 @@ def test_identity_basis_equals_adamw(kind: str, identity_basis: dict[str, Any]) 
     wrong.steps(range(8))
     assert largest_difference(a.params, b.params) <= 1e-14
     assert largest_difference(a.params, wrong.params) > 1e-4
-
-
-@pytest.mark.parametrize("kind", ["soap", "kl_soap"])
-def test_coupled_decay_with_identity_basis_equals_adam(kind: str) -> None:
-    options = {"weight_decay": 0.3, "betas": (0.9, 0.95)}
-    a = run_of(kind, SHAPES, **FP64, max_precond_dim=0, **options, **coupled_decay(kind))
-    b = run_of(torch.optim.Adam, SHAPES, torch.float64, **options)
-    run_both(a, b, range(8))
-    assert largest_difference(a.params, b.params) <= 1e-14
-
-
-@pytest.mark.parametrize(
-    ("method", "share"), [("decoupled", 0.1 * 0.5), ("independent", 0.5), ("palm", 0.1**2 * 0.5)]
-)
-def test_decoupled_decays_take_their_share(method: str, share: float) -> None:
-    p = parameter(4, 5, dtype=torch.float64)
-    start = p.detach().clone()
-    p.grad = torch.zeros_like(p)
-    KLSOAP([p], lr=0.1, weight_decay=0.5, weight_decay_method=method).step()
-    assert largest_difference([p], [(1 - share) * start]) <= 1e-15
-    assert largest_difference([p], [(1 - 1.01 * share) * start]) > 1e-5
-
-
-@pytest.mark.parametrize("cls", [SOAP, KLSOAP])
-def test_stacked_on_two_dims_is_exactly_tensor(cls: Any) -> None:
-    options = {"precondition_frequency": 2}
-    a = run_of(cls, [(6, 4), (4, 7)], matrix_layout="stacked", **options)
-    b = run_of(cls, [(6, 4), (4, 7)], matrix_layout="tensor", **options)
-    run_both(a, b, range(7))
-    assert all_same(a.params, b.params)
 
 
 @pytest.mark.parametrize("shape", [(3, 8, 4), (3, 4, 8), (3, 5, 5)], ids=str)
