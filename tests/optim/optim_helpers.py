@@ -91,6 +91,9 @@ FULL_RANK = {"adam_warmup_steps": 3, "state_dtype": torch.float64}
 """Options for comparisons to rounding: the eigenvectors of a null space are arbitrary, so the first
 bases come when factors have full rank."""
 
+COUPLED = {"weight_decay_method": "l2"}
+"""The option under which weight decay is added to the gradient."""
+
 OF_BASES = ("adam_warmup_steps", "precondition_frequency")
 """Options that tests give to every kind, but that only kinds with bases take."""
 
@@ -119,7 +122,7 @@ def make(kind: str, params: Iterable[Any], **options: Any) -> MatrixOptimizer:
         if name not in {field.name for field in fields(rule)}:
             merged.pop(name, None)
     groups = [group for group in groups if group["params"]]
-    return MatrixOptimizer(groups, rule(**merged)) if cls is rule else cls(groups, **merged)  # type: ignore[arg-type]
+    return MatrixOptimizer(groups, rule(**merged)) if cls is rule else cls(groups, **merged)
 
 
 class Run(NamedTuple):
@@ -155,15 +158,6 @@ def run_of(
     if isinstance(kind, str):
         return Run(make(kind, params, **options), params)
     return Run(kind(params, **{"lr": 1e-2, **options}), params)
-
-
-def coupled_decay(kind: str) -> dict[str, Any]:
-    """The option under which weight decay is added to the gradient."""
-    return (
-        {"use_decoupled_weight_decay": False}
-        if KINDS[kind][0] is SOAP
-        else {"weight_decay_method": "l2"}
-    )
 
 
 def parameter(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.nn.Parameter:

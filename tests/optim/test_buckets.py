@@ -188,7 +188,7 @@ def test_a_batch_of_a_gpus_refresh_is_about_twenty_matrices_of_2048() -> None:
     bucket = SimpleNamespace(
         inner=(2048, 1408), device=torch.device("meta"), temporary_bytes=buckets.GPU_BYTES
     )
-    job = DimRefresh(SimpleNamespace(bucket=bucket, rule=SOAPRule()), 0, range(64), ("auto",))  # type: ignore[arg-type]
+    job = DimRefresh(SimpleNamespace(bucket=bucket, rule=SOAPRule()), 0, range(64), ("auto",))
     assert len(next(job.batches()).rows) >= 20
 
 

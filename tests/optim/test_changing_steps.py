@@ -133,7 +133,7 @@ def test_vectors_with_different_step_counts_are_few_calls_of_the_kernel(
     params = parameters([(16,)] * 40)
     optimizer = AdamW(params)
     calls: list[int] = []
-    original = AdamW.rule.step_whole  # type: ignore[attr-defined]
+    original = AdamW.rule.step_whole
 
     def counted(self: Any, weights: list[Tensor], *rest: Any) -> bool:
         calls.append(len(weights))

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from optim_helpers import (
+    COUPLED,
     FEW_KINDS,
     FEW_SOAP_KINDS,
     FULL_RANK,
@@ -15,7 +16,6 @@ from optim_helpers import (
     all_same,
     clones,
     copy_gradients,
-    coupled_decay,
     every_kind,
     few_kinds,
     give_gradients,
@@ -40,7 +40,7 @@ def test_gradients_are_never_modified_and_graphs_from_before_the_step_raise(
 ) -> None:
     """A step tells autograd that it has changed the weights, as torch's optimizers do: otherwise a
     backward pass would give gradients of other weights."""
-    options = coupled_decay(kind) if decay == "coupled" else {}
+    options = COUPLED if decay == "coupled" else {}
     shapes = [*SHAPES, (16,)]
     a = run_of(kind, shapes, weight_decay=0.3, precondition_frequency=1, **options)
     for step in range(4):
@@ -97,8 +97,7 @@ def test_without_any_gradient_nothing_happens_and_no_state_is_made() -> None:
 
 @few_kinds
 def test_maximize_is_descent_on_negated_gradients(kind: str) -> None:
-    options = coupled_decay(kind)
-    a, b = run_of(kind, maximize=True, **options), run_of(kind, **options)
+    a, b = run_of(kind, maximize=True, **COUPLED), run_of(kind, **COUPLED)
     for step in range(6):
         give_gradients(a.params, step)
         for p, q in zip(a.params, b.params, strict=True):

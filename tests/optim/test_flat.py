@@ -102,7 +102,7 @@ def test_rules_and_groups_without_a_warning() -> None:
         *((cls, [parameter(4, 3, 2, 2)], {"matrix_layout": "tensor"}) for cls in (SOAP, KLSOAP)),
         (REKLS, [parameter(4, 3, 2, 2)], {"matrix_layout": "tensor"}),
     ):
-        assert warnings_of(make, params, lr=1e-2, **options) == [], (make, options)  # type: ignore[arg-type]
+        assert warnings_of(make, params, lr=1e-2, **options) == [], (make, options)
 
 
 def test_groups_of_a_rule_count_together_and_each_rule_counts() -> None:
@@ -135,7 +135,7 @@ def test_rules_of_strangers_are_for_matrices_unless_they_are_elementwise(rule: A
 def test_the_warning_names_the_line_that_made_the_optimizer() -> None:
     for make in (Muon, lambda params, lr: MatrixOptimizer(params, SOAP.rule(lr=lr))):
         with pytest.warns(UserWarning, match="is a rule for matrices") as found:
-            make([parameter(3)], lr=1e-2)  # type: ignore[operator]
+            make([parameter(3)], lr=1e-2)
         assert found[0].filename == __file__
 
 
@@ -191,7 +191,7 @@ def test_flat_pieces_of_the_groups_of_elementwise_rules_are_fine() -> None:
     for step in range(3):
         give_gradients(twins, step)
         params[0].grad = twins[0].grad
-        flat.grad = torch.cat([p.grad.flatten() for p in twins[1:]])  # type: ignore[union-attr]
+        flat.grad = torch.cat([p.grad.flatten() for p in twins[1:]])
         optimizer.step()
         whole.step()
     assert torch.equal(flat, flat_of(twins[1:]))

@@ -178,6 +178,6 @@ def test_in_and_out_are_products_with_each_basis_and_each_others_inverse(
 
 def test_shape_annotations_are_checked_here() -> None:
     with pytest.raises(TypeError):
-        kronecker.precondition("abc", {}, "in")  # type: ignore[arg-type]
+        kronecker.precondition("abc", {}, "in")
     with pytest.raises(TypeError):
         eigenbasis.get_eigenbasis_svd(torch.zeros(2, 3, 4))

@@ -187,7 +187,7 @@ def test_a_head_of_any_name_is_known_by_the_models_method() -> None:
     del model.head
     model.get_output_embeddings = lambda: model.embed_out
     for named, is_guess in ((model, False), (model.named_parameters(), True)):
-        (head,) = [each for each in describe_parameters(named) if "embed_out" in each.name]  # type: ignore[arg-type]
+        (head,) = [each for each in describe_parameters(named) if "embed_out" in each.name]
         assert (head.kind, head.is_guess) == ("rest", is_guess)
 
 

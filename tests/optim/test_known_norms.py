@@ -19,7 +19,7 @@ def with_gradients(a: Run, step: int = 0) -> Run:
     """Draw gradients; in the first two steps one expert gets no token."""
     give_gradients(a.params, step)
     if step < 2:
-        a.params[1].grad[1].zero_()  # type: ignore[index]
+        a.params[1].grad[1].zero_()
     return a
 
 
@@ -58,7 +58,7 @@ def test_norms_of_experts_are_measured_one_by_one_and_no_others() -> None:
 
 def test_a_group_that_decides_about_nonfinite_gradients_looks_by_itself() -> None:
     a = with_gradients(run_of(SOAP, SHAPES, **{**OPTIONS, "nonfinite": "skip"}))
-    a.params[1].grad[1, 0, 0] = torch.nan  # type: ignore[index]
+    a.params[1].grad[1, 0, 0] = torch.nan
     norms = a.optimizer.measure_gradients()
     assert not norms.of_parameter
     assert not norms.values.numel()

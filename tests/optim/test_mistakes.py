@@ -200,7 +200,7 @@ def test_every_option_with_a_range_has_a_value_that_is_refused() -> None:
 def test_the_names_of_all_arguments_are_in_the_message() -> None:
     for cls in (optim.SOAP, optim.Muon):
         with pytest.raises(TypeError, match="Its arguments are params, lr") as raised:
-            cls([parameter(2, 2)], xyzzy=1)  # type: ignore[call-arg]
+            cls([parameter(2, 2)], xyzzy=1)
         assert all(f" {name}" in str(raised.value) for name in options_of(cls.rule))
 
 

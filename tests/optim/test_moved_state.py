@@ -67,7 +67,7 @@ def through_data(a: Run) -> None:
 
 def through_set(a: Run) -> None:
     for x in entries(a):
-        x.set_(x.clone())  # type: ignore[call-overload]
+        x.set_(x.clone())
 
 
 def one_of_them(a: Run) -> None:
@@ -316,7 +316,7 @@ def test_an_optimizer_that_was_copied_or_has_failed_in_a_step_is_free_at_once() 
     reference = weakref.ref(optimizer)
     del optimizer
     assert reference() is None
-    params[0].grad[0, 0] = float("nan")  # type: ignore[index]
+    params[0].grad[0, 0] = float("nan")
     with pytest.raises(ValueError, match="not finite") as error:
         a.optimizer.step()
     reference = weakref.ref(a.optimizer)

@@ -133,7 +133,7 @@ def test_copies_are_cut_among_their_holders_once(
 ) -> None:
     placements = [
         one if one.is_replicate() or one.dim < len(shape) else Replicate() for one in placements
-    ]  # type: ignore[attr-defined]
+    ]
     where = spread(shape, (2, 2), placements)
     counts = torch.zeros(shape)
     for unit in rows_of_copies(where):

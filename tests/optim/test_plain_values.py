@@ -199,7 +199,7 @@ def test_a_frequency_may_be_given_as_any_integer() -> None:
     run_both(a, b, range(5))
     assert all_same(a.params, b.params)
     for cls in (schedules.LinearFrequency, schedules.CosineFrequency, schedules.StepFrequency):
-        given: Any = cls(np.int64(1), torch.tensor(8), np.array(4), start_step=Counter())  # type: ignore[arg-type]
+        given: Any = cls(np.int64(1), torch.tensor(8), np.array(4), start_step=Counter())
         plain_one = cls(1, 8, 4, start_step=3)
         assert given == plain_one
         assert all(same_plain(given(np.int64(step)), plain_one(step)) for step in range(1, 12))
@@ -233,9 +233,9 @@ def test_helpers_take_them_too() -> None:
         state_bytes((3, 4), SOAP, max_precond_dim=3),
     )
     named, rate = [("norm", parameter(3))], torch.tensor(0.25)
-    (group,) = parameter_groups(named, adam_names=Listed("norm"), rest_lr=np.float32(0.25))  # type: ignore[arg-type]
+    (group,) = parameter_groups(named, adam_names=Listed("norm"), rest_lr=np.float32(0.25))
     assert same_plain(group["lr"], 0.25)
-    assert parameter_groups(named, rest_lr=rate)[0]["lr"] is rate  # type: ignore[arg-type]
+    assert parameter_groups(named, rest_lr=rate)[0]["lr"] is rate
 
 
 @dataclass(frozen=True)
@@ -260,7 +260,7 @@ def test_options_of_others_rules() -> None:
         "sizes": (np.int64(3), 4),
         "weight_decay": np.int64(1),
     }
-    rule = Foreign(np.float32(0.5), **given)  # type: ignore[arg-type]
+    rule = Foreign(np.float32(0.5), **given)
     assert same_plain(rule.decays, (1.0, 0.5, 0.25))
     assert same_plain(rule.sizes, [3, 4])
     assert same_plain(rule.weight_decay, 1.0)

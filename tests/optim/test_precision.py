@@ -113,7 +113,7 @@ def test_autocast_does_not_reach_the_update(kind: str) -> None:
 
 
 def settings() -> list[str]:
-    backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+    backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
     return [backend.fp32_precision for backend in backends]
 
 

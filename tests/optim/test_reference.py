@@ -265,7 +265,7 @@ def test_one_side_where_the_other_is_more_than_eight_times_as_long(kind: str) ->
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_dims_of_size_one(kind: str, layout: str) -> None:
     shapes = [(1, 4), (4, 1), (1, 1), (1, 3, 3), (3, 1, 3), (3, 3, 1)]
-    shapes += [(1,)] if layout == "tensor" else []  # type: ignore[list-item]
+    shapes += [(1,)] if layout == "tensor" else []
     options = {"matrix_layout": layout, "precondition_1d": True, **warm(kind, 5, 2)}
     assert compare(kind, [Group(shapes)], options).is_rounding
 

@@ -120,7 +120,7 @@ def test_when_all_factors_are_skipped_nothing_changes(
     method: str, second_moment: str, state_dtype: torch.dtype, layout: str
 ) -> None:
     options = {"second_moment": second_moment, "refresh_method": method, "matrix_layout": layout}
-    options |= {"state_dtype": state_dtype, "precondition_frequency": 1}  # type: ignore[dict-item]
+    options |= {"state_dtype": state_dtype, "precondition_frequency": 1}
     a = run_of(SOAP, [(5, 8) if layout == "tensor" else (2, 3, 4)], **options)
     a.steps(range(3))
     a.groups[0].update(use_adaptive_criteria=True, adaptive_update_tolerance=0.999)

@@ -118,7 +118,7 @@ def test_what_a_group_of_another_rule_takes_over_from_the_optimizer() -> None:
         **{"max_state_bytes": 10**6, "state_dtype": torch.float64},
     }
     own_of_soap: Any = {"betas": (0.5, 0.6), "eps": 1e-3, "matrix_layout": "per_expert"}
-    params = parameters([(4, 4)] * 4 + [(3,), (4, 4)])  # type: ignore[operator]
+    params = parameters([(4, 4)] * 4 + [(3,), (4, 4)])
     optimizer = with_rules(SOAP, params, *rules, **given, **own_of_soap)
     muon, adamw, kl, soap, own, instance = optimizer.param_groups
     for group in (muon, adamw, kl, soap):

@@ -60,7 +60,7 @@ def test_stacked_soap_is_kl_soap_on_the_merged_matrix(shape: tuple[int, int, int
     plain = KLSOAP([q], 1e-2, state_dtype=torch.float64)
     for step in range(6):
         a.steps([step])
-        q.grad = merged(a.params[0].grad).clone()  # type: ignore[arg-type]
+        q.grad = merged(a.params[0].grad).clone()
         plain.step()
     assert same(merged(a.params[0].detach()), q.detach())
 
@@ -83,7 +83,7 @@ def test_an_expert_alone_gives_the_same_as_in_a_stack(
     single = make(kind, alone, **options)
     for step in range(9):
         a.steps([step])
-        for p, g in zip(alone, a.params[0].grad, strict=True):  # type: ignore[arg-type]
+        for p, g in zip(alone, a.params[0].grad, strict=True):
             p.grad = g.clone()
         single.step()
     assert largest_difference(alone, a.params[0].unbind()) <= tolerance
@@ -98,7 +98,7 @@ def test_a_wide_matrix_is_its_transposed_tall_one(kind: str) -> None:
     b = make(kind, tall, **options)
     for step in range(9):
         a.steps([step])
-        tall[0].grad = a.params[0].grad.T.contiguous()  # type: ignore[union-attr]
+        tall[0].grad = a.params[0].grad.T.contiguous()
         b.step()
     assert int(a.state(0)["step"]) == 9
     assert largest_difference([a.params[0].T], tall) <= 1e-10
@@ -111,7 +111,7 @@ def test_an_expert_without_tokens_keeps_factors_and_basis(kind: str) -> None:
     kept = ("factor", "basis", "eigenvalues", "root")
     before = {name: x.clone() for name, x in a.state(0).items() if name.startswith(kept)}
     give_gradients(a.params, 3)
-    a.params[0].grad[1] = 0  # type: ignore[index]
+    a.params[0].grad[1] = 0
     a.optimizer.step()
     for name, x in before.items():
         assert same(a.state(0)[name][1], x[1]), name
@@ -126,7 +126,7 @@ def test_an_expert_that_never_saw_a_token_is_left_alone(kind: str) -> None:
     start = a.params[0].detach().clone()
     for step in range(5):
         give_gradients(a.params, step)
-        a.params[0].grad[0] = 0  # type: ignore[index]
+        a.params[0].grad[0] = 0
         a.optimizer.step()
     assert same(a.params[0].detach()[0], start[0])
     state = a.state(0)

@@ -88,7 +88,7 @@ def distance(name: str, **ours: Any) -> float:
     cls, formula, preset = FORMULAS[name]
     lr, wd, betas = 1e-2, 0.1, (0.9, 0.8)
     given = {"lr": lr, "weight_decay": wd, "betas": betas, "state_dtype": torch.float64}
-    expected, states = starting_points(SHAPES), [{} for _ in SHAPES]  # type: ignore[var-annotated]
+    expected, states = starting_points(SHAPES), [{} for _ in SHAPES]
     params = [torch.nn.Parameter(torch.tensor(w)) for w in expected]
     optimizer = MatrixOptimizer(params, cls(**{**given, **preset, **ours}))
     for t, grads in enumerate(gradients(SHAPES, STEPS, missing=()), 1):
