@@ -30,9 +30,9 @@ TOLERANCE = 1e-7
 """Largest difference that is allowed: of parameters in units of lr (a step has that size), of state
 relative to its largest entry. Rounding gives 1e-13 before eigenvectors amplify it."""
 
-CLASSES: dict[
-    str, tuple[type[MatrixOptimizer], type[Reference | ReferenceOfMuon], dict[str, Any]]
-] = {
+AnyReference = Reference | ReferenceOfMuon
+
+CLASSES: dict[str, tuple[type[MatrixOptimizer], type[AnyReference], dict[str, Any]]] = {
     "SOAP": (SOAP, ReferenceSOAP, {}),
     "KLSOAP": (KLSOAP, ReferenceKLSOAP, {}),
     "REKLS": (REKLS, ReferenceKLSOAP, {"refresh_method": "eigh", "precondition_frequency": 1}),
@@ -43,19 +43,9 @@ CLASSES: dict[
 """By name, the package's class, the reference's class, and the reference's options that make it the
 same rule."""
 
-OF_THE_PACKAGE_ALONE = (
-    "batched",
-    "bucket_bytes",
-    "fp32_matmul_prec",
-    "max_state_bytes",
-    "newton_schulz_dtype",
-    "nonfinite",
-    "num_streams",
-    "qr_fp32_matmul_prec",
-    "stagger_first",
-    "stagger_refresh",
-    "state_dtype",
-)
+OF_THE_PACKAGE_ALONE = {"batched", "bucket_bytes", "num_streams", "max_state_bytes", "state_dtype"}
+OF_THE_PACKAGE_ALONE |= {"fp32_matmul_prec", "qr_fp32_matmul_prec", "newton_schulz_dtype"}
+OF_THE_PACKAGE_ALONE |= {"nonfinite", "stagger_first", "stagger_refresh"}
 """Options that say how something is computed, not what."""
 
 
@@ -119,25 +109,16 @@ def gradients(
     missing: tuple[int, ...] = (1,),
     scale: float = 1.0,
 ) -> Gradients:
-    """Draw ill-scaled Gaussians, with a scale for each step and one for each column.
-
-    Args:
-        idle: in every step but the second, one slice along the leading dim of each parameter with
-            more than two dims is zero.
-        missing: indices of the parameters that have no gradient in the fourth and tenth step.
-        scale: a factor on all gradients.
-    """
+    """Draw ill-scaled Gaussians, with a scale for each step and one for each column. If `idle`, in
+    every step but the second one slice along the leading dim of each parameter with more than two
+    dims is zero; the parameters `missing` have no gradient in the fourth and tenth step."""
     rng = np.random.default_rng(seed)
     plan: Gradients = []
     for step in range(steps):
         grads: list[Array | None] = []
         for index, shape in enumerate(shapes):
-            g = np.asarray(
-                rng.normal(size=shape)
-                * (0.2 + rng.random(shape[-1:] or None))
-                * scale
-                * 10.0 ** rng.integers(-1, 2)
-            )
+            g = np.asarray(rng.normal(size=shape) * (0.2 + rng.random(shape[-1:] or None)))
+            g = g * scale * 10.0 ** rng.integers(-1, 2)
             if idle and len(shape) > 2 and step != 1:
                 g[(step + index) % shape[0]] = 0.0
             grads.append(None if step in (3, 9) and index in missing else g)
@@ -158,22 +139,16 @@ def optimizer_of(
     params = [torch.nn.Parameter(torch.tensor(p)) for p in start]
     remaining = iter(params)
     own = [{"params": [next(remaining) for _ in group.shapes], **group.options} for group in groups]
+    given = {"lr": 1e-2, "state_dtype": torch.float64, **options}
     with without_type_checks():
-        return CLASSES[kind][0](own, **{"lr": 1e-2, "state_dtype": torch.float64, **options}), list(
-            params
-        )
+        return CLASSES[kind][0](own, **given), list(params)
 
 
-def reference_of(
-    kind: str, start: Sequence[Array], options: dict[str, Any]
-) -> Reference | ReferenceOfMuon:
+def reference_of(kind: str, start: Sequence[Array], options: dict[str, Any]) -> AnyReference:
     """Make the reference with the package's options, translated."""
     _, reference, preset = CLASSES[kind]
-    known = {
-        key: value
-        for key, value in {"lr": 1e-2, **preset, **options}.items()
-        if key not in OF_THE_PACKAGE_ALONE
-    }
+    known = {"lr": 1e-2, **preset, **options}
+    known = {key: value for key, value in known.items() if key not in OF_THE_PACKAGE_ALONE}
     if known.get("refresh_method") in ("cholesky_qr", "auto"):
         known["refresh_method"] = "qr"
     return reference(list(start), **known)
@@ -190,42 +165,30 @@ def compare(
     checked: bool = False,
 ) -> Difference:
     """Run both; compare parameters after every step, and state after every fourth and the last.
-
-    Args:
-        kind: a key of CLASSES.
-        options: options of all groups, for both.
-        plan: the gradients, in the order of the groups' parameters; without it `gradients` draws
-            those of so many `steps`.
-        ours: options for the package alone.
-        checked: whether the package's annotations are checked, too.
-    """
+    Without a `plan` of gradients, in the order of the groups' parameters, `gradients` draws those
+    of so many `steps`. `ours` are options for the package alone; `checked` says whether its
+    annotations are checked, too."""
     shapes = [shape for group in groups for shape in group.shapes]
     start = starting_points(shapes)
     optimizer, params = optimizer_of(kind, groups, start, **{**options, **(ours or {})})
     ends = np.cumsum([len(group.shapes) for group in groups])
+    slices = [slice(end - len(group.shapes), end) for group, end in zip(groups, ends, strict=True)]
     references = [
-        reference_of(
-            kind, start[end - len(group.shapes) : end], {**options, **group.options, **group.theirs}
-        )
-        for group, end in zip(groups, ends, strict=True)
+        reference_of(kind, start[own], {**options, **group.options, **group.theirs})
+        for group, own in zip(groups, slices, strict=True)
     ]
     worst = Difference()
     plan = gradients(shapes, steps) if plan is None else plan
     for number, grads in enumerate(plan, 1):
         step_package(optimizer, params, grads, checked=checked)
-        for group, end, reference in zip(groups, ends, references, strict=True):
-            first = end - len(group.shapes)
-            reference.step(grads[first:end])
-            for p, w, state in zip(
-                params[first:end], reference.params, reference.state, strict=True
-            ):
-                worst.params = max(
-                    worst.params, largest(p.detach().numpy() - w) / reference.options.lr
-                )
+        for own, reference in zip(slices, references, strict=True):
+            reference.step(grads[own])
+            for p, w, state in zip(params[own], reference.params, reference.state, strict=True):
+                difference = largest(p.detach().numpy() - w) / reference.options.lr
+                worst.params = max(worst.params, difference)
                 if number % 4 == 0 or number == len(plan):
-                    worst.state = max(
-                        worst.state, state_difference(optimizer.state.get(p, {}), state, w.shape)
-                    )
+                    difference = state_difference(optimizer.state.get(p, {}), state, w.shape)
+                    worst.state = max(worst.state, difference)
     return worst
 
 
@@ -284,14 +247,8 @@ def state_difference(ours: dict[str, Any], expected: dict[str, Any], shape: Shap
 
 def moment_in_parameter_coordinates(state: dict[str, Any]) -> Array:
     """Project exp_avg out of the eigenbases."""
-    bases = {
-        int(key.removeprefix("basis_")): q for key, q in state.items() if key.startswith("basis_")
-    }
+    bases = {int(key[6:]): q for key, q in state.items() if key.startswith("basis_")}
     if any(q.ndim == 3 for q in bases.values()):
-        return np.stack(
-            [
-                project_out(m, {dim: q[e] for dim, q in bases.items()})
-                for e, m in enumerate(state["exp_avg"])
-            ]
-        )
+        of_experts = ({dim: q[e] for dim, q in bases.items()} for e in range(len(state["exp_avg"])))
+        return np.stack(list(map(project_out, state["exp_avg"], of_experts)))
     return project_out(state["exp_avg"], bases)

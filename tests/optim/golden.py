@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from optim_helpers import run
 from torch import Tensor, nn
 
 from lather.optim import (
@@ -50,16 +51,16 @@ def vectors_apart(params: Parameters) -> list[dict[str, Any]]:
     return [{"params": params[:-1]}, {"params": params[-1:], "matrix_layout": "tensor"}]
 
 
-PER_EXPERT = {
-    "matrix_layout": "per_expert",
-    "second_moment": "rotate",
-    "state_dtype": torch.bfloat16,
-}
+PER_EXPERT = {"matrix_layout": "per_expert", "second_moment": "rotate"}
 
 OPTIMIZERS: dict[str, Callable[[Parameters], MatrixOptimizer]] = {
     "soap": lambda params: SOAP(params, lr=1e-2, precondition_frequency=2, second_moment="permute"),
     "soap_per_expert": lambda params: SOAP(
-        vectors_apart(params), lr=1e-2, precondition_frequency=2, **PER_EXPERT
+        vectors_apart(params),
+        lr=1e-2,
+        precondition_frequency=2,
+        state_dtype=torch.bfloat16,
+        **PER_EXPERT,
     ),
     "soap_stacked": lambda params: SOAP(
         vectors_apart(params), lr=1e-2, precondition_frequency=2, matrix_layout="stacked"
@@ -93,15 +94,6 @@ def make(name: str) -> tuple[MatrixOptimizer, Parameters]:
     return optimizer, params
 
 
-def take_steps(optimizer: MatrixOptimizer, params: Parameters, steps: Iterable[int]) -> None:
-    """Take steps with gradients that are drawn from the step's number alone."""
-    for step in steps:
-        generator = torch.Generator().manual_seed(1000 + step)
-        for p in params:
-            p.grad = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.dtype)
-        optimizer.step()
-
-
 def digest_of(tensors: dict[str, Tensor]) -> str:
     """Digest names, dtypes, shapes and bits."""
     digest = hashlib.sha256()
@@ -114,13 +106,13 @@ def digest_of(tensors: dict[str, Tensor]) -> str:
 def digest_of_case(name: str) -> str:
     """Digest parameters and state after five steps, a save and a load, and five more steps."""
     optimizer, params = make(name)
-    take_steps(optimizer, params, range(1, 6))
+    run(optimizer, params, range(1, 6))
     saved, (optimizer, others) = optimizer.state_dict(), make(name)
     with torch.no_grad():
         for p, other in zip(params, others, strict=True):
             other.copy_(p)
     optimizer.load_state_dict(saved)
-    take_steps(optimizer, others, range(6, 11))
+    run(optimizer, others, range(6, 11))
     state = optimizer.state_dict()["state"]
     entries = {f"{i}/{key}": x for i, of in state.items() for key, x in of.items()}
     return digest_of({**{str(i): p for i, p in enumerate(others)}, **entries})

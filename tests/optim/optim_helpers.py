@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 from strangers import Lion, Shampoo
 from torch import Tensor
@@ -22,31 +24,25 @@ from lather.optim import (
     StackedSOAP,
 )
 
+PER_EXPERT = {"matrix_layout": "per_expert"}
+EVERY_SECOND = {"precondition_frequency": 2}
+
 SOAP_KINDS: dict[str, tuple[type[MatrixOptimizer], dict[str, Any]]] = {
-    "soap": (SOAP, {"precondition_frequency": 2}),
-    "soap_per_expert": (
-        SOAP,
-        {"precondition_frequency": 2, "matrix_layout": "per_expert", "second_moment": "rotate"},
-    ),
+    "soap": (SOAP, EVERY_SECOND),
+    "soap_per_expert": (SOAP, {**EVERY_SECOND, **PER_EXPERT, "second_moment": "rotate"}),
     "soap_stacked": (SOAP, {"precondition_frequency": 3, "matrix_layout": "stacked"}),
     "soap_orthogonalized": (
         SOAP,
-        {"precondition_frequency": 2, "orthogonalize": True, "statistics_of": "momentum"},
+        {**EVERY_SECOND, "orthogonalize": True, "statistics_of": "momentum"},
     ),
     "soap_own_momentum_per_expert": (
         SOAP,
-        {"precondition_frequency": 1, "momentum_in": "parameter", "matrix_layout": "per_expert"},
+        {"precondition_frequency": 1, "momentum_in": "parameter", **PER_EXPERT},
     ),
-    "soap_one_sided": (
-        SOAP,
-        {"precondition_frequency": 2, "sides": "smaller", "matrix_layout": "per_expert"},
-    ),
+    "soap_one_sided": (SOAP, {**EVERY_SECOND, "sides": "smaller", **PER_EXPERT}),
     "kl_soap": (KLSOAP, {"precondition_frequency": 3}),
-    "kl_soap_per_expert": (KLSOAP, {"matrix_layout": "per_expert", "second_moment": "permute"}),
-    "kl_soap_floor": (
-        KLSOAP,
-        {"precondition_frequency": 2, "eigenvalue_floor": 1e-2, "sides": "auto"},
-    ),
+    "kl_soap_per_expert": (KLSOAP, {**PER_EXPERT, "second_moment": "permute"}),
+    "kl_soap_floor": (KLSOAP, {**EVERY_SECOND, "eigenvalue_floor": 1e-2, "sides": "auto"}),
     "rekls": (REKLS, {}),
     "stacked_soap": (StackedSOAP, {}),
 }
@@ -56,19 +52,16 @@ without."""
 KINDS: dict[str, tuple[type[MatrixOptimizer] | type[Rule], dict[str, Any]]] = {
     **SOAP_KINDS,
     "muon": (Muon, {}),
-    "muon_per_expert": (Muon, {"matrix_layout": "per_expert", "normalize": "row"}),
+    "muon_per_expert": (Muon, {**PER_EXPERT, "normalize": "row"}),
     "muon_stacked": (Muon, {"matrix_layout": "stacked", "keep_norm": True}),
-    "soap_muon": (SOAPMuon, {"precondition_frequency": 2}),
-    "soap_muon_per_expert": (
-        SOAPMuon,
-        {"precondition_frequency": 2, "matrix_layout": "per_expert", "sides": "both"},
-    ),
+    "soap_muon": (SOAPMuon, EVERY_SECOND),
+    "soap_muon_per_expert": (SOAPMuon, {**EVERY_SECOND, **PER_EXPERT, "sides": "both"}),
     "adamw": (AdamW, {}),
-    "shampoo": (Shampoo, {"precondition_frequency": 2, "lr": 1e-2}),
-    "shampoo_per_expert": (Shampoo, {"matrix_layout": "per_expert", "lr": 1e-2}),
+    "shampoo": (Shampoo, {**EVERY_SECOND, "lr": 1e-2}),
+    "shampoo_per_expert": (Shampoo, {**PER_EXPERT, "lr": 1e-2}),
     "shampoo_stacked": (Shampoo, {"matrix_layout": "stacked", "lr": 1e-2}),
     "lion": (Lion, {"lr": 1e-2}),
-    "lion_per_expert": (Lion, {"matrix_layout": "per_expert", "lr": 1e-2}),
+    "lion_per_expert": (Lion, {**PER_EXPERT, "lr": 1e-2}),
 }
 """Every optimizer and layout, and the rules of `strangers`, by name: an optimizer's class or a
 rule's, and options."""
@@ -87,12 +80,8 @@ WITH_EXPERTS = (
 )
 """Kinds that know which experts got no token."""
 
-SOAP_CLASSES = {"SOAP": SOAP, "KLSOAP": KLSOAP, "REKLS": REKLS, "StackedSOAP": StackedSOAP}
 CLASSES: dict[str, type[MatrixOptimizer]] = {
-    **SOAP_CLASSES,
-    "Muon": Muon,
-    "SOAPMuon": SOAPMuon,
-    "AdamW": AdamW,
+    cls.__name__: cls for cls in (SOAP, KLSOAP, REKLS, StackedSOAP, Muon, SOAPMuon, AdamW)
 }
 
 MATRICES = ((6, 4), (3, 4, 5), (6, 4))
@@ -102,8 +91,15 @@ FULL_RANK = {"adam_warmup_steps": 3, "state_dtype": torch.float64}
 """Options for comparisons to rounding: the eigenvectors of a null space are arbitrary, so the first
 bases come when factors have full rank."""
 
+COUPLED = {"weight_decay_method": "l2"}
+"""The option under which weight decay is added to the gradient."""
+
 OF_BASES = ("adam_warmup_steps", "precondition_frequency")
 """Options that tests give to every kind, but that only kinds with bases take."""
+
+
+every_kind = pytest.mark.parametrize("kind", KINDS)
+few_kinds = pytest.mark.parametrize("kind", FEW_KINDS)
 
 
 def make(kind: str, params: Iterable[Any], **options: Any) -> MatrixOptimizer:
@@ -126,16 +122,42 @@ def make(kind: str, params: Iterable[Any], **options: Any) -> MatrixOptimizer:
         if name not in {field.name for field in fields(rule)}:
             merged.pop(name, None)
     groups = [group for group in groups if group["params"]]
-    return MatrixOptimizer(groups, rule(**merged)) if cls is rule else cls(groups, **merged)  # type: ignore[arg-type]
+    return MatrixOptimizer(groups, rule(**merged)) if cls is rule else cls(groups, **merged)
 
 
-def coupled_decay(kind: str) -> dict[str, Any]:
-    """The option under which weight decay is added to the gradient."""
-    return (
-        {"use_decoupled_weight_decay": False}
-        if KINDS[kind][0] is SOAP
-        else {"weight_decay_method": "l2"}
-    )
+class Run(NamedTuple):
+    """An optimizer and its parameters, in their order."""
+
+    optimizer: Any
+    params: list[torch.nn.Parameter]
+
+    def steps(self, numbers: Iterable[int]) -> None:
+        """Take steps with gradients that are drawn from their numbers alone."""
+        run(self.optimizer, self.params, numbers)
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        groups: list[dict[str, Any]] = self.optimizer.param_groups
+        return groups
+
+    def state(self, number: int) -> dict[str, Tensor]:
+        """Return the state of a parameter by its number."""
+        state: dict[str, Tensor] = self.optimizer.state[self.params[number]]
+        return state
+
+
+def run_of(
+    kind: Any,
+    shapes: Iterable[Sequence[int]] = SHAPES,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> Run:
+    """Make an optimizer of a kind of `KINDS`, or of a class of optimizers, with parameters of these
+    shapes, which are equal at every call."""
+    params = parameters(shapes, dtype)
+    if isinstance(kind, str):
+        return Run(make(kind, params, **options), params)
+    return Run(kind(params, **{"lr": 1e-2, **options}), params)
 
 
 def parameter(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.nn.Parameter:
@@ -177,7 +199,7 @@ def run(optimizer: torch.optim.Optimizer, params: Sequence[Tensor], steps: Itera
 def run_both(
     a: tuple[torch.optim.Optimizer, Sequence[Tensor]],
     b: tuple[torch.optim.Optimizer, Sequence[Tensor]],
-    steps: range,
+    steps: Iterable[int],
 ) -> None:
     """Take two optimizers through the same gradients."""
     for step in steps:
@@ -185,6 +207,29 @@ def run_both(
         copy_gradients(a[1], b[1])
         a[0].step()
         b[0].step()
+
+
+def copied(a: Run, how: Any) -> Run:
+    """Copy an optimizer with its parameters by `how`, such as `copy.deepcopy`."""
+    optimizer = how(a.optimizer)
+    old, new = ([p for group in o.param_groups for p in group["params"]] for o in (a[0], optimizer))
+    copies = dict(zip(map(id, old), new, strict=True))
+    return Run(optimizer, [copies[id(p)] for p in a.params])
+
+
+def assert_same(a: Run, b: Run) -> None:
+    """Check that weights and state are equal to the bit."""
+    assert all_same(a.params, b.params)
+    assert same_state(a.optimizer, a.params, b.optimizer, b.params)
+
+
+def through_a_file(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Save a state as torch does, and return what is loaded."""
+    file = io.BytesIO()
+    torch.save(state_dict, file)
+    file.seek(0)
+    loaded: dict[str, Any] = torch.load(file, weights_only=True)
+    return loaded
 
 
 def same(a: Tensor, b: Tensor) -> bool:

@@ -257,9 +257,8 @@ class Reference:
         batched = w.ndim == 3
         for index in range(len(w)) if batched else [...]:
             idle = batched and not g[index].any()
-            coupled = (
-                g[index] + o.weight_decay * w[index] if o.weight_decay_method == "l2" else g[index]
-            )
+            couples = o.weight_decay_method == "l2" and not o.keep_norm
+            coupled = g[index] + o.weight_decay * w[index] if couples else g[index]
             matrix = state_of_matrix(state, index)
             if o.keep_norm and state["step"] == 1:
                 state["norm"][index] = np.linalg.norm(w[index])

@@ -1,28 +1,41 @@
 """`async_refresh`: the bases that are computed between two steps are there for the second, whatever
 happens in between."""
 
-import copy
 import pickle
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from optim_helpers import SOAP_KINDS, all_same, make, parameters, run, same_state
+from optim_helpers import (
+    SOAP_KINDS,
+    Run,
+    all_same,
+    assert_same,
+    give_gradients,
+    parameters,
+    run_both,
+    run_of,
+    same_state,
+)
 from torch import Tensor
 
 from lather.optim import KLSOAP, SOAP
-from lather.optim.batched import refresh
-from lather.optim.batched import streams as precision
+from lather.optim.batched import refresh, streams
 from lather.optim.linalg import eigenbasis
 from lather.optim.rules.kl_soap import KLSOAPRule
 
-UPDATE_FIRST = [
-    *(kind for kind in SOAP_KINDS if kind.startswith("soap")),
-    "soap_muon",
-    "soap_muon_per_expert",
-]
+UPDATE_FIRST = [kind for kind in SOAP_KINDS if kind.startswith("soap")]
 KL_KINDS = [kind for kind in SOAP_KINDS if not kind.startswith("soap")]
+
+
+def assert_same_at_the_end(a: Run, b: Run) -> None:
+    """Check that the weights are equal, and the states after the refreshes that are under way."""
+    assert all_same(a.params, b.params)
+    assert b.optimizer.state_dict()
+    assert a.optimizer.state_dict()
+    assert_same(a, b)
+    assert a.optimizer.counters == b.optimizer.counters
 
 
 @pytest.mark.parametrize(
@@ -30,16 +43,11 @@ KL_KINDS = [kind for kind in SOAP_KINDS if not kind.startswith("soap")]
     [{}, {"stagger_refresh": True}, {"use_adaptive_criteria": True}, {"refresh_method": "eigh"}],
     ids=str,
 )
-@pytest.mark.parametrize("kind", UPDATE_FIRST)
+@pytest.mark.parametrize("kind", [*UPDATE_FIRST, "soap_muon", "soap_muon_per_expert"])
 def test_soap_has_the_same_bits(kind: str, options: dict[str, Any]) -> None:
-    params, others = parameters(), parameters()
-    a, b = make(kind, params, **options), make(kind, others, async_refresh=True, **options)
-    run(a, params, range(8))
-    run(b, others, range(8))
-    assert all_same(params, others)
-    assert b.state_dict()  # afterwards nothing is under way
-    assert same_state(a, params, b, others)
-    assert a.counters == b.counters
+    a, b = run_of(kind, **options), run_of(kind, async_refresh=True, **options)
+    run_both(a, b, range(8))
+    assert_same_at_the_end(a, b)
 
 
 @pytest.mark.parametrize("warmup", [0, 2])
@@ -47,16 +55,13 @@ def test_soap_has_the_same_bits(kind: str, options: dict[str, Any]) -> None:
 def test_the_kl_rules_refresh_after_the_update(
     kind: str, warmup: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    params, others = parameters(), parameters()
-    a = make(kind, params, adam_warmup_steps=warmup)
+    a = run_of(kind, adam_warmup_steps=warmup)
     monkeypatch.setattr(KLSOAPRule, "refreshes_first", False)
-    run(a, params, range(8))
+    a.steps(range(8))
     monkeypatch.undo()
-    b = make(kind, others, adam_warmup_steps=warmup, async_refresh=True)
-    run(b, others, range(8))
-    assert all_same(params, others)
-    assert b.state_dict()
-    assert same_state(a, params, b, others)
+    b = run_of(kind, adam_warmup_steps=warmup, async_refresh=True)
+    b.steps(range(8))
+    assert_same_at_the_end(a, b)
 
 
 @pytest.mark.parametrize(
@@ -68,51 +73,33 @@ def test_the_kl_rules_refresh_after_the_update(
 def test_pieces_that_the_caller_does_between_two_steps_have_the_same_bits(
     kind: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """They run under the settings of a step, whatever the caller's are."""
     monkeypatch.setattr(refresh, "CPU_REFRESH_BYTES", 1)  # so that a batch is one matrix and dim
-    params, others = parameters(), parameters()
-    a, b = (
-        make(kind, params, async_refresh=True, **options),
-        make(kind, others, async_refresh=True, **options),
-    )
-    refreshes, done = b.defer_refreshes(), []
+    a, b = (run_of(kind, async_refresh=True, **options) for _ in range(2))
+    refreshes, done = b.optimizer.defer_refreshes(), []
     for step in range(8):
-        run(a, params, [step])
-        run(b, others, [step])
-        done.append(min(step, len(refreshes)))
+        run_both(a, b, [step])
         # none after the first step, then more and more: the next step does the rest
+        done.append(min(step, len(refreshes)))
         for _ in range(done[-1]):
-            refreshes.work()
-    assert sum(done) > 4
-    assert all_same(params, others)
-    b.state_dict()
-    a.state_dict()
-    assert not refreshes
-    assert same_state(a, params, b, others)
-    assert a.counters == b.counters
-
-
-def test_pieces_run_under_the_settings_of_a_step() -> None:
-    params, others = parameters(), parameters()
-    a, b = make("soap", params, async_refresh=True), make("soap", others, async_refresh=True)
-    refreshes = b.defer_refreshes()
-    for step in range(4):
-        run(a, params, [step])
-        run(b, others, [step])
-        with torch.enable_grad(), torch.autocast("cpu", torch.bfloat16):
-            while refreshes:
+            with torch.enable_grad(), torch.autocast("cpu", torch.bfloat16):
                 refreshes.work()
-    a.state_dict()
-    assert same_state(a, params, b, others)
+    assert sum(done) > 4
+    assert_same_at_the_end(a, b)
+    assert not refreshes
 
 
 def test_it_may_differ_per_group() -> None:
-    params, others = parameters([(6, 4)] * 4), parameters([(6, 4)] * 4)
-    a = KLSOAP([{"params": params[:2]}, {"params": params[2:], "async_refresh": True}], lr=1e-2)
-    b, c = KLSOAP(others[:2], lr=1e-2), KLSOAP(others[2:], lr=1e-2, async_refresh=True)
-    run(a, params, range(6))
+    params = parameters([(6, 4)] * 4)
+    groups = [{"params": params[:2]}, {"params": params[2:], "async_refresh": True}]
+    joint = Run(KLSOAP(groups, lr=1e-2), params)
+    others = parameters([(6, 4)] * 4)
+    early, late = KLSOAP(others[:2], lr=1e-2), KLSOAP(others[2:], lr=1e-2, async_refresh=True)
     for step in range(6):
-        run(b, others, [step])
-        c.step()
+        joint.steps([step])
+        give_gradients(others, step)
+        early.step()
+        late.step()
     assert all_same(params, others)
 
 
@@ -132,19 +119,13 @@ def cholesky_qr_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("cholesky_qr_breaks")
 def test_a_refresh_that_fails_is_retried_before_anyone_sees_the_state() -> None:
-    params, others = parameters([(6, 4)] * 2), parameters([(6, 4)] * 2)
-    a, b = SOAP(params, **RETRIED), SOAP(others, async_refresh=True, **RETRIED)
-    run(a, params, range(4))
-    run(b, others, range(4))
+    a = run_of(SOAP, [(6, 4)] * 2, **RETRIED)
+    b = run_of(SOAP, [(6, 4)] * 2, async_refresh=True, **RETRIED)
+    run_both(a, b, range(4))
     # the last refreshes are under way
-    assert (a.counters["refreshes_retried"], b.counters["refreshes_retried"]) == (
-        12,
-        8,
-    )
-    assert not same_state(a, params, b, others)
-    b.state_dict()
-    assert same_state(a, params, b, others)
-    assert a.counters == b.counters
+    assert [one.optimizer.counters["refreshes_retried"] for one in (a, b)] == [12, 8]
+    assert not same_state(*a, *b)
+    assert_same_at_the_end(a, b)
 
 
 @pytest.mark.parametrize("puts_off", [False, True])
@@ -152,41 +133,30 @@ def test_a_refresh_that_fails_is_retried_before_anyone_sees_the_state() -> None:
 @pytest.mark.parametrize("how", ["state_dict", "pickle", "pieces"])
 @pytest.mark.usefixtures("cholesky_qr_breaks")
 def test_what_is_under_way_is_in_a_saved_state(kind: str, how: str, puts_off: bool) -> None:
-    params = parameters()
-    a = make(kind, params, async_refresh=True, **RETRIED)
+    a = run_of(kind, async_refresh=True, **RETRIED)
     if puts_off:
-        a.defer_refreshes()
-    run(a, params, range(5))
-    assert a._pending.waiting or a._pending.launched
-    others = copy.deepcopy(params)
-    b = make(kind, others, async_refresh=True, **RETRIED)
-    run(b, others, range(2))
-    # a refresh under way must not change what is loaded
-    assert b._pending.waiting or b._pending.launched
-    for p, q in zip(params, others, strict=True):
+        a.optimizer.defer_refreshes()
+    a.steps(range(5))
+    b = run_of(kind, async_refresh=True, **RETRIED)
+    b.steps(range(2))  # a refresh under way must not change what is loaded
+    assert all(one.optimizer._pending.waiting or one.optimizer._pending.launched for one in (a, b))
+    for p, q in zip(a.params, b.params, strict=True):
         q.data.copy_(p.data)
-    if how == "state_dict":
-        b.load_state_dict(a.state_dict())
-    elif how == "pickle":
-        b.load_state_dict(pickle.loads(pickle.dumps(a)).state_dict())
-    else:
-        b.init_state()
-        saved = {
-            (i, piece.name): piece.value
-            for i, p in enumerate(params)
-            for param, piece in a.state_pieces()
-            if param is p
+    if how == "pieces":
+        numbers = [{id(p): i for i, p in enumerate(one.params)} for one in (a, b)]
+        pieces = {
+            (numbers[0][id(p)], piece.name): piece.value for p, piece in a.optimizer.state_pieces()
         }
-        for param, piece in b.state_pieces():
-            piece.value.copy_(
-                saved[next(i for i, p in enumerate(others) if p is param), piece.name]
-            )
-    assert not a._pending.waiting
-    assert not a._pending.launched
-    assert same_state(a, params, b, others)
-    run(a, params, range(5, 8))
-    run(b, others, range(5, 8))
-    assert all_same(params, others)
+        for p, piece in b.optimizer.state_pieces():
+            piece.value.copy_(pieces[numbers[1][id(p)], piece.name])
+    else:
+        saved = a.optimizer if how == "state_dict" else pickle.loads(pickle.dumps(a.optimizer))
+        b.optimizer.load_state_dict(saved.state_dict())
+    assert not a.optimizer._pending.waiting
+    assert not a.optimizer._pending.launched
+    assert same_state(*a, *b)
+    run_both(a, b, range(5, 8))
+    assert all_same(a.params, b.params)
 
 
 def test_streams_of_the_update_and_of_the_refresh_are_kept_apart(
@@ -201,26 +171,20 @@ def test_streams_of_the_update_and_of_the_refresh_are_kept_apart(
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
-    streams: precision.SideStreams = {}
-    with precision.beside(streams, [], Stream.cuda):
+    own: streams.SideStreams = {}
+    with streams.beside(own, [], Stream.cuda):
         pass
-    assert list(precision.on_streams(range(5), streams, 3, Stream.cuda)) == list(range(5))
-    assert len({id(stream) for stream in streams.values()}) == 4
-    precision.join(streams)
-
-
-def test_only_true_and_false() -> None:
-    with pytest.raises(ValueError, match="async_refresh=1 is not valid: give True or False"):
-        SOAP([{"params": parameters(), "async_refresh": 1}])
+    assert list(streams.on_streams(range(5), own, 3, Stream.cuda)) == list(range(5))
+    assert len({id(stream) for stream in own.values()}) == 4
+    streams.join(own)
 
 
 def test_a_step_that_raises_keeps_the_bases_of_the_one_before() -> None:
-    params, others = parameters(), parameters()
-    a, b = make("soap", params), make("soap", others, async_refresh=True)
-    for opt, those in ((a, params), (b, others)):
-        run(opt, those, range(4))
-        those[0].grad = torch.full_like(those[0], torch.nan)
+    a, b = run_of("soap"), run_of("soap", async_refresh=True)
+    for one in (a, b):
+        one.steps(range(4))
+        one.params[0].grad = torch.full_like(one.params[0], torch.nan)
         with pytest.raises(ValueError, match="not finite"):
-            opt.step()
-        run(opt, those, range(4, 7))
-    assert all_same(params, others)
+            one.optimizer.step()
+        one.steps(range(4, 7))
+    assert all_same(a.params, b.params)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from optim_helpers import all_same, give_gradients, parameters
 
 from lather.optim import KLSOAP, SOAP, AdamW, MatrixOptimizer, Muon, SOAPMuon
 from lather.optim.rules import RULES
@@ -51,45 +52,24 @@ def test_names_and_types_of_options_are_seen_by_mypy(tmp_path: Path) -> None:
 def test_options_are_documented_where_python_looks(cls: type[MatrixOptimizer]) -> None:
     parameters = inspect.signature(cls).parameters
     assert list(parameters)[:2] == ["params", "lr"]
+    lines = [line.strip() for line in (cls.__doc__ or "").splitlines()]
     for name in set(parameters) - {"params", "tp_group"}:
-        line = next(
-            line
-            for line in (cls.__doc__ or "").splitlines()
-            if line.strip().startswith(f"{name}: ")
-        )
-        assert len(line.strip()) > len(name) + 12, line
+        (line,) = [line for line in lines if line.startswith(f"{name}: ")]
+        assert len(line) > len(name) + 12
 
 
 @pytest.mark.parametrize("name", RULES)
 def test_a_compiled_step_is_the_step(name: str) -> None:
     ends = []
     for compiled in (False, True):
-        generator = torch.Generator().manual_seed(0)
-        params = [
-            torch.nn.Parameter(torch.randn(shape, generator=generator))
-            for shape in ((6, 4), (3, 4))
-        ]
+        params = parameters([(6, 4), (3, 4)])
         optimizer = MatrixOptimizer(params, RULES[name](lr=1e-2))
         step: Any = torch.compile(optimizer.step) if compiled else optimizer.step
-        for _ in range(3):
-            for p in params:
-                p.grad = torch.randn(p.shape, generator=generator)
+        for number in range(3):
+            give_gradients(params, number)
             step()
         ends.append(params)
-    assert all(torch.equal(p, q) for p, q in zip(*ends, strict=True))
-
-
-def test_a_scheduler_that_cycles_momentum() -> None:
-    params = [torch.nn.Parameter(torch.zeros(4, 4))]
-    for optimizer, key in ((SOAP(params), "betas"), (Muon(params), "momentum")):
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=6)
-        seen = []
-        for _ in range(5):
-            params[0].grad = torch.ones(4, 4)
-            optimizer.step()
-            scheduler.step()
-            seen.append(str(optimizer.param_groups[0][key]))
-        assert len(set(seen)) > 2
+    assert all_same(*ends)
 
 
 def test_parameters_may_be_put_in_the_place_of_others_before_the_first_step() -> None:

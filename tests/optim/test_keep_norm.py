@@ -6,32 +6,26 @@ from typing import Any
 import pytest
 import torch
 from optim_helpers import (
-    KINDS,
     all_same,
     clones,
-    copy_gradients,
-    give_gradients,
+    every_kind,
     largest_difference,
     make,
-    parameter,
     parameters,
-    run,
+    run_both,
+    run_of,
 )
 from torch import Tensor
 
-every_kind = pytest.mark.parametrize("kind", KINDS)
 SHAPES = [(6, 4), (4, 6), (3, 4, 5), (6, 4)]
-FP64: dict[str, Any] = {"state_dtype": torch.float64}
+FP64: dict[str, Any] = {"dtype": torch.float64, "state_dtype": torch.float64}
 
 
 def matrices_of(kind: str, x: Tensor) -> Tensor:
     """View the parameter-shaped x as (B, ...), a batch of the tensors that the rule takes for a
     matrix."""
-    return (
-        x
-        if ("per_expert" in kind and x.dim() == 3) or (kind == "soap_one_sided" and x.dim() == 3)
-        else x.unsqueeze(0)
-    )
+    has_experts = x.dim() == 3 and ("per_expert" in kind or kind == "soap_one_sided")
+    return x if has_experts else x.unsqueeze(0)
 
 
 def norms(kind: str, x: Tensor) -> Tensor:
@@ -48,93 +42,67 @@ def expected_after(kind: str, w: Tensor, u: Tensor, r: Tensor, lr: float) -> Ten
 @every_kind
 def test_every_matrix_moves_on_the_sphere_that_it_started_on(kind: str) -> None:
     """U does not depend on W, so it is read off an optimizer of the same rule without `keep_norm`,
-    as its movement at rate 1. Rates change."""
-    params = parameters(SHAPES, torch.float64)
-    others, expected = clones(params), [p.detach().clone() for p in params]
+    as its movement at rate 1. Rates change. There is weight decay, too, which has no effect."""
+    a = run_of(kind, SHAPES, **FP64, keep_norm=True)
+    b = run_of(kind, SHAPES, **FP64, keep_norm=False, lr=1.0, weight_decay=0.0)
+    expected = [p.detach().clone() for p in a.params]
     start = [norms(kind, w) for w in expected]
-    # it also has the default weight decay, which it does not apply
-    a = make(kind, params, keep_norm=True, lr=0.5, **FP64)
-    b = make(kind, others, keep_norm=False, lr=1.0, weight_decay=0.0, **FP64)
     for step in range(9):
-        for group in a.param_groups:
-            group["lr"] = lr = 0.02 * (step + 1)
-        give_gradients(params, step)
-        copy_gradients(params, others)
-        before = [q.detach().clone() for q in others]
-        a.step()
-        b.step()
-        updates = [p - q.detach() for p, q in zip(before, others, strict=True)]
-        wrong = [
-            expected_after(kind, w, u, r, 1.01 * lr)
-            for w, u, r in zip(expected, updates, start, strict=True)
-        ]
-        expected = [
-            expected_after(kind, w, u, r, lr)
-            for w, u, r in zip(expected, updates, start, strict=True)
-        ]
-        assert largest_difference(params, expected) <= 1e-12
-        assert largest_difference(params, wrong) > 1e-5
-    for p, w, r in zip(params, parameters(SHAPES), start, strict=True):
-        torch.testing.assert_close(norms(kind, p.detach()), r, rtol=1e-12, atol=0)
-        assert torch.equal(a.state[p]["norm"].flatten(), r.flatten())
-        assert (p - w).norm() > 0.1 * w.norm()
+        lr = 0.02 * (step + 1)
+        for group in a.groups:
+            group["lr"] = lr
+        before = [q.detach().clone() for q in b.params]
+        run_both(a, b, [step])
+        updates = [p - q.detach() for p, q in zip(before, b.params, strict=True)]
+        wrong, expected = (
+            [
+                expected_after(kind, w, u, r, rate)
+                for w, u, r in zip(expected, updates, start, strict=True)
+            ]
+            for rate in (1.01 * lr, lr)
+        )
+        assert largest_difference(a.params, expected) <= 1e-12
+        assert largest_difference(a.params, wrong) > 1e-5
+    for i, (w, r) in enumerate(zip(parameters(SHAPES), start, strict=True)):
+        torch.testing.assert_close(norms(kind, a.params[i].detach()), r, rtol=1e-12, atol=0)
+        assert torch.equal(a.state(i)["norm"].flatten(), r.flatten())
+        assert (a.params[i] - w).norm() > 0.1 * w.norm()
 
 
 @every_kind
 def test_vectors_and_matrices_that_start_at_zero_move_as_without(kind: str) -> None:
-    params = [
-        parameter(5, dtype=torch.float64),
-        parameter(dtype=torch.float64),
-        torch.nn.Parameter(torch.zeros(6, 4, dtype=torch.float64)),
-    ]
+    zeros = torch.nn.Parameter(torch.zeros(6, 4, dtype=torch.float64))
+    params = [*parameters([(5,), ()], torch.float64), zeros]
     others = clones(params)
-    a = make(kind, params, keep_norm=True, lr=0.1, **FP64)
-    b = make(kind, others, keep_norm=False, lr=0.1, weight_decay=0.0, **FP64)
-    for step in range(5):
-        give_gradients(params, step)
-        copy_gradients(params, others)
-        a.step()
-        b.step()
+    options = {"lr": 0.1, "state_dtype": torch.float64}
+    a = make(kind, params, keep_norm=True, **options)
+    b = make(kind, others, keep_norm=False, weight_decay=0.0, **options)
+    run_both((a, params), (b, others), range(5))
     assert largest_difference(params, others) <= 1e-14
-    assert params[2].detach().any()
+    assert zeros.detach().any()
 
 
 def test_one_expert_of_zeros_among_others() -> None:
-    p = parameter(3, 4, 5, dtype=torch.float64)
-    p.data[1] = 0
-    start = torch.linalg.matrix_norm(p.detach())
-    run(make("muon_per_expert", [p], keep_norm=True, **FP64), [p], range(4))
-    now = torch.linalg.matrix_norm(p.detach())
+    a = run_of("muon_per_expert", [(3, 4, 5)], **FP64, keep_norm=True)
+    a.params[0].data[1] = 0
+    start = torch.linalg.matrix_norm(a.params[0].detach())
+    a.steps(range(4))
+    now = torch.linalg.matrix_norm(a.params[0].detach())
     torch.testing.assert_close(now[[0, 2]], start[[0, 2]])
     assert now[1] > 0
 
 
-@pytest.mark.parametrize("method", ["decoupled", "independent", "palm"])
-def test_weight_decay_apart_from_the_gradient_has_no_effect(method: str) -> None:
-    for kind in ("soap_one_sided", "kl_soap", "muon", "soap_muon", "adamw", "shampoo", "lion"):
-        params = parameters(SHAPES)
-        others = clones(params)
-        a = make(kind, params, keep_norm=True, weight_decay=0.5, weight_decay_method=method)
-        run(a, params, range(4))
-        run(make(kind, others, keep_norm=True, weight_decay=0.0), others, range(4))
-        assert all_same(params, others), kind
+@pytest.mark.parametrize("method", ["decoupled", "independent", "palm", "l2"])
+@every_kind
+def test_weight_decay_has_no_effect(kind: str, method: str) -> None:
+    options = {"keep_norm": True, "weight_decay_method": method}
+    a, b = (run_of(kind, SHAPES, weight_decay=wd, **options) for wd in (0.5, 0.0))
+    run_both(a, b, range(4))
+    assert all_same(a.params, b.params)
 
 
 def test_bf16_parameters_keep_the_norm_to_their_rounding() -> None:
-    p = parameter(32, 16, dtype=torch.bfloat16)
-    start = p.detach().float().norm()
-    run(make("muon", [p], keep_norm=True), [p], range(50))
-    assert abs(p.detach().float().norm() / start - 1) < 4e-3
-
-
-def test_it_may_begin_in_mid_training_with_the_norm_of_then() -> None:
-    """As with every option that state depends on, the change is refused with the remedy, or carried
-    out."""
-    p = parameter(6, 4)
-    optimizer = make("muon", [p])
-    run(optimizer, [p], range(3))
-    before = p.detach().clone()
-    optimizer.param_groups[0]["keep_norm"] = True
-    with pytest.raises(ValueError, match="norm missing"):
-        run(optimizer, [p], range(3, 4))
-    assert torch.equal(p.detach(), before)
+    a = run_of("muon", [(32, 16)], torch.bfloat16, keep_norm=True)
+    start = a.params[0].detach().float().norm()
+    a.steps(range(50))
+    assert abs(a.params[0].detach().float().norm() / start - 1) < 4e-3

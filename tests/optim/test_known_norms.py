@@ -1,114 +1,77 @@
 """A step that is given the measurements of its gradients (`measure_gradients`): the same numbers,
 and it does not measure again."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from optim_helpers import Run, all_same, clones, give_gradients, parameters, run_of
+from torch import nn
 
 from lather.optim import KLSOAP, SOAP, AdamW, Muon, SOAPMuon
 from lather.optim.batched import gradients
 
-RULES = [SOAP, KLSOAP, Muon, SOAPMuon, AdamW]
+SHAPES = [(6, 4), (3, 5, 4), (4, 6)]
+OPTIONS: dict[str, Any] = {"lr": 0.1, "nonfinite": "ignore", "matrix_layout": "per_expert"}
 
 
-def parameters() -> list[nn.Parameter]:
-    generator = torch.Generator().manual_seed(0)
-    return [
-        nn.Parameter(torch.randn(shape, generator=generator))
-        for shape in ((6, 4), (3, 5, 4), (4, 6))
-    ]
-
-
-def give_gradients(params: list[nn.Parameter], step: int) -> None:
+def with_gradients(a: Run, step: int = 0) -> Run:
     """Draw gradients; in the first two steps one expert gets no token."""
-    generator = torch.Generator().manual_seed(100 + step)
-    for p in params:
-        p.grad = torch.randn(p.shape, generator=generator)
-    assert params[1].grad is not None
+    give_gradients(a.params, step)
     if step < 2:
-        params[1].grad[1].zero_()
+        a.params[1].grad[1].zero_()
+    return a
 
 
-@pytest.mark.parametrize("cls", RULES, ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("cls", [SOAP, KLSOAP, Muon, SOAPMuon, AdamW])
 def test_a_step_with_known_norms_has_the_same_bits_and_does_not_look(
     cls: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told, plain = parameters(), parameters()
-    optimizers = [
-        cls(
-            [{"params": some[:1]}, {"params": some[1:]}],
-            lr=0.1,
-            nonfinite="ignore",
-            matrix_layout="per_expert",
-        )
-        for some in (told, plain)
-    ]
+    runs = []
+    for _ in range(2):
+        params = parameters(SHAPES)
+        groups = [{"params": params[:1]}, {"params": params[1:]}]
+        runs.append(Run(cls(groups, **OPTIONS), params))
+    a, b = runs
     for step in range(4):
-        give_gradients(told, step)
-        give_gradients(plain, step)
-        norms = optimizers[0].measure_gradients()
+        with_gradients(a, step)
+        with_gradients(b, step)
+        norms = a.optimizer.measure_gradients()
         checked = norms.on_host(norms.values.clone())
-        for group in optimizers[0].param_groups + optimizers[1].param_groups:
+        for group in a.groups + b.groups:
             group["lr"] = 0.1 / (step + 1)
-        optimizers[1].step()
+        b.optimizer.step()
         with monkeypatch.context() as patched:
             patched.setattr(gradients, "_measure", None)
-            optimizers[0].step(norms=checked)
-        assert all(one.equal(other) for one, other in zip(told, plain, strict=True))
+            a.optimizer.step(norms=checked)
+        assert all_same(a.params, b.params)
 
 
 def test_norms_of_experts_are_measured_one_by_one_and_no_others() -> None:
-    params = parameters()
-    optimizer = SOAP(params, lr=0.1, nonfinite="ignore", matrix_layout="per_expert")
-    give_gradients(params, 0)
-    norms = optimizer.measure_gradients()
-    assert params[1].grad is not None
-    (measured,) = norms.of_parameter.items()
-    assert measured[0] is params[1]
-    torch.testing.assert_close(measured[1], torch.linalg.vector_norm(params[1].grad, dim=(1, 2)))
-    assert norms.values.tolist() == measured[1].tolist()
+    a = with_gradients(run_of(SOAP, SHAPES, **OPTIONS))
+    norms = a.optimizer.measure_gradients()
+    ((param, measured),) = norms.of_parameter.items()
+    assert param is a.params[1]
+    torch.testing.assert_close(measured, torch.linalg.vector_norm(param.grad, dim=(1, 2)))
+    assert norms.values.tolist() == measured.tolist()
 
 
 def test_a_group_that_decides_about_nonfinite_gradients_looks_by_itself() -> None:
-    params = parameters()
-    optimizer = SOAP(params, lr=0.1, nonfinite="skip", matrix_layout="per_expert")
-    give_gradients(params, 0)
-    assert params[1].grad is not None
-    params[1].grad[1, 0, 0] = torch.nan
-    norms = optimizer.measure_gradients()
+    a = with_gradients(run_of(SOAP, SHAPES, **{**OPTIONS, "nonfinite": "skip"}))
+    a.params[1].grad[1, 0, 0] = torch.nan
+    norms = a.optimizer.measure_gradients()
     assert not norms.of_parameter
     assert not norms.values.numel()
-    optimizer.step(norms=norms.on_host(norms.values))
-    assert optimizer.counters["nonfinite_skipped"] == 1
+    a.optimizer.step(norms=norms.on_host(norms.values))
+    assert a.optimizer.counters["nonfinite_skipped"] == 1
 
 
 def test_other_parameters_are_looked_at_again() -> None:
     """Norms that were measured before a group was added belong to other parameters."""
-    params, added = parameters(), nn.Parameter(torch.ones(3, 2))
-    optimizer = SOAP(params, lr=0.1, nonfinite="ignore", matrix_layout="per_expert")
-    give_gradients(params, 0)
-    measured = optimizer.measure_gradients()
-    norms = measured.on_host(measured.values)
-    optimizer.add_param_group({"params": [added]})
-    added.grad = torch.ones(3, 2)
-    optimizer.step(norms=norms)
-    assert not added.equal(torch.ones(3, 2))
-
-
-def test_a_closure_makes_other_gradients() -> None:
-    params = parameters()
-    optimizer = SOAP(params, lr=0.1, nonfinite="ignore", matrix_layout="per_expert")
-    give_gradients(params, 0)
-    norms = optimizer.measure_gradients()
-    before = [p.clone() for p in params]
-
-    def closure() -> Tensor:
-        raise AssertionError("must not be called")
-
-    with pytest.raises(ValueError, match="give one of the two"):
-        optimizer.step(closure, norms=norms.on_host(norms.values))
-    assert all(p.equal(old) for p, old in zip(params, before, strict=True))
+    a, added = with_gradients(run_of(SOAP, SHAPES, **OPTIONS)), nn.Parameter(torch.ones(3, 2))
+    norms = a.optimizer.measure_gradients()
+    checked = norms.on_host(norms.values)
+    a.optimizer.add_param_group({"params": [added]})
+    added.grad, before = torch.ones(3, 2), clones([added])
+    a.optimizer.step(norms=checked)
+    assert not all_same([added], before)

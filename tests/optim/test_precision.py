@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from optim_helpers import KINDS, all_same, clones, make, parameters, run
+from optim_helpers import assert_same, every_kind, run_of
 from torch import Tensor
 
 from lather.optim import KLSOAP, SOAP
@@ -16,79 +16,6 @@ from lather.optim.batched import runs
 from lather.optim.batched.plan import matmul_precision
 from lather.optim.rules import bases
 from lather.optim.rules.kl_soap import KLSOAPRule
-
-PROBE = """
-import os, sys
-import torch
-from lather.optim import SOAP
-from lather.optim.rules import bases, soap
-
-backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
-update, turn = soap.SOAPRule.update, bases.update_eigenbasis_and_momentum
-
-
-def now():
-    return [backend.fp32_precision for backend in backends]
-
-
-def words():
-    try:
-        return [torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32]
-    except RuntimeError:  # the caller has set one backend alone
-        return None
-
-
-def inside():
-    #The precision in force: without any value, products are in true fp32, too.
-    return [value.replace("none", "ieee") for value in now()] + words()
-
-
-def probe(setting):
-    exec(setting)
-    seen = []
-    soap.SOAPRule.update = lambda *a: (seen.append(inside()), update(*a))[1]
-    bases.update_eigenbasis_and_momentum = lambda *a, **k: (seen.append(inside()), turn(*a, **k))[1]
-    before = now(), words()
-    p = torch.nn.Parameter(torch.randn(4, 4))
-    p.grad = torch.randn(4, 4)
-    precisions = {"fp32_matmul_prec": "highest", "qr_fp32_matmul_prec": "medium"}
-    SOAP([p], precondition_frequency=1, **precisions).step()
-    medium = ["tf32", "bf16", "medium", True]
-    assert seen == [["ieee", "ieee", "highest", False], medium, medium], (setting, seen)
-    assert (now(), words()) == before, (setting, now(), words(), before)
-
-
-torch.set_num_threads(1)
-SOAP([torch.nn.Parameter(torch.zeros(1))])  # imports what torch imports late
-for setting in sys.argv[1:]:
-    child = os.fork()
-    if child == 0:
-        probe(setting)
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0, setting
-"""
-
-SETTINGS = [
-    "",
-    "torch.set_float32_matmul_precision('medium')",
-    "torch.backends.cuda.matmul.allow_tf32 = True",
-    "torch.backends.cuda.matmul.fp32_precision = 'tf32'",
-    "torch.backends.fp32_precision = 'tf32'",
-]
-
-
-def test_matmul_precision_is_as_asked_inside_and_the_callers_own_after() -> None:
-    """Each setting has a process of its own, because torch refuses to go back from one way of
-    setting it to another."""
-    result = subprocess.run(
-        [sys.executable, "-c", PROBE, *SETTINGS],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-
 
 INHERITANCE = """
 import itertools, sys
@@ -176,52 +103,53 @@ def test_what_was_inherited_is_inherited_after_a_step_and_what_was_set_stays_set
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@every_kind
 def test_autocast_does_not_reach_the_update(kind: str) -> None:
-    inside = parameters([(4, 6), (3, 4, 5)])
-    outside = clones(inside)
-    a, b = (
-        make(kind, inside, precondition_frequency=1),
-        make(kind, outside, precondition_frequency=1),
-    )
+    a, b = (run_of(kind, [(4, 6), (3, 4, 5)], precondition_frequency=1) for _ in range(2))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        run(a, inside, range(3))
-    run(b, outside, range(3))
-    assert all_same(inside, outside)
+        a.steps(range(3))
+    b.steps(range(3))
+    assert_same(a, b)
 
 
 def settings() -> list[str]:
-    backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+    backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
     return [backend.fp32_precision for backend in backends]
 
 
+TRUE, TF32, BF16 = ["ieee", "ieee"], ["tf32", "tf32"], ["tf32", "bf16"]
+
+
 @pytest.mark.parametrize(
-    ("on_gpu", "given", "expected"),
-    [(True, "auto", "tf32"), (True, "highest", "ieee"), (False, "auto", "ieee")],
+    ("on_gpu", "options", "products", "refreshes"),
+    [
+        (True, {}, TF32, TRUE),
+        (True, {"fp32_matmul_prec": "highest"}, TRUE, TRUE),
+        (False, {}, TRUE, TRUE),
+        (False, {"fp32_matmul_prec": "high", "qr_fp32_matmul_prec": "medium"}, TF32, BF16),
+        (True, {"fp32_matmul_prec": "medium", "qr_fp32_matmul_prec": "high"}, BF16, TF32),
+    ],
+    ids=str,
 )
-def test_on_a_gpu_products_are_tf32_by_default_and_refreshes_never(
-    monkeypatch: pytest.MonkeyPatch, on_gpu: bool, given: str, expected: str
+def test_each_phase_has_its_precision_and_on_a_gpu_products_are_tf32_by_default(
+    monkeypatch: pytest.MonkeyPatch, on_gpu: bool, options: Any, products: Any, refreshes: Any
 ) -> None:
-    seen: dict[str, str] = {}
+    seen: dict[str, list[str]] = {}
 
     def recorded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            seen[name] = settings()[0].replace("none", "ieee")
+            seen[name] = [value.replace("none", "ieee") for value in settings()]
             return function(*args, **kwargs)
 
         return call
 
     monkeypatch.setattr(runs, "is_gpu", lambda _: on_gpu)
-    monkeypatch.setattr(KLSOAPRule, "statistics", recorded("statistics", KLSOAPRule.statistics))
-    monkeypatch.setattr(KLSOAPRule, "update", recorded("update", KLSOAPRule.update))
-    monkeypatch.setattr(
-        bases,
-        "update_eigenbasis_and_momentum",
-        recorded("refresh", bases.update_eigenbasis_and_momentum),
-    )
-    params = parameters([(4, 6)])
-    run(KLSOAP(params, lr=1e-3, fp32_matmul_prec=given), params, range(3))  # type: ignore[arg-type]
-    assert seen == {"statistics": expected, "update": expected, "refresh": "ieee"}
+    refresh, before = "update_eigenbasis_and_momentum", settings()
+    for owner, name in ((KLSOAPRule, "statistics"), (KLSOAPRule, "update"), (bases, refresh)):
+        monkeypatch.setattr(owner, name, recorded(name, getattr(owner, name)))
+    run_of(KLSOAP, [(4, 6)], **options).steps(range(3))
+    assert seen == {"statistics": products, "update": products, refresh: refreshes}
+    assert settings() == before
 
 
 def test_the_caller_has_its_precision_back_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,11 +158,9 @@ def test_the_caller_has_its_precision_back_after_an_error(monkeypatch: pytest.Mo
         raise RuntimeError("half-way")
 
     before, word = settings(), torch.get_float32_matmul_precision()
-    params = parameters([(4, 6)])
-    optimizer = SOAP(params, fp32_matmul_prec="high")
     monkeypatch.setattr("lather.optim.rules.soap.SOAPRule.update", fail)
     with pytest.raises(RuntimeError, match="half-way"):
-        run(optimizer, params, range(1))
+        run_of(SOAP, [(4, 6)], fp32_matmul_prec="high").steps(range(1))
     assert (settings(), torch.get_float32_matmul_precision()) == (before, word)
 
 
@@ -245,14 +171,14 @@ def test_compiled_code_is_compiled_once_under_the_callers_precision_and_may_run_
         seen.append(settings())
         return graph.forward
 
-    before, params = settings(), parameters([(4, 6)])
+    before = settings()
     loss = torch.compile(lambda w: w.square().sum(), backend=backend)
-    optimizer = SOAP(params, precondition_frequency=1, fp32_matmul_prec="high")
+    a = run_of(SOAP, [(4, 6)], precondition_frequency=1, fp32_matmul_prec="high")
     for _ in range(4):
-        loss(params[0]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        loss(a.params[0]).backward()
+        a.optimizer.step()
+        a.optimizer.zero_grad()
     assert seen == [before]
     with matmul_precision("high"):
-        loss(params[0])  # its guards read the global setting, which has changed
+        loss(a.params[0])  # its guards read the global setting, which has changed
     assert seen == [before, ["tf32", "tf32"]]

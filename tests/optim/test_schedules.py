@@ -6,12 +6,11 @@ import pickle
 from typing import Any
 
 import pytest
-from optim_helpers import FEW_SOAP_KINDS, make, parameter, run
+from optim_helpers import FEW_SOAP_KINDS, run_of
 
 from lather.optim.schedules import CosineFrequency, LinearFrequency, StepFrequency
 
-SCHEDULES = [LinearFrequency, CosineFrequency, StepFrequency]
-by_class = pytest.mark.parametrize("cls", SCHEDULES, ids=[cls.__name__ for cls in SCHEDULES])
+by_class = pytest.mark.parametrize("cls", [LinearFrequency, CosineFrequency, StepFrequency])
 
 
 @pytest.mark.parametrize(
@@ -35,36 +34,15 @@ def test_from_the_least_to_the_most_without_a_step_back(cls: Any) -> None:
     values = [schedule(t) for t in range(1, 1000)]
     assert all(isinstance(value, int) for value in values)
     assert values == sorted(values)
-    assert set(values[:10]) == {2}
-    assert values[-1] == 50
-    assert schedule(10**12) == 50
+    assert (set(values[:10]), values[-1], schedule(10**12)) == ({2}, 50, 50)
 
 
 @by_class
 def test_equal_pickled_and_shown(cls: Any) -> None:
-    schedule = cls(1, 8, 5)
-    assert (
-        pickle.loads(pickle.dumps(schedule)) == copy.deepcopy(schedule) == schedule != cls(1, 8, 6)
-    )
-    assert hash(schedule) == hash(cls(1, 8, 5))
-    assert repr(schedule).startswith(f"{cls.__name__}(min_frequency=1")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "name"),
-    [
-        ((0, 5, 10), "min_frequency"),
-        ((5, 4, 10), "max_frequency"),
-        ((1, 5, 0), "num_steps"),
-        ((1, 5, 10, -1), "start_step"),
-        ((True, 5, 10), "min_frequency"),
-    ],
-    ids=str,
-)
-@by_class
-def test_limits_are_named(cls: Any, arguments: tuple[int, ...], name: str) -> None:
-    with pytest.raises(ValueError, match=f"^{name}=.* is not valid: give "):
-        cls(*arguments)
+    one = cls(1, 8, 5)
+    assert pickle.loads(pickle.dumps(one)) == copy.deepcopy(one) == one != cls(1, 8, 6)
+    assert hash(one) == hash(cls(1, 8, 5))
+    assert repr(one).startswith(f"{cls.__name__}(min_frequency=1")
 
 
 def doubling(t: int) -> int:
@@ -80,30 +58,24 @@ def doubling(t: int) -> int:
     "kind", [*FEW_SOAP_KINDS, "soap_muon_per_expert", "shampoo_per_expert", "shampoo"]
 )
 def test_bases_are_refreshed_at_the_steps_that_the_interval_says(kind: str, frequency: Any) -> None:
-    p = parameter(4, 4) if kind == "shampoo" else parameter(3, 4, 4)
-    optimizer = make(kind, [p], precondition_frequency=frequency)
+    a = run_of(kind, [(4, 4) if kind == "shampoo" else (3, 4, 4)], precondition_frequency=frequency)
     # KL rules refresh first in the step after the warm-up
     first = 1 if kind.startswith(("soap", "shampoo")) else 2
     per_refresh = 2 * 3 if "per_expert" in kind else 2 if kind in ("stacked_soap", "shampoo") else 3
     expected, refreshed = [], []
     for t in range(1, 13):
-        before = optimizer.counters["refreshes_done"]
-        run(optimizer, [p], range(t, t + 1))
-        done = optimizer.counters["refreshes_done"] - before
-        assert done in (0, per_refresh)
+        before = a.optimizer.counters["refreshes_done"]
+        a.steps([t])
+        refreshed.append(a.optimizer.counters["refreshes_done"] - before)
         interval = frequency(t) if callable(frequency) else frequency
-        expected.append(t == first or (t > first and t % interval == 0))
-        refreshed.append(done > 0)
+        expected.append(per_refresh * (t == first or (t > first and t % interval == 0)))
     assert refreshed == expected
 
 
 def test_every_step_of_the_warm_up_refreshes() -> None:
-    p = parameter(4, 4)
-    optimizer = make(
-        "soap", [p], precondition_frequency=5, precondition_warmup_steps=4, adam_warmup_steps=2
-    )
-    done = []
+    warmup = {"precondition_warmup_steps": 4, "adam_warmup_steps": 2}
+    a, done = run_of("soap", [(4, 4)], precondition_frequency=5, **warmup), []
     for t in range(1, 11):
-        run(optimizer, [p], range(t, t + 1))
-        done.append(optimizer.counters["refreshes_done"] // 2)
+        a.steps([t])
+        done.append(a.optimizer.counters["refreshes_done"] // 2)
     assert done == [0, 1, 2, 3, 4, 4, 4, 4, 4, 5]

@@ -1,5 +1,5 @@
-"""Rules from outside of the package: the rules of `strangers` do what they say, and need nothing
-but public names.
+"""Rules from outside of the package: the rules of `strangers` do what they say and need nothing but
+public names, and the engine allows a rule what the contract says.
 
 The common tests (layouts, batching, state dict and bits after resume, errors, copies, memory) have
 them among their kinds, and tests/distributed runs them on every mesh.
@@ -10,38 +10,37 @@ import inspect
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import strangers
 import torch
 from comparison import TOLERANCE, gradients, largest, starting_points
-from optim_helpers import all_same, clones, parameter, parameters, run, run_both, same, same_state
+from optim_helpers import Run, all_same, assert_same, parameters, run_both, run_of, same
 from strangers import Lion, Shampoo
-from torch.optim.optimizer import ParamsT
+from test_mistakes import OwnLion
+from torch import Tensor
 
-from lather.optim import MatrixOptimizer, Rule, constructor
+from lather.optim import AdamW, Entry, Matrix, MatrixOptimizer, RefreshingRule, Rule, State
+from lather.optim.rules.adamw import AdamWRule
 
 SHAPES = [(6, 6), (5, 8), (8, 5), (7,)]
 STEPS = 12
 
 
+def of_rule(rule: Rule, shapes: Any) -> Run:
+    params = parameters(shapes)
+    return Run(MatrixOptimizer(params, rule), params)
+
+
 def test_they_take_forty_lines_and_public_names() -> None:
     source = Path(inspect.getfile(strangers)).read_text()
     assert len([line for line in source.splitlines() if line.strip()]) <= 40
-    imports = [
-        node
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.ImportFrom | ast.Import)
-    ]
-    modules = {
-        node.module if isinstance(node, ast.ImportFrom) else node.names[0].name for node in imports
-    }
+    imports = [x for x in ast.walk(ast.parse(source)) if isinstance(x, ast.ImportFrom | ast.Import)]
+    modules = {x.module if isinstance(x, ast.ImportFrom) else x.names[0].name for x in imports}
     assert modules <= {"dataclasses", "torch", "lather.optim", "lather.optim.functional"}
-    assert not [
-        alias.name for node in imports for alias in node.names if alias.name.startswith("_")
-    ]
+    assert not [name for x in imports for name in x.names if name.name.startswith("_")]
 
 
 # --- against direct formulas ----------------------------------------------------------------------
@@ -87,52 +86,37 @@ FORMULAS: dict[str, tuple[type[Rule], Any, dict[str, Any]]] = {
 def distance(name: str, **ours: Any) -> float:
     """The distance from the formula after twelve steps in fp64, in units of lr."""
     cls, formula, preset = FORMULAS[name]
-    options: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.8)}
-    expected, states = starting_points(SHAPES), [{} for _ in SHAPES]  # type: ignore[var-annotated]
+    lr, wd, betas = 1e-2, 0.1, (0.9, 0.8)
+    given = {"lr": lr, "weight_decay": wd, "betas": betas, "state_dtype": torch.float64}
+    expected, states = starting_points(SHAPES), [{} for _ in SHAPES]
     params = [torch.nn.Parameter(torch.tensor(w)) for w in expected]
-    optimizer = MatrixOptimizer(
-        params, cls(**{**options, **preset, "state_dtype": torch.float64, **ours})
-    )
+    optimizer = MatrixOptimizer(params, cls(**{**given, **preset, **ours}))
     for t, grads in enumerate(gradients(SHAPES, STEPS, missing=()), 1):
         for i, g in enumerate(grads):
             params[i].grad = torch.tensor(g)
-            expected[i] = formula(
-                expected[i],
-                g,
-                states[i],
-                t,
-                options["lr"],
-                options["weight_decay"],
-                options["betas"],
-            )
+            expected[i] = formula(expected[i], g, states[i], t, lr, wd, betas)
         optimizer.step()
-    return (
-        max(largest(p.detach().numpy() - w) for p, w in zip(params, expected, strict=True))
-        / options["lr"]
-    )
+    return max(largest(p.detach().numpy() - w) for p, w in zip(params, expected, strict=True)) / lr
 
 
 @pytest.mark.parametrize("name", FORMULAS)
 def test_they_do_what_their_formulas_say(name: str) -> None:
     assert distance(name) < TOLERANCE
-    for wrong in ({"lr": 1.01e-2}, {"weight_decay": 0.101}, {"weight_decay_method": "l2"}):
-        assert distance(name, **wrong) > 100 * TOLERANCE
+    wrong: list[dict[str, Any]] = [
+        *({"lr": 1.01e-2}, {"weight_decay": 0.101}, {"weight_decay_method": "l2"})
+    ]
     if name == "shampoo":
-        assert distance(name, betas=(0.909, 0.8)) > 100 * TOLERANCE
-        assert distance(name, betas=(0.9, 0.808)) > 100 * TOLERANCE
-        assert distance(name, precondition_frequency=4) > 100 * TOLERANCE
+        wrong += [{"betas": (0.909, 0.8)}, {"betas": (0.9, 0.808)}, {"precondition_frequency": 4}]
+    for ours in wrong:
+        assert distance(name, **ours) > 100 * TOLERANCE
 
 
 def test_a_momentum_in_parameter_space_is_not_turned_by_a_refresh() -> None:
-    p, q = parameter(6, 4), parameter(6, 4)
-    often, never = (
-        MatrixOptimizer([x], Shampoo(1e-2, precondition_frequency=f)) for x, f in ((p, 1), (q, 100))
-    )
-    run_both((often, [p]), (never, [q]), range(5))
-    assert often.counters["refreshes_done"] == 10
-    assert never.counters["refreshes_done"] == 2
-    assert same(often.state[p]["exp_avg"], never.state[q]["exp_avg"])
-    assert not same(often.state[p]["root_0"], never.state[q]["root_0"])
+    often, never = (of_rule(Shampoo(1e-2, precondition_frequency=f), [(6, 4)]) for f in (1, 100))
+    run_both(often, never, range(5))
+    assert [one.optimizer.counters["refreshes_done"] for one in (often, never)] == [10, 2]
+    assert same(often.state(0)["exp_avg"], never.state(0)["exp_avg"])
+    assert not same(often.state(0)["root_0"], never.state(0)["root_0"])
 
 
 # --- what the engine does for any rule ------------------------------------------------------------
@@ -143,19 +127,13 @@ class LionOnElements(Lion):
     elementwise = True
 
 
-def test_a_rule_that_says_it_is_elementwise_has_the_same_bits_with_all_shapes_in_one_batch() -> (
-    None
-):
-    params = parameters([(6, 4), (3, 4, 5), (5,), (), (0, 3)])
-    others = clones(params)
-    a, b = (
-        MatrixOptimizer(params, Lion(1e-2, weight_decay=0.1)),
-        MatrixOptimizer(others, LionOnElements(1e-2, weight_decay=0.1)),
-    )
-    run_both((a, params), (b, others), range(5))
-    assert all_same(params, others)
-    assert same_state(a, params, b, others)
-    assert len({b.state[p]["exp_avg"].untyped_storage().data_ptr() for p in others[:4]}) == 1
+def test_an_elementwise_rule_has_the_same_bits_with_all_shapes_in_one_batch() -> None:
+    shapes = [(6, 4), (3, 4, 5), (5,), (), (0, 3)]
+    a = of_rule(Lion(1e-2, weight_decay=0.1), shapes)
+    b = of_rule(LionOnElements(1e-2, weight_decay=0.1), shapes)
+    run_both(a, b, range(5))
+    assert_same(a, b)
+    assert len({b.state(i)["exp_avg"].untyped_storage().data_ptr() for i in range(4)}) == 1
 
 
 @dataclass(frozen=True)
@@ -164,60 +142,93 @@ class LateShampoo(Shampoo):
 
 
 def test_a_refresh_beside_the_next_step_is_one_after_the_update() -> None:
-    params = parameters([(6, 4), (3, 4, 5), (6, 4)])
-    others = clones(params)
-    a = MatrixOptimizer(
-        params, LateShampoo(1e-2, precondition_frequency=2, matrix_layout="per_expert")
-    )
-    b = MatrixOptimizer(
-        others,
-        Shampoo(1e-2, precondition_frequency=2, matrix_layout="per_expert", async_refresh=True),
-    )
-    run_both((a, params), (b, others), range(7))
-    assert b.state_dict()  # afterwards nothing is under way
-    assert all_same(params, others)
-    assert same_state(a, params, b, others)
+    options: Any = {"precondition_frequency": 2, "matrix_layout": "per_expert"}
+    a = of_rule(LateShampoo(1e-2, **options), [(6, 4), (3, 4, 5), (6, 4)])
+    b = of_rule(Shampoo(1e-2, **options, async_refresh=True), [(6, 4), (3, 4, 5), (6, 4)])
+    run_both(a, b, range(7))
+    assert b.optimizer.state_dict()  # afterwards nothing is under way
+    assert_same(a, b)
 
 
 def test_refreshes_are_spread_over_an_interval() -> None:
-    params = parameters([(5, 6)] * 4)
-    optimizer = MatrixOptimizer(
-        params, Shampoo(1e-2, precondition_frequency=4, stagger_refresh=True)
-    )
-    done = []
+    a = of_rule(Shampoo(1e-2, precondition_frequency=4, stagger_refresh=True), [(5, 6)] * 4)
+    done = [0]
     for step in range(9):
-        run(optimizer, params, [step])
-        done.append(optimizer.counters["refreshes_done"])
-    assert [after - before for before, after in pairwise(done)] == [2] * 8
-    assert done[0] == 8
-
-
-class OwnLion(MatrixOptimizer):
-    """An optimizer of one's own, with the options of its rule by name."""
-
-    rule = Lion
-
-    @constructor(Lion)
-    def __init__(self, params: ParamsT, rule: Rule) -> None:
-        super().__init__(params, rule)
+        a.steps([step])
+        done.append(a.optimizer.counters["refreshes_done"])
+    assert [after - before for before, after in pairwise(done)] == [8, *[2] * 8]
 
 
 def test_an_optimizer_of_ones_own() -> None:
-    params = parameters([(6, 4), (5,)])
-    others = clones(params)
-    a, b = (
-        OwnLion(params, lr=1e-2, betas=(0.8, 0.9)),
-        MatrixOptimizer(others, Lion(1e-2, betas=(0.8, 0.9))),
-    )
-    run_both((a, params), (b, others), range(4))
-    assert all_same(params, others)
-    assert list(inspect.signature(OwnLion).parameters)[:4] == [
-        "params",
-        "lr",
-        "weight_decay",
-        "betas",
-    ]
-    with pytest.raises(TypeError, match="momentum"):
-        OwnLion(params, lr=1e-2, momentum=0.9)  # type: ignore[call-arg]
-    with pytest.raises(ValueError, match=r"^bucket_bytes=0 is not valid"):
-        OwnLion(params, lr=1e-2, bucket_bytes=0)
+    a = run_of(OwnLion, [(6, 4), (5,)], betas=(0.8, 0.9))
+    b = of_rule(Lion(1e-2, betas=(0.8, 0.9)), [(6, 4), (5,)])
+    run_both(a, b, range(4))
+    assert all_same(a.params, b.params)
+    names = list(inspect.signature(OwnLion).parameters)
+    assert names[:4] == ["params", "lr", "weight_decay", "betas"]
+
+
+class Counted(RefreshingRule):
+    """A rule that keeps a root for each dim, which a refresh replaces by the root that `by_dim`
+    finds, plus 1."""
+
+    def dims(self, matrix: Matrix) -> tuple[int, ...]:
+        return (0, 1) if matrix.is_matrix else ()
+
+    def state(self, matrix: Matrix) -> dict[str, Entry]:
+        roots = {f"root_{i}": Entry((matrix.shape[i],), "basis", 1.0) for i in self.dims(matrix)}
+        return {**roots, "root_extra_0": Entry(())}
+
+    def update(self, g: Tensor, s: State, t: int) -> Tensor:
+        return g
+
+    def refresh(self, s: State, dim: int, method: str, first: bool) -> None:
+        found = s.by_dim("root")
+        assert sorted(found) == [0, 1]
+        s[f"root_{dim}"] = found[dim] + 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("num", [1, 3])
+def test_what_a_refresh_replaces_is_kept(dtype: torch.dtype, num: int) -> None:
+    a = of_rule(Counted(1e-2, state_dtype=dtype), [(3, 4)] * num)
+    a.steps(range(3))
+    assert all(bool((a.state(i)[f"root_{dim}"] == 4).all()) for i in range(num) for dim in (0, 1))
+
+
+@dataclass(frozen=True)
+class TwoDecays(Rule):
+    """AdamW without decay on vectors."""
+
+    weight_decay: float = 0.5
+
+    def on(self, matrix: Matrix) -> Rule:
+        decay = 0.0 if matrix.num_dims < 2 else self.weight_decay
+        return self.turned_into(AdamWRule, weight_decay=decay)
+
+
+def test_a_rule_may_have_other_options_for_some_parameters() -> None:
+    both = of_rule(TwoDecays(1e-2), [(6,), (3, 4)])
+    with_decay, without = (run_of(AdamW, [(6,), (3, 4)], weight_decay=wd) for wd in (0.5, 0.0))
+    for one in (both, with_decay, without):
+        one.steps(range(3))
+    assert all_same(both.params, [without.params[0], with_decay.params[1]])
+
+
+@dataclass(frozen=True)
+class Sign(Rule):
+    """Steps by the sign of an average, element by element; its entry is of the default kind."""
+
+    elementwise: ClassVar[bool] = True
+
+    def state(self, matrix: Matrix) -> dict[str, Entry]:
+        return {"average": Entry(matrix.shape)}
+
+    def update(self, g: Tensor, s: State, t: int) -> Tensor:
+        return s["average"].lerp_(g, 0.5).sign()
+
+
+def test_an_elementwise_rule_may_have_any_kind_of_entry() -> None:
+    a = of_rule(Sign(1e-2), [(4, 5), (3,)])
+    a.steps(range(2))
+    assert [a.state(i)["average"].shape for i in range(2)] == [p.shape for p in a.params]

@@ -80,7 +80,12 @@ class GroupSettings:
             changed = [name for name, old, new in triples if old != new]
             if not all(isinstance(getattr(self.rule, x, None), float | tuple) for x in changed):
                 return False
-            rule = type(self.rule)(**{name: options[name] for name in options_of(type(self.rule))})
+            try:
+                rule = type(self.rule)(
+                    **{name: options[name] for name in options_of(type(self.rule))}
+                )
+            except ValueError:
+                return False  # a new roster will raise, and name the group
             variants: list[tuple[Matrix, Rule]] = []
             for matrix, old in self.variants:
                 # the state stays as it is
