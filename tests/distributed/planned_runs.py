@@ -20,7 +20,8 @@ from lather.data.config import DataConfig
 from lather.engine.engine import build_engine
 from lather.engine.optimizer import build_optimizer
 from lather.engine.step import TrainStep
-from lather.memory.dry_run import DOCUMENTS, refresh_at_every_step
+from lather.memory.dry_rank import DOCUMENTS
+from lather.memory.dry_run import refresh_at_every_step
 from lather.models.families import FAMILIES
 from lather.models.routing import Router
 from lather.parallel.mesh import Mesh

@@ -1,5 +1,5 @@
-"""`lather doctor [--nproc N] [--run-dir DIR]`: whether what a training run needs is there and in
-order, also under torchrun or srun."""
+"""`lather doctor [--nproc N] [--run-dir DIR]`: checks what a training run needs, also under
+torchrun or srun."""
 
 from __future__ import annotations
 
@@ -54,8 +54,7 @@ def doctor_command(arguments: list[str]) -> int:
 
 
 def examine(parsed: DoctorArguments, world: World) -> int:
-    """One rank's part; the first one shows the findings. Returns the exit status, the same in every
-    rank."""
+    """Examine a rank; rank 0 shows the findings. Returns the exit status, that of all ranks."""
     device = world.device(pick_device(parsed.device))
     facts, links = [find_facts(world, device, parsed.run_dir)], []
     if world.size > 1:
@@ -67,29 +66,30 @@ def examine(parsed: DoctorArguments, world: World) -> int:
             lists: dict[str, Sequence[Any]] = {"findings": findings, "ranks": facts, "links": links}
             write_numbers(
                 parsed.json,
-                {name: [asdict(one) for one in several] for name, several in lists.items()},
+                {name: [asdict(item) for item in items] for name, items in lists.items()},
             )
         show(findings, world.size, command_console())
     return int(any(finding.verdict == "wrong" for finding in findings))
 
 
-def _gathered(own: RankFacts, run_dir: Path, world: World) -> list[RankFacts]:
-    """The facts of all ranks, with what only several find out; every rank calls it and gets the
-    same."""
+def _gathered(facts: RankFacts, run_dir: Path, world: World) -> list[RankFacts]:
+    """Return the facts of all ranks, with clocks and the shared run directory. Collective."""
     file = probe_file(nearest_folder(run_dir), "shared")
     with contextlib.suppress(OSError):
         if world.rank == 0:
             file.touch()
     dist.barrier()
-    own = replace(own, sees_run_dir=file.exists())
-    everybody: list[RankFacts] = [own] * world.size
-    dist.all_gather_object(everybody, own)
+    facts = replace(facts, sees_run_dir=file.exists())
+    everybody: list[RankFacts] = [facts] * world.size
+    dist.all_gather_object(everybody, facts)
     with contextlib.suppress(OSError):
         if world.rank == 0:
             file.unlink()
     offsets = [clock_offsets()]
     dist.broadcast_object_list(offsets)
-    return [replace(one, clock=offset) for one, offset in zip(everybody, offsets[0], strict=True)]
+    return [
+        replace(other, clock=offset) for other, offset in zip(everybody, offsets[0], strict=True)
+    ]
 
 
 def show(findings: Sequence[Finding], num_ranks: int, console: Console) -> None:
@@ -97,18 +97,23 @@ def show(findings: Sequence[Finding], num_ranks: int, console: Console) -> None:
     table = titled_table(left=("", "check"))
     table.add_column("found")
     topic = ""
-    for one in findings:
-        if one.topic != topic:
-            topic = one.topic
+    for finding in findings:
+        if finding.topic != topic:
+            topic = finding.topic
             table.add_row("", f"[bold]{topic}")
-        remedy = f"\n[bold]\N{RIGHTWARDS ARROW} {escape(one.remedy)}[/]" if one.remedy else ""
-        style = STYLES[one.verdict]
+        remedy = (
+            f"\n[bold]\N{RIGHTWARDS ARROW} {escape(finding.remedy)}[/]" if finding.remedy else ""
+        )
+        style = STYLES[finding.verdict]
         table.add_row(
-            f"[{style}]{one.verdict}", f"  {escape(one.name)}", f"{escape(one.found)}{remedy}"
+            f"[{style}]{finding.verdict}",
+            f"  {escape(finding.name)}",
+            f"{escape(finding.found)}{remedy}",
         )
     console.print(table, highlight=False)
     counts = {
-        verdict: sum(one.verdict == verdict for one in findings) for verdict in ("wrong", "warning")
+        verdict: sum(finding.verdict == verdict for finding in findings)
+        for verdict in ("wrong", "warning")
     }
     wrong = {0: "nothing is wrong", 1: "1 thing is wrong"}.get(
         counts["wrong"], f"{counts['wrong']} things are wrong"

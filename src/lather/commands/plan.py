@@ -10,9 +10,9 @@ from typing import Annotated, Literal
 from rich.console import Console
 
 from lather.argument import Argument
-from lather.commands.parsing import parse_size
+from lather.commands.parsing import check_writable, parse_size
 from lather.commands.with_config import parse_with_config
-from lather.config.config import Config
+from lather.config.config import Config, check_parallel
 from lather.config.toml_file import config_to_toml
 from lather.console import command_console
 from lather.errors import UserError, require
@@ -20,7 +20,7 @@ from lather.files import whole_file
 from lather.memory import plan_report
 from lather.memory.advice import advise, as_options
 from lather.memory.plan import MemoryPlan, plan
-from lather.memory.plan_picture import draw, write_page
+from lather.memory.plan_picture import draw
 from lather.memory.workers import Assumed
 
 
@@ -42,9 +42,6 @@ class PlanArguments:
     out: Path | None = None
     """PNG file to draw to: the peaks of all pipeline ranks, and their bytes by kind during a
     step."""
-    html: Path | None = None
-    """HTML file, without further files, with the same for every step; it can be explored with the
-    mouse."""
     json: Path | None = None
     """JSON file to write all numbers to."""
     advice: Literal["auto", "always", "never"] = "auto"
@@ -77,9 +74,8 @@ def plan_command(arguments: list[str]) -> int:
     """Make the plan, write the files that were asked for, and print the tables. Returns 1 if the
     run does not fit in the given memory."""
     parsed, name = parse_with_config(PlanArguments, "plan", arguments)
-    for path in filter(None, (parsed.out, parsed.html, parsed.json, parsed.write)):
-        if not path.absolute().parent.is_dir() or path.is_dir():
-            raise UserError(f"{path}: cannot be written: name a file in a folder that exists")
+    check_writable(parsed.out, parsed.json, parsed.write)
+    check_parallel(parsed.config, parsed.world, "--world")
     memory = parse_size(parsed.memory, "--memory", unit=True) if parsed.memory else None
     assumed = Assumed(parsed.device, parsed.imbalance, memory)
     with Console(stderr=True).status("planning: a minute or more for a large model"):
@@ -89,8 +85,6 @@ def plan_command(arguments: list[str]) -> int:
     title = f"{name}: {parsed.world} {'rank' if parsed.world == 1 else 'ranks'}"
     if parsed.out:
         draw(found, memory, title, parsed.out)
-    if parsed.html:
-        write_page(found, memory, title, config_to_toml(parsed.config), parsed.html)
     console = command_console()
     plan_report.show(found, memory, console)
     fits = memory is None or found.needed <= memory

@@ -1,6 +1,5 @@
-"""Reports a memory plan as a table of every pipeline rank's peak by kind, and as JSON; and prints
-the settings that are advised, or the reason why nothing fits. (Pictures:
-`lather.memory.plan_picture`.)"""
+"""Reports a memory plan as a table and as JSON, and the settings that are advised as a table.
+(Picture: `lather.memory.plan_picture`.)"""
 
 from __future__ import annotations
 
@@ -15,7 +14,6 @@ from lather.files import write_numbers
 from lather.memory.advice import EXCHANGE, FLOPS, LINK, Advice, Setting, as_options
 from lather.memory.dry_run import RankRun
 from lather.memory.plan import CONTEXT_BYTES, FRAGMENTATION, MemoryPlan
-from lather.memory.profile_report import first_to_last, unit_of
 from lather.pipeline.partition import SLACK, Partition
 from lather.version import describe_version
 
@@ -98,7 +96,7 @@ def checkpoint(plan: MemoryPlan) -> str:
 
 
 def verdict(plan: MemoryPlan, memory: int) -> str:
-    """Say whether the run fits in `memory` bytes, and how many remain or are missing."""
+    """Return whether the run fits in `memory` bytes, and how many remain or are missing."""
     fits = plan.needed <= memory
     word, rest = ("fits", "left") if fits else ("does not fit", "missing")
     return f"{word} in {_in(memory, GIB)} GiB: {_in(abs(memory - plan.needed), GIB)} GiB {rest}"
@@ -126,7 +124,7 @@ def describe_partition(plan: MemoryPlan, partition: Partition) -> str:
 
 
 def early_weight_gradients(plan: MemoryPlan) -> str:
-    """The price of computing weight gradients as soon as they can be."""
+    """Describe the price of computing weight gradients as soon as they can be."""
     bubbles = f"{plan.bubble(early=True):.1%} instead of {plan.bubble(early=False):.1%}"
     return (
         "weight gradients as early as they can be: bubble "
@@ -177,14 +175,25 @@ def _rank_json(run: RankRun) -> dict[str, Any]:
         "checkpoint": run.checkpoint_bytes,
         "steps": {
             name: {
-                "peak": one.peak,
-                "when": one.when,
-                "kinds": one.at_peak,
-                "segments": one.segments_at(one.peak_time),
+                "peak": timeline.peak,
+                "when": timeline.when,
+                "kinds": timeline.at_peak,
+                "segments": timeline.segments_at(timeline.peak_time),
             }
-            for name, one in run.steps.items()
+            for name, timeline in run.steps.items()
         },
     }
+
+
+def first_to_last(numbers: Sequence[int]) -> str:
+    """Return "3-5", or "3" for a single number."""
+    return f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else str(numbers[0])
+
+
+def unit_of(size: float) -> tuple[str, int]:
+    """Return the largest unit that is not larger than `size`, and its bytes."""
+    units = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+    return next(((unit, scale) for unit, scale in units if size >= scale), ("B", 1))
 
 
 def layers_of(run: RankRun) -> str:
@@ -245,13 +254,13 @@ def show_advice(advice: Advice, console: Console) -> None:
     console.print("\n".join(lines), highlight=False)
 
 
-def _needless_pipeline(given: Setting, without: Setting) -> str:
+def _needless_pipeline(present: Setting, without: Setting) -> str:
     """Say that a pipeline is not worth it, and what a rank sends with it and without."""
-    sent, sent_without = (setting.plan.work.sent / GIB for setting in (given, without))
+    sent, sent_without = (setting.plan.work.sent / GIB for setting in (present, without))
     return (
         "the pipeline is not worth it on one machine, with fast links: "
         f"{as_options(without.changes)} fits, sends {sent_without:,.1f} GiB in a step in place of "
-        f"{sent:,.1f}, and no rank waits for others (bubble {given.plan.bubble():.1%})"
+        f"{sent:,.1f}, and no rank waits for others (bubble {present.plan.bubble():.1%})"
     )
 
 

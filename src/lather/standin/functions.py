@@ -25,6 +25,10 @@ from lather.torch_private import fused_sdp_choice
 NARROW = (torch.bfloat16, torch.float16)
 
 
+AUTOCAST = (F.linear, F.scaled_dot_product_attention)
+"""Functions of models whose operands autocast rounds."""
+
+
 class Observer(Protocol):
     """The mode of the stand-in device (`StandInMode`), which is told of kernels."""
 
@@ -38,7 +42,8 @@ class Observer(Protocol):
 
 
 class Functions(TorchFunctionMode):
-    """Runs the attention kernel that CUDA, or a CPU, would choose."""
+    """Runs the attention kernel that CUDA, or a CPU, would choose; and rounds the operands of
+    layers inside autocast, which torch does not do for devices that it does not know."""
 
     def __init__(self, mode: Observer) -> None:
         super().__init__()
@@ -52,6 +57,8 @@ class Functions(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
+        if func in AUTOCAST and self.mode.is_here(args[0]):
+            args = [_rounded(x) for x in args]
         if func is F.scaled_dot_product_attention and self.mode.is_here(args[0]):
             return self._attention(*args, **kwargs)
         if func is fused_sdp_choice and self.mode.is_here(args[0]):
@@ -109,6 +116,14 @@ class Functions(TorchFunctionMode):
         return aten._scaled_dot_product_attention_math(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale
         )[0]
+
+
+def _rounded(x: Any) -> Any:
+    """Return an operand as autocast would give it to a product."""
+    is_wide = isinstance(x, Tensor) and x.dtype == torch.float32
+    if not is_wide or not torch.is_autocast_enabled(x.device.type):
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type))
 
 
 def chosen_kernel(
