@@ -1,4 +1,4 @@
-"""Plans settings, from a ladder of at most ten, with which a run fits into its devices.
+"""Plans settings, at most ten from a ladder, with which a run fits into its devices.
 
 The ladder has rungs, in the order in which an engineer would climb it: another mesh, if experts are
 not shared among ranks yet; fewer activations; another order or partition of a pipeline; a smaller
@@ -116,7 +116,7 @@ def advise(
     machine: int = 8,
     say: Callable[[str], None] = lambda what: None,
 ) -> Advice:
-    """Plan settings until one fits in `memory` bytes.
+    """Plan settings until a setting fits in `memory` bytes.
 
     Args:
         config: not resolved, so that defaults that depend on the rule can follow another rule.

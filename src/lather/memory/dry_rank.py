@@ -104,7 +104,7 @@ class LedgerMode(StandInMode):
         return super().values_of(x, what)
 
     def num_true(self, flags: Tensor, what: Read) -> int:
-        """Return the number of pairs of this rank's experts, or of one of them."""
+        """Return the number of pairs of this rank's experts, or of a single expert."""
         experts, ranks = num_routed_experts(self.load.config.model), self.load.config.parallel.ep
         pairs = min(flags.numel(), self.load.pairs * ranks)
         return pairs * ranks // experts if what is Read.EXPERT_ROWS else pairs

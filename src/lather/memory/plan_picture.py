@@ -48,7 +48,7 @@ class StripBar:
     start: int
     stop: int
     name: str
-    """Name in the timeline, such as "3B2"."""
+    """Name in the timeline, for example "3B2"."""
     colors: tuple[str, ...]
     """The bar's color; those of an overlapped pair, the forward chunk's first."""
 

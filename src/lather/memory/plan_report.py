@@ -103,7 +103,7 @@ def verdict(plan: MemoryPlan, memory: int) -> str:
 
 
 def describe_partition(plan: MemoryPlan, partition: Partition) -> str:
-    """Describe a partition by memory in one line."""
+    """Describe a partition by memory."""
     unit, scale = unit_of(partition.uniform_largest)
     counts, least, even = (
         " ".join(map(str, partition.layers)),
@@ -197,7 +197,7 @@ def unit_of(size: float) -> tuple[str, int]:
 
 
 def layers_of(run: RankRun) -> str:
-    """Return the layers of a rank as a text such as "0-11, 36-47"."""
+    """Return the layers of a rank, for example "0-11, 36-47"."""
     return ", ".join(first_to_last(layers) for layers in run.layers if layers)
 
 

@@ -76,7 +76,7 @@ class Functions(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """Run the kernel that CUDA would choose; on a CPU its own kernel.
+        """Run the kernel that CUDA, or a CPU, would choose.
 
         torch turns a mask of booleans into one of numbers first, which each call keeps for
         backward.
@@ -189,8 +189,8 @@ def counted_triton(mode: Observer) -> AbstractContextManager[object]:
         bound = dict(zip(self.arg_names, args, strict=False)) | kwargs
         needed = [
             name
-            for name, one in self.signature.parameters.items()
-            if one.default is inspect.Parameter.empty
+            for name, parameter in self.signature.parameters.items()
+            if parameter.default is inspect.Parameter.empty
         ]
         if missing := [name for name in needed if name not in bound]:
             raise TypeError(f"{self.fn.__name__} is launched without {missing}")
@@ -210,8 +210,8 @@ def counted_triton(mode: Observer) -> AbstractContextManager[object]:
 
 
 def counted_compile(mode: Observer) -> AbstractContextManager[object]:
-    """Make `torch.compile` return flex attention as one forward and two backward kernels, a block
-    mask as one kernel, and other functions unchanged."""
+    """Make `torch.compile` return flex attention as a forward and two backward kernels, a block
+    mask as a kernel, and other functions unchanged."""
 
     counted: dict[str, Callable[..., Any]] = {
         "flex_attention": _flex_attention,
@@ -222,7 +222,7 @@ def counted_compile(mode: Observer) -> AbstractContextManager[object]:
         name = getattr(function, "__name__", "")
         if name in counted:
             return partial(counted[name], mode)
-        return function if function is not None else (lambda given: given)
+        return function if function is not None else (lambda decorated: decorated)
 
     return patch.object(torch, "compile", compiled)
 
@@ -237,8 +237,7 @@ def _flex_attention(
     return_aux: Any = None,
     **options: Any,
 ) -> Any:
-    """Launch flex attention; its other options, such as the block mask, change neither shapes nor
-    flops."""
+    """Launch flex attention; its other options (the block mask) change neither shapes nor flops."""
     if len({x.dtype for x in (q, k, v)}) > 1:
         raise TypeError(f"flex attention got {q.dtype}, {k.dtype} and {v.dtype}")
     if q.shape[1] != k.shape[1] and not enable_gqa:
