@@ -51,7 +51,7 @@ def profile_command(arguments: list[str]) -> None:
     check_parallel(config, parallel.pp * parallel.ep * parallel.replicas)
     modes = MEMORY_MODES if parsed.compare else (config.moe.memory,)
     assumed = Assumed("gpu" if is_gpu(pick_device(config.train.device)) else "cpu")
-    configs = [replace(config, moe=replace(config.moe, memory=mode)) for mode in modes]
+    configs = [replace(config, moe=replace(config.moe, memory=mode)) for mode in modes]  # type: ignore[arg-type]
     with worker_processes() as pool:
         results = pool.map(profile, configs, [assumed] * len(configs))
         profiles = dict(zip(modes, results, strict=True))

@@ -60,8 +60,12 @@ DOCUMENTS = 4
 BUILDING = "building the model"
 
 
-class LedgerMode(StandInMode):
-    """Runs operations on the stand-in device and records them in a ledger."""
+class LedgerMode(StandInMode, Recorder):
+    """Runs a rank on the stand-in device and records its bytes and its work: operations as they
+    come, and the kinds of bytes action by action."""
+
+    engine: Engine
+    """Set when the engine is built, which is before the first action."""
 
     def __init__(self, ledger: Ledger, load: Load, tally: WorkTally) -> None:
         super().__init__()
@@ -129,15 +133,7 @@ class LedgerMode(StandInMode):
         else:
             self.tally.add(Work(flops(func, name, args, kwargs, out)))
 
-
-class Bookkeeper(Recorder):
-    """Labels the bytes in a ledger during a step, action by action."""
-
-    engine: Engine
-    """Set by its owner before the first action."""
-
-    def __init__(self, ledger: Ledger, tally: WorkTally) -> None:
-        self.ledger, self.tally = ledger, tally
+    # --- labels -----------------------------------------------------------------------------------
 
     @contextmanager
     def action(self, action: Action) -> Iterator[None]:
@@ -256,7 +252,6 @@ class DryRank:
 
     engine: Engine
     mode: LedgerMode
-    bookkeeper: Bookkeeper
     batch: Batch
     """The rank's share of a global batch, with as few micro-batches as `shortened` leaves."""
     omitted_tokens: int
@@ -290,14 +285,12 @@ def dry_rank(
     with _process_group(rank, world_size, device), mode:
         mesh = Mesh.build(config.parallel, device)
         mode.ledger.mark(BUILDING)
-        bookkeeper = Bookkeeper(mode.ledger, tally)
-        engine = build_engine(config, mesh, record=bookkeeper, layers=layers)
-        bookkeeper.engine = engine
+        engine = mode.engine = build_engine(config, mesh, record=mode, layers=layers)
         mode.ledger.label(
             "parameters", [local(x) for x in (*engine.part.parameters(), *engine.part.buffers())]
         )
         batch = batch_of(config, config.train.batch_size // data_size, engine.micro_batch_size)
-        yield DryRank(engine, mode, bookkeeper, batch, num_tokens - batch.inputs_BS.numel())
+        yield DryRank(engine, mode, batch, num_tokens - batch.inputs_BS.numel())
 
 
 @contextmanager

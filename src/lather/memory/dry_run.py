@@ -86,7 +86,7 @@ def dry_run(
     """Run one of `world_size` ranks of a training run and return its memory; the process must have
     no other use. `layers`: layers of every stage; None: equally many."""
     with dry_rank(config, world_size, assumed, rank, layers) as dry:
-        engine, ledger, bookkeeper = dry.engine, dry.mode.ledger, dry.bookkeeper
+        engine, mode, ledger = dry.engine, dry.mode, dry.mode.ledger
         timelines = {BUILDING: ledger.timeline()}
         optimizer = build_optimizer(config.optim, engine.parameters)
         held = _omitted_inputs(dry)
@@ -94,10 +94,10 @@ def dry_run(
 
         def record(name: str, work: Callable[[], T]) -> T:
             start = ledger.time
-            dry.mode.tally.restart()
+            mode.tally.restart()
             ledger.mark(name)
             result = work()
-            bookkeeper.label_state(optimizer)
+            mode.label_state(optimizer)
             timelines[name] = ledger.timeline(start)
             return result
 
@@ -108,7 +108,7 @@ def dry_run(
             record(f"{FIRST}, again", lambda: step_without_passes(step))
         copies = config.checkpoint.asynchronous and not is_gpu(engine.mesh.device)
         staging = Staging(torch.device("cpu"), engine.mesh.device) if copies else None
-        checkpoint_bytes = record(SAVE, lambda: bookkeeper.save(optimizer, staging))
+        checkpoint_bytes = record(SAVE, lambda: mode.save(optimizer, staging))
         record(STEP, lambda: step(dry.batch, RATE))
         if any(group.get("async_refresh") for group in optimizer.param_groups):
             record("a step beside refreshes", lambda: step(dry.batch, RATE))
@@ -118,7 +118,7 @@ def dry_run(
             engine.mesh.pp_rank,
             tuple(share.layers_of_stage[stage] for stage in share.own_stages),
             timelines,
-            dict(dry.mode.tally.sums),
+            dict(mode.tally.sums),
             _state_of_ranks(optimizer, rank, config.parallel.ep),
             checkpoint_bytes,
         )

@@ -50,6 +50,12 @@ def show(plan: MemoryPlan, memory: int | None, console: Console) -> None:
             f"{run.peak_step}, {run.largest.when}",
         )
     console.print(table)
+    console.print("\n".join(remarks(plan, memory)), highlight=False)
+
+
+def remarks(plan: MemoryPlan, memory: int | None) -> list[str]:
+    """Return the lines below the table."""
+    _, scale = unit_of(plan.largest.peak)
     timeline = plan.largest.largest
     segments = ", ".join(
         f"{name} {_in(size, scale)}"
@@ -62,22 +68,23 @@ def show(plan: MemoryPlan, memory: int | None, console: Console) -> None:
     if plan.partition is not None:
         lines.append(describe_partition(plan, plan.partition))
     if plan.config.parallel.early_weight_gradients:
-        lines.append(early_weight_gradients(plan))
+        bubbles = f"{plan.bubble(early=True):.1%} instead of {plan.bubble(early=False):.1%}"
+        lines.append(
+            "weight gradients as early as they can be: bubble "
+            f"{bubbles} if all layers take equally long"
+        )
     lines.append(checkpoint(plan))
     if plan.assumed.device == "gpu":
-        lines.append(needs(plan))
+        lines.append(
+            f"a GPU needs {_in(plan.needed, GIB)} GiB: the peak of rank {plan.largest.rank}, "
+            f"{CONTEXT_BYTES / GIB:.1f} GiB for context and libraries and {FRAGMENTATION:.0%} for "
+            "fragmentation (assumed, not measured)"
+        )
     if memory is not None:
-        lines.append(verdict(plan, memory))
-    console.print("\n".join(lines), highlight=False)
-
-
-def needs(plan: MemoryPlan) -> str:
-    """Describe the bytes that a GPU needs, and what they consist of."""
-    return (
-        f"a GPU needs {_in(plan.needed, GIB)} GiB: the peak of rank {plan.largest.rank}, "
-        f"{CONTEXT_BYTES / GIB:.1f} GiB for context and "
-        f"libraries and {FRAGMENTATION:.0%} for fragmentation (assumed, not measured)"
-    )
+        word, rest = ("fits", "left") if plan.needed <= memory else ("does not fit", "missing")
+        difference = _in(abs(memory - plan.needed), GIB)
+        lines.append(f"{word} in {_in(memory, GIB)} GiB: {difference} GiB {rest}")
+    return lines
 
 
 def checkpoint(plan: MemoryPlan) -> str:
@@ -95,40 +102,20 @@ def checkpoint(plan: MemoryPlan) -> str:
     return f"{text}, and takes as much {memory} while it is written"
 
 
-def verdict(plan: MemoryPlan, memory: int) -> str:
-    """Return whether the run fits in `memory` bytes, and how many remain or are missing."""
-    fits = plan.needed <= memory
-    word, rest = ("fits", "left") if fits else ("does not fit", "missing")
-    return f"{word} in {_in(memory, GIB)} GiB: {_in(abs(memory - plan.needed), GIB)} GiB {rest}"
-
-
 def describe_partition(plan: MemoryPlan, partition: Partition) -> str:
     """Describe a partition by memory."""
     unit, scale = unit_of(partition.uniform_largest)
-    counts, least, even = (
-        " ".join(map(str, partition.layers)),
-        _in(partition.largest, scale),
-        _in(partition.uniform_largest, scale),
-    )
+    counts = " ".join(map(str, partition.layers))
     if partition.layers == partition.uniform_layers:
         return (
             f"layers by stage {counts}: equally many, as no other partition "
             f"has a largest rank that is {SLACK:.0%} smaller"
         )
     return (
-        f"layers by stage {counts}: the largest rank is expected to have {least} {unit}, with "
-        f"equally many {even}; "
-        f"bubble {plan.bubble():.1%} instead of "
+        f"layers by stage {counts}: the largest rank is expected to have "
+        f"{_in(partition.largest, scale)} {unit}, with equally many "
+        f"{_in(partition.uniform_largest, scale)}; bubble {plan.bubble():.1%} instead of "
         f"{plan.bubble(partition.uniform_layers, early=False):.1%} if all layers take equally long"
-    )
-
-
-def early_weight_gradients(plan: MemoryPlan) -> str:
-    """Describe the price of computing weight gradients as soon as they can be."""
-    bubbles = f"{plan.bubble(early=True):.1%} instead of {plan.bubble(early=False):.1%}"
-    return (
-        "weight gradients as early as they can be: bubble "
-        f"{bubbles} if all layers take equally long"
     )
 
 
@@ -225,17 +212,16 @@ def show_advice(advice: Advice, console: Console) -> None:
         f"settings that fit in {advice.memory / GIB:.2f} GiB, shortest step first, "
         f"of {len(advice.tried)} planned"
     )
-    sizes_of = ("needs GiB", "left", "flops above least")
-    prices_of = ("to experts, GiB", "parameters", "pipeline", "optimizer", "bubble")
-    table = titled_table(title, ["change"], (*sizes_of, *prices_of))
+    sizes = ("needs GiB", "left", "flops above least")
+    prices = ("to experts, GiB", "parameters", "pipeline", "optimizer", "bubble")
+    table = titled_table(title, ["change"], (*sizes, *prices))
     least = min(setting.plan.work.flops for setting in advice.tried)
     for setting in advice.fitting:
         needed, work = setting.plan.needed, setting.plan.work
         sent = (work.experts, work.parameters, work.pipeline, work.optimizer)
         table.add_row(
             as_options(setting.changes) or "none",
-            f"{needed / GIB:.2f}",
-            f"{(advice.memory - needed) / GIB:.2f}",
+            *(f"{size / GIB:.2f}" for size in (needed, advice.memory - needed)),
             f"{work.flops / least - 1:.1%}",
             *(f"{size / GIB:,.1f}" for size in sent),
             f"{setting.plan.bubble():.1%}",
