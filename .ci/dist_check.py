@@ -28,7 +28,6 @@ NEEDED = tuple(
         "page.css",
         "page.html",
         "page.js",
-        "memory/plan_page.html",
         "train/report_page.html",
         "optim/rules/soap.py",
     )

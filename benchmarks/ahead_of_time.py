@@ -112,7 +112,7 @@ def distinct(launches: Iterable[Launch], architectures: Iterable[int]) -> list[L
     """Return the compilations that the launches need, told apart by the key of Triton's cache."""
     from triton.runtime import driver
 
-    found: dict[tuple[Any, ...], Launch] = {}
+    compilations: dict[tuple[Any, ...], Launch] = {}
     everything = list(launches)
     for architecture in architectures:
         driver.set_active(Driver(architecture))
@@ -120,11 +120,11 @@ def distinct(launches: Iterable[Launch], architectures: Iterable[int]) -> list[L
             binder = launch.kernel.device_caches[architecture][-1]
             _, specialization, options = binder(*launch.arguments, **launch.options)
             key = (architecture, launch.kernel, str(specialization), str(options))
-            one = found.setdefault(
+            compilation = compilations.setdefault(
                 key, Launch(launch.kernel, launch.arguments, launch.options, architecture)
             )
-            one.cases += [case for case in launch.cases if case not in one.cases]
-    return list(found.values())
+            compilation.cases += [case for case in launch.cases if case not in compilation.cases]
+    return list(compilations.values())
 
 
 def compiled(launches: Sequence[Launch], processes: int) -> list[Row]:
@@ -243,19 +243,19 @@ def complaints(row: Row) -> list[str]:
     """Say which limits the row's kernel exceeds."""
     if "error" in row:
         return [f"does not compile: {row['error']}"]
-    found, allowed = [], SPILLED_BYTES.get(row["kernel"], 0)
+    exceeded, allowed = [], SPILLED_BYTES.get(row["kernel"], 0)
     if row["spilled_bytes"] > allowed:
-        found.append(
+        exceeded.append(
             f"spills {row['spilled_bytes']} bytes, {allowed} are allowed: smaller blocks or more "
             "warps"
         )
     limit = 1024 * SHARED_KIB[row["architecture"]]
     if row["shared_bytes"] > limit:
-        found.append(
+        exceeded.append(
             f"needs {row['shared_bytes']} bytes of shared memory, a block has {limit}: smaller "
             "blocks or fewer stages"
         )
-    return found
+    return exceeded
 
 
 def write(path: Path, rows: Sequence[Row]) -> None:
@@ -286,10 +286,10 @@ def unreached(launched: Iterable[Any]) -> set[str]:
         for path in sources
     ]
     functions = {
-        id(one): one
+        id(function): function
         for module in modules
-        for one in vars(module).values()
-        if isinstance(one, JITFunction)
+        for function in vars(module).values()
+        if isinstance(function, JITFunction)
     }
     reached, front = set(), list(launched)
     while front:
@@ -297,7 +297,7 @@ def unreached(launched: Iterable[Any]) -> set[str]:
         if id(function) not in reached:
             reached.add(id(function))
             named = (function.fn.__globals__.get(name) for name in function.fn.__code__.co_names)
-            front += [one for one in named if isinstance(one, JITFunction)]
+            front += [function for function in named if isinstance(function, JITFunction)]
     return {name_of(function) for place, function in functions.items() if place not in reached}
 
 
@@ -316,7 +316,7 @@ def table(rows: Iterable[Row]) -> Iterator[str]:
         )
         numbers = (
             f"{row['registers']:4} {row['spilled_bytes']:5} {row['shared_bytes']:6} "
-            f"{row['warps']:5} {row['divisions']:3}  " + " ".join(f"{one:24}" for one in widths)
+            f"{row['warps']:5} {row['divisions']:3}  " + " ".join(f"{width:24}" for width in widths)
         )
         yield f"{row['kernel']:40} {row['architecture']:3} {numbers} {row['cases'][0]}" + (
             f" +{n}" if (n := len(row["cases"]) - 1) else ""
@@ -349,7 +349,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     wrong += [
         f"{name} is launched by no case: add one to benchmarks/kernel_cases.py"
-        for name in sorted(unreached(one.kernel for one in launches))
+        for name in sorted(unreached(launch.kernel for launch in launches))
     ]
     if options.out is not None:
         write(options.out, rows)

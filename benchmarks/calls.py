@@ -68,10 +68,10 @@ def run(options: CallsBenchmark) -> int:
     table = titled_table("", ["step"], ("calls", "functions", "files", "at most"))
     too_many = False
     for case in CASES:
-        found = count(case)
-        file.write([{**common, "benchmark": "calls", "config": vars(case), **found}])
-        too_many |= found["calls"] > (case.max_calls or found["calls"]) or found["files"] > (
-            case.max_files or found["files"]
+        counts = count(case)
+        file.write([{**common, "benchmark": "calls", "config": vars(case), **counts}])
+        too_many |= counts["calls"] > (case.max_calls or counts["calls"]) or counts["files"] > (
+            case.max_files or counts["files"]
         )
         bound = " in ".join(
             f"{most} {what}"
@@ -79,7 +79,7 @@ def run(options: CallsBenchmark) -> int:
             if most
         )
         table.add_row(
-            case.name, *[str(found[key]) for key in ("calls", "functions", "files")], bound
+            case.name, *[str(counts[key]) for key in ("calls", "functions", "files")], bound
         )
     file.finish()
     console = command_console()

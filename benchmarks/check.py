@@ -130,9 +130,9 @@ def error_of_ours(small: OptimizerCase, device: torch.device) -> float:
 def _last_updates(contestant: Contestant, case: OptimizerCase) -> Tensor:
     """Return the last COMPARED updates of all parameters; on the way check SOAP's refreshes, and
     that gradients stay as they are."""
-    given = [[g.clone() for g in step] for step in contestant.gradients]
+    gradients = [[g.clone() for g in step] for step in contestant.gradients]
     refreshes, updates, before = [], [], _bases(contestant, case)
-    for step in range(1, len(given) + 1):
+    for step in range(1, len(gradients) + 1):
         start = _stacked(contestant.params)
         contestant.set_gradients()
         contestant.step()
@@ -144,10 +144,10 @@ def _last_updates(contestant: Contestant, case: OptimizerCase) -> Tensor:
             refreshes.append(step)
         before = after
     if case.rule == "soap":
-        _check_refreshes(contestant.name, refreshes, case.frequency, len(given))
+        _check_refreshes(contestant.name, refreshes, case.frequency, len(gradients))
     if not all(
         torch.equal(g, old)
-        for now, then in zip(contestant.gradients, given, strict=True)
+        for now, then in zip(contestant.gradients, gradients, strict=True)
         for g, old in zip(now, then, strict=True)
     ):
         raise CheckError(f"{contestant.name} changes the gradients that it is given")
@@ -167,14 +167,14 @@ def _check_refreshes(name: str, refreshes: Sequence[int], frequency: int, num_st
 def _bases(contestant: Contestant, case: OptimizerCase) -> list[Tensor]:
     if case.rule != "soap":
         return []
-    found = [
+    bases = [
         tensor.clone()
         for path, tensor in reachable_tensors(dict(contestant.optimizer.state))
         if BASIS.search(path)
     ]
-    if contestant.num_steps and not found:
+    if contestant.num_steps and not bases:
         raise CheckError(f"no bases found in the state of {contestant.name}")
-    return found
+    return bases
 
 
 def _stacked(params: Sequence[Tensor]) -> Float[Tensor, "num_matrices m n"]:

@@ -115,18 +115,17 @@ def _counts_row(name: str, shapes: Sequence[tuple[int, ...]]) -> Row:
     sent = max(rank["bytes_sent"] for rank in ranks)
     share = 4 * sum(math.prod(shape) for shape in shapes) / NUM_RANKS
     bound = 2 * (NUM_RANKS - 1) / NUM_RANKS * share
-    found = {
+    shares = {
         "sent_of_bound": sent / bound,
         "sent_of_gathering": sent / max(rank["bytes_gathering"] for rank in ranks),
         "state_of_one_process_over_n": max(state) * NUM_RANKS / whole,
         "flops_of_one_process_over_n": max(flops) * NUM_RANKS / alone,
     }
     summary = (
-        f"{name}: a rank sends {sent:,} bytes in a step, {found['sent_of_bound']:.2f} of 2 (N-1)/N "
-        "of its share and "
-        f"{found['sent_of_gathering']:.2f} of what gathering G, L and R sends; state "
-        f"{found['state_of_one_process_over_n']:.3f} / N, "
-        f"flops {found['flops_of_one_process_over_n']:.3f} / N of one process"
+        f"{name}: a rank sends {sent:,} bytes in a step, {shares['sent_of_bound']:.2f} of "
+        f"2 (N-1)/N of its share and {shares['sent_of_gathering']:.2f} of what gathering G, L and "
+        f"R sends; state {shares['state_of_one_process_over_n']:.3f} / N, "
+        f"flops {shares['flops_of_one_process_over_n']:.3f} / N of one process"
     )
     config = {
         "case": name,
@@ -139,7 +138,7 @@ def _counts_row(name: str, shapes: Sequence[tuple[int, ...]]) -> Row:
         "benchmark": "counts",
         "config": config,
         "check": {"parameters_that_differ": 0},
-        **found,
+        **shares,
         "by_rank": ranks,
         "summary": summary,
     }
@@ -170,16 +169,16 @@ def count(shapes: tuple[tuple[int, ...], ...], folder: str, world: World) -> int
         nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)], src_data_rank=None))
         for p in alone
     ]
-    one, many = _soap(alone), _soap(ours)
+    whole, sharded = _soap(alone), _soap(ours)
     flops = flops_alone = sent = 0
     for step in range(STEPS):
         for p, q, grad in zip(alone, ours, _values(shapes, 100 + step), strict=True):
             p.grad, q.grad = grad, distribute_tensor(grad, mesh, [Shard(0)], src_data_rank=None)
-        flops_alone = _counted_flops(one)
+        flops_alone = _counted_flops(whole)
         with CountedBytes() as counted:
-            flops = _counted_flops(many)
+            flops = _counted_flops(sharded)
         sent = counted.sent
-    found = {
+    counts = {
         "wrong": sum(
             not torch.equal(p.detach(), cast(DTensor, q.detach()).full_tensor())
             for p, q in zip(alone, ours, strict=True)
@@ -189,11 +188,11 @@ def count(shapes: tuple[tuple[int, ...], ...], folder: str, world: World) -> int
         "bytes_sent": sent,
         "bytes_gathering": gathering_bytes(ours, mesh),
         "state_bytes": sum(
-            piece.value.nbytes for _, piece in many.state_pieces() if piece.name != "step"
+            piece.value.nbytes for _, piece in sharded.state_pieces() if piece.name != "step"
         ),
     }
     everybody: list[Any] | None = [None] * world.size if world.rank == 0 else None
-    dist.gather_object(found, everybody)
+    dist.gather_object(counts, everybody)
     if everybody is not None:
         (Path(folder) / "ranks.json").write_text(json.dumps(everybody))
     return 0
@@ -228,13 +227,13 @@ class CountedBytes:
         ]
 
     def __enter__(self) -> CountedBytes:
-        for one in self._patches:
-            one.start()
+        for patched in self._patches:
+            patched.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        for one in self._patches:
-            one.stop()
+        for patched in self._patches:
+            patched.stop()
 
     def _counting(self, original: Any, size: Any) -> Any:
         def counting(*args: Any, **kwargs: Any) -> Any:
@@ -252,8 +251,8 @@ class CountedBytes:
         # a ring sends every part twice
         return int(2 * x.nbytes * (dist.get_world_size() - 1) / dist.get_world_size())
 
-    def _of_all_gather(self, gathered: list[Tensor], own: Tensor) -> int:
-        return own.nbytes * (dist.get_world_size() - 1)  # a ring passes on what it received
+    def _of_all_gather(self, gathered: list[Tensor], part: Tensor) -> int:
+        return part.nbytes * (dist.get_world_size() - 1)  # a ring passes on what it received
 
 
 def gathering_bytes(params: Sequence[nn.Parameter], mesh: DeviceMesh) -> int:
@@ -266,8 +265,8 @@ def gathering_bytes(params: Sequence[nn.Parameter], mesh: DeviceMesh) -> int:
                 continue
             batch, (m, n) = math.prod(p.shape[:-2]), p.shape[-2:]
             for numel in (batch * m * n, batch * m * m, batch * n * n):
-                own = torch.zeros(-(-numel // mesh.size()))
-                dist.all_gather([torch.empty_like(own) for _ in range(mesh.size())], own)
+                part = torch.zeros(-(-numel // mesh.size()))
+                dist.all_gather([torch.empty_like(part) for _ in range(mesh.size())], part)
     return counted.sent
 
 

@@ -121,8 +121,8 @@ def _error(name: str, case: KernelCase, reference: KernelCase) -> tuple[float, f
 
 
 def _tensors(results: Any) -> list[Tensor]:
-    found = results if isinstance(results, tuple | list) else (results,)
-    return [one.detach() for one in found if one is not None]
+    outputs = results if isinstance(results, tuple | list) else (results,)
+    return [output.detach() for output in outputs if output is not None]
 
 
 class _Draw:

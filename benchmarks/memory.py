@@ -2,7 +2,7 @@
 needs, and what saving them costs in time.
 
     kept    bytes per token that router and experts keep for backward, counted
-            (`lather.memory.profile`), so exact on any machine: the three memory modes, and
+            (`benchmarks.live_bytes`), so exact on any machine: the three memory modes, and
             "early_free": segment-wise early freeing alone, as the pipelines of other trainers have
             it, which drops dispatched copies and the combined output but keeps each product's input
             and the experts' outputs (K D + 3 K F + K D)
@@ -44,7 +44,6 @@ from lather.kernels.gather import padded_index_gather
 from lather.kernels.linear_cross_entropy import linear_cross_entropy
 from lather.kernels.route import plan_route
 from lather.kernels.swiglu import swiglu
-from lather.memory.profile import profile_saved_tensors
 from lather.models.experts import Experts
 from lather.models.layers import MEMORY_MODES
 from lather.models.routing import Router
@@ -185,12 +184,11 @@ def measure_kept(device: torch.device) -> Iterator[Row]:
     """Count the bytes of every contestant in bf16; yields a row for each. Raises CheckError."""
     layers = make_layers(PUBLISHED, torch.bfloat16, device)
     checked = check_layers(layers)
-    x_TD = _input(KEPT_TOKENS, layers["saved"])
     for contestant, layer in layers.items():
-        kept = profile_saved_tensors(layer, lambda layer=layer: layer(x_TD), num_tokens=KEPT_TOKENS)  # type: ignore[misc]
-        floats = sum(
-            one.bytes for one in kept.storages if one.kind != "weight" and one.dtype == "bfloat16"
-        )
+        with PeakBytes() as alive:
+            graph = layer(_input(KEPT_TOKENS, layers["saved"])).grad_fn
+        bytes_per_token = alive.now / KEPT_TOKENS
+        del graph
         yield {
             "benchmark": "kept",
             "config": {
@@ -201,8 +199,7 @@ def measure_kept(device: torch.device) -> Iterator[Row]:
             },
             "baseline": "reference",
             "check": checked,
-            "bytes_per_token": kept.bytes("activation") / KEPT_TOKENS,
-            "bf16_elements_per_token": floats / 2 / KEPT_TOKENS,
+            "bytes_per_token": bytes_per_token,
             "bound_elements_per_token": _bound(contestant),
         }
 

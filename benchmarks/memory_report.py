@@ -85,8 +85,8 @@ def summary(rows: Sequence[Row]) -> list[str]:
             f"{size['saved'] / size['reference']:.3f} of plain autograd (target 0.35)",
             f"recompute: {size['recompute'] / size['early_free']:.3f} of early freeing alone "
             "(target 0.15)",
-            f"saved: {kept['saved']['bf16_elements_per_token']:,.0f} bf16 elements per token "
-            f"(target D + 2 K F = {kept['saved']['bound_elements_per_token']:,})",
+            f"saved: {size['saved']:,.0f} bytes per token, indices included (target D + 2 K F in "
+            f"bf16 = {2 * kept['saved']['bound_elements_per_token']:,})",
         ]
     for name, row in loss.items():
         if name.startswith("linear"):

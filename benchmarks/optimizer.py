@@ -2,10 +2,9 @@
 the same rule, on the same gradients.
 
 For each rule, set of matrices and frequency the case is checked first (`benchmarks.check`). Then
-all contestants, alive in one process, do their first step (not timed, as it differs in SOAP) and
-one interval of warm-up in which temporary memory is measured. Then rounds are timed, in each of
-which every contestant does whole intervals. `--runs 3` does all of it three times, one after the
-other.
+all contestants, alive in the same process, do their first step (not timed, as it differs in SOAP)
+and an interval of warm-up in which temporary memory is measured. Then rounds are timed, in each of
+which every contestant does whole intervals. `--runs 3` does all of it three times.
 
 Trade-off: interleaved rounds keep every contestant's state in memory at once, but all contestants
 meet the same noise of a shared machine."""
@@ -43,7 +42,6 @@ from benchmarks.measure import (
     time_rounds,
 )
 from benchmarks.report import Row
-from benchmarks.roofline import ShapeRates, flops_per_step, measure_rates, roofline_ms
 from lather.console import command_console
 from lather.errors import UserError, require
 
@@ -135,26 +133,23 @@ def run(options: OptimizerBenchmark) -> int:
 def _cases(
     options: OptimizerBenchmark, device: torch.device, console: Console
 ) -> Iterator[list[Row] | None]:
-    """Measure one case after the other; yields its rows, or None for a case whose check failed."""
+    """Measure case after case; yields its rows, or None for a case whose check failed."""
     for rule in options.rules:
         for name in options.sets:
-            rates = measure_rates(rule, SETS[name], device)
             for frequency in options.frequencies if rule == "soap" else (1,):
-                yield _checked_and_measured(
-                    OptimizerCase(rule, SETS[name], frequency), options, device, rates, console
-                )
+                case = OptimizerCase(rule, SETS[name], frequency)
+                yield _checked_and_measured(case, options, device, console)
 
 
 def _checked_and_measured(
     case: OptimizerCase,
     options: OptimizerBenchmark,
     device: torch.device,
-    rates: ShapeRates,
     console: Console,
 ) -> list[Row] | None:
     start = time.perf_counter()
     try:
-        rows = measure_case(case, options, device, rates)
+        rows = measure_case(case, options, device)
     except CheckError as error:
         console.print(f"{case}: check failed, not measured: {error}", style="red", highlight=False)
         return None
@@ -168,7 +163,7 @@ def _checked_and_measured(
 
 
 def measure_case(
-    case: OptimizerCase, options: OptimizerBenchmark, device: torch.device, rates: ShapeRates
+    case: OptimizerCase, options: OptimizerBenchmark, device: torch.device
 ) -> list[Row]:
     """Measure a case; returns a row for each contestant, ours first. Raises CheckError."""
     peers = options.peers_of(case.rule)
@@ -181,22 +176,14 @@ def measure_case(
     times = time_rounds(contestants, case.steps_per_round, options.rounds, device)
     rows = []
     for contestant in contestants:
-        step_ms = percentiles(times[contestant.name])
-        best_ms = roofline_ms(case, rates)
         rows.append(
             {
                 "benchmark": "optimizer",
                 "config": _config(case, contestant.name, options, device),
                 "baseline": list(peers) if contestant.name == OURS else OURS,
                 "check": checked,
-                "step_ms": step_ms,
+                "step_ms": percentiles(times[contestant.name]),
                 "round_ms": times[contestant.name],
-                "roofline_ms": best_ms,
-                "roofline_fraction": best_ms / step_ms["median"],
-                "flops_per_step": case.matrices.num_matrices * flops_per_step(case),
-                "matmul_gflops_per_second": rates.matmul / 1e9,
-                "gbytes_per_second": rates.bytes / 1e9,
-                "qr_ms": {str(size): 1e3 * seconds for size, seconds in rates.qr_seconds.items()},
                 "state_bytes": state_bytes(contestant),
                 "state_bound_bytes": case.state_bound_bytes(),
                 "peak_temporary_bytes": peaks[contestant.name],
@@ -208,7 +195,7 @@ def measure_case(
 
 
 def _warm_up(contestant: Contestant, frequency: int, device: torch.device) -> int:
-    """Do the first step and one interval; returns the most temporary bytes of that interval."""
+    """Do the first step and an interval; returns the most temporary bytes of that interval."""
     run_steps(contestant, 1)
     return peak_temporary_bytes(lambda: run_steps(contestant, frequency), device)
 

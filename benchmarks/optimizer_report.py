@@ -18,7 +18,7 @@ from lather.console import titled_table
 
 Cases = dict[str, dict[str, list[Row]]]
 """The rows of steps by case and contestant, one for each run, in order."""
-TARGET_MEAN, TARGET_LEAST, TARGET_ROOFLINE = 1.5, 1.1, 1.5
+TARGET_MEAN, TARGET_LEAST = 1.5, 1.1
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def case_name(row: Row) -> str:
 
 
 def ratio(row: Row, ours: Row) -> float:
-    """How many times our time a contestant takes: the median of the rounds' ratios, because
+    """Return a contestant's time relative to ours: the median of the rounds' ratios, because
     neighbors in time share the machine's noise."""
     return float(np.median(np.divide(row["round_ms"], ours["round_ms"])))
 
@@ -66,7 +66,7 @@ def by_case(rows: Iterable[Row]) -> Cases:
 
 
 def ratios(case: Mapping[str, list[Row]], name: str) -> list[float]:
-    """How many times our time a contestant takes, run by run."""
+    """Return a contestant's time relative to ours, run by run."""
     return [ratio(row, ours) for row, ours in zip(case[name], case[OURS], strict=True)]
 
 
@@ -74,12 +74,8 @@ def milliseconds(rows: Sequence[Row]) -> RunRange:
     return RunRange.of([row["step_ms"]["median"] for row in rows])
 
 
-def times_of_roofline(rows: Sequence[Row]) -> RunRange:
-    return RunRange.of([1 / row["roofline_fraction"] for row in rows])
-
-
 def peers_of(cases: Cases) -> list[tuple[str, str]]:
-    """The pairs of a rule and another library that implements it."""
+    """Return the pairs of a rule and another library that implements it."""
     return list(
         dict.fromkeys(
             (case.split()[0], name) for case, rows in cases.items() for name in rows if name != OURS
@@ -88,37 +84,34 @@ def peers_of(cases: Cases) -> list[tuple[str, str]]:
 
 
 def geometric_mean(cases: Cases, rule: str, peer: str) -> RunRange:
-    """How many times our time a peer takes, as the geometric mean over all cases of a rule, run by
+    """Return a peer's time relative to ours, as the geometric mean over all cases of a rule, run by
     run."""
     return RunRange.of([float(np.exp(np.mean(np.log(run)))) for run in _runs(cases, rule, peer)])
 
 
 def least(cases: Cases, rule: str, peer: str) -> RunRange:
-    """How many times our time a peer takes in the case in which it does best against ours, run by
-    run."""
+    """Return a peer's time relative to ours in the case in which it does best, run by run."""
     return RunRange.of([float(min(run)) for run in _runs(cases, rule, peer)])
 
 
 def _runs(cases: Cases, rule: str, peer: str) -> list[tuple[float, ...]]:
-    """The ratios of each run, case by case."""
-    found = [
+    """Return the ratios of each run, case by case."""
+    of_cases = [
         ratios(rows, peer)
         for case, rows in cases.items()
         if case.split()[0] == rule and peer in rows
     ]
-    return list(zip(*found, strict=True))
+    return list(zip(*of_cases, strict=True))
 
 
 def table_rows(cases: Cases) -> list[list[str]]:
-    """Make a line for each case and contestant: names, milliseconds, these as multiples of ours and
-    of the roofline, MiB of state and of temporaries."""
+    """Make a line for each case and contestant, with the cells of `HEAD`."""
     return [
         [
             case,
             name,
             milliseconds(rows).text(2),
             "" if name == OURS else RunRange.of(ratios(contestants, name)).text(2),
-            times_of_roofline(rows).text(2),
             f"{rows[0]['state_bytes'] / 2**20:.1f}",
             f"{rows[0]['peak_temporary_bytes'] / 2**20:.1f}",
         ]
@@ -127,7 +120,7 @@ def table_rows(cases: Cases) -> list[list[str]]:
     ]
 
 
-HEAD = ("case", "optimizer", "ms per step", "of ours", "of the roofline", "state, MiB", "temporary")
+HEAD = ("case", "optimizer", "ms per step", "of ours", "state, MiB", "temporary")
 
 
 def print_table(rows: Sequence[Row], console: Console) -> None:
@@ -146,28 +139,11 @@ def summary(rows: Sequence[Row]) -> list[str]:
         f"in the closest case {least(cases, rule, peer).text(2)} times (target {TARGET_LEAST})"
         for rule, peer in peers_of(cases)
     ]
-    ours = {name: case[OURS] for name, case in cases.items()}
-    if ours:
-        times = {name: times_of_roofline(case) for name, case in ours.items()}
-        worst = max(times, key=lambda name: times[name].median)
-        lines.append(
-            f"against the roofline: at most {times[worst].text(2)} x its time, {worst} (target "
-            f"{TARGET_ROOFLINE})"
-        )
-    for name in ("soap experts", "soap experts_3d"):
-        if f"{name} f=1" in ours and f"{name} f=10" in ours:
-            gain = (
-                milliseconds(ours[f"{name} f=1"]).median / milliseconds(ours[f"{name} f=10"]).median
-            )
-            lines.append(
-                f"{name}: frequency 10 is {gain:.2f} x faster than frequency 1 (target 3, on "
-                "experts)"
-            )
-    if ours:
-        shares = {
-            name: case[0]["state_bytes"] / case[0]["state_bound_bytes"]
-            for name, case in ours.items()
-        }
+    shares = {
+        name: case[OURS][0]["state_bytes"] / case[OURS][0]["state_bound_bytes"]
+        for name, case in cases.items()
+    }
+    if shares:
         worst = max(shares, key=lambda name: shares[name])
         lines.append(
             f"state: at most {shares[worst]:.1%} of what the rule's tensors take, {worst} (target "

@@ -1,14 +1,12 @@
 """`lather bench pipeline`: compares bytes and time of a pipeline rank with torch's own DualPipeV
 runtime on the same model and table.
 
-    bytes     the most saved bytes of each rank (`pipeline_bytes`), counted, so exact on any
-              machine: 2 pipeline x 2 expert ranks; 8, 16 and 32 micro-batches, in which they should
-              not grow
+    bytes     the most saved bytes of each rank, counted, so exact on any machine: 2 pipeline x 2
+              expert ranks; 8, 16 and 32 micro-batches, in which they should not grow
     time      milliseconds of a step, 2 pipeline ranks, medians over interleaved rounds, ratios to
               torch's
     bubble    idle time: DualPipeV's table replayed for 2 to 16 ranks with the durations of actions
-              measured in our executor on 2, against DeepSeek's formula; and the time to make the
-              table for 64 ranks
+              measured in our executor on 2
 
 The model has 8 layers of DeepSeek-V2-Lite's proportions in fp32, its widths divided by 16, the
 first layer dense as in the published model. It has 16 routed experts instead of 64 (their number
@@ -30,7 +28,7 @@ import torch
 
 from benchmarks.check import CheckError
 from benchmarks.measure import percentiles
-from benchmarks.pipeline_bubble import bubble_rows, table_row
+from benchmarks.pipeline_bubble import bubble_rows
 from benchmarks.pipeline_measure import TOLERANCE, BytesJob, TimeJob, largest, measure
 from benchmarks.pipeline_ranks import PipelineCase
 from benchmarks.pipeline_report import print_table, summary
@@ -63,23 +61,17 @@ TIMED = TimeJob(2, 1, CASE, ("torch", "held", "attention", "ours"))
 
 
 @dataclass(frozen=True)
-class PipelinePlan:
+class PipelineJobs:
     """The measurements, and the ranks and micro-batches that they need."""
 
     bytes: tuple[BytesJob, ...] = (
         BytesJob(2, 2, CASE, ("torch", "held", "experts", "attention", "ours")),
-        BytesJob(
-            2, 2, replace(CASE, num_micro_batches=16), ("torch", "attention", "ours"), tracked=False
-        ),
-        BytesJob(
-            2, 2, replace(CASE, num_micro_batches=32), ("torch", "attention", "ours"), tracked=False
-        ),
+        BytesJob(2, 2, replace(CASE, num_micro_batches=16), ("torch", "attention", "ours")),
+        BytesJob(2, 2, replace(CASE, num_micro_batches=32), ("torch", "attention", "ours")),
     )
     """The jobs that count bytes; torch comes first, because the others are checked against it."""
     time: TimeJob = TIMED
     bubble_ranks: tuple[int, ...] = (2, 4, 8, 16)
-    table: tuple[int, int] = (64, 512)
-    """Ranks and micro-batches of the table whose making is timed."""
 
 
 @dataclass(frozen=True)
@@ -99,12 +91,12 @@ class PipelineBenchmark:
         require(bool(self.parts), "--parts", self.parts, "some of bytes, time, bubble")
 
 
-def run(options: PipelineBenchmark, plan: PipelinePlan | None = None) -> int:
+def run(options: PipelineBenchmark, measurements: PipelineJobs | None = None) -> int:
     """Run the benchmark; returns the exit status, 1 if a case failed its check."""
-    plan, console = plan or PipelinePlan(), command_console()
+    measurements, console = measurements or PipelineJobs(), command_console()
     common = environment(torch.device("cpu"), ())
     file = RowFile(options.out / "pipeline-cpu.jsonl")
-    rows = gather(_rows(options, plan), common, file, console)
+    rows = gather(_rows(options, measurements), common, file, console)
     if not rows:
         return 1
     print_table(rows, console)
@@ -114,10 +106,10 @@ def run(options: PipelineBenchmark, plan: PipelinePlan | None = None) -> int:
     return 0
 
 
-def _rows(options: PipelineBenchmark, plan: PipelinePlan) -> Iterator[Row]:
-    jobs: list[BytesJob | TimeJob] = list(plan.bytes) if "bytes" in options.parts else []
+def _rows(options: PipelineBenchmark, measurements: PipelineJobs) -> Iterator[Row]:
+    jobs: list[BytesJob | TimeJob] = list(measurements.bytes) if "bytes" in options.parts else []
     if {"time", "bubble"} & set(options.parts):
-        jobs.append(replace(plan.time, rounds=options.rounds))
+        jobs.append(replace(measurements.time, rounds=options.rounds))
     for _, together in itertools.groupby(jobs, key=lambda job: (job.pp, job.ep)):
         for job, ranks in _in_ranks(list(together)):
             if isinstance(job, BytesJob):
@@ -125,13 +117,12 @@ def _rows(options: PipelineBenchmark, plan: PipelinePlan) -> Iterator[Row]:
                 continue
             yield from time_rows(job, ranks)
             if "bubble" in options.parts:
-                yield from bubble_rows(ranks, plan.bubble_ranks)
-                yield table_row(*plan.table)
+                yield from bubble_rows(ranks, measurements.bubble_ranks)
 
 
 def _in_ranks(jobs: Sequence[BytesJob | TimeJob]) -> Iterator[tuple[BytesJob | TimeJob, list[Row]]]:
-    """Run the jobs on one start of ranks, as all want the same mesh; yields each job and what every
-    rank found."""
+    """Launch ranks that run the jobs, which all want the same mesh; yields each job and the results
+    of every rank."""
     with tempfile.TemporaryDirectory() as folder:
         if launch(measure, (tuple(jobs), folder), jobs[0].pp * jobs[0].ep):
             raise CheckError("a rank failed, see above")
@@ -140,7 +131,7 @@ def _in_ranks(jobs: Sequence[BytesJob | TimeJob]) -> Iterator[tuple[BytesJob | T
 
 
 def _checked(name: str, ranks: list[Row]) -> dict[str, float]:
-    """Return the largest differences over the ranks. Raises CheckError if one is too large."""
+    """Return the largest differences over the ranks. Raises CheckError if they are too large."""
     errors = {
         key: largest(rank[name]["check"][key] for rank in ranks)
         for key in ("error_of_loss", "error_of_gradients")
@@ -170,19 +161,14 @@ def _config(job: BytesJob | TimeJob, contestant: str) -> Row:
 
 
 def bytes_rows(job: BytesJob, ranks: list[Row]) -> Iterator[Row]:
-    """Make a row for each contestant. Raises CheckError, also if the counts do not agree."""
+    """Make a row for each contestant. Raises CheckError."""
     for name in job.contestants:
         counts = [rank[name]["counts"] for rank in ranks]
-        worst = max(count["worst_difference"] for count in counts)
-        if not worst <= 0.01:
-            raise CheckError(
-                f"{name}: the counts of bytes differ by {worst:.1%} of the peak, more than 1%"
-            )
         yield {
             "benchmark": "bytes",
             "config": _config(job, name),
             "baseline": "held, torch",
-            "check": {**_checked(name, ranks), "counts_differ_by": worst},
+            "check": _checked(name, ranks),
             "peak_bytes": max(count["saved"] for count in counts),
             "by_rank": counts,
         }

@@ -7,7 +7,7 @@ import gc
 import json
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.pipeline_bytes import counted_step
+from benchmarks.live_bytes import PeakBytes
 from benchmarks.pipeline_ranks import (
     Contestant,
     OurRuntime,
@@ -43,24 +43,38 @@ class BytesJob:
     ep: int
     case: PipelineCase
     contestants: tuple[str, ...]
-    tracked: bool = True
-    """Whether torch's tracker counts, too."""
 
     def run(self, mesh: Mesh) -> dict[str, Any]:
         """Return for each contestant the counts of this rank's first step, and how far its results
         are from the first contestant's."""
-        found: dict[str, Any] = {}
+        measured: dict[str, Any] = {}
         batch = self.case.batch_of(mesh.data_rank)
         expected = Results(0.0, {})
         for name in self.contestants:
             contestant = make_contestant(name, self.case, mesh)
-            loss, counts = counted_step(contestant, *batch, tracked=self.tracked)
+            loss, counts = counted_step(contestant, batch)
             results = Results.of(contestant, loss)
             expected = results if name == self.contestants[0] else expected
-            found[name] = {"counts": asdict(counts), "check": results.compare(expected)}
+            measured[name] = {"counts": counts, "check": results.compare(expected)}
             del contestant, results
             gc.collect()
-        return found
+        return measured
+
+
+def counted_step(
+    contestant: Contestant, batch: tuple[Tensor, Tensor]
+) -> tuple[float, dict[str, int]]:
+    """Take the first step of a contestant whose parameters have gradients; return its loss and the
+    bytes that it makes.
+
+    Bytes are `saved` if they are alive between two actions of the schedule, when nothing runs:
+    autograd or a deferred weight gradient needs them, they travel or wait for their reader.
+    `with_temporaries` are alive at any time, `after` at the end of the step."""
+    between = [0]
+    with PeakBytes() as alive:
+        loss = contestant.step(*batch, lambda: between.append(alive.now))
+        after = alive.now
+    return loss, {"saved": max(between), "with_temporaries": alive.bytes, "after": after}
 
 
 @dataclass(frozen=True)
@@ -79,21 +93,21 @@ class TimeJob:
         executor in some more steps."""
         batch = self.case.batch_of(mesh.data_rank)
         contestants = {name: make_contestant(name, self.case, mesh) for name in self.contestants}
-        found: dict[str, Any] = {}
+        measured: dict[str, Any] = {}
         expected = Results(0.0, {})
         for name, contestant in contestants.items():  # this step also warms up
             results = Results.of(contestant, contestant.step(*batch))
             expected = expected if expected.gradients else results
-            found[name] = {"check": results.compare(expected), "ms": []}
+            measured[name] = {"check": results.compare(expected), "ms": []}
         order = list(contestants)
         for index in range(self.rounds + 1):
             for name in order:
                 milliseconds = _time_step(contestants[name], batch)
                 if index:  # in the first round torch's stages have just made their buffers
-                    found[name]["ms"].append(milliseconds)
+                    measured[name]["ms"].append(milliseconds)
             order.append(order.pop(0))
-        found["events"] = _events(contestants["ours"], batch, mesh)
-        return found
+        measured["events"] = _events(contestants["ours"], batch, mesh)
+        return measured
 
 
 def _time_step(contestant: Contestant, batch: tuple[Tensor, Tensor]) -> float:
@@ -157,8 +171,8 @@ def largest(values: Iterable[float]) -> float:
 
 
 def measure(jobs: tuple[BytesJob | TimeJob, ...], folder: str, world: World) -> int:
-    """Run the jobs on one rank, as a worker of `launch`; rank 0 writes job n's findings, by rank,
-    to n.json. Returns 0 always: the caller says whether the findings are right."""
+    """Run the jobs on a rank, as a worker of `launch`; rank 0 writes the results of job n, by rank,
+    to n.json. Returns 0 always: the caller checks the results."""
     torch.set_num_threads(1)
     mesh = Mesh.build(ParallelConfig(pp=jobs[0].pp, ep=jobs[0].ep), torch.device("cpu"))
     for number, job in enumerate(jobs):

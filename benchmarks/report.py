@@ -93,14 +93,14 @@ class RowFile:
 def gather(rows: Iterable[Row], common: Row, file: RowFile, console: Console) -> list[Row]:
     """Write the rows as they come, each with `common`, and return them. If a check fails, say so,
     leave no file and return none."""
-    found: list[Row] = []
+    written: list[Row] = []
     try:
         for row in rows:
-            found.append({**common, **row})
-            file.write(found[-1:])
+            written.append({**common, **row})
+            file.write(written[-1:])
     except CheckError as error:
         file.discard()
         console.print(f"check failed, nothing is reported: {error}", style="red", highlight=False)
         return []
     file.finish()
-    return found
+    return written

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import optimizer_report
 from benchmarks.convergence.analysis import Findings, Mean
-from benchmarks.convergence.command import load_findings
+from benchmarks.convergence.command import BASELINES, load_findings
 from benchmarks.convergence.queue import read_rows
 from benchmarks.convergence.study import Study, load_study
 from benchmarks.convergence.tables import markdown_table
@@ -39,7 +39,6 @@ from benchmarks.optimizer_report import RunRange
 REPOSITORY = Path(__file__).parents[1]
 STUDIES = REPOSITORY / "benchmarks/studies"
 RESULTS = REPOSITORY / "benchmarks/results"
-BASELINES = ("adamw", "muon")
 COLUMNS = (
     "rule",
     "rates",

@@ -4,7 +4,7 @@ steps and seconds to another rule's loss.
 Runs of one seed share the first weights and every batch, so contestants are compared seed by seed.
 The interval is that of the differences: their mean, plus and minus Student's 97.5 % quantile times
 the standard error. Seconds are steps times the milliseconds of a gradient and an optimizer step,
-which are measured apart with nothing else running (`benchmarks.convergence.cost`).
+which are measured separately with nothing else running (`benchmarks.convergence.cost`).
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ class Mean:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Mean:
-        """Return the mean, which is infinite if one of the values is. Raises ValueError without
-        values."""
+        """Return the mean, which is infinite if any value is. Raises ValueError without values."""
         count = len(values)
         if not count:
             raise ValueError("a mean needs at least one value")
@@ -52,8 +51,8 @@ class Mean:
 
 
 def steps_to(row: Row, loss: float) -> float:
-    """Steps until the validation curve, drawn straight between its points, first reaches `loss`;
-    infinite if it never does."""
+    """Return the steps until the validation curve, drawn straight between its points, first reaches
+    `loss`; infinite if it never does."""
     for (step_0, loss_0), (step_1, loss_1) in itertools.pairwise(row["validation"]):
         if loss_1 <= loss:
             share = (loss_0 - loss) / (loss_0 - loss_1) if loss_0 > loss else 0.0
@@ -69,7 +68,7 @@ class Findings:
     costs: Sequence[Row] = ()
 
     def of(self, setting: str, contestant: str) -> dict[int, Row]:
-        """The rows of a contestant, by seed."""
+        """Return the rows of a contestant, by seed."""
         return {
             row["seed"]: row
             for row in self.rows
@@ -80,22 +79,24 @@ class Findings:
         return list(dict.fromkeys(row["setting"] for row in self.rows))
 
     def contestants(self, setting: str) -> list[str]:
-        """The contestants of a setting, the one with the best mean loss first."""
+        """Return the contestants of a setting, the best mean loss first."""
         names = dict.fromkeys(row["contestant"] for row in self.rows if row["setting"] == setting)
         return sorted(names, key=lambda name: self.final(setting, name).value)
 
     def final(self, setting: str, contestant: str) -> Mean:
-        """The validation loss at the end."""
+        """Return the validation loss at the end."""
         return Mean.of([final_loss(row) for row in self.of(setting, contestant).values()])
 
     def difference(self, setting: str, contestant: str, other: str) -> Mean | None:
-        """The final loss less the other contestant's, seed by seed; None without a common seed."""
+        """Return the final loss less the other contestant's, seed by seed; None without a common
+        seed."""
         return self._paired(
             setting, contestant, other, lambda mine, theirs: final_loss(mine) - final_loss(theirs)
         )
 
     def steps_ratio(self, setting: str, contestant: str, other: str) -> Mean | None:
-        """Steps to the other contestant's final loss, as a share of its own steps, seed by seed."""
+        """Return the steps to the other contestant's final loss, as a share of the other's steps,
+        seed by seed."""
         return self._paired(
             setting,
             contestant,
@@ -104,8 +105,8 @@ class Findings:
         )
 
     def seconds_ratio(self, setting: str, contestant: str, other: str) -> Mean | None:
-        """Seconds to the other contestant's final loss, as a share of its own seconds; None, too,
-        where a cost is not known."""
+        """Return the seconds to the other contestant's final loss, as a share of the other's
+        seconds; None, too, where a cost is not known."""
         steps = self.steps_ratio(setting, contestant, other)
         costs = [self.cost(setting, name) for name in (contestant, other)]
         if steps is None or None in costs:
@@ -120,7 +121,7 @@ class Findings:
         )
 
     def cost(self, setting: str, contestant: str) -> Row | None:
-        """The row of the contestant's milliseconds and bytes."""
+        """Return the row of the contestant's milliseconds and bytes."""
         return next(
             (
                 row
@@ -136,45 +137,3 @@ class Findings:
         mine, theirs = self.of(setting, contestant), self.of(setting, other)
         values = [compare(mine[seed], theirs[seed]) for seed in sorted(mine.keys() & theirs.keys())]
         return Mean.of(values) if values else None
-
-
-def reproduction(findings: Findings, published: Findings) -> list[str]:
-    """Say for each setting whether means are within the published intervals, and whether a
-    published order is reversed.
-
-    Two contestants have a published order if their difference in pairs is beyond its interval.
-    """
-    lines = []
-    for setting in findings.settings():
-        both = [
-            name for name in published.contestants(setting) if name in findings.contestants(setting)
-        ]
-        outside = [
-            name
-            for name in both
-            if not _is_within(findings.final(setting, name), published.final(setting, name))
-        ]
-        reversed_ = [
-            f"{better} and {worse}"
-            for better, worse in itertools.combinations(both, 2)
-            if _is_below(published.difference(setting, better, worse))
-            and _is_below(findings.difference(setting, worse, better))
-        ]
-        said = (
-            f"{setting}: {len(both) - len(outside)} of {len(both)} "
-            "losses within the published intervals"
-        )
-        said += f" (not {', '.join(outside)})" if outside else ""
-        lines.append(f"{said}; order reversed: {', '.join(reversed_) or 'none'}")
-    return lines
-
-
-def _is_within(mean: Mean, published: Mean) -> bool:
-    return (
-        abs(mean.value - published.value) <= published.half_width or mean.value == published.value
-    )
-
-
-def _is_below(difference: Mean | None) -> bool:
-    """Whether the difference is negative beyond its interval."""
-    return difference is not None and difference.value + difference.half_width < 0

@@ -1,5 +1,5 @@
 """`lather bench convergence ACTION STUDY`: makes the runs of a study, measures what its optimizers
-cost, or reports what was found."""
+cost, or reports the results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 import torch
 from rich.console import Console
 
-from benchmarks.convergence.analysis import Findings, reproduction
+from benchmarks.convergence.analysis import Findings
 from benchmarks.convergence.queue import Queue, append_row, read_rows
 from benchmarks.convergence.study import Study, load_study
 from benchmarks.convergence.tables import markdown_table, rates_table
@@ -24,6 +24,8 @@ from lather.errors import UserError, require
 
 UNFINISHED = 3
 """Exit status while runs are missing."""
+BASELINES = ("adamw", "muon")
+"""Contestants that the tables compare all others with."""
 
 
 @dataclass(frozen=True)
@@ -41,16 +43,10 @@ class ConvergenceBenchmark:
     out: Path | None = None
     """Folder for rows.jsonl, costs.jsonl, picture and unfinished runs (default:
     runs/convergence/NAME)."""
-    settings: tuple[str, ...] = ()
-    """Settings of the study to take part; none named: all."""
-    contestants: tuple[str, ...] = ()
-    """Contestants to take part; none named: all."""
     workers: int = os.cpu_count() or 1
     """Runs at a time, each on one core."""
     minutes: float = float("inf")
     """Stop after about so long; the same command goes on."""
-    against: tuple[str, ...] = ("adamw", "muon")
-    """Contestants that the tables compare all others with."""
 
     def __post_init__(self) -> None:
         require(self.workers >= 1, "--workers", self.workers, "at least 1")
@@ -61,14 +57,10 @@ def run(options: ConvergenceBenchmark) -> int:
     """Carry out the action; returns the exit status, `UNFINISHED` if runs are missing after
     `--minutes`."""
     sys.path.insert(0, str(options.study.parent.resolve()))
-    study, console = (
-        load_study(options.study).limited_to(options.settings, options.contestants),
-        command_console(),
-    )
+    study, console = load_study(options.study), command_console()
     folder = options.out or Path("runs/convergence") / study.name
-    published = options.study.parent.parent / "results/convergence" / study.name
     if options.action == "report":
-        return report(study, folder, published, options.against, console)
+        return report(study, folder, console)
     common = {**environment(torch.device("cpu"), ()), "study": study.name}
     if options.action == "cost":
         _measure_costs(study, folder, common, console)
@@ -78,23 +70,20 @@ def run(options: ConvergenceBenchmark) -> int:
         console.print(text, highlight=False)
 
     done = Queue(study, folder, options.workers, common, say).work(60 * options.minutes)
-    report(study, folder, published, options.against, console)
+    report(study, folder, console)
     return 0 if done else UNFINISHED
 
 
 def load_findings(study: Study, folder: Path) -> Findings:
-    """The compared rows of a study in a folder, and its newest costs."""
+    """Return the compared rows of a study in a folder, and its newest costs."""
     costs = folder / "costs.jsonl"
     rows = [json.loads(line) for line in costs.read_text().splitlines()] if costs.exists() else []
     newest = {(row["setting"], row["contestant"]): row for row in rows}
     return Findings(study.compared(read_rows(folder / "rows.jsonl")), list(newest.values()))
 
 
-def report(
-    study: Study, folder: Path, published: Path, against: tuple[str, ...], console: Console
-) -> int:
-    """Print tables, draw the picture, and compare with published rows of the study if there are
-    any; returns the exit status."""
+def report(study: Study, folder: Path, console: Console) -> int:
+    """Print tables and draw the picture; returns the exit status."""
     rows = read_rows(folder / "rows.jsonl")
     if not rows:
         raise UserError(
@@ -104,16 +93,13 @@ def report(
         console.print(rates_table(study, rows), highlight=False, soft_wrap=True, markup=False)
     findings = load_findings(study, folder)
     for setting in findings.settings():
-        baselines = [name for name in against if name in findings.contestants(setting)]
+        baselines = [name for name in BASELINES if name in findings.contestants(setting)]
         console.print(
             f"\n{setting}\n{markdown_table(findings, setting, baselines)}",
             highlight=False,
             soft_wrap=True,
             markup=False,
         )
-    if (published / "rows.jsonl").exists() and published.resolve() != folder.resolve():
-        for line in reproduction(findings, load_findings(study, published)):
-            console.print(line, highlight=False)
     if findings.rows:
         from benchmarks.convergence.picture import draw  # matplotlib takes a second to import
 

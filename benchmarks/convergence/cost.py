@@ -58,12 +58,12 @@ class _Timed:
 def measure(study: Study, folder: Path) -> Iterator[Row]:
     """Measure every contestant in every setting of the study; yields a row for each."""
     for setting in study.settings:
-        names = {
-            contestant.name: contestant for where, contestant in study.pairs() if where == setting
-        }
         configs = {
-            name: study.trial(one, setting, 0, one.rates[setting]).config(folder)
-            for name, one in names.items()
+            contestant.name: study.trial(contestant, setting, 0, contestant.rates[setting]).config(
+                folder
+            )
+            for where, contestant in study.pairs()
+            if where == setting
         }
         if configs:
             yield from _measure_setting(setting, configs)
@@ -75,30 +75,30 @@ def _measure_setting(setting: str, configs: dict[str, Config]) -> Iterator[Row]:
     batch = _batches(config)
     gradients = [_gradients(engine, batch.batch(step)) for step in range(1, 5)]
     contestants = [_timed(name, config, engine) for name, config in configs.items()]
-    for one in contestants:
-        one.seconds(gradients, WARM_UP)
-    times: dict[str, list[float]] = {one.name: [] for one in contestants}
+    for contestant in contestants:
+        contestant.seconds(gradients, WARM_UP)
+    times: dict[str, list[float]] = {contestant.name: [] for contestant in contestants}
     gradient_times = []
     for number in range(ROUNDS):
         start = time.perf_counter()
         _gradients(engine, batch.batch(number + 5))
         gradient_times.append(time.perf_counter() - start)
         turn = number % len(contestants)
-        for one in (*contestants[turn:], *contestants[:turn]):
-            times[one.name].append(one.seconds(gradients, one.steps))
-    for one in contestants:
+        for contestant in (*contestants[turn:], *contestants[:turn]):
+            times[contestant.name].append(contestant.seconds(gradients, contestant.steps))
+    for contestant in contestants:
         yield {
             "benchmark": "convergence-cost",
             "setting": setting,
-            "contestant": one.name,
-            "optimizer_ms": percentiles([1e3 * seconds for seconds in times[one.name]]),
+            "contestant": contestant.name,
+            "optimizer_ms": percentiles([1e3 * seconds for seconds in times[contestant.name]]),
             "gradient_ms": percentiles([1e3 * seconds for seconds in gradient_times]),
             "state_bytes": sum(
                 x.numel() * x.element_size()
-                for state in one.optimizer.state.values()
+                for state in contestant.optimizer.state.values()
                 for x in _tensors(state)
             ),
-            "parameters": sum(p.numel() for p in one.params),
+            "parameters": sum(p.numel() for p in contestant.params),
         }
 
 
@@ -113,9 +113,9 @@ def _gradients(engine: Engine, batch: Batch) -> list[Tensor]:
     """Compute the gradients of a batch. They are not clipped: only their time and their usual size
     matter."""
     engine.launch_gradients(batch).read()
-    found = [p.grad.clone() for _, p in engine.parameters.spread() if p.grad is not None]
+    gradients = [p.grad.clone() for _, p in engine.parameters.spread() if p.grad is not None]
     engine.parameters.clear_gradients()
-    return found
+    return gradients
 
 
 def _timed(name: str, config: Config, engine: Engine) -> _Timed:

@@ -65,18 +65,18 @@ def _draw_setting(
             )
             over_bytes.annotate(name, place, xytext=(5, 3), textcoords="offset points", fontsize=7)
     top = max(finals) + 3 * (max(finals) - min(finals)) + 0.05
-    for one, label in (
+    for panel, label in (
         (over_steps, "steps"),
         (over_seconds, "seconds, gradient and optimizer measured apart"),
     ):
-        one.set(xlabel=label, ylabel="validation loss, nats", ylim=(min(finals) - 0.05, top))
+        panel.set(xlabel=label, ylabel="validation loss, nats", ylim=(min(finals) - 0.05, top))
     over_bytes.set(
         xlabel="optimizer state, bytes per parameter", ylabel="validation loss at the end"
     )
     over_steps.set_title(setting, loc="left")
-    for one in axes:
-        one.grid(alpha=0.25)
-        one.spines[["top", "right"]].set_visible(False)
+    for panel in axes:
+        panel.grid(alpha=0.25)
+        panel.spines[["top", "right"]].set_visible(False)
 
 
 def _band(rows: Sequence[Row]) -> list[tuple[float, float, float, float]]:

@@ -18,10 +18,10 @@ which seeds) and says which runs are left to make.
     factor = 2.0
 
 The search makes a run at the start and at its four neighbors, which have one of the two rates
-multiplied or divided by `factor`. It goes on around the best run so far, until that one is better
+multiplied or divided by `factor`. It goes on around the best run so far, until that run is better
 than its four neighbors. So the best rates are never at an edge of what was tried. The compared
-runs have the best rates, and seeds of their own. Which runs are left follows from the study and its
-rows: nothing else is kept.
+runs have the best rates, and other seeds. Which runs are left follows from the study and its rows
+alone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import json
 import math
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ MOST_HALVINGS = 8
 
 @dataclass(frozen=True)
 class Trial:
-    """One training run of a study."""
+    """A training run of a study."""
 
     setting: str
     contestant: str
@@ -108,34 +108,8 @@ class Study:
             _merged(self.settings[setting], {"optim": optim, "seed": seed}),
         )
 
-    def limited_to(self, settings: Sequence[str], contestants: Sequence[str]) -> Study:
-        """The part of the study with these settings and contestants; empty: all. Raises ConfigError
-        for an unknown name."""
-        known = {
-            "settings": list(self.settings),
-            "contestants": [one.name for one in self.contestants],
-        }
-        for option, names in (("settings", settings), ("contestants", contestants)):
-            for name in names:
-                require(
-                    name in known[option], f"--{option}", name, f"one of {', '.join(known[option])}"
-                )
-        kept = [
-            replace(
-                one,
-                rates={
-                    key: rates
-                    for key, rates in one.rates.items()
-                    if not settings or key in settings
-                },
-            )
-            for one in self.contestants
-            if not contestants or one.name in contestants
-        ]
-        return replace(self, contestants=tuple(kept))
-
     def pairs(self) -> Iterator[tuple[str, StudyContestant]]:
-        """Every setting with each contestant that takes part in it."""
+        """Yield every setting with each contestant that takes part in it."""
         for setting in self.settings:
             for contestant in self.contestants:
                 if setting in contestant.rates:
@@ -144,15 +118,15 @@ class Study:
     def best_rates(
         self, contestant: StudyContestant, setting: str, rows: Mapping[str, Row]
     ) -> Rates | None:
-        """The rates for the compared runs; None while they are still searched."""
+        """Return the rates for the compared runs; None while they are still searched."""
         if self.tuning is None:
             return contestant.rates[setting]
         best, missing = self.search(contestant, setting, rows)
         return None if missing else best
 
     def wanted(self, rows: Mapping[str, Row]) -> list[Trial]:
-        """The runs that can be started now, in order, given the finished rows by key. If there are
-        none, the study is done."""
+        """Return the runs that can be started now, in order, after the finished `rows` by key. If
+        there are none, the study is done."""
         runs = [
             trial
             for setting, contestant in self.pairs()
@@ -162,18 +136,18 @@ class Study:
         return list(unique.values())
 
     def compared(self, rows: Mapping[str, Row]) -> list[Row]:
-        """The rows of the compared runs whose rates are known by now."""
-        found = []
+        """Return the rows of the compared runs whose rates are known by now."""
+        compared: list[Row] = []
         for setting, contestant in self.pairs():
             rates = self.best_rates(contestant, setting, rows)
             if rates is not None:
                 keys = [self.trial(contestant, setting, seed, rates).key for seed in self.seeds]
-                found += [
+                compared += [
                     {**rows[key], "setting": setting, "contestant": contestant.name}
                     for key in keys
                     if key in rows
                 ]
-        return found
+        return compared
 
     def _wanted_of(
         self, contestant: StudyContestant, setting: str, rows: Mapping[str, Row]
@@ -189,7 +163,7 @@ class Study:
     def search(
         self, contestant: StudyContestant, setting: str, rows: Mapping[str, Row]
     ) -> tuple[Rates, list[Trial]]:
-        """The best rates so far, and the runs that are needed before those can be judged."""
+        """Return the best rates so far, and the runs that are needed before they can be judged."""
         assert self.tuning is not None
         lr, rest = contestant.rates[setting]
         factor, seed = self.tuning.factor, self.tuning.seed
@@ -225,7 +199,7 @@ class Study:
 
 
 def final_loss(row: Row) -> float:
-    """Validation loss at the end; infinite for a run that diverged."""
+    """Return the validation loss at the end; infinite for a run that diverged."""
     return math.inf if row["final"] is None else float(row["final"])
 
 
@@ -236,95 +210,58 @@ def rows_by_key(rows: Iterable[Row]) -> dict[str, Row]:
 def load_study(path: Path) -> Study:
     """Read a study file. Raises ConfigError, which names the file and the fault, if the file or the
     configuration of a run is wrong."""
+    place = ""
     try:
-        mapping = tomllib.loads(read_text(path))
+        study = _study(tomllib.loads(read_text(path)))
+        for setting, contestant in study.pairs():
+            place = f"contestant {contestant.name!r} in setting {setting!r}: "
+            study.trial(contestant, setting, 0, contestant.rates[setting]).config(Path("unused"))
     except OSError as error:
         raise ConfigError(
             f"{path}: cannot be read ({error.strerror}): give a study file such as "
             "benchmarks/studies/short.toml"
         ) from None
-    except UnicodeError as error:
-        raise ConfigError(f"{path}: {error}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}") from None
-    try:
-        study = _study(mapping)
-        for setting, contestant in study.pairs():
-            try:
-                study.trial(contestant, setting, 0, contestant.rates[setting]).config(
-                    Path("unused")
-                )
-            except ConfigError as error:
-                raise ConfigError(
-                    f"contestant {contestant.name!r} in setting {setting!r}: {error}"
-                ) from None
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
+    except (UnicodeError, tomllib.TOMLDecodeError, ConfigError) as error:
+        raise ConfigError(f"{path}: {place}{error}") from None
     return study
 
 
 def _study(mapping: dict[str, Any]) -> Study:
-    _check_keys(
-        mapping,
-        "",
-        required=("name", "settings", "contestants"),
-        optional=("seeds", "config", "tuning"),
-    )
-    common, settings = mapping.get("config", {}), mapping["settings"]
-    merged = {name: _merged(common, own) for name, own in settings.items()}
+    _check_keys(mapping, "", ("name", "settings", "contestants"), ("seeds", "config", "tuning"))
+    common = mapping.get("config", {})
+    settings = {name: _merged(common, values) for name, values in mapping["settings"].items()}
     contestants = []
-    for name, own in mapping["contestants"].items():
+    for name, values in mapping["contestants"].items():
         prefix = f"contestants.{name}."
-        _check_keys(own, prefix, required=("optim", "rates"), optional=())
+        _check_keys(values, prefix, ("optim", "rates"))
+        for setting in values["rates"]:
+            allowed = f"for the settings {', '.join(settings)}"
+            require(setting in settings, f"{prefix}rates", setting, allowed)
         rates = {
             setting: _rates(pair, f"{prefix}rates.{setting}")
-            for setting, pair in own["rates"].items()
+            for setting, pair in values["rates"].items()
         }
-        for setting in rates:
-            require(
-                setting in merged,
-                f"{prefix}rates",
-                setting,
-                f"for the settings {', '.join(merged)}",
-            )
-        contestants.append(StudyContestant(name, own["optim"], rates))
-    tuning = None
+        contestants.append(StudyContestant(name, values["optim"], rates))
+    tuning, seeds = None, mapping.get("seeds", [])
     if "tuning" in mapping:
-        _check_keys(mapping["tuning"], "tuning.", required=("seed", "factor"), optional=())
-        require(
-            mapping["tuning"]["factor"] > 1, "tuning.factor", mapping["tuning"]["factor"], "above 1"
-        )
+        _check_keys(mapping["tuning"], "tuning.", ("seed", "factor"))
         tuning = Tuning(mapping["tuning"]["seed"], float(mapping["tuning"]["factor"]))
-    seeds: Sequence[int] = mapping.get("seeds", [])
-    require(
-        bool(seeds) or tuning is not None,
-        "seeds",
-        seeds,
-        "a list with at least one seed, or there must be a [tuning]",
-    )
-    overlap = tuning is not None and tuning.seed in seeds
-    require(
-        not overlap,
-        "seeds",
-        seeds,
-        "other than tuning.seed: rates that were chosen on a seed are not judged on it",
-    )
-    return Study(mapping["name"], tuple(seeds), merged, tuple(contestants), tuning)
+        require(tuning.factor > 1, "tuning.factor", tuning.factor, "above 1")
+        disjoint = "other than tuning.seed: rates that were chosen on a seed are not judged on it"
+        require(tuning.seed not in seeds, "seeds", seeds, disjoint)
+    either = "a list with at least one seed, or there must be a [tuning]"
+    require(bool(seeds) or tuning is not None, "seeds", seeds, either)
+    return Study(mapping["name"], tuple(seeds), settings, tuple(contestants), tuning)
 
 
 def _check_keys(
-    mapping: Any, prefix: str, required: Sequence[str], optional: Sequence[str]
+    mapping: dict[str, Any], prefix: str, required: Sequence[str], optional: Sequence[str] = ()
 ) -> None:
-    require(isinstance(mapping, dict), prefix.rstrip(".") or "the study", mapping, "a section")
+    known = (*required, *optional)
     for key in required:
         require(key in mapping, f"{prefix}{key}", None, "given")
-    for key in mapping:
-        require(
-            key in (*required, *optional),
-            prefix + key,
-            mapping[key],
-            f"left out: known keys are {', '.join((*required, *optional))}",
-        )
+    for key, value in mapping.items():
+        require(key in known, prefix + key, value, f"left out: known keys are {', '.join(known)}")
 
 
 def _rates(pair: Any, name: str) -> Rates:

@@ -1,5 +1,5 @@
 """`python -m benchmarks.gpu`: runs all parts that are not done yet. It uses the standard library
-alone until it is known that torch is there."""
+alone until it knows that torch is installed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FOLDER = Path("runs/gpu")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the parts; returns the exit status: 1 if a part was not done, 2 if nothing can be
     done."""
-    begun, options = time.monotonic(), _parser().parse_args(arguments)
+    start_time, options = time.monotonic(), _parser().parse_args(arguments)
     folder = FOLDER / options.device / ("small" if options.small else "full")
     parts = all_parts(options.device, folder.resolve(), small=options.small)
     chosen = [
@@ -61,9 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         runner.run_once(start)
     # `after` each part, so that an interruption loses nothing
     outcomes = runner.run(
-        chosen, fresh=options.fresh, end=begun + 60 * options.minutes, after=collected
+        chosen, fresh=options.fresh, end=start_time + 60 * options.minutes, after=collected
     )
-    print(f"\n{collected()}\n\nsummary, rows, picture and logs in {options.out}")
+    print(f"\n{collected()}\n\nsummary, rows and logs in {options.out}")
     if left := [part for part in chosen if part.name not in outcomes]:
         print(
             f"not started, for want of time: {', '.join(part.name for part in left)} (at most "
@@ -101,19 +101,19 @@ def _parser() -> argparse.ArgumentParser:
         "--out",
         type=Path,
         default=FOLDER,
-        help="folder for all rows, logs, picture and summary, in a file each",
+        help="folder for all rows, logs and summary, in a file each",
     )
     return parser
 
 
 def _possible(parts: Sequence[MeasuredPart], device: str) -> bool:
-    """Say whether anything can be done here, and exactly which wheels are missing."""
+    """Return whether anything can be done here, and print which wheels are missing."""
     stopped = {part.name: needs.missing(part.needs) for part in parts}
     stopped = {name: lacks for name, lacks in stopped.items() if lacks}
     if stopped:
         print(
             f"{', '.join(stopped)}: not possible "
-            f"without\n{needs.describe(one for lacks in stopped.values() for one in lacks)}"
+            f"without\n{needs.describe(wheel for lacks in stopped.values() for wheel in lacks)}"
         )
     if lacks := needs.missing(
         {"torch": needs.TORCH, **({"triton": needs.TRITON} if device == "cuda" else {})}

@@ -35,14 +35,14 @@ def milliseconds(
     p80."""
     for _ in range(warm_up):
         work()
-    return percentiles([_one(work, device) for _ in range(rounds)])
+    return percentiles([_time(work, device) for _ in range(rounds)])
 
 
-def _one(work: Callable[[], object], device: torch.device) -> float:
+def _time(work: Callable[[], object], device: torch.device) -> float:
     if not is_gpu(device):
-        begun = time.perf_counter()
+        start = time.perf_counter()
         work()
-        return 1e3 * (time.perf_counter() - begun)
+        return 1e3 * (time.perf_counter() - start)
     gpu = gpu_module(device)
     start, end = gpu.Event(enable_timing=True), gpu.Event(enable_timing=True)
     gpu.synchronize(device)

@@ -24,8 +24,7 @@ OF_OTHERS = {
     "pytest": ("pluggy", "iniconfig"),
     "heavyball": ("opt-einsum",),
 }
-"""Packages that these wheels need, which may be missing where wheels are copied to a machine one by
-one."""
+"""Packages that these wheels need, which may be missing where wheels are copied by hand."""
 
 WHEELS = (
     "tomli-w",
@@ -43,12 +42,12 @@ class Missing:
 
     wheel: str
     minimum: str
-    found: str | None
+    present: str | None
     """The version that is installed; None: the wheel is missing."""
 
     def __str__(self) -> str:
         also = OF_OTHERS.get(self.wheel, ())
-        state = "is missing" if self.found is None else f"is {self.found}"
+        state = "is missing" if self.present is None else f"is {self.present}"
         return f"{self.wheel} >= {self.minimum} ({state}" + (
             f"; it needs {', '.join(also)})" if also else ")"
         )
@@ -56,11 +55,11 @@ class Missing:
 
 def missing(wheels: Mapping[str, str]) -> list[Missing]:
     """Return those of {wheel: least version} that are missing or too old."""
-    found = {wheel: installed(wheel) for wheel in wheels}
+    versions = {wheel: installed(wheel) for wheel in wheels}
     return [
-        Missing(wheel, least, found[wheel])
+        Missing(wheel, least, versions[wheel])
         for wheel, least in wheels.items()
-        if not _is_enough(found[wheel], least)
+        if not _is_enough(versions[wheel], least)
     ]
 
 
@@ -74,8 +73,8 @@ def installed(wheel: str) -> str | None:
         return "unknown"
 
 
-def _is_enough(found: str | None, least: str) -> bool:
-    return found is not None and (found == "unknown" or numbers(found) >= numbers(least))
+def _is_enough(present: str | None, least: str) -> bool:
+    return present is not None and (present == "unknown" or numbers(present) >= numbers(least))
 
 
 def numbers(text: str) -> tuple[int, ...]:
@@ -84,5 +83,5 @@ def numbers(text: str) -> tuple[int, ...]:
 
 
 def describe(lacks: Iterable[Missing]) -> str:
-    """Describe each wheel in one line, and each only once."""
+    """Describe each wheel in a line, without repetitions."""
     return "\n".join(f"  {line}" for line in dict.fromkeys(map(str, lacks)))

@@ -1,5 +1,5 @@
-"""Measures the batched refresh of a transformer's 96 factors against `torch.linalg.qr` one by one,
-and against the device's own fp32 products.
+"""Measures the batched refresh of a transformer's 96 factors against `torch.linalg.qr` matrix by
+matrix, and against the device's fp32 products.
 
 Twelve layers of four matrices (attention in and out, MLP in and out) have 96 factors: 72 of the
 hidden size and 24 of the MLP size. Both contestants do one step of orthogonal iteration, Q = qr(K
@@ -61,14 +61,14 @@ def transformer_factors(
 
 
 def _factors(b: int, n: int, device: torch.device) -> Factors:
-    """Make K = A diag(1 / i^2) A^T plus 5 % of a new gradient's own factor, and Q = A."""
+    """Make K = A diag(1 / i^2) A^T plus 5 % of a new gradient's factor, and Q = A."""
     generator = torch.Generator(device).manual_seed(n)
     q = torch.linalg.qr(torch.randn(n, n, generator=generator, device=device)).Q
     scale = 1 / torch.arange(1, n + 1, device=device)
     k = torch.empty(b, n, n, device=device)
-    for one in k:
+    for factor in k:
         g = (q * scale) @ torch.randn(n, n, generator=generator, device=device) / n**0.5
-        one.copy_(0.95 * (q * scale.square()) @ q.mT + 0.05 * g @ g.mT)
+        factor.copy_(0.95 * (q * scale.square()) @ q.mT + 0.05 * g @ g.mT)
     return Factors(k, q.expand(b, n, n).contiguous())
 
 
@@ -114,12 +114,14 @@ def check_refreshes(factors: Sequence[Factors]) -> dict[str, Any]:
         worst = 0.0
         for f, q in zip(factors, refresh(factors), strict=True):
             eye = torch.eye(q.shape[-1], device=q.device)
-            if (error := max((one.mT @ one - eye).abs().max().item() for one in q)) > ORTHONORMAL:
+            if (
+                error := max((basis.mT @ basis - eye).abs().max().item() for basis in q)
+            ) > ORTHONORMAL:
                 raise CheckError(
                     f"bases of {name} are off orthonormal by {error:.1e} at {tuple(q.shape)}; "
                     f"{ORTHONORMAL:.0e} is allowed"
                 )
-            worst = max([worst, *(_off_diagonal(k, one) for k, one in zip(f.k, q, strict=True))])
+            worst = max([worst, *(_off_diagonal(*pair) for pair in zip(f.k, q, strict=True))])
         off_diagonal[name] = worst
     if off_diagonal["lather"] > AS_DIAGONAL * off_diagonal["one_by_one"]:
         raise CheckError(

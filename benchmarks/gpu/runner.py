@@ -2,8 +2,8 @@
 
 `state.json` has an entry for each part. A part is done again if it has not been done, if the code
 has changed (`fingerprint`), or with `fresh`. A part that fails or is too slow stops nothing: its
-whole process group is ended, and the next one begins. If the runner is ended, so is its part, which
-would otherwise hold the device while the next call measures.
+whole process group is ended, and the next part starts. If the runner is ended, so is its part,
+which would otherwise hold the device while the next call measures.
 
 Where time is short, the parts that this code has not tried come first, and a part is left for the
 next call if its limit is more than what is left of the time. So the same call, made again and
@@ -58,7 +58,7 @@ def _digest_of_code(root: Path) -> bytes:
 
 
 class Runner:
-    """The parts of one folder."""
+    """Runs the parts of a folder."""
 
     def __init__(
         self, folder: Path, say: Callable[[str], object] = print, root: Path = ROOT
@@ -107,23 +107,23 @@ class Runner:
         return outcome
 
     def is_tried(self, part: MeasuredPart) -> bool:
-        """Say whether this code has run the part, with whatever outcome."""
+        """Return whether this code has run the part, with whatever outcome."""
         outcome = self.last(part.name)
         return outcome is not None and outcome.fingerprint == self.fingerprint(part)
 
     def earlier(self, part: MeasuredPart) -> PartOutcome | None:
-        """How this code did the part before; None if it did not."""
+        """Return how this code did the part before; None if it did not."""
         outcome = self.last(part.name)
         done = outcome is not None and outcome.status == "done" and self.is_tried(part)
         return outcome if done else None
 
     def last(self, name: str) -> PartOutcome | None:
-        """How a part ended when any code last ran it; None if none did."""
+        """Return how a part ended when any code last ran it; None if it never ran."""
         state = self._state().get(name)
         return None if state is None else PartOutcome(**state)
 
     def log(self, name: str) -> Path:
-        """The file with what the part printed."""
+        """Return the file of the part's output."""
         return self.folder / f"{name}.log"
 
     def _state(self) -> dict[str, dict[str, Any]]:
@@ -143,7 +143,7 @@ class Runner:
             return PartOutcome("not possible", 0.0, None, mark)
         for path in self.folder.glob(f"{part.name}*.jsonl"):  # these rows are of an earlier run
             path.unlink()
-        begun = time.monotonic()
+        start = time.monotonic()
         environment = {
             **os.environ,
             "PYTHONPATH": _joined(str(self._root / "src"), os.environ.get("PYTHONPATH")),
@@ -157,7 +157,7 @@ class Runner:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # so that its own child processes can be ended with it
+                start_new_session=True,  # so that its child processes can be ended with it
                 preexec_fn=_ending_with_parent(),  # noqa: PLW1509  # a system call, safe after fork
             )
             try:
@@ -169,7 +169,7 @@ class Runner:
         status: Status = (
             "out of time" if exit_status is None else "failed" if exit_status else "done"
         )
-        return PartOutcome(status, round(time.monotonic() - begun, 1), exit_status, mark)
+        return PartOutcome(status, round(time.monotonic() - start, 1), exit_status, mark)
 
 
 def _ending_with_parent() -> Callable[[], object] | None:
@@ -181,8 +181,7 @@ def _ending_with_parent() -> Callable[[], object] | None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the process and those that it has started: one that is left behind would hold memory of
-    the device."""
+    """End the process and its children, which would hold memory of the device."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -1,9 +1,8 @@
-"""Summarizes all parts: a line for each part, a picture, and the rows of all parts in one file."""
+"""Summarizes all parts: a line for each part, and the rows of all parts in a file."""
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,8 +16,8 @@ HEAD = ("part", "status", "seconds", "result")
 
 
 def collect(parts: Sequence[MeasuredPart], runner: Runner, out: Path, *, publish: bool) -> str:
-    """Return the table; write it, a picture, all rows and logs to `out`, and with `publish` all but
-    the logs to benchmarks/results/gpu."""
+    """Return the table; write it, all rows and logs to `out`, and with `publish` table and rows to
+    benchmarks/results/gpu."""
     out.mkdir(parents=True, exist_ok=True)
     table = markdown([(part.name, *_line(part, runner)) for part in parts])
     (out / "summary.md").write_text(table + "\n")
@@ -27,10 +26,9 @@ def collect(parts: Sequence[MeasuredPart], runner: Runner, out: Path, *, publish
     (out / "logs.txt").write_text(
         "".join(f"=== {part.name}\n{tail(runner, part.name, 200)}\n" for part in parts)
     )
-    has_picture = draw(rows, out / "summary.png")
     if publish and rows:
         RESULTS.mkdir(parents=True, exist_ok=True)
-        for name in ("rows.jsonl", "summary.md", *(["summary.png"] if has_picture else [])):
+        for name in ("rows.jsonl", "summary.md"):
             shutil.copy(out / name, RESULTS / name)
     return table
 
@@ -56,15 +54,15 @@ def _line(part: MeasuredPart, runner: Runner) -> tuple[str, str, str]:
 
 
 def result(name: str, outcome: PartOutcome, runner: Runner) -> str:
-    """Make the line of a part: its numbers, and what went wrong, if anything did."""
+    """Return the line of a part: its numbers, and the error if it failed."""
     describe = DESCRIBE.get(name.partition("-")[0])
     rows = rows_of(name, runner)
-    found = describe(rows) if describe and rows else ""
-    if found and outcome.status == "done":
-        return found
+    numbers = describe(rows) if describe and rows else ""
+    if numbers and outcome.status == "done":
+        return numbers
     lines = [line.strip() for line in tail(runner, name, 30).splitlines() if line.strip()]
     last = lines[-1].replace("|", "/")[:160] if lines else ""
-    return "; ".join(text for text in (found, last) if text)
+    return "; ".join(text for text in (numbers, last) if text)
 
 
 def tail(runner: Runner, name: str, num_lines: int) -> str:
@@ -120,7 +118,8 @@ def _optimizer(rows: Sequence[Row]) -> str:
                 f"{row['config']['rule']} of {row['config']['contestant']}", []
             ).append(row["times_of_lather"])
     return ", ".join(
-        f"{name}: {min(some):.2f} to {max(some):.2f} times ours" for name, some in times.items()
+        f"{name}: {min(ratios):.2f} to {max(ratios):.2f} times ours"
+        for name, ratios in times.items()
     )
 
 
@@ -140,38 +139,3 @@ DESCRIBE: dict[str, Callable[[Sequence[Row]], str]] = {
     "optimizer": _optimizer,
     "training": _training,
 }
-
-
-def draw(rows: Sequence[Row], path: Path) -> bool:
-    """Draw bars of the kernels' shares and of the trainings' MFU; returns False if there is nothing
-    to draw, or no matplotlib."""
-    shares = {row["config"]["kernel"]: row["share"] for row in rows if row["benchmark"] == "kernel"}
-    mfu = {row["config"]["optimizer"]: row["mfu"] for row in rows if row["benchmark"] == "training"}
-    panels = [
-        (title, found)
-        for title, found in (("share of a copy's or a product's rate", shares), ("MFU", mfu))
-        if found
-    ]
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
-    if not panels:
-        return False
-    figure = Figure(figsize=(6.0 * len(panels), 4.2), layout="constrained")
-    for axes, (title, found) in zip(
-        figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True
-    ):
-        axes.bar_label(
-            axes.barh(list(found), list(found.values())), fmt="%.2f", padding=3, fontsize=8
-        )
-        axes.set(xlabel=title)
-        axes.margins(x=0.15)
-        axes.invert_yaxis()
-        axes.spines[["top", "right"]].set_visible(False)
-    hardware = rows[0]["hardware"]
-    figure.suptitle(hardware["gpu"] or hardware["cpu"])
-    aside = path.with_suffix(".partial.png")
-    figure.savefig(aside, dpi=110, format="png")
-    os.replace(aside, path)
-    return True

@@ -55,7 +55,7 @@ LEARNING_RATE = {"adamw": 5e-4, "muon": 2e-3, "soap_muon": 2e-3}
 
 
 def rows(settings: Settings, contestant: str) -> Iterator[Row]:
-    """Train with the optimizer `contestant`; yields one row. Raises CheckError if a loss is not
+    """Train with the optimizer `contestant`; yields a row. Raises CheckError if a loss is not
     finite or the last is not below the first."""
     config = load_config(
         ROOT / "benchmarks/gpu" / ("small.toml" if settings.small else "moe-1.7b.toml")
@@ -135,11 +135,11 @@ def _train(
         tokens_BS = torch.multinomial(
             odds_V, math.prod(shape), replacement=True, generator=generator
         ).view(shape)
-        begun = time.perf_counter()
+        start = time.perf_counter()
         results.append(step(Batch.of_tokens(tokens_BS), config.optim.peak_lr))
         if is_gpu(device):
             gpu_module(device).synchronize(device)
-        seconds.append(time.perf_counter() - begun)
+        seconds.append(time.perf_counter() - start)
         print(f"step {len(seconds)}: loss {results[-1].loss:.3f}, {seconds[-1]:.2f} s", flush=True)
         if len(seconds) > WARM_UP and time.monotonic() - started > settings.seconds:
             break
@@ -149,7 +149,7 @@ def _train(
 
 @torch.no_grad()
 def _engine(config: Config, device: torch.device) -> Engine:
-    """Build the engine of one rank, with other random weights than `build_engine` draws."""
+    """Build the engine of a single rank, with other random weights than `build_engine` draws."""
     whole = build_model(config.model, None, torch.device("meta"))
     share = PartLayers((range(len(whole.layers)),))
     part = empty_part(whole, share, device, weights_dtype(config))

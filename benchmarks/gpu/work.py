@@ -1,5 +1,4 @@
-"""Does the work of one part, in its own process: `python -m benchmarks.gpu.work PART --device cuda
---out FOLDER`."""
+"""Does the work of a part: `python -m benchmarks.gpu.work PART --device cuda --out FOLDER`."""
 
 from __future__ import annotations
 
@@ -46,14 +45,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--seconds", type=float, default=math.inf)
-    given = parser.parse_args(arguments)
-    if given.part == "optimizer":
-        return _optimizer(given.device, given.out, small=given.small)
-    settings = Settings(torch.device(given.device), given.small, given.seconds)
-    name, _, contestant = given.part.partition("-")
+    options = parser.parse_args(arguments)
+    if options.part == "optimizer":
+        return _optimizer(options.device, options.out, small=options.small)
+    settings = Settings(torch.device(options.device), options.small, options.seconds)
+    name, _, contestant = options.part.partition("-")
     common, file, status = (
         environment(settings.device, ("triton",)),
-        RowFile(given.out / f"{given.part}.jsonl"),
+        RowFile(options.out / f"{options.part}.jsonl"),
         0,
     )
     try:

@@ -12,23 +12,22 @@ from collections.abc import Mapping
 from pathlib import Path
 
 VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-"""Environment variables with settings. torch 2.11 to 2.13 read the first that is set (the last one
-with AMD's GPUs only), when the allocator is first used."""
+"""Environment variables with settings. torch 2.11 to 2.13 read the first that is set (the last with
+AMD's GPUs only), when the allocator is first used."""
 EXPANDABLE = "expandable_segments:True"
 
 
 def has_nvidia_gpu() -> bool:
-    """Tell whether this machine or container has a GPU of NVIDIA, whether torch can use it or
-    not."""
+    """Return whether this machine has an NVIDIA GPU, whether torch can use it or not."""
     return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def allocator_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables with which torch's allocator uses expandable segments.
 
-    None of them if the user has set one, or without an NVIDIA GPU: elsewhere torch may not have
-    them, and would say so. They have to be set before CUDA is used, and are passed on to the
-    processes that this one starts.
+    No variables if the user has set any of them, or without an NVIDIA GPU: elsewhere torch may not
+    have expandable segments, and would warn. They have to be set before CUDA is used; child
+    processes inherit them.
     """
     if any(name in environment for name in VARIABLES) or not has_nvidia_gpu():
         return {}

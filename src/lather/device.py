@@ -4,7 +4,7 @@ device.
 On the CPU an operation is complete when its call returns, and reading a value costs nothing. On a
 GPU operations are queued on streams, and reading a value waits for all of them. Every device except
 the CPU and `meta`, which has no memory, counts as a GPU: CUDA devices, and devices registered with
-torch (`torch.utils.rename_privateuse1_backend`), such as the stand-in that counts launches.
+torch (`torch.utils.rename_privateuse1_backend`), for example the stand-in that counts launches.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def read(x: Tensor, what: Read, *, wait: bool = True) -> Tensor:
 
 
 def is_true(flag: Tensor, what: Read) -> bool:
-    """Read one flag, of no dims."""
+    """Read a flag without dims."""
     return bool(read(flag, what) if flag.device.type in STANDINS else flag)
 
 
@@ -91,7 +91,7 @@ def masked(x: Tensor, flags: Tensor, what: Read) -> Tensor:
 
 
 def is_gpu(on: Tensor | torch.device) -> bool:
-    """Return whether a tensor is on a GPU, or a device is one."""
+    """Return whether a tensor's device, or a device, is a GPU."""
     device = on.device if isinstance(on, Tensor) else on
     return device.type not in ("cpu", "meta", CPU_STANDIN)
 
@@ -133,7 +133,7 @@ def launching_on(x: Tensor) -> AbstractContextManager[object]:
 @contextmanager
 def deterministic(enabled: bool = True) -> Iterator[None]:
     """Make operations give the same bits in every run inside the block; torch raises RuntimeError
-    for one that has no such kernel.
+    for an operation without such a kernel.
 
     (If torch only warned, the backward passes of attention would keep their fast kernels, whose
     sums depend on the order of threads.) Enter the block before the process's first matrix product

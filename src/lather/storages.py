@@ -16,14 +16,14 @@ PLAIN = (bool, int, float, str, torch.dtype, torch.device)
 
 
 @contextmanager
-def following_resizes(told: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Call `told` with every storage after its `resize_` in the block, which is no operation that a
-    mode sees."""
-    own = torch.UntypedStorage.resize_
+def following_resizes(notify: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """Call `notify` with every storage after its `resize_` in the block, which is no operation that
+    a mode sees."""
+    original = torch.UntypedStorage.resize_
 
     def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-        out = own(storage, size)
-        told(storage)
+        out = original(storage, size)
+        notify(storage)
         return out
 
     with patch.object(torch.UntypedStorage, "resize_", resize_):

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.ahead_of_time import SHARED_KIB, complaints, counted, write
+from benchmarks.ahead_of_time import SHARED_KIB, complaints
 
 triton = pytest.importorskip("triton")
 
@@ -131,13 +131,6 @@ def test_the_committed_rows_of_each_version_are_of_the_same_code_and_within_limi
         assert not [complaints(row) for row in rows if complaints(row)]
 
 
-def test_only_rows_by_the_same_version_are_replaced(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    for version, registers in (("3.7.1", 1), ("3.6.0", 2), ("3.7.1", 3)):
-        write(path, [{"triton": version, "registers": registers}])
-    assert [(row["triton"], row["registers"]) for row in read(path)] == [("3.6.0", 2), ("3.7.1", 3)]
-
-
 def test_a_kernel_without_a_case_is_noticed(compiled: tuple[list[Row], str]) -> None:
     """A function that another kernel calls needs no case of its own, unless nobody calls it."""
     missed = ("_backward_kernel", "_clamp", "_forward_kernel", "_load_halves", "_store_halves")
@@ -147,32 +140,6 @@ def test_a_kernel_without_a_case_is_noticed(compiled: tuple[list[Row], str]) -> 
         "case:",
         *(f"swiglu.{name}" for name in missed),
     ]
-
-
-LOG = (
-    "0 bytes stack frame, {stores} bytes spill stores, 8 bytes spill "
-    "loads\nptxas info    : Used 40 registers, used 0 barriers"
-)
-PTX = """
-    @%p1 ld.global.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd1 + 0 ];
-    ld.global.b16 { %rs1 }, [ %rd2 + 0 ];
-    st.global.v2.b32 [ %rd3 + 0 ], { %r1, %r2 };
-    ld.shared.b32 %r5, [%r6];
-    div.s64 %rd4, %rd5, %rd6;
-"""
-
-
-def test_counts_of_a_log_and_ptx() -> None:
-    row = counted(LOG.format(stores=4), PTX)
-    assert (row["registers"], row["spilled_bytes"], row["stack_bytes"], row["divisions"]) == (
-        40,
-        12,
-        0,
-        1,
-    )
-    assert (row["loads"], row["stores"]) == ({"16": 1, "128": 1}, {"64": 1})
-    with pytest.raises(RuntimeError, match="neither registers nor spills"):
-        counted("", PTX)
 
 
 @pytest.mark.parametrize("architecture", sorted(SHARED_KIB))

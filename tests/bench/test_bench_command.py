@@ -82,9 +82,6 @@ def test_a_row_has_everything(rows: list[dict[str, Any]]) -> None:
             "dirty",
             "baseline",
             "check",
-            "flops_per_step",
-            "matmul_gflops_per_second",
-            "qr_ms",
         }
         assert row["hardware"].keys() == {"cpu", "cores", "threads", "gpu"}
         assert row["versions"].keys() == {"python", "torch", "lather"}
@@ -97,11 +94,6 @@ def test_a_row_has_everything(rows: list[dict[str, Any]]) -> None:
         )
         assert len(row["round_ms"]) == row["config"]["rounds"] == 5
         assert 0 < row["step_ms"]["p20"] <= row["step_ms"]["median"] <= row["step_ms"]["p80"]
-        assert (
-            0
-            < row["roofline_fraction"]
-            == pytest.approx(row["roofline_ms"] / row["step_ms"]["median"])
-        )
         assert 0 < row["state_bytes"] <= row["state_bound_bytes"]
         assert row["peak_temporary_bytes"] > 0
         assert row["check"]["error_of_lather"] < 1e-3
@@ -196,21 +188,9 @@ def test_rows_replace_the_last_runs_only_at_the_end(tmp_path: Path) -> None:
 
 
 def test_summary_holds_each_target(rows: list[dict[str, Any]]) -> None:
-    renamed = [
-        {**row, "config": {**row["config"], "set": row["config"]["set"].replace("tiny", "experts")}}
-        for row in rows
-    ]
-    for row in renamed:
-        row["config"]["frequency"] = {1: 1, 3: 10}[row["config"]["frequency"]]
-    lines = summary(with_peer(renamed, times=1.6))
+    lines = summary(with_peer(rows, times=1.6))
     assert lines[0].startswith("soap against heavyball: takes 1.60 times as long (geometric mean")
-    for beginning in (
-        "against the roofline",
-        "soap experts: frequency 10",
-        "soap experts_3d: frequency 10",
-        "state: at most",
-    ):
-        assert any(line.startswith(beginning) for line in lines), beginning
+    assert lines[-1].startswith("state: at most")
 
 
 def test_several_runs_are_shown_as_a_range(rows: list[dict[str, Any]]) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks import check, contestants
-from benchmarks.check import TOLERANCE, CheckError, check_case, error_of_ours, shrunk
+from benchmarks.check import TOLERANCE, CheckError, check_case, error_of_ours
 from benchmarks.contestants import (
     OPTIONS,
     OURS,
@@ -28,15 +28,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.mark.parametrize("name", ["experts", "experts_3d", "big"])
-def test_copies_are_small_and_keep_the_layout(name: str) -> None:
-    small = shrunk(SETS[name])
-    assert max(small.shape) == 24
-    assert small.shape[0] < 24
-    assert small.num_matrices <= 8
-    assert small.matrix_layout == SETS[name].matrix_layout
 
 
 @pytest.mark.parametrize("frequency", [1, 4])

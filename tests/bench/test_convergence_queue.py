@@ -87,7 +87,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, str]
     """A study, the folder of its rows, and what the command printed."""
     folder = tmp_path_factory.mktemp("study")
     study = write_study(folder, steps=8)
-    done = lather("run", study, "--out", folder / "out", "--against", "lion")
+    done = lather("run", study, "--out", folder / "out")
     assert done.returncode == 0, done.stderr
     return study, folder / "out", done.stdout
 
@@ -111,7 +111,7 @@ def test_rows_curves_and_tables(finished: tuple[Path, Path, str]) -> None:
     assert "| `muon` | 0.01 / 0.02 |" in printed
     assert (out / "curves.png").stat().st_size > 10_000
     assert not list((out / "runs").iterdir())
-    again = lather("report", study, "--out", out, "--against", "lion")
+    again = lather("report", study, "--out", out)
     assert again.stdout.strip() in printed
 
 
@@ -196,7 +196,7 @@ def test_costs(finished: tuple[Path, Path, str]) -> None:
         )
         assert row["gradient_ms"]["median"] > 0
         assert 4 * row["parameters"] <= row["state_bytes"] < 9 * row["parameters"]
-    printed = lather("report", study, "--out", out, "--against", "lion").stdout
+    printed = lather("report", study, "--out", out).stdout
     assert "seconds to it" in printed
 
 

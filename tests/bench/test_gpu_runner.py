@@ -21,12 +21,12 @@ import torch
 from benchmarks import kernels
 from benchmarks.check import CheckError
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import block, needs, parts, training
+from benchmarks.gpu import needs, parts, training
 from benchmarks.gpu import runner as runner_module
 from benchmarks.gpu.clock import DeviceRates, peak_flops
 from benchmarks.gpu.parts import MeasuredPart, all_parts, first_use
 from benchmarks.gpu.runner import PartOutcome, Runner
-from benchmarks.gpu.summary import collect, result, rows_of
+from benchmarks.gpu.summary import collect, result
 from benchmarks.gpu.work import Settings, main
 
 CPU = torch.device("cpu")
@@ -217,13 +217,6 @@ def test_the_summary_says_what_became_of_each_part(runner: Runner, tmp_path: Pat
     assert "=== bad\nbefore" in (tmp_path / "logs.txt").read_text()
 
 
-def test_rows_of_a_part_that_was_ended_count(runner: Runner) -> None:
-    (runner.folder / "kernels.partial.jsonl").write_text('{"a": 1}\n')
-    assert rows_of("kernels", runner) == [{"a": 1}]
-    (runner.folder / "kernels.jsonl").write_text('{"a": 2}\n')
-    assert rows_of("kernels", runner) == [{"a": 2}]
-
-
 def test_the_parts_take_every_file_of_tests_and_less_than_27_minutes(tmp_path: Path) -> None:
     everything = all_parts("cuda", tmp_path, small=False)
     assert sum(part.seconds for part in everything) <= 27 * 60
@@ -272,16 +265,6 @@ def test_the_least_versions_are_those_of_the_package() -> None:
     assert {wheel: least[wheel] for wheel in needs.TRAINER} == needs.TRAINER
 
 
-def test_the_wheels_that_travel_are_those_that_the_machine_lacks() -> None:
-    has = {"numpy", "rich", "matplotlib", "safetensors", "tokenizers", "jinja2", "pytest"}
-    wanted = {*needs.TRAINER, "pytest", *parts.PEERS} - has
-    wanted |= {other for wheel in wanted for other in needs.OF_OTHERS.get(wheel, ())}
-    assert set(needs.WHEELS) == wanted - {"typing-extensions"}  # torch brings it
-    pinned = (REPOSITORY / "constraints.txt").read_text().replace("_", "-").lower().split()
-    versions = dict(line.split("==") for line in pinned if "==" in line)
-    assert {wheel.replace("_", "-") for wheel in needs.WHEELS} <= versions.keys()
-
-
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
 def test_make_finds_wheels_in_a_folder_of_their_own() -> None:
     outside = {key: value for key, value in os.environ.items() if not key.startswith("MAKE")}
@@ -313,17 +296,6 @@ def test_the_page_says_what_is_needed() -> None:
         assert of_others in page
 
 
-@pytest.mark.parametrize(
-    ("found", "least", "enough"),
-    [("2.11.0+cu130", "2.11", True), ("2.9.1", "2.11", False), ("13", "13", True)],
-)
-def test_versions_are_compared_by_their_numbers(
-    found: str, least: str, enough: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(needs, "installed", lambda wheel: found)
-    assert (not needs.missing({"x": least})) is enough
-
-
 def test_what_is_missing_is_named_with_its_version(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -335,19 +307,6 @@ def test_what_is_missing_is_named_with_its_version(
     assert command.main(["--device", "cpu", "--small"]) == 2
     printed = capsys.readouterr().out
     assert "rich >= 13 (is 0.1; it needs markdown-it-py, mdurl, pygments)" in printed
-
-
-def test_only_and_list_choose_by_the_beginning_of_a_name(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert command.main(["--list", "--only", "training", "block"]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
-        "training-adamw",
-        "training-soap_muon",
-        "block",
-        "training-muon",
-    ]
-    assert command.main(["--only", "nothing"]) == 2
 
 
 def test_the_command_needs_the_standard_library_alone_to_say_what_is_missing() -> None:
@@ -390,16 +349,6 @@ def test_longer_rehearsal(name: str, tmp_path: Path) -> None:
     assert path.read_text()
 
 
-def test_a_kernel_that_is_one_percent_off_is_not_measured() -> None:
-    draw = kernels.CASES["combine_forward"]
-    right, wrong = draw(kernels.CHECKED, CPU), draw(kernels.CHECKED, CPU)
-    error, limit = kernels._error(
-        "combine_forward", replace(wrong, run=lambda: 1.01 * wrong.run().float()), right
-    )
-    assert error > limit
-    assert kernels._error("combine_forward", wrong, right)[0] <= limit
-
-
 def test_a_wrong_kernel_stops_only_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = iter(range(100))
     monkeypatch.setattr(
@@ -412,13 +361,6 @@ def test_a_wrong_kernel_stops_only_itself(monkeypatch: pytest.MonkeyPatch) -> No
         next(found)
     with pytest.raises(CheckError, match="gather"):
         next(found)
-
-
-def test_a_block_that_is_off_is_not_measured() -> None:
-    x = torch.randn(100)
-    assert block._largest_error("saved", [x], [x]) == 0
-    with pytest.raises(CheckError, match="saved: differs"):
-        block._largest_error("saved", [1.1 * x], [x])
 
 
 def test_flops_of_a_token_are_counted_by_hand() -> None:

@@ -81,16 +81,7 @@ def made_from_python() -> None:
         (several_outputs, 16 + 16 + 32),
         (made_from_python, 8),
     ],
-    ids=[
-        "temporaries",
-        "kept_together",
-        "views",
-        "in_place",
-        "shrunk_and_grown",
-        "resized_by_an_operation",
-        "several_outputs",
-        "made_from_python",
-    ],
+    ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_known_sequences(work: Callable[[], None], expected: int) -> None:
     with PeakBytes() as peak:

@@ -20,7 +20,8 @@ from lather.data.config import DataConfig
 from lather.engine.engine import build_engine
 from lather.engine.optimizer import build_optimizer
 from lather.engine.step import TrainStep
-from lather.memory.dry_run import DOCUMENTS, refresh_at_every_step
+from lather.memory.dry_rank import DOCUMENTS
+from lather.memory.dry_run import refresh_at_every_step
 from lather.models.families import FAMILIES
 from lather.models.routing import Router
 from lather.parallel.mesh import Mesh
@@ -116,7 +117,7 @@ def _train(
             0, SIZES["vocab_size"], (SEQUENCES // mesh.data_size, config.train.sequence_length + 1)
         )
     )
-    if config.data.apart:
+    if config.data.is_per_document:
         batch = _in_documents(batch, is_padded=config.data.packing == "documents")
     built()
     for _ in range(2):

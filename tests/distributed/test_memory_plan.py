@@ -7,7 +7,7 @@ from planned_runs import counted_run, run_config
 from ranks import run_ranks
 
 from lather.config.config import Config
-from lather.memory.dry_run import BUILDING
+from lather.memory.dry_rank import BUILDING
 from lather.memory.plan import MemoryPlan, plan
 from lather.memory.workers import Assumed
 

@@ -13,7 +13,7 @@ from planned_configs import SIZES, config_of
 
 from lather.config.config import Config
 from lather.engine.step import TrainStep
-from lather.memory.dry_run import STEP, dry_run
+from lather.memory.dry_run import dry_run
 from lather.memory.workers import Assumed
 from lather.models.families import FAMILIES
 
@@ -48,5 +48,5 @@ def count_left(config: Config) -> int:
         return result
 
     with patch.object(TrainStep, "__call__", counted):
-        dry_run(config, 1, Assumed("gpu"), 0, do=(STEP,))
+        dry_run(config, 1, Assumed("gpu"), 0)
     return sum(found)

@@ -1,12 +1,8 @@
-"""Pictures of a memory plan that is made by hand: the data of the page are right, and both files
-are whole."""
+"""The picture of a memory plan that is made by hand."""
 
 from __future__ import annotations
 
-import json
-import re
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
@@ -14,22 +10,12 @@ import pytest
 from matplotlib.patches import Rectangle
 from planned_configs import config_of
 
-from lather.errors import UserError
 from lather.memory.dry_run import RankRun
 from lather.memory.ledger import KINDS, Mark, MemoryTimeline
 from lather.memory.plan import MemoryPlan
-from lather.memory.plan_picture import (
-    Doing,
-    doings,
-    draw,
-    figure_of,
-    kinds_of,
-    page_data,
-    write_page,
-)
+from lather.memory.plan_picture import StripBar, draw, figure_of, strip_bars
 from lather.memory.workers import Assumed
 from lather.pipeline import picture
-from lather.pipeline.partition import Partition
 from lather.pipeline.schedule import Kind
 
 MIB = 2**20
@@ -63,68 +49,21 @@ def plan() -> MemoryPlan:
         RankRun(rank, rank, (range(rank, 1 + rank), range(3 - rank, 4 - rank)), steps, {}, {})
         for rank in (0, 1)
     )
-    partition = Partition((1, 2, 3, 4), 19.0 * MIB, 20.0 * MIB)
-    return MemoryPlan(config_of("adamw", parallel={"pp": 2}), 2, Assumed("cpu"), ranks, partition)
+    return MemoryPlan(config_of("adamw", parallel={"pp": 2}), 2, Assumed("cpu"), ranks)
 
 
 def test_the_strip_has_actions_and_phases_from_start_to_end() -> None:
-    assert list(doings(STEP)) == [
-        Doing(1, 2, "0F1", (FORWARD[0],)),
-        Doing(2, 3, "(0F2;3B0)OVERLAP_F_B", (FORWARD[0], BACKWARD[1])),
-        Doing(4, 6, "optimizer, update", ("#b39ddb",)),
+    assert list(strip_bars(STEP)) == [
+        StripBar(1, 2, "0F1", (FORWARD[0],)),
+        StripBar(2, 3, "(0F2;3B0)OVERLAP_F_B", (FORWARD[0], BACKWARD[1])),
+        StripBar(4, 6, "optimizer, update", ("#b39ddb",)),
     ]
 
 
-def test_marks_of_one_name_are_one_box() -> None:
-    assert list(doings(timeline([0] * 5, {0: "0F1", 2: "0F1", 5: "0F2"}))) == [
-        Doing(0, 5, "0F1", (FORWARD[0],))
+def test_marks_of_one_name_are_one_bar() -> None:
+    assert list(strip_bars(timeline([0] * 5, {0: "0F1", 2: "0F1", 5: "0F2"}))) == [
+        StripBar(0, 5, "0F1", (FORWARD[0],))
     ]
-
-
-def test_the_page_says_what_the_plan_says(plan: MemoryPlan) -> None:
-    data = page_data(plan, 15 * MIB)
-    assert (
-        [kind["name"] for kind in data["kinds"]] == kinds_of(plan) == ["parameters", "activations"]
-    )
-    assert not data["fits"]
-    assert "does not fit" in data["notes"][0]
-    assert "layers by stage 1 2 3 4" in data["notes"][1]
-    for row, run in zip(data["ranks"], plan.ranks, strict=True):
-        step = row["steps"][row["peakStep"]]
-        assert sum(curve[step["peak"]] for curve in step["curves"]) == run.peak == 19 * MIB
-        assert step["marks"][2] == [2, "(0F2;3B0)OVERLAP_F_B"]
-        assert [box[:2] for box in step["strip"]] == [[1, 2], [2, 3], [4, 6]]
-
-
-class Sources(HTMLParser):
-    """Collects the addresses that a page would load."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.found += [
-            value or "" for name, value in attributes if name in ("src", "href", "srcset")
-        ]
-
-
-def test_the_page_is_one_file_whatever_the_names(plan: MemoryPlan, tmp_path: Path) -> None:
-    out = tmp_path / "plan.html"
-    write_page(
-        plan, None, "<b>run</b> {{data}}", 'run_dir = "</pre><script>alert(1)</script>"', out
-    )
-    page = out.read_text("utf-8")
-    sources = Sources()
-    sources.feed(page)
-    assert sources.found == []
-    assert "<b>run" not in page
-    assert "alert(1)</script>" not in page
-    assert page.count("{{") == 2  # those in the title, which stays as it was given
-    (block,) = re.findall(
-        r'<script id="data" type="application/json">(.*?)</script>', page, re.DOTALL
-    )
-    assert json.loads(block) == json.loads(json.dumps(page_data(plan, None)))
 
 
 def test_bars_and_curves_are_as_long_as_the_peaks(plan: MemoryPlan) -> None:
@@ -153,17 +92,10 @@ def test_bars_and_curves_are_as_long_as_the_peaks(plan: MemoryPlan) -> None:
 
 
 def test_the_picture_grows_with_the_ranks(plan: MemoryPlan, tmp_path: Path) -> None:
-    one = replace(plan, ranks=plan.ranks[:1])
     sizes = []
-    for number, found in enumerate((one, plan)):
-        draw(found, 15 * MIB, "a run", tmp_path / f"{number}.png")
+    for number, drawn in enumerate((replace(plan, ranks=plan.ranks[:1]), plan)):
+        draw(drawn, 15 * MIB, "a run", tmp_path / f"{number}.png")
         content = (tmp_path / f"{number}.png").read_bytes()
         assert content.startswith(b"\x89PNG")
         sizes.append(int.from_bytes(content[20:24], "big"))
     assert sizes[1] > 1.4 * sizes[0]
-
-
-def test_files_that_cannot_be_written_are_named(plan: MemoryPlan, tmp_path: Path) -> None:
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(UserError, match="folder"):
-        write_page(plan, None, "a run", "", tmp_path / "folder")

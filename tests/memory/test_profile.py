@@ -1,300 +1,224 @@
-"""The tensors that a forward pass keeps, counted by hand: bytes, kinds and names on modules whose
-saved tensors are known."""
+"""`lather profile`: bytes by layer and segment from first principles, tables, files, and the
+options that change them."""
 
 from __future__ import annotations
 
+import io
+import json
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import matplotlib.image
 import pytest
-import torch
-import torch.utils.checkpoint
-from torch import Tensor, nn
+from planned_configs import config_of
+from rich.console import Console
 
-from lather.memory.profile import SavedTensors, profile_saved_tensors
-from memory.modules import F32, Act, Plan, leaf, only, profile_of, square
+from forked import fresh_python
+from lather.cli import main
+from lather.memory import profile_report as report
+from lather.memory.ledger import BETWEEN_SEGMENTS
+from lather.memory.profile import KeptTensor, Profile, layer_of, micro_batch_size, profile
+from lather.memory.workers import Assumed, worker_processes
+from lather.models.layers import MEMORY_MODES
+from tiny_run import command, write_config
 
-# --- bytes and kinds ------------------------------------------------------------------------------
-
-
-def test_linear_keeps_its_input_once_and_its_weight_as_weight() -> None:
-    model = nn.Sequential(nn.Linear(5, 3, bias=False))
-    profile = profile_of(model, leaf(7, 5))
-    assert {(one.kind, one.bytes, one.shape, one.weight) for one in profile.storages} == {
-        ("activation", 7 * 5 * F32, (7, 5), ""),
-        ("weight", 5 * 3 * F32, (5, 3), "0.weight"),  # transposed, as it is saved
-    }
-    assert only(profile).dtype == "float32"
-    assert profile.bytes() == 7 * 5 * F32 + 5 * 3 * F32
-    assert profile.per_token(profile.bytes("activation")) == 5 * F32
+MIB = 2**20
+ROWS = 2 * 16
+"""Tokens in a micro-batch of the tiny configuration: D = 16, F = 8, E = 4, K = 2, a dense and an
+MoE block with a shared expert."""
 
 
-def test_without_gradient_for_the_input_the_weight_is_not_kept() -> None:
-    assert profile_of(nn.Linear(5, 3, bias=False), torch.ones(7, 5)).bytes("weight") == 0
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_config(tmp_path_factory.mktemp("profile"))
 
 
-def test_nothing_is_kept_without_gradients() -> None:
-    model = nn.Linear(5, 3)
-    with torch.no_grad():
-        assert profile_of(model, leaf(7, 5)).storages == ()
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[str]:
+    """Run the command and return its lines."""
+    capsys.readouterr()
+    assert main(["profile", *map(str, arguments)]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    return [" ".join(line.split()) for line in out.splitlines()]
 
 
-def test_a_tensor_saved_twice_by_one_operation_counts_once() -> None:
-    one = only(profile_of(Act(square), leaf(7, 5)))
-    assert (one.bytes, one.num_saves) == (7 * 5 * F32, 2)
+def document(path: Path) -> dict[str, Any]:
+    parsed: dict[str, Any] = json.loads(path.read_text())
+    return parsed
 
 
-def test_two_layers_that_share_an_input_keep_it_once_at_the_first() -> None:
-    class Fork(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.left, self.right = nn.Linear(5, 3, bias=False), nn.Linear(5, 2, bias=False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.left(x).sum() + self.right(x).sum()
-
-    profile = profile_of(Fork(), leaf(7, 5))
-    one = only(profile)
-    assert (one.bytes, one.layer, one.num_saves, one.also_saved_in) == (
-        7 * 5 * F32,
-        "left",
-        2,
-        ("right other",),
+def test_a_layer_keeps_what_its_formulas_say() -> None:
+    """A layer of T = 32 tokens in fp32 keeps its output (D) between its segments; for the experts
+    gate and up (2 K F), and indices of K pairs. `tests/memory/test_plan.py` counts attention."""
+    with worker_processes() as pool:
+        found = pool.submit(profile, config_of("adamw"), Assumed()).result(timeout=120)
+    tokens, hidden, chosen, width = 32, 64, 2, 32
+    assert (found.layers, found.num_tokens) == (
+        ("embed_tokens", "layers.0", "layers.1", "head"),
+        32,
     )
-    assert profile.bytes("activation", layer="right") == 0
-    assert profile.bytes("weight", layer="right") == 5 * 2 * F32
-    assert profile.layers() == ("left", "right")
+    assert found.by_segment("embed_tokens") == {BETWEEN_SEGMENTS: 4 * tokens * hidden}
+    for layer in ("layers.0", "layers.1"):
+        sizes = found.by_segment(layer)
+        assert sizes[BETWEEN_SEGMENTS] == 4 * tokens * hidden
+        indices = sizes["experts"] - 4 * tokens * chosen * 2 * width
+        assert 8 * tokens * 2 * chosen <= indices < 8 * tokens * 2 * chosen + 200
+    # the rotary tables are made by the first layer, and shared
+    extra = found.bytes("layers.0", "attention") - found.bytes("layers.1", "attention")
+    assert extra == 2 * 4 * tokens * 16
+    assert found.bytes() == sum(found.bytes(layer) for layer in found.layers)
+    assert found.bytes(weights=True) == 0
 
 
-def test_an_expanded_view_counts_the_storage_it_has() -> None:
-    one = only(profile_of(Act(lambda x: square(x.expand(6, 7, 5))), leaf(7, 5)))
-    assert (one.shape, one.bytes) == ((6, 7, 5), 7 * 5 * F32)
-
-
-def test_a_slice_keeps_the_whole_of_a_bigger_storage() -> None:
-    big = torch.ones(100, 5)
-    one = only(profile_of(Act(lambda x: x * big[3:10]), leaf(7, 5)))
-    assert (one.shape, one.bytes) == ((7, 5), 100 * 5 * F32)
-
-
-def test_two_slices_of_a_storage_count_it_once() -> None:
-    big = torch.ones(100, 5)
-    one = only(profile_of(Act(lambda x: x * big[3:10] + x * big[50:57]), leaf(7, 5)))
-    assert (one.num_saves, one.bytes) == (2, 100 * 5 * F32)
-
-
-def test_different_storages_at_one_address_are_told_apart() -> None:
-    """Each product is freed before the next is made, so that both may lie at one address; the
-    tensors that they save are not freed."""
-
-    def many(x: Tensor) -> Tensor:
-        for _ in range(5):
-            (x * 2).cos()  # this graph saves, and is dropped at once
-            x = x.exp()  # exp saves its result
-        return x
-
-    profile = profile_of(Act(many), leaf(7, 5))
-    assert [one.bytes for one in profile.storages] == [7 * 5 * F32] * 5
-    assert {one.saved_by for one in profile.storages} == {"ExpBackward0.result"}
-
-
-def test_what_is_changed_in_place_is_one_storage() -> None:
-    def in_place(x: Tensor) -> Tensor:
-        return (x + 1).relu_().add(1).exp_()
-
-    profile = profile_of(Act(in_place), leaf(7, 5))
-    assert [(one.saved_by, one.bytes) for one in profile.storages] == [
-        ("ReluBackward0.result", 7 * 5 * F32),
-        ("ExpBackward0.result", 7 * 5 * F32),
+def test_tables_json_and_picture(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, numbers = tmp_path / "p.png", tmp_path / "p.json"
+    lines = run(capsys, config, "--json", numbers, "--out", out)
+    assert {"embed_tokens", "layers.0", "layers.1", "head"} <= set(lines)
+    assert "one micro-batch of 2 x 16 tokens, fp32, memory saved" in lines
+    assert lines[-2:] == [str(numbers), str(out)]
+    assert matplotlib.image.imread(out).std() > 0
+    written = document(numbers)
+    assert (written["micro_batch_size"], written["model"]["hidden_size"]) == (2, 16)
+    (kept,) = written["profiles"].values()
+    assert kept["num_tokens"] == ROWS
+    gate_up = [
+        tensor["bytes"]
+        for tensor in kept["tensors"]
+        if (tensor["layer"], tensor["segment"], tensor["shape"][-1:])
+        == ("layers.1", "experts", [2 * 8])
     ]
-
-
-def test_a_storage_that_was_freed_by_resizing_counts_nothing() -> None:
-    def freed(x: Tensor) -> Tensor:
-        kept = x.exp()
-        y = kept + 1
-        kept.untyped_storage().resize_(0)
-        return y
-
-    assert only(profile_of(Act(freed), leaf(7, 5))).bytes == 0
-
-
-@pytest.mark.parametrize("view", ["transposed", "slice", "buffer"])
-def test_views_of_parameters_and_buffers_are_weights(view: str) -> None:
-    class Product(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = nn.Parameter(torch.ones(9, 5))
-            self.register_buffer("table", torch.ones(5, 9))
-
-        def forward(self, x: Tensor) -> Tensor:
-            other = {"transposed": self.w.t(), "slice": self.w[2:7], "buffer": self.table}[view]
-            return x @ other
-
-    one = only(profile_of(Product(), leaf(7, 5)), "weight")
-    assert (one.bytes, one.weight) == (9 * 5 * F32, "table" if view == "buffer" else "w")
-
-
-def test_a_tied_weight_counts_once() -> None:
-    model = nn.Sequential(nn.Linear(5, 5, bias=False), nn.Linear(5, 5, bias=False))
-    model[1].weight = model[0].weight
-    profile = profile_of(model, leaf(7, 5))
-    one = only(profile, "weight")
-    assert (one.bytes, one.num_saves, one.also_saved_in) == (5 * 5 * F32, 2, ("1 other",))
-    assert profile.bytes("activation") == 2 * 7 * 5 * F32
-
-
-def test_autocast_copies_of_weights_are_told_from_weights_and_activations() -> None:
-    model = nn.Sequential(nn.Linear(5, 3, bias=False), nn.Linear(3, 3, bias=False))
-
-    def run() -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            y: Tensor = model(leaf(7, 5))
-        return y
-
-    profile = profile_saved_tensors(model, run)
-    assert profile.bytes("weight") == 0
-    assert {one.weight: one.bytes for one in profile.storages if one.kind == "weight copy"} == {
-        "0.weight": 5 * 3 * 2,
-        "1.weight": 3 * 3 * 2,
-    }
-    assert profile.bytes("activation") == 7 * 5 * 2 + 7 * 3 * 2
-
-
-def test_what_is_computed_from_a_weight_with_data_is_an_activation() -> None:
-    """As far as autograd can see, every activation of a language model comes from an embedding
-    alone."""
-    model = nn.Sequential(nn.Embedding(11, 5), Act(square))
-    profile = profile_saved_tensors(model, lambda: model(torch.arange(7)).sum())
-    assert [(one.kind, one.bytes) for one in profile.storages] == [
-        ("activation", 7 * 8),
-        ("activation", 7 * 5 * F32),
-    ]
-
-
-# --- custom functions, checkpoints, cut graphs ----------------------------------------------------
-
-
-class Twice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, plan: Plan | None) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.plan = plan
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return 2 * grad, None
-
-
-def test_a_custom_function_keeps_what_it_saves_and_its_attributes() -> None:
-    shared = torch.ones(3)
-    plan = Plan(torch.arange(4), {"a": [torch.ones(2), shared], "b": [shared]})
-    model = nn.Sequential(nn.Identity(), Act(lambda x: Twice.apply(x, plan)))
-    profile = profile_of(model, leaf(7, 5))
-    assert [(one.saved_by, one.bytes) for one in profile.storages] == [
-        ("TwiceBackward", 7 * 5 * F32),
-        ("TwiceBackward.plan", 4 * 8),
-        ("TwiceBackward.plan", 2 * F32),
-        ("TwiceBackward.plan", 3 * F32),
-    ]
-    assert {one.module for one in profile.storages} == {"1"}
-
-
-@pytest.mark.parametrize("first", ["0", "1"])
-def test_attributes_are_filed_under_the_module_that_was_running(first: str) -> None:
-    """The module is the first of two, too, although nodes are made between the modules."""
-
-    class Chain(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            plans = {first: Plan(torch.arange(4), {})}
-            self.parts = nn.ModuleList(
-                Act(lambda x, name=name: Twice.apply(x.exp(), plans.get(name)))
-                for name in ("0", "1")
-            )
-
-        def forward(self, x: Tensor) -> Tensor:
-            for part in self.parts:
-                x = part(x + 1) + 1
-            return x
-
-    (one,) = (one for one in profile_of(Chain(), leaf(7, 5)).storages if one.dtype == "int64")
-    assert (one.layer, one.module) == (f"parts.{first}", f"parts.{first}")
-
-
-def test_attributes_are_filed_under_the_module_that_calls_not_the_one_that_reads() -> None:
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = Act(torch.exp)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.inner(Twice.apply(x, Plan(torch.arange(4), {})))
-
-    (one,) = (
-        one
-        for one in profile_of(nn.Sequential(Outer()), leaf(7, 5)).storages
-        if one.dtype == "int64"
+    assert gate_up == [ROWS * 2 * 2 * 8 * 4]  # T K 2F elements in fp32
+    assert sum(tensor["bytes"] for tensor in kept["tensors"]) == sum(
+        kept["activation_bytes"].values()
     )
-    assert one.module == "0"
 
 
-def test_a_checkpointed_region_keeps_its_input_alone() -> None:
-    calls = []
-
-    def region(x: Tensor) -> Tensor:
-        calls.append(x)
-        return x.exp().sin().cos()
-
-    model = Act(lambda x: torch.utils.checkpoint.checkpoint(region, x, use_reentrant=False))
-    # torch 2.11 also keeps an empty tensor
-    (one,) = (one for one in profile_of(model, leaf(7, 5)).storages if one.bytes)
-    assert (one.bytes, one.saved_by) == (7 * 5 * F32, "")
-    assert len(calls) == 1, "the profile ran the region again"
-
-
-def test_a_cut_graph_counts_as_long_as_something_holds_it() -> None:
-    held: list[Tensor] = []
-
-    def cut(x: Tensor) -> Tensor:
-        held.append(x.exp())
-        return held[-1].detach().requires_grad_() + 1
-
-    model = nn.Sequential(Act(cut))
-    one = only(profile_of(model, leaf(7, 5)))
-    assert (one.bytes, one.layer, one.saved_by) == (7 * 5 * F32, "0", "")
+def test_comparison_of_all_modes(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, numbers = tmp_path / "p.png", tmp_path / "p.json"
+    options = ("--train.precision", "bf16", "--train.recompute", "shared_experts")
+    lines = run(capsys, config, "--compare", *options, "--json", numbers, "--out", out)
+    profiles = document(numbers)["profiles"]
+    assert tuple(profiles) == MEMORY_MODES
+    sizes = {mode: sum(kept["activation_bytes"].values()) for mode, kept in profiles.items()}
+    assert sizes["recompute"] < sizes["saved"] < sizes["reference"]
+    cells = ["model"]
+    for mode, size in sizes.items():
+        cells.append(f"{size / ROWS / 1024:,.2f}")
+        if mode != "reference":
+            cells.append(f"{size / sizes['reference']:.2f} x")
+    assert " ".join(cells) in lines
+    assert all(kept["rounded_weight_bytes"] > 0 for kept in profiles.values())
+    assert all("shared_experts" not in kept["activation_bytes"] for kept in profiles.values())
+    assert matplotlib.image.imread(out).std() > 0
 
 
-def test_what_went_backward_during_the_run_is_not_kept() -> None:
-    model = nn.Linear(5, 3, bias=False)
+def test_documents_need_a_mask(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = []
+    for options, ending in (([], ""), (["--data.packed-attention"], ", 4 documents per sequence")):
+        lines = run(capsys, config, *options, "--json", tmp_path / "p.json")
+        assert f"one micro-batch of 2 x 16 tokens, fp32{ending}, memory saved" in lines
+        (kept,) = document(tmp_path / "p.json")["profiles"].values()
+        sizes.append(kept["activation_bytes"]["attention"])
+    assert sizes[1] > sizes[0]
 
-    def run() -> Tensor:
-        model(leaf(7, 5)).sum().backward()
-        y: Tensor = model(torch.ones(2, 5))
-        return y
 
-    profile = profile_saved_tensors(model, run)
-    assert [(one.kind, one.bytes) for one in profile.storages] == [("activation", 2 * 5 * F32)]
+def test_a_mesh_changes_the_micro_batch_alone() -> None:
+    """A data rank has 4 micro-batches of 2 of the 16 sequences on 2 x 2 ranks."""
+    config = config_of("adamw", parallel={"pp": 2, "ep": 2}, batch_size=16)
+    config = replace(config, train=replace(config.train, micro_batch_size=0))
+    assert micro_batch_size(config) == 2
 
 
-def test_outputs_may_be_nested() -> None:
-    model = Act(square)
-    profile = profile_saved_tensors(
-        model, lambda: {"losses": [model(leaf(7, 5)), Plan(model(leaf(3, 5)), {})], "step": 3}
-    )
-    assert [one.saved_by for one in profile.storages] == [
-        "MulBackward0.other",
-        "MulBackward0.other",
+def test_files_are_written_for_a_reader_that_leaves_early(config: Path, tmp_path: Path) -> None:
+    """The reader of `lather profile ... | head` leaves; here before the first line, so that the
+    pipe is closed whatever the machine's speed."""
+    arguments = ("profile", config, "--json", tmp_path / "p.json", "--out", tmp_path / "p.png")
+    process = fresh_python(command(*arguments)[1:], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    assert process.wait(timeout=120) == 0, process.stderr.read()
+    assert process.stderr.read() == ""
+    assert {path.name for path in tmp_path.iterdir()} == {"p.json", "p.png"}
+
+
+# --- from made-up tensors -------------------------------------------------------------------------
+
+
+def tensor(layer: str, segment: str, mib: int, *, is_weight: bool = False) -> KeptTensor:
+    return KeptTensor(layer, segment, "mm", (mib, 2**18), "float32", mib * MIB, is_weight)
+
+
+def example(scale: int = 1) -> Profile:
+    """Three layers, of which two are alike, and an embedding."""
+    blocks = [
+        kept
+        for layer in ("layers.1", "layers.2")
+        for kept in (
+            tensor(layer, BETWEEN_SEGMENTS, 8),
+            tensor(layer, "experts", 3 * scale),
+            tensor(layer, "experts", 32, is_weight=True),
+        )
     ]
-    assert profile.bytes() == (7 + 3) * 5 * F32
+    first = tensor("layers.0", "attention", 2)
+    return Profile((tensor("embed_tokens", BETWEEN_SEGMENTS, 1), first, *blocks), 1024)
 
 
-def test_no_tensors_at_all() -> None:
-    profile = profile_saved_tensors(nn.Identity(), lambda: None)
-    assert profile == SavedTensors((), 0)
-    assert profile.bytes() == profile.per_token(0) == 0
-    assert profile.layers() == profile.segments() == ()
+def printed(show: Callable[[Console], None]) -> list[str]:
+    console = Console(file=io.StringIO(), width=200)
+    show(console)
+    assert isinstance(console.file, io.StringIO)
+    return [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
 
 
-def test_size_zero() -> None:
-    assert profile_of(nn.Linear(5, 3), leaf(0, 5)).bytes("activation") == 0
+def test_layers_that_keep_the_same_are_shown_once() -> None:
+    assert report.alike(example()) == [["embed_tokens"], ["layers.0"], ["layers.1", "layers.2"]]
+    lines = printed(lambda console: report.print_tensors(example(), console))
+    start = lines.index("layers.1-2: 2 layers, each")
+    assert [line for line in lines[start + 1 :] if line and "─" not in line] == [
+        "made by shape dtype MiB holds",
+        "experts 3.00",
+        "mm 3 x 262144 float32 3.00 activation",
+        "mm 32 x 262144 float32 32.00 rounded weight",
+        "between segments 8.00",
+        "mm 8 x 262144 float32 8.00 activation",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("layers", "name"),
+    [
+        (["head"], "head"),
+        (["layers.1", "layers.2", "layers.3", "layers.5"], "layers.1-3, 5"),
+        (["layers.0", "layers.2"], "layers.0, 2"),
+    ],
+    ids=str,
+)
+def test_names_of_alike_layers(layers: list[str], name: str) -> None:
+    assert report.name_of(layers) == name
+
+
+def test_totals_and_comparison() -> None:
+    lines = printed(lambda console: report.print_totals(example(), console))
+    assert "MiB attention experts between segments activations rounded weights" in lines
+    assert "layers.1-2 (each) - 3.00 8.00 11.00 32.00" in lines
+    assert "model 2.00 6.00 17.00 25.00 64.00" in lines
+    assert "KiB per token 2.00 6.00 17.00 25.00" in lines
+    profiles = {"saved": example(), "reference": example(scale=5)}
+    lines = printed(lambda console: report.print_comparison(profiles, console))
+    assert "experts 6.00 0.20 x 30.00" in lines
+    assert "model 25.00 0.51 x 49.00" in lines
+
+
+def test_layer_of() -> None:
+    paths = ("layers.3.mlp.experts", "embed_tokens", "norm", "lm_head")
+    assert [layer_of(path) for path in paths] == ["layers.3", "embed_tokens", "head", "head"]

@@ -13,8 +13,8 @@ from planned_configs import SIZES, config_of
 
 from lather.config.config import Config
 from lather.errors import ConfigError
-from lather.memory.block_samples import block_kinds
-from lather.memory.dry_run import BUILDING, RankRun
+from lather.memory.dry_rank import BUILDING
+from lather.memory.dry_run import RankRun
 from lather.memory.ledger import KINDS, Mark, MemoryTimeline
 from lather.memory.plan import MemoryPlan, plan
 from lather.memory.plan_report import describe_partition, to_json
@@ -22,6 +22,7 @@ from lather.memory.stage_bytes import (
     _rank_peaks,
     _Sample,
     _samples,
+    block_kinds,
     memory_partition,
     phase_peaks,
 )

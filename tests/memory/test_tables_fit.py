@@ -15,7 +15,7 @@ from rich.console import Console
 from lather.console import LONG_WORD, WIDE
 from lather.memory import plan_report, profile_report
 from lather.memory.plan import MemoryPlan, plan
-from lather.memory.profile import SEGMENTS, SavedStorage, SavedTensors
+from lather.memory.profile import SEGMENTS, KeptTensor, Profile
 from lather.memory.work import Work
 from lather.memory.workers import Assumed
 
@@ -27,26 +27,22 @@ def planned() -> MemoryPlan:
     return plan(config_of("soap", precision="bf16"), 1, Assumed())
 
 
-def profile(scale: float = 1.0) -> SavedTensors:
+def profile(scale: float = 1.0) -> Profile:
     """A profile with storages of every segment, of many layers and with long names."""
-    storages = [
-        SavedStorage(
+    tensors = [
+        KeptTensor(
             layer=f"layers.{layer}",
             segment=segment,
-            module=f"layers.{layer}.mlp.shared_experts.gate_and_up_proj",
-            saved_by="ScaledDotProductEfficientAttentionBackward0.philox_offset",
+            made_by="_scaled_dot_product_flash_attention_for_cpu",
             shape=(1_234_567, 2048 + layer, 128),
             dtype="float32",
             bytes=int(12_345 * MIB * scale),
-            kind="activation",
-            weight="",
-            num_saves=1,
-            also_saved_in=("layers.0 aggregate",),
+            is_weight=False,
         )
         for layer in range(3)
         for segment in SEGMENTS
     ]
-    return SavedTensors(tuple(storages), 1024)
+    return Profile(tuple(tensors), 1024)
 
 
 def advice() -> Any:
@@ -69,7 +65,7 @@ def advice() -> Any:
     )
 
 
-def profiles() -> dict[str, SavedTensors]:
+def profiles() -> dict[str, Profile]:
     return {"reference": profile(1.5), "saved": profile(), "recompute": profile(0.123)}
 
 
@@ -79,9 +75,7 @@ SHOWN: dict[str, Show] = {
     "advice": lambda console, _: plan_report.show_advice(advice(), console),
     "tensors": lambda console, _: profile_report.print_tensors(profile(), console),
     "totals": lambda console, _: profile_report.print_totals(profile(), console),
-    "comparison": lambda console, _: profile_report.print_comparison(
-        profiles(), "reference", console
-    ),
+    "comparison": lambda console, _: profile_report.print_comparison(profiles(), console),
 }
 
 

@@ -3,31 +3,17 @@ first time. Worker processes import it without pytest."""
 
 from __future__ import annotations
 
-import os
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from planned_runs import run_config
 from torch import Tensor
 
-from lather.engine.engine import build_engine
-from lather.memory.dry_run import (
-    Bookkeeper,
-    LedgerMode,
-    Load,
-    _group,
-    batch_of,
-    shortened,
-)
-from lather.memory.ledger import Ledger
-from lather.memory.work import WorkTally
-from lather.parallel.mesh import Mesh
+from lather.memory.dry_rank import LedgerMode, dry_rank
+from lather.memory.workers import Assumed
 from lather.pipeline.executor import StepOutput
 from lather.pipeline.schedule import Schedule
 from lather.pipeline.segments import MicroBatch
-from lather.standin.device import standin
 
 TRANSFERS = ("send", "recv_")
 """Operations that a prelude leaves out."""
@@ -37,8 +23,8 @@ class FirstLaunches(LedgerMode):
     """Notes the kinds of kernels that are launched for the first time between the first and the
     last transfer of a step: names, dtypes and numbers of dims."""
 
-    def __init__(self, load: Load) -> None:
-        super().__init__(Ledger(), load, WorkTally(1.0))
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.known: set[tuple[object, ...]] = set()
         self.unsure: list[tuple[object, ...]] = []
         """Kinds launched for the first time since the last transfer."""
@@ -80,20 +66,11 @@ def first_launches(
 ) -> tuple[list[str], int, int]:
     """Return what a rank launches for the first time among the transfers of a validation and of the
     passes of a step, and the peak bytes of the prelude and of the rest, without optimizer state."""
-    os.environ.pop("TRITON_INTERPRET", None)  # interpreted kernels would read values
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    config = shortened(run_config(precision="bf16", length=128, **changes), world_size)
-    data_size = config.parallel.data_ranks(world_size)
-    number = config.num_micro_batches(data_size)
-    sequences = config.train.batch_size // data_size
-    load = Load(config, config.train.sequence_length * sequences // number, 1.0)
-    device, mode = standin("gpu"), FirstLaunches(load)
-    with _group(rank, world_size, device), mode:
-        mesh = Mesh.build(config.parallel, device)
-        engine = build_engine(config, mesh, record=Bookkeeper(mode.ledger, mode.tally))
-        engine._executor.record.engine = engine  # type: ignore[attr-defined]
-        batch, run = batch_of(config, sequences, engine.micro_batch_size), engine._executor.run
+    config = run_config(precision="bf16", length=128, **changes)
+    with dry_rank(config, world_size, Assumed("gpu"), rank, make_mode=FirstLaunches) as dry:
+        mode, engine, batch = dry.mode, dry.engine, dry.batch
+        assert isinstance(mode, FirstLaunches)
+        run = engine._executor.run
 
         def watched(batches: Sequence[MicroBatch], schedule: Schedule | None = None) -> StepOutput:
             mode.under_way, mode.unsure = False, []

@@ -1,5 +1,5 @@
-"""`lather doctor [--nproc N] [--run-dir DIR]`: whether what a training run needs is there and in
-order, also under torchrun or srun."""
+"""`lather doctor [--nproc N] [--run-dir DIR]`: checks what a training run needs, also under
+torchrun or srun."""
 
 from __future__ import annotations
 

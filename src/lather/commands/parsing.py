@@ -7,6 +7,7 @@ import re
 import types
 import typing
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from lather.commands.help import show_arguments
@@ -142,6 +143,13 @@ def _take(
         needs = f"{count} values, each of them {each}" if count else each
         raise UserError(f"{written} needs {needs}")
     return words[:number] if count else words[0], following[number:]
+
+
+def check_writable(*files: Path | None) -> None:
+    """Raise UserError, before a long computation, for a file that cannot be written."""
+    for path in filter(None, files):
+        if not path.absolute().parent.is_dir() or path.is_dir():
+            raise UserError(f"{path}: cannot be written: name a file in a folder that exists")
 
 
 def parse_size(text: str, option: str, *, unit: bool = False) -> int:

@@ -10,9 +10,9 @@ from typing import Annotated, Literal
 from rich.console import Console
 
 from lather.argument import Argument
-from lather.commands.parsing import parse_size
+from lather.commands.parsing import check_writable, parse_size
 from lather.commands.with_config import parse_with_config
-from lather.config.config import Config
+from lather.config.config import Config, check_parallel
 from lather.config.toml_file import config_to_toml
 from lather.console import command_console
 from lather.errors import UserError, require
@@ -20,31 +20,28 @@ from lather.files import whole_file
 from lather.memory import plan_report
 from lather.memory.advice import advise, as_options
 from lather.memory.plan import MemoryPlan, plan
-from lather.memory.plan_picture import draw, write_page
+from lather.memory.plan_picture import draw
 from lather.memory.workers import Assumed
 
 
 @dataclass(frozen=True)
 class PlanArguments:
-    """Run a few training steps of one rank at each pipeline position on tensors without storage,
-    and show which bytes are alive at the peak."""
+    """Run a few training steps of a rank at each pipeline position on tensors without storage, and
+    show which bytes are alive at the peak."""
 
     config: Annotated[Config, Argument(inline=True)] = field(default_factory=Config)
     world: int = 1
     """Number of ranks of the run, on all machines."""
     memory: str = ""
-    """Memory of a device, such as 80GiB: reports whether the run fits."""
+    """Memory of a device, for example 80GiB: reports whether the run fits."""
     device: Literal["gpu", "cpu"] = "gpu"
-    """Kind of device that the ranks have; some code differs between CPU and GPU."""
+    """Kind of device that the ranks have: CPU and GPU take different paths."""
     imbalance: float = 1.0
     """Rows that the experts of the busiest rank receive, relative to an even load; above 1 for
     routers that are not balanced."""
     out: Path | None = None
     """PNG file to draw to: the peaks of all pipeline ranks, and their bytes by kind during a
     step."""
-    html: Path | None = None
-    """HTML file, without further files, with the same for every step; it can be explored with the
-    mouse."""
     json: Path | None = None
     """JSON file to write all numbers to."""
     advice: Literal["auto", "always", "never"] = "auto"
@@ -52,7 +49,7 @@ class PlanArguments:
     optimizer state, another mesh or rule. auto: if the run does not fit; always: if it fits, other
     meshes."""
     machine: int = 8
-    """Devices per machine; in the advice, the ranks that share the experts of a layer are on one
+    """Devices per machine; in the advice, the ranks that share the experts of a layer are within a
     machine, and pipelines may go from machine to machine."""
     write: Path | None = None
     """TOML file to write the configuration of the first advice to."""
@@ -77,36 +74,33 @@ def plan_command(arguments: list[str]) -> int:
     """Make the plan, write the files that were asked for, and print the tables. Returns 1 if the
     run does not fit in the given memory."""
     parsed, name = parse_with_config(PlanArguments, "plan", arguments)
-    for path in filter(None, (parsed.out, parsed.html, parsed.json, parsed.write)):
-        if not path.absolute().parent.is_dir() or path.is_dir():
-            raise UserError(f"{path}: cannot be written: name a file in a folder that exists")
+    check_writable(parsed.out, parsed.json, parsed.write)
+    check_parallel(parsed.config, parsed.world, "--world")
     memory = parse_size(parsed.memory, "--memory", unit=True) if parsed.memory else None
     assumed = Assumed(parsed.device, parsed.imbalance, memory)
     with Console(stderr=True).status("planning: a minute or more for a large model"):
-        found = plan(parsed.config.resolved(), parsed.world, assumed)
+        result = plan(parsed.config.resolved(), parsed.world, assumed)
     if parsed.json:
-        plan_report.write(found, arguments, parsed.json)
+        plan_report.write(result, arguments, parsed.json)
     title = f"{name}: {parsed.world} {'rank' if parsed.world == 1 else 'ranks'}"
     if parsed.out:
-        draw(found, memory, title, parsed.out)
-    if parsed.html:
-        write_page(found, memory, title, config_to_toml(parsed.config), parsed.html)
+        draw(result, memory, title, parsed.out)
     console = command_console()
-    plan_report.show(found, memory, console)
-    fits = memory is None or found.needed <= memory
+    plan_report.show(result, memory, console)
+    fits = memory is None or result.needed <= memory
     if memory is not None and (parsed.advice == "always" or (parsed.advice == "auto" and not fits)):
-        _advise(parsed, found, memory, console)
+        _advise(parsed, result, memory, console)
     return int(not fits)
 
 
-def _advise(parsed: PlanArguments, given: MemoryPlan, memory: int, console: Console) -> None:
-    """Plan settings until one fits, and print those that do; write the configuration of the first
-    one if asked to."""
+def _advise(parsed: PlanArguments, present: MemoryPlan, memory: int, console: Console) -> None:
+    """Plan settings until some fit, and print them; write the configuration of the first if asked
+    to."""
 
     def say(what: str) -> None:
         console.print(what, style="dim", highlight=False)
 
-    advice = advise(parsed.config, given, memory, machine=parsed.machine, say=say)
+    advice = advise(parsed.config, present, memory, machine=parsed.machine, say=say)
     plan_report.show_advice(advice, console)
     if parsed.write and advice.fitting:
         best = advice.fitting[0]

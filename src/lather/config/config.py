@@ -188,17 +188,16 @@ class ParallelConfig:
             return "dualpipev" if self.pp > 1 else "sequential"
         return self.schedule
 
-    def data_ranks(self, world_size: int) -> int:
-        """Return the number of data ranks, dp * ep, among `world_size` ranks. Raises ConfigError if
-        the ranks cannot be divided in this way."""
+    def data_ranks(self, world_size: int, option: str = "--nproc") -> int:
+        """Return the number of data ranks, dp * ep, among `world_size` ranks, which `option` gives.
+        Raises ConfigError if the ranks cannot be divided in this way."""
         dp, rest = divmod(world_size, self.pp * self.ep)
         if rest or not dp:
             raise ConfigError(
                 f"parallel.pp * parallel.ep = {self.pp} * {self.ep} = {self.pp * self.ep} does not "
                 "divide the number of ranks, "
-                f"{world_size}: start {self.pp * self.ep} ranks (--nproc {self.pp * self.ep}) or a "
-                "multiple, "
-                "or change parallel.pp or parallel.ep"
+                f"{world_size}: start {self.pp * self.ep} ranks ({option} {self.pp * self.ep}) or "
+                "a multiple, or change parallel.pp or parallel.ep"
             )
         if dp % self.replicas:
             raise ConfigError(
@@ -345,7 +344,6 @@ def num_routed_experts(model: ModelConfig) -> int:
     return next(int(getattr(model, name)) for name in names if hasattr(model, name))
 
 
-def check_parallel(config: Config, world_size: int) -> None:
-    """Raise ConfigError unless `world_size` ranks can run `config`; nothing is started or
-    written."""
-    config.num_micro_batches(config.parallel.data_ranks(world_size))
+def check_parallel(config: Config, world_size: int, option: str = "--nproc") -> None:
+    """Raise ConfigError unless `world_size` ranks, which `option` gives, can run `config`."""
+    config.num_micro_batches(config.parallel.data_ranks(world_size, option))

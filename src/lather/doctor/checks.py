@@ -1,8 +1,8 @@
-"""The checks of `lather doctor`: small functions from the ranks' facts, which may be made up, to
-findings with a verdict and a remedy.
+"""The checks of `lather doctor`: functions from the ranks' facts to findings with a verdict and a
+remedy.
 
-Limits of speed are there to find what is misconfigured (a slow network disk, NCCL over TCP, far too
-many threads). They are chosen, not measured: a machine in order should be far from them.
+Limits of speed find what is misconfigured (a slow network disk, NCCL over TCP, far too many
+threads). They are chosen, not measured: a machine in order should be far from them.
 """
 
 from __future__ import annotations
@@ -56,48 +56,41 @@ Check = Callable[[Sequence[RankFacts]], Iterator[Finding]]
 def check_versions(
     facts: Sequence[RankFacts], needed: Sequence[Requirement] | None = None
 ) -> Iterator[Finding]:
-    """Every package is there if it is needed, new enough, and the same on all ranks."""
+    """Every package that is needed is installed, new enough, and the same on all ranks."""
     needed = requirements() if needed is None else needed
-    own, missing, others_there = facts[0].versions, [], []
-    for name in dict.fromkeys([*own, *(one.name for one in needed)]):
-        wanted = [one for one in needed if one.name == name]
-        others = [
-            f"{one.versions.get(name, 'none')} on rank {one.rank}"
-            for one in facts
-            if one.versions.get(name) != own.get(name)
-        ]
-        if others:
-            found = f"{own.get(name, 'none')} on rank 0, {others[0]}"
-            yield Finding("versions", name, found, "wrong", f"install the same {name} everywhere")
-        elif name not in own:
-            if all(one.marker for one in wanted):
-                missing.append(name)
-            else:
-                yield Finding(
-                    "versions", name, "not installed", "wrong", f"pip install '{wanted[0]}'"
-                )
+    first, missing, unlisted = facts[0].versions, [], []
+    for name in dict.fromkeys([*first, *(requirement.name for requirement in needed)]):
+        wanted = [requirement for requirement in needed if requirement.name == name]
+        different = [rank for rank in facts if rank.versions.get(name) != first.get(name)]
+        version = first.get(name, "none")
+        if different:
+            text = f"{version} on rank 0, {different[0].versions.get(name, 'none')} on rank "
+            remedy = f"install the same {name} everywhere"
+            yield Finding("versions", name, f"{text}{different[0].rank}", "wrong", remedy)
+        elif name not in first and all(requirement.marker for requirement in wanted):
+            missing.append(name)
+        elif name not in first:
+            yield Finding("versions", name, "not installed", "wrong", f"pip install '{wanted[0]}'")
         elif old := [
-            one for one in wanted if not one.specifier.contains(Version(own[name]).base_version)
+            need for need in wanted if Version(version).base_version not in need.specifier
         ]:
-            found, remedy = (
-                f"{own[name]}, which is not {old[0].specifier}",
-                f"pip install '{name}{old[0].specifier}'",
-            )
-            yield Finding("versions", name, found, "warning" if old[0].marker else "wrong", remedy)
+            text = f"{version}, which is not {old[0].specifier}"
+            remedy = f"pip install '{name}{old[0].specifier}'"
+            yield Finding("versions", name, text, "warning" if old[0].marker else "wrong", remedy)
         elif name in SHOWN:
-            yield Finding("versions", name, own[name])
+            yield Finding("versions", name, version)
         else:
-            others_there.append(f"{name} {own[name]}")
-    for name, several in {"others": others_there, "not installed": missing}.items():
-        if several:
-            yield Finding("versions", name, ", ".join(several))
+            unlisted.append(f"{name} {version}")
+    for name, packages in {"others": unlisted, "not installed": missing}.items():
+        if packages:
+            yield Finding("versions", name, ", ".join(packages))
 
 
 def check_devices(facts: Sequence[RankFacts]) -> Iterator[Finding]:
     """GPUs that torch sees, can use, and that nobody else uses; kernels run on them."""
-    gpus = [(one, gpu) for one in facts for gpu in one.gpus]
-    if any(one.has_unseen_gpu for one in facts):
-        host = next(one.host for one in facts if one.has_unseen_gpu)
+    gpus = [(rank, gpu) for rank in facts for gpu in rank.gpus]
+    if any(rank.has_unseen_gpu for rank in facts):
+        host = next(rank.host for rank in facts if rank.has_unseen_gpu)
         remedy = (
             "install a CUDA build of torch that fits the driver (nvidia-smi "
             "shows its CUDA version; pytorch.org/get-started)"
@@ -106,10 +99,10 @@ def check_devices(facts: Sequence[RankFacts]) -> Iterator[Finding]:
     elif not gpus:
         yield Finding("devices", "GPU", "none in use: training on the CPU")
     for gpu in dict.fromkeys(gpu.name for _, gpu in gpus):
-        same = [(one, other) for one, other in gpus if other.name == gpu]
+        same = [(rank, other) for rank, other in gpus if other.name == gpu]
         owner, least = min(same, key=lambda pair: pair[1].free)
         capability = ".".join(map(str, least.capability))
-        found = (
+        text = (
             f"{len(same)} x {gpu}, capability {capability}, "
             f"{least.memory / GIB:.1f} GiB, at least {least.free / GIB:.1f} free"
         )
@@ -122,18 +115,18 @@ def check_devices(facts: Sequence[RankFacts]) -> Iterator[Finding]:
                 "warning",
                 'it does not multiply bf16 quickly: train with train.precision = "fp32"',
             )
-        yield Finding("devices", "GPU", found, verdict, remedy)
-    for settings in dict.fromkeys(one.allocator for one, _ in gpus):
+        yield Finding("devices", "GPU", text, verdict, remedy)
+    for settings in dict.fromkeys(rank.allocator for rank, _ in gpus):
         yield Finding("devices", "allocator", settings or "torch's default settings")
-    if failed := [one for one in facts if one.kernel_error]:
-        found, remedy = (
+    if failed := [rank for rank in facts if rank.kernel_error]:
+        text, remedy = (
             f"rank {failed[0].rank}: {failed[0].kernel_error}",
             "Triton needs a C compiler (gcc) and a driver",
         )
         if failed[0].kernel_error == "absent":
-            found = "Triton is not installed: slower operations of torch are used"
+            text = "Triton is not installed: slower operations of torch are used"
             remedy = "pip install triton, as torch's CUDA builds for Linux do"
-        yield Finding("devices", "Triton kernel", found, "wrong", remedy)
+        yield Finding("devices", "Triton kernel", text, "wrong", remedy)
     elif gpus:
         yield Finding("devices", "Triton kernel", "runs, and has the numbers of torch's operations")
 
@@ -141,50 +134,55 @@ def check_devices(facts: Sequence[RankFacts]) -> Iterator[Finding]:
 def check_threads(facts: Sequence[RankFacts]) -> Iterator[Finding]:
     """Ranks of a machine have no more threads than it has cores, and no other programs beside
     them."""
-    one = max(facts, key=lambda one: one.threads * one.ranks_here / one.cores)
-    found = (
-        f"{one.cores} cores; {_count(one.ranks_here, 'rank')}, each with "
-        f"{_count(one.threads, 'thread')}{_on(one, facts)}"
+    busiest = max(facts, key=lambda rank: rank.threads * rank.ranks_here / rank.cores)
+    text = (
+        f"{busiest.cores} cores; {_count(busiest.ranks_here, 'rank')}, each with "
+        f"{_count(busiest.threads, 'thread')}{_on(busiest, facts)}"
     )
-    remedy = f"set OMP_NUM_THREADS={max(1, one.cores // one.ranks_here)}, or start fewer ranks"
+    remedy = (
+        f"set OMP_NUM_THREADS={max(1, busiest.cores // busiest.ranks_here)}, or start fewer ranks"
+    )
     yield Finding(
-        "devices", "CPU", found, *_warning_if(one.threads * one.ranks_here > one.cores, remedy)
+        "devices",
+        "CPU",
+        text,
+        *_warning_if(busiest.threads * busiest.ranks_here > busiest.cores, remedy),
     )
-    busy = max(facts, key=lambda one: one.other_programs)
+    busy = max(facts, key=lambda rank: rank.other_programs)
     if busy.other_programs:
-        found = f"{_count(busy.other_programs, 'other program')} running{_on(busy, facts)}"
+        text = f"{_count(busy.other_programs, 'other program')} running{_on(busy, facts)}"
         remedy = "end them: steps on the CPU are several times slower beside them"
         yield Finding(
             "devices",
             "load",
-            found,
+            text,
             *_warning_if(busy.other_programs + busy.threads > busy.cores, remedy),
         )
 
 
 def check_memory(facts: Sequence[RankFacts]) -> Iterator[Finding]:
     """Hosts have memory left."""
-    known = [one for one in facts if one.memory]
+    known = [rank for rank in facts if rank.memory]
     if known:
-        one = min(known, key=lambda one: one.memory_free)
-        found = f"{one.memory_free / GIB:.1f} of {one.memory / GIB:.1f} GiB free{_on(one, facts)}"
+        rank = min(known, key=lambda rank: rank.memory_free)
+        text = f"{rank.memory_free / GIB:.1f} of {rank.memory / GIB:.1f} GiB free{_on(rank, facts)}"
         yield Finding(
             "memory",
             "host",
-            found,
-            *_warning_if(one.memory_free / one.memory < MIN_HOST_FREE, "end other programs"),
+            text,
+            *_warning_if(rank.memory_free / rank.memory < MIN_HOST_FREE, "end other programs"),
         )
 
 
 def check_disk(facts: Sequence[RankFacts]) -> Iterator[Finding]:
     """The run directory can be written, quickly, has room, and is one for all machines."""
-    disks = [(one, one.disk) for one in facts if one.disk]
-    for one, disk in disks:
+    disks = [(rank, rank.disk) for rank in facts if rank.disk]
+    for rank, disk in disks:
         if disk.error:
             yield Finding(
                 "disk",
                 disk.folder,
-                f"cannot be written{_on(one, facts)}: {disk.error}",
+                f"cannot be written{_on(rank, facts)}: {disk.error}",
                 "wrong",
                 "give another --run-dir",
             )
@@ -194,9 +192,9 @@ def check_disk(facts: Sequence[RankFacts]) -> Iterator[Finding]:
     yield Finding(
         "disk", "free", f"{least.free / GIB:.1f} GiB in {least.folder}{place}", *_room(least)
     )
-    if measured := [(one, disk) for one, disk in disks if disk.write]:
+    if measured := [(rank, disk) for rank, disk in disks if disk.write]:
         owner, slowest = min(measured, key=lambda pair: pair[1].write)
-        found = (
+        text = (
             f"write {slowest.write / 1e6:,.0f} MB/s with fsync, read "
             f"{slowest.read / 1e6:,.0f} MB/s{_on(owner, facts)}"
         )
@@ -207,10 +205,10 @@ def check_disk(facts: Sequence[RankFacts]) -> Iterator[Finding]:
         yield Finding(
             "disk",
             "speed",
-            found,
+            text,
             *_warning_if(min(slowest.write, slowest.read) < MIN_DISK_SPEED, remedy),
         )
-    if blind := [one for one in facts if not one.sees_run_dir]:
+    if blind := [rank for rank in facts if not rank.sees_run_dir]:
         remedy = (
             "all ranks must see the run directory at one path: put "
             "it on a disk that the machines share"
@@ -229,18 +227,18 @@ def check_disk(facts: Sequence[RankFacts]) -> Iterator[Finding]:
 def check_clocks(facts: Sequence[RankFacts]) -> Iterator[Finding]:
     """Clocks of the ranks agree."""
     if len(facts) > 1:
-        one = max(facts, key=lambda one: abs(one.clock))
-        skew = abs(one.clock)
-        found = f"within {duration(max(skew, 1e-3))} of rank 0's" + (
-            f", rank {one.rank} on {one.host}" if skew > MAX_SKEW else ""
+        rank = max(facts, key=lambda rank: abs(rank.clock))
+        skew = abs(rank.clock)
+        text = f"within {duration(max(skew, 1e-3))} of rank 0's" + (
+            f", rank {rank.rank} on {rank.host}" if skew > MAX_SKEW else ""
         )
         verdict: Verdict = "wrong" if skew > WRONG_SKEW else "warning" if skew > MAX_SKEW else "ok"
         yield Finding(
             "clocks",
             "ranks",
-            found,
+            text,
             verdict,
-            f"set the clock of {one.host}: chrony or ntpd" if verdict != "ok" else "",
+            f"set the clock of {rank.host}: chrony or ntpd" if verdict != "ok" else "",
         )
 
 
@@ -258,24 +256,24 @@ def check_links(links: Sequence[LinkFacts]) -> Iterator[Finding]:
     """Messages arrive with the right numbers, and quickly."""
     for backend, operation in dict.fromkeys((link.backend, link.operation) for link in links):
         same = sorted(
-            (one for one in links if (one.backend, one.operation) == (backend, operation)),
-            key=lambda one: one.num_bytes,
+            (link for link in links if (link.backend, link.operation) == (backend, operation)),
+            key=lambda link: link.num_bytes,
         )
         latency, *others = same
-        speeds = [f"{one.bandwidth / GB:.2f} GB/s with {_size(one.num_bytes)}" for one in others]
-        found = ", ".join([f"latency {duration(latency.seconds)}", *speeds])
+        speeds = [f"{link.bandwidth / GB:.2f} GB/s with {_size(link.num_bytes)}" for link in others]
+        text = ", ".join([f"latency {duration(latency.seconds)}", *speeds])
         wait = "ranks wait for cores: set OMP_NUM_THREADS, start fewer ranks, or end other programs"
         verdict, remedy = _warning_if(latency.seconds > MAX_LATENCY, wait)
         if others and others[-1].bandwidth < MIN_BANDWIDTH[backend]:
             verdict, remedy = "warning", f"name the fast network in {backend.upper()}_SOCKET_IFNAME"
             remedy += "; NCCL_DEBUG=INFO shows what it uses" * (backend == "nccl")
-        if not all(one.is_right for one in same):
-            found, verdict = f"wrong numbers arrived; {found}", "wrong"
+        if not all(link.is_right for link in same):
+            text, verdict = f"wrong numbers arrived; {text}", "wrong"
             remedy = (
                 "a driver, a cable or a GPU is defective: try with "
                 "NCCL_P2P_DISABLE=1, then run nccl-tests"
             )
-        yield Finding(f"links, {backend}", operation, found, verdict, remedy)
+        yield Finding(f"links, {backend}", operation, text, verdict, remedy)
 
 
 def _room(disk: DiskFacts) -> tuple[Verdict, str]:
@@ -291,9 +289,9 @@ def _warning_if(is_bad: bool, remedy: str) -> tuple[Verdict, str]:
     return ("warning", remedy) if is_bad else ("ok", "")
 
 
-def _on(one: RankFacts, facts: Sequence[RankFacts]) -> str:
+def _on(rank: RankFacts, facts: Sequence[RankFacts]) -> str:
     """Name the machine, if there are several."""
-    return f" on {one.host}" if len({other.host for other in facts}) > 1 else ""
+    return f" on {rank.host}" if len({other.host for other in facts}) > 1 else ""
 
 
 def _count(number: int, noun: str) -> str:

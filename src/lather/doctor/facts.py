@@ -1,11 +1,12 @@
-"""The facts that a rank finds out about where it runs: versions, GPUs, cores, memory, and the disk
-of the run directory."""
+"""The facts that a rank collects about its machine: versions, GPUs, cores, memory, and the disk of
+the run directory."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import platform
+import re
 import shutil
 import socket
 import time
@@ -45,10 +46,10 @@ class GpuFacts:
 
 @dataclass(frozen=True)
 class DiskFacts:
-    """The disk that the run directory is on, or will be on."""
+    """The disk of the run directory."""
 
     folder: str
-    """The run directory, or the nearest folder above it that is there."""
+    """The run directory, or the nearest folder above it that exists."""
     free: int
     """Bytes."""
     write: float = 0.0
@@ -87,7 +88,7 @@ class RankFacts:
     memory_free: int
     """Bytes."""
     disk: DiskFacts | None
-    """Found by the first rank of each machine."""
+    """The first rank of each machine examines it."""
     sees_run_dir: bool = True
     """Whether a file that rank 0 writes into the run directory is there."""
     clock: float = 0.0
@@ -97,7 +98,7 @@ class RankFacts:
 
 
 def find_facts(world: World, device: torch.device, run_dir: Path) -> RankFacts:
-    """Look around; takes as long as it takes to write and read `PROBE_BYTES`."""
+    """Return this rank's facts; most of the time goes into writing and reading `PROBE_BYTES`."""
     memory, free = host_memory()
     return RankFacts(
         rank=world.rank,
@@ -118,37 +119,37 @@ def find_facts(world: World, device: torch.device, run_dir: Path) -> RankFacts:
 
 
 def requirements() -> list[Requirement]:
-    """The packages that Lather uses, always or with an extra, but for developers' tools; none if
-    its metadata are not installed."""
+    """Return the packages that Lather uses, always or with an extra, without developers' tools;
+    none if Lather's metadata are not installed."""
     try:
-        found = [Requirement(line) for line in metadata.requires("lather") or []]
+        lines = metadata.requires("lather") or []
     except metadata.PackageNotFoundError:
         return []
-    return [one for one in found if one.marker is None or 'extra == "dev"' not in str(one.marker)]
+    return [Requirement(line) for line in lines if not re.search(r"extra == .dev.", line)]
 
 
 def versions() -> dict[str, str]:
     """Return the version of everything that a run's numbers may depend on."""
-    own = provenance()
-    commit = own["commit"] or ""
-    found = {
-        "lather": f"{own['lather']} {commit[:12]}{commit[40:]}".rstrip(),
+    lather = provenance()
+    commit = lather["commit"] or ""
+    versions_of = {
+        "lather": f"{lather['lather']} {commit[:12]}{commit[40:]}".rstrip(),
         "python": platform.python_version(),
     }
-    for name in dict.fromkeys(one.name for one in requirements()):
+    for name in dict.fromkeys(requirement.name for requirement in requirements()):
         with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    found["torch"] = torch.__version__  # with the build, such as +cu128
+            versions_of[name] = metadata.version(name)
+    versions_of["torch"] = torch.__version__  # with the build, such as +cu128
     if torch.cuda.is_available():
-        found["cuda"], found["nccl"] = (
+        versions_of["cuda"], versions_of["nccl"] = (
             str(torch.version.cuda),
             ".".join(map(str, torch.cuda.nccl.version())),
         )
-    return found
+    return versions_of
 
 
 def kernel_error(device: torch.device) -> str:
-    """Run a kernel of Lather on a GPU, and say why that failed."""
+    """Run a kernel of Lather on a GPU, and return why that failed."""
     if not is_gpu(device):
         return ""
     x = torch.randn(63, 500, device=device)
@@ -163,8 +164,8 @@ def kernel_error(device: torch.device) -> str:
 
 
 def host_memory() -> tuple[int, int]:
-    """Return the bytes of the host and those that are free, no more than the container's limit; 0
-    where the system does not say."""
+    """Return the bytes of the host and how many are free, within the container's limit; 0 where the
+    system does not tell."""
     try:
         lines = dict(line.split(":") for line in read_text(Path("/proc/meminfo")).splitlines())
         memory, free = (int(lines[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
@@ -213,10 +214,10 @@ def probe_file(folder: Path, name: str) -> Path:
 
 
 def _gpus(world: World, device: torch.device) -> tuple[GpuFacts, ...]:
-    """The rank's own GPU, or all that a single process sees."""
+    """Return the rank's GPU, or all that a single process sees."""
     if not is_gpu(device):
         return ()
-    found = []
+    gpus = []
     for index in (
         range(torch.cuda.device_count()) if world.size == 1 else [world.device(device).index]
     ):
@@ -224,5 +225,5 @@ def _gpus(world: World, device: torch.device) -> tuple[GpuFacts, ...]:
             torch.cuda.get_device_properties(index),
             torch.cuda.mem_get_info(index),
         )
-        found.append(GpuFacts(properties.name, (properties.major, properties.minor), memory, free))
-    return tuple(found)
+        gpus.append(GpuFacts(properties.name, (properties.major, properties.minor), memory, free))
+    return tuple(gpus)

@@ -1,5 +1,5 @@
 """Measurements between ranks: how long an all-reduce, an all-to-all and a transfer to the next rank
-take, and how far clocks are apart.
+take, and by how much clocks differ.
 
 Bandwidth is what a rank sends, which of B bytes is 2 (n - 1) / n B in an all-reduce, (n - 1) / n B
 in an all-to-all, and B to the next rank (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md). Latency
@@ -22,13 +22,12 @@ from lather.device import gpu_module, is_gpu
 SMALLEST = 8
 """Bytes of the message whose time is the latency; all-to-all has 8 for each rank."""
 REPEATS, ROUNDS = 5, 10
-"""Measurements whose median counts, and questions to each clock, of which the one with the quickest
-answer counts."""
+"""Measurements whose median counts, and questions to each clock, whose quickest answer counts."""
 
 
 @dataclass(frozen=True)
 class LinkFacts:
-    """A measurement of all ranks: that of the slowest."""
+    """A measurement of the slowest rank."""
 
     operation: str
     backend: str
@@ -37,7 +36,7 @@ class LinkFacts:
     sent: float
     """Bytes that each rank sends."""
     is_right: bool
-    """Whether every rank got the numbers that it had to get."""
+    """Whether every rank received the right numbers."""
 
     @property
     def bandwidth(self) -> float:
@@ -78,13 +77,13 @@ OPERATIONS: dict[str, tuple[Operation, Callable[[int], float], Callable[[int, in
         lambda rank, size: torch.tensor([(rank - 1) % size]),
     ),
 }
-"""The operation, the share of a message that a rank sends, and the numbers that a rank has to get,
-equally many of each, if each rank sends its own number."""
+"""The operation, the share of a message that a rank sends, and the numbers that a rank has to
+receive, equally many of each, if each rank sends its number."""
 
 
 def measure_links(device: torch.device) -> list[LinkFacts]:
-    """Measure each operation with messages of several sizes; every rank calls it and gets the
-    same."""
+    """Measure each operation with messages of several sizes. Collective: every rank gets the same
+    result."""
     sizes = (SMALLEST, 2**20, (256 if is_gpu(device) else 16) * 2**20)
     return [_measure(name, num_bytes, device) for name in OPERATIONS for num_bytes in sizes]
 
@@ -107,21 +106,21 @@ def _measure(name: str, num_bytes: int, device: torch.device) -> LinkFacts:
     seconds()  # connections are made
     right = expected(rank, size).float()
     wrong = float(not torch.equal(y.cpu(), right.repeat_interleave(count // len(right))))
-    found = torch.tensor([median(seconds() for _ in range(REPEATS)), wrong])
-    dist.all_reduce(found, dist.ReduceOp.MAX)
+    worst = torch.tensor([median(seconds() for _ in range(REPEATS)), wrong])
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
     return LinkFacts(
         name,
         "nccl" if is_gpu(device) else "gloo",
         4 * count,
-        found[0].item(),
+        worst[0].item(),
         share(size) * 4 * count,
-        not found[1].item(),
+        not worst[1].item(),
     )
 
 
 def clock_offsets() -> list[float]:
-    """Return, in rank 0, the seconds by which each rank's clock is ahead of its own, within half
-    the time of an answer; all call it."""
+    """Return, in rank 0, the seconds by which each rank's clock is ahead of rank 0's, within half
+    the time of an answer. Collective."""
     rank, offsets = dist.get_rank(), [0.0]
     now = torch.zeros((), dtype=torch.float64)
     for other in range(1, dist.get_world_size()):

@@ -1,11 +1,11 @@
-"""Plans settings, from a ladder of at most ten, with which a run fits into its devices.
+"""Plans settings, at most ten from a ladder, with which a run fits into its devices.
 
 The ladder has rungs, in the order in which an engineer would climb it: another mesh, if experts are
-not shared among ranks yet; fewer kept activations; another order or partition of a pipeline; a
-smaller state of the same rule; rows of the state on every rank; the rule with the least state; more
-pipeline ranks; twice as many ranks. If activations cannot be what is missing, the smaller state
-comes first. A rung has one to three settings, which are planned at the same time. Each adds to what
-helped on the rungs below. The first rung with a setting that fits is the last.
+not shared among ranks yet; fewer activations; another order or partition of a pipeline; a smaller
+state of the same rule; rows of the state on every rank; the rule with the least state; more
+pipeline ranks; twice as many ranks. If fewer activations cannot suffice, the smaller state comes
+first. The settings of a rung, three at most, are planned at the same time, on top of what helped on
+the rungs below. The first rung with a setting that fits is the last.
 
 Every size is that of a whole plan (`lather.memory.plan`), and so are flops and bytes sent. To order
 settings these are converted to seconds at assumed rates (`FLOPS`, `LINK`, `EXCHANGE`), which are no
@@ -29,8 +29,8 @@ from lather.optim.options import name_of
 FLOPS = 400e12
 """Assumed flops per second of a device."""
 LINK, EXCHANGE = 50e9, 300e9
-"""Assumed bytes per second that a device sends to ranks of other machines, and of its own; none of
-it overlaps with compute."""
+"""Assumed bytes per second that a device sends to other machines, and to ranks of its machine; no
+transfer overlaps with compute."""
 
 MOST_SETTINGS = 10
 """Maximal number of settings that are planned."""
@@ -47,7 +47,7 @@ Changes = dict[str, Any]
 
 @dataclass(frozen=True)
 class Setting:
-    """A configuration with its plan, and its differences from the one that the user asked about."""
+    """A configuration with its plan, and its differences from the user's."""
 
     changes: Changes
     """Changed values by dotted name, as on the command line; `world` is the number of ranks."""
@@ -71,12 +71,12 @@ class Advice:
     machine: int
     """Ranks per machine."""
     tried: tuple[Setting, ...]
-    """The given configuration, and all settings in the order in which they were planned."""
+    """The user's configuration, and all settings in the order in which they were planned."""
 
     @property
     def fitting(self) -> list[Setting]:
-        """The settings that fit, the one with the shortest step at the assumed rates first; of
-        steps that are equally long to two digits, the one with the fewest changes."""
+        """The settings that fit, the shortest step at the assumed rates first; of steps that are
+        equally long to two digits, the one with the fewest changes."""
 
         def order(setting: Setting) -> tuple[float, int, float]:
             seconds = setting.seconds(self.machine)
@@ -93,40 +93,40 @@ class Advice:
 
     @property
     def without_pipeline(self) -> Setting | None:
-        """The setting that replaces the pipeline of a run on one machine with a shorter step; None
-        if there is none that fits."""
-        given = self.tried[0]
-        if given.config.parallel.pp == 1 or given.plan.world_size > self.machine:
+        """The setting that fits, has no pipeline and a shorter step than the user's, whose pipeline
+        is on one machine; None if there is none."""
+        present = self.tried[0]
+        if present.config.parallel.pp == 1 or present.plan.world_size > self.machine:
             return None
         shorter = (
             setting
             for setting in self.fitting
             if set(setting.changes) <= {"parallel.pp", "parallel.ep"}
             and setting.config.parallel.pp == 1
-            and setting.seconds(self.machine) < given.seconds(self.machine)
+            and setting.seconds(self.machine) < present.seconds(self.machine)
         )
         return next(shorter, None)
 
 
 def advise(
     config: Config,
-    given: MemoryPlan,
+    present: MemoryPlan,
     memory: int,
     *,
     machine: int = 8,
     say: Callable[[str], None] = lambda what: None,
 ) -> Advice:
-    """Plan settings until one fits in `memory` bytes.
+    """Plan settings until a setting fits in `memory` bytes.
 
     Args:
         config: not resolved, so that defaults that depend on the rule can follow another rule.
-        given: the plan of this configuration. If it fits, other meshes alone are planned.
-        machine: devices per machine; expert ranks, which communicate most, stay within one.
-            Pipelines may go from machine to machine.
+        present: the plan of this configuration. If it fits, other meshes alone are planned.
+        machine: devices per machine; the ranks that share experts, which communicate most, stay
+            within a machine. Pipelines may go from machine to machine.
         say: called with a line of progress.
     """
     with worker_processes() as pool:
-        ladder = _Ladder(config, given, memory, machine, say, pool)
+        ladder = _Ladder(config, present, memory, machine, say, pool)
         ladder.climb()
     return Advice(memory, machine, tuple(ladder.tried))
 
@@ -136,7 +136,7 @@ class _Ladder:
     """The ladder that the module docstring describes."""
 
     config: Config
-    given: MemoryPlan
+    present: MemoryPlan
     memory: int
     machine: int
     say: Callable[[str], None]
@@ -146,7 +146,7 @@ class _Ladder:
     """The setting that the next rung builds upon."""
 
     def __post_init__(self) -> None:
-        self.best = Setting({}, self.config, self.given)
+        self.best = Setting({}, self.config, self.present)
         self.tried = [self.best]
 
     def climb(self) -> None:
@@ -161,7 +161,7 @@ class _Ladder:
 
     def rungs(self) -> Iterator[Callable[[], list[Changes]]]:
         """Yield the rungs; each returns its settings, as changes of `best`."""
-        fits = self.given.needed <= self.memory
+        fits = self.present.needed <= self.memory
         if fits or self.is_flat or self.has_needless_pipeline or not self.is_on_machines:
             yield self.meshes
         if fits:
@@ -181,7 +181,7 @@ class _Ladder:
             if "optim.name" in added:
                 changes = {k: v for k, v in changes.items() if k.partition(".")[0] != "optim"}
                 changes |= added
-            world = changes.get("world", self.given.world_size)
+            world = changes.get("world", self.present.world_size)
             config = changed(self.config, changes, world)
             if config is not None and (config, world) not in known:
                 known.append((config, world))
@@ -197,64 +197,65 @@ class _Ladder:
     def plan(self, changes: Changes, config: Config, world: int) -> Setting | None:
         """Plan a setting; None, with a line of progress, if its ranks cannot run it."""
         try:
-            found = plan(config.resolved(), world, self.given.assumed, pool=self.pool)
+            result = plan(config.resolved(), world, self.present.assumed, pool=self.pool)
         except (ConfigError, RuntimeError) as error:
             self.say(f"{as_options(changes)}: cannot be planned: {error}")
             return None
-        fits = "fits" if found.needed <= self.memory else "does not fit"
-        self.say(f"{as_options(changes)}: needs {found.needed / 2**30:.2f} GiB, {fits}")
-        return Setting(changes, config, found)
+        fits = "fits" if result.needed <= self.memory else "does not fit"
+        self.say(f"{as_options(changes)}: needs {result.needed / 2**30:.2f} GiB, {fits}")
+        return Setting(changes, config, result)
 
     # --- which rungs ------------------------------------------------------------------------------
 
     @property
     def is_flat(self) -> bool:
         """Whether no axis of the mesh but dp has several ranks."""
-        return self.config.parallel.pp == self.config.parallel.ep == 1 < self.given.world_size
+        return self.config.parallel.pp == self.config.parallel.ep == 1 < self.present.world_size
 
     @property
     def has_needless_pipeline(self) -> bool:
-        """Whether a pipeline joins ranks of one machine, whose links are fast."""
-        return self.config.parallel.pp > 1 and self.given.world_size <= self.machine
+        """Whether a pipeline is within a machine, whose links are fast."""
+        return self.config.parallel.pp > 1 and self.present.world_size <= self.machine
 
     @property
     def is_on_machines(self) -> bool:
         """Whether each group of expert ranks is on one machine."""
-        return are_on_machines(self.config.parallel.ep, self.given.world_size, self.machine)
+        return are_on_machines(self.config.parallel.ep, self.present.world_size, self.machine)
 
     @property
     def activations_are_within_reach(self) -> bool:
         """Whether the run would fit without `REACH` of the activations of every moment."""
         peak = max(
             float((step.total - REACH * step.of_kind("activations")).max())
-            for run in self.given.ranks
+            for run in self.present.ranks
             for step in run.steps.values()
         )
-        return peak + allowance_for(peak, self.given.assumed.device) <= self.memory
+        return peak + allowance_for(peak, self.present.assumed.device) <= self.memory
 
     # --- rungs ------------------------------------------------------------------------------------
 
     def meshes(self) -> list[Changes]:
-        """Experts on all ranks of a machine, without a pipeline, with one from machine to machine,
-        and with one twice as long."""
-        world, experts = self.given.world_size, num_routed_experts(self.config.model)
+        """Experts on all ranks of a machine, without a pipeline, with a pipeline from machine to
+        machine, and with twice as many pipeline ranks."""
+        world, experts = self.present.world_size, num_routed_experts(self.config.model)
         on_machine = min(world, self.machine)
         machines = -(-world // self.machine)
-        found = []
+        meshes: list[Changes] = []
         for pp in dict.fromkeys((1, machines, 2 * machines)):
             sizes = (ep for ep in range(on_machine, 0, -1) if world % (pp * ep) == 0)
             ep = next((ep for ep in sizes if self.shares(ep, experts)), None)
             if ep is not None:
-                found.append({"parallel.pp": pp, "parallel.ep": ep})
-        return found[:1] if self.has_needless_pipeline else found
+                meshes.append({"parallel.pp": pp, "parallel.ep": ep})
+        return meshes[:1] if self.has_needless_pipeline else meshes
 
     def shares(self, ep: int, experts: int) -> bool:
-        """Return whether `ep` ranks of one machine can share the experts."""
-        world = self.given.world_size
+        """Return whether `ep` ranks of a machine can share the experts."""
+        world = self.present.world_size
         return experts % ep == 0 and are_on_machines(ep, world, self.machine)
 
     def activations(self) -> list[Changes]:
-        """Micro-batches of one sequence, and attention, then also the experts' products, twice."""
+        """Micro-batches of a sequence, with attention computed twice, then also the experts'
+        products."""
         attention = {"train.micro_batch_size": 1, "train.recompute": ("attention",)}
         return [attention, {**attention, "moe.memory": "recompute"}]
 
@@ -270,7 +271,7 @@ class _Ladder:
         )
 
     def states(self) -> list[Changes]:
-        """The state in bf16, of one side, and both."""
+        """The state in bf16, of a single side of each matrix, and both."""
         optim = self.config.optim
         bf16 = {"optim.state_dtype": "bfloat16"} if hasattr(optim, "state_dtype") else {}
         side = {"optim.sides": "smaller"} if hasattr(optim, "sides") else {}
@@ -279,7 +280,7 @@ class _Ladder:
     def rows(self) -> list[Changes]:
         """Rows of every matrix's state on every rank, if parameters are sharded."""
         parallel, optim = self.best.config.parallel, self.config.optim
-        is_sharded = parallel.data_ranks(self.given.world_size) > parallel.replicas
+        is_sharded = parallel.data_ranks(self.present.world_size) > parallel.replicas
         return (
             [{"optim.ownership": "replicated"}]
             if is_sharded and hasattr(optim, "ownership")
@@ -297,23 +298,23 @@ class _Ladder:
         return [{"parallel.pp": 2 * pp, "parallel.ep": ep if ep % 2 else ep // 2}]
 
     def more_ranks(self) -> list[Changes]:
-        world = 2 * self.given.world_size
+        world = 2 * self.present.world_size
         fits = are_on_machines(self.best.config.parallel.ep, world, self.machine)
         return [{"world": world}] if fits else []
 
 
 def are_on_machines(ep: int, world_size: int, machine: int) -> bool:
     """Return whether every expert group lies on one machine: its `ep` ranks are neighbors
-    (`lather.parallel.mesh`), and machines have `machine` ranks each, in their order, the last one
-    perhaps fewer."""
+    (`lather.parallel.mesh`), and machines have `machine` ranks each, in their order, the last
+    machine perhaps fewer."""
     firsts = range(0, world_size, ep)
     return all(first // machine == (first + ep - 1) // machine for first in firsts)
 
 
 def changed(config: Config, changes: Changes, world_size: int | None = None) -> Config | None:
     """Return the configuration with other values, not resolved; None if they contradict each other,
-    or if `world_size` ranks cannot divide the batch. Another rule comes with its own default
-    options and rates."""
+    or if `world_size` ranks cannot divide the batch. Another rule comes with its default options
+    and rates."""
     changes = {name: value for name, value in changes.items() if name != "world"}
     try:
         if (rule := changes.get("optim.name")) is not None:
@@ -340,8 +341,8 @@ def changed(config: Config, changes: Changes, world_size: int | None = None) -> 
 
 def as_options(changes: Changes) -> str:
     """Write changes as command-line options."""
-    parts = [
+    options = [
         f"--{name.replace('_', '-')} {' '.join(value) if isinstance(value, tuple) else value}"
         for name, value in changes.items()
     ]
-    return " ".join(parts)
+    return " ".join(options)

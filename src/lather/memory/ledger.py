@@ -39,6 +39,8 @@ KINDS = (
     "temporaries",
 )
 """Kinds of bytes; activations also have a segment."""
+BETWEEN_SEGMENTS = "between segments"
+"""Name of the segment of activations that are made outside of segments."""
 
 
 @dataclass
@@ -58,6 +60,10 @@ class StorageRecord:
     changes: list[tuple[int, int]] = field(default_factory=list)
     """(time, change in bytes)."""
 
+    def size_at(self, time: int) -> int:
+        """Return the bytes at a time."""
+        return sum(change for when, change in self.changes if when <= time)
+
 
 @dataclass(frozen=True)
 class Mark:
@@ -68,8 +74,8 @@ class Mark:
 
 
 class Ledger:
-    """The record that the module docstring describes. `following_sizes` sees `resize_`; only one
-    ledger can do so at a time."""
+    """The record that the module docstring describes. A single ledger at a time can follow
+    `resize_`."""
 
     def __init__(self) -> None:
         self.time = 0
@@ -78,8 +84,6 @@ class Ledger:
         self.records: list[StorageRecord] = []
         self.marks: list[Mark] = []
         self._alive: dict[int, tuple[ref[torch.UntypedStorage], StorageRecord]] = {}
-
-    # --- what happens -----------------------------------------------------------------------------
 
     def note(self, tensors: Iterable[Tensor], *, travels: bool = False) -> None:
         """Record an operation that created or used these tensors."""
@@ -102,13 +106,18 @@ class Ledger:
         self.phase = name
         self.marks.append(Mark(self.time, name))
 
+    def record_of(self, x: Tensor) -> StorageRecord | None:
+        """Return the record of a tensor's storage; None if it is not known."""
+        entry = self._alive.get(id(x.untyped_storage()))
+        return None if entry is None else entry[1]
+
     def label(self, kind: str, tensors: Iterable[Tensor]) -> None:
         """Set the kind of those of these tensors that are known and have none yet."""
         assert kind in KINDS
         for x in tensors:
-            known = self._alive.get(id(x.untyped_storage()))
-            if known is not None and not known[1].kind:
-                known[1].kind = kind
+            record = self.record_of(x)
+            if record is not None and not record.kind:
+                record.kind = kind
 
     def settle(self, kind: str, phase: str | None = None) -> None:
         """Set the kind of all live storages that have none yet; with `phase`, only of those created
@@ -137,8 +146,6 @@ class Ledger:
 
         return following_resizes(resized)
 
-    # --- what is found ----------------------------------------------------------------------------
-
     def timeline(self, start: int = 0) -> MemoryTimeline:
         """Return the bytes of each kind from `start` until now."""
         length = self.time - start + 1
@@ -150,7 +157,7 @@ class Ledger:
             if kind == "activations":
                 rows.append(
                     segments.setdefault(
-                        record.segment or "between segments", np.zeros(length, np.int64)
+                        record.segment or BETWEEN_SEGMENTS, np.zeros(length, np.int64)
                     )
                 )
             for time, change in record.changes:
@@ -205,17 +212,17 @@ class MemoryTimeline:
             return self
         edges = np.linspace(0, length, points + 1).astype(int)
         total = self.total
-        kept = np.array(
+        times = np.array(
             [start + int(total[start:stop].argmax()) for start, stop in pairwise(edges)]
         )
-        doing = [self.doing_at(int(time)) for time in kept]
+        doing = [self.doing_at(int(time)) for time in times]
         marks = [
             Mark(time, name)
             for time, name in enumerate(doing)
             if time == 0 or name != doing[time - 1]
         ]
         return MemoryTimeline(
-            self.curves[:, kept], {name: row[kept] for name, row in self.segments.items()}, marks
+            self.curves[:, times], {name: row[times] for name, row in self.segments.items()}, marks
         )
 
     def at(self, time: int) -> dict[str, int]:
@@ -226,11 +233,11 @@ class MemoryTimeline:
 
     def segments_at(self, time: int) -> dict[str, int]:
         """Return the bytes of activations by segment, largest first."""
-        found = {name: int(row[time]) for name, row in self.segments.items() if row[time]}
-        return dict(sorted(found.items(), key=lambda item: -item[1]))
+        sizes = {name: int(row[time]) for name, row in self.segments.items() if row[time]}
+        return dict(sorted(sizes.items(), key=lambda item: -item[1]))
 
     def spans(self) -> Iterator[tuple[str, int, int]]:
-        """Return the name of each mark, its time and that of the next one."""
+        """Return the name and time of each mark, and the time of the next."""
         starts = [mark.time for mark in self.marks]
         return zip(
             (mark.name for mark in self.marks),

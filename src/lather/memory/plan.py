@@ -1,9 +1,8 @@
-"""Plans the memory of a training run, rank by rank: dry-runs one rank at each pipeline position,
-each in a process of its own.
+"""Plans the memory of a training run: dry-runs a rank at each pipeline position, in parallel.
 
-Ranks at the same position differ little: the first one has the most rows of every parameter, and
-whole matrices are assigned to owners by cost. So the first data rank is run, and also the rank that
-owns the most optimizer state, if that is another one.
+Ranks at the same position differ little: the first has the most rows of every parameter, and whole
+matrices are assigned to owners by cost. So the first data rank is run, and also the rank that owns
+the most optimizer state, if that is another.
 
 An allowance is added for memory that a dry run does not see: a GPU's context, libraries and
 communication buffers, and fragmentation. It is assumed, not measured.
@@ -32,7 +31,7 @@ FRAGMENTATION = 0.03
 use; with expandable segments (`lather.allocator`) that is little."""
 
 POINTS = 1500
-"""Points of each timeline's curves that are kept."""
+"""Points that a plan has of each curve."""
 
 
 @dataclass(frozen=True)
@@ -77,32 +76,20 @@ class MemoryPlan:
         return not is_early and re.search(r"\d[IW]\d", self.largest.largest.when) is not None
 
     def bubble(self, layers: tuple[int, ...] | None = None, *, early: bool | None = None) -> float:
-        """Return the bubble with other numbers of layers on the stages, or with weight gradients as
-        early as possible or not; None: as planned."""
-        own = None if self.partition is None else self.partition.layers
-        return bubble_of(self.config, self.world_size, layers or own, early=early)
-
-
-def bubble_of(
-    config: Config,
-    world_size: int,
-    layers: tuple[int, ...] | None = None,
-    *,
-    early: bool | None = None,
-) -> float:
-    """Return the fraction of a step in which a pipeline rank waits, if all layers take equally
-    long, with these numbers of layers on the stages; None: equally many. `early`: weight gradients
-    are computed as early as possible; None: as configured."""
-    parallel = config.parallel
-    if parallel.resolved_schedule != "dualpipev" or parallel.pp == 1:
-        return 0.0
-    layers = layers or uniform(config.model.num_hidden_layers, 2 * parallel.pp)
-    early = parallel.early_weight_gradients if early is None else early
-    return bubble_of_layers(
-        layers,
-        config.num_micro_batches(config.parallel.data_ranks(world_size)),
-        early_weight_gradients=early,
-    )
+        """Return the fraction of a step in which a pipeline rank waits, if all layers take equally
+        long, with so many layers on the stages, and weight gradients as early as possible or not;
+        None: as planned."""
+        parallel = self.config.parallel
+        if parallel.resolved_schedule != "dualpipev" or parallel.pp == 1:
+            return 0.0
+        if layers is None:
+            uniform_layers = uniform(self.config.model.num_hidden_layers, 2 * parallel.pp)
+            layers = self.partition.layers if self.partition else uniform_layers
+        return bubble_of_layers(
+            layers,
+            self.config.num_micro_batches(parallel.data_ranks(self.world_size)),
+            early_weight_gradients=parallel.early_weight_gradients if early is None else early,
+        )
 
 
 def plan(
@@ -116,7 +103,7 @@ def plan(
     """Plan the memory of `world_size` ranks that train with this configuration.
 
     `partition`: result of `memory_partition` for these arguments, if known; None: it is computed.
-    `pool`: processes that several plans share; None: the plan starts its own. Raises ConfigError if
+    `pool`: processes that several plans share; None: the plan starts some. Raises ConfigError if
     the ranks cannot be divided as the configuration says.
     """
     check_parallel(config, world_size)
@@ -134,25 +121,27 @@ def plan(
         None if partition is None else partition.stages,
     )
     runs = list(pool.map(run, firsts))
-    others = [
-        max(one.state_bytes, key=one.state_bytes.__getitem__) for one in runs if one.missing_state
-    ]
-    runs += pool.map(run, others)
-    at_position = [
-        [run for run in runs if run.pp_rank == position] for position in range(config.parallel.pp)
-    ]
-    largest = tuple(max(several, key=lambda run: run.peak) for several in at_position)
+    runs += pool.map(run, [_largest_owner(run) for run in runs if run.missing_state])
+    largest = tuple(
+        max((run for run in runs if run.pp_rank == position), key=lambda run: run.peak)
+        for position in range(config.parallel.pp)
+    )
     return MemoryPlan(config, world_size, assumed, largest, partition)
 
 
 def _thinned_dry_run(
     config: Config, world_size: int, assumed: Assumed, layers: Sequence[range] | None, rank: int
 ) -> RankRun:
-    """Dry-run a rank, and keep `POINTS` points of each timeline, including its peak."""
-    found = dry_run(config, world_size, assumed, rank, layers=layers)
+    """Dry-run a rank, and thin its timelines to `POINTS` points, including the peak."""
+    run = dry_run(config, world_size, assumed, rank, layers=layers)
     return replace(
-        found, steps={name: timeline.thinned(POINTS) for name, timeline in found.steps.items()}
+        run, steps={name: timeline.thinned(POINTS) for name, timeline in run.steps.items()}
     )
+
+
+def _largest_owner(run: RankRun) -> int:
+    """Return the rank at the position of `run` that owns the most optimizer state."""
+    return max(run.state_bytes, key=run.state_bytes.__getitem__)
 
 
 def allowance_for(peak: float, device: Device) -> int:

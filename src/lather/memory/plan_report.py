@@ -1,6 +1,5 @@
-"""Reports a memory plan as a table of every pipeline rank's peak by kind, and as JSON; and prints
-the settings that are advised, or the reason why nothing fits. (Pictures:
-`lather.memory.plan_picture`.)"""
+"""Reports a memory plan as a table and as JSON, and the settings that are advised as a table.
+(Picture: `lather.memory.plan_picture`.)"""
 
 from __future__ import annotations
 
@@ -15,7 +14,6 @@ from lather.files import write_numbers
 from lather.memory.advice import EXCHANGE, FLOPS, LINK, Advice, Setting, as_options
 from lather.memory.dry_run import RankRun
 from lather.memory.plan import CONTEXT_BYTES, FRAGMENTATION, MemoryPlan
-from lather.memory.profile_report import first_to_last, unit_of
 from lather.pipeline.partition import SLACK, Partition
 from lather.version import describe_version
 
@@ -52,6 +50,12 @@ def show(plan: MemoryPlan, memory: int | None, console: Console) -> None:
             f"{run.peak_step}, {run.largest.when}",
         )
     console.print(table)
+    console.print("\n".join(remarks(plan, memory)), highlight=False)
+
+
+def remarks(plan: MemoryPlan, memory: int | None) -> list[str]:
+    """Return the lines below the table."""
+    _, scale = unit_of(plan.largest.peak)
     timeline = plan.largest.largest
     segments = ", ".join(
         f"{name} {_in(size, scale)}"
@@ -64,22 +68,23 @@ def show(plan: MemoryPlan, memory: int | None, console: Console) -> None:
     if plan.partition is not None:
         lines.append(describe_partition(plan, plan.partition))
     if plan.config.parallel.early_weight_gradients:
-        lines.append(early_weight_gradients(plan))
+        bubbles = f"{plan.bubble(early=True):.1%} instead of {plan.bubble(early=False):.1%}"
+        lines.append(
+            "weight gradients as early as they can be: bubble "
+            f"{bubbles} if all layers take equally long"
+        )
     lines.append(checkpoint(plan))
     if plan.assumed.device == "gpu":
-        lines.append(needs(plan))
+        lines.append(
+            f"a GPU needs {_in(plan.needed, GIB)} GiB: the peak of rank {plan.largest.rank}, "
+            f"{CONTEXT_BYTES / GIB:.1f} GiB for context and libraries and {FRAGMENTATION:.0%} for "
+            "fragmentation (assumed, not measured)"
+        )
     if memory is not None:
-        lines.append(verdict(plan, memory))
-    console.print("\n".join(lines), highlight=False)
-
-
-def needs(plan: MemoryPlan) -> str:
-    """Describe the bytes that a GPU needs, and what they consist of."""
-    return (
-        f"a GPU needs {_in(plan.needed, GIB)} GiB: the peak of rank {plan.largest.rank}, "
-        f"{CONTEXT_BYTES / GIB:.1f} GiB for context and "
-        f"libraries and {FRAGMENTATION:.0%} for fragmentation (assumed, not measured)"
-    )
+        word, rest = ("fits", "left") if plan.needed <= memory else ("does not fit", "missing")
+        difference = _in(abs(memory - plan.needed), GIB)
+        lines.append(f"{word} in {_in(memory, GIB)} GiB: {difference} GiB {rest}")
+    return lines
 
 
 def checkpoint(plan: MemoryPlan) -> str:
@@ -97,40 +102,20 @@ def checkpoint(plan: MemoryPlan) -> str:
     return f"{text}, and takes as much {memory} while it is written"
 
 
-def verdict(plan: MemoryPlan, memory: int) -> str:
-    """Say whether the run fits in `memory` bytes, and how many remain or are missing."""
-    fits = plan.needed <= memory
-    word, rest = ("fits", "left") if fits else ("does not fit", "missing")
-    return f"{word} in {_in(memory, GIB)} GiB: {_in(abs(memory - plan.needed), GIB)} GiB {rest}"
-
-
 def describe_partition(plan: MemoryPlan, partition: Partition) -> str:
-    """Describe a partition by memory in one line."""
+    """Describe a partition by memory."""
     unit, scale = unit_of(partition.uniform_largest)
-    counts, least, even = (
-        " ".join(map(str, partition.layers)),
-        _in(partition.largest, scale),
-        _in(partition.uniform_largest, scale),
-    )
+    counts = " ".join(map(str, partition.layers))
     if partition.layers == partition.uniform_layers:
         return (
             f"layers by stage {counts}: equally many, as no other partition "
             f"has a largest rank that is {SLACK:.0%} smaller"
         )
     return (
-        f"layers by stage {counts}: the largest rank is expected to have {least} {unit}, with "
-        f"equally many {even}; "
-        f"bubble {plan.bubble():.1%} instead of "
+        f"layers by stage {counts}: the largest rank is expected to have "
+        f"{_in(partition.largest, scale)} {unit}, with equally many "
+        f"{_in(partition.uniform_largest, scale)}; bubble {plan.bubble():.1%} instead of "
         f"{plan.bubble(partition.uniform_layers, early=False):.1%} if all layers take equally long"
-    )
-
-
-def early_weight_gradients(plan: MemoryPlan) -> str:
-    """The price of computing weight gradients as soon as they can be."""
-    bubbles = f"{plan.bubble(early=True):.1%} instead of {plan.bubble(early=False):.1%}"
-    return (
-        "weight gradients as early as they can be: bubble "
-        f"{bubbles} if all layers take equally long"
     )
 
 
@@ -177,18 +162,29 @@ def _rank_json(run: RankRun) -> dict[str, Any]:
         "checkpoint": run.checkpoint_bytes,
         "steps": {
             name: {
-                "peak": one.peak,
-                "when": one.when,
-                "kinds": one.at_peak,
-                "segments": one.segments_at(one.peak_time),
+                "peak": timeline.peak,
+                "when": timeline.when,
+                "kinds": timeline.at_peak,
+                "segments": timeline.segments_at(timeline.peak_time),
             }
-            for name, one in run.steps.items()
+            for name, timeline in run.steps.items()
         },
     }
 
 
+def first_to_last(numbers: Sequence[int]) -> str:
+    """Return "3-5", or "3" for a single number."""
+    return f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else str(numbers[0])
+
+
+def unit_of(size: float) -> tuple[str, int]:
+    """Return the largest unit that is not larger than `size`, and its bytes."""
+    units = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+    return next(((unit, scale) for unit, scale in units if size >= scale), ("B", 1))
+
+
 def layers_of(run: RankRun) -> str:
-    """Return the layers of a rank as a text such as "0-11, 36-47"."""
+    """Return the layers of a rank, for example "0-11, 36-47"."""
     return ", ".join(first_to_last(layers) for layers in run.layers if layers)
 
 
@@ -216,17 +212,16 @@ def show_advice(advice: Advice, console: Console) -> None:
         f"settings that fit in {advice.memory / GIB:.2f} GiB, shortest step first, "
         f"of {len(advice.tried)} planned"
     )
-    sizes_of = ("needs GiB", "left", "flops above least")
-    prices_of = ("to experts, GiB", "parameters", "pipeline", "optimizer", "bubble")
-    table = titled_table(title, ["change"], (*sizes_of, *prices_of))
+    sizes = ("needs GiB", "left", "flops above least")
+    prices = ("to experts, GiB", "parameters", "pipeline", "optimizer", "bubble")
+    table = titled_table(title, ["change"], (*sizes, *prices))
     least = min(setting.plan.work.flops for setting in advice.tried)
     for setting in advice.fitting:
         needed, work = setting.plan.needed, setting.plan.work
         sent = (work.experts, work.parameters, work.pipeline, work.optimizer)
         table.add_row(
             as_options(setting.changes) or "none",
-            f"{needed / GIB:.2f}",
-            f"{(advice.memory - needed) / GIB:.2f}",
+            *(f"{size / GIB:.2f}" for size in (needed, advice.memory - needed)),
             f"{work.flops / least - 1:.1%}",
             *(f"{size / GIB:,.1f}" for size in sent),
             f"{setting.plan.bubble():.1%}",
@@ -245,13 +240,13 @@ def show_advice(advice: Advice, console: Console) -> None:
     console.print("\n".join(lines), highlight=False)
 
 
-def _needless_pipeline(given: Setting, without: Setting) -> str:
+def _needless_pipeline(present: Setting, without: Setting) -> str:
     """Say that a pipeline is not worth it, and what a rank sends with it and without."""
-    sent, sent_without = (setting.plan.work.sent / GIB for setting in (given, without))
+    sent, sent_without = (setting.plan.work.sent / GIB for setting in (present, without))
     return (
         "the pipeline is not worth it on one machine, with fast links: "
         f"{as_options(without.changes)} fits, sends {sent_without:,.1f} GiB in a step in place of "
-        f"{sent:,.1f}, and no rank waits for others (bubble {given.plan.bubble():.1%})"
+        f"{sent:,.1f}, and no rank waits for others (bubble {present.plan.bubble():.1%})"
     )
 
 

@@ -2,9 +2,9 @@
 partition whose largest rank is smallest.
 
 A rank is dry-run with one layer in each of its stages, and again for each kind of layer and each
-stage, with one such layer added there. The bytes that a layer adds are assumed not to depend on the
-other layers. This is nearly so: the optimizer batches matrices of equal shape, so its temporaries
-grow by less. The plan with the resulting partition runs all layers.
+stage, with a layer of this kind added there. The bytes that a layer adds are assumed not to depend
+on the other layers. This is nearly so: the optimizer batches matrices of equal shape, so its
+temporaries grow by less. The plan with the resulting partition runs all layers.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from lather.config.config import Config, check_parallel
 from lather.errors import ConfigError
-from lather.memory.block_samples import block_kinds
-from lather.memory.dry_run import BUILDING, RankRun, dry_run
+from lather.memory.dry_rank import BUILDING
+from lather.memory.dry_run import RankRun, dry_run
 from lather.memory.workers import Assumed, worker_processes
 from lather.models.families import build_model
 from lather.pipeline.partition import Partition, RankPeaks, smallest_peak
@@ -31,7 +33,7 @@ Phases = Mapping[str, int]
 
 def memory_partition(config: Config, world_size: int, assumed: Assumed) -> Partition | None:
     """Return the partition for `parallel.partition = "memory"`; None if layers are assigned
-    uniformly, or if only one partition is possible.
+    uniformly, or if no other partition is possible.
 
     Raises ConfigError if the ranks cannot be divided as the configuration says.
     """
@@ -74,7 +76,7 @@ class _Sample:
 def _samples(kinds: Sequence[Sequence[int]], position: int, pp: int) -> list[_Sample]:
     """Return the dry runs of a position, with layers from anywhere in the model; `kinds` has the
     layers of each kind, the most common kind first. Raises ConfigError unless three layers are of
-    one kind."""
+    the same kind."""
     if len(kinds[0]) < 3:
         raise ConfigError(
             "parallel.partition = 'memory' is not valid: it needs three layers of one kind to "
@@ -91,8 +93,8 @@ def _samples(kinds: Sequence[Sequence[int]], position: int, pp: int) -> list[_Sa
 
     a, b, third = kinds[0][:3]
     samples = [_Sample(position, layers((a,), (b,)))]
-    for kind, some in enumerate(kinds):
-        more = third if kind == 0 else some[0]
+    for kind, of_kind in enumerate(kinds):
+        more = third if kind == 0 else of_kind[0]
         samples.append(_Sample(position, layers((a, more), (b,)), (kind, 0)))
         samples.append(_Sample(position, layers((a,), (b, more)), (kind, 1)))
     return samples
@@ -107,13 +109,13 @@ def _phase_peaks(config: Config, world_size: int, assumed: Assumed, sample: _Sam
 def phase_peaks(run: RankRun) -> Phases:
     """Return the peak of each phase of each step, with the optimizer state of the rank at this
     position that owns the most."""
-    found: defaultdict[str, int] = defaultdict(int)
+    peaks: defaultdict[str, int] = defaultdict(int)
     for step, timeline in run.steps.items():
         total, missing = timeline.total, 0 if step == BUILDING else run.missing_state
         for mark, start, stop in timeline.spans():
             name = f"{step}: {mark}"
-            found[name] = max(found[name], int(total[start : max(stop, start + 1)].max()) + missing)
-    return dict(found)
+            peaks[name] = max(peaks[name], int(total[start : max(stop, start + 1)].max()) + missing)
+    return dict(peaks)
 
 
 def _rank_peaks(kinds: Sequence[Sequence[int]], samples: Mapping[_Sample, Phases]) -> RankPeaks:
@@ -128,18 +130,40 @@ def _rank_peaks(kinds: Sequence[Sequence[int]], samples: Mapping[_Sample, Phases
     adds = {added: x - least for added, x in bytes_of.items() if added is not None}
     base = least - adds[0, 0] - adds[0, 1]
     columns = np.stack([base, *adds.values()])
-    kept = [i for i in range(len(names)) if not _is_dominated(columns, i)]
+    largest = [i for i in range(len(names)) if not _is_dominated(columns, i)]
     kind_of = {layer: kind for kind, layers in enumerate(kinds) for layer in layers}
     first, second = (
         np.stack([adds[kind_of[layer], stage] for layer in range(len(kind_of))], axis=1)
         for stage in (0, 1)
     )
-    return RankPeaks(base[kept], first[kept], second[kept])
+    return RankPeaks(base[largest], first[largest], second[largest])
 
 
 def _is_dominated(columns: np.ndarray[tuple[int, int], np.dtype[np.float64]], i: int) -> bool:
-    """Return whether another phase has at least as many bytes for any layers; of equal phases the
-    first is kept."""
+    """Return whether another phase has at least as many bytes for any layers; the first of equal
+    phases is not dominated by them."""
     least = (columns >= columns[:, i : i + 1]).all(0)
     equal = (columns == columns[:, i : i + 1]).all(0)
     return bool((least & ~equal).any() or equal[:i].any())
+
+
+def block_kinds(layers: nn.ModuleList) -> list[list[int]]:
+    """Return the indices of the blocks, grouped by kind, in order. Blocks of a kind have the same
+    modules, settings and shapes of tensors."""
+    kinds: dict[str, list[int]] = {}
+    for index, block in enumerate(layers):
+        kinds.setdefault(repr(_signature(block)), []).append(index)
+    return list(kinds.values())
+
+
+def _signature(value: Any) -> Any:
+    """Return an object's contents without addresses in memory and values of tensors."""
+    if isinstance(value, Tensor):
+        return str(value.dtype), tuple(value.shape)
+    if isinstance(value, Mapping):
+        return {str(key): _signature(item) for key, item in value.items() if key != "training"}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_signature(item) for item in value]
+    if isinstance(value, nn.Module) or repr(value) == object.__repr__(value):
+        return type(value).__qualname__, _signature(vars(value))
+    return repr(value)

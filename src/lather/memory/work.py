@@ -20,8 +20,8 @@ MICRO_BATCHES, REFRESH, REST = "micro-batches", "refresh", "rest"
 
 @dataclass(frozen=True)
 class Work:
-    """Work of one rank: flops, and bytes that it sends to other ranks. Collectives are assumed to
-    use rings."""
+    """Work of a rank: flops, and bytes that it sends to other ranks. Collectives are assumed to use
+    rings."""
 
     flops: float = 0.0
     experts: float = 0.0
@@ -56,14 +56,14 @@ class WorkTally:
     in_micro_batch: bool = False
     in_optimizer: bool = False
     refreshing: bool = False
-    found: defaultdict[str, Work] = field(default_factory=lambda: defaultdict(Work))
+    sums: defaultdict[str, Work] = field(default_factory=lambda: defaultdict(Work))
 
     def restart(self) -> None:
-        self.found.clear()
+        self.sums.clear()
 
     def add(self, work: Work) -> None:
         when = MICRO_BATCHES if self.in_micro_batch else REFRESH if self.refreshing else REST
-        self.found[when] += work * (self.repeats if self.in_micro_batch else 1.0)
+        self.sums[when] += work * (self.repeats if self.in_micro_batch else 1.0)
 
     def travels(self, name: str, args: Sequence[Any]) -> None:
         """Add an operation of a process group, by torch's name for it."""
@@ -83,7 +83,7 @@ def sent_bytes(name: str, args: Sequence[Any]) -> int:
     it; 0 for receives and waits."""
     sizes = [sum(map(nbytes, tensors_in(x))) for x in (*args[:2], (), ())]
     if name in ("_allgather_base_", "allgather_"):
-        return sizes[0] - sizes[1]  # in a ring, a rank forwards everything but one part
+        return sizes[0] - sizes[1]  # in a ring, a rank forwards all parts but the last
     if name in ("_reduce_scatter_base_", "reduce_scatter_"):
         return sizes[1] - sizes[0]
     if name == "allreduce_":

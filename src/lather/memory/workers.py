@@ -1,5 +1,4 @@
-"""Starts processes for dry runs, one for each, since torch caches meshes for a whole process and
-each run has another mesh."""
+"""Starts a process for each dry run, since torch caches meshes for a whole process."""
 
 from __future__ import annotations
 
@@ -31,8 +30,8 @@ class Assumed:
 
 @contextmanager
 def worker_processes() -> Iterator[ProcessPoolExecutor]:
-    """Make a pool with as many processes as cores; a process runs one call. Calls that have not
-    begun at the end of the block are dropped."""
+    """Make a pool with as many processes as cores, which end after a call each. Calls that wait for
+    a process at the end of the block are dropped."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["lather.memory.dry_run", IMPORTED_LATE])
     pool = ProcessPoolExecutor(num_cores(), context, end_with_parent, max_tasks_per_child=1)

@@ -84,7 +84,7 @@ class StandIn:
     set_device = set_stream = empty_cache = reset_peak_memory_stats = manual_seed_all = returning(
         None
     )
-    """There is one device, and it has no state."""
+    """There is a single device, without state."""
 
     def __init__(self) -> None:
         self.waited: Callable[[str], None] = lambda what: None
@@ -130,8 +130,8 @@ def standin(stands_for: Literal["gpu", "cpu"] | None = None) -> torch.device:
     """Return the device, which is registered with torch at the first call; None: the kind that is
     registered, else a GPU.
 
-    Registration cannot be undone, and a process has only one such device, so use the process for
-    counting and planning only. Raises RuntimeError if the device is registered as the other kind.
+    Registration cannot be undone, and a process cannot register a second device, so use the process
+    for counting and planning only. Raises RuntimeError if the other kind is registered.
     """
     registered = next((kind for kind, name in NAMES.items() if hasattr(torch, name)), None)
     if registered is None:

@@ -25,6 +25,10 @@ from lather.torch_private import fused_sdp_choice
 NARROW = (torch.bfloat16, torch.float16)
 
 
+AUTOCAST = (F.linear, F.scaled_dot_product_attention)
+"""Functions of models whose operands autocast rounds."""
+
+
 class Observer(Protocol):
     """The mode of the stand-in device (`StandInMode`), which is told of kernels."""
 
@@ -38,7 +42,8 @@ class Observer(Protocol):
 
 
 class Functions(TorchFunctionMode):
-    """Runs the attention kernel that CUDA, or a CPU, would choose."""
+    """Runs the attention kernel that CUDA, or a CPU, would choose; and rounds the operands of
+    layers inside autocast, which torch does not do for devices that it does not know."""
 
     def __init__(self, mode: Observer) -> None:
         super().__init__()
@@ -52,6 +57,8 @@ class Functions(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
+        if func in AUTOCAST and self.mode.is_here(args[0]):
+            args = [_rounded(x) for x in args]
         if func is F.scaled_dot_product_attention and self.mode.is_here(args[0]):
             return self._attention(*args, **kwargs)
         if func is fused_sdp_choice and self.mode.is_here(args[0]):
@@ -69,7 +76,7 @@ class Functions(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """Run the kernel that CUDA would choose; on a CPU its own kernel.
+        """Run the kernel that CUDA, or a CPU, would choose.
 
         torch turns a mask of booleans into one of numbers first, which each call keeps for
         backward.
@@ -109,6 +116,14 @@ class Functions(TorchFunctionMode):
         return aten._scaled_dot_product_attention_math(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale
         )[0]
+
+
+def _rounded(x: Any) -> Any:
+    """Return an operand as autocast would give it to a product."""
+    is_wide = isinstance(x, Tensor) and x.dtype == torch.float32
+    if not is_wide or not torch.is_autocast_enabled(x.device.type):
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type))
 
 
 def chosen_kernel(
@@ -174,8 +189,8 @@ def counted_triton(mode: Observer) -> AbstractContextManager[object]:
         bound = dict(zip(self.arg_names, args, strict=False)) | kwargs
         needed = [
             name
-            for name, one in self.signature.parameters.items()
-            if one.default is inspect.Parameter.empty
+            for name, parameter in self.signature.parameters.items()
+            if parameter.default is inspect.Parameter.empty
         ]
         if missing := [name for name in needed if name not in bound]:
             raise TypeError(f"{self.fn.__name__} is launched without {missing}")
@@ -195,8 +210,8 @@ def counted_triton(mode: Observer) -> AbstractContextManager[object]:
 
 
 def counted_compile(mode: Observer) -> AbstractContextManager[object]:
-    """Make `torch.compile` return flex attention as one forward and two backward kernels, a block
-    mask as one kernel, and other functions unchanged."""
+    """Make `torch.compile` return flex attention as a forward and two backward kernels, a block
+    mask as a kernel, and other functions unchanged."""
 
     counted: dict[str, Callable[..., Any]] = {
         "flex_attention": _flex_attention,
@@ -207,7 +222,7 @@ def counted_compile(mode: Observer) -> AbstractContextManager[object]:
         name = getattr(function, "__name__", "")
         if name in counted:
             return partial(counted[name], mode)
-        return function if function is not None else (lambda given: given)
+        return function if function is not None else (lambda decorated: decorated)
 
     return patch.object(torch, "compile", compiled)
 
@@ -222,8 +237,7 @@ def _flex_attention(
     return_aux: Any = None,
     **options: Any,
 ) -> Any:
-    """Launch flex attention; its other options, such as the block mask, change neither shapes nor
-    flops."""
+    """Launch flex attention; its other options (the block mask) change neither shapes nor flops."""
     if len({x.dtype for x in (q, k, v)}) > 1:
         raise TypeError(f"flex attention got {q.dtype}, {k.dtype} and {v.dtype}")
     if q.shape[1] != k.shape[1] and not enable_gqa:

@@ -37,7 +37,7 @@ BESIDES = tuple(SOURCE + name for name in OBSERVERS)
 
 
 class StandInMode(TorchDispatchMode):
-    """The mode that the module docstring describes. Only one can use the device at a time."""
+    """The mode that the module docstring describes. It has the device for itself."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -48,7 +48,7 @@ class StandInMode(TorchDispatchMode):
         self._around = ExitStack()
 
     def __enter__(self) -> Self:
-        told = patch.multiple(
+        observed = patch.multiple(
             device.module,
             create=True,
             waited=self.wait,
@@ -57,10 +57,10 @@ class StandInMode(TorchDispatchMode):
             positions=self._positions_of,
             masked=self._masked,
         )
-        # torch accepts only its own streams
+        # torch rejects the streams of the stand-in
         unmarked = patch.object(Tensor, "record_stream", lambda x, stream: None)
         for context in (
-            told,
+            observed,
             fake_tensors_behave(),
             counted_triton(self),
             counted_compile(self),
@@ -79,7 +79,7 @@ class StandInMode(TorchDispatchMode):
         """Return whether x is a tensor on the device."""
         return isinstance(x, self.fake) and x.fake_device.type == self.device.type  # type: ignore[attr-defined]
 
-    # --- what a subclass is told ------------------------------------------------------------------
+    # --- notifications of a subclass --------------------------------------------------------------
 
     @property
     def peak_bytes(self) -> int:
@@ -90,10 +90,10 @@ class StandInMode(TorchDispatchMode):
         """Called when the host waits for the device."""
 
     def note(self, what: str) -> None:
-        """Called for something remarkable, such as a slow path."""
+        """Called for an oddity, for example a slow path."""
 
     def launch(self, name: str, read: int, written: int, *, flops: int = 0) -> None:
-        """Called when a kernel is launched that is not one of torch's operations."""
+        """Called when a kernel is launched that is no operation of torch."""
 
     def launch_triton(self, function: Any, tensors: Mapping[str, Tensor]) -> None:
         """Called when a Triton kernel is launched with these tensors, by the names of its
@@ -107,7 +107,7 @@ class StandInMode(TorchDispatchMode):
 
     def values_of(self, x: Tensor, what: Read) -> Tensor:
         """Return the values that the host reads: numbers that are finite and the same on all ranks,
-        and one row for each expert; no flag is true but `FINITE`."""
+        and a row for each expert; no flag is true but `FINITE`."""
         if what is Read.SAME:
             return torch.tensor([1, -1])
         if x.dtype == torch.bool:
@@ -157,8 +157,10 @@ class StandInMode(TorchDispatchMode):
             self.entered(args[0])
         elif name == "_record_function_exit":
             self.left()
-        made_here = torch.device(kwargs.get("device") or "cpu").type == self.device.type
-        if not made_here and not any(isinstance(x, self.fake) for x in tensors_in([args, kwargs])):
+        to = torch.device(kwargs.get("device") or "cpu")
+        if to.type != self.device.type and not any(
+            isinstance(x, self.fake) for x in tensors_in([args, kwargs])
+        ):
             return self._on_cpu(func, name, args, kwargs)
         if name in operations.READS or (name in operations.TAKE_INDICES and _is_masked(args[1])):
             raise _unseen("a value")

@@ -80,7 +80,7 @@ def flops(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], out
 
 
 def _other_flops(name: str, args: Sequence[Any]) -> int:
-    """Return the flops of operations that torch's own table (`torch.utils.flop_counter`) lacks."""
+    """Return the flops of operations that torch's table (`torch.utils.flop_counter`) lacks."""
     if name.startswith(ATTENTION):
         backward = name.endswith("_backward")
         q_BHSU, k_BGTU, v_BGTV = args[1:4] if backward else args[:3]

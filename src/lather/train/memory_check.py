@@ -24,7 +24,8 @@ from lather.device import gpu_module, is_gpu
 from lather.durations import duration
 from lather.engine.engine import Engine
 from lather.files import optional_file, write_aside
-from lather.memory.dry_run import RankRun, kind_of_state
+from lather.memory.dry_rank import kind_of_state
+from lather.memory.dry_run import RankRun
 from lather.memory.plan import MemoryPlan, plan
 from lather.memory.stage_bytes import memory_partition
 from lather.memory.workers import Assumed
