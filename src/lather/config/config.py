@@ -14,8 +14,7 @@ from lather.config.optim import OptimConfig, optim_config
 from lather.config.rule_fields import check_ranges
 from lather.data.config import DataConfig
 from lather.errors import ConfigError, require
-from lather.models.families import ModelConfig
-from lather.models.families.deepseek_v2 import DeepseekV2Config
+from lather.models.families import DeepseekV2Config, ModelConfig
 from lather.models.lora import LoraConfig
 from lather.optim.options import (
     Count,

@@ -11,9 +11,10 @@ import torch
 
 from lather.models.decoder import Decoder
 from lather.models.families import deepseek_v2, gpt_oss, qwen3_moe
+from lather.models.families.deepseek_v2 import DeepseekV2Config as DeepseekV2Config
 from lather.models.families.family import Family
 
-ModelConfig = deepseek_v2.DeepseekV2Config | qwen3_moe.Qwen3MoeConfig | gpt_oss.GptOssConfig
+ModelConfig = DeepseekV2Config | qwen3_moe.Qwen3MoeConfig | gpt_oss.GptOssConfig
 """The configuration of any family."""
 _FAMILIES = (deepseek_v2.FAMILY, qwen3_moe.FAMILY, gpt_oss.FAMILY)
 FAMILIES: Mapping[str, Family] = types.MappingProxyType(
