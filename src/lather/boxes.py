@@ -87,18 +87,9 @@ class Piece:
         ranks."""
         return replace(self, value=self.value.to("meta"))
 
-    def is_like(self, other: Piece) -> bool:
-        """Return whether the pieces have the same name, place, shape and dtype."""
-        return (self.name, self.box, self.shape, self.value.dtype) == (
-            other.name,
-            other.box,
-            other.shape,
-            other.value.dtype,
-        )
-
     @property
-    def counts(self) -> bool:
-        """Whether the piece has elements, or its tensor has none."""
+    def is_stored(self) -> bool:
+        """Whether a checkpoint stores the piece: it has elements, or its tensor has none."""
         return self.value.numel() > 0 or tuple(self.value.shape) == self.shape
 
 

@@ -178,7 +178,7 @@ def write_safetensors(
 def copy_weights(weights: TensorSource, file: StrPath) -> None:
     """Write the tensors in fp32 to one file."""
     tensors = [
-        TensorToWrite(name, torch.float32, one.shape, map(weights.read, [name]))
-        for name, one in weights.tensors.items()
+        TensorToWrite(name, torch.float32, header.shape, map(weights.read, [name]))
+        for name, header in weights.tensors.items()
     ]
     write_safetensors(Path(file), tensors)

@@ -13,60 +13,28 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
-from tiny_training import write_texts
+import tomli_w
+from tiny_training import values_of, write_texts
 
 from forked import ForkedPython, fresh_python
 from lather.checkpoint.folder import list_checkpoints
 from lather.files import read_rows
 from reaper import reaped
+from tiny_model import TINY
 
 pytestmark = pytest.mark.timeout(600)  # a free machine needs a twentieth of this
 
 SECONDS = 300
 """Seconds after which a command and its ranks are killed."""
-CONFIG = """
-[model]
-vocab_size = 264
-hidden_size = 16
-intermediate_size = 24
-moe_intermediate_size = 8
-num_hidden_layers = 4
-num_attention_heads = 2
-kv_lora_rank = 8
-qk_nope_head_dim = 4
-qk_rope_head_dim = 4
-v_head_dim = 4
-n_routed_experts = 4
-max_position_embeddings = 64
-aux_loss_alpha = 0.01
-tie_word_embeddings = true
-
-[data]
-source = "corpus"
-pattern = "*.txt"
-cache_dir = "cache"
-holdout_every = 4
-
-[optim]
-name = "adamw"
-lr = 1e-2
-warmup_steps = 2
-schedule = "constant"
-
-[train]
-steps = 3
-batch_size = 8
-micro_batch_size = 1
-sequence_length = 16
-validation_every = 0
-validation_sequences = 5
-device = "cpu"
-
-[log]
-sample_tokens = 4
-"""
+CHANGES: dict[str, Any] = {
+    "model": {**TINY, "aux_loss_alpha": 0.01, "tie_word_embeddings": True},
+    "optim": {"lr": 1e-2, "schedule": "constant"},
+    "train": {"steps": 3, "validation_every": 0},
+    "log": {"sample_tokens": 4, "picture": True},
+}
 LATHER = ["-m", "lather", "train", "tiny.toml"]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *LATHER]
 COMMANDS = {
@@ -164,7 +132,7 @@ def read(file: Path) -> str:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("command")
-    (folder / "tiny.toml").write_text(CONFIG)
+    (folder / "tiny.toml").write_text(tomli_w.dumps(values_of(folder, "unused", CHANGES)))
     write_texts(folder)
     return folder
 

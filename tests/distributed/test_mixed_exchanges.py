@@ -5,43 +5,40 @@ from __future__ import annotations
 
 import torch
 from ranks import run_ranks
-from torch import nn
+from sharded_cases import spread, step_both, values
+from sharded_refusals import error_of
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard
 
 from lather.optim import KLSOAP, SOAP, AdamW, MatrixOptimizer
 
-
-def parameters(seed: int, num: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(6, 4, generator=generator) for _ in range(num)]
+SHAPES = ((6, 4), (6, 4))
 
 
-def mixed_differences(rank: int, world_size: int) -> list[str]:
-    """Train two matrices, alike but that only one has statistics; name what differs from one
-    process."""
+def mixed_differences(rank: int, world_size: int) -> list[int]:
+    """Train two matrices, alike but that only one has statistics; return the numbers of those that
+    differ from one process."""
     mesh = init_device_mesh("cpu", (world_size,))
+
+    def cut(i: int, x: Tensor) -> Tensor:
+        return spread(x, mesh, [Shard(0)])
 
     def make(params: list[nn.Parameter]) -> MatrixOptimizer:
         groups = [{"params": params[:1], "max_precond_dim": 0}, {"params": params[1:]}]
         return KLSOAP(groups, lr=0.1, max_update_rms=1.0)
 
-    whole = [nn.Parameter(x) for x in parameters(0, 2)]
-    parts = [
-        nn.Parameter(distribute_tensor(x, mesh, [Shard(0)], src_data_rank=None))
-        for x in parameters(0, 2)
-    ]
-    one, many = make(whole), make(parts)
-    for step in range(4):
-        for p, q, g in zip(whole, parts, parameters(10 + step, 2), strict=True):
-            p.grad, q.grad = g, distribute_tensor(g, mesh, [Shard(0)], src_data_rank=None)
-        one.step()
-        many.step()
-    return [
-        f"parameter {i}"
-        for i, (p, q) in enumerate(zip(whole, parts, strict=True))
-        if not torch.equal(p, q.detach().full_tensor())
-    ]  # type: ignore[attr-defined]
+    whole = [nn.Parameter(x) for x in values(0, torch.float32, SHAPES)]
+    parts = [nn.Parameter(cut(i, p.detach())) for i, p in enumerate(whole)]
+    pairs = list(zip(whole, parts, strict=True))
+    return step_both(
+        make(whole),
+        make(parts),
+        pairs,
+        lambda step: values(10 + step, torch.float32, SHAPES),
+        cut,
+        range(4),
+    )
 
 
 def test_statistics_of_some_of_an_exchange() -> None:
@@ -49,40 +46,21 @@ def test_statistics_of_some_of_an_exchange() -> None:
 
 
 def refusals(rank: int, world_size: int) -> list[str]:
-    """Collect the errors of a step, also on ranks that own nothing of what is refused, and again
+    """Collect the errors of steps, also on ranks that own nothing of what is refused, and again
     when the same is asked once more."""
     mesh = init_device_mesh("cpu", (world_size,))
-    found = []
-
-    def spread(x: torch.Tensor) -> torch.Tensor:
-        return distribute_tensor(x, mesh, [Replicate()], src_data_rank=None)
-
-    def step(optimizer: MatrixOptimizer, p: nn.Parameter) -> str:
-        p.grad = spread(torch.ones(6, 4))  # type: ignore[assignment]
-        try:
-            optimizer.step()
-        except ValueError as error:
-            return str(error)
-        return ""
-
-    p = nn.Parameter(spread(parameters(0, 1)[0]))
-    optimizer: MatrixOptimizer = SOAP([p], precondition_frequency=lambda t: 0 if t == 4 else 2)
-    found += [step(optimizer, p)[:32] for _ in range(4)]
-    p = nn.Parameter(spread(parameters(0, 1)[0]))
-    optimizer = AdamW([p])
-    step(optimizer, p)
-    optimizer.param_groups[0]["keep_norm"] = True
-    return found + [step(optimizer, p)[:15] for _ in range(2)]
+    p, q = (nn.Parameter(spread(x, mesh, [Replicate()])) for x in values(0, torch.float32, SHAPES))
+    for param in (p, q):
+        param.grad = spread(torch.ones(6, 4), mesh, [Replicate()])
+    soap = SOAP([p], precondition_frequency=lambda t: 0 if t == 4 else 2)
+    errors = [error_of(soap.step)[:44] for _ in range(4)]
+    adamw = AdamW([q])
+    adamw.step()
+    adamw.param_groups[0]["keep_norm"] = True
+    return errors + [error_of(adamw.step)[:27] for _ in range(2)]
 
 
 def test_what_is_refused_is_refused_on_all_ranks_and_every_time() -> None:
-    found = run_ranks(refusals, 2)
-    assert found[0] == found[1]
-    assert found[0] == [
-        "",
-        "",
-        "",
-        "precondition_frequency gives 0 f",
-        "matrix_layout, ",
-        "matrix_layout, ",
-    ]
+    expected = ["nothing"] * 3 + ["ValueError: precondition_frequency gives 0 f"]
+    expected += ["ValueError: matrix_layout, "] * 2
+    assert run_ranks(refusals, 2) == [expected] * 2

@@ -39,6 +39,11 @@ def write_texts(folder: Path) -> None:
 
 def make_config(folder: Path, run_dir: str, *changes: dict[str, Any]) -> Config:
     """Configure a run in `folder/run_dir`; `changes` are keys of its sections."""
+    return config_from_mapping(values_of(folder, run_dir, *changes))
+
+
+def values_of(folder: Path, run_dir: str, *changes: dict[str, Any]) -> dict[str, Any]:
+    """Return what the TOML file of such a run holds."""
     mapping: dict[str, Any] = {
         "run_dir": str(folder / run_dir),
         "model": TINY,
@@ -64,7 +69,7 @@ def make_config(folder: Path, run_dir: str, *changes: dict[str, Any]) -> Config:
         for key, value in change.items():
             is_section = isinstance(value, dict)
             mapping[key] = {**mapping.get(key, {}), **value} if is_section else value
-    return config_from_mapping(mapping)
+    return mapping
 
 
 EVERY_STEP: dict[str, Any] = {

@@ -22,7 +22,6 @@ REMADE = {"recompute": ("attention", "experts"), "memory": "recompute"}
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "documents, first and last layers": (0, {**EXPERTS, **PACKED}),
     "recomputed layers between": (3, {**EXPERTS, **REMADE}),
-    "data ranks": (2, {"parallel": {"pp": 2}}),
 }
 """Rank of four, and configuration."""
 

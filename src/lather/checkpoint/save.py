@@ -188,7 +188,7 @@ class CheckpointWriter:
         self, pieces: Iterable[Piece], stage: Callable[[Values], Values] | None = None
     ) -> tuple[dict[str, StoredFile], dict[str, StoredEntry]]:
         """Write the files of all ranks; return on rank 0 the files, and the tensors in them."""
-        mine = {piece.key: piece for piece in pieces if piece.counts}
+        mine = {piece.key: piece for piece in pieces if piece.is_stored}
         by_rank = gather([piece.described() for piece in mine.values()], self.group)
         assignment: list[list[Piece]] = []
         tensors: dict[str, StoredEntry] = {}
@@ -256,7 +256,8 @@ def each_once(by_rank: Sequence[Sequence[Piece]]) -> list[list[Piece]]:
         for piece in of_rank:
             havers[piece.key].append(rank)
             first = pieces.setdefault(piece.key, piece)
-            assert first.is_like(piece), f"ranks differ in what {piece.name} is"
+            kinds = [(x.box, x.shape, x.value.dtype) for x in (first, piece)]
+            assert kinds[0] == kinds[1], f"ranks differ in what {piece.name} is"
     load = [0] * len(by_rank)
     chosen: list[list[Piece]] = [[] for _ in by_rank]
     for piece in sorted(

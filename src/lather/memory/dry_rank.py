@@ -167,7 +167,7 @@ class LedgerMode(StandInMode, Recorder):
         pieces = TrainingState(
             self.engine.parameters, self.engine.part, optimizer, self.engine.mesh
         ).pieces()
-        written = {piece.key: piece.value for piece in pieces if piece.counts}
+        written = {piece.key: piece.value for piece in pieces if piece.is_stored}
         if staging is not None:
             self.ledger.label("checkpoint copies", staging.copy(written).values())
         return sum(x.nbytes for x in written.values())

@@ -111,20 +111,8 @@ class Mesh:
         dp = config.data_ranks(world_size) // config.ep
         if world_size == 1:
             return cls.single(device)
-        pp, ep, replicas = config.pp, config.ep, config.replicas
-
-        def mesh(names: tuple[str, ...], *sizes: int) -> DeviceMesh:
-            return DeviceMesh(
-                device.type, torch.arange(world_size).view(sizes), mesh_dim_names=names
-            )
-
-        grid = mesh(("pp", "dp", "ep"), pp, dp, ep)
-        data = mesh(("pp", "data"), pp, dp * ep)
-        two = ("replicate", "shard")
-        dense, expert = data["data"], grid["dp"]
-        if replicas > 1:
-            dense = mesh(("pp", *two), pp, replicas, dp // replicas * ep)[two]
-            expert = mesh(("pp", *two, "ep"), pp, replicas, dp // replicas, ep)[two]
+        pp, ep, timeout = config.pp, config.ep, timedelta(seconds=config.timeout)
+        grid, data, dense, expert = _device_meshes(config, dp, device)
         sizes_group = dist.new_subgroups(ep)[0] if ep > 1 and is_gpu(device) else None
         groups = [
             group
@@ -133,18 +121,14 @@ class Mesh:
         ]
         groups += [sizes_group] if sizes_group else []
         for group in groups:
-            set_timeout(group, timedelta(seconds=config.timeout))
+            set_timeout(group, timeout)
         _create_communicators(groups, device)
-        neighbor_groups = (
-            _neighbor_groups(grid, device, timedelta(seconds=config.timeout))
-            if is_gpu(device)
-            else {}
-        )
+        neighbor_groups = _neighbor_groups(grid, device, timeout) if is_gpu(device) else {}
         return cls(
             pp=pp,
             dp=dp,
             ep=ep,
-            replicas=replicas,
+            replicas=config.replicas,
             rank=dist.get_rank(),
             device=device,
             pp_group=grid.get_group("pp"),
@@ -163,6 +147,27 @@ class Mesh:
         replicas = f", {self.replicas} replicas" if self.replicas > 1 else ""
         ranks = "1 rank" if self.size == 1 else f"{self.size} ranks"
         return f"{ranks}: {self.pp} pipeline x {self.dp} data x {self.ep} expert{replicas}"
+
+
+def _device_meshes(
+    config: ParallelConfig, dp: int, device: torch.device
+) -> tuple[DeviceMesh, DeviceMesh, DeviceMesh, DeviceMesh]:
+    """Make the device meshes (pp, dp, ep) and (pp, data); return them, and the parts of this rank
+    for dense parameters and for experts. Collective over all ranks."""
+    pp, ep, replicas = config.pp, config.ep, config.replicas
+
+    def mesh(names: tuple[str, ...], *sizes: int) -> DeviceMesh:
+        ranks = torch.arange(pp * dp * ep).view(sizes)
+        return DeviceMesh(device.type, ranks, mesh_dim_names=names)
+
+    grid = mesh(("pp", "dp", "ep"), pp, dp, ep)
+    data = mesh(("pp", "data"), pp, dp * ep)
+    if replicas == 1:
+        return grid, data, data["data"], grid["dp"]
+    two = ("replicate", "shard")
+    dense = mesh(("pp", *two), pp, replicas, dp // replicas * ep)[two]
+    expert = mesh(("pp", *two, "ep"), pp, replicas, dp // replicas, ep)[two]
+    return grid, data, dense, expert
 
 
 def _neighbor_groups(

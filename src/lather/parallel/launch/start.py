@@ -243,22 +243,25 @@ def _store(world: World, options: GroupOptions) -> Any:
 
 
 def _enter_group(world: World, options: GroupOptions, store: Any) -> None:
+    """Initialize the default process group: gloo for tensors on the CPU, and on a GPU the backend
+    of that device in addition."""
     device = world.device(options.device)
     _divide_cores(world.local_size)
     # a broken communicator ends the process
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    backends, bound = "gloo", None
     if is_gpu(device):
         gpu_module(device).set_device(device)
         gpu_module(device).init()  # DeviceMesh would choose a device by itself otherwise
-    # all ranks then create communicators here, not two of them at their first send
-    bound = device if is_gpu(device) else None
-    timeout = timedelta(seconds=options.timeout)
+        backends = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+        # all ranks then create communicators here, not two of them at their first send
+        bound = device
     dist.init_process_group(
-        backends_for(device),
+        backends,
         store=store,
         rank=world.rank,
         world_size=world.size,
-        timeout=timeout,
+        timeout=timedelta(seconds=options.timeout),
         device_id=bound,
     )
 
@@ -273,16 +276,6 @@ def _divide_cores(local_size: int) -> None:
         torch.set_num_threads(threads)
 
 
-def backends_for(device: torch.device) -> str:
-    """Return the backends of a group for tensors on `device`: gloo for the CPU, and for a GPU its
-    own in addition."""
-    return (
-        f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
-        if is_gpu(device)
-        else "gloo"
-    )
-
-
 def check_connections(device: torch.device, environment: Mapping[str, str]) -> None:
     """Raise ConfigError for `CUDA_DEVICE_MAX_CONNECTIONS=1`, with which ranks on GPUs can deadlock.
 
@@ -294,9 +287,8 @@ def check_connections(device: torch.device, environment: Mapping[str, str]) -> N
     if is_gpu(device) and environment.get(name) == "1":
         raise ConfigError(
             f"the environment has {name}=1: with one queue per GPU, NCCL operations of several "
-            "process groups can wait for each other "
-            f"forever, and none of them overlaps with compute: unset {name}, or set it to 8 "
-            "(CUDA's default) or more"
+            "process groups can wait for each other forever, and none of them overlaps with "
+            f"compute: unset {name}, or set it to 8 (CUDA's default) or more"
         )
 
 
