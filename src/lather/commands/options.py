@@ -1,4 +1,4 @@
-"""The options of a command, found from the dataclass as which its command line is parsed."""
+"""The options of a command: the fields of the dataclass as which its command line is parsed."""
 
 from __future__ import annotations
 

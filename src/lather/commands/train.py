@@ -53,7 +53,7 @@ class StartingCommand:
     started: float
     """When it started, in seconds of `time.monotonic`."""
     note: str = ""
-    """Line that rank 0 shows first, if there is one."""
+    """Line that rank 0 shows first; empty: none."""
 
 
 def train_command(arguments: list[str], started: float | None = None) -> int:
@@ -93,8 +93,8 @@ def read_arguments(arguments: list[str], world: World | None = None) -> tuple[Co
 
 
 def _note_on_file(arguments: list[str], config: Config) -> str:
-    """Return what to note about the configuration file if it is a run's own. Raises ConfigError for
-    an imported run without data."""
+    """Return a note that the configuration file belongs to a run, empty for any other file. Raises
+    ConfigError for an imported run without data."""
     rest, _ = take_nproc(arguments)
     file = None if rest[0].startswith("-") else configuration_file(rest[0], "train")
     run = run_of(file) if file else None

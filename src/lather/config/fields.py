@@ -109,8 +109,8 @@ def section_at(cls: type, name: str, mapping: Mapping[str, Any]) -> type | None:
 
 
 def merged(mapping: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a mapping with the values of dotted names in place of its own. A value in the place of
-    a section stays, for its own message."""
+    """Return a mapping in which the values of dotted names replace others. A value in the place of
+    a section stays, so that `build` refuses it."""
     whole = dict(mapping)
     for name, value in values.items():
         first, dot, rest = name.partition(".")
