@@ -151,45 +151,39 @@ def build(cls: type[C], mapping: Mapping[str, Any], prefix: str = "") -> C:
 def convert(value: Any, hint: Any, name: str) -> Any:
     """Convert a value to the field's type. Of TOML, only an int to a float is converted. Raises
     ConfigError for any other mismatch."""
-    parts = [part for part in union_parts(hint) if part is not types.NoneType]
-    if isinstance(value, Word) and value == "None" and len(parts) < len(union_parts(hint)):
-        return None
-    if len(parts) > 1:
-        for part in parts:
-            with contextlib.suppress(ConfigError):
-                return convert(value, part, name)
-        raise _refusal(value, hint, name)
-    (part,), origin, args = parts, typing.get_origin(parts[0]), typing.get_args(parts[0])
-    if origin is dict and isinstance(value, dict):
-        return {key: convert(item, args[1], f"{name}.{key}") for key, item in value.items()}
-    if origin is tuple and isinstance(value, list | tuple):
-        hints = args[:1] * len(value) if args[-1] is Ellipsis else args
-        if len(value) == len(hints):
-            return tuple(convert(item, part, name) for item, part in zip(value, hints, strict=True))
-    return _convert_single(value, part, name)
-
-
-def _convert_single(value: Any, hint: Any, name: str) -> Any:
-    """Convert a value to a type that is neither a union nor made of others."""
-    is_word = isinstance(value, Word)
-    with contextlib.suppress(ValueError, KeyError, OverflowError, TypeError):
-        if typing.get_origin(hint) is Literal:
-            choices = typing.get_args(hint)
-            return {str(choice) if is_word else choice: choice for choice in choices}[value]
-        if is_word and hint in READERS:
-            return READERS[hint][1](value)
-        if hint is float and type(value) is int:
-            return float(value)
-    if type(value) is hint:
-        return value
-    raise _refusal(value, hint, name)
-
-
-def _refusal(value: Any, hint: Any, name: str) -> ConfigError:
+    # None first: as a word it is a string, too
+    for part in sorted(union_parts(hint), key=lambda part: part is not types.NoneType):
+        with contextlib.suppress(ValueError, KeyError, OverflowError, TypeError):
+            return _as_type(value, part)
+    if typing.get_origin(hint) is tuple and isinstance(value, list):
+        for item in value:  # the first that does not fit
+            convert(item, typing.get_args(hint)[0], name)
     written = value.option if isinstance(value, Word) else name
-    return ConfigError(
+    raise ConfigError(
         f"{written} = {as_toml(value)} is not valid: it must be {values_of(hint, name)}"
     )
+
+
+def _as_type(value: Any, hint: Any) -> Any:
+    """Convert a value to a type that is no union; raises ValueError, KeyError, OverflowError or
+    TypeError if it does not fit."""
+    is_word, origin, args = isinstance(value, Word), typing.get_origin(hint), typing.get_args(hint)
+    if hint is types.NoneType and is_word and value == "None":
+        return None
+    if origin is Literal:
+        return {str(choice) if is_word else choice: choice for choice in args}[value]
+    if origin is dict and isinstance(value, dict):
+        return {key: _as_type(item, args[1]) for key, item in value.items()}
+    if origin is tuple and isinstance(value, list | tuple):
+        hints = args[:1] * len(value) if args[-1] is Ellipsis else args
+        return tuple(_as_type(item, part) for item, part in zip(value, hints, strict=True))
+    if is_word and hint in READERS:
+        return READERS[hint][1](value)
+    if hint is float and type(value) is int:
+        return float(value)
+    if type(value) is hint:
+        return value
+    raise ValueError(value)
 
 
 def values_of(hint: Any, name: str = "") -> str:
