@@ -13,6 +13,7 @@ import dataclasses
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -51,6 +52,8 @@ class Field(NamedTuple):
     hint: Any
     """Type of its value."""
     argument: Argument
+    default: Any
+    """Value where it is not given; MISSING: it has to be given."""
     sections: tuple[type, ...]
     """Dataclasses that it may hold; none if it is a plain value."""
 
@@ -72,18 +75,24 @@ class Field(NamedTuple):
 def fields_of(cls: type) -> Mapping[str, Field]:
     """Return the fields of a dataclass by name."""
     hints = typing.get_type_hints(cls, include_extras=True)
-    return {field.name: _field(hints[field.name]) for field in dataclasses.fields(cls)}
+    return {
+        field.name: _field(
+            hints[field.name], None if field.default_factory is not MISSING else field.default
+        )
+        for field in dataclasses.fields(cls)
+    }
 
 
-def _field(hint: Any) -> Field:
+def _field(hint: Any, default: Any) -> Field:
     marks = getattr(hint, "__metadata__", ())
     argument = next((mark for mark in marks if isinstance(mark, Argument)), Argument())
     hint = typing.get_args(hint)[0] if marks else hint
-    if hint is OptimConfig:
-        return Field(hint, argument, (optim_class(chosen_rules({})),))
     parts = typing.get_args(hint) or (hint,)
     classes = (part for part in parts if isinstance(part, type))
-    return Field(hint, argument, tuple(filter(dataclasses.is_dataclass, classes)))
+    sections = tuple(filter(dataclasses.is_dataclass, classes))
+    if hint is OptimConfig:
+        sections = (optim_class(chosen_rules({})),)
+    return Field(hint, argument, default, sections)
 
 
 def field_names(cls: type, prefix: str = "") -> Iterator[str]:

@@ -28,9 +28,7 @@ from lather.formats import RUN
 from lather.models.families import ModelConfig
 from lather.models.hf.model_folder import CONFIG_FILE, read_config
 
-RULE_NAMES = ("optim.name", *(f"optim.{kind}.rule" for kind in KINDS))
-"""Fields that choose rules."""
-CHOICES = (*RULE_NAMES, "model.model_type")
+CHOICES = ("model.model_type", "optim.name", *(f"optim.{kind}.rule" for kind in KINDS))
 """Fields that decide which other fields there are."""
 REPLACED: Mapping[str, tuple[str, ...]] = {
     "data.source": ("data.path", "data.weights"),
