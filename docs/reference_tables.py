@@ -18,14 +18,14 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Any, Literal
 
 from lather import cli
 from lather.commands.options import options_of_command
 from lather.config.config import Config
-from lather.config.fields import fields_of
+from lather.config.fields import Field, fields_of
 from lather.config.optim import KINDS, KindConfig, OptimConfig
 from lather.models.rotary import YarnConfig
 from lather.optim.options import documentation_of
@@ -72,49 +72,37 @@ def words_of(thing: object) -> str:
 def type_words(hint: Any) -> str:
     """Describe a type as the reader of a TOML file thinks of it."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (Annotated, NotRequired):
-        return type_words(arguments[0])
     if origin is Literal:
         return ", ".join(f"`{json.dumps(choice)}`" for choice in arguments)
     if origin in (types.UnionType, typing.Union):
-        return " or ".join(type_words(one) for one in arguments if one is not types.NoneType)
-    if origin in (tuple, list):
+        return " or ".join(type_words(part) for part in arguments if part is not types.NoneType)
+    if origin is tuple:
         return f"list of {type_words(arguments[0])}"
     if origin is dict:
         return f"section of {type_words(arguments[1])} by name"
     return "section" if is_dataclass(hint) else PLAIN[hint]
 
 
-def default_words(value: Any) -> str:
-    """Write a default as TOML has it, or nothing if the option is to be left out or is required."""
-    if value in (None, MISSING) or is_dataclass(value):
-        return ""
-    return f"`{json.dumps(list(value) if isinstance(value, tuple) else value, default=str)}`"
-
-
-def value_words(hint: Any, default: Any) -> str:
+def value_words(field: Field) -> str:
     """Describe a value: its default, or its type if it has none; of several choices all, with the
     default first."""
-    while typing.get_origin(hint) in (Annotated, NotRequired):
-        hint = typing.get_args(hint)[0]
-    if typing.get_origin(hint) is Literal and default is not MISSING:
-        choices = sorted(typing.get_args(hint), key=lambda choice: choice != default)
+    if typing.get_origin(field.hint) is Literal:
+        choices = sorted(typing.get_args(field.hint), key=lambda choice: choice != field.default)
         return ", ".join(f"`{json.dumps(choice)}`" for choice in choices)
-    return default_words(default) or type_words(hint)
-
-
-def default_of(field: Field[Any]) -> Any:
-    return field.default_factory() if field.default_factory is not MISSING else field.default
+    if field.default in (None, MISSING):
+        return type_words(field.hint)
+    default = list(field.default) if isinstance(field.default, tuple) else field.default
+    return f"`{json.dumps(default)}`"
 
 
 def field_items(cls: type) -> list[str]:
     """Describe the fields of a configuration section. Sections within it have lists of their
     own."""
-    hints, texts = typing.get_type_hints(cls, include_extras=True), documentation_of(cls)
+    texts = documentation_of(cls)
     return [
-        item(field.name, value_words(hints[field.name], default_of(field)), texts[field.name])
-        for field in fields(cls)
-        if field.name in texts
+        item(name, value_words(field), texts[name])
+        for name, field in fields_of(cls).items()
+        if name in texts
     ]
 
 
@@ -122,8 +110,8 @@ def configuration() -> str:
     """Make a section of the page for each section of TOML. What several families of models have in
     common stands once, with their names unless all have it."""
     parts = ["## Top of the file", *field_items(Config)]
-    for name, hint in typing.get_type_hints(Config).items():
-        classes = [cls for cls in typing.get_args(hint) or (hint,) if is_dataclass(cls)]
+    for name, field in fields_of(Config).items():
+        classes = [OptimConfig] if name == "optim" else field.sections
         items = {cls: field_items(cls) for cls in classes}
         shared: dict[str, str] = {}
         for line in itertools.chain(*items.values()):

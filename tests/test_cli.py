@@ -234,12 +234,9 @@ buffered_or_not = pytest.mark.parametrize("is_buffered", [True, False])
 def test_a_reader_that_leaves_early_does_not_end_the_run(
     finished: Path, tmp_path: Path, is_buffered: bool
 ) -> None:
-    process = fresh_python(
-        command("train", finished / "tiny.toml", "--run-dir", tmp_path / "run")[1:],
-        env=buffering(is_buffered),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+    words = command("train", finished / "tiny.toml", "--run-dir", tmp_path / "run")[1:]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = fresh_python(words, env=buffering(is_buffered), **pipes)
     assert process.stdout is not None
     assert process.stderr is not None
     process.stdout.readline()
@@ -253,9 +250,11 @@ def test_a_reader_that_leaves_early_does_not_end_the_run(
 def test_a_reader_that_never_reads_gets_no_error_either(is_buffered: bool) -> None:
     receiver, sender = os.pipe()
     os.close(receiver)
-    environment = buffering(is_buffered)
     process = fresh_python(
-        ["-m", "lather", "--help"], env=environment, stdout=sender, stderr=subprocess.PIPE
+        ["-m", "lather", "--help"],
+        env=buffering(is_buffered),
+        stdout=sender,
+        stderr=subprocess.PIPE,
     )
     os.close(sender)
     assert process.communicate(timeout=120)[1] == ""
@@ -285,12 +284,7 @@ def test_a_full_disk_is_one_line_and_leaves_no_debris(
 
 def test_errors_reach_the_shell(tmp_path: Path) -> None:
     """The process is a real one, not a fork."""
-    done = subprocess.run(
-        command("train", tmp_path / "nowhere.toml"),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    words = command("train", tmp_path / "nowhere.toml")
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("lather: error: ")

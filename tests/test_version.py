@@ -61,19 +61,12 @@ def test_the_recorded_commit_where_there_is_no_checkout(copied: Path) -> None:
     assert commit_of(copied) == "1234"
 
 
-@pytest.mark.parametrize(
-    ("commit", "shown"),
-    [
-        ("0123456789abcdef" * 2, "0123456789ab"),
+def test_the_line_of_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    python, torch = ".".join(map(str, sys.version_info[:3])), metadata.version("torch")
+    for commit, shown in (
         ("0123456789abcdef-dirty", "0123456789ab-dirty"),
         (None, "commit unknown"),
-    ],
-)
-def test_the_line_of_versions(
-    commit: str | None, shown: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(version, "find_commit", lambda: commit)
-    python = ".".join(map(str, sys.version_info[:3]))
-    assert version.describe_version() == (
-        f"lather {lather.__version__} ({shown}), torch {metadata.version('torch')}, Python {python}"
-    )
+    ):
+        monkeypatch.setattr(version, "find_commit", lambda commit=commit: commit)
+        expected = f"lather {lather.__version__} ({shown}), torch {torch}, Python {python}"
+        assert version.describe_version() == expected

@@ -21,7 +21,7 @@ SPINS = "GOMP_SPINCOUNT"
 QUIET_SPINS, BUSY_SPINS = 10_000, 1_000
 """Turns of the loop: GNU's own number is 300,000, or 1,000 with more threads than cores."""
 WAITING = (SPINS, "OMP_WAIT_POLICY", "OMP_NUM_THREADS")
-"""Environment variables with which a user decides how threads wait, or that there is only one."""
+"""Environment variables by which a user decides how threads wait, or how many there are."""
 SAMPLES, SAMPLE_SECONDS = 5, 0.004
 
 
@@ -35,10 +35,10 @@ def num_cores() -> int:
     return max(1, math.ceil(min(bound or 1, _quota())))
 
 
-def other_programs(own_threads: int = 1) -> int:
+def other_programs(threads: int = 1) -> int:
     """Return how many threads of other programs want the cores that this process may use.
 
-    These are the threads that run on this machine, except `own_threads`, less the cores that this
+    These are the threads that run on this machine, except `threads`, less the cores that this
     process may not use: a container, or a job that has a part of a machine, sees all of the
     machine's threads. The smallest of a few counts within 20 ms, so that a program that runs for a
     moment is left out; 0 where the system does not tell (it has no /proc).
@@ -51,14 +51,14 @@ def other_programs(own_threads: int = 1) -> int:
             counts.append(int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0]))
         except (OSError, ValueError, IndexError):
             return 0
-    return max(0, min(counts) - own_threads - elsewhere)
+    return max(0, min(counts) - threads - elsewhere)
 
 
 def waiting_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables with which OpenMP threads wait well beside what runs now.
 
-    None of them if the user has set one. They have to be set before torch is imported, and are
-    passed on to the processes that this one starts.
+    There are none if the user has set any. They have to be set before torch is imported, and child
+    processes inherit them.
     """
     if any(name in environment for name in WAITING):
         return {}

@@ -18,8 +18,8 @@ RECORD = "commit.txt"
 
 
 def describe_version() -> str:
-    """The versions of the package, of its commit, of torch and of Python in a line. torch is not
-    imported: that takes a while."""
+    """Return the versions of the package, its commit, torch and Python in a line, without importing
+    torch, which takes a while."""
     commit, dash, dirty = (find_commit() or "").partition("-")
     shown = f"{commit[:12]}{dash}{dirty}" or "commit unknown"
     return (
@@ -29,8 +29,8 @@ def describe_version() -> str:
 
 
 def find_commit() -> str | None:
-    """The commit of the checkout that tracks the package, with "-dirty" if files differ from it;
-    else the recorded one; else None."""
+    """Return the commit of the checkout that tracks the package, with "-dirty" if files differ from
+    it; else the commit that the wheel records; else None."""
     try:
         _git("ls-files", "--error-unmatch", Path(__file__).name)
         return _git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")

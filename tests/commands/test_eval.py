@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 
 from lather.cli import main
 from lather.data.dataset import DataSet
+from lather.files import read_rows
 from tiny_run import write_config
 
 SEQUENCES = 16
@@ -42,14 +43,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make(folder / "lines", lines, *tokenizer, "--holdout-every", 4)
     make(folder / "whole", lines, *tokenizer, "--holdout-every", 0)
     make(folder / "chat", chats, *tokenizer, "--chat", "--holdout-every", 4)
-    paths = [
-        "--data.path",
-        folder / "code",
-        folder / "lines",
-        "--data.validation",
-        "chat",
-        folder / "chat",
-    ]
+    paths = ["--data.path", folder / "code", folder / "lines"]
+    paths += ["--data.validation", "chat", folder / "chat"]
     options = [*paths, "--train.validation-sequences", SEQUENCES, "--log.sample-tokens", 0]
     assert main(["train", str(config), "--run-dir", str(folder / "run"), *map(str, options)]) == 0
     return folder
@@ -68,16 +63,17 @@ def evaluate(capsys: pytest.CaptureFixture[str], run: object, *arguments: object
     return result
 
 
-def validations(run: Path) -> dict[int, dict[str, float]]:
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {row["step"]: row["validation_losses"] for row in rows if "validation_losses" in row}
+def last_losses(run: Path) -> dict[str, float]:
+    """Return the losses of the held-out sets at the run's last validation."""
+    rows = [row for row in read_rows(run / "metrics.jsonl") if "validation_loss" in row]
+    return rows[-1].get("validation_losses", {"": rows[-1]["validation_loss"]})
 
 
 def test_the_runs_own_sets_have_the_losses_of_its_validation(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = evaluate(capsys, folder / "run", "--max-sequences", SEQUENCES)
-    expected = validations(folder / "run")[8]
+    expected = last_losses(folder / "run")
     assert list(result["sets"]) == ["code", "lines", "chat"] == list(expected)
     for name, loss in expected.items():
         assert result["sets"][name]["loss"] == pytest.approx(loss, rel=1e-5)
@@ -139,21 +135,10 @@ def test_precision_and_packing_are_the_runs(
     tolerance: float,
 ) -> None:
     shutil.copytree(folder / "lines", tmp_path / "lines")
-    arguments = [
-        "--run-dir",
-        tmp_path / "run",
-        "--train.steps",
-        2,
-        "--data.path",
-        tmp_path / "lines",
-        "--log.sample-tokens",
-        0,
-    ]
-    assert main(["train", *map(str, [folder / "tiny.toml", *arguments]), *options]) == 0
-    rows = [
-        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    ]
-    expected = [row["validation_loss"] for row in rows if "validation_loss" in row][-1]
+    arguments = ["--run-dir", tmp_path / "run", "--data.path", tmp_path / "lines"]
+    arguments += ["--train.steps", 2, "--log.sample-tokens", 0, *options]
+    assert main(["train", *map(str, [folder / "tiny.toml", *arguments])]) == 0
+    (expected,) = last_losses(tmp_path / "run").values()
     row = evaluate(capsys, tmp_path / "run", "--max-sequences", 4)["sets"]["lines"]
     assert row["loss"] == pytest.approx(expected, rel=tolerance)
     assert row["data"] == str(tmp_path / "lines")
@@ -174,9 +159,8 @@ def test_batches_make_no_difference_and_context_does(
 def test_of_conversations_only_answers_count(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    row = evaluate(capsys, folder / "run", f"talk={folder / 'chat'}", "--split", "train")["sets"][
-        "talk"
-    ]
+    arguments = (folder / "run", f"talk={folder / 'chat'}", "--split", "train")
+    row = evaluate(capsys, *arguments)["sets"]["talk"]
     dataset = DataSet(folder / "chat")
     reader = dataset.split("train")
     learned = reader.learned(0, len(reader))
@@ -187,22 +171,12 @@ def test_of_conversations_only_answers_count(
 
 
 def test_sets_have_names_and_splits(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    result = evaluate(
-        capsys,
-        folder / "run",
-        folder / "whole",
-        f"a={folder / 'lines'}",
-        f"b={folder / 'lines'}",
-        "--max-sequences",
-        3,
-    )
-    assert {name: row["split"] for name, row in result["sets"].items()} == {
-        "whole": "train",
-        "a": "validation",
-        "b": "validation",
-    }
-    assert result["sets"]["a"]["loss"] == result["sets"]["b"]["loss"]
-    assert {row["sequences"] for row in result["sets"].values()} == {3}
+    named = [f"{name}={folder / 'lines'}" for name in "ab"]
+    sets = evaluate(capsys, folder / "run", folder / "whole", *named, "--max-sequences", 3)["sets"]
+    splits = {name: row["split"] for name, row in sets.items()}
+    assert splits == {"whole": "train", "a": "validation", "b": "validation"}
+    assert sets["a"]["loss"] == sets["b"]["loss"]
+    assert {row["sequences"] for row in sets.values()} == {3}
 
 
 def test_a_checkpoint_can_be_chosen_and_results_are_recorded(
@@ -211,14 +185,11 @@ def test_a_checkpoint_can_be_chosen_and_results_are_recorded(
     run = tmp_path / "run"
     shutil.copytree(folder / "run", run)
     (run / "evaluations.jsonl").unlink(missing_ok=True)
-    results = [
-        evaluate(capsys, f"{run}{suffix}", folder / "code") for suffix in ("@4", "", "@best")
-    ]
+    names = (f"{run}{suffix}" for suffix in ("@4", "", "@best"))
+    results = [evaluate(capsys, name, folder / "code") for name in names]
     assert [result["step"] for result in results] == [4, 8, 8]
     assert results[0]["sets"]["code"]["loss"] > results[1]["sets"]["code"]["loss"]
-    assert [
-        json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()
-    ] == results
+    assert read_rows(run / "evaluations.jsonl") == results
 
 
 def test_the_table_shows_the_numbers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -239,19 +210,9 @@ def test_the_table_shows_the_numbers(folder: Path, capsys: pytest.CaptureFixture
 def test_a_set_of_bare_tokens_has_no_bytes(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import numpy as np
-
     np.save(tmp_path / "tokens.npy", np.arange(400, dtype=np.uint16) % 300)
-    make(
-        tmp_path / "bare",
-        tmp_path / "tokens.npy",
-        "--vocab-size",
-        300,
-        "--end-token",
-        0,
-        "--holdout-every",
-        0,
-    )
+    numbers = ("--vocab-size", 300, "--end-token", 0, "--holdout-every", 0)
+    make(tmp_path / "bare", tmp_path / "tokens.npy", *numbers)
     row = evaluate(capsys, folder / "run", tmp_path / "bare")["sets"]["bare"]
     assert (row["bytes"], row["bits_per_byte"]) == (None, None)
     assert row["tokens"] == len(DataSet(tmp_path / "bare").split("train")) - 1
@@ -262,26 +223,11 @@ def test_a_set_of_bare_tokens_has_no_bytes(
 def test_a_run_on_text_files_is_evaluated_on_what_was_made_of_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert (
-        main(
-            [
-                "train",
-                str(write_config(tmp_path, steps=2)),
-                "--run-dir",
-                str(tmp_path / "run"),
-                "--log.sample-tokens",
-                "0",
-            ]
-        )
-        == 0
-    )
-    (row,) = evaluate(capsys, tmp_path / "run", "--max-sequences", 4)["sets"].values()
-    rows = [
-        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    ]
-    assert row["loss"] == pytest.approx(
-        [each["validation_loss"] for each in rows if "validation_loss" in each][-1], rel=1e-5
-    )
+    run = tmp_path / "run"
+    options = ["--run-dir", str(run), "--log.sample-tokens", "0"]
+    assert main(["train", str(write_config(tmp_path, steps=2)), *options]) == 0
+    (row,) = evaluate(capsys, run, "--max-sequences", 4)["sets"].values()
+    assert [row["loss"]] == pytest.approx([*last_losses(run).values()], rel=1e-5)
     shutil.rmtree(tmp_path / "data")
     assert main(["eval", str(tmp_path / "run")]) == 2
     assert "no such data set" in capsys.readouterr().err

@@ -13,20 +13,22 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import os
 import re
 import shlex
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
 
 from lather.cli import main
 from lather.config.config import Config
-from lather.config.fields import field_names, merged
+from lather.config.fields import fields_of, merged, union_parts
+from lather.config.optim import OptimConfig
 from lather.config.toml_file import config_from_mapping, load_config
 from lather.errors import ConfigError
 from lather.models.families import FAMILIES
@@ -161,12 +163,28 @@ def test_a_mistake_is_answered_by_one_line_and_changes_nothing(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_value_of_another_type_is_refused_by_name(family: str) -> None:
+def test_a_value_of_another_type_or_out_of_range_is_refused_by_name(family: str) -> None:
     model = {"model": {"model_type": family}}
-    for name in set(field_names(Config)) - {"model.model_type"}:
-        if not name.startswith("model.") or name in field_names(FAMILIES[family].config, "model."):
+    for name, hint in fields_below(Config, family):
+        values: list[object] = [[["x"]]]
+        if int in union_parts(hint):
+            values.append(-1)
+        if float in union_parts(hint):
+            values += [-1.0, math.nan]
+        for value in values:
             with pytest.raises(ConfigError, match=rf"^{name} = .* is not valid: it must be \S"):
-                config_from_mapping(merged(model, {name: [["x"]]}))
+                config_from_mapping(merged(model, {name: value}))
+
+
+def fields_below(cls: type, family: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the names and types of all fields for one model family, but for options of rules
+    (tests/train/test_optim_config.py)."""
+    for name, field in fields_of(OptimConfig if prefix == "optim." else cls).items():
+        if field.sections:
+            section = FAMILIES[family].config if name == "model" else field.sections[0]
+            yield from fields_below(section, family, f"{prefix}{name}.")
+        elif f"{prefix}{name}" not in ("model.model_type", "optim.lr"):
+            yield f"{prefix}{name}", field.hint
 
 
 def record() -> None:

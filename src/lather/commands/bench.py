@@ -43,9 +43,9 @@ def bench_command(arguments: list[str]) -> int:
         print(fit(USAGE))
         return 0
     if not arguments or arguments[0] not in BENCHMARKS:
-        given = f"unknown benchmark {arguments[0]!r}" if arguments else "no benchmark given"
+        problem = f"unknown benchmark {arguments[0]!r}" if arguments else "no benchmark given"
         *names, last = BENCHMARKS
-        raise UserError(f"{given}: use lather bench {', '.join(names)} or {last}")
+        raise UserError(f"{problem}: use lather bench {', '.join(names)} or {last}")
     name, *rest = arguments
     options, run = find_benchmark(name)
     return run(parse_arguments(options, f"lather bench {name}", rest))

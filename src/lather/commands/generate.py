@@ -1,5 +1,4 @@
-"""`lather generate RUN`: continues one or more texts, texts from a file, or answers a message or a
-conversation."""
+"""`lather generate RUN`: continues texts, or answers a message or a conversation."""
 
 from __future__ import annotations
 
@@ -73,7 +72,7 @@ class GenerateArguments:
     """Number of last tokens that the model reads; 0: `train.sequence_length`, at most
     `model.max_position_embeddings`."""
     seed: Seed = 0
-    """Random seed of the first text; each further text has the next one."""
+    """Random seed of the first text; it grows by 1 with each further text."""
     step: int = -1
     """Step of the checkpoint; negative: the newest."""
     json: bool = False
@@ -81,7 +80,7 @@ class GenerateArguments:
 
 
 def generate_command(arguments: list[str]) -> None:
-    """Generate and print the texts; a single one is printed while it is generated."""
+    """Generate and print the texts; a single text is printed while it is generated."""
     parsed = parse_arguments(GenerateArguments, "lather generate", arguments)
     _check(parsed)
     trained = TrainedModel.find(parsed.run, parsed.step)

@@ -1,5 +1,5 @@
-"""The pages of `--help`: of a command's arguments, and, of commands that take a configuration, a
-short page, one of everything and one of each section."""
+"""The pages of `--help`: a page of a command's arguments, or, for commands that take a
+configuration, a short page, a page of everything and a page of each section."""
 
 from __future__ import annotations
 
@@ -19,9 +19,6 @@ from lather.lines import fit
 
 SECTIONS = tuple(name for name, field in fields_of(Config).items() if field.sections)
 ALL = "all"
-NAMES_SHARE = 0.4
-"""Share of the width that names of options and their values may take; they are broken between
-values."""
 OFTEN = (
     *("run_dir", "init_from", "fork_from", "data.source", "data.path", "data.tokenizer"),
     *("optim.name", "optim.lr", "optim.weight_decay", "optim.schedule", "optim.warmup_steps"),
@@ -79,39 +76,39 @@ def _describe_section(
             _describe_section(f"{name}.{inner}", field.sections[0], inside, console)
 
 
-def _describe(options: Sequence[CommandOption], console: Console) -> None:
-    """Print options with their whole descriptions."""
+def _describe(options: Sequence[CommandOption], console: Console, *, brief: bool = False) -> None:
+    """Print options with their whole descriptions, or the first sentences of these."""
     for option in options:
         if not option.argument.hidden:
-            name = Text(f"{', '.join(option.flags)} {option.metavar}".strip())
-            console.print(
-                Padding(with_breaks(name, console.width - 4, ","), (0, 0, 0, 2), expand=False)
-            )
+            name = Text(f"{', '.join(option.flags[: 1 if brief else 2])} {option.metavar}".strip())
+            name = with_breaks(name, console.width - 4, ",")
+            console.print(Padding(name, (0, 0, 0, 2), expand=False))
+            text = option.text.partition(". ")[0].rstrip(".") if brief else option.text
             default = f" (default: {option.default})" if option.default else ""
-            console.print(Padding(Text(f"{option.text}{default}"), (0, 0, 0, 6), expand=False))
+            console.print(Padding(Text(f"{text}{default}"), (0, 0, 0, 6), expand=False))
 
 
 def show_short(
     command: str,
     text: str,
-    own: Sequence[CommandOption],
+    added: Sequence[CommandOption],
     options: Sequence[CommandOption],
     values: Mapping[str, Any],
 ) -> None:
-    """Print the short page of a command that takes a configuration: `text`, the command's own
-    options, or else the fields that are changed most, and the sections."""
+    """Print the short page of a command that takes a configuration: `text`, the options that the
+    command adds or else the fields that are changed most, and the sections."""
     console = _console()
     console.print(f"usage: lather {command} CONFIG [OPTIONS]\n")
     console.print(fit(text, console.width))
-    if own:
+    if added:
         console.print("\nOptions of this command")
-        console.print(_table(own, console.width))
+        _describe(added, console, brief=True)
     else:
         console.print(
             "\nFields of the configuration that are changed most; each overrides the file"
         )
         by_name = {option.name: option for option in options}
-        console.print(_table([by_name[name] for name in OFTEN if name in by_name], console.width))
+        _describe([by_name[name] for name in OFTEN if name in by_name], console, brief=True)
     console.print("\nAll fields of the configuration, by section; each overrides the file")
     table = Table.grid(padding=(0, 2, 0, 0))
     for name in SECTIONS:
@@ -135,20 +132,3 @@ def about(cls: type) -> str:
 
 def _console() -> Console:
     return Console(highlight=False, markup=False)
-
-
-def _table(options: Sequence[CommandOption], width: int) -> Padding:
-    most = int(NAMES_SHARE * width)
-    names = [
-        with_breaks(Text(f"{option.flags[0]} {option.metavar}"), most, ",") for option in options
-    ]
-    longest = max(len(line) for name in names for line in name.plain.split("\n"))
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(
-        width=max(min(longest, most), *(len(word) for name in names for word in name.plain.split()))
-    )
-    table.add_column(ratio=1)
-    for name, option in zip(names, options, strict=True):
-        text = option.text.partition(". ")[0].rstrip(".")
-        table.add_row(name, f"{text} [{option.default}]" if option.default else text)
-    return Padding(table, (0, 0, 0, 2))

@@ -1,8 +1,7 @@
-"""The options of a command, found from the dataclass as which its command line is parsed."""
+"""The options of a command: the fields of the dataclass as which its command line is parsed."""
 
 from __future__ import annotations
 
-import dataclasses
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -67,7 +66,7 @@ class CommandOption:
 
     @property
     def words(self) -> tuple[Any, int]:
-        """The type of each word that follows it, and the number of words in its list; 0: it takes a
+        """The type of the words that follow it, and the number of words in its list; 0: it takes a
         single word, and no list."""
         parts = [part for part in union_parts(self.hint) if part is not types.NoneType]
         args = typing.get_args(parts[0])
@@ -84,23 +83,20 @@ def options_of_command(
     """Yield the options of a dataclass of arguments, and its arguments that are given by their
     place, with those of its sections. `values`: the values where an option is not given; they
     decide the classes of sections."""
-    values, fields = values or {}, fields_of(cls)
-    for declared in dataclasses.fields(cls):
-        name, (hint, argument, sections) = declared.name, fields[declared.name]
-        if sections:
+    values = values or {}
+    for name, declared in fields_of(cls).items():
+        argument = declared.argument
+        if declared.sections:
             inner = values if argument.inline else values.get(name)
             inner = inner if isinstance(inner, Mapping) else {}
             key = prefix if argument.inline else f"{prefix}{name}."
-            section = fields[name].section(inner, key.removesuffix("."))
+            section = declared.section(inner, key.removesuffix("."))
             yield from options_of_command(section, inner, key)
         else:
-            default = None if declared.default is MISSING else declared.default
-            is_required = declared.default is MISSING and declared.default_factory is MISSING
-            value = values.get(name, default)
-            words = "" if value in (None, False, {}) else shown(value)
-            yield CommandOption(
-                prefix + name, hint, words or argument.default, is_required, argument, cls
-            )
+            value = values.get(name, declared.default)
+            default = argument.default if value in (None, False, {}, MISSING) else shown(value)
+            is_required = declared.default is MISSING
+            yield CommandOption(prefix + name, declared.hint, default, is_required, argument, cls)
 
 
 def _metavar(hint: Any) -> str:

@@ -1,5 +1,5 @@
-"""Parsing of command lines: words after options become values of dotted names, from which
-`lather.config.fields` builds the dataclass of arguments."""
+"""Parsing of command lines: `read_line` divides the words at their options, `values_of_line` makes
+them values of dotted names, and `lather.config.fields.build` makes these a dataclass."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def read_line(arguments: Sequence[str]) -> Line:
     end = arguments.index("--") if "--" in arguments else len(arguments)
     line: list[tuple[str, list[str]]] = [("", [])]
     for word in arguments[:end]:
-        if word.startswith("--"):
-            name, equals, value = word.partition("=")
+        if word.startswith("--") or word == "-h":
+            name, equals, value = word.replace("-h", "--help", word == "-h").partition("=")
             line.append((name, [value] if equals else []))
         else:
             line[-1][1].append(word)

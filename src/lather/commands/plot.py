@@ -60,7 +60,7 @@ def _draw_runs(parsed: PlotArguments, runs: list[Path]) -> Path:
 
 
 def _draw_schedule(parsed: PlotArguments, runs: list[Path]) -> Path:
-    """Draw the timeline of a run if one is given, else the schedule with equal durations."""
+    """Draw the timeline of the run, or without a run the schedule with equal durations."""
     from lather.pipeline.picture import draw_timeline, read_timeline
     from lather.pipeline.replay import Durations, replay
     from lather.pipeline.schedule import Kind, dualpipev

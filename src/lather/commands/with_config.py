@@ -1,19 +1,22 @@
 """Commands that take a configuration: the file, the options that override it, and `--help`.
 
-The file and the command line become one mapping of names to values, from which the configuration is
-built once. Which options exist depends on the rules and the model family in it.
+`--optim.lr 0.1` becomes a field in five steps. `read_line` divides the command line at its options.
+`read_values` reads the file, with the rules and the model family that the command line chooses.
+`options_of_command` lists the options: the fields of the dataclasses for these rules and this
+family. `values_of_line` gives each option its words, under the dotted name `optim.lr`, and `merged`
+puts them in the place of the file's values. `build` makes the dataclasses and converts each value
+once, to the type of its field.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from lather.commands.help import ALL, SECTIONS, about, show_configuration, show_short
 from lather.commands.options import options_of_command
-from lather.commands.parsing import name_of_option, read_line, unknown_options, values_of_line
+from lather.commands.parsing import Line, name_of_option, read_line, unknown_options, values_of_line
 from lather.config.config import Config
 from lather.config.fields import build, merged, section_at
 from lather.config.toml_file import (
@@ -45,23 +48,22 @@ def parse_with_config(
     Returns the parsed arguments, and the file's name without its suffix. Raises UserError if the
     arguments are not valid, and SystemExit after showing the help that they ask for.
     """
-    arguments, topic = take_help(arguments)
     file = arguments[0] if arguments and not arguments[0].startswith("-") else None
+    line, topic = take_help(read_line(arguments[1:] if file else arguments))
     if file is None and topic is None and needs_file:
         raise ConfigError(
             f"lather {command} needs a configuration first: lather {command} "
             "configs/quickstart.toml"
         )
-    path = configuration_file(arguments.pop(0), command) if file else None
-    line = read_line(arguments)
+    path = configuration_file(file, command) if file else None
     named = {name_of_option(option): "".join(words[:1]) for option, words in line if option}
     with naming(path, named):
         values = _values_of_file(path, named)
         options = list(options_of_command(cls, values))
         _refuse_unknown(file, values, [] if topic is not None else unknown_options(line, options))
         if topic is None:
-            given = values_of_line(line, options, f"lather {command} CONFIG")
-            return build(cls, merged(values, given)), (path or Path()).stem
+            overrides = values_of_line(line, options, f"lather {command} CONFIG")
+            return build(cls, merged(values, overrides)), (path or Path()).stem
     if topic:
         show_configuration(command, options, values, topic)
     else:
@@ -72,7 +74,7 @@ def parse_with_config(
 
 def _values_of_file(path: Path | None, named: Mapping[str, str]) -> dict[str, Any]:
     """Return the values of the file into which those of the command line fit, of which `named` has
-    the first words. A run's own file means that run, where it is now."""
+    the first words. The file in a run's folder means that run, where it is now."""
     run = run_of(path) if path else None
     if run is None:
         return read_values(path, named)
@@ -101,24 +103,17 @@ def _owner(option: str, values: Mapping[str, Any]) -> str:
     return owner_of(key, section_at(Config, section, values))
 
 
-def take_help(arguments: Sequence[str]) -> tuple[list[str], str | None]:
-    """Return the arguments without -h, --help and what follows, and the section that is asked for;
+def take_help(line: Line) -> tuple[Line, str | None]:
+    """Return the command line without its request for help, and the section that is asked for;
     None: no help is asked for, and empty: the short page.
 
     Raises UserError for a section that there is not.
     """
-    rest = list(arguments)
-    asking = (n for n, word in enumerate(rest) if re.match(r"(-h|--help(=.*)?)$", word))
-    place = next(asking, None)
-    if place is None:
-        return rest, None
-    option, _, topic = rest.pop(place).partition("=")
-    following = rest[place] if place < len(rest) else "-"
-    if not topic and not following.startswith("-") and not Path(following).is_file():
-        topic = rest.pop(place)
-    if topic and topic not in (*SECTIONS, ALL):
+    requests = [words for option, words in line if option == "--help"]
+    rest = [(option, words) for option, words in line if option != "--help"]
+    topic = requests[0][0] if requests and requests[0] else ""
+    if topic not in (*SECTIONS, ALL, ""):
         raise UserError(
-            f"{option} {topic}: there is no such section: use one of {', '.join(SECTIONS)}, or "
-            f"{ALL}"
+            f"--help {topic}: there is no such section: use one of {', '.join(SECTIONS)}, or {ALL}"
         )
-    return rest, topic
+    return rest, topic if requests else None

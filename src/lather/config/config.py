@@ -209,18 +209,17 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When checkpoints are saved, and which are kept."""
+    """When checkpoints are saved, and which stay."""
 
     every: Count = 100
-    """Steps between checkpoints; a checkpoint is also saved at the end, and when a signal asks for
-    one."""
+    """Steps between checkpoints; a checkpoint is also saved at the end, and at a signal."""
     keep_last: Count = 2
     """Number of newest checkpoints to keep; older ones are deleted."""
     keep_every: Number = 0
     """Also keep every checkpoint whose step is a multiple of this; 0: none."""
     keep_best: bool = False
-    """Also keep the checkpoint with the lowest validation loss; one is saved whenever a validation
-    is better than all earlier ones."""
+    """Also keep the checkpoint with the lowest validation loss, which is saved after each
+    validation that is better than all before."""
     asynchronous: bool = False
     """Write checkpoints while training continues, from a copy in CPU memory; it is as large as the
     rank's weights and optimizer state."""

@@ -13,6 +13,7 @@ import dataclasses
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -51,6 +52,8 @@ class Field(NamedTuple):
     hint: Any
     """Type of its value."""
     argument: Argument
+    default: Any
+    """Value where it is not given; MISSING: it has to be given."""
     sections: tuple[type, ...]
     """Dataclasses that it may hold; none if it is a plain value."""
 
@@ -72,18 +75,24 @@ class Field(NamedTuple):
 def fields_of(cls: type) -> Mapping[str, Field]:
     """Return the fields of a dataclass by name."""
     hints = typing.get_type_hints(cls, include_extras=True)
-    return {field.name: _field(hints[field.name]) for field in dataclasses.fields(cls)}
+    return {
+        field.name: _field(
+            hints[field.name], None if field.default_factory is not MISSING else field.default
+        )
+        for field in dataclasses.fields(cls)
+    }
 
 
-def _field(hint: Any) -> Field:
+def _field(hint: Any, default: Any) -> Field:
     marks = getattr(hint, "__metadata__", ())
     argument = next((mark for mark in marks if isinstance(mark, Argument)), Argument())
     hint = typing.get_args(hint)[0] if marks else hint
-    if hint is OptimConfig:
-        return Field(hint, argument, (optim_class(chosen_rules({})),))
     parts = typing.get_args(hint) or (hint,)
     classes = (part for part in parts if isinstance(part, type))
-    return Field(hint, argument, tuple(filter(dataclasses.is_dataclass, classes)))
+    sections = tuple(filter(dataclasses.is_dataclass, classes))
+    if hint is OptimConfig:
+        sections = (optim_class(chosen_rules({})),)
+    return Field(hint, argument, default, sections)
 
 
 def field_names(cls: type, prefix: str = "") -> Iterator[str]:
@@ -109,8 +118,8 @@ def section_at(cls: type, name: str, mapping: Mapping[str, Any]) -> type | None:
 
 
 def merged(mapping: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a mapping with the values of dotted names in place of its own. A value in the place of
-    a section stays, for its own message."""
+    """Return a mapping in which the values of dotted names replace others. A value in the place of
+    a section stays, so that `build` refuses it."""
     whole = dict(mapping)
     for name, value in values.items():
         first, dot, rest = name.partition(".")
@@ -151,45 +160,39 @@ def build(cls: type[C], mapping: Mapping[str, Any], prefix: str = "") -> C:
 def convert(value: Any, hint: Any, name: str) -> Any:
     """Convert a value to the field's type. Of TOML, only an int to a float is converted. Raises
     ConfigError for any other mismatch."""
-    parts = [part for part in union_parts(hint) if part is not types.NoneType]
-    if isinstance(value, Word) and value == "None" and len(parts) < len(union_parts(hint)):
-        return None
-    if len(parts) > 1:
-        for part in parts:
-            with contextlib.suppress(ConfigError):
-                return convert(value, part, name)
-        raise _refusal(value, hint, name)
-    (part,), origin, args = parts, typing.get_origin(parts[0]), typing.get_args(parts[0])
-    if origin is dict and isinstance(value, dict):
-        return {key: convert(item, args[1], f"{name}.{key}") for key, item in value.items()}
-    if origin is tuple and isinstance(value, list | tuple):
-        hints = args[:1] * len(value) if args[-1] is Ellipsis else args
-        if len(value) == len(hints):
-            return tuple(convert(item, part, name) for item, part in zip(value, hints, strict=True))
-    return _convert_single(value, part, name)
-
-
-def _convert_single(value: Any, hint: Any, name: str) -> Any:
-    """Convert a value to a type that is neither a union nor made of others."""
-    is_word = isinstance(value, Word)
-    with contextlib.suppress(ValueError, KeyError, OverflowError, TypeError):
-        if typing.get_origin(hint) is Literal:
-            choices = typing.get_args(hint)
-            return {str(choice) if is_word else choice: choice for choice in choices}[value]
-        if is_word and hint in READERS:
-            return READERS[hint][1](value)
-        if hint is float and type(value) is int:
-            return float(value)
-    if type(value) is hint:
-        return value
-    raise _refusal(value, hint, name)
-
-
-def _refusal(value: Any, hint: Any, name: str) -> ConfigError:
+    # None first: as a word it is a string, too
+    for part in sorted(union_parts(hint), key=lambda part: part is not types.NoneType):
+        with contextlib.suppress(ValueError, KeyError, OverflowError, TypeError):
+            return _as_type(value, part)
+    if typing.get_origin(hint) is tuple and isinstance(value, list):
+        for item in value:  # the first that does not fit
+            convert(item, typing.get_args(hint)[0], name)
     written = value.option if isinstance(value, Word) else name
-    return ConfigError(
+    raise ConfigError(
         f"{written} = {as_toml(value)} is not valid: it must be {values_of(hint, name)}"
     )
+
+
+def _as_type(value: Any, hint: Any) -> Any:
+    """Convert a value to a type that is no union; raises ValueError, KeyError, OverflowError or
+    TypeError if it does not fit."""
+    is_word, origin, args = isinstance(value, Word), typing.get_origin(hint), typing.get_args(hint)
+    if hint is types.NoneType and is_word and value == "None":
+        return None
+    if origin is Literal:
+        return {str(choice) if is_word else choice: choice for choice in args}[value]
+    if origin is dict and isinstance(value, dict):
+        return {key: _as_type(item, args[1]) for key, item in value.items()}
+    if origin is tuple and isinstance(value, list | tuple):
+        hints = args[:1] * len(value) if args[-1] is Ellipsis else args
+        return tuple(_as_type(item, part) for item, part in zip(value, hints, strict=True))
+    if is_word and hint in READERS:
+        return READERS[hint][1](value)
+    if hint is float and type(value) is int:
+        return float(value)
+    if type(value) is hint:
+        return value
+    raise ValueError(value)
 
 
 def values_of(hint: Any, name: str = "") -> str:

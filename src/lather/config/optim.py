@@ -54,7 +54,7 @@ RuleNames = tuple[tuple[str, str], ...]
 """Names of rules by kind, which can be hashed."""
 
 DEFAULT_RULE = "muon"
-"""Rule of matrices and experts: the one that gains most among those that cost little time and state
+"""Rule of matrices and experts: of the rules that cost little time and state, it gains most
 (docs/results.md)."""
 REST_RULE = "adamw"
 REST_FACTORS = {
@@ -221,8 +221,7 @@ class KindConfig:
     """Settings of one kind of parameters."""
 
     rule: str = ""
-    """Rule of these parameters, if it is another one; together with this option, --help optim shows
-    the options of that rule."""
+    """Rule of these parameters, if it differs; --help optim then shows the options of that rule."""
     lr: float | None = None
     """Peak learning rate of these parameters; left out: lr_factor times optim.lr."""
     lr_factor: float | None = None
@@ -263,8 +262,8 @@ def optim_config(name: str = DEFAULT_RULE, **values: Any) -> OptimConfig:
 
 
 def chosen_rules(mapping: Mapping[str, Any]) -> RuleNames:
-    """Return the names of the rules in an `[optim]`, for `optim_class`: its own under "", and that
-    of each kind; of a router without one an empty name, which means that of the rest."""
+    """Return the names of the rules in an `[optim]`, for `optim_class`: its rule under "", and that
+    of each kind. The name of a router's rule is empty if the rule is that of the rest."""
     name = mapping.get("name", DEFAULT_RULE)
     names = {"": name, "experts": name, "matrices": name, "rest": REST_RULE, "router": ""}
     for kind in KINDS:
@@ -298,7 +297,7 @@ def optim_class(rule_names: RuleNames) -> type[OptimConfig]:
         ("name", Annotated[str, Argument(description=about)], name_of(rule)),
         _left_out("lr", float, "Peak learning rate of matrices and experts.", of_lr),
     ]
-    for name, (hint, default) in _own_options(rule, OptimConfig):
+    for name, (hint, default) in _options_as_fields(rule, OptimConfig):
         argument = Argument(description=functools.partial(described, rule, name))
         of_field = hint if default is not None else hint | None
         fields_of_class.append((name, Annotated[of_field, argument], default))
@@ -330,7 +329,7 @@ def _kind_class(kind: str, rules: Mapping[str, type[Rule]]) -> type[KindConfig]:
         _left_out("lr_factor", float, "Peak learning rate as a factor of optim.lr.", factor),
     ]
     inherited = inherited_by(rule, rules[above])
-    for name, (hint, default) in _own_options(rule, KindConfig):
+    for name, (hint, default) in _options_as_fields(rule, KindConfig):
         text = functools.partial(described, rule, name)
         fields_of_class.append(
             _left_out(name, hint, text, shown(default), hidden=name in inherited)
@@ -359,7 +358,7 @@ def _left_out(
     return (name, Annotated[hint | None, argument], None)
 
 
-def _own_options(rule: type[Rule], section: type) -> Iterator[tuple[str, tuple[Any, Any]]]:
+def _options_as_fields(rule: type[Rule], section: type) -> Iterator[tuple[str, tuple[Any, Any]]]:
     """Yield the options of a rule that become fields of a section. Raises ConfigError for an option
     with the name of a field that the section has already."""
     fields_of_section = {each.name for each in fields(section)} | {*KINDS}

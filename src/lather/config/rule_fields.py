@@ -44,7 +44,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 rule has "both"."""
 
 DEFAULT_LR = 6e-3
-"""Learning rate of rules without a default of their own."""
+"""Learning rate of rules without a default."""
 
 MEASURED_TOKENS = 1024, 8192
 """Tokens per step at which the best learning rates were measured (docs/results.md): the default
@@ -113,8 +113,8 @@ def option_fields(rule: type) -> dict[str, tuple[Any, Any]]:
 
 
 def default_lr(rule: type, tokens_per_step: int = MEASURED_TOKENS[0]) -> float:
-    """Return the default peak learning rate of matrices. For a rule of the user's own it does not
-    depend on the tokens per step."""
+    """Return the default peak learning rate of matrices. That of a user's rule does not depend on
+    the tokens per step."""
     lr = float(option_fields(rule)["lr"][1])
     if rule not in RULES.values():
         return lr

@@ -28,6 +28,6 @@ def check_format(run: Path) -> None:
         number = tomllib.loads(read_text(run / CONFIGURATION)).get("format")
     except (OSError, ValueError):
         return  # who reads the configuration says why it cannot be read
-    is_begun = (run / PROVENANCE).exists() or any(run.glob("checkpoints/step-*"))
-    if number is not None or is_begun:
+    is_a_run = (run / PROVENANCE).exists() or any(run.glob("checkpoints/step-*"))
+    if number is not None or is_a_run:
         RUN.check(1 if number is None else number, run)

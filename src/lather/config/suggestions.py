@@ -347,16 +347,12 @@ def nearest_fields(name: str, fields: Iterable[str]) -> list[str]:
         meant = [field for field in fields if any(row.field == field for row in rows)]
         meant = meant or [field for field in fields if any(row.means(field) for row in rows)]
         return _in_nearest_section(section, meant)
-    by_last: dict[str, list[str]] = {}
-    siblings: dict[str, list[str]] = {}
-    for field in fields:
-        its_section, _, its_last = field.rpartition(".")
-        by_last.setdefault(its_last, []).append(field)
-        if its_section == section:
-            siblings[its_last] = [field]
-    for group, least in ((siblings, SLIP), (by_last, SLIP_ELSEWHERE)):
-        if match := difflib.get_close_matches(last, group, 1, least):
-            return _in_nearest_section(section, group[match[0]])
+    siblings = [field for field in fields if field.rpartition(".")[0] == section]
+    for group, least in ((siblings, SLIP), (fields, SLIP_ELSEWHERE)):
+        names = dict.fromkeys(field.rpartition(".")[2] for field in group)
+        for match in difflib.get_close_matches(last, names, 1, least):
+            same = [field for field in group if field.rpartition(".")[2] == match]
+            return _in_nearest_section(section, same)
     return []
 
 

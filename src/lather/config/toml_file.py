@@ -28,9 +28,7 @@ from lather.formats import RUN
 from lather.models.families import ModelConfig
 from lather.models.hf.model_folder import CONFIG_FILE, read_config
 
-RULE_NAMES = ("optim.name", *(f"optim.{kind}.rule" for kind in KINDS))
-"""Fields that choose rules."""
-CHOICES = (*RULE_NAMES, "model.model_type")
+CHOICES = ("model.model_type", "optim.name", *(f"optim.{kind}.rule" for kind in KINDS))
 """Fields that decide which other fields there are."""
 REPLACED: Mapping[str, tuple[str, ...]] = {
     "data.source": ("data.path", "data.weights"),
@@ -40,19 +38,19 @@ REPLACED: Mapping[str, tuple[str, ...]] = {
     **{f"optim.{kind}.lr": (f"optim.{kind}.lr_factor",) for kind in KINDS},
     **{f"optim.{kind}.lr_factor": (f"optim.{kind}.lr",) for kind in KINDS},
 }
-"""Field -> its alternatives: fields that say the same in another way, or that make it meaningless.
+"""Field -> its alternatives: fields that say the same otherwise, or that make it meaningless.
 Within a file, `data.path`, and a coefficient and level of `[moe]`, take precedence."""
 
 
-def load_config(path: Path | None, given: Mapping[str, Any] | None = None) -> Config:
-    """Read a configuration from a TOML file; without one it is the default configuration. `given`:
+def load_config(path: Path | None, overrides: Mapping[str, Any] | None = None) -> Config:
+    """Read a configuration from a TOML file, or return the default configuration. `overrides`:
     values by dotted name, which replace the file's.
 
     Raises RunError if the run in its `run_dir` has another format.
     """
-    given = given or {}
-    with naming(path, given):
-        return config_from_mapping(merged(read_values(path, given), given))
+    overrides = overrides or {}
+    with naming(path, overrides):
+        return config_from_mapping(merged(read_values(path, overrides), overrides))
 
 
 def load_run(run_dir: Path) -> Config:
@@ -65,22 +63,22 @@ def load_run(run_dir: Path) -> Config:
 
 
 @contextlib.contextmanager
-def naming(path: Path | None, given: Collection[str] = ()) -> Iterator[None]:
+def naming(path: Path | None, overrides: Collection[str] = ()) -> Iterator[None]:
     """Begin a ConfigError of the block with the name of the file, unless it is about one of the
-    fields `given`, whose values are not the file's."""
+    fields `overrides`, whose values are not the file's."""
     try:
         yield
     except ConfigError as error:
         text = str(error)
         is_of_file = path is not None and not text.startswith((f"{path}: ", "--"))
-        names = (name if "." in name else f"{name} = " for name in given)
+        names = (name if "." in name else f"{name} = " for name in overrides)
         if not is_of_file or any(name in text for name in names):
             raise
         raise ConfigError(f"{path}: {text}") from None
 
 
-def read_values(path: Path | None, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a TOML file into which those of `given`, by dotted name, fit
+def read_values(path: Path | None, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a TOML file into which those of `overrides`, by dotted name, fit
     (`values_for`). Without `[model]` the model is that of `init_from`.
 
     Raises RunError if the run in `run_dir` has another format.
@@ -88,30 +86,29 @@ def read_values(path: Path | None, given: Mapping[str, Any]) -> dict[str, Any]:
     mapping = _read(path) if path else {}
     # values of other types are refused when the configuration is built
     run_dir, init_from = (
-        value if isinstance(value := given.get(name) or mapping.get(name), str) else ""
+        value if isinstance(value := overrides.get(name) or mapping.get(name), str) else ""
         for name in ("run_dir", "init_from")
     )
     if run_dir:
         check_format(Path(run_dir))
-    return values_for(_with_model(mapping, init_from, run_dir), given)
+    return values_for(_with_model(mapping, init_from, run_dir), overrides)
 
 
-def values_for(mapping: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a configuration without the alternatives to those of `given`, with the
-    rules and the model family that `given` names, and without options that these rules do not
-    have.
+def values_for(mapping: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a configuration with the rules and the model family that `overrides`
+    names, without options that these rules lack, and without the alternatives to `overrides`.
 
-    Raises ConfigError if `given` has a field and an alternative to it.
+    Raises ConfigError if `overrides` has a field and an alternative to it.
     """
-    values = merged(mapping, {name: given[name] for name in CHOICES if given.get(name)})
+    values = merged(mapping, {name: overrides[name] for name in CHOICES if overrides.get(name)})
     known = {name for name, _ in unknown_keys(mapping)}
     lost = [name for name, _ in unknown_keys(values) if name not in known]
     for name in lost:
         if name.startswith("optim."):
             values = without(values, name)
-    for name in given:
+    for name in overrides:
         for other in REPLACED.get(name, ()):
-            if other in given:
+            if other in overrides:
                 both = " and ".join(f"--{field.replace('_', '-')}" for field in (name, other))
                 raise ConfigError(f"{both} are both given: leave one of them out")
             values = without(values, other)
@@ -120,8 +117,8 @@ def values_for(mapping: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str
 
 def _with_model(mapping: dict[str, Any], init_from: str, run_dir: str) -> dict[str, Any]:
     """Add `[model]` to a configuration without one: the model of the run that is already in
-    `run_dir`, or else of `init_from`, if given. The default sequence length is then limited to the
-    model's."""
+    `run_dir`, or else of `init_from`, if there is any. The default sequence length is then at most
+    the model's."""
     if "model" in mapping or not init_from:
         return mapping
     model = (
@@ -206,8 +203,7 @@ def unknown_keys(
 
 
 def config_to_toml(config: Config) -> str:
-    """Write a configuration as TOML, with the format of a run; `load_config` reads the same one
-    back."""
+    """Write a configuration as TOML, with the format of a run. `load_config` reads it again."""
     return tomli_w.dumps({"format": RUN.number, **values_of_config(config)})
 
 
