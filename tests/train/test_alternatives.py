@@ -11,7 +11,7 @@ import pytest
 import tomli_w
 
 from lather.commands.train import _read
-from lather.config.alternatives import REPLACED, without_replaced
+from lather.config.alternatives import REPLACED
 from lather.config.config import Config
 from lather.config.fields import field_names
 from lather.config.optim import KINDS
@@ -66,21 +66,12 @@ def parsed(file: Path, arguments: list[str]) -> Any:
     return _read([str(file), *arguments])[0]
 
 
-def test_the_quickstart_takes_a_rate_of_the_rest() -> None:
-    optim = parsed(QUICKSTART, ["--optim.rest.lr", "0.01"]).optim
-    assert optim.lr_of("rest") == optim.lr_of("router") == 0.01
-
-
 def test_alternatives_are_fields_and_none_is_its_own() -> None:
     known = {*field_names(Config)}
     for field, others in REPLACED.items():
         assert field not in others
         if not field.startswith("optim."):
             assert {field, *others} <= known
-
-
-def test_a_section_that_is_no_section_is_left_for_its_own_message() -> None:
-    assert without_replaced({"optim": 3}, ["optim.rest.lr"]) == {"optim": 3}
 
 
 @pytest.mark.parametrize("file", ["the configuration", "the run's own"])
