@@ -25,6 +25,7 @@ MODEL: dict[str, Any] = {
     "aux_loss_alpha": 0.01,
     "tie_word_embeddings": True,
 }
+WORDS = "the quick brown fox jumps over naïve café owners and 日本 \U0001f98a"
 
 
 @pytest.fixture
@@ -32,20 +33,7 @@ def corpus(tmp_path: Path) -> Path:
     """Eight text files, one of them in a sub-folder."""
     folder = tmp_path / "corpus"
     (folder / "more").mkdir(parents=True)
-    words = [
-        "the",
-        "quick",
-        "brown",
-        "fox",
-        "jumps",
-        "over",
-        "naïve",
-        "café",
-        "owners",
-        "and",
-        "日本",
-        "\U0001f98a",
-    ]
+    words = WORDS.split()
     draw = random.Random(0)
     for number in range(8):
         text = "\n".join(" ".join(draw.choices(words, k=9)) for _ in range(12 + number))

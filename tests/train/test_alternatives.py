@@ -65,11 +65,6 @@ def parsed(file: Path, arguments: list[str]) -> Any:
     return read_arguments([str(file), *arguments])[0]
 
 
-def test_the_quickstart_takes_a_rate_of_the_rest() -> None:
-    optim = parsed(QUICKSTART, ["--optim.rest.lr", "0.01"]).optim
-    assert optim.lr_of("rest") == optim.lr_of("router") == 0.01
-
-
 def test_alternatives_are_fields_and_none_is_its_own() -> None:
     known = {*field_names(Config)}
     for field, others in REPLACED.items():

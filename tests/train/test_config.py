@@ -6,7 +6,6 @@ import dataclasses
 import inspect
 import re
 import tomllib
-import types
 import typing
 from pathlib import Path
 from typing import Any
@@ -15,21 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lather.config import config as config_module
-from lather.config import optim as optim_config_module
 from lather.config.config import Config
+from lather.config.fields import fields_of
 from lather.config.optim import KindConfig
 from lather.config.toml_file import config_from_mapping, config_to_toml, load_config
-from lather.data import config as data_config
 from lather.errors import ConfigError
 from lather.formats import RUN
-from lather.models import family_config, lora, rotary
-from lather.models.families import deepseek_v2, gpt_oss, qwen3_moe
-
-
-def members(hint: Any) -> list[Any]:
-    is_union = typing.get_origin(hint) in (types.UnionType, typing.Union)
-    return [arg for arg in typing.get_args(hint) if arg is not type(None)] if is_union else [hint]
+from lather.models import rotary
+from lather.optim.options import documentation_of
 
 
 def refusal(mapping: dict[str, Any]) -> str:
@@ -126,61 +118,17 @@ def test_a_file_gives_the_same_configuration_back(tmp_path: Path, rank: int | No
 
 def test_every_field_has_a_docstring() -> None:
     """A section is documented by its class's docstring."""
-    documented = set()
-    for module in (
-        config_module,
-        family_config,
-        data_config,
-        optim_config_module,
-        lora,
-        deepseek_v2,
-        qwen3_moe,
-        gpt_oss,
-        rotary,
-    ):
-        for cls in (
-            node
-            for node in ast.parse(inspect.getsource(module)).body
-            if isinstance(node, ast.ClassDef)
-        ):
-            for statement, following in zip(cls.body, cls.body[1:], strict=False):
-                is_string = isinstance(following, ast.Expr) and isinstance(
-                    following.value, ast.Constant
-                )
-                if (
-                    isinstance(statement, ast.AnnAssign)
-                    and is_string
-                    and str(following.value.value).strip()
-                ):
-                    documented.add((cls.name, ast.unparse(statement.target)))
-    sections = [
-        cls
-        for hint in typing.get_type_hints(Config).values()
-        for cls in members(hint)
-        if dataclasses.is_dataclass(cls)
-    ]
-    sections += [rotary.YarnConfig, KindConfig]
-    assert all(ast.get_docstring(ast.parse(inspect.getsource(cls)).body[0]) for cls in sections)
-    for cls in (Config, *sections):
-        names = [f.name for f in dataclasses.fields(cls) if hint_is_value(cls, f.name)]
-        assert [
-            name
-            for name in names
-            if not any((base.__name__, name) in documented for base in cls.__mro__)
-        ] == [], cls
-
-
-def hint_is_value(cls: type, name: str) -> bool:
-    return not any(
-        dataclasses.is_dataclass(one) for one in members(typing.get_type_hints(cls)[name])
-    )
+    hints = typing.get_type_hints(Config).values()
+    classes = [cls for hint in hints for cls in typing.get_args(hint) or (hint,)]
+    sections = filter(dataclasses.is_dataclass, classes)
+    for cls in (Config, *sections, rotary.YarnConfig, KindConfig):
+        assert ast.get_docstring(ast.parse(inspect.getsource(cls)).body[0]), cls
+        names = [name for name, field in fields_of(cls).items() if not field.sections]
+        texts = documentation_of(cls)
+        assert [name for name in names if not texts.get(name)] == [], cls
 
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
-
-
-def test_there_are_example_configurations() -> None:
-    assert CONFIGS
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)

@@ -1,6 +1,5 @@
 """How a run shows itself: lines where there is no terminal, a bar where there is one."""
 
-import contextlib
 import io
 import re
 import time
@@ -10,7 +9,6 @@ import pytest
 from rich.console import Console
 
 from lather.train.display import Clock, LiveDisplay, PlainDisplay
-from lather.train.loop import Display
 from lather.train.metrics import StepRow
 
 MakeRow = Callable[..., StepRow]
@@ -133,13 +131,6 @@ def test_nothing_is_cut_or_left_out_however_wide_the_terminal_is(
     assert ("\u2501" in text) == (width >= 60), head
 
 
-def test_the_live_bar_shows_a_skipped_step(step_row: MakeRow) -> None:
-    display, screen = live()
-    with display:
-        display.step(step_row(1, loss=float("nan"), grad_norm=float("inf"), skipped=True), 4)
-    assert "skipped: loss or gradient not finite" in screen.getvalue()
-
-
 def test_the_live_bar_of_a_resumed_run_starts_where_it_was_and_estimates_from_its_own_steps(
     step_row: MakeRow,
 ) -> None:
@@ -151,16 +142,3 @@ def test_the_live_bar_of_a_resumed_run_starts_where_it_was_and_estimates_from_it
     head = frames(screen)[-3]
     assert head.startswith("step 103/200  ")
     assert head.endswith("  1 h 08 min, 1 h 05 min left")  # 97 steps of 40 s are left
-
-
-def test_an_exception_ends_the_live_bar(step_row: MakeRow) -> None:
-    display, _ = live()
-    with contextlib.suppress(KeyboardInterrupt), display:
-        display.step(step_row(1), 4)
-        raise KeyboardInterrupt
-    assert not display.live.is_started
-
-
-def test_both_are_displays() -> None:
-    assert isinstance(PlainDisplay(every=1), Display)
-    assert isinstance(live()[0], Display)

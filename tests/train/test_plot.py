@@ -176,14 +176,6 @@ def test_many_runs_can_be_told_apart_and_all_of_the_legend_is_in_the_picture(
     assert [bar.get_text() for bar in panels[2].get_yticklabels()] == labels
 
 
-def test_an_axis_of_a_long_run_has_small_numbers(
-    make_run: MakeRun, drawn: Callable[..., Figure]
-) -> None:
-    over_time = drawn(make_run("run", 20, seconds=7200.0)).axes[1]
-    assert over_time.get_xlabel() == "time of training, min"
-    assert over_time.lines[0].get_xdata()[-1] == pytest.approx(120)
-
-
 @pytest.mark.parametrize(
     ("folders", "names"),
     [

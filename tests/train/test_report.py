@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import html
 import json
-import os
 import re
 from collections.abc import Callable
 from html.parser import HTMLParser
@@ -208,23 +207,6 @@ def test_a_run_in_progress_is_reported(run: Path, capsys: pytest.CaptureFixture[
     assert data["curves"]["step"] == [1, 2]
     assert not data["finished"]
     assert ["steps", "2 of 4"] in data["tiles"]
-
-
-def test_what_is_no_run_or_cannot_be_written_is_named(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "empty").mkdir()
-    assert main(["report", str(tmp_path / "empty")]) == 2
-    assert main(["report", str(run), "--out", str(tmp_path / "absent" / "out.html")]) == 2
-    errors = capsys.readouterr().err.splitlines()
-    assert "not a run" in errors[0]
-    assert "cannot be written" in errors[1]
-
-
-def test_a_name_that_is_not_unicode_is_shown(run: Path, tmp_path: Path) -> None:
-    other = tmp_path / os.fsdecode(b"caf\xe9")
-    run.rename(other)
-    assert "<h1>caf?</h1>" in page_of(other)
 
 
 def test_a_long_run_is_drawn_with_every_nth_step() -> None:

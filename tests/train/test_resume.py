@@ -48,11 +48,6 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]
     return config, run_dir
 
 
-def assert_same_end(run_dir: Path, expected: Path) -> None:
-    assert timeless_rows(run_dir) == timeless_rows(expected)
-    assert last_weights(run_dir) == last_weights(expected)
-
-
 def rows_written(run_dir: Path) -> int:
     file = run_dir / "metrics.jsonl"
     return file.read_text().count("\n") if file.exists() else 0
@@ -64,18 +59,23 @@ def kill_somewhere(process: subprocess.Popen[str], run_dir: Path, chance: random
     if chance.random() < 0.2:
         time.sleep(chance.uniform(0.0, 0.4))
     else:
-        target = rows_written(run_dir) + chance.randint(1, 8)
-        deadline = time.monotonic() + 60
-        while (
-            rows_written(run_dir) < target
-            and process.poll() is None
-            and time.monotonic() < deadline
-        ):
+        target, deadline = rows_written(run_dir) + chance.randint(1, 8), time.monotonic() + 60
+        while rows_written(run_dir) < target and process.poll() is None:
+            assert time.monotonic() < deadline
             time.sleep(0.001)
         time.sleep(chance.uniform(0.0, 0.03))
     process.kill()
     process.communicate()
     return process.returncode == -signal.SIGKILL
+
+
+def finish(config: Path, run_dir: Path, expected: Path) -> str:
+    """Resume the run to its end, which must be the expected end; return what is printed."""
+    status, out, err = run("train", config, "--run-dir", run_dir)
+    assert status == 0, out + err
+    assert timeless_rows(run_dir) == timeless_rows(expected)
+    assert last_weights(run_dir) == last_weights(expected)
+    return out
 
 
 @pytest.mark.parametrize(
@@ -93,9 +93,7 @@ def test_killed_five_times_at_random_moments(
         for _ in range(5)
     ]
     assert sum(killed) >= 4  # on a fast machine one run may have ended before its kill
-    status, out, err = run("train", config, "--run-dir", run_dir)
-    assert status == 0, out + err
-    assert_same_end(run_dir, expected)
+    finish(config, run_dir, expected)
 
 
 @pytest.mark.parametrize(("number", "expected_status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
@@ -113,10 +111,7 @@ def test_a_signal_saves_and_ends_cleanly(
     (checkpoint,) = list_checkpoints(run_dir / "checkpoints")
     assert f"saved {checkpoint}" in out
     assert 0 < int(checkpoint.name.removeprefix("step-")) < STEPS
-    status, out, err = run("train", config, "--run-dir", run_dir)
-    assert status == 0, out + err
-    assert f"resuming {checkpoint}" in out
-    assert_same_end(run_dir, expected)
+    assert f"resuming {checkpoint}" in finish(config, run_dir, expected)
 
 
 def test_ctrl_c_on_a_terminal_says_what_happens_and_what_a_second_one_does(
@@ -162,9 +157,7 @@ def test_sigterm_before_the_first_step(uninterrupted: tuple[Path, Path], tmp_pat
     process.terminate()
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, out + err
-    status, out, err = run("train", config, "--run-dir", run_dir)
-    assert status == 0, out + err
-    assert_same_end(run_dir, expected)
+    finish(config, run_dir, expected)
 
 
 def test_a_finished_run_started_again_shows_its_results_and_changes_nothing(

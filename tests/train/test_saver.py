@@ -112,14 +112,14 @@ def test_the_copy_is_as_large_as_what_is_written_and_is_used_again(
     saver = trainee.saver(tmp_path)
     saver.save(Progress(1, 0.5))
     saver.wait()
-    kept = dict(saver.staging._kept)
+    copies = dict(saver.staging._kept)
     trainee.train()
     path = saver.save(Progress(2, 0.5))
     saver.wait()
     assert sum(copy.nbytes for copy in saver.staging._kept.values()) == sum(
         bytes_by_file(path).values()
     )
-    assert all(saver.staging._kept[index] is copy for index, copy in kept.items())
+    assert all(saver.staging._kept[index] is copy for index, copy in copies.items())
 
 
 @pytest.mark.parametrize("after", ["save", "wait"])
@@ -167,10 +167,8 @@ def test_a_run_leaves_the_same_checkpoints_either_way(
         checkpoint = {"every": 1, "keep_last": 2, "asynchronous": asynchronous}
         outcome = train(make_config(run_dir=str(run_dir), checkpoint=checkpoint), PlainDisplay(100))
         assert outcome.sample
-        assert [path.name for path in list_checkpoints(run_dir / "checkpoints")] == [
-            "step-00000003",
-            "step-00000004",
-        ]
+        names = [path.name for path in list_checkpoints(run_dir / "checkpoints")]
+        assert names == ["step-00000003", "step-00000004"]
         newest.append(outcome.checkpoint)
     assert same_bits(*newest)
 

@@ -34,10 +34,8 @@ SCHEDULES = ["constant", "linear", "cosine", "wsd"]
 
 
 def optimizer_of(model: Decoder, name: str = "soap") -> MatrixOptimizer:
-    return build_optimizer(
-        optim_config(name, **({"precondition_frequency": 2} if name == "soap" else {})),
-        model.named_parameters(),
-    )
+    options = {"precondition_frequency": 2} if name == "soap" else {}
+    return build_optimizer(optim_config(name, **options), model.named_parameters())
 
 
 # --- learning rate --------------------------------------------------------------------------------
@@ -52,10 +50,8 @@ def test_the_rate_at_the_ends_of_warm_up_and_decay(schedule: str) -> None:
     assert rates[:10] == pytest.approx([0.2 * step for step in range(1, 11)])
     assert rates[9] == 2.0
     assert rates[-1] == (2.0 if schedule == "constant" else pytest.approx(0.2))
-    halfway = {"constant": (55, 2.0), "linear": (55, 1.1), "cosine": (55, 1.1), "wsd": (75, 2.0)}[
-        schedule
-    ]
-    assert learning_rate(halfway[0], config, 100) == pytest.approx(halfway[1])
+    step, rate = {"constant": (55, 2.0), "wsd": (75, 2.0)}.get(schedule, (55, 1.1))
+    assert learning_rate(step, config, 100) == pytest.approx(rate)
 
 
 def test_wsd_is_constant_and_then_linear() -> None:
@@ -241,17 +237,11 @@ def test_bf16_multiplies_in_bf16_and_keeps_weights_and_state_in_fp32(
     losses = {}
     for precision in ("fp32", "bf16"):
         model = make_model()
-        optimizer = optimizer_of(model)
-        step = train_step(model, optimizer, precision=precision)
-        losses[precision] = [
-            step(Batch.of_tokens(tokens(number)), 1e-2).loss for number in (1, 2, 3)
-        ]
+        step = train_step(model, optimizer_of(model), precision=precision)
+        losses[precision] = [step(Batch.of_tokens(tokens(n)), 1e-2).loss for n in (1, 2, 3)]
         losses[precision].append(step.engine.validation_loss(Batch.of_tokens(tokens(4))))
-        tensors = [
-            *model.parameters(),
-            *(value for state in optimizer.state.values() for value in state.values()),
-        ]
-        assert {t.dtype for t in tensors} == {torch.float32}
+        state = [value for state in step.optimizer.state.values() for value in state.values()]
+        assert {x.dtype for x in (*model.parameters(), *state)} == {torch.float32}
     assert losses["bf16"] == pytest.approx(losses["fp32"], rel=1e-2)
     assert losses["bf16"][0] != losses["fp32"][0]
 
@@ -367,19 +357,15 @@ def test_soap_is_adamw_on_embeddings_and_norms(make_model: MakeModel) -> None:
 
 def test_adamw_is_torchs_adamw_in_a_plain_loop(make_model: MakeModel, tokens: Tokens) -> None:
     model, plain = make_model(), make_model()
-    config = optim_config(
-        "adamw", weight_decay=0.1, betas=(0.8, 0.9), eps=1e-6, rest={"lr_factor": 1.0}
-    )
+    options = {"betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.1}
+    config = optim_config("adamw", **options, rest={"lr_factor": 1.0})
     step = train_step(model, build_optimizer(config, model.named_parameters()), max_grad_norm=0.5)
-    adamw = torch.optim.AdamW(
-        plain.parameters(), lr=1.0, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1
-    )
+    adamw = torch.optim.AdamW(plain.parameters(), lr=1.0, **options)
     for number, lr in ((1, 1e-3), (2, 1e-2), (3, 5e-3)):
         step(Batch.of_tokens(tokens(number)), lr)
         batch = tokens(number)
-        F.cross_entropy(
-            plain(batch[:, :-1]).logits_BSV.flatten(0, 1), batch[:, 1:].flatten()
-        ).backward()
+        logits_BSV = plain(batch[:, :-1]).logits_BSV
+        F.cross_entropy(logits_BSV.flatten(0, 1), batch[:, 1:].flatten()).backward()
         torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
         adamw.param_groups[0]["lr"] = lr
         adamw.step()
@@ -404,10 +390,7 @@ def test_a_rate_of_zero_moves_nothing_and_refreshes_are_counted(
 def test_a_device_that_is_not_there_names_the_field(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert pick_device("auto") == pick_device("cpu") == torch.device("cpu")
-    with pytest.raises(
-        ConfigError,
-        match=r"train\.device = 'cuda', but there is no CUDA device: use 'auto' or 'cpu'",
-    ):
+    with pytest.raises(ConfigError, match=r"train\.device = 'cuda', but .*: use 'auto' or 'cpu'"):
         pick_device("cuda")
 
 

@@ -48,12 +48,9 @@ def uneven(tokens_BS: Tensor, *, with_padding: bool, with_documents: bool) -> Ba
     padding_BS = place_S >= torch.tensor([16, 12, 3, 16] if with_padding else [16] * 4)[:, None]
     labels_BS = tokens_BS[:, 1:].masked_fill(unlearned_BS | padding_BS, IGNORE_INDEX)
     begins_BS = (place_S % 6 == 0) | (padding_BS & ~padding_BS.roll(1, 1))
-    return Batch(
-        tokens_BS[:, :-1].masked_fill(padding_BS, 0),
-        labels_BS,
-        begins_BS=begins_BS if with_documents else None,
-        padding_BS=padding_BS if with_padding else None,
-    )
+    more = {"begins_BS": begins_BS} if with_documents else {}
+    more |= {"padding_BS": padding_BS} if with_padding else {}
+    return Batch(tokens_BS[:, :-1].masked_fill(padding_BS, 0), labels_BS, **more)
 
 
 @pytest.mark.parametrize("with_documents", [False, True])
@@ -67,11 +64,7 @@ def test_auxiliary_losses_do_not_depend_on_micro_batches(
     with_padding: bool,
     with_documents: bool,
 ) -> None:
-    moe = MoEConfig(
-        balance_coefficient=balance,
-        balance_level="sequence",
-        z_loss_coefficient=z_loss,
-    )
+    moe = MoEConfig("saved", balance, "sequence", z_loss)
     batch = uneven(tokens(3), with_padding=with_padding, with_documents=with_documents)
     found = []
     for size in (4, 2, 1):
@@ -160,16 +153,12 @@ def chats(corpus: Path, tmp_path: Path) -> list[str]:
     """Two data sets of conversations with one tokenizer."""
     folders, tokenizer = [tmp_path / "chats", tmp_path / "more"], ""
     for folder in folders:
-        say = [f"say {number} {folder.name}" for number in range(40)]
-        lines = [
-            [
-                {"role": "user", "content": text},
-                {"role": "assistant", "content": f"the fox {number}"},
-            ]
-            for number, text in enumerate(say)
-        ]
         source = tmp_path / f"{folder.name}.jsonl"
-        source.write_text("\n".join(json.dumps({"messages": messages}) for messages in lines))
+        for number in range(40):
+            user = {"role": "user", "content": f"say {number} {folder.name}"}
+            assistant = {"role": "assistant", "content": f"the fox {number}"}
+            with source.open("a") as file:
+                file.write(json.dumps({"messages": [user, assistant]}) + "\n")
         recipe = DataRecipe(
             (str(source),),
             chat=True,
@@ -207,13 +196,13 @@ def test_a_run_that_learns_nothing_ends_with_its_first_weights(
     """It has more steps than may be skipped in a row because they are not finite."""
     for split in ("train", "validation"):
         unlearn(chats[0], split)
-    checkpoint = {"every": 1, "keep_best": True, "keep_last": 9}
-    options: dict[str, Any] = {
-        "data": {"path": chats[:1], "packing": packing},
-        "checkpoint": checkpoint,
-        "log": {"expert_load_every": 1},
-    }
-    config = make_config(train={"max_skipped_steps": 2}, moe={"bias_update_rate": 0.1}, **options)
+    config = make_config(
+        data={"path": chats[:1], "packing": packing},
+        train={"max_skipped_steps": 2},
+        moe={"bias_update_rate": 0.1},
+        checkpoint={"every": 1, "keep_best": True, "keep_last": 9},
+        log={"expert_load_every": 1},
+    )
     outcome, rows, notes = run(config, capsys)
     assert outcome.finished
     assert outcome.validation_losses == [None, None, None]

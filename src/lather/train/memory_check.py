@@ -60,7 +60,6 @@ class MemoryCheck:
         self.peak = 0
         """Peak bytes of this rank's allocator over all steps."""
         self._planning: Future[MemoryPlan] | None = None
-        self._plan: MemoryPlan | None = None
         self._memory = device_memory(mesh.device)
         if self.is_on and mesh.rank == 0:
             thread = ThreadPoolExecutor(1, "memory-plan")
@@ -75,7 +74,7 @@ class MemoryCheck:
             return
         patience = min(PATIENCE, self.timeout / 2)
         try:
-            self._plan = self._planning.result(patience)
+            planned = self._planning.result(patience)
         except TimeoutError:
             self.note(
                 f"memory plan: not finished after {duration(patience)}; run lather plan, which has "
@@ -84,7 +83,7 @@ class MemoryCheck:
         except Exception as error:
             self.note(f"memory plan: failed: {type(error).__name__}: {error}")
         else:
-            self.note(f"memory plan: {_verdict(self._plan, self._memory)}")
+            self.note(f"memory plan: {_verdict(planned, self._memory)}")
 
     def record_peak(self, peak: int) -> None:
         """Record the peak of a step, in bytes, from `take_peak_memory_bytes`; on a CPU that is the
@@ -98,9 +97,10 @@ class MemoryCheck:
             return
         measured = dict(measured_bytes(engine, optimizer)), self.peak
         of_ranks = gather(measured, self.mesh.control_group)
-        if self._plan is None:
+        planning = self._planning
+        if planning is None or not planning.done() or planning.exception():
             return
-        ranks = [_compared(run, *of_ranks[run.rank]) for run in self._plan.ranks]
+        ranks = [_compared(run, *of_ranks[run.rank]) for run in planning.result().ranks]
         content = json.dumps({"world_size": self.mesh.size, "ranks": ranks}, indent=1) + "\n"
         with optional_file(self.path, self.note):
             write_aside(self.path, content)

@@ -203,8 +203,9 @@ class MetricsWriter:
         self.file = self.path.open("a")
 
     def write(self, row: Row) -> None:
-        values: dict[str, Any] = asdict(row) if isinstance(row, StepRow) else {**row}
-        values = _finite(values)
+        text = json.dumps(asdict(row) if isinstance(row, StepRow) else row)
+        # a number that is not finite becomes None
+        values: dict[str, Any] = json.loads(text, parse_constant=lambda _: None)
         with names_full_disk(self.path):
             self.file.write(json.dumps(values) + "\n")
             self.file.flush()
@@ -225,15 +226,6 @@ class MetricsWriter:
         finally:
             for tracker in self.trackers:
                 tracker.close()
-
-
-def _finite(value: Any) -> Any:
-    """Replace each number that is not finite by None, also within sections and lists."""
-    if isinstance(value, Mapping):
-        return {key: _finite(entry) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [_finite(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def cut_rows(path: Path, resume_step: int | None) -> None:

@@ -107,9 +107,9 @@ class RunDirectory:
         record["data"] = list(data.identities.items())
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         start = {"time": now, "step": self.start.step, **provenance(), **(hardware or {})}
-        # the steps of later starts were lost
-        before = [start for start in record["starts"] if start["step"] < self.start.step]
-        record["starts"] = [*before, start]
+        # the steps of starts at or after this step were lost
+        earlier = [row for row in record["starts"] if row["step"] < self.start.step]
+        record["starts"] = [*earlier, start]
         write_aside(self.path / PROVENANCE, json.dumps(record, indent=1))
 
     def _record(self) -> dict[str, Any] | None:

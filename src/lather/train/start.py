@@ -16,7 +16,6 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from lather.checkpoint.folder import (
     BEST,
@@ -27,8 +26,9 @@ from lather.checkpoint.folder import (
 )
 from lather.config.changes import CHANGES, Change, History, class_of, differences, values_of
 from lather.config.config import Config
+from lather.config.fields import merged
 from lather.config.run_folder import PROVENANCE, run_folder
-from lather.config.toml_file import config_from_mapping, config_to_toml, load_run
+from lather.config.toml_file import config_to_toml, load_run
 from lather.errors import ConfigError, RunError, UserError, as_toml
 from lather.files import read_rows, reason, write_aside
 from lather.train.companions import COMPANION_FOLDER
@@ -111,19 +111,7 @@ def config_at(path: Path, step: int) -> tuple[Config, History]:
     """Return the configuration of a run after `step` completed steps, and its history. Raises
     ConfigError if it cannot be read, RunError if the run has another format."""
     history = History.read(path, values_of(load_run(path).resolved()))
-    return config_from_mapping(_nested(history.values_at(step))).resolved(), history
-
-
-def _nested(values: dict[str, Any]) -> dict[str, Any]:
-    """Turn values by dotted key into nested sections."""
-    nested: dict[str, Any] = {}
-    for key, value in values.items():
-        *sections, name = key.split(".")
-        place = nested
-        for section in sections:
-            place = place.setdefault(section, {})
-        place[name] = value
-    return nested
+    return config_from_mapping(merged({}, history.values_at(step))).resolved(), history
 
 
 def _resumed(path: Path, config: Config, step: int, subject: str, remedy: str) -> Start:

@@ -33,7 +33,7 @@ Values = Mapping[str, Any]
 """Values of a configuration by dotted key."""
 Note = Callable[[str], None]
 """Shows a line."""
-Start = Callable[[], "TensorBoard | Wandb | MLflow"]
+MakeTracker = Callable[[], "TensorBoard | Wandb | MLflow"]
 
 CLOSE_SECONDS = 30.0
 """Time that the end of a run waits for a tracker."""
@@ -64,11 +64,11 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, float | None]]:
 class BackgroundTracker:
     """Calls a tracker in a thread, and abandons it when it fails."""
 
-    def __init__(self, name: str, start: Start, note: Note) -> None:
-        """`start` makes the tracker, in the thread."""
+    def __init__(self, name: str, make: MakeTracker, note: Note) -> None:
+        """`make` is called in the thread."""
         self._name, self._note, self._is_abandoned = name, note, False
         self._rows: queue.Queue[tuple[int, Numbers] | None] = queue.Queue(MOST_ROWS)
-        self._thread = threading.Thread(target=self._run, args=(start,), daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(make,), daemon=True)
         self._thread.start()
 
     def write(self, step: int, numbers: Numbers) -> None:
@@ -88,9 +88,9 @@ class BackgroundTracker:
         if self._thread.is_alive():
             self._abandon(f"did not end within {CLOSE_SECONDS:g} s")
 
-    def _run(self, start: Start) -> None:
+    def _run(self, make: MakeTracker) -> None:
         try:
-            tracker = start()
+            tracker = make()
             if tracker.remark and not self._is_abandoned:
                 self._note(f"note: {self._name} {tracker.remark}")
             while (row := self._rows.get()) is not None:
@@ -112,21 +112,21 @@ def start_trackers(
     log: LogConfig, run_dir: Path, resume_step: int | None, configuration: Values, note: Note
 ) -> list[BackgroundTracker]:
     """Start the trackers that `[log]` names. Raises RunError if a module is not installed."""
-    starts: dict[str, Start] = {}
+    makers: dict[str, MakeTracker] = {}
     if log.tensorboard:
         from torch.utils.tensorboard import SummaryWriter
 
         folder = run_dir / "tensorboard"
-        starts["TensorBoard"] = partial(TensorBoard, SummaryWriter, folder, resume_step)
+        makers["TensorBoard"] = partial(TensorBoard, SummaryWriter, folder, resume_step)
     if log.wandb_project:
         wandb = _imported("wandb", "wandb_project")
-        starts["Weights & Biases"] = partial(
+        makers["Weights & Biases"] = partial(
             Wandb, wandb, run_dir, log.wandb_project, configuration
         )
     if log.mlflow_experiment:
         mlflow = _imported("mlflow", "mlflow_experiment")
-        starts["MLflow"] = partial(MLflow, mlflow, run_dir, log.mlflow_experiment, configuration)
-    return [BackgroundTracker(name, start, note) for name, start in starts.items()]
+        makers["MLflow"] = partial(MLflow, mlflow, run_dir, log.mlflow_experiment, configuration)
+    return [BackgroundTracker(name, make, note) for name, make in makers.items()]
 
 
 def _imported(module: str, field: str) -> Any:

@@ -90,12 +90,12 @@ class TrainedModel:
         """Return the template that belongs to the tokenizer, else that which formatted the run's
         conversations, else ChatML."""
         folders = list(companion_folders(self.run, self.config))
-        described = [folder for folder in folders if (folder / SETTINGS_FILE).is_file()]
-        for folder in (*filter(has_template, folders), *described):
-            return ChatTemplate.beside(folder / TOKENIZER_FILE)
-        for source in self._data_templates():
-            return ChatTemplate(source, {})
-        return ChatTemplate.beside(self.run / TOKENIZER_FILE)
+        named = [folder for folder in folders if has_template(folder)]
+        named = named or [folder for folder in folders if (folder / SETTINGS_FILE).is_file()]
+        data_templates = self._data_templates()
+        if not named and data_templates:
+            return ChatTemplate(data_templates[0], {})
+        return ChatTemplate.beside([*named, self.run][0] / TOKENIZER_FILE)
 
     def has_conversations(self) -> bool:
         """Return whether a chat template came with the tokenizer or formatted the run's data."""
