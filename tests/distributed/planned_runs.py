@@ -116,7 +116,7 @@ def _train(
             0, SIZES["vocab_size"], (SEQUENCES // mesh.data_size, config.train.sequence_length + 1)
         )
     )
-    if config.data.apart:
+    if config.data.is_per_document:
         batch = _in_documents(batch, is_padded=config.data.packing == "documents")
     built()
     for _ in range(2):
