@@ -8,8 +8,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from lather.data.chat_program import mark
 from lather.data.conversations import REASONING, ChatError, Messages, calls_of, is_learned
-from lather.data.template import mark
 
 Note = tuple[str, str]
 """A kind of notice, and where it is, such as the number of the message."""
