@@ -127,7 +127,7 @@ def _written(label: str) -> nodes.Node:
     return nodes.Output([nodes.TemplateData(mark(label))])
 
 
-def _filtered(value: nodes.Expr, name: str, *arguments: nodes.Expr) -> nodes.Node:
+def _filtered(value: nodes.Node, name: str, *arguments: nodes.Node) -> nodes.Node:
     return nodes.Output([nodes.Filter(value, name, list(arguments), [], None, None)])
 
 

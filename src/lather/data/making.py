@@ -1,8 +1,8 @@
 """Makes a data set: divides the sources into units of work, distributes these over processes, and
 renames the result into place.
 
-An unfinished data set is in FOLDER.partial: `plan.json` has the options and a digest of the
-sources, `units/` a report of each finished unit, and `dataset/` is renamed to FOLDER at the end. If
+An unfinished data set is in FOLDER.partial: `plan.json` has the options and digests of sources and
+units, `units/` a report of each finished unit, and `dataset/` is renamed to FOLDER at the end. If
 the command is killed at any moment, the same command continues with the missing units. The result
 is the same to the byte for any number of processes, because every unit writes its documents to its
 own shards, in order.
@@ -40,7 +40,7 @@ from lather.data.work import (
     report_path,
 )
 from lather.errors import DataError
-from lather.files import read_text, reason, sha256, sync, write_aside
+from lather.files import digest_of, read_text, reason, sha256, sync, write_aside
 from lather.formats import DATA_SET
 
 PLAN = "plan.json"
@@ -158,12 +158,13 @@ def _locked(partial: Path, show_line: ShowLine) -> Iterator[None]:
 
 
 def _adopt_plan(partial: Path, division: Division) -> None:
-    """Write options and sources, or check that they equal those of an earlier start."""
+    """Write the options and the digests, or check that they equal those of an earlier start."""
     file = partial / PLAN
     content = {
         "format": DATA_SET.number,
         "recipe": asdict(division.recipe),
         "digest": division.recipe.digest(division.sources.digest),
+        "units": digest_of([asdict(unit) for unit in division.units]),
     }
     text = json.dumps(content, indent=1)
     if not file.exists():  # an earlier start without documents has left lists and units
