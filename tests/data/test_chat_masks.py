@@ -190,6 +190,14 @@ UNUSUAL: dict[str, tuple[str, list[tuple[str, str]], list[str]]] = {
         TALK,
         ["4<end>", "6, not 7<end>"],
     ),
+    "a macro whose text is compared, and a stored selection": (
+        "{% macro names(items) %}{% for item in items %}{{ item }}{% endfor %}{% endmacro %}"
+        "{{ '!' if names(['a', 'b']) == 'ab' }}{% set talk = messages | rejectattr('none') %}"
+        "{% for m in talk %}<{{ m.role }}>{{ m.content }}{{ eos_token if loop.last }}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}",
+        TALK,
+        ["4", "6, not 7</s>"],
+    ),
     "copies of the messages": (
         "{% set ns = namespace(all=[]) %}{% for m in messages %}"
         "{% set ns.all = ns.all + [{'role': m.role, 'content': m.content}] %}{% endfor %}"

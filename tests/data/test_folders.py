@@ -1,6 +1,5 @@
 """All that lies in a folder is read once, or counted with the reason: links, pipes, lost files."""
 
-import errno
 import gzip
 import json
 import os
@@ -274,22 +273,6 @@ def test_a_source_without_permission_is_an_error_with_the_reason(
         assert answer.startswith("DataError")
         assert f"{source}" in answer
         assert "Permission denied" in answer
-
-
-def test_an_error_of_the_disk_at_a_folder_is_counted(
-    tree: Path, make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scandir = os.scandir
-
-    def broken(folder: Path) -> Any:
-        if folder == tree / "a":
-            raise OSError(errno.EIO, os.strerror(errno.EIO), str(folder))
-        return scandir(folder)
-
-    monkeypatch.setattr(os, "scandir", broken)
-    dataset = make(tree)
-    assert names_of(dataset) == ["z/2.txt"]
-    assert skips(dataset, tree) == {"a": ("cannot be read", "Input/output error")}
 
 
 def test_sources_that_are_no_files_and_no_folders(tmp_path: Path, make: Make) -> None:

@@ -293,29 +293,6 @@ def test_a_process_that_dies_is_an_error_and_the_same_command_goes_on(
     assert texts_of(DataSet(tmp_path / "ours")) == texts(20_000)
 
 
-@pytest.mark.usefixtures("small_units")
-def test_a_unit_that_was_done_is_not_done_again(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source, done = write_jsonl(tmp_path / "a.jsonl", texts(200)), []
-    original = work.do_unit
-
-    def counting(unit: Any, *others: Any) -> Any:
-        if len(done) == 2:
-            done.append(-1)
-            raise KeyboardInterrupt
-        done.append(unit.number)
-        return original(unit, *others)
-
-    monkeypatch.setattr(work, "do_unit", counting)
-    with pytest.raises(KeyboardInterrupt):
-        make(source)
-    assert not (tmp_path / "ours").exists()
-    dataset = make(source)
-    assert done == [0, 1, -1, *range(2, len(done) - 1)]
-    assert texts_of(dataset) == texts(200)
-
-
 def test_half_a_unit_beside_an_old_report_is_done_again(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,8 +4,8 @@ T is the text of all messages. For the answer in message i, P is the text of the
 with the template's beginning of an answer, and E that of the messages up to it. As a rule both are
 beginnings of T: the answer is T[len(P):len(E)]. Some templates write earlier messages otherwise
 once others follow (they remove reasoning, or put tools into the last question), or close the last
-message otherwise. Then the answer is the segment of the message, which is what the template writes
-in its turn of the loop over the messages (`lather.data.template`), without the beginning that the
+message otherwise. Then the answer is the segment of the message: the text that the template writes
+in the message's turn of the loop (`lather.data.chat_program`), without the beginning that the
 template also writes to ask for an answer. If neither tells where the answer is, the conversation is
 refused: a wrong mask is worse than none.
 
@@ -21,9 +21,9 @@ from collections.abc import Callable, Hashable
 from functools import cached_property
 from itertools import takewhile
 
+from lather.data.chat_program import MarkedText, Span
 from lather.data.conversations import ChatError, Messages, calls_of, is_learned
-from lather.data.shown import parts_of
-from lather.data.template import MarkedText, Span
+from lather.data.hidden import parts_of
 
 Render = Callable[[Messages, bool], MarkedText]
 """Renders messages; if the second argument is true, with the beginning of an answer after them.

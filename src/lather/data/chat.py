@@ -23,9 +23,9 @@ from typing import Any
 from jinja2 import Template, TemplateError
 
 from lather.data.answers import AnswerFinder
+from lather.data.chat_program import NUMBERS, MarkedText, Program, Span, read_marks
 from lather.data.conversations import REASONING, ChatError, Messages, Tools, calls_of
-from lather.data.shown import Note, hidden_parts, notes_of
-from lather.data.template import NUMBERS, MarkedText, Program, Span, read_marks
+from lather.data.hidden import Note, hidden_parts, notes_of
 from lather.errors import DataError
 from lather.files import read_text
 

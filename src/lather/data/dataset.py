@@ -2,7 +2,7 @@
 sources.
 
     dataset.json            the manifest; it is written last and includes its own checksum
-    tokenizer.json          the tokenizer that encoded the texts; absent with token files alone
+    tokenizer.json          the tokenizer of the texts; absent if token files came without it
     train-00000-000.npy     a shard of the split "train" (`lather.data.shards`): number of the unit
                             of work, number within the unit
     skipped.jsonl           skipped documents and files, one per line: file, line, reason

@@ -16,9 +16,9 @@ from tokenizers import Encoding, Tokenizer, decoders, models, pre_tokenizers, tr
 
 from lather.data.chat import MOST_CHARACTERS, MOST_MESSAGES, ChatTemplate
 from lather.data.conversations import ChatError, length_of, messages_of, tools_of, unread_fields
+from lather.data.hidden import Note
 from lather.data.records import Record, Skip
 from lather.data.shards import Array
-from lather.data.shown import Note
 from lather.data.texts import cut
 from lather.errors import DataError
 from lather.files import read_text

@@ -1,8 +1,8 @@
 """Makes a data set: divides the sources into units of work, distributes these over processes, and
 renames the result into place.
 
-An unfinished data set is in FOLDER.partial: `plan.json` has the options and a digest of the
-sources, `units/` a report of each finished unit, and `dataset/` is renamed to FOLDER at the end. If
+An unfinished data set is in FOLDER.partial: `plan.json` has the options and digests of sources and
+units, `units/` a report of each finished unit, and `dataset/` is renamed to FOLDER at the end. If
 the command is killed at any moment, the same command continues with the missing units. The result
 is the same to the byte for any number of processes, because every unit writes its documents to its
 own shards, in order.
@@ -40,7 +40,7 @@ from lather.data.work import (
     report_path,
 )
 from lather.errors import DataError
-from lather.files import read_text, reason, sha256, sync, write_aside
+from lather.files import digest_of, read_text, reason, sha256, sync, write_aside
 from lather.formats import DATA_SET
 
 PLAN = "plan.json"
@@ -80,11 +80,11 @@ def divide_sources(recipe: DataRecipe) -> Division:
 def make_dataset(
     folder: Path,
     recipe: DataRecipe,
-    note: ShowLine,
+    show_line: ShowLine,
     workers: int = 0,
     progress: Progress = lambda *counts: None,
 ) -> DataSet:
-    """Make the data set, or continue to make it. `note` shows a line; `workers`: number of
+    """Make the data set, or continue to make it. `show_line` shows a line; `workers`: number of
     processes; 0: one per core.
 
     Raises DataError if sources are missing or have changed, no document can be used, or the folder
@@ -92,14 +92,14 @@ def make_dataset(
     partial = folder.with_name(folder.name + ".partial")
     if folder.exists() and not (partial / PLAN).exists():
         raise DataError(f"{folder} exists already: give another folder, or delete it")
-    with _locked(partial, note):
+    with _locked(partial, show_line):
         if (folder / MANIFEST).exists():  # by another process, or one that was killed at its end
             shutil.rmtree(partial, ignore_errors=True)
             return DataSet(folder)
         try:
             division = divide_sources(recipe)
             _adopt_plan(partial, division)
-            _make(partial, folder, division, note, workers, progress)
+            _make(partial, folder, division, show_line, workers, progress)
         except OSError as error:
             for name in (FILES, SKIPPED, NOTES):  # which are not written aside
                 (partial / "dataset" / name).unlink(missing_ok=True)
@@ -118,7 +118,7 @@ def _make(
     partial: Path,
     folder: Path,
     division: Division,
-    note: ShowLine,
+    show_line: ShowLine,
     workers: int,
     progress: Progress,
 ) -> None:
@@ -126,11 +126,11 @@ def _make(
     aside, units = partial / "dataset", partial / "units"
     for path in (aside, units):
         path.mkdir(exist_ok=True)
-    settings = _settings(division.recipe, _tokenizer(division, aside, note), aside, units)
+    settings = _settings(division.recipe, _tokenizer(division, aside, show_line), aside, units)
     missing = [unit for unit in division.units if not is_done(unit, aside, units)]
     total = len(division.units)
     if len(missing) < total:
-        note(f"continuing: {total - len(missing)} of {total} units are done")
+        show_line(f"continuing: {total - len(missing)} of {total} units are done")
     do_units(missing, total, settings, workers or num_cores(), progress)
     _complete(division, settings)
     aside.rename(folder)
@@ -139,7 +139,7 @@ def _make(
 
 
 @contextlib.contextmanager
-def _locked(partial: Path, note: ShowLine) -> Iterator[None]:
+def _locked(partial: Path, show_line: ShowLine) -> Iterator[None]:
     """Hold the lock under which only one process at a time makes the data set; the others wait."""
     try:
         partial.mkdir(parents=True, exist_ok=True)
@@ -152,18 +152,19 @@ def _locked(partial: Path, note: ShowLine) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            note(f"waiting for another process, which is making {partial.with_suffix('')}")
+            show_line(f"waiting for another process, which is making {partial.with_suffix('')}")
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 def _adopt_plan(partial: Path, division: Division) -> None:
-    """Write options and sources, or check that they equal those of an earlier start."""
+    """Write the options and the digests, or check that they equal those of an earlier start."""
     file = partial / PLAN
     content = {
         "format": DATA_SET.number,
         "recipe": asdict(division.recipe),
         "digest": division.recipe.digest(division.sources.digest),
+        "units": digest_of([asdict(unit) for unit in division.units]),
     }
     text = json.dumps(content, indent=1)
     if not file.exists():  # an earlier start without documents has left lists and units
@@ -180,7 +181,7 @@ def _adopt_plan(partial: Path, division: Division) -> None:
 # --- tokenizer ------------------------------------------------------------------------------------
 
 
-def _tokenizer(division: Division, folder: Path, note: ShowLine) -> Tokenizer | None:
+def _tokenizer(division: Division, folder: Path, show_line: ShowLine) -> Tokenizer | None:
     """Load or train the tokenizer, and copy it to the folder; None for token files without one.
     Raises DataError if it is not usable."""
     recipe, file, source = division.recipe, folder / TOKENIZER, division.recipe.tokenizer_file
@@ -189,11 +190,13 @@ def _tokenizer(division: Division, folder: Path, note: ShowLine) -> Tokenizer | 
             tokenizer = load_tokenizer(
                 source, "tokenizer must be a tokenizer.json, a folder that has one, or empty"
             )
-            note(f"tokenizer: {source}")
+            show_line(f"tokenizer: {source}")
         elif division.sources.files[0].kind == "tokens":
             return None
         else:
-            note(f"tokenizer: byte-level BPE of {recipe.vocab_size} tokens, trained on the texts")
+            show_line(
+                f"tokenizer: byte-level BPE of {recipe.vocab_size} tokens, trained on the texts"
+            )
             texts = _texts_for_tokenizer(division)
             tokenizer = train_tokenizer(texts, recipe.vocab_size, recipe.end_of_text)
         write_aside(file, tokenizer.to_str(pretty=True))

@@ -79,13 +79,13 @@ class Order:
 
     def samples(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Return the source and the sequence of each sample from `start` until `stop`."""
-        found: list[tuple[int, int]] = []
+        samples: list[tuple[int, int]] = []
         while start < stop:
             number = bisect_right(self._starts, start) - 1
             phase_stop = min([stop, *self._starts[number + 1 : number + 2]])
-            found += self._of_phase(number, start, phase_stop)
+            samples += self._of_phase(number, start, phase_stop)
             start = phase_stop
-        return found
+        return samples
 
     def _of_phase(self, number: int, start: int, stop: int) -> list[tuple[int, int]]:
         mixture = self._mixtures[number]
@@ -96,13 +96,13 @@ class Order:
                 (int(source), int(item) - self._firsts[source])
                 for source, item in zip(sources, items, strict=True)
             ]
-        found = mixture.samples(start - self._starts[number], stop - self._starts[number])
+        samples = mixture.samples(start - self._starts[number], stop - self._starts[number])
         for source, (size, used) in enumerate(zip(self.sizes, self._used[number], strict=True)):
-            rows = [row for row, sample in enumerate(found) if sample[0] == source]
-            items = _epochs([used + found[row][1] for row in rows], size, (self.seed, 1 + source))
+            rows = [row for row, sample in enumerate(samples) if sample[0] == source]
+            items = _epochs([used + samples[row][1] for row in rows], size, (self.seed, 1 + source))
             for row, item in zip(rows, items, strict=True):
-                found[row] = (source, int(item))
-        return found
+                samples[row] = (source, int(item))
+        return samples
 
     def _counts(self, number: int, samples: int) -> list[int]:
         """Return the number of samples of each source among the first ones of a phase; without
@@ -160,13 +160,13 @@ class Mixture:
     def samples(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Return, for each sample from `start` until `stop`, its source, and its number among that
         source's samples, from 0."""
-        used, found = self.counts(start), []
+        used, samples = self.counts(start), []
         for sample in range(start, stop):
             point = (STEP * sample + self._offset) % MODULUS
             source = bisect_right(self._edges, point) - 1
-            found.append((source, used[source]))
+            samples.append((source, used[source]))
             used[source] += 1
-        return found
+        return samples
 
     def _count_below(self, edge: int, stop: int) -> int:
         """Count the samples below `stop` whose point is below `edge`: x mod m < e exactly if

@@ -94,11 +94,16 @@ class RecordReader:
         }
         try:
             yield from readers[self.part.kind]()
-        except (OSError, EOFError, zlib.error) as error:
+        except (DataError, MemoryError):
+            raise
+        except Exception as error:
+            is_table = self.part.kind in ("parquet", "huggingface")  # errors of many types
             if isinstance(error, OSError) and error.errno:
                 yield Skip(0, "cannot be read", os.strerror(error.errno))
-            else:  # errors of decompression have no number
+            elif is_table or isinstance(error, OSError | EOFError | zlib.error):
                 yield Skip(self.lines + 1, "damaged, or ends early", str(error))
+            else:
+                raise
 
     # --- text and JSONL
 
@@ -197,20 +202,13 @@ class RecordReader:
     # --- tables
 
     def _rows(self) -> Iterator[Record | Skip]:
-        try:
-            names, read = (_parquet if self.part.kind == "parquet" else _huggingface)(self.part)
-            columns = [name for name in self.part.columns if name in names]
-            if not columns:
-                yield Skip(0, "no such column", f"it has {', '.join(names)}")
-                return
-            for self.lines, row in enumerate(chain.from_iterable(read(columns)), 1):
-                yield Record(self.lines, row)
-        except (DataError, MemoryError):
-            raise
-        except Exception as error:  # the libraries raise errors of many types for damaged files
-            if isinstance(error, OSError) and error.errno:
-                raise
-            yield Skip(self.lines + 1, "damaged, or ends early", str(error))
+        names, read = (_parquet if self.part.kind == "parquet" else _huggingface)(self.part)
+        columns = [name for name in self.part.columns if name in names]
+        if not columns:
+            yield Skip(0, "no such column", f"it has {', '.join(names)}")
+            return
+        for self.lines, row in enumerate(chain.from_iterable(read(columns)), 1):
+            yield Record(self.lines, row)
 
 
 def _parquet(part: FilePart) -> Table:

@@ -68,8 +68,10 @@ def open_token_file(path: Path, bare_dtype: str = "") -> TokenFile:
     """Recognize the format and find the tokens. `bare_dtype`: "uint16" or "uint32", for a .bin
     without a header. Raises TokenFileError."""
     size = path.stat().st_size
-    if path.suffix in (".npy", ".ds"):
-        return (_numpy if path.suffix == ".npy" else _datatrove)(path, size)
+    if path.suffix == ".npy":
+        return _numpy(path)
+    if path.suffix == ".ds":
+        return _datatrove(path, size)
     if path.suffix == ".idx":
         raise TokenFileError(f"an index, but {path.with_suffix('.bin').name} is missing")
     if path.with_suffix(".idx").exists():
@@ -92,18 +94,16 @@ def _of_length(path: Path, dtype: str, offset: int, length: int, size: int) -> T
     return TokenFile(path, dtype, offset, length)
 
 
-def _numpy(path: Path, size: int) -> TokenFile:
+def _numpy(path: Path) -> TokenFile:
     try:
-        with path.open("rb") as file:
-            version = np.lib.format.read_magic(file)
-            of_version = f"read_array_header_{1 if version == (1, 0) else 2}_0"
-            shape, _, dtype = getattr(np.lib.format, of_version)(file)
-            offset = file.tell()
-    except Exception as error:  # numpy's reader raises errors of many types for damaged headers
+        array = np.lib.format.open_memmap(path, mode="r")
+    except OSError:
+        raise
+    except Exception as error:  # numpy's reader raises errors of many types for damaged files
         raise TokenFileError(f"not a numpy array ({error})") from None
-    if len(shape) != 1 or dtype.kind not in "iu":
-        raise TokenFileError(f"holds {shape} {dtype}, not a flat array of integers")
-    return _of_length(path, dtype.str, offset, shape[0], size)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise TokenFileError(f"holds {array.shape} {array.dtype}, not a flat array of integers")
+    return TokenFile(path, array.dtype.str, array.offset, len(array))
 
 
 def _datatrove(path: Path, size: int) -> TokenFile:

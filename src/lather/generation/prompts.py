@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from lather.data.chat import ChatTemplate
 from lather.data.conversations import ChatError, Messages, Tools, messages_of, tools_of
-from lather.data.shown import Note
+from lather.data.hidden import Note
 from lather.errors import DataError
 from lather.files import read_text
 

@@ -8,8 +8,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from lather.data.chat_program import mark
 from lather.data.conversations import REASONING, ChatError, Messages, calls_of, is_learned
-from lather.data.template import mark
 
 Note = tuple[str, str]
 """A kind of notice, and where it is, such as the number of the message."""
@@ -69,7 +69,7 @@ def notes_of(messages: Messages, hidden: dict[int, set[str]]) -> list[Note]:
 
 def _texts_of(message: dict[str, Any], part: str) -> list[tuple[dict[str, Any], str]]:
     """Return where the texts of a part are, or the names of calls: objects, and their keys."""
-    content = message.get("content")
+    content: Any = message.get("content")
     if part == "content":
         is_list = isinstance(content, list)
         return [(item, "text") for item in content] if is_list else [(message, "content")]

@@ -8,6 +8,7 @@ begins with the number of its message, and every `{% generation %}` block stands
 
 from __future__ import annotations
 
+import copy
 import datetime
 import json
 import re
@@ -110,9 +111,12 @@ class _Marker(NodeTransformer):
         if not isinstance(node.target, nodes.Name):
             return node
         message = nodes.Name(node.target.name, "load")
-        number = nodes.Filter(message, "mark_of_message", [], [], None, None)
-        node.body.insert(0, nodes.Output([number], lineno=node.lineno))
-        return [_written("loop"), node, _written("endloop")]
+        node.body.insert(0, _filtered(message, "mark_of_message"))
+        first, last = (
+            _filtered(copy.deepcopy(node.iter), "mark_of_loop", nodes.Const(label))
+            for label in ("loop", "endloop")
+        )
+        return [first, node, last]
 
     def visit_Scope(self, node: nodes.Scope) -> list[nodes.Node]:  # noqa: N802
         self.generic_visit(node)
@@ -121,6 +125,19 @@ class _Marker(NodeTransformer):
 
 def _written(label: str) -> nodes.Node:
     return nodes.Output([nodes.TemplateData(mark(label))])
+
+
+def _filtered(value: nodes.Node, name: str, *arguments: nodes.Node) -> nodes.Node:
+    return nodes.Output([nodes.Filter(value, name, list(arguments), [], None, None)])
+
+
+@pass_context
+def _mark_of_loop(context: Context, items: Any, label: str) -> str:
+    """Return the mark of a loop if it is over messages: other loops may be in macros whose text the
+    template compares."""
+    numbers = context.get(NUMBERS, {})
+    is_iterator = iter(items) is items  # which must not be used up
+    return mark(label) if is_iterator or any(id(item) in numbers for item in items) else ""
 
 
 @pass_context
@@ -134,7 +151,9 @@ def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols]
     )
-    environment.filters.update(tojson=_to_json, mark_of_message=_mark_of_message)
+    environment.filters.update(
+        tojson=_to_json, mark_of_message=_mark_of_message, mark_of_loop=_mark_of_loop
+    )
     environment.globals["raise_exception"] = _raise
     # data sets must not depend on the date
     environment.globals["strftime_now"] = datetime.datetime(2025, 1, 1).strftime
