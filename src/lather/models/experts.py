@@ -10,7 +10,7 @@ weighted sum per token.
                               <dy_g, W_down h_g> = <W_down^T dy_g, h_g>, and the left factor is
                               computed anyway
 
-With memory="recompute" gate/up is not saved either, which costs one more gather and product in
+With memory="recompute" gate/up is not saved either, which costs another gather and product in
 backward. memory="reference" is the plain formula in plain autograd, against which the others are
 tested. Adapters (`lather.models.lora`) save nothing: backward recomputes their products.
 
@@ -43,8 +43,8 @@ from lather.shapes import Float, Int
 
 
 class Experts(Deferrable, Rounding, nn.Module):
-    """E gated MLPs as stacked weights, with gate and up in one stack: `gate_up_proj` (E, 2F, D),
-    `down_proj` (E, D, F), optional biases.
+    """E gated MLPs as stacked weights, with gate and up in the same stack: `gate_up_proj` (E, 2F,
+    D), `down_proj` (E, D, F), optional biases.
 
     `gate` defines the activation and the order of the columns of gate and up. `gate_up_lora` and
     `down_lora` are the adapters of the two stacks, if there are any.
@@ -148,7 +148,7 @@ class Experts(Deferrable, Rounding, nn.Module):
 
 
 def plain_gate(gate_up_NH: Float[Tensor, "n f2"], gate: Gate) -> Float[Tensor, "n f"]:
-    """Compute the activation of gate and up with torch's own operations, in the input's dtype."""
+    """Compute the activation of gate and up with torch's operations, in the input's dtype."""
     if gate.interleaved:
         gate_NF, up_NF = gate_up_NH[:, 0::2], gate_up_NH[:, 1::2]
     else:
@@ -196,12 +196,12 @@ class _RoutedExperts(torch.autograd.Function):
         gate_up_GH = gate_up.linear(_rows_of(x_RD.to(call.dtype), route.token_G))
         y_GD = down.linear(gate_forward(gate_up_GH, call.gate))
         y_RD = combine_forward(y_GD, route.row_TK, weights_RK)
-        kept_GH = gate_up_GH if call.keep_gate_up else None
+        saved_GH = gate_up_GH if call.keep_gate_up else None
         ctx.call, ctx.parameters = call, parameters
         ctx.save_for_backward(
             x_RD,
             weights_RK,
-            kept_GH,
+            saved_GH,
             route.token_G,
             route.row_TK,
             route.count_E,

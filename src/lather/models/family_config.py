@@ -25,7 +25,7 @@ class FamilyConfig:
     hidden_size: int = 192
     """Width of the residual stream."""
     num_hidden_layers: int = 6
-    """Number of blocks, dense ones included."""
+    """Number of blocks, including dense blocks."""
     num_attention_heads: int = 6
     """Number of attention heads; of query heads, where several share a key-value head."""
     num_experts_per_tok: int = 2

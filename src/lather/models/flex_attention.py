@@ -35,8 +35,8 @@ FLEX_TILES_WIDE_FP32: FlexKernelOptions = {
 MOST_VARIANTS = 64
 """Variants of a function of flex attention that a process may compile. It is compiled for each kind
 of mask (rows or documents, with a window or without), with gradients and without, and for at most
-five shapes: the first, other batch sizes, a batch of one, other lengths, and a batch of one of
-other lengths. That makes 40; torch's own limit is 8."""
+five shapes: the first, other batch sizes, batch size 1, other lengths, and batch size 1 with
+other lengths. That makes 40; torch's limit is 8."""
 
 
 def flexible_attention(

@@ -1,5 +1,5 @@
-"""The model families, one file each: `family` describes what such a file has, and
-docs/your-model.md how to add one."""
+"""The model families, a file each. `family` describes the content of a file, docs/your-model.md how
+to add a family."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 mixture-of-experts blocks with shared experts.
 
 Fields have the names and meanings of the published Hugging Face `config.json`. As in the authors'
-own code, `norm_topk_prob` and `seq_aux` take effect; transformers 5 ignores both.
+code, `norm_topk_prob` and `seq_aux` take effect; transformers 5 ignores both.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class DeepseekV2Config(FamilyConfig):
     """Factor on the weights of a token's experts."""
     aux_loss_alpha: float = 0.01
     """Coefficient of each block's load-balancing loss; 0: no such loss. Published models, which are
-    large, have 0.001; small ones collapse with it."""
+    large, have 0.001; small models collapse with it."""
     seq_aux: bool = False
     """Compute the load-balancing loss for each sequence, not for the micro-batch."""
 

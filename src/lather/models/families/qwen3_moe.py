@@ -46,7 +46,7 @@ class Qwen3MoeConfig(FamilyConfig):
     router_aux_loss_coef: float = 0.03
     """Coefficient of the published load-balancing loss, a mean over blocks that is
     `num_experts_per_tok` for an even load; 0: no such loss. Published models, which are large, have
-    0.001 or less; small ones collapse with it."""
+    0.001 or less; small models collapse with it."""
 
     def __post_init__(self) -> None:
         self._require_family_and_ranges(may_be_zero=("router_aux_loss_coef",))

@@ -1,10 +1,9 @@
 """Converts the configurations of model families from and to Hugging Face's `config.json`.
 
-A field of a `config.json` is a field of the configuration, or one that is supported only with the
-values that say what is built, or one without influence on training (`lather.models.hf.known_fields`
-and the family's own). Other values of these fields are errors, so that the model is never another
-than the one described. Fields that no code for the family reads are passed over; `unread_fields`
-names them.
+A field of a `config.json` is a field of the configuration, or is supported only with the values
+that say what is built, or has no influence on training (see `lather.models.hf.known_fields` and
+`Family`). Other values are errors, so that the model is always the described model. Fields that no
+code for the family reads are passed over; `unread_fields` names them.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ def config_to_hugging_face(config: ModelConfig) -> dict[str, Any]:
 
 
 def _names(family: Family) -> list[str]:
-    """Return the names of the configuration's fields, without rotary ones."""
+    """Return the names of the configuration's fields, without rotary settings."""
     names = [field.name for field in dataclasses.fields(family.config)]
     return [name for name in names if name not in ROTARY_FIELDS]
 
@@ -104,7 +103,7 @@ def _without_aliases(mapping: Mapping[str, Any], aliases: Mapping[str, str]) -> 
 
 
 def _read_fields(mapping: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Return the fields of the configuration, without rotary ones."""
+    """Return the fields of the configuration, without rotary settings."""
     names, hints = _names(family), typing.get_type_hints(family.config)
     defaults = {**DEFAULTS, **family.defaults}
     fields = {

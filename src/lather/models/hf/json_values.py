@@ -16,7 +16,7 @@ WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a st
 
 
 def shown(value: Any) -> str:
-    """Write a value with the words of JSON, a string in single quotes; the end of a long one is
+    """Write a value with the words of JSON, a string in single quotes; the end of a long text is
     cut."""
     text = as_toml(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]}..."

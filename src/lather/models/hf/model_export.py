@@ -1,8 +1,8 @@
 """Writes models as Hugging Face folders: `config.json`, safetensors (one file, or shards with an
 index), tokenizer files.
 
-Tensors are streamed: besides the model itself, only one tensor, or one expert of a stack, is in
-memory at any moment. A folder appears only when it is complete.
+Tensors are streamed: besides the model itself, only a single tensor, or a single expert of a stack,
+is in memory at any moment. A folder appears only when it is complete.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ MAX_SHARD_BYTES = 5 * 10**9
 
 
 class _ModelTensors:
-    """The parameters and persistent buffers of a model, read like those of a checkpoint: with one
+    """The parameters and persistent buffers of a model, read like those of a checkpoint: with an
     entry per expert."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -99,7 +99,7 @@ def save_hugging_face(
     """Write a model as a Hugging Face folder that `transformers` loads.
 
     Args:
-        source: a model, or the tensors of a checkpoint, one entry per expert.
+        source: a model, or the tensors of a checkpoint, an entry per expert.
         folder: must not exist, or be empty; it appears when it is complete.
         max_shard_bytes: largest file, bytes; a larger tensor gets a file of its own.
         dtype: dtype of the written weights; None: that of the source.
@@ -153,8 +153,8 @@ def _pieces(part: MappedTensor, weights: TensorSource) -> Iterator[Tensor]:
         yield tensor.T if part.is_transposed else tensor
 
 
-def _check_source(found: Mapping[str, Shape], expected: Mapping[str, Shape]) -> None:
-    if biases := sorted(name for name in found if name.endswith(BALANCING_BIAS)):
+def _check_source(shapes: Mapping[str, Shape], expected: Mapping[str, Shape]) -> None:
+    if biases := sorted(name for name in shapes if name.endswith(BALANCING_BIAS)):
         raise ExchangeError(
             f"{first_name(biases)} of loss-free balancing cannot be exported: published models of "
             "this family have no such bias and would "
@@ -163,22 +163,22 @@ def _check_source(found: Mapping[str, Shape], expected: Mapping[str, Shape]) -> 
     if different := sorted(
         {
             split_entry(name)[0]
-            for name in {**expected, **found}
-            if found.get(name) != expected.get(name)
+            for name in {**expected, **shapes}
+            if shapes.get(name) != expected.get(name)
         }
     ):
         raise ExchangeError(
             f"{first_name(different)} of the weights does not match the configuration: give the "
-            "one that they were trained with"
+            "configuration that they were trained with"
         )
 
 
 def copy_companions(source: StrPath, target: StrPath) -> list[str]:
     """Copy the tokenizer and generation files that exist; return their names."""
-    found = [name for name in COMPANIONS if (Path(source) / name).is_file()]
-    for name in found:
+    names = [name for name in COMPANIONS if (Path(source) / name).is_file()]
+    for name in names:
         shutil.copyfile(Path(source) / name, Path(target) / name)
-    return found
+    return names
 
 
 def _write_companions(folder: Path, tokenizer: Path, max_length: int) -> dict[str, Any]:
