@@ -14,7 +14,7 @@ from lather.models import experts as experts_module
 from lather.models.experts import Experts
 from lather.models.layers import GatedMLP, RMSNorm
 from lather.models.routing import Router
-from models.tiny import largest_error, random_normal
+from models.tiny import error, largest_error, random_normal
 
 LEAN = ["saved", "recompute"]
 E = 5

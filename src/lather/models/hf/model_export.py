@@ -114,37 +114,35 @@ def save_hugging_face(
             f"max_shard_bytes = {max_shard_bytes} is not valid: give at least 1 byte"
         )
     weights = _ModelTensors(source) if isinstance(source, nn.Module) else source
+    to_write = _to_write(weights, config, dtype)
+    fields = config_to_hugging_face(config)
+    with complete_folder(Path(folder)) as aside:
+        write_published(aside, to_write, max_shard_bytes)
+        ids: dict[str, Any] = {}
+        if tokenizer is not None:
+            ids = _write_companions(aside, Path(tokenizer), config.max_position_embeddings)
+        if ends and not (aside / GENERATION_FILE).exists():
+            end = list(ends) if len(ends) > 1 else ends[0]
+            write_json(aside / GENERATION_FILE, {**ids, "eos_token_id": end})
+        embedding = dtype or DTYPES[weights.tensors["embed_tokens.weight"].dtype]
+        fields |= {**ids, "dtype": str(embedding).removeprefix("torch.")}
+        write_json(aside / CONFIG_FILE, fields)
+
+
+def _to_write(
+    weights: TensorSource, config: ModelConfig, dtype: torch.dtype | None
+) -> list[TensorToWrite]:
+    """Return the tensors of a folder, which are read from `weights` when they are written."""
     stored, shapes = weights.tensors, parameter_shapes(config)
-    _check_source(
-        {name: tuple(tensor.shape) for name, tensor in stored.items()}, entry_shapes(shapes)
-    )
-    published = config_to_hugging_face(config)
+    _check_source({name: tensor.shape for name, tensor in stored.items()}, entry_shapes(shapes))
     to_write = []
     for parameter, shape in shapes.items():
         for part in published_formats(FAMILIES[config.model_type], parameter, shape)[0]:
             ((name, published_shape),) = part.published_shapes().items()
             stored_dtype = DTYPES[stored[part.entries[0]].dtype]
-            to_write.append(
-                TensorToWrite(name, dtype or stored_dtype, published_shape, _pieces(part, weights))
-            )
-
-    with complete_folder(Path(folder)) as aside:
-        write_published(aside, to_write, max_shard_bytes)
-        ids = (
-            {}
-            if tokenizer is None
-            else _write_companions(aside, Path(tokenizer), config.max_position_embeddings)
-        )
-        if ends and not (aside / GENERATION_FILE).exists():
-            write_json(
-                aside / GENERATION_FILE,
-                {**ids, "eos_token_id": list(ends) if len(ends) > 1 else ends[0]},
-            )
-        embedding = dtype or DTYPES[stored["embed_tokens.weight"].dtype]
-        write_json(
-            aside / CONFIG_FILE,
-            {**published, **ids, "dtype": str(embedding).removeprefix("torch.")},
-        )
+            pieces = _pieces(part, weights)
+            to_write.append(TensorToWrite(name, dtype or stored_dtype, published_shape, pieces))
+    return to_write
 
 
 def _pieces(part: MappedTensor, weights: TensorSource) -> Iterator[Tensor]:
