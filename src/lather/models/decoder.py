@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from lather.kernels.linear_cross_entropy import linear_cross_entropy
 from lather.models.balance import LoadBalance
 from lather.models.experts import Experts
-from lather.models.family_config import FamilyConfig
+from lather.models.family import FamilyConfig
 from lather.models.key_value_cache import KeyValueCache
 from lather.models.layers import MEMORY_MODES, GatedMLP, Linear, RMSNorm
 from lather.models.moe import LOCAL_EXCHANGE, Dispatched, Exchange, MoE

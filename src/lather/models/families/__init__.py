@@ -1,4 +1,4 @@
-"""The model families, a file each. `family` describes the content of a file, docs/your-model.md how
+"""The model families, a file each. `Family` describes the content of a file, docs/your-model.md how
 to add a family."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 
 from lather.models.decoder import Decoder
 from lather.models.families import deepseek_v2, gpt_oss, qwen3_moe
-from lather.models.families.family import Family
+from lather.models.family import Family
 
 ModelConfig = deepseek_v2.DeepseekV2Config | qwen3_moe.Qwen3MoeConfig | gpt_oss.GptOssConfig
 """The configuration of any family."""

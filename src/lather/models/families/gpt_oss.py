@@ -14,8 +14,7 @@ from lather.kernels.swiglu import Gate
 from lather.models.attention import GroupedQueryAttention
 from lather.models.decoder import Block
 from lather.models.experts import Experts
-from lather.models.families.family import Family
-from lather.models.family_config import FULL_ATTENTION, FamilyConfig
+from lather.models.family import FULL_ATTENTION, Family, FamilyConfig
 from lather.models.moe import MoE
 from lather.models.rotary import Rotary
 from lather.models.routing import Router

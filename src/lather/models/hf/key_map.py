@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lather.models.entry_names import entry_name, is_stack
-from lather.models.families.family import Family
+from lather.models.family import Family
 from lather.models.hf.mxfp4 import BLOCK
 from lather.models.hf.safetensors_folder import Index
 
