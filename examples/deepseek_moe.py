@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from lather.models.attention import GroupedQueryAttention
 from lather.models.decoder import Block
 from lather.models.experts import Experts
-from lather.models.families.family import Family
-from lather.models.family_config import FamilyConfig
+from lather.models.family import Family, FamilyConfig
 from lather.models.layers import GatedMLP
 from lather.models.moe import MoE
 from lather.models.rotary import Rotary

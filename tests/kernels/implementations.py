@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from lather.torch_private import TorchDispatchMode
@@ -52,6 +53,32 @@ def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     assert is_close(actual, expected, dtype)
     if expected.abs().sum() > 0:
         assert not is_close(1.01 * expected.double(), expected, dtype)
+
+
+def plain_cross_entropy(
+    logits: Tensor, labels: Tensor, z_loss: float = 0.0, normalizer: float = 1.0
+) -> Tensor:
+    """Compute the formula of the losses in fp64."""
+    logits = logits.double()
+    total = F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
+    return (total + z_loss * (logits.logsumexp(-1) * (labels != -100)).square().sum()) / normalizer
+
+
+def with_gradients(loss: Tensor, *leaves: Tensor) -> list[Tensor]:
+    return [loss.detach(), *torch.autograd.grad(loss, leaves)]
+
+
+def largest_error(actual: list[Tensor], expected: list[Tensor]) -> float:
+    """Return the largest error, relative to the largest element of each tensor."""
+    assert [x.shape for x in actual] == [x.shape for x in expected]
+    pairs = [
+        (a.detach().double(), b.detach().double()) for a, b in zip(actual, expected, strict=True)
+    ]
+    return max(
+        float((a - b).abs().max() / (b.abs().max() if b.any() else 1))
+        for a, b in pairs
+        if b.numel()
+    )
 
 
 class WideProducts(TorchDispatchMode):

@@ -20,6 +20,8 @@ pytest.importorskip("triton")
 from lather.kernels.adam_in_basis import triton
 
 SHAPES = [(3, 21, 33), (63,), (500, 5), (1,), (0, 4), ()]
+BETAS, EPS = (0.9, 0.95), 1e-8
+PLAIN: dict[str, Any] = {"betas": BETAS, "eps": EPS, "correct_bias": True, "nesterov": False}
 OPTIONS = [
     {"correct_bias": c, "nesterov": n} for c, n in itertools.product([True, False], repeat=2)
 ]
@@ -34,28 +36,17 @@ def tensors(
     return [g.to(dtype), (m * 0.1).to(moments or dtype), (v.square() * 0.01).to(moments or dtype)]
 
 
-def old(
-    g: Tensor,
-    m: Tensor,
-    v: Tensor,
-    t: int,
-    betas: tuple[float, float],
-    eps: float,
-    *,
-    correct_bias: bool,
-    nesterov: bool,
-) -> Tensor:
+def old(g: Tensor, m: Tensor, v: Tensor, t: int, *, correct_bias: bool, nesterov: bool) -> Tensor:
     """Run the operations of torch with which earlier optimizer states were made."""
-    beta1, beta2 = betas
-    c1, c2, c1_next = (
-        (1 - beta1**t, 1 - beta2**t, 1 - beta1 ** (t + 1)) if correct_bias else (1.0, 1.0, 1.0)
-    )
+    (beta1, beta2), eps = BETAS, EPS
+    c1, c2, next_c1 = (1 - beta**step for beta, step in ((beta1, t), (beta2, t), (beta1, t + 1)))
+    if not correct_bias:
+        c1 = c2 = next_c1 = 1.0
     m.lerp_(g, 1 - beta1)
     v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
     if nesterov:
-        return (m * (beta1 / c1_next)).add_(g, alpha=(1 - beta1) / c1) / v.sqrt().mul_(
-            1 / math.sqrt(c2)
-        ).add_(eps)
+        numerator = (m * (beta1 / next_c1)).add_(g, alpha=(1 - beta1) / c1)
+        return numerator / v.sqrt().mul_(1 / math.sqrt(c2)).add_(eps)
     return m / v.sqrt().mul_(c1 / math.sqrt(c2)).add_(eps * c1)
 
 
@@ -74,10 +65,8 @@ def test_the_reference_keeps_its_bits(dtype: torch.dtype, options: dict[str, boo
     (g, m, v), (_, m_old, v_old) = tensors((3, 21, 33), dtype), tensors((3, 21, 33), dtype)
     before = g.clone()
     for t in range(1, 4):
-        expected = old(g, m_old, v_old, t, (0.9, 0.95), 1e-8, **options)
-        assert torch.equal(
-            adam_update(g, m, v, t, betas=(0.9, 0.95), eps=1e-8, **options), expected
-        )
+        expected = old(g, m_old, v_old, t, **options)
+        assert torch.equal(adam_update(g, m, v, t, betas=BETAS, eps=EPS, **options), expected)
         assert torch.equal(m, m_old)
         assert torch.equal(v, v_old)
     assert torch.equal(g, before)
@@ -110,12 +99,9 @@ def test_narrow_moments_are_rounded_after_the_direction_is_made(
 ) -> None:
     g, m, v = tensors((63, 5), moments=moments)
     wide = [g, m.float(), v.float()]
-    expected = reference.adam_in_basis(
-        *wide, 3, betas=(0.9, 0.95), eps=1e-8, correct_bias=True, nesterov=True
-    )
-    u = module.adam_in_basis(
-        g, m, v, 3, betas=(0.9, 0.95), eps=1e-8, correct_bias=True, nesterov=True
-    )
+    options = PLAIN | {"nesterov": True}
+    expected = reference.adam_in_basis(*wide, 3, **options)
+    u = module.adam_in_basis(g, m, v, 3, **options)
     assert_near([u], [expected], 1e-6)
     assert_near([m, v], [x.to(moments) for x in wide[1:]], torch.finfo(moments).eps)
 
@@ -127,44 +113,35 @@ def test_each_matrix_may_have_its_own_eps(shape: tuple[int, ...]) -> None:
     whole = tensors(shape)
     alone = [x.clone() for x in whole]
     u = reference.adam_in_basis(*whole, 2, eps=eps, **options)
-    for row, own in enumerate(eps.tolist()):
-        expected = reference.adam_in_basis(*(x[row] for x in alone), 2, eps=own, **options)
+    for row, of_row in enumerate(eps.tolist()):
+        expected = reference.adam_in_basis(*(x[row] for x in alone), 2, eps=of_row, **options)
         assert_near([u[row]], [expected], 1e-6)
-    found = tensors(shape)
-    assert_near([triton.adam_in_basis(*found, 2, eps=eps, **options), *found], [u, *whole], 1e-6)
+    again = tensors(shape)
+    assert_near([triton.adam_in_basis(*again, 2, eps=eps, **options), *again], [u, *whole], 1e-6)
 
 
 def test_a_gradient_of_zeros_on_moments_of_zeros_gives_zeros() -> None:
     for module in (reference, triton):
-        u = module.adam_in_basis(
-            *[torch.zeros(5) for _ in range(3)],
-            1,
-            betas=(0.9, 0.95),
-            eps=1e-8,
-            correct_bias=True,
-            nesterov=False,
-        )
-        assert not u.any()
+        zeros = [torch.zeros(5) for _ in range(3)]
+        assert not module.adam_in_basis(*zeros, 1, **PLAIN).any()
 
 
-@pytest.mark.parametrize("apart", ["gradient", "moments", "all"])
-def test_any_strides(apart: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("strided", ["gradient", "moments", "all"])
+def test_any_strides(strided: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of a stack, a transposed gradient, moments with gaps: results are the same, and nothing
     beside the tensors is touched."""
     monkeypatch.setattr(op, "_has_kernel_for", lambda g: True)
     g, m, v = tensors((6, 9, 4))
-    expected_u = reference.adam_in_basis(
-        g, m, v, 2, betas=(0.9, 0.95), eps=1e-8, correct_bias=True, nesterov=False
-    )
+    expected_u = reference.adam_in_basis(g, m, v, 2, **PLAIN)
     g, m_stack, v_stack = tensors((6, 9, 4))
-    if apart in ("gradient", "all"):
+    if strided in ("gradient", "all"):
         g = g.movedim(1, 2).contiguous().movedim(2, 1)
-    if apart in ("moments", "all"):
+    if strided in ("moments", "all"):
         m_stack, v_stack = (torch.stack([x, torch.full_like(x, 7)], -1) for x in (m_stack, v_stack))
         m_view, v_view = m_stack[2:5, ..., 0], v_stack[2:5, ..., 0]
     else:
         m_view, v_view = m_stack[2:5], v_stack[2:5]
-    u = adam_in_basis(g[2:5], m_view, v_view, 2, betas=(0.9, 0.95), eps=1e-8)
+    u = adam_in_basis(g[2:5], m_view, v_view, 2, betas=BETAS, eps=EPS)
     assert_near([u, m_view, v_view], [expected_u[2:5], m[2:5], v[2:5]], 1e-6)
     if m_stack.dim() == 4:
         assert (m_stack[..., 1] == 7).all()
@@ -174,19 +151,10 @@ def test_any_strides(apart: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_fp64_is_left_to_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(op, "_has_kernel_for", lambda g: True)
-    results = [
-        f(*tensors((5,), torch.float64), 1, betas=(0.9, 0.95), eps=1e-8)
-        for f in (adam_in_basis, adam_update)
-    ]
-    expected = reference.adam_in_basis(
-        *tensors((5,), torch.float64),
-        1,
-        betas=(0.9, 0.95),
-        eps=1e-8,
-        correct_bias=True,
-        nesterov=False,
-    )
-    assert all(torch.equal(u, expected) for u in results)
+    expected = reference.adam_in_basis(*tensors((5,), torch.float64), 1, **PLAIN)
+    for update in (adam_in_basis, adam_update):
+        u = update(*tensors((5,), torch.float64), 1, betas=BETAS, eps=EPS)
+        assert torch.equal(u, expected)
 
 
 def trained(cls: type[MatrixOptimizer], **options: Any) -> list[Tensor]:
@@ -212,9 +180,7 @@ def test_the_optimizers_take_the_fused_kernel(
     calls: list[Any] = []
     original = triton.adam_in_basis
     monkeypatch.setattr(
-        triton,
-        "adam_in_basis",
-        lambda *args, **kwargs: calls.append(args) or original(*args, **kwargs),
+        triton, "adam_in_basis", lambda *args, **kw: calls.append(args) or original(*args, **kw)
     )
     monkeypatch.setattr(op, "_has_kernel_for", lambda g: True)
     actual = trained(cls, **options)

@@ -7,6 +7,7 @@ import copy
 import io
 import operator
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.live_bytes import PeakBytes
+from kernels.implementations import largest_error, with_gradients
+from kernels.implementations import plain_cross_entropy as plain
 from lather.kernels import backend
 from lather.kernels import cross_entropy as op
 from lather.kernels.cross_entropy import SpentLogits, cross_entropy_, reference
@@ -25,6 +28,7 @@ from lather.kernels.cross_entropy import triton
 
 SIZES = [(63, 500), (1, 500), (13, 63), (7, 1), (1, 1), (0, 5)]
 """Sizes T, V."""
+OPTIONS = {"z_loss": 1e-3, "normalizer": 7.0}
 
 
 def inputs(t: int, v: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
@@ -36,32 +40,12 @@ def inputs(t: int, v: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, 
     return leaf.requires_grad_(), labels
 
 
-def plain(logits: Tensor, labels: Tensor, z_loss: float = 0.0, normalizer: float = 1.0) -> Tensor:
-    logits = logits.double()
-    total = F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
-    return (total + z_loss * (logits.logsumexp(-1) * (labels != -100)).square().sum()) / normalizer
-
-
-def with_gradient(loss: Tensor, leaf: Tensor) -> list[Tensor]:
-    return [loss.detach(), *torch.autograd.grad(loss, leaf)]
-
-
-def largest_error(actual: list[Tensor], expected: list[Tensor]) -> float:
-    """The largest error, relative to the largest element of each tensor."""
-    assert [x.shape for x in actual] == [x.shape for x in expected]
-    pairs = [(a.double(), b.double()) for a, b in zip(actual, expected, strict=True) if b.numel()]
-    return max(
-        float((a - b).abs().max() / b.abs().max()) if b.any() else float(a.abs().max())
-        for a, b in pairs
-    )
-
-
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_is_cross_entropy(size: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reference, "PIECE_ELEMENTS", 2000)
+    monkeypatch.setattr(reference, "BLOCK", 2000)
     leaf, labels = inputs(*size)
-    actual = with_gradient(cross_entropy_(leaf * 1, labels, z_loss=1e-3, normalizer=7.0) * 2, leaf)
-    expected = with_gradient(plain(leaf, labels, 1e-3, 7.0) * 2, leaf)
+    actual = with_gradients(cross_entropy_(leaf * 1, labels, **OPTIONS) * 2, leaf)
+    expected = with_gradients(plain(leaf, labels, **OPTIONS) * 2, leaf)
     assert largest_error(actual, expected) < 1e-13
     if expected[0]:
         assert largest_error([1.01 * a for a in actual], expected) > 1e-3
@@ -70,10 +54,8 @@ def test_is_cross_entropy(size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_narrow_logits_are_computed_in_fp32(dtype: torch.dtype) -> None:
     leaf, labels = inputs(63, 500, dtype)
-    loss, gradient = with_gradient(
-        cross_entropy_(leaf * 1, labels, z_loss=1e-3, normalizer=50.0), leaf
-    )
-    expected, expected_gradient = with_gradient(plain(leaf, labels, 1e-3, 50.0), leaf)
+    loss, gradient = with_gradients(cross_entropy_(leaf * 1, labels, **OPTIONS), leaf)
+    expected, expected_gradient = with_gradients(plain(leaf, labels, **OPTIONS), leaf)
     assert (loss.dtype, gradient.dtype) == (torch.float32, dtype)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     assert largest_error([gradient], [expected_gradient]) < max(torch.finfo(dtype).eps, 3e-6)
@@ -85,36 +67,21 @@ def test_rows_without_a_label_may_hold_anything_and_masked_columns_are_left_out(
         leaf[labels == -100] = torch.nan
         leaf[:, 50:] = -torch.inf
     labels[labels >= 50] = 3
-    loss, gradient = with_gradient(cross_entropy_(leaf * 1, labels), leaf)
+    loss, gradient = with_gradients(cross_entropy_(leaf * 1, labels), leaf)
     rows = labels != -100
-    expected = with_gradient(plain(leaf[rows], labels[rows]), leaf)
+    expected = with_gradients(plain(leaf[rows], labels[rows]), leaf)
     assert largest_error([loss, gradient[rows]], [expected[0], expected[1][rows]]) < 1e-13
     assert not gradient[~rows].any()
 
 
-def test_all_labels_ignored_gives_zeros() -> None:
+def test_labels_that_do_not_count_and_a_normalizer_on_the_device() -> None:
     leaf, labels = inputs(13, 63)
-    assert not any(
-        a.any()
-        for a in with_gradient(
-            cross_entropy_(leaf * 1, torch.full_like(labels, -100), z_loss=1.0), leaf
-        )
-    )
-
-
-def test_an_ignore_index_that_is_a_token_too_and_a_normalizer_on_the_device() -> None:
-    leaf, labels = inputs(13, 63)
+    ignored = cross_entropy_(leaf * 1, torch.full_like(labels, -100), z_loss=1.0)
+    assert not any(a.any() for a in with_gradients(ignored, leaf))
     padded = labels.where(labels >= 0, 0)
-    actual = with_gradient(
-        cross_entropy_(leaf * 1, padded, ignore_index=0, normalizer=torch.tensor(11)), leaf
-    )
-    assert (
-        largest_error(
-            actual,
-            with_gradient(plain(leaf, padded.where(padded > 0, -100), normalizer=11.0), leaf),
-        )
-        < 1e-13
-    )
+    loss = cross_entropy_(leaf * 1, padded, ignore_index=0, normalizer=torch.tensor(11))
+    expected = plain(leaf, padded.where(padded > 0, -100), normalizer=11.0)
+    assert largest_error(with_gradients(loss, leaf), with_gradients(expected, leaf)) < 1e-13
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -124,41 +91,27 @@ def test_logits_of_a_linear_layer_with_a_batch_dim(bias: bool) -> None:
     x = torch.randn(2, 3, 4, generator=generator, dtype=torch.float64)
     weight = torch.randn(9, 4, generator=generator, dtype=torch.float64, requires_grad=True)
     labels = torch.tensor([[0, 8, -100], [3, 3, 1]])
-
-    def logits() -> Tensor:
-        return F.linear(x, weight, weight[:, 0] if bias else None)
-
-    actual = with_gradient(cross_entropy_(logits(), labels), weight)
-    assert (
-        largest_error(
-            actual, with_gradient(plain(logits().flatten(0, 1), labels.flatten()), weight)
-        )
-        < 1e-13
-    )
+    logits = partial(F.linear, x, weight, weight[:, 0] if bias else None)
+    actual = with_gradients(cross_entropy_(logits(), labels), weight)
+    expected = with_gradients(plain(logits().flatten(0, 1), labels.flatten()), weight)
+    assert largest_error(actual, expected) < 1e-13
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_no_second_tensor_of_their_size(dtype: torch.dtype) -> None:
+    """The gradient is the memory of the logits; that of the leaf is another tensor."""
     leaf, labels = inputs(400, 6000, dtype)
     logits = leaf * 1
+    address, gradients = logits.data_ptr(), []
+    logits.register_hook(lambda gradient: gradients.append(gradient.data_ptr()))
     with PeakBytes() as peak:
         loss = cross_entropy_(logits, labels)
-    assert peak.bytes < 3 * 4 * reference.PIECE_ELEMENTS < 0.7 * leaf.nbytes
+    assert peak.bytes < 3 * 4 * reference.BLOCK < 0.7 * leaf.nbytes
     with PeakBytes() as peak:
         loss.backward()
+    assert gradients == [address]
     assert leaf.grad is not None
-    # the gradient of the leaf is another tensor
     assert leaf.grad.nbytes <= peak.bytes < 1.01 * leaf.nbytes
-
-
-def test_the_gradient_is_the_logits_memory() -> None:
-    leaf, labels = inputs(13, 63)
-    logits = leaf * 1
-    where = logits.data_ptr()
-    seen: list[int] = []
-    logits.register_hook(lambda gradient: seen.append(gradient.data_ptr()))
-    cross_entropy_(logits, labels).backward()
-    assert seen == [where]
 
 
 # --- spent logits ---------------------------------------------------------------------------------
@@ -195,7 +148,9 @@ READS: dict[str, Callable[[Tensor], Any]] = {
     "deepcopy": copy.deepcopy,
     "save": lambda x: torch.save(x, io.BytesIO()),
     "cross_entropy": lambda x: F.cross_entropy(x, torch.zeros(3, dtype=torch.int64)),
+    "cross_entropy_": lambda x: cross_entropy_(x, torch.zeros(3, dtype=torch.int64)),
 }
+GONE = "went into cross_entropy_, which has overwritten them"
 
 
 @pytest.mark.parametrize("read", READS)
@@ -203,64 +158,45 @@ def test_a_later_read_raises(read: str) -> None:
     leaf, labels = inputs(3, 4)
     logits = leaf * 1
     cross_entropy_(logits, labels)
-    with pytest.raises(RuntimeError, match="went into cross_entropy_, which has overwritten them"):
+    with pytest.raises(RuntimeError, match=GONE):
         READS[read](logits)
 
 
-@pytest.mark.parametrize("show", [repr, str], ids=["repr", "str"])
-def test_a_debugger_shows_why_they_are_gone(show: Callable[[Tensor], str]) -> None:
-    leaf, labels = inputs(3, 4)
-    logits = leaf * 1
-    cross_entropy_(logits, labels)
-    assert show(logits) == f"<{SpentLogits.explanation}>"
-    assert show([logits]) == f"[<{SpentLogits.explanation}>]"
-
-
-def test_shape_dtype_and_device_can_still_be_asked() -> None:
+def test_shape_dtype_and_device_can_still_be_asked_and_a_debugger_shows_why_they_are_gone() -> None:
     leaf, labels = inputs(3, 4)
     logits = leaf * 1
     loss = cross_entropy_(logits, labels)
-    assert (logits.shape, logits.dtype, logits.device, logits.dim(), logits.numel()) == (
-        (3, 4),
-        leaf.dtype,
-        leaf.device,
-        2,
-        12,
-    )
+    assert (logits.shape, logits.dtype, logits.device) == ((3, 4), leaf.dtype, leaf.device)
+    assert (logits.dim(), logits.numel()) == (2, 12)
     assert isinstance(logits, SpentLogits)
     assert type(loss) is Tensor
-    with pytest.raises(RuntimeError, match="went into cross_entropy_"):
-        cross_entropy_(logits, labels)
+    assert repr(logits) == str(logits) == f"<{SpentLogits.explanation}>"
+    assert repr([logits]) == f"[<{SpentLogits.explanation}>]"
 
 
 def test_the_base_of_a_view_is_spent_with_it() -> None:
     leaf, labels = inputs(6, 4)
     base = (leaf * 1).view(2, 3, 4).clone()
-    expected = with_gradient(plain(leaf, labels), leaf)
+    expected = with_gradients(plain(leaf, labels), leaf)
     loss = cross_entropy_(base.flatten(0, 1), labels)
-    assert largest_error(with_gradient(loss, leaf), expected) < 1e-13
-    with pytest.raises(RuntimeError, match="went into cross_entropy_"):
+    assert largest_error(with_gradients(loss, leaf), expected) < 1e-13
+    with pytest.raises(RuntimeError, match=GONE):
         base.sum()
 
 
-def test_a_node_that_saved_the_logits_raises() -> None:
+def test_a_graph_that_needs_the_logits_or_a_changed_gradient_raises() -> None:
     leaf, labels = inputs(3, 4)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        cross_entropy_(leaf.tanh(), labels).backward()  # tanh saves its result
-    logits = leaf * 1
-    penalty = logits.square().sum()  # the square saves its argument
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        (cross_entropy_(logits, labels) + penalty).backward()
-
-
-def test_a_change_of_the_kept_gradient_raises() -> None:
-    leaf, labels = inputs(3, 4)
-    logits = leaf * 1
-    alias = logits.detach()
-    loss = cross_entropy_(logits, labels)
+    logits, other = leaf * 1, leaf * 1
+    penalty, alias = logits.square().sum(), other.detach()  # the square saves its argument
+    losses = [
+        cross_entropy_(leaf.tanh(), labels),  # tanh saves its result
+        cross_entropy_(logits, labels) + penalty,
+        cross_entropy_(other, labels),
+    ]
     alias.zero_()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
+    for loss in losses:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
 
 
 @pytest.mark.parametrize("retain", [False, True])
@@ -277,22 +213,25 @@ def test_a_second_backward_raises(retain: bool) -> None:
 
 def test_without_gradient_the_logits_stay() -> None:
     leaf, labels = inputs(13, 63)
-    expected = plain(leaf, labels).item()
-    logits = leaf * 1
-    before = logits.detach().clone()
+    expected = pytest.approx(plain(leaf, labels).item(), rel=1e-13)
+    logits, frozen = leaf * 1, leaf.detach()
+    before = frozen.clone()
     with torch.no_grad():
-        assert cross_entropy_(logits, labels).item() == pytest.approx(expected, rel=1e-13)
-        assert cross_entropy_(leaf, labels).item() == pytest.approx(expected, rel=1e-13)
-    frozen = leaf.detach()
+        assert cross_entropy_(logits, labels).item() == expected
+        assert cross_entropy_(leaf, labels).item() == expected
     loss = cross_entropy_(frozen.T.contiguous().T, labels)
-    assert loss.item() == pytest.approx(expected, rel=1e-13)
+    assert loss.item() == expected
     assert not loss.requires_grad
     assert torch.equal(logits, before)
     assert torch.equal(frozen, before)
     logits.square().sum().backward()
 
 
-def test_logits_that_cannot_be_overwritten_raise_and_are_as_before() -> None:
+class Other(Tensor):
+    pass
+
+
+def test_inputs_that_do_not_fit_raise_and_the_logits_are_as_before() -> None:
     leaf, labels = inputs(6, 4)
     whole = leaf * 1
     for logits, message in (
@@ -305,38 +244,20 @@ def test_logits_that_cannot_be_overwritten_raise_and_are_as_before() -> None:
             cross_entropy_(logits, labels[: len(logits)])
     with pytest.raises(TypeError, match="plain tensor, not Other"):
         cross_entropy_((leaf * 1).as_subclass(Other), labels)
-    assert torch.equal(whole, leaf)
-
-
-class Other(Tensor):
-    pass
-
-
-def test_bad_labels_raise_before_the_logits_change() -> None:
-    leaf, labels = inputs(6, 4)
-    logits = leaf * 1
+    with pytest.raises(ValueError, match="normalizer=0"):
+        cross_entropy_(whole, labels, normalizer=0.0)
     for label in (4, -1, -99):
         labels[1] = label
-        with pytest.raises(
-            ValueError, match=rf"label {label} is out of range: labels are in \[0, 4\)"
-        ):
-            cross_entropy_(logits, labels)
-    with pytest.raises(ValueError, match="normalizer=0"):
-        cross_entropy_(logits, labels, normalizer=0.0)
-    assert torch.equal(logits, leaf)
+        with pytest.raises(ValueError, match=rf"label {label} is out of range: .* in \[0, 4\)"):
+            cross_entropy_(whole, labels)
+    assert torch.equal(whole, leaf)
 
 
 def test_under_checkpointing() -> None:
     leaf, labels = inputs(13, 63)
-    expected = with_gradient(plain(leaf.tanh(), labels), leaf)
-
-    def head(x: Tensor) -> Tensor:
-        return cross_entropy_(x.tanh() * 1, labels)
-
-    assert (
-        largest_error(with_gradient(checkpoint(head, leaf, use_reentrant=False), leaf), expected)
-        < 1e-13
-    )
+    expected = with_gradients(plain(leaf.tanh(), labels), leaf)
+    loss = checkpoint(lambda x: cross_entropy_(x.tanh() * 1, labels), leaf, use_reentrant=False)
+    assert largest_error(with_gradients(loss, leaf), expected) < 1e-13
 
 
 # --- Triton ---------------------------------------------------------------------------------------
@@ -355,16 +276,14 @@ def test_triton_is_the_reference(size: tuple[int, int], dtype: torch.dtype) -> N
     for module in (reference, triton):
         gradient = logits.clone()
         losses = module.token_losses(gradient, labels, torch.tensor(0.3), z_loss=0.01)
-        torch.testing.assert_close(
-            module.token_losses(logits, labels, z_loss=0.01), losses, rtol=1e-6, atol=1e-6
-        )
+        alone = module.token_losses(logits, labels, z_loss=0.01)
+        torch.testing.assert_close(alone, losses, rtol=1e-6, atol=1e-6)
         results.append((losses, gradient))
     (expected, expected_gradient), (actual, gradient) = results
     assert actual.dtype == expected.dtype == torch.float32
     torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(
-        gradient, expected_gradient, rtol=max(1e-5, torch.finfo(dtype).eps), atol=1e-6
-    )
+    rtol = max(1e-5, torch.finfo(dtype).eps)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=rtol, atol=1e-6)
     if size[0] > 1 and size[1] > 1:
         assert not torch.allclose(1.01 * actual, expected, rtol=1e-3)
         assert not torch.allclose(1.01 * gradient, expected_gradient, rtol=8e-3, atol=1e-6)
@@ -372,34 +291,30 @@ def test_triton_is_the_reference(size: tuple[int, int], dtype: torch.dtype) -> N
 
 def test_the_whole_operation_on_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     leaf, labels = inputs(13, 63, torch.float32)
-    expected = with_gradient(cross_entropy_(leaf * 1, labels, z_loss=1e-3, normalizer=7.0), leaf)
-    calls: list[Any] = []
-    original = triton.launch
+    expected = with_gradients(cross_entropy_(leaf * 1, labels, **OPTIONS), leaf)
+    calls, original = [], triton.launch
     monkeypatch.setattr(
-        triton, "launch", lambda *args, **options: calls.append(args) or original(*args, **options)
+        triton, "launch", lambda *args, **kw: calls.append(1) or original(*args, **kw)
     )
     monkeypatch.setattr(backend, "use_triton", lambda *tensors: True)
-    loss = cross_entropy_(leaf * 1, labels, z_loss=1e-3, normalizer=7.0)
-    assert largest_error(with_gradient(loss, leaf), expected) < 3e-6
-    assert len(calls) == 1
+    loss = cross_entropy_(leaf * 1, labels, **OPTIONS)
+    assert largest_error(with_gradients(loss, leaf), expected) < 3e-6
+    assert calls == [1]
 
 
 def test_a_node_that_saved_the_logits_raises_though_a_kernel_tells_torch_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    class Kernel:
-        @staticmethod
-        def token_losses(logits: Tensor, *args: Any, **options: Any) -> Tensor:
-            # its own version
-            return reference.token_losses(torch.from_numpy(logits.numpy()), *args, **options)
+    def kernel(logits: Tensor, *args: Any, **options: Any) -> Tensor:
+        version_of_its_own = torch.from_numpy(logits.numpy())
+        return reference.token_losses(version_of_its_own, *args, **options)
 
-    monkeypatch.setattr(op, "_fastest", lambda operation, logits: Kernel.token_losses)
+    monkeypatch.setattr(op, "fastest", lambda operation, *tensors, **options: kernel)
     leaf, labels = inputs(3, 4)
     logits = leaf * 1
     penalty = logits.square().sum()
     loss = cross_entropy_(logits, labels)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         penalty.backward()
-    assert (
-        largest_error(with_gradient(loss, leaf), with_gradient(plain(leaf, labels), leaf)) < 1e-13
-    )
+    expected = with_gradients(plain(leaf, labels), leaf)
+    assert largest_error(with_gradients(loss, leaf), expected) < 1e-13

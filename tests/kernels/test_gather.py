@@ -91,30 +91,25 @@ def test_gradients() -> None:
     assert torch.autograd.gradcheck(lambda t: padded_index_gather(t, index[:0], 4), (x,))
 
 
-def test_only_indices_are_kept() -> None:
+def test_only_indices_are_saved() -> None:
     x, index, _ = inputs(63, 8, 500, torch.float32)
     x.requires_grad_()
-    kept: list[Tensor] = []
-
-    def keep(tensor: Tensor) -> Tensor:
-        kept.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
         padded_index_gather(x, index)
-    assert [t.shape for t in kept] == [(500,)]
+    assert [t.shape for t in saved] == [(500,)]
 
 
 def test_errors_name_value_and_constraint() -> None:
     x, index, _ = inputs(5, 3, 4, torch.float32)
-    with pytest.raises(TypeError, match=r"x is torch.int64.*floating"):
-        op.validate(x.long(), index, 1)
-    with pytest.raises(TypeError, match=r"index is torch.int16.*int64 or torch.int32"):
-        op.validate(x, index.short(), 1)
-    with pytest.raises(ValueError, match=r"index \(4, 1\)"):
-        op.validate(x, index.unsqueeze(1), 1)
-    with pytest.raises(ValueError, match="meta"):
-        op.validate(x, index.to("meta"), 1)
+    for error, words, arguments in (
+        (TypeError, r"x is torch.int64.*floating", (x.long(), index)),
+        (TypeError, r"index is torch.int16.*int64 or torch.int32", (x, index.short())),
+        (ValueError, r"index \(4, 1\)", (x, index.unsqueeze(1))),
+        (ValueError, "meta", (x, index.to("meta"))),
+    ):
+        with pytest.raises(error, match=words):
+            op.validate(*arguments, 1)
     with pytest.raises(ValueError, match="pad_to_multiple=0"):
         padded_index_gather(x, index, 0)
     for wrong in (5, -2):

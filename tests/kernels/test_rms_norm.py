@@ -47,9 +47,8 @@ def test_forward_and_backward_against_autograd_of_the_formula(
     assert inverse_rms.shape == (shape[0], 1)
     assert_close(y, expected.detach(), torch.float64)
     gradients = torch.autograd.grad(expected, (leaf, leaf_weight), grad)
-    for actual, right in zip(
-        implementation.backward(grad, x, weight, inverse_rms), gradients, strict=True
-    ):
+    backward = implementation.backward(grad, x, weight, inverse_rms)
+    for actual, right in zip(backward, gradients, strict=True):
         assert_close(actual, right, torch.float64)
 
 
@@ -61,20 +60,14 @@ def test_triton_against_the_reference(shape: tuple[int, int], dtype: torch.dtype
     x, weight, grad = inputs(*shape, dtype)
     expected, inverse_rms = reference.forward(x, weight, EPS)
     actual, actual_inverse_rms = triton.forward(x, weight, EPS)
-    assert (
-        (actual.dtype, actual_inverse_rms.dtype)
-        == (expected.dtype, inverse_rms.dtype)
-        == (torch.float32, torch.float32)
-    )
+    for result in (actual, actual_inverse_rms, expected, inverse_rms):
+        assert result.dtype == torch.float32
     assert_close(actual, expected, dtype)
     assert_close(actual_inverse_rms, inverse_rms, torch.float32)
-    for one, other in zip(
-        triton.backward(grad, x, weight, inverse_rms),
-        reference.backward(grad, x, weight, inverse_rms),
-        strict=True,
-    ):
-        assert one.dtype == other.dtype
-        assert_close(one, other, dtype)
+    gradients = (m.backward(grad, x, weight, inverse_rms) for m in (triton, reference))
+    for of_triton, of_reference in zip(*gradients, strict=True):
+        assert of_triton.dtype == of_reference.dtype
+        assert_close(of_triton, of_reference, dtype)
 
 
 @INTERPRETER
@@ -84,12 +77,9 @@ def test_runs_of_rows_join(monkeypatch: pytest.MonkeyPatch) -> None:
     _, inverse_rms = reference.forward(x, weight, EPS)
     monkeypatch.setattr(triton, "TILE", 64)
     monkeypatch.setattr(triton, "PROGRAMS", 6)
-    for one, other in zip(
-        triton.backward(grad, x, weight, inverse_rms),
-        reference.backward(grad, x, weight, inverse_rms),
-        strict=True,
-    ):
-        assert_close(one, other, torch.float32)
+    gradients = (m.backward(grad, x, weight, inverse_rms) for m in (triton, reference))
+    for of_triton, of_reference in zip(*gradients, strict=True):
+        assert_close(of_triton, of_reference, torch.float32)
 
 
 @IMPLEMENTATIONS
@@ -114,11 +104,11 @@ def test_other_layouts(implementation: ModuleType) -> None:
 
 def test_autograd_keeps_its_input_the_weight_and_a_number_per_row() -> None:
     x, weight, grad = inputs(63, 33, torch.bfloat16)
-    kept: list[Tensor] = []
+    saved: list[Tensor] = []
     leaf, leaf_weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
         y = rms_norm(leaf, leaf_weight, EPS)
-    assert sorted(t.numel() for t in kept) == [33, 63, 63 * 33]
+    assert sorted(t.numel() for t in saved) == [33, 63, 63 * 33]
     y.backward(grad)
     assert leaf.grad is not None
     assert leaf.grad.dtype == torch.bfloat16

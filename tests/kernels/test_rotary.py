@@ -88,19 +88,19 @@ def test_other_layouts(implementation: ModuleType, halves: bool) -> None:
             implementation.turn(same, cos, sin, halves=halves),
             implementation.turn(x, cos, sin, halves=halves),
         )
-    one = x[:, :, :1].expand(-1, -1, 3, -1)
-    expected = implementation.turn(one.contiguous(), cos, sin, halves=halves)
-    assert torch.equal(implementation.turn(one, cos, sin, halves=halves), expected)
+    shared = x[:, :, :1].expand(-1, -1, 3, -1)
+    expected = implementation.turn(shared.contiguous(), cos, sin, halves=halves)
+    assert torch.equal(implementation.turn(shared, cos, sin, halves=halves), expected)
 
 
 @HALVES
 def test_autograd_keeps_the_tables_alone_and_gives_the_bits_of_plain_autograd(halves: bool) -> None:
     x, cos, sin, grad = inputs((2, 63, 3, 10), torch.bfloat16)
-    kept: list[Tensor] = []
+    saved: list[Tensor] = []
     leaves = [x.clone().requires_grad_() for _ in range(2)]
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
         y = (rotate_halves if halves else rotate_pairs)(leaves[0], cos, sin)
-    assert {t.data_ptr() for t in kept} == {cos.data_ptr(), sin.data_ptr()}
+    assert {t.data_ptr() for t in saved} == {cos.data_ptr(), sin.data_ptr()}
     y.backward(grad)
     reference.turn(leaves[1], cos, sin, halves=halves).backward(grad)
     assert leaves[0].grad is not None

@@ -105,23 +105,15 @@ def test_tolerance_rejects_one_percent_in_any_weight() -> None:
     case = Case("uneven", gate=CLAMPED_SWIGLU, bias=True)
     expected = case.results("reference")
     for p in case.module.parameters():
-        kept = p.data.clone()
+        before = p.data.clone()
         p.data[2] *= 1.01
         assert largest_error(case.results("saved"), expected)[0] > 1e-4
-        p.data.copy_(kept)
+        p.data.copy_(before)
 
 
 @pytest.fixture
 def _aligned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(experts_module, "run_alignment", lambda device, dtype: 8)
-
-
-@pytest.mark.usefixtures("_aligned")
-@pytest.mark.parametrize("memory", LEAN)
-@pytest.mark.parametrize("routing", ROUTINGS)
-def test_runs_padded_as_on_cuda_change_nothing(routing: str, memory: str) -> None:
-    case = Case(routing, gate=CLAMPED_SWIGLU, bias=True)
-    assert largest_error(case.results(memory), case.results("reference")) < (1e-13, "")
 
 
 @pytest.fixture
@@ -136,7 +128,9 @@ def _poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("_poisoned", "_aligned")
 @pytest.mark.parametrize("memory", LEAN)
 @pytest.mark.parametrize("routing", ROUTINGS)
-def test_fresh_memory_is_written_before_it_is_read(routing: str, memory: str) -> None:
+def test_runs_padded_as_on_cuda_change_nothing_and_fresh_memory_is_written_before_it_is_read(
+    routing: str, memory: str
+) -> None:
     assert torch.empty(3).isnan().all()
     case = Case(routing, gate=CLAMPED_SWIGLU, bias=True)
     assert largest_error(case.results(memory), case.results("reference")) < (1e-13, "")
@@ -159,25 +153,24 @@ def test_a_frozen_parameter_gets_no_gradient_and_the_others_theirs(frozen: str) 
 # --- what is kept ---------------------------------------------------------------------------------
 
 
-def kept_elements(module: nn.Module, *arguments: Tensor) -> int:
+def saved_elements(module: nn.Module, *arguments: Tensor) -> int:
     """Count the floating-point elements that backward keeps, each storage once, without parameters
     and inputs."""
     known = {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *arguments)}
-    kept: dict[int, Tensor] = {}
+    elements: dict[int, int] = {}
 
-    def keep(tensor: Tensor) -> Tensor:
-        if tensor.is_floating_point() and tensor.untyped_storage().data_ptr() not in known:
-            kept[tensor.untyped_storage().data_ptr()] = tensor
+    def save(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if tensor.is_floating_point() and storage.data_ptr() not in known:
+            elements[storage.data_ptr()] = storage.nbytes() // tensor.element_size()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
         y = module(*arguments)
     # hooks do not see what a Function keeps beside save_for_backward
     for value in attributes_of_the_graph(y):
-        keep(value)
-    return sum(
-        tensor.untyped_storage().nbytes() // tensor.element_size() for tensor in kept.values()
-    )
+        save(value)
+    return sum(elements.values())
 
 
 def attributes_of_the_graph(y: Tensor) -> Iterator[Tensor]:
@@ -201,22 +194,19 @@ def test_experts_keep_gate_up_and_nothing_else(
 ) -> None:
     case = Case("uneven", dtype=dtype)
     case.module.memory = memory
-    rows, f = case.experts_TK.numel(), 7
-    assert (
-        kept_elements(case.module, case.x_TD, case.experts_TK, case.weights_TK)
-        == per_row * rows * f
-    )
+    saved = saved_elements(case.module, case.x_TD, case.experts_TK, case.weights_TK)
+    assert saved == per_row * case.experts_TK.numel() * 7
 
 
 @pytest.mark.parametrize(("memory", "per_row"), [("saved", 2), ("recompute", 0), ("reference", 4)])
 def test_gated_mlp_keeps_gate_up_and_nothing_else(memory: str, per_row: int) -> None:
     module = GatedMLP(9, 7)
     module.memory = memory
-    assert kept_elements(module, torch.randn(6, 9).requires_grad_()) == per_row * 6 * 7
+    assert saved_elements(module, torch.randn(6, 9).requires_grad_()) == per_row * 6 * 7
 
 
 def test_rms_norm_keeps_one_number_per_row() -> None:
-    assert kept_elements(RMSNorm(9, 1e-6), torch.randn(2, 3, 9).requires_grad_()) == 6
+    assert saved_elements(RMSNorm(9, 1e-6), torch.randn(2, 3, 9).requires_grad_()) == 6
 
 
 # --- the other lean layers ------------------------------------------------------------------------

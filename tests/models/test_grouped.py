@@ -57,42 +57,31 @@ def case(request: pytest.FixtureRequest) -> Case:
     return Case(COUNTS[request.param[0]], *SIZES[request.param[1]])
 
 
-def test_linear_is_each_experts_own(case: Case) -> None:
-    expected = [
-        case.x_GI[rows] @ weight.T for rows, weight in zip(case.rows, case.weight_EOI, strict=True)
-    ]
-    actual = grouped_linear(case.x_GI, case.weight_EOI, case.end_E)
-    assert actual.shape == case.g_GO.shape
-    assert error(actual[: case.used], torch.cat(expected)) < TOLERANCE[actual.dtype]
+def test_every_operation_is_each_experts_own_and_zero_without_rows(case: Case) -> None:
+    x, g, weight, end = case.x_GI, case.g_GO, case.weight_EOI, case.end_E
+    runs = list(zip(case.rows, weight, strict=True))
+    linear, transposed = grouped_linear(x, weight, end), grouped_linear_transposed(g, weight, end)
+    assert (linear.shape, transposed.shape) == (g.shape, x.shape)
+    for actual, expected in (
+        (linear[: case.used], torch.cat([x[rows] @ w.T for rows, w in runs])),
+        (transposed[: case.used], torch.cat([g[rows] @ w for rows, w in runs])),
+        (grouped_weight_gradient(g, x, end), torch.stack([g[r].T @ x[r] for r in case.rows])),
+        (grouped_sum(x, end), torch.stack([x[rows].sum(0) for rows in case.rows])),
+    ):
+        assert error(actual, expected) < TOLERANCE[actual.dtype]
 
 
-def test_transposed_linear_is_each_experts_own(case: Case) -> None:
-    expected = [
-        case.g_GO[rows] @ weight for rows, weight in zip(case.rows, case.weight_EOI, strict=True)
-    ]
-    actual = grouped_linear_transposed(case.g_GO, case.weight_EOI, case.end_E)
-    assert actual.shape == case.x_GI.shape
-    assert error(actual[: case.used], torch.cat(expected)) < TOLERANCE[actual.dtype]
-
-
-def test_weight_gradient_is_each_experts_own_and_zero_without_rows(case: Case) -> None:
-    expected = torch.stack([case.g_GO[rows].T @ case.x_GI[rows] for rows in case.rows])
-    assert (
-        error(grouped_weight_gradient(case.g_GO, case.x_GI, case.end_E), expected)
-        < TOLERANCE[expected.dtype]
-    )
+def on_a_gpu_with(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = SimpleNamespace(get_device_capability=lambda device: capability)
+    monkeypatch.setattr(grouped, "is_gpu", lambda x: True)
+    monkeypatch.setattr(grouped, "gpu_module", lambda x: gpu)
 
 
 @pytest.mark.parametrize("capability", [(9, 0), (10, 0)], ids=["sm_90", "sm_100"])
 def test_what_a_kernel_leaves_for_experts_without_rows_is_overwritten(
     capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grouped, "is_gpu", lambda x: True)
-    monkeypatch.setattr(
-        grouped,
-        "gpu_module",
-        lambda x: SimpleNamespace(get_device_capability=lambda device: capability),
-    )
+    on_a_gpu_with(capability, monkeypatch)
     left = torch.ones(4, 3, 2)
     left[[0, 2]] = torch.nan
     zeroed = grouped._zeros_for_idle(left.clone(), torch.tensor([0, 5, 5, 9], dtype=torch.int32))
@@ -109,19 +98,9 @@ def test_grouped_mm_is_for_gpus_that_have_its_kernel(
     capability: tuple[int, int], sound: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On other GPUs a loop over experts runs, and the host waits for the ends of their rows."""
-    monkeypatch.setattr(grouped, "is_gpu", lambda x: True)
-    monkeypatch.setattr(
-        grouped,
-        "gpu_module",
-        lambda x: SimpleNamespace(get_device_capability=lambda device: capability),
-    )
+    on_a_gpu_with(capability, monkeypatch)
     assert grouped._sound(torch.ones(8, 16, dtype=torch.bfloat16)) == sound
     assert not grouped._sound(torch.ones(8, 16))
-
-
-def test_sum_is_each_experts_own_and_zero_without_rows(case: Case) -> None:
-    expected = torch.stack([case.x_GI[rows].sum(0) for rows in case.rows])
-    assert error(grouped_sum(case.x_GI, case.end_E), expected) < TOLERANCE[expected.dtype]
 
 
 def test_tolerance_rejects_one_percent() -> None:
@@ -135,15 +114,8 @@ def test_tolerance_rejects_one_percent() -> None:
 
 
 def test_expert_of_row() -> None:
-    assert expert_of_row(torch.tensor([2, 2, 5], dtype=torch.int32), 7).tolist() == [
-        0,
-        0,
-        2,
-        2,
-        2,
-        3,
-        3,
-    ]
+    end_E = torch.tensor([2, 2, 5], dtype=torch.int32)
+    assert expert_of_row(end_E, 7).tolist() == [0, 0, 2, 2, 2, 3, 3]
 
 
 def test_bf16_products_are_rounded_once() -> None:

@@ -46,8 +46,8 @@ def ours(model: Any) -> Tensor:
         return model(TOKENS).logits_BSV
 
 
-def same_weights(one: Any, other: Any) -> bool:
-    first, second = one.state_dict(), other.state_dict()
+def same_weights(model: Any, other: Any) -> bool:
+    first, second = model.state_dict(), other.state_dict()
     return first.keys() == second.keys() and all(
         torch.equal(first[name], second[name]) for name in first
     )
@@ -68,10 +68,8 @@ def test_a_model_of_transformers_comes_back_to_the_bit(
     assert error(ours(model), expected) < TOLERANCE
     weights, _ = open_hugging_face(tmp_path / "in")
     copy_weights(weights, tmp_path / "ours.safetensors")
-    for name, source in {
-        "model": model,
-        "file": open_safetensors(tmp_path / "ours.safetensors"),
-    }.items():
+    sources = {"model": model, "file": open_safetensors(tmp_path / "ours.safetensors")}
+    for name, source in sources.items():
         save_hugging_face(source, config, tmp_path / name, max_shard_bytes=max_shard_bytes)
         back = read_back(tmp_path / name)
         assert same_weights(back, theirs)
@@ -97,36 +95,23 @@ def test_shards_hold_what_the_index_says_and_are_within_their_size(
     save_hugging_face(model, config, tmp_path / "out", max_shard_bytes=9000)
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
     files = {path.name: load_file(path) for path in (tmp_path / "out").glob("*.safetensors")}
+    number = len(files)
     assert sorted(files) == [
-        f"model-{n + 1:05d}-of-{len(files):05d}.safetensors" for n in range(len(files))
+        f"model-{n + 1:05d}-of-{number:05d}.safetensors" for n in range(number)
     ]
-    assert index["weight_map"] == {
-        name: file for file, tensors in files.items() for name in tensors
-    }
-    sizes = {
-        file: sum(tensor.nbytes for tensor in tensors.values()) for file, tensors in files.items()
-    }
-    assert (
-        index["metadata"]["total_size"]
-        == sum(sizes.values())
-        == sum(p.numel() * 4 for p in model.parameters())
-    )
+    placed = {name: file for file, tensors in files.items() for name in tensors}
+    assert index["weight_map"] == placed
+    sizes = {file: sum(x.nbytes for x in tensors.values()) for file, tensors in files.items()}
+    size = sum(p.numel() * 4 for p in model.parameters())
+    assert index["metadata"]["total_size"] == sum(sizes.values()) == size
     assert all(size <= 9000 or len(files[file]) == 1 for file, size in sizes.items())
     first = {file: name for name, file in reversed(index["weight_map"].items())}
-    for file, following in itertools.pairwise(sorted(files)):
-        assert sizes[file] + files[following][first[following]].nbytes > 9000, (
-            "there was room for one more"
-        )
-    experts_of_a_layer = {
-        file
-        for name, file in index["weight_map"].items()
-        if name.startswith("model.layers.2.mlp.experts.")
-    }
-    assert len(experts_of_a_layer) > 1
+    for file, following in itertools.pairwise(sorted(files)):  # a file has no room for the next
+        assert sizes[file] + files[following][first[following]].nbytes > 9000
+    assert len({placed[name] for name in placed if "layers.2.mlp.experts." in name}) > 1
     single = load_file(tmp_path / "in/model.safetensors")
-    together = {name: tensor for tensors in files.values() for name, tensor in tensors.items()}
-    assert together.keys() == single.keys()
-    assert all(torch.equal(together[name], single[name]) for name in single)
+    assert placed.keys() == single.keys()
+    assert all(torch.equal(files[file][name], single[name]) for name, file in placed.items())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -138,23 +123,15 @@ def test_any_floating_dtype_is_read_and_written(
     model, config = model_from_hugging_face(tmp_path / "in")
     assert {p.dtype for p in model.parameters()} == {stored}
     wide, _ = model_from_hugging_face(tmp_path / "in", dtype=torch.float64)
-    assert all(
-        torch.equal(p.double(), q)
-        for p, q in zip(model.parameters(), wide.parameters(), strict=True)
-    )
-
+    assert same_weights(model.double(), wide)
     save_hugging_face(wide, config, tmp_path / "same", dtype=stored)
-    before, after = (
-        load_file(tmp_path / "in/model.safetensors"),
-        load_file(tmp_path / "same/model.safetensors"),
-    )
+    before, after = (load_file(tmp_path / f"{name}/model.safetensors") for name in ("in", "same"))
     assert before.keys() == after.keys()
-    assert all(
-        torch.equal(before[name], after[name]) and after[name].dtype == stored for name in before
-    )
-    assert json.loads((tmp_path / "same/config.json").read_text())["dtype"] == str(
-        stored
-    ).removeprefix("torch.")
+    for name in before:
+        assert torch.equal(before[name], after[name])
+        assert after[name].dtype == stored
+    written = json.loads((tmp_path / "same/config.json").read_text())
+    assert written["dtype"] == str(stored).removeprefix("torch.")
     assert read_back(tmp_path / "same").dtype == stored
 
 
@@ -165,9 +142,7 @@ def test_loads_into_a_model_that_is_there(tmp_path: Path) -> None:
     pointers = [p.data_ptr() for p in model.parameters()]
     load_hugging_face(tmp_path / "in", model)
     expected, _ = model_from_hugging_face(tmp_path / "in", dtype=torch.bfloat16)
-    assert all(
-        torch.equal(p, q) for p, q in zip(model.parameters(), expected.parameters(), strict=True)
-    )
+    assert same_weights(model, expected)
     assert [p.data_ptr() for p in model.parameters()] == pointers
 
 
@@ -288,8 +263,8 @@ def test_configuration_comes_back(family: str, tmp_path: Path) -> None:
     loaded = transformers.AutoConfig.from_pretrained(tmp_path / "out").to_dict()
     for name, value in theirs.config.to_dict().items():
         if name not in ("_name_or_path", "transformers_version", "dtype"):
-            one_group = name in ("n_group", "topk_group") and value is None
-            assert loaded[name] == (1 if one_group else value), name
+            no_groups = name in ("n_group", "topk_group") and value is None
+            assert loaded[name] == (1 if no_groups else value), name
 
 
 def test_tokenizer_and_generation_files_are_carried_along_and_code_is_not(tmp_path: Path) -> None:
@@ -310,11 +285,7 @@ def test_tokenizer_and_generation_files_are_carried_along_and_code_is_not(tmp_pa
     assert names == {*carried, "config.json", "generation_config.json", "model.safetensors"}
     assert all((tmp_path / "out" / name).read_text() == text for name, text in carried.items())
     written = json.loads((tmp_path / "out/config.json").read_text())
-    assert (written["bos_token_id"], written["eos_token_id"], written["pad_token_id"]) == (
-        3,
-        [4, 5],
-        6,
-    )
+    assert [written[f"{name}_token_id"] for name in ("bos", "eos", "pad")] == [3, [4, 5], 6]
 
 
 def test_a_tokenizer_of_a_run_is_loaded_by_transformers(tmp_path: Path) -> None:
@@ -334,6 +305,5 @@ def test_a_tokenizer_of_a_run_is_loaded_by_transformers(tmp_path: Path) -> None:
         assert loaded.decode(loaded(text)["input_ids"]) == text
         assert loaded.eos_token == END_OF_TEXT
         assert loaded.model_max_length == config.max_position_embeddings
-    assert transformers.AutoConfig.from_pretrained(
-        tmp_path / "out"
-    ).eos_token_id == tokenizer.token_to_id(END_OF_TEXT)
+    exported = transformers.AutoConfig.from_pretrained(tmp_path / "out")
+    assert exported.eos_token_id == tokenizer.token_to_id(END_OF_TEXT)

@@ -15,11 +15,10 @@ import torch
 from benchmarks.live_bytes import PeakBytes
 from lather.models.decoder import Decoder
 from lather.models.families import ModelConfig, build_model
-from lather.models.families.gpt_oss import GptOssConfig
 from lather.models.hf.model_export import save_hugging_face
 from lather.models.hf.model_folder import load_hugging_face, open_hugging_face
 from lather.safetensors_file import SafetensorsFiles, copy_weights, open_safetensors
-from models.tiny import tiny_config, tiny_model
+from models.tiny import tiny_config, tiny_family_config, tiny_model
 
 SHARD = 300_000
 """Bytes of a shard."""
@@ -30,30 +29,18 @@ def make(family: str) -> tuple[ModelConfig, Decoder]:
     stacked experts, of which one at a time is in memory."""
     config: ModelConfig
     if family == "deepseek_v2":
-        config = tiny_config(
-            vocab_size=2000,
-            hidden_size=64,
-            moe_intermediate_size=80,
-            n_routed_experts=16,
-            num_hidden_layers=4,
-        )
+        sizes = {"vocab_size": 2000, "hidden_size": 64, "moe_intermediate_size": 80}
+        config = tiny_config(**sizes, n_routed_experts=16, num_hidden_layers=4)
     else:
-        sizes = {
-            "hidden_size": 64,
-            "intermediate_size": 80,
-            "num_hidden_layers": 4,
-            "num_local_experts": 16,
-        }
-        config = GptOssConfig(
-            vocab_size=300, **sizes, num_attention_heads=2, num_key_value_heads=1, head_dim=8
-        )
+        sizes = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 80, "head_dim": 8}
+        config = tiny_family_config("gpt_oss", **sizes, num_local_experts=16, num_hidden_layers=4)
     return config, build_model(config, torch.Generator()).bfloat16()
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "gpt_oss"])
-@pytest.mark.parametrize("way", ["import", "load", "export from a file", "export a model"])
+@pytest.mark.parametrize("transfer", ["import", "load", "export from a file", "export a model"])
 def test_one_tensor_at_a_time(
-    family: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, transfer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tensor is there twice while its dtype changes, and three times while it is also
     transposed."""
@@ -74,18 +61,14 @@ def test_one_tensor_at_a_time(
 
     monkeypatch.setattr(SafetensorsFiles, "read", counted_read)
     with PeakBytes(count_meta=False) as peak:
-        if way == "import":
+        if transfer == "import":
             copy_weights(weights, tmp_path / "again.safetensors")
-        elif way == "load":
+        elif transfer == "load":
             load_hugging_face(tmp_path / "in", model)
-        elif way == "export from a file":
-            save_hugging_face(
-                stored, config, tmp_path / "out", max_shard_bytes=SHARD, dtype=torch.bfloat16
-            )
         else:
-            save_hugging_face(
-                model, config, tmp_path / "out", max_shard_bytes=SHARD, dtype=torch.float32
-            )
+            from_file = transfer == "export from a file"
+            source, dtype = (stored, torch.bfloat16) if from_file else (model, torch.float32)
+            save_hugging_face(source, config, tmp_path / "out", max_shard_bytes=SHARD, dtype=dtype)
     largest = max(p[0].numel() if p.dim() == 3 else p.numel() for p in model.parameters())
     assert 0 < peak.bytes <= largest * (2 + 4 + 4)
     assert peak.bytes < sum(p.numel() for p in model.parameters())
@@ -118,13 +101,8 @@ print(memory("VmHWM") - before)
 )
 def test_the_process_grows_by_a_shard_and_a_tensor_not_by_the_model(tmp_path: Path) -> None:
     """The model has 112 MB in fp32, its shards 8 MB, its largest tensor 4 MB."""
-    sizes = {
-        "vocab_size": 4000,
-        "hidden_size": 256,
-        "moe_intermediate_size": 256,
-        "n_routed_experts": 64,
-        "num_hidden_layers": 3,
-    }
+    sizes = {"vocab_size": 4000, "hidden_size": 256, "moe_intermediate_size": 256}
+    sizes |= {"n_routed_experts": 64, "num_hidden_layers": 3}
     save_hugging_face(
         tiny_model(**sizes), tiny_config(**sizes), tmp_path / "in", max_shard_bytes=8_000_000
     )

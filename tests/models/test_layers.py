@@ -13,24 +13,15 @@ from lather.models.layers import GatedMLP, Linear, RMSNorm, project, weight_prod
 from models.tiny import error, random_normal
 
 
-def test_rms_norm_is_its_formula() -> None:
+def test_rms_norm_is_its_formula_and_squares_in_fp32() -> None:
+    """1000^2 is beyond fp16's range."""
     norm = RMSNorm(5, eps=0.3).double()
     torch.nn.init.uniform_(norm.weight, -2, 2, generator=torch.Generator().manual_seed(0))
-    x = random_normal(2, 3, 5)
-    expected = (
-        torch.stack([row / math.sqrt((row @ row).item() / 5 + 0.3) for row in x.view(6, 5)]).view(
-            2, 3, 5
-        )
-        * norm.weight
-    )
-    assert error(norm(x), expected) < 1e-14
-
-
-def test_rms_norm_squares_in_fp32() -> None:
-    """1000^2 is beyond fp16's range."""
-    normed = RMSNorm(4, eps=1e-6).half()(
-        torch.tensor([[1000.0, -1000.0, 1000.0, 1000.0]], dtype=torch.float16)
-    )
+    x = random_normal(6, 5)
+    rows = torch.stack([row / math.sqrt((row @ row).item() / 5 + 0.3) for row in x])
+    assert error(norm(x), rows * norm.weight) < 1e-14
+    narrow = torch.tensor([[1000.0, -1000.0, 1000.0, 1000.0]], dtype=torch.float16)
+    normed = RMSNorm(4, eps=1e-6).half()(narrow)
     assert normed.dtype == torch.float16
     assert normed.tolist() == [[1, -1, 1, 1]]
 
@@ -51,10 +42,11 @@ def test_a_weights_gradient_is_added_up_in_the_wider_dtype(
 ) -> None:
     """The gradient is that of the rounded operands; x is rounded to the gradient's dtype."""
     grad, x = random_normal(500, 7).to(operands), random_normal(500, 11, seed=1)
-    found = weight_product(grad, x, weight)
-    assert found.dtype == torch.promote_types(operands, weight)
-    assert error(found, grad.double().T @ x.to(operands).double()) < tolerance
-    assert error(1.01 * found.double(), grad.double().T @ x.to(operands).double()) > tolerance
+    product = weight_product(grad, x, weight)
+    expected = grad.double().T @ x.to(operands).double()
+    assert product.dtype == torch.promote_types(operands, weight)
+    assert error(product, expected) < tolerance
+    assert error(1.01 * product.double(), expected) > tolerance
 
 
 def test_under_autocast_gradients_of_fp32_weights_and_biases_are_not_rounded_to_bf16() -> None:

@@ -3,8 +3,6 @@ of the tokens alone."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -12,7 +10,7 @@ from torch import Tensor
 
 from lather.kernels.route import plan_route
 from lather.models.balance import BALANCE_LEVELS, LoadBalance
-from lather.models.decoder import Decoder
+from lather.models.layers import MEMORY_MODES
 from lather.models.moe import LOCAL_EXCHANGE
 from lather.models.routing import Router, counting_step
 from lather.models.token_positions import Padding, SequenceLayout
@@ -118,12 +116,8 @@ def test_experts_have_no_room_for_padding() -> None:
     assert len(route.token_G) == 8 * K
 
 
-def variants() -> Iterator[tuple[str, str]]:
-    for family in FAMILY_SIZES:
-        yield from ((family, memory) for memory in ("saved", "recompute", "reference"))
-
-
-@pytest.mark.parametrize(("family", "memory"), list(variants()))
+@pytest.mark.parametrize("family", FAMILY_SIZES)
+@pytest.mark.parametrize("memory", MEMORY_MODES)
 def test_a_decoder_gives_what_its_sequences_give_alone(family: str, memory: str) -> None:
     tokens, lengths, length = random_tokens(3, 9), (9, 4, 7), 9
     mask_BS = torch.arange(length) < torch.tensor(lengths)[:, None]
@@ -135,23 +129,12 @@ def test_a_decoder_gives_what_its_sequences_give_alone(family: str, memory: str)
     (output.loss + 0.1 * output.balance_loss()).backward()
     padded = {name: p.grad for name, p in model.named_parameters()}
     model.zero_grad()
-    _backward_alone(model, tokens, labels, lengths)
+    for row, num_tokens in enumerate(lengths):  # the balance loss counts by the tokens
+        alone = model(tokens[row : row + 1, :num_tokens], labels[row : row + 1, :num_tokens])
+        (alone.loss + 0.1 * alone.balance_loss() * num_tokens / sum(lengths)).backward()
     for name, p in model.named_parameters():
         scale = float(p.grad.abs().max())
         torch.testing.assert_close(padded[name], p.grad, rtol=1e-12, atol=1e-12 * scale, msg=name)
-
-
-def _backward_alone(
-    model: Decoder,
-    tokens: Tensor,
-    labels: Tensor,
-    lengths: tuple[int, ...],
-) -> None:
-    """Run the backward pass of each sequence without its padding; the balance loss of each counts
-    by its tokens."""
-    for row, length in enumerate(lengths):
-        output = model(tokens[row : row + 1, :length], labels[row : row + 1, :length])
-        (output.loss + 0.1 * output.balance_loss() * length / sum(lengths)).backward()
 
 
 def test_a_layout_without_padding_is_the_same_object() -> None:

@@ -50,12 +50,8 @@ def model_and_weights(
     for name, p in model.named_parameters():
         if is_adapters(name):
             torch.nn.init.normal_(p, std=0.2, generator=generator)
-    checkpoint = save_checkpoint(
-        folder / "checkpoints",
-        Progress(1, 0.0),
-        TrainingState.of_model(model),
-        retention=Retention(1),
-    )
+    state, progress = TrainingState.of_model(model), Progress(1, 0.0)
+    checkpoint = save_checkpoint(folder / "checkpoints", progress, state, retention=Retention(1))
     return model, config, open_checkpoint(checkpoint).weights()
 
 
@@ -73,10 +69,8 @@ def test_peft_computes_the_same_and_so_does_the_merged_model(
     save_peft(weights, config, lora, tmp_path / "adapter", base=str(tmp_path / "base"))
     save_hugging_face(MergedTensors(weights, lora.scale), config, tmp_path / "merged")
 
-    tokens, eager = (
-        random_tokens(2, 9),
-        {"attn_implementation": "eager", "experts_implementation": "eager"},
-    )
+    tokens = random_tokens(2, 9)
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", **eager)
     with torch.no_grad():
         ours, without = model(tokens).logits_BSV, base(tokens).logits
@@ -90,16 +84,8 @@ def test_peft_computes_the_same_and_so_does_the_merged_model(
 
 
 def test_names_shapes_and_configuration(tmp_path: Path) -> None:
-    lora = LoraConfig(
-        rank=2,
-        alpha=6.0,
-        targets=(
-            "*.o_proj",
-            "layers.0.self_attn.k_proj",
-            "*.gate_up_proj",
-            "layers.2.mlp.experts.*",
-        ),
-    )
+    targets = ("*.o_proj", "layers.0.self_attn.k_proj", "*.gate_up_proj", "layers.2.mlp.experts.*")
+    lora = LoraConfig(rank=2, alpha=6.0, targets=targets)
     model, config, weights = model_and_weights("qwen3_moe", lora, tmp_path)
     save_peft(weights, config, lora, tmp_path / "adapter", base="some/model", dtype=torch.bfloat16)
     stored = load_file(tmp_path / "adapter/adapter_model.safetensors")
@@ -126,15 +112,10 @@ def test_names_shapes_and_configuration(tmp_path: Path) -> None:
     assert torch.equal(a, adapter.A.bfloat16())
     assert torch.equal(b.permute(2, 0, 1), adapter.B.bfloat16())
     settings = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
-    assert (settings["r"], settings["lora_alpha"], settings["base_model_name_or_path"]) == (
-        2,
-        6.0,
-        "some/model",
-    )
-    assert settings["target_modules"] == ["layers.0.self_attn.k_proj", "o_proj"]
-    assert settings["target_parameters"] == [
-        "mlp.experts.gate_up_proj",
-        "layers.2.mlp.experts.down_proj",
+    names = ("r", "lora_alpha", "base_model_name_or_path", "target_modules", "target_parameters")
+    assert [settings[name] for name in names] == [
+        *(2, 6.0, "some/model", ["layers.0.self_attn.k_proj", "o_proj"]),
+        ["mlp.experts.gate_up_proj", "layers.2.mlp.experts.down_proj"],
     ]
 
 

@@ -61,9 +61,9 @@ def test_gradients_have_the_bits_of_kept_tensors(
         # backward runs outside autocast, as everybody does it
         results.append([y_BSD, *gradients(block, y_BSD, x_BSD)])
     assert len(results[0]) == len(results[1]) >= 6
-    for again, kept in zip(*results, strict=True):
-        assert again.equal(kept)
-        assert kept.abs().max() > 0
+    for recomputed, saved in zip(*results, strict=True):
+        assert recomputed.equal(saved)
+        assert saved.abs().max() > 0
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -72,16 +72,16 @@ def test_less_is_kept(family: str) -> None:
     queries and keys; no family o_proj's input."""
     block = attention_of(family)
     x_BSD = random_normal(2, 70, 24).requires_grad_()
-    kept = []
+    num_bytes = []
     run(block, x_BSD, enabled=False)
     for enabled in (True, False):
         with PeakBytes() as alive:
             y_BSD = run(block, x_BSD, enabled=enabled)
-            kept.append(alive.now)
+            num_bytes.append(alive.now)
         del y_BSD
     token = 2 * 70 * 8
     heads = {"deepseek_v2": 2 * 3 * 16 + 3 * 7, "qwen3_moe": (6 + 2) * 10, "gpt_oss": 0}[family]
-    assert kept[1] - kept[0] >= token * (heads + 24)
+    assert num_bytes[1] - num_bytes[0] >= token * (heads + 24)
 
 
 class Product(nn.Module):
@@ -124,11 +124,7 @@ def test_hooks_outside_see_the_rest() -> None:
 def test_a_block_keeps_no_normed_rows(family: str) -> None:
     """It has two norms, of which the router, the experts and the shared experts read the second.
     Its bits are those of a block that keeps all."""
-    block = (
-        attention_of(family, first_k_dense_replace=0)
-        if family == "deepseek_v2"
-        else attention_of(family)
-    )
+    block = attention_of(family, **{"first_k_dense_replace": 0} if family == FAMILIES[0] else {})
     x_BSD = random_normal(2, 7, 24).requires_grad_()
     layout, results, kept = layout_of(x_BSD), [], []
     block(x_BSD, layout)  # this makes the rotary tables
@@ -192,17 +188,13 @@ def test_under_torchs_checkpointing(reentrant: bool) -> None:
         assert plain.equal(again)
 
 
-def test_backward_twice_makes_them_twice() -> None:
+def test_backward_twice_makes_them_twice_and_without_autograd_nothing_is_registered() -> None:
     module, x_TI = Product(), torch.randn(3, 6, requires_grad=True)
     loss = module(x_TI)
     loss.backward(retain_graph=True)
     first = x_TI.grad.clone()  # type: ignore[union-attr]
     loss.backward()
     assert x_TI.grad.equal(2 * first)  # type: ignore[union-attr]
-
-
-def test_nothing_is_registered_without_autograd() -> None:
-    module = Product()
     with torch.no_grad(), PeakBytes() as alive:
         module(torch.randn(3, 6))
         assert alive.now == 0

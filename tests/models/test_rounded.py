@@ -13,6 +13,7 @@ from lather.config.config import LoopConfig, MoEConfig
 from lather.data.batches import Batch
 from lather.engine.engine import Engine
 from lather.models.adapted import add_adapters
+from lather.models.experts import Experts
 from lather.models.families import build_model
 from lather.models.lora import LoraConfig, fresh_adapters
 from lather.models.saving.rounded_weights import RoundedWeights
@@ -63,13 +64,13 @@ def engine_of(
 def step(engine: Engine, seed: int) -> list[Tensor | float]:
     batch = Batch.of_tokens(random_tokens(4, 7, seed=seed))
     result, _ = engine.launch_gradients(batch).read()
-    found = [result.loss, *(p.grad.clone() for p in engine.part.parameters() if p.grad is not None)]
+    trained = [p for p in engine.part.parameters() if p.grad is not None]
+    results = [result.loss, *(p.grad.clone() for p in trained)]
     with torch.no_grad():
-        for p in engine.part.parameters():
-            if p.grad is not None:
-                p.sub_(p.grad, alpha=0.1)
+        for p in trained:
+            p.sub_(p.grad, alpha=0.1)
     engine.parameters.clear_gradients()
-    return found
+    return results
 
 
 class Roundings(TorchDispatchMode):
@@ -95,14 +96,12 @@ def test_steps_have_the_bits_of_rounding_each_time(family: str, options: dict[st
     """There are two steps, because a copy of the first step's weights would show in the second."""
     engines = [engine_of(family, keep, **options) for keep in ("step", "product")]
     for seed in (3, 4):
-        kept, plain = (step(engine, seed) for engine in engines)
-        assert len(kept) == len(plain) > 10
-        assert kept[0] == plain[0]
-        assert all(one.equal(other) for one, other in zip(kept[1:], plain[1:], strict=True))  # type: ignore[union-attr, arg-type]
-    validation = [
-        engine.validation_loss(Batch.of_tokens(random_tokens(4, 7, seed=5))) for engine in engines
-    ]
-    assert validation[0] == validation[1]
+        cached, plain = (step(engine, seed) for engine in engines)
+        assert len(cached) == len(plain) > 10
+        assert cached[0] == plain[0]
+        assert all(x.equal(y) for x, y in zip(cached[1:], plain[1:], strict=True))  # type: ignore[union-attr, arg-type]
+    batch = Batch.of_tokens(random_tokens(4, 7, seed=5))
+    assert engines[0].validation_loss(batch) == engines[1].validation_loss(batch)
     assert not engines[0]._segments.rounded_weights.copies()
 
 
@@ -110,20 +109,13 @@ def test_each_stack_of_experts_is_rounded_once_in_a_step() -> None:
     numbers = {}
     for keep in ("step", "product"):
         engine = engine_of("qwen3_moe", keep)
-        experts = [
-            module.experts
-            for module in engine.part.modules()
-            if hasattr(module, "experts") and isinstance(module, nn.Module)
-        ]
+        experts = [module for module in engine.part.modules() if isinstance(module, Experts)]
         shapes = {p.shape for layer in experts for p in layer.parameters()}
         with Roundings(shapes) as counted:
             step(engine, 3)
         numbers[keep] = counted.number
     # two stacks, three layers; four micro-batches, forward and backward
-    assert numbers == {
-        "step": 2 * 3,
-        "product": 2 * 3 * 4 * 2,
-    }
+    assert numbers == {"step": 2 * 3, "product": 2 * 3 * 4 * 2}
 
 
 def test_a_weight_that_changes_or_goes_is_rounded_again() -> None:

@@ -1,5 +1,5 @@
 """Choice of the implementation of an operation: Triton for GPU tensors, the torch reference for all
-others. Also what references share: the dtype in which they compute, and blocks of rows; and matrix
+others. Also the dtype in which references compute, the blocks of rows that they process, and matrix
 products whose result is wider than the operands, which torch has on GPUs."""
 
 from __future__ import annotations
@@ -20,33 +20,28 @@ R = TypeVar("R")
 
 
 def run(operation: Callable[P, R], *arguments: P.args, **options: P.kwargs) -> R:
-    """The result of an operation of a `reference.py`; of that of the same name in the `triton.py`
-    beside it, if it has arguments on a GPU.
-
-    All tensors among `arguments` have to be there.
-    """
-    return fastest(operation, *(x for x in arguments if isinstance(x, Tensor)))(
-        *arguments, **options
-    )
+    """Run the fastest implementation of an operation of a `reference.py` for the tensors among the
+    arguments."""
+    tensors = (x for x in arguments if isinstance(x, Tensor))
+    return fastest(operation, *tensors)(*arguments, **options)
 
 
 def fastest(
     operation: Callable[P, R], *tensors: Tensor, in_reference: bool = False
 ) -> Callable[P, R]:
     """Return an operation of a `reference.py`, or that of the same name in the `triton.py` beside
-    it if the tensors are on a GPU; always the first with `in_reference`, for tensors that the
+    it if the tensors are on a GPU; with `in_reference` always the first, for tensors that the
     kernel does not take."""
     if in_reference or not use_triton(*tensors):
         return operation
     package = operation.__module__.rpartition(".")[0]
-    return cast(
-        Callable[P, R], getattr(importlib.import_module(f"{package}.triton"), operation.__name__)
-    )
+    kernels = importlib.import_module(f"{package}.triton")
+    return cast(Callable[P, R], getattr(kernels, operation.__name__))
 
 
 def use_triton(*tensors: Tensor) -> bool:
-    """Whether all tensors are on a GPU and Triton is installed. Callers import Triton only if this
-    is true."""
+    """Tell whether all tensors are on a GPU and Triton is installed. Callers import Triton only if
+    this is true."""
     return HAS_TRITON and all(is_gpu(tensor) for tensor in tensors)
 
 
@@ -56,7 +51,7 @@ def wide_dtype(x: Tensor) -> torch.dtype:
 
 
 def blocks(x_RD: Tensor, elements: int) -> Iterator[slice]:
-    """Yield the rows of blocks of a matrix; a block has at most so many elements, but at least one
+    """Yield the rows of blocks of a matrix that have at most `elements` elements, but at least one
     row."""
     num_rows = max(elements // max(x_RD.shape[1], 1), 1)
     return (slice(start, start + num_rows) for start in range(0, len(x_RD), num_rows))
@@ -64,8 +59,8 @@ def blocks(x_RD: Tensor, elements: int) -> Iterator[slice]:
 
 def wide_product(a: Tensor, b: Tensor, total: Tensor | None = None) -> Tensor:
     """Return the fp32 product of two bf16 or fp16 matrices on a GPU: the sums of the tensor cores,
-    which are not rounded to the operands' dtype. It is added to `total` (fp32) in place, in the
-    same kernel, if that is given."""
+    which are not rounded to the operands' dtype. With `total` (fp32) the kernel adds the product to
+    it in place."""
     if total is None:
         return torch.mm(a, b, out_dtype=torch.float32)
     return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)

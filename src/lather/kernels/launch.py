@@ -1,6 +1,5 @@
-"""Parts that the Triton implementations share: launches, sizes of tiles, and dtypes. Only
-`triton.py` files import this module, because Triton may not be installed.
-"""
+"""Launches, sizes of tiles and dtypes of the Triton implementations. Only `triton.py` files import
+this module, because Triton may not be installed."""
 
 from __future__ import annotations
 
@@ -22,8 +21,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
 
 
 def tile(num_columns: int, elements: int, *, whole_rows: bool = False) -> dict[str, int]:
-    """Return ROWS and BLOCK, the sizes of a tile with so many elements, both powers of 2; with
-    `whole_rows` a row always fits into one."""
+    """Return ROWS and BLOCK, the sizes of a tile with this number of elements, both powers of 2;
+    with `whole_rows` a row always fits into a tile."""
     block = triton.next_power_of_2(max(num_columns, 1))
     if not whole_rows:
         block = min(block, elements)

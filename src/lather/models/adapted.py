@@ -2,7 +2,7 @@
 
     attention         the projections of every block's attention
     experts           gate/up and down of the routed experts; each expert has an A and a B, and gate
-                      and up share one A
+                      and up share the same A
     shared_experts    gate, up and down of the shared experts
     dense             gate, up and down of dense blocks
 
@@ -37,7 +37,7 @@ FACTOR = re.compile(r".*[._]lora\.[AB]")
 
 def adaptable(model: Decoder) -> dict[str, str]:
     """Return the weights that can have an adapter, in order, each with its group."""
-    groups = {}
+    groups: dict[str, str] = {}
     for layer, block in enumerate(model.layers):
         assert isinstance(block, Block)
         for name, module in block.named_modules():
@@ -99,7 +99,7 @@ def add_adapters(model: Decoder, config: LoraConfig) -> None:
 
 
 def is_adapters(parameter: str) -> bool:
-    """Tell whether this is the name of an adapter's parameter, or of an expert's entry of one."""
+    """Tell whether this is the name of an adapter's parameter, or of an expert's entry of it."""
     return FACTOR.fullmatch(split_entry(parameter)[0]) is not None
 
 
@@ -118,7 +118,7 @@ def factor_names(parameter: str) -> tuple[str, str]:
 @dataclass(frozen=True)
 class MergedTensors:
     """The weights of a checkpoint with its adapters merged into them, read on demand; merging needs
-    memory for one more matrix."""
+    memory for another matrix."""
 
     stored: TensorSource
     scale: float

@@ -43,8 +43,8 @@ def _side_by_side(attended_BSHU: Tensor, recomputation: Recomputation) -> Tensor
 
 
 class MultiHeadLatentAttention(nn.Module):
-    """Causal attention whose keys and values come from a low-rank latent, with one rotary key
-    shared by all heads.
+    """Causal attention whose keys and values come from a low-rank latent, with a rotary key
+    that all heads share.
 
     Sizes are those of the published configuration (Hugging Face names). With `q_lora_rank` None the
     query has no latent.

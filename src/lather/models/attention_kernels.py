@@ -3,7 +3,7 @@
 A `lather.models.token_positions.SequenceLayout` says which tokens a token attends to. Plain causal
 attention needs no mask; windows and documents need a boolean mask on CPU, and flex attention's
 block mask on CUDA (not with a cache, because flex attention would be compiled again as T grows).
-With sinks (GPT-OSS, arXiv:2508.10925) the softmax includes one learned logit per head that has no
+With sinks (GPT-OSS, arXiv:2508.10925) the softmax includes a learned logit per head that has no
 value.
 
 Letters: B sequences, S positions, H heads, G key-value heads, N width of a head's query and key, U
@@ -42,7 +42,7 @@ def attend(
     a multiple of G.
 
     `scale` None means 1 / sqrt(N). With `window` a token attends to itself and to window - 1
-    earlier tokens. `sinks_H` are the logits of one more key per head, whose value is zero. The
+    earlier tokens. `sinks_H` are the logits of an additional key per head, whose value is zero. The
     result is computed in the values' dtype, because under autocast norms and biases may have
     widened queries and keys. Queries, keys and values that `recipe` can recompute are not saved for
     backward.
@@ -70,7 +70,7 @@ def attend(
 
 @dataclass(frozen=True)
 class Recipe:
-    """Recomputes some of the queries, keys and values of an attention call in backward."""
+    """Recomputes queries, keys or values of an attention call in backward."""
 
     recomputation: Recomputation
     which: tuple[int, ...]
@@ -105,7 +105,7 @@ def _with_sink_token(
     coordinate of its key and of all queries gives each head's sink as the logit.
 
     As the first token it is visible from everywhere in causal attention, so it needs no mask. The
-    output of its own query is unused."""
+    output of the token's query is unused."""
     sink_BHS1 = (sinks_H.to(q_BHSN.dtype) / scale)[:, None, None].expand(
         len(q_BHSN), -1, q_BHSN.shape[2], 1
     )

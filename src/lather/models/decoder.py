@@ -6,8 +6,8 @@
     4 combine            sums back to their tokens             all-to-all under expert parallelism
     5 aggregate          shared experts, residual              compute
 
-In a dense block segments 2 and 4 are identities. `forward` composes the segments in one autograd
-graph; every other way of running a block must give the same results. `set_memory` chooses which
+In a dense block segments 2 and 4 are identities. `forward` composes the segments in a single
+autograd graph; `lather.pipeline.segments` must give the same results. `set_memory` chooses which
 tensors the feed-forward layers save for backward; "reference" is plain autograd.
 
 Letters: B sequences, S positions, T = B * S tokens, D hidden size, E experts, K experts per token,
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from lather.kernels.linear_cross_entropy import linear_cross_entropy
 from lather.models.balance import LoadBalance
 from lather.models.experts import Experts
-from lather.models.family_config import FamilyConfig
+from lather.models.family import FamilyConfig
 from lather.models.key_value_cache import KeyValueCache
 from lather.models.layers import MEMORY_MODES, GatedMLP, Linear, RMSNorm
 from lather.models.moe import LOCAL_EXCHANGE, Dispatched, Exchange, MoE
@@ -138,7 +138,7 @@ class Block(nn.Module):
 
 @dataclass
 class DecoderOutput:
-    """The result of a forward pass: logits, or, if labels were given, the loss instead."""
+    """The result of a forward pass: logits, or with labels the loss instead."""
 
     logits_BSV: Float[Tensor, "b s v"] | None
     loss: Float[Tensor, ""] | None
@@ -150,7 +150,7 @@ class DecoderOutput:
         return _sum([routing.balance_loss for routing in self.routings])
 
     def z_loss(self) -> Float[Tensor, ""]:
-        """Sum the z-losses of the MoE blocks whose routers compute one (`Router.takes_z_loss`); 0
+        """Sum the z-losses of the MoE blocks whose routers compute it (`Router.takes_z_loss`); 0
         if there are none."""
         return _sum([routing.z_loss for routing in self.routings if routing.z_loss is not None])
 
@@ -160,8 +160,7 @@ def _sum(losses: list[Tensor]) -> Tensor:
 
 
 class RoutedModel(nn.Module):
-    """A module with blocks, some of which may have experts; its methods set options of all
-    blocks."""
+    """A module with blocks, with experts or dense; its methods set options of all blocks."""
 
     def routers(self) -> list[Router]:
         """Return the routers of the MoE blocks, in order."""
@@ -185,21 +184,21 @@ class RoutedModel(nn.Module):
                 module.keep_little()
 
     def compile_parts(self, **options: Any) -> int:
-        """Compile the parts that otherwise run as many small kernels in place, each as one full
-        graph; return how many there are.
+        """Compile the parts that otherwise run as many small kernels, in place, each as a full
+        graph; return the number of parts.
 
         These are norms and the preparation of queries, keys and values: a norm in fp32, the rotary
         embedding and the split into heads each read and write whole tensors several times;
-        compiled, forward and backward are one pass each. Other parts are not compiled: linear
-        layers, experts, router and loss have autograd functions that append weight gradients to a
-        queue, a side effect that a compiled backward cannot have; and attention itself is already
-        one fused kernel (on CUDA, flex attention is compiled where it is called). The small norms
-        of attention's latents are not compiled, because torch limits the number of widths for which
-        it compiles one function.
+        compiled, forward and backward read and write them once. Other parts are not compiled:
+        linear layers, experts, router and loss have autograd functions that append weight gradients
+        to a queue, a side effect that a compiled backward cannot have; and attention itself is
+        already a fused kernel (on CUDA, flex attention is compiled where it is called). The small
+        norms of attention's latents are not compiled, because torch limits the number of widths for
+        which it compiles a function.
 
         `options` are those of `torch.compile`: backend, mode and so on. Names and values of
-        parameters do not change. Results are equal up to rounding. A second batch size causes one
-        more compilation, which then serves all sizes. All compilation is in forward passes: what
+        parameters do not change. Results are equal up to rounding. A second batch size causes
+        another compilation, which then serves all sizes. All compilation is in forward passes: what
         backward recomputes runs there once before (`Recomputation`).
         """
         options = {"fullgraph": True, "dynamic": None, **options}

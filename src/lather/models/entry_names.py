@@ -1,5 +1,5 @@
-"""Names of a model's tensors in a file: a stack of routed experts is one parameter of the model,
-and one entry per expert in the file.
+"""Names of a model's tensors in a file: a stack of routed experts is a single parameter of the
+model, and an entry per expert in the file.
 
 So a file does not depend on which rank had which experts.
 """
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 
 def is_stack(name: str) -> bool:
-    """Tell whether the parameter is a stack of routed experts, one at each index of dim 0."""
+    """Tell whether the parameter is a stack of routed experts, an expert at each index of dim 0."""
     return ".experts." in f".{name}"
 
 

@@ -10,7 +10,7 @@ weighted sum per token.
                               <dy_g, W_down h_g> = <W_down^T dy_g, h_g>, and the left factor is
                               computed anyway
 
-With memory="recompute" gate/up is not saved either, which costs one more gather and product in
+With memory="recompute" gate/up is not saved either, which costs another gather and product in
 backward. memory="reference" is the plain formula in plain autograd, against which the others are
 tested. Adapters (`lather.models.lora`) save nothing: backward recomputes their products.
 
@@ -38,13 +38,13 @@ from lather.models.grouped_products import grouped_sum, grouped_weight_gradient,
 from lather.models.layers import GatedCall, compute_dtype, reset_parameters, without_autocast
 from lather.models.lora import AdaptedStack, Adapter, merged
 from lather.models.saving.rounded_weights import Rounding
-from lather.models.saving.weight_gradients import Deferrable, weight_gradient
+from lather.models.saving.weight_gradients import Deferrable, WeightGradients, weight_gradient
 from lather.shapes import Float, Int
 
 
 class Experts(Deferrable, Rounding, nn.Module):
-    """E gated MLPs as stacked weights, with gate and up in one stack: `gate_up_proj` (E, 2F, D),
-    `down_proj` (E, D, F), optional biases.
+    """E gated MLPs as stacked weights, with gate and up in the same stack: `gate_up_proj` (E, 2F,
+    D), `down_proj` (E, D, F), optional biases.
 
     `gate` defines the activation and the order of the columns of gate and up. `gate_up_lora` and
     `down_lora` are the adapters of the two stacks, if there are any.
@@ -96,26 +96,22 @@ class Experts(Deferrable, Rounding, nn.Module):
         route = plan_route(
             experts_RK, len(self.down_proj), run_alignment(x_RD.device, dtype), num_pairs
         )
-        adapters = (self.gate_up_lora, self.down_lora)
-        scales = tuple(0.0 if adapter is None else adapter.scale for adapter in adapters)
+        parameters: list[Tensor | None] = []
+        scales = []
+        for weight, bias, adapter in (
+            (self.gate_up_proj, self.gate_up_bias, self.gate_up_lora),
+            (self.down_proj, self.down_bias, self.down_lora),
+        ):
+            factors = (None, None) if adapter is None else (adapter.A, adapter.B)
+            parameters += [weight, bias, *factors]
+            scales.append(0.0 if adapter is None else adapter.scale)
         call = _Call(
             dtype,
             self.memory == "saved",
             self.weight_gradients,
             self.rounded_weights,
             self.gate,
-            scales,
-        )
-        gate_up_factors, down_factors = (
-            (None, None) if adapter is None else (adapter.A, adapter.B) for adapter in adapters
-        )
-        parameters = (
-            self.gate_up_proj,
-            self.gate_up_bias,
-            *gate_up_factors,
-            self.down_proj,
-            self.down_bias,
-            *down_factors,
+            tuple(scales),
         )
         with no_autocast(x_RD):
             return _RoutedExperts.apply(x_RD, weights_RK, call, route, *parameters)  # type: ignore[no-untyped-call]
@@ -148,7 +144,7 @@ class Experts(Deferrable, Rounding, nn.Module):
 
 
 def plain_gate(gate_up_NH: Float[Tensor, "n f2"], gate: Gate) -> Float[Tensor, "n f"]:
-    """Compute the activation of gate and up with torch's own operations, in the input's dtype."""
+    """Compute the activation of gate and up with torch's operations, in the input's dtype."""
     if gate.interleaved:
         gate_NF, up_NF = gate_up_NH[:, 0::2], gate_up_NH[:, 1::2]
     else:
@@ -171,10 +167,11 @@ class _Call(GatedCall):
 
     def stacks(self, end_E: Tensor, parameters: Sequence[Any]) -> tuple[AdaptedStack, AdaptedStack]:
         """Return the stacks of gate/up and of down for the parameters of the autograd function."""
-        of_stacks = zip((parameters[:4], parameters[4:]), self.scales, strict=True)
         gate_up, down = (
             AdaptedStack(weight, bias, a, b, scale, end_E, self.cache)
-            for (weight, bias, a, b), scale in of_stacks
+            for (weight, bias, a, b), scale in zip(
+                (parameters[:4], parameters[4:]), self.scales, strict=True
+            )
         )
         return gate_up, down
 
@@ -196,12 +193,12 @@ class _RoutedExperts(torch.autograd.Function):
         gate_up_GH = gate_up.linear(_rows_of(x_RD.to(call.dtype), route.token_G))
         y_GD = down.linear(gate_forward(gate_up_GH, call.gate))
         y_RD = combine_forward(y_GD, route.row_TK, weights_RK)
-        kept_GH = gate_up_GH if call.keep_gate_up else None
+        saved_GH = gate_up_GH if call.keep_gate_up else None
         ctx.call, ctx.parameters = call, parameters
         ctx.save_for_backward(
             x_RD,
             weights_RK,
-            kept_GH,
+            saved_GH,
             route.token_G,
             route.row_TK,
             route.count_E,
@@ -216,7 +213,6 @@ class _RoutedExperts(torch.autograd.Function):
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
         """dy_g, the gradient of row g's output, is w_g times the gradient of its token; w_g
         multiplies the factor of size F in each product."""
-        # four of them are the route
         x_RD, weights_RK, gate_up_GH, token_G, row_RK, _, end_E, *saved = ctx.saved_tensors
         call: _Call = ctx.call
         parameters = list(map(call.cache.in_backward, ctx.parameters, saved))
@@ -225,15 +221,9 @@ class _RoutedExperts(torch.autograd.Function):
         if gate_up_GH is None:
             gate_up_GH = gate_up.linear(_rows_of(x_RD.to(call.dtype), token_G))
         needs_x, _, _, _, *needs = ctx.needs_input_grad
-
-        def gradient(
-            number: int, later: Callable[[], Tensor], now: Callable[[], Tensor] | None = None
-        ) -> Tensor | None:
-            return (
-                weight_gradient(call.queue, ctx.parameters[number], later, now)
-                if needs[number]
-                else None
-            )
+        gradient = partial(_gradient, call.queue, ctx.parameters, needs)
+        of_gate_up: list[Tensor | None] = [None] * 4
+        of_down: list[Tensor | None] = [None] * 4
 
         grad_GD = _rows_of(grad_RD, token_G)
         weight_G = _weight_of_row(weights_RK, row_RK, len(token_G))
@@ -241,37 +231,40 @@ class _RoutedExperts(torch.autograd.Function):
         grad_gate_up_GH, h_GF, dot_G = gate_backward(grad_h_GF, gate_up_GH, call.gate, weight_G)
         assert dot_G is not None
         del grad_h_GF, gate_up_GH
-        gathered = partial(grouped_weight_gradient, grad_GD, h_GF, end_E)
-        grad_down = gradient(4, partial(_down_gradient, grad_RD, h_GF, token_G, end_E), gathered)
-        of_down_factors = down.factor_gradients(grad_GD, h_GF) if any(needs[6:]) else (None, None)
-        del h_GF, gathered
+        at_once = partial(grouped_weight_gradient, grad_GD, h_GF, end_E)
+        of_down[0] = gradient(4, partial(_down_gradient, grad_RD, h_GF, token_G, end_E), at_once)
+        if any(needs[6:]):
+            of_down[2:] = down.factor_gradients(grad_GD, h_GF)
+        del h_GF, at_once
         if down.bias_EO is not None:
             dot_G = dot_G + (grad_GD * down.bias_of_rows(grad_GD)).sum(-1, dtype=dot_G.dtype)
-        grad_down_bias = gradient(
-            5, partial(_down_bias_gradient, grad_RD, weight_G, token_G, end_E)
-        )
+        of_down[1] = gradient(5, partial(_down_bias_gradient, grad_RD, weight_G, token_G, end_E))
         grad_weights_RK = _rows_to_slots(dot_G, row_RK).to(weights_RK.dtype)
         del grad_GD
 
-        grad_gate_up = gradient(
-            0, partial(_gate_up_gradient, grad_gate_up_GH, x_RD, token_G, end_E)
-        )
-        of_gate_up_factors: tuple[Tensor | None, Tensor | None] = (None, None)
+        operands = (grad_gate_up_GH, x_RD, token_G, end_E)
+        of_gate_up[0] = gradient(0, partial(_gate_up_gradient, *operands))
         if any(needs[2:4]):
-            of_gate_up_factors = gate_up.factor_gradients(
-                grad_gate_up_GH, _rows_of(x_RD.to(call.dtype), token_G)
-            )
-        grad_gate_up_bias = gradient(1, partial(grouped_sum, grad_gate_up_GH, end_E))
-        grad_x = (
-            combine_forward(gate_up.transposed(grad_gate_up_GH), row_RK).to(x_RD.dtype)
-            if needs_x
-            else None
-        )
-        of_gate_up, of_down = (
-            (grad_gate_up, grad_gate_up_bias, *of_gate_up_factors),
-            (grad_down, grad_down_bias, *of_down_factors),
-        )
-        return grad_x, grad_weights_RK, None, None, *of_gate_up, *of_down
+            x_GD = _rows_of(x_RD.to(call.dtype), token_G)
+            of_gate_up[2:] = gate_up.factor_gradients(grad_gate_up_GH, x_GD)
+            del x_GD
+        of_gate_up[1] = gradient(1, partial(grouped_sum, grad_gate_up_GH, end_E))
+        grad_x_RD = None
+        if needs_x:
+            grad_x_RD = combine_forward(gate_up.transposed(grad_gate_up_GH), row_RK).to(x_RD.dtype)
+        return grad_x_RD, grad_weights_RK, None, None, *of_gate_up, *of_down
+
+
+def _gradient(
+    queue: WeightGradients | None,
+    parameters: Sequence[Any],
+    needs: Sequence[bool],
+    number: int,
+    later: Callable[[], Tensor],
+    now: Callable[[], Tensor] | None = None,
+) -> Tensor | None:
+    """Return `weight_gradient` of the parameter with this number, if it needs a gradient."""
+    return weight_gradient(queue, parameters[number], later, now) if needs[number] else None
 
 
 def _rows_of(x_RD: Tensor, token_G: Tensor) -> Tensor:

@@ -26,17 +26,13 @@ from lather.torch_private import recompile_limit, recompile_limit_hit
 
 FLEX_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FLEX_MIN_WIDTH = 16
-FLEX_WIDE = 128
-FLEX_TILES_WIDE_FP32: FlexKernelOptions = {
-    "fwd_BLOCK_M": 32,
-    "fwd_BLOCK_N": 32,
-    "fwd_num_stages": 1,
-}  # type: ignore[typeddict-unknown-key]
+"""Smallest width of a head that flex attention takes."""
+SMALL_TILES: FlexKernelOptions = {"fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32, "fwd_num_stages": 1}  # type: ignore[typeddict-unknown-key]
 MOST_VARIANTS = 64
 """Variants of a function of flex attention that a process may compile. It is compiled for each kind
 of mask (rows or documents, with a window or without), with gradients and without, and for at most
-five shapes: the first, other batch sizes, a batch of one, other lengths, and a batch of one of
-other lengths. That makes 40; torch's own limit is 8."""
+five shapes: the first, other batch sizes, batch size 1, other lengths, and batch size 1 with
+other lengths. That makes 40; torch's limit is 8."""
 
 
 def flexible_attention(
@@ -50,19 +46,15 @@ def flexible_attention(
     """Attend with flex attention, compiled on CUDA. A sink only scales the output by exp(lse) /
     (exp(lse) + exp(sink))."""
     attention = for_device(flex_attention, q_BHSN.device)
-    options = {
-        "enable_gqa": q_BHSN.shape[1] != k_BGSN.shape[1],
-        "kernel_options": flex_options(q_BHSN),
-    }
-    aux_request = AuxRequest(lse=sinks_H is not None)
     y_BHSU, aux = attention(
         q_BHSN,
         k_BGSN,
         v_BGSU,
         block_mask=block_mask,
         scale=scale,
-        return_aux=aux_request,
-        **options,
+        enable_gqa=q_BHSN.shape[1] != k_BGSN.shape[1],
+        kernel_options=flex_options(q_BHSN),
+        return_aux=AuxRequest(lse=sinks_H is not None),
     )
     if sinks_H is None:
         return y_BHSU
@@ -75,11 +67,8 @@ def flex_options(q_BHSN: Tensor) -> FlexKernelOptions | None:
     stages, exceeds a block's shared memory; else None. This happens for fp32 heads wider than 128,
     which are padded to 256. The smaller tiles take 32 + 32 + 32 KiB if values are as wide; the
     smallest GPUs have 99 KiB. (The backward kernel has tiles of 16 x 16 in fp32.)"""
-    return (
-        FLEX_TILES_WIDE_FP32
-        if q_BHSN.dtype == torch.float32 and q_BHSN.shape[-1] > FLEX_WIDE
-        else None
-    )
+    is_wide = q_BHSN.dtype == torch.float32 and q_BHSN.shape[-1] > 128
+    return SMALL_TILES if is_wide else None
 
 
 @functools.cache

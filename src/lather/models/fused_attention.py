@@ -46,7 +46,7 @@ class Form:
     padded: bool = True
     """Narrower tensors are padded with zeros to equal widths."""
     repeated: bool = False
-    """Each query head has its own key and value head, a view or copy of its group's."""
+    """Each query head has a key and a value head, which are views or copies of its group's."""
     cudnn: bool = True
     """torch may choose cuDNN's kernel."""
 

@@ -1,9 +1,9 @@
-"""Generates text with a decoder: continues prompts side by side, one token of each at a time.
+"""Generates text with a decoder: continues prompts side by side, a token of each at a time.
 
 With a key-value cache the model reads each token once, until a row is longer than the context. From
 then on it reads the last `context` tokens of each row again for every new token, as if the text
 began there. This is exact, but costs a whole forward pass over the context per token. Each row
-draws from its own generator, so that up to rounding its text does not depend on the other rows.
+draws from a separate generator, so that up to rounding its text does not depend on other rows.
 
 Letters: B rows that have not ended, S tokens read now, V vocabulary, K tokens to choose from.
 """
@@ -60,7 +60,7 @@ class Sampling:
         )
         weights_K = logits_K.softmax(-1)
         if self.top_p < 1:
-            # 0 for the most likely token, which is always kept
+            # 0 for the most likely token, which always remains
             before_K = weights_K.cumsum(-1) - weights_K
             weights_K = weights_K.masked_fill(before_K >= self.top_p, 0)
         return int(tokens_K[torch.multinomial(weights_K, 1, generator=generator)])
@@ -79,8 +79,8 @@ class Continuations:
         generators: Sequence[torch.Generator | None] | None = None,
         stop_tokens: Iterable[int] = (),
     ) -> None:
-        """`context`: the model reads at most this number of tokens of a row, the last ones;
-        `generators`: one for each row, on CPU; None: torch's default.
+        """`context`: the model reads at most this number of tokens at the end of a row;
+        `generators`: a generator for each row, on CPU; None: torch's default.
 
         Raises ValueError for an empty prompt or a context below 1, UserError for a token outside
         the vocabulary.
@@ -104,7 +104,7 @@ class Continuations:
         self._stop_tokens = frozenset(stop_tokens)
         self._device = next(model.parameters()).device
         self._cache: KeyValueCache | None = None
-        self._cached: list[int] = []
+        self._cached_rows: list[int] = []
 
     @torch.no_grad()
     def step(self) -> dict[int, int]:
@@ -131,10 +131,10 @@ class Continuations:
         if self._cache is None or max(map(len, rows)) > self._context:
             tokens_BS = self._restart([tokens[-self._context :] for tokens in rows])
         else:
-            if self._cached != self.unfinished:
-                self._cache.keep_rows([self._cached.index(row) for row in self.unfinished])
+            if self._cached_rows != self.unfinished:
+                self._cache.keep_rows([self._cached_rows.index(row) for row in self.unfinished])
             tokens_BS = torch.tensor([tokens[-1:] for tokens in rows], device=self._device)
-        self._cached = list(self.unfinished)
+        self._cached_rows = list(self.unfinished)
         x_BSD, _ = self._model.hidden(tokens_BS, cache=self._cache)
         return self._model.lm_head(x_BSD[:, -1])
 

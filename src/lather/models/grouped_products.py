@@ -1,4 +1,4 @@
-"""Multiplies rows that are grouped by expert with one matrix per expert.
+"""Multiplies rows that are grouped by expert with the matrix of their expert.
 
 `F.grouped_mm` is used where it is correct and fast: in bf16 on CUDA (compute capabilities 9 and 10;
 for others it loops over experts and waits for the device), and in fp32, fp16 and bf16 on CPU, for
@@ -101,7 +101,7 @@ def _runs(end_E: Tensor) -> Iterator[tuple[int, slice]]:
 
 
 def _sound(operand: Tensor) -> bool:
-    """Tell whether `F.grouped_mm` supports this operand; it does not support empty ones."""
+    """Tell whether `F.grouped_mm` supports this operand, which must not be empty."""
     dtypes = [torch.float32, torch.bfloat16, torch.float16]
     if is_gpu(operand):
         major, _ = gpu_module(operand.device).get_device_capability(operand.device)

@@ -16,14 +16,14 @@ class KeyValueCache:
 
     Rows of a batch may have different lengths: shorter rows are padded on the left, so that all
     rows end in the same slot. T is the number of slots: of all cached tokens, including padding and
-    the S new ones.
+    the S new tokens.
     """
 
     def __init__(self, padding_B: Int[Tensor, " b"] | None = None) -> None:
         """`padding_B`: number of slots at the start of each row that hold no token; None: 0."""
         self.padding_B = padding_B
         self.most_padding = 0 if padding_B is None or not len(padding_B) else int(padding_B.max())
-        """The largest number of such slots of a row, of all rows that there were."""
+        """The largest number of these slots of any row, also of rows that have been dropped."""
         self.length = 0
         """Number of slots of every row."""
         self._rooms: dict[tuple[nn.Module, int], Tensor] = {}

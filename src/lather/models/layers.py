@@ -1,10 +1,9 @@
 """Layers shared by the model families: RMSNorm, linear layers and the gated MLP, which save little
 memory for backward.
 
-    RMSNorm      saves its input and one number per row; plain autograd saves two more copies, in
-                 fp32
+    RMSNorm      saves its input and a number per row; plain autograd saves two more copies, in fp32
     Linear       saves its input once for all layers that `project` it; autocast saves a copy for
-                 each layer, and one of each weight; with an adapter (`lather.models.lora`), also
+                 each layer, and a copy of each weight; with an adapter (`lather.models.lora`), also
                  (T, r)
     GatedMLP     saves its input and gate/up; plain autograd saves two more tensors (T, F); backward
                  recomputes the gated product
@@ -45,7 +44,7 @@ everything that plain autograd saves."""
 
 def compute_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype in which products of x are computed: autocast's dtype inside autocast, else
-    x's own."""
+    the dtype of x."""
     device = x.device.type
     if x.is_meta or x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
         return x.dtype
@@ -61,8 +60,8 @@ def without_autocast(backward: B) -> B:
 
     @wraps(backward)
     def run(ctx: Any, *grads: Tensor | None) -> Any:
-        some = next((grad for grad in grads if grad is not None), None)
-        with nullcontext() if some is None else no_autocast(some):
+        grad = next((grad for grad in grads if grad is not None), None)
+        with nullcontext() if grad is None else no_autocast(grad):
             return backward(ctx, *grads)
 
     return cast(B, run)
@@ -70,8 +69,8 @@ def without_autocast(backward: B) -> B:
 
 @torch.no_grad()
 def reset_parameters(module: nn.Module) -> None:
-    """Draw a module's own weights as `nn.Linear` does, uniformly within 1 / sqrt(inputs); set its
-    biases to 0."""
+    """Draw the weights of a module without submodules as `nn.Linear` does, uniformly within
+    1 / sqrt(inputs); set its biases to 0."""
     for name, p in module.named_parameters(recurse=False):
         if name.endswith("bias"):
             p.zero_()
@@ -95,7 +94,7 @@ class Linear(Deferrable, Rounding, nn.Linear):
     """x W^T + b: like `nn.Linear`, with the same names and initial values. With memory="reference"
     it uses plain autograd.
 
-    `lora` is the adapter of its weight, if there is one.
+    `lora` is the adapter of its weight, if there is any.
     """
 
     memory = "saved"
@@ -112,31 +111,33 @@ class Linear(Deferrable, Rounding, nn.Linear):
 
 
 def project(x: Float[Tensor, "*batch i"], *layers: nn.Module) -> tuple[Float[Tensor, "..."], ...]:
-    """Return each layer's output for the same x, which is saved only once, in its own dtype.
+    """Return each layer's output for the same x, which is saved only once, and not rounded.
 
-    The gradients of x are added in its own dtype, which under autocast is wider than that of the
-    products. If one of the layers is not a `Linear` (another library has replaced it by an
-    adapter), all are called one by one; otherwise hooks on the layers do not run."""
-    ours = [layer for layer in layers if isinstance(layer, Linear) and layer.memory != "reference"]
-    if len(ours) != len(layers):
+    The gradients of x are added in the dtype of x, which under autocast is wider than that of the
+    products. If any layer is not a `Linear` (another library has replaced it by an adapter), each
+    layer is called by itself; otherwise hooks on the layers do not run."""
+    linears = [
+        layer for layer in layers if isinstance(layer, Linear) and layer.memory != "reference"
+    ]
+    if len(linears) != len(layers):
         return tuple(layer(x) for layer in layers)
     products = [
         Product(layer.weight, layer.bias, layer.weight_gradients, layer.rounded_weights)
-        for layer in ours
+        for layer in linears
     ]
     adapters = [
         (index, layer.lora, product)
-        for index, (layer, product) in enumerate(zip(ours, products, strict=True))
+        for index, (layer, product) in enumerate(zip(linears, products, strict=True))
         if layer.lora
     ]
     with_a = [replace(product, weight=adapter.A, bias=None) for _, adapter, product in adapters]
     outputs = list(multiply(x, compute_dtype(x), *products, *with_a))
-    for (index, adapter, product), x_Tr in zip(adapters, outputs[len(ours) :], strict=True):
+    for (index, adapter, product), x_Tr in zip(adapters, outputs[len(linears) :], strict=True):
         (added,) = multiply(
             x_Tr, compute_dtype(x_Tr), replace(product, weight=adapter.B, bias=None)
         )
         outputs[index] = torch.add(outputs[index], added, alpha=adapter.scale)
-    return tuple(outputs[: len(ours)])
+    return tuple(outputs[: len(linears)])
 
 
 @dataclass(frozen=True)
@@ -152,8 +153,8 @@ class Product:
 def multiply(
     x: Float[Tensor, "*batch i"], dtype: torch.dtype, *products: Product
 ) -> tuple[Float[Tensor, "..."], ...]:
-    """Return x W^T + b in this dtype for each of the products. x is saved once for all, in its own
-    dtype."""
+    """Return x W^T + b in this dtype for each of the products. x is saved once for all, and not
+    rounded."""
     parameters = [parameter for product in products for parameter in (product.weight, product.bias)]
     with no_autocast(x):
         return _Linears.apply(x, dtype, products, *parameters)  # type: ignore[no-untyped-call]

@@ -50,9 +50,8 @@ class LoraConfig:
     def __post_init__(self) -> None:
         require(self.rank >= 0, "lora.rank", self.rank, "at least 0")
         require(0 < self.alpha < math.inf, "lora.alpha", self.alpha, "above 0 and finite")
-        given = bool(self.targets) and all(self.targets)
         require(
-            given,
+            bool(self.targets) and all(self.targets),
             "lora.targets",
             self.targets,
             "one or more of attention, experts, shared_experts, dense and patterns of names",
@@ -78,7 +77,7 @@ class Adapter(nn.Module):
 
 
 def merged(weight: Float[Tensor, "*e o i"], adapter: Adapter | None) -> Float[Tensor, "*e o i"]:
-    """Return the weight with its adapter, if it has one, merged into it, in plain autograd."""
+    """Return the weight with its adapter, if any, merged into it, in plain autograd."""
     return weight if adapter is None else weight + adapter.scale * (adapter.B @ adapter.A)
 
 

@@ -7,7 +7,7 @@ routing, shared experts that get every token. No token is ever dropped; an exper
 An `Exchange` sends tokens to the ranks of their experts, and the partial sums of each rank back. A
 token is sent to a rank only once, even if several of its experts are there: that rank copies its
 row for each expert, and weights and sums the results. So the tensors that are sent and saved are
-(R, D), never (T * K, D). With one rank nothing is sent.
+(R, D), never (T * K, D). With a single rank nothing is sent.
 
 Letters: T tokens of this rank, R tokens that this rank's experts receive, D hidden size, E experts,
 K experts per token.
@@ -65,7 +65,7 @@ class Exchange:
     each is the other's adjoint.
 
     This class is the exchange if all experts are on this rank: nothing is sent, and results may be
-    the arguments themselves. Exchanges between ranks are subclasses with methods of their own
+    the arguments themselves. Exchanges between ranks are subclasses that override all methods
     (`lather.parallel.expert_exchange`).
 
     Both exist in two forms: differentiable, and asynchronous without autograd (`start_...`), so

@@ -26,11 +26,11 @@ from lather.shapes import Float, Int
 
 @dataclass(frozen=True)
 class YarnConfig:
-    """YaRN, which adapts a model that was trained on short sequences to longer ones. Field names
-    are the published ones."""
+    """YaRN, which adapts a model that was trained on short sequences to longer sequences. The
+    fields have their published names."""
 
     factor: float = 1.0
-    """Ratio of the new maximal length to the original one; 1: no change."""
+    """Ratio of the new maximal length to the original length; 1: no change."""
     original_max_position_embeddings: int = 4096
     """Original maximal length of a sequence, in tokens."""
     beta_fast: float = 32.0
@@ -41,7 +41,7 @@ class YarnConfig:
     divided by `factor`; those between `beta_slow` and `beta_fast` are interpolated."""
     mscale: float | None = None
     """The rotated vectors are multiplied by 1 + 0.1 `mscale` ln(factor), divided by the same term
-    with `mscale_all_dim`; used only if both are given."""
+    with `mscale_all_dim`; used only if both are set."""
     mscale_all_dim: float | None = None
     """See `mscale`; in DeepSeek-V2 the softmax's scale is also multiplied by (1 + 0.1
     `mscale_all_dim` ln(factor))^2."""

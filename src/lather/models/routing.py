@@ -129,8 +129,8 @@ class Router(Deferrable, nn.Module):
         return Routing(experts_TK, weights_TK, count_E, balance, z, balance_count_E, num_pairs)
 
     def logits(self, x_TD: Float[Tensor, "t d"]) -> Float[Tensor, "t e"]:
-        """Compute x W^T + b in fp32 or wider, for any dtype of x and autocast, saving x only in its
-        own dtype."""
+        """Compute x W^T + b in fp32 or wider, for any dtype of x and autocast. x is not saved in a
+        wider dtype."""
         product = Product(self.weight, self.bias, self.weight_gradients)
         return multiply(x_TD, torch.promote_types(x_TD.dtype, torch.float32), product)[0]
 
@@ -206,7 +206,7 @@ class Router(Deferrable, nn.Module):
     @torch.no_grad()
     def update_correction_bias(self, count_E: Int[Tensor, " e"], rate: float) -> None:
         """After a step whose experts had `count_E` rows, raise the bias of underloaded experts by
-        `rate`, and lower that of overloaded ones."""
+        `rate`, and lower the bias of overloaded experts."""
         assert self.e_score_correction_bias is not None, "call enable_loss_free_balancing first"
         load_E = count_E.to(self.e_score_correction_bias)
         self.e_score_correction_bias += rate * (load_E.mean() - load_E).sign()
@@ -235,7 +235,7 @@ def _check_options(
 
 @contextlib.contextmanager
 def counting_step(routers: Iterable[Router]) -> Iterator[None]:
-    """Enclose the forward passes of one optimizer step, over which balance losses at the level of
+    """Enclose the forward passes of an optimizer step, over which balance losses at the level of
     the global batch count rows."""
     balances = [router.balance for router in routers]
     for balance in balances:

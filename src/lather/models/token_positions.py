@@ -2,7 +2,7 @@
 attention derives from them.
 
 They are computed once per forward pass and shared by all layers. Plain causal attention needs no
-mask. Windows and documents need one boolean (S + 1, S + 1) mask per distinct window on CPU, and on
+mask. Windows and documents need a boolean (S + 1, S + 1) mask per distinct window on CPU, and on
 CUDA flex attention's block mask, which has no (S, S) elements.
 
 Letters: B sequences, S positions, T = B * S tokens (in masks: keys, which are all slots of a
@@ -57,7 +57,7 @@ class SequenceLayout:
 
     `cu_seqlens` packs several documents into the batch, as in flash-attention's varlen functions:
     it has the boundaries of the documents among the B * S tokens in row order, from 0 to B * S, not
-    descending (a repeated boundary is an empty document). A token attends only to its own document,
+    descending (a repeated boundary is an empty document). A token attends only to its document,
     and positions restart with each. The ends of rows are always boundaries. The values are read on
     the host, which waits for the device unless the tensor is on CPU.
 
@@ -65,8 +65,8 @@ class SequenceLayout:
     them as well.
 
     Raises TypeError if `cu_seqlens` does not hold integers, and ValueError if its values are not
-    such boundaries, or if the cache does not fit: outside `torch.no_grad()`, with packed documents,
-    or with padding for another number of rows.
+    boundaries as described, or if the cache does not fit: outside `torch.no_grad()`, with packed
+    documents, or with padding for another number of rows.
     """
 
     def __init__(
@@ -84,9 +84,9 @@ class SequenceLayout:
         self.padding_B: Int[Tensor, " b"] | None = None
         """Number of slots at the start of each row of the cache that hold no token; None: 0."""
         self.positions: Int[Tensor, "b s"] = torch.arange(length, device=device).unsqueeze(0)
-        """Position of each token in its document; (1, S) if each row is one document."""
+        """Position of each token in its document; (1, S) if each row is a single document."""
         self.documents: Int[Tensor, "b s"] | None = None
-        """Number of each token's document; None if each row is one document."""
+        """Number of each token's document; None if each row is a single document."""
         self.padding: Padding | None = None
         """The positions that hold no token, at which the router looks; None: there is none."""
         self._made: dict[Any, Any] = {}
@@ -136,13 +136,15 @@ class SequenceLayout:
         positions that hold no token.
 
         Experts and their balance leave these out. Attention does not: a token attends to earlier
-        ones, and padding comes last or is a document of its own. The values are read on the host.
+        tokens, and padding comes last or is a document by itself. The values are read on the host.
         Raises ValueError if the shape is not (B, S).
         """
         shape = (self.batch, self.length)
         if padding_BS is not None and tuple(padding_BS.shape) != shape:
-            given = tuple(padding_BS.shape)
-            raise ValueError(f"padding_BS has shape {given}: it must be {shape}, like the tokens'")
+            raise ValueError(
+                f"padding_BS has shape {tuple(padding_BS.shape)}: it must be {shape}, like the "
+                "tokens'"
+            )
         if padding_BS is None or not padding_BS.any():
             return self
         layout = copy.copy(self)
@@ -150,9 +152,9 @@ class SequenceLayout:
         return layout
 
     def forget(self) -> None:
-        """Free masks and tables of packed documents, because each micro-batch of a step has its
-        own; they are computed again when needed. Without documents all micro-batches share one
-        layout, and nothing is freed."""
+        """Free masks and tables of packed documents, which only this micro-batch of a step has;
+        they are computed again when needed. Without documents all micro-batches share a layout, and
+        nothing is freed."""
         if self.documents is not None:
             self._made.clear()
 
@@ -169,11 +171,11 @@ class SequenceLayout:
         return self._once(("rotary", rotary, wide), make)
 
     def is_plain(self, window: int | None) -> bool:
-        """Tell whether every token attends to all earlier ones of its row."""
+        """Tell whether every token attends to all earlier tokens of its row."""
         return not self._rows_differ() and self.start == 0 and self._effective(window) is None
 
     def _rows_differ(self) -> bool:
-        """Tell whether the rows of the batch have masks of their own."""
+        """Tell whether the rows of the batch have different masks."""
         return self.documents is not None or self.padding_B is not None
 
     def mask(self, window: int | None) -> Bool[Tensor, "b 1 s t"]:
@@ -184,10 +186,10 @@ class SequenceLayout:
         def make() -> Tensor:
             key_T = torch.arange(self.start + self.length, device=self.device)
             batch_B = torch.arange(self.batch if self._rows_differ() else 1, device=self.device)
-            seen_BST = self._sees(window)(
+            visible_BST = self._sees(window)(
                 batch_B[:, None, None], 0, key_T[self.start :, None], key_T
             )
-            mask_BST = F.pad(seen_BST.expand(len(batch_B), -1, -1), (1, 0, 1, 0))
+            mask_BST = F.pad(visible_BST.expand(len(batch_B), -1, -1), (1, 0, 1, 0))
             mask_BST[..., 0] = True
             return mask_BST.unsqueeze(1)
 

@@ -28,7 +28,7 @@ from lather.config.changes import CHANGES, Change, History, class_of, difference
 from lather.config.config import Config
 from lather.config.fields import merged
 from lather.config.run_folder import PROVENANCE, run_folder
-from lather.config.toml_file import config_to_toml, load_run
+from lather.config.toml_file import config_from_mapping, config_to_toml, load_run
 from lather.errors import ConfigError, RunError, UserError, as_toml
 from lather.files import read_rows, reason, write_aside
 from lather.train.companions import COMPANION_FOLDER

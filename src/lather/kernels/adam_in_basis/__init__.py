@@ -31,15 +31,16 @@ def adam_in_basis(
 
     Args:
         g: gradient of any shape, which is not changed.
-        exp_avg, exp_avg_sq: first and second moment, in the dtype of `g` or a narrower one; u is
-        computed before they are rounded. step: t, 1 for the first gradient.
+        exp_avg, exp_avg_sq: first and second moment, in the dtype of `g` or a narrower dtype; u is
+            computed before they are rounded.
+        step: t, 1 for the first gradient.
         betas: decay rates of the first and second moment, each in [0, 1).
-        eps: number added to the root of the second moment, or numbers (B,), one for each matrix of
-            `g` (B, ...), in its dtype.
+        eps: number added to the root of the second moment, or numbers (B,) for the matrices of `g`
+            (B, ...), in its dtype.
         correct_bias: divide the moments by 1 - beta^t.
         nesterov: use Nesterov momentum.
     """
-    implementation = reference.adam_in_basis
+    operation = reference.adam_in_basis
     if (
         _has_kernel_for(g)
         and g.dtype == torch.float32
@@ -48,8 +49,8 @@ def adam_in_basis(
     ):
         from lather.kernels.adam_in_basis import triton
 
-        implementation = triton.adam_in_basis
-    return implementation(
+        operation = triton.adam_in_basis
+    return operation(
         g,
         exp_avg,
         exp_avg_sq,
@@ -62,5 +63,5 @@ def adam_in_basis(
 
 
 def _has_kernel_for(g: Tensor) -> bool:
-    """Whether there is a Triton kernel for the device of this tensor."""
+    """Tell whether there is a Triton kernel for the device of this tensor."""
     return g.device.type != "cpu" and use_triton(g)

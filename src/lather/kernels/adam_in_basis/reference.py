@@ -1,7 +1,8 @@
 """Adam's moments and step direction in torch: the specification.
 
-    m = beta1 m + (1 - beta1) g        v = beta2 v + (1 - beta2) g^2        u = (m / c1) / (sqrt(v /
-                                       c2) + eps)
+    m = beta1 m + (1 - beta1) g
+    v = beta2 v + (1 - beta2) g^2
+    u = (m / c1) / (sqrt(v / c2) + eps)
 
 with c_i = 1 - beta_i^t, or 1 without bias correction. Nesterov's form replaces m / c1 by beta1 m /
 c1' + (1 - beta1) g / c1, with c1' of step t + 1. Moments in a narrower dtype than g are converted
@@ -20,11 +21,9 @@ def corrections(
 ) -> tuple[float, float, float]:
     """Return c1 and c2 of this step, and c1 of the next."""
     beta1, beta2 = betas
-    return (
-        (1 - beta1**step, 1 - beta2**step, 1 - beta1 ** (step + 1))
-        if correct_bias
-        else (1.0, 1.0, 1.0)
-    )
+    if not correct_bias:
+        return 1.0, 1.0, 1.0
+    return 1 - beta1**step, 1 - beta2**step, 1 - beta1 ** (step + 1)
 
 
 def adam_in_basis(
@@ -54,7 +53,7 @@ def adam_in_basis(
     # (numerator / scale) / (sqrt(v / c2) + eps), with all scalars in the denominator
     denominator = v.sqrt().mul_(scale / math.sqrt(c2)).add_(eps * scale)
     u = torch.div(numerator, denominator, out=denominator)
-    for kept, wide in ((exp_avg, m), (exp_avg_sq, v)):
-        if kept is not wide:
-            kept.copy_(wide)
+    for moment, wide in ((exp_avg, m), (exp_avg_sq, v)):
+        if moment is not wide:
+            moment.copy_(wide)
     return u

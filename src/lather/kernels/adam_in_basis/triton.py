@@ -38,9 +38,9 @@ def adam_in_basis(
     c1, c2, next_c1 = corrections(step, betas, correct_bias=correct_bias)
     g = g.contiguous()
     u = torch.empty_like(g)
-    momentum, own = (beta1 / next_c1, (1 - beta1) / c1) if nesterov else (1.0, 0.0)
+    of_m, of_g = (beta1 / next_c1, (1 - beta1) / c1) if nesterov else (1.0, 0.0)
     scale = 1.0 if nesterov else c1
-    numbers = (1.0 - beta1, float(beta2), 1.0 - beta2, momentum, own, scale / math.sqrt(c2))
+    numbers = (1.0 - beta1, float(beta2), 1.0 - beta2, of_m, of_g, scale / math.sqrt(c2))
     options = {"PER_MATRIX": isinstance(eps, Tensor), "BLOCK": BLOCK}
     scaled = eps * scale if isinstance(eps, Tensor) else float(eps * scale)
     num_matrices = len(g) if options["PER_MATRIX"] else 1

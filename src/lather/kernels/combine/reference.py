@@ -2,8 +2,7 @@
 CPUs.
 
 Letters: T tokens, K slots, G rows, D columns, B tokens of one block. A row of -1 contributes
-nothing. Sums are computed in fp32 (fp64 for fp64), in the order of
-the slots.
+nothing. Sums are computed in fp32 (fp64 for fp64), in the order of the slots.
 
 No (T, K, D) tensor is created: `embedding_bag` adds while it reads, which is at least ten times
 faster than (rows[row_TK] * weights).sum(1) (fp32, T 1024, K 6, D 2048). It takes weights in the
@@ -20,7 +19,7 @@ from lather.device import Read, masked
 from lather.kernels.backend import blocks, wide_dtype
 
 BLOCK = 2**17
-"""Elements of one block of tokens."""
+"""Elements of a block of tokens."""
 
 
 def combine_forward(rows_GD: Tensor, row_TK: Tensor, weights_TK: Tensor | None = None) -> Tensor:
@@ -32,9 +31,8 @@ def combine_forward(rows_GD: Tensor, row_TK: Tensor, weights_TK: Tensor | None =
         return out_TD
     for block in blocks(out_TD, BLOCK):
         total = out_TD[block].to(wide)
-        for row_B, weight_B in zip(
-            row_TK[block].unbind(1), weights_TK[block].unbind(1), strict=True
-        ):
+        slots = zip(row_TK[block].unbind(1), weights_TK[block].unbind(1), strict=True)
+        for row_B, weight_B in slots:
             picked = rows_GD.index_select(0, row_B.clamp(min=0)).to(wide)
             picked.masked_fill_((row_B < 0).unsqueeze(1), 0)  # row 0 may hold NaN
             total.addcmul_(picked, weight_B.to(wide).unsqueeze(1))
@@ -43,7 +41,7 @@ def combine_forward(rows_GD: Tensor, row_TK: Tensor, weights_TK: Tensor | None =
 
 
 def _bags(rows_GD: Tensor, row_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
-    """Return the sum of each token's rows, which form one bag of `embedding_bag`."""
+    """Return the sum of each token's rows, a bag of `embedding_bag`."""
     if len(rows_GD) == 0 or row_TK.numel() == 0:
         return rows_GD.new_zeros(len(row_TK), rows_GD.shape[1])
     has_row = row_TK >= 0

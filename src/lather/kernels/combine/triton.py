@@ -1,4 +1,4 @@
-"""The weighted sum over slots on CUDA: one program per token and block of columns, which loads the
+"""The weighted sum over slots on CUDA: a program per token and block of columns, which loads the
 K rows of a token concurrently and adds them in registers.
 
 Letters: T tokens, K slots, G rows, D columns; a tile is ROWS x BLOCK.
@@ -8,8 +8,6 @@ Letters: T tokens, K slots, G rows, D columns; a tile is ROWS x BLOCK.
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -17,23 +15,19 @@ from torch import Tensor
 from lather.kernels.launch import launch, tile, wide
 
 TILE = 1024
-"""Elements of one tile."""
+"""Elements of a tile."""
 
 
 def combine_forward(rows_GD: Tensor, row_TK: Tensor, weights_TK: Tensor | None = None) -> Tensor:
     rows_GD, row_TK = rows_GD.contiguous(), row_TK.contiguous()
     out = rows_GD.new_empty(len(row_TK), rows_GD.shape[1])
-    options = _options(rows_GD)
+    options = {"WIDE": wide(rows_GD), **tile(rows_GD.shape[1], TILE)}
     grid = (triton.cdiv(len(out), options["ROWS"]), triton.cdiv(out.shape[1], options["BLOCK"]))
     # an unused pointer must still be valid
     weights = row_TK if weights_TK is None else weights_TK.contiguous()
     options |= {"K": row_TK.shape[1], "WEIGHTED": weights_TK is not None}
     launch(_forward_kernel, grid, rows_GD, row_TK, weights, out, *out.shape, **options)
     return out
-
-
-def _options(rows_GD: Tensor) -> dict[str, Any]:
-    return {"WIDE": wide(rows_GD), **tile(rows_GD.shape[1], TILE)}
 
 
 @triton.jit

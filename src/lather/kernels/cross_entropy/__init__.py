@@ -1,8 +1,8 @@
 """`cross_entropy_`: cross entropy that overwrites the logits with their gradient, so that no other
 tensor of their size is needed.
 
-    loss = 1 / normalizer * sum over tokens with a label of (Z - logits[label] + z_loss Z^2),   Z =
-        logsumexp(logits)
+    loss = 1 / normalizer * sum over tokens with a label of (Z - logits[label] + z_loss Z^2)
+    with Z = logsumexp(logits)
 
 The gradient can be computed together with the loss, and it has the shape and dtype of the logits:
 forward overwrites the logits with it, and backward multiplies it by the incoming scalar and returns
@@ -10,12 +10,12 @@ it. `F.cross_entropy` in fp32 on bf16 logits creates an fp32 copy, its log-softm
 besides the logits; here there is a single (T, V) tensor. The price is that the logits are lost. An
 autograd node that has saved them raises because of torch's version counter; the tensor itself, and
 its base if it is a view, become `SpentLogits`, which raise at every use. Other tensors that share
-the memory (`detach()`, a second view) cannot be found: they contain the gradient."""
+the memory (`detach()`, a second view) stay as they are: they contain the gradient."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 
 from lather.device import Read, is_cpu, is_gpu, is_true
-from lather.kernels.backend import P, fastest
+from lather.kernels.backend import fastest, wide_dtype
 from lather.kernels.cross_entropy import reference
 from lather.shapes import Float, Int
 from lather.torch_private import base_of
@@ -73,14 +73,8 @@ def cross_entropy_(
         _check_expendable(logits)
     labels_T = flat_labels(labels, logits.shape[-1], ignore_index)
     if not wants_gradient:
-        logits_TV = (
-            logits.detach().reshape(-1, logits.shape[-1])
-            if logits.numel()
-            else logits.new_empty(0, max(1, logits.shape[-1]))
-        )
-        losses_T = _fastest(reference.token_losses, logits_TV)(
-            logits_TV.contiguous(), labels_T, z_loss=z_loss
-        )
+        logits_TV = logits.detach().reshape(labels_T.numel(), logits.shape[-1]).contiguous()
+        losses_T = _token_losses(logits_TV, labels_T, None, z_loss)
         return divided(losses_T.sum(), normalizer)
     loss: Tensor = _CrossEntropyInPlace.apply(logits, labels_T, z_loss, normalizer)  # type: ignore[no-untyped-call]
     for tensor in (logits, base_of(logits)):
@@ -89,8 +83,14 @@ def cross_entropy_(
     return loss
 
 
-def _fastest(operation: Callable[P, Tensor], logits_TV: Tensor) -> Callable[P, Tensor]:
-    return fastest(operation, logits_TV, in_reference=logits_TV.dtype == torch.float64)
+def _token_losses(
+    logits_TV: Tensor, labels_T: Tensor, scale: Tensor | None, z_loss: float
+) -> Tensor:
+    if not logits_TV.numel():
+        return torch.zeros(0, dtype=wide_dtype(logits_TV), device=logits_TV.device)
+    is_fp64 = logits_TV.dtype == torch.float64
+    operation = fastest(reference.token_losses, logits_TV, in_reference=is_fp64)
+    return operation(logits_TV, labels_T, scale, z_loss=z_loss)
 
 
 def _check_expendable(logits: Tensor) -> None:
@@ -185,15 +185,11 @@ class _CrossEntropyInPlace(torch.autograd.Function):
         ctx: Any, logits: Tensor, labels_T: Tensor, z_loss: float, normalizer: float | Tensor
     ) -> Tensor:
         gradient = logits.detach()
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        scale = divided(torch.ones((), dtype=wide, device=logits.device), normalizer)
-        losses_T = torch.zeros(0, dtype=wide, device=logits.device)
-        if logits.numel():
-            logits_TV = gradient.view(-1, logits.shape[-1])
-            losses_T = _fastest(reference.token_losses, logits_TV)(
-                logits_TV, labels_T, scale, z_loss=z_loss
-            )
-        # nodes that have saved the logits must raise; kernels do not increment it
+        scale = torch.ones((), dtype=wide_dtype(logits), device=logits.device)
+        scale = divided(scale, normalizer)
+        logits_TV = gradient.view(labels_T.numel(), logits.shape[-1])
+        losses_T = _token_losses(logits_TV, labels_T, scale, z_loss)
+        # so that nodes that have saved the logits raise; kernels do not increment it
         increment_version(logits)
         ctx.save_for_backward(gradient)
         ctx.handed_over = False
@@ -213,18 +209,20 @@ class _CrossEntropyInPlace(torch.autograd.Function):
         return gradient.mul_(grad), None, None, None
 
 
-_METADATA = {
-    "shape",
-    "dtype",
-    "device",
-    "requires_grad",
-    "is_leaf",
-    "grad_fn",
-    "ndim",
-    "dim",
-    "size",
-    "numel",
-}
+_METADATA = frozenset(
+    [
+        "shape",
+        "dtype",
+        "device",
+        "requires_grad",
+        "is_leaf",
+        "grad_fn",
+        "ndim",
+        "dim",
+        "size",
+        "numel",
+    ]
+)
 
 
 class SpentLogits(Tensor):
@@ -249,11 +247,7 @@ class SpentLogits(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        name = (
-            func.__self__.__name__
-            if getattr(func, "__name__", "") == "__get__"
-            else getattr(func, "__name__", "")
-        )
-        if name not in _METADATA:
+        name = getattr(func, "__name__", "")
+        if (func.__self__.__name__ if name == "__get__" else name) not in _METADATA:
             raise RuntimeError(cls.explanation)
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]

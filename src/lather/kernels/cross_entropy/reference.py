@@ -3,13 +3,14 @@ specification.
 
 For a row l of logits with label y, in fp32 or wider:
 
-    Z = logsumexp(l)      loss = Z - l[y] + z_loss Z^2      dloss/dl = softmax(l) (1 + 2 z_loss Z) -
-                                                            onehot(y)
+    Z = logsumexp(l)
+    loss = Z - l[y] + z_loss Z^2
+    dloss/dl = softmax(l) (1 + 2 z_loss Z) - onehot(y)
 
 A row whose label is negative has loss 0 and gradient 0, even if its logits are NaN.
 
-Letters: T tokens, V vocabulary, N rows of a piece, C columns. Pieces of a few rows are processed
-one after the other, so that there is never an fp32 copy of all bf16 logits.
+Letters: T tokens, V vocabulary, N rows of a block, C columns. Blocks of a few rows are processed in
+turn, so that there is never an fp32 copy of all bf16 logits.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from torch import Tensor
 
 from lather.kernels.backend import blocks, wide_dtype
 
-PIECE_ELEMENTS = 2**18
-"""Elements of a piece, which has at least one row: 1 MiB in fp32, which stays in a core's cache."""
+BLOCK = 2**18
+"""Elements of a block, which has at least one row: 1 MiB in fp32, which stays in a core's cache."""
 
 
 def token_losses(
@@ -30,18 +31,13 @@ def token_losses(
     the logits with `scale` times their gradient, rounded once to their dtype; otherwise they are
     not changed."""
     losses_T = logits_TV.new_empty(len(logits_TV), dtype=wide_dtype(logits_TV))
-    for rows in blocks(logits_TV, PIECE_ELEMENTS):
+    for rows in blocks(logits_TV, BLOCK):
         tile_NV, labels_N = logits_TV[rows].to(losses_T.dtype), labels_T[rows]
         logsumexp_N = tile_NV.logsumexp(1)
         losses_T[rows] = losses(logsumexp_N, label_logits(tile_NV, labels_N), labels_N, z_loss)
         if scale is not None:
-            softmax_gradient_(
-                tile_NV,
-                labels_N,
-                logsumexp_N,
-                torch.where(labels_N >= 0, scale.to(losses_T.dtype), 0),
-                z_loss,
-            )
+            scale_N = torch.where(labels_N >= 0, scale.to(losses_T.dtype), 0)
+            softmax_gradient_(tile_NV, labels_N, logsumexp_N, scale_N, z_loss)
             if logits_TV.dtype != tile_NV.dtype:
                 logits_TV[rows] = tile_NV
     return losses_T
@@ -50,9 +46,8 @@ def token_losses(
 def losses(logsumexp_N: Tensor, label_logits_N: Tensor, labels_N: Tensor, z_loss: float) -> Tensor:
     """Return the loss of each row from its logsumexp and the logit of its label; 0 if the label is
     negative."""
-    return torch.where(
-        labels_N >= 0, logsumexp_N - label_logits_N + z_loss * logsumexp_N.square(), 0
-    )
+    losses_N = logsumexp_N - label_logits_N + z_loss * logsumexp_N.square()
+    return torch.where(labels_N >= 0, losses_N, 0)
 
 
 def label_logits(logits_NC: Tensor, labels_N: Tensor) -> Tensor:
@@ -63,8 +58,8 @@ def label_logits(logits_NC: Tensor, labels_N: Tensor) -> Tensor:
 def softmax_gradient_(
     logits_NC: Tensor, labels_N: Tensor, logsumexp_N: Tensor, scale_N: Tensor, z_loss: float
 ) -> None:
-    """Overwrite some columns of the logits with scale (softmax (1 + 2 z_loss Z) - onehot), where Z
-    is the logsumexp over all columns.
+    """Overwrite columns of the logits with scale (softmax (1 + 2 z_loss Z) - onehot), where Z is
+    the logsumexp over all columns.
 
     Rows with `scale` 0 become exactly 0. The onehot of a label that is not among the columns is
     zero.

@@ -2,10 +2,9 @@
 atomics.
 
 The adjoint sorts the index (torch's radix sort), so that rows with the same source row form a run.
-One program per source row adds its run in registers and writes the sum once, which is deterministic
-and needs no fp32 buffer. The longest run determines the time, because one program computes the
-whole sum for a source row. Letters: N rows of the source, D columns, G picked rows; a tile is ROWS
-x BLOCK."""
+The program of a source row adds its run in registers and writes the sum once, which is
+deterministic and needs no fp32 buffer. The longest run determines the time. Letters: N rows of the
+source, D columns, G picked rows; a tile is ROWS x BLOCK."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from torch import Tensor
 from lather.kernels.launch import launch, tile, wide
 
 TILE = 2048
-"""Elements of one tile."""
+"""Elements of a tile."""
 
 
 def gather_rows(x_ND: Tensor, index_G: Tensor, num_rows: int | None = None) -> Tensor:

@@ -1,8 +1,8 @@
 """`linear_cross_entropy`: the cross entropy of the logits `x @ weight^T`, without storing them (0.8
 GB in bf16 for 4096 tokens and a vocabulary of 102400).
 
-    loss = 1 / normalizer * sum over tokens with a label of (Z - logits[label] + z_loss Z^2),   Z =
-        logsumexp(logits)
+    loss = 1 / normalizer * sum over tokens with a label of (Z - logits[label] + z_loss Z^2)
+    with Z = logsumexp(logits)
 
 Letters: T tokens, D hidden size, V vocabulary; a tile is N tokens by C columns of the vocabulary.
 
@@ -68,11 +68,13 @@ def linear_cross_entropy(
 
     Args:
         x: (..., D). Under autocast, `x` and `weight` are converted to its dtype, tile by tile, as
-            in `F.linear`; gradients have their
-        dtypes. weight: (V, D), in the dtype of `x` outside autocast. No gradient is computed for a
-        frozen `weight` or `x`. labels: (...), integers in [0, V), or `ignore_index` for tokens that
-        do not count. z_loss: coefficient of the squared logsumexp. normalizer: > 0, the number of
-        labels in all micro-batches on all ranks; the host does not wait for a tensor on the device.
+            in `F.linear`; the gradients have the dtypes of `x` and `weight`.
+        weight: (V, D), in the dtype of `x` outside autocast. No gradient is computed for a frozen
+            `weight` or `x`.
+        labels: (...), integers in [0, V), or `ignore_index` for tokens that do not count.
+        z_loss: coefficient of the squared logsumexp.
+        normalizer: > 0, the number of labels in all micro-batches on all ranks; the host does not
+            wait for a tensor on the device.
         tile: (tokens, columns) of a tile of logits; None: a size that suits the device.
 
     Returns:
@@ -89,14 +91,10 @@ def linear_cross_entropy(
             f"tile={tile} is not valid: give two numbers >= 1, tokens and columns of the vocabulary"
         )
     labels_T = flat_labels(labels, len(weight), ignore_index)
-    plan = _ProductPlan(
-        dtype,
-        is_gpu(x),
-        tile or (gpu_tile(labels_T.numel()) if is_gpu(x) else CPU_TILE),
-        z_loss,
-        normalizer,
-    )
-    return _LinearCrossEntropy.apply(x, weight, labels_T, plan)  # type: ignore[no-untyped-call]
+    if tile is None:
+        tile = gpu_tile(labels_T.numel()) if is_gpu(x) else CPU_TILE
+    products = _Products(dtype, is_gpu(x), tile)
+    return _LinearCrossEntropy.apply(x, weight, labels_T, products, z_loss, normalizer)  # type: ignore[no-untyped-call]
 
 
 def gpu_tile(num_tokens: int) -> tuple[int, int]:
@@ -131,17 +129,15 @@ def _check_weight(x: Tensor, weight: Tensor) -> torch.dtype:
 
 
 @dataclass(frozen=True)
-class _ProductPlan:
-    """Dtypes, tile size and scaling of one loss."""
+class _Products:
+    """The products of tiles: their dtypes and sizes."""
 
     dtype: torch.dtype
     """dtype to which `x` and `weight` are converted."""
-    mixed: bool
+    widens: bool
     """Whether products of bf16 or fp16 tensors can return fp32 on the device (`torch.mm(...,
     out_dtype=torch.float32)`)."""
     tile: tuple[int, int]
-    z_loss: float
-    normalizer: float | Tensor
 
     @property
     def wide(self) -> torch.dtype:
@@ -151,11 +147,11 @@ class _ProductPlan:
     @property
     def operands(self) -> torch.dtype:
         """dtype of the operands of products."""
-        return self.dtype if self.mixed else self.wide
+        return self.dtype if self.widens else self.wide
 
-    def rounded(self, x: Tensor, labels_T: Tensor) -> Tensor:
+    def rounded(self, x: Tensor) -> Tensor:
         """Return `x` as (T, D), in `dtype`."""
-        return x.reshape(labels_T.numel(), x.shape[-1]).to(self.dtype)
+        return x.reshape(x.shape[:-1].numel(), x.shape[-1]).to(self.dtype)
 
     def product(self, a: Tensor, b: Tensor) -> Tensor:
         return torch.mm(a, b) if a.dtype == self.wide else wide_product(a, b)
@@ -166,9 +162,15 @@ class _ProductPlan:
         else:
             wide_product(a, b, total)
 
-    def parts(self, x: Tensor, num_rows: int) -> Iterator[tuple[slice, Tensor]]:
-        """Yield so many rows of `x` after the other, each time their places and the rows as
-        operands of products."""
+    def tiles(
+        self, x_TD: Tensor, weight_VD: Tensor
+    ) -> Iterator[tuple[slice, Tensor, Iterator[tuple[slice, Tensor]]]]:
+        """Yield each run of columns of the vocabulary, its weights, and an iterator over each run
+        of tokens and their rows; weights and rows are operands of products."""
+        for columns, weight_CD in self._runs(weight_VD, self.tile[1]):
+            yield columns, weight_CD, self._runs(x_TD, self.tile[0])
+
+    def _runs(self, x: Tensor, num_rows: int) -> Iterator[tuple[slice, Tensor]]:
         for first in range(0, len(x), num_rows):
             rows = slice(first, first + num_rows)
             yield rows, x[rows].to(self.dtype).to(self.operands)
@@ -177,90 +179,87 @@ class _ProductPlan:
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight_VD: Tensor, labels_T: Tensor, plan: _ProductPlan
+        ctx: Any,
+        x: Tensor,
+        weight_VD: Tensor,
+        labels_T: Tensor,
+        products: _Products,
+        z_loss: float,
+        normalizer: float | Tensor,
     ) -> Tensor:
         with no_autocast(x):
             logsumexp_T, label_logit_T = _logsumexp(
-                plan.rounded(x, labels_T), weight_VD, labels_T, plan
+                products.rounded(x), weight_VD, labels_T, products
             )
             ctx.save_for_backward(x, weight_VD, labels_T, logsumexp_T)
-            ctx.plan = plan
-            return divided(
-                losses(logsumexp_T, label_logit_T, labels_T, plan.z_loss).sum(), plan.normalizer
-            )
+            ctx.products, ctx.z_loss, ctx.normalizer = products, z_loss, normalizer
+            losses_T = losses(logsumexp_T, label_logit_T, labels_T, z_loss)
+            return divided(losses_T.sum(), normalizer)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight_VD, labels_T, logsumexp_T = ctx.saved_tensors
+        products: _Products = ctx.products
         with no_autocast(x):
-            scale_T = torch.where(labels_T >= 0, divided(grad, ctx.plan.normalizer), 0)
-            x_TD = ctx.plan.rounded(x, labels_T)
-            needed = (ctx.needs_input_grad[0], ctx.needs_input_grad[1])
-            dx_TD, dw_VD = _gradients(
-                x_TD, weight_VD, labels_T, logsumexp_T, scale_T, ctx.plan, needed
-            )
-            return None if dx_TD is None else dx_TD.to(x.dtype).view(x.shape), dw_VD, None, None
+            scale_T = torch.where(labels_T >= 0, divided(grad, ctx.normalizer), 0)
+            x_TD = products.rounded(x)
+            dx_TD = torch.zeros_like(x_TD, dtype=products.wide) if ctx.needs_input_grad[0] else None
+            dw_VD = torch.zeros_like(weight_VD) if ctx.needs_input_grad[1] else None
+            of_tokens = (labels_T, logsumexp_T, scale_T)
+            _add_gradients(x_TD, weight_VD, of_tokens, products, ctx.z_loss, dx_TD, dw_VD)
+            dx = None if dx_TD is None else dx_TD.to(x.dtype).view(x.shape)
+            return dx, dw_VD, None, None, None, None
 
 
 def _logsumexp(
-    x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, plan: _ProductPlan
+    x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, products: _Products
 ) -> tuple[Tensor, Tensor]:
     """Return the logsumexp of each token's logits, and the logit of its label."""
-    max_T = torch.full_like(labels_T, -torch.inf, dtype=plan.wide)
+    max_T = torch.full_like(labels_T, -torch.inf, dtype=products.wide)
     sum_T, label_logit_T = torch.zeros_like(max_T), torch.zeros_like(max_T)
-    update_logsumexp_ = fastest(
-        reference.update_logsumexp_, x_TD, in_reference=plan.wide == torch.float64
-    )
-    for columns, weight_CD in plan.parts(weight_VD, plan.tile[1]):
-        for rows, x_ND in plan.parts(x_TD, plan.tile[0]):
-            logits_NC = plan.product(x_ND, weight_CD.T)
-            update_logsumexp_(
-                max_T[rows],
-                sum_T[rows],
-                label_logit_T[rows],
-                logits_NC,
-                labels_T[rows],
-                columns.start,
-            )
+    is_fp64 = products.wide == torch.float64
+    update_logsumexp_ = fastest(reference.update_logsumexp_, x_TD, in_reference=is_fp64)
+    for columns, weight_CD, runs in products.tiles(x_TD, weight_VD):
+        for rows, x_ND in runs:
+            state_N = max_T[rows], sum_T[rows], label_logit_T[rows]
+            logits_NC = products.product(x_ND, weight_CD.T)
+            update_logsumexp_(*state_N, logits_NC, labels_T[rows], columns.start)
     return max_T + sum_T.log(), label_logit_T
 
 
-def _gradients(
+def _add_gradients(
     x_TD: Tensor,
     weight_VD: Tensor,
-    labels_T: Tensor,
-    logsumexp_T: Tensor,
-    scale_T: Tensor,
-    plan: _ProductPlan,
-    needed: tuple[bool, bool],
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of `x_TD`, in fp32 or wider, and of `weight_VD`, in its dtype; None if
-    not needed."""
-    dx_TD = torch.zeros_like(x_TD, dtype=plan.wide) if needed[0] else None
-    dw_VD = torch.zeros_like(weight_VD) if needed[1] else None
-    softmax_gradient = fastest(
-        reference.softmax_gradient, x_TD, in_reference=plan.wide == torch.float64
-    )
-    for columns, weight_CD in plan.parts(weight_VD, plan.tile[1]):
-        dw_CD = None if dw_VD is None else _sum_for(dw_VD[columns], plan.wide)
-        for rows, x_ND in plan.parts(x_TD, plan.tile[0]):
-            logits_NC = plan.product(x_ND, weight_CD.T)
-            tile = labels_T[rows], columns.start, logsumexp_T[rows], scale_T[rows]
+    of_tokens: tuple[Tensor, Tensor, Tensor],
+    products: _Products,
+    z_loss: float,
+    dx_TD: Tensor | None,
+    dw_VD: Tensor | None,
+) -> None:
+    """Add the gradients of `x_TD`, in fp32 or wider, and of `weight_VD`, in its dtype, to tensors
+    of zeros, unless these are None. `of_tokens`: labels, logsumexp and scale."""
+    is_fp64 = products.wide == torch.float64
+    softmax_gradient = fastest(reference.softmax_gradient, x_TD, in_reference=is_fp64)
+    for columns, weight_CD, runs in products.tiles(x_TD, weight_VD):
+        out_CD = None if dw_VD is None else dw_VD[columns]
+        dw_CD = out_CD
+        if out_CD is not None and out_CD.dtype != products.wide:
+            dw_CD = torch.zeros_like(out_CD, dtype=products.wide)
+        for rows, x_ND in runs:
+            labels_N, logsumexp_N, scale_N = (x_T[rows] for x_T in of_tokens)
             gradient_NC = softmax_gradient(
-                logits_NC, *tile, z_loss=plan.z_loss, dtype=plan.operands
+                products.product(x_ND, weight_CD.T),
+                labels_N,
+                columns.start,
+                logsumexp_N,
+                scale_N,
+                z_loss=z_loss,
+                dtype=products.operands,
             )
-            del logits_NC  # free its memory for the products below
             if dw_CD is not None:
-                plan.add_product_(dw_CD, gradient_NC.T, x_ND)
+                products.add_product_(dw_CD, gradient_NC.T, x_ND)
             if dx_TD is not None:
-                plan.add_product_(dx_TD[rows], gradient_NC, weight_CD)
-        if dw_VD is not None and dw_CD is not None and dw_VD.dtype != plan.wide:
-            dw_VD[columns] = dw_CD
-    return dx_TD, dw_VD
-
-
-def _sum_for(out_CD: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a tensor of zeros with this dtype for the sum: `out_CD` itself, which is zero, if it
-    has the dtype."""
-    return out_CD if out_CD.dtype == dtype else torch.zeros_like(out_CD, dtype=dtype)
+                products.add_product_(dx_TD[rows], gradient_NC, weight_CD)
+        if out_CD is not None and dw_CD is not None and dw_CD is not out_CD:
+            out_CD.copy_(dw_CD)

@@ -30,8 +30,8 @@ def update_logsumexp_(
     `logits_NC` is overwritten.
     """
     column_N = labels_N - first
-    here_N = (column_N >= 0) & (column_N < logits_NC.shape[1])
-    label_logit_N.copy_(torch.where(here_N, label_logits(logits_NC, column_N), label_logit_N))
+    inside_N = (column_N >= 0) & (column_N < logits_NC.shape[1])
+    label_logit_N.copy_(torch.where(inside_N, label_logits(logits_NC, column_N), label_logit_N))
     new_max_N = torch.maximum(max_N, logits_NC.amax(1))
     shift_N = new_max_N.masked_fill(new_max_N == -torch.inf, 0)
     sum_N.mul_((max_N - shift_N).exp()).add_(logits_NC.sub_(shift_N[:, None]).exp_().sum(1))

@@ -81,12 +81,12 @@ def _update_logsumexp(
     label = tl.load(labels + row) - first
     running_max = tl.load(largest + row)
     running_sum = tl.load(total + row)
-    found = tl.full((), 0.0, tl.float32)
+    value = tl.full((), 0.0, tl.float32)
     for offset in range(0, num_columns, BLOCK):
         x = tl.load(
             start + offset + columns, mask=offset + columns < num_columns, other=float("-inf")
         )
-        found += tl.sum(tl.where(offset + columns == label, x, 0.0))
+        value += tl.sum(tl.where(offset + columns == label, x, 0.0))
         new_max = tl.maximum(running_max, tl.max(x))
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
         running_sum = running_sum * tl.exp(running_max - shift) + tl.sum(tl.exp(x - shift))
@@ -94,7 +94,7 @@ def _update_logsumexp(
     tl.store(largest + row, running_max)
     tl.store(total + row, running_sum)
     if (label >= 0) & (label < num_columns):
-        tl.store(label_logit + row, found)
+        tl.store(label_logit + row, value)
 
 
 @triton.jit

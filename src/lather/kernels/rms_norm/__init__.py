@@ -3,7 +3,7 @@
 Source: Zhang and Sennrich (arXiv:1910.07467). Letters: D width of a row; `...` the dims of the
 rows.
 
-Autograd keeps x, the weight and one fp32 number per row, 1 / rms. On a GPU, forward and backward
+Autograd keeps x, the weight and an fp32 number per row, 1 / rms. On a GPU, forward and backward
 each read and write a row once; the gradient of the weight is summed in two passes in a fixed order,
 without atomics.
 """
@@ -55,8 +55,8 @@ class _RMSNormFunction(torch.autograd.Function):
 
 
 def _in_reference(weight_D: Tensor) -> bool:
-    """Whether the kernel is left out: also if torch compiles the caller, because it fuses the
-    reference with the operations around it."""
+    """Tell whether the reference runs, as it does if torch compiles the caller, because torch fuses
+    the reference with the operations around it."""
     return torch.compiler.is_compiling() or len(weight_D) > WIDEST
 
 

@@ -1,5 +1,5 @@
-"""RMSNorm on CUDA: a program holds whole rows (one, if they are long), so that each is read and
-written once.
+"""RMSNorm on CUDA: a program holds whole rows (a single row, if they are long), so that each is
+read and written once.
 
 In backward, each of at most PROGRAMS programs processes a run of rows and sums its part of the
 weight's gradient; torch adds the parts. Letters: T rows, D columns; a tile is ROWS x BLOCK, BLOCK a
@@ -20,7 +20,7 @@ from torch import Tensor
 from lather.kernels.launch import launch, tile, wide
 
 TILE = 2048
-"""Elements of a tile, which has at least one row."""
+"""Elements of a tile, which has at least a row."""
 ELEMENTS = 256
 """Elements of a tile per warp: with twice as many the backward kernel spills registers."""
 PROGRAMS = 512

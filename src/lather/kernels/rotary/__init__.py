@@ -31,7 +31,7 @@ def rotate(
     halves: bool,
 ) -> Float[Tensor, "b s h r"]:
     """Rotate each pair of coordinates of a head by the angle of its position. The result has the
-    dtype of x; the computation is in the dtype of the tables or a wider one.
+    dtype of x; the computation is in the wider of the dtypes of x and the tables.
 
     It can be differentiated once, for x. Raises ValueError for shapes that do not match.
     """
@@ -58,12 +58,9 @@ class _Turn(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_BSHR: Tensor) -> tuple[Tensor, None, None, None]:
-        return (
-            run(reference.turn, grad_BSHR, *ctx.saved_tensors, halves=ctx.halves, back=True),
-            None,
-            None,
-            None,
-        )
+        tables = ctx.saved_tensors
+        grad = run(reference.turn, grad_BSHR, *tables, halves=ctx.halves, back=True)
+        return grad, None, None, None
 
 
 def validate(x_BSHR: Tensor, cos_BSP: Tensor, sin_BSP: Tensor) -> None:

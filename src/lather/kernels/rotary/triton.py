@@ -2,7 +2,7 @@
 is read and written once.
 
 Letters: B sequences, S positions, H heads, P pairs; rows are the heads of all positions, a tile is
-ROWS x P. Adjacent pairs are read as one run of 2 P columns and split in registers, so that both
+ROWS x P. Adjacent pairs are read as a run of 2 P columns and split in registers, so that both
 layouts load and store whole cache lines.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from lather.kernels.launch import launch, tile, wide
 
 TILE = 2048
-"""Pairs in one tile."""
+"""Pairs in a tile."""
 
 
 def turn(

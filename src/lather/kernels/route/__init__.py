@@ -50,10 +50,9 @@ def plan_route(
     """Assign rows to (token, slot) pairs, grouped by expert and in (token, slot) order within each.
 
     `experts_TK` holds ids from 0 to `num_experts` - 1, or -1 for a pair without row, whose expert
-    is on another rank. `num_pairs`: number of pairs with a row, if the host knows it (None: up to T
-    * K); with expert parallelism it is much smaller than T * K. G is `num_pairs` for `alignment` 1,
-      but at least 1 if there are pairs; otherwise it is `num_pairs` + E * (alignment - 1), rounded
-    up to a multiple of `alignment`. Rows after the last run are padding. Errors: see `validate`.
+    is on another rank. `num_pairs`: number of pairs with a row, if the host knows it (None: up to
+    T * K); with expert parallelism it is much smaller than T * K. `reference.rows_for` has the
+    number of rows G; rows after the last run are padding. Errors: see `validate`.
     """
     validate(experts_TK, num_experts, alignment, num_pairs)
     return Route(*run(reference.plan_route, experts_TK, num_experts, alignment, num_pairs))
@@ -62,22 +61,13 @@ def plan_route(
 def validate(
     experts_TK: Tensor, num_experts: int, alignment: int, num_pairs: int | None = None
 ) -> None:
-    """Raise ValueError or TypeError for a wrong shape, dtype, number or alignment, and for ids out
-    of range (see `check_range`)."""
+    """Raise TypeError for another dtype than int64, and ValueError for another shape than (T, K),
+    too many rows, and ids out of range (see `check_range`)."""
     if experts_TK.dtype != torch.int64:
         raise TypeError(f"experts_TK is {experts_TK.dtype}: has to be torch.int64")
     if experts_TK.dim() != 2:
         raise ValueError(
             f"experts_TK has shape {tuple(experts_TK.shape)}: has to be (tokens, experts per token)"
-        )
-    if num_experts < 1:
-        raise ValueError(f"num_experts={num_experts}: has to be at least 1")
-    if alignment < 1:
-        raise ValueError(f"alignment={alignment}: has to be at least 1 (1: no padding)")
-    if num_pairs is not None and not 0 <= num_pairs <= experts_TK.numel():
-        raise ValueError(
-            f"num_pairs={num_pairs}: has to be from 0 to the {experts_TK.numel()} pairs that there "
-            "are"
         )
     rows = reference.rows_for(experts_TK, num_experts, alignment, num_pairs)
     if rows >= 2**31:

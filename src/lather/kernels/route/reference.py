@@ -20,11 +20,9 @@ def rows_for(
     reads of row 0 work."""
     all_pairs = experts_TK.numel()
     most = all_pairs if num_pairs is None else max(num_pairs, min(1, all_pairs))
-    return (
-        most
-        if alignment == 1
-        else -(-(most + num_experts * (alignment - 1)) // alignment) * alignment
-    )
+    if alignment == 1:
+        return most
+    return -(-(most + num_experts * (alignment - 1)) // alignment) * alignment
 
 
 def plan_route(
@@ -32,9 +30,8 @@ def plan_route(
 ) -> tuple[Tensor, ...]:
     t, k = experts_TK.shape
     g, device = rows_for(experts_TK, num_experts, alignment, num_pairs), experts_TK.device
-    expert_N = torch.where(
-        experts_TK < 0, num_experts, experts_TK
-    ).flatten()  # pairs without row form an additional last run
+    # pairs without row form an additional last run
+    expert_N = torch.where(experts_TK < 0, num_experts, experts_TK).flatten()
     pair_N = expert_N.argsort(stable=True)
     sorted_N = expert_N[pair_N]
     count = torch.zeros(num_experts + 1, dtype=torch.int64, device=device).scatter_add_(

@@ -40,17 +40,18 @@ def plan_route(
     num_blocks = triton.cdiv(num_pairs, BLOCK_N)
     row_TK = torch.empty_like(experts_TK)
     count_E = experts_TK.new_empty(num_experts)
-    start_E, end_E = (
-        torch.empty_like(count_E, dtype=torch.int32),
-        torch.empty_like(count_E, dtype=torch.int32),
-    )
+    start_E, end_E = (torch.empty_like(count_E, dtype=torch.int32) for _ in range(2))
     count_EP = experts_TK.new_empty((num_experts, num_blocks), dtype=torch.int32)
-    grid, blocks = (
-        (num_blocks, triton.cdiv(num_experts, BLOCK_E)),
-        {"BLOCK_N": BLOCK_N, "BLOCK_E": BLOCK_E},
-    )
     launch(
-        _histogram_kernel, grid, experts_TK, count_EP, num_pairs, num_experts, num_blocks, **blocks
+        _histogram_kernel,
+        (num_blocks, triton.cdiv(num_experts, BLOCK_E)),
+        experts_TK,
+        count_EP,
+        num_pairs,
+        num_experts,
+        num_blocks,
+        BLOCK_N=BLOCK_N,
+        BLOCK_E=BLOCK_E,
     )
     launch(_scan_kernel, (num_experts,), count_EP, count_E, num_blocks, BLOCK_P=BLOCK_P)
     launch(
@@ -63,12 +64,14 @@ def plan_route(
         alignment,
         BLOCK=triton.next_power_of_2(num_experts),
     )
-    places = (count_EP, start_E, token_G, row_TK)
     launch(
         _scatter_kernel,
         (num_blocks,),
         experts_TK,
-        *places,
+        count_EP,
+        start_E,
+        token_G,
+        row_TK,
         num_pairs,
         num_blocks,
         K=num_slots,

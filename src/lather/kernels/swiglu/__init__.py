@@ -1,8 +1,8 @@
-"""Gated activations of feed-forward layers, with gate and up in one tensor: SwiGLU and the clamped
-form of GPT-OSS.
+"""Gated activations of feed-forward layers, with gate and up in the same tensor: SwiGLU and the
+clamped form of GPT-OSS.
 
-    h = g * sigmoid(alpha * g) * (u + offset)    with g = min(gate, limit), u = clamp(up, -limit,
-                                                 limit)
+    h = g * sigmoid(alpha * g) * (u + offset)
+    with g = min(gate, limit), u = clamp(up, -limit, limit)
 
 Source: SwiGLU, Shazeer (arXiv:2002.05202); the clamped form is that of OpenAI's GPT-OSS.
 Letters: F intermediate size, G rows (of tokens, grouped by expert).
@@ -58,9 +58,9 @@ def gate_backward(
     """Return the gradient of `gate_up`, h, and None, in the dtype of `gate_up`; `grad_h` is the
     gradient of h.
 
-    With `scale`, one weight w_g for each row of a 2-D `gate_up`, `grad_h` is the gradient of w_g *
-    h instead. Then return the gradient of `gate_up`, w_g * h, and the gradient of w_g: the sum over
-    F of grad_h * h, in fp32 (fp64 for fp64 inputs). Raises ValueError for shapes that do not match,
+    With `scale`, a weight w_g for each row of a 2-D `gate_up`, `grad_h` is the gradient of w_g * h
+    instead. Then return the gradient of `gate_up`, w_g * h, and the gradient of w_g: the sum over F
+    of grad_h * h, in fp32 (fp64 for fp64 inputs). Raises ValueError for shapes that do not match,
     TypeError for a dtype that is not floating point.
     """
     validate(gate_up, grad_h, scale)

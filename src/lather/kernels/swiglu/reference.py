@@ -1,10 +1,9 @@
 """The gated activation in plain torch: the specification of triton.py, and the implementation for
 CPUs.
 
-    h = g * sigmoid(alpha * g) * (u + offset)    with g = min(gate, limit), u = clamp(up, -limit,
-                                                 limit)
+    h = g * sigmoid(alpha * g) * (u + offset)
+    with g = min(gate, limit), u = clamp(up, -limit, limit)
 
-Source: SwiGLU, Shazeer (arXiv:2002.05202); the clamped form is that of OpenAI's GPT-OSS.
 Letters: R rows (all leading dims), F intermediate size. Everything is computed in fp32 (fp64 for
 fp64 inputs) and rounded once to the dtype of the input. Backward processes blocks of rows that stay
 in the cache, so that it reads and writes memory once and needs only a few hundred KiB of temporary
@@ -22,7 +21,7 @@ from torch import Tensor
 from lather.kernels.backend import blocks, wide_dtype
 
 BLOCK = 2**16
-"""Elements of h in one block of rows."""
+"""Elements of h in a block of rows."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +57,8 @@ def gate_gradient(
     h: Tensor | None = None,
     dot: Tensor | None = None,
 ) -> Tensor:
-    """Return the gradient of `gate_up`; write h, and with `scale` the gradients of the weights, to
-    the tensors that are given."""
+    """Return the gradient of `gate_up`; write h to `h`, and with `scale` the gradients of the
+    weights to `dot`, unless they are None."""
     grad_gate_up = gate_up.new_empty(gate_up.shape)
     grad_RF, gate_up_R2F, h_RF = _rows(grad_h), _rows(gate_up), None if h is None else _rows(h)
     out_g, out_u = _halves(_rows(grad_gate_up), gate)
@@ -86,10 +85,8 @@ def _factors(gate_up_R2F: Tensor, gate: Gate) -> tuple[Tensor, Tensor, Tensor, T
     activated = g * sigmoid
     if gate.offset:
         u = u + gate.offset
-    d_gate, d_up = (
-        torch.addcmul(sigmoid, activated, 1 - sigmoid, value=gate.alpha).mul_(u),
-        activated,
-    )
+    d_gate = torch.addcmul(sigmoid, activated, 1 - sigmoid, value=gate.alpha).mul_(u)
+    d_up = activated
     if gate.limit is not None:
         raw_g, raw_u = _halves(gate_up_R2F, gate)
         d_gate.masked_fill_(raw_g > gate.limit, 0)
@@ -99,20 +96,16 @@ def _factors(gate_up_R2F: Tensor, gate: Gate) -> tuple[Tensor, Tensor, Tensor, T
 
 def _clamped_halves(gate_up: Tensor, gate: Gate) -> tuple[Tensor, Tensor]:
     g, u = (half.to(wide_dtype(gate_up)) for half in _halves(gate_up, gate))
-    return (
-        (g, u)
-        if gate.limit is None
-        else (g.clamp(max=gate.limit), u.clamp(-gate.limit, gate.limit))
-    )
+    if gate.limit is None:
+        return g, u
+    return g.clamp(max=gate.limit), u.clamp(-gate.limit, gate.limit)
 
 
 def _halves(gate_up: Tensor, gate: Gate) -> tuple[Tensor, Tensor]:
-    middle = gate_up.shape[-1] // 2
-    return (
-        (gate_up[..., 0::2], gate_up[..., 1::2])
-        if gate.interleaved
-        else (gate_up[..., :middle], gate_up[..., middle:])
-    )
+    if gate.interleaved:
+        return gate_up[..., 0::2], gate_up[..., 1::2]
+    gate_columns, up_columns = gate_up.chunk(2, dim=-1)
+    return gate_columns, up_columns
 
 
 def _rows(tensor: Tensor) -> Tensor:

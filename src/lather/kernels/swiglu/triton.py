@@ -1,9 +1,9 @@
-"""The gated activation on CUDA: a program processes a few whole rows (one, if they are long) in
-blocks of columns, so that each input is read once, each output is written once, and the dot product
-of a row needs no second pass.
+"""The gated activation on CUDA: a program processes a few whole rows (a single row, if they are
+long) in blocks of columns, so that each input is read once, each output is written once, and the
+dot product of a row needs no second pass.
 
 Letters: R rows, F intermediate size; a tile is ROWS x BLOCK. Interleaved gate and up are read as
-one run of 2 * BLOCK columns and split in registers, so that both layouts load and store whole cache
+a run of 2 * BLOCK columns and split in registers, so that both layouts load and store whole cache
 lines. Values are clamped by comparisons, not by `min`, because NaN must stay NaN.
 """
 
@@ -22,7 +22,7 @@ from lather.kernels.launch import launch, tile, wide
 from lather.kernels.swiglu.reference import Gate
 
 TILE = 1024
-"""Elements of h in one tile."""
+"""Elements of h in a tile."""
 
 
 def gate_forward(gate_up: Tensor, gate: Gate) -> Tensor:
@@ -49,8 +49,7 @@ def gate_gradient(
     h: Tensor | None = None,
     dot: Tensor | None = None,
 ) -> Tensor:
-    """Return the gradient of `gate_up`; write h, and with `scale` the gradients of the weights, to
-    the tensors that are given."""
+    """Do the same as in `reference.py`."""
     grad_h, gate_up = grad_h.contiguous(), gate_up.contiguous()
     grad_gate_up = torch.empty_like(gate_up)
     num_rows, options = grad_h.shape[:-1].numel(), _options(gate_up, gate)

@@ -1,5 +1,5 @@
-"""The model families, one file each: `family` describes what such a file has, and
-docs/your-model.md how to add one."""
+"""The model families, a file each. `Family` describes the content of a file, docs/your-model.md how
+to add a family."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from lather.models.decoder import Decoder
 from lather.models.families import deepseek_v2, gpt_oss, qwen3_moe
 from lather.models.families.deepseek_v2 import DeepseekV2Config as DeepseekV2Config
-from lather.models.families.family import Family
+from lather.models.family import Family
 
 ModelConfig = DeepseekV2Config | qwen3_moe.Qwen3MoeConfig | gpt_oss.GptOssConfig
 """The configuration of any family."""

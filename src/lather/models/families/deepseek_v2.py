@@ -2,7 +2,7 @@
 mixture-of-experts blocks with shared experts.
 
 Fields have the names and meanings of the published Hugging Face `config.json`. As in the authors'
-own code, `norm_topk_prob` and `seq_aux` take effect; transformers 5 ignores both.
+code, `norm_topk_prob` and `seq_aux` take effect; transformers 5 ignores both.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from lather.models.attention import MultiHeadLatentAttention
 from lather.models.balance import LoadBalance
 from lather.models.decoder import Block
 from lather.models.experts import Experts
-from lather.models.families.family import Family
-from lather.models.family_config import FamilyConfig
+from lather.models.family import Family, FamilyConfig
 from lather.models.layers import GatedMLP
 from lather.models.moe import MoE
 from lather.models.rotary import Rotary
@@ -66,7 +65,7 @@ class DeepseekV2Config(FamilyConfig):
     """Factor on the weights of a token's experts."""
     aux_loss_alpha: float = 0.01
     """Coefficient of each block's load-balancing loss; 0: no such loss. Published models, which are
-    large, have 0.001; small ones collapse with it."""
+    large, have 0.001; small models collapse with it."""
     seq_aux: bool = False
     """Compute the load-balancing loss for each sequence, not for the micro-batch."""
 

@@ -1,5 +1,5 @@
-"""GPT-OSS (arXiv:2508.10925): grouped-query attention with sinks, a sliding window in some blocks,
-experts with biases and a clamped gate.
+"""GPT-OSS (arXiv:2508.10925): grouped-query attention with sinks, a sliding window in alternate
+blocks, experts with biases and a clamped gate.
 
 Fields have the names and meanings of the published Hugging Face `config.json`. The experts' columns
 for gate and up alternate, as in the published weights.
@@ -14,8 +14,7 @@ from lather.kernels.swiglu import Gate
 from lather.models.attention import GroupedQueryAttention
 from lather.models.decoder import Block
 from lather.models.experts import Experts
-from lather.models.families.family import Family
-from lather.models.family_config import FULL_ATTENTION, FamilyConfig
+from lather.models.family import FULL_ATTENTION, Family, FamilyConfig
 from lather.models.moe import MoE
 from lather.models.rotary import Rotary
 from lather.models.routing import Router
@@ -52,7 +51,7 @@ class GptOssConfig(FamilyConfig):
     router_aux_loss_coef: float = 0.03
     """Coefficient of the published load-balancing loss, a mean over blocks that is
     `num_experts_per_tok` for an even load; 0: no such loss. Published models, which are large, have
-    0.001 or less; small ones collapse with it."""
+    0.001 or less; small models collapse with it."""
     rope_theta: float = 150000.0
     """Base of the rotary frequencies."""
     rms_norm_eps: float = 1e-5

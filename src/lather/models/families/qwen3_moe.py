@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from lather.models.attention import GroupedQueryAttention
 from lather.models.decoder import Block
 from lather.models.experts import Experts
-from lather.models.families.family import Family
-from lather.models.family_config import FamilyConfig
+from lather.models.family import Family, FamilyConfig
 from lather.models.layers import GatedMLP
 from lather.models.moe import MoE
 from lather.models.rotary import Rotary
@@ -46,7 +45,7 @@ class Qwen3MoeConfig(FamilyConfig):
     router_aux_loss_coef: float = 0.03
     """Coefficient of the published load-balancing loss, a mean over blocks that is
     `num_experts_per_tok` for an even load; 0: no such loss. Published models, which are large, have
-    0.001 or less; small ones collapse with it."""
+    0.001 or less; small models collapse with it."""
 
     def __post_init__(self) -> None:
         self._require_family_and_ranges(may_be_zero=("router_aux_loss_coef",))

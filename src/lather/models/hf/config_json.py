@@ -1,29 +1,34 @@
 """Converts the configurations of model families from and to Hugging Face's `config.json`.
 
-A field of a `config.json` is a field of the configuration, or one that is supported only with the
-values that say what is built, or one without influence on training (`lather.models.hf.known_fields`
-and the family's own). Other values of these fields are errors, so that the model is never another
-than the one described. Fields that no code for the family reads are passed over; `unread_fields`
-names them.
+A field of a `config.json` is a field of the configuration, or is supported only with the values
+that say what is built, or has no influence on training (see `lather.models.hf.known_fields` and
+`Family`). Other values are errors, so that the model is always the described model. Fields that no
+code for the family reads are passed over; `unread_fields` names them.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import types
 import typing
 from collections.abc import Mapping
 from typing import Any
 
-from lather.errors import ConfigError
+from lather.errors import ConfigError, as_toml
 from lather.models.families import FAMILIES, ModelConfig
-from lather.models.families.family import Family
-from lather.models.family_config import FamilyConfig
-from lather.models.hf.json_values import shown, typed
+from lather.models.family import Family, FamilyConfig
 from lather.models.hf.known_fields import DEFAULTS, NEUTRAL, NO_INFLUENCE, OFF, WRITTEN
-from lather.models.hf.rotary_fields import ROTARY_FIELDS, read_rotary, rotary_fields
+from lather.models.rotary import YarnConfig
 
 QUANTIZATION = ("quantization_config", "compression_config", "quantization")
 """Fields that describe packed weights: those of transformers, of compressed-tensors and of MLX."""
+ROTARY_FIELDS = ("rope_theta", "rope_scaling", "rope_parameters")
+ROPE_TYPES = ("default", "yarn")
+MAX_INTEGER = 10**8
+MAX_CHARACTERS = 80
+"""Characters of a value that a message shows."""
+WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
 ORIGINAL_LENGTH = "original_max_position_embeddings"
 OF_BLOCKS = {
     "layer_types": lambda config: list(config.attention_types),
@@ -43,7 +48,7 @@ def config_from_hugging_face(mapping: Mapping[str, Any]) -> ModelConfig:
     model_type = mapping.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ConfigError(
-            f"model_type = {shown(model_type)} is not supported: it must be one of "
+            f"model_type = {_shown(model_type)} is not supported: it must be one of "
             f"{', '.join(FAMILIES)}"
         )
     family = FAMILIES[model_type]
@@ -51,7 +56,7 @@ def config_from_hugging_face(mapping: Mapping[str, Any]) -> ModelConfig:
     for name in QUANTIZATION:
         if mapping.get(name) is not None:
             _check_quantization(name, mapping[name], family)
-    rotary = read_rotary(mapping, scaling_required=family.rope_scaling_required)
+    rotary = _read_rotary(mapping, scaling_required=family.rope_scaling_required)
     config: ModelConfig = family.config(**_read_fields(mapping, family), **rotary)
     for name, values in _supported_values(config, family).items():
         _check_value(name, mapping.get(name), values, family)
@@ -77,11 +82,11 @@ def config_to_hugging_face(config: ModelConfig) -> dict[str, Any]:
         if value is not None or name in family.nullable:
             fields[name] = list(value) if isinstance(value, tuple) else value
     fields |= {name: values[0] for name, values in WRITTEN.items()}
-    return fields | _values(family.written, config) | rotary_fields(config)
+    return fields | _values(family.written, config) | _rotary_fields(config)
 
 
 def _names(family: Family) -> list[str]:
-    """Return the names of the configuration's fields, without rotary ones."""
+    """Return the names of the configuration's fields, without rotary settings."""
     names = [field.name for field in dataclasses.fields(family.config)]
     return [name for name in names if name not in ROTARY_FIELDS]
 
@@ -97,18 +102,18 @@ def _without_aliases(mapping: Mapping[str, Any], aliases: Mapping[str, str]) -> 
         value = renamed.pop(alias, None)
         if value is not None and renamed.setdefault(name, value) != value:
             raise ConfigError(
-                f"{alias} = {shown(value)} contradicts {name} = {shown(renamed[name])}: they are "
+                f"{alias} = {_shown(value)} contradicts {name} = {_shown(renamed[name])}: they are "
                 "one field, keep one"
             )
     return renamed
 
 
 def _read_fields(mapping: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Return the fields of the configuration, without rotary ones."""
+    """Return the fields of the configuration, without rotary settings."""
     names, hints = _names(family), typing.get_type_hints(family.config)
     defaults = {**DEFAULTS, **family.defaults}
     fields = {
-        name: typed(mapping[name], hints[name], name)
+        name: _typed(mapping[name], hints[name], name)
         for name in names
         if mapping.get(name) is not None
     }
@@ -141,9 +146,9 @@ def _check_quantization(name: str, quantization: Any, family: Family) -> None:
     method = quantization["quant_method"] if is_named else quantization
     if method is not None and method == family.quantization:
         return
-    supported = f"{shown(family.quantization)} or " if family.quantization else ""
+    supported = f"{_shown(family.quantization)} or " if family.quantization else ""
     raise ConfigError(
-        f"{name}{'.quant_method' * is_named} = {shown(method)} is not supported for "
+        f"{name}{'.quant_method' * is_named} = {_shown(method)} is not supported for "
         f"{family.model_type}: it must be {supported}left out; give a copy of the model whose "
         "weights are in bf16, fp16 or fp32"
     )
@@ -158,11 +163,11 @@ def _check_value(name: str, value: Any, supported: tuple[Any, ...], family: Fami
     if isinstance(value, list) and len(value) > 1 and isinstance(supported[0], list):
         name, value, supported = _first_difference(name, value, supported[0])
     may_be_off = supported[-len(OFF) :] == OFF
-    words = list(map(shown, supported[: -len(OFF)] if may_be_off else supported))
+    words = list(map(_shown, supported[: -len(OFF)] if may_be_off else supported))
     if may_be_off:
         words.append("null, false, 0 or left out, since no model of this family has it")
     raise ConfigError(
-        f"{name} = {shown(value)} is not supported for {family.model_type}: it must be "
+        f"{name} = {_shown(value)} is not supported for {family.model_type}: it must be "
         f"{' or '.join(words)}; give such a model, or correct the field if it is wrong"
     )
 
@@ -174,3 +179,110 @@ def _first_difference(name: str, value: list[Any], right: list[Any]) -> tuple[st
         return f"the length of {name}", len(value), (len(right),)
     index = next(index for index, entry in enumerate(value) if entry != right[index])
     return f"{name}[{index}]", value[index], (right[index],)
+
+
+def _rotary_fields(config: FamilyConfig) -> dict[str, Any]:
+    """Return the rotary settings of a configuration in both styles: `rope_theta` and `rope_scaling`
+    (transformers 4, the hub), and `rope_parameters` (transformers 5)."""
+    scaling = None
+    if config.rope_scaling is not None:
+        scaling = {"rope_type": "yarn", **_set_fields(config.rope_scaling)}
+    parameters = {**(scaling or {"rope_type": "default"}), "rope_theta": config.rope_theta}
+    values = (config.rope_theta, scaling, parameters)
+    return dict(zip(ROTARY_FIELDS, values, strict=True))
+
+
+def _read_rotary(mapping: Mapping[str, Any], *, scaling_required: bool) -> dict[str, Any]:
+    """Return `rope_theta` and `rope_scaling` of a configuration, from either style."""
+    thetas: dict[str, float] = {}
+    scalings: dict[str, YarnConfig | None] = {}
+    if mapping.get("rope_theta") is not None:
+        thetas["rope_theta"] = _typed(mapping["rope_theta"], float, "rope_theta")
+    for name in ("rope_scaling", "rope_parameters"):
+        rope = mapping.get(name)
+        if rope is None:
+            continue
+        if not isinstance(rope, Mapping):
+            raise ConfigError(f"{name} = {_shown(rope)} is not valid: it must be an object or null")
+        if rope.get("rope_theta") is not None:
+            thetas[f"{name}.rope_theta"] = _typed(rope["rope_theta"], float, f"{name}.rope_theta")
+        scalings[name] = _read_scaling(name, rope, mapping.get("max_position_embeddings"))
+    if not thetas:
+        raise ConfigError("missing fields: rope_theta; give it or rope_parameters.rope_theta")
+    if scaling_required and not scalings:
+        raise ConfigError("missing fields: rope_scaling; give it or rope_parameters")
+    return {"rope_theta": _common(thetas), "rope_scaling": _common(scalings)}
+
+
+def _common(values: Mapping[str, Any]) -> Any:
+    """Return the value that all these fields have; None if there are no fields."""
+    if len(set(values.values())) > 1:
+        fields = " and ".join(
+            f"{name} = {json.dumps(_set_fields(value) if isinstance(value, YarnConfig) else value)}"
+            for name, value in values.items()
+        )
+        raise ConfigError(f"{fields} contradict each other: keep one of them")
+    return next(iter(values.values()), None)
+
+
+def _set_fields(yarn: YarnConfig) -> dict[str, Any]:
+    """Return the fields that are not None."""
+    fields = dataclasses.asdict(yarn).items()
+    return {name: value for name, value in fields if value is not None}
+
+
+def _read_scaling(name: str, rope: Mapping[str, Any], max_length: Any) -> YarnConfig | None:
+    names = {rope[key] for key in ("rope_type", "type") if isinstance(rope.get(key), str)}
+    rope_type = "/".join(sorted(names)) or "default"
+    if rope_type not in ROPE_TYPES:
+        raise ConfigError(
+            f"{name}.rope_type = {rope_type!r} is not supported: it must be one of "
+            f"{', '.join(map(repr, ROPE_TYPES))}"
+        )
+    hints = typing.get_type_hints(YarnConfig) if rope_type == "yarn" else {}
+    values: dict[str, Any] = {}
+    for key, value in rope.items():
+        has_no_influence = value is None or (key == "partial_rotary_factor" and value == 1)
+        if key in ("rope_type", "type", "rope_theta") or has_no_influence:
+            continue
+        if key not in hints:
+            raise ConfigError(
+                f"{name}.{key} = {_shown(value)} is not supported for rope_type {rope_type!r}: "
+                "remove it if it has no influence"
+            )
+        values[key] = _typed(value, hints[key], f"{name}.{key}")
+    if rope_type == "default":
+        return None
+    if "factor" not in values:
+        raise ConfigError(f"missing fields: {name}.factor; YaRN needs it")
+    if ORIGINAL_LENGTH not in values:  # as in transformers
+        values[ORIGINAL_LENGTH] = _typed(max_length, int, "max_position_embeddings")
+    return YarnConfig(**values)
+
+
+def _shown(value: Any) -> str:
+    """Write a value with the words of JSON, a string in single quotes; the end of a long text is
+    cut."""
+    text = as_toml(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]}..."
+
+
+def _typed(value: Any, hint: Any, name: str) -> Any:
+    """Convert a value to the type of a field: only an int to a float and a list to a tuple; all
+    other types must match. Raises ConfigError, with the field's name."""
+    if typing.get_origin(hint) is types.UnionType:
+        hint = next(arg for arg in typing.get_args(hint) if arg is not types.NoneType)
+    if typing.get_origin(hint) is tuple:
+        if not isinstance(value, list | tuple):
+            raise ConfigError(f"{name} = {_shown(value)} is not valid: it must be a list")
+        return tuple(_typed(item, typing.get_args(hint)[0], name) for item in value)
+    limit = MAX_INTEGER if hint is int else 10**300
+    if type(value) is int and abs(value) >= limit:
+        raise ConfigError(
+            f"{name} = {str(value)[:20]}... is not valid: it must be below {limit:.0e}"
+        )
+    if hint is float and type(value) is int:
+        return float(value)
+    if type(value) is not hint:
+        raise ConfigError(f"{name} = {_shown(value)} is not valid: it must be {WORDS[hint]}")
+    return value

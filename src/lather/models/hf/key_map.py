@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lather.models.entry_names import entry_name, is_stack
-from lather.models.families.family import Family
+from lather.models.family import Family
 from lather.models.hf.mxfp4 import BLOCK
 from lather.safetensors_file import Index
 
@@ -34,7 +34,7 @@ EXPERTS = re.compile(
     r"(?P<mlp>.*\.mlp)\.experts\.(?P<part>gate_up_proj|down_proj|gate_up_bias|down_bias)"
 )
 HARMLESS = re.compile(r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)")
-"""Tensors that some folders hold in addition to the weights, and that are computed from the
+"""Tensors that folders may hold in addition to the weights, and that are computed from the
 configuration."""
 
 
@@ -58,8 +58,8 @@ class MappedTensor:
 
     @property
     def entries(self) -> list[str]:
-        """Names of the entries that hold the part in a file of Lather's: one, or one for each
-        expert."""
+        """Names of the entries that hold the part in a file of Lather's: an entry per expert of a
+        stack."""
         if not is_stack(self.parameter):
             return [self.parameter]
         experts: Iterable[Any] = self.index[:1] or range(self.shape[0])

@@ -58,11 +58,11 @@ NO_INFLUENCE = (
     repetition_penalty suppress_tokens temperature top_k top_p typical_p
     """)
 )
-"""Fields of any family without influence on the trained function. Fields such as dropout or tied
-encoders do not belong here."""
+"""Fields of any family without influence on the trained function. Dropout and tied encoders do not
+belong here."""
 
 SILU = ("silu", "swish")
-"""Two names of one function."""
+"""Two names of the same function."""
 WRITTEN: Mapping[str, tuple[Any, ...]] = types.MappingProxyType(
     {"hidden_act": SILU, "attention_dropout": (0.0,)}
 )
@@ -116,8 +116,7 @@ ONLY_OFF = (
     transformers_weights
     """)
 )
-"""Fields of other models: a model of the families that has them is another one, unless they are
-off."""
+"""Fields of other models, which no model of the families has: they must be off."""
 
 ONLY_ONE = _names("""
     attention_multiplier attn_scale embedding_multiplier embedding_scale lm_head_multiplier

@@ -1,8 +1,8 @@
 """Writes models as Hugging Face folders: `config.json`, safetensors (one file, or shards with an
 index), tokenizer files.
 
-Tensors are streamed: besides the model itself, only one tensor, or one expert of a stack, is in
-memory at any moment. A folder appears only when it is complete.
+Tensors are streamed: besides the model itself, only a single tensor, or a single expert of a stack,
+is in memory at any moment. A folder appears only when it is complete.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ MAX_SHARD_BYTES = 5 * 10**9
 
 
 class _ModelTensors:
-    """The parameters and persistent buffers of a model, read like those of a checkpoint: with one
+    """The parameters and persistent buffers of a model, read like those of a checkpoint: with an
     entry per expert."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -99,7 +99,7 @@ def save_hugging_face(
     """Write a model as a Hugging Face folder that `transformers` loads.
 
     Args:
-        source: a model, or the tensors of a checkpoint, one entry per expert.
+        source: a model, or the tensors of a checkpoint, an entry per expert.
         folder: must not exist, or be empty; it appears when it is complete.
         max_shard_bytes: largest file, bytes; a larger tensor gets a file of its own.
         dtype: dtype of the written weights; None: that of the source.
@@ -114,37 +114,35 @@ def save_hugging_face(
             f"max_shard_bytes = {max_shard_bytes} is not valid: give at least 1 byte"
         )
     weights = _ModelTensors(source) if isinstance(source, nn.Module) else source
+    to_write = _to_write(weights, config, dtype)
+    fields = config_to_hugging_face(config)
+    with complete_folder(Path(folder)) as aside:
+        write_published(aside, to_write, max_shard_bytes)
+        ids: dict[str, Any] = {}
+        if tokenizer is not None:
+            ids = _write_companions(aside, Path(tokenizer), config.max_position_embeddings)
+        if ends and not (aside / GENERATION_FILE).exists():
+            end = list(ends) if len(ends) > 1 else ends[0]
+            write_json(aside / GENERATION_FILE, {**ids, "eos_token_id": end})
+        embedding = dtype or DTYPES[weights.tensors["embed_tokens.weight"].dtype]
+        fields |= {**ids, "dtype": str(embedding).removeprefix("torch.")}
+        write_json(aside / CONFIG_FILE, fields)
+
+
+def _to_write(
+    weights: TensorSource, config: ModelConfig, dtype: torch.dtype | None
+) -> list[TensorToWrite]:
+    """Return the tensors of a folder, which are read from `weights` when they are written."""
     stored, shapes = weights.tensors, parameter_shapes(config)
-    _check_source(
-        {name: tuple(tensor.shape) for name, tensor in stored.items()}, entry_shapes(shapes)
-    )
-    published = config_to_hugging_face(config)
+    _check_source({name: tensor.shape for name, tensor in stored.items()}, entry_shapes(shapes))
     to_write = []
     for parameter, shape in shapes.items():
         for part in published_formats(FAMILIES[config.model_type], parameter, shape)[0]:
             ((name, published_shape),) = part.published_shapes().items()
             stored_dtype = DTYPES[stored[part.entries[0]].dtype]
-            to_write.append(
-                TensorToWrite(name, dtype or stored_dtype, published_shape, _pieces(part, weights))
-            )
-
-    with complete_folder(Path(folder)) as aside:
-        write_published(aside, to_write, max_shard_bytes)
-        ids = (
-            {}
-            if tokenizer is None
-            else _write_companions(aside, Path(tokenizer), config.max_position_embeddings)
-        )
-        if ends and not (aside / GENERATION_FILE).exists():
-            write_json(
-                aside / GENERATION_FILE,
-                {**ids, "eos_token_id": list(ends) if len(ends) > 1 else ends[0]},
-            )
-        embedding = dtype or DTYPES[stored["embed_tokens.weight"].dtype]
-        write_json(
-            aside / CONFIG_FILE,
-            {**published, **ids, "dtype": str(embedding).removeprefix("torch.")},
-        )
+            pieces = _pieces(part, weights)
+            to_write.append(TensorToWrite(name, dtype or stored_dtype, published_shape, pieces))
+    return to_write
 
 
 def _pieces(part: MappedTensor, weights: TensorSource) -> Iterator[Tensor]:
@@ -153,8 +151,8 @@ def _pieces(part: MappedTensor, weights: TensorSource) -> Iterator[Tensor]:
         yield tensor.T if part.is_transposed else tensor
 
 
-def _check_source(found: Mapping[str, Shape], expected: Mapping[str, Shape]) -> None:
-    if biases := sorted(name for name in found if name.endswith(BALANCING_BIAS)):
+def _check_source(shapes: Mapping[str, Shape], expected: Mapping[str, Shape]) -> None:
+    if biases := sorted(name for name in shapes if name.endswith(BALANCING_BIAS)):
         raise ExchangeError(
             f"{first_name(biases)} of loss-free balancing cannot be exported: published models of "
             "this family have no such bias and would "
@@ -163,22 +161,22 @@ def _check_source(found: Mapping[str, Shape], expected: Mapping[str, Shape]) -> 
     if different := sorted(
         {
             split_entry(name)[0]
-            for name in {**expected, **found}
-            if found.get(name) != expected.get(name)
+            for name in {**expected, **shapes}
+            if shapes.get(name) != expected.get(name)
         }
     ):
         raise ExchangeError(
             f"{first_name(different)} of the weights does not match the configuration: give the "
-            "one that they were trained with"
+            "configuration that they were trained with"
         )
 
 
 def copy_companions(source: StrPath, target: StrPath) -> list[str]:
     """Copy the tokenizer and generation files that exist; return their names."""
-    found = [name for name in COMPANIONS if (Path(source) / name).is_file()]
-    for name in found:
+    names = [name for name in COMPANIONS if (Path(source) / name).is_file()]
+    for name in names:
         shutil.copyfile(Path(source) / name, Path(target) / name)
-    return found
+    return names
 
 
 def _write_companions(folder: Path, tokenizer: Path, max_length: int) -> dict[str, Any]:

@@ -1,9 +1,10 @@
 """Reads models from Hugging Face folders: `config.json`, and safetensors in one file or in shards
 with an index.
 
-Tensors are streamed: besides the model itself, only one tensor, or one expert of a stack, is in
-memory at any moment. Before anything is changed, the names, shapes and dtypes in all headers are
-compared with the model, and the values of a head with those of the embedding that it is tied to.
+Tensors are streamed: besides the model itself, only a single tensor, or a single expert of a stack,
+is in memory at any moment. Before anything is changed, the names, shapes and dtypes in all headers
+are compared with the model, and the values of a head with those of the embedding that it is tied
+to.
 
 `model_export` writes such folders. `key_map` has the names of tensors, `safetensors_folder` the
 file format, and `families` the supported configurations.
@@ -76,7 +77,7 @@ def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
 @dataclass(frozen=True)
 class PublishedWeights:
     """The weights of a Hugging Face folder whose headers match a model. They are read on demand
-    like those of a checkpoint: under Lather's names, with one entry per expert."""
+    like those of a checkpoint: under Lather's names, with an entry per expert."""
 
     stored: SafetensorsFiles
     entries: dict[str, list[MappedTensor]]
@@ -117,8 +118,8 @@ def _match(folder: Path, model_type: str, shapes: Mapping[str, Shape]) -> Publis
         for name, shape in shapes.items()
     }
     wanted: dict[str, tuple[Shape, bool]] = {}
-    for name, taken in entries.items():
-        for entry in taken:
+    for name, published in entries.items():
+        for entry in published:
             if entry.is_packed and shapes[name][-1] % BLOCK:
                 raise ExchangeError(
                     f"{folder}: {entry.published} has rows of {shapes[name][-1]}, not whole MXFP4 "
@@ -165,20 +166,17 @@ def _is_harmless(key: str, stored: SafetensorsFiles, *, is_tied: bool) -> bool:
 
 
 def _check_tensor(key: str, stored: SafetensorsFiles, shape: Shape, *, is_packed: bool) -> None:
-    found = stored.tensors[key]
-    if found.shape != shape:
+    tensor = stored.tensors[key]
+    if tensor.shape != shape:
         raise ExchangeError(
-            f"{found.file}: {key!r} has shape {found.shape}, but {CONFIG_FILE} asks for {shape}: "
+            f"{tensor.file}: {key!r} has shape {tensor.shape}, but {CONFIG_FILE} asks for {shape}: "
             "give the configuration that belongs to it"
         )
-    if found.dtype not in (
-        ("U8",)
-        if is_packed
-        else [name for name, dtype in DTYPES.items() if dtype.is_floating_point]
-    ):
+    floating = [name for name, dtype in DTYPES.items() if dtype.is_floating_point]
+    if tensor.dtype not in (["U8"] if is_packed else floating):
         raise ExchangeError(
-            f"{found.file}: {key!r} is of dtype {found.dtype}, which is not supported: give a copy "
-            "in BF16, F16 or F32"
+            f"{tensor.file}: {key!r} is of dtype {tensor.dtype}, which is not supported: give a "
+            "copy in BF16, F16 or F32"
         )
 
 
@@ -189,11 +187,11 @@ def _check_tied_head(stored: SafetensorsFiles, embedding: str) -> None:
     step = max(1, COMPARED_ELEMENTS // columns)
     for start in range(0, rows, step):
         at = (slice(start, min(start + step, rows)),)
-        one, other = (stored.read(name, at).double() for name in (HEAD, embedding))
-        if not torch.allclose(one, other, rtol=0, atol=0, equal_nan=True):
+        of_head, of_embedding = (stored.read(name, at).double() for name in (HEAD, embedding))
+        if not torch.allclose(of_head, of_embedding, rtol=0, atol=0, equal_nan=True):
             raise ExchangeError(
                 f"{stored.tensors[HEAD].file}: {HEAD!r} differs from {embedding!r}, but "
-                f"{CONFIG_FILE} makes them one: set its "
+                f"{CONFIG_FILE} ties them: set its "
                 f"tie_word_embeddings to false, or remove {HEAD!r} if it does not belong to the "
                 "model"
             )
@@ -249,9 +247,9 @@ def load_hugging_face(folder: StrPath, model: nn.Module) -> None:
             if shapes.get(name) != weights.shapes.get(name)
         }
     ):
-        found, given = (shape.get(different[0], "absent") for shape in (weights.shapes, shapes))
+        there, here = (shape.get(different[0], "absent") for shape in (weights.shapes, shapes))
         raise ExchangeError(
-            f"{folder}: holds another model: {different[0]} is {found} there and {given} here: "
+            f"{folder}: holds another model: {different[0]} is {there} there and {here} here: "
             f"build the model from its {CONFIG_FILE}"
         )
     _fill(model, weights)

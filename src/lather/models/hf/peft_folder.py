@@ -52,12 +52,12 @@ def save_peft(
     `PeftModel.from_pretrained` loads.
 
     Args:
-        source: the tensors of a checkpoint, one entry per expert.
+        source: the tensors of a checkpoint, an entry per expert.
         folder: must not exist, or be empty; it appears when it is complete.
         base: name or folder of the adapted model, for adapter_config.json.
         dtype: dtype of the written adapters; None: that of the source.
 
-    Raises ExchangeError, before anything is written, if the source lacks one of the adapters of
+    Raises ExchangeError, before anything is written, if the source lacks an adapter of
     `lora`, or if `folder` holds something."""
     model = build_model(config, None, torch.device("meta"))
     names, groups = adapted(model, lora), adaptable(model)
@@ -70,8 +70,8 @@ def save_peft(
 def _factors(
     names: list[str], shapes: Mapping[str, Shape], source: TensorSource, dtype: torch.dtype | None
 ) -> Iterator[TensorToWrite]:
-    """Yield A and B of each adapter in PEFT's format. Raises ExchangeError if the source lacks one
-    of them."""
+    """Yield A and B of each adapter in PEFT's format. Raises ExchangeError if the source lacks
+    any."""
     for name in names:
         stack_shape = shapes.get(name)
         entries = [
@@ -149,11 +149,11 @@ def _shortest(names: Iterable[str], all_names: list[str], *, of_module: bool = F
     """Return the shortest targets that match exactly these names: the part after the layer's number
     if all layers are included."""
     chosen = set(names)
-    found: dict[str, None] = {}
+    targets: dict[str, None] = {}
     for name in all_names:
         if name in chosen:
             _, _, rest = name.split(".", 2)
             same = [other for other in all_names if other.split(".", 2)[2] == rest]
             short = rest.rpartition(".")[2] if of_module else rest
-            found[short if chosen.issuperset(same) else name] = None
-    return list(found)
+            targets[short if chosen.issuperset(same) else name] = None
+    return list(targets)

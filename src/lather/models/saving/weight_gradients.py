@@ -1,7 +1,7 @@
 """Weight gradients, computed either in the backward pass or later, when the caller chooses.
 
 The backward of a product y = x W^T computes two gradients: that of x, which the layers before need
-at once, and that of W, which only the optimizer needs. A pipeline that defers the second one fills
+at once, and that of W, which only the optimizer needs. A pipeline that defers the second fills
 time in which a rank would be idle.
 
 Source: zero-bubble pipelines (Qi et al., arXiv:2401.10241), the split of backward into B (inputs)
@@ -32,7 +32,7 @@ are not needed and may be freed.
 
 Some gradients are never deferred: those of norms, sinks and embeddings, which are not products; and
 that of the head, because the loss computes each tile of the logits' gradient once for both
-products, and deferring one of them would mean saving (T, V) elements or computing every tile a
+products, and deferring either would mean saving (T, V) elements or computing every tile a
 third time.
 """
 
@@ -54,7 +54,7 @@ class DeferredGradient:
 
     weight: Tensor
     compute: Callable[[], Tensor] | None
-    """Set to None after the run, so that a list of entries holds no tensors of finished ones."""
+    """Set to None after the run, so that a list of entries that have run holds no tensors."""
 
     @torch.no_grad()
     def run(self) -> None:
@@ -84,8 +84,8 @@ class WeightGradients:
 
     def take(self) -> list[DeferredGradient]:
         """Remove all entries from the queue and return them, oldest first."""
-        taken, self.entries = self.entries, []
-        return taken
+        entries, self.entries = self.entries, []
+        return entries
 
     @staticmethod
     def run(entries: Sequence[DeferredGradient]) -> None:

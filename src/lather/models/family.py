@@ -1,10 +1,12 @@
-"""The fields that the configurations of all families share, and checks of fields."""
+"""The parts that every model family has: a configuration with common fields and checks, and a
+description of its blocks and of its published Hugging Face folders."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Container
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from lather.errors import require
 from lather.models.rotary import YarnConfig
@@ -25,7 +27,7 @@ class FamilyConfig:
     hidden_size: int = 192
     """Width of the residual stream."""
     num_hidden_layers: int = 6
-    """Number of blocks, dense ones included."""
+    """Number of blocks, including dense blocks."""
     num_attention_heads: int = 6
     """Number of attention heads; of query heads, where several share a key-value head."""
     num_experts_per_tok: int = 2
@@ -71,17 +73,17 @@ class FamilyConfig:
     def _require_family_and_ranges(self, may_be_zero: Container[str]) -> None:
         """Check that the model's type is the family's, that integers are at least 1, and that
         floats are finite and above 0; the fields in `may_be_zero` may be 0."""
-        for field in fields(self):
-            name, value = field.name, getattr(self, field.name)
+        for each in fields(self):
+            name, value = each.name, getattr(self, each.name)
             least = int(name not in may_be_zero)
             if name == "model_type":
-                self._require(name, value == field.default, repr(field.default))
-            elif field.type == "float":
+                self._require(name, value == each.default, repr(each.default))
+            elif each.type == "float":
                 above = value > 0 if least else value >= 0
                 words = "greater than 0" if least else "at least 0"
                 self._require(name, above and value < math.inf, f"{words} and finite")
-            elif field.type in ("int", "int | None") and value is not None:
-                left_out = ", or left out" if field.type != "int" else ""
+            elif each.type in ("int", "int | None") and value is not None:
+                left_out = ", or left out" if each.type != "int" else ""
                 self._require(name, value >= least, f"at least {least}{left_out}")
 
     def _require_at_most(self, name: str, most: str) -> None:
@@ -98,3 +100,48 @@ class FamilyConfig:
         self._require(size, getattr(self, size) % 2 == 0, "even: rotary embedding rotates pairs")
         constraint = "greater than 1 for YaRN, which divides by its logarithm"
         self._require("rope_theta", self.rope_scaling is None or self.rope_theta > 1, constraint)
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model family. Its file in `lather.models.families` has everything that is true of it alone.
+
+    A field of its `config.json` is a field of the configuration with the same name, or is described
+    here, or is one of `lather.models.hf.known_fields`. A value in `defaults`, `written` and
+    `agreeing` may be a function that computes it.
+    """
+
+    config: type[Any]
+    """A subclass of `FamilyConfig`."""
+    block: Callable[[Any, int], Any]
+    """Builds the `Block` with this index, counted from 0, of a configuration."""
+    architecture: str
+    """Name of the model's class in transformers."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the configuration that may be left out or null, and their values in that case,
+    which are transformers'; a function gets the fields that were read."""
+    nullable: frozenset[str] = frozenset()
+    """Fields of the configuration that must be present and may be null."""
+    written: Mapping[str, Any] = field(default_factory=dict)
+    """Other fields that are written, and their values, with which a field that is read must agree;
+    a function gets the configuration."""
+    agreeing: Mapping[str, Any] = field(default_factory=dict)
+    """The same for fields that are not written."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Other names of fields, and the names that they stand for."""
+    ignored: frozenset[str] = frozenset()
+    """Fields without influence on training."""
+    quantization: str | None = None
+    """The `quant_method` of quantized weights that can be read."""
+    rope_scaling_required: bool = False
+    """True if transformers has another default for `rope_scaling` than none."""
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Parts of the names of Lather's parameters, and the published text in their place."""
+    transposes_experts: bool = False
+    """False: each expert's matrices are published by themselves. True: they are stacked and
+    transposed, or stacked and packed in MXFP4."""
+
+    @property
+    def model_type(self) -> str:
+        """Hugging Face name of the family."""
+        return str(self.config.model_type)
