@@ -138,10 +138,14 @@ def name_of(rule: type) -> str:
     return rule.__dict__.get("name") or f"{rule.__module__}:{rule.__qualname__}"
 
 
-@functools.cache
 def options_of(rule: type) -> dict[str, Option]:
     """Return the options of a rule by name, in the order of its fields, without `tp_group`, which
     parameter groups cannot set."""
+    return _options_of(rule)  # mypy takes no class for hashable
+
+
+@functools.cache
+def _options_of(rule: type) -> dict[str, Option]:
     # `typing.get_type_hints` would evaluate a lambda in a range without its module's names.
     hints = dict[str, Any]()
     for cls in reversed(rule.__mro__):
