@@ -141,7 +141,7 @@ def name_of(rule: type) -> str:
 def options_of(rule: type) -> dict[str, Option]:
     """Return the options of a rule by name, in the order of its fields, without `tp_group`, which
     parameter groups cannot set."""
-    return _options_of(rule)
+    return _options_of(rule)  # mypy takes no class for hashable
 
 
 @functools.cache

@@ -100,7 +100,11 @@ class Bucket:
         """Stacked state, name -> (rows, ...), while the bucket is open; otherwise empty."""
         self.sizes = {name: (self.first_row[-1], *x.shape) for name, x in self.entries.items()}
         """Shape of each stack."""
-        self.strides = {name: _strides(size) for name, size in self.sizes.items()}
+        self.strides = {
+            name: tuple(math.prod(size[dim + 1 :]) for dim in range(len(size)))
+            for name, size in self.sizes.items()
+        }
+        """Strides of each stack, which is contiguous."""
 
     def allocate(self) -> list[dict[str, Tensor]]:
         """Allocate the stacks with their initial values, and return the views of each member. They
@@ -165,11 +169,6 @@ def move_to(x: Tensor, new: Tensor) -> bool:
     except (RuntimeError, TypeError):
         return False
     return True
-
-
-def _strides(size: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor of this size."""
-    return tuple(math.prod(size[dim + 1 :]) for dim in range(len(size)))
 
 
 def make_buckets(members: Iterable[Member], steps: Mapping[int, int]) -> list[Bucket]:

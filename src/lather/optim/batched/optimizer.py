@@ -436,7 +436,7 @@ class MatrixOptimizer(torch.optim.Optimizer, metaclass=DocumentedByRule):
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to pickle. Views become separate tensors, for otherwise pickle would
         write the whole stack for each."""
-        if self._groups.sharding.has_shares and self.state:
+        if any(self._groups.sharding.share_of(p) is not None for p in self.state):
             raise TypeError(
                 "an optimizer of parameters that are spread over ranks cannot be pickled or "
                 "copied, because process groups cannot; "

@@ -88,8 +88,10 @@ class GroupSettings:
                 return False  # a new roster will raise, and name the group
             variants: list[tuple[Matrix, Rule]] = []
             for matrix, old in self.variants:
-                # the state stays as it is
-                _add_variant(variants, matrix, _with_state_dtype(rule.on(matrix), old.state_dtype))
+                new = rule.on(matrix)
+                if new.state_dtype != old.state_dtype:  # fp64 for fp64 parameters
+                    new = replace(new, state_dtype=old.state_dtype)
+                _add_variant(variants, matrix, new)
                 if _structure(matrix, old) != _structure(*variants[-1]):
                     return False
             self.rule, self.values, self.variants = rule, values, variants
@@ -109,10 +111,6 @@ def _add_variant(variants: list[tuple[Matrix, Rule]], matrix: Matrix, rule: Rule
     updated together."""
     same = (old for _, old in variants if type(old) is type(rule) and old == rule)
     variants.append((matrix, next(same, rule)))
-
-
-def _with_state_dtype(rule: Rule, dtype: Any) -> Rule:
-    return rule if rule.state_dtype == dtype else replace(rule, state_dtype=dtype)
 
 
 def _structure(matrix: Matrix, rule: Rule) -> tuple[object, ...]:

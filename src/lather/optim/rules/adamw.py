@@ -52,19 +52,14 @@ class AdamWRule(Rule):
     elementwise: ClassVar[bool] = True
 
     def state(self, matrix: Matrix) -> dict[str, Entry]:
-        return {key: Entry(matrix.shape, "moment") for key in ("exp_avg", "exp_avg_sq")}
+        return dict.fromkeys(("exp_avg", "exp_avg_sq"), Entry(matrix.shape, "moment"))
 
     def update(self, g: Tensor, s: State, t: int) -> Tensor:
-        m, v, nesterov = s["exp_avg"], s["exp_avg_sq"], self.nesterov
+        x, m, v = self.decayed(g, s), s["exp_avg"], s["exp_avg_sq"]
         return adam_in_basis(
-            self.decayed(g, s),
-            m,
-            v,
-            t,
-            self.betas,
-            self.eps,
+            *(x, m, v, t, self.betas, self.eps),
             correct_bias=self.correct_bias,
-            nesterov=nesterov,
+            nesterov=self.nesterov,
         )
 
     def step_whole(
@@ -73,17 +68,11 @@ class AdamWRule(Rule):
         """Take the step with torch's fused kernel if it supports the options, and parameters,
         gradients and moments have one dtype."""
         dtype = states["exp_avg"][0].dtype
-        if (
-            self.couples_decay
-            or self.nesterov
-            or lr == 0
-            or not self.correct_bias
-            or weights[0].is_meta
-        ):
+        dtypes = {x.dtype for x in (*weights, *grads)}
+        is_plain = self.correct_bias and not (self.couples_decay or self.nesterov)
+        if not is_plain or lr == 0 or weights[0].is_meta:
             return False
-        if dtype == torch.bfloat16 or {x.dtype for x in weights} | {x.dtype for x in grads} != {
-            dtype
-        }:
+        if dtype == torch.bfloat16 or dtypes != {dtype}:
             return False
         four = (weights, grads, states["exp_avg"], states["exp_avg_sq"])
         remainders = [x.numel() % VECTOR for x in weights]
@@ -106,17 +95,10 @@ class AdamWRule(Rule):
 
     def _fused(self, four: Sequence[Tensors], t: int, lr: float) -> None:
         weights, grads, exp_avgs, exp_avg_sqs = map(list, four)
-        steps = [torch.full((), float(t), dtype=torch.float32, device=weights[0].device)] * len(
-            weights
-        )
+        step = torch.full((), float(t), dtype=torch.float32, device=weights[0].device)
         beta1, beta2 = self.betas
         fused_adamw_(
-            weights,
-            grads,
-            exp_avgs,
-            exp_avg_sqs,
-            [],
-            steps,
+            *(weights, grads, exp_avgs, exp_avg_sqs, [], [step] * len(weights)),
             lr=lr,
             beta1=beta1,
             beta2=beta2,

@@ -74,13 +74,12 @@ class KLSOAPRule(BasisRule):
         return self.turned_into(AdamWRule)
 
     def state(self, matrix: Matrix) -> dict[str, Entry]:
-        entries = {
-            key: Entry(matrix.shape, "moment") for key in ("exp_avg", "exp_avg_sq")
-        } | super().state(matrix)
-        return entries | {
+        moments = dict.fromkeys(("exp_avg", "exp_avg_sq"), Entry(matrix.shape, "moment"))
+        eigenvalues = {
             f"eigenvalues_{dim}": Entry((matrix.shape[dim],), initial=self.initial_eigenvalue)
             for dim in self.dims(matrix)
         }
+        return moments | super().state(matrix) | eigenvalues
 
     def statistics(self, g: Tensor, s: State, t: int) -> None:
         """Update the factors: averages without bias from the first gradient on, whitened by the
@@ -99,14 +98,12 @@ class KLSOAPRule(BasisRule):
 
     def update(self, g: Tensor, s: State, t: int) -> Tensor:
         bases = s.by_dim("basis") if t > self.adam_warmup_steps else {}
-        x, m, v, nesterov = (
-            precondition(self.decayed(g, s), bases, "in"),
-            s["exp_avg"],
-            s["exp_avg_sq"],
-            self.nesterov,
-        )
+        m, v = s["exp_avg"], s["exp_avg_sq"]
         u = adam_in_basis(
-            x, m, v, t, self.betas, self.eps, correct_bias=self.correct_bias, nesterov=nesterov
+            precondition(self.decayed(g, s), bases, "in"),
+            *(m, v, t, self.betas, self.eps),
+            correct_bias=self.correct_bias,
+            nesterov=self.nesterov,
         )
         return clip_rms(precondition(u, bases, "out"), self.max_update_rms)
 

@@ -116,9 +116,8 @@ class SOAPRule(BasisRule):
         return self.turned_into(AdamWRule, nesterov=self.use_nesterov)
 
     def state(self, matrix: Matrix) -> dict[str, Entry]:
-        return {
-            key: Entry(matrix.shape, "moment") for key in (self._momentum, "exp_avg_sq")
-        } | super().state(matrix)
+        moments = dict.fromkeys((self._momentum, "exp_avg_sq"), Entry(matrix.shape, "moment"))
+        return moments | super().state(matrix)
 
     def update(self, g: Tensor, s: State, t: int) -> Tensor:
         factors = s.by_dim("factor")
@@ -128,17 +127,14 @@ class SOAPRule(BasisRule):
             g = self.decayed(g, s)
 
         bases = s.by_dim("basis") if t > self.adam_warmup_steps else {}
-        x, m, v, nesterov = (
-            precondition(g, bases, "in"),
-            s[self._momentum],
-            s["exp_avg_sq"],
-            self.use_nesterov,
-        )
+        x, m, v = precondition(g, bases, "in"), s[self._momentum], s["exp_avg_sq"]
         if bases and not self.turns_momentum:
             m = precondition(m, bases, "in")
             s[self._momentum].lerp_(g, 1 - self.betas[0])
         u = adam_in_basis(
-            x, m, v, t, self.betas, self.eps, correct_bias=self.correct_bias, nesterov=nesterov
+            *(x, m, v, t, self.betas, self.eps),
+            correct_bias=self.correct_bias,
+            nesterov=self.use_nesterov,
         )
         u = self._normalized(precondition(u, bases, "out"), factors)
 
