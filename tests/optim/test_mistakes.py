@@ -11,6 +11,7 @@ steps that follow."""
 from __future__ import annotations
 
 import copy
+import inspect
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 
 from lather import optim
 from lather.optim import MatrixOptimizer, Rule, constructor, schedules
+from lather.optim.batched.known_keys import EQUIVALENTS, OTHER_NAMES
 from lather.optim.optimizers import OPTIMIZER_OF
 from lather.optim.options import options_of
 from lather.optim.rules import RULES
@@ -202,6 +204,21 @@ def test_the_names_of_all_arguments_are_in_the_message() -> None:
         with pytest.raises(TypeError, match="Its arguments are params, lr") as raised:
             cls([parameter(2, 2)], xyzzy=1)
         assert all(f" {name}" in str(raised.value) for name in options_of(cls.rule))
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_every_optimizer_hints_only_at_arguments_that_it_has(cls: type[MatrixOptimizer]) -> None:
+    own = inspect.signature(cls).parameters
+    for name in {*EQUIVALENTS, *OTHER_NAMES, "learning_rat", "weightdecay"} - own.keys():
+        with pytest.raises(TypeError) as raised:
+            cls([parameter(3, 3)], **{name: 1})
+        hint = str(raised.value).partition(". Its arguments are")[0]
+        assert {meant.partition("'")[0] for meant in hint.split("did you mean '")[1:]} <= own.keys()
+
+
+def test_equivalents_are_options() -> None:
+    known = {name for rule in RULES.values() for name in options_of(rule)}
+    assert {option for pairs in EQUIVALENTS.values() for option, _ in pairs} <= known
 
 
 if __name__ == "__main__":
