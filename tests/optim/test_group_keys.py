@@ -8,74 +8,57 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from optim_helpers import clones, parameter, parameters, run
+from optim_helpers import Run, all_same, clones, parameter, parameters, run
 
 from lather.optim import KLSOAP, SOAP, AdamW, EmbeddingSOAP, Muon, SOAPMuon, parameter_groups
 
 QUINTIC = (3.4445, -4.7750, 2.0315)
 
 
-# --- keys of which nothing is known ---------------------------------------------------------------
-
-
 def test_unknown_keys_are_named_once_in_one_warning() -> None:
     params = parameters([(4, 4)] * 4)
-    groups = [
-        {"params": params[:1], "zorp": 1},
-        {"params": params[1:2], "blub": True, "zorp": 2, "lr_scale": 1.0},
-    ]
-    with pytest.warns(UserWarning, match="kept and ignored: blub, zorp$") as caught:
-        optimizer = Muon(groups)
-    assert len(caught) == 1
+    groups = [{"params": params[:1], "zorp": 1}, {"params": params[1:2], "blub": True, "zorp": 2}]
+    with pytest.warns(UserWarning, match="kept and ignored: blub, zorp$"):
+        a = Run(Muon(groups), params)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        optimizer.add_param_group({"params": params[2:3], "zorp": 3})
-        run(optimizer, params, range(2))
-        resumed = copy.deepcopy(optimizer)
-        run(resumed, [p for group in resumed.param_groups for p in group["params"]], range(2, 3))
-        optimizer.load_state_dict(optimizer.state_dict())
-    optimizer.param_groups[0]["gurk"] = 1
+        a.optimizer.add_param_group({"params": params[2:3], "zorp": 3})
+        a.steps(range(2))
+        Run(copy.deepcopy(a.optimizer), params).steps(range(2, 3))
+        a.optimizer.load_state_dict(a.optimizer.state_dict())
+    a.groups[0]["gurk"] = 1
     with pytest.warns(UserWarning, match="kept and ignored: gurk$"):
-        run(optimizer, params, range(2, 4))
-    assert [group.get("zorp") for group in optimizer.param_groups] == [1, 2, 3]
-
-
-def test_a_factor_of_the_rate_needs_a_rate_in_its_group() -> None:
-    """A scheduler, such as that of Lather's trainer, may keep its factor beside the rate."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        optimizer = Muon([{"params": [parameter(4, 4)], "lr": 3.2e-2, "lr_factor": 3.2}], lr=1e-2)
-        optimizer.load_state_dict(optimizer.state_dict())
-        run(optimizer, optimizer.param_groups[0]["params"], range(2))
+        a.steps(range(2, 4))
+    assert [group.get("zorp") for group in a.groups] == [1, 2, 3]
 
 
 def test_a_value_that_is_changed_later_is_noticed() -> None:
-    params = parameters([(4, 4)])
     keys = {"use_muon": True, "amsgrad": False, "kind": "matrices", "ns_steps": 5, "adamw": False}
-    optimizer = Muon([{"params": params, **keys}])
-    run(optimizer, params, range(2))
+    params = parameters([(4, 4)])
+    a = Run(Muon([{"params": params, **keys}]), params)
+    a.steps(range(2))
     asking = {"use_muon": False, "amsgrad": True, "kind": "adamw", "ns_steps": 4, "adamw": True}
     for key, value in asking.items():
-        before = params[0].detach().clone()
-        optimizer.param_groups[0][key] = value
+        before = clones(params)
+        a.groups[0][key] = value
         with pytest.raises(ValueError, match=f"^{key}={value!r} in a parameter group asks for"):
-            run(optimizer, params, range(2, 3))
-        assert torch.equal(params[0], before)
-        optimizer.param_groups[0][key] = keys[key]
-        run(optimizer, params, range(2, 3))
+            a.steps([2])
+        assert all_same(params, before)
+        a.groups[0][key] = keys[key]
+        a.steps([2])
 
 
 @pytest.mark.parametrize("write", ["constructor", "later"])
 def test_arrays_of_kept_keys_do_not_hinder_changes_of_other_values(write: str) -> None:
     params = parameters([(4, 4)])
     keys = {"ns_coefficients": np.array(QUINTIC), "ns_coeffs": torch.tensor(QUINTIC)}
-    optimizer = Muon([{"params": params, **(keys if write == "constructor" else {})}])
-    run(optimizer, params, range(1))
-    optimizer.param_groups[0].update(keys)
+    a = Run(Muon([{"params": params, **(keys if write == "constructor" else {})}]), params)
+    a.steps([0])
+    a.groups[0].update(keys)
     for step in range(1, 4):
-        run(optimizer, params, range(step, step + 1))
-        optimizer.param_groups[0]["weight_decay"] = 0.1 * step
-    assert optimizer.param_groups[0]["ns_coefficients"] == list(QUINTIC)
+        a.steps([step])
+        a.groups[0]["weight_decay"] = 0.1 * step
+    assert a.groups[0]["ns_coefficients"] == list(QUINTIC)
 
 
 # --- groups of other optimizers -------------------------------------------------------------------

@@ -138,7 +138,16 @@ def in_group(made: Any, **keys: Any) -> None:
     raise errors["constructor"]
 
 
-OF_STEPS = ("rule", "betas", "normalize", "scale", "steps", "weight_decay", "weight_decay_method")
+OF_STEPS = (
+    "lr",
+    "rule",
+    "betas",
+    "normalize",
+    "scale",
+    "steps",
+    "weight_decay",
+    "weight_decay_method",
+)
 
 
 def kept_in_group(made: Any, **keys: Any) -> None:
