@@ -11,7 +11,6 @@ from lather.optim.functional import (
     update_kronecker_factors_kl,
 )
 from lather.optim.linalg import eigenbasis, kronecker
-from lather.optim.linalg.kronecker import bias_corrected_beta
 
 LETTERS = "acd"
 
@@ -56,40 +55,6 @@ def test_factors_are_contractions_of_the_gradient(shape: tuple[int, ...]) -> Non
         close(k, 0.8 * old[dim] + 0.2 * contraction(h, h, dim))
         assert not torch.allclose(k, 0.802 * old[dim] + 0.198 * contraction(h, h, dim), rtol=1e-4)
     assert torch.equal(g, before)
-
-
-@pytest.mark.parametrize("shape", [(4, 6), (3, 4, 5)], ids=str)
-@pytest.mark.parametrize("rotated", [False, True], ids=["identity", "bases"])
-def test_kl_factors_weigh_the_other_dims_by_their_inverse(
-    shape: tuple[int, ...], rotated: bool
-) -> None:
-    """For a matrix L = beta L + (1 - beta) / n G R^{-1} G^T, and both factors use the old
-    inverses."""
-    g, eps = randn(2, *shape), 0.3
-    factors = {dim: spd(2, n, seed=dim) for dim, n in enumerate(shape)}
-    all_bases = {
-        dim: torch.linalg.qr(randn(2, n, n, seed=7 + dim)).Q for dim, n in enumerate(shape)
-    }
-    bases = all_bases if rotated else {}
-    eigenvalues = {dim: randn(2, n, seed=20 + dim).abs() for dim, n in enumerate(shape)}
-    assert min(float(w.min()) for w in eigenvalues.values()) < eps
-    inverses = {}
-    for dim, w in eigenvalues.items():
-        q = bases.get(dim, torch.eye(shape[dim], dtype=torch.float64).expand(2, -1, -1))
-        inverses[dim] = q @ torch.diag_embed(1 / w.clamp_min(eps)) @ q.mT
-    expected = {}
-    for dim, k in factors.items():
-        x = g
-        for other in inverses.keys() - {dim}:
-            x = on_dim(inverses[other], x, other)
-        expected[dim] = 0.9 * k + 0.1 * shape[dim] / g[0].numel() * contraction(x, g, dim)
-    wrong = {dim: 0.9 * k + 1.01 * (expected[dim] - 0.9 * k) for dim, k in factors.items()}
-    kept = {dim: w.clone() for dim, w in eigenvalues.items()}
-    update_kronecker_factors_kl(factors, bases, eigenvalues, g, 0.9, eps=eps)
-    for dim, k in factors.items():
-        close(k, expected[dim])
-        assert not torch.allclose(k, wrong[dim], rtol=1e-5, atol=1e-5)
-        assert torch.equal(eigenvalues[dim], kept[dim])
 
 
 def test_a_dim_without_factor_is_not_whitened() -> None:
@@ -144,19 +109,6 @@ def test_statistics_are_one_product_on_a_gpu(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(kronecker, "SYMMETRIC_BLOCKS", 0)  # so that there are no blocks
     found = kronecker.average_(k.clone(), g, 0.9, 0.1)
     close(found, 0.9 * k + 0.1 * g @ g.mT, 1e-10)
-
-
-def test_the_bias_corrected_average_is_the_weighted_mean() -> None:
-    """From the first sample on it is the sum of beta^(t-i) x_i over the sum of its weights, in
-    which the first sample counts as every other."""
-    beta, samples = 0.9, [1.0, 5.0, -2.0, 3.0]
-    average = samples[0]
-    for t, x in enumerate(samples[1:], start=1):
-        now = bias_corrected_beta(beta, t)
-        average = now * average + (1 - now) * x
-        weights = [beta ** (t - i) for i in range(t + 1)]
-        mean = sum(w * s for w, s in zip(weights, samples, strict=False)) / sum(weights)
-        assert average == pytest.approx(mean, rel=1e-12)
 
 
 @pytest.mark.parametrize("shape", [(5,), (4, 6), (3, 4, 5)], ids=str)

@@ -1,17 +1,20 @@
-"""Calls that an optimizer refuses, and what it says: `mistakes.txt` is reviewed like a page.
+"""Calls that an optimizer refuses or warns of, and what it says: `mistakes.txt` is reviewed like a
+page.
 
     PYTHONPATH=tests:tests/optim python tests/optim/test_mistakes.py
 
 writes what is said now into the file; review the difference.
 
-An entry is lines of Python and, indented, what its last line raises. The names are those of
-`names_of_an_entry`. A refused call changes nothing: no weight, state, group or counter, nor the
-steps that follow."""
+An entry is lines of Python and, indented, what its last line raises or warns of. The names are
+those of `names_of_an_entry`. A refused call changes nothing: no weight, state, group or counter,
+nor the steps that follow."""
 
 from __future__ import annotations
 
 import copy
+import inspect
 import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,11 +24,21 @@ import pytest
 import strangers
 import torch
 from corpus import Recorded, entries, record
-from optim_helpers import give_gradients, parameter, parameters, run
+from optim_helpers import (
+    Run,
+    all_same,
+    give_gradients,
+    parameter,
+    parameters,
+    run,
+    run_both,
+    through_a_file,
+)
 from torch import Tensor, nn
 
 from lather import optim
 from lather.optim import MatrixOptimizer, Rule, constructor, schedules
+from lather.optim.batched.known_keys import EQUIVALENTS, OTHER_NAMES
 from lather.optim.optimizers import OPTIMIZER_OF
 from lather.optim.options import options_of
 from lather.optim.rules import RULES
@@ -60,7 +73,8 @@ def names_of_an_entry(source: str) -> dict[str, Any]:
         **{"p": parameter(4, 4), "q": parameter(4, 4, seed=1), "vector": parameter(3)},
         **{"stack": parameter(2, 4, 4), "filters": parameter(2, 2, 2, 2)},
         **{"meta": nn.Parameter(torch.empty(4096, 4096, device="meta"))},
-        **{"in_group": in_group, "trained": trained, "saved": saved, "without": without},
+        **{"in_group": in_group, "kept_in_group": kept_in_group},
+        **{"trained": trained, "saved": saved, "without": without},
         **{cls.__name__.lower(): trained(cls) for cls in CLASSES if cls.__name__.lower() in source},
     }
 
@@ -124,6 +138,49 @@ def in_group(made: Any, **keys: Any) -> None:
     raise errors["constructor"]
 
 
+OF_STEPS = (
+    "lr",
+    "rule",
+    "betas",
+    "normalize",
+    "scale",
+    "steps",
+    "weight_decay",
+    "weight_decay_method",
+)
+
+
+def kept_in_group(made: Any, **keys: Any) -> None:
+    """Check that a group takes the step that it takes without these keys, also if they come later
+    or change, and after it was saved and loaded."""
+    if issubclass(made, Rule):
+        made = _optimizer_of(made)
+    options = {key: keys[key] for key in OF_STEPS if key in keys}
+    if options.get("rule") == "adamw" and "eps" in keys:
+        options["eps"] = keys["eps"]
+    shapes = [(4, 4), (5, 3)]
+    a, b, c = (
+        Run(made([{"params": params, **given}]), params)
+        for given in (keys, options, options)
+        for params in [parameters(shapes)]
+    )
+    run_both(a, b, range(2))
+    for p, q in zip(a.params, c.params, strict=True):
+        q.data.copy_(p.data)
+    c.optimizer.load_state_dict(through_a_file(a.optimizer.state_dict()))
+    run_both(c, b, range(2, 4))
+    (group,) = c.groups
+    assert all(unpacked(group[key]) == unpacked(value) for key, value in keys.items())
+    group |= {"swa_lr": 0.7, "lr_scale": 7.0, "foreach": True}
+    run_both(c, b, range(4, 6))
+    assert all_same(b.params, c.params)
+    assert group["lr_scale"] == 7.0
+
+
+def unpacked(value: Any) -> Any:
+    return value.tolist() if isinstance(value, Tensor) else value
+
+
 def _optimizer_of(rule: type[Rule]) -> Made:
     return lambda params, **options: MatrixOptimizer(params, rule(1e-2, **options))
 
@@ -157,7 +214,7 @@ def seen(value: Any) -> Any:
 
 
 def answer_to(mistake: Recorded) -> str:
-    """Return what is said to a mistake, which must be the same at a second try."""
+    """Return what is said to a call; one that is refused must be refused alike at a second try."""
     names = names_of_an_entry(f"{mistake.setup} {mistake.call}")
     exec(mistake.setup, names)
     optimizers = [x for x in names.values() if isinstance(x, MatrixOptimizer)]
@@ -165,11 +222,16 @@ def answer_to(mistake: Recorded) -> str:
     twins = copy.deepcopy(optimizers)
     answers = set()
     for _ in range(2):
-        try:
-            exec(mistake.call, names)
-        except (TypeError, ValueError) as error:
-            answers.add(f"{type(error).__name__}: {error}")
-    assert len(answers) == 1, f"{mistake.call}: {answers or 'nothing is refused'}"
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                exec(mistake.call, names)
+            except (TypeError, ValueError) as error:
+                answers.add(f"{type(error).__name__}: {error}")
+                continue
+        texts = [f"{one.category.__name__}: {one.message}" for one in caught]
+        return " | ".join(texts) or "nothing is said"
+    assert len(answers) == 1, f"{mistake.call}: {answers}"
     assert {name: seen(names[name]) for name in before} == before, mistake.call
     for optimizer, twin in zip(optimizers, twins, strict=True):
         assert outcome(optimizer) == outcome(twin), mistake.call
@@ -181,7 +243,7 @@ ALL = list(entries(CORPUS.read_text("utf-8")))
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("mistake", ALL, ids=str)
-def test_a_mistake_is_refused_with_a_remedy_and_changes_nothing(mistake: Recorded) -> None:
+def test_a_mistake_is_answered_with_a_remedy_and_changes_nothing(mistake: Recorded) -> None:
     assert answer_to(mistake) == mistake.answer
 
 
@@ -202,6 +264,21 @@ def test_the_names_of_all_arguments_are_in_the_message() -> None:
         with pytest.raises(TypeError, match="Its arguments are params, lr") as raised:
             cls([parameter(2, 2)], xyzzy=1)
         assert all(f" {name}" in str(raised.value) for name in options_of(cls.rule))
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_every_optimizer_hints_only_at_arguments_that_it_has(cls: type[MatrixOptimizer]) -> None:
+    own = inspect.signature(cls).parameters
+    for name in {*EQUIVALENTS, *OTHER_NAMES, "learning_rat", "weightdecay"} - own.keys():
+        with pytest.raises(TypeError) as raised:
+            cls([parameter(3, 3)], **{name: 1})
+        hint = str(raised.value).partition(". Its arguments are")[0]
+        assert {meant.partition("'")[0] for meant in hint.split("did you mean '")[1:]} <= own.keys()
+
+
+def test_equivalents_are_options() -> None:
+    known = {name for rule in RULES.values() for name in options_of(rule)}
+    assert {option for pairs in EQUIVALENTS.values() for option, _ in pairs} <= known
 
 
 if __name__ == "__main__":

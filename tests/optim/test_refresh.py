@@ -255,17 +255,6 @@ def test_all_first_bases_come_at_once_where_steps_of_the_warm_up_refresh(watched
     assert watched.costs[0] == watched.costs[1] == watched.costs[3] > watched.costs[5]
 
 
-def test_without_staggering_one_step_of_the_interval_pays_for_all(watched: Watched) -> None:
-    watched.run(run_of("soap", STAGGERED, precondition_frequency=5), range(15))
-    assert [cost > 0 for cost in watched.costs[5:]] == [False, False, False, False, True] * 2
-
-
-def test_one_large_stack_of_experts_is_spread_too(watched: Watched) -> None:
-    options = {"precondition_frequency": 4, "stagger_refresh": True}
-    watched.run(run_of("soap_per_expert", [(12, 4, 4)], **options), range(8))
-    assert [len(step) for step in watched.matrices[4:]] == [2 * 3] * 4
-
-
 # --- failures -------------------------------------------------------------------------------------
 
 
