@@ -135,19 +135,19 @@ class EarlyFree(Experts):
     def forward(
         self, x_RD: Tensor, experts_RK: Tensor, weights_RK: Tensor, num_pairs: int | None = None
     ) -> Tensor:
-        plan = plan_route(experts_RK, len(self.down_proj), num_pairs=num_pairs)
-        rows_GD = padded_index_gather(x_RD, plan.token_G, 1)
+        routed = plan_route(experts_RK, len(self.down_proj), num_pairs=num_pairs)
+        rows_GD = padded_index_gather(x_RD, routed.token_G, 1)
         out = []
-        runs = itertools.pairwise([0, *plan.end_E.tolist()])
+        runs = itertools.pairwise([0, *routed.end_E.tolist()])
         for (start, end), gate_up_HD, down_DF in zip(
             runs, self.gate_up_proj.unbind(), self.down_proj.unbind(), strict=True
         ):
             out.append(swiglu(rows_GD[start:end] @ gate_up_HD.T) @ down_DF.T)
-        weight_G = weights_RK.new_zeros(len(plan.token_G)).scatter(
-            0, plan.row_TK.flatten(), weights_RK.flatten()
+        weight_G = weights_RK.new_zeros(len(routed.token_G)).scatter(
+            0, routed.row_TK.flatten(), weights_RK.flatten()
         )
         weighted_GD = (torch.cat(out) * weight_G[:, None]).to(x_RD.dtype)
-        token_GD = plan.token_G[:, None].expand_as(weighted_GD)
+        token_GD = routed.token_G[:, None].expand_as(weighted_GD)
         return torch.zeros_like(x_RD).scatter_add(0, token_GD, weighted_GD)
 
 
