@@ -161,7 +161,7 @@ def _soap(params: Sequence[nn.Parameter]) -> SOAP:
 
 
 def count(shapes: tuple[tuple[int, ...], ...], folder: str, world: World) -> int:
-    """Count on one rank, as a worker of `launch`; rank 0 writes what all ranks found."""
+    """Count on a rank, as a worker of `launch`; rank 0 writes the counts of all ranks."""
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (world.size,))
     alone = [nn.Parameter(x) for x in _values(shapes, 0)]

@@ -84,7 +84,7 @@ class MemoryBenchmark:
     parts: tuple[Literal["kept", "loss", "time"], ...] = ("kept", "loss", "time")
     """Parts to measure."""
     rounds: int = 7
-    """Timed rounds, each of one forward and backward per contestant."""
+    """Timed rounds, each of a forward and backward per contestant."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Device to run on; products are timed in fp32 on CPU, in bf16 on CUDA."""
     out: Path = Path("benchmarks/results")
@@ -96,7 +96,7 @@ class MemoryBenchmark:
 
 
 class Layer(nn.Module):
-    """Router and experts of one MoE layer, on the meta device."""
+    """Router and experts of an MoE layer, on the meta device."""
 
     def __init__(self, contestant: str, sizes: LayerSizes) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ def make_layers(sizes: LayerSizes, dtype: torch.dtype, device: torch.device) -> 
 
 
 class EarlyFree(Experts):
-    """A layer with early freeing alone: dead tensors are dropped and gate/up is kept once, but
+    """A layer with early freeing alone: dead tensors are dropped and gate/up is saved once, but
     products keep their inputs and outputs."""
 
     def forward(
@@ -177,7 +177,7 @@ def _rows(options: MemoryBenchmark, device: torch.device) -> Iterator[Row]:
         yield from measure_time(options, device)
 
 
-# --- what is kept ---------------------------------------------------------------------------------
+# --- kept bytes -----------------------------------------------------------------------------------
 
 
 def measure_kept(device: torch.device) -> Iterator[Row]:
