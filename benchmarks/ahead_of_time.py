@@ -84,7 +84,7 @@ class Driver:
 
 
 def caught(models: Iterable[str], dtypes: Iterable[str]) -> list[Launch]:
-    """Return what the wrappers launch: one entry for each launch, without an architecture."""
+    """Return the launches of the wrappers, without an architecture."""
     from triton.runtime.jit import JITFunction
 
     launches: list[Launch] = []
@@ -109,7 +109,7 @@ def caught(models: Iterable[str], dtypes: Iterable[str]) -> list[Launch]:
 
 
 def distinct(launches: Iterable[Launch], architectures: Iterable[int]) -> list[Launch]:
-    """Return the compilations that the launches need, told apart by the key of Triton's cache."""
+    """Return the compilations that the launches need, distinct by the key of Triton's cache."""
     from triton.runtime import driver
 
     compilations: dict[tuple[Any, ...], Launch] = {}
@@ -156,7 +156,7 @@ def _compile_all(launches: Sequence[Launch], sender: Connection) -> None:
 
 
 def row_of(launch: Launch) -> Row:
-    """Compile one launch and return its row, which says so if compilation fails."""
+    """Compile a launch and return its row, or a row with the error."""
     import triton
     from triton.runtime import driver
 
@@ -207,7 +207,7 @@ def _plain(value: Any) -> Any:
 
 
 def name_of(kernel: Any) -> str:
-    """Name a kernel by its folder and function, such as `swiglu._forward_kernel`."""
+    """Name a kernel by its folder and function, for example `swiglu._forward_kernel`."""
     module = kernel.__module__.removeprefix("lather.").removeprefix("kernels.")
     return f"{module.removesuffix('.triton')}.{kernel.__name__}"
 
@@ -240,7 +240,7 @@ def _widths(ptx: str, kind: str) -> Iterator[int]:
 
 
 def complaints(row: Row) -> list[str]:
-    """Say which limits the row's kernel exceeds."""
+    """Describe the limits that the row's kernel exceeds."""
     if "error" in row:
         return [f"does not compile: {row['error']}"]
     exceeded, allowed = [], SPILLED_BYTES.get(row["kernel"], 0)

@@ -1,5 +1,5 @@
-"""`lather bench calls`: counts the calls of the package's own Python functions in one optimizer
-step: the length of the way from `.grad` to the changed weight, which counts in a step of small
+"""`lather bench calls`: counts the calls of the package's Python functions in an optimizer
+step: the length of the path from `.grad` to the changed weight, which counts in a step of small
 matrices. `sys.setprofile` counts them, so the numbers do not depend on the machine.
 
 A case is a step after `WARM_UP` others, so that state and plan are there. It uses public names
@@ -30,12 +30,12 @@ PACKAGE = f"{Path(lather.__file__).parent}{os.sep}"
 
 FREQUENCY = 10
 WARM_UP = 13
-"""Steps before the counted one, which does not refresh."""
+"""Steps before the counted step, which does not refresh."""
 
 
 @dataclass(frozen=True)
 class CallsBenchmark:
-    """Counts Python calls of one optimizer step, and the files that they are in."""
+    """Counts Python calls of an optimizer step, and the files that they are in."""
 
     out: Path = Path("benchmarks/results")
     """Folder for calls.jsonl; a run replaces it."""
@@ -63,7 +63,7 @@ CASES = (
 
 
 def run(options: CallsBenchmark) -> int:
-    """Count all cases; returns the exit status, 1 if one is above its bound."""
+    """Count all cases; returns the exit status, 1 if any is above its bound."""
     file, common = RowFile(options.out / "calls.jsonl"), environment(torch.device("cpu"), ())
     table = titled_table("", ["step"], ("calls", "functions", "files", "at most"))
     too_many = False
@@ -89,7 +89,7 @@ def run(options: CallsBenchmark) -> int:
 
 
 def count(case: CallCase) -> Row:
-    """Count calls, functions and files of one step of the case."""
+    """Count calls, functions and files of a step of the case."""
     params = [nn.Parameter(torch.randn(case.shape)) for _ in range(case.num_params)]
     rule = "soap" if len(case.shape) > 1 else "adamw"
     optimizer = SOAP([{"params": params, "rule": rule}], precondition_frequency=FREQUENCY)

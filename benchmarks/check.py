@@ -128,7 +128,7 @@ def error_of_ours(small: OptimizerCase, device: torch.device) -> float:
 
 
 def _last_updates(contestant: Contestant, case: OptimizerCase) -> Tensor:
-    """Return the last COMPARED updates of all parameters; on the way check SOAP's refreshes, and
+    """Return the last COMPARED updates of all parameters, after checking SOAP's refreshes, and
     that gradients stay as they are."""
     gradients = [[g.clone() for g in step] for step in contestant.gradients]
     refreshes, updates, before = [], [], _bases(contestant, case)

@@ -1,4 +1,4 @@
-"""Who is measured and on what: sets of matrices, their gradients, and each library's optimizer set
+"""Contestants and their work: sets of matrices, their gradients, and each library's optimizer set
 to the same rule.
 
 All who implement a rule get the same options, `OPTIONS`. SOAP: refresh every f-th step, no merging
@@ -80,8 +80,8 @@ PEERS = {"soap": ("heavyball", "pytorch_optimizer"), "muon": ("torch",), "adamw"
 
 @dataclass(frozen=True)
 class MatrixSet:
-    """`num_matrices` matrices of one shape. With `experts` > 1 our parameters are 3-D, with so many
-    matrices in each; peers' are still 2-D."""
+    """Matrices of equal shape. With `experts` > 1 our parameters are 3-D, with so many matrices in
+    each; peers' are still 2-D."""
 
     name: str
     num_matrices: int
@@ -142,7 +142,7 @@ DEFAULT_SETS = ("many_small", "experts", "experts_3d", "wide", "big")
 
 @dataclass
 class Contestant:
-    """One library's optimizer with parameters and gradients of its own."""
+    """A library's optimizer with its parameters and gradients."""
 
     name: str
     params: list[Tensor]
@@ -226,7 +226,7 @@ def _heavyball_soap(params: list[Tensor], frequency: int) -> Optimizer:
     import heavyball
     import heavyball.utils
 
-    heavyball.utils.compile_mode = None  # heavyball has no other switch than this process-wide one
+    heavyball.utils.compile_mode = None  # heavyball has no other switch
     optimizer: Any = heavyball.SOAP(
         params,
         **OPTIONS["soap"],

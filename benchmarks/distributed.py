@@ -54,13 +54,13 @@ UNEVEN: tuple[tuple[int, ...], ...] = ((128, 128),) * 5 + ((96, 160),) * 3 + ((6
 STEPS = 4
 MESHES = (8, 64, 512)
 ENOUGH = 20
-"""Number of matrices per rank from which on the plan should be even."""
+"""Number of matrices per rank from which on the work should be even."""
 
 
 @dataclass(frozen=True)
 class DistributedBenchmark:
-    """Counts bytes, state and arithmetic of a sharded optimizer, and how evenly the plan of owners
-    spreads the work. On CPU, with gloo."""
+    """Counts bytes, state and arithmetic of a sharded optimizer, and how evenly the
+    owners of matrices share the work. On CPU, with gloo."""
 
     parts: tuple[Literal["counts", "plan"], ...] = ("counts", "plan")
     """Parts to run."""
@@ -92,7 +92,7 @@ def _rows(options: DistributedBenchmark) -> Iterator[Row]:
     if "plan" in options.parts:
         for preset in ("qwen3-30b-a3b", "deepseek-v2-lite"):
             for num_ranks in MESHES:
-                yield plan_row(preset, num_ranks)
+                yield owners_row(preset, num_ranks)
 
 
 # --- counts ---------------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ def _soap(params: Sequence[nn.Parameter]) -> SOAP:
 
 
 def count(shapes: tuple[tuple[int, ...], ...], folder: str, world: World) -> int:
-    """Count on one rank, as a worker of `launch`; rank 0 writes what all ranks found."""
+    """Count on a rank, as a worker of `launch`; rank 0 writes the counts of all ranks."""
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (world.size,))
     alone = [nn.Parameter(x) for x in _values(shapes, 0)]
@@ -270,10 +270,10 @@ def gathering_bytes(params: Sequence[nn.Parameter], mesh: DeviceMesh) -> int:
     return counted.sent
 
 
-# --- plan -----------------------------------------------------------------------------------------
+# --- owners ---------------------------------------------------------------------------------------
 
 
-def plan_row(preset: str, num_ranks: int) -> Row:
+def owners_row(preset: str, num_ranks: int) -> Row:
     """Make the row of a published model under FSDP2 on one mesh of all ranks: every matrix is
     sharded on dim 0, and experts are stacked."""
     config = load_config(Path(__file__).parents[1] / "configs" / f"{preset}.toml").model

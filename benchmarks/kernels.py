@@ -203,44 +203,44 @@ def _rotary(s: KernelSizes, device: torch.device) -> KernelCase:
 
 def _gather(s: KernelSizes, device: torch.device) -> KernelCase:
     draw = _Draw(s, device)
-    plan, x = route.plan_route(draw.experts(s), s.e), draw.normal(s.t, s.d)
+    routed, x = route.plan_route(draw.experts(s), s.e), draw.normal(s.t, s.d)
     return KernelCase(
         "gather",
-        lambda: gather.padded_index_gather(x, plan.token_G, 1, checked=False),
+        lambda: gather.padded_index_gather(x, routed.token_G, 1, checked=False),
         2 * s.t * s.d * (1 + s.k),
     )
 
 
 def _add_rows(s: KernelSizes, device: torch.device) -> KernelCase:
     draw = _Draw(s, device)
-    plan, grad = route.plan_route(draw.experts(s), s.e), draw.normal(s.t * s.k, s.d)
+    routed, grad = route.plan_route(draw.experts(s), s.e), draw.normal(s.t * s.k, s.d)
     return KernelCase(
         "gather adjoint, any index",
-        lambda: gather.add_rows(grad, plan.token_G, s.t),
+        lambda: gather.add_rows(grad, routed.token_G, s.t),
         2 * s.t * s.d * (1 + s.k),
     )
 
 
 def _rows_sum(s: KernelSizes, device: torch.device) -> KernelCase:
     draw = _Draw(s, device)
-    plan, rows_GD = route.plan_route(draw.experts(s), s.e), draw.normal(s.t * s.k, s.d)
+    routed, rows_GD = route.plan_route(draw.experts(s), s.e), draw.normal(s.t * s.k, s.d)
     return KernelCase(
         "gather adjoint, known rows",
-        lambda: combine.combine_forward(rows_GD, plan.row_TK),
+        lambda: combine.combine_forward(rows_GD, routed.row_TK),
         2 * s.t * s.d * (1 + s.k),
     )
 
 
 def _combine_forward(s: KernelSizes, device: torch.device) -> KernelCase:
     draw = _Draw(s, device)
-    plan, rows_GD, weights = (
+    routed, rows_GD, weights = (
         route.plan_route(draw.experts(s), s.e),
         draw.normal(s.t * s.k, s.d),
         draw.uniform(s.t, s.k),
     )
     return KernelCase(
         "combine forward",
-        lambda: combine.combine_forward(rows_GD, plan.row_TK, weights),
+        lambda: combine.combine_forward(rows_GD, routed.row_TK, weights),
         2 * s.t * s.d * (1 + s.k),
     )
 
@@ -249,8 +249,8 @@ def _route(s: KernelSizes, device: torch.device) -> KernelCase:
     experts_TK = _Draw(s, device).experts(s)
 
     def run() -> tuple[Tensor, ...]:
-        plan = route.plan_route(experts_TK, s.e)
-        return plan.token_G, plan.row_TK, plan.end_E
+        routed = route.plan_route(experts_TK, s.e)
+        return routed.token_G, routed.row_TK, routed.end_E
 
     return KernelCase("route", run, 3 * 8 * s.t * s.k, dtype=torch.float32)
 

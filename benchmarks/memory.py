@@ -84,7 +84,7 @@ class MemoryBenchmark:
     parts: tuple[Literal["kept", "loss", "time"], ...] = ("kept", "loss", "time")
     """Parts to measure."""
     rounds: int = 7
-    """Timed rounds, each of one forward and backward per contestant."""
+    """Timed rounds, each of a forward and backward per contestant."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Device to run on; products are timed in fp32 on CPU, in bf16 on CUDA."""
     out: Path = Path("benchmarks/results")
@@ -96,7 +96,7 @@ class MemoryBenchmark:
 
 
 class Layer(nn.Module):
-    """Router and experts of one MoE layer, on the meta device."""
+    """Router and experts of an MoE layer, on the meta device."""
 
     def __init__(self, contestant: str, sizes: LayerSizes) -> None:
         super().__init__()
@@ -129,25 +129,25 @@ def make_layers(sizes: LayerSizes, dtype: torch.dtype, device: torch.device) -> 
 
 
 class EarlyFree(Experts):
-    """A layer with early freeing alone: dead tensors are dropped and gate/up is kept once, but
+    """A layer with early freeing alone: dead tensors are dropped and gate/up is saved once, but
     products keep their inputs and outputs."""
 
     def forward(
         self, x_RD: Tensor, experts_RK: Tensor, weights_RK: Tensor, num_pairs: int | None = None
     ) -> Tensor:
-        plan = plan_route(experts_RK, len(self.down_proj), num_pairs=num_pairs)
-        rows_GD = padded_index_gather(x_RD, plan.token_G, 1)
+        routed = plan_route(experts_RK, len(self.down_proj), num_pairs=num_pairs)
+        rows_GD = padded_index_gather(x_RD, routed.token_G, 1)
         out = []
-        runs = itertools.pairwise([0, *plan.end_E.tolist()])
+        runs = itertools.pairwise([0, *routed.end_E.tolist()])
         for (start, end), gate_up_HD, down_DF in zip(
             runs, self.gate_up_proj.unbind(), self.down_proj.unbind(), strict=True
         ):
             out.append(swiglu(rows_GD[start:end] @ gate_up_HD.T) @ down_DF.T)
-        weight_G = weights_RK.new_zeros(len(plan.token_G)).scatter(
-            0, plan.row_TK.flatten(), weights_RK.flatten()
+        weight_G = weights_RK.new_zeros(len(routed.token_G)).scatter(
+            0, routed.row_TK.flatten(), weights_RK.flatten()
         )
         weighted_GD = (torch.cat(out) * weight_G[:, None]).to(x_RD.dtype)
-        token_GD = plan.token_G[:, None].expand_as(weighted_GD)
+        token_GD = routed.token_G[:, None].expand_as(weighted_GD)
         return torch.zeros_like(x_RD).scatter_add(0, token_GD, weighted_GD)
 
 
@@ -177,7 +177,7 @@ def _rows(options: MemoryBenchmark, device: torch.device) -> Iterator[Row]:
         yield from measure_time(options, device)
 
 
-# --- what is kept ---------------------------------------------------------------------------------
+# --- kept bytes -----------------------------------------------------------------------------------
 
 
 def measure_kept(device: torch.device) -> Iterator[Row]:

@@ -18,7 +18,7 @@ LABELS = {
 
 
 def part(rows: Iterable[Row], benchmark: str) -> dict[str, Row]:
-    """The rows of one part, in order, by contestant (for the loss by contestant and dtype)."""
+    """Return the rows of a part, in order, by contestant (for the loss by contestant and dtype)."""
     chosen = [row for row in rows if row["benchmark"] == benchmark]
     return {
         f"{row['config']['contestant']} {row['config']['dtype']}"
@@ -29,7 +29,7 @@ def part(rows: Iterable[Row], benchmark: str) -> dict[str, Row]:
 
 
 def time_cases(rows: Iterable[Row]) -> dict[str, dict[str, Row]]:
-    """The timed rows in order, as {case: {contestant: row}}."""
+    """Return the timed rows in order, as {case: {contestant: row}}."""
     cases: dict[str, dict[str, Row]] = {}
     for row in rows:
         if row["benchmark"] == "time":

@@ -17,7 +17,7 @@ from benchmarks.report import Row
 from lather.console import titled_table
 
 Cases = dict[str, dict[str, list[Row]]]
-"""The rows of steps by case and contestant, one for each run, in order."""
+"""The rows of steps by case and contestant, in the order of runs."""
 TARGET_MEAN, TARGET_LEAST = 1.5, 1.1
 
 

@@ -82,7 +82,7 @@ class PipelineBenchmark:
     parts: tuple[Literal["bytes", "time", "bubble"], ...] = ("bytes", "time", "bubble")
     """Parts to measure; bubble needs the durations that time measures."""
     rounds: int = 9
-    """Timed rounds, each of one step per contestant."""
+    """Timed rounds, each of a step per contestant."""
     out: Path = Path("benchmarks/results")
     """Folder for pipeline-cpu.jsonl; a run replaces it."""
 

@@ -79,7 +79,7 @@ def counted_step(
 
 @dataclass(frozen=True)
 class TimeJob:
-    """A job that times steps of the contestants, one of each in a round, in an order that turns
+    """A job that times a step of each contestant in a round, in an order that turns
     round by round."""
 
     pp: int
@@ -166,7 +166,7 @@ class Results:
 
 
 def largest(values: Iterable[float]) -> float:
-    """The largest value; NaN if one is NaN."""
+    """Return the largest value; NaN if any is NaN."""
     return float(torch.tensor(list(values), dtype=torch.float64).max())
 
 

@@ -258,7 +258,7 @@ Contestant = OurRuntime | TorchRuntime
 
 
 class StageModule(nn.Module):
-    """A stage as a module for torch's runtime: it loops over its own layers as `Decoder.forward`
+    """A stage as a module for torch's runtime: it loops over its layers as `Decoder.forward`
     does."""
 
     def __init__(self, stage: Stage, layout: SequenceLayout, exchange: Exchange) -> None:

@@ -35,7 +35,7 @@ WARM_UP = 12
 
 @dataclass
 class _Timed:
-    """An optimizer with parameters of its own."""
+    """An optimizer with its parameters."""
 
     name: str
     params: list[nn.Parameter]
@@ -44,7 +44,7 @@ class _Timed:
     """The number of its steps in a round."""
 
     def seconds(self, gradients: list[list[Tensor]], steps: int) -> float:
-        """Take steps; returns the mean seconds of one."""
+        """Take steps; returns the mean seconds of a step."""
         total = 0.0
         for step in range(steps):
             for p, g in zip(self.params, gradients[step % len(gradients)], strict=True):

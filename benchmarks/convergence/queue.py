@@ -1,4 +1,4 @@
-"""Makes the runs of a study, each in a process of its own on one core, and writes a row to
+"""Makes the runs of a study, each in its process on one core, and writes a row to
 `rows.jsonl` when a run is done.
 
 The parent starts processes, and it alone writes rows. If parent or children are killed at any

@@ -221,7 +221,9 @@ def load_study(path: Path) -> Study:
             f"{path}: cannot be read ({error.strerror}): give a study file such as "
             "benchmarks/studies/short.toml"
         ) from None
-    except (UnicodeError, tomllib.TOMLDecodeError, ConfigError) as error:
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+    except (UnicodeError, ConfigError) as error:
         raise ConfigError(f"{path}: {place}{error}") from None
     return study
 

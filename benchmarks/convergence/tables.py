@@ -71,7 +71,7 @@ def _line(cells: Iterable[str]) -> str:
 
 
 def rates_table(study: Study, rows: Mapping[str, Row]) -> str:
-    """Make the table of the best rates and losses that a search has found so far; it marks searches
+    """Make the table of the best rates and losses of a search so far; it marks searches
     that have not ended."""
     assert study.tuning is not None
     lines = [

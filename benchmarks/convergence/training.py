@@ -1,4 +1,4 @@
-"""Makes one run of a study: `lather train` in this process, and a row from the files that it
+"""Makes a run of a study: `lather train` in this process, and a row from the files that it
 leaves.
 
 A run that was killed goes on from its last checkpoint when it is started again.
@@ -33,7 +33,7 @@ class Silent:
 
 
 def perform(trial: Trial, folder: Path, stop: Callable[[], bool]) -> Row | None:
-    """Train to the end in a folder of the run's own and return its row, or None if it was stopped
+    """Train to the end in the run's folder and return its row, or None if it was stopped
     before. Raises UserError."""
     config = trial.config(folder)
     try:

@@ -39,7 +39,7 @@ torch.linalg.cholesky(torch.eye(64, device={device!r}))
 
 @dataclass(frozen=True)
 class MeasuredPart:
-    """A part, which is done in a process of its own."""
+    """A part, which is a process."""
 
     name: str
     title: str
@@ -53,7 +53,7 @@ class MeasuredPart:
 
 
 def first_use(device: str) -> MeasuredPart:
-    """Make what is run before the parts of every call, and belongs to none of them: on a machine
+    """Make the part that precedes those of every call: on a machine
     that has just started, the first use of torch and of the device takes much longer than later
     ones."""
     code = ("-c", TOUCH.format(device=device))

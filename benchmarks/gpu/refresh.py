@@ -47,7 +47,7 @@ AS_DIAGONAL = 1.02
 
 @dataclass(frozen=True)
 class Factors:
-    """Factors of one size, and the bases of their last refresh."""
+    """Factors of equal size, and the bases of their last refresh."""
 
     k: Float[Tensor, "b n n"]
     q: Float[Tensor, "b n n"]
@@ -73,7 +73,7 @@ def _factors(b: int, n: int, device: torch.device) -> Factors:
 
 
 def refresh_batched_by_lather(factors: Sequence[Factors]) -> list[Tensor]:
-    """Refresh as Lather does: one batched call for each size."""
+    """Refresh as Lather does: a batched call for each size."""
     return [get_eigenbasis_qr(f.k, f.q)[0] for f in factors]
 
 

@@ -1,4 +1,4 @@
-"""Runs parts, each in a process of its own with a time limit, and remembers which are done.
+"""Runs parts, each in a process with a time limit, and remembers which are done.
 
 `state.json` has an entry for each part. A part is done again if it has not been done, if the code
 has changed (`fingerprint`), or with `fresh`. A part that fails or is too slow stops nothing: its

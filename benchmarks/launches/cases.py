@@ -86,7 +86,7 @@ STEP_LAYERS = 3
 
 @dataclass(frozen=True)
 class LaunchCase:
-    """A piece of work to count, in one or several rows."""
+    """Work to count, in a row or several."""
 
     name: str
     config: Mapping[str, Any]
@@ -149,7 +149,7 @@ def optimizer_case(
 
 
 def rule_options(rule: str) -> dict[str, Any]:
-    """Options with which a rule that has refreshes does all of them in one step."""
+    """Return options with which a rule does all refreshes in the same step."""
     refreshes = hasattr(optim_config(rule), "precondition_frequency")
     return {"precondition_frequency": FREQUENCY, "stagger_refresh": False} if refreshes else {}
 

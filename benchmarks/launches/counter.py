@@ -44,11 +44,11 @@ RANGES = "lather.optim."
 
 @dataclass
 class CountedPhase:
-    """The counts of one phase."""
+    """The counts of a phase."""
 
     launches: int = 0
     triton: int = 0
-    """How many of these launches are Lather's own kernels."""
+    """How many of these launches are Lather's kernels."""
     views: int = 0
     """Operations that launch no kernel."""
     bytes_read: int = 0
@@ -208,5 +208,5 @@ class Counter(StandInMode):
 
 
 def place() -> str:
-    """The innermost place in Lather's own code; in backward, autograd."""
+    """Return the innermost place in Lather's code; in backward, autograd."""
     return next(places(), "backward: autograd")

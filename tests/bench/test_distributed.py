@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.distributed import DistributedBenchmark, count, plan_row, run
+from benchmarks.distributed import DistributedBenchmark, count, owners_row, run
 from lather.errors import ConfigError
 from lather.parallel.launch.start import launch
 
@@ -26,10 +26,10 @@ def test_counts_of_two_ranks(tmp_path: Path) -> None:
 
 
 def test_the_plan_of_one_rank_and_of_eight() -> None:
-    alone = plan_row("deepseek-v2-lite", 1)
+    alone = owners_row("deepseek-v2-lite", 1)
     assert alone["max_over_mean"] == 1.0
     assert alone["stay"] == alone["matrices"]
-    eight = plan_row("deepseek-v2-lite", 8)
+    eight = owners_row("deepseek-v2-lite", 8)
     assert eight["matrices"] == alone["matrices"]
     assert 1.0 <= eight["max_over_mean"] < 1.05
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from forked import ForkedPython
 
 
-def test_two_ranks_measure_their_links_clocks_and_disk(tmp_path: Path) -> None:
+def test_two_ranks_measure_their_links_and_disk(tmp_path: Path) -> None:
     command = [
         "-m",
         "lather",
@@ -47,8 +47,7 @@ def test_two_ranks_measure_their_links_clocks_and_disk(tmp_path: Path) -> None:
         for name in ("all-reduce", "all-to-all", "to the next rank")
     ] == [1, 0.5, 1]
     first, second = found["ranks"]
-    assert (first["rank"], second["rank"], first["clock"]) == (0, 1, 0.0)
-    assert 0 < abs(second["clock"]) < 0.5  # both ranks have one clock, and ask for it over gloo
+    assert (first["rank"], second["rank"]) == (0, 1)
     assert first["disk"]["write"] > 0
     assert second["disk"] is None
     assert first["sees_run_dir"]

@@ -14,7 +14,6 @@ from lather.commands.doctor import show
 from lather.doctor.checks import (
     CHECKS,
     Finding,
-    check_clocks,
     check_devices,
     check_disk,
     check_links,
@@ -120,8 +119,6 @@ def disk(**changes: object) -> RankFacts:
             "one for all ranks",
             "machines share",
         ),
-        ([FIRST, replace(ELSEWHERE, clock=-3.0)], "warning", "ranks", "clock of b"),
-        ([FIRST, replace(ELSEWHERE, clock=60.0)], "wrong", "ranks", "clock of b"),
     ],
 )
 def test_what_is_wrong_is_found_with_its_remedy(
@@ -136,9 +133,6 @@ def test_the_worst_of_several_machines_is_named() -> None:
     assert "on b" in next(
         one.found
         for one in check_disk([FIRST, replace(ELSEWHERE, disk=replace(DISK, free=50 * GIB))])
-    )
-    assert "1 min 00 s" in next(
-        one.found for one in check_clocks([FIRST, replace(ELSEWHERE, clock=-60.0)])
     )
 
 

@@ -20,7 +20,7 @@ from lather.commands.parsing import parse_arguments
 from lather.console import command_console, titled_table
 from lather.doctor.checks import CHECKS, Finding, check_links
 from lather.doctor.facts import RankFacts, find_facts, probe_file
-from lather.doctor.links import clock_offsets, measure_links
+from lather.doctor.links import measure_links
 from lather.engine.step import pick_device
 from lather.files import nearest_folder, write_numbers
 from lather.parallel.launch.start import GroupOptions, run_ranks, take_nproc
@@ -34,8 +34,7 @@ TIMEOUT = 120.0
 @dataclass(frozen=True)
 class DoctorArguments:
     """Check versions, devices, memory, the disk of the run directory, and with --nproc N (or under
-    torchrun or srun) clocks of ranks and links between them. The exit status is 1 if something is
-    wrong."""
+    torchrun or srun) the links between ranks. The exit status is 1 if something is wrong."""
 
     run_dir: Path = Path("runs")
     """Where runs are written; it is not made."""
@@ -73,8 +72,8 @@ def examine(parsed: DoctorArguments, world: World) -> int:
 
 
 def _gather(facts: RankFacts, run_dir: Path, world: World) -> list[RankFacts]:
-    """Return the facts of all ranks, with those that take several ranks to find out: whether all
-    see the run directory, and how far their clocks differ. Every rank calls this."""
+    """Return the facts of all ranks, and whether they see the same run directory. Every rank calls
+    this."""
     file = probe_file(nearest_folder(run_dir), "shared")
     with contextlib.suppress(OSError):
         if world.rank == 0:
@@ -86,10 +85,7 @@ def _gather(facts: RankFacts, run_dir: Path, world: World) -> list[RankFacts]:
     with contextlib.suppress(OSError):
         if world.rank == 0:
             file.unlink()
-    offsets = [clock_offsets()]
-    dist.broadcast_object_list(offsets)
-    pairs = zip(everybody, offsets[0], strict=True)
-    return [replace(rank, clock=offset) for rank, offset in pairs]
+    return everybody
 
 
 def show(findings: Sequence[Finding], num_ranks: int, console: Console) -> None:
@@ -113,7 +109,6 @@ def show(findings: Sequence[Finding], num_ranks: int, console: Console) -> None:
     console.print(f"{wrong}; warnings: {counts['warning']}", style=style, highlight=False)
     if num_ranks == 1:
         console.print(
-            "links between ranks and their clocks are measured with --nproc 2 or more, or under "
-            "torchrun",
+            "links between ranks are measured with --nproc 2 or more, or under torchrun",
             style="dim",
         )

@@ -1,1 +1,1 @@
-"""Checks of versions, devices, disks, clocks and links between ranks, for `lather doctor`."""
+"""Checks of versions, devices, disks and links between ranks, for `lather doctor`."""

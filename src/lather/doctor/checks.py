@@ -31,8 +31,6 @@ MIN_GPU_FREE, MIN_HOST_FREE = 0.9, 0.1
 MIN_DISK_FREE = 10 * GIB
 MIN_DISK_SPEED = 50e6
 """Bytes per second."""
-MAX_SKEW, WRONG_SKEW = 1.0, 10.0
-"""Seconds between two clocks that are a warning, and wrong."""
 MIN_BANDWIDTH = {"gloo": 0.05 * GB, "nccl": 1.0 * GB}
 """Bytes per second with the largest message."""
 MAX_LATENCY = 0.02
@@ -224,31 +222,12 @@ def check_disk(facts: Sequence[RankFacts]) -> Iterator[Finding]:
         yield Finding("disk", "one for all ranks", "every rank sees a file that rank 0 has written")
 
 
-def check_clocks(facts: Sequence[RankFacts]) -> Iterator[Finding]:
-    """Clocks of the ranks agree."""
-    if len(facts) > 1:
-        rank = max(facts, key=lambda rank: abs(rank.clock))
-        skew = abs(rank.clock)
-        text = f"within {duration(max(skew, 1e-3))} of rank 0's" + (
-            f", rank {rank.rank} on {rank.host}" if skew > MAX_SKEW else ""
-        )
-        verdict: Verdict = "wrong" if skew > WRONG_SKEW else "warning" if skew > MAX_SKEW else "ok"
-        yield Finding(
-            "clocks",
-            "ranks",
-            text,
-            verdict,
-            f"set the clock of {rank.host}: chrony or ntpd" if verdict != "ok" else "",
-        )
-
-
 CHECKS: tuple[Check, ...] = (
     check_versions,
     check_devices,
     check_threads,
     check_memory,
     check_disk,
-    check_clocks,
 )
 
 

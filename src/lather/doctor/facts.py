@@ -91,8 +91,6 @@ class RankFacts:
     """The first rank of each machine examines it."""
     sees_run_dir: bool = True
     """Whether a file that rank 0 writes into the run directory is there."""
-    clock: float = 0.0
-    """Seconds by which this rank's clock is ahead of rank 0's."""
     allocator: str = ""
     """Settings of torch's allocator of GPU memory; empty: its defaults."""
 

@@ -1,5 +1,5 @@
 """Measurements between ranks: how long an all-reduce, an all-to-all and a transfer to the next rank
-take, and by how much clocks differ.
+take.
 
 Bandwidth is what a rank sends, which of B bytes is 2 (n - 1) / n B in an all-reduce, (n - 1) / n B
 in an all-to-all, and B to the next rank (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md). Latency
@@ -21,8 +21,8 @@ from lather.device import gpu_module, is_gpu
 
 SMALLEST = 8
 """Bytes of the message whose time is the latency; all-to-all has 8 for each rank."""
-REPEATS, ROUNDS = 5, 10
-"""Measurements whose median counts, and questions to each clock, whose quickest answer counts."""
+REPEATS = 5
+"""Measurements whose median counts."""
 
 
 @dataclass(frozen=True)
@@ -116,25 +116,3 @@ def _measure(name: str, num_bytes: int, device: torch.device) -> LinkFacts:
         share(size) * 4 * count,
         not worst[1].item(),
     )
-
-
-def clock_offsets() -> list[float]:
-    """Return, in rank 0, the seconds by which each rank's clock is ahead of rank 0's, within half
-    the time of an answer. Collective."""
-    rank, offsets = dist.get_rank(), [0.0]
-    now = torch.zeros((), dtype=torch.float64)
-    for other in range(1, dist.get_world_size()):
-        answers = []
-        for _ in range(ROUNDS if rank in (0, other) else 0):
-            if rank == other:
-                dist.recv(now, 0)
-                dist.send(now.fill_(time.time()), 0)
-                continue
-            asked = time.time()
-            dist.send(now, other)
-            dist.recv(now, other)
-            answered = time.time()
-            answers.append((answered - asked, now.item() - (asked + answered) / 2))
-        if rank == 0:
-            offsets.append(min(answers)[1])
-    return offsets
