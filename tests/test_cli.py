@@ -12,7 +12,6 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-import matplotlib.image
 import pytest
 
 from forked import fresh_python
@@ -121,12 +120,6 @@ def test_every_command_is_in_the_general_help_and_has_its_own(
     assert f"usage: lather {name}" in capsys.readouterr().out
 
 
-def test_adamw_and_bf16_train(trained: tuple[Path, Path, str], tmp_path: Path) -> None:
-    options = ("--optim.name", "adamw", "--train.precision", "bf16")
-    status, out, err = run("train", trained[0], "--run-dir", tmp_path, *options)
-    assert status == 0, out + err
-
-
 def test_steps_that_are_not_finite_stop_the_run_with_the_reason(
     trained: tuple[Path, Path, str], tmp_path: Path
 ) -> None:
@@ -136,21 +129,6 @@ def test_steps_that_are_not_finite_stop_the_run_with_the_reason(
     assert len(err.splitlines()) == 1
     assert "3 steps in a row" in err
     assert "lower optim.lr" in err
-
-
-def test_plot_draws_one_run_and_several(
-    trained: tuple[Path, Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    shutil.copytree(trained[1], tmp_path / "other")
-    assert main(["plot", str(trained[1]), "other"]) == 0
-    assert main(["plot", "other", "--out", "one.png"]) == 0
-    several, one = (
-        matplotlib.image.imread(tmp_path / name) for name in ("comparison.png", "one.png")
-    )
-    assert several.shape[1:] == one.shape[1:]
-    assert several.std() > 0
-    assert several.tobytes() != one.tobytes()
 
 
 # --- bad input ------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lather.checkpoint.folder import Progress
 from lather.checkpoint.reader import load_checkpoint
 from lather.checkpoint.state import TrainingState
 from lather.cli import main
@@ -26,7 +25,6 @@ from lather.errors import ConfigError
 from lather.models.families.deepseek_v2 import DeepseekV2Config
 from lather.models.hf.model_export import save_hugging_face
 from lather.models.hf.model_folder import model_from_hugging_face
-from lather.optim import SOAP
 from models.tiny import error, tiny_config, tiny_model
 from tiny_run import timeless_rows, write_config
 
@@ -125,20 +123,6 @@ def test_an_imported_run_has_all_that_a_run_has_and_generates(
     assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
     printed = lather("generate", imported, "--prompt", "def f", "--tokens", 3)
     assert printed.startswith("def f")
-
-
-def test_training_starts_from_imported_weights_with_a_fresh_optimizer(imported: Path) -> None:
-    config = load_config(imported / "config.toml")
-    model = build_model(config, torch.device("cpu"))
-    optimizer = SOAP(model.parameters(), lr=1e-3)
-    assert load_checkpoint(imported / FIRST, TrainingState.of_model(model, optimizer)) == Progress(
-        0, 0.0
-    )
-    assert not optimizer.state
-    expected = tiny_model(vocab_size=300)
-    assert all(
-        torch.equal(p, q) for p, q in zip(model.parameters(), expected.parameters(), strict=True)
-    )
 
 
 def test_exporting_an_imported_run_gives_the_folder_again(
@@ -370,15 +354,6 @@ def test_a_damaged_checkpoint_is_not_exported(
     error = lather("export", run, tmp_path / "out", status=2)
     assert f"{FIRST}/{name}: missing or damaged" in error
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
-
-
-def test_a_run_without_checkpoint_is_not_exported(
-    imported: Path, tmp_path: Path, lather: Lather
-) -> None:
-    (tmp_path / "run").mkdir()
-    shutil.copyfile(imported / "config.toml", tmp_path / "run/config.toml")
-    error = lather("export", tmp_path / "run", tmp_path / "out", status=2)
-    assert "no checkpoint yet" in error
 
 
 def test_a_full_disk_leaves_no_half_folder(

@@ -43,10 +43,8 @@ class Name(NamedTuple):
 
 NAMES = (
     Name("run_dir", "output_dir out_dir save_dir logging_dir default_root_dir checkpoint_dir"),
-    Name(
-        "init_from",
-        "model_name_or_path pretrained pretrained_model load_from base_model finetune",
-    ),
+    Name("init_from", "model_name_or_path pretrained pretrained_model load_from base_model"),
+    Name("init_from", "finetune"),
     Name(
         "fork_from",
         "resume_from resume_from_checkpoint load_checkpoint ckpt_path",
@@ -61,10 +59,8 @@ NAMES = (
     Name("model.num_experts", "n_experts moe_num_experts"),
     Name("model.num_local_experts", "n_experts moe_num_experts"),
     Name("model.rope_scaling.factor", "rope_scaling_factor rope_factor yarn_factor"),
-    Name(
-        "moe.balance_coefficient",
-        "aux_loss_coef moe_aux_loss_coeff router_aux_loss load_balance_coef",
-    ),
+    Name("moe.balance_coefficient", "aux_loss_coef moe_aux_loss_coeff router_aux_loss"),
+    Name("moe.balance_coefficient", "load_balance_coef"),
     Name("moe.z_loss_coefficient", "z_loss_coef moe_z_loss_coeff router_z_loss_coef"),
     Name("lora.rank", "lora_r lora_rank r"),
     Name("lora.alpha", "lora_alpha"),
@@ -81,14 +77,10 @@ NAMES = (
     Name("optim.weight_decay_method", "use_decoupled_weight_decay"),
     Name("optim.lr", "learning_rate peak_lr max_lr base_lr init_lr"),
     Name("optim.rest.lr", "embedding_lr embed_lr adam_lr adamw_lr"),
-    Name(
-        "optim.schedule",
-        "lr_scheduler lr_scheduler_type lr_schedule scheduler lr_decay_style decay_lr",
-    ),
-    Name(
-        "optim.warmup_steps",
-        "warmup num_warmup_steps lr_warmup_steps warmup_iters lr_warmup_iters",
-    ),
+    Name("optim.schedule", "lr_scheduler lr_scheduler_type lr_schedule scheduler lr_decay_style"),
+    Name("optim.schedule", "decay_lr"),
+    Name("optim.warmup_steps", "warmup num_warmup_steps lr_warmup_steps warmup_iters"),
+    Name("optim.warmup_steps", "lr_warmup_iters"),
     Name("optim.warmup_steps", "warmup_ratio lr_warmup_fraction", "the ratio times train.steps"),
     Name("optim.min_lr_ratio", "min_lr min_learning_rate lr_min", "as a fraction of the peak"),
     Name(
@@ -104,13 +96,8 @@ NAMES = (
     Name("eps", "epsilon adam_epsilon adam_eps optimizer_eps"),
     Name("steps", "ns_steps newton_schulz_steps num_ns_steps ns_iters ns_iterations backend_steps"),
     Name("precondition_frequency", "precond_freq precond_frequency preconditioner_update_freq"),
-    Name(
-        "train.steps",
-        (
-            "max_steps num_steps train_steps num_train_steps num_training_steps max_iters "
-            "train_iters total_steps"
-        ),
-    ),
+    Name("train.steps", "max_steps num_steps train_steps num_train_steps num_training_steps"),
+    Name("train.steps", "max_iters train_iters total_steps"),
     Name(
         "train.steps",
         "epochs epoch num_epochs num_train_epochs max_epochs train_epochs",
@@ -124,10 +111,8 @@ NAMES = (
         "max_tokens total_tokens train_tokens",
         "a step has train.batch_size * train.sequence_length tokens",
     ),
-    Name(
-        "train.batch_size",
-        "global_batch_size train_batch_size total_batch_size batch effective_batch_size",
-    ),
+    Name("train.batch_size", "global_batch_size train_batch_size total_batch_size batch"),
+    Name("train.batch_size", "effective_batch_size"),
     Name(
         "train.micro_batch_size",
         (
@@ -144,24 +129,14 @@ NAMES = (
         ),
         "a rank accumulates over the micro-batches of its share of train.batch_size",
     ),
-    Name(
-        "train.sequence_length",
-        (
-            "seq_len seq_length max_seq_len max_seq_length max_length context_length block_size "
-            "model_max_length cutoff_len sequence_len ctx_len context_size"
-        ),
-    ),
-    Name(
-        "train.max_grad_norm",
-        (
-            "grad_clip clip_grad clip_grad_norm gradient_clipping gradient_clip gradient_clip_val "
-            "max_norm max_gradient_norm grad_norm_clip grad_clip_norm"
-        ),
-    ),
-    Name(
-        "train.validation_every",
-        "eval_steps eval_every eval_interval val_check_interval validation_steps val_interval",
-    ),
+    Name("train.sequence_length", "seq_len seq_length max_seq_len max_seq_length max_length"),
+    Name("train.sequence_length", "context_length block_size model_max_length cutoff_len"),
+    Name("train.sequence_length", "sequence_len ctx_len context_size"),
+    Name("train.max_grad_norm", "grad_clip clip_grad clip_grad_norm gradient_clipping"),
+    Name("train.max_grad_norm", "gradient_clip gradient_clip_val max_norm max_gradient_norm"),
+    Name("train.max_grad_norm", "grad_norm_clip grad_clip_norm"),
+    Name("train.validation_every", "eval_steps eval_every eval_interval val_check_interval"),
+    Name("train.validation_every", "validation_steps val_interval"),
     Name("train.validation_every", "eval_strategy evaluation_strategy", "in steps"),
     Name("train.validation_sequences", "max_eval_samples"),
     Name("train.validation_sequences", "eval_iters eval_batches limit_val_batches", "in sequences"),
@@ -182,24 +157,12 @@ NAMES = (
     Name("train.device", "no_cuda use_cpu", "with the value 'cpu'"),
     Name("train.trainable", "trainable_parameters unfreeze"),
     Name("train.frozen", "freeze freeze_layers frozen_parameters"),
-    Name(
-        "parallel.pp",
-        (
-            "pipeline_parallel pipeline_parallel_size pipeline_parallel_degree pp_size pp_degree "
-            "pipeline_model_parallel_size pipeline_stages"
-        ),
-    ),
-    Name(
-        "parallel.ep",
-        (
-            "expert_parallel expert_parallel_size expert_parallel_degree ep_size ep_degree "
-            "expert_model_parallel_size moe_expert_parallel_size"
-        ),
-    ),
-    Name(
-        "parallel.replicas",
-        "hsdp dp_replicate data_parallel_replicate_degree replicate_size num_replicas",
-    ),
+    Name("parallel.pp", "pipeline_parallel pipeline_parallel_size pipeline_parallel_degree"),
+    Name("parallel.pp", "pp_size pp_degree pipeline_model_parallel_size pipeline_stages"),
+    Name("parallel.ep", "expert_parallel expert_parallel_size expert_parallel_degree ep_size"),
+    Name("parallel.ep", "ep_degree expert_model_parallel_size moe_expert_parallel_size"),
+    Name("parallel.replicas", "hsdp dp_replicate data_parallel_replicate_degree replicate_size"),
+    Name("parallel.replicas", "num_replicas"),
     Name("parallel.schedule", "pipeline_schedule pp_schedule pipeline_parallel_schedule"),
     Name("parallel.timeout", "ddp_timeout nccl_timeout comm_timeout"),
     Name("checkpoint.every", "save_steps save_every save_interval checkpoint_every save_freq"),
