@@ -138,16 +138,9 @@ def in_group(made: Any, **keys: Any) -> None:
     raise errors["constructor"]
 
 
-OF_STEPS = (
-    "lr",
-    "rule",
-    "betas",
-    "normalize",
-    "scale",
-    "steps",
-    "weight_decay",
-    "weight_decay_method",
-)
+OF_STEPS = ["lr", "rule", "betas", "normalize", "scale", "steps"]
+OF_STEPS += ["weight_decay", "weight_decay_method"]
+"""Options that the keys of `kept_in_group` may hold."""
 
 
 def kept_in_group(made: Any, **keys: Any) -> None:
