@@ -31,7 +31,7 @@ OTHER_VALUES: dict[Any, Any] = {
 
 def other_value(rule: type, name: str) -> Any:
     """Return a value that the option may have, other than its default."""
-    hint, default = fields_of(rule)[name]
+    hint, default = option_fields(rule)[name]
     if typing.get_origin(hint) is tuple:
         return (0.5, 0.25)
     literal = typing.get_origin(hint) is typing.Literal

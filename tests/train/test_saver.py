@@ -112,14 +112,14 @@ def test_the_copy_is_as_large_as_what_is_written_and_is_used_again(
     saver = trainee.saver(tmp_path)
     saver.save(Progress(1, 0.5))
     saver.wait()
-    copies = dict(saver.staging._kept)
+    copies = dict(saver.staging._copies)
     trainee.train()
     path = saver.save(Progress(2, 0.5))
     saver.wait()
-    assert sum(copy.nbytes for copy in saver.staging._kept.values()) == sum(
+    assert sum(copy.nbytes for copy in saver.staging._copies.values()) == sum(
         bytes_by_file(path).values()
     )
-    assert all(saver.staging._kept[index] is copy for index, copy in copies.items())
+    assert all(saver.staging._copies[index] is copy for index, copy in copies.items())
 
 
 @pytest.mark.parametrize("after", ["save", "wait"])
