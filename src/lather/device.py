@@ -59,7 +59,7 @@ class Read(Enum):
 
 def read(x: Tensor, what: Read, *, wait: bool = True) -> Tensor:
     """Copy the values of `x` to the host. Every value by which the host decides travels from the
-    device to the host through this function.
+    device to the host through the functions of this module.
 
     Without `wait` they are there as soon as the current stream is done with its present work.
     """

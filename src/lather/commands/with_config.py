@@ -4,8 +4,9 @@
 `read_values` reads the file, with the rules and the model family that the command line chooses.
 `options_of_command` lists the options: the fields of the dataclasses for these rules and this
 family. `values_of_line` gives each option its words, under the dotted name `optim.lr`, and `merged`
-puts them in the place of the file's values. `build` makes the dataclasses and converts each value
-once, to the type of its field.
+puts them in the place of the file's values. `build` converts each value once, to the type of
+its field, and makes the dataclasses, which check ranges. A value of the file in whose place the
+command line puts another is not looked at.
 """
 
 from __future__ import annotations

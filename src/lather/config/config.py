@@ -1,5 +1,6 @@
-"""The configuration of a run: frozen dataclasses that check every value when they are constructed;
-`toml_file` reads and writes them.
+"""The configuration of a run: frozen dataclasses that check ranges when they are constructed, those
+of a rule's options by making the rules. `fields.build` checks types before; `toml_file` reads and
+writes files.
 
 The string under each field is its documentation, with its unit; `lather train --help all` shows the
 same strings.

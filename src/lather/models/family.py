@@ -104,7 +104,8 @@ class FamilyConfig:
 
 @dataclass(frozen=True)
 class Family:
-    """A model family. Its file in `lather.models.families` has everything that is true of it alone.
+    """A model family. Its file in `lather.models.families` has everything that is true of it alone,
+    but for the fields that the trainer treats by name (`lather.config.changes`, `toml_file`).
 
     A field of its `config.json` is a field of the configuration with the same name, or is described
     here, or is one of `lather.models.hf.known_fields`. A value in `defaults`, `written` and

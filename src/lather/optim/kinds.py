@@ -80,7 +80,7 @@ class GivenNames(NamedTuple):
     expert: Sequence[str]
 
 
-class Owner(NamedTuple):
+class OwningModule(NamedTuple):
     """A module that has a parameter, and the name that the parameter has in it."""
 
     path: str
@@ -105,7 +105,7 @@ def decide(model: nn.Module | Named, by_caller: GivenNames) -> list[Decision]:
                 f"{field}_names={names!r} must be a sequence of strings, such as "
                 f"{field}_names=({names if isinstance(names, str) else 'name'!r},)"
             )
-    owners: Mapping[int, list[Owner]] = {}
+    owners: Mapping[int, list[OwningModule]] = {}
     embeddings: dict[int, str] = {}
     if isinstance(model, nn.Module):
         named, owners = list(model.named_parameters()), owners_of(model)
@@ -130,21 +130,21 @@ def _checked_pair(pair: object) -> tuple[str, nn.Parameter]:
     )
 
 
-def owners_of(model: nn.Module) -> dict[int, list[Owner]]:
+def owners_of(model: nn.Module) -> dict[int, list[OwningModule]]:
     """Return the modules that own each parameter, by the parameter's id; several if it is tied.
 
     Lists and dictionaries of parameters, and parametrizations, count as parts of the module in
     which they are.
     """
     modules = dict(model.named_modules())
-    owners: dict[int, list[Owner]] = defaultdict(list)
+    owners: dict[int, list[OwningModule]] = defaultdict(list)
     for path, module in modules.items():
         for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
             owners[id(p)].append(_owner(modules, path, name))
     return owners
 
 
-def _owner(modules: Mapping[str, nn.Module], path: str, name: str) -> Owner:
+def _owner(modules: Mapping[str, nn.Module], path: str, name: str) -> OwningModule:
     attribute, is_length = name, False
     while path and isinstance(modules[path], CONTAINERS):
         path, _, part = path.rpartition(".")
@@ -152,7 +152,7 @@ def _owner(modules: Mapping[str, nn.Module], path: str, name: str) -> Owner:
     parts = attribute.split(".")
     if parts[0] == "parametrizations" and parts[-1].startswith("original"):
         attribute, is_length = parts[1], parts[-1] == "original0"
-    return Owner(path, modules[path], attribute, is_length)
+    return OwningModule(path, modules[path], attribute, is_length)
 
 
 def _returned_by(model: nn.Module, method: str) -> set[int]:
@@ -177,7 +177,7 @@ def _returned_by(model: nn.Module, method: str) -> set[int]:
 def _judge(
     name: str,
     p: nn.Parameter,
-    owners: Sequence[Owner],
+    owners: Sequence[OwningModule],
     embedding: str | None,
     by_caller: GivenNames,
 ) -> Judgment:
@@ -219,7 +219,7 @@ def _is_vector(shape: tuple[int, ...]) -> bool:
 def _by_owners(
     name: str,
     shape: tuple[int, ...],
-    owners: Sequence[Owner],
+    owners: Sequence[OwningModule],
     embedding: str | None,
 ) -> Judgment | None:
     """Judge a parameter by the modules that own it.
@@ -236,7 +236,7 @@ def _by_owners(
     return linear or next(filter(None, map(_by_class_name, owners)), None)
 
 
-def _by_linear_owner(name: str, shape: tuple[int, ...], owner: Owner) -> Judgment | None:
+def _by_linear_owner(name: str, shape: tuple[int, ...], owner: OwningModule) -> Judgment | None:
     """Judge the weight of a linear map, None for any other parameter.
 
     The name of a class does not suffice for a vector: a `ConvNextV2GRN` is a normalization.
@@ -258,7 +258,7 @@ def _by_linear_owner(name: str, shape: tuple[int, ...], owner: Owner) -> Judgmen
     return Judgment("matrices", f"weight of {what}")
 
 
-def _by_class_name(owner: Owner) -> Judgment | None:
+def _by_class_name(owner: OwningModule) -> Judgment | None:
     """Judge a parameter of a module whose class's name says embedding or normalization."""
     word, what = _class_word(owner.module)
     if word in (None, "linear") or judge(owner.attribute) is PRODUCT:
@@ -280,7 +280,7 @@ def _class_word(module: nn.Module) -> tuple[str | None, str]:
     return None, type(module).__name__
 
 
-def _class_name(owner: Owner, *classes: type[nn.Module]) -> str:
+def _class_name(owner: OwningModule, *classes: type[nn.Module]) -> str:
     """Return the name in torch of the class of a module that is an instance of one of `classes`, ""
     of any other: nn.LSTM for an LSTM, nn.Linear also for the classes that FSDP2 makes of it."""
     if not isinstance(owner.module, classes):
@@ -289,7 +289,7 @@ def _class_name(owner: Owner, *classes: type[nn.Module]) -> str:
     return next(f"nn.{name}" for name in names if hasattr(nn, name))
 
 
-def _vector(name: str, owners: Sequence[Owner]) -> Judgment | None:
+def _vector(name: str, owners: Sequence[OwningModule]) -> Judgment | None:
     """Judge a parameter of two dims or more of which at most one is longer than 1."""
     reason = "at most one dim is longer than 1"
     if any(owner.is_length for owner in owners):
@@ -299,7 +299,7 @@ def _vector(name: str, owners: Sequence[Owner]) -> Judgment | None:
     return Judgment("rest", reason, not owners and name.rpartition(".")[2] == "weight")
 
 
-def _by_name(name: str, shape: tuple[int, ...], owners: Sequence[Owner]) -> Judgment:
+def _by_name(name: str, shape: tuple[int, ...], owners: Sequence[OwningModule]) -> Judgment:
     """Judge a parameter whose owners say nothing."""
     if is_low_rank(name):
         return Judgment("matrices", "a factor of a low-rank adapter, by its name")

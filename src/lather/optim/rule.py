@@ -74,7 +74,8 @@ class State(dict[str, Tensor]):
     """Indices of the matrices with a gradient, if there are experts without tokens, whose
     statistics must not change; otherwise None."""
     weights: Tensor | None = None
-    """Weights W (B, ...), for reading, if the rule `couples_decay`; otherwise None."""
+    """Weights W (B, ...), for reading, if the rule `couples_decay` or keeps the norm of these
+    matrices; otherwise None."""
 
     def by_dim(self, name: str) -> dict[int, Tensor]:
         """Return those of the entries `name_0`, `name_1`, ... that exist, by dim."""
@@ -196,8 +197,9 @@ class Rule:
         raise NotImplementedError
 
     def update(self, g: Tensor, s: State, t: int) -> Tensor:
-        """Return the update U (B, m, n), without lr. Change moments in place, but not g. t is 1 at
-        the first gradient."""
+        """Return the update U (B, m, n), without lr. Change the state in place (moments, and
+        the statistics of a rule without a `statistics` method), but not g. t is 1 at the first
+        gradient."""
         raise NotImplementedError
 
     def statistics(self, g: Tensor, s: State, t: int) -> None:

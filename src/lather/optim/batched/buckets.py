@@ -9,11 +9,11 @@ A member of a bucket is the part of a parameter on which this rank works. It has
 in all three cases: gradient and weight as tensors of one shape, and the tensor that an update
 changes.
 
-    Member          a parameter that is not spread over ranks
-    RegionMember    a region of this rank's part of a parameter, whose matrices this rank owns
-                    (`lather.optim.sharded.exchange`)
-    GatheredMember  matrices that this rank owns and gathers: gradients arrive from other ranks, and
-                    updates are sent back to them
+    Member           a parameter that is not spread over ranks
+    RegionMember     a region of this rank's part of a parameter, whose matrices this rank owns
+                     (`lather.optim.sharded.exchange`)
+    AssembledMember  matrices that this rank owns and other ranks hold parts of: parts of the
+                     gradient arrive from them, and updates are sent back
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def is_matrix(layout: Layout) -> bool:
     return len(layout.shape) > 1 and (0 in layout.shape or not is_elementwise)
 
 
-def check_whole(groups: Sequence[GroupSettings], had_matrices: Mapping[str, bool]) -> None:
+def check_not_flat(groups: Sequence[GroupSettings], had_matrices: Mapping[str, bool]) -> None:
     """Raise ValueError if a group whose rule needs matrices contains flat pieces of FSDP1, or if
     all matrices of a rule have become vectors.
 

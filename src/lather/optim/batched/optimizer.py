@@ -67,7 +67,7 @@ from lather.optim.batched.streams import SideStreams, no_autocast
 from lather.optim.plain import saveable
 from lather.optim.rule import NOBODY, RefreshingRule, Rule
 from lather.optim.sharded.exchange import OwnerExchange
-from lather.optim.sharded.gathered import Gathered
+from lather.optim.sharded.replicated import ReplicatedStep
 from lather.torch_private import disable_dynamo, is_flattened
 
 COUNTERS = (
@@ -163,7 +163,7 @@ class MatrixOptimizer(torch.optim.Optimizer, metaclass=DocumentedByRule):
         try:
             is_autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
             with no_autocast() if is_autocast else nullcontext():
-                for info in plan.gathered:
+                for info in plan.replicated:
                     self._step_replicated(info, plan.idle)
                 open_buckets(plan.buckets, self.state)
                 self._execute(plan.chunks, plan.exchanges)
@@ -261,12 +261,12 @@ class MatrixOptimizer(torch.optim.Optimizer, metaclass=DocumentedByRule):
         if statistics or coming:
             with record_function("lather.optim.statistics"):
                 self._execute_phase(statistics, chunks, coming, Chunk.take_statistics)
-        early, late, deferred = list[MemberRun](), list[MemberRun](), list[MemberRun]()
+        early, late, between = list[MemberRun](), list[MemberRun](), list[MemberRun]()
         for run in chunks:
             if run.due is NOBODY:
                 continue
             if isinstance(run.rule, RefreshingRule) and run.rule.async_refresh:
-                (deferred if defers else late).append(run)
+                (between if defers else late).append(run)
             else:
                 (early if run.rule.refreshes_first else late).append(run)
         if early:
@@ -275,15 +275,15 @@ class MatrixOptimizer(torch.optim.Optimizer, metaclass=DocumentedByRule):
             self._execute_phase(chunks, chunks, exchanges, Chunk.take_update)
         if late:
             self._refresh_bases(late)
-        if deferred:
-            jobs = due_refreshes(deferred, self._groups.roster, self._counts)
+        if between:
+            jobs = due_refreshes(between, self._groups.roster, self._counts)
             self._pending.add(jobs)
 
     def _step_replicated(self, info: ParamInfo, idle: dict[int, list[bool]]) -> None:
         """Run all phases for a parameter that every rank gathers and updates
         (`ownership="replicated"`)."""
         state = self.state[info.param]
-        whole = Gathered(info, self._groups.sharding, state)
+        whole = ReplicatedStep(info, self._groups.sharding, state)
         steps = {id(info.param): (info, int(state["step"]) - 1, None)}
         chunks = chunks_of(runs_of(whole.bucket, steps))
         count_step(chunks, idle)
@@ -369,7 +369,7 @@ class MatrixOptimizer(torch.optim.Optimizer, metaclass=DocumentedByRule):
         """
         params = [p for group in self.param_groups for p in group["params"]]
         if any(map(is_flattened, params)) or not any(p.dim() > 1 for p in params):
-            self._groups.check_whole(self.param_groups)
+            self._groups.check_not_flat(self.param_groups)
         self._pending.finish()
         on_this_rank = dict(self.state)
         try:

@@ -51,7 +51,7 @@ class Chunk:
         self.run, self.bucket, self.start, self.stop = run, bucket, start, stop
         self.dtype = run.rule.compute_dtype
         self._is_wide = all(x.dtype == self.dtype for x in bucket.entries.values())
-        self._is_whole = stop - start == first_row[-1]
+        self._covers_bucket = stop - start == first_row[-1]
         self._parts: list[tuple[Member, int, int]] = []
         """Members with the first and last (exclusive) of their matrices that are in the chunk."""
         i = bisect_right(first_row, start) - 1
@@ -115,7 +115,7 @@ class Chunk:
         """Return the state of these rows in the dtype of computation, and as it is stored; call
         `store` after changing it."""
         stacks = self.bucket.stacks
-        if not self._is_whole:
+        if not self._covers_bucket:
             stacks = {name: stack[self.start : self.stop] for name, stack in stacks.items()}
         state = State(stacks)
         if not self._is_wide:
@@ -288,8 +288,8 @@ def index_on(rows: Sequence[int], device: torch.device) -> Tensor:
 
 
 class StepPlan:
-    """Everything that a step does; it is used for as long as steps do the same. It has no tensors
-    but the parameters and their step counts."""
+    """The runs, chunks and exchanges of a step, kept for as long as steps do the same. It has no
+    tensors but the parameters and their step counts."""
 
     def __init__(
         self,
@@ -305,7 +305,7 @@ class StepPlan:
         self.chunks, self.exchanges = chunks_of(runs), exchanges
         self.params = [info.param for info in infos]
         self.buckets = list({id(run.bucket): run.bucket for run in runs}.values())
-        self.gathered = [info for info in infos if info.is_gathered and info.param.numel()]
+        self.replicated = [info for info in infos if info.is_replicated and info.param.numel()]
         """Parameters that every rank gathers and updates (`ownership="replicated"`)."""
         spread = [info for info in infos if info.spread is not None]
         steps = step_counts(spread, state)
@@ -349,7 +349,7 @@ class StepPlan:
 def is_unchanged(roster: Roster, groups: Sequence[dict[str, Any]]) -> bool:
     """Whether the roster is still that of these parameter groups; it then has the numbers of this
     step."""
-    if not roster.is_whole or list(map(id, groups)) != roster.group_ids:
+    if not roster.is_current or list(map(id, groups)) != roster.group_ids:
         return False
     is_same = True
     for settings in roster.groups:
@@ -362,10 +362,10 @@ def is_unchanged(roster: Roster, groups: Sequence[dict[str, Any]]) -> bool:
         except (RuntimeError, ValueError):  # an array of several elements has no truth value
             return False
     if not is_same or weight_places(roster.params) != roster.places:
-        roster.is_whole = False  # also if a value is refused
+        roster.is_current = False  # also if a value is refused
         if not roster.read_numbers():
             return False
-        roster.places, roster.is_whole = weight_places(roster.params), True
+        roster.places, roster.is_current = weight_places(roster.params), True
     return not (roster.frozen and any(p.requires_grad or p.grad is not None for p in roster.frozen))
 
 

@@ -170,7 +170,7 @@ class ParamInfo:
         return torch.promote_types(self.param.dtype, arithmetic), arithmetic
 
     @cached_property
-    def is_gathered(self) -> bool:
+    def is_replicated(self) -> bool:
         """Whether every rank gathers and updates the parameter (`ownership="replicated"`)."""
         is_replicated = self.rule.ownership == "replicated"
         return is_replicated and self.spread is not None and not self.layout.elementwise
@@ -207,7 +207,7 @@ class Roster:
         self.groups, self.params, self.frozen = groups, params, frozen
         self.group_ids = [id(settings.group) for settings in groups]
         self.places = places
-        self.is_whole = True
+        self.is_current = True
         """Whether all changes of the groups have been read; otherwise the roster is useless."""
         self._forms = list(map(_form, params))
         self.pattern: list[int] = []

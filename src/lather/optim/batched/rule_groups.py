@@ -62,7 +62,7 @@ class RuleGroups:
     def complete(self, groups: Groups) -> None:
         """Check what only all groups together show, when all are there, and warn of it."""
         self._is_complete = True
-        self.check_whole(groups)
+        self.check_not_flat(groups)
         flat.warn_without_matrices(groups, self.had_matrices, self.default)
         self._warn_of_unknown_keys()
 
@@ -86,7 +86,7 @@ class RuleGroups:
             with _naming(groups[-1], len(groups) - 1):
                 has_matrices = self._check_group(groups[-1], made)
             if self._is_complete:
-                self.check_whole(groups)
+                self.check_not_flat(groups)
         except (TypeError, ValueError):
             groups.pop()
             raise
@@ -159,11 +159,11 @@ class RuleGroups:
                 )
         return any(map(flat.is_matrix, layouts))
 
-    def check_whole(self, groups: Groups) -> None:
+    def check_not_flat(self, groups: Groups) -> None:
         """Raise ValueError if the groups contain flat pieces that a rule would take for vectors."""
         known = [group for group in groups if group["rule"] in self.rules]
         settings = [GroupSettings(group, self.rules[group["rule"]]) for group in known]
-        flat.check_whole(settings, self.had_matrices)
+        flat.check_not_flat(settings, self.had_matrices)
 
     def current_roster(self, groups: Groups, state: States) -> Roster:
         """Return the roster. If parameters or options have changed it is made again; an option that
@@ -204,7 +204,7 @@ class RuleGroups:
                 layout = whole_layout(p, settings.rule, spread)
                 params.append(ParamInfo(p, settings, name, layout, spread))
         self._warn_of_unknown_keys()
-        flat.check_whole(all_settings, self.had_matrices)
+        flat.check_not_flat(all_settings, self.had_matrices)
         return Roster(all_settings, params, frozen, weight_places(params))
 
 

@@ -21,7 +21,7 @@ from lather.boxes import Piece
 from lather.optim.batched.buckets import Bucket, Member, States, make_buckets, move_to
 from lather.optim.batched.plan import places_of
 from lather.optim.batched.roster import ParamInfo, Roster
-from lather.optim.sharded.gathered import check_rows, initial_rows
+from lather.optim.sharded.replicated import check_rows, initial_rows
 from lather.optim.sharded.sharding import Sharding
 
 MutableStates = MutableMapping[Tensor, dict[str, Tensor]]
@@ -98,10 +98,10 @@ class StateStore:
             member.layout.check_state(
                 state[member.param], f"the state of a parameter of shape {member.layout.shape}"
             )
-        gathered = [info for info in infos if info.is_gathered]
-        for info in gathered:
+        replicated = [info for info in infos if info.is_replicated]
+        for info in replicated:
             check_rows(info, state[info.param])
-        for info in gathered:
+        for info in replicated:
             rows = state[info.param]
             rows.update({name: rows[name].to(x.dtype) for name, x in info.layout.entries.items()})
         for info in infos:
@@ -122,7 +122,7 @@ class StateStore:
                 offset, shape = (0,) * value.dim(), tuple(value.shape)
                 if key != "step" and share is not None:
                     shape = layout.shape_of(layout.entries[key])
-                    if share.is_gathered:
+                    if share.is_replicated:
                         offset = share.spread.rows(shape).box.offset
                     elif member is None:
                         continue
@@ -152,7 +152,7 @@ class StateStore:
         """Move lent state, so that steps do not change what a state dict contains, and return the
         store for it."""
         for info in roster.params:
-            if info.is_gathered and (entries := state.get(info.param)):
+            if info.is_replicated and (entries := state.get(info.param)):
                 state[info.param] = {name: x.clone() for name, x in entries.items()}
         return StateStore(self._sharding)
 
@@ -211,13 +211,13 @@ class Lender:
 
 def _form(info: ParamInfo) -> tuple[object, ...]:
     """Return everything on which the form of a parameter's state on a rank depends."""
-    return info.layout, info.layout.entries, info.is_gathered, info.param.device
+    return info.layout, info.layout.entries, info.is_replicated, info.param.device
 
 
 def _without_member(info: ParamInfo) -> dict[str, Tensor]:
     """Return the entries of a parameter without member on this rank: rows under
     `ownership="replicated"`, otherwise empty tensors."""
-    if info.is_gathered:
+    if info.is_replicated:
         return initial_rows(info)
     return {
         name: torch.empty(0, dtype=entry.dtype, device=info.param.device)

@@ -56,7 +56,7 @@ class SpreadEntry:
     @property
     def is_cut_alike(self) -> bool:
         """Whether the DTensor holds on every rank exactly the part that the rank keeps."""
-        return self.share.is_gathered or (self.share.elementwise and not self.share.travels)
+        return self.share.is_replicated or (self.share.elementwise and not self.share.travels)
 
     def lendable_rows(self) -> Tensor | None:
         """Return the rows that the DTensor holds on this rank as a view of what the rank keeps;
@@ -76,7 +76,7 @@ class SpreadEntry:
 
     def owners_over(self, spread: Spread) -> OwnedParameter:
         """Return the owners of the parts of the entry, whose DTensor has this spread."""
-        if self.share.is_gathered:
+        if self.share.is_replicated:
             owners = [(box, 0, rank) for rank, box in enumerate(self.spread.boxes) if box.numel]
         elif self.share.elementwise:
             owners = [(unit.box, unit.number, unit.owner) for unit in self.share.units]

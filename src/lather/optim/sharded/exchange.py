@@ -1,9 +1,9 @@
 """One exchange between the ranks over which parameters are spread: gradients are sent to the owners
 of matrices, and updates back.
 
-    RegionMember, GatheredMember   this rank's work on a parameter that is spread over ranks
-    OwnerExchange                  the exchange of one batch of parameters
-    Transfer                       one all-to-all of parts of tensors between the ranks of a mesh
+    RegionMember, AssembledMember   this rank's work on a parameter that is spread over ranks
+    OwnerExchange                   the exchange of one batch of parameters
+    Transfer                        one all-to-all of parts of tensors between the ranks of a mesh
 """
 
 from __future__ import annotations
@@ -40,13 +40,14 @@ class RegionMember(Member):
 
 
 @dataclass(eq=False)
-class GatheredMember(Member):
-    """Matrices that this rank owns and gathers; its tensors exist during a step."""
+class AssembledMember(Member):
+    """Matrices that this rank owns, of which other ranks hold parts; its tensors exist during a
+    step."""
 
     received: Tensor | None = None
-    """Gathered gradient."""
+    """Gradient, from the parts on all ranks."""
     received_weight: Tensor | None = None
-    """Gathered weight, if the update depends on it."""
+    """Weight, from the parts on all ranks, if the update depends on it."""
     update: Tensor | None = None
     """Tensor into which the update is written before it is sent."""
 
@@ -82,7 +83,7 @@ def member_of(info: ParamInfo, share: OwnedParameter) -> Member | None:
     shape = info.layout.shape
     if info.layout.per_expert:
         shape = (len(numbers), *shape[1:])
-    return GatheredMember(info.param, info.layout.of_part(shape), numbers)
+    return AssembledMember(info.param, info.layout.of_part(shape), numbers)
 
 
 class OwnerExchange:
@@ -111,10 +112,10 @@ class OwnerExchange:
         if not self.elementwise:
             self.inward = Transfer(shares, inward=True)
         self.outward = Transfer(shares, inward=False)
-        self._gathered = {
+        self._assembled = {
             item: member
             for item, info in enumerate(self.params)
-            if isinstance(member := members.get(id(info.param)), GatheredMember)
+            if isinstance(member := members.get(id(info.param)), AssembledMember)
         }
         """Number of a parameter -> its member, if this rank owns matrices of it and gathers
         them."""
@@ -145,13 +146,13 @@ class OwnerExchange:
         for name, arriving in (self._arriving or {}).items():
             whole = {
                 item: torch.empty(member.layout.shape, dtype=self.dtype, device=self.device)
-                for item, member in self._gathered.items()
+                for item, member in self._assembled.items()
             }
             put(arriving(), whole.__getitem__)
-            for item, member in self._gathered.items():
+            for item, member in self._assembled.items():
                 setattr(member, name, whole[item])
         self._arriving = {}
-        for member in self._gathered.values():
+        for member in self._assembled.values():
             if member.update is None:
                 member.update = torch.empty(
                     member.layout.shape, dtype=self.update_dtype, device=self.device
@@ -161,7 +162,7 @@ class OwnerExchange:
         """Start to send updates, and free the gradients."""
 
         def source(item: int) -> Tensor:
-            update = None if self.elementwise else self._gathered[item].update
+            update = None if self.elementwise else self._assembled[item].update
             return local(self.params[item].param) if update is None else update
 
         leaving = self.outward.start(source, self.update_dtype, self.device, self.group)
@@ -184,7 +185,7 @@ class OwnerExchange:
 
     def forget(self) -> None:
         """Free the tensors of this step, when the updates are being sent or after an error."""
-        for member in self._gathered.values():
+        for member in self._assembled.values():
             member.received = member.received_weight = member.update = None
         self._arriving, self._leaving = None, []
 

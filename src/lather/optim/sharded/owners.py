@@ -57,9 +57,9 @@ class OwnedParameter:
     """Units of the parameter, in ascending order of their numbers."""
     is_separate: bool = False
     """Whether owners keep their units in separate tensors, never in the parameter itself."""
-    is_gathered: bool = False
+    is_replicated: bool = False
     """Whether the parameter has no owners, because every rank gathers and updates it
-    (`lather.optim.sharded.gathered`)."""
+    (`lather.optim.sharded.replicated`)."""
 
     @property
     def elementwise(self) -> bool:

@@ -100,7 +100,7 @@ class Sharding:
         return sizes
 
     def share_of(self, p: Tensor) -> OwnedParameter | None:
-        """Return the owners of a parameter that was planned; None if it is not spread over
+        """Return how the work on a parameter is divided among ranks; None if it is not spread over
         ranks."""
         return self._shares.get(id(p))
 
@@ -147,7 +147,7 @@ class Sharding:
         share = self.share_of(info.param)
         return share is None or (
             _state_key(share.layout) == _state_key(info.layout)
-            and share.is_gathered == info.is_gathered
+            and share.is_replicated == info.is_replicated
         )
 
     def _check_same(self, params: Sequence[tuple[ParamInfo, Spread]]) -> None:
@@ -191,17 +191,17 @@ class Sharding:
         owned = [
             (spread, info.layout)
             for info, spread in params
-            if not info.layout.elementwise and not info.is_gathered
+            if not info.layout.elementwise and not info.is_replicated
         ]
         shared = iter(share_out(owned, loads))
         for info, spread in params:
             units: Sequence[OwnedUnit] = ()
             if info.layout.elementwise:
                 units = rows_of_copies(spread)
-            elif not info.is_gathered:
+            elif not info.is_replicated:
                 units = next(shared)
             self._shares[id(info.param)] = OwnedParameter(
-                spread, info.layout, tuple(units), is_gathered=info.is_gathered
+                spread, info.layout, tuple(units), is_replicated=info.is_replicated
             )
 
     def exchanges(

@@ -20,7 +20,7 @@ from lather.boxes import Box, local, local_grad
 from lather.optim.batched.buckets import Bucket, States
 from lather.optim.batched.plan import open_buckets
 from lather.optim.batched.roster import ParamInfo
-from lather.optim.sharded.exchange import GatheredMember, Transfer
+from lather.optim.sharded.exchange import AssembledMember, Transfer
 from lather.optim.sharded.owners import OwnedParameter, OwnedUnit
 from lather.optim.sharded.placement import Spread
 from lather.optim.sharded.sharding import Sharding
@@ -58,7 +58,7 @@ def check_rows(info: ParamInfo, state: dict[str, Any]) -> None:
         )
 
 
-class Gathered:
+class ReplicatedStep:
     """A parameter during its step: a separate bucket with the whole state, the gradient and, if the
     rule needs them, the weights."""
 
@@ -82,7 +82,7 @@ class Gathered:
             Transfer([share], inward=True).move([part], [whole], group)
             return whole[spread.box.within(box)]
 
-        member = GatheredMember(info.param, info.layout, range(info.layout.batch))
+        member = AssembledMember(info.param, info.layout, range(info.layout.batch))
         grad, self.weight = local_grad(info.param), local(info.param)
         member.received = grad.new_empty(spread.shape)
         gather(grad, spread, member.received)
