@@ -74,8 +74,7 @@ def rows(settings: Settings, contestant: str) -> Iterator[Row]:
     device, cpu = settings.device, torch.device("cpu")
     rates = measure_rates(device, small=settings.small)
     errors = {
-        name: _error(name, draw(CHECKED, device), draw(CHECKED, cpu))
-        for name, draw in CASES.items()
+        name: _error(draw(CHECKED, device), draw(CHECKED, cpu)) for name, draw in CASES.items()
     }
     wrong = {name: error for name, (error, limit) in errors.items() if not error <= limit}
     for name, draw in CASES.items():
@@ -109,7 +108,7 @@ def _row(
     }
 
 
-def _error(name: str, case: KernelCase, reference: KernelCase) -> tuple[float, float]:
+def _error(case: KernelCase, reference: KernelCase) -> tuple[float, float]:
     """Return the largest difference from the reference, and the largest that is allowed."""
     differences = [0.0]
     for ours, theirs in zip(_tensors(case.run()), _tensors(reference.run()), strict=True):

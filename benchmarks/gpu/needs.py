@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 TORCH, TRITON = "2.11", "3.4"
-MEASURING = {"numpy": "1.26", "rich": "13", "matplotlib": "3.8"}
+MEASURING = {"numpy": "1.26", "rich": "13"}
 TRAINER = {
     **MEASURING,
     "safetensors": "0.5",
@@ -33,7 +33,7 @@ WHEELS = (
     "pytorch_optimizer",
 )
 """The wheels that `make gpu-wheels` collects: those that are missing on a machine which has torch,
-Triton, numpy, rich, matplotlib, safetensors, tokenizers, jinja2 and pytest."""
+Triton, numpy, rich, safetensors, tokenizers, jinja2 and pytest."""
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ def first_use(device: str) -> MeasuredPart:
 
 
 def all_parts(device: str, folder: Path, *, small: bool) -> list[MeasuredPart]:
-    """List the parts in the order in which they are done; they write rows and pictures to `folder`.
+    """List the parts in the order in which they are done; they write rows to `folder`.
     Small parts are for a rehearsal."""
     options = ("--device", device, "--out", str(folder), *(["--small"] if small else []))
 

@@ -70,8 +70,8 @@ that a DTensor does not have.
 `is_flattened` reads the mark that FSDP1 sets on flat parameters, and on those of which it has made
 flat pieces. Shapes alone do not tell a piece of a matrix from a vector.
 
-`memory_tracker` is torch's own count of the bytes of tensors (`MemTracker`); benchmarks compare
-Lather's count with it.
+`memory_tracker` is torch's own count of the bytes of tensors (`MemTracker`); tests compare Lather's
+count with it.
 """
 
 from __future__ import annotations

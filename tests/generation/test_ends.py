@@ -21,9 +21,6 @@ from lather.train.trained_model import TrainedModel
 from models.tiny import tiny_config, tiny_model
 from tiny_run import write_config
 
-CHATS = (
-    '{"messages": [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]}\n'
-)
 SETTINGS = {
     "eos_token": "<|endoftext|>",
     "chat_template": "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}",

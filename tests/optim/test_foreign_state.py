@@ -163,7 +163,7 @@ def test_a_run_of_jordans_muon_goes_on() -> None:
         assert torch.equal(b.state(i)[name], a.state(i)[name])
     assert float(b.state(1)["step"]) == 3.0
     swapped = Muon([{"params": others[:1], "rule": "adamw"}, {"params": others[1:]}])
-    with pytest.raises(ValueError, match=r"parameter 0 with shape .* is of another Muon"):
+    with pytest.raises(ValueError, match=r"parameter 0 with shape .* is of another optimizer"):
         swapped.load_state_dict(a.optimizer.state_dict())
 
 

@@ -22,6 +22,7 @@ from lather.pipeline import executor as executor_module
 from lather.pipeline.executor import MOST_SENDS_UNDER_WAY, Executor, Recorder
 from lather.pipeline.schedule import Action, Kind
 from lather.pipeline.segments import MicroBatch
+from lather.pipeline.tape import Cut
 
 BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 
@@ -45,6 +46,16 @@ def test_validation_keeps_nothing_and_leaves_nothing() -> None:
         pair.engine.validation_loss(pair.share_of(pair.tokens()))
         gc.collect()
         assert alive.now == 0
+
+
+def test_no_step_follows_one_that_an_error_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = make_pair(Case(layers=2))
+    with monkeypatch.context() as patch:
+        patch.setattr(Cut, "backward", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            pair.run(pair.tokens())
+    with pytest.raises(RuntimeError, match=r"interrupted .*make the engine again"):
+        pair.run(pair.tokens())
 
 
 def test_masks_and_tables_of_packed_micro_batches_are_those_of_the_live_chunks(

@@ -138,6 +138,13 @@ def test_a_run_without_steps_is_named(make_run: MakeRun, tmp_path: Path) -> None
     assert not (tmp_path / "out.png").exists()
 
 
+def test_rows_that_are_not_those_of_a_run_are_named(make_run: MakeRun, tmp_path: Path) -> None:
+    run = make_run("run", num_steps=3)
+    (run / "metrics.jsonl").write_text('{"step": 1, "loss": 5.0}\n')
+    with pytest.raises(RunError, match=r"not the metrics of a run .*: restore the file"):
+        draw([run], tmp_path / "out.png")
+
+
 @pytest.mark.parametrize("out", ["absent/out.png", "file/out.png", "/dev/full"])
 def test_a_picture_that_cannot_be_written_is_named(
     make_run: MakeRun, tmp_path: Path, out: str

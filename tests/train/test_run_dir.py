@@ -226,6 +226,16 @@ def test_each_start_is_recorded_and_one_whose_steps_were_lost_is_not_kept(
         assert [start for start in starts() if start[0] >= 300] == expected
 
 
+@pytest.mark.parametrize("content", ["{", "[]", '{"starts": []}'])
+def test_a_damaged_record_is_named_and_nothing_changes(
+    opened: RunDirectory, make_data: MakeData, content: str
+) -> None:
+    opened.record(make_data("books-1"))
+    (opened.path / "provenance.json").write_text(content)
+    with nothing_changes(opened.path), pytest.raises(RunError, match=r"provenance\.json: damaged"):
+        opened.record(make_data("books-1"))
+
+
 def test_the_same_tokens_in_another_place_are_taken(
     opened: RunDirectory, make_data: MakeData
 ) -> None:

@@ -122,6 +122,7 @@ def _system(parsed: GenerateArguments) -> Messages:
 def _lines_of_user() -> Iterator[str]:
     """Yield the user's messages until the input ends, without empty lines. Raises DataError if the
     input is not text."""
+    byte_order_mark = "\ufeff"
     while True:
         try:
             line = input("> ") if sys.stdin.isatty() else next(sys.stdin)
@@ -130,8 +131,9 @@ def _lines_of_user() -> Iterator[str]:
         except UnicodeError:
             encoding = sys.stdin.encoding.upper()
             raise DataError(f"standard input: not {encoding}: give text in UTF-8") from None
-        if line.strip():
-            yield line.strip()
+        line, byte_order_mark = line.removeprefix(byte_order_mark).strip(), ""
+        if line:
+            yield line
 
 
 class _Writer:

@@ -144,6 +144,8 @@ def shard(part: nn.Module, mesh: Mesh) -> list[list[FsdpUnit]]:
     rank, and one weight if they are tied. Sharded parameters are replaced by DTensors. Call this
     once, when the parameters are on `mesh.device` with values and in their final dtype, which is
     fp32 or fp64."""
+    wide = (torch.float32, torch.float64)  # narrower sums of many micro-batches lose gradients
+    assert mesh.data_size == 1 or all(p.dtype in wide for p in part.parameters())
     stages: list[nn.Module] = list(part.stages)  # type: ignore[arg-type]
     blocks = [list(stage.blocks) for stage in stages]  # type: ignore[arg-type]
     in_blocks = {p for members in blocks for block in members for p in block.parameters()}

@@ -97,6 +97,7 @@ class Executor:
         started, on a GPU beside the other streams and unless the last one still runs."""
         self.walk: StepWalk | None = None
         """The current step, for code that counts live tensors."""
+        self._is_broken = False
         assert tuple(self.stages) == schedule.stages_of(self.rank)
 
     def run(
@@ -105,8 +106,14 @@ class Executor:
         """Execute all actions of this rank in order, by the executor's schedule or by another one
         with the same stages. Without grad mode the schedule must consist of forward passes alone.
 
-        After an error inside a step the executor cannot be used again.
+        After an error inside a step gradients and transfers are incomplete, and every further step
+        raises RuntimeError.
         """
+        if self._is_broken:
+            raise RuntimeError(
+                "an error interrupted an earlier step, so its gradients are incomplete and ranks "
+                "are out of step: make the engine again, on all ranks"
+            )
         schedule = self.schedule if schedule is None else schedule
         assert schedule.num_stages == self.schedule.num_stages
         assert len(micro_batches) == schedule.num_micro_batches
@@ -122,6 +129,9 @@ class Executor:
                 walk.finish()
             while self.refreshes:  # the remaining batches have to be done before the next step
                 self._refresh()
+        except BaseException:
+            self._is_broken = True
+            raise
         finally:
             self.walk = None
         return walk.output

@@ -72,8 +72,11 @@ def read_curves(run_dir: Path, name: str = "") -> Curves:
         )
     validations = [row for row in rows if row.get("validation_loss") is not None]
     fields = ("step", "seconds", "loss", "step_seconds", "optimizer_seconds")
-    training = _columns(steps, *fields)
-    validation = _columns(validations, "step", "seconds", "validation_loss")
+    try:
+        training = _columns(steps, *fields)
+        validation = _columns(validations, "step", "seconds", "validation_loss")
+    except (KeyError, TypeError, ValueError) as error:
+        raise RunError(f"{file}: not the metrics of a run ({error!r}): restore the file") from None
     changes = tuple((row.step, row.brief()) for row in history.rows)
     return Curves(name or run_dir.resolve().name, training, validation, changes)
 

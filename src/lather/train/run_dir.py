@@ -115,7 +115,16 @@ class RunDirectory:
     def _record(self) -> dict[str, Any] | None:
         """Read the record of versions and data sets; None for a new run."""
         file = self.path / PROVENANCE
-        return json.loads(read_text(file)) if file.exists() else None
+        if not file.exists():
+            return None
+        try:
+            record = json.loads(read_text(file))
+            return {**record, "data": [*record["data"]], "starts": [*record["starts"]]}
+        except (ValueError, KeyError, TypeError):
+            raise RunError(
+                f"{file}: damaged: restore it from a backup, or continue the run in another "
+                f"directory with --fork-from {self.path} --run-dir NEW"
+            ) from None
 
     def abandon(self) -> None:
         """Remove the files of a run that could not start; a run that existed before is not

@@ -194,6 +194,12 @@ def fork_source(path: Path, config: Config) -> tuple[Path, Path] | None:
             "not exist"
         )
     subject = f"fork_from = {config.fork_from!r}"
+    run, at, step = config.fork_from.rpartition("@")
+    if at and all((Path(folder) / "config.toml").exists() for folder in (config.fork_from, run)):
+        raise RunError(
+            f"{subject} may mean checkpoint {step} of {run}, or the run {config.fork_from}: rename "
+            "that folder"
+        )
     try:
         source, checkpoint = find_checkpoint(config.fork_from)
     except UserError as error:

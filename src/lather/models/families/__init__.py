@@ -14,7 +14,7 @@ from lather.models.families import deepseek_v2, gpt_oss, qwen3_moe
 from lather.models.families.deepseek_v2 import DeepseekV2Config as DeepseekV2Config
 from lather.models.family import Family
 
-ModelConfig = DeepseekV2Config | qwen3_moe.Qwen3MoeConfig | gpt_oss.GptOssConfig
+ModelConfig = deepseek_v2.DeepseekV2Config | qwen3_moe.Qwen3MoeConfig | gpt_oss.GptOssConfig
 """The configuration of any family."""
 _FAMILIES = (deepseek_v2.FAMILY, qwen3_moe.FAMILY, gpt_oss.FAMILY)
 FAMILIES: Mapping[str, Family] = types.MappingProxyType(
