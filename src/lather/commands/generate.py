@@ -122,16 +122,16 @@ def _system(parsed: GenerateArguments) -> Messages:
 def _lines_of_user() -> Iterator[str]:
     """Yield the user's messages until the input ends, without empty lines. Raises DataError if the
     input is not text."""
-    byte_order_mark = "\ufeff"
-    while True:
+    for number in itertools.count():
         try:
             line = input("> ") if sys.stdin.isatty() else next(sys.stdin)
         except (EOFError, StopIteration):
             return
         except UnicodeError:
             encoding = sys.stdin.encoding.upper()
-            raise DataError(f"standard input: not {encoding}: give text in UTF-8") from None
-        line, byte_order_mark = line.removeprefix(byte_order_mark).strip(), ""
+            place = f"standard input, after {number:,} lines"
+            raise DataError(f"{place}: not {encoding}: give text in UTF-8") from None
+        line = (line if number else line.removeprefix("\ufeff")).strip()  # a byte-order mark
         if line:
             yield line
 
