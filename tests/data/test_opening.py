@@ -6,6 +6,7 @@ import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from making_helpers import Make, documents_of, texts_of
@@ -106,6 +107,22 @@ def test_the_same_texts_elsewhere_are_the_same_tokens(
     first = opened(replace(data, source=str(tmp_path / "moved")))
     (tmp_path / "moved").rename(corpus)
     assert opened(data).manifest.identity == first.manifest.identity
+
+
+def test_a_folder_that_another_process_has_just_removed_is_made_again(
+    data: DataConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that has made the data set removes the folder in which the others wait."""
+    open_file, removed = Path.open, []
+
+    def opening(path: Path, *args: Any, **options: Any) -> Any:
+        if path.name == ".lock" and not removed:
+            removed.append(path.parent.rmdir())
+        return open_file(path, *args, **options)
+
+    monkeypatch.setattr(Path, "open", opening)
+    assert opened(data).folder.is_dir()
+    assert removed
 
 
 def test_two_processes_that_prepare_one_corpus_wait_for_each_other(data: DataConfig) -> None:

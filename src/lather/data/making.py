@@ -11,6 +11,7 @@ own shards, in order.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -19,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TextIO
 
 import tokenizers
 from tokenizers import Tokenizer
@@ -142,8 +144,7 @@ def _make(
 def _locked(partial: Path, show_line: ShowLine) -> Iterator[None]:
     """Hold the lock under which only one process at a time makes the data set; the others wait."""
     try:
-        partial.mkdir(parents=True, exist_ok=True)
-        lock = (partial / ".lock").open("a")
+        lock = _open_lock(partial)
     except OSError as error:
         raise DataError(
             f"{partial} cannot be written ({reason(error, partial)}): give another folder"
@@ -155,6 +156,16 @@ def _locked(partial: Path, show_line: ShowLine) -> Iterator[None]:
             show_line(f"waiting for another process, which is making {partial.with_suffix('')}")
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+def _open_lock(partial: Path) -> TextIO:
+    """Open the file of the lock, in a folder that another process may remove at any moment because
+    it has made the data set."""
+    for _ in range(100):
+        partial.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            return (partial / ".lock").open("a")
+    raise FileNotFoundError(errno.ENOENT, "removed again and again", str(partial))
 
 
 def _adopt_plan(partial: Path, division: Division) -> None:
