@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lather.models.decoder import Block
 from lather.models.experts import Experts
-from lather.models.layers import MEMORY_MODES, GatedMLP
+from lather.models.layers import MEMORY_MODES, GatedMLP, Linear
 from lather.models.moe import MoE
 from lather.models.routing import Router
 from lather.models.saving.recomputed import Recomputation
@@ -30,12 +30,15 @@ class Case:
     k: int = 2
     norm_topk_prob: bool = False
     shared: bool = True
+    gates_shared: bool = False
     tokens: int = 13
 
     def block(self, memory: str = "saved") -> Block:
         normalize = self.norm_topk_prob and self.k > 1
         router = Router(D, E, self.k, normalize=normalize, scale=1.0 if normalize else 1.7)
-        moe = MoE(router, Experts(E, D, F_EXPERT), GatedMLP(D, F_SHARED) if self.shared else None)
+        shared = GatedMLP(D, F_SHARED) if self.shared else None
+        experts = Experts(E, D, F_EXPERT)
+        moe = MoE(router, experts, shared, gates_shared_experts=self.gates_shared)
         block = Block(NoAttention(), moe, D, EPS).double()
         generator = torch.Generator().manual_seed(0)
         for p in block.parameters():
@@ -44,7 +47,7 @@ class Case:
         with torch.no_grad():
             router.weight[:, 0] = torch.tensor(self.favor)
         for module in block.modules():
-            if isinstance(module, Experts | GatedMLP):
+            if isinstance(module, Experts | GatedMLP | Linear):
                 module.memory = memory
         return block
 
@@ -66,6 +69,7 @@ CASES = {
     "K = E": Case(k=E),
     "K = E, normalized": Case(k=E, norm_topk_prob=True),
     "no shared experts": Case(shared=False),
+    "gated shared experts": Case(gates_shared=True),
     "one token": Case(tokens=1),
 }
 
@@ -94,7 +98,12 @@ def naive_block(x_BSD: Tensor, block: Block, case: Case) -> Tensor:
             out = out + scores[e] * scale * gated(h, gate, up, p["mlp.experts.down_proj"][e])
         if case.shared:
             names = (f"mlp.shared_experts.{name}_proj.weight" for name in ("gate", "up", "down"))
-            out = out + gated(h, *(p[name] for name in names))
+            factor = (
+                1 / (1 + (-p["mlp.shared_expert_gate.weight"][0] @ h).exp())
+                if case.gates_shared
+                else 1
+            )
+            out = out + factor * gated(h, *(p[name] for name in names))
         y.append(out)
     return torch.stack(y).view_as(x_BSD)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lather.models.balance import LoadBalance, balance_loss, z_loss
-from lather.models.routing import Router, counting_step
+from lather.models.routing import Choice, Router, counting_step
 from models.tiny import random_normal
 
 D, E = 8, 6
@@ -53,7 +53,7 @@ def test_the_best_experts_with_their_weights(
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 def test_only_the_best_groups_are_in_reach(score: str) -> None:
-    made, x = router(2, score=score, groups=(3, 2)), random_normal(40, D)
+    made, x = router(2, score=score, choice=Choice(3, 2)), random_normal(40, D)
     routing = made(x)
     for t, scores in enumerate(scores_of(made, x).tolist()):
         best = [max(scores[2 * g : 2 * g + 2]) for g in range(3)]
@@ -63,9 +63,38 @@ def test_only_the_best_groups_are_in_reach(score: str) -> None:
         assert routing.experts_TK[t].tolist() == chosen
     # the two best experts are always within the two best groups; a single group does restrict
     assert torch.equal(routing.experts_TK, router(2, score=score)(x).experts_TK)
-    single = router(2, score=score, groups=(3, 1))(x).experts_TK
+    single = router(2, score=score, choice=Choice(3, 1))(x).experts_TK
     assert (single // 2 == single[:, :1] // 2).all()
     assert (single != routing.experts_TK).any()
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_groups_are_compared_by_the_sum_of_their_best_experts_with_the_bias(score: str) -> None:
+    choice = Choice(2, 1, best_of_group=2, correction_bias=True)
+    made, x = router(2, score=score, choice=choice), random_normal(60, D)
+    unbiased = made(x)
+    bias_E = torch.tensor([0.3, -0.2, 0.1, -0.1, 0.2, 0.05])
+    made.get_buffer("e_score_correction_bias").copy_(bias_E)
+    routing, of_single = made(x), 0
+    for t, (scores, weights) in enumerate(zip(scores_of(made, x), routing.weights_TK, strict=True)):
+        biased = (scores + bias_E).tolist()
+        sums = [sum(sorted(biased[g : g + 3])[1:]) for g in (0, 3)]
+        first = 3 * (sums[1] > sums[0])
+        of_single += (max(biased[3:]) > max(biased[:3])) != (first == 3)
+        chosen = sorted(range(first, first + 3), key=lambda e, biased=biased: -biased[e])[:2]
+        assert routing.experts_TK[t].tolist() == chosen
+        assert torch.equal(weights, scores[chosen])
+    assert of_single  # the best single experts are in another group
+    assert not torch.equal(routing.experts_TK, unbiased.experts_TK)
+
+
+def test_the_correction_bias_keeps_its_values_in_a_narrower_model() -> None:
+    made = Router(D, E, 2, choice=Choice(correction_bias=True))
+    made.get_buffer("e_score_correction_bias").fill_(1.001)
+    narrow = made.bfloat16()
+    assert narrow.weight.dtype == torch.bfloat16
+    assert torch.equal(narrow.get_buffer("e_score_correction_bias"), torch.full((E,), 1.001))
+    assert narrow.double().get_buffer("e_score_correction_bias").dtype == torch.float64
 
 
 @pytest.mark.parametrize(
@@ -73,9 +102,12 @@ def test_only_the_best_groups_are_in_reach(score: str) -> None:
     [
         ({"num_experts_per_tok": 0}, "num_experts_per_tok = 0 .* from 1 to the 6"),
         ({"num_experts_per_tok": 7}, "num_experts_per_tok = 7 .* from 1 to the 6"),
-        ({"num_experts_per_tok": 3, "groups": (3, 1)}, "from 1 to the 2 experts in reach"),
-        ({"num_experts_per_tok": 1, "groups": (4, 1)}, r"groups = \(4, 1\) .* divide the 6"),
-        ({"num_experts_per_tok": 1, "groups": (3, 4)}, r"groups = \(3, 4\) .* from 1 to 3 groups"),
+        ({"num_experts_per_tok": 3, "choice": Choice(3, 1)}, "from 1 to the 2 experts in reach"),
+        ({"num_experts_per_tok": 1, "choice": Choice(4, 1)}, r"groups = \(4, 1\) .* divide the 6"),
+        (
+            {"num_experts_per_tok": 1, "choice": Choice(3, 4)},
+            r"groups = \(3, 4\) .* from 1 to 3 groups",
+        ),
         ({"num_experts_per_tok": 1, "score": "tanh"}, "score = 'tanh' .* 'softmax', 'sigmoid'"),
     ],
     ids=str,

@@ -27,11 +27,11 @@ from lather.checkpoint.folder import (
 from lather.checkpoint.state import TrainingState
 from lather.errors import CheckpointError, ExchangeError
 from lather.files import sha256
+from lather.models.routing import CORRECTION_BIAS
 from lather.parallel.agreement import errors_on_all_ranks
 from lather.safetensors_file import DTYPE_NAMES, DTYPES, Index, SafetensorsFiles, open_safetensors
 
 ANOTHER = "use the configuration it was made with"
-BIAS = ".e_score_correction_bias"
 
 
 def open_checkpoint(path: Path) -> CheckpointTensors:
@@ -165,16 +165,18 @@ def load_checkpoint(path: Path, state: TrainingState) -> Progress:
 
 
 def load_parameters(path: Path, state: TrainingState) -> None:
-    """Load another run's weights as initial weights. Balancing biases are skipped, since they
-    belong to the other run.
+    """Load another run's weights as initial weights. The correction bias of a router that only one
+    of the two runs has is left out.
 
     Raises CheckpointError as `load_checkpoint` does.
     """
-    _load(
-        _open(path, state, without=(BIAS,)),
-        [piece for piece in state.weights() if not piece.name.endswith(BIAS)],
-        state,
-    )
+    tensors = _open(path, state, without=(CORRECTION_BIAS,))
+    pieces = [
+        piece
+        for piece in state.weights()
+        if piece.name in tensors.tensors or not piece.name.endswith(CORRECTION_BIAS)
+    ]
+    _load(tensors, pieces, state)
 
 
 def _load(tensors: CheckpointTensors, pieces: Iterable[Piece], state: TrainingState) -> None:

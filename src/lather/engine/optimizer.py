@@ -16,8 +16,8 @@ from lather.parallel.local_parameters import LocalParameters
 
 LR_FACTOR = "lr_factor"
 """Key of a group: its learning rate as a factor of `optim.lr` at every step."""
-ROUTERS = ("gate",)
-"""Name components that identify a router's parameters."""
+ROUTERS = ("gate", "shared_expert_gate")
+"""Name components that identify the parameters of routers and of the shared experts' gates."""
 
 
 def build_optimizer(

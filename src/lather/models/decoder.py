@@ -119,7 +119,7 @@ class Block(nn.Module):
         self, attended: Attended, combined_TD: Float[Tensor, "t d"]
     ) -> Float[Tensor, "b s d"]:
         if isinstance(self.mlp, MoE) and self.mlp.shared_experts is not None:
-            combined_TD = combined_TD + self.mlp.shared_experts(attended.normed_TD)
+            combined_TD = combined_TD + self.mlp.shared(attended.normed_TD)
         return attended.residual_BSD + combined_TD.view_as(attended.residual_BSD)
 
     def forward(

@@ -137,7 +137,13 @@ class Family:
     rope_scaling_required: bool = False
     """True if transformers has another default for `rope_scaling` than none."""
     renamed: Mapping[str, str] = field(default_factory=dict)
-    """Parts of the names of Lather's parameters, and the published text in their place."""
+    """Parts of the names of Lather's parameters and buffers, and the published text in their place;
+    each is replaced in the result of those before it."""
+    unsqueezed: Mapping[str, int] = field(default_factory=dict)
+    """Ends of the names of Lather's parameters and buffers that are published with another dim of
+    size 1, and the number of this dim."""
+    expert_names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    """Published names of an expert's gate, up and down."""
     transposes_experts: bool = False
     """False: each expert's matrices are published by themselves. True: they are stacked and
     transposed, or stacked and packed in MXFP4."""

@@ -276,20 +276,27 @@ class GatedCall:
 class _GatedMLPFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_TD: Tensor, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor, call: GatedCall
+        ctx: Any,
+        x_TD: Tensor,
+        gate_FD: Tensor,
+        up_FD: Tensor,
+        down_DF: Tensor,
+        weight_T: Tensor | None,
+        call: GatedCall,
     ) -> Tensor:
         gate_up_TH = _gate_up(x_TD.to(call.dtype), gate_FD, up_FD, call)
         ctx.save_for_backward(
-            x_TD, gate_FD, up_FD, down_DF, gate_up_TH if call.keep_gate_up else None
+            x_TD, gate_FD, up_FD, down_DF, weight_T, gate_up_TH if call.keep_gate_up else None
         )
         ctx.call, ctx.parameters = call, (gate_FD, up_FD, down_DF)
-        return gate_forward(gate_up_TH, SWIGLU) @ call.rounded(down_DF).T
+        y_TD = gate_forward(gate_up_TH, SWIGLU) @ call.rounded(down_DF).T
+        return y_TD if weight_T is None else y_TD.mul_(weight_T.unsqueeze(-1))
 
     @staticmethod
     @once_differentiable
     @without_autocast
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
-        x_TD, *saved, gate_up_TH = ctx.saved_tensors
+        x_TD, *saved, weight_T, gate_up_TH = ctx.saved_tensors
         call: GatedCall = ctx.call
         gate_FD, up_FD, down_DF = map(call.cache.in_backward, ctx.parameters, saved)
         # deferred gradients must not keep the graph alive
@@ -299,8 +306,8 @@ class _GatedMLPFunction(torch.autograd.Function):
         )
         if gate_up_TH is None:
             gate_up_TH = _gate_up(x_TD.to(call.dtype), gate_FD, up_FD, call)
-        grad_gate_up_TH, h_TF, _ = gate_backward(
-            grad_TD @ call.rounded(down_DF), gate_up_TH, SWIGLU
+        grad_gate_up_TH, h_TF, grad_weight_T = gate_backward(
+            grad_TD @ call.rounded(down_DF), gate_up_TH, SWIGLU, weight_T
         )
         grad_gate_TF, grad_up_TF = grad_gate_up_TH.chunk(2, dim=-1)
         factors = ((grad_gate_TF, x_TD), (grad_up_TF, x_TD), (grad_TD, h_TF))
@@ -318,7 +325,9 @@ class _GatedMLPFunction(torch.autograd.Function):
                 .addmm_(grad_up_TF, call.rounded(up_FD))
                 .to(x_TD.dtype)
             )
-        return grad_x, *grads, None
+        if grad_weight_T is not None:
+            grad_weight_T = grad_weight_T.to(weight_T.dtype)
+        return grad_x, *grads, grad_weight_T, None
 
 
 def _gate_up(x_TD: Tensor, gate_FD: Tensor, up_FD: Tensor, call: GatedCall) -> Tensor:
@@ -340,17 +349,24 @@ class GatedMLP(Deferrable, Rounding, nn.Module):
         self.down_proj = Linear(intermediate_size, hidden_size, bias=False)
         self.memory = "saved"
 
-    def forward(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
-        if self.memory == "reference":
-            return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        if any(layer.lora is not None for layer in (self.gate_proj, self.up_proj, self.down_proj)):
-            return self._with_adapters(x)
-        weights = (self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight)
+    def forward(
+        self, x: Float[Tensor, "*batch d"], weight_T: Float[Tensor, " t"] | None = None
+    ) -> Float[Tensor, "*batch d"]:
+        """Compute the layer; each of the T rows of the output is multiplied by its weight."""
+        layers = (self.gate_proj, self.up_proj, self.down_proj)
+        is_reference = self.memory == "reference"
+        if is_reference or any(layer.lora is not None for layer in layers):
+            y = self._reference(x) if is_reference else self._with_adapters(x)
+            return y if weight_T is None else y * weight_T.view(*x.shape[:-1], 1)
+        weights = (layer.weight for layer in layers)
         call = GatedCall(
             compute_dtype(x), self.memory == "saved", self.weight_gradients, self.rounded_weights
         )
         with no_autocast(x):
-            return _GatedMLPFunction.apply(x.flatten(0, -2), *weights, call).view(x.shape)  # type: ignore[no-untyped-call]
+            return _GatedMLPFunction.apply(x.flatten(0, -2), *weights, weight_T, call).view(x.shape)  # type: ignore[no-untyped-call]
+
+    def _reference(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
     def _with_adapters(self, x: Tensor) -> Tensor:
         """Compute the same layer by layer; as in the autograd function, backward recomputes the

@@ -19,10 +19,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from lather.models.experts import Experts
-from lather.models.layers import GatedMLP
+from lather.models.layers import GatedMLP, Linear
 from lather.models.routing import Router, Routing
 from lather.shapes import Float, Int
 
@@ -119,13 +120,26 @@ LOCAL_EXCHANGE = Exchange()
 
 class MoE(nn.Module):
     """Router, routed experts and shared experts. `lather.models.decoder.Block` calls them segment
-    by segment; `forward` calls all of them."""
+    by segment; `forward` calls all of them.
 
-    def __init__(self, router: Router, experts: Experts, shared_experts: GatedMLP | None) -> None:
+    With `gates_shared_experts` the output of the shared experts is multiplied by the sigmoid of a
+    number per token, `shared_expert_gate(x)`, as in Qwen2-MoE."""
+
+    def __init__(
+        self,
+        router: Router,
+        experts: Experts,
+        shared_experts: GatedMLP | None,
+        *,
+        gates_shared_experts: bool = False,
+    ) -> None:
         super().__init__()
         self.gate = router
         self.experts = experts
         self.shared_experts = shared_experts
+        self.shared_expert_gate = (
+            Linear(router.weight.shape[1], 1, bias=False) if gates_shared_experts else None
+        )
         self.keep_little()
 
     def keep_little(self) -> None:
@@ -141,5 +155,13 @@ class MoE(nn.Module):
         routing: Routing = self.gate(x_TD)
         y_TD: Tensor = self.experts(x_TD, routing.experts_TK, routing.weights_TK)
         if self.shared_experts is not None:
-            y_TD = y_TD + self.shared_experts(x_TD)
+            y_TD = y_TD + self.shared(x_TD)
         return y_TD.view(x.shape), routing
+
+    def shared(self, x_TD: Float[Tensor, "t d"]) -> Float[Tensor, "t d"]:
+        """Return the output of the shared experts, which must exist, times their gate."""
+        assert self.shared_experts is not None
+        if self.shared_expert_gate is None:
+            return self.shared_experts(x_TD)
+        gate_T1: Tensor = self.shared_expert_gate(x_TD)
+        return self.shared_experts(x_TD, torch.sigmoid(gate_T1.squeeze(-1)))

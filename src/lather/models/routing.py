@@ -12,9 +12,9 @@ Letters: T tokens, D hidden size, E experts, K experts per token, G groups of ex
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,8 @@ from lather.models.token_positions import Padding
 from lather.shapes import Float, Int
 
 SCORES = ("softmax", "sigmoid")
+CORRECTION_BIAS = "e_score_correction_bias"
+"""Name of the buffer that is added to the scores only for the choice of experts."""
 TINY = 1e-20
 """Added to sums of scores, which are 0 if all scores have underflowed; it changes no other fp32
 sum."""
@@ -62,12 +64,29 @@ class Routing:
     all."""
 
 
+@dataclass(frozen=True)
+class Choice:
+    """How a router chooses a token's experts by their scores."""
+
+    num_groups: int = 1
+    """Number of groups of neighboring experts."""
+    groups_per_token: int = 1
+    """Number of groups, those with the best scores, that a token's experts come from."""
+    best_of_group: int = 1
+    """A group's score is the sum of those of its so many best experts."""
+    correction_bias: bool = False
+    """Add the buffer `e_score_correction_bias` (E) to the scores for the choice, not for the
+    weights. Only `Router.update_correction_bias` moves it."""
+
+
+ANY_EXPERT = Choice()
+
+
 class Router(Deferrable, nn.Module):
     """Scores each token for each expert and chooses the K best.
 
     Shapes: weight (E, D), optional bias (E). `normalize` makes a token's weights sum to 1, `scale`
-    multiplies them. With `groups` (number of groups, groups per token), a token's experts come from
-    the groups of neighboring experts that have the best single experts."""
+    multiplies them."""
 
     def __init__(
         self,
@@ -79,20 +98,21 @@ class Router(Deferrable, nn.Module):
         normalize: bool = False,
         scale: float = 1.0,
         bias: bool = False,
-        groups: tuple[int, int] = (1, 1),
+        choice: Choice = ANY_EXPERT,
     ) -> None:
         super().__init__()
-        _check_options(num_experts, num_experts_per_tok, score, *groups)
+        _check_options(num_experts, num_experts_per_tok, score, choice)
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
         self.bias = nn.Parameter(torch.empty(num_experts)) if bias else None
         self.num_experts_per_tok = num_experts_per_tok
         self.score, self.normalize, self.scale = score, normalize, scale
-        self.num_groups, self.num_groups_per_tok = groups
+        self.choice = choice
         self.takes_z_loss = False
         self.balance = LoadBalance("micro_batch")
         """The level of the balance loss; `Decoder.balance_load` sets it for all blocks."""
         self.e_score_correction_bias: Tensor | None
-        self.register_buffer("e_score_correction_bias", None)
+        bias_E = torch.zeros(num_experts) if choice.correction_bias else None
+        self.register_buffer(CORRECTION_BIAS, bias_E)
         self._forced_TK: Tensor | None = None
         self._repeated: Routing | None = None
         reset_parameters(self)
@@ -150,11 +170,13 @@ class Router(Deferrable, nn.Module):
         bias_E: Tensor | None = self.e_score_correction_bias
         if bias_E is not None:
             scores_TE = scores_TE + bias_E
-        if self.num_groups > 1:
-            scores_TGx = scores_TE.unflatten(-1, (self.num_groups, -1))
-            best_TG = scores_TGx.amax(-1)
-            chosen = best_TG.topk(self.num_groups_per_tok, dim=-1, sorted=False).indices
-            allowed_TG = torch.zeros_like(best_TG, dtype=torch.bool).scatter_(1, chosen, value=True)
+        choice = self.choice
+        if choice.num_groups > 1:
+            scores_TGx = scores_TE.unflatten(-1, (choice.num_groups, -1))
+            score_TG = scores_TGx.topk(choice.best_of_group, dim=-1, sorted=False).values.sum(-1)
+            chosen = score_TG.topk(choice.groups_per_token, dim=-1, sorted=False).indices
+            allowed_TG = torch.zeros_like(score_TG, dtype=torch.bool)
+            allowed_TG.scatter_(1, chosen, value=True)
             scores_TE = scores_TGx.masked_fill(~allowed_TG.unsqueeze(-1), -torch.inf).flatten(1)
         return scores_TE.topk(self.num_experts_per_tok, dim=-1).indices
 
@@ -198,8 +220,19 @@ class Router(Deferrable, nn.Module):
         finally:
             setattr(self, attribute, before)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Convert the module, but keep the correction bias in fp32 or wider: bf16 cannot hold its
+        small steps."""
+        before = self.e_score_correction_bias
+        super()._apply(fn, recurse)
+        after = self.e_score_correction_bias
+        if before is not None and after is not None and after.dtype.itemsize < 4:
+            self.e_score_correction_bias = before.to(after.device)
+        return self
+
     def enable_loss_free_balancing(self) -> None:
-        """Create the bias that `update_correction_bias` changes; it is part of the state dict."""
+        """Create the bias that `update_correction_bias` changes, if the model has none; it is part
+        of the state dict."""
         if self.e_score_correction_bias is None:
             self.e_score_correction_bias = torch.zeros(len(self.weight), device=self.weight.device)
 
@@ -212,20 +245,19 @@ class Router(Deferrable, nn.Module):
         self.e_score_correction_bias += rate * (load_E.mean() - load_E).sign()
 
 
-def _check_options(
-    num_experts: int, num_experts_per_tok: int, score: str, num_groups: int, num_groups_per_tok: int
-) -> None:
+def _check_options(num_experts: int, num_experts_per_tok: int, score: str, choice: Choice) -> None:
+    num_groups, groups_per_token = choice.num_groups, choice.groups_per_token
     if score not in SCORES:
         raise ValueError(
             f"score = {score!r} is not valid: use one of {', '.join(map(repr, SCORES))}"
         )
-    if num_experts % num_groups or not 1 <= num_groups_per_tok <= num_groups:
+    if num_experts % num_groups or not 1 <= groups_per_token <= num_groups:
         raise ValueError(
-            f"groups = ({num_groups}, {num_groups_per_tok}) is not valid: the number of groups "
+            f"groups = ({num_groups}, {groups_per_token}) is not valid: the number of groups "
             f"must divide the {num_experts} experts, and a token may have from 1 to {num_groups} "
             "groups"
         )
-    reachable = num_experts // num_groups * num_groups_per_tok
+    reachable = num_experts // num_groups * groups_per_token
     if not 1 <= num_experts_per_tok <= reachable:
         raise ValueError(
             f"num_experts_per_tok = {num_experts_per_tok} is not valid: it must be from 1 to the "

@@ -130,6 +130,8 @@ def empty_part(
     if tied and head is not None:
         head.weight = None  # type: ignore[assignment]  # to_empty would make it a parameter of its own
     part.to(dtype).to_empty(device=device)
+    for bias in part.buffers():  # a router's correction bias, which no one draws
+        bias.zero_()
     if tied and head is not None and embedding is not None:
         head.weight = embedding.weight
     return part

@@ -32,7 +32,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.profiler import record_function
 
 from lather.kernels.linear_cross_entropy import linear_cross_entropy
@@ -310,7 +310,7 @@ class Segments:
         if moe.shared_experts is None:
             return None, None
         cut, (shared_TD,) = self._run(
-            "shared_experts", partial(_call, moe.shared_experts), attended.normed_TD, reads=attended
+            "shared_experts", partial(_call, moe.shared), attended.normed_TD, reads=attended
         )
         return cut, shared_TD
 
@@ -369,8 +369,8 @@ class Segments:
         return inputs
 
 
-def _call(module: nn.Module, x: Tensor) -> Outputs:
-    return (module(x),)
+def _call(function: Callable[[Tensor], Tensor], x: Tensor) -> Outputs:
+    return (function(x),)
 
 
 def _run_experts(

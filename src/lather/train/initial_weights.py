@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from lather.checkpoint.folder import find_checkpoint, list_checkpoints
-from lather.checkpoint.reader import BIAS, load_parameters, open_checkpoint
+from lather.checkpoint.reader import load_parameters, open_checkpoint
 from lather.checkpoint.state import TrainingState
 from lather.config.config import Config
 from lather.config.toml_file import folder_of, load_run, model_of
@@ -24,6 +24,7 @@ from lather.models.hf.model_folder import (
     notes_on_config,
     open_hugging_face,
 )
+from lather.models.routing import CORRECTION_BIAS
 from lather.parallel.agreement import errors_on_all_ranks
 from lather.safetensors_file import TensorSource
 from lather.train.companions import same_tokenizer
@@ -117,17 +118,19 @@ def load_weights(path: Path, state: TrainingState) -> None:
 
 @torch.no_grad()
 def _copy_weights(source: TensorSource, state: TrainingState) -> None:
-    """Copy this rank's part of every weight except adapters and balancing biases.
+    """Copy this rank's part of every weight except adapters, and correction biases that the source
+    lacks.
 
     Raises CheckpointError, before anything is changed, if the source lacks a weight or a shape
     differs.
     """
+    headers = source.tensors
     pieces = [
         piece
         for piece in state.weights()
-        if not is_adapters(piece.name) and not piece.name.endswith(BIAS)
+        if piece.name in headers
+        or not (is_adapters(piece.name) or piece.name.endswith(CORRECTION_BIAS))
     ]
-    headers = source.tensors
     for piece in pieces:
         shape = headers[piece.name].shape if piece.name in headers else "absent"
         if shape != piece.shape:

@@ -17,7 +17,7 @@ from lather.models.family import Family, FamilyConfig
 from lather.models.layers import GatedMLP
 from lather.models.moe import MoE
 from lather.models.rotary import Rotary
-from lather.models.routing import Router
+from lather.models.routing import Choice, Router
 
 NORMALIZED = """\
 transformers ignores norm_topk_prob = true of deepseek_v2: it computes other logits than Lather \
@@ -132,7 +132,7 @@ def _moe(config: DeepseekV2Config) -> MoE:
         if config.topk_method == "group_limited_greedy"
         else (1, 1)
     )
-    router = Router(*sizes, normalize=config.normalizes, scale=scale, groups=groups)
+    router = Router(*sizes, normalize=config.normalizes, scale=scale, choice=Choice(*groups))
     router.balance = LoadBalance("sequence" if config.seq_aux else "micro_batch")
     experts = Experts(config.n_routed_experts, config.hidden_size, config.moe_intermediate_size)
     width = config.n_shared_experts * config.moe_intermediate_size

@@ -1,4 +1,4 @@
-"""Maps Lather's parameters to the published tensors.
+"""Maps Lather's weights, which are parameters and buffers, to the published tensors.
 
 Most names differ only by the prefix `model.`. The families differ in the router and in the routed
 experts, which Lather stacks as (E, 2F, D) and (E, D, F):
@@ -10,8 +10,9 @@ experts, which Lather stacks as (E, 2F, D) and (E, D, F):
                     .bias
                     or MXFP4 (E, 2F, D/32, 16) and (E, D, F/32, 16)
 
-A parameter may be published in several formats: all can be read, and the first is written. The
-entries of a parameter are in the order of its memory, so that it can be streamed in pieces.
+`Family` has the names that a family has instead. A weight may be published in several formats: all
+can be read, and the first is written. The entries of a weight are in the order of its memory, so
+that it can be streamed in pieces.
 
 Letters: D hidden size, E experts, F expert intermediate size.
 """
@@ -30,9 +31,7 @@ from lather.safetensors_file import Index
 
 Shape = tuple[int, ...]
 
-EXPERTS = re.compile(
-    r"(?P<mlp>.*\.mlp)\.experts\.(?P<part>gate_up_proj|down_proj|gate_up_bias|down_bias)"
-)
+EXPERTS = re.compile(r".*\.experts\.(gate_up_proj|down_proj)")
 HARMLESS = re.compile(r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)")
 """Tensors that folders may hold in addition to the weights, and that are computed from the
 configuration."""
@@ -40,13 +39,13 @@ configuration."""
 
 @dataclass(frozen=True)
 class MappedTensor:
-    """A published tensor, and the part of a parameter that it holds."""
+    """A published tensor, and the part of a weight that it holds."""
 
     published: str
     """Name in the folder; with `is_packed` there are two tensors, `<name>_blocks` and
     `<name>_scales`."""
     parameter: str
-    """Lather's name of the parameter."""
+    """Lather's name of the parameter or buffer."""
     shape: Shape
     """Shape of the part."""
     index: Index = ()
@@ -55,6 +54,8 @@ class MappedTensor:
     """True if each expert's matrix is published transposed."""
     is_packed: bool = False
     """True if the tensor is published in MXFP4, not transposed."""
+    unsqueezed_dim: int | None = None
+    """The dim of size 1 that only the published tensor has; None: there is none."""
 
     @property
     def entries(self) -> list[str]:
@@ -74,37 +75,40 @@ class MappedTensor:
                 f"{self.published}_blocks": (*blocks, BLOCK // 2),
                 f"{self.published}_scales": blocks,
             }
+        if self.unsqueezed_dim is not None:
+            shape = (*shape[: self.unsqueezed_dim], 1, *shape[self.unsqueezed_dim :])
         return {
             self.published: (*shape[:-2], shape[-1], shape[-2]) if self.is_transposed else shape
         }
 
 
 def published_formats(family: Family, name: str, shape: Shape) -> list[list[MappedTensor]]:
-    """Return the formats in which a family publishes a parameter, each a list of entries in the
-    order of memory; the first is written."""
+    """Return the formats in which a family publishes a weight, each a list of entries in the order
+    of memory; the first is written."""
     published = name if name.startswith("lm_head.") else f"model.{name}"
     for ours, theirs in family.renamed.items():
         published = published.replace(ours, theirs)
-    whole = MappedTensor(published, name, shape)
-    match = EXPERTS.fullmatch(name)
-    if match is None or match["part"].endswith("_bias"):
+    dim = next((dim for end, dim in family.unsqueezed.items() if name.endswith(end)), None)
+    whole = MappedTensor(published, name, shape, unsqueezed_dim=dim)
+    if EXPERTS.fullmatch(name) is None:
         return [[whole]]
     if family.transposes_experts:
         return [[replace(whole, is_transposed=True)], [replace(whole, is_packed=True)]]
-    return [_separate_experts(f"model.{match['mlp']}.experts", match["part"], whole), [whole]]
+    return [_separate_experts(whole, *family.expert_names), [whole]]
 
 
-def _separate_experts(experts: str, part: str, stack: MappedTensor) -> list[MappedTensor]:
-    """Return the entries of a stack's experts. (The stack itself is the format that transformers
-    has in memory, which is also Lather's.)"""
+def _separate_experts(stack: MappedTensor, gate: str, up: str, down: str) -> list[MappedTensor]:
+    """Return the entries of a stack's experts, whose matrices have these names. (The stack itself
+    is the format that transformers has in memory, which is also Lather's.)"""
     num_experts, rows, *columns = stack.shape
+    experts, _, part = stack.published.rpartition(".")
     if part != "gate_up_proj":
         return [
-            MappedTensor(f"{experts}.{e}.{part}.weight", stack.parameter, stack.shape[1:], (e,))
+            MappedTensor(f"{experts}.{e}.{down}.weight", stack.parameter, stack.shape[1:], (e,))
             for e in range(num_experts)
         ]
     half = rows // 2
-    halves = {"gate_proj": slice(0, half), "up_proj": slice(half, 2 * half)}
+    halves = {gate: slice(0, half), up: slice(half, 2 * half)}
     return [
         MappedTensor(f"{experts}.{e}.{key}.weight", stack.parameter, (half, *columns), (e, at))
         for e in range(num_experts)

@@ -25,10 +25,11 @@ from lather.models.hf.model_folder import (
     CONFIG_FILE,
     TOKENIZER_FILE,
     first_name,
-    parameter_shapes,
     read_json,
+    weight_shapes,
 )
 from lather.models.hf.safetensors_folder import write_published
+from lather.models.routing import CORRECTION_BIAS
 from lather.safetensors_file import (
     DTYPE_NAMES,
     DTYPES,
@@ -56,7 +57,6 @@ COMPANIONS = (
 )
 """Files of a model besides its configuration and weights."""
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-BALANCING_BIAS = ".e_score_correction_bias"
 MAX_SHARD_BYTES = 5 * 10**9
 
 
@@ -133,26 +133,31 @@ def _to_write(
     weights: TensorSource, config: ModelConfig, dtype: torch.dtype | None
 ) -> list[TensorToWrite]:
     """Return the tensors of a folder, which are read from `weights` when they are written."""
-    stored, shapes = weights.tensors, parameter_shapes(config)
+    stored, shapes = weights.tensors, weight_shapes(config)
     _check_source({name: tensor.shape for name, tensor in stored.items()}, entry_shapes(shapes))
     to_write = []
     for parameter, shape in shapes.items():
         for part in published_formats(FAMILIES[config.model_type], parameter, shape)[0]:
             ((name, published_shape),) = part.published_shapes().items()
             stored_dtype = DTYPES[stored[part.entries[0]].dtype]
+            is_bias = parameter.endswith(CORRECTION_BIAS)  # bf16 could change the choice of experts
+            written_dtype = stored_dtype if dtype is None or is_bias else dtype
             pieces = _pieces(part, weights)
-            to_write.append(TensorToWrite(name, dtype or stored_dtype, published_shape, pieces))
+            to_write.append(TensorToWrite(name, written_dtype, published_shape, pieces))
     return to_write
 
 
 def _pieces(part: MappedTensor, weights: TensorSource) -> Iterator[Tensor]:
     for entry in part.entries:
         tensor = weights.read(entry, part.index[1:])
+        if part.unsqueezed_dim is not None:
+            tensor = tensor.unsqueeze(part.unsqueezed_dim)
         yield tensor.T if part.is_transposed else tensor
 
 
 def _check_source(shapes: Mapping[str, Shape], expected: Mapping[str, Shape]) -> None:
-    if biases := sorted(name for name in shapes if name.endswith(BALANCING_BIAS)):
+    surplus = sorted(shapes.keys() - expected.keys())
+    if biases := [name for name in surplus if name.endswith(CORRECTION_BIAS)]:
         raise ExchangeError(
             f"{first_name(biases)} of loss-free balancing cannot be exported: published models of "
             "this family have no such bias and would "

@@ -69,9 +69,13 @@ def notes_on_config(folder: StrPath) -> list[str]:
     return [*notes, config.transformers_note] if config.transformers_note else notes
 
 
-def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
-    """Return names and shapes of a model's parameters, without allocating them."""
-    return {name: tuple(p.shape) for name, p in _on_meta(config).named_parameters()}
+def weight_shapes(config: ModelConfig) -> dict[str, Shape]:
+    """Return names and shapes of a model's parameters and buffers, without allocating them."""
+    return {name: tuple(weight.shape) for name, weight in _weights_of(_on_meta(config)).items()}
+
+
+def _weights_of(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,7 @@ class PublishedWeights:
 
     stored: SafetensorsFiles
     entries: dict[str, list[MappedTensor]]
-    """Published tensors of each parameter, in the order of its memory."""
+    """Published tensors of each parameter and buffer, in the order of its memory."""
     shapes: dict[str, Shape]
 
     @property
@@ -97,6 +101,8 @@ class PublishedWeights:
         entries = self.entries[parameter]
         first = entries[0]
         if not at:
+            if first.unsqueezed_dim is not None:
+                return self.stored.read(first.published).squeeze(first.unsqueezed_dim)[index]
             return self.stored.read(first.published, index)
         if first.is_packed:
             return dequantize_mxfp4(
@@ -111,7 +117,7 @@ class PublishedWeights:
 
 
 def _match(folder: Path, model_type: str, shapes: Mapping[str, Shape]) -> PublishedWeights:
-    """Compare the headers of a folder with parameters of these shapes."""
+    """Compare the headers of a folder with weights of these shapes."""
     stored = open_published(folder)
     entries = {
         name: _format_in(stored, published_formats(FAMILIES[model_type], name, shape))
@@ -222,7 +228,7 @@ def open_hugging_face(folder: StrPath) -> tuple[PublishedWeights, ModelConfig]:
     surplus or not supported, or if a head differs from the embedding that it is tied to.
     """
     config = read_config(folder)
-    return _match(Path(folder), config.model_type, parameter_shapes(config)), config
+    return _match(Path(folder), config.model_type, weight_shapes(config)), config
 
 
 def _open_and_warn(folder: StrPath) -> tuple[PublishedWeights, ModelConfig]:
@@ -233,13 +239,13 @@ def _open_and_warn(folder: StrPath) -> tuple[PublishedWeights, ModelConfig]:
 
 
 def load_hugging_face(folder: StrPath, model: nn.Module) -> None:
-    """Set a model's parameters to the folder's weights, which may have any floating dtype. Warn of
-    what `notes_on_config` returns.
+    """Set a model's parameters and buffers to the folder's weights, which may have any floating
+    dtype. Warn of what `notes_on_config` returns.
 
-    If the folder cannot be read, or does not hold exactly the model's parameters, this raises
+    If the folder cannot be read, or does not hold exactly the model's weights, this raises
     ExchangeError and changes nothing."""
     weights, _ = _open_and_warn(folder)
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    shapes = {name: tuple(weight.shape) for name, weight in _weights_of(model).items()}
     if different := sorted(
         {
             name
@@ -277,9 +283,10 @@ def model_from_hugging_face(
 
 @torch.no_grad()
 def _fill(model: nn.Module, weights: PublishedWeights) -> None:
+    tensors = _weights_of(model)
     for name in weights.tensors:
-        parameter, at = split_entry(name)
-        model.get_parameter(parameter)[at].copy_(weights.read(name))
+        weight, at = split_entry(name)
+        tensors[weight][at].copy_(weights.read(name))
 
 
 def _on_meta(config: ModelConfig) -> Decoder:

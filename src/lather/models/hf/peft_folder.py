@@ -31,7 +31,7 @@ from lather.models.adapted import adaptable, adapted, factor_names
 from lather.models.entry_names import entry_shapes
 from lather.models.families import ModelConfig, build_model
 from lather.models.hf.key_map import Shape
-from lather.models.hf.model_folder import parameter_shapes
+from lather.models.hf.model_folder import weight_shapes
 from lather.models.lora import LoraConfig
 from lather.safetensors_file import DTYPES, TensorSource, TensorToWrite, write_safetensors
 
@@ -61,7 +61,7 @@ def save_peft(
     `lora`, or if `folder` holds something."""
     model = build_model(config, None, torch.device("meta"))
     names, groups = adapted(model, lora), adaptable(model)
-    factors = list(_factors(names, parameter_shapes(config), source, dtype))
+    factors = list(_factors(names, weight_shapes(config), source, dtype))
     with complete_folder(Path(folder)) as aside:
         write_safetensors(aside / WEIGHTS_FILE, factors)
         write_json(aside / CONFIG_FILE, _config(names, groups, lora, base))
