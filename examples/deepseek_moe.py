@@ -5,7 +5,7 @@ The file belongs into src/lather/models/families."""
 
 from dataclasses import dataclass
 
-from lather.models.attention import GroupedQueryAttention
+from lather.models.attention import GroupedQueryAttention, HeadSizes
 from lather.models.decoder import Block
 from lather.models.experts import Experts
 from lather.models.family import Family, FamilyConfig
@@ -58,13 +58,12 @@ class DeepseekMoeConfig(FamilyConfig):
 
 
 def _block(config: DeepseekMoeConfig, index: int) -> Block:
+    head_dim = config.hidden_size // config.num_attention_heads
     attention = GroupedQueryAttention(
-        hidden_size=config.hidden_size,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        rotary=Rotary(
-            config.hidden_size // config.num_attention_heads, config.rope_theta, config.rope_scaling
+        HeadSizes(
+            config.hidden_size, config.num_attention_heads, config.num_key_value_heads, head_dim
         ),
+        Rotary(head_dim, config.rope_theta, config.rope_scaling),
     )
     is_dense = config.is_dense(index)
     mlp = GatedMLP(config.hidden_size, config.intermediate_size) if is_dense else _moe(config)

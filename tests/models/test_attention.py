@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 from lather.errors import UserError
 from lather.models import flex_attention as flex
 from lather.models import token_positions
-from lather.models.attention import GroupedQueryAttention
+from lather.models.attention import GroupedQueryAttention, HeadSizes, QueryKeyNorm
 from lather.models.attention_kernels import attend
 from lather.models.flex_attention import (
     FLEX_DTYPES,
@@ -186,15 +186,16 @@ def test_flex_attention_takes_smaller_tiles_for_wide_heads_in_fp32(
 
 def test_grouped_queries_keep_no_more_than_the_formula_says() -> None:
     """Norms of queries and keys, and biases, have parameters only where they are asked for."""
-    sizes: dict[str, Any] = {"hidden_size": 8, "num_heads": 4, "num_kv_heads": 2}
+    sizes = HeadSizes(hidden_size=8, num_heads=4, num_kv_heads=2, head_dim=6)
     plain = {f"{name}_proj.weight" for name in "qkvo"}
     for options, more in (
         ({}, set()),
-        ({"qk_norm_eps": 1e-6}, {"q_norm.weight", "k_norm.weight"}),
-        ({"bias": True}, {f"{name}_proj.bias" for name in "qkvo"}),
+        ({"qk_norm": QueryKeyNorm(1e-6)}, {"q_norm.weight", "k_norm.weight"}),
+        ({"bias": True}, {f"{name}_proj.bias" for name in "qkv"}),
+        ({"output_bias": True}, {"o_proj.bias"}),
         ({"sinks": True}, {"sinks"}),
     ):
-        attention = GroupedQueryAttention(**sizes, rotary=Rotary(6, 10.0), **options)
+        attention = GroupedQueryAttention(sizes, Rotary(6, 10.0), **options)
         assert attention.state_dict().keys() == plain | more
 
 

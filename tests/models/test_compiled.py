@@ -45,9 +45,29 @@ for model_type, shapes in (("qwen3_moe", ((2, 7), (3, 5))), ("deepseek_v2", ((2,
 """
 
 
-def test_the_compiled_parts_are_the_model() -> None:
+ATTENTION = """
+import copy, torch
+from lather.models.token_positions import SequenceLayout
+from models.test_grouped_query import OPTIONS, attention_with
+from models.tiny import error, random_normal
+
+torch.set_num_threads(1)
+x_BSD = random_normal(2, 7, 12).requires_grad_()
+for name in ("rotary of a part", "norm over heads", "gate, norm, window"):
+    plain = attention_with(OPTIONS[name])
+    compiled, results = copy.deepcopy(plain), []
+    compiled.heads = torch.compile(compiled.heads, fullgraph=True, backend="aot_eager")
+    for attention in (compiled, plain):
+        y_BSD = attention(x_BSD, SequenceLayout(2, 7, torch.device("cpu")))
+        leaves = [x_BSD, *attention.parameters()]
+        results.append((y_BSD, *torch.autograd.grad(y_BSD.square().sum(), leaves)))
+    print(max(error(*pair) for pair in zip(*results)))
+"""
+
+
+def printed_by(script: str) -> list[list[str]]:
     run = subprocess.run(
-        [sys.executable, "-c", COMPARE],
+        [sys.executable, "-c", script],
         capture_output=True,
         text=True,
         timeout=300,
@@ -55,8 +75,18 @@ def test_the_compiled_parts_are_the_model() -> None:
         cwd=TESTS,
     )
     assert run.returncode == 0, run.stderr
-    lines = [line.split() for line in run.stdout.splitlines()]
+    return [line.split() for line in run.stdout.splitlines()]
+
+
+def test_the_compiled_parts_are_the_model() -> None:
+    lines = printed_by(COMPARE)
     # attention and three norms: a graph of each kind, one more for recomputation in backward, and
     # more for other sizes
     assert [line[:3] for line in lines] == [["4", "0", "8"], ["4", "0", "4"]]
     assert max(float(line[3]) for line in lines) < 1e-6
+
+
+def test_compiled_options_of_attention_are_the_options() -> None:
+    errors = [float(words[0]) for words in printed_by(ATTENTION)]
+    assert len(errors) == 3
+    assert max(errors) < 1e-12

@@ -1,10 +1,12 @@
 """Causal self-attention layers over packed documents and sliding windows: multi-head latent
-attention, and grouped-query attention with or without sinks.
+attention, and grouped-query attention with or without sinks or a gate of its output.
 
 Sources: multi-head latent attention, MLA (DeepSeek-V2, arXiv:2405.04434, section 2.1), in its
 training form, which expands keys and values from the latent and then attends as usual; grouped
 queries (Ainslie et al., arXiv:2305.13245); RMSNorm of queries and keys (Henry et al.,
-arXiv:2010.04245, in the form of Qwen3); sinks (GPT-OSS, arXiv:2508.10925).
+arXiv:2010.04245, in the form of Qwen3, by head, or of OLMoE, arXiv:2409.02060, over all heads);
+sinks (GPT-OSS, arXiv:2508.10925); the gate (Qiu et al., arXiv:2505.06708, in the form of
+Qwen3-Next).
 
 Letters: B sequences, S positions, D hidden size, H heads, G key-value heads, N width of a head's
 query and key (MLA: non-rotary width), R rotary width, U width of a head's value, L rank of the
@@ -13,15 +15,18 @@ key-value latent, P = R / 2 rotary pairs, T keys: S, or with a cache all slots o
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
-from lather.kernels.rotary import rotate_halves, rotate_pairs
 from lather.models.attention_kernels import Recipe, attend
 from lather.models.key_value_cache import KeyValueCache
 from lather.models.layers import Linear, RMSNorm, project
 from lather.models.lora import merged
-from lather.models.rotary import Rotary
+from lather.models.rotary import Rotary, YarnConfig
 from lather.models.saving.recomputed import NO_RECOMPUTATION, Recomputation
 from lather.models.token_positions import SequenceLayout
 from lather.shapes import Float
@@ -68,8 +73,9 @@ class MultiHeadLatentAttention(nn.Module):
         self.nope, self.rotary = qk_nope_head_dim, rotary
         self.q_lora_rank, self.kv_lora_rank = q_lora_rank, kv_lora_rank
         query_width = qk_nope_head_dim + rotary.size
+        yarn = rotary.scaling
         self.scale = query_width**-0.5 * (
-            1.0 if rotary.scaling is None else rotary.scaling.softmax_factor()
+            yarn.softmax_factor() if isinstance(yarn, YarnConfig) else 1.0
         )
         if q_lora_rank is None:
             self.q_proj = Linear(hidden_size, num_heads * query_width, bias=False)
@@ -133,7 +139,7 @@ class MultiHeadLatentAttention(nn.Module):
         """Return queries, keys and values of each head, rotated, from the outputs of the
         projections; `tables` are cosines and sines."""
         q_BSHN, q_BSHR = self._split_query(query_BSx)
-        query = torch.cat((q_BSHN, rotate_pairs(q_BSHR, *tables)), dim=-1)
+        query = torch.cat((q_BSHN, self.rotary.rotate(q_BSHR, *tables)), dim=-1)
         return query, *self.keys_and_values(kv_BSx, k_BSR, *tables)
 
     def _split_query(self, query_BSx: Tensor) -> tuple[Tensor, Tensor]:
@@ -147,7 +153,7 @@ class MultiHeadLatentAttention(nn.Module):
         """Return keys and values of each head."""
         kv_BSHx = kv_BSx.unflatten(-1, (self.num_heads, -1))
         k_BSHN, v_BSHU = kv_BSHx.split((self.nope, kv_BSHx.shape[-1] - self.nope), dim=-1)
-        k_BSHR = rotate_pairs(k_BSR.unsqueeze(2), *tables).expand(-1, -1, self.num_heads, -1)
+        k_BSHR = self.rotary.rotate(k_BSR.unsqueeze(2), *tables).expand(-1, -1, self.num_heads, -1)
         return torch.cat((k_BSHN, k_BSHR), dim=-1), v_BSHU
 
     def _attend_to_latents(
@@ -168,9 +174,9 @@ class MultiHeadLatentAttention(nn.Module):
         k_HNL, v_HUL = kv_HxL.split((self.nope, kv_HxL.shape[1] - self.nope), dim=1)
         q_BSHN, q_BSHR = self._split_query(query_BSx)
         q_BSHL = torch.einsum("bshn,hnl->bshl", q_BSHN, k_HNL)
-        query = torch.cat((q_BSHL, rotate_pairs(q_BSHR, *tables)), dim=-1)
+        query = torch.cat((q_BSHL, self.rotary.rotate(q_BSHR, *tables)), dim=-1)
         key = torch.cat(
-            (latent_BSL.unsqueeze(2), rotate_pairs(k_BSR.unsqueeze(2), *tables)), dim=-1
+            (latent_BSL.unsqueeze(2), self.rotary.rotate(k_BSR.unsqueeze(2), *tables)), dim=-1
         )
         (key_BT1x,) = cache.extend(self, key)
         sums_BSHL = attend(
@@ -179,36 +185,72 @@ class MultiHeadLatentAttention(nn.Module):
         return torch.einsum("bshl,hul->bshu", sums_BSHL, v_HUL)
 
 
-class GroupedQueryAttention(nn.Module):
-    """Causal attention in which several query heads share a key-value head; the rotary embedding
-    covers whole heads, with pairs across halves.
+@dataclass(frozen=True)
+class HeadSizes:
+    """Numbers and width of the heads of grouped-query attention."""
 
-    Optional: RMSNorm of each head's query and key (`qk_norm_eps`), biases on the four projections,
-    a sliding window, sinks."""
+    hidden_size: int
+    num_heads: int
+    """Number of query heads; a multiple of `num_kv_heads`."""
+    num_kv_heads: int
+    head_dim: int
+    """Width of a head's query, key and value."""
+
+
+@dataclass(frozen=True)
+class QueryKeyNorm:
+    """RMSNorm of queries and keys before the rotary embedding."""
+
+    eps: float
+    over_all_heads: bool = False
+    """True: the heads of a projection are normalized together, with a weight of their whole width;
+    False: each by itself, with one weight for all."""
+    zero_centered: bool = False
+    """See `RMSNorm`."""
+
+    def build(self, sizes: HeadSizes, num_heads: int) -> RMSNorm:
+        """Return the norm of a projection with this number of heads."""
+        width = sizes.head_dim * (num_heads if self.over_all_heads else 1)
+        return RMSNorm(width, self.eps, zero_centered=self.zero_centered)
+
+
+class GroupedQueryAttention(nn.Module):
+    """Causal attention in which several query heads share a key-value head.
+
+    The rotary embedding covers the first `rotary.size` columns of each head. Optional: RMSNorm of
+    queries and keys, biases of the projections of queries, keys and values and of the output's, a
+    sliding window, sinks. With `gate`, `q_proj` gives for each head a query and then a gate of the
+    same width, whose sigmoid multiplies what the head attended to."""
 
     parts_to_compile = ("heads",)
 
     def __init__(
         self,
-        *,
-        hidden_size: int,
-        num_heads: int,
-        num_kv_heads: int,
+        sizes: HeadSizes,
         rotary: Rotary,
-        qk_norm_eps: float | None = None,
+        *,
+        qk_norm: QueryKeyNorm | None = None,
         bias: bool = False,
+        output_bias: bool = False,
         window: int | None = None,
         sinks: bool = False,
+        gate: bool = False,
     ) -> None:
         super().__init__()
-        self.rotary, self.window = rotary, window
-        width = rotary.size
-        self.q_proj = Linear(hidden_size, num_heads * width, bias=bias)
-        self.k_proj = Linear(hidden_size, num_kv_heads * width, bias=bias)
-        self.v_proj = Linear(hidden_size, num_kv_heads * width, bias=bias)
-        self.o_proj = Linear(num_heads * width, hidden_size, bias=bias)
-        self.q_norm = nn.Identity() if qk_norm_eps is None else RMSNorm(width, qk_norm_eps)
-        self.k_norm = nn.Identity() if qk_norm_eps is None else RMSNorm(width, qk_norm_eps)
+        self.head_dim, self.rotary, self.window, self.gate = sizes.head_dim, rotary, window, gate
+        num_heads, num_kv_heads, hidden_size = (
+            sizes.num_heads,
+            sizes.num_kv_heads,
+            sizes.hidden_size,
+        )
+        query_width, width = num_heads * self.head_dim, num_kv_heads * self.head_dim
+        self.q_proj = Linear(hidden_size, query_width * (2 if gate else 1), bias=bias)
+        self.k_proj = Linear(hidden_size, width, bias=bias)
+        self.v_proj = Linear(hidden_size, width, bias=bias)
+        self.o_proj = Linear(query_width, hidden_size, bias=output_bias)
+        self.over_all_heads = qk_norm is not None and qk_norm.over_all_heads
+        self.q_norm = nn.Identity() if qk_norm is None else qk_norm.build(sizes, num_heads)
+        self.k_norm = nn.Identity() if qk_norm is None else qk_norm.build(sizes, num_kv_heads)
         self.sinks = nn.Parameter(torch.empty(num_heads)) if sinks else None
 
     def forward(
@@ -231,7 +273,17 @@ class GroupedQueryAttention(nn.Module):
         attended_BSHN = attend(
             q_BSHN, k_BTGN, v_BTGN, layout, window=self.window, sinks_H=self.sinks, recipe=recipe
         )
-        return self.o_proj(_side_by_side(attended_BSHN, recomputation))
+        if not self.gate:
+            return self.o_proj(_side_by_side(attended_BSHN, recomputation))
+
+        def gated(attended_BSHN: Tensor, q_BSx: Tensor) -> tuple[Tensor]:
+            gate_BSHN = q_BSx.unflatten(-1, (-1, 2 * self.head_dim))[..., self.head_dim :]
+            return (_GatedOutput.apply(attended_BSHN, gate_BSHN).flatten(2),)  # type: ignore[no-untyped-call]
+
+        sources = (attended_BSHN, q_BSx)
+        (gated_BSx,) = gated(*sources)
+        recomputation.add((gated_BSx,), gated, *sources)
+        return self.o_proj(gated_BSx)
 
     def heads(
         self,
@@ -242,11 +294,30 @@ class GroupedQueryAttention(nn.Module):
     ) -> tuple[Float[Tensor, "b s h n"], Float[Tensor, "b s g n"], Float[Tensor, "b s g n"]]:
         """Return queries, keys and values of each head, normalized and rotated, from the outputs of
         the projections; `tables` are cosines and sines."""
-        q_BSHN, k_BSGN, v_BSGN = (
-            x.unflatten(-1, (-1, self.rotary.size)) for x in (q_BSx, k_BSx, v_BSx)
-        )
-        return (
-            rotate_halves(self.q_norm(q_BSHN), *tables),
-            rotate_halves(self.k_norm(k_BSGN), *tables),
-            v_BSGN,
-        )
+        q_BSHN = q_BSx.unflatten(-1, (-1, self.head_dim * (2 if self.gate else 1)))
+        q_BSHN = self._normed(self.q_norm, q_BSHN[..., : self.head_dim])
+        k_BSGN = self._normed(self.k_norm, k_BSx.unflatten(-1, (-1, self.head_dim)))
+        v_BSGN = v_BSx.unflatten(-1, (-1, self.head_dim))
+        return self.rotary.rotate(q_BSHN, *tables), self.rotary.rotate(k_BSGN, *tables), v_BSGN
+
+    def _normed(self, norm: nn.Module, x_BSHN: Tensor) -> Tensor:
+        if self.over_all_heads:
+            return norm(x_BSHN.flatten(2)).view_as(x_BSHN)
+        return norm(x_BSHN)
+
+
+class _GatedOutput(torch.autograd.Function):
+    """x sigmoid(gate), which keeps only x and the gate."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor) -> Tensor:
+        ctx.save_for_backward(x, gate)
+        return x * gate.sigmoid()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, gate = ctx.saved_tensors
+        opened = gate.sigmoid()
+        grad_x = grad * opened
+        return grad_x, grad_x * x * (1 - opened)

@@ -297,14 +297,18 @@ class Decoder(RoutedModel):
     def fresh_weights(
         self, std: float, generator: torch.Generator | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and a fresh value, on CPU, of each parameter: norms are 1, biases 0, all
-        others drawn from a normal distribution with this standard deviation, in the order of
-        `parameters()`. The model may be on the meta device."""
-        norms = {id(module.weight) for module in self.modules() if isinstance(module, RMSNorm)}
+        """Yield the name and a fresh value, on CPU, of each parameter: norms are 1 (zero-centered
+        ones 0), biases 0, all others drawn from a normal distribution with this standard deviation,
+        in the order of `parameters()`. The model may be on the meta device."""
+        norms = {
+            id(module.weight): module.initial_weight
+            for module in self.modules()
+            if isinstance(module, RMSNorm)
+        }
         for name, p in self.named_parameters():
             # no name holds a value here, so that the caller can free each before the next
             if id(p) in norms:
-                yield name, torch.ones_like(p, device="cpu")
+                yield name, torch.full_like(p, norms[id(p)], device="cpu")
             elif name.endswith("bias"):
                 yield name, torch.zeros_like(p, device="cpu")
             else:

@@ -79,15 +79,25 @@ def reset_parameters(module: nn.Module) -> None:
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight, computed in fp32."""
+    """x / rms(x) * weight, computed in fp32; if zero-centered, x / rms(x) * (1 + weight)."""
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, *, zero_centered: bool = False) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
+        self.eps, self.zero_centered = eps, zero_centered
+        self.weight = nn.Parameter(torch.full((size,), self.initial_weight))
+
+    @property
+    def initial_weight(self) -> float:
+        """Every entry of a fresh weight."""
+        return 0.0 if self.zero_centered else 1.0
 
     def forward(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
-        return rms_norm(x, self.weight, self.eps)
+        if not self.zero_centered:
+            return rms_norm(x, self.weight, self.eps)
+        # in bf16, 1 + weight would lose most of the weight
+        wide = self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
+        y = rms_norm(x, 1 + wide, self.eps)
+        return y.to(torch.promote_types(x.dtype, self.weight.dtype))
 
 
 class Linear(Deferrable, Rounding, nn.Linear):

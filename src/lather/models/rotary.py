@@ -1,12 +1,14 @@
-"""Rotary position embedding, plain or with YaRN: computes the angles by which pairs of a head's
-coordinates are rotated at each position.
+"""Rotary position embedding, plain, with YaRN or as in Llama 3: computes the angles by which pairs
+of a head's coordinates are rotated at each position.
 
 Sources: RoPE (Su et al., arXiv:2104.09864); YaRN (Peng et al., arXiv:2309.00071), in the two
 variants of published models: DeepSeek-V2 (pairs of neighboring coordinates, `mscale` and
-`mscale_all_dim`) and GPT-OSS (pairs across the halves of a head, bounds of the ramp not rounded).
-Fields that are left out have the same meaning as in Hugging Face transformers.
+`mscale_all_dim`) and GPT-OSS (pairs across the halves of a head, bounds of the ramp not rounded);
+Llama 3.1 (its published `config.json`, rope_type "llama3"). Fields that are left out have the same
+meaning as in Hugging Face transformers.
 
-Letters: B sequences, S positions, H heads, R rotary width of a head, P = R / 2 pairs.
+Letters: B sequences, S positions, H heads, N width of a head, R rotary width of a head, P = R / 2
+pairs.
 
 Frequencies and angles are computed in fp64, because an fp32 angle has an error of 0.03 at position
 one million; the rotation (`lather.kernels.rotary`) is computed in fp32 or wider. All layers share
@@ -16,18 +18,24 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from lather.errors import require
+from lather.kernels.rotary import rotate
 from lather.shapes import Float, Int
+
+ORIGINAL_LENGTH = "original_max_position_embeddings"
 
 
 @dataclass(frozen=True)
 class YarnConfig:
     """YaRN, which adapts a model that was trained on short sequences to longer sequences. The
     fields have their published names."""
+
+    rope_type: ClassVar[str] = "yarn"
 
     factor: float = 1.0
     """Ratio of the new maximal length to the original length; 1: no change."""
@@ -71,6 +79,27 @@ class YarnConfig:
     def _require(self, name: str, holds: bool, constraint: str) -> None:
         require(holds, f"model.rope_scaling.{name}", getattr(self, name), constraint)
 
+    def scaled(self, plain_P: Tensor, size: int, theta: float) -> Tensor:
+        """Return the radians per position of each pair, from those without YaRN."""
+        low, high = self._ramp(size, theta)
+        pair_P = torch.arange(len(plain_P), dtype=plain_P.dtype, device=plain_P.device)
+        divided_P = ((pair_P - low) / (high - low)).clamp(0, 1)
+        return plain_P * (1 - divided_P) + plain_P / self.factor * divided_P
+
+    def _ramp(self, size: int, theta: float) -> tuple[float, float]:
+        """Return the pair up to which frequencies are unchanged, and the pair from which they are
+        divided by `factor`."""
+        low, high = (
+            size
+            * math.log(self.original_max_position_embeddings / (turns * 2 * math.pi))
+            / (2 * math.log(theta))
+            for turns in (self.beta_fast, self.beta_slow)
+        )
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, size - 1)
+        return low, high + 0.001 if high == low else high
+
     def growth(self, mscale: float = 1.0) -> float:
         """Return 1 + 0.1 mscale ln(factor)."""
         return 0.1 * mscale * math.log(self.factor) + 1.0
@@ -89,14 +118,60 @@ class YarnConfig:
 
 
 @dataclass(frozen=True)
+class Llama3RopeConfig:
+    """The rotary embedding of Llama 3.1 and later, which adapts a model that was trained on short
+    sequences to longer sequences. The fields have their published names."""
+
+    rope_type: ClassVar[str] = "llama3"
+
+    factor: float = 8.0
+    """Divisor of the low frequencies; 1: no change."""
+    original_max_position_embeddings: int = 8192
+    """Original maximal length of a sequence, in tokens."""
+    low_freq_factor: float = 1.0
+    """Frequencies of pairs with fewer than this number of rotations within the original length are
+    divided by `factor`."""
+    high_freq_factor: float = 4.0
+    """Frequencies of pairs with more than this number of rotations within the original length are
+    not changed; those between `low_freq_factor` and `high_freq_factor` are interpolated."""
+
+    def __post_init__(self) -> None:
+        low, high = self.low_freq_factor, self.high_freq_factor
+        for name, holds, constraint in (
+            ("factor", 1 <= self.factor < math.inf, "at least 1 and finite"),
+            (ORIGINAL_LENGTH, self.original_max_position_embeddings >= 1, "at least 1"),
+            ("low_freq_factor", 0 < low < math.inf, "greater than 0 and finite"),
+            (
+                "high_freq_factor",
+                low < high < math.inf,
+                f"greater than low_freq_factor ({low}) and finite",
+            ),
+        ):
+            require(holds, f"model.rope_scaling.{name}", getattr(self, name), constraint)
+
+    def scaled(self, plain_P: Tensor, size: int, theta: float) -> Tensor:
+        """Return the radians per position of each pair, from those of the plain embedding."""
+        rotations_P = plain_P * self.original_max_position_embeddings / (2 * math.pi)
+        between = self.high_freq_factor - self.low_freq_factor
+        unchanged_P = ((rotations_P - self.low_freq_factor) / between).clamp(0, 1)
+        return plain_P * unchanged_P + plain_P / self.factor * (1 - unchanged_P)
+
+    def magnitude(self) -> float:
+        """Return the factor on the rotated vectors."""
+        return 1.0
+
+
+@dataclass(frozen=True)
 class Rotary:
     """The rotary embedding of a head; layers with equal instances share their tables."""
 
     size: int
-    """Rotary width of a head; even."""
+    """Rotary width of a head, its first columns; even."""
     theta: float
     """Base of the frequencies."""
-    scaling: YarnConfig | None = None
+    scaling: YarnConfig | Llama3RopeConfig | None = None
+    interleaved: bool = False
+    """Pairs of neighboring coordinates (x_2i, x_2i+1); otherwise across the halves (x_i, x_P+i)."""
 
     def frequencies(self, device: torch.device) -> Float[Tensor, " p"]:
         """Return the radians per position of each pair, in fp64."""
@@ -105,24 +180,7 @@ class Rotary:
         )
         if self.scaling is None:
             return plain_P
-        low, high = self._ramp(self.scaling)
-        pair_P = torch.arange(self.size // 2, dtype=torch.float64, device=device)
-        divided_P = ((pair_P - low) / (high - low)).clamp(0, 1)
-        return plain_P * (1 - divided_P) + plain_P / self.scaling.factor * divided_P
-
-    def _ramp(self, yarn: YarnConfig) -> tuple[float, float]:
-        """Return the pair up to which frequencies are unchanged, and the pair from which they are
-        divided by `factor`."""
-        low, high = (
-            self.size
-            * math.log(yarn.original_max_position_embeddings / (turns * 2 * math.pi))
-            / (2 * math.log(self.theta))
-            for turns in (yarn.beta_fast, yarn.beta_slow)
-        )
-        if yarn.truncate:
-            low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, self.size - 1)
-        return low, high + 0.001 if high == low else high
+        return self.scaling.scaled(plain_P, self.size, self.theta)
 
     def tables(
         self, positions: Int[Tensor, "b s"]
@@ -132,3 +190,11 @@ class Rotary:
         angles_BSP = positions.to(torch.float64).unsqueeze(-1) * self.frequencies(positions.device)
         magnitude = 1.0 if self.scaling is None else self.scaling.magnitude()
         return angles_BSP.cos() * magnitude, angles_BSP.sin() * magnitude
+
+    def rotate(
+        self, x_BSHN: Float[Tensor, "b s h n"], *tables: Float[Tensor, "#b s p"]
+    ) -> Float[Tensor, "b s h n"]:
+        """Rotate the first R columns of each head by the angles of these cosines and sines."""
+        rotated, rest = x_BSHN.tensor_split((self.size,), dim=-1)
+        rotated = rotate(rotated, *tables, halves=not self.interleaved)
+        return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated

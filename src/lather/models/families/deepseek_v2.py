@@ -116,7 +116,9 @@ def _block(config: DeepseekV2Config, index: int) -> Block:
         q_lora_rank=config.q_lora_rank,
         kv_lora_rank=config.kv_lora_rank,
         qk_nope_head_dim=config.qk_nope_head_dim,
-        rotary=Rotary(config.qk_rope_head_dim, config.rope_theta, config.rope_scaling),
+        rotary=Rotary(
+            config.qk_rope_head_dim, config.rope_theta, config.rope_scaling, interleaved=True
+        ),
         v_head_dim=config.v_head_dim,
     )
     is_dense = config.is_dense(index)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from lather.errors import ConfigError
 from lather.kernels.swiglu import Gate
-from lather.models.attention import GroupedQueryAttention
+from lather.models.attention import GroupedQueryAttention, HeadSizes
 from lather.models.decoder import Block
 from lather.models.experts import Experts
 from lather.models.family import FULL_ATTENTION, Family, FamilyConfig
@@ -92,11 +92,15 @@ def _alternating(count: int) -> tuple[str, ...]:
 def _block(config: GptOssConfig, index: int) -> Block:
     is_sliding = config.attention_types[index] == SLIDING_ATTENTION
     attention = GroupedQueryAttention(
-        hidden_size=config.hidden_size,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        rotary=Rotary(config.head_dim, config.rope_theta, config.rope_scaling),
+        HeadSizes(
+            config.hidden_size,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+        ),
+        Rotary(config.head_dim, config.rope_theta, config.rope_scaling),
         bias=config.attention_bias,
+        output_bias=config.attention_bias,
         window=config.sliding_window if is_sliding else None,
         sinks=True,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lather.models.attention import GroupedQueryAttention
+from lather.models.attention import GroupedQueryAttention, HeadSizes, QueryKeyNorm
 from lather.models.decoder import Block
 from lather.models.experts import Experts
 from lather.models.family import Family, FamilyConfig
@@ -67,12 +67,16 @@ class Qwen3MoeConfig(FamilyConfig):
 
 def _block(config: Qwen3MoeConfig, index: int) -> Block:
     attention = GroupedQueryAttention(
-        hidden_size=config.hidden_size,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        rotary=Rotary(config.head_dim, config.rope_theta, config.rope_scaling),
-        qk_norm_eps=config.rms_norm_eps,
+        HeadSizes(
+            config.hidden_size,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+        ),
+        Rotary(config.head_dim, config.rope_theta, config.rope_scaling),
+        qk_norm=QueryKeyNorm(config.rms_norm_eps),
         bias=config.attention_bias,
+        output_bias=config.attention_bias,
     )
     is_dense = config.is_dense(index)
     mlp = GatedMLP(config.hidden_size, config.intermediate_size) if is_dense else _moe(config)
