@@ -1,4 +1,4 @@
-"""DeepSeekMoE (arXiv:2401.06066), a family that docs/your-model.md adds to the trainer:
+"""DeepSeekMoE (arXiv:2401.06066), a family that docs/adding-a-family.md adds to the trainer:
 grouped-query attention, leading dense layers, then shared and routed experts.
 
 The file belongs into src/lather/models/families."""

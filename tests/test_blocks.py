@@ -30,10 +30,10 @@ PAGES = [
 ELSEWHERE = {
     "writing-a-rule.md": ["python"],
     "optimizers.md": ["python"],
-    "your-model.md": ["python", "toml", "bash"],
+    "adding-a-family.md": ["python", "toml", "bash"],
 }
 """Pages and the languages of their blocks that have tests of their own, which need files, a model
-or a patched package (test_docs, test_your_model)."""
+or a patched package (test_docs, test_adding_a_family)."""
 QUICK = re.compile(
     r"(--version|--help|generate \S+ --(prompt|message) .*|eval [\w/]+|plot runs/mine|plot "
     r"--schedule .*|export runs/\w+ \S+( --adapter)?)$"

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 import result_tables
-from lather.config.config import num_routed_experts
 from lather.config.toml_file import load_config
 from lather.durations import duration
 from lather.models.hf.model_folder import parameter_shapes
@@ -51,8 +50,8 @@ def test_parameters_and_tokens_of_the_presets_are_counted() -> None:
         experts = sum(size for name, size in sizes.items() if ".experts." in name)
         idle = (
             experts
-            * (num_routed_experts(config.model) - config.model.num_experts_per_tok)
-            // num_routed_experts(config.model)
+            * (config.model.num_routed_experts - config.model.num_experts_per_tok)
+            // config.model.num_routed_experts
         )
         active = sum(sizes.values()) - idle
         assert (

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from benchmarks.launches.counter import Counter
-from lather.config.config import Config, LoopConfig, MoEConfig, num_routed_experts
+from lather.config.config import Config, LoopConfig, MoEConfig
 from lather.config.optim import OptimConfig, optim_config
 from lather.data.batches import Batch
 from lather.engine.engine import build_engine
@@ -189,7 +189,7 @@ def share_of_rank(
 
 def rows_of_expert(tokens: int, model: ModelConfig) -> int:
     """Return the number of rows of each expert with an even load."""
-    return tokens * model.num_experts_per_tok // num_routed_experts(model)
+    return tokens * model.num_experts_per_tok // model.num_routed_experts
 
 
 def block_case(

@@ -3,9 +3,10 @@ took the change."""
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -17,6 +18,7 @@ from lather.config.fields import field_names
 from lather.data.order import MixturePhase
 from lather.errors import ConfigError, RunError
 from lather.files import read_rows
+from lather.models.families import ModelConfig
 
 CHANGES: dict[str, dict[str, Any]] = {
     "train.steps 4 -> 9": {"train": {"steps": 9}},
@@ -149,6 +151,19 @@ def test_fields_of_each_class() -> None:
     }.items():
         assert {*fields.split()} <= names
         assert {class_of(field) for field in fields.split()} == {expected}
+
+
+def test_a_field_of_the_balance_loss_changes_as_the_key_of_moe_that_says_the_same() -> None:
+    named = {name: class_of(f"model.{name}") for name in ModelConfig.balance_fields}
+    same = {name: class_of(f"moe.{key}") for name, key in ModelConfig.balance_fields.items()}
+    expected = {"aux_loss_alpha": "changeable", "router_aux_loss_coef": "changeable"}
+    assert named == same == {**expected, "seq_aux": "fixed"}
+
+    class Other(ModelConfig):
+        balance_fields: ClassVar[Mapping[str, str]] = {"of_balance": "balance_coefficient"}
+
+    assert class_of("model.of_balance", Other) == "changeable"
+    assert class_of("model.of_balance") == class_of("model.seq_aux", Other) == "fixed"
 
 
 def test_the_lists_name_fields_that_there_are() -> None:

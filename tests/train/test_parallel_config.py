@@ -14,7 +14,6 @@ from lather.config.config import (
     LoopConfig,
     ParallelConfig,
     check_parallel,
-    num_routed_experts,
 )
 from lather.errors import ConfigError
 from lather.models.families.deepseek_v2 import DeepseekV2Config
@@ -116,4 +115,4 @@ def test_every_family_says_how_many_experts_it_has() -> None:
         Qwen3MoeConfig(num_experts=10),
         GptOssConfig(num_local_experts=10),
     ]
-    assert [num_routed_experts(model) for model in families] == [10, 10, 10]
+    assert [model.num_routed_experts for model in families] == [10, 10, 10]

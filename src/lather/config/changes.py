@@ -29,6 +29,7 @@ from lather.config.config import Config
 from lather.data.order import MixturePhase
 from lather.errors import RunError, as_toml
 from lather.files import read_text
+from lather.models.families import ModelConfig
 
 CHANGES = "changes.jsonl"
 
@@ -43,8 +44,8 @@ tokens are the same."""
 FREE_OPTIONS = ("batched", "bucket_bytes", "num_streams", "max_state_bytes")
 """Options of rules."""
 CHANGEABLE = (
-    *("data.path", "data.weights", "model.aux_loss_alpha", "model.router_aux_loss_coef"),
-    *("moe.balance_coefficient", "moe.z_loss_coefficient", "train.max_grad_norm", "train.steps"),
+    *("data.path", "data.weights", "train.max_grad_norm", "train.steps"),
+    *("moe.balance_coefficient", "moe.z_loss_coefficient"),
     *("optim.decay_fraction", "optim.min_lr_ratio", "optim.schedule", "optim.warmup_steps"),
 )
 """Keys. For `data.path` only the number of data sets counts: the same data sets may move to other
@@ -67,9 +68,12 @@ Change = tuple[Any, Any]
 """Old value and new value."""
 
 
-def class_of(key: str) -> str:
-    """Return the class of a field: "free", "changeable" or "fixed"."""
+def class_of(key: str, model: type[ModelConfig] = ModelConfig) -> str:
+    """Return the class of a field: "free", "changeable" or "fixed". A field of the load-balancing
+    loss of a `model` has the class of the key of `[moe]` that says the same."""
     section, _, option = key.rpartition(".")
+    if section == "model" and option in model.balance_fields:
+        return class_of(f"moe.{model.balance_fields[option]}")
     option = option if section.partition(".")[0] == "optim" else ""
     if key in CHANGEABLE or option in CHANGEABLE_OPTIONS:
         return "changeable"

@@ -15,7 +15,7 @@ from lather.config.optim import OptimConfig, optim_config
 from lather.config.rule_fields import check_ranges
 from lather.data.config import DataConfig
 from lather.errors import ConfigError, require
-from lather.models.families import DeepseekV2Config, ModelConfig
+from lather.models.families import DEFAULT_FAMILY, FAMILIES, ModelConfig
 from lather.models.lora import LoraConfig
 from lather.optim.options import (
     Count,
@@ -278,7 +278,7 @@ class Config:
     data: RUN, RUN@STEP or RUN@best."""
     seed: Annotated[int, Range("an integer >= 0 and < 2**64", lambda seed: 0 <= seed < 2**64)] = 0
     """Seed of the initial weights and of the order of the data."""
-    model: ModelConfig = field(default_factory=DeepseekV2Config)
+    model: ModelConfig = field(default_factory=FAMILIES[DEFAULT_FAMILY].config)
     moe: MoEConfig = field(default_factory=MoEConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -295,7 +295,7 @@ class Config:
         require(vocab_size >= 257, "model.vocab_size", vocab_size, constraint)
         length, constraint = self.train.sequence_length, "at most model.max_position_embeddings"
         require(length <= longest, "train.sequence_length", length, f"{constraint} ({longest})")
-        ep, num_experts = self.parallel.ep, num_routed_experts(self.model)
+        ep, num_experts = self.parallel.ep, self.model.num_routed_experts
         constraint = f"a divisor of the {num_experts} routed experts"
         require(num_experts % ep == 0, "parallel.ep", ep, constraint)
         if self.optim.stacks_experts and ep > 1:
@@ -334,13 +334,6 @@ class Config:
         if self.moe.balance_coefficient is not None:
             return self.moe
         return replace(self.moe, balance_coefficient=self.model.balance_loss_coef)
-
-
-def num_routed_experts(model: ModelConfig) -> int:
-    """Return the number of routed experts in an MoE layer, under whichever name the family has for
-    it."""
-    names = ("n_routed_experts", "num_experts", "num_local_experts")
-    return next(int(getattr(model, name)) for name in names if hasattr(model, name))
 
 
 def check_parallel(config: Config, world_size: int, option: str = "--nproc") -> None:

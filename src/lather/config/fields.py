@@ -19,8 +19,10 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from lather.argument import Argument
 from lather.config.optim import OptimConfig, chosen_rules, optim_class
-from lather.config.rule_fields import UNIONS, cached_by_class
+from lather.config.rule_fields import UNIONS, cached_by_class, search_current_folder
 from lather.errors import ConfigError, as_toml, require
+from lather.models.families import DEFAULT_FAMILY, FAMILIES, ModelConfig, find_family
+from lather.models.family import Family
 
 C = TypeVar("C")
 
@@ -55,20 +57,28 @@ class Field(NamedTuple):
     default: Any
     """Value where it is not given; MISSING: it has to be given."""
     sections: tuple[type, ...]
-    """Dataclasses that it may hold; none if it is a plain value."""
+    """Dataclasses that it may hold, besides those of modules that `model_type` names; none if it is
+    a plain value."""
 
     def section(self, mapping: Mapping[str, Any], key: str) -> type:
         """Return the dataclass for the values of a section: that of the rules of `[optim]`, or of
         the family that `model_type` names."""
         if issubclass(self.sections[0], OptimConfig):
             return optim_class(chosen_rules(mapping))
-        if len(self.sections) == 1:
-            return self.sections[0]
-        families = {getattr(family, "model_type", ""): family for family in self.sections}
-        model_type = mapping.get("model_type", next(iter(families)))
-        known = ", ".join(map(repr, families))
-        require(model_type in list(families), f"{key}.model_type", model_type, f"one of {known}")
-        return families[model_type]
+        if issubclass(self.sections[0], ModelConfig):
+            return family_named(
+                mapping.get("model_type", DEFAULT_FAMILY), f"{key}.model_type"
+            ).config
+        return self.sections[0]
+
+
+def family_named(model_type: Any, key: str) -> Family:
+    """Return the family with this `model_type`, or `module:FAMILY` (the current folder is searched
+    too). Raises ConfigError, naming `key`, if there is none."""
+    require(isinstance(model_type, str), key, model_type, "a string")
+    if ":" in model_type:
+        search_current_folder()
+    return find_family(model_type, key)
 
 
 @cached_by_class
@@ -92,6 +102,8 @@ def _field(hint: Any, default: Any) -> Field:
     sections = tuple(filter(dataclasses.is_dataclass, classes))
     if hint is OptimConfig:
         sections = (optim_class(chosen_rules({})),)
+    if hint is ModelConfig:
+        sections = tuple(family.config for family in FAMILIES.values())
     return Field(hint, argument, default, sections)
 
 

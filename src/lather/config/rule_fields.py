@@ -78,11 +78,17 @@ def check_ranges(values: Any, prefix: str, cls: type | None = None) -> None:
             require(holds(option.range.holds, value), prefix + written, value, option.range.words)
 
 
+def search_current_folder() -> None:
+    """Let Python find modules of the current folder, too, last of all."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+
+
 def rule_named(name: str, field: str) -> type[Rule]:
     """Return the rule with this name, or `module:Class` (the current folder is searched too).
     Raises ConfigError, naming `field`, if there is none."""
-    if ":" in name and os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
+    if ":" in name:
+        search_current_folder()
     try:
         return find_rule(name)
     except ValueError as error:

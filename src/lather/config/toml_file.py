@@ -1,8 +1,8 @@
 """Reads and writes a configuration as TOML; every error names the file and the key.
 
-`[model]` is the configuration of one model family: its key `model_type` names the family,
-"deepseek_v2" if left out. `format` is the number of the format of runs (`lather.formats`), which
-the file of a run has; others need none.
+`[model]` is the configuration of one model family: its key `model_type` names the family, which is
+"deepseek_v2" if left out, or module:FAMILY. `format` is the number of the format of runs
+(`lather.formats`), which the file of a run has; others need none.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import tomli_w
 
 from lather.config.config import Config, LoopConfig
-from lather.config.fields import build, field_names, fields_of, merged, without
+from lather.config.fields import build, field_names, fields_of, merged, section_at, without
 from lather.config.optim import KINDS, KindConfig, OptimConfig
 from lather.config.rule_fields import owners
 from lather.config.run_folder import check_format, run_folder
@@ -25,21 +25,19 @@ from lather.config.suggestions import suggestion
 from lather.errors import ConfigError, as_toml
 from lather.files import read_text
 from lather.formats import RUN
-from lather.models.families import ModelConfig
+from lather.models.families import FAMILIES, ModelConfig
 from lather.models.hf.model_folder import CONFIG_FILE, read_config
 
 CHOICES = ("model.model_type", "optim.name", *(f"optim.{kind}.rule" for kind in KINDS))
 """Fields that decide which other fields there are."""
 REPLACED: Mapping[str, tuple[str, ...]] = {
     "data.source": ("data.path", "data.weights"),
-    "model.aux_loss_alpha": ("moe.balance_coefficient",),
-    "model.router_aux_loss_coef": ("moe.balance_coefficient",),
-    "model.seq_aux": ("moe.balance_level",),
     **{f"optim.{kind}.lr": (f"optim.{kind}.lr_factor",) for kind in KINDS},
     **{f"optim.{kind}.lr_factor": (f"optim.{kind}.lr",) for kind in KINDS},
 }
 """Field -> its alternatives: fields that say the same otherwise, or that make it meaningless.
-Within a file, `data.path`, and a coefficient and level of `[moe]`, take precedence."""
+`FamilyConfig.balance_fields` has those of `[model]`. Within a file, `data.path`, and a coefficient
+and level of `[moe]`, take precedence."""
 
 
 def load_config(path: Path | None, overrides: Mapping[str, Any] | None = None) -> Config:
@@ -106,8 +104,11 @@ def values_for(mapping: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict
     for name in lost:
         if name.startswith("optim."):
             values = without(values, name)
+    family = section_at(Config, "model", values)
+    of_model = getattr(family, "balance_fields", {})
+    replaced = REPLACED | {f"model.{name}": (f"moe.{key}",) for name, key in of_model.items()}
     for name in overrides:
-        for other in REPLACED.get(name, ()):
+        for other in replaced.get(name, ()):
             if other in overrides:
                 both = " and ".join(f"--{field.replace('_', '-')}" for field in (name, other))
                 raise ConfigError(f"{both} are both given: leave one of them out")
@@ -226,14 +227,10 @@ def owner_of(key: str, cls: type | None) -> str:
         return ""
     if issubclass(cls, OptimConfig | KindConfig):
         return owners(key, cls.rules[""] if issubclass(cls, OptimConfig) else cls.options_rule)
-    families = fields_of(Config)["model"].sections
-    names = [
-        as_toml(getattr(each, "model_type", "")) for each in families if key in fields_of(each)
-    ]
-    if cls not in families or key in fields_of(cls) or not names:
+    names = [as_toml(name) for name, family in FAMILIES.items() if key in fields_of(family.config)]
+    if not issubclass(cls, ModelConfig) or key in fields_of(cls) or not names:
         return ""
-    this = as_toml(getattr(cls, "model_type", ""))
-    return f"it is a key of model_type {' and '.join(names)}, not of {this}"
+    return f"it is a key of model_type {' and '.join(names)}, not of {as_toml(cls.model_type)}"
 
 
 def _nearest(name: str, cls: type) -> str:

@@ -19,7 +19,7 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lather.config.config import Config, num_routed_experts
+from lather.config.config import Config
 from lather.config.optim import optim_config
 from lather.errors import ConfigError
 from lather.memory.plan import MemoryPlan, allowance_for, plan
@@ -237,7 +237,7 @@ class _Ladder:
     def meshes(self) -> list[Changes]:
         """Experts on all ranks of a machine, without a pipeline, with a pipeline from machine to
         machine, and with twice as many pipeline ranks."""
-        world, experts = self.present.world_size, num_routed_experts(self.config.model)
+        world, experts = self.present.world_size, self.config.model.num_routed_experts
         on_machine = min(world, self.machine)
         machines = -(-world // self.machine)
         meshes: list[Changes] = []

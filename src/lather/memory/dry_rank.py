@@ -25,7 +25,7 @@ from torch import Tensor
 from lather.boxes import local
 from lather.checkpoint.save import Staging
 from lather.checkpoint.state import TrainingState
-from lather.config.config import Config, num_routed_experts
+from lather.config.config import Config
 from lather.data.batches import Batch
 from lather.device import Read
 from lather.engine.engine import Engine, build_engine
@@ -109,7 +109,7 @@ class LedgerMode(StandInMode, Recorder):
 
     def num_true(self, flags: Tensor, what: Read) -> int:
         """Return the number of pairs of this rank's experts, or of a single expert."""
-        experts, ranks = num_routed_experts(self.load.config.model), self.load.config.parallel.ep
+        experts, ranks = self.load.config.model.num_routed_experts, self.load.config.parallel.ep
         pairs = min(flags.numel(), self.load.pairs * ranks)
         return pairs * ranks // experts if what is Read.EXPERT_ROWS else pairs
 
@@ -194,7 +194,7 @@ class Load:
         """Number of pairs of a token of an expert rank and an expert of this rank."""
         model, ranks = self.config.model, self.config.parallel.ep
         chosen = model.num_experts_per_tok
-        most = self.tokens * min(chosen, num_routed_experts(model) // ranks)
+        most = self.tokens * min(chosen, model.num_routed_experts // ranks)
         return min(most, math.ceil(self.tokens * chosen / ranks * self.imbalance))
 
     @property
@@ -202,7 +202,7 @@ class Load:
         """Number of tokens of an expert rank that have an expert on this rank: the expectation for
         K different experts, drawn uniformly."""
         experts, chosen = (
-            num_routed_experts(self.config.model),
+            self.config.model.num_routed_experts,
             self.config.model.num_experts_per_tok,
         )
         elsewhere = experts - experts // self.config.parallel.ep

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, ClassVar
 
 from lather.errors import require
 from lather.models.rotary import YarnConfig
@@ -21,7 +21,7 @@ class FamilyConfig:
     and checks whose errors name a field as `model.<field>`."""
 
     model_type: str = ""
-    """Hugging Face name of the model family."""
+    """Hugging Face name of the model family; or module:FAMILY, which says where to find it."""
     vocab_size: int = 4096
     """Number of tokens in the vocabulary."""
     hidden_size: int = 192
@@ -44,6 +44,26 @@ class FamilyConfig:
     """Standard deviation of the initial weights."""
     tie_word_embeddings: bool = False
     """Use the embedding as the weight of the head, too."""
+
+    balance_fields: ClassVar[Mapping[str, str]] = {
+        "aux_loss_alpha": "balance_coefficient",
+        "router_aux_loss_coef": "balance_coefficient",
+        "seq_aux": "balance_level",
+    }
+    """Names of fields of the published load-balancing loss, without influence on the logits, and
+    the keys of `[moe]` that say the same."""
+
+    @property
+    def num_routed_experts(self) -> int:
+        """Number of routed experts of an MoE block, under any of its usual names; 0: there are
+        none."""
+        names = ("n_routed_experts", "num_experts", "num_local_experts")
+        return next((int(getattr(self, name)) for name in names if hasattr(self, name)), 0)
+
+    @property
+    def balance_loss_coef(self) -> float:
+        """Coefficient of each block's load-balancing loss, which is 1 for an even load."""
+        return 0.0
 
     @property
     def attention_types(self) -> tuple[str, ...]:
@@ -71,13 +91,14 @@ class FamilyConfig:
         require(holds, f"model.{name}", getattr(self, name), constraint)
 
     def _require_family_and_ranges(self, may_be_zero: Container[str]) -> None:
-        """Check that the model's type is the family's, that integers are at least 1, and that
-        floats are finite and above 0; the fields in `may_be_zero` may be 0."""
+        """Check that the model's type is the family's or names a module, that integers are at least
+        1, and that floats are finite and above 0; the fields in `may_be_zero` may be 0."""
         for each in fields(self):
             name, value = each.name, getattr(self, each.name)
             least = int(name not in may_be_zero)
             if name == "model_type":
-                self._require(name, value == each.default, repr(each.default))
+                is_family = value == each.default or ":" in value
+                self._require(name, is_family, f"{each.default!r}, or module:FAMILY of your own")
             elif each.type == "float":
                 above = value > 0 if least else value >= 0
                 words = "greater than 0" if least else "at least 0"
@@ -104,8 +125,7 @@ class FamilyConfig:
 
 @dataclass(frozen=True)
 class Family:
-    """A model family. Its file in `lather.models.families` has everything that is true of it alone,
-    but for the fields that the trainer treats by name (`lather.config.changes`, `toml_file`).
+    """A model family. Its module has everything that is true of it alone.
 
     A field of its `config.json` is a field of the configuration with the same name, or is described
     here, or is one of `lather.models.hf.known_fields`. A value in `defaults`, `written` and

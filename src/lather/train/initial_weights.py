@@ -29,17 +29,6 @@ from lather.parallel.agreement import errors_on_all_ranks
 from lather.safetensors_file import TensorSource
 from lather.train.companions import same_tokenizer
 
-OF_TRAINING = frozenset(
-    {
-        "initializer_range",
-        "aux_loss_alpha",
-        "seq_aux",
-        "router_aux_loss_coef",
-        "max_position_embeddings",
-    }
-)
-"""Fields of a model's configuration that do not change what its weights compute."""
-
 
 def find_weights(config: Config) -> Path:
     """Return the checkpoint of a run, or the Hugging Face folder, that `init_from` names.
@@ -75,7 +64,8 @@ def notes_on_weights(path: Path) -> list[str]:
 def check_same_model(init_from: str, theirs: ModelConfig, ours: ModelConfig) -> None:
     """Raise ConfigError, naming the first field that differs, unless both models compute the same
     from the same weights."""
-    names = [field.name for field in fields(ours) if field.name not in OF_TRAINING]
+    of_training = {"initializer_range", "max_position_embeddings", *ours.balance_fields}
+    names = [field.name for field in fields(ours) if field.name not in of_training]
     if type(theirs) is not type(ours):
         names = ["model_type"]
     for name in names:

@@ -125,7 +125,8 @@ def _resumed(path: Path, config: Config, step: int, subject: str, remedy: str) -
         config = replace(config, optim=replace(config.optim, lr=before.optim.lr))
     config = config.resolved()
     changes = differences(values_of(before), values_of(config))
-    _refuse_fixed(changes, subject, remedy)
+    fixed = [key for key in changes if class_of(key, type(config.model)) == "fixed"]
+    _refuse_fixed(fixed, changes, subject, remedy)
     if config.train.steps < step:
         raise RunError(
             f"train.steps = {config.train.steps} is not valid: {subject} has done {step} steps: "
@@ -142,8 +143,7 @@ def _resumed(path: Path, config: Config, step: int, subject: str, remedy: str) -
     return replace(start, history=history.resumed(step, changes if step else {}, values_of(config)))
 
 
-def _refuse_fixed(changes: dict[str, Change], subject: str, remedy: str) -> None:
-    fixed = [key for key in changes if class_of(key) == "fixed"]
+def _refuse_fixed(fixed: list[str], changes: dict[str, Change], subject: str, remedy: str) -> None:
     if not fixed:
         return
     # another family or rule has other keys: name those of both

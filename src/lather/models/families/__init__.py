@@ -1,25 +1,72 @@
-"""The model families, a file each. `Family` describes the content of a file, docs/your-model.md how
-to add a family."""
+"""The model families, a file each. `Family` describes the content of a file;
+docs/adding-a-family.md says how to write one, here or in a module of your own."""
 
 from __future__ import annotations
 
+import importlib
 import types
 from collections.abc import Mapping
 from contextlib import nullcontext
 
 import torch
 
+from lather.errors import ConfigError, require
 from lather.models.decoder import Decoder
-from lather.models.families import deepseek_v2, gpt_oss, qwen3_moe
-from lather.models.families.deepseek_v2 import DeepseekV2Config as DeepseekV2Config
-from lather.models.family import Family
+from lather.models.family import Family, FamilyConfig
 
-ModelConfig = deepseek_v2.DeepseekV2Config | qwen3_moe.Qwen3MoeConfig | gpt_oss.GptOssConfig
+ModelConfig = FamilyConfig
 """The configuration of any family."""
-_FAMILIES = (deepseek_v2.FAMILY, qwen3_moe.FAMILY, gpt_oss.FAMILY)
-FAMILIES: Mapping[str, Family] = types.MappingProxyType(
-    {family.model_type: family for family in _FAMILIES}
+DEFAULT_FAMILY = "deepseek_v2"
+"""The family of a configuration that names none."""
+_NAMES = (
+    "deepseek_v2:FAMILY",
+    "gpt_oss:FAMILY",
+    "qwen3_moe:FAMILY",
 )
+
+
+def _named(package: str, name: str) -> Family:
+    module, _, attribute = name.partition(":")
+    family = getattr(importlib.import_module(package + module), attribute, None)
+    if not isinstance(family, Family):
+        raise TypeError(f"{module} has no lather.models.family.Family of the name {attribute!r}")
+    return family
+
+
+FAMILIES: Mapping[str, Family] = types.MappingProxyType(
+    {family.model_type: family for family in (_named(f"{__name__}.", name) for name in _NAMES)}
+)
+"""The families of this package, by the `model_type` of their published `config.json`."""
+
+
+def find_family(model_type: str, key: str = "model.model_type") -> Family:
+    """Return the family of this package with this `model_type`, or import the family that
+    `module:FAMILY` names.
+
+    Raises ConfigError, which names the value's `key`, if there is none.
+    """
+    if model_type in FAMILIES:
+        return FAMILIES[model_type]
+    known = ", ".join(map(repr, FAMILIES))
+    require(":" in model_type, key, model_type, f"one of {known}, or module:FAMILY of your own")
+    try:
+        return _named("", model_type)
+    except Exception as error:  # whatever the module raises
+        reason = f"{error}" if isinstance(error, ImportError | TypeError) else repr(error)
+        raise ConfigError(
+            f"{key} = {model_type!r} is not valid: it must be module:FAMILY of a module that can "
+            f"be imported ({reason}): correct the name or the module, start in its folder, or add "
+            "that folder to PYTHONPATH"
+        ) from error
+
+
+def family_of(config: ModelConfig) -> Family:
+    """Return the family of a configuration. Raises ConfigError if its `model_type` names none, or
+    one with another class of configurations."""
+    family = find_family(config.model_type)
+    words = f"the family of a {type(config).__name__}: give module:FAMILY of the module that has it"
+    require(isinstance(config, family.config), "model.model_type", config.model_type, words)
+    return family
 
 
 def build_model(
@@ -34,7 +81,7 @@ def build_model(
     whose weights are loaded later.
     """
     is_meta = device is not None and device.type == "meta"
-    block = FAMILIES[config.model_type].block
+    block = family_of(config).block
     with torch.device("meta") if is_meta else nullcontext():
         blocks = [block(config, index) for index in range(config.num_hidden_layers)]
         decoder = Decoder(blocks, config)

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lather.errors import ConfigError, as_toml
-from lather.models.families import FAMILIES, ModelConfig
+from lather.models.families import FAMILIES, ModelConfig, family_of
 from lather.models.family import Family, FamilyConfig
 from lather.models.hf.known_fields import DEFAULTS, NEUTRAL, NO_INFLUENCE, OFF, WRITTEN
 from lather.models.rotary import YarnConfig
@@ -75,7 +75,7 @@ def unread_fields(mapping: Mapping[str, Any]) -> list[str]:
 
 def config_to_hugging_face(config: ModelConfig) -> dict[str, Any]:
     """Return a `config.json` that transformers loads. The caller adds the dtype of the weights."""
-    family = FAMILIES[config.model_type]
+    family = family_of(config)
     fields: dict[str, Any] = {"architectures": [family.architecture]}
     for name in _names(family):
         value = getattr(config, name)

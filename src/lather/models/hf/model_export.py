@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lather.errors import ExchangeError
 from lather.files import StrPath, complete_folder, write_json
 from lather.models.entry_names import entry_shapes, split_entry
-from lather.models.families import FAMILIES, ModelConfig
+from lather.models.families import ModelConfig, family_of
 from lather.models.hf.config_json import config_to_hugging_face
 from lather.models.hf.key_map import MappedTensor, Shape, published_formats
 from lather.models.hf.model_folder import (
@@ -137,7 +137,7 @@ def _to_write(
     _check_source({name: tensor.shape for name, tensor in stored.items()}, entry_shapes(shapes))
     to_write = []
     for parameter, shape in shapes.items():
-        for part in published_formats(FAMILIES[config.model_type], parameter, shape)[0]:
+        for part in published_formats(family_of(config), parameter, shape)[0]:
             ((name, published_shape),) = part.published_shapes().items()
             stored_dtype = DTYPES[stored[part.entries[0]].dtype]
             is_bias = parameter.endswith(CORRECTION_BIAS)  # bf16 could change the choice of experts

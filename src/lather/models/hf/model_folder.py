@@ -26,7 +26,7 @@ from lather.errors import ExchangeError, UserError
 from lather.files import StrPath, read_text
 from lather.models.decoder import Decoder
 from lather.models.entry_names import entry_shapes, split_entry
-from lather.models.families import FAMILIES, ModelConfig, build_model
+from lather.models.families import ModelConfig, build_model, family_of
 from lather.models.hf.config_json import config_from_hugging_face, unread_fields
 from lather.models.hf.key_map import HARMLESS, MappedTensor, Shape, published_formats
 from lather.models.hf.mxfp4 import BLOCK, dequantize_mxfp4
@@ -116,11 +116,11 @@ class PublishedWeights:
         return (tensor.T if first.is_transposed else tensor)[index]
 
 
-def _match(folder: Path, model_type: str, shapes: Mapping[str, Shape]) -> PublishedWeights:
-    """Compare the headers of a folder with weights of these shapes."""
-    stored = open_published(folder)
+def _match(folder: Path, config: ModelConfig) -> PublishedWeights:
+    """Compare the headers of a folder with the weights of its model."""
+    stored, family, shapes = open_published(folder), family_of(config), weight_shapes(config)
     entries = {
-        name: _format_in(stored, published_formats(FAMILIES[model_type], name, shape))
+        name: _format_in(stored, published_formats(family, name, shape))
         for name, shape in shapes.items()
     }
     wanted: dict[str, tuple[Shape, bool]] = {}
@@ -228,7 +228,7 @@ def open_hugging_face(folder: StrPath) -> tuple[PublishedWeights, ModelConfig]:
     surplus or not supported, or if a head differs from the embedding that it is tied to.
     """
     config = read_config(folder)
-    return _match(Path(folder), config.model_type, weight_shapes(config)), config
+    return _match(Path(folder), config), config
 
 
 def _open_and_warn(folder: StrPath) -> tuple[PublishedWeights, ModelConfig]:

@@ -1,4 +1,4 @@
-"""docs/your-model.md: the first block prints what it says; its family trains, generates and is
+"""docs/adding-a-family.md: the first block prints what it says; its family trains, generates and is
 exported once the changes are made."""
 
 import contextlib
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PAGE = (ROOT / "docs/your-model.md").read_text()
+PAGE = (ROOT / "docs/adding-a-family.md").read_text()
 
 
 def blocks(language: str) -> list[str]:
@@ -22,7 +22,7 @@ def test_parameters_are_sorted_as_the_page_says() -> None:
     printed = io.StringIO()
     names: dict[str, object] = {}
     with contextlib.redirect_stdout(printed):
-        exec(compile(blocks("python")[0], "your-model.md", "exec"), names)
+        exec(compile(blocks("python")[0], "adding-a-family.md", "exec"), names)
     assert printed.getvalue() == blocks("text")[0]
     assert "optimizer" in names
 
