@@ -1,0 +1,43 @@
+"""The gated delta rule as a recurrence over tokens, in plain torch: the specification.
+
+Source: Gated DeltaNet (Yang et al., arXiv:2412.06464, equation 10). A head keeps a matrix S that
+maps keys to values. A token with query q, key k, value v, decay g <= 0 and rate b changes it to
+
+    S <- e^g S;    S <- S + k (b (v - S^T k))^T;    output S^T q
+
+so that S maps k to a value nearer to v. At the first token of a document S is zero.
+
+Letters: B sequences, S positions, H heads, K width of queries and keys, V width of values.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def gated_delta_rule(
+    q_BSHK: Tensor,
+    k_BSHK: Tensor,
+    v_BSHV: Tensor,
+    decay_BSH: Tensor,
+    rate_BSH: Tensor,
+    document_BS: Tensor | None = None,
+    state_BHKV: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the outputs (B, S, H, V) and the last state (B, H, K, V), token after token."""
+    batch, length, heads, width = k_BSHK.shape
+    state = state_BHKV
+    if state is None:
+        state = v_BSHV.new_zeros(batch, heads, width, v_BSHV.shape[-1])
+    outputs = []
+    for s in range(length):
+        if document_BS is not None and s > 0:
+            continues_B = document_BS[:, s] == document_BS[:, s - 1]
+            state = state * continues_B[:, None, None, None]
+        state = state * decay_BSH[:, s, :, None, None].exp()
+        error_BHV = v_BSHV[:, s] - torch.einsum("bhkv,bhk->bhv", state, k_BSHK[:, s])
+        change_BHV = rate_BSH[:, s, :, None] * error_BHV
+        state = state + torch.einsum("bhk,bhv->bhkv", k_BSHK[:, s], change_BHV)
+        outputs.append(torch.einsum("bhkv,bhk->bhv", state, q_BSHK[:, s]))
+    return torch.stack(outputs, dim=1), state
