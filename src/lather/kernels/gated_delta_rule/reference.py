@@ -5,9 +5,11 @@ maps keys to values. A token with query q, key k, value v, decay g <= 0 and rate
 
     S <- e^g S;    S <- S + k (b (v - S^T k))^T;    output S^T q
 
-so that S maps k to a value nearer to v. At the first token of a document S is zero.
+so that S maps k to a value nearer to v. Queries and keys are normalized first, and queries are
+divided by sqrt(K). At the first token of a document S is zero.
 
-Letters: B sequences, S positions, H heads, K width of queries and keys, V width of values.
+Letters: B sequences, S positions, G key heads, H value heads, K width of queries and keys, V width
+of values.
 """
 
 from __future__ import annotations
@@ -15,10 +17,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+EPS = 1e-6
+"""Number that is added to the squared length of a query or key."""
+
 
 def gated_delta_rule(
-    q_BSHK: Tensor,
-    k_BSHK: Tensor,
+    q_BSGK: Tensor,
+    k_BSGK: Tensor,
     v_BSHV: Tensor,
     decay_BSH: Tensor,
     rate_BSH: Tensor,
@@ -26,6 +31,7 @@ def gated_delta_rule(
     state_BHKV: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the outputs (B, S, H, V) and the last state (B, H, K, V), token after token."""
+    q_BSHK, k_BSHK = prepared(q_BSGK, k_BSGK, v_BSHV.shape[2])
     batch, length, heads, width = k_BSHK.shape
     state = state_BHKV
     if state is None:
@@ -41,3 +47,14 @@ def gated_delta_rule(
         state = state + torch.einsum("bhk,bhv->bhkv", k_BSHK[:, s], change_BHV)
         outputs.append(torch.einsum("bhkv,bhk->bhv", state, q_BSHK[:, s]))
     return torch.stack(outputs, dim=1), state
+
+
+def prepared(q_BSGK: Tensor, k_BSGK: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """Return queries and keys of each of the H heads, with lengths of 1 / sqrt(K) and 1."""
+    q, k = (
+        (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPS)).repeat_interleave(
+            heads // x.shape[2], dim=2
+        )
+        for x in (q_BSGK, k_BSGK)
+    )
+    return q * q.shape[-1] ** -0.5, k
