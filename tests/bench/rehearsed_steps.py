@@ -31,33 +31,16 @@ from lather.engine.step import TrainStep
 from lather.models.families import FAMILIES
 from lather.models.lora import LoraConfig
 from lather.parallel.mesh import Mesh
+from models.tiny import FAMILY_TABLES
 
 SEQUENCES, LENGTH = 4, 128
-WIDE: dict[str, dict[str, Any]] = {
-    "deepseek_v2": {
-        "kv_lora_rank": 64,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "n_routed_experts": 4,
-    },
-    "qwen3_moe": {"num_key_value_heads": 2, "head_dim": 64, "num_experts": 4},
-    "gpt_oss": {
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "num_local_experts": 4,
-        "sliding_window": 64,
-        "intermediate_size": 128,
-    },
-}
-"""Sizes that a GPU's fast paths accept."""
 COMMON = {
     "vocab_size": 512,
     "hidden_size": 256,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
-    "num_experts_per_tok": 2,
 }
+"""Sizes that a GPU's fast paths accept; those of a family are in its table."""
 NARROW = {"vocab_size": 259, "hidden_size": 72, "moe_intermediate_size": 36}
 """Sizes that no kernel is made for."""
 
@@ -88,9 +71,7 @@ class Rehearsal:
         return ", ".join([self.family, self.precision, self.rule, *others])
 
     def config(self) -> Config:
-        sizes = {**COMMON, **WIDE[self.family], **self.sizes}
-        if self.family != "gpt_oss":
-            sizes = {"moe_intermediate_size": 128, "intermediate_size": 256, **sizes}
+        sizes = {**COMMON, **FAMILY_TABLES[self.family].wide, **self.sizes}
         return Config(
             model=FAMILIES[self.family].config(**sizes),
             train=LoopConfig(

@@ -33,7 +33,7 @@ def found(*which: str) -> dict[str, Any]:
     # kernels are counted, not interpreted
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(
-        [str(REPOSITORY), environment.get("PYTHONPATH", "")]
+        [str(REPOSITORY), str(REPOSITORY / "tests"), environment.get("PYTHONPATH", "")]
     )
     command = [sys.executable, str(Path(__file__).with_name("rehearsed_steps.py")), *which]
     done = subprocess.run(

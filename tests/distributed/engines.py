@@ -22,7 +22,7 @@ from lather.pipeline.model_part import PartLayers, empty_part, fill
 from lather.pipeline.partition import stages_of, uniform
 from lather.pipeline.schedule import Schedule, dualpipev, sequential
 from lather.pipeline.tape import Frees
-from models.tiny import tiny_family_config, tiny_family_model
+from models.tiny import FAMILY_TABLES, tiny_family_config, tiny_family_model
 
 LENGTH = 6
 VOCABULARY = 37
@@ -173,14 +173,10 @@ def mesh_of(case: Case) -> Mesh:
 def make_pair(case: Case, seed: int = 0, mesh: Mesh | None = None) -> Pair:
     """Make the pair of a case; all ranks have to call it. `mesh` is `mesh_of(case)`, if it exists
     already."""
-    sizes = {"num_hidden_layers": case.layers, **case.changes}
-    sizes[
-        {
-            "deepseek_v2": "n_routed_experts",
-            "qwen3_moe": "num_experts",
-            "gpt_oss": "num_local_experts",
-        }[case.family]
-    ] = case.experts
+    table = FAMILY_TABLES[case.family]
+    sizes = {"num_hidden_layers": case.layers, **table.mesh, **case.changes}
+    if table.experts:
+        sizes[table.experts] = case.experts
     plain = tiny_family_model(case.family, seed=seed, **sizes).to(case.dtype)
     plain.set_memory("reference")
     if case.lopsided:

@@ -3,6 +3,7 @@ are."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,55 +16,15 @@ from lather.models.families import FAMILIES, ModelConfig, build_model
 from lather.models.families.deepseek_v2 import DeepseekV2Config
 from lather.models.token_positions import SequenceLayout
 from lather.pipeline.model_part import ModelPart, PartLayers
+from models.tiny_family import TinyFamily
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 37,
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "moe_intermediate_size": 11,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 3,
-    "kv_lora_rank": 14,
-    "qk_nope_head_dim": 10,
-    "qk_rope_head_dim": 6,
-    "v_head_dim": 7,
-    "n_routed_experts": 5,
-    "n_shared_experts": 2,
-    "num_experts_per_tok": 2,
-    "initializer_range": 0.15,
+FAMILY_TABLES: dict[str, TinyFamily] = {
+    model_type: importlib.import_module(f"models.configurations.{model_type}").TINY
+    for model_type in FAMILIES
 }
-
-ATTENTION_SIZES: dict[str, Any] = {
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 10,
-    "num_experts_per_tok": 2,
-}
-FAMILY_SIZES: dict[str, dict[str, Any]] = {
-    "deepseek_v2": SIZES,
-    "qwen3_moe": {
-        **ATTENTION_SIZES,
-        "vocab_size": 37,
-        "hidden_size": 24,
-        "intermediate_size": 40,
-        "moe_intermediate_size": 11,
-        "num_hidden_layers": 3,
-        "num_experts": 5,
-        "initializer_range": 0.15,
-    },
-    "gpt_oss": {
-        **ATTENTION_SIZES,
-        "vocab_size": 37,
-        "hidden_size": 24,
-        "intermediate_size": 11,
-        "num_hidden_layers": 3,
-        "sliding_window": 4,
-        "num_local_experts": 5,
-        "swiglu_limit": 0.7,
-        "initializer_range": 0.15,
-    },
-}
-"""Sizes of the families' models. GPT-OSS's limit is one that some values exceed."""
+FAMILY_SIZES = {model_type: dict(table.sizes) for model_type, table in FAMILY_TABLES.items()}
+"""Sizes of the families' plain models."""
+SIZES = FAMILY_SIZES["deepseek_v2"]
 
 
 def tiny_family_config(model_type: str, /, **changes: Any) -> ModelConfig:
@@ -80,6 +41,9 @@ def tiny_family_model(model_type: str, /, *, seed: int = 0, **changes: Any) -> D
             nn.init.uniform_(p, 0.5, 1.5, generator=generator)
         elif name.endswith(("bias", "sinks")):
             nn.init.normal_(p, std=0.5, generator=generator)
+    for name, buffer in model.named_buffers():
+        if name.endswith("bias"):
+            nn.init.normal_(buffer, std=0.2, generator=generator)
     return model
 
 

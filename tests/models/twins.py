@@ -6,7 +6,7 @@ fp32 whatever the weights are."""
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
 
 import torch
 import transformers
@@ -17,13 +17,13 @@ from lather.models.families import ModelConfig
 from lather.models.hf.config_json import config_to_hugging_face
 from models.tiny import (
     FAMILY_SIZES,
+    FAMILY_TABLES,
     gradients,
     next_token_loss,
-    tiny_family_config,
-    tiny_family_model,
 )
 
 TOLERANCE = 1e-5
+EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 TOKENS = (
     torch.randperm(3 * 21, generator=torch.Generator().manual_seed(0))
     % FAMILY_SIZES["gpt_oss"]["vocab_size"]
@@ -36,43 +36,49 @@ def twin(ours: Decoder, config: ModelConfig) -> nn.Module:
     fields = config_to_hugging_face(config)
     architecture = getattr(transformers, fields.pop("architectures")[0])
     fields.pop("model_type")
-    twin_config = architecture.config_class(
-        **fields, attn_implementation="eager", experts_implementation="eager"
-    )
-    model: nn.Module = architecture(twin_config)
+    model: nn.Module = architecture(architecture.config_class(**fields, **EAGER))
     named = ((published_name(name, config), weight) for name, weight in ours.state_dict().items())
     missing, unexpected = model.load_state_dict(
         {name: _lay(weight, name, config) for name, weight in named}, strict=False
     )
     assert unexpected == []
-    assert all(
-        "shared_experts" in name and not model.get_parameter(name).numel() for name in missing
-    )
+    assert all(_is_empty(name, model) for name in missing)
     return model
 
 
+def read_back(folder: Path, config: ModelConfig) -> nn.Module:
+    """Read a folder with transformers; nothing may be missing from it or left over."""
+    is_known = config.model_type in transformers.CONFIG_MAPPING
+    loader = transformers.AutoModelForCausalLM
+    if not is_known:
+        loader = getattr(transformers, config_to_hugging_face(config)["architectures"][0])
+    model, info = loader.from_pretrained(folder, output_loading_info=True, **EAGER)
+    assert not info["unexpected_keys"]
+    assert not info["mismatched_keys"]
+    assert all(_is_empty(name, model) for name in info["missing_keys"])
+    return model  # type: ignore[no-any-return]
+
+
+def _is_empty(name: str, model: nn.Module) -> bool:
+    """Tell whether this is a weight of shared experts that are not there."""
+    return "shared_experts" in name and not model.get_parameter(name).numel()
+
+
 def published_name(name: str, config: ModelConfig) -> str:
-    if config.model_type == "gpt_oss":
-        name = name.replace("mlp.gate.", "mlp.router.")
-        name = name.replace("gate_up_bias", "gate_up_proj_bias").replace(
-            "down_bias", "down_proj_bias"
-        )
+    """Return transformers' name of one of our parameters."""
+    for ours, theirs in FAMILY_TABLES[config.model_type].names.items():
+        name = name.replace(ours, theirs)
     return name if name.startswith("lm_head") else f"model.{name}"
 
 
 def _lay(weight: Tensor, theirs: str, config: ModelConfig) -> Tensor:
-    """Transpose the weights of GPT-OSS's experts, which multiply from the other side."""
-    turned = config.model_type == "gpt_oss" and theirs.endswith(("gate_up_proj", "down_proj"))
-    return weight.transpose(1, 2) if turned else weight
+    """Transpose the weights that transformers multiplies from the other side."""
+    ends = FAMILY_TABLES[config.model_type].turned
+    return weight.transpose(-1, -2) if ends and theirs.endswith(ends) else weight
 
 
-def expected_results(model_type: str, changes: dict[str, Any]) -> dict[str, Tensor]:
-    """Return logits, loss and every gradient of the twin."""
-    config, ours = (
-        tiny_family_config(model_type, **changes),
-        tiny_family_model(model_type, **changes),
-    )
-    model = twin(ours, config)
+def results_of_twin(model: nn.Module, ours: Decoder, config: ModelConfig) -> dict[str, Tensor]:
+    """Return the twin's logits, loss and every gradient, by our names."""
     output = model(TOKENS, labels=TOKENS)
     output.loss.backward()
     theirs = gradients(model)
@@ -91,12 +97,14 @@ def actual_results(model: Decoder) -> dict[str, Tensor]:
 
 
 def greedy(model: nn.Module, prompt: list[int], num_tokens: int) -> list[int]:
-    """Continue the prompt with transformers' own generation."""
+    """Continue the prompt with transformers' own generation, without a cache: that of transformers
+    is wrong for a window of 1."""
     tokens_BS = torch.tensor([prompt])
     whole: Tensor = model.generate(  # type: ignore[operator]
         tokens_BS,
         attention_mask=torch.ones_like(tokens_BS),
         do_sample=False,
+        use_cache=False,
         max_new_tokens=num_tokens,
         eos_token_id=None,
         pad_token_id=0,
