@@ -109,9 +109,13 @@ def specimen(request: pytest.FixtureRequest) -> Specimen:
     return made
 
 
-OF_EACH_FAMILY = pytest.mark.parametrize("family", FAMILIES)
+OF_EACH_FAMILY = pytest.mark.parametrize("family", FAMILY_TABLES)
 
 # --- the tables -----------------------------------------------------------------------------------
+
+
+def test_every_family_has_a_table() -> None:
+    assert [*FAMILY_TABLES] == [*FAMILIES]
 
 
 @OF_EACH_FAMILY

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +22,9 @@ from models.tiny_family import TinyFamily
 FAMILY_TABLES: dict[str, TinyFamily] = {
     model_type: importlib.import_module(f"models.configurations.{model_type}").TINY
     for model_type in FAMILIES
+    if Path(__file__).with_name("configurations").joinpath(f"{model_type}.py").exists()
 }
+"""The tables of the families; `test_battery.py` tests that each has one."""
 FAMILY_SIZES = {model_type: dict(table.sizes) for model_type, table in FAMILY_TABLES.items()}
 """Sizes of the families' plain models."""
 SIZES = FAMILY_SIZES["deepseek_v2"]
