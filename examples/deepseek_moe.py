@@ -8,15 +8,16 @@ from dataclasses import dataclass
 from lather.models.attention import GroupedQueryAttention, HeadSizes
 from lather.models.decoder import Block
 from lather.models.experts import Experts
-from lather.models.family import Family, FamilyConfig
+from lather.models.family import Family
 from lather.models.layers import GatedMLP
 from lather.models.moe import MoE
 from lather.models.rotary import Rotary
 from lather.models.routing import Router
+from lather.models.shared_fields import RoutedFields
 
 
 @dataclass(frozen=True)
-class DeepseekMoeConfig(FamilyConfig):
+class DeepseekMoeConfig(RoutedFields):
     """Sizes of a DeepSeekMoE style model."""
 
     model_type: str = "deepseek"

@@ -297,7 +297,9 @@ class Config:
         require(length <= longest, "train.sequence_length", length, f"{constraint} ({longest})")
         ep, num_experts = self.parallel.ep, self.model.num_routed_experts
         constraint = f"a divisor of the {num_experts} routed experts"
-        require(num_experts % ep == 0, "parallel.ep", ep, constraint)
+        if not num_experts:
+            constraint = f"1, because {self.model.model_type} models have no experts"
+        require(max(num_experts, 1) % ep == 0, "parallel.ep", ep, constraint)
         if self.optim.stacks_experts and ep > 1:
             raise ConfigError(
                 f"parallel.ep = {ep} is not valid: it must be 1 with "

@@ -201,10 +201,8 @@ class Load:
     def rows(self) -> int:
         """Number of tokens of an expert rank that have an expert on this rank: the expectation for
         K different experts, drawn uniformly."""
-        experts, chosen = (
-            self.config.model.num_routed_experts,
-            self.config.model.num_experts_per_tok,
-        )
+        model = self.config.model
+        experts, chosen = model.num_routed_experts, model.num_experts_per_tok
         elsewhere = experts - experts // self.config.parallel.ep
         all_elsewhere = (
             math.prod((elsewhere - i) / (experts - i) for i in range(chosen))

@@ -30,8 +30,6 @@ class FamilyConfig:
     """Number of blocks, including dense blocks."""
     num_attention_heads: int = 6
     """Number of attention heads; of query heads, where several share a key-value head."""
-    num_experts_per_tok: int = 2
-    """Number of routed experts per token (top-k)."""
     max_position_embeddings: int = 2048
     """Maximal length of a sequence, in tokens."""
     rope_theta: float = 10000.0
@@ -57,8 +55,13 @@ class FamilyConfig:
     def num_routed_experts(self) -> int:
         """Number of routed experts of an MoE block, under any of its usual names; 0: there are
         none."""
-        names = ("n_routed_experts", "num_experts", "num_local_experts")
+        names = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
         return next((int(getattr(self, name)) for name in names if hasattr(self, name)), 0)
+
+    @property
+    def num_experts_per_tok(self) -> int:
+        """Number of routed experts per token (top-k); 0: there are none."""
+        return 0
 
     @property
     def balance_loss_coef(self) -> float:
@@ -73,19 +76,13 @@ class FamilyConfig:
     def is_dense(self, index: int) -> bool:
         """Tell whether block `index`, counted from 0, has a dense feed-forward layer, not
         experts."""
-        return False
+        return self.num_routed_experts == 0
 
     @property
     def transformers_note(self) -> str:
         """A sentence about fields that Lather obeys and transformers ignores; empty: there are
         none."""
         return ""
-
-    def _coefficient_of_a_block(self, router_aux_loss_coef: float) -> float:
-        """Return the coefficient of a block's balance loss, which is 1 for an even load, from that
-        of transformers' loss: the mean over blocks, which is `num_experts_per_tok`."""
-        num_moe = sum(not self.is_dense(index) for index in range(self.num_hidden_layers))
-        return router_aux_loss_coef * self.num_experts_per_tok / max(1, num_moe)
 
     def _require(self, name: str, holds: bool, constraint: str) -> None:
         require(holds, f"model.{name}", getattr(self, name), constraint)
@@ -133,7 +130,7 @@ class Family:
     """
 
     config: type[Any]
-    """A subclass of `FamilyConfig`."""
+    """A subclass of `FamilyConfig`, or of classes of `lather.models.shared_fields`."""
     block: Callable[[Any, int], Any]
     """Builds the `Block` with this index, counted from 0, of a configuration."""
     architecture: str

@@ -13,11 +13,12 @@ from lather.models.attention import MultiHeadLatentAttention
 from lather.models.balance import LoadBalance
 from lather.models.decoder import Block
 from lather.models.experts import Experts
-from lather.models.family import Family, FamilyConfig
+from lather.models.family import Family
 from lather.models.layers import GatedMLP
 from lather.models.moe import MoE
 from lather.models.rotary import Rotary
 from lather.models.routing import Choice, Router
+from lather.models.shared_fields import RoutedFields
 
 NORMALIZED = """\
 transformers ignores norm_topk_prob = true of deepseek_v2: it computes other logits than Lather \
@@ -25,7 +26,7 @@ and DeepSeek's code"""
 
 
 @dataclass(frozen=True)
-class DeepseekV2Config(FamilyConfig):
+class DeepseekV2Config(RoutedFields):
     """Sizes and options of a DeepSeek-V2 model."""
 
     model_type: str = "deepseek_v2"
@@ -98,7 +99,6 @@ class DeepseekV2Config(FamilyConfig):
 
     @property
     def balance_loss_coef(self) -> float:
-        """Coefficient of each block's load-balancing loss."""
         return self.aux_loss_alpha
 
     @property

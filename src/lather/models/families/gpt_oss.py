@@ -11,19 +11,19 @@ from dataclasses import dataclass
 
 from lather.errors import ConfigError
 from lather.kernels.swiglu import Gate
-from lather.models.attention import GroupedQueryAttention, HeadSizes
+from lather.models.attention import GroupedQueryAttention
 from lather.models.decoder import Block
 from lather.models.experts import Experts
-from lather.models.family import FULL_ATTENTION, Family, FamilyConfig
+from lather.models.family import FULL_ATTENTION, Family
 from lather.models.moe import MoE
-from lather.models.rotary import Rotary
 from lather.models.routing import Router
+from lather.models.shared_fields import GroupedQueryFields, RouterLossFields
 
 SLIDING_ATTENTION = "sliding_attention"
 
 
 @dataclass(frozen=True)
-class GptOssConfig(FamilyConfig):
+class GptOssConfig(GroupedQueryFields, RouterLossFields):
     """Sizes and options of a GPT-OSS model."""
 
     model_type: str = "gpt_oss"
@@ -36,10 +36,6 @@ class GptOssConfig(FamilyConfig):
     can be changed without it."""
     sliding_window: int = 128
     """Number of tokens that a token attends to in sliding attention, including itself."""
-    num_key_value_heads: int = 2
-    """Number of key-value heads; it divides the number of query heads."""
-    head_dim: int = 32
-    """Width of a head; even."""
     attention_bias: bool = True
     """Add biases to attention's four projections."""
     num_local_experts: int = 8
@@ -48,10 +44,6 @@ class GptOssConfig(FamilyConfig):
     """Factor inside the gate's sigmoid."""
     swiglu_limit: float = 7.0
     """Limit to which gate values are clamped from above, and up values on both sides."""
-    router_aux_loss_coef: float = 0.03
-    """Coefficient of the published load-balancing loss, a mean over blocks that is
-    `num_experts_per_tok` for an even load; 0: no such loss. Published models, which are large, have
-    0.001 or less; small models collapse with it."""
     rope_theta: float = 150000.0
     """Base of the rotary frequencies."""
     rms_norm_eps: float = 1e-5
@@ -59,8 +51,7 @@ class GptOssConfig(FamilyConfig):
 
     def __post_init__(self) -> None:
         self._require_family_and_ranges(may_be_zero=("router_aux_loss_coef",))
-        self._require_rotary("head_dim")
-        self._require_divides("num_key_value_heads", "num_attention_heads")
+        self._require_heads()
         self._require_at_most("num_experts_per_tok", "num_local_experts")
         if self.layer_types is not None:
             kinds, count = (SLIDING_ATTENTION, FULL_ATTENTION), self.num_hidden_layers
@@ -76,11 +67,6 @@ class GptOssConfig(FamilyConfig):
                 object.__setattr__(self, "layer_types", None)
 
     @property
-    def balance_loss_coef(self) -> float:
-        """Coefficient of each block's load-balancing loss."""
-        return self._coefficient_of_a_block(self.router_aux_loss_coef)
-
-    @property
     def attention_types(self) -> tuple[str, ...]:
         return self.layer_types or _alternating(self.num_hidden_layers)
 
@@ -92,13 +78,8 @@ def _alternating(count: int) -> tuple[str, ...]:
 def _block(config: GptOssConfig, index: int) -> Block:
     is_sliding = config.attention_types[index] == SLIDING_ATTENTION
     attention = GroupedQueryAttention(
-        HeadSizes(
-            config.hidden_size,
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-        ),
-        Rotary(config.head_dim, config.rope_theta, config.rope_scaling),
+        config.head_sizes,
+        config.rotary,
         bias=config.attention_bias,
         output_bias=config.attention_bias,
         window=config.sliding_window if is_sliding else None,

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lather.models.attention import GroupedQueryAttention, HeadSizes, QueryKeyNorm
+from lather.models.attention import GroupedQueryAttention, QueryKeyNorm
 from lather.models.decoder import Block
 from lather.models.experts import Experts
-from lather.models.family import Family, FamilyConfig
+from lather.models.family import Family
 from lather.models.layers import GatedMLP
 from lather.models.moe import MoE
-from lather.models.rotary import Rotary
 from lather.models.routing import Router
+from lather.models.shared_fields import GroupedQueryFields, RouterLossFields, head_dim_of
 
 
 @dataclass(frozen=True)
-class Qwen3MoeConfig(FamilyConfig):
+class Qwen3MoeConfig(GroupedQueryFields, RouterLossFields):
     """Sizes and options of a Qwen3-MoE model."""
 
     model_type: str = "qwen3_moe"
@@ -32,34 +32,20 @@ class Qwen3MoeConfig(FamilyConfig):
     """Every n-th block has experts, where n is this number; the other blocks are dense."""
     mlp_only_layers: tuple[int, ...] = ()
     """Numbers, from 0, of additional dense blocks."""
-    num_key_value_heads: int = 2
-    """Number of key-value heads; it divides the number of query heads."""
-    head_dim: int = 32
-    """Width of a head; even."""
     attention_bias: bool = False
     """Add biases to attention's four projections."""
     num_experts: int = 8
     """Number of experts per MoE block."""
     norm_topk_prob: bool = True
     """Normalize the weights of a token's experts to a sum of 1."""
-    router_aux_loss_coef: float = 0.03
-    """Coefficient of the published load-balancing loss, a mean over blocks that is
-    `num_experts_per_tok` for an even load; 0: no such loss. Published models, which are large, have
-    0.001 or less; small models collapse with it."""
 
     def __post_init__(self) -> None:
         self._require_family_and_ranges(may_be_zero=("router_aux_loss_coef",))
-        self._require_rotary("head_dim")
-        self._require_divides("num_key_value_heads", "num_attention_heads")
+        self._require_heads()
         self._require_at_most("num_experts_per_tok", "num_experts")
         last, numbers = self.num_hidden_layers - 1, self.mlp_only_layers
         different = len(set(numbers)) == len(numbers) and all(0 <= n <= last for n in numbers)
         self._require("mlp_only_layers", different, f"different blocks from 0 to {last}")
-
-    @property
-    def balance_loss_coef(self) -> float:
-        """Coefficient of each block's load-balancing loss."""
-        return self._coefficient_of_a_block(self.router_aux_loss_coef)
 
     def is_dense(self, index: int) -> bool:
         return index in self.mlp_only_layers or (index + 1) % self.decoder_sparse_step != 0
@@ -67,13 +53,8 @@ class Qwen3MoeConfig(FamilyConfig):
 
 def _block(config: Qwen3MoeConfig, index: int) -> Block:
     attention = GroupedQueryAttention(
-        HeadSizes(
-            config.hidden_size,
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-        ),
-        Rotary(config.head_dim, config.rope_theta, config.rope_scaling),
+        config.head_sizes,
+        config.rotary,
         qk_norm=QueryKeyNorm(config.rms_norm_eps),
         bias=config.attention_bias,
         output_bias=config.attention_bias,
@@ -99,7 +80,7 @@ FAMILY = Family(
     _block,
     architecture="Qwen3MoeForCausalLM",
     defaults={
-        "head_dim": lambda fields: fields["hidden_size"] // max(fields["num_attention_heads"], 1),
+        "head_dim": head_dim_of,
         "attention_bias": False,
         "decoder_sparse_step": 1,
         "mlp_only_layers": (),
