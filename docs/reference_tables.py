@@ -29,7 +29,7 @@ from lather.config.fields import Field, fields_of
 from lather.config.optim import KINDS, KindConfig, OptimConfig
 from lather.models.rotary import YarnConfig
 from lather.optim.options import documentation_of
-from lather.train.metrics import ExpertLoadRow, StepRow, ValidationRow
+from lather.train.metrics import AttentionLogitsRow, ExpertLoadRow, StepRow, ValidationRow
 
 DOCS = Path(__file__).resolve().parent
 PAGES = [DOCS / f"{name}.md" for name in ("configuration", "commands", "metrics")]
@@ -211,7 +211,12 @@ def _arguments(cls: type) -> Iterator[str]:
 # --- metrics --------------------------------------------------------------------------------------
 
 
-ROWS = {"Training steps": StepRow, "Validations": ValidationRow, "Loads of experts": ExpertLoadRow}
+ROWS = {
+    "Training steps": StepRow,
+    "Validations": ValidationRow,
+    "Loads of experts": ExpertLoadRow,
+    "Logits of attention heads": AttentionLogitsRow,
+}
 
 
 def metrics() -> str:

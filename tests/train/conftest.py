@@ -147,6 +147,7 @@ def step_row() -> Callable[..., StepRow]:
             "expert_load_min": 0.5,
             "expert_load_max": 1.5,
             "expert_load_entropy": 0.9,
+            "max_attention_logit": 12.5,
             "refreshes_done": 3,
             "refreshes_skipped": 0,
             "skipped": False,

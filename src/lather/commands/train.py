@@ -15,6 +15,7 @@ from lather.config.config import Config, check_parallel
 from lather.console import command_console, is_live
 from lather.durations import duration
 from lather.engine.step import pick_device
+from lather.engine.qk_clip import check_qk_clip
 from lather.engine.trained_parameters import check_finetuning
 from lather.errors import ConfigError, UserError
 from lather.lines import fit, rule
@@ -59,6 +60,7 @@ def train_command(arguments: list[str], started: float | None = None) -> int:
             config, nproc = read_arguments(arguments, world)
             check_parallel(config, world.size if world else nproc or 1)
             check_finetuning(config)
+            check_qk_clip(config)
             options = GroupOptions(pick_device(config.train.device), config.parallel.timeout)
             _check_data(arguments, config)
             return run_ranks(run_worker, (config, started), world, nproc, options)

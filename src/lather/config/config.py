@@ -75,6 +75,10 @@ class LoopConfig:
     """Tokens per sequence."""
     max_grad_norm: Annotated[float, Range("at least 0", lambda norm: norm >= 0)] = 1.0
     """Clip the norm of the gradient to this value; 0: do not clip."""
+    qk_clip: NonNegative = 0.0
+    """QK-clip: after each step scale the projections of queries and keys of every attention head
+    whose largest logit was above this value, so that it falls to it; Kimi K2 was trained with 100.
+    0: no clipping. For models without norms of queries and keys."""
     trainable: Patterns = ()
     """Patterns of parameter names to train, such as layers.0.* or *.experts.*; none: all
     parameters. With [lora]: in addition to the adapters."""
@@ -240,6 +244,9 @@ class LogConfig:
     """Steps between progress lines if the output is not a terminal."""
     expert_load_every: Number = 100
     """Steps between records of every expert's load in metrics.jsonl; 0: none."""
+    attention_logits_every: Number = 0
+    """Steps between records of every attention head's largest logit in metrics.jsonl; the largest
+    of all is measured in these steps, and in all steps with train.qk_clip. 0: none."""
     timeline_every: Number = 0
     """Steps between records in timeline.jsonl of when each rank did what, for `lather plot
     --schedule`; 0: none."""
@@ -306,6 +313,10 @@ class Config:
                 f"{name_of(self.optim.rules['experts'])!r}, which stacks all experts of a layer to "
                 "one matrix; klsoap updates each expert by itself"
             )
+        qk_clip, constraint = self.train.qk_clip, "0 with adapters, whose base weights stay as"
+        require(
+            not (qk_clip and self.lora.rank), "train.qk_clip", qk_clip, f"{constraint} they are"
+        )
         pp, layers = self.parallel.pp, self.model.num_hidden_layers
         if self.parallel.resolved_schedule == "dualpipev":
             constraint = f"at most {layers // 2}: each of 2 * pp stages needs one of the"

@@ -21,9 +21,11 @@ from torch import Tensor
 from lather.config.config import Config, LoopConfig, MoEConfig, ParallelConfig
 from lather.data.batches import Batch
 from lather.device import Read, gpu_module, is_gpu, read, to_device
+from lather.engine.qk_clip import largest_logits
 from lather.engine.step_reading import StepReading, StepResult
 from lather.engine.trained_parameters import train_only, trained_parameters, with_adapters
 from lather.models.decoder import Decoder, RoutedModel
+from lather.models.attention_logits import measured_layers, measuring
 from lather.models.families import build_model as build_family
 from lather.models.moe import LOCAL_EXCHANGE, Exchange
 from lather.models.routing import counting_step
@@ -98,9 +100,10 @@ class Engine:
             sizes_group=mesh.sizes_group,
         )
 
-    def launch_gradients(self, batch: Batch) -> StepReading:
+    def launch_gradients(self, batch: Batch, *, with_logits: bool = False) -> StepReading:
         """Run the forward and backward pass of the global batch, of which `batch` is this rank's
-        share; store the gradients of the step in `parameters`, and return its losses and loads.
+        share; store the gradients of the step in `parameters`, and return its losses and loads, and
+        `with_logits` also the largest logit of each attention head.
 
         Raises ValueError, before anything is sent, if the share does not have the engine's shape.
         """
@@ -108,7 +111,8 @@ class Engine:
         parts = batch.tokens_of_parts(self.micro_batch_size)
         shares = [tokens / max(1, num_tokens) for tokens in parts]
         micro_batches = self._micro_batches(batch, float(max(1, num_labels)), shares)
-        with counting_step(self.part.routers()):
+        layers = measured_layers(self.part) if with_logits else {}
+        with counting_step(self.part.routers()), measuring(layers) as collected:
             try:
                 output = self._executor.run(micro_batches)
             except BaseException:
@@ -118,6 +122,8 @@ class Engine:
         self.parameters.collect_gradients()
         reading = self.new_reading(num_labels)
         self._collect(output, shares, reading)
+        if with_logits:
+            reading.logits_LH = largest_logits(self.part, collected, self.mesh.device)
         return reading
 
     def _wait_for_gradients(self) -> None:

@@ -15,6 +15,7 @@ from lather.data.batches import Batch
 from lather.device import Read, gpu_module, is_gpu, read
 from lather.engine.engine import Engine
 from lather.engine.optimizer import LR_FACTOR
+from lather.engine.qk_clip import clip_logits_
 from lather.engine.step_reading import StepReading, StepResult
 from lather.errors import ConfigError
 from lather.optim import MatrixOptimizer
@@ -56,16 +57,25 @@ def pick_device(name: str) -> torch.device:
 class TrainStep:
     """Runs optimizer steps on a mesh; each rank calls it with its share of the batch."""
 
-    def __init__(self, engine: Engine, optimizer: MatrixOptimizer, max_grad_norm: float) -> None:
-        """`optimizer`: for `engine.parameters`; `max_grad_norm`: 0 does not clip."""
-        self.engine, self.optimizer, self.max_grad_norm = engine, optimizer, max_grad_norm
+    def __init__(
+        self,
+        engine: Engine,
+        optimizer: MatrixOptimizer,
+        max_grad_norm: float,
+        qk_clip: float = 0.0,
+    ) -> None:
+        """`optimizer`: for `engine.parameters`; `max_grad_norm`: 0 does not clip; `qk_clip`: the
+        largest logit of an attention head, 0 does not clip."""
+        self.engine, self.optimizer = engine, optimizer
+        self.max_grad_norm, self.qk_clip = max_grad_norm, qk_clip
         if engine.mesh.pp > 1:
             engine.fill_gaps(optimizer.defer_refreshes())
         self._counters = optimizer.counters
 
-    def __call__(self, batch: Batch, lr: float) -> StepResult:
+    def __call__(self, batch: Batch, lr: float, *, with_logits: bool = False) -> StepResult:
         """`batch`: this rank's share of the global batch; `lr`: `optim.lr` at this step, which
-        groups multiply by their factors.
+        groups multiply by their factors; `with_logits`: measure the largest attention logits also
+        without `qk_clip`.
 
         A step whose loss or gradient is not finite changes nothing on any rank. A step without
         labels computes and changes nothing; its loss and norm are NaN.
@@ -74,7 +84,8 @@ class TrainStep:
         if not num_labels:
             return self._with_refreshes(self.engine.without_labels())
         batch = replace(batch, labels_of_all=num_labels, tokens_of_all=num_tokens)
-        return self.update(self.engine.launch_gradients(batch), lr)
+        with_logits = with_logits or self.qk_clip > 0
+        return self.update(self.engine.launch_gradients(batch, with_logits=with_logits), lr)
 
     def update(self, reading: StepReading, lr: float) -> StepResult:
         """Read the results of the passes, and of the gradients in `engine.parameters`, with one
@@ -92,6 +103,8 @@ class TrainStep:
                 group["lr"] = lr * group.get(LR_FACTOR, 1.0)
             self.optimizer.step(norms=norms)
             self.engine.balance(result.counts_LE)
+            if self.qk_clip and result.logits_LH is not None:
+                clip_logits_(self.engine.part, parameters, result.logits_LH, self.qk_clip)
         seconds = self._now() - start
         parameters.clear_gradients()
         return self._with_refreshes(replace(result, optimizer_seconds=seconds, skipped=not finite))

@@ -102,7 +102,7 @@ def dry_run(
             return result
 
         has_bases = refresh_at_every_step(optimizer)
-        step = TrainStep(engine, optimizer, config.train.max_grad_norm)
+        step = TrainStep(engine, optimizer, config.train.max_grad_norm, config.train.qk_clip)
         record(FIRST, lambda: step_without_passes(step))
         if has_bases and not optimizer.counters["refreshes_done"]:
             record(f"{FIRST}, again", lambda: step_without_passes(step))

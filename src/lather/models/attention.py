@@ -19,10 +19,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lather.models.attention_kernels import Recipe, attend
+from lather.models.attention_logits import MeasuredAttention
 from lather.models.key_value_cache import KeyValueCache
 from lather.models.layers import Linear, RMSNorm, project
 from lather.models.lora import merged
@@ -47,7 +49,7 @@ def _side_by_side(attended_BSHU: Tensor, recomputation: Recomputation) -> Tensor
     return side_by_side
 
 
-class MultiHeadLatentAttention(nn.Module):
+class MultiHeadLatentAttention(MeasuredAttention):
     """Causal attention whose keys and values come from a low-rank latent, with a rotary key
     that all heads share.
 
@@ -126,6 +128,7 @@ class MultiHeadLatentAttention(nn.Module):
                 layout,
                 scale=self.scale,
                 recipe=recipe,
+                logits=self.logits,
             )
         return self.o_proj(_side_by_side(attended_BSHU, recomputation))
 
@@ -155,6 +158,15 @@ class MultiHeadLatentAttention(nn.Module):
         k_BSHN, v_BSHU = kv_BSHx.split((self.nope, kv_BSHx.shape[-1] - self.nope), dim=-1)
         k_BSHR = self.rotary.rotate(k_BSR.unsqueeze(2), *tables).expand(-1, -1, self.num_heads, -1)
         return torch.cat((k_BSHN, k_BSHR), dim=-1), v_BSHU
+
+    def clip_factors(self, gamma_H: Float[Tensor, " h"]) -> dict[str, Float[Tensor, " x"]]:
+        gamma_H1 = gamma_H.unsqueeze(1)
+        root_HN = gamma_H1.sqrt().expand(-1, self.nope)
+        query_Hx = torch.cat((root_HN, gamma_H1.expand(-1, self.rotary.size)), dim=1)
+        value_width = self.kv_b_proj.out_features // self.num_heads - self.nope
+        kv_Hx = F.pad(root_HN, (0, value_width), value=1.0)
+        query = "q_proj" if self.q_lora_rank is None else "q_b_proj"
+        return {query: query_Hx.flatten(), "kv_b_proj": kv_Hx.flatten()}
 
     def _attend_to_latents(
         self,
@@ -214,7 +226,7 @@ class QueryKeyNorm:
         return RMSNorm(width, self.eps, zero_centered=self.zero_centered)
 
 
-class GroupedQueryAttention(nn.Module):
+class GroupedQueryAttention(MeasuredAttention):
     """Causal attention in which several query heads share a key-value head.
 
     The rotary embedding covers the first `rotary.size` columns of each head. Optional: RMSNorm of
@@ -238,6 +250,7 @@ class GroupedQueryAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.head_dim, self.rotary, self.window, self.gate = sizes.head_dim, rotary, window, gate
+        self.num_heads = sizes.num_heads
         num_heads, num_kv_heads, hidden_size = (
             sizes.num_heads,
             sizes.num_kv_heads,
@@ -271,7 +284,14 @@ class GroupedQueryAttention(nn.Module):
         if layout.cache is not None:
             k_BTGN, v_BTGN = layout.cache.extend(self, k_BTGN, v_BTGN)
         attended_BSHN = attend(
-            q_BSHN, k_BTGN, v_BTGN, layout, window=self.window, sinks_H=self.sinks, recipe=recipe
+            q_BSHN,
+            k_BTGN,
+            v_BTGN,
+            layout,
+            window=self.window,
+            sinks_H=self.sinks,
+            recipe=recipe,
+            logits=self.logits,
         )
         if not self.gate:
             return self.o_proj(_side_by_side(attended_BSHN, recomputation))
@@ -304,6 +324,18 @@ class GroupedQueryAttention(nn.Module):
         if self.over_all_heads:
             return norm(x_BSHN.flatten(2)).view_as(x_BSHN)
         return norm(x_BSHN)
+
+    def clip_factors(self, gamma_H: Float[Tensor, " h"]) -> dict[str, Float[Tensor, " x"]]:
+        if isinstance(self.q_norm, RMSNorm):
+            return {}
+        gamma_GR = gamma_H.unflatten(0, (self.k_proj.out_features // self.head_dim, -1))
+        key_G1 = gamma_GR.amax(1, keepdim=True).sqrt()
+        query_HN = (gamma_GR / key_G1).view(-1, 1).expand(-1, self.head_dim)
+        gate_width = self.q_proj.out_features // self.num_heads - self.head_dim
+        return {
+            "q_proj": F.pad(query_HN, (0, gate_width), value=1.0).flatten(),
+            "k_proj": key_G1.expand(-1, self.head_dim).flatten(),
+        }
 
 
 class _GatedOutput(torch.autograd.Function):

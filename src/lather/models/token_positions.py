@@ -178,6 +178,18 @@ class SequenceLayout:
         """Tell whether the rows of the batch have different masks."""
         return self.documents is not None or self.padding_B is not None
 
+    def first_keys(self, window: int | None) -> Int[Tensor, "#b s"]:
+        """Return the first of the tokens to which each token attends, itself being the last, or S
+        at positions that hold no token; without a cache."""
+        token_S = torch.arange(self.length, device=self.device)
+        first_BS = token_S - self.positions
+        if window is not None:
+            first_BS = torch.maximum(first_BS, token_S - window + 1)
+        if self.padding is not None:
+            mask_BS = self.padding.mask_T.view(self.batch, self.length)
+            first_BS = first_BS.masked_fill(mask_BS, self.length)
+        return first_BS
+
     def mask(self, window: int | None) -> Bool[Tensor, "b 1 s t"]:
         """Return which queries (rows) attend to which keys, as (B or 1, 1, 1 + S, 1 + T), where T =
         S without a cache; row and column 0 are for a sink, to which all queries attend."""

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lather.models.adapted import add_adapters
+from lather.models.attention_logits import measured_layers
 from lather.models.decoder import Block, Decoder, RoutedModel
 from lather.models.entry_names import is_stack
 from lather.models.experts import Experts
@@ -83,6 +84,9 @@ class ModelPart(RoutedModel):
         """MoE layers of the whole model."""
         self.num_experts = len(whole.routers()[0].weight) if self.moe_layers else 0
         """Experts of each MoE layer, on all ranks."""
+        self.measured = {name: layer.num_heads for name, layer in measured_layers(whole).items()}
+        """Number of heads of each attention layer of the whole model whose logits can be measured,
+        by name."""
         has_first = 0 in share.stages_of_rank
         has_last = len(share.layers_of_stage) - 1 in share.stages_of_rank
         self.embed_tokens = whole.embed_tokens if has_first else None

@@ -25,8 +25,8 @@ K experts per token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -36,6 +36,7 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 
 from lather.kernels.linear_cross_entropy import linear_cross_entropy
+from lather.models.attention_logits import not_measuring
 from lather.models.decoder import Attended, Block
 from lather.models.moe import LOCAL_EXCHANGE, Exchange, MoE
 from lather.models.routing import Routing
@@ -282,13 +283,18 @@ class Segments:
                 *_losses(attended.routing),
             )
 
-        def same_decision() -> AbstractContextManager[Any]:
-            if isinstance(block.mlp, MoE):
-                return block.mlp.gate.recompute(decision[0])
-            return nullcontext()
+        @contextmanager
+        def second_run() -> Iterator[None]:
+            same_decision = (
+                block.mlp.gate.recompute(decision[0])
+                if isinstance(block.mlp, MoE)
+                else nullcontext()
+            )
+            with not_measuring(block.self_attn), same_decision:
+                yield
 
         cut, (residual_BSD, normed_TD, *of_router) = self._run(
-            "attention", attend, x_BSD, again=same_decision
+            "attention", attend, x_BSD, again=second_run
         )
         attended = Attended(residual_BSD, normed_TD, None, placeholders[0])
         if decision:

@@ -158,7 +158,9 @@ class _TrainingRun:
         layers = None if partition is None else partition.stages
         self.engine = build_engine(config, mesh, record=self.timeline, layers=layers)
         self.optimizer = build_optimizer(config.optim, self.engine.parameters)
-        self.step = TrainStep(self.engine, self.optimizer, config.train.max_grad_norm)
+        self.step = TrainStep(
+            self.engine, self.optimizer, config.train.max_grad_norm, config.train.qk_clip
+        )
         self.saver = self._new_saver()
         checkpoints = broadcast(list_checkpoints(self.saver.folder), mesh.control_group)
         self.progress = self._load(checkpoints, weights)
@@ -294,7 +296,8 @@ class _TrainingRun:
         is_recorded = _is_due(number, self.config.log.timeline_every)
         if is_recorded:
             self.timeline.begin()
-        result = self.step(self._batch(number), lr)
+        with_logits = _is_due(number, self.config.log.attention_logits_every)
+        result = self.step(self._batch(number), lr, with_logits=with_logits)
         if is_recorded and (of_ranks := gather(self.timeline.end(), self.mesh.control_group)):
             with optional_file(self.path / TIMELINE, self.display.note):
                 append_timeline(self.path / TIMELINE, number, chain.from_iterable(of_ranks))
@@ -310,6 +313,8 @@ class _TrainingRun:
         self._write(row)
         if _is_due(number, self.config.log.expert_load_every) and result.counts_LE.any():
             self._write(metrics.expert_load_row(result.counts_LE, self.progress))
+        if with_logits and result.logits_LH is not None:
+            self._write(metrics.attention_logits_row(result.logits_LH, self.progress))
         self.display.step(row, self.config.train.steps)
         self.notices.watch_step(number, result)
         if skipped >= self.config.train.max_skipped_steps:

@@ -66,6 +66,9 @@ class StepRow:
     """Entropy of the load divided by that of an even load, averaged over blocks. 1: every expert
     gets equally many tokens. The smaller, the fewer experts do the work: ln k / ln E if k of E
     experts share it evenly and the others get nothing (4 of 8 experts: 0.67)."""
+    max_attention_logit: float
+    """Largest attention logit (scaled product of a query and a key) of any head in this step; null
+    where it was not measured: see `train.qk_clip` and `log.attention_logits_every`."""
     refreshes_done: int
     """Eigenbases refreshed in this step, on all ranks."""
     refreshes_skipped: int
@@ -102,8 +105,20 @@ class ExpertLoadRow(TypedDict):
     """A list for each MoE block: the tokens sent to each expert, relative to an even load (1)."""
 
 
+class AttentionLogitsRow(TypedDict):
+    """The largest logit of every attention head, every `log.attention_logits_every` steps."""
+
+    step: int
+    """Number of the step."""
+    seconds: float
+    """Seconds since the start of training, added up over all launches of the run."""
+    attention_logits: list[list[float]]
+    """A list for each layer with attention: the largest scaled product of a query and a key in each
+    head, before clipping."""
+
+
 R = TypeVar("R", bound=Mapping[str, Any])
-Row = StepRow | ValidationRow | ExpertLoadRow
+Row = StepRow | ValidationRow | ExpertLoadRow | AttentionLogitsRow
 
 
 def step_row(
@@ -113,6 +128,7 @@ def step_row(
     least, most, entropy = (
         expert_load(result.counts_LE) if result.tokens else (math.nan, math.nan, math.nan)
     )
+    logits_LH = result.logits_LH
     return StepRow(
         step=progress.step,
         loss=result.loss,
@@ -128,6 +144,7 @@ def step_row(
         expert_load_min=least,
         expert_load_max=most,
         expert_load_entropy=entropy,
+        max_attention_logit=math.nan if logits_LH is None else float(logits_LH.max()),
         refreshes_done=result.refreshes_done,
         refreshes_skipped=result.refreshes_skipped,
         skipped=result.skipped,
@@ -153,6 +170,12 @@ def expert_load_row(counts_LE: Tensor, progress: Progress) -> ExpertLoadRow:
     load_LE = counts_LE.double() / counts_LE.double().mean(1, keepdim=True).clamp(min=1e-12)
     loads = [[round(load, 4) for load in load_E] for load_E in load_LE.tolist()]
     return {"step": progress.step, "seconds": progress.seconds, "expert_load": loads}
+
+
+def attention_logits_row(logits_LH: Tensor, progress: Progress) -> AttentionLogitsRow:
+    """Return the row with the largest logit of each head, to four significant digits."""
+    logits = [[float(f"{logit:.4g}") for logit in logits_H] for logits_H in logits_LH.tolist()]
+    return {"step": progress.step, "seconds": progress.seconds, "attention_logits": logits}
 
 
 def expert_load(counts_LE: Tensor) -> tuple[float, float, float]:

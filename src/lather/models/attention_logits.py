@@ -1,0 +1,134 @@
+"""The largest attention logit of each head, and the factors with which QK-clip scales projections so
+that it stays below a threshold.
+
+Source: QK-clip (Kimi K2, arXiv:2507.20534, section 2.1). Let S be the largest logit of a head in a
+step, the scale of attention included, and gamma = min(1, tau / S). After the optimizer's step the
+head's logits are multiplied by gamma, once and for all, in its weights:
+
+    two projections of the head's own   each times sqrt(gamma)
+    one of its own, one shared          its own times gamma, the shared one is left as it is
+
+so that no other head changes. Latent attention has both: the parts without rotary embedding are the
+head's own, the rotary key is shared by all heads. With grouped queries the heads of a group share a
+key, which can take what all of them have in common: it is multiplied by sqrt(max gamma) of its
+group, each query by the rest of its gamma. With a key per head that is sqrt(gamma) for both, and
+with a head in the group that needs no clipping the key stays as it is.
+
+The largest logit is exact: products of all queries and keys that attend to each other are computed
+again, in blocks that take little memory, in the dtype of attention's own. Bounds from norms of
+queries and keys would cost less, but are several times too large, and would clip heads that need
+none.
+
+Letters: B sequences, S positions, H heads, G key-value heads, R heads per key-value head, N width
+of a head's query and key, Q queries of a block, T keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from lather.kernels.backend import wide_dtype
+from lather.models.token_positions import SequenceLayout
+from lather.shapes import Float, Int
+
+BLOCK_LOGITS = 2**25
+"""Logits that are computed at a time."""
+
+
+class LargestLogits:
+    """Collects the largest logit of each head over the micro-batches of a step."""
+
+    def __init__(self) -> None:
+        self.of_head_H: Float[Tensor, " h"] | None = None
+        """None before the first micro-batch; -inf for a head without a query."""
+
+    @torch.no_grad()
+    def add(
+        self,
+        q_BHSN: Tensor,
+        k_BGSN: Tensor,
+        layout: SequenceLayout,
+        window: int | None,
+        scale: float,
+    ) -> None:
+        """Compute the logits of a micro-batch; those of padding do not count."""
+        logits_H = scale * largest_products(q_BHSN, k_BGSN, layout.first_keys(window))
+        if self.of_head_H is not None:
+            logits_H = torch.maximum(self.of_head_H, logits_H)
+        self.of_head_H = logits_H
+
+
+class MeasuredAttention(nn.Module):
+    """An attention layer whose largest logits can be measured, and clipped."""
+
+    num_heads: int
+    """Number of query heads."""
+    logits: LargestLogits | None = None
+    """Gets the logits of each forward pass, where they are measured."""
+
+    def clip_factors(self, gamma_H: Float[Tensor, " h"]) -> Mapping[str, Float[Tensor, " x"]]:
+        """Return, by name of a projection, the factor of each of its rows that multiplies the
+        logits of each head by gamma. Empty if a norm of queries and keys undoes such factors."""
+        raise NotImplementedError
+
+
+def measured_layers(model: nn.Module) -> dict[str, MeasuredAttention]:
+    """Return the layers of a model, or of a part of it, whose logits can be measured, by name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, MeasuredAttention)
+    }
+
+
+@contextmanager
+def measuring(layers: Mapping[str, MeasuredAttention]) -> Iterator[dict[str, LargestLogits]]:
+    """Collect the largest logits of each of these layers inside the context, by name."""
+    collected = {name: LargestLogits() for name in layers}
+    for name, layer in layers.items():
+        layer.logits = collected[name]
+    try:
+        yield collected
+    finally:
+        for layer in layers.values():
+            layer.logits = None
+
+
+@contextmanager
+def not_measuring(layer: nn.Module) -> Iterator[None]:
+    """Collect no logits of a layer inside the context, in which its forward pass is repeated."""
+    if not isinstance(layer, MeasuredAttention):
+        yield
+        return
+    before, layer.logits = layer.logits, None
+    try:
+        yield
+    finally:
+        layer.logits = before
+
+
+def largest_products(
+    q_BHSN: Float[Tensor, "b h s n"],
+    k_BGSN: Float[Tensor, "b g s n"],
+    first_BS: Int[Tensor, "#b s"],
+) -> Float[Tensor, " h"]:
+    """Return the largest product of a query and a key of each head, in fp32 (fp64 for fp64), where
+    query s meets the keys from first_BS[:, s] to s. H is a multiple of G."""
+    batch, num_heads, length, _ = q_BHSN.shape
+    q_BGRSN = q_BHSN.unflatten(1, (k_BGSN.shape[1], -1))
+    size = max(1, BLOCK_LOGITS // (batch * num_heads * length))
+    largest_GR = q_BHSN.new_full(q_BGRSN.shape[1:3], -torch.inf)
+    for start in range(0, length, size):
+        end = min(start + size, length)
+        q_BGxN = q_BGRSN[:, :, :, start:end].flatten(2, 3)
+        logits_BGxT = q_BGxN @ k_BGSN[:, :, :end].mT
+        logits_BGRQT = logits_BGxT.unflatten(2, (-1, end - start))
+        key_T = torch.arange(end, device=q_BHSN.device)
+        hidden_BQT = (key_T > key_T[start:, None]) | (key_T < first_BS[:, start:end, None])
+        logits_BGRQT.masked_fill_(hidden_BQT[:, None, None], -torch.inf)
+        largest_GR = torch.maximum(largest_GR, logits_BGRQT.amax((0, 3, 4)))
+    return largest_GR.flatten().to(wide_dtype(q_BHSN))

@@ -1,0 +1,135 @@
+"""The largest attention logits, against all products of queries and keys and a mask that is built
+from the words of the documentation; the factors of QK-clip, against the logits that follow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lather.models import attention, attention_logits
+from lather.models.attention_logits import largest_products, measured_layers, measuring
+from lather.models.decoder import Decoder
+from lather.models.token_positions import SequenceLayout
+from models.tiny import random_normal, random_tokens, tiny_family_model
+
+LENGTH = 11
+CASES = [
+    ("deepseek_v2", {}),
+    ("deepseek_v2", {"q_lora_rank": 9}),
+    ("gpt_oss", {}),
+    ("gpt_oss", {"num_key_value_heads": 6}),
+    ("qwen3_moe", {}),
+]
+
+
+def largest_of_mask(logits_BHST: Tensor, seen_BST: Tensor) -> Tensor:
+    return logits_BHST.masked_fill(~seen_BST.unsqueeze(1), -torch.inf).amax((0, 2, 3))
+
+
+def seen_by(documents_BS: Tensor, padding_BS: Tensor, window: int | None) -> Tensor:
+    """Return which tokens (dim 1) see which (dim 2), token by token."""
+    batch, length = documents_BS.shape
+    seen = torch.zeros(batch, length, length, dtype=torch.bool)
+    for b in range(batch):
+        for query in range(length):
+            for key in range(query + 1):
+                near = window is None or query - key < window
+                same = documents_BS[b, query] == documents_BS[b, key]
+                seen[b, query, key] = near and same and not padding_BS[b, query]
+    return seen
+
+
+@pytest.mark.parametrize("block", [1, 200, 10**9])
+@pytest.mark.parametrize("window", [None, 1, 4, 50])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_largest_logit_is_that_of_all_products(
+    block: int, window: int | None, packed: bool, padded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention_logits, "BLOCK_LOGITS", block)
+    q, k = random_normal(2, 6, LENGTH, 5), random_normal(2, 2, LENGTH, 5, seed=1)
+    documents_BS = torch.zeros(2, LENGTH, dtype=torch.long)
+    padding_BS = torch.zeros(2, LENGTH, dtype=torch.bool)
+    if packed:
+        documents_BS[0, 3:], documents_BS[1, 8:] = 1, 1
+    if padded:
+        padding_BS[1, 9:] = True
+    bounds = torch.tensor([0, 3, LENGTH, LENGTH + 8, 2 * LENGTH]) if packed else None
+    layout = SequenceLayout(2, LENGTH, q.device, bounds).with_padding(padding_BS)
+    expected = largest_of_mask(
+        q @ k.repeat_interleave(3, 1).mT, seen_by(documents_BS, padding_BS, window)
+    )
+    actual = largest_products(q, k, layout.first_keys(window))
+    torch.testing.assert_close(actual, expected, rtol=1e-14, atol=0)
+
+
+def measure(model: Decoder, tokens_BS: Tensor) -> dict[str, Tensor]:
+    with measuring(measured_layers(model)) as collected, torch.no_grad():
+        model(tokens_BS)
+    return {name: logits.of_head_H for name, logits in collected.items()}  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(("family", "changes"), CASES)
+def test_a_model_measures_what_its_attention_gets(
+    family: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_family_model(family, **changes).double()
+    attend, expected = attention.attend, []
+
+    def spy(q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, **options: Any) -> Tensor:
+        scale = options.get("scale") or q.shape[-1] ** -0.5
+        logits = scale * torch.einsum(
+            "bshn,bthn->bhst", q, k.repeat_interleave(q.shape[2] // k.shape[2], 2)
+        )
+        zeros = torch.zeros(2, LENGTH, dtype=torch.long)
+        seen = seen_by(zeros, zeros.bool(), options.get("window"))
+        expected.append(largest_of_mask(logits, seen))
+        return attend(q, k, v, layout, **options)
+
+    monkeypatch.setattr(attention, "attend", spy)
+    measured = measure(model, random_tokens(2, LENGTH))
+    assert list(measured) == [f"layers.{layer}.self_attn" for layer in range(3)]
+    for actual, logits in zip(measured.values(), expected, strict=True):
+        torch.testing.assert_close(actual, logits, rtol=1e-13, atol=0)
+
+
+def capture(model: Decoder, tokens_BS: Tensor, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Return queries, keys and values of the first layer."""
+    attend, captured = attention.attend, []
+
+    def spy(*heads: Any, **options: Any) -> Tensor:
+        captured.extend(heads[:3])
+        return attend(*heads, **options)
+
+    with monkeypatch.context() as patched, torch.no_grad():
+        patched.setattr(attention, "attend", spy)
+        model(tokens_BS)
+    return captured[:3]
+
+
+@pytest.mark.parametrize(("family", "changes"), CASES[:-1])
+def test_factors_scale_each_head_s_logits_by_its_gamma_and_no_value(
+    family: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gammas differ; in one of the groups all are below 1."""
+    model, tokens = tiny_family_model(family, **changes).double(), random_tokens(2, LENGTH)
+    name, layer = next(iter(measured_layers(model).items()))
+    gamma_H = torch.tensor([0.5, 0.9, 0.25, 1.0, 0.01, 1.0][: layer.num_heads]).double()
+    before, (_, k_BTGN, v_BTGU) = measure(model, tokens)[name], capture(model, tokens, monkeypatch)
+    for projection, factor_X in layer.clip_factors(gamma_H).items():
+        assert (factor_X <= 1).all()
+        for p in layer.get_submodule(projection).parameters():
+            p.detach().mul_(factor_X.view(-1, *[1] * (p.dim() - 1)))
+    torch.testing.assert_close(measure(model, tokens)[name], gamma_H * before, rtol=1e-13, atol=0)
+    _, clipped_BTGN, values_BTGU = capture(model, tokens, monkeypatch)
+    assert torch.equal(values_BTGU, v_BTGU)
+    if family == "deepseek_v2":  # the shared rotary key is the last 6 columns
+        assert torch.equal(clipped_BTGN[..., -6:], k_BTGN[..., -6:])
+        ratio_H = gamma_H.sqrt()
+        clipped_BTGN, k_BTGN = clipped_BTGN[..., :-6], k_BTGN[..., :-6]
+    else:
+        ratio_H = gamma_H.unflatten(0, (k_BTGN.shape[2], -1)).amax(1).sqrt()
+    torch.testing.assert_close(clipped_BTGN, ratio_H[:, None] * k_BTGN, rtol=1e-13, atol=1e-14)
