@@ -14,8 +14,8 @@ from lather.commands.with_config import parse_with_config
 from lather.config.config import Config, check_parallel
 from lather.console import command_console, is_live
 from lather.durations import duration
-from lather.engine.step import pick_device
 from lather.engine.qk_clip import check_qk_clip
+from lather.engine.step import pick_device
 from lather.engine.trained_parameters import check_finetuning
 from lather.errors import ConfigError, UserError
 from lather.lines import fit, rule

@@ -24,8 +24,8 @@ from lather.device import Read, gpu_module, is_gpu, read, to_device
 from lather.engine.qk_clip import largest_logits
 from lather.engine.step_reading import StepReading, StepResult
 from lather.engine.trained_parameters import train_only, trained_parameters, with_adapters
-from lather.models.decoder import Decoder, RoutedModel
 from lather.models.attention_logits import measured_layers, measuring
+from lather.models.decoder import Decoder, RoutedModel
 from lather.models.families import build_model as build_family
 from lather.models.moe import LOCAL_EXCHANGE, Exchange
 from lather.models.routing import counting_step

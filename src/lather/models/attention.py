@@ -123,13 +123,10 @@ class MultiHeadLatentAttention(MeasuredAttention):
                 )
 
             recipe = Recipe(recomputation, (1, 2), keys_and_values, (latent_BSL, k_BSR, *tables))
-            attended_BSHU = attend(
-                *self.heads(query_BSx, kv_BSx, k_BSR, *tables),
-                layout,
-                scale=self.scale,
-                recipe=recipe,
-                logits=self.logits,
-            )
+            heads = self.heads(query_BSx, kv_BSx, k_BSR, *tables)
+            self.measure(*heads, layout)
+            attended_BSHU = attend(*heads, layout, scale=self.scale, recipe=recipe)
+            del heads  # keys and values are recomputed in backward
         return self.o_proj(_side_by_side(attended_BSHU, recomputation))
 
     def heads(
@@ -250,7 +247,7 @@ class GroupedQueryAttention(MeasuredAttention):
     ) -> None:
         super().__init__()
         self.head_dim, self.rotary, self.window, self.gate = sizes.head_dim, rotary, window, gate
-        self.num_heads = sizes.num_heads
+        self.num_heads, self.scale = sizes.num_heads, sizes.head_dim**-0.5
         num_heads, num_kv_heads, hidden_size = (
             sizes.num_heads,
             sizes.num_kv_heads,
@@ -283,15 +280,9 @@ class GroupedQueryAttention(MeasuredAttention):
         q_BSHN, k_BTGN, v_BTGN = self.heads(*projected)
         if layout.cache is not None:
             k_BTGN, v_BTGN = layout.cache.extend(self, k_BTGN, v_BTGN)
+        self.measure(q_BSHN, k_BTGN, v_BTGN, layout)
         attended_BSHN = attend(
-            q_BSHN,
-            k_BTGN,
-            v_BTGN,
-            layout,
-            window=self.window,
-            sinks_H=self.sinks,
-            recipe=recipe,
-            logits=self.logits,
+            q_BSHN, k_BTGN, v_BTGN, layout, window=self.window, sinks_H=self.sinks, recipe=recipe
         )
         if not self.gate:
             return self.o_proj(_side_by_side(attended_BSHN, recomputation))

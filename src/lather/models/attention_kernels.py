@@ -20,7 +20,6 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from lather.device import is_gpu
-from lather.models.attention_logits import LargestLogits
 from lather.models.flex_attention import FLEX_DTYPES, FLEX_MIN_WIDTH, flexible_attention
 from lather.models.fused_attention import fused_attention
 from lather.models.saving.recomputed import Make, Recomputation
@@ -38,7 +37,6 @@ def attend(
     window: int | None = None,
     sinks_H: Float[Tensor, " h"] | None = None,
     recipe: Recipe | None = None,
-    logits: LargestLogits | None = None,
 ) -> Float[Tensor, "b s h u"]:
     """Compute softmax(scale q k^T) v over the keys that the layout lets each token attend to; H is
     a multiple of G.
@@ -47,13 +45,11 @@ def attend(
     earlier tokens. `sinks_H` are the logits of an additional key per head, whose value is zero. The
     result is computed in the values' dtype, because under autocast norms and biases may have
     widened queries and keys. Queries, keys and values that `recipe` can recompute are not saved for
-    backward. `logits` gets the logits of all heads, but not the sinks.
+    backward.
     """
     scale = q_BSHN.shape[-1] ** -0.5 if scale is None else scale
     q, k, v = (_by_head(x, v_BTGU.dtype) for x in (q_BSHN, k_BTGN, v_BTGU))
     register = None if recipe is None else recipe.register
-    if logits is not None:
-        logits.add(q, k, layout, window, scale)
     if sinks_H is None and layout.is_plain(window):
         y_BHSU = fused_attention(q, k, v, None, scale, register)
     elif (

@@ -1,5 +1,4 @@
-"""The largest attention logit of each head, and the factors with which QK-clip scales projections so
-that it stays below a threshold.
+"""The largest attention logit of each head, and what QK-clip needs to keep it below a threshold.
 
 Source: QK-clip (Kimi K2, arXiv:2507.20534, section 2.1). Let S be the largest logit of a head in a
 step, the scale of attention included, and gamma = min(1, tau / S). After the optimizer's step the
@@ -40,26 +39,16 @@ BLOCK_LOGITS = 2**25
 
 
 class LargestLogits:
-    """Collects the largest logit of each head over the micro-batches of a step."""
+    """The largest logit of each head over the micro-batches of a step."""
 
     def __init__(self) -> None:
         self.of_head_H: Float[Tensor, " h"] | None = None
         """None before the first micro-batch; -inf for a head without a query."""
 
-    @torch.no_grad()
-    def add(
-        self,
-        q_BHSN: Tensor,
-        k_BGSN: Tensor,
-        layout: SequenceLayout,
-        window: int | None,
-        scale: float,
-    ) -> None:
-        """Compute the logits of a micro-batch; those of padding do not count."""
-        logits_H = scale * largest_products(q_BHSN, k_BGSN, layout.first_keys(window))
-        if self.of_head_H is not None:
-            logits_H = torch.maximum(self.of_head_H, logits_H)
-        self.of_head_H = logits_H
+    def add(self, logits_H: Float[Tensor, " h"]) -> None:
+        """Take in the largest logits of a micro-batch."""
+        before_H = self.of_head_H
+        self.of_head_H = logits_H if before_H is None else torch.maximum(before_H, logits_H)
 
 
 class MeasuredAttention(nn.Module):
@@ -67,8 +56,23 @@ class MeasuredAttention(nn.Module):
 
     num_heads: int
     """Number of query heads."""
+    scale: float
+    """Factor of the products of queries and keys; above 0."""
+    window: int | None = None
+    """Number of the last tokens that a token attends to; None: all."""
     logits: LargestLogits | None = None
-    """Gets the logits of each forward pass, where they are measured."""
+    """Gets the logits of each forward pass while they are measured."""
+
+    @torch.no_grad()
+    def measure(
+        self, q_BSHN: Tensor, k_BSGN: Tensor, v_BSGU: Tensor, layout: SequenceLayout
+    ) -> None:
+        """Compute the logits of queries and keys, if they are measured; those of padding do not
+        count. As in attention, the products are in the values' dtype."""
+        if self.logits is not None:
+            q_BHSN, k_BGSN = (x.to(v_BSGU.dtype).transpose(1, 2) for x in (q_BSHN, k_BSGN))
+            products_H = largest_products(q_BHSN, k_BGSN, layout.first_keys(self.window))
+            self.logits.add(self.scale * products_H)
 
     def clip_factors(self, gamma_H: Float[Tensor, " h"]) -> Mapping[str, Float[Tensor, " x"]]:
         """Return, by name of a projection, the factor of each of its rows that multiplies the
