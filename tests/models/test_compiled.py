@@ -64,6 +64,34 @@ for name in ("rotary of a part", "norm over heads", "gate, norm, window"):
     print(max(error(*pair) for pair in zip(*results)))
 """
 
+DELTA_NET = """
+import copy, torch
+from lather.models.saving.recomputed import Recomputation
+from lather.models.token_positions import SequenceLayout
+from lather.models.delta_net import DeltaSizes, GatedDeltaNet
+from models.tiny import error, random_normal
+
+torch.set_num_threads(1)
+x_BSD = random_normal(2, 7, 12).requires_grad_()
+layout = SequenceLayout(2, 7, torch.device("cpu"), torch.tensor([0, 3, 7, 14]))
+for grouped in (True, False):
+    plain = GatedDeltaNet(DeltaSizes(12, 2, 6, 5, 3, 4), 1e-6, grouped_projections=grouped).double()
+    for number, p in enumerate(plain.parameters()):
+        p.data.copy_(random_normal(*p.shape, seed=number))
+    compiled, results = copy.deepcopy(plain), []
+    for name in plain.parts_to_compile:
+        part = torch.compile(getattr(compiled, name), fullgraph=True, backend="aot_eager")
+        setattr(compiled, name, part)
+    for layer in (compiled, plain):
+        recomputation = Recomputation(warmed_up=set())
+        with recomputation.watch():
+            y_BSD = layer(x_BSD, layout, recomputation)
+        with torch.compiler.set_stance("fail_on_recompile"):
+            leaves = [x_BSD, *layer.parameters()]
+            results.append((y_BSD, *torch.autograd.grad(y_BSD.square().sum(), leaves)))
+    print(max(error(*pair) for pair in zip(*results)))
+"""
+
 
 def printed_by(script: str) -> list[list[str]]:
     run = subprocess.run(
@@ -90,3 +118,7 @@ def test_compiled_options_of_attention_are_the_options() -> None:
     errors = [float(words[0]) for words in printed_by(ATTENTION)]
     assert len(errors) == 3
     assert max(errors) < 1e-12
+
+
+def test_compiled_parts_of_gated_deltanet_have_the_same_numbers() -> None:
+    assert all(float(worst) < 1e-12 for (worst,) in printed_by(DELTA_NET))

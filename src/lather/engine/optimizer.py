@@ -10,6 +10,7 @@ from torch import nn
 
 from lather.config.optim import OptimConfig
 from lather.optim import MatrixOptimizer, parameters_by_kind
+from lather.optim.groups import ADAM_NAMES
 from lather.optim.optimizers import OPTIMIZER_OF
 from lather.optim.options import options_of
 from lather.parallel.local_parameters import LocalParameters
@@ -18,6 +19,8 @@ LR_FACTOR = "lr_factor"
 """Key of a group: its learning rate as a factor of `optim.lr` at every step."""
 ROUTERS = ("gate", "shared_expert_gate")
 """Name components that identify the parameters of routers and of the shared experts' gates."""
+NO_MATRICES = (*ADAM_NAMES, "conv1d")
+"""Name components of embeddings, heads, and convolutions that have a filter for each channel."""
 
 
 def build_optimizer(
@@ -33,7 +36,9 @@ def build_optimizer(
     else:
         trained = [(name, p) for name, p in parameters if p.requires_grad]
     groups = []
-    for kind, named in parameters_by_kind(trained, router_names=ROUTERS).items():
+    for kind, named in parameters_by_kind(
+        trained, router_names=ROUTERS, adam_names=NO_MATRICES
+    ).items():
         if not named:
             continue
         rule = config.rule_of(kind)

@@ -62,12 +62,21 @@ class Block(nn.Module):
     or, in a dense block, a `GatedMLP`."""
 
     def __init__(
-        self, self_attn: nn.Module, mlp: MoE | GatedMLP, hidden_size: int, rms_norm_eps: float
+        self,
+        self_attn: nn.Module,
+        mlp: MoE | GatedMLP,
+        hidden_size: int,
+        rms_norm_eps: float,
+        *,
+        zero_centered: bool = False,
     ) -> None:
+        """`zero_centered`: of both norms (see `RMSNorm`)."""
         super().__init__()
-        self.input_layernorm = RMSNorm(hidden_size, rms_norm_eps)
+        self.input_layernorm = RMSNorm(hidden_size, rms_norm_eps, zero_centered=zero_centered)
         self.self_attn = self_attn
-        self.post_attention_layernorm = RMSNorm(hidden_size, rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(
+            hidden_size, rms_norm_eps, zero_centered=zero_centered
+        )
         self.mlp = mlp
         self.memory = "saved"
         self.warmed_up: set[Hashable] | None = None
@@ -231,7 +240,9 @@ class Decoder(RoutedModel):
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(blocks)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = RMSNorm(
+            config.hidden_size, config.rms_norm_eps, zero_centered=config.zero_centered_norms
+        )
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
@@ -297,18 +308,20 @@ class Decoder(RoutedModel):
     def fresh_weights(
         self, std: float, generator: torch.Generator | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and a fresh value, on CPU, of each parameter: norms are 1 (zero-centered
-        ones 0), biases 0, all others drawn from a normal distribution with this standard deviation,
-        in the order of `parameters()`. The model may be on the meta device."""
-        norms = {
-            id(module.weight): module.initial_weight
+        """Yield the name and a fresh value, on CPU, of each parameter: those of its module's
+        `fresh_parameter` if it has this method (norms are 1, zero-centered ones 0), biases 0, all
+        others drawn from a normal distribution with this standard deviation, in the order of
+        `parameters()`. The model may be on the meta device."""
+        owners = {
+            id(p): module
             for module in self.modules()
-            if isinstance(module, RMSNorm)
+            if hasattr(module, "fresh_parameter")
+            for p in module.parameters(recurse=False)
         }
         for name, p in self.named_parameters():
             # no name holds a value here, so that the caller can free each before the next
-            if id(p) in norms:
-                yield name, torch.full_like(p, norms[id(p)], device="cpu")
+            if id(p) in owners:
+                yield name, owners[id(p)].fresh_parameter(name.rpartition(".")[2], p, generator)
             elif name.endswith("bias"):
                 yield name, torch.zeros_like(p, device="cpu")
             else:

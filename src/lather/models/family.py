@@ -51,6 +51,9 @@ class FamilyConfig:
     """Names of fields of the published load-balancing loss, without influence on the logits, and
     the keys of `[moe]` that say the same."""
 
+    zero_centered_norms: ClassVar[bool] = False
+    """Whether the norms of the residual stream are zero-centered (`RMSNorm`)."""
+
     @property
     def num_routed_experts(self) -> int:
         """Number of routed experts of an MoE block, under any of its usual names; 0: there are

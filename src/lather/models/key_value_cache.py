@@ -1,4 +1,5 @@
-"""The cache of keys and values with which a forward pass processes only new tokens; for inference.
+"""The cache of keys and values, or of states, with which a forward pass processes only new tokens;
+for inference.
 
 Letters: B sequences, S new tokens, T slots.
 """
@@ -12,7 +13,8 @@ from lather.shapes import Int
 
 class KeyValueCache:
     """The keys and values of all layers for the tokens that have been processed; of latent
-    attention it holds the latent and its rotary key (arXiv:2405.04434, section 2.1.3).
+    attention it holds the latent and its rotary key (arXiv:2405.04434, section 2.1.3). A recurrent
+    layer has a state instead, which does not grow.
 
     Rows of a batch may have different lengths: shorter rows are padded on the left, so that all
     rows end in the same slot. T is the number of slots: of all cached tokens, including padding and
@@ -29,6 +31,7 @@ class KeyValueCache:
         self._rooms: dict[tuple[nn.Module, int], Tensor] = {}
         """The tensors (B, capacity, ...) of each layer by number; the capacity doubles when it is
         full."""
+        self._states: dict[nn.Module, tuple[Tensor, ...]] = {}
 
     def extend(self, layer: nn.Module, *new_BS: Tensor) -> tuple[Tensor, ...]:
         """Append the layer's tensors for the new tokens, (B, S, ...) each, which `length` includes
@@ -45,8 +48,20 @@ class KeyValueCache:
             room[:, start : self.length] = x_BS
         return tuple(self._rooms[layer, number][:, : self.length] for number in range(len(new_BS)))
 
+    def state_of(self, layer: nn.Module) -> tuple[Tensor, ...] | None:
+        """Return the tensors (B, ...) of a recurrent layer after the earlier tokens; None before
+        the first."""
+        return self._states.get(layer)
+
+    def set_state(self, layer: nn.Module, *tensors_B: Tensor) -> None:
+        """Set what `state_of` returns after the new tokens."""
+        self._states[layer] = tensors_B
+
     def keep_rows(self, rows: list[int]) -> None:
         """Keep only these rows, in this order."""
         self._rooms = {key: room[rows] for key, room in self._rooms.items()}
+        self._states = {
+            layer: tuple(x_B[rows] for x_B in state) for layer, state in self._states.items()
+        }
         if self.padding_B is not None:
             self.padding_B = self.padding_B[rows]

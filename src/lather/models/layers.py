@@ -84,12 +84,11 @@ class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float, *, zero_centered: bool = False) -> None:
         super().__init__()
         self.eps, self.zero_centered = eps, zero_centered
-        self.weight = nn.Parameter(torch.full((size,), self.initial_weight))
+        self.weight = nn.Parameter(torch.full((size,), 0.0 if zero_centered else 1.0))
 
-    @property
-    def initial_weight(self) -> float:
-        """Every entry of a fresh weight."""
-        return 0.0 if self.zero_centered else 1.0
+    def fresh_parameter(self, name: str, p: Tensor, generator: torch.Generator | None) -> Tensor:
+        """Return a fresh weight on CPU."""
+        return torch.full_like(p, 0.0 if self.zero_centered else 1.0, device="cpu")
 
     def forward(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
         if not self.zero_centered:

@@ -87,6 +87,8 @@ class SequenceLayout:
         """Position of each token in its document; (1, S) if each row is a single document."""
         self.documents: Int[Tensor, "b s"] | None = None
         """Number of each token's document; None if each row is a single document."""
+        self.cu_seqlens: Int[Tensor, " n"] | None = None
+        """The boundaries of these documents among all tokens, from 0 to B * S; None as above."""
         self.padding: Padding | None = None
         """The positions that hold no token, at which the router looks; None: there is none."""
         self._made: dict[Any, Any] = {}
@@ -124,8 +126,10 @@ class SequenceLayout:
         check_boundaries(cu_seqlens, self.batch * self.length)
         rows = torch.arange(0, self.batch * self.length + 1, max(self.length, 1), device="cpu")
         bounds = read(cu_seqlens, Read.BOUNDS).long()
-        starts = to_device(torch.cat((bounds, rows)).unique()[:-1], self.device)
+        bounds = to_device(torch.cat((bounds, rows)).unique(), self.device)
+        starts = bounds[:-1]
         if len(starts) > self.batch:
+            self.cu_seqlens = bounds
             token_T = torch.arange(self.batch * self.length, device=self.device)
             document_T = torch.searchsorted(starts, token_T, right=True) - 1
             self.positions = (token_T - starts[document_T]).view(self.batch, self.length)

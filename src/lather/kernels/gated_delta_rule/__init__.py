@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from lather.kernels.backend import wide_dtype
 from lather.kernels.gated_delta_rule import chunks, fla, reference
 from lather.kernels.inputs_only import saving_inputs_only
 from lather.shapes import Float, Int
@@ -30,7 +30,7 @@ class Documents:
     number_BS: Int[Tensor, "b s"]
     """Number of each token's document, ascending from 0 over all rows."""
     cu_seqlens: Int[Tensor, " l"] | None = None
-    """Their boundaries among the B * S tokens, from 0 to B * S; fla needs them."""
+    """Boundaries of the documents among the B * S tokens, from 0 to B * S; fla needs them."""
 
 
 def gated_delta_rule(
@@ -57,7 +57,7 @@ def gated_delta_rule(
     document_BS = None if documents is None else documents.number_BS
     cu_seqlens = None if documents is None else documents.cu_seqlens
     validate(q_BSGK, k_BSGK, v_BSHV, decay_BSH, rate_BSH, document_BS, state_BHKV)
-    single = v_BSHV.shape[1] == 1
+    single, dtype = v_BSHV.shape[1] == 1, v_BSHV.dtype  # `compute` must not hold v itself
     is_packed = documents is not None
     by_fla = not single and fla.takes(
         k_BSGK, cu_seqlens, is_packed=is_packed, with_state=with_state
@@ -67,10 +67,10 @@ def gated_delta_rule(
         *tokens, state = inputs
         if by_fla:
             return fla.gated_delta_rule(*tokens, cu_seqlens, state, with_state=with_state)
-        wide = [x.to(wide_dtype(v_BSHV)) for x in tokens]
+        wide = [x.to(torch.promote_types(dtype, torch.float32)) for x in tokens]
         operation = reference.gated_delta_rule if single else chunks.gated_delta_rule
         out_BSHV, state = operation(*wide, document_BS, state)
-        out_BSHV = out_BSHV.to(v_BSHV.dtype)
+        out_BSHV = out_BSHV.to(dtype).contiguous()
         return (out_BSHV, state) if with_state else (out_BSHV,)
 
     out_BSHV, *states = saving_inputs_only(
