@@ -91,19 +91,19 @@ def all_parts(device: str, folder: Path, *, small: bool) -> list[MeasuredPart]:
     absent = [peer for peer in PEERS if importlib.util.find_spec(peer) is None]
     note = f"without {' and '.join(absent)}, not installed here" if absent else ""
     return [
-        work("kernels", kernels, 120),
+        work("kernels", kernels, 60),
         _tests("engine", 160),
-        training("adamw", "AdamW", 90),
-        training("soap_muon", "SOAP-Muon", 120),
-        work("refresh", "the batched refresh of 96 factors against one by one", 100),
+        training("adamw", "AdamW", 75),
+        training("soap_muon", "SOAP-Muon", 90),
+        work("refresh", "the batched refresh of 96 factors against one by one", 90),
         _tests("moe", 70),
         _tests("attention", 100),
         _tests("optim", 100),
         _tests("kernels", 140),
         _tests("loss", 90),
-        work("block", "a decoder block against plain PyTorch", 60, TRAINER),
-        training("muon", "Muon", 90),
-        work("optimizer", peers, 110, note=note),
+        work("block", "a decoder block against plain PyTorch", 50, TRAINER),
+        training("muon", "Muon", 75),
+        work("optimizer", peers, 90, note=note),
         _tests("cache", 60),
     ]
 

@@ -164,7 +164,6 @@ import torch
 from lather.kernels.{module} import {name}
 x = torch.ones(4, 8, device="cuda")
 weight = [torch.ones(8, 8, device="cuda")] if "{name}" == "linear_cross_entropy" else []
-x @ torch.ones(8, 8, device="cuda")  # creates cuBLAS's handle, which would fail after the assert
 {name}(x, *weight, torch.tensor([0, 1, 8, 2], device="cuda"))
 torch.cuda.synchronize()
 """
@@ -174,13 +173,13 @@ torch.cuda.synchronize()
     ("module", "name"),
     [("cross_entropy", "cross_entropy_"), ("linear_cross_entropy", "linear_cross_entropy")],
 )
-def test_a_label_out_of_range_is_a_device_side_assert(module: str, name: str) -> None:
+def test_a_label_out_of_range_fails_an_assertion_on_the_device(module: str, name: str) -> None:
     script = WRONG_LABEL.format(module=module, name=name)
     result = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=200, check=False
     )
     assert result.returncode != 0
-    assert "device-side assert" in result.stderr
+    assert "Assertion" in result.stderr  # a product that follows raises an error of cuBLAS's own
 
 
 def peak_of(work: Callable[[], object]) -> int:
