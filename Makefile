@@ -72,7 +72,7 @@ bench: $(READY)  ## the benchmarks of memory and pipeline, then the optimizers' 
 GPU = PYTHONPATH=src$(if $(PYTHONPATH),:$(PYTHONPATH)) $(1) -m benchmarks.gpu --device $(DEVICE) $(if $(filter cpu,$(DEVICE)),--small) $(ARGS)
 
 ifeq ($(INSTALL),0)
-gpu:  ## everything that has to be measured on a GPU, in 27 minutes; goes on where it stopped (ARGS='--minutes 9': in calls of nine; DEVICE=cpu rehearses; PYTHON=python3 INSTALL=0 installs nothing)
+gpu:  ## everything that has to be measured on a GPU, in at most 12 minutes; goes on where it stopped (ARGS='--minutes 9': in calls of nine; DEVICE=cpu rehearses; PYTHON=python3 INSTALL=0 installs nothing)
 	$(call GPU,$(PYTHON))
 else
 gpu: $(READY)

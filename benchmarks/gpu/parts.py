@@ -2,7 +2,8 @@
 beside torch.
 
 They stand in the order of their worth, because the time on a GPU may end before they do. The
-limits add up to less than 27 minutes, and fit into three calls of nine, whatever hangs.
+limits, of about twice the time that an H100 needed, add up to less than 12 minutes, and fit into
+two calls of nine, whatever hangs.
 """
 
 from __future__ import annotations
@@ -17,16 +18,7 @@ from benchmarks.gpu.needs import MEASURING, TRAINER
 ROOT = Path(__file__).resolve().parents[2]
 """The repository, which has the tests and the configurations of sizes that the package lacks."""
 PEERS = ("heavyball", "pytorch_optimizer")
-FILES = {
-    "attention": "test_attention_cuda.py",
-    "cache": "test_cache_cuda.py",
-    "engine": "test_engine_cuda.py",
-    "kernels": "test_moe_kernels.py",
-    "loss": "test_loss_kernels.py",
-    "moe": "test_moe_block.py",
-    "optim": "test_optim_cuda.py",
-}
-"""The files of tests/gpu, by a short name."""
+TESTS = {**TRAINER, "pytest": "8.0"}
 TOUCH = """
 import torch
 
@@ -90,33 +82,14 @@ def all_parts(device: str, folder: Path, *, small: bool) -> list[MeasuredPart]:
     peers = "optimizer steps against heavyball and pytorch_optimizer"
     absent = [peer for peer in PEERS if importlib.util.find_spec(peer) is None]
     note = f"without {' and '.join(absent)}, not installed here" if absent else ""
+    tests = ("-m", "benchmarks.gpu.tests")
     return [
-        work("kernels", kernels, 120),
-        _tests("engine", 160),
-        training("adamw", "AdamW", 90),
-        training("soap_muon", "SOAP-Muon", 120),
-        work("refresh", "the batched refresh of 96 factors against one by one", 100),
-        _tests("moe", 70),
-        _tests("attention", 100),
-        _tests("optim", 100),
-        _tests("kernels", 140),
-        _tests("loss", 90),
-        work("block", "a decoder block against plain PyTorch", 60, TRAINER),
-        training("muon", "Muon", 90),
-        work("optimizer", peers, 110, note=note),
-        _tests("cache", 60),
+        work("kernels", kernels, 60),
+        MeasuredPart("tests", "tests/gpu, all files at the same time", tests, 180, TESTS),
+        training("adamw", "AdamW", 60),
+        training("soap_muon", "SOAP-Muon", 75),
+        work("refresh", "the batched refresh of 96 factors against one by one", 60),
+        work("block", "a decoder block against plain PyTorch", 40, TRAINER),
+        training("muon", "Muon", 60),
+        work("optimizer", peers, 90, note=note),
     ]
-
-
-def _tests(name: str, seconds: float) -> MeasuredPart:
-    """Make the part that runs a file of tests/gpu. It leaves out the suite's conftest, which checks
-    shapes and needs packages for developers."""
-    options = ("-c", str(ROOT / "tests/gpu/alone.ini"), "--rootdir", str(ROOT), "--noconftest")
-    arguments = ("-m", "pytest", *options, str(ROOT / "tests/gpu" / FILES[name]))
-    return MeasuredPart(
-        f"tests-{name}",
-        f"tests/gpu/{FILES[name]}",
-        arguments,
-        seconds,
-        {**TRAINER, "pytest": "8.0"},
-    )

@@ -18,7 +18,11 @@ from torch import Tensor
 from lather.kernels.adam_in_basis import adam_in_basis
 from lather.kernels.backend import wide_product
 from lather.kernels.cross_entropy import cross_entropy_
-from lather.kernels.linear_cross_entropy import linear_cross_entropy
+from lather.kernels.linear_cross_entropy import (
+    GPU_TILE_ELEMENTS,
+    gpu_tile,
+    linear_cross_entropy,
+)
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -169,13 +173,13 @@ torch.cuda.synchronize()
     ("module", "name"),
     [("cross_entropy", "cross_entropy_"), ("linear_cross_entropy", "linear_cross_entropy")],
 )
-def test_a_label_out_of_range_is_a_device_side_assert(module: str, name: str) -> None:
+def test_a_label_out_of_range_fails_an_assertion_on_the_device(module: str, name: str) -> None:
     script = WRONG_LABEL.format(module=module, name=name)
     result = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=200, check=False
     )
     assert result.returncode != 0
-    assert "device-side assert" in result.stderr
+    assert "Assertion" in result.stderr  # a product that follows raises an error of cuBLAS's own
 
 
 def peak_of(work: Callable[[], object]) -> int:
@@ -189,24 +193,31 @@ def peak_of(work: Callable[[], object]) -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_memory_of_linear_cross_entropy_is_within_a_twentieth_of_the_logits(
-    dtype: torch.dtype,
-) -> None:
-    x, weight, labels = inputs(4096, 102400, 2048, dtype)
+def test_memory_of_linear_cross_entropy_is_that_of_a_tile(dtype: torch.dtype) -> None:
+    num_tokens, width, vocabulary = 8192, 1024, 65536
+    x, weight, labels = inputs(num_tokens, vocabulary, width, dtype)
     linear_cross_entropy(
         x[:8], weight[:600], labels[:8] % 600
     ).backward()  # cuBLAS allocates its workspace
     x.grad = weight.grad = None
-    logits = 4096 * 102400 * dtype.itemsize
+    tile = 4 * GPU_TILE_ELEMENTS
     losses: list[Tensor] = []
-    assert peak_of(lambda: losses.append(linear_cross_entropy(x, weight, labels))) <= 0.05 * logits
-    assert peak_of(losses[0].backward) - x.nbytes - weight.nbytes <= 0.05 * logits
+    assert peak_of(lambda: losses.append(linear_cross_entropy(x, weight, labels))) <= 1.1 * tile
+    gradients = x.nbytes + weight.nbytes
+    # bf16: the gradient of the tile, and fp32 sums of dx and of the dW of a run of columns
+    wider = (
+        0
+        if dtype == torch.float32
+        else tile // 2 + 4 * width * (num_tokens + gpu_tile(num_tokens)[1])
+    )
+    assert peak_of(losses[0].backward) - gradients <= 1.1 * (tile + wider)
 
 
 def test_memory_of_cross_entropy_in_place() -> None:
     x, _, labels = inputs(1024, 50000, 1, torch.bfloat16)
     logits = x.expand(1024, 50000) * 1
-    assert peak_of(lambda: cross_entropy_(logits, labels)) < 0.01 * logits.nbytes
+    num_bytes = logits.nbytes
+    assert peak_of(lambda: cross_entropy_(logits, labels)) < 0.01 * num_bytes
 
 
 def milliseconds(work: Callable[[], object], repeats: int = 20) -> float:

@@ -27,7 +27,8 @@ GATES = [
     pytest.param(Gate(1.3, 0.5, 0.7), id="halves_clamped"),
 ]
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 1e-3}
+TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 3e-3}
+# of bf16 a tenth of the sums lie between two numbers, which a CPU may round up and a GPU to even
 ROUTES = [
     (63, 3, 5, 1),
     (500, 8, 256, 16),

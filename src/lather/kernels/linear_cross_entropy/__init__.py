@@ -223,8 +223,9 @@ def _logsumexp(
     for columns, weight_CD, runs in products.tiles(x_TD, weight_VD):
         for rows, x_ND in runs:
             state_N = max_T[rows], sum_T[rows], label_logit_T[rows]
-            logits_NC = products.product(x_ND, weight_CD.T)
-            update_logsumexp_(*state_N, logits_NC, labels_T[rows], columns.start)
+            update_logsumexp_(  # no name holds the tile, so that there is one at a time
+                *state_N, products.product(x_ND, weight_CD.T), labels_T[rows], columns.start
+            )
     return max_T + sum_T.log(), label_logit_T
 
 
@@ -261,5 +262,6 @@ def _add_gradients(
                 products.add_product_(dw_CD, gradient_NC.T, x_ND)
             if dx_TD is not None:
                 products.add_product_(dx_TD[rows], gradient_NC, weight_CD)
+            del gradient_NC  # before the next tile
         if out_CD is not None and dw_CD is not None and dw_CD is not out_CD:
             out_CD.copy_(dw_CD)
