@@ -7,18 +7,23 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from models.tiny import FAMILY_TABLES
+
 TESTS = Path(__file__).parents[1]
 COMPARE = """
-import copy, torch
-from lather.models.families import FAMILIES, build_model
+import copy, sys, torch
+from lather.models.families import build_model
 from lather.models.saving.weight_gradients import WeightGradients, defer_weight_gradients
 from torch._dynamo.utils import counters
-from models.tiny import FAMILY_SIZES, random_tokens
+from models.tiny import random_tokens, tiny_family_config
 
 torch.set_num_threads(1)
-for model_type, shapes in (("qwen3_moe", ((2, 7), (3, 5))), ("deepseek_v2", ((2, 7),))):
+for model_type in sys.argv[1:]:
+    shapes = ((2, 7), (3, 5)) if model_type == "qwen3_moe" else ((2, 7),)
     torch._dynamo.reset()
-    config = FAMILIES[model_type].config(**{**FAMILY_SIZES[model_type], "num_hidden_layers": 1})
+    config = tiny_family_config(model_type, num_hidden_layers=LAYERS)
     plain = build_model(config, torch.Generator().manual_seed(0))
     compiled = copy.deepcopy(plain)
     num_parts = compiled.compile_parts(backend="aot_eager")
@@ -46,7 +51,7 @@ for model_type, shapes in (("qwen3_moe", ((2, 7), (3, 5))), ("deepseek_v2", ((2,
 
 
 ATTENTION = """
-import copy, torch
+import copy, sys, torch
 from lather.models.token_positions import SequenceLayout
 from models.test_grouped_query import OPTIONS, attention_with
 from models.tiny import error, random_normal
@@ -93,9 +98,9 @@ for grouped in (True, False):
 """
 
 
-def printed_by(script: str) -> list[list[str]]:
+def printed_by(script: str, *arguments: str) -> list[list[str]]:
     run = subprocess.run(
-        [sys.executable, "-c", script],
+        [sys.executable, "-c", script, *arguments],
         capture_output=True,
         text=True,
         timeout=300,
@@ -106,8 +111,13 @@ def printed_by(script: str) -> list[list[str]]:
     return [line.split() for line in run.stdout.splitlines()]
 
 
+def compared(*families: str, layers: int = 1) -> list[list[str]]:
+    """Return for each family the numbers of parts, breaks and graphs, and the largest error."""
+    return printed_by(COMPARE.replace("LAYERS", str(layers)), *families)
+
+
 def test_the_compiled_parts_are_the_model() -> None:
-    lines = printed_by(COMPARE)
+    lines = compared("qwen3_moe", "deepseek_v2")
     # attention and three norms: a graph of each kind, one more for recomputation in backward, and
     # more for other sizes
     assert [line[:3] for line in lines] == [["4", "0", "8"], ["4", "0", "4"]]
@@ -122,3 +132,12 @@ def test_compiled_options_of_attention_are_the_options() -> None:
 
 def test_compiled_parts_of_gated_deltanet_have_the_same_numbers() -> None:
     assert all(float(worst) < 1e-12 for (worst,) in printed_by(DELTA_NET))
+
+
+@pytest.mark.grid
+@pytest.mark.timeout(700)
+@pytest.mark.parametrize("family", FAMILY_TABLES)
+def test_the_compiled_parts_of_every_family_are_its_model(family: str) -> None:
+    ((_, num_breaks, _, worst),) = compared(family, layers=3)
+    assert num_breaks == "0"
+    assert float(worst) < 1e-6

@@ -103,15 +103,15 @@ class Functions(TorchFunctionMode):
             return efficient(
                 query, key, value, attn_mask, needs, dropout_p, is_causal, scale=scale
             )[0]
-        if enable_gqa:
-            key, value = (
-                x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value)
-            )
         if kernel == SDPBackend.FLASH_ATTENTION:
             on_cpu = aten._scaled_dot_product_flash_attention_for_cpu
             return on_cpu(
                 query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
             )[0]
+        if enable_gqa:
+            key, value = (
+                x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value)
+            )
         self.mode.note(f"attention with (S, S) elements, {str(query.dtype)[6:]}")
         return aten._scaled_dot_product_attention_math(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale

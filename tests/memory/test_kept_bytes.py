@@ -1,0 +1,34 @@
+"""The bytes that each family keeps from the forward to the backward pass: the ledger of a dry run
+says those of real tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from kept_bytes import KeptCase, counted, planned
+
+from lather.memory.workers import worker_processes
+from models.tiny import FAMILY_TABLES
+
+ALL = ("attention", "experts", "shared_experts")
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        *(
+            pytest.param(how, marks=pytest.mark.grid)
+            for how in ({"memory": "recompute"}, {"memory": "reference"}, {"recompute": ALL})
+        ),
+    ],
+    ids=str,
+)
+def test_kept_bytes_are_those_of_the_ledger(how: dict[str, Any]) -> None:
+    cases = [KeptCase(family, **how) for family in FAMILY_TABLES]
+    with worker_processes() as pool:
+        expected = pool.submit(planned, cases)
+        found = [counted(case) for case in cases]
+        bytes_of = dict(zip(cases, expected.result(timeout=200), strict=True))
+    assert dict(zip(cases, found, strict=True)) == bytes_of
