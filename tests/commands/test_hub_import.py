@@ -21,6 +21,7 @@ from lather.data.recipe import END_OF_TEXT
 from lather.models.hf.model_export import save_hugging_face
 from models.tiny import tiny_config, tiny_model
 from stand_in_hub import TOKEN, Hub, files_of, serve, stand_in_hub
+from tiny_run import write_config
 
 Lather = Callable[..., str]
 WEIGHTS = "checkpoints/step-00000000/rank-00000.safetensors"
@@ -80,6 +81,22 @@ def test_a_model_is_imported_by_name_from_the_files_that_are_needed(
     assert len(list(published.glob("*.safetensors"))) > 3
     assert hub.downloads() == sorted(files_of(published))
     assert lather("generate", "run", "--prompt", "def f", "--tokens", 3).startswith("def f")
+
+
+def test_adapters_of_an_imported_run_name_the_repository(hub: Hub, lather: Lather) -> None:
+    lather("import", "org/tiny", "base")
+    small = "--train.steps 1 --train.batch-size 2 --train.sequence-length 16 --lora.rank 2"
+    text = write_config(Path()).parent / "corpus"
+    lather(
+        "train",
+        "--init-from base --run-dir run --data.tokenizer base/tokenizer.json",
+        small,
+        "--data.source",
+        text,
+    )
+    lather("export", "run", "adapter", "--adapter")
+    settings = json.loads(Path("adapter/adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == "org/tiny"
 
 
 def test_a_single_file_goes_before_shards(hub: Hub, weights: bytes, lather: Lather) -> None:
@@ -199,7 +216,7 @@ def test_the_token_opens_repositories_and_is_written_nowhere(
 @pytest.mark.parametrize(
     ("name", "message"),
     {
-        "org/none": "hf://org/none: there is no such model, or it is private: correct the name",
+        "org/none": "org/none: no such folder here, and hf://org/none: there is no such model, or",
         "org/tiny@v9": "hf://org/tiny@v9: has no revision 'v9': give a branch, a tag or a whole",
         "org/a--b": "hf://org/a--b: no name that a hub may have: give ORG/NAME",
         "tiny": "tiny: neither a folder nor the name of a model: give a folder with config.json",

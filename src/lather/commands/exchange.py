@@ -20,14 +20,15 @@ from lather.checkpoint.save import write_first_checkpoint
 from lather.commands.parsing import parse_arguments, parse_size
 from lather.config.config import Config, LoopConfig
 from lather.config.optim import optim_config
-from lather.config.toml_file import config_to_toml
+from lather.config.run_folder import PROVENANCE
+from lather.config.toml_file import config_to_toml, folder_of
 from lather.data.config import DataConfig
 from lather.data.documents import load_tokenizer
 from lather.data.recipe import END_OF_TEXT
 from lather.engine.trained_parameters import check_adapters_are_all
 from lather.errors import ConfigError, ExchangeError, UserError
 from lather.files import complete_folder, read_text, write_json
-from lather.hub import Address, HubError
+from lather.hub import SCHEME, Address, HubError
 from lather.lines import fit
 from lather.models.families import ModelConfig
 from lather.models.hf.hub_model import fetch_model
@@ -157,14 +158,26 @@ def export_command(arguments: list[str]) -> None:
 def _export_adapters(
     parsed: ExportArguments, config: Config, weights: TensorSource, dtype: str
 ) -> None:
-    is_published = config.init_from and (Path(config.init_from) / CONFIG_FILE).is_file()
-    base = parsed.base or (str(Path(config.init_from).resolve()) if is_published else "")
+    base = parsed.base or _base(config)
     save_peft(
         weights, config.model, config.lora, parsed.folder, base=base, dtype=EXPORT_DTYPES[dtype]
     )
     if not base:
         why = "note: no base model is named"
         print(fit(f"{why}: export the run that init_from names, and give its folder as --base"))
+
+
+def _base(config: Config) -> str:
+    """Return the base model of adapters: the folder of `init_from` or, of a run that was imported
+    from a hub and not trained, the name there; empty if neither is known."""
+    folder = folder_of(config.init_from) if config.init_from else Path()
+    if (folder / CONFIG_FILE).is_file():
+        return str(folder.resolve())
+    origin = folder / COMPANION_FOLDER / ORIGIN_FILE
+    is_untrained = config.init_from and not (folder / PROVENANCE).exists()
+    if not is_untrained or not origin.is_file():
+        return ""
+    return Address.parse(json.loads(read_text(origin))["address"], "model").name
 
 
 def _published(parsed: ImportArguments) -> tuple[Path, Address | None]:
@@ -188,7 +201,12 @@ def _published(parsed: ImportArguments) -> tuple[Path, Address | None]:
         ) from None
     if parsed.revision:
         address = replace(address, revision=parsed.revision)
-    return fetch_model(address, parsed.run)
+    try:
+        return fetch_model(address, parsed.run)
+    except HubError as error:
+        if parsed.model.startswith(SCHEME):
+            raise
+        raise HubError(f"{parsed.model}: no such folder here, and {error}") from None
 
 
 def _config(run: Path, folder: Path, model: ModelConfig) -> Config:

@@ -10,7 +10,7 @@ from lather.errors import ExchangeError
 from lather.files import check_space
 from lather.hub import Address, cache_folder, open_repository
 from lather.models.hf.model_export import COMPANIONS
-from lather.models.hf.model_folder import CONFIG_FILE, parameter_shapes, read_config
+from lather.models.hf.model_folder import CONFIG_FILE, read_config, weight_shapes
 from lather.models.hf.safetensors_folder import INDEX_FILE, SINGLE_FILE, read_index
 
 
@@ -32,7 +32,7 @@ def fetch_model(address: Address, run: Path) -> tuple[Path, Address]:
             )
     files = [CONFIG_FILE, *weights, *repository.matching(COMPANIONS)]
     described = repository.fetch([name for name in files if name != SINGLE_FILE])
-    shapes = parameter_shapes(read_config(described))
+    shapes = weight_shapes(read_config(described))
     if weights == [INDEX_FILE]:
         shards = {*read_index(described / INDEX_FILE).values()}
         files += [name for name in repository.sizes if name in shards]
