@@ -96,17 +96,17 @@ def errors_after_steps(rank: int, world_size: int) -> list[tuple[float, float, i
             tokens = pair.tokens(number)
             result = step(pair.share_of(tokens), RATE)
             assert not result.skipped
-            logits_LH = plain_step(pair, tokens)
+            logits_AH = plain_step(pair, tokens)
             torch.nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.5)
             for group in plain.param_groups:
                 group["lr"] = RATE
             plain.step()
             plain.zero_grad()
-            for block, logits_H in zip(pair.plain.layers, logits_LH.tolist(), strict=True):
+            for block, logits_H in zip(pair.plain.layers, logits_AH.tolist(), strict=True):
                 clip(block.self_attn, logits_H)
-            num_clipped += int((logits_LH > THRESHOLD).sum())
-        assert result.logits_LH is not None
-        difference = ((result.logits_LH - logits_LH) / logits_LH).abs().max().item()
+            num_clipped += int((logits_AH > THRESHOLD).sum())
+        assert result.logits_AH is not None
+        difference = ((result.logits_AH - logits_AH) / logits_AH).abs().max().item()
         errors.append((pair.largest_error("value"), difference, num_clipped))
     return errors
 
