@@ -55,7 +55,6 @@ FOR_ALL = (
         "errors",
         "files",
         "formats",
-        "hub",
         "lines",
         "output",
         "page",
@@ -66,7 +65,6 @@ FOR_ALL = (
 """Modules that serve all rooms and import none."""
 DOORS = {
     "lather.kernels.rms_norm.reference",
-    "lather.models.hf.hub_model",
     "lather.models.hf.model_export",
     "lather.models.hf.model_folder",
     "lather.models.hf.peft_folder",

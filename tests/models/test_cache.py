@@ -1,5 +1,5 @@
-"""The key-value cache against the forward pass that reads all tokens at once: every family, in
-pieces, in batches, in fp32 and fp64."""
+"""The key-value cache against the forward pass that reads all tokens at once: in pieces, in
+batches, in fp32 and fp64. (`test_battery.py` has every family.)"""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from lather.models.decoder import Decoder
-from lather.models.families import FAMILIES
 from lather.models.key_value_cache import KeyValueCache
 from models.tiny import error, random_tokens, tiny_family_model
 
@@ -169,7 +168,3 @@ def test_misuse_is_refused() -> None:
             model(tokens_BS, cache=KeyValueCache(torch.zeros(3, dtype=torch.int64)))
         with pytest.raises(ValueError, match="cu_seqlens and a cache"):
             model(tokens_BS, cu_seqlens=torch.tensor([0, 8]), cache=KeyValueCache())
-
-
-def test_every_family_is_tried() -> None:
-    assert {model_type for model_type, _ in MODELS.values()} == set(FAMILIES)

@@ -14,14 +14,16 @@ from lather.errors import ConfigError
 from lather.models.families import FAMILIES, build_model
 from lather.models.families.gpt_oss import GptOssConfig
 from lather.models.families.qwen3_moe import Qwen3MoeConfig
-from models.tiny import SIZES, random_tokens, tiny_config, tiny_family_config, tiny_model
+from models.tiny import (
+    FAMILY_TABLES,
+    SIZES,
+    random_tokens,
+    tiny_config,
+    tiny_family_config,
+    tiny_model,
+)
 
 OF_EACH_FAMILY = pytest.mark.parametrize("model_type", FAMILIES)
-MAY_BE_ZERO = {
-    "deepseek_v2": {"first_k_dense_replace", "n_shared_experts", "aux_loss_alpha"},
-    "qwen3_moe": {"router_aux_loss_coef"},
-    "gpt_oss": {"router_aux_loss_coef"},
-}
 
 
 def assert_refused(model_type: str, name: str, value: Any, constraint: str) -> None:
@@ -35,7 +37,7 @@ def assert_refused(model_type: str, name: str, value: Any, constraint: str) -> N
 @OF_EACH_FAMILY
 def test_a_number_out_of_range_is_refused_with_its_name_and_constraint(model_type: str) -> None:
     for field in dataclasses.fields(FAMILIES[model_type].config):
-        least = int(field.name not in MAY_BE_ZERO[model_type])
+        least = int(field.name not in FAMILY_TABLES[model_type].may_be_zero)
         if field.type in ("int", "int | None"):
             assert_refused(model_type, field.name, least - 1, f"at least {least}")
             assert_refused(model_type, field.name, -5, f"at least {least}")
@@ -54,6 +56,9 @@ REFUSED: list[tuple[str, str, Any, str]] = [
     ("deepseek_v2", "topk_group", 2, "at most n_group (1)"),
     ("deepseek_v2", "topk_method", "noaux_tc", "one of 'greedy', 'group_limited_greedy'"),
     ("deepseek_v2", "model_type", "deepseek_v3", "'deepseek_v2'"),
+    ("deepseek_v3", "topk_method", "greedy", "one of 'noaux_tc'"),
+    ("deepseek_v3", "n_group", 5, "1, or at most 2, so that each group has two"),
+    ("kimi_k2", "model_type", "deepseek_v3", "'kimi_k2'"),
     ("qwen3_moe", "head_dim", 5, "even"),
     ("qwen3_moe", "num_key_value_heads", 4, "a divisor of num_attention_heads (6)"),
     ("qwen3_moe", "num_experts_per_tok", 6, "at most num_experts (5)"),
@@ -80,10 +85,11 @@ def test_the_groups_in_reach_must_have_experts_enough() -> None:
 @pytest.mark.parametrize("lowest", [1, 0])
 def test_the_lowest_allowed_values_build_a_model_that_runs(model_type: str, lowest: int) -> None:
     fields = dataclasses.fields(FAMILIES[model_type].config)
-    changes: dict[str, Any] = dict.fromkeys(MAY_BE_ZERO[model_type], 0)
+    changes: dict[str, Any] = dict.fromkeys(FAMILY_TABLES[model_type].may_be_zero, 0)
     if lowest:
         changes = {field.name: 1 for field in fields if field.type in ("int", "int | None")}
-        changes |= {"qk_rope_head_dim" if model_type == "deepseek_v2" else "head_dim": 2}
+        rotary = "qk_rope_head_dim" if "qk_rope_head_dim" in changes else "head_dim"
+        changes |= {rotary: 2}
     model = build_model(tiny_family_config(model_type, **changes), torch.Generator())
     tokens = random_tokens(2, 3) % model.embed_tokens.num_embeddings
     assert model(tokens).logits_BSV.isfinite().all()

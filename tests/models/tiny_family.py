@@ -53,6 +53,8 @@ class TinyFamily:
     """Ends of the names of the parameters that transformers has transposed."""
     experts: str = ""
     """The field with the number of routed experts; empty: a family without experts."""
+    may_be_zero: frozenset[str] = frozenset()
+    """The numbers that may be 0; all others are greater."""
     mesh: Mapping[str, Any] = field(default_factory=dict)
     """Changes with which a model of five layers runs on a mesh."""
     wide: Mapping[str, Any] = field(default_factory=dict)

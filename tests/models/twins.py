@@ -7,6 +7,7 @@ fp32 whatever the weights are."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -33,10 +34,8 @@ TOKENS = (
 
 def twin(ours: Decoder, config: ModelConfig) -> nn.Module:
     """Make transformers' model with our weights, and with eager attention and experts."""
-    fields = config_to_hugging_face(config)
-    architecture = getattr(transformers, fields.pop("architectures")[0])
-    fields.pop("model_type")
-    model: nn.Module = architecture(architecture.config_class(**fields, **EAGER))
+    architecture, twin_config = _twin_config(config)
+    model: nn.Module = architecture(twin_config)
     named = ((published_name(name, config), weight) for name, weight in ours.state_dict().items())
     missing, unexpected = model.load_state_dict(
         {name: _lay(weight, name, config) for name, weight in named}, strict=False
@@ -46,13 +45,21 @@ def twin(ours: Decoder, config: ModelConfig) -> nn.Module:
     return model
 
 
+def _twin_config(config: ModelConfig) -> tuple[Any, Any]:
+    """Return transformers' class of the model and its configuration, which may be those of a family
+    of another name."""
+    fields = config_to_hugging_face(config)
+    architecture = getattr(transformers, fields.pop("architectures")[0])
+    fields.pop("model_type")
+    return architecture, architecture.config_class(**fields, **EAGER)
+
+
 def read_back(folder: Path, config: ModelConfig) -> nn.Module:
     """Read a folder with transformers; nothing may be missing from it or left over."""
-    is_known = config.model_type in transformers.CONFIG_MAPPING
-    loader = transformers.AutoModelForCausalLM
-    if not is_known:
-        loader = getattr(transformers, config_to_hugging_face(config)["architectures"][0])
-    model, info = loader.from_pretrained(folder, output_loading_info=True, **EAGER)
+    loader, options = transformers.AutoModelForCausalLM, dict(EAGER)
+    if config.model_type not in transformers.CONFIG_MAPPING:
+        loader, options["config"] = _twin_config(config)
+    model, info = loader.from_pretrained(folder, output_loading_info=True, **options)
     assert not info["unexpected_keys"]
     assert not info["mismatched_keys"]
     assert all(_is_empty(name, model) for name in info["missing_keys"])

@@ -52,6 +52,7 @@ TINY = TinyFamily(
         "seq_aux": "transformers ignores it (test_family_configs.py)",
         "aux_loss_alpha": "a coefficient in training",
     },
+    may_be_zero=frozenset({"first_k_dense_replace", "n_shared_experts", "aux_loss_alpha"}),
     experts="n_routed_experts",
     wide={
         "kv_lora_rank": 64,

@@ -41,6 +41,7 @@ TINY = TinyFamily(
         "down_bias": "down_proj_bias",
     },
     turned=("gate_up_proj", "down_proj"),
+    may_be_zero=frozenset({"router_aux_loss_coef"}),
     experts="num_local_experts",
     wide={
         "num_key_value_heads": 2,

@@ -36,6 +36,7 @@ TINY = TinyFamily(
         ],
     ],
     untouched={"router_aux_loss_coef": "a coefficient in training"},
+    may_be_zero=frozenset({"router_aux_loss_coef"}),
     experts="num_experts",
     wide={
         "num_key_value_heads": 2,

@@ -20,6 +20,8 @@ DEFAULT_FAMILY = "deepseek_v2"
 """The family of a configuration that names none."""
 _NAMES = (
     "deepseek_v2:FAMILY",
+    "deepseek_v3:FAMILY",
+    "deepseek_v3:KIMI_K2",
     "gpt_oss:FAMILY",
     "qwen3_moe:FAMILY",
 )

@@ -7,7 +7,10 @@ code, `norm_topk_prob` and `seq_aux` take effect; transformers 5 ignores both.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
 
 from lather.models.attention import MultiHeadLatentAttention
 from lather.models.balance import LoadBalance
@@ -70,6 +73,10 @@ class DeepseekV2Config(RoutedFields):
     seq_aux: bool = False
     """Compute the load-balancing loss for each sequence, not for the micro-batch."""
 
+    topk_methods: ClassVar[tuple[str, ...]] = ("greedy", "group_limited_greedy")
+    rotates_neighbors = True
+    """Whether pairs of neighboring coordinates are rotated; otherwise pairs across halves."""
+
     def __post_init__(self) -> None:
         self._require_family_and_ranges(
             may_be_zero=("first_k_dense_replace", "n_shared_experts", "aux_loss_alpha")
@@ -77,13 +84,13 @@ class DeepseekV2Config(RoutedFields):
         self._require_rotary("qk_rope_head_dim")
         self._require_at_most("first_k_dense_replace", "num_hidden_layers")
         self._require_at_most("num_experts_per_tok", "n_routed_experts")
-        methods = ("greedy", "group_limited_greedy")
+        methods = self.topk_methods
         self._require(
             "topk_method", self.topk_method in methods, f"one of {', '.join(map(repr, methods))}"
         )
         self._require_divides("n_group", "n_routed_experts")
         self._require_at_most("topk_group", "n_group")
-        if self.topk_method == "group_limited_greedy":
+        if self.topk_method != "greedy":
             reach = self.n_routed_experts // self.n_group * self.topk_group
             self._require(
                 "num_experts_per_tok",
@@ -109,7 +116,10 @@ class DeepseekV2Config(RoutedFields):
         return index < self.first_k_dense_replace
 
 
-def _block(config: DeepseekV2Config, index: int) -> Block:
+def latent_block(
+    config: DeepseekV2Config, index: int, make_router: Callable[[Any], Router]
+) -> Block:
+    """Build the block with this index, whose router `make_router` builds if it has experts."""
     attention = MultiHeadLatentAttention(
         hidden_size=config.hidden_size,
         num_heads=config.num_attention_heads,
@@ -117,16 +127,25 @@ def _block(config: DeepseekV2Config, index: int) -> Block:
         kv_lora_rank=config.kv_lora_rank,
         qk_nope_head_dim=config.qk_nope_head_dim,
         rotary=Rotary(
-            config.qk_rope_head_dim, config.rope_theta, config.rope_scaling, interleaved=True
+            config.qk_rope_head_dim,
+            config.rope_theta,
+            config.rope_scaling,
+            interleaved=config.rotates_neighbors,
         ),
         v_head_dim=config.v_head_dim,
     )
-    is_dense = config.is_dense(index)
-    mlp = GatedMLP(config.hidden_size, config.intermediate_size) if is_dense else _moe(config)
+    if config.is_dense(index):
+        mlp: MoE | GatedMLP = GatedMLP(config.hidden_size, config.intermediate_size)
+    else:
+        router = make_router(config)
+        router.balance = LoadBalance("sequence" if config.seq_aux else "micro_batch")
+        experts = Experts(config.n_routed_experts, config.hidden_size, config.moe_intermediate_size)
+        width = config.n_shared_experts * config.moe_intermediate_size
+        mlp = MoE(router, experts, GatedMLP(config.hidden_size, width) if width else None)
     return Block(attention, mlp, config.hidden_size, config.rms_norm_eps)
 
 
-def _moe(config: DeepseekV2Config) -> MoE:
+def _router(config: DeepseekV2Config) -> Router:
     sizes = config.hidden_size, config.n_routed_experts, config.num_experts_per_tok
     scale = 1.0 if config.normalizes else config.routed_scaling_factor
     groups = (
@@ -134,16 +153,12 @@ def _moe(config: DeepseekV2Config) -> MoE:
         if config.topk_method == "group_limited_greedy"
         else (1, 1)
     )
-    router = Router(*sizes, normalize=config.normalizes, scale=scale, choice=Choice(*groups))
-    router.balance = LoadBalance("sequence" if config.seq_aux else "micro_batch")
-    experts = Experts(config.n_routed_experts, config.hidden_size, config.moe_intermediate_size)
-    width = config.n_shared_experts * config.moe_intermediate_size
-    return MoE(router, experts, GatedMLP(config.hidden_size, width) if width else None)
+    return Router(*sizes, normalize=config.normalizes, scale=scale, choice=Choice(*groups))
 
 
 FAMILY = Family(
     DeepseekV2Config,
-    _block,
+    partial(latent_block, make_router=_router),
     architecture="DeepseekV2ForCausalLM",
     defaults={
         "first_k_dense_replace": 0,

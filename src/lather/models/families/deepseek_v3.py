@@ -1,0 +1,99 @@
+"""DeepSeek-V3 (arXiv:2412.19437) and models of the same form, such as Moonlight and Kimi-K2
+(arXiv:2507.20534): the blocks of DeepSeek-V2, with sigmoid scores and a correction bias for the
+choice of experts, by which loss-free balancing evens out the load.
+
+Fields have the names and meanings of the published Hugging Face `config.json`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import ClassVar
+
+from lather.models.families import deepseek_v2
+from lather.models.families.deepseek_v2 import DeepseekV2Config, latent_block
+from lather.models.family import Family
+from lather.models.routing import Choice, Router
+
+
+@dataclass(frozen=True)
+class DeepseekV3Config(DeepseekV2Config):
+    """Sizes and options of a DeepSeek-V3 model."""
+
+    model_type: str = "deepseek_v3"
+    """Hugging Face name of the model family."""
+    topk_method: str = "noaux_tc"
+    """noaux_tc: a token goes to the experts with the best scores plus bias in the `topk_group`
+    groups whose two best experts have the largest sum."""
+    n_group: int = 1
+    """Number of groups of neighboring experts; if it is not 1, each has at least two."""
+    topk_group: int = 1
+    """Number of groups that a token's experts may come from."""
+    norm_topk_prob: bool = True
+    """Normalize the weights of a token's experts to a sum of 1, before they are multiplied by
+    `routed_scaling_factor`."""
+    rope_interleave: bool = True
+    """Rotate pairs of neighboring coordinates, as published weights need it; false: pairs across
+    the halves."""
+
+    topk_methods: ClassVar[tuple[str, ...]] = ("noaux_tc",)
+
+    def __post_init__(self) -> None:
+        pairs = self.n_routed_experts // 2
+        constraint = f"1, or at most {pairs}, so that each group has two experts"
+        self._require("n_group", self.n_group <= max(pairs, 1), constraint)
+        super().__post_init__()
+
+    @property
+    def rotates_neighbors(self) -> bool:  # type: ignore[override]
+        return self.rope_interleave
+
+    @property
+    def transformers_note(self) -> str:
+        return ""
+
+
+@dataclass(frozen=True)
+class KimiK2Config(DeepseekV3Config):
+    """Sizes and options of a Kimi-K2 model."""
+
+    model_type: str = "kimi_k2"
+    """Hugging Face name of the model family."""
+
+
+def _router(config: DeepseekV3Config) -> Router:
+    return Router(
+        config.hidden_size,
+        config.n_routed_experts,
+        config.num_experts_per_tok,
+        score="sigmoid",
+        normalize=config.norm_topk_prob,
+        scale=config.routed_scaling_factor,
+        choice=Choice(config.n_group, config.topk_group, best_of_group=2, correction_bias=True),
+    )
+
+
+FAMILY = Family(
+    DeepseekV3Config,
+    partial(latent_block, make_router=_router),
+    architecture="DeepseekV3ForCausalLM",
+    defaults={
+        "first_k_dense_replace": 3,
+        "topk_method": "noaux_tc",
+        "n_group": 8,
+        "topk_group": 4,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "rope_interleave": True,
+        "aux_loss_alpha": 0.0001,
+        "seq_aux": True,
+        "rms_norm_eps": 1e-6,
+    },
+    nullable=deepseek_v2.FAMILY.nullable,
+    written={**deepseek_v2.FAMILY.written, "scoring_func": "sigmoid"},
+    agreeing={"num_shared_experts": lambda config: config.n_shared_experts},
+    aliases=deepseek_v2.FAMILY.aliases,
+    ignored=frozenset({"num_nextn_predict_layers", "num_mtp_layers"}),
+)
+KIMI_K2 = replace(FAMILY, config=KimiK2Config)
