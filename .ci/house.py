@@ -55,6 +55,7 @@ FOR_ALL = (
         "errors",
         "files",
         "formats",
+        "hub",
         "lines",
         "output",
         "page",
@@ -65,6 +66,7 @@ FOR_ALL = (
 """Modules that serve all rooms and import none."""
 DOORS = {
     "lather.kernels.rms_norm.reference",
+    "lather.models.hf.hub_model",
     "lather.models.hf.model_export",
     "lather.models.hf.model_folder",
     "lather.models.hf.peft_folder",

@@ -26,7 +26,7 @@ from lather.errors import UserError
 from lather.files import read_text
 from lather.generation.prompts import read_prompts
 from lather.models.hf.model_folder import read_json
-from lather.models.hf.safetensors_folder import _read_index
+from lather.models.hf.safetensors_folder import read_index
 from lather.train.companions import has_template
 
 SOURCE = Path(__file__).parents[1] / "src" / "lather"
@@ -42,7 +42,7 @@ def records(file: Path, kind: Any) -> Any:
 
 def weight_map(file: Path) -> Any:
     (file.parent / "a.safetensors").touch()
-    return _read_index(file)
+    return read_index(file)
 
 
 def tokenizer_json() -> str:

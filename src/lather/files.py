@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -111,6 +112,23 @@ def nearest_folder(path: Path) -> Path:
     """Return the path itself or, if it does not exist, its nearest parent that does."""
     absolute = path.absolute()
     return next(folder for folder in (absolute, *absolute.parents) if folder.exists())
+
+
+def check_space(needed: Mapping[Path, int], subject: str) -> None:
+    """Raise UserError if a disk has fewer free bytes than are to be written to its folders.
+    `needed`: bytes by folder; `subject`: begins the message."""
+    of_disks = Counter[int]()
+    places: dict[int, Path] = {}
+    for folder, num_bytes in needed.items():
+        place = nearest_folder(folder)
+        of_disks[place.stat().st_dev] += num_bytes
+        places.setdefault(place.stat().st_dev, place)
+    for disk, num_bytes in of_disks.items():
+        if (free := shutil.disk_usage(places[disk]).free) < num_bytes:
+            raise UserError(
+                f"{subject}: needs {num_bytes / 1e9:,.2f} GB on the disk of {places[disk]}, where "
+                f"{free / 1e9:,.2f} GB are free: free some space, or use another disk"
+            )
 
 
 @contextlib.contextmanager

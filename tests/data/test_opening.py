@@ -1,6 +1,8 @@
 """From `[data]` to data sets: a corpus is prepared once, several data sets fit together, and damage
 is reported by file name."""
 
+import fcntl
+import os
 import re
 import subprocess
 from collections.abc import Callable
@@ -123,6 +125,24 @@ def test_a_folder_that_another_process_has_just_removed_is_made_again(
     monkeypatch.setattr(Path, "open", opening)
     assert opened(data).folder.is_dir()
     assert removed
+
+
+def test_a_lock_whose_file_was_replaced_during_the_wait_is_taken_anew(
+    data: DataConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a third process, which locks the new file, would make the data set beside it."""
+    lock, names = fcntl.flock, []
+
+    def locking(file: Any, operation: int) -> None:
+        if not names:
+            Path(file.name).rename(Path(file.name).with_name("removed"))
+            Path(file.name).touch()
+        names.append(os.readlink(f"/proc/self/fd/{file.fileno()}"))
+        lock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", locking)
+    assert opened(data).folder.is_dir()
+    assert [Path(name).name for name in names] == ["removed", ".lock"]
 
 
 def test_two_processes_that_prepare_one_corpus_wait_for_each_other(data: DataConfig) -> None:

@@ -35,8 +35,8 @@ MODEL: dict[str, Any] = {**TINY, "aux_loss_alpha": 0.01, "tie_word_embeddings": 
 EVERYTHING: dict[str, Any] = {
     "data": {"packed_attention": True},
     "moe": {"z_loss_coefficient": 0.01, "bias_update_rate": 0.01},
-    "train": {"recompute": ["attention", "experts", "shared_experts"]},
-    "log": {"expert_load_every": 2},
+    "train": {"recompute": ["attention", "experts", "shared_experts"], "qk_clip": 0.017},
+    "log": {"expert_load_every": 2, "attention_logits_every": 2},
 }
 FEW = {"batch_size": 4}
 """As many micro-batches as a pipeline of two ranks needs."""
@@ -233,6 +233,9 @@ def assert_same_rows(run_dir: Path, expected: Path, rel: float = 1e-4) -> None:
         for key, value in row.items():
             if key == "expert_load":
                 assert torch.tensor(value).equal(torch.tensor(other[key])), (row["step"], key)
+            elif key == "attention_logits":
+                logits, expected = torch.tensor(value), torch.tensor(other[key])
+                torch.testing.assert_close(logits, expected, rtol=1e-3, atol=0)
             elif isinstance(value, float):
                 if rel < 1e-2 or not key.startswith("expert_load"):
                     assert value == pytest.approx(other[key], rel=rel), (row["step"], key)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lather.models import attention, attention_logits
-from lather.models.attention_logits import largest_products, measured_layers, measuring
+from lather.models.attention_logits import largest_products, measured_layers
 from lather.models.decoder import Decoder
 from lather.models.token_positions import SequenceLayout
 from models.tiny import random_normal, random_tokens, tiny_family_model
@@ -62,14 +62,19 @@ def test_the_largest_logit_is_that_of_all_products(
     expected = largest_of_mask(
         q @ k.repeat_interleave(3, 1).mT, seen_by(documents_BS, padding_BS, window)
     )
-    actual = largest_products(q, k, layout.first_keys(window))
+    first_BS = layout.first_keys(window)
+    assert (first_BS is None) == (not packed and not padded and window in (None, 50))
+    actual = largest_products(q, k, first_BS, window)
     torch.testing.assert_close(actual, expected, rtol=1e-14, atol=0)
 
 
 def measure(model: Decoder, tokens_BS: Tensor) -> dict[str, Tensor]:
-    with measuring(measured_layers(model)) as collected, torch.no_grad():
+    layers = measured_layers(model)
+    for layer in layers.values():
+        layer.largest_H = torch.full((layer.num_heads,), -torch.inf, dtype=torch.float64)
+    with torch.no_grad():
         model(tokens_BS)
-    return {name: logits.of_head_H for name, logits in collected.items()}  # type: ignore[misc]
+    return {name: layer.largest_H for name, layer in layers.items() if layer.largest_H is not None}
 
 
 @pytest.mark.parametrize(("family", "changes"), CASES)

@@ -17,7 +17,8 @@ from lather.engine.optimizer import build_optimizer
 from lather.engine.qk_clip import check_qk_clip
 from lather.engine.step import TrainStep
 from lather.errors import ConfigError
-from lather.models.attention_logits import LargestLogits, measured_layers
+from lather.models import attention_logits
+from lather.models.attention_logits import largest_products, measured_layers
 from lather.models.decoder import Decoder
 from lather.models.families.qwen3_moe import Qwen3MoeConfig
 from lather.models.lora import LoraConfig
@@ -45,8 +46,8 @@ def steps_of(
 def logits_of_steps(step: TrainStep, num_steps: int, lr: float = RATE) -> list[Tensor]:
     """Return the largest logits (layers, heads) in each of so many steps with the same batch."""
     batch = Batch.of_tokens(random_tokens(4, 17))
-    logits = [step(batch, lr, with_logits=True).logits_LH for _ in range(num_steps)]
-    return [logits_LH for logits_LH in logits if logits_LH is not None]
+    logits = [step(batch, lr, with_logits=True).logits_AH for _ in range(num_steps)]
+    return [logits_AH for logits_AH in logits if logits_AH is not None]
 
 
 @pytest.mark.parametrize("family", THRESHOLDS)
@@ -56,18 +57,18 @@ def test_logits_that_grow_with_muon_stay_near_the_threshold(family: str) -> None
     free = logits_of_steps(steps_of(family)[1], 30)
     clipped = logits_of_steps(steps_of(family, qk_clip=threshold)[1], 30)
     assert free[-1].max() > 6 * threshold
-    assert max(logits_LH.max() for logits_LH in clipped) < 2 * threshold
+    assert max(logits_AH.max() for logits_AH in clipped) < 2 * threshold
 
 
 @pytest.mark.parametrize("family", THRESHOLDS)
 def test_heads_above_the_threshold_fall_to_it_and_no_other_head_changes(family: str) -> None:
     """Without an update of the weights, the logits of the first layer change by the clip alone."""
     _, step = steps_of(family)
-    first, second = (logits_LH[0] for logits_LH in logits_of_steps(step, 2, lr=0.0))
+    first, second = (logits_AH[0] for logits_AH in logits_of_steps(step, 2, lr=0.0))
     assert torch.equal(first, second)
     threshold = first.sort().values[-2:].mean().item()  # one head is above it
     _, step = steps_of(family, qk_clip=threshold)
-    first, second = (logits_LH[0] for logits_LH in logits_of_steps(step, 2, lr=0.0))
+    first, second = (logits_AH[0] for logits_AH in logits_of_steps(step, 2, lr=0.0))
     torch.testing.assert_close(second, first.clamp(max=threshold), rtol=1e-6, atol=0)
     assert (second != first).sum() == 1
 
@@ -89,7 +90,7 @@ def test_measuring_and_a_threshold_that_is_not_reached_change_no_bit() -> None:
         model, step = steps_of("deepseek_v2", qk_clip=qk_clip)
         for _ in range(2):
             result = step(batch, RATE, with_logits=with_logits)
-            assert (result.logits_LH is not None) == (with_logits or qk_clip > 0)
+            assert (result.logits_AH is not None) == (with_logits or qk_clip > 0)
         bits.append(state_bits(model, step.optimizer))
     assert bits[0] == bits[1] == bits[2]
 
@@ -99,14 +100,14 @@ def test_each_micro_batch_is_measured_once(recompute: tuple[str, ...]) -> None:
     """Three layers and two micro-batches; validation is not measured."""
     model, step = steps_of("deepseek_v2", qk_clip=1.0, recompute=recompute, micro_batch_size=2)
     batch = Batch.of_tokens(random_tokens(4, 17))
-    with patch.object(LargestLogits, "add", autospec=True, side_effect=LargestLogits.add) as calls:
-        logits_LH = step(batch, 0.0).logits_LH
+    with patch.object(attention_logits, "largest_products", wraps=largest_products) as calls:
+        logits_AH = step(batch, 0.0).logits_AH
         step.engine.validation_loss(batch)
     assert calls.call_count == 6
-    assert all(layer.logits is None for layer in measured_layers(model).values())
-    assert logits_LH is not None
+    assert all(layer.largest_H is None for layer in measured_layers(model).values())
+    assert logits_AH is not None
     whole = steps_of("deepseek_v2")[1]
-    torch.testing.assert_close(logits_LH, logits_of_steps(whole, 1)[0], rtol=1e-5, atol=0)
+    torch.testing.assert_close(logits_AH, logits_of_steps(whole, 1)[0], rtol=1e-5, atol=0)
 
 
 def test_a_layer_with_a_frozen_projection_is_left_as_it_is() -> None:

@@ -18,6 +18,7 @@ from lather.commands.parsing import parse_arguments
 from lather.config.config import Number
 from lather.console import command_console, is_live
 from lather.data.dataset import NOTES, DataSet, counts_in_words
+from lather.data.hub_files import pinned_recipe
 from lather.data.making import make_dataset
 from lather.data.recipe import DataRecipe
 from lather.durations import duration, spent_and_left
@@ -74,8 +75,9 @@ def _make(arguments: list[str]) -> None:
     parsed = parse_arguments(MakeArguments, "lather data make", arguments)
     display = _ConsoleDisplay(command_console())
     with display.live or contextlib.nullcontext():
+        recipe = pinned_recipe(parsed.recipe)
         dataset = make_dataset(
-            parsed.folder, parsed.recipe, display.note, parsed.workers, display.progress
+            parsed.folder, recipe, display.note, parsed.workers, display.progress
         )
     print(fit(describe(dataset, display)))
 

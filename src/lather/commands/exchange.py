@@ -1,4 +1,4 @@
-"""`lather import FOLDER RUN` and `lather export RUN FOLDER`: read models from Hugging Face folders,
+"""`lather import MODEL RUN` and `lather export RUN FOLDER`: read models from Hugging Face folders,
 and write them."""
 
 from __future__ import annotations
@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -20,15 +20,18 @@ from lather.checkpoint.save import write_first_checkpoint
 from lather.commands.parsing import parse_arguments, parse_size
 from lather.config.config import Config, LoopConfig
 from lather.config.optim import optim_config
-from lather.config.toml_file import config_to_toml
+from lather.config.run_folder import PROVENANCE
+from lather.config.toml_file import config_to_toml, folder_of
 from lather.data.config import DataConfig
 from lather.data.documents import load_tokenizer
 from lather.data.recipe import END_OF_TEXT
 from lather.engine.trained_parameters import check_adapters_are_all
 from lather.errors import ConfigError, ExchangeError, UserError
-from lather.files import complete_folder, read_text
+from lather.files import complete_folder, read_text, write_json
+from lather.hub import SCHEME, Address, HubError
 from lather.lines import fit
 from lather.models.families import ModelConfig
+from lather.models.hf.hub_model import fetch_model
 from lather.models.hf.model_export import copy_companions
 from lather.models.hf.model_folder import (
     CONFIG_FILE,
@@ -43,6 +46,8 @@ from lather.train.run_config import current_config
 from lather.train.trained_model import TrainedModel
 
 EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+ORIGIN_FILE = "origin.json"
+"""File beside the companions of an imported run: the address and commit that it comes from."""
 FURTHER_TRAINING = optim_config(lr=1e-4)
 """Optimizer of an imported run: the trainer's default rule, as with `lather train --init-from`. Its
 rate is a hundredth of the default, which is meant for random weights and would undo what the model
@@ -51,13 +56,15 @@ has learned."""
 
 @dataclass(frozen=True)
 class ImportArguments:
-    """Make a run at step 0 from a Hugging Face folder, to generate text, to train further, or to
-    export. Its weights become fp32."""
+    """Make a run at step 0 from a Hugging Face folder, or from a model of a hub, to generate text,
+    to train further, or to export. Its weights become fp32."""
 
-    folder: Annotated[Path, Argument(positional=True, metavar="FOLDER")]
-    """Folder with config.json and safetensors."""
+    model: Annotated[str, Argument(positional=True, metavar="MODEL")]
+    """Folder with config.json and safetensors, or ORG/NAME or ORG/NAME@REVISION of a hub."""
     run: Annotated[Path, Argument(positional=True, metavar="RUN")]
     """Run directory to create."""
+    revision: str = ""
+    """Branch, tag or commit of a model of a hub; empty: the main branch."""
 
 
 @dataclass(frozen=True)
@@ -88,25 +95,28 @@ class ExportArguments:
 def import_command(arguments: list[str]) -> None:
     """Create the run; print its folder and the command that trains it further."""
     parsed = parse_arguments(ImportArguments, "lather import", arguments)
-    if not parsed.folder.is_dir():
-        raise UserError(f"{parsed.folder}: not a folder: give one with config.json and safetensors")
-    weights, model = open_hugging_face(parsed.folder)
-    config = _config(parsed, model)
+    folder, address = _published(parsed)
+    weights, model = open_hugging_face(folder)
+    config = _config(parsed.run, folder, model)
     with complete_folder(parsed.run) as aside:
         write_first_checkpoint(aside / "checkpoints", lambda file: copy_weights(weights, file))
         (aside / COMPANION_FOLDER).mkdir()
-        carried = copy_companions(parsed.folder, aside / COMPANION_FOLDER)
-        shutil.copyfile(parsed.folder / CONFIG_FILE, aside / COMPANION_FOLDER / CONFIG_FILE)
+        carried = copy_companions(folder, aside / COMPANION_FOLDER)
+        shutil.copyfile(folder / CONFIG_FILE, aside / COMPANION_FOLDER / CONFIG_FILE)
         if TOKENIZER_FILE in carried:
-            shutil.copyfile(parsed.folder / TOKENIZER_FILE, aside / TOKENIZER_FILE)
+            shutil.copyfile(folder / TOKENIZER_FILE, aside / TOKENIZER_FILE)
+        if address is not None:
+            write_json(aside / COMPANION_FOLDER / ORIGIN_FILE, {"address": str(address)})
         (aside / "config.toml").write_text(config_to_toml(config), "utf-8")
     parameters = sum(torch.Size(shape).numel() for shape in weights.shapes.values())
     print(f"{model.model_type}, {parameters / 1e6:.2f} M parameters")
-    notes = [f"note: {note}" for note in notes_on_config(parsed.folder)]
+    notes = [f"note: {note}" for note in notes_on_config(folder)]
     if TOKENIZER_FILE not in carried:
-        missing = f"no {TOKENIZER_FILE} in {parsed.folder}"
+        missing = f"no {TOKENIZER_FILE} in {address or folder}"
         notes.append(f"{missing}: `lather generate` needs one in {parsed.run}")
     print("".join(f"{fit(note)}\n" for note in notes), end="")
+    if address is not None:
+        print(f"from              {address}")
     print(f"run               {parsed.run}")
     run, config_file = (shlex.quote(str(path)) for path in (parsed.run, parsed.run / "config.toml"))
     command = f"lather train {config_file} --init-from {run} --run-dir NEW --data.source FOLDER"
@@ -148,8 +158,7 @@ def export_command(arguments: list[str]) -> None:
 def _export_adapters(
     parsed: ExportArguments, config: Config, weights: TensorSource, dtype: str
 ) -> None:
-    is_published = config.init_from and (Path(config.init_from) / CONFIG_FILE).is_file()
-    base = parsed.base or (str(Path(config.init_from).resolve()) if is_published else "")
+    base = parsed.base or _base(config)
     save_peft(
         weights, config.model, config.lora, parsed.folder, base=base, dtype=EXPORT_DTYPES[dtype]
     )
@@ -158,31 +167,73 @@ def _export_adapters(
         print(fit(f"{why}: export the run that init_from names, and give its folder as --base"))
 
 
-def _config(parsed: ImportArguments, model: ModelConfig) -> Config:
+def _base(config: Config) -> str:
+    """Return the base model of adapters: the folder of `init_from` or, of a run that was imported
+    from a hub and not trained, the name there; empty if neither is known."""
+    folder = folder_of(config.init_from) if config.init_from else Path()
+    if (folder / CONFIG_FILE).is_file():
+        return str(folder.resolve())
+    origin = folder / COMPANION_FOLDER / ORIGIN_FILE
+    is_untrained = config.init_from and not (folder / PROVENANCE).exists()
+    if not is_untrained or not origin.is_file():
+        return ""
+    return Address.parse(json.loads(read_text(origin))["address"], "model").name
+
+
+def _published(parsed: ImportArguments) -> tuple[Path, Address | None]:
+    """Return the folder of the model to import and, if it was downloaded, its address."""
+    folder = Path(parsed.model)
+    if folder.is_dir():
+        if parsed.revision:
+            raise UserError(
+                f"--revision {parsed.revision} applies to a model of a hub, but {parsed.model} is "
+                "a folder here: leave it out, or give hf://ORG/NAME"
+            )
+        if len(folder.parts) == 2 and not folder.is_absolute():
+            print(fit(f"{parsed.model} is a folder here; hf://{parsed.model} is the hub's model"))
+        return folder, None
+    try:
+        address = Address.parse(parsed.model, "model")
+    except HubError:
+        raise UserError(
+            f"{parsed.model}: neither a folder nor the name of a model: give a folder with "
+            f"{CONFIG_FILE} and safetensors, or ORG/NAME of a hub"
+        ) from None
+    if parsed.revision:
+        address = replace(address, revision=parsed.revision)
+    try:
+        return fetch_model(address, parsed.run)
+    except HubError as error:
+        if parsed.model.startswith(SCHEME):
+            raise
+        raise HubError(f"{parsed.model}: no such folder here, and {error}") from None
+
+
+def _config(run: Path, folder: Path, model: ModelConfig) -> Config:
     length = min(LoopConfig().sequence_length, model.max_position_embeddings)
     try:
         return Config(
-            run_dir=str(parsed.run),
+            run_dir=str(run),
             model=model,
-            data=_data(parsed),
+            data=_data(run, folder),
             optim=FURTHER_TRAINING,
             train=LoopConfig(sequence_length=length),
         )
     except ConfigError as error:
-        raise ExchangeError(f"{parsed.folder / CONFIG_FILE}: {error}") from None
+        raise ExchangeError(f"{folder / CONFIG_FILE}: {error}") from None
 
 
-def _data(parsed: ImportArguments) -> DataConfig:
+def _data(run: Path, folder: Path) -> DataConfig:
     """Return data settings for further training: the model's own tokenizer, found from any working
     directory, and the model's own end of text."""
-    if not (parsed.folder / TOKENIZER_FILE).is_file():
+    if not (folder / TOKENIZER_FILE).is_file():
         return DataConfig()
-    tokenizer = load_tokenizer(parsed.folder / TOKENIZER_FILE, "download it again, or remove it")
-    ids = json.loads(read_text(parsed.folder / CONFIG_FILE)).get("eos_token_id")
+    tokenizer = load_tokenizer(folder / TOKENIZER_FILE, "download it again, or remove it")
+    ids = json.loads(read_text(folder / CONFIG_FILE)).get("eos_token_id")
     last = ids[0] if isinstance(ids, list) and ids else ids
     end_of_text: str | None = END_OF_TEXT
     if tokenizer.token_to_id(END_OF_TEXT) is None and isinstance(last, int) and 0 <= last < 2**32:
         end_of_text = tokenizer.id_to_token(last)
     return DataConfig(
-        tokenizer=str(parsed.run.resolve() / TOKENIZER_FILE), end_of_text=end_of_text or END_OF_TEXT
+        tokenizer=str(run.resolve() / TOKENIZER_FILE), end_of_text=end_of_text or END_OF_TEXT
     )

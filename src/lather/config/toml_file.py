@@ -31,7 +31,7 @@ from lather.models.hf.model_folder import CONFIG_FILE, read_config
 CHOICES = ("model.model_type", "optim.name", *(f"optim.{kind}.rule" for kind in KINDS))
 """Fields that decide which other fields there are."""
 REPLACED: Mapping[str, tuple[str, ...]] = {
-    "data.source": ("data.path", "data.weights"),
+    "data.source": ("data.path", "data.weights", "data.revision"),
     **{f"optim.{kind}.lr": (f"optim.{kind}.lr_factor",) for kind in KINDS},
     **{f"optim.{kind}.lr_factor": (f"optim.{kind}.lr",) for kind in KINDS},
 }

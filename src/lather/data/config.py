@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+import re
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from lather.data.recipe import END_OF_TEXT, DataRecipe
 from lather.errors import require
+from lather.hub import COMMIT, SCHEME, Address
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,12 @@ class DataConfig:
     """With packing "stream", too, attention stays within a document."""
     source: str = "python-stdlib"
     """"python-stdlib": the running Python's own standard library; "package:NAME": an installed
-    package's files; otherwise a file or a folder. The data set is made when the run starts for the
-    first time, and kept in `cache_dir`."""
+    package's files; "hf://ORG/NAME", also with a file, folder or glob after it: a data set of a
+    hub; otherwise a file or a folder. The data set is made when the run starts for the first time,
+    and kept in `cache_dir`."""
+    revision: str = ""
+    """Commit of a `source` on a hub; empty: the one that its branch or tag, such as
+    hf://ORG/NAME@v2, has when the run starts for the first time, which the run records."""
     pattern: str = ""
     """Files of the folder to use (glob on the file name); empty: all files of a folder of your own,
     *.py of the other sources."""
@@ -48,13 +54,16 @@ class DataConfig:
     """A shard is closed after the document with which it reaches this number of tokens."""
 
     def __post_init__(self) -> None:
-        source = "'python-stdlib', 'package:NAME', a file or a folder"
+        source = "'python-stdlib', 'package:NAME', 'hf://ORG/NAME', a file or a folder"
         for name, constraint in (
             ("source", source),
             ("end_of_text", "a token of the tokenizer"),
             ("cache_dir", "a folder"),
         ):
             require(bool(getattr(self, name)), f"data.{name}", getattr(self, name), constraint)
+        is_of_hub = self.source.startswith(SCHEME) and re.fullmatch(COMMIT, self.revision)
+        commit = "a commit, 40 hexadecimal digits, of a source such as hf://ORG/NAME, or empty"
+        require(not self.revision or bool(is_of_hub), "data.revision", self.revision, commit)
         every, tokens, weights = self.holdout_every, self.shard_tokens, self.weights
         require(every >= 2, "data.holdout_every", every, "at least 2 documents")
         require(tokens >= 1, "data.shard_tokens", tokens, "at least 1 token")
@@ -78,8 +87,11 @@ class DataConfig:
 
     def recipe(self, vocab_size: int) -> DataRecipe:
         """Return the recipe of the data set that is made from `source`."""
+        source = self.source
+        if self.revision:
+            source = str(replace(Address.parse(source, "dataset"), revision=self.revision))
         return DataRecipe(
-            (self.source,),
+            (source,),
             pattern=self.resolved_pattern,
             tokenizer=self.tokenizer,
             vocab_size=vocab_size,

@@ -145,17 +145,36 @@ def _locked(partial: Path, show_line: ShowLine) -> Iterator[None]:
     """Hold the lock under which only one process at a time makes the data set; the others wait."""
     try:
         lock = _open_lock(partial)
+        if not _lock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB):
+            show_line(f"waiting for another process, which is making {partial.with_suffix('')}")
+            _lock(lock, fcntl.LOCK_EX)
+        while not _is_at(lock, partial / ".lock"):  # removed with the folder during the wait
+            lock.close()
+            lock = _open_lock(partial)
+            _lock(lock, fcntl.LOCK_EX)
     except OSError as error:
         raise DataError(
             f"{partial} cannot be written ({reason(error, partial)}): give another folder"
         ) from None
     with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            show_line(f"waiting for another process, which is making {partial.with_suffix('')}")
-            fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+def _lock(lock: TextIO, operation: int) -> bool:
+    """Take the lock; returns False if another process holds it and the operation does not wait."""
+    try:
+        fcntl.flock(lock, operation)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_at(file: TextIO, path: Path) -> bool:
+    """Tell whether the open file is still the one at `path`."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _open_lock(partial: Path) -> TextIO:

@@ -14,6 +14,7 @@ from lather.data.order import MixturePhase, Order
 from lather.data.sequences import PackedDocuments, Sequences, Windows
 from lather.data.sources import list_sources
 from lather.errors import DataError
+from lather.hub import Address
 
 
 def open_datasets(config: DataConfig, vocab_size: int, report: ShowLine) -> list[DataSet]:
@@ -33,13 +34,17 @@ def open_datasets(config: DataConfig, vocab_size: int, report: ShowLine) -> list
 
 def _of_source(config: DataConfig, vocab_size: int, report: ShowLine) -> DataSet:
     """Open or make the data set of `data.source` for the present names, sizes and times of its
-    files."""
+    files, or for its commit on a hub."""
     recipe = config.recipe(vocab_size)
-    try:
-        listing = list_sources(recipe).digest
-    except DataError as error:
-        raise DataError(f"data.source = {config.source!r}: {error}") from None
-    name = Path(config.source).resolve().name
+    if config.revision:
+        (listing,) = recipe.sources
+        name = Address.parse(listing, "dataset").name.replace("/", "-")
+    else:
+        try:
+            listing = list_sources(recipe).digest
+        except DataError as error:
+            raise DataError(f"data.source = {config.source!r}: {error}") from None
+        name = Path(config.source).resolve().name
     folder = Path(config.cache_dir) / f"{name}-{vocab_size}-{recipe.digest(listing)}"
     if folder.exists():
         dataset = DataSet(folder)

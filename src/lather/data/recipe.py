@@ -23,7 +23,8 @@ class DataRecipe:
     """The options of `lather data make`."""
 
     sources: Annotated[tuple[str, ...], Argument(positional=True, metavar="SOURCE [SOURCE ...]")]
-    """Files, folders, python-stdlib, package:NAME, or hf:NAME[@CONFIG]#SPLIT."""
+    """Files, folders, python-stdlib, package:NAME, hf://ORG/NAME[@REVISION][/PATH] (files of a data
+    set of a hub), or hf:NAME[@CONFIG]#SPLIT (rows, as `datasets` loads them)."""
     validation: tuple[str, ...] = ()
     """Sources for the validation split; none: one of `holdout_every` documents is held out."""
     pattern: str = "*"

@@ -2,8 +2,9 @@
 into units of work.
 
 A source is a file, a folder, "python-stdlib", "package:NAME", a folder saved by Hugging Face's
-`datasets`, or hf:NAME[@CONFIG]#SPLIT. The division depends only on the files and the options, so
-that the data set does not depend on the number of processes or on interruptions.
+`datasets`, hf:NAME[@CONFIG]#SPLIT, or an address of a hub (`lather.hub`). The division depends only
+on the files and the options, so that the data set does not depend on the number of processes or on
+interruptions.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+from lather.data.hub_files import fetch_files
 from lather.data.recipe import DataRecipe
 from lather.data.records import (
     COMPRESSED,
@@ -34,6 +36,7 @@ from lather.data.texts import has_plain_line_ends, kind_of_bytes
 from lather.data.walk import KINDS, FolderWalk
 from lather.errors import DataError
 from lather.files import digest_of
+from lather.hub import SCHEME
 
 SplitName = Literal["train", "validation"]
 STDLIB_LEFT_OUT = {
@@ -134,6 +137,12 @@ def list_sources(recipe: DataRecipe) -> Listing:
 
 def _list_source(source: str, split: SplitName, recipe: DataRecipe, listing: Listing) -> None:
     """Add the files of a source, sorted by name, to the listing."""
+    if source.startswith(SCHEME):
+        root, names, left_out_files = fetch_files(source, recipe.pattern)
+        paths = [root / name for name in names if not _is_index(root / name)]
+        listing.files += [_file(path, root, recipe, split, is_named=True) for path in paths]
+        listing.left_out += left_out_files
+        return
     folder = Path(source.partition("#")[0])
     is_saved_by_datasets = any(os.path.isfile(folder / name) for name in SAVED_BY_DATASETS)
     if source.startswith("hf:") or recipe.format == "huggingface" or is_saved_by_datasets:
@@ -228,7 +237,7 @@ def root_of(source: str) -> tuple[Path, set[str]]:
         link = f" (a link to {os.readlink(source)})" if os.path.islink(source) else ""
         raise DataError(
             f"{source}{link}: no such file or folder: give one that has text, JSONL, Parquet or "
-            "tokens, or 'python-stdlib', 'package:NAME' or 'hf:NAME'"
+            "tokens, or 'python-stdlib', 'package:NAME' or 'hf://ORG/NAME'"
         ) from None
     except OSError as error:
         raise DataError(

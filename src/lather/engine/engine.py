@@ -21,10 +21,9 @@ from torch import Tensor
 from lather.config.config import Config, LoopConfig, MoEConfig, ParallelConfig
 from lather.data.batches import Batch
 from lather.device import Read, gpu_module, is_gpu, read, to_device
-from lather.engine.qk_clip import largest_logits
+from lather.engine.qk_clip import measuring
 from lather.engine.step_reading import StepReading, StepResult
 from lather.engine.trained_parameters import train_only, trained_parameters, with_adapters
-from lather.models.attention_logits import measured_layers, measuring
 from lather.models.decoder import Decoder, RoutedModel
 from lather.models.families import build_model as build_family
 from lather.models.moe import LOCAL_EXCHANGE, Exchange
@@ -111,8 +110,8 @@ class Engine:
         parts = batch.tokens_of_parts(self.micro_batch_size)
         shares = [tokens / max(1, num_tokens) for tokens in parts]
         micro_batches = self._micro_batches(batch, float(max(1, num_labels)), shares)
-        layers = measured_layers(self.part) if with_logits else {}
-        with counting_step(self.part.routers()), measuring(layers) as collected:
+        reading = self.new_reading(num_labels, with_logits=with_logits)
+        with counting_step(self.part.routers()), measuring(self.part, reading.logits_AH):
             try:
                 output = self._executor.run(micro_batches)
             except BaseException:
@@ -120,19 +119,17 @@ class Engine:
                 raise
         self._wait_for_gradients()
         self.parameters.collect_gradients()
-        reading = self.new_reading(num_labels)
         self._collect(output, shares, reading)
-        if with_logits:
-            reading.logits_LH = largest_logits(self.part, collected, self.mesh.device)
         return reading
 
     def _wait_for_gradients(self) -> None:
         for unit in (unit for units in self.units for unit in units):
             unit.wait_for_gradients()
 
-    def new_reading(self, num_labels: int) -> StepReading:
+    def new_reading(self, num_labels: int, *, with_logits: bool = False) -> StepReading:
         """Return a reading of a step in which all ranks have so many labels, without passes."""
-        return StepReading(self.part, self.parameters, self.mesh, num_labels)
+        sources = self.part, self.parameters, self.mesh
+        return StepReading(*sources, num_labels, with_logits=with_logits)
 
     def run_prelude(self, batch: Batch) -> None:
         """Run two micro-batches of this rank's share of a global batch through its stages, for

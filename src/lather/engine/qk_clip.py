@@ -7,7 +7,8 @@ any mesh. The optimizer's state is not touched.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -16,39 +17,38 @@ from lather.config.config import Config
 from lather.device import to_device
 from lather.engine.trained_parameters import outline
 from lather.errors import require
-from lather.models.attention_logits import LargestLogits, measured_layers
+from lather.models.attention_logits import measured_layers
 from lather.parallel.local_parameters import LocalParameters
 from lather.pipeline.model_part import ModelPart
 from lather.shapes import Float
 
 
-def largest_logits(
-    part: ModelPart, collected: Mapping[str, LargestLogits], device: torch.device
-) -> Float[Tensor, "l h"]:
-    """Return the largest logits that were collected in this rank's layers, in fp64; -inf for the
-    layers of other ranks."""
-    shape = len(part.measured), max(part.measured.values(), default=0)
-    logits_LH = torch.full(shape, -torch.inf, dtype=torch.float64, device=device)
-    for row_H, name in zip(logits_LH, part.measured, strict=True):
-        if name in collected:
-            of_head_H = collected[name].of_head_H
-            assert of_head_H is not None
-            row_H[: len(of_head_H)] = of_head_H
-    return logits_LH
+@contextmanager
+def measuring(part: ModelPart, logits_AH: Float[Tensor, "a h"]) -> Iterator[None]:
+    """Inside this context, the largest logits of the layers `part.measured` are collected in the
+    rows of a tensor; nothing is measured if it has none."""
+    layers = measured_layers(part) if len(logits_AH) else {}
+    for name, layer in layers.items():
+        layer.largest_H = logits_AH[list(part.measured).index(name), : layer.num_heads]
+    try:
+        yield
+    finally:
+        for layer in layers.values():
+            layer.largest_H = None
 
 
 @torch.no_grad()
 def clip_logits_(
-    part: ModelPart, parameters: LocalParameters, logits_LH: Float[Tensor, "l h"], threshold: float
+    part: ModelPart, parameters: LocalParameters, logits_AH: Float[Tensor, "a h"], threshold: float
 ) -> None:
     """Scale projections of queries and keys in place, after a step in which the largest logits of
-    all ranks were these, on the CPU.
+    the layers `part.measured` on all ranks were these, on the CPU.
 
     A layer of which such a projection is frozen is left as it is.
     """
     entries = {entry.info.name: entry for entry in parameters}
     layers = measured_layers(part)
-    for name, logits_H in zip(part.measured, logits_LH, strict=True):
+    for name, logits_H in zip(part.measured, logits_AH, strict=True):
         is_large_H = logits_H > threshold
         if name not in layers or not is_large_H.any():
             continue
@@ -62,11 +62,9 @@ def clip_logits_(
         ]
         if all(entry.source.requires_grad for entry, _ in scaled):
             for entry, factor_X in scaled:
-                rows_x, p = (
-                    factor_X.narrow(0, entry.info.offset, entry.info.length),
-                    entry.parameter,
-                )
-                p.mul_(to_device(rows_x.to(p.dtype), p.device).view(-1, *[1] * (p.dim() - 1)))
+                p, first = entry.parameter, entry.info.offset
+                rows_x = factor_X[first : first + entry.info.length].to(p.dtype)
+                p.mul_(to_device(rows_x, p.device).view(-1, *[1] * (p.dim() - 1)))
 
 
 def check_qk_clip(config: Config) -> None:

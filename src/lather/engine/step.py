@@ -58,11 +58,7 @@ class TrainStep:
     """Runs optimizer steps on a mesh; each rank calls it with its share of the batch."""
 
     def __init__(
-        self,
-        engine: Engine,
-        optimizer: MatrixOptimizer,
-        max_grad_norm: float,
-        qk_clip: float = 0.0,
+        self, engine: Engine, optimizer: MatrixOptimizer, max_grad_norm: float, qk_clip: float = 0.0
     ) -> None:
         """`optimizer`: for `engine.parameters`; `max_grad_norm`: 0 does not clip; `qk_clip`: the
         largest logit of an attention head, 0 does not clip."""
@@ -103,8 +99,8 @@ class TrainStep:
                 group["lr"] = lr * group.get(LR_FACTOR, 1.0)
             self.optimizer.step(norms=norms)
             self.engine.balance(result.counts_LE)
-            if self.qk_clip and result.logits_LH is not None:
-                clip_logits_(self.engine.part, parameters, result.logits_LH, self.qk_clip)
+            if self.qk_clip and result.logits_AH is not None:
+                clip_logits_(self.engine.part, parameters, result.logits_AH, self.qk_clip)
         seconds = self._now() - start
         parameters.clear_gradients()
         return self._with_refreshes(replace(result, optimizer_seconds=seconds, skipped=not finite))

@@ -31,7 +31,7 @@ class StepResult:
     """Rows per MoE block and expert, on the CPU."""
     tokens: int
     """Number of labels."""
-    logits_LH: Float[Tensor, "l h"] | None = None
+    logits_AH: Float[Tensor, "a h"] | None = None
     """The largest logit of each head of the attention layers `ModelPart.measured`, on the CPU; None
     if they were not measured."""
     grad_norm: float = math.nan
@@ -51,18 +51,27 @@ class StepReading:
     """This rank's parts of the cross entropy and of the balance loss, which all ranks add up."""
     counts_LE: Float[Tensor, "l e"]
     """This rank's rows per MoE block and expert, which all ranks add up."""
-    logits_LH: Float[Tensor, "l h"] | None
-    """This rank's largest logit of each head, or -inf; all ranks take the maximum."""
+    logits_AH: Float[Tensor, "a h"]
+    """This rank's largest logit of each head, or -inf; all ranks take the maximum. No rows if they
+    are not measured."""
 
     def __init__(
-        self, part: ModelPart, parameters: LocalParameters, mesh: Mesh, num_labels: int
+        self,
+        part: ModelPart,
+        parameters: LocalParameters,
+        mesh: Mesh,
+        num_labels: int,
+        *,
+        with_logits: bool = False,
     ) -> None:
         """Begin with losses, loads and a norm of zero. `num_labels`: of all ranks."""
         self._parameters, self._mesh, self._num_labels = parameters, mesh, num_labels
         shape = len(part.moe_layers), part.num_experts
         self._passes = torch.zeros(2 + math.prod(shape), dtype=torch.float64, device=mesh.device)
         self.losses, self.counts_LE = self._passes[:2], self._passes[2:].view(shape)
-        self.logits_LH = None
+        rows = len(part.measured) if with_logits else 0
+        heads = max(part.measured.values(), default=0)
+        self.logits_AH = self._passes.new_full((rows, heads), -math.inf)
         self._square = self._norms = self._passes.new_zeros(0)
 
     def add_gradients(self, norms: GradientNorms) -> None:
@@ -79,21 +88,14 @@ class StepReading:
         All ranks call it together.
         """
         total = torch.cat((self._passes, self._square))
-        logits_LH = total.new_empty(0) if self.logits_LH is None else self.logits_LH
+        logits = self.logits_AH.flatten()
         if self._mesh.size > 1:
             dist.all_reduce(total)
-            if self.logits_LH is not None:
-                dist.all_reduce(logits_LH, dist.ReduceOp.MAX)
-        values = read(torch.cat((total, logits_LH.flatten(), self._norms)), Read.STEP)
-        losses, counts, square, logits, norms = values.split(
-            [
-                2,
-                self.counts_LE.numel(),
-                len(self._square),
-                logits_LH.numel(),
-                len(self._norms),
-            ]
-        )
+            if len(logits):
+                dist.all_reduce(logits, dist.ReduceOp.MAX)
+        sizes = [2, self.counts_LE.numel(), len(self._square), len(logits), len(self._norms)]
+        values = read(torch.cat((total, logits, self._norms)), Read.STEP)
+        losses, counts, square, logits, norms = values.split(sizes)
         loss, balance_loss = losses.tolist()
         norm = square.sqrt().to(self._parameters.norm_dtype)
         result = StepResult(
@@ -101,7 +103,7 @@ class StepReading:
             balance_loss=balance_loss,
             counts_LE=counts.view(self.counts_LE.shape).long(),
             tokens=self._num_labels,
-            logits_LH=None if self.logits_LH is None else logits.view(logits_LH.shape),
+            logits_AH=logits.view(self.logits_AH.shape) if len(logits) else None,
             grad_norm=norm.item() if len(norm) else math.nan,
         )
         return result, norms

@@ -109,7 +109,8 @@ def dry_run(
         copies = config.checkpoint.asynchronous and not is_gpu(engine.mesh.device)
         staging = Staging(torch.device("cpu"), engine.mesh.device) if copies else None
         checkpoint_bytes = record(SAVE, lambda: mode.save(optimizer, staging))
-        record(STEP, lambda: step(dry.batch, RATE))
+        with_logits = config.log.attention_logits_every > 0
+        record(STEP, lambda: step(dry.batch, RATE, with_logits=with_logits))
         if any(group.get("async_refresh") for group in optimizer.param_groups):
             record("a step beside refreshes", lambda: step(dry.batch, RATE))
         share = engine.part.share

@@ -30,25 +30,11 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from lather.kernels.backend import wide_dtype
 from lather.models.token_positions import SequenceLayout
 from lather.shapes import Float, Int
 
 BLOCK_LOGITS = 2**25
 """Logits that are computed at a time."""
-
-
-class LargestLogits:
-    """The largest logit of each head over the micro-batches of a step."""
-
-    def __init__(self) -> None:
-        self.of_head_H: Float[Tensor, " h"] | None = None
-        """None before the first micro-batch; -inf for a head without a query."""
-
-    def add(self, logits_H: Float[Tensor, " h"]) -> None:
-        """Take in the largest logits of a micro-batch."""
-        before_H = self.of_head_H
-        self.of_head_H = logits_H if before_H is None else torch.maximum(before_H, logits_H)
 
 
 class MeasuredAttention(nn.Module):
@@ -60,8 +46,8 @@ class MeasuredAttention(nn.Module):
     """Factor of the products of queries and keys; above 0."""
     window: int | None = None
     """Number of the last tokens that a token attends to; None: all."""
-    logits: LargestLogits | None = None
-    """Gets the logits of each forward pass while they are measured."""
+    largest_H: Float[Tensor, " h"] | None = None
+    """While logits are measured, the largest of each head so far, updated in place."""
 
     @torch.no_grad()
     def measure(
@@ -69,10 +55,12 @@ class MeasuredAttention(nn.Module):
     ) -> None:
         """Compute the logits of queries and keys, if they are measured; those of padding do not
         count. As in attention, the products are in the values' dtype."""
-        if self.logits is not None:
+        if self.largest_H is not None:
             q_BHSN, k_BGSN = (x.to(v_BSGU.dtype).transpose(1, 2) for x in (q_BSHN, k_BSGN))
-            products_H = largest_products(q_BHSN, k_BGSN, layout.first_keys(self.window))
-            self.logits.add(self.scale * products_H)
+            first_BS = layout.first_keys(self.window)
+            products_H = largest_products(q_BHSN, k_BGSN, first_BS, self.window)
+            logits_H = self.scale * products_H.to(self.largest_H.dtype)
+            torch.maximum(self.largest_H, logits_H, out=self.largest_H)
 
     def clip_factors(self, gamma_H: Float[Tensor, " h"]) -> Mapping[str, Float[Tensor, " x"]]:
         """Return, by name of a projection, the factor of each of its rows that multiplies the
@@ -90,49 +78,40 @@ def measured_layers(model: nn.Module) -> dict[str, MeasuredAttention]:
 
 
 @contextmanager
-def measuring(layers: Mapping[str, MeasuredAttention]) -> Iterator[dict[str, LargestLogits]]:
-    """Collect the largest logits of each of these layers inside the context, by name."""
-    collected = {name: LargestLogits() for name in layers}
-    for name, layer in layers.items():
-        layer.logits = collected[name]
-    try:
-        yield collected
-    finally:
-        for layer in layers.values():
-            layer.logits = None
-
-
-@contextmanager
 def not_measuring(layer: nn.Module) -> Iterator[None]:
-    """Collect no logits of a layer inside the context, in which its forward pass is repeated."""
+    """Inside this context, in which a forward pass is repeated, no logits are measured."""
     if not isinstance(layer, MeasuredAttention):
         yield
         return
-    before, layer.logits = layer.logits, None
+    before, layer.largest_H = layer.largest_H, None
     try:
         yield
     finally:
-        layer.logits = before
+        layer.largest_H = before
 
 
 def largest_products(
     q_BHSN: Float[Tensor, "b h s n"],
     k_BGSN: Float[Tensor, "b g s n"],
-    first_BS: Int[Tensor, "#b s"],
+    first_BS: Int[Tensor, "#b s"] | None,
+    window: int | None = None,
 ) -> Float[Tensor, " h"]:
-    """Return the largest product of a query and a key of each head, in fp32 (fp64 for fp64), where
-    query s meets the keys from first_BS[:, s] to s. H is a multiple of G."""
+    """Return the largest product of a query and a key of each head, where query s meets the keys
+    from first_BS[:, s] (None: from 0) to s, at most `window` of them. H is a multiple of G."""
     batch, num_heads, length, _ = q_BHSN.shape
     q_BGRSN = q_BHSN.unflatten(1, (k_BGSN.shape[1], -1))
     size = max(1, BLOCK_LOGITS // (batch * num_heads * length))
     largest_GR = q_BHSN.new_full(q_BGRSN.shape[1:3], -torch.inf)
     for start in range(0, length, size):
-        end = min(start + size, length)
+        end, begin = min(start + size, length), max(0, start - (window or length) + 1)
         q_BGxN = q_BGRSN[:, :, :, start:end].flatten(2, 3)
-        logits_BGxT = q_BGxN @ k_BGSN[:, :, :end].mT
+        logits_BGxT = q_BGxN @ k_BGSN[:, :, begin:end].mT
         logits_BGRQT = logits_BGxT.unflatten(2, (-1, end - start))
-        key_T = torch.arange(end, device=q_BHSN.device)
-        hidden_BQT = (key_T > key_T[start:, None]) | (key_T < first_BS[:, start:end, None])
-        logits_BGRQT.masked_fill_(hidden_BQT[:, None, None], -torch.inf)
+        key_T = torch.arange(begin, end, device=q_BHSN.device)
+        query_Q = key_T[start - begin :]
+        logits_BGRQT[..., start - begin :].masked_fill_(query_Q > query_Q[:, None], -torch.inf)
+        if first_BS is not None:
+            hidden_BQT = key_T < first_BS[:, start:end, None]
+            logits_BGRQT.masked_fill_(hidden_BQT[:, None, None], -torch.inf)
         largest_GR = torch.maximum(largest_GR, logits_BGRQT.amax((0, 3, 4)))
-    return largest_GR.flatten().to(wide_dtype(q_BHSN))
+    return largest_GR.flatten()

@@ -182,9 +182,11 @@ class SequenceLayout:
         """Tell whether the rows of the batch have different masks."""
         return self.documents is not None or self.padding_B is not None
 
-    def first_keys(self, window: int | None) -> Int[Tensor, "#b s"]:
+    def first_keys(self, window: int | None) -> Int[Tensor, "#b s"] | None:
         """Return the first of the tokens to which each token attends, itself being the last, or S
-        at positions that hold no token; without a cache."""
+        at positions that hold no token; without a cache. None if each is the first of its row."""
+        if self.padding is None and self.is_plain(window):
+            return None
         token_S = torch.arange(self.length, device=self.device)
         first_BS = token_S - self.positions
         if window is not None:

@@ -26,7 +26,7 @@ K experts per token.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -283,14 +283,14 @@ class Segments:
                 *_losses(attended.routing),
             )
 
+        def same_decision() -> AbstractContextManager[Any]:
+            if isinstance(block.mlp, MoE):
+                return block.mlp.gate.recompute(decision[0])
+            return nullcontext()
+
         @contextmanager
         def second_run() -> Iterator[None]:
-            same_decision = (
-                block.mlp.gate.recompute(decision[0])
-                if isinstance(block.mlp, MoE)
-                else nullcontext()
-            )
-            with not_measuring(block.self_attn), same_decision:
+            with not_measuring(block.self_attn), same_decision():
                 yield
 
         cut, (residual_BSD, normed_TD, *of_router) = self._run(

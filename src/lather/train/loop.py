@@ -158,9 +158,8 @@ class _TrainingRun:
         layers = None if partition is None else partition.stages
         self.engine = build_engine(config, mesh, record=self.timeline, layers=layers)
         self.optimizer = build_optimizer(config.optim, self.engine.parameters)
-        self.step = TrainStep(
-            self.engine, self.optimizer, config.train.max_grad_norm, config.train.qk_clip
-        )
+        clips = config.train.max_grad_norm, config.train.qk_clip
+        self.step = TrainStep(self.engine, self.optimizer, *clips)
         self.saver = self._new_saver()
         checkpoints = broadcast(list_checkpoints(self.saver.folder), mesh.control_group)
         self.progress = self._load(checkpoints, weights)
@@ -313,8 +312,8 @@ class _TrainingRun:
         self._write(row)
         if _is_due(number, self.config.log.expert_load_every) and result.counts_LE.any():
             self._write(metrics.expert_load_row(result.counts_LE, self.progress))
-        if with_logits and result.logits_LH is not None:
-            self._write(metrics.attention_logits_row(result.logits_LH, self.progress))
+        if with_logits and result.logits_AH is not None:
+            self._write(metrics.attention_logits_row(result.logits_AH, self.progress))
         self.display.step(row, self.config.train.steps)
         self.notices.watch_step(number, result)
         if skipped >= self.config.train.max_skipped_steps:

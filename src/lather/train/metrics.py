@@ -128,7 +128,7 @@ def step_row(
     least, most, entropy = (
         expert_load(result.counts_LE) if result.tokens else (math.nan, math.nan, math.nan)
     )
-    logits_LH = result.logits_LH
+    logits_AH = result.logits_AH
     return StepRow(
         step=progress.step,
         loss=result.loss,
@@ -144,7 +144,7 @@ def step_row(
         expert_load_min=least,
         expert_load_max=most,
         expert_load_entropy=entropy,
-        max_attention_logit=math.nan if logits_LH is None else float(logits_LH.max()),
+        max_attention_logit=math.nan if logits_AH is None else float(logits_AH.max()),
         refreshes_done=result.refreshes_done,
         refreshes_skipped=result.refreshes_skipped,
         skipped=result.skipped,
@@ -172,9 +172,9 @@ def expert_load_row(counts_LE: Tensor, progress: Progress) -> ExpertLoadRow:
     return {"step": progress.step, "seconds": progress.seconds, "expert_load": loads}
 
 
-def attention_logits_row(logits_LH: Tensor, progress: Progress) -> AttentionLogitsRow:
+def attention_logits_row(logits_AH: Tensor, progress: Progress) -> AttentionLogitsRow:
     """Return the row with the largest logit of each head, to four significant digits."""
-    logits = [[float(f"{logit:.4g}") for logit in logits_H] for logits_H in logits_LH.tolist()]
+    logits = [[float(f"{logit:.4g}") for logit in logits_H] for logits_H in logits_AH.tolist()]
     return {"step": progress.step, "seconds": progress.seconds, "attention_logits": logits}
 
 

@@ -29,6 +29,7 @@ from lather.config.config import Config
 from lather.config.fields import merged
 from lather.config.run_folder import PROVENANCE, run_folder
 from lather.config.toml_file import config_from_mapping, config_to_toml, load_run
+from lather.data.hub_files import pinned_data
 from lather.errors import ConfigError, RunError, UserError, as_toml
 from lather.files import read_rows, reason, write_aside
 from lather.train.companions import COMPANION_FOLDER
@@ -89,7 +90,7 @@ def start_of(path: Path, config: Config) -> Start:
                 f"{subject} holds files but no config.toml, so it is not a run: give another "
                 "--run-dir"
             )
-        config = config.resolved()
+        config = replace(config, data=pinned_data(config.data)).resolved()
         return Start(config, history=History((), values_of(config)))
     steps = [step_of(checkpoint) for checkpoint in list_checkpoints(path / "checkpoints")]
     start = _resumed(
@@ -123,7 +124,7 @@ def _resumed(path: Path, config: Config, step: int, subject: str, remedy: str) -
         raise RunError(f"{subject}: {error}; {remedy}") from None
     if config.optim.lr is None:
         config = replace(config, optim=replace(config.optim, lr=before.optim.lr))
-    config = config.resolved()
+    config = replace(config, data=pinned_data(config.data, before.data)).resolved()
     changes = differences(values_of(before), values_of(config))
     fixed = [key for key in changes if class_of(key, type(config.model)) == "fixed"]
     _refuse_fixed(fixed, changes, subject, remedy)

@@ -45,7 +45,12 @@ def open_published(folder: Path) -> SafetensorsFiles:
             f"{folder}: holds neither {SINGLE_FILE} nor {INDEX_FILE}: give a folder with weights "
             "in safetensors"
         )
-    weight_map = _read_index(index)
+    weight_map = read_index(index)
+    for name, file in weight_map.items():
+        if not (folder / file).is_file():
+            raise ExchangeError(
+                f"{index}: places {name!r} in {file}, which is missing: {ANOTHER_COPY}"
+            )
     headers = {name: read_header(folder / name) for name in dict.fromkeys(weight_map.values())}
     for name, file in weight_map.items():
         if name not in headers[file]:
@@ -61,7 +66,9 @@ def open_published(folder: Path) -> SafetensorsFiles:
     return SafetensorsFiles({name: headers[file][name] for name, file in weight_map.items()})
 
 
-def _read_index(index: Path) -> dict[str, str]:
+def read_index(index: Path) -> dict[str, str]:
+    """Read which file beside an index has each tensor. Raises ExchangeError if it is damaged, or
+    names a file elsewhere."""
     try:
         weight_map = json.loads(read_text(index))["weight_map"]
         if not isinstance(weight_map, dict) or not all(
@@ -75,10 +82,6 @@ def _read_index(index: Path) -> dict[str, str]:
             raise ExchangeError(
                 f"{index}: places {name!r} in {file!r}, which is not a .safetensors file beside "
                 f"it: {ANOTHER_COPY}"
-            )
-        if not (index.parent / file).is_file():
-            raise ExchangeError(
-                f"{index}: places {name!r} in {file}, which is missing: {ANOTHER_COPY}"
             )
     return weight_map
 
