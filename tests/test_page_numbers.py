@@ -2,16 +2,16 @@
 of the row, or are counted; Python blocks of the README run."""
 
 import json
-import math
 import re
 from pathlib import Path
 
 import pytest
+import torch
 
 import result_tables
 from lather.config.toml_file import load_config
 from lather.durations import duration
-from lather.models.hf.model_folder import parameter_shapes
+from lather.models import build_model
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -46,13 +46,11 @@ def test_parameters_and_tokens_of_the_presets_are_counted() -> None:
     assert len(presets) == 5
     for preset in presets:
         config = load_config(preset)
-        sizes = {name: math.prod(shape) for name, shape in parameter_shapes(config.model).items()}
+        model = build_model(config.model, device=torch.device("meta"))
+        sizes = {name: weight.numel() for name, weight in model.named_parameters()}
         experts = sum(size for name, size in sizes.items() if ".experts." in name)
-        idle = (
-            experts
-            * (config.model.num_routed_experts - config.model.num_experts_per_tok)
-            // config.model.num_routed_experts
-        )
+        number, chosen = config.model.num_routed_experts, config.model.num_experts_per_tok
+        idle = experts * (number - chosen) // max(number, 1)
         active = sum(sizes.values()) - idle
         assert (
             f"| `configs/{preset.name}` | {sum(sizes.values()):,} | {active:,} | {experts:,} |\n"
