@@ -25,8 +25,11 @@ from lather.engine.optimizer import build_optimizer
 from lather.engine.step import TrainStep
 from lather.parallel.expert_exchange import ExpertExchange
 from lather.parallel.mesh import Mesh
+from models.tiny import FAMILY_TABLES
 
 ALL = ("attention", "experts", "shared_experts")
+PER_LAYER = ("layer_types",)
+"""Fields with an entry for each layer."""
 
 TWO_RANKS = [
     Case(pp=2, poison=True),
@@ -123,6 +126,41 @@ GRID = [
     )
     for schedule in (("dualpipev", "sequential") if pp == 1 else ("dualpipev",))
 ]
+
+
+def of_family(family: str, **options: Any) -> Case:
+    """Return a case of a pipeline with expert parallelism, if the family has experts."""
+    ep = 2 if FAMILY_TABLES[family].experts else 1
+    return Case(pp=2, ep=ep, family=family, poison=True, **options)
+
+
+def random_cases(family: str) -> list[Case]:
+    """List the family's random configurations, with five layers and an even number of experts;
+    every second one makes all segments again."""
+    table, cases = FAMILY_TABLES[family], []
+    for number, drawn in enumerate(table.configurations(family)):
+        sizes = {**table.sizes, **drawn}
+        experts = sizes.get(table.experts, 0)
+        changes = {
+            name: tuple(itertools.islice(itertools.cycle(value), 5)) if name in PER_LAYER else value
+            for name, value in drawn.items()
+            if name != "num_hidden_layers" and value is not None
+        }
+        more = {"experts": experts if experts % 2 == 0 else 6} if experts else {}
+        recompute = ALL if number % 2 else ()
+        cases.append(of_family(family, changes=changes, recompute=recompute, **more))
+    return cases
+
+
+def test_every_family_has_the_loss_and_gradients_of_one_process() -> None:
+    check_gradients(4, [of_family(family) for family in FAMILY_TABLES])
+
+
+@pytest.mark.grid
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("family", FAMILY_TABLES)
+def test_random_configurations_of_every_family_on_a_mesh_of_all_axes(family: str) -> None:
+    check_gradients(8, random_cases(family), timeout=800)
 
 
 @pytest.mark.grid
