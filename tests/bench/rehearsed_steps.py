@@ -113,16 +113,19 @@ def rehearsals() -> list[Rehearsal]:
 
 
 def more_rehearsals() -> list[Rehearsal]:
-    """List further combinations of the same choices."""
+    """List every family by itself, and further combinations of the same choices."""
+    recomputed = {"recompute": ("attention", "experts", "shared_experts")}
     return [
+        *(Rehearsal(family, rule="adamw") for family in FAMILY_TABLES),
+        *(Rehearsal(family, "fp32", "adamw") for family in FAMILY_TABLES if family != "gpt_oss"),
+        *(Rehearsal(family, loop=recomputed, packed=True) for family in FAMILY_TABLES),
+        *(Rehearsal(family, rule="muon", lora=LoraConfig(rank=8)) for family in FAMILY_TABLES),
         Rehearsal(),
         Rehearsal(rule="muon"),
         Rehearsal("qwen3_moe"),
-        *(Rehearsal(family, "fp32", "adamw") for family in ("deepseek_v2", "qwen3_moe")),
         Rehearsal(rule="klsoap"),
         Rehearsal(sizes=NARROW),
         Rehearsal(precision="fp32", sizes=NARROW),
-        Rehearsal("gpt_oss", rule="adamw"),
         Rehearsal(lora=LoraConfig(rank=8), optim={"sides": "both"}),
     ]
 
