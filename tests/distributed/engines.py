@@ -137,6 +137,10 @@ class Pair:
             output = self.plain(part[:, :-1], part[:, 1:], normalizer=float(total))
             share = len(part) * LENGTH / total
             auxiliary = output.balance_loss() * (self.moe.balance_coefficient or 0.0) * share
+            for depth, mtp_loss in enumerate(output.mtp_losses, start=1):
+                # each row of a sequence of depth + 1 to LENGTH tokens has a label
+                mean = mtp_loss * LENGTH / (LENGTH - depth)
+                auxiliary = auxiliary + LoopConfig.mtp_loss_weight / len(output.mtp_losses) * mean
             if self.moe.z_loss_coefficient:
                 auxiliary = auxiliary + output.z_loss() * self.moe.z_loss_coefficient * share
             (output.loss + auxiliary).backward()

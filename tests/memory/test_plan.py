@@ -113,7 +113,10 @@ def test_activations_of_a_forward_from_first_principles() -> None:
     assert 0 <= after["attention"] - layers * (4 * tokens * attention + 8 * experts) - tables < 200
     kept_by_experts = 4 * tokens * (2 * chosen * SIZES["moe_intermediate_size"] + 4 * chosen)
     assert 0 <= after["experts"] - layers * kept_by_experts < layers * 16 * experts
-    assert after["between segments"] - before["between segments"] == layers * 4 * tokens * size + 4
+    losses = 4 + 4  # the gradient of the loss, and the vector of losses, which is returned
+    assert after["between segments"] - before["between segments"] == (
+        layers * 4 * tokens * size + losses
+    )
     assert after["head"] == 4 * tokens * (size + 1 + 1 + 2) + 4
 
 

@@ -1,6 +1,7 @@
 """Makes a corpus of a few files, a configuration of a few thousand parameters, and what tests of
 the trainer need of them."""
 
+import math
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -135,6 +136,7 @@ def step_row() -> Callable[..., StepRow]:
         values: dict[str, Any] = {
             "step": step,
             "loss": 5.0 / step,
+            "mtp_loss": math.nan,
             "balance_loss": 1.0,
             "lr": 1e-3,
             "grad_norm": 2.0,

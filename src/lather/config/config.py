@@ -73,6 +73,9 @@ class LoopConfig:
     divided only as far as its pipeline requires."""
     sequence_length: Count = 256
     """Tokens per sequence."""
+    mtp_loss_weight: Positive = 0.3
+    """Weight of the loss of multi-token prediction, the mean over its depths, beside the loss of
+    the next token; without effect on models that have none. DeepSeek-V3: 0.3, then 0.1."""
     max_grad_norm: Annotated[float, Range("at least 0", lambda norm: norm >= 0)] = 1.0
     """Clip the norm of the gradient to this value; 0: do not clip."""
     qk_clip: NonNegative = 0.0

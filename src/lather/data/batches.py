@@ -14,6 +14,7 @@ from torch import Tensor
 from lather.data.order import Order
 from lather.data.sequences import IGNORE_INDEX, PADDING, Sequences
 from lather.errors import DataError
+from lather.models.mtp import look_ahead
 from lather.shapes import Bool, Int
 
 
@@ -59,6 +60,15 @@ class Batch:
         if self.padding_BS is not None:
             lengths_B = lengths_B - self.padding_BS.sum(1).to(lengths_B)
         return [int(lengths.sum()) for lengths in lengths_B.split(size)]
+
+    def ahead(self, depth: int) -> Batch:
+        """Return the batch as a depth of multi-token prediction sees it (`look_ahead`); its numbers
+        of all ranks are unknown."""
+        documents_BS = None if self.begins_BS is None else self.begins_BS.cumsum(1)
+        inputs_BS, labels_BS, missing_BS = look_ahead(
+            self.inputs_BS, self.labels_BS, depth, documents_BS, self.padding_BS
+        )
+        return Batch(inputs_BS, labels_BS, self.begins_BS, padding_BS=missing_BS)
 
     def padded(self, rows: int) -> Batch:
         """Append this number of sequences that are padding."""

@@ -5,7 +5,8 @@ Every rank gets the sequences of its data rank, so all ranks of a pipeline get t
 The loss is a sum over labels divided by the number of labels on all ranks, so no gradient is
 divided later, and after `launch_gradients` every parameter has its whole gradient. The auxiliary
 losses of the routers are means over tokens: a micro-batch counts by its share of the step's tokens,
-on all ranks, whatever its labels. Padding is no token.
+on all ranks, whatever its labels. Padding is no token. Each depth of multi-token prediction has
+labels and tokens of its own, by which its losses are averaged.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ class Engine:
         """`moe`: with its coefficients resolved."""
         self.part, self.mesh, self.schedule, self.moe = part, mesh, schedule, moe
         self.micro_batch_size = loop.batch_size // (mesh.data_size * schedule.num_micro_batches)
+        self._mtp_loss_weight = loop.mtp_loss_weight
         prepare_experts(part, moe, mesh.data_group)
         queue = WeightGradients()
         defer_weight_gradients(part, queue)
@@ -110,6 +112,7 @@ class Engine:
         parts = batch.tokens_of_parts(self.micro_batch_size)
         shares = [tokens / max(1, num_tokens) for tokens in parts]
         micro_batches = self._micro_batches(batch, float(max(1, num_labels)), shares)
+        micro_batches = self._with_depths(batch, micro_batches)
         reading = self.new_reading(num_labels, with_logits=with_logits)
         with counting_step(self.part.routers()), measuring(self.part, reading.logits_AH):
             try:
@@ -142,7 +145,8 @@ class Engine:
         self._check_shape(batch, self.micro_batch_size * self.schedule.num_micro_batches)
         num_batches, device = self.schedule.num_micro_batches, self.mesh.device
         batch = replace(batch, padding_BS=None)
-        first, second, *_ = self._micro_batches(batch, 1.0, [1.0] * num_batches)
+        micro_batches = self._micro_batches(batch, 1.0, [1.0] * num_batches)
+        first, second, *_ = self._with_depths(batch, micro_batches)
         padding_BS = torch.zeros(second.tokens_BS.shape, dtype=torch.bool)
         padding_BS[-1, -1] = True
         micro_batches = [first, replace(second, layout=second.layout.with_padding(padding_BS))]
@@ -159,7 +163,7 @@ class Engine:
         """Return the result of a step in which no rank has a label: it has neither loss nor
         load."""
         counts_LE = torch.zeros(len(self.part.moe_layers), self.part.num_experts, dtype=torch.int64)
-        return StepResult(math.nan, math.nan, counts_LE, 0, skipped=True)
+        return StepResult(math.nan, math.nan, math.nan, counts_LE, 0, skipped=True)
 
     @torch.no_grad()
     def validation_loss(self, batch: Batch) -> float | None:
@@ -178,9 +182,7 @@ class Engine:
         output = self._executor.run(
             self._micro_batches(batch, 1.0, [0.0] * schedule.num_micro_batches), schedule
         )
-        total = (
-            torch.stack([torch.zeros((), device=self.mesh.device), *output.losses]).double().sum()
-        )
+        total = torch.cat([torch.zeros(1, device=self.mesh.device), *output.losses]).double().sum()
         if self.mesh.size > 1:
             dist.all_reduce(total)
         return read(total, Read.LOSS).item() / num_labels
@@ -220,17 +222,22 @@ class Engine:
         return num_labels, num_tokens
 
     def _micro_batches(
-        self, batch: Batch, normalizer: float, shares: Sequence[float]
+        self,
+        batch: Batch,
+        normalizer: float | Tensor,
+        shares: Sequence[float | Tensor],
+        layouts: Sequence[SequenceLayout] = (),
     ) -> list[MicroBatch]:
-        """Divide a batch; `shares`: the weights of its micro-batches in the auxiliary losses."""
+        """Divide a batch. `shares`: the weights of its micro-batches in the auxiliary losses;
+        `layouts`: those of its documents, if they exist already."""
         size, length, device = self.micro_batch_size, batch.inputs_BS.shape[1], self.mesh.device
-        # without documents masks and rotary tables are the same for all
-        layouts = [self._layout] * len(shares)
-        if batch.begins_BS is not None:
+        if not layouts and batch.begins_BS is not None:
             layouts = [
                 SequenceLayout(size, length, device, document_boundaries(begins))
                 for begins in batch.begins_BS.split(size)
             ]
+        # without documents masks and rotary tables are the same for all
+        layouts = layouts or [self._layout] * len(shares)
         if batch.padding_BS is not None:
             paddings = batch.padding_BS.split(size)
             layouts = [
@@ -246,10 +253,33 @@ class Engine:
             for x_BS, y_BS, layout, share in zip(*on_device, layouts, shares, strict=True)
         ]
 
+    def _with_depths(self, batch: Batch, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
+        """Add what the depths of multi-token prediction see. The numbers of their labels and
+        tokens, on all ranks, stay on the device."""
+        num_depths, device = self.part.num_depths, self.mesh.device
+        if not num_depths:
+            return micro_batches
+        batches = [batch.ahead(depth + 1) for depth in range(num_depths)]
+        counts = torch.tensor([(each.num_labels, each.num_tokens) for each in batches])
+        counts_N2 = to_device(counts, device)
+        if self.mesh.data_size > 1:
+            dist.all_reduce(counts_N2, group=self.mesh.data_group)
+        layouts = [each.layout for each in micro_batches]
+        depths = []
+        for each, (num_labels, num_tokens) in zip(batches, counts_N2.clamp(min=1), strict=True):
+            parts = torch.tensor(each.tokens_of_parts(self.micro_batch_size), dtype=torch.float64)
+            shares = (to_device(parts, device) / num_tokens).unbind()
+            depths.append(self._micro_batches(each, num_labels, shares, layouts))
+        weight = self._mtp_loss_weight / num_depths
+        return [
+            replace(each, depths=tuple(replace(depth, loss_weight=weight) for depth in of_each))
+            for each, *of_each in zip(micro_batches, *depths, strict=True)
+        ]
+
     def _collect(self, output: StepOutput, shares: Sequence[float], reading: StepReading) -> None:
         """Write this rank's losses and loads into a reading."""
         if output.losses:
-            reading.losses[0] = torch.stack(output.losses).double().sum()
+            reading.losses[1:] = torch.stack(output.losses).double().sum(0)
         layers = self.part.local_moe_layers()
         if not layers:
             return
@@ -261,7 +291,7 @@ class Engine:
         balance_LM = torch.stack([summary.balance_loss for row in summaries_LM for summary in row])
         balance_LM = balance_LM.double().view(len(layers), -1)
         shares_M = to_device(torch.tensor(shares, dtype=torch.float64), self.mesh.device)
-        reading.losses[1] = (balance_LM * shares_M).sum() / len(self.part.moe_layers)
+        reading.losses[0] = (balance_LM * shares_M).sum() / len(self.part.moe_layers)
         for layer, row in zip(layers, summaries_LM, strict=True):
             counts_E = torch.stack([summary.count_E for summary in row]).sum(0)
             reading.counts_LE[self.part.moe_layers.index(layer)] = counts_E
@@ -300,7 +330,9 @@ def build_engine(
     `layers`: layers of every stage; None: equally many."""
     schedule = schedule_for(config.parallel, config.num_micro_batches(mesh.data_size))
     if layers is None:
-        layers = stages_of(uniform(config.model.num_hidden_layers, schedule.num_stages))
+        model = config.model
+        sizes = model.num_hidden_layers, schedule.num_stages, model.num_nextn_predict_layers
+        layers = stages_of(uniform(*sizes))
     share = PartLayers(tuple(layers), schedule.stages_of(mesh.pp_rank), mesh.ep_rank, mesh.ep)
     generator = torch.Generator().manual_seed(config.seed)
     part = fresh_part(

@@ -4,6 +4,7 @@ all-reduce and one wait for the device."""
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,9 @@ class StepResult:
 
     loss: float
     """Cross entropy in nats, averaged over labels; NaN if there are none."""
+    mtp_loss: float
+    """Cross entropy of multi-token prediction, averaged over its labels, and over depths; NaN if
+    there are none."""
     balance_loss: float
     """Average over MoE blocks and, weighted by tokens, over micro-batches; without its
     coefficient."""
@@ -47,8 +51,9 @@ class StepResult:
 class StepReading:
     """Collects what the host reads in a step, on the device, in fp64."""
 
-    losses: Float[Tensor, "2"]
-    """This rank's parts of the cross entropy and of the balance loss, which all ranks add up."""
+    losses: Float[Tensor, " n"]
+    """This rank's parts of the balance loss, of the cross entropy, and of those of multi-token
+    prediction by depth, which all ranks add up."""
     counts_LE: Float[Tensor, "l e"]
     """This rank's rows per MoE block and expert, which all ranks add up."""
     logits_AH: Float[Tensor, "a h"]
@@ -67,8 +72,12 @@ class StepReading:
         """Begin with losses, loads and a norm of zero. `num_labels`: of all ranks."""
         self._parameters, self._mesh, self._num_labels = parameters, mesh, num_labels
         shape = len(part.moe_layers), part.num_experts
-        self._passes = torch.zeros(2 + math.prod(shape), dtype=torch.float64, device=mesh.device)
-        self.losses, self.counts_LE = self._passes[:2], self._passes[2:].view(shape)
+        num_losses = 2 + part.num_depths
+        self._passes = torch.zeros(
+            num_losses + math.prod(shape), dtype=torch.float64, device=mesh.device
+        )
+        self.losses = self._passes[:num_losses]
+        self.counts_LE = self._passes[num_losses:].view(shape)
         rows = len(part.measured) if with_logits else 0
         heads = max(part.measured.values(), default=0)
         self.logits_AH = self._passes.new_full((rows, heads), -math.inf)
@@ -93,13 +102,14 @@ class StepReading:
             dist.all_reduce(total)
             if len(logits):
                 dist.all_reduce(logits, dist.ReduceOp.MAX)
-        sizes = [2, self.counts_LE.numel(), len(self._square), len(logits), len(self._norms)]
+        parts = (self.losses, self.counts_LE, self._square, logits, self._norms)
         values = read(torch.cat((total, logits, self._norms)), Read.STEP)
-        losses, counts, square, logits, norms = values.split(sizes)
-        loss, balance_loss = losses.tolist()
+        losses, counts, square, logits, norms = values.split([part.numel() for part in parts])
+        balance_loss, loss, *mtp_losses = losses.tolist()
         norm = square.sqrt().to(self._parameters.norm_dtype)
         result = StepResult(
             loss=loss if self._num_labels else math.nan,
+            mtp_loss=statistics.fmean(mtp_losses) if mtp_losses else math.nan,
             balance_loss=balance_loss,
             counts_LE=counts.view(self.counts_LE.shape).long(),
             tokens=self._num_labels,

@@ -128,9 +128,10 @@ def dry_run(
 def _omitted_inputs(dry: DryRank) -> list[torch.Tensor]:
     """Return what a step would hold from its start for the micro-batches that the dry run omits:
     inputs and labels, where documents are separated also positions and documents, and where there
-    is padding its mask."""
-    numbers = 2 if dry.batch.begins_BS is None else 4
-    masks = 0 if dry.batch.padding_BS is None else 1
+    is padding its mask; for each depth of multi-token prediction inputs, labels and a mask."""
+    num_depths = dry.engine.part.num_depths
+    numbers = 2 * num_depths + (2 if dry.batch.begins_BS is None else 4)
+    masks = num_depths + (dry.batch.padding_BS is not None)
     sizes = {torch.long: numbers, torch.bool: masks}
     return [
         torch.empty(number * dry.omitted_tokens, dtype=dtype, device=dry.engine.mesh.device)

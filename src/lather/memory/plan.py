@@ -82,11 +82,13 @@ class MemoryPlan:
         parallel = self.config.parallel
         if parallel.resolved_schedule != "dualpipev" or parallel.pp == 1:
             return 0.0
+        model = self.config.model
+        num_mtp = model.num_nextn_predict_layers
         if layers is None:
-            uniform_layers = uniform(self.config.model.num_hidden_layers, 2 * parallel.pp)
+            uniform_layers = uniform(model.num_hidden_layers, 2 * parallel.pp, num_mtp)
             layers = self.partition.layers if self.partition else uniform_layers
         return bubble_of_layers(
-            layers,
+            (*layers[:-1], layers[-1] + num_mtp),
             self.config.num_micro_batches(parallel.data_ranks(self.world_size)),
             early_weight_gradients=parallel.early_weight_gradients if early is None else early,
         )

@@ -26,7 +26,7 @@ from lather.memory.workers import Assumed
 
 HEAD = "head"
 """Layer and segment of the final norm, the head and the loss."""
-SEGMENTS = ("attention", "shared_experts", "experts", BETWEEN_SEGMENTS, HEAD)
+SEGMENTS = ("attention", "shared_experts", "experts", BETWEEN_SEGMENTS, HEAD, "mtp")
 """Segments in the order of a forward pass."""
 
 

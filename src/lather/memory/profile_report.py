@@ -21,7 +21,9 @@ from lather.files import whole_file
 from lather.memory.plan_report import first_to_last, unit_of
 from lather.memory.profile import SEGMENTS, KeptTensor, Profile
 
-COLORS = dict(zip(SEGMENTS, ("#4477aa", "#66ccee", "#ee6677", "#ccbb44", "#aa3377"), strict=True))
+COLORS = dict(
+    zip(SEGMENTS, ("#4477aa", "#66ccee", "#ee6677", "#ccbb44", "#aa3377", "#228833"), strict=True)
+)
 """A color for each segment, distinguishable with any color vision."""
 BASELINE = "reference"
 """Memory mode with which the others are compared."""

@@ -10,7 +10,7 @@ temporaries grow by less. The plan with the resulting partition runs all layers.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -41,11 +41,9 @@ def memory_partition(config: Config, world_size: int, assumed: Assumed) -> Parti
     pp = config.parallel.pp
     if config.parallel.partition != "memory" or pp == 1 or config.model.num_hidden_layers == 2 * pp:
         return None
-    kinds = sorted(
-        block_kinds(build_model(config.model, None, torch.device("meta")).layers),
-        key=len,
-        reverse=True,
-    )
+    blocks = build_model(config.model, None, torch.device("meta")).layers
+    of_main_model = [block for block in blocks if block.mtp is None]
+    kinds = sorted(block_kinds(of_main_model), key=len, reverse=True)
     samples = [sample for position in range(pp) for sample in _samples(kinds, position, pp)]
     run = partial(_phase_peaks, config, world_size, assumed)
     with worker_processes() as pool:
@@ -56,7 +54,8 @@ def memory_partition(config: Config, world_size: int, assumed: Assumed) -> Parti
                 kinds, {sample: phases[sample] for sample in samples if sample.position == at}
             )
             for at in range(pp)
-        ]
+        ],
+        config.model.num_nextn_predict_layers,
     )
 
 
@@ -147,7 +146,7 @@ def _is_dominated(columns: np.ndarray[tuple[int, int], np.dtype[np.float64]], i:
     return bool((least & ~equal).any() or equal[:i].any())
 
 
-def block_kinds(layers: nn.ModuleList) -> list[list[int]]:
+def block_kinds(layers: Iterable[nn.Module]) -> list[list[int]]:
     """Return the indices of the blocks, grouped by kind, in order. Blocks of a kind have the same
     modules, settings and shapes of tensors."""
     kinds: dict[str, list[int]] = {}

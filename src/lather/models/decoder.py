@@ -18,7 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from lather.models.family import FamilyConfig
 from lather.models.key_value_cache import KeyValueCache
 from lather.models.layers import MEMORY_MODES, GatedMLP, Linear, RMSNorm
 from lather.models.moe import LOCAL_EXCHANGE, Dispatched, Exchange, MoE
+from lather.models.mtp import MultiTokenPrediction, look_ahead
 from lather.models.routing import Router, Routing
 from lather.models.saving.recomputed import Placeholder, Recomputation
 from lather.models.token_positions import SequenceLayout
@@ -78,6 +80,8 @@ class Block(nn.Module):
             hidden_size, rms_norm_eps, zero_centered=zero_centered
         )
         self.mlp = mlp
+        self.mtp: MultiTokenPrediction | None = None
+        """None: this is a block of the main model."""
         self.memory = "saved"
         self.warmed_up: set[Hashable] | None = None
         """If parts are compiled, the recomputations that have run once in a forward pass
@@ -153,6 +157,9 @@ class DecoderOutput:
     loss: Float[Tensor, ""] | None
     routings: list[Routing]
     """One per MoE block, in order."""
+    mtp_losses: list[Float[Tensor, ""]] = field(default_factory=list)
+    """The losses of multi-token prediction by depth, each the sum of the cross entropy over its
+    labels divided by `normalizer`; only in training mode, with labels."""
 
     def balance_loss(self) -> Float[Tensor, ""]:
         """Sum the balance losses of the MoE blocks; 0 if there are none."""
@@ -225,6 +232,8 @@ class RoutedModel(nn.Module):
             for name in getattr(attention, "parts_to_compile", ()):
                 setattr(attention, name, torch.compile(getattr(attention, name), **options))
             block.warmed_up = set()
+            if block.mtp is not None:
+                block.mtp.warmed_up = set()
         return len(blocks) + len(norms)
 
     def balance_load(self, level: str, group: dist.ProcessGroup | None = None) -> None:
@@ -234,7 +243,11 @@ class RoutedModel(nn.Module):
 
 
 class Decoder(RoutedModel):
-    """Embedding, blocks, final norm, head; with `tie_word_embeddings` the head is the embedding."""
+    """Embedding, blocks, final norm, head; with `tie_word_embeddings` the head is the embedding.
+
+    The last blocks may be those of multi-token prediction, which come behind the final norm and use
+    embedding and head, too.
+    """
 
     def __init__(self, blocks: Sequence[Block], config: FamilyConfig) -> None:
         super().__init__()
@@ -259,7 +272,7 @@ class Decoder(RoutedModel):
         padding_BS: Bool[Tensor, "b s"] | None = None,
     ) -> DecoderOutput:
         """Compute logits, or with labels the sum of the cross entropy over labels that are not
-        -100, divided by `normalizer`.
+        -100, divided by `normalizer`. In training mode also those of multi-token prediction.
 
         The loss never holds the logits of all tokens at the same time. `labels_BS[b, s]` is the
         token after `tokens_BS[b, s]`. `cu_seqlens`: boundaries of the documents packed into the
@@ -268,20 +281,26 @@ class Decoder(RoutedModel):
         without `cu_seqlens`. `padding_BS`: True at positions that hold no token, which experts and
         their balance leave out (see `SequenceLayout.with_padding`).
         """
-        x_BSD, routings = self.hidden(
-            tokens_BS,
-            cu_seqlens=cu_seqlens,
-            exchange=exchange,
-            cache=cache,
-            padding_BS=padding_BS,
-        )
+        batch, length = tokens_BS.shape
+        layout = SequenceLayout(batch, length, tokens_BS.device, cu_seqlens, cache)
+        layout = layout.with_padding(padding_BS)
+        x_BSD, routings = self._hidden(tokens_BS, layout, exchange)
         if labels_BS is None:
             return DecoderOutput(self.lm_head(x_BSD), None, routings)
-        return DecoderOutput(
-            None,
-            linear_cross_entropy(x_BSD, self.lm_head.weight, labels_BS, normalizer=normalizer),
-            routings,
-        )
+        head = partial(linear_cross_entropy, weight=self.lm_head.weight, normalizer=normalizer)
+        output = DecoderOutput(None, head(x_BSD, labels=labels_BS), routings)
+        depths = [block for block in self.layers if self.training and block.mtp is not None]
+        for depth, block in enumerate(depths, start=1):
+            later_BS, later_labels_BS, missing_BS = look_ahead(
+                tokens_BS, labels_BS, depth, layout.documents, padding_BS
+            )
+            x_BSD = block.mtp(self.embed_tokens(later_BS), x_BSD)
+            x_BSD, routing = block(x_BSD, layout.with_padding(missing_BS), exchange)
+            x_BSD = block.mtp.norm(x_BSD)
+            output.mtp_losses.append(head(x_BSD, labels=later_labels_BS))
+            if routing is not None:
+                routings.append(routing)
+        return output
 
     def hidden(
         self,
@@ -296,10 +315,14 @@ class Decoder(RoutedModel):
         blocks; see `forward`."""
         batch, length = tokens_BS.shape
         layout = SequenceLayout(batch, length, tokens_BS.device, cu_seqlens, cache)
-        layout = layout.with_padding(padding_BS)
+        return self._hidden(tokens_BS, layout.with_padding(padding_BS), exchange)
+
+    def _hidden(
+        self, tokens_BS: Tensor, layout: SequenceLayout, exchange: Exchange
+    ) -> tuple[Tensor, list[Routing]]:
         x_BSD = self.embed_tokens(tokens_BS)
         routings = []
-        for block in self.layers:
+        for block in [block for block in self.layers if block.mtp is None]:
             x_BSD, routing = block(x_BSD, layout, exchange)
             if routing is not None:
                 routings.append(routing)

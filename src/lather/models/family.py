@@ -76,6 +76,12 @@ class FamilyConfig:
         """The kind of attention of each block, in transformers' words."""
         return (FULL_ATTENTION,) * self.num_hidden_layers
 
+    @property
+    def num_nextn_predict_layers(self) -> int:
+        """The number of blocks of multi-token prediction, which have the indices after those of the
+        main model; a field of the families that may have some."""
+        return 0
+
     def is_dense(self, index: int) -> bool:
         """Tell whether block `index`, counted from 0, has a dense feed-forward layer, not
         experts."""

@@ -147,7 +147,7 @@ def shard(part: nn.Module, mesh: Mesh) -> list[list[FsdpUnit]]:
     wide = (torch.float32, torch.float64)  # narrower sums of many micro-batches lose gradients
     assert mesh.data_size == 1 or all(p.dtype in wide for p in part.parameters())
     stages: list[nn.Module] = list(part.stages)  # type: ignore[arg-type]
-    blocks = [list(stage.blocks) for stage in stages]  # type: ignore[arg-type]
+    blocks = [[*stage.blocks, *stage.mtp_blocks] for stage in stages]  # type: ignore[misc]
     in_blocks = {p for members in blocks for block in members for p in block.parameters()}
     shared = [
         m for m in part.modules() if any(p not in in_blocks for p in m.parameters(recurse=False))

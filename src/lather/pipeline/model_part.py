@@ -13,7 +13,7 @@ order, one at a time, and keeps its own."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -34,11 +34,15 @@ class Stage:
 
     index: int
     blocks: tuple[Block, ...]
+    """Without those of multi-token prediction."""
     embed_tokens: nn.Embedding | None = None
     """In the first stage only."""
     norm: nn.Module | None = None
     lm_head: nn.Linear | None = None
     """In the last stage only, with the final norm."""
+    mtp_blocks: tuple[Block, ...] = ()
+    mtp_embed_tokens: nn.Embedding | None = None
+    """In the last stage only, with the embedding again; which exists if the model has any."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,8 @@ class PartLayers:
     """The layers and experts of a model that one rank has."""
 
     layers_of_stage: tuple[Sequence[int], ...]
-    """Layers of each stage of the model, in order."""
+    """Layers of each stage of the model, in order. Those of multi-token prediction, which are
+    always in the last stage, may be left out."""
     stages_of_rank: tuple[int, ...] = (0,)
     expert_rank: int = 0
     expert_ranks: int = 1
@@ -76,7 +81,11 @@ class ModelPart(RoutedModel):
     def __init__(self, whole: Decoder, share: PartLayers) -> None:
         """Take over the modules of `whole`, without copying them."""
         super().__init__()
-        self.share = share
+        mtp_layers = [layer for layer, block in enumerate(whole.layers) if block.mtp is not None]
+        *outer, last = share.layers_of_stage
+        self.share = share = replace(share, layers_of_stage=(*outer, (*last, *mtp_layers)))
+        self.num_depths = len(mtp_layers)
+        """Depths of multi-token prediction of the whole model."""
         self.hidden_size = whole.embed_tokens.embedding_dim
         self.moe_layers = tuple(
             layer for layer, block in enumerate(whole.layers) if isinstance(block.mlp, MoE)
@@ -102,10 +111,16 @@ class ModelPart(RoutedModel):
         self.stages = tuple(self._stage(index) for index in share.stages_of_rank)
 
     def _stage(self, index: int) -> Stage:
-        blocks = tuple(self.block(layer) for layer in self.share.layers_of_stage[index])
+        blocks = [self.block(layer) for layer in self.share.layers_of_stage[index]]
+        mtp_blocks = tuple(block for block in blocks if block.mtp is not None)
+        blocks = blocks[: len(blocks) - len(mtp_blocks)]
         embed_tokens = self.embed_tokens if index == 0 else None
-        head = (self.norm, self.lm_head) if index == len(self.share.layers_of_stage) - 1 else ()
-        return Stage(index, blocks, embed_tokens, *head)
+        head = (
+            (self.norm, self.lm_head, mtp_blocks, self.embed_tokens)
+            if index == len(self.share.layers_of_stage) - 1
+            else ()
+        )
+        return Stage(index, tuple(blocks), embed_tokens, *head)
 
     def block(self, layer: int) -> Block:
         block = self.layers[str(layer)]

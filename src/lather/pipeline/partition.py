@@ -18,6 +18,9 @@ in O(n^4 P) steps for n layers on P ranks, vectorized over (a', b') and the phas
 rank counts, so many partitions are equally good, and a much more even one often costs little more;
 with uneven stages other ranks wait. So a second pass chooses, among all partitions within `SLACK`
 of the minimum, the most even one: the one with the least sum of squares of the numbers of layers.
+
+Blocks of multi-token prediction are always behind the last stage. They count as layers of that
+stage; numbers of layers are without them.
 """
 
 from __future__ import annotations
@@ -67,6 +70,8 @@ class Partition:
     """Peak of the largest pipeline rank, bytes."""
     uniform_largest: float
     """Peak of the largest rank under the uniform partition, bytes."""
+    num_mtp: int = 0
+    """Number of blocks of multi-token prediction."""
 
     @property
     def stages(self) -> tuple[range, ...]:
@@ -76,7 +81,7 @@ class Partition:
     @property
     def uniform_layers(self) -> tuple[int, ...]:
         """Numbers of layers under the uniform partition."""
-        return uniform(sum(self.layers), len(self.layers))
+        return uniform(sum(self.layers), len(self.layers), self.num_mtp)
 
 
 def stages_of(layers: Sequence[int]) -> tuple[range, ...]:
@@ -84,39 +89,43 @@ def stages_of(layers: Sequence[int]) -> tuple[range, ...]:
     return tuple(range(start, stop) for start, stop in pairwise(accumulate(layers, initial=0)))
 
 
-def uniform(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Return equal numbers of layers for the stages. Remaining layers go to inner stages first,
-    since the outer ones also have the embedding, or the final norm and head. Raises ConfigError if
-    there are fewer layers than stages."""
+def uniform(num_layers: int, num_stages: int, num_mtp: int = 0) -> tuple[int, ...]:
+    """Return equal numbers of layers for the stages, with `num_mtp` blocks of multi-token
+    prediction in the last, which has at least one layer besides. Remaining layers go to inner
+    stages first, since the outer ones also have the embedding, or the final norm and head. Raises
+    ConfigError if there are fewer layers than stages."""
     if num_layers < num_stages:
         raise ConfigError(
             f"{num_layers} layers do not fill {num_stages} pipeline stages, two to a rank: lower "
             "parallel.pp"
         )
-    least, rest = divmod(num_layers, num_stages)
+    least, rest = divmod(num_layers + num_mtp, num_stages)
+    if num_mtp >= least:
+        return (*uniform(num_layers - 1, num_stages - 1), 1)
     inner_first = [*range(1, num_stages - 1), 0, num_stages - 1]
-    return tuple(least + (stage in inner_first[:rest]) for stage in range(num_stages))
+    *outer, last = (least + (stage in inner_first[:rest]) for stage in range(num_stages))
+    return (*outer, last - num_mtp)
 
 
-def smallest_peak(ranks: Sequence[RankPeaks]) -> Partition:
+def smallest_peak(ranks: Sequence[RankPeaks], num_mtp: int = 0) -> Partition:
     """Return the most even partition whose largest peak is within `SLACK` of the minimum, for these
-    pipeline ranks; deterministic.
+    pipeline ranks, whose bytes include `num_mtp` blocks of multi-token prediction; deterministic.
 
     Raises ConfigError if there are fewer layers than stages.
     """
     num_layers = ranks[0].first.shape[1]
-    even = uniform(num_layers, 2 * len(ranks))
-    least, _ = _search(ranks, lambda peaks, sizes: peaks, np.maximum)
+    even = uniform(num_layers, 2 * len(ranks), num_mtp)
+    least, _ = _search(ranks, num_mtp, lambda peaks, sizes: peaks, np.maximum)
     limit = least * (1 + SLACK)
     uniform_largest = largest_peak(ranks, even)
     if uniform_largest <= limit:
-        return Partition(even, uniform_largest, uniform_largest)
+        return Partition(even, uniform_largest, uniform_largest, num_mtp)
 
     def squares(peaks: Array, sizes: Array) -> Array:
         return np.where(peaks <= limit, sizes, np.inf)
 
-    _, layers = _search(ranks, squares, np.add)
-    return Partition(layers, largest_peak(ranks, layers), uniform_largest)
+    _, layers = _search(ranks, num_mtp, squares, np.add)
+    return Partition(layers, largest_peak(ranks, layers), uniform_largest, num_mtp)
 
 
 def largest_peak(ranks: Sequence[RankPeaks], layers: Sequence[int]) -> float:
@@ -127,6 +136,7 @@ def largest_peak(ranks: Sequence[RankPeaks], layers: Sequence[int]) -> float:
 
 def _search(
     ranks: Sequence[RankPeaks],
+    num_mtp: int,
     charge: Callable[[Array, Array], Array],
     combine: Callable[[Array, Array], Array],
 ) -> tuple[float, tuple[int, ...]]:
@@ -152,7 +162,8 @@ def _search(
         for a, b in ends:  # [a, b) remains for the ranks inside this one
             first = firsts[:, a, None] - firsts[:, :a] + peaks.base[:, None]
             second = seconds[:, b + 1 :] - seconds[:, b, None]
-            sizes = np.arange(a, 0, -1)[:, None] ** 2 + np.arange(1, n - b + 1)[None, :] ** 2
+            in_second = np.arange(1, n - b + 1) + (0 if rank else num_mtp)
+            sizes = np.arange(a, 0, -1)[:, None] ** 2 + in_second[None, :] ** 2
             charged = charge(
                 (first[:, :, None] + second[:, None, :]).max(0), sizes.astype(np.float64)
             )

@@ -39,6 +39,7 @@ from lather.kernels.linear_cross_entropy import linear_cross_entropy
 from lather.models.attention_logits import not_measuring
 from lather.models.decoder import Attended, Block
 from lather.models.moe import LOCAL_EXCHANGE, Exchange, MoE
+from lather.models.mtp import MultiTokenPrediction
 from lather.models.routing import Routing
 from lather.models.saving.recomputed import Placeholder
 from lather.models.saving.rounded_weights import RoundedWeights
@@ -63,14 +64,19 @@ class MicroBatch:
     tokens_BS: Int[Tensor, "b s"]
     labels_BS: Int[Tensor, "b s"]
     layout: SequenceLayout
-    normalizer: float = 1.0
+    normalizer: float | Tensor = 1.0
     """Divisor of the sum of the labels' losses: the number of labels of the whole step, on all
     ranks."""
-    balance_weight: float = 0.0
+    balance_weight: float | Tensor = 0.0
     """Weight of each block's balance loss in the differentiated loss: its coefficient times this
     micro-batch's fraction of the step's tokens, on all ranks, without padding."""
-    z_weight: float = 0.0
+    z_weight: float | Tensor = 0.0
     """Weight of each block's router z-loss, computed likewise."""
+    loss_weight: float = 1.0
+    """Weight of the labels' loss in the differentiated loss."""
+    depths: tuple[MicroBatch, ...] = ()
+    """The micro-batch as the depths of multi-token prediction see it; those not given are not
+    run."""
 
 
 @dataclass(frozen=True)
@@ -102,9 +108,12 @@ class ChunkTape:
 
     micro_batch: MicroBatch
     embed: Cut | None = None
+    """The embedding's cut; in a depth of multi-token prediction that of its input."""
     blocks: list[BlockTape] = field(default_factory=list)
     head: tuple[Cut, Tensor] | None = None
-    """The head's cut, and the gradient of the loss with respect to itself."""
+    """The head's cut, and the gradient of the differentiated loss with respect to its loss."""
+    depths: list[ChunkTape] = field(default_factory=list)
+    """Tapes of the depths of multi-token prediction."""
     held: list[Tensor] = field(default_factory=list)
     """Tensors that early frees would have freed; used only without early frees, see `Frees`."""
 
@@ -144,7 +153,7 @@ class Segments:
         routings: list[RoutingSummary],
     ) -> Steps[Tensor]:
         """Compute the stage's output from its input (None for the first stage, which reads tokens);
-        the last stage returns the loss.
+        the last stage returns its losses, (1 + depths,).
 
         A summary of each MoE block is appended to `routings`. Without grad mode nothing is kept.
         """
@@ -152,31 +161,34 @@ class Segments:
             tape.embed, (x_BSD,) = Cut.run(
                 partial(_call, stage.embed_tokens, tape.micro_batch.tokens_BS), ()
             )
-        for block in stage.blocks:
-            assert x_BSD is not None
-            x_BSD, block_tape = yield from self._forward_block(block, x_BSD, tape, routings)
-            if torch.is_grad_enabled():
-                tape.blocks.append(block_tape)
+        assert x_BSD is not None
+        x_BSD = yield from self._forward_blocks(stage.blocks, x_BSD, tape, routings)
+        if stage.lm_head is not None:
+            x_BSD = yield from self._forward_heads(stage, x_BSD, tape, routings)
         if not torch.is_grad_enabled():
             tape.micro_batch.layout.forget()
-        assert x_BSD is not None
-        if stage.lm_head is None:
-            return x_BSD
-        head, (loss,) = self._run("head", partial(_loss, stage, tape.micro_batch), x_BSD)
-        tape.head = (head, torch.ones_like(loss))
-        return loss
+        return x_BSD
 
     def backward(
         self, tape: ChunkTape, grad_BSD: Float[Tensor, "b s d"] | None, *, defer: bool = False
     ) -> Steps[Tensor | None]:
         """Compute the gradient of the stage's input (None for the first stage) from that of its
-        output (None for the last stage, the loss).
+        output (None for the last stage, the losses).
 
         The tape is empty afterwards. With `defer` the weight gradients stay in the queue.
         """
+        grad_BSD = yield from self._backward_chunk(tape, grad_BSD, defer=defer)
+        tape.micro_batch.layout.forget()
+        return grad_BSD
+
+    def _backward_chunk(
+        self, tape: ChunkTape, grad_BSD: Tensor | None, *, defer: bool
+    ) -> Steps[Tensor | None]:
+        while tape.depths:
+            grad_BSD = yield from self._backward_chunk(tape.depths.pop(), grad_BSD, defer=defer)
         if tape.head is not None:
             head, grad_of_loss = tape.head
-            (grad_BSD,) = self._back(head, [grad_of_loss], defer=defer)
+            (grad_BSD,) = self._back(head, [grad_of_loss, grad_BSD], defer=defer)
             tape.head = None
         while tape.blocks:
             assert grad_BSD is not None
@@ -184,11 +196,51 @@ class Segments:
                 tape.blocks.pop(), grad_BSD, tape.micro_batch, defer=defer
             )
         if tape.embed is not None:
-            self._back(tape.embed, [grad_BSD], defer=defer)
-            tape.embed = grad_BSD = None
+            grad_BSD = next(iter(self._back(tape.embed, [grad_BSD], defer=defer)), None)
+            tape.embed = None
         tape.held.clear()
-        tape.micro_batch.layout.forget()
         return grad_BSD
+
+    def _forward_blocks(
+        self,
+        blocks: Sequence[Block],
+        x_BSD: Tensor,
+        tape: ChunkTape,
+        routings: list[RoutingSummary],
+    ) -> Steps[Tensor]:
+        for block in blocks:
+            x_BSD, block_tape = yield from self._forward_block(block, x_BSD, tape, routings)
+            if torch.is_grad_enabled():
+                tape.blocks.append(block_tape)
+        return x_BSD
+
+    def _forward_heads(
+        self, stage: Stage, x_BSD: Tensor, tape: ChunkTape, routings: list[RoutingSummary]
+    ) -> Steps[Tensor]:
+        """Run the head, and multi-token prediction with its blocks; return the losses."""
+        assert stage.norm is not None
+        loss, state_BSD = self._head(stage.norm, stage, x_BSD, tape)
+        losses = [loss]
+        for block, batch in zip(stage.mtp_blocks, tape.micro_batch.depths, strict=False):
+            assert block.mtp is not None
+            assert stage.mtp_embed_tokens is not None
+            depth = ChunkTape(batch)
+            embed = partial(_call, stage.mtp_embed_tokens, batch.tokens_BS)
+            depth.embed, (x_BSD,) = self._run("mtp", partial(_combine, embed, block.mtp), state_BSD)
+            x_BSD = yield from self._forward_blocks((block,), x_BSD, depth, routings)
+            loss, state_BSD = self._head(block.mtp.norm, stage, x_BSD, depth)
+            losses.append(loss)
+            tape.depths.append(depth)
+        return torch.stack(losses)
+
+    def _head(
+        self, norm: nn.Module, stage: Stage, x_BSD: Tensor, tape: ChunkTape
+    ) -> tuple[Tensor, Tensor]:
+        """Return the loss and the head's input, which is the state for the next depth."""
+        batch = tape.micro_batch
+        head, (loss, state_BSD) = self._run("head", partial(_loss, norm, stage, batch), x_BSD)
+        tape.head = (head, torch.full_like(loss, batch.loss_weight))
+        return loss, state_BSD
 
     def _forward_block(
         self, block: Block, x_BSD: Tensor, tape: ChunkTape, routings: list[RoutingSummary]
@@ -385,14 +437,17 @@ def _run_experts(
     return (moe.experts(x_RD, experts_RK, weights_RK, num_pairs),)
 
 
-def _loss(stage: Stage, batch: MicroBatch, x_BSD: Tensor) -> Outputs:
-    assert stage.norm is not None
+def _combine(embed: Callable[[], Outputs], mtp: MultiTokenPrediction, state_BSD: Tensor) -> Outputs:
+    return (mtp(*embed(), state_BSD),)
+
+
+def _loss(norm: nn.Module, stage: Stage, batch: MicroBatch, x_BSD: Tensor) -> Outputs:
     assert stage.lm_head is not None
-    return (
-        linear_cross_entropy(
-            stage.norm(x_BSD), stage.lm_head.weight, batch.labels_BS, normalizer=batch.normalizer
-        ),
+    x_BSD = norm(x_BSD)
+    loss = linear_cross_entropy(
+        x_BSD, stage.lm_head.weight, batch.labels_BS, normalizer=batch.normalizer
     )
+    return loss, x_BSD
 
 
 def _losses(routing: Routing) -> Outputs:
@@ -404,6 +459,6 @@ def _loss_gradients(losses: Outputs, batch: MicroBatch) -> list[Tensor | None]:
     """Return the gradients of `_losses`; None for a loss with weight 0."""
     weights = (batch.balance_weight, batch.z_weight)
     return [
-        torch.full_like(loss, weight) if weight else None
+        torch.ones_like(loss).mul_(weight) if isinstance(weight, Tensor) or weight else None
         for loss, weight in zip(losses, weights, strict=False)
     ]

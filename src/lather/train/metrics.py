@@ -35,6 +35,9 @@ class StepRow:
     """Number of the step; the first is 1."""
     loss: float
     """Cross entropy in nats per learned token, averaged over the step; null if there was none."""
+    mtp_loss: float
+    """Cross entropy of multi-token prediction in nats per predicted token, averaged over the step
+    and the depths, without its weight; null if the model has no such blocks."""
     balance_loss: float
     """Load-balancing loss, averaged over the MoE blocks and, by tokens without padding, over the
     step, without its coefficient; 1 for an even load."""
@@ -132,6 +135,7 @@ def step_row(
     return StepRow(
         step=progress.step,
         loss=result.loss,
+        mtp_loss=result.mtp_loss,
         balance_loss=result.balance_loss,
         lr=lr,
         grad_norm=result.grad_norm,

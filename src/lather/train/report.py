@@ -43,6 +43,7 @@ CURVES = (
     "step",
     "seconds",
     "loss",
+    "mtp_loss",
     "balance_loss",
     "lr",
     "grad_norm",

@@ -13,6 +13,7 @@ import torch
 from lather.errors import ConfigError, require
 from lather.models.decoder import Decoder
 from lather.models.family import Family, FamilyConfig
+from lather.models.mtp import MultiTokenPrediction
 
 ModelConfig = FamilyConfig
 """The configuration of any family."""
@@ -85,7 +86,10 @@ def build_model(
     is_meta = device is not None and device.type == "meta"
     block = family_of(config).block
     with torch.device("meta") if is_meta else nullcontext():
-        blocks = [block(config, index) for index in range(config.num_hidden_layers)]
+        total = config.num_hidden_layers + config.num_nextn_predict_layers
+        blocks = [block(config, index) for index in range(total)]
+        for further in blocks[config.num_hidden_layers :]:
+            further.mtp = MultiTokenPrediction(config.hidden_size, config.rms_norm_eps)
         decoder = Decoder(blocks, config)
     if is_meta:
         return decoder
