@@ -11,6 +11,8 @@ from typing import Any, ClassVar
 from lather.errors import require
 from lather.models.rotary import YarnConfig
 
+FP8 = "fp8"
+"""transformers' word for weights in block-scaled FP8."""
 FULL_ATTENTION = "full_attention"
 """transformers' word for attention without a window."""
 
@@ -158,7 +160,7 @@ class Family:
     """Other names of fields, and the names that they stand for."""
     ignored: frozenset[str] = frozenset()
     """Fields without influence on training."""
-    quantization: str | None = None
+    quantization: str = FP8
     """The `quant_method` of quantized weights that can be read."""
     rope_scaling_required: bool = False
     """True if transformers has another default for `rope_scaling` than none."""

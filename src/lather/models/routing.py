@@ -224,7 +224,7 @@ class Router(Deferrable, nn.Module):
         """Convert the module, but keep the correction bias in fp32 or wider: bf16 cannot hold its
         small steps."""
         before = self.e_score_correction_bias
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         after = self.e_score_correction_bias
         if before is not None and after is not None and after.dtype.itemsize < 4:
             self.e_score_correction_bias = before.to(after.device)

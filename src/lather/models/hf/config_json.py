@@ -17,12 +17,14 @@ from typing import Any
 
 from lather.errors import ConfigError, as_toml
 from lather.models.families import FAMILIES, ModelConfig, family_of
-from lather.models.family import Family, FamilyConfig
+from lather.models.family import FP8, Family, FamilyConfig
+from lather.models.hf.fp8 import SIDE
 from lather.models.hf.known_fields import DEFAULTS, NEUTRAL, NO_INFLUENCE, OFF, WRITTEN
 from lather.models.rotary import YarnConfig
 
 QUANTIZATION = ("quantization_config", "compression_config", "quantization")
 """Fields that describe packed weights: those of transformers, of compressed-tensors and of MLX."""
+BLOCK_SIZE = "weight_block_size"
 ROTARY_FIELDS = ("rope_theta", "rope_scaling", "rope_parameters")
 ROPE_TYPES = ("default", "yarn")
 MAX_INTEGER = 10**8
@@ -144,13 +146,15 @@ def _check_quantization(name: str, quantization: Any, family: Family) -> None:
     """Raise ConfigError unless the weights are in a packed form that can be read."""
     is_named = isinstance(quantization, Mapping) and "quant_method" in quantization
     method = quantization["quant_method"] if is_named else quantization
-    if method is not None and method == family.quantization:
+    key, value, supported = "quant_method", method, family.quantization
+    if is_named and method == FP8 == family.quantization:
+        key, value, supported = BLOCK_SIZE, quantization.get(BLOCK_SIZE), [SIDE, SIDE]
+    if value is not None and value == supported:
         return
-    supported = f"{_shown(family.quantization)} or " if family.quantization else ""
     raise ConfigError(
-        f"{name}{'.quant_method' * is_named} = {_shown(method)} is not supported for "
-        f"{family.model_type}: it must be {supported}left out; give a copy of the model whose "
-        "weights are in bf16, fp16 or fp32"
+        f"{name}{f'.{key}' * is_named} = {_shown(value)} is not supported for "
+        f"{family.model_type}: it must be {_shown(supported)} or left out; give a copy of the "
+        "model whose weights are in bf16, fp16 or fp32"
     )
 
 

@@ -28,6 +28,7 @@ from lather.models.decoder import Decoder
 from lather.models.entry_names import entry_shapes, split_entry
 from lather.models.families import ModelConfig, build_model, family_of
 from lather.models.hf.config_json import config_from_hugging_face, unread_fields
+from lather.models.hf.fp8 import FACTORS, dequantize_fp8, factor_shape
 from lather.models.hf.key_map import HARMLESS, MappedTensor, Shape, published_formats
 from lather.models.hf.mxfp4 import BLOCK, dequantize_mxfp4
 from lather.models.hf.safetensors_folder import open_published
@@ -36,6 +37,7 @@ from lather.safetensors_file import ANOTHER_COPY, DTYPES, Index, SafetensorsFile
 CONFIG_FILE = "config.json"
 TOKENIZER_FILE = "tokenizer.json"
 HEAD = "lm_head.weight"
+FP8_DTYPE = "F8_E4M3"
 COMPARED_ELEMENTS = 2**20
 """Number of elements of two tensors that are compared at a time."""
 
@@ -103,7 +105,7 @@ class PublishedWeights:
         if not at:
             if first.unsqueezed_dim is not None:
                 return self.stored.read(first.published).squeeze(first.unsqueezed_dim)[index]
-            return self.stored.read(first.published, index)
+            return self._read_dequantized(first.published, index)
         if first.is_packed:
             return dequantize_mxfp4(
                 *(self.stored.read(part, at) for part in first.published_shapes())
@@ -111,9 +113,18 @@ class PublishedWeights:
         if first.index:
             number = len(entries) // self.shapes[parameter][0]
             parts = entries[at[0] * number : (at[0] + 1) * number]
-            return torch.cat([self.stored.read(part.published) for part in parts])[index]
+            return torch.cat([self._read_dequantized(part.published) for part in parts])[index]
         tensor = self.stored.read(first.published, at)
         return (tensor.T if first.is_transposed else tensor)[index]
+
+    def _read_dequantized(self, name: str, index: Index = ()) -> Tensor:
+        """Return `tensor[index]`, in fp32 if it is published in FP8; `index` selects rows."""
+        tensor = self.stored.read(name, index)
+        if tensor.dtype != torch.float8_e4m3fn:
+            return tensor
+        rows = index[0] if index else slice(None)
+        first_row = rows if isinstance(rows, int) else rows.start or 0
+        return dequantize_fp8(tensor, self.stored.read(name + FACTORS), first_row)
 
 
 def _match(folder: Path, config: ModelConfig) -> PublishedWeights:
@@ -131,9 +142,11 @@ def _match(folder: Path, config: ModelConfig) -> PublishedWeights:
                     f"{folder}: {entry.published} has rows of {shapes[name][-1]}, not whole MXFP4 "
                     "blocks: give a bf16 copy"
                 )
-            wanted |= {
-                key: (shape, entry.is_packed) for key, shape in entry.published_shapes().items()
-            }
+            for key, shape in entry.published_shapes().items():
+                wanted[key] = (shape, entry.is_packed)
+                if key in stored.tensors and stored.tensors[key].dtype == FP8_DTYPE:
+                    wanted[key + FACTORS] = (factor_shape(shape), False)
+                    _check_has_factors(key, stored)
     if missing := [key for key in wanted if key not in stored.tensors]:
         raise ExchangeError(
             f"{folder}: lacks {first_name(missing)}, which {CONFIG_FILE} asks for: give the "
@@ -174,15 +187,26 @@ def _is_harmless(key: str, stored: SafetensorsFiles, *, is_tied: bool) -> bool:
 def _check_tensor(key: str, stored: SafetensorsFiles, shape: Shape, *, is_packed: bool) -> None:
     tensor = stored.tensors[key]
     if tensor.shape != shape:
+        asks = f"{key.removesuffix(FACTORS)!r} asks" if FACTORS in key else f"{CONFIG_FILE} asks"
         raise ExchangeError(
-            f"{tensor.file}: {key!r} has shape {tensor.shape}, but {CONFIG_FILE} asks for {shape}: "
+            f"{tensor.file}: {key!r} has shape {tensor.shape}, but {asks} for {shape}: "
             "give the configuration that belongs to it"
         )
     floating = [name for name, dtype in DTYPES.items() if dtype.is_floating_point]
+    if len(shape) != 2 or key.endswith(FACTORS):
+        floating.remove(FP8_DTYPE)
     if tensor.dtype not in (["U8"] if is_packed else floating):
         raise ExchangeError(
             f"{tensor.file}: {key!r} is of dtype {tensor.dtype}, which is not supported: give a "
             "copy in BF16, F16 or F32"
+        )
+
+
+def _check_has_factors(key: str, stored: SafetensorsFiles) -> None:
+    if key + FACTORS not in stored.tensors:
+        raise ExchangeError(
+            f"{stored.tensors[key].file}: {key!r} is of dtype {FP8_DTYPE} and lacks its factors, "
+            f"{key + FACTORS!r}: give them, or a copy in BF16, F16 or F32"
         )
 
 
