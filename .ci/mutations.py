@@ -119,8 +119,8 @@ MUTATIONS = (
     Mutation(
         "models: gate and up exchanged on import and export",
         "models/hf/key_map.py",
-        '{gate: slice(0, half), up: slice(half, 2 * half)}',
-        '{up: slice(0, half), gate: slice(half, 2 * half)}',
+        "{gate: slice(0, half), up: slice(half, 2 * half)}",
+        "{up: slice(0, half), gate: slice(half, 2 * half)}",
         "models/test_huggingface.py",
     ),
     Mutation(
