@@ -1,7 +1,7 @@
-"""DeepSeekMoE (arXiv:2401.06066), a family that docs/adding-a-family.md adds to the trainer:
+"""DeepSeekMoE (arXiv:2401.06066), a family outside of the package (docs/adding-a-family.md):
 grouped-query attention, leading dense layers, then shared and routed experts.
 
-The file belongs into src/lather/models/families."""
+`model_type = "deepseek_moe:FAMILY"` names it where Python finds this file."""
 
 from dataclasses import dataclass
 

@@ -1,17 +1,30 @@
-"""docs/adding-a-family.md: the first block prints what it says; its family trains, generates and is
-exported once the changes are made."""
+"""docs/adding-a-family.md: the first block prints what it says; a family of a module of the user's
+works in every command, and a name that is wrong is one line."""
+
+from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+
+import pytest
+
+from lather.config.toml_file import load_config, load_run
+from lather.errors import ConfigError
+from lather.models.families import FAMILIES, build_model, find_family
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs/adding-a-family.md").read_text()
+SHORT = ["--train.steps", "3", "--train.validation-sequences", "2"]
+SHORT += ["--log.sample-tokens", "0", "--log.no-picture"]
+NAME = "deepseek_moe:FAMILY"
 
 
 def blocks(language: str) -> list[str]:
@@ -27,58 +40,132 @@ def test_parameters_are_sorted_as_the_page_says() -> None:
     assert "optimizer" in names
 
 
-def changed_package(folder: Path) -> None:
-    """Copy the package into `folder`, add the example's family, and make the changes that the page
-    shows."""
-    shutil.copytree(ROOT / "src/lather", folder / "lather")
-    folder_of_families = folder / "lather/models/families"
-    shutil.copy(ROOT / "examples/deepseek_moe.py", folder_of_families)
-    families = folder_of_families / "__init__.py"
-    for diff in blocks("text")[1:]:
-        before, after = (
-            "".join(line[1:] for line in diff.splitlines(True) if line[0] in f" {sign}")
-            for sign in "-+"
-        )
-        source = families.read_text()
-        assert source.count(before) == 1, diff
-        families.write_text(source.replace(before, after))
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make the folder of a user with the example's module, the page's configuration and a text, in
+    which the page's commands were run."""
+    folder = tmp_path_factory.mktemp("user")
+    shutil.copy(ROOT / "examples/deepseek_moe.py", folder)
+    (folder / "my-moe.toml").write_text(blocks("toml")[0])
+    (folder / "my-text").mkdir()
+    for name in ("one", "two"):
+        text = f"Once upon a time there were {name} of them. " * 40
+        (folder / f"my-text/{name}.txt").write_text(text)
+    commands = [line.replace('"', "").split()[1:] for line in blocks("bash")[0].splitlines()]
+    commands[0] += SHORT
+    assert lather(commands, folder) == []
+    return folder
 
 
-COMMANDS = """
+PROGRAM = """
 import json, sys, torch
 from lather.cli import main
 torch.set_num_threads(1)
-short = "--train.steps 3 --train.validation-sequences 2 --log.sample-tokens 0".split()
-short.append("--log.no-picture")
-for line in sys.stdin.read().splitlines():
-    command, *arguments = line.replace('"', "").split()
-    assert command == "lather"
-    assert main(arguments + (short if arguments[0] == "train" else [])) == 0, line
-assert main(["import", "my-moe-folder", "runs/back"]) == 0
-exported = json.load(open("my-moe-folder/config.json"))
-assert (exported["architectures"], exported["model_type"]) == (["DeepseekForCausalLM"], "deepseek")
+for command in json.load(sys.stdin):
+    main(command)
 """
 
 
-def test_the_family_of_the_page_trains_generates_and_comes_back_from_its_export(
-    tmp_path: Path,
-) -> None:
-    changed_package(tmp_path / "changed")
-    (tmp_path / "my-moe.toml").write_text(blocks("toml")[0])
-    text = tmp_path / "my-text"
-    text.mkdir()
-    for name in ("one", "two"):
-        (text / f"{name}.txt").write_text(f"Once upon a time there were {name} of them. " * 40)
+def lather(commands: Sequence[Sequence[str]], folder: Path) -> list[str]:
+    """Run commands in one process in `folder`, and return their errors."""
     done = subprocess.run(
-        [sys.executable, "-c", COMMANDS],
-        input=blocks("bash")[0],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path / "changed"), "OMP_NUM_THREADS": "1"},
+        [sys.executable, "-c", PROGRAM],
+        input=json.dumps(commands),
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    metrics = (tmp_path / "runs/my-moe/metrics.jsonl").read_text()
-    assert '"step": 3' in metrics
+    return [line for line in done.stderr.splitlines() if line.startswith("lather: error: ")]
+
+
+def test_the_run_of_the_page_trains_and_comes_back_from_its_export(folder: Path) -> None:
+    assert '"step": 3' in (folder / "runs/my-moe/metrics.jsonl").read_text()
+    exported = json.loads((folder / "my-moe-folder/config.json").read_text())
+    assert exported["architectures"] == ["DeepseekForCausalLM"]
+    assert exported["model_type"] == "deepseek"
+    for run in ("runs/my-moe", "runs/back"):
+        assert f'model_type = "{NAME}"' in (folder / run / "config.toml").read_text()
+
+
+def test_every_other_command_takes_the_family(folder: Path) -> None:
+    """Two ranks and the workers of a plan are processes of their own."""
+    from_folder = ["--init-from", "my-moe-folder", "--model.model-type", NAME]
+    commands = [
+        ["train", "my-moe.toml", "--nproc", "2", "--parallel.ep", "2", "--run-dir", "runs/two"],
+        ["train", *from_folder, "--data.source", "my-text", "--run-dir", "runs/more"],
+    ]
+    commands = [
+        *([*command, *SHORT] for command in commands),
+        ["train", "runs/my-moe", "--train.steps", "4"],
+        ["train", "my-moe.toml", "--help", "model"],
+        ["plan", "my-moe.toml", "--nproc", "2", "--device", "cpu"],
+        ["profile", "runs/my-moe"],
+        ["eval", "runs/my-moe", "--max-sequences", "2"],
+    ]
+    assert lather(commands, folder) == []
+    for run, steps in (("two", 3), ("more", 3), ("my-moe", 4)):
+        assert f'"step": {steps}' in (folder / f"runs/{run}/metrics.jsonl").read_text()
+
+
+@pytest.fixture
+def _search_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Work in an empty folder, and forget the modules that were found there or in `sys.path`."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    before = {*sys.modules}
+    yield
+    for name in {*sys.modules} - before:
+        del sys.modules[name]
+
+
+@pytest.mark.usefixtures("_search_path")
+def test_a_run_in_another_folder_needs_the_module_there(folder: Path) -> None:
+    run = Path(shutil.copytree(folder / "runs/my-moe", "moved"))
+    words = r"^moved/config.toml: model.model_type = 'deepseek_moe:FAMILY' is not valid: .*"
+    with pytest.raises(ConfigError, match=words + "No module named 'deepseek_moe'.* PYTHONPATH$"):
+        load_run(run)
+    sys.path.append(str(folder))
+    assert load_run(run).model.model_type == NAME
+
+
+BAD = {
+    "bad_import:FAMILY": ("import nowhere_at_all", "No module named 'nowhere_at_all'"),
+    "bad_syntax:FAMILY": ("def", "SyntaxError"),
+    "bad_value:FAMILY": ("1 / 0", "ZeroDivisionError('division by zero')"),
+    "bad_name:FAMILI": ("FAMILY = 1", "bad_name has no lather.models.family.Family of the name"),
+    "bad_kind:FAMILY": ("FAMILY = 1", "bad_kind has no lather.models.family.Family of the name"),
+    "bad_empty:": ("", "bad_empty has no lather.models.family.Family of the name ''"),
+    ":FAMILY": ("", "Empty module name"),
+}
+
+
+@pytest.mark.usefixtures("_search_path")
+@pytest.mark.parametrize("name", BAD)
+def test_a_name_that_is_wrong_is_one_line(name: str) -> None:
+    text, reason = BAD[name]
+    Path(f"{name.partition(':')[0]}.py").write_text(text)
+    Path("my.toml").write_text(f'[model]\nmodel_type = "{name}"\n')
+    with pytest.raises(ConfigError) as raised:
+        load_config(Path("my.toml"))
+    message = str(raised.value)
+    assert message.startswith(f"my.toml: model.model_type = '{name}' is not valid: it must be ")
+    assert reason in message
+    assert "\n" not in message
+
+
+@pytest.mark.usefixtures("_search_path")
+def test_only_the_search_path_of_python_is_changed() -> None:
+    shutil.copy(ROOT / "examples/deepseek_moe.py", "of_mine.py")
+    Path("my.toml").write_text('[model]\nmodel_type = "of_mine:FAMILY"\n')
+    before = dict(FAMILIES)
+    config = load_config(Path("my.toml")).model
+    assert dict(FAMILIES) == before
+    assert find_family(config.model_type).config is type(config)
+    assert build_model(config).layers
+    other = type(config)(model_type="lather.models.families.gpt_oss:FAMILY")
+    with pytest.raises(ConfigError, match="must be the family of a DeepseekMoeConfig"):
+        build_model(other)

@@ -246,6 +246,24 @@ def test_a_folder_without_tokenizer_is_imported_with_a_note(
     assert "tokenizer.json" in error
 
 
+def test_fields_are_ignored_as_told_and_recorded(
+    copied: Path, tmp_path: Path, lather: Lather
+) -> None:
+    """The import says it, and the run's configuration; the other fields are still looked at."""
+    file = copied / "config.json"
+    change(file, final_logit_softcapping=30.0, scoring_func="sigmoid")
+    error = lather("import", copied, tmp_path / "run", status=2)
+    assert error.startswith(f"lather: error: {file}: final_logit_softcapping = 30.0 is not")
+    ignored = ["--ignore-fields", "final_logit_softcapping"]
+    error = lather("import", copied, tmp_path / "run", *ignored, status=2)
+    assert error.startswith(f"lather: error: {file}: scoring_func = 'sigmoid' is not supported")
+    ignored.append("scoring_func")
+    out = lather("import", copied, tmp_path / "run", *ignored)
+    assert f"note: {file}: ignored as told: final_logit_softcapping, scoring_func" in out
+    config = load_config(tmp_path / "run/config.toml")
+    assert config.ignore_fields == ("final_logit_softcapping", "scoring_func")
+
+
 @pytest.mark.parametrize("has_tokenizer", [True, False], ids=["tokenizer", "none"])
 def test_the_command_that_is_printed_trains_further_from_any_folder(
     has_tokenizer: bool,

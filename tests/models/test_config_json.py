@@ -51,7 +51,7 @@ def test_a_preset_is_what_its_published_file_says_and_costs_no_memory_to_look_at
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_configuration_is_read_whole(name: str) -> None:
     config = config_from_hugging_face(PUBLISHED[name])
-    assert unread_fields(PUBLISHED[name]) == []
+    assert unread_fields(PUBLISHED[name], family_of(config)) == []
     assert config_from_hugging_face(config_to_hugging_face(config)) == config
     if name == "Qwen3-Coder-30B-A3B-Instruct":  # its further fields say what is built anyway
         changes = {"intermediate_size": 5472, "max_position_embeddings": 262144, "rope_theta": 1e7}
@@ -118,6 +118,42 @@ def test_a_family_is_found_by_its_configuration(model_type: str) -> None:
     assert isinstance(config, FAMILIES[model_type].config)
 
 
+# --- Fields that are ignored, families that are named ---------------------------------------------
+
+
+def test_a_field_is_ignored_if_told_unless_the_model_is_built_from_it() -> None:
+    file = FILES["qwen3_moe"]
+    expected = config_from_hugging_face(file)
+    scaled = {"rope_scaling": {"rope_type": "default", "of_no_rope": 2}}
+    more = file | {"final_logit_softcapping": 30.0, "use_sliding_window": True} | scaled
+    ignored = ["final_logit_softcapping", "use_sliding_window", "rope_scaling.of_no_rope"]
+    assert config_from_hugging_face(more, ignore_fields=ignored) == expected
+    assert more["final_logit_softcapping"] == 30.0
+    for left, words in [
+        (ignored[1:], "^final_logit_softcapping = 30.0 is not supported"),
+        (ignored[:2], "^rope_scaling.of_no_rope = 2 is not supported"),
+        ([*ignored, "surprise"], "^ignore_fields has 'surprise', but the file has no such field"),
+        ([*ignored, "head_dim.x"], "^ignore_fields has 'head_dim.x', but the file has no such"),
+        ([*ignored, "head_dim"], "^ignore_fields has 'head_dim', from which a qwen3_moe model is"),
+        ([*ignored, "rope_scaling"], "^ignore_fields has 'rope_scaling', from which a"),
+    ]:
+        with pytest.raises(ConfigError, match=words):
+            config_from_hugging_face(more, ignore_fields=left)
+
+
+def test_a_file_is_read_as_the_family_that_is_named() -> None:
+    """It has the published name, in the file, and its own in the configuration."""
+    named = "lather.models.families.qwen3_moe:FAMILY"
+    config = config_from_hugging_face(FILES["qwen3_moe"], model_type=named)
+    assert config == dataclasses.replace(
+        config_from_hugging_face(FILES["qwen3_moe"]), model_type=named
+    )
+    assert config_to_hugging_face(config)["model_type"] == "qwen3_moe"
+    words = f"^model_type = 'gpt_oss' is another family than {named}, which is published as"
+    with pytest.raises(ConfigError, match=words):
+        config_from_hugging_face(FILES["gpt_oss"], model_type=named)
+
+
 # --- Fields that are left out or harmless ---------------------------------------------------------
 
 OPTIONAL: list[tuple[str, str, Any]] = [
@@ -177,7 +213,7 @@ AGREEING: list[tuple[str, str, Any]] = [
 def test_fields_that_change_nothing_are_accepted(model_type: str, name: str, value: Any) -> None:
     file = FILES[model_type] | HARMLESS.get(name, {name: value})
     assert config_from_hugging_face(file) == config_from_hugging_face(FILES[model_type])
-    assert unread_fields(file) == []
+    assert unread_fields(file, FAMILIES[model_type]) == []
 
 
 @OF_EACH_FAMILY

@@ -3,6 +3,7 @@ another run."""
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from changing_runs import run
 from lather.checkpoint.folder import list_checkpoints
 from lather.checkpoint.reader import load_checkpoint, open_checkpoint
 from lather.checkpoint.state import TrainingState
+from lather.commands.train import read_arguments
 from lather.config.config import Config
 from lather.config.optim import optim_config
 from lather.config.toml_file import load_config
@@ -34,6 +36,7 @@ from lather.files import read_rows
 from lather.models.decoder import Decoder
 from lather.models.hf.model_export import save_hugging_face
 from lather.parallel.mesh import Mesh
+from lather.train.initial_weights import find_weights, notes_on_weights
 from tiny_model import VOCAB_SIZE
 from tiny_run import timeless_rows
 
@@ -143,6 +146,25 @@ def test_a_run_starts_from_a_hugging_face_folder(
     expected = dict(build_model(make_config(seed=9), torch.device("cpu")).named_parameters())
     found = dict(model_of(config).named_parameters())
     assert all(torch.equal(found[name], p) for name, p in expected.items())
+
+
+def test_a_run_starts_from_a_folder_with_fields_that_it_is_told_to_ignore(
+    published: Path, tmp_path: Path
+) -> None:
+    """The command line, the file and the run all pass them on."""
+    file = published / "config.json"
+    fields = {"final_logit_softcapping": 30.0, "scoring_func": "sigmoid"}
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+    command = ["--init-from", str(published), "--run-dir", str(tmp_path / "told")]
+    with pytest.raises(ExchangeError, match="final_logit_softcapping = 30"):
+        read_arguments(command)
+    config, _ = read_arguments([*command, "--ignore-fields", *fields])
+    assert config.ignore_fields == (*fields,)
+    toml = tmp_path / "my.toml"
+    toml.write_text(f"init_from = '{published}'\nignore_fields = {[*fields]}\n")
+    assert load_config(toml).model == config.model
+    assert find_weights(config) == published
+    assert notes_on_weights(published, config) == [f"{file}: ignored as told: {', '.join(fields)}"]
 
 
 @pytest.mark.parametrize("rule", ["muon", "soap", "adamw", "klsoap", "soap_muon"])

@@ -18,7 +18,8 @@ from lather.checkpoint.held import held_checkpoint
 from lather.checkpoint.reader import open_checkpoint
 from lather.checkpoint.save import write_first_checkpoint
 from lather.commands.parsing import parse_arguments, parse_size
-from lather.config.config import Config, LoopConfig
+from lather.config.config import Config, LoopConfig, Patterns
+from lather.config.fields import family_named
 from lather.config.optim import optim_config
 from lather.config.run_folder import PROVENANCE
 from lather.config.toml_file import config_to_toml, folder_of
@@ -36,6 +37,7 @@ from lather.models.hf.model_export import copy_companions
 from lather.models.hf.model_folder import (
     CONFIG_FILE,
     TOKENIZER_FILE,
+    Reading,
     notes_on_config,
     open_hugging_face,
 )
@@ -65,6 +67,16 @@ class ImportArguments:
     """Run directory to create."""
     revision: str = ""
     """Branch, tag or commit of a model of a hub; empty: the main branch."""
+    model_type: str = ""
+    """Family of the model, module:FAMILY of your own; left out: that which config.json names."""
+    ignore_fields: Patterns = ()
+    """Fields of config.json that are passed over although they may change the model;
+    rope_scaling.KEY for one in another."""
+
+    @property
+    def reading(self) -> Reading:
+        """How config.json is read."""
+        return {"model_type": self.model_type, "ignore_fields": self.ignore_fields}
 
 
 @dataclass(frozen=True)
@@ -95,9 +107,11 @@ class ExportArguments:
 def import_command(arguments: list[str]) -> None:
     """Create the run; print its folder and the command that trains it further."""
     parsed = parse_arguments(ImportArguments, "lather import", arguments)
+    if parsed.model_type:
+        family_named(parsed.model_type, "--model-type")
     folder, address = _published(parsed)
-    weights, model = open_hugging_face(folder)
-    config = _config(parsed.run, folder, model)
+    weights, model = open_hugging_face(folder, **parsed.reading)
+    config = _config(parsed, folder, model)
     with complete_folder(parsed.run) as aside:
         write_first_checkpoint(aside / "checkpoints", lambda file: copy_weights(weights, file))
         (aside / COMPANION_FOLDER).mkdir()
@@ -110,7 +124,7 @@ def import_command(arguments: list[str]) -> None:
         (aside / "config.toml").write_text(config_to_toml(config), "utf-8")
     parameters = sum(torch.Size(shape).numel() for shape in weights.shapes.values())
     print(f"{model.model_type}, {parameters / 1e6:.2f} M parameters")
-    notes = [f"note: {note}" for note in notes_on_config(folder)]
+    notes = [f"note: {note}" for note in notes_on_config(folder, **parsed.reading)]
     if TOKENIZER_FILE not in carried:
         missing = f"no {TOKENIZER_FILE} in {address or folder}"
         notes.append(f"{missing}: `lather generate` needs one in {parsed.run}")
@@ -209,13 +223,14 @@ def _published(parsed: ImportArguments) -> tuple[Path, Address | None]:
         raise HubError(f"{parsed.model}: no such folder here, and {error}") from None
 
 
-def _config(run: Path, folder: Path, model: ModelConfig) -> Config:
+def _config(parsed: ImportArguments, folder: Path, model: ModelConfig) -> Config:
     length = min(LoopConfig().sequence_length, model.max_position_embeddings)
     try:
         return Config(
-            run_dir=str(run),
+            run_dir=str(parsed.run),
+            ignore_fields=parsed.ignore_fields,
             model=model,
-            data=_data(run, folder),
+            data=_data(parsed.run, folder),
             optim=FURTHER_TRAINING,
             train=LoopConfig(sequence_length=length),
         )

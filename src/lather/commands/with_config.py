@@ -57,7 +57,11 @@ def parse_with_config(
             "configs/quickstart.toml"
         )
     path = configuration_file(file, command) if file else None
-    named = {name_of_option(option): "".join(words[:1]) for option, words in line if option}
+    named = {
+        name_of_option(option): words if len(words) > 1 else "".join(words)
+        for option, words in line
+        if option
+    }
     with naming(path, named):
         values = _values_of_file(path, named)
         options = list(options_of_command(cls, values))
@@ -73,9 +77,9 @@ def parse_with_config(
     raise SystemExit(0)
 
 
-def _values_of_file(path: Path | None, named: Mapping[str, str]) -> dict[str, Any]:
+def _values_of_file(path: Path | None, named: Mapping[str, str | list[str]]) -> dict[str, Any]:
     """Return the values of the file into which those of the command line fit, of which `named` has
-    the first words. The file in a run's folder means that run, where it is now."""
+    the words. The file in a run's folder means that run, where it is now."""
     run = run_of(path) if path else None
     if run is None:
         return read_values(path, named)

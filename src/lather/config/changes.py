@@ -34,7 +34,8 @@ from lather.models.families import ModelConfig
 CHANGES = "changes.jsonl"
 
 FREE = {
-    *("checkpoint", "data", "fork_from", "init_from", "log", "moe.memory", "parallel", "run_dir"),
+    *("checkpoint", "data", "fork_from", "ignore_fields", "init_from", "log", "moe.memory"),
+    *("parallel", "run_dir"),
     *("train.compile", "train.deterministic", "train.device", "train.max_skipped_steps"),
     *("train.micro_batch_size", "train.minutes", "train.recompute", "train.rounded_weights"),
     *("train.validation_every", "train.validation_sequences"),

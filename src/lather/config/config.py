@@ -16,6 +16,7 @@ from lather.config.rule_fields import check_ranges
 from lather.data.config import DataConfig
 from lather.errors import ConfigError, require
 from lather.models.families import DEFAULT_FAMILY, FAMILIES, ModelConfig
+from lather.models.hf.model_folder import Reading
 from lather.models.lora import LoraConfig
 from lather.optim.options import (
     Count,
@@ -283,6 +284,9 @@ class Config:
     init_from: str = ""
     """Initial weights of a new run: a Hugging Face folder, RUN (its newest checkpoint), RUN@STEP or
     RUN@best; empty: random weights."""
+    ignore_fields: Patterns = ()
+    """Fields of the config.json of init_from that are passed over although they may change the
+    model; rope_scaling.KEY for one in another."""
     fork_from: str = ""
     """Checkpoint from which a new run continues, with weights, optimizer state and position in the
     data: RUN, RUN@STEP or RUN@best."""
@@ -324,6 +328,12 @@ class Config:
         if self.parallel.resolved_schedule == "dualpipev":
             constraint = f"at most {layers // 2}: each of 2 * pp stages needs one of the"
             require(2 * pp <= layers, "parallel.pp", pp, f"{constraint} {layers} layers")
+
+    @property
+    def reading(self) -> Reading:
+        """How the config.json of `init_from` is read."""
+        named = self.model.model_type if ":" in self.model.model_type else ""
+        return {"model_type": named, "ignore_fields": self.ignore_fields}
 
     def num_micro_batches(self, data_ranks: int) -> int:
         """Return the number of micro-batches of a rank in a step. Raises ConfigError if the batch

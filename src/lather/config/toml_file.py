@@ -12,12 +12,20 @@ import dataclasses
 import tomllib
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import tomli_w
 
 from lather.config.config import Config, LoopConfig
-from lather.config.fields import build, field_names, fields_of, merged, section_at, without
+from lather.config.fields import (
+    build,
+    family_named,
+    field_names,
+    fields_of,
+    merged,
+    section_at,
+    without,
+)
 from lather.config.optim import KINDS, KindConfig, OptimConfig
 from lather.config.rule_fields import owners
 from lather.config.run_folder import check_format, run_folder
@@ -26,7 +34,7 @@ from lather.errors import ConfigError, as_toml
 from lather.files import read_text
 from lather.formats import RUN
 from lather.models.families import FAMILIES, ModelConfig
-from lather.models.hf.model_folder import CONFIG_FILE, read_config
+from lather.models.hf.model_folder import CONFIG_FILE, Reading, read_config
 
 CHOICES = ("model.model_type", "optim.name", *(f"optim.{kind}.rule" for kind in KINDS))
 """Fields that decide which other fields there are."""
@@ -89,7 +97,9 @@ def read_values(path: Path | None, overrides: Mapping[str, Any]) -> dict[str, An
     )
     if run_dir:
         check_format(Path(run_dir))
-    return values_for(_with_model(mapping, init_from, run_dir), overrides)
+    if init_from:
+        mapping = _with_model(mapping, init_from, run_dir, overrides)
+    return values_for(mapping, overrides)
 
 
 def values_for(mapping: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -98,15 +108,18 @@ def values_for(mapping: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict
 
     Raises ConfigError if `overrides` has a field and an alternative to it.
     """
-    values = merged(mapping, {name: overrides[name] for name in CHOICES if overrides.get(name)})
+    chosen = {name: overrides[name] for name in CHOICES if isinstance(overrides.get(name), str)}
+    values = merged(mapping, {name: value for name, value in chosen.items() if value})
     known = {name for name, _ in unknown_keys(mapping)}
     lost = [name for name, _ in unknown_keys(values) if name not in known]
     for name in lost:
         if name.startswith("optim."):
             values = without(values, name)
     family = section_at(Config, "model", values)
-    of_model = getattr(family, "balance_fields", {})
-    replaced = REPLACED | {f"model.{name}": (f"moe.{key}",) for name, key in of_model.items()}
+    assert family is not None
+    assert issubclass(family, ModelConfig)
+    of_balance = {f"model.{name}": (f"moe.{key}",) for name, key in family.balance_fields.items()}
+    replaced = {**REPLACED, **of_balance}
     for name in overrides:
         for other in replaced.get(name, ()):
             if other in overrides:
@@ -116,22 +129,30 @@ def values_for(mapping: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict
     return values
 
 
-def _with_model(mapping: dict[str, Any], init_from: str, run_dir: str) -> dict[str, Any]:
-    """Add `[model]` to a configuration without one: the model of the run that is already in
-    `run_dir`, or else of `init_from`, if there is any. The default sequence length is then at most
-    the model's."""
-    if "model" in mapping or not init_from:
+def _with_model(
+    mapping: dict[str, Any], init_from: str, run_dir: str, overrides: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Add `[model]` to a configuration that has at most the model's family: the model of the run
+    that is already in `run_dir`, or else of `init_from`. The default sequence length is then at
+    most the model's."""
+    given = mapping.get("model", {})
+    if not isinstance(given, dict) or given.keys() - {"model_type"}:
         return mapping
-    model = (
-        load_run(Path(run_dir)).model
-        if run_dir and (Path(run_dir) / "config.toml").is_file()
-        else model_of(init_from)
-    )
+    if run_dir and (Path(run_dir) / "config.toml").is_file():
+        model = load_run(Path(run_dir)).model
+    else:
+        model_type = overrides.get("model.model_type") or given.get("model_type", "")
+        if model_type:
+            family_named(model_type, "model.model_type")
+        ignored = overrides.get("ignore_fields") or mapping.get("ignore_fields", ())
+        ignored = [ignored] if isinstance(ignored, str) else ignored
+        model = model_of(init_from, model_type=model_type, ignore_fields=ignored)
     train = mapping.get("train", {})
     if isinstance(train, dict):
         length = min(LoopConfig().sequence_length, model.max_position_embeddings)
         train = {"sequence_length": length, **train}
-    return {**mapping, "model": _without_none(dataclasses.asdict(model)), "train": train}
+    values = {**_without_none(dataclasses.asdict(model)), **given}
+    return {**mapping, "model": values, "train": train}
 
 
 def folder_of(init_from: str) -> Path:
@@ -140,12 +161,12 @@ def folder_of(init_from: str) -> Path:
     return run_folder(Path(run) if run and not Path(init_from).exists() else Path(init_from))
 
 
-def model_of(init_from: str) -> ModelConfig:
-    """Read the model of a run directory or a Hugging Face folder. Raises ConfigError, or
-    ExchangeError for a bad config.json."""
+def model_of(init_from: str, **reading: Unpack[Reading]) -> ModelConfig:
+    """Read the model of a run directory, or of a Hugging Face folder, whose config.json is read as
+    `reading` says. Raises ConfigError, or ExchangeError for a bad config.json."""
     source = folder_of(init_from)
     if (source / CONFIG_FILE).is_file():
-        return read_config(source)
+        return read_config(source, **reading)
     if not (source / "config.toml").is_file():
         raise ConfigError(
             f"init_from = {init_from!r} is not valid: it must be a run directory, or a folder with "

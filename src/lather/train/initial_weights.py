@@ -45,7 +45,7 @@ def find_weights(config: Config) -> Path:
                 "or a folder with config.json and safetensors"
             )
         weights = checkpoints[-1] if source == Path(name) else find_checkpoint(name)[1]
-    check_same_model(name, model_of(name), config.model)
+    check_same_model(name, model_of(name, **config.reading), config.model)
     has_tokenizer = config.data.tokenizer or config.data.path or (source / TOKENIZER_FILE).exists()
     if not has_tokenizer:
         raise DataError(
@@ -55,10 +55,10 @@ def find_weights(config: Config) -> Path:
     return weights
 
 
-def notes_on_weights(path: Path) -> list[str]:
+def notes_on_weights(path: Path, config: Config) -> list[str]:
     """Return sentences about the Hugging Face folder that `find_weights` returned; none for a
     checkpoint."""
-    return notes_on_config(path) if (path / CONFIG_FILE).is_file() else []
+    return notes_on_config(path, **config.reading) if (path / CONFIG_FILE).is_file() else []
 
 
 def check_same_model(init_from: str, theirs: ModelConfig, ours: ModelConfig) -> None:
@@ -88,7 +88,7 @@ def check_same_tokenizer(source: Path, ours: Path) -> None:
         )
 
 
-def load_weights(path: Path, state: TrainingState) -> None:
+def load_weights(path: Path, state: TrainingState, config: Config) -> None:
     """Load the weights that `find_weights` returned; every rank calls this and reads its part.
     Adapters are not changed.
 
@@ -96,7 +96,7 @@ def load_weights(path: Path, state: TrainingState) -> None:
     """
     if (path / CONFIG_FILE).is_file():
         with errors_on_all_ranks(state.mesh.control_group):
-            _copy_weights(open_hugging_face(path)[0], state)
+            _copy_weights(open_hugging_face(path, **config.reading)[0], state)
         return
     lora = load_run(path.parent.parent).lora
     if lora.rank or any(is_adapters(name) for name in state.names()):

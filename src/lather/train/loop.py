@@ -126,7 +126,7 @@ def _prepared_run(
     data = open_on_all_ranks(start, mesh, display.note, run_dir, weights)
     run = _TrainingRun(config, data, mesh, display, weights)
     if weights is not None:
-        for text in notes_on_weights(weights):
+        for text in notes_on_weights(weights, config):
             display.note(f"note: {text}")
         if not has_rate and not config.lora.rank:
             display.note(
@@ -196,7 +196,7 @@ class _TrainingRun:
             self.display.note(f"resuming {checkpoints[-1]}")
             return progress
         if weights is not None:
-            load_weights(weights, self.saver.state)
+            load_weights(weights, self.saver.state, self.config)
             self.display.note(f"starting from the weights of {weights}")
         return Progress(0, 0.0)
 

@@ -3,7 +3,8 @@
 A field of a `config.json` is a field of the configuration, or is supported only with the values
 that say what is built, or has no influence on training (see `lather.models.hf.known_fields` and
 `Family`). Other values are errors, so that the model is always the described model. Fields that no
-code for the family reads are passed over; `unread_fields` names them.
+code for the family reads are passed over; `unread_fields` names them. Whoever knows better than
+these lists gives `ignore_fields`.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ import dataclasses
 import json
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from lather.errors import ConfigError, as_toml
-from lather.models.families import FAMILIES, ModelConfig, family_of
+from lather.models.families import FAMILIES, ModelConfig, family_of, find_family
 from lather.models.family import FP8, Family, FamilyConfig
 from lather.models.hf.fp8 import SIDE
 from lather.models.hf.known_fields import DEFAULTS, NEUTRAL, NO_INFLUENCE, OFF, WRITTEN
@@ -41,34 +42,76 @@ OF_BLOCKS = {
 """Fields of any family that describe the blocks, and how to compute them."""
 
 
-def config_from_hugging_face(mapping: Mapping[str, Any]) -> ModelConfig:
+def config_from_hugging_face(
+    mapping: Mapping[str, Any], *, model_type: str = "", ignore_fields: Collection[str] = ()
+) -> ModelConfig:
     """Return the configuration that a parsed `config.json` describes.
 
-    Raises ConfigError, with the name of the field, for an unsupported family, field or value, and
-    for missing fields.
+    `model_type`: the family, as in `[model]`; empty: that which the file names. `ignore_fields`:
+    fields that are passed over; `rope_scaling.KEY` for one in another. Raises ConfigError, with the
+    name of the field, for an unsupported family, field or value, for missing fields, and for fields
+    to be ignored that are missing or that the model is built from.
     """
-    model_type = mapping.get("model_type")
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise ConfigError(
-            f"model_type = {_shown(model_type)} is not supported: it must be one of "
-            f"{', '.join(FAMILIES)}"
-        )
-    family = FAMILIES[model_type]
+    family = _family_of_file(mapping.get("model_type"), model_type)
+    mapping = _without_ignored(mapping, ignore_fields, family)
     mapping = _without_aliases(mapping, family.aliases)
     for name in QUANTIZATION:
         if mapping.get(name) is not None:
             _check_quantization(name, mapping[name], family)
     rotary = _read_rotary(mapping, scaling_required=family.rope_scaling_required)
-    config: ModelConfig = family.config(**_read_fields(mapping, family), **rotary)
+    fields = {**_read_fields(mapping, family), **rotary}
+    fields["model_type"] = model_type or family.model_type
+    config: ModelConfig = family.config(**fields)
     for name, values in _supported_values(config, family).items():
         _check_value(name, mapping.get(name), values, family)
     return config
 
 
-def unread_fields(mapping: Mapping[str, Any]) -> list[str]:
+def _family_of_file(published: Any, model_type: str) -> Family:
+    """Return the family with the published `model_type`, or that which `model_type` names."""
+    if model_type:
+        family = find_family(model_type)
+        if published != family.model_type:
+            raise ConfigError(
+                f"model_type = {_shown(published)} is another family than {model_type}, which is "
+                f"published as {family.model_type!r}: give the family that belongs to the model"
+            )
+        return family
+    if not isinstance(published, str) or published not in FAMILIES:
+        raise ConfigError(
+            f"model_type = {_shown(published)} is not supported: it must be one of "
+            f"{', '.join(FAMILIES)}; for a family of your own give also model_type as module:FAMILY"
+        )
+    return FAMILIES[published]
+
+
+def _without_ignored(
+    mapping: Mapping[str, Any], ignored: Collection[str], family: Family
+) -> dict[str, Any]:
+    """Return the fields without those to be ignored."""
+    rest, read = dict(mapping), {*_names(family), *family.aliases, *ROTARY_FIELDS}
+    for name in ignored:
+        outer, dot, inner = name.partition(".")
+        section = rest.get(outer) if dot else rest
+        if not isinstance(section, Mapping) or (inner or outer) not in section:
+            raise ConfigError(
+                f"ignore_fields has {name!r}, but the file has no such field: leave it out"
+            )
+        if name in read:
+            raise ConfigError(
+                f"ignore_fields has {name!r}, from which a {family.model_type} model is built: "
+                "correct it in the file instead"
+            )
+        if dot:
+            rest[outer] = {key: value for key, value in section.items() if key != inner}
+        else:
+            del rest[outer]
+    return rest
+
+
+def unread_fields(mapping: Mapping[str, Any], family: Family) -> list[str]:
     """Return the fields of a parsed `config.json` that `config_from_hugging_face` accepted without
     knowing them: no code for the family reads them. Null counts as left out."""
-    family = FAMILIES[mapping["model_type"]]
     known = {*_names(family), *family.aliases, *family.ignored, *NO_INFLUENCE}
     known |= {*WRITTEN, *NEUTRAL, *OF_BLOCKS, *family.written, *family.agreeing}
     known |= {*ROTARY_FIELDS, *QUANTIZATION, "architectures", ORIGINAL_LENGTH}
@@ -83,6 +126,7 @@ def config_to_hugging_face(config: ModelConfig) -> dict[str, Any]:
         value = getattr(config, name)
         if value is not None or name in family.nullable:
             fields[name] = list(value) if isinstance(value, tuple) else value
+    fields["model_type"] = family.model_type
     fields |= {name: values[0] for name, values in WRITTEN.items()}
     return fields | _values(family.written, config) | _rotary_fields(config)
 
@@ -172,7 +216,8 @@ def _check_value(name: str, value: Any, supported: tuple[Any, ...], family: Fami
         words.append("null, false, 0 or left out, since no model of this family has it")
     raise ConfigError(
         f"{name} = {_shown(value)} is not supported for {family.model_type}: it must be "
-        f"{' or '.join(words)}; give such a model, or correct the field if it is wrong"
+        f"{' or '.join(words)}; give such a model, correct the field if it is wrong, or name it in "
+        "ignore_fields if it has no influence"
     )
 
 

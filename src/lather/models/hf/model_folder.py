@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +42,16 @@ COMPARED_ELEMENTS = 2**20
 """Number of elements of two tensors that are compared at a time."""
 
 
-def read_config(folder: StrPath) -> ModelConfig:
+class Reading(TypedDict, total=False):
+    """Arguments of functions that read a `config.json`."""
+
+    model_type: str
+    """The family, as in `[model]`; left out: that which the file names."""
+    ignore_fields: Collection[str]
+    """Fields that are passed over; `rope_scaling.KEY` for one in another."""
+
+
+def read_config(folder: StrPath, **reading: Unpack[Reading]) -> ModelConfig:
     """Read the configuration of a Hugging Face folder.
 
     Raises ExchangeError if it is missing or damaged, or if it has an unsupported family or field.
@@ -50,24 +59,26 @@ def read_config(folder: StrPath) -> ModelConfig:
     file = Path(folder) / CONFIG_FILE
     mapping = read_json(file, "give the folder of a model, with config.json and safetensors")
     try:
-        return config_from_hugging_face(mapping)
+        return config_from_hugging_face(mapping, **reading)
     except (UserError, OverflowError) as error:  # an integer may be too large for a float
         raise ExchangeError(f"{file}: {error}") from None
 
 
-def notes_on_config(folder: StrPath) -> list[str]:
+def notes_on_config(folder: StrPath, **reading: Unpack[Reading]) -> list[str]:
     """Return sentences about what `read_config` accepts in the `config.json` of a folder although
-    other programs may read it differently: fields that no code for the family reads, and fields
-    that Lather obeys and transformers does not.
+    other programs may read it differently: fields that no code for the family reads, fields that
+    are ignored as told, and fields that Lather obeys and transformers does not.
 
     Raises ExchangeError as `read_config` does.
     """
-    config, file = read_config(folder), Path(folder) / CONFIG_FILE
-    unread = unread_fields(read_json(file, ANOTHER_COPY))
+    config, file = read_config(folder, **reading), Path(folder) / CONFIG_FILE
+    ignored = reading.get("ignore_fields", ())
+    unread = unread_fields(read_json(file, ANOTHER_COPY), family_of(config))
     notes = []
-    if unread:
-        names = ", ".join(unread)
+    if names := ", ".join(name for name in unread if name not in ignored):
         notes.append(f"{file}: no code for {config.model_type} reads {names}: passed over")
+    if ignored:
+        notes.append(f"{file}: ignored as told: {', '.join(ignored)}")
     return [*notes, config.transformers_note] if config.transformers_note else notes
 
 
@@ -244,31 +255,33 @@ def read_json(file: Path, remedy: str) -> dict[str, Any]:
         raise ExchangeError(f"{file}: missing or damaged ({error}): {remedy}") from None
 
 
-def open_hugging_face(folder: StrPath) -> tuple[PublishedWeights, ModelConfig]:
+def open_hugging_face(
+    folder: StrPath, **reading: Unpack[Reading]
+) -> tuple[PublishedWeights, ModelConfig]:
     """Open the weights of a Hugging Face folder, check that they match its configuration, and
     return both.
 
     Raises ExchangeError, with the file and the field or tensor, if anything is missing, damaged,
     surplus or not supported, or if a head differs from the embedding that it is tied to.
     """
-    config = read_config(folder)
+    config = read_config(folder, **reading)
     return _match(Path(folder), config), config
 
 
-def _open_and_warn(folder: StrPath) -> tuple[PublishedWeights, ModelConfig]:
-    opened = open_hugging_face(folder)
-    for note in notes_on_config(folder):
+def _open_and_warn(folder: StrPath, reading: Reading) -> tuple[PublishedWeights, ModelConfig]:
+    opened = open_hugging_face(folder, **reading)
+    for note in notes_on_config(folder, **reading):
         warnings.warn(note, stacklevel=3)
     return opened
 
 
-def load_hugging_face(folder: StrPath, model: nn.Module) -> None:
+def load_hugging_face(folder: StrPath, model: nn.Module, **reading: Unpack[Reading]) -> None:
     """Set a model's parameters and buffers to the folder's weights, which may have any floating
     dtype. Warn of what `notes_on_config` returns.
 
     If the folder cannot be read, or does not hold exactly the model's weights, this raises
     ExchangeError and changes nothing."""
-    weights, _ = _open_and_warn(folder)
+    weights, _ = _open_and_warn(folder, reading)
     shapes = {name: tuple(weight.shape) for name, weight in _weights_of(model).items()}
     if different := sorted(
         {
@@ -286,14 +299,18 @@ def load_hugging_face(folder: StrPath, model: nn.Module) -> None:
 
 
 def model_from_hugging_face(
-    folder: StrPath, *, dtype: torch.dtype | None = None, device: torch.device | None = None
+    folder: StrPath,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    **reading: Unpack[Reading],
 ) -> tuple[Decoder, ModelConfig]:
     """Load the model in a Hugging Face folder; return it and its configuration.
 
     `dtype` None: the stored dtype of the embedding. Warns of what `notes_on_config` returns. If the
     folder cannot be read, ExchangeError is raised before memory is allocated.
     """
-    weights, config = _open_and_warn(folder)
+    weights, config = _open_and_warn(folder, reading)
     stored = weights.stored.tensors[weights.entries["embed_tokens.weight"][0].published].dtype
     model = _on_meta(config).to(dtype or DTYPES[stored])
     if config.tie_word_embeddings:  # to_empty would allocate the shared weight twice
