@@ -1,6 +1,7 @@
 """The trackers with the real libraries: Weights & Biases offline, and MLflow with a folder as
 store."""
 
+import contextlib
 import os
 import struct
 import subprocess
@@ -16,6 +17,7 @@ pytestmark = pytest.mark.integrations
 wandb = pytest.importorskip("wandb")
 mlflow = pytest.importorskip("mlflow")
 
+from google.protobuf.message import DecodeError
 from wandb.proto.wandb_internal_pb2 import Record
 
 from lather.config.changes import values_of
@@ -71,13 +73,26 @@ def offline_messages(content: bytes) -> Iterator[bytes]:
             message = b""
 
 
+def records_of(file: Path) -> list[Any]:
+    """Read the records of an offline run, which wandb's service writes a moment after the run's
+    end; the last one is that of the exit."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        with contextlib.suppress(DecodeError):  # the last message is being written
+            records = [
+                Record.FromString(content) for content in offline_messages(file.read_bytes())
+            ]
+            if records and records[-1].WhichOneof("record_type") == "exit":
+                return records
+        time.sleep(0.02)
+    raise TimeoutError(f"{file} was not completed")
+
+
 def offline_record(folder: Path) -> tuple[Any, dict[int, dict[str, str]]]:
     """Read the file of an offline run: its description, and JSON texts by step and name."""
     (file,) = folder.glob("*.wandb")
     run, history = None, dict[int, dict[str, str]]()
-    for content in offline_messages(file.read_bytes()):
-        message = Record()
-        message.ParseFromString(content)
+    for message in records_of(file):
         if message.WhichOneof("record_type") == "run":
             run = message.run
         elif message.WhichOneof("record_type") == "history":
