@@ -57,7 +57,7 @@ REFUSED: list[tuple[str, str, Any, str]] = [
     ("deepseek_v2", "topk_method", "noaux_tc", "one of 'greedy', 'group_limited_greedy'"),
     ("deepseek_v2", "model_type", "deepseek_v3", "'deepseek_v2'"),
     ("deepseek_v3", "topk_method", "greedy", "one of 'noaux_tc'"),
-    ("deepseek_v3", "n_group", 5, "1, or at most 2, so that each group has two"),
+    ("deepseek_v3", "n_group", 5, "1, or at most 2, so that each group has 2 experts"),
     ("kimi_k2", "model_type", "deepseek_v3", "'kimi_k2'"),
     ("qwen3_moe", "head_dim", 5, "even"),
     ("qwen3_moe", "num_key_value_heads", 4, "a divisor of num_attention_heads (6)"),

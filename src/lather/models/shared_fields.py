@@ -1,13 +1,18 @@
 """Fields that the configurations of several families share, with the names and meanings of the
-published `config.json`: routed experts, transformers' balance loss, grouped queries."""
+published `config.json`: routed experts, transformers' balance loss, the experts of DeepSeek,
+grouped queries."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from lather.models.attention import HeadSizes
+from lather.models.experts import Experts
 from lather.models.family import FamilyConfig
+from lather.models.layers import GatedMLP
+from lather.models.moe import MoE
 from lather.models.rotary import Rotary
+from lather.models.routing import Choice, Router
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,74 @@ class RouterLossFields(RoutedFields):
     def balance_loss_coef(self) -> float:
         num_moe = sum(not self.is_dense(index) for index in range(self.num_hidden_layers))
         return self.router_aux_loss_coef * self.num_experts_per_tok / max(1, num_moe)
+
+
+@dataclass(frozen=True)
+class DeepseekExpertsFields(RoutedFields):
+    """Fields of models with dense blocks first, and then shared and routed experts, which are those
+    of DeepSeek-V3 (arXiv:2412.19437) unless `router` is overridden: chosen in groups, by sigmoid
+    scores plus a correction bias."""
+
+    intermediate_size: int = 512
+    """Width of the feed-forward layer of dense blocks."""
+    moe_intermediate_size: int = 128
+    """Width of one expert's feed-forward layer."""
+    first_k_dense_replace: int = 1
+    """Number of dense blocks at the start."""
+    n_routed_experts: int = 8
+    """Number of routed experts per MoE block."""
+    n_shared_experts: int = 1
+    """Number of shared experts per MoE block, merged into one feed-forward layer of this multiple
+    of `moe_intermediate_size`; 0: none."""
+    n_group: int = 1
+    """Number of groups of neighboring experts. A group's score is the sum of those of its two best
+    experts (deepseek_v2: that of the best)."""
+    topk_group: int = 1
+    """Number of groups, those with the best scores, that a token's experts may come from."""
+    norm_topk_prob: bool = True
+    """Normalize the weights of a token's experts to a sum of 1, before they are multiplied by
+    `routed_scaling_factor`."""
+    routed_scaling_factor: float = 1.0
+    """Factor on the weights of a token's experts."""
+
+    def is_dense(self, index: int) -> bool:
+        return index < self.first_k_dense_replace
+
+    def feed_forward(self, index: int) -> MoE | GatedMLP:
+        """Build the feed-forward layer of the block with this index."""
+        hidden, width = self.hidden_size, self.moe_intermediate_size
+        if self.is_dense(index):
+            return GatedMLP(hidden, self.intermediate_size)
+        shared = GatedMLP(hidden, self.n_shared_experts * width) if self.n_shared_experts else None
+        return MoE(self.router(), Experts(self.n_routed_experts, hidden, width), shared)
+
+    def router(self) -> Router:
+        """Build the router of a block."""
+        return Router(
+            self.hidden_size,
+            self.n_routed_experts,
+            self.num_experts_per_tok,
+            score="sigmoid",
+            normalize=self.norm_topk_prob,
+            scale=self.routed_scaling_factor,
+            choice=Choice(self.n_group, self.topk_group, best_of_group=2, correction_bias=True),
+        )
+
+    def _require_experts(self, best_of_group: int = 2) -> None:
+        """Check the fields of the experts. `best_of_group`: number of experts that make a group's
+        score; 0: a token's experts may come from any group."""
+        self._require_at_most("first_k_dense_replace", "num_hidden_layers")
+        self._require_at_most("num_experts_per_tok", "n_routed_experts")
+        self._require_divides("n_group", "n_routed_experts")
+        self._require_at_most("topk_group", "n_group")
+        if best_of_group:
+            size = self.n_routed_experts // self.n_group
+            most = f"at most {self.n_routed_experts // best_of_group}"
+            words = f"1, or {most}, so that each group has {best_of_group} experts"
+            self._require("n_group", self.n_group == 1 or size >= best_of_group, words)
+            reach = size * self.topk_group
+            words = f"at most the {reach} experts of topk_group groups"
+            self._require("num_experts_per_tok", self.num_experts_per_tok <= reach, words)
 
 
 @dataclass(frozen=True)

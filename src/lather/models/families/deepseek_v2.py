@@ -7,21 +7,19 @@ code, `norm_topk_prob` and `seq_aux` take effect; transformers 5 ignores both.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from lather.models.attention import MultiHeadLatentAttention
 from lather.models.balance import LoadBalance
 from lather.models.decoder import Block
-from lather.models.experts import Experts
 from lather.models.family import Family
 from lather.models.layers import GatedMLP
 from lather.models.moe import MoE
 from lather.models.rotary import Rotary
-from lather.models.routing import Choice, Router
-from lather.models.shared_fields import RoutedFields
+from lather.models.routing import ANY_EXPERT, Choice, Router
+from lather.models.shared_fields import DeepseekExpertsFields
 
 NORMALIZED = """\
 transformers ignores norm_topk_prob = true of deepseek_v2: it computes other logits than Lather \
@@ -29,17 +27,11 @@ and DeepSeek's code"""
 
 
 @dataclass(frozen=True)
-class DeepseekV2Config(RoutedFields):
+class DeepseekV2Config(DeepseekExpertsFields):
     """Sizes and options of a DeepSeek-V2 model."""
 
     model_type: str = "deepseek_v2"
     """Hugging Face name of the model family."""
-    intermediate_size: int = 512
-    """Width of the feed-forward layer of dense blocks."""
-    moe_intermediate_size: int = 128
-    """Width of one expert's feed-forward layer."""
-    first_k_dense_replace: int = 1
-    """Number of dense blocks at the start."""
     q_lora_rank: int | None = None
     """Rank of the query latent; none: queries are projected directly."""
     kv_lora_rank: int = 64
@@ -50,53 +42,29 @@ class DeepseekV2Config(RoutedFields):
     """Width of the part of a head's query and key with rotary embedding; even."""
     v_head_dim: int = 32
     """Width of a head's value."""
-    n_routed_experts: int = 8
-    """Number of routed experts per MoE block."""
-    n_shared_experts: int = 1
-    """Number of shared experts per MoE block, merged into one feed-forward layer of this multiple
-    of `moe_intermediate_size`; 0: none."""
     topk_method: str = "greedy"
     """greedy: a token goes to the best of all experts. group_limited_greedy: to the best experts in
     the `topk_group` groups that have the best single experts."""
-    n_group: int = 1
-    """Number of groups of neighboring experts, for group_limited_greedy."""
-    topk_group: int = 1
-    """Number of groups that a token's experts may come from, for group_limited_greedy."""
     norm_topk_prob: bool = False
     """Normalize the weights of a token's experts to a sum of 1, instead of multiplying them by
     `routed_scaling_factor`; without effect if `num_experts_per_tok` is 1."""
-    routed_scaling_factor: float = 1.0
-    """Factor on the weights of a token's experts."""
     aux_loss_alpha: float = 0.01
     """Coefficient of each block's load-balancing loss; 0: no such loss. Published models, which are
     large, have 0.001; small models collapse with it."""
     seq_aux: bool = False
     """Compute the load-balancing loss for each sequence, not for the micro-batch."""
 
-    topk_methods: ClassVar[tuple[str, ...]] = ("greedy", "group_limited_greedy")
-    rotates_neighbors = True
-    """Whether pairs of neighboring coordinates are rotated; otherwise pairs across halves."""
+    best_of_group: ClassVar[Mapping[str, int]] = {"greedy": 0, "group_limited_greedy": 1}
+    """Values of `topk_method`, and the number of experts that make a group's score."""
 
     def __post_init__(self) -> None:
         self._require_family_and_ranges(
             may_be_zero=("first_k_dense_replace", "n_shared_experts", "aux_loss_alpha")
         )
         self._require_rotary("qk_rope_head_dim")
-        self._require_at_most("first_k_dense_replace", "num_hidden_layers")
-        self._require_at_most("num_experts_per_tok", "n_routed_experts")
-        methods = self.topk_methods
-        self._require(
-            "topk_method", self.topk_method in methods, f"one of {', '.join(map(repr, methods))}"
-        )
-        self._require_divides("n_group", "n_routed_experts")
-        self._require_at_most("topk_group", "n_group")
-        if self.topk_method != "greedy":
-            reach = self.n_routed_experts // self.n_group * self.topk_group
-            self._require(
-                "num_experts_per_tok",
-                self.num_experts_per_tok <= reach,
-                f"at most the {reach} experts of topk_group groups",
-            )
+        known = f"one of {', '.join(map(repr, self.best_of_group))}"
+        self._require("topk_method", self.topk_method in self.best_of_group, known)
+        self._require_experts(self.best_of_group[self.topk_method])
 
     @property
     def normalizes(self) -> bool:
@@ -112,53 +80,46 @@ class DeepseekV2Config(RoutedFields):
     def transformers_note(self) -> str:
         return NORMALIZED if self.normalizes else ""
 
-    def is_dense(self, index: int) -> bool:
-        return index < self.first_k_dense_replace
+    @property
+    def rotary(self) -> Rotary:
+        """The rotary embedding of a part of each head."""
+        return Rotary(self.qk_rope_head_dim, self.rope_theta, self.rope_scaling, interleaved=True)
+
+    def router(self) -> Router:
+        in_groups = self.topk_method == "group_limited_greedy"
+        return Router(
+            self.hidden_size,
+            self.n_routed_experts,
+            self.num_experts_per_tok,
+            normalize=self.normalizes,
+            scale=1.0 if self.normalizes else self.routed_scaling_factor,
+            choice=Choice(self.n_group, self.topk_group) if in_groups else ANY_EXPERT,
+        )
+
+    def feed_forward(self, index: int) -> MoE | GatedMLP:
+        layer = super().feed_forward(index)
+        if isinstance(layer, MoE):
+            layer.gate.balance = LoadBalance("sequence" if self.seq_aux else "micro_batch")
+        return layer
 
 
-def latent_block(
-    config: DeepseekV2Config, index: int, make_router: Callable[[Any], Router]
-) -> Block:
-    """Build the block with this index, whose router `make_router` builds if it has experts."""
+def latent_block(config: DeepseekV2Config, index: int) -> Block:
+    """Build the block with this index of a model with multi-head latent attention."""
     attention = MultiHeadLatentAttention(
         hidden_size=config.hidden_size,
         num_heads=config.num_attention_heads,
         q_lora_rank=config.q_lora_rank,
         kv_lora_rank=config.kv_lora_rank,
         qk_nope_head_dim=config.qk_nope_head_dim,
-        rotary=Rotary(
-            config.qk_rope_head_dim,
-            config.rope_theta,
-            config.rope_scaling,
-            interleaved=config.rotates_neighbors,
-        ),
+        rotary=config.rotary,
         v_head_dim=config.v_head_dim,
     )
-    if config.is_dense(index):
-        mlp: MoE | GatedMLP = GatedMLP(config.hidden_size, config.intermediate_size)
-    else:
-        router = make_router(config)
-        router.balance = LoadBalance("sequence" if config.seq_aux else "micro_batch")
-        experts = Experts(config.n_routed_experts, config.hidden_size, config.moe_intermediate_size)
-        width = config.n_shared_experts * config.moe_intermediate_size
-        mlp = MoE(router, experts, GatedMLP(config.hidden_size, width) if width else None)
-    return Block(attention, mlp, config.hidden_size, config.rms_norm_eps)
-
-
-def _router(config: DeepseekV2Config) -> Router:
-    sizes = config.hidden_size, config.n_routed_experts, config.num_experts_per_tok
-    scale = 1.0 if config.normalizes else config.routed_scaling_factor
-    groups = (
-        (config.n_group, config.topk_group)
-        if config.topk_method == "group_limited_greedy"
-        else (1, 1)
-    )
-    return Router(*sizes, normalize=config.normalizes, scale=scale, choice=Choice(*groups))
+    return Block(attention, config.feed_forward(index), config.hidden_size, config.rms_norm_eps)
 
 
 FAMILY = Family(
     DeepseekV2Config,
-    partial(latent_block, make_router=_router),
+    latent_block,
     architecture="DeepseekV2ForCausalLM",
     defaults={
         "first_k_dense_replace": 0,

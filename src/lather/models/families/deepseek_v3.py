@@ -7,14 +7,16 @@ Fields have the names and meanings of the published Hugging Face `config.json`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import ClassVar
 
 from lather.models.families import deepseek_v2
 from lather.models.families.deepseek_v2 import DeepseekV2Config, latent_block
 from lather.models.family import Family
-from lather.models.routing import Choice, Router
+from lather.models.rotary import Rotary
+from lather.models.routing import Router
+from lather.models.shared_fields import DeepseekExpertsFields
 
 
 @dataclass(frozen=True)
@@ -26,10 +28,6 @@ class DeepseekV3Config(DeepseekV2Config):
     topk_method: str = "noaux_tc"
     """noaux_tc: a token goes to the experts with the best scores plus bias in the `topk_group`
     groups whose two best experts have the largest sum."""
-    n_group: int = 1
-    """Number of groups of neighboring experts; if it is not 1, each has at least two."""
-    topk_group: int = 1
-    """Number of groups that a token's experts may come from."""
     norm_topk_prob: bool = True
     """Normalize the weights of a token's experts to a sum of 1, before they are multiplied by
     `routed_scaling_factor`."""
@@ -37,21 +35,18 @@ class DeepseekV3Config(DeepseekV2Config):
     """Rotate pairs of neighboring coordinates, as published weights need it; false: pairs across
     the halves."""
 
-    topk_methods: ClassVar[tuple[str, ...]] = ("noaux_tc",)
-
-    def __post_init__(self) -> None:
-        pairs = self.n_routed_experts // 2
-        constraint = f"1, or at most {pairs}, so that each group has two experts"
-        self._require("n_group", self.n_group <= max(pairs, 1), constraint)
-        super().__post_init__()
-
-    @property
-    def rotates_neighbors(self) -> bool:  # type: ignore[override]
-        return self.rope_interleave
+    best_of_group: ClassVar[Mapping[str, int]] = {"noaux_tc": 2}
 
     @property
     def transformers_note(self) -> str:
         return ""
+
+    @property
+    def rotary(self) -> Rotary:
+        return replace(super().rotary, interleaved=self.rope_interleave)
+
+    def router(self) -> Router:
+        return DeepseekExpertsFields.router(self)
 
 
 @dataclass(frozen=True)
@@ -62,21 +57,9 @@ class KimiK2Config(DeepseekV3Config):
     """Hugging Face name of the model family."""
 
 
-def _router(config: DeepseekV3Config) -> Router:
-    return Router(
-        config.hidden_size,
-        config.n_routed_experts,
-        config.num_experts_per_tok,
-        score="sigmoid",
-        normalize=config.norm_topk_prob,
-        scale=config.routed_scaling_factor,
-        choice=Choice(config.n_group, config.topk_group, best_of_group=2, correction_bias=True),
-    )
-
-
 FAMILY = Family(
     DeepseekV3Config,
-    partial(latent_block, make_router=_router),
+    latent_block,
     architecture="DeepseekV3ForCausalLM",
     defaults={
         "first_k_dense_replace": 3,
