@@ -14,7 +14,8 @@ from lather.models.rotary import YarnConfig
 FP8 = "fp8"
 """transformers' word for weights in block-scaled FP8."""
 FULL_ATTENTION = "full_attention"
-"""transformers' word for attention without a window."""
+SLIDING_ATTENTION = "sliding_attention"
+"""transformers' words for attention without a window and with one."""
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ _NAMES = (
     "deepseek_v2:FAMILY",
     "deepseek_v3:FAMILY",
     "deepseek_v3:KIMI_K2",
+    "dots1:FAMILY",
     "gpt_oss:FAMILY",
     "qwen3_moe:FAMILY",
 )

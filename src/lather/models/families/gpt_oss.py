@@ -14,12 +14,10 @@ from lather.kernels.swiglu import Gate
 from lather.models.attention import GroupedQueryAttention
 from lather.models.decoder import Block
 from lather.models.experts import Experts
-from lather.models.family import FULL_ATTENTION, Family
+from lather.models.family import FULL_ATTENTION, SLIDING_ATTENTION, Family
 from lather.models.moe import MoE
 from lather.models.routing import Router
 from lather.models.shared_fields import GroupedQueryFields, RouterLossFields
-
-SLIDING_ATTENTION = "sliding_attention"
 
 
 @dataclass(frozen=True)
