@@ -133,11 +133,17 @@ def configuration() -> str:
                 parts.append("Each of these sections has:")
                 parts += field_items(KindConfig)
         if shared:
-            parts += [
-                f"## [model.rope_scaling]\n\n{words_of(YarnConfig)}",
-                *field_items(YarnConfig),
-            ]
+            scalings = {scaling: cls for cls in classes for scaling in scalings_of(cls)}
+            for scaling, cls in scalings.items():
+                of_family = "" if scaling is YarnConfig else f" of {cls.model_type}"
+                parts.append(f"## [model.rope_scaling]{of_family}\n\n{words_of(scaling)}")
+                parts += field_items(scaling)
     return paragraphs(parts)
+
+
+def scalings_of(family: type) -> tuple[type, ...]:
+    """Return the classes of a family's rotary scaling."""
+    return fields_of(family)["rope_scaling"].sections
 
 
 def paragraphs(parts: Sequence[str]) -> str:

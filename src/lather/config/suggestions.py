@@ -262,8 +262,8 @@ NAMES = (
         "",
         "model.rope_scaling.type model.rope_scaling.rope_type rope_scaling_type rope_type",
         (
-            "[model.rope_scaling] is always YaRN, and needs no type: give its factor and "
-            "original_max_position_embeddings"
+            "[model.rope_scaling] needs no type, because a family has one (llama: llama3, others: "
+            "YaRN): give its factor and original_max_position_embeddings"
         ),
     ),
     Name(

@@ -129,7 +129,8 @@ class FamilyConfig:
     def _require_rotary(self, size: str) -> None:
         self._require(size, getattr(self, size) % 2 == 0, "even: rotary embedding rotates pairs")
         constraint = "greater than 1 for YaRN, which divides by its logarithm"
-        self._require("rope_theta", self.rope_scaling is None or self.rope_theta > 1, constraint)
+        divides = isinstance(self.rope_scaling, YarnConfig)
+        self._require("rope_theta", not divides or self.rope_theta > 1, constraint)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ grouped queries."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lather.models.attention import HeadSizes
@@ -132,6 +133,28 @@ class GroupedQueryFields(FamilyConfig):
         self._require_divides("num_key_value_heads", "num_attention_heads")
 
 
-def head_dim_of(fields: dict[str, int]) -> int:
+@dataclass(frozen=True)
+class PartialRotaryFields(GroupedQueryFields):
+    """The same with a rotary embedding of a part of each head."""
+
+    partial_rotary_factor: float = 0.5
+    """Share of each head's columns, the first, that the rotary embedding covers; their number,
+    rounded down, is even."""
+
+    @property
+    def rotary(self) -> Rotary:
+        """The rotary embedding of a part of each head."""
+        size = int(self.head_dim * self.partial_rotary_factor)
+        return Rotary(size, self.rope_theta, self.rope_scaling)
+
+    def _require_heads(self) -> None:
+        super()._require_heads()
+        size, width = self.rotary.size, self.head_dim
+        holds = 0 < size <= width and size % 2 == 0
+        constraint = f"a share of head_dim ({width}) that is even and not 0, not {size} columns"
+        self._require("partial_rotary_factor", holds, constraint)
+
+
+def head_dim_of(fields: Mapping[str, int]) -> int:
     """Return the width of a head where `head_dim` is left out, from the other fields."""
     return fields["hidden_size"] // max(fields["num_attention_heads"], 1)

@@ -25,6 +25,9 @@ _NAMES = (
     "deepseek_v3:KIMI_K2",
     "dots1:FAMILY",
     "gpt_oss:FAMILY",
+    "llama:FAMILY",
+    "mistral:FAMILY",
+    "qwen3:FAMILY",
     "qwen3_moe:FAMILY",
 )
 

@@ -21,18 +21,18 @@ from lather.models.families import FAMILIES, ModelConfig, family_of, find_family
 from lather.models.family import FP8, Family, FamilyConfig
 from lather.models.hf.fp8 import SIDE
 from lather.models.hf.known_fields import DEFAULTS, NEUTRAL, NO_INFLUENCE, OFF, WRITTEN
-from lather.models.rotary import YarnConfig
+from lather.models.rotary import ORIGINAL_LENGTH, Llama3RopeConfig, YarnConfig
 
 QUANTIZATION = ("quantization_config", "compression_config", "quantization")
 """Fields that describe packed weights: those of transformers, of compressed-tensors and of MLX."""
 BLOCK_SIZE = "weight_block_size"
 ROTARY_FIELDS = ("rope_theta", "rope_scaling", "rope_parameters")
-ROPE_TYPES = ("default", "yarn")
+PARTIAL = "partial_rotary_factor"
 MAX_INTEGER = 10**8
 MAX_CHARACTERS = 80
 """Characters of a value that a message shows."""
 WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
-ORIGINAL_LENGTH = "original_max_position_embeddings"
+Scaling = YarnConfig | Llama3RopeConfig
 OF_BLOCKS = {
     "layer_types": lambda config: list(config.attention_types),
     "mlp_layer_types": lambda config: [
@@ -54,12 +54,11 @@ def config_from_hugging_face(
     """
     family = _family_of_file(mapping.get("model_type"), model_type)
     mapping = _without_ignored(mapping, ignore_fields, family)
-    mapping = _without_aliases(mapping, family.aliases)
+    mapping = _with_partial_factor(_without_aliases(mapping, family.aliases), family)
     for name in QUANTIZATION:
         if mapping.get(name) is not None:
             _check_quantization(name, mapping[name], family)
-    rotary = _read_rotary(mapping, scaling_required=family.rope_scaling_required)
-    fields = {**_read_fields(mapping, family), **rotary}
+    fields = {**_read_fields(mapping, family), **_read_rotary(mapping, family)}
     fields["model_type"] = model_type or family.model_type
     config: ModelConfig = family.config(**fields)
     for name, values in _supported_values(config, family).items():
@@ -169,7 +168,7 @@ def _read_fields(mapping: Mapping[str, Any], family: Family) -> dict[str, Any]:
             f"missing fields: {', '.join(missing)}; a {family.model_type} model cannot be built "
             "without them"
         )
-    for name in defaults.keys() - fields.keys():
+    for name in {*names} & defaults.keys() - fields.keys():
         value = defaults[name]
         fields[name] = value(fields) if callable(value) else value
     return fields
@@ -235,16 +234,34 @@ def _rotary_fields(config: FamilyConfig) -> dict[str, Any]:
     (transformers 4, the hub), and `rope_parameters` (transformers 5)."""
     scaling = None
     if config.rope_scaling is not None:
-        scaling = {"rope_type": "yarn", **_set_fields(config.rope_scaling)}
+        rope_type = {"rope_type": config.rope_scaling.rope_type}
+        scaling = rope_type | _set_fields(config.rope_scaling)
     parameters = {**(scaling or {"rope_type": "default"}), "rope_theta": config.rope_theta}
+    if hasattr(config, PARTIAL):
+        parameters[PARTIAL] = getattr(config, PARTIAL)
     values = (config.rope_theta, scaling, parameters)
     return dict(zip(ROTARY_FIELDS, values, strict=True))
 
 
-def _read_rotary(mapping: Mapping[str, Any], *, scaling_required: bool) -> dict[str, Any]:
+def _with_partial_factor(mapping: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
+    """Return the fields with the `partial_rotary_factor` of their rotary settings, if the family
+    has this field."""
+    if PARTIAL not in _names(family):
+        return mapping
+    ropes = {key: rope for key in ROTARY_FIELDS if isinstance(rope := mapping.get(key), Mapping)}
+    factors = {PARTIAL: mapping.get(PARTIAL)}
+    factors |= {f"{name}.{PARTIAL}": rope.get(PARTIAL) for name, rope in ropes.items()}
+    factor = _common({name: value for name, value in factors.items() if value is not None})
+    return {**mapping, **{key: {**rope, PARTIAL: None} for key, rope in ropes.items()}} | {
+        PARTIAL: factor
+    }
+
+
+def _read_rotary(mapping: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Return `rope_theta` and `rope_scaling` of a configuration, from either style."""
     thetas: dict[str, float] = {}
-    scalings: dict[str, YarnConfig | None] = {}
+    scalings: dict[str, Scaling | None] = {}
+    scaling_class = typing.get_args(typing.get_type_hints(family.config)["rope_scaling"])[0]
     if mapping.get("rope_theta") is not None:
         thetas["rope_theta"] = _typed(mapping["rope_theta"], float, "rope_theta")
     for name in ("rope_scaling", "rope_parameters"):
@@ -255,10 +272,13 @@ def _read_rotary(mapping: Mapping[str, Any], *, scaling_required: bool) -> dict[
             raise ConfigError(f"{name} = {_shown(rope)} is not valid: it must be an object or null")
         if rope.get("rope_theta") is not None:
             thetas[f"{name}.rope_theta"] = _typed(rope["rope_theta"], float, f"{name}.rope_theta")
-        scalings[name] = _read_scaling(name, rope, mapping.get("max_position_embeddings"))
+        longest = mapping.get("max_position_embeddings")
+        scalings[name] = _read_scaling(name, rope, scaling_class, longest)
+    if not thetas and "rope_theta" in family.defaults:
+        thetas["rope_theta"] = family.defaults["rope_theta"]
     if not thetas:
         raise ConfigError("missing fields: rope_theta; give it or rope_parameters.rope_theta")
-    if scaling_required and not scalings:
+    if family.rope_scaling_required and not scalings:
         raise ConfigError("missing fields: rope_scaling; give it or rope_parameters")
     return {"rope_theta": _common(thetas), "rope_scaling": _common(scalings)}
 
@@ -267,31 +287,33 @@ def _common(values: Mapping[str, Any]) -> Any:
     """Return the value that all these fields have; None if there are no fields."""
     if len(set(values.values())) > 1:
         fields = " and ".join(
-            f"{name} = {json.dumps(_set_fields(value) if isinstance(value, YarnConfig) else value)}"
+            f"{name} = {json.dumps(_set_fields(value) if isinstance(value, Scaling) else value)}"
             for name, value in values.items()
         )
         raise ConfigError(f"{fields} contradict each other: keep one of them")
     return next(iter(values.values()), None)
 
 
-def _set_fields(yarn: YarnConfig) -> dict[str, Any]:
+def _set_fields(scaling: Scaling) -> dict[str, Any]:
     """Return the fields that are not None."""
-    fields = dataclasses.asdict(yarn).items()
+    fields = dataclasses.asdict(scaling).items()
     return {name: value for name, value in fields if value is not None}
 
 
-def _read_scaling(name: str, rope: Mapping[str, Any], max_length: Any) -> YarnConfig | None:
+def _read_scaling(
+    name: str, rope: Mapping[str, Any], scaling_class: type[Scaling], max_length: Any
+) -> Scaling | None:
     names = {rope[key] for key in ("rope_type", "type") if isinstance(rope.get(key), str)}
     rope_type = "/".join(sorted(names)) or "default"
-    if rope_type not in ROPE_TYPES:
+    if rope_type not in ("default", scaling_class.rope_type):
         raise ConfigError(
-            f"{name}.rope_type = {rope_type!r} is not supported: it must be one of "
-            f"{', '.join(map(repr, ROPE_TYPES))}"
+            f"{name}.rope_type = {rope_type!r} is not supported: it must be 'default' or "
+            f"{scaling_class.rope_type!r}"
         )
-    hints = typing.get_type_hints(YarnConfig) if rope_type == "yarn" else {}
+    hints = {} if rope_type == "default" else typing.get_type_hints(scaling_class)
     values: dict[str, Any] = {}
     for key, value in rope.items():
-        has_no_influence = value is None or (key == "partial_rotary_factor" and value == 1)
+        has_no_influence = value is None or (key == PARTIAL and value == 1)
         if key in ("rope_type", "type", "rope_theta") or has_no_influence:
             continue
         if key not in hints:
@@ -303,10 +325,10 @@ def _read_scaling(name: str, rope: Mapping[str, Any], max_length: Any) -> YarnCo
     if rope_type == "default":
         return None
     if "factor" not in values:
-        raise ConfigError(f"missing fields: {name}.factor; YaRN needs it")
+        raise ConfigError(f"missing fields: {name}.factor; rope_type {rope_type!r} needs it")
     if ORIGINAL_LENGTH not in values:  # as in transformers
         values[ORIGINAL_LENGTH] = _typed(max_length, int, "max_position_embeddings")
-    return YarnConfig(**values)
+    return scaling_class(**values)
 
 
 def _shown(value: Any) -> str:

@@ -1,0 +1,18 @@
+"""Tiny models of Qwen3."""
+
+from __future__ import annotations
+
+from models.tiny_family import ATTENTION_SIZES, COMMON_SIZES, COMMON_VALUES, YARN, TinyFamily
+
+TINY = TinyFamily(
+    sizes={**COMMON_SIZES, **ATTENTION_SIZES, "intermediate_size": 40},
+    values={
+        **COMMON_VALUES,
+        "num_key_value_heads": (2, 1, 6),
+        "head_dim": (10, 4, 6),
+        "attention_bias": (False, True),
+        "rope_scaling": (None, YARN),
+    },
+    wide={"num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 256},
+    refused={"use_sliding_window": True, "mlp_bias": True, "attn_output_gate": True},
+)
