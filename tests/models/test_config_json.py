@@ -20,7 +20,7 @@ from lather.models.hf.config_json import (
     unread_fields,
 )
 from lather.models.hf.known_fields import NEUTRAL, NO_INFLUENCE
-from lather.models.rotary import YarnConfig
+from lather.models.rotary import Llama3RopeConfig, YarnConfig
 from models.tiny import tiny_family_config
 
 HERE = Path(__file__)
@@ -77,6 +77,8 @@ OTHER_VALUES: dict[str, dict[str, Any]] = {
         "layer_types": ("full_attention", "full_attention", "sliding_attention"),
         **{"attention_bias": False, "swiglu_alpha": 1.5, "router_aux_loss_coef": 0.5},
     },
+    "llama": {"attention_bias": True, "rope_scaling": Llama3RopeConfig(4.0, 64, 0.5, 2.0)},
+    "mistral": {"sliding_window": 3},
 }
 YARN = {"mscale": 0.7, "mscale_all_dim": 0.8, "attention_factor": 0.9, "truncate": False}
 COMMON_VALUES: dict[str, Any] = {
@@ -92,7 +94,7 @@ COMMON_VALUES: dict[str, Any] = {
 def test_a_configuration_comes_back_from_its_file(model_type: str, changed: bool) -> None:
     """Each style of rotary settings is sufficient; transformers reads our file and writes its
     own."""
-    changes = OTHER_VALUES[model_type] | COMMON_VALUES if changed else {}
+    changes = COMMON_VALUES | OTHER_VALUES.get(model_type, {}) if changed else {}
     config = tiny_family_config(model_type, **changes)
     written = json.loads(json.dumps(config_to_hugging_face(config)))
     assert config_from_hugging_face(written) == config
@@ -171,6 +173,9 @@ OPTIONAL: list[tuple[str, str, Any]] = [
     ("gpt_oss", "swiglu_alpha", 1.702),
     ("gpt_oss", "layer_types", None),
     ("gpt_oss", "attention_bias", True),
+    ("llama", "num_key_value_heads", 32),
+    ("llama", "head_dim", 64),
+    ("qwen3", "head_dim", 128),
 ]
 
 
@@ -221,7 +226,7 @@ def test_a_field_of_other_models_is_refused_unless_it_is_off(model_type: str) ->
     assert not NO_INFLUENCE & NEUTRAL.keys()
     file, family = FILES[model_type], FAMILIES[model_type]
     ours = {field.name for field in dataclasses.fields(family.config)} | family.ignored
-    others = sorted(NEUTRAL.keys() - ours - family.written.keys())
+    others = sorted(NEUTRAL.keys() - ours - family.written.keys() - family.aliases.keys())
     assert len(others) > 80
     for name in others:
         assert config_from_hugging_face(file | {name: None}) == config_from_hugging_face(file)
@@ -234,15 +239,16 @@ def test_a_field_of_other_models_is_refused_unless_it_is_off(model_type: str) ->
 # --- Errors ---------------------------------------------------------------------------------------
 
 NECESSARY = {
-    "deepseek_v2": ("q_lora_rank", "n_shared_experts", "kv_lora_rank"),
-    "qwen3_moe": ("num_experts", "num_key_value_heads"),
-    "gpt_oss": ("sliding_window", "rope_scaling"),
+    "deepseek_v2": ("q_lora_rank", "n_shared_experts", "kv_lora_rank", "num_experts_per_tok"),
+    "qwen3_moe": ("num_experts", "num_key_value_heads", "num_experts_per_tok", "rope_theta"),
+    "gpt_oss": ("sliding_window", "rope_scaling", "num_experts_per_tok", "rope_theta"),
+    "mistral": ("sliding_window", "num_key_value_heads"),
 }
 
 
 @OF_EACH_FAMILY
 def test_a_missing_field_is_named(model_type: str) -> None:
-    common = ("vocab_size", "hidden_size", "num_experts_per_tok", "rope_theta")
+    common = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
     for name in (*common, *NECESSARY.get(model_type, ())):
         file = {key: value for key, value in FILES[model_type].items() if key != name}
         with pytest.raises(ConfigError, match=rf"^missing fields: {name}\b"):
@@ -252,7 +258,7 @@ def test_a_missing_field_is_named(model_type: str) -> None:
 YARN_OF_4 = {"rope_type": "yarn", "factor": 4.0}
 ERRORS: list[tuple[str, dict[str, Any], str]] = [
     *(("gpt_oss", {"model_type": name}, r"^model_type = .* it must be one of deepseek_v2, ")
-      for name in (None, "llama", 3, ["gpt_oss"])),
+      for name in (None, "gpt2", 3, ["gpt_oss"])),
     ("qwen3_moe", {"hidden_size": "2048"}, "^hidden_size = '2048' is not valid: .* an integer"),
     ("qwen3_moe", {"hidden_size": 2048.0}, "^hidden_size = 2048.0 .* an integer"),
     ("qwen3_moe", {"hidden_size": True}, "^hidden_size = true .* an integer"),
@@ -312,7 +318,7 @@ UNSUPPORTED: list[tuple[str, str, Any, str]] = [
       for name, value, supported in [
           ("hidden_act", "gelu", "'silu'"), ("attention_dropout", 0.1, "0.0"),
           ("is_encoder_decoder", True, "false"), ("is_causal", False, "true"),
-          ("architectures", ["LlamaForCausalLM"], "ForCausalLM"),
+          ("architectures", ["LlamaModel"], "ForCausalLM"),
           ("final_logit_softcapping", 30.0, "no "), ("embedding_multiplier", 12.0, "1 or null"),
           ("router_jitter_noise", 0.01, "no "), ("scoring_func", "tanh", "'s"),
           ("per_layer_config", {"1": {"num_experts": 2}}, "no "),
@@ -339,6 +345,9 @@ UNSUPPORTED: list[tuple[str, str, Any, str]] = [
     ("qwen3_moe", "n_group", 8, "1 or null"),
     ("qwen3_moe", "mlp_layer_types", ["dense"] * 48, "'sparse'"),
     ("qwen3_moe", "shared_expert_intermediate_size", 64, "no "),
+    ("llama", "mlp_bias", True, "no "),
+    ("llama", "num_experts", 8, "no "),
+    ("mistral", "layer_types", ["full_attention"] * 32, "'sliding_attention'"),
     ("gpt_oss", "experts_per_token", 3, "4"),
     ("gpt_oss", "norm_topk_prob", False, "true"),
     ("gpt_oss", "qkv_bias", False, "true"),

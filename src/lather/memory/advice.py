@@ -251,7 +251,7 @@ class _Ladder:
     def shares(self, ep: int, experts: int) -> bool:
         """Return whether `ep` ranks of a machine can share the experts."""
         world = self.present.world_size
-        return experts % ep == 0 and are_on_machines(ep, world, self.machine)
+        return max(experts, 1) % ep == 0 and are_on_machines(ep, world, self.machine)
 
     def activations(self) -> list[Changes]:
         """Micro-batches of a sequence, with attention computed twice, then also the experts'

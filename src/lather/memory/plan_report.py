@@ -190,12 +190,14 @@ def layers_of(run: RankRun) -> str:
 
 def _title(plan: MemoryPlan, unit: str) -> str:
     load = (
-        "an even load of the experts"
+        ", an even load of the experts"
         if plan.assumed.imbalance == 1
-        else f"{plan.assumed.imbalance:g} times an even load of the busiest rank's experts"
+        else f", {plan.assumed.imbalance:g} times an even load of the busiest rank's experts"
     )
+    if not plan.config.model.num_routed_experts:
+        load = ""
     ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks, each"
-    return f"{ranks} on a {plan.assumed.device.upper()}, {load}; {unit} at the peak"
+    return f"{ranks} on a {plan.assumed.device.upper()}{load}; {unit} at the peak"
 
 
 def _in(size: float, scale: int) -> str:

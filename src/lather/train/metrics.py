@@ -40,7 +40,8 @@ class StepRow:
     and the depths, without its weight; null if the model has no such blocks."""
     balance_loss: float
     """Load-balancing loss, averaged over the MoE blocks and, by tokens without padding, over the
-    step, without its coefficient; 1 for an even load."""
+    step, without its coefficient; 1 for an even load, null in a model without experts, like the
+    loads below."""
     lr: float
     """Learning rate of matrices and experts in this step."""
     grad_norm: float
@@ -128,15 +129,13 @@ def step_row(
     result: StepResult, progress: Progress, lr: float, seconds: float, peak_bytes: int
 ) -> StepRow:
     """Return the row of a step that took so many seconds. `progress`: after the step."""
-    least, most, entropy = (
-        expert_load(result.counts_LE) if result.tokens else (math.nan, math.nan, math.nan)
-    )
+    least, most, entropy = expert_load(result.counts_LE) if result.tokens else (math.nan,) * 3
     logits_AH = result.logits_AH
     return StepRow(
         step=progress.step,
         loss=result.loss,
         mtp_loss=result.mtp_loss,
-        balance_loss=result.balance_loss,
+        balance_loss=result.balance_loss if result.counts_LE.numel() else math.nan,
         lr=lr,
         grad_norm=result.grad_norm,
         tokens=result.tokens,
@@ -184,9 +183,9 @@ def attention_logits_row(logits_AH: Tensor, progress: Progress) -> AttentionLogi
 
 def expert_load(counts_LE: Tensor) -> tuple[float, float, float]:
     """Return the least and greatest load relative to an even load, and the mean entropy as a
-    fraction of ln E, from rows per block and expert."""
+    fraction of ln E, from rows per block and expert; NaN without experts."""
     if not counts_LE.numel():
-        return 1.0, 1.0, 1.0
+        return math.nan, math.nan, math.nan
     share = counts_LE.double() / counts_LE.sum(1, keepdim=True).clamp(min=1)
     num_experts = share.shape[1]
     entropy = float(-torch.xlogy(share, share).sum(1).mean())

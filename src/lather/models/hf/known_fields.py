@@ -92,8 +92,9 @@ ONLY_OFF = (
     # other feed-forward layers and experts
     | _names("""
     add_bias_linear bias first_k_dense_replace mlp_bias moe_router_logit_softcapping
-    moe_shared_expert_intermediate_size n_shared_experts num_shared_experts
-    shared_expert_intermediate_size shared_intermediate_size swiglu_alpha swiglu_limit
+    moe_num_experts moe_shared_expert_intermediate_size n_routed_experts n_shared_experts
+    num_experts num_local_experts num_shared_experts shared_expert_intermediate_size
+    shared_intermediate_size swiglu_alpha swiglu_limit
     use_bias use_expert_bias zero_expert_num
     """)
     # norms and head
