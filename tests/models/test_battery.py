@@ -178,7 +178,7 @@ def _differ(first: tuple[list[Any], Tensor], second: tuple[list[Any], Tensor]) -
 
 
 def test_logits_loss_and_every_gradient_are_those_of_transformers(specimen: Specimen) -> None:
-    flat = {name for name, result in specimen.expected.items() if result.abs().max() < 1e-4}
+    flat = {name for name, result in specimen.expected.items() if result.abs().max() < 1e-5}
     assert all(".gate." in name for name in flat)  # that of a lone expert
     assert largest_error(actual_results(specimen.model()), specimen.expected) < (TOLERANCE, "")
 
@@ -212,14 +212,15 @@ def test_a_folder_of_transformers_comes_in_to_the_bit(specimen: Specimen, tmp_pa
     file = tmp_path / "in" / "config.json"
     written = json.loads(file.read_text("utf-8"))
     # transformers has a model of this form under another name
-    file.write_text(json.dumps({**written, "model_type": specimen.family}), "utf-8")
+    model_type = FAMILY_TABLES[specimen.family].saved_as or specimen.family
+    file.write_text(json.dumps({**written, "model_type": model_type}), "utf-8")
     model, config = model_from_hugging_face(tmp_path / "in")
     assert same_tensors(model, specimen.model())
     with torch.no_grad():
         logits_BSV = model(TOKENS).logits_BSV
     assert logits_BSV is not None
     assert error(logits_BSV, specimen.expected["logits"]) < TOLERANCE
-    assert config == specimen.config
+    assert config == tiny_family_config(model_type, **specimen.changes)
 
 
 def same_tensors(actual: nn.Module, expected: nn.Module) -> bool:

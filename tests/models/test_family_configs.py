@@ -14,6 +14,7 @@ from lather.errors import ConfigError
 from lather.models.families import FAMILIES, build_model
 from lather.models.families.gpt_oss import GptOssConfig
 from lather.models.families.qwen3_moe import Qwen3MoeConfig
+from lather.models.layers import RMSNorm
 from models.tiny import (
     FAMILY_TABLES,
     SIZES,
@@ -90,6 +91,8 @@ def test_the_lowest_allowed_values_build_a_model_that_runs(model_type: str, lowe
         changes = {field.name: 1 for field in fields if field.type in ("int", "int | None")}
         rotary = "qk_rope_head_dim" if "qk_rope_head_dim" in changes else "head_dim"
         changes |= {rotary: 2}
+        if "partial_rotary_factor" in {field.name for field in fields}:
+            changes["partial_rotary_factor"] = 1.0
     model = build_model(tiny_family_config(model_type, **changes), torch.Generator())
     tokens = random_tokens(2, 3) % model.embed_tokens.num_embeddings
     assert model(tokens).logits_BSV.isfinite().all()
@@ -97,16 +100,24 @@ def test_the_lowest_allowed_values_build_a_model_that_runs(model_type: str, lowe
 
 @OF_EACH_FAMILY
 def test_fresh_weights(model_type: str) -> None:
-    """Norms are 1, biases 0, all else normal with the given deviation; the seed fixes every bit."""
+    """Norms are 1 (zero-centered ones 0), biases 0, all else normal with the given deviation; the
+    seed fixes every bit. (`test_delta_net.py` has A_log and dt_bias.)"""
     std = 0.02
     config = tiny_family_config(model_type, initializer_range=std)
-    first, again, other = (
-        build_model(config, torch.Generator().manual_seed(seed)).state_dict() for seed in (0, 0, 1)
-    )
+    models = [build_model(config, torch.Generator().manual_seed(seed)) for seed in (0, 0, 1)]
+    first, again, other = (model.state_dict() for model in models)
+    centered = {
+        f"{name}.weight"
+        for name, module in models[0].named_modules()
+        if isinstance(module, RMSNorm) and module.zero_centered
+    }
     for name, weight in first.items():
         assert torch.equal(weight, again[name])
+        if name.endswith(("A_log", "dt_bias")):
+            continue
         if "norm" in name or name.endswith("bias"):
-            assert (weight == (0 if name.endswith("bias") else 1)).all()
+            is_zero = name.endswith("bias") or name in centered
+            assert (weight == (0 if is_zero else 1)).all()
         else:
             mean, deviation, n = weight.mean().item(), weight.std().item(), weight.numel()
             assert not torch.equal(weight, other[name])

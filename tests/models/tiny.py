@@ -39,10 +39,12 @@ def tiny_family_model(model_type: str, /, *, seed: int = 0, **changes: Any) -> D
     is noticed."""
     generator = torch.Generator().manual_seed(seed)
     model = build_model(tiny_family_config(model_type, **changes), generator)
+    fresh = {name: p.clone() for name, p in model.named_parameters() if "norm" in name}
     for name, p in model.named_parameters():
         if "norm" in name:
-            nn.init.uniform_(p, 0.5, 1.5, generator=generator)
-        elif name.endswith(("bias", "sinks")):
+            with torch.no_grad():
+                p.uniform_(-0.5, 0.5, generator=generator).add_(fresh[name])
+        elif name.endswith(("bias", "sinks", "conv1d.weight", "A_log")):
             nn.init.normal_(p, std=0.5, generator=generator)
     for name, buffer in model.named_buffers():
         if name.endswith("bias"):

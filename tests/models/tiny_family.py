@@ -60,6 +60,8 @@ class TinyFamily:
     wide: Mapping[str, Any] = field(default_factory=dict)
     """Sizes that a GPU's fast paths accept, besides those that `bench/rehearsed_steps.py` has for
     every family."""
+    saved_as: str = ""
+    """The `model_type` under which transformers saves the twin, if it is another family's."""
     refused: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `config.json`, and values that no model of this family is built with."""
 

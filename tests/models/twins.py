@@ -50,6 +50,7 @@ def _twin_config(config: ModelConfig) -> tuple[Any, Any]:
     of another name."""
     fields = config_to_hugging_face(config)
     architecture = getattr(transformers, fields.pop("architectures")[0])
+    fields = fields.get("text_config", fields)
     fields.pop("model_type")
     return architecture, architecture.config_class(**fields, **EAGER)
 

@@ -166,6 +166,16 @@ class Family:
     """The `quant_method` of quantized weights that can be read."""
     rope_scaling_required: bool = False
     """True if transformers has another default for `rope_scaling` than none."""
+    text_field: str = ""
+    """The field of `config.json` that holds those of the text model, whose other fields are of
+    images or common; empty: there is none."""
+    other_architectures: tuple[str, ...] = ()
+    """Other classes of transformers whose folders hold this model, among other parts."""
+    prefix: str = "model."
+    """Beginning of all published names but the head's."""
+    left_out: str = ""
+    """A regular expression of the names of tensors that a folder may hold besides, which are left
+    out with a note; empty: there are none."""
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Parts of the names of Lather's parameters and buffers, and the published text in their place;
     each is replaced in the result of those before it."""
@@ -174,6 +184,8 @@ class Family:
     size 1, and the number of this dim."""
     expert_names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     """Published names of an expert's gate, up and down."""
+    stacks_experts: bool = False
+    """True: the experts are published as stacks like Lather's; each by itself can be read, too."""
     transposes_experts: bool = False
     """False: each expert's matrices are published by themselves. True: they are stacked and
     transposed, or stacked and packed in MXFP4."""

@@ -28,7 +28,10 @@ _NAMES = (
     "llama:FAMILY",
     "mistral:FAMILY",
     "qwen3:FAMILY",
+    "qwen3_5_moe:FAMILY",
+    "qwen3_5_moe:TEXT",
     "qwen3_moe:FAMILY",
+    "qwen3_next:FAMILY",
 )
 
 

@@ -28,6 +28,9 @@ QUANTIZATION = ("quantization_config", "compression_config", "quantization")
 BLOCK_SIZE = "weight_block_size"
 ROTARY_FIELDS = ("rope_theta", "rope_scaling", "rope_parameters")
 PARTIAL = "partial_rotary_factor"
+ARCHITECTURES = "architectures"
+COMMON_OF_PARTS = (ARCHITECTURES, "model_type", "tie_word_embeddings")
+"""Fields that stand beside those of the text model, if these are nested."""
 MAX_INTEGER = 10**8
 MAX_CHARACTERS = 80
 """Characters of a value that a message shows."""
@@ -53,7 +56,7 @@ def config_from_hugging_face(
     to be ignored that are missing or that the model is built from.
     """
     family = _family_of_file(mapping.get("model_type"), model_type)
-    mapping = _without_ignored(mapping, ignore_fields, family)
+    mapping = _without_ignored(_flat(mapping, family), ignore_fields, family)
     mapping = _with_partial_factor(_without_aliases(mapping, family.aliases), family)
     for name in QUANTIZATION:
         if mapping.get(name) is not None:
@@ -111,23 +114,43 @@ def _without_ignored(
 def unread_fields(mapping: Mapping[str, Any], family: Family) -> list[str]:
     """Return the fields of a parsed `config.json` that `config_from_hugging_face` accepted without
     knowing them: no code for the family reads them. Null counts as left out."""
+    mapping = _flat(mapping, family)
     known = {*_names(family), *family.aliases, *family.ignored, *NO_INFLUENCE}
     known |= {*WRITTEN, *NEUTRAL, *OF_BLOCKS, *family.written, *family.agreeing}
-    known |= {*ROTARY_FIELDS, *QUANTIZATION, "architectures", ORIGINAL_LENGTH}
+    known |= {*ROTARY_FIELDS, *QUANTIZATION, ARCHITECTURES, ORIGINAL_LENGTH}
     return [name for name, value in mapping.items() if value is not None and name not in known]
 
 
 def config_to_hugging_face(config: ModelConfig) -> dict[str, Any]:
     """Return a `config.json` that transformers loads. The caller adds the dtype of the weights."""
     family = family_of(config)
-    fields: dict[str, Any] = {"architectures": [family.architecture]}
+    fields: dict[str, Any] = {ARCHITECTURES: [family.architecture]}
     for name in _names(family):
         value = getattr(config, name)
         if value is not None or name in family.nullable:
             fields[name] = list(value) if isinstance(value, tuple) else value
     fields["model_type"] = family.model_type
     fields |= {name: values[0] for name, values in WRITTEN.items()}
-    return fields | _values(family.written, config) | _rotary_fields(config)
+    fields |= _values(family.written, config) | _rotary_fields(config)
+    if not family.text_field:
+        return fields
+    common = {name: fields[name] for name in COMMON_OF_PARTS}
+    return {**common, family.text_field: fields | {"model_type": f"{family.model_type}_text"}}
+
+
+def _flat(mapping: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
+    """Return the fields of the text model, and the common ones that it does not have itself, side
+    by side."""
+    name = family.text_field
+    if not name:
+        return mapping
+    text = mapping.get(name)
+    if not isinstance(text, Mapping):
+        raise ConfigError(
+            f"{name} = {_shown(text)} is not valid: it must hold the fields of the text model"
+        )
+    common = {key: mapping.get(key) for key in (ARCHITECTURES, "model_type")}
+    return {**{key: value for key, value in mapping.items() if key != name}, **text, **common}
 
 
 def _names(family: Family) -> list[str]:
@@ -181,8 +204,9 @@ def _supported_values(config: FamilyConfig, family: Family) -> dict[str, tuple[A
     computed = _values({**OF_BLOCKS, **family.agreeing, **family.written}, config)
     if config.rope_scaling is not None:  # transformers prefers this field to that of YaRN
         computed[ORIGINAL_LENGTH] = config.rope_scaling.original_max_position_embeddings
-    computed["architectures"] = [family.architecture]
-    return {**neutral, **WRITTEN, **{name: (value,) for name, value in computed.items()}}
+    named = ([name] for name in (family.architecture, *family.other_architectures))
+    single = {name: (value,) for name, value in computed.items()}
+    return {**neutral, **WRITTEN, **single, ARCHITECTURES: tuple(named)}
 
 
 def _check_quantization(name: str, quantization: Any, family: Family) -> None:
@@ -272,6 +296,7 @@ def _read_rotary(mapping: Mapping[str, Any], family: Family) -> dict[str, Any]:
             raise ConfigError(f"{name} = {_shown(rope)} is not valid: it must be an object or null")
         if rope.get("rope_theta") is not None:
             thetas[f"{name}.rope_theta"] = _typed(rope["rope_theta"], float, f"{name}.rope_theta")
+        rope = {key: value for key, value in rope.items() if key not in family.ignored}
         longest = mapping.get("max_position_embeddings")
         scalings[name] = _read_scaling(name, rope, scaling_class, longest)
     if not thetas and "rope_theta" in family.defaults:

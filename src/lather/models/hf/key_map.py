@@ -6,6 +6,7 @@ experts, which Lather stacks as (E, 2F, D) and (E, D, F):
                     experts                                                   router
     deepseek_v2     separate gate, up (F, D) and down (D, F) per expert       mlp.gate.weight
     qwen3_moe       the same                                                  the same
+    qwen3_5_moe     stacked as Lather's                                       the same
     gpt_oss         stacked and transposed, (E, D, 2F) and (E, F, D),         mlp.router.weight,
                     .bias
                     or MXFP4 (E, 2F, D/32, 16) and (E, D, F/32, 16)
@@ -85,7 +86,7 @@ class MappedTensor:
 def published_formats(family: Family, name: str, shape: Shape) -> list[list[MappedTensor]]:
     """Return the formats in which a family publishes a weight, each a list of entries in the order
     of memory; the first is written."""
-    published = name if name.startswith("lm_head.") else f"model.{name}"
+    published = name if name.startswith("lm_head.") else f"{family.prefix}{name}"
     for ours, theirs in family.renamed.items():
         published = published.replace(ours, theirs)
     dim = next((dim for end, dim in family.unsqueezed.items() if name.endswith(end)), None)
@@ -94,7 +95,8 @@ def published_formats(family: Family, name: str, shape: Shape) -> list[list[Mapp
         return [[whole]]
     if family.transposes_experts:
         return [[replace(whole, is_transposed=True)], [replace(whole, is_packed=True)]]
-    return [_separate_experts(whole, *family.expert_names), [whole]]
+    formats = [_separate_experts(whole, *family.expert_names), [whole]]
+    return formats[::-1] if family.stacks_experts else formats
 
 
 def _separate_experts(stack: MappedTensor, gate: str, up: str, down: str) -> list[MappedTensor]:

@@ -13,6 +13,7 @@ file format, and `families` the supported configurations.
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -67,7 +68,8 @@ def read_config(folder: StrPath, **reading: Unpack[Reading]) -> ModelConfig:
 def notes_on_config(folder: StrPath, **reading: Unpack[Reading]) -> list[str]:
     """Return sentences about what `read_config` accepts in the `config.json` of a folder although
     other programs may read it differently: fields that no code for the family reads, fields that
-    are ignored as told, and fields that Lather obeys and transformers does not.
+    are ignored as told, and fields that Lather obeys and transformers does not; and about tensors
+    of the folder that are left out.
 
     Raises ExchangeError as `read_config` does.
     """
@@ -79,7 +81,20 @@ def notes_on_config(folder: StrPath, **reading: Unpack[Reading]) -> list[str]:
         notes.append(f"{file}: no code for {config.model_type} reads {names}: passed over")
     if ignored:
         notes.append(f"{file}: ignored as told: {', '.join(ignored)}")
+    pattern = family_of(config).left_out
+    if pattern and (left_out := _names_in(Path(folder), pattern)):
+        notes.append(f"{folder}: {first_name(left_out)}, of other parts of the model, are left out")
     return [*notes, config.transformers_note] if config.transformers_note else notes
+
+
+def _names_in(folder: Path, pattern: str) -> list[str]:
+    """Return the names of the folder's tensors that match a regular expression; none if its weights
+    cannot be opened, which whoever loads them is told."""
+    try:
+        names = open_published(folder).tensors
+    except ExchangeError:
+        return []
+    return [name for name in names if re.fullmatch(pattern, name)]
 
 
 def weight_shapes(config: ModelConfig) -> dict[str, Shape]:
@@ -167,7 +182,9 @@ def _match(folder: Path, config: ModelConfig) -> PublishedWeights:
     surplus = [
         key
         for key in stored.tensors
-        if key not in wanted and not _is_harmless(key, stored, is_tied=is_tied)
+        if key not in wanted
+        and not re.fullmatch(family.left_out, key)
+        and not _is_harmless(key, stored, is_tied=is_tied)
     ]
     if surplus:
         raise ExchangeError(
