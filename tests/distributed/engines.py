@@ -198,6 +198,9 @@ def make_pair(case: Case, seed: int = 0, mesh: Mesh | None = None) -> Pair:
     whole = build_model(tiny_family_config(case.family, **sizes), None, torch.device("meta"))
     part = empty_part(whole, share, mesh.device, case.dtype)
     fill(part, plain.named_parameters())
+    biases = dict(plain.named_buffers())
+    for name, bias in part.named_buffers():
+        bias.copy_(biases[name])
     moe = MoEConfig(
         memory=case.memory,
         balance_coefficient=0.05,

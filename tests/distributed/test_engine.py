@@ -98,7 +98,7 @@ def check_gradients(world_size: int, cases: list[Case], timeout: float = 200) ->
             limit = 1e-12 if case.dtype == torch.float64 else 1e-5
             if not (loss < limit and grad < limit):
                 wrong.append(f"rank {rank}, {case.name()}: loss {loss:.1e}, gradients {grad:.1e}")
-    assert not wrong, "\n".join(wrong)
+    assert not wrong, "\n".join([f"{len(wrong)} are wrong, the first:", *wrong[:4]])
 
 
 def test_two_ranks_have_the_loss_and_gradients_of_one_process() -> None:
