@@ -28,24 +28,29 @@ PUBLISHED: dict[str, dict[str, Any]] = json.loads(
     HERE.with_name("published_configs.json").read_text("utf-8")
 )
 """Files as the authors of the models have published them."""
-NUM_PARAMETERS = {
-    "deepseek-v2-lite": 15_706_484_224,
-    "qwen3-30b-a3b": 30_532_122_624,
-    "gpt-oss-20b": 20_914_757_184,
+PRESETS = {
+    "deepseek-v2-lite": ("deepseek-v2-lite", 15_706_484_224),
+    "deepseek-v3": ("DeepSeek-V3", 671_026_404_352),
+    "gpt-oss-20b": ("gpt-oss-20b", 20_914_757_184),
+    "kimi-k2": ("Kimi-K2-Instruct", 1_026_408_209_408),
+    "moonlight-16b-a3b": ("Moonlight-16B-A3B", 15_960_108_544),
+    "qwen3-30b-a3b": ("qwen3-30b-a3b", 30_532_122_624),
 }
-"""Parameters of the presets, published as 15.7, 30.5 and 20.9 billion."""
+"""The published file of each preset, and its number of parameters, which transformers counts, too,
+and the authors give in billions: 15.7, 671, 20.9, 1,026, 16 and 30.5."""
 FILES = {file["model_type"]: file for file in reversed(PUBLISHED.values())}
 """The first published file of a family."""
 OF_EACH_FAMILY = pytest.mark.parametrize("model_type", FILES)
 
 
-@pytest.mark.parametrize("name", NUM_PARAMETERS)
+@pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_is_what_its_published_file_says_and_costs_no_memory_to_look_at(name: str) -> None:
+    published, num_parameters = PRESETS[name]
     preset = load_config(HERE.parents[2] / "configs" / f"{name}.toml").model
-    assert config_from_hugging_face(PUBLISHED[name]) == preset
+    assert config_from_hugging_face(PUBLISHED[published]) == preset
     model = build_model(preset, torch.Generator(), torch.device("meta"))
     assert all(p.is_meta for p in model.parameters())
-    assert sum(p.numel() for p in model.parameters()) == NUM_PARAMETERS[name]
+    assert sum(p.numel() for p in model.parameters()) == num_parameters
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
