@@ -24,6 +24,7 @@ _NAMES = (
     "deepseek_v3:FAMILY",
     "deepseek_v3:KIMI_K2",
     "dots1:FAMILY",
+    "glm4_moe:FAMILY",
     "gpt_oss:FAMILY",
     "llama:FAMILY",
     "mistral:FAMILY",
