@@ -21,7 +21,7 @@ TINY = TinyFamily(
         "attention_bias": (True, False),
         "use_qk_norm": (False, True),
         "first_k_dense_replace": (1, 0, 2, 3),
-        "n_shared_experts": (2, 1),
+        "n_shared_experts": (2, 0, 1),
         "norm_topk_prob": (True, False),
         "routed_scaling_factor": (1.0, 2.5),
         "rope_scaling": (None, YARN),
