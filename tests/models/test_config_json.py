@@ -197,7 +197,7 @@ HARMLESS: dict[str, dict[str, Any]] = {
     "transformers 5": {"dtype": "bfloat16", "id2label": {"0": "LABEL_0"}, "label2id": {}},
     "generation": {"temperature": 0.6, "do_sample": True, "max_length": 20, "bad_words_ids": None},
     "base class": {"torchscript": False, "pruned_heads": {}, "tie_encoder_decoder": False},
-    "neutral": {"router_jitter_noise": 0.0, "partial_rotary_factor": 1.0, "num_expert_group": None},
+    "neutral": {"router_jitter_noise": 0.0, "rotary_pct": 1.0, "num_expert_group": None},
     "unknown, but null": {"surprise": None, "final_logit_softcapping": None},
 }
 AGREEING: list[tuple[str, str, Any]] = [
