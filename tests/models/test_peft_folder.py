@@ -34,6 +34,8 @@ CASES = {
         ("attention", "experts", "dense", "shared_experts"),
         ("layers.2.self_attn.kv_b_proj", "dense"),
     ],
+    "qwen3_next": [("attention", "experts", "shared_experts")],
+    "qwen3_5_moe": [("*.in_proj_qkv", "*.out_proj", "layers.1.self_attn.q_proj")],
     "gpt_oss": [("attention", "experts"), ("layers.[01].*",)],
 }
 

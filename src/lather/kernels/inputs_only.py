@@ -49,7 +49,7 @@ class _InputsOnly(torch.autograd.Function):
             outputs = ctx.function(*leaves)
         pairs = [pair for pair in zip(outputs, grads, strict=True) if pair[0].requires_grad]
         results, of_results = zip(*pairs, strict=True)
-        wanted = [x for x, needed in zip(leaves, needs, strict=True) if needed]
+        wanted = [x for x in leaves if x is not None and x.requires_grad]
         gradients = iter(torch.autograd.grad(results, wanted, of_results, allow_unused=True))
         return None, *(next(gradients) if needed else None for needed in needs)
 

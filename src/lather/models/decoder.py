@@ -335,7 +335,7 @@ class Decoder(RoutedModel):
         `fresh_parameter` if it has this method (norms are 1, zero-centered ones 0), biases 0, all
         others drawn from a normal distribution with this standard deviation, in the order of
         `parameters()`. The model may be on the meta device."""
-        owners = {
+        owners: dict[int, Any] = {
             id(p): module
             for module in self.modules()
             if hasattr(module, "fresh_parameter")

@@ -63,15 +63,17 @@ def gated_delta_rule(
         k_BSGK, cu_seqlens, is_packed=is_packed, with_state=with_state
     )
 
-    def compute(*inputs: Tensor) -> tuple[Tensor, ...]:
-        *tokens, state = inputs
+    def compute(
+        q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor, state: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        tokens = (q, k, v, decay, rate)
         if by_fla:
             return fla.gated_delta_rule(*tokens, cu_seqlens, state, with_state=with_state)
-        wide = [x.to(torch.promote_types(dtype, torch.float32)) for x in tokens]
+        q, k, v, decay, rate = (x.to(torch.promote_types(dtype, torch.float32)) for x in tokens)
         operation = reference.gated_delta_rule if single else chunks.gated_delta_rule
-        out_BSHV, state = operation(*wide, document_BS, state)
+        out_BSHV, last = operation(q, k, v, decay, rate, document_BS, state)
         out_BSHV = out_BSHV.to(dtype).contiguous()
-        return (out_BSHV, state) if with_state else (out_BSHV,)
+        return (out_BSHV, last) if with_state else (out_BSHV,)
 
     out_BSHV, *states = saving_inputs_only(
         compute, q_BSGK, k_BSGK, v_BSHV, decay_BSH, rate_BSH, state_BHKV

@@ -29,7 +29,8 @@ from lather.errors import ExchangeError
 from lather.files import StrPath, complete_folder, write_json
 from lather.models.adapted import adaptable, adapted, factor_names
 from lather.models.entry_names import entry_shapes
-from lather.models.families import ModelConfig, build_model
+from lather.models.families import ModelConfig, build_model, family_of
+from lather.models.family import Family
 from lather.models.hf.key_map import Shape
 from lather.models.hf.model_folder import weight_shapes
 from lather.models.lora import LoraConfig
@@ -60,18 +61,36 @@ def save_peft(
     Raises ExchangeError, before anything is written, if the source lacks an adapter of
     `lora`, or if `folder` holds something."""
     model = build_model(config, None, torch.device("meta"))
-    names, groups = adapted(model, lora), adaptable(model)
-    factors = list(_factors(names, weight_shapes(config), source, dtype))
+    names, shapes = adapted(model, lora), weight_shapes(config)
+    renamed = {
+        name: name if name in shapes else _module_name(name, family_of(config))
+        for name in adaptable(model)
+    }
+    factors = list(_factors(names, renamed, shapes, source, dtype))
+    groups = {renamed[name]: group for name, group in adaptable(model).items()}
+    chosen = [renamed[name] for name in names]
     with complete_folder(Path(folder)) as aside:
         write_safetensors(aside / WEIGHTS_FILE, factors)
-        write_json(aside / CONFIG_FILE, _config(names, groups, lora, base))
+        write_json(aside / CONFIG_FILE, _config(chosen, groups, lora, base))
+
+
+def _module_name(name: str, family: Family) -> str:
+    """Return transformers' name of a linear module."""
+    published = f"{name}.weight"
+    for ours, theirs in family.renamed.items():
+        published = published.replace(ours, theirs)
+    return published.removesuffix(".weight")
 
 
 def _factors(
-    names: list[str], shapes: Mapping[str, Shape], source: TensorSource, dtype: torch.dtype | None
+    names: list[str],
+    renamed: Mapping[str, str],
+    shapes: Mapping[str, Shape],
+    source: TensorSource,
+    dtype: torch.dtype | None,
 ) -> Iterator[TensorToWrite]:
-    """Yield A and B of each adapter in PEFT's format. Raises ExchangeError if the source lacks
-    any."""
+    """Yield A and B of each adapter in PEFT's format, where `renamed` has transformers' names.
+    Raises ExchangeError if the source lacks any."""
     for name in names:
         stack_shape = shapes.get(name)
         entries = [
@@ -85,7 +104,7 @@ def _factors(
                 f"{missing[0]!r} is not among the weights, but [lora] needs it: give the "
                 "configuration that they were trained with"
             )
-        module = f"base_model.model.model.{name}"
+        module = f"base_model.model.model.{renamed[name]}"
         if stack_shape is not None:
             owner, _, part = module.rpartition(".")
             is_inside = part == "gate_up_proj" and f"{name.rpartition('.')[0]}.down_proj" in names
