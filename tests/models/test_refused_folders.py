@@ -57,6 +57,12 @@ def refusal(folder: Path) -> str:
     return message.removeprefix(str(folder))
 
 
+def text_fields(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the content of `config.json`, and the part of it that has the text model's fields."""
+    content = json.loads((folder / CONFIG).read_text())
+    return content, content.get("text_config", content)
+
+
 def kinds_of_tensors(tensors: Mapping[str, Tensor]) -> Iterator[str]:
     """Yield the last name of each kind: those that differ in numbers alone are of a kind."""
     yield from {re.sub(r"\.\d+\.", ".N.", name): name for name in tensors}.values()
@@ -67,9 +73,10 @@ def test_a_field_that_is_not_supported(
 ) -> None:
     (tmp_path / "bad").mkdir()
     shutil.copy(folder / WEIGHTS, tmp_path / "bad")
-    fields = json.loads((folder / CONFIG).read_text())
     for name, value in {**BY_ALL, **FAMILY_TABLES[folder.name].refused}.items():
-        (tmp_path / "bad" / CONFIG).write_text(json.dumps({**fields, name: value}))
+        content, fields = text_fields(folder)
+        (content if name == "model_type" else fields)[name] = value
+        (tmp_path / "bad" / CONFIG).write_text(json.dumps(content))
         assert name in refusal(tmp_path / "bad"), name
     assert_no_run_is_made(tmp_path / "bad", capsys)
 
@@ -77,10 +84,10 @@ def test_a_field_that_is_not_supported(
 def test_a_field_that_is_missing(folder: Path, tmp_path: Path) -> None:
     """Only fields of which there are no defaults: the sizes."""
     shutil.copytree(folder, tmp_path / "bad")
-    fields = json.loads((folder / CONFIG).read_text())
     for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
-        rest = {key: value for key, value in fields.items() if key != name}
-        (tmp_path / "bad" / CONFIG).write_text(json.dumps(rest))
+        content, fields = text_fields(folder)
+        del fields[name]
+        (tmp_path / "bad" / CONFIG).write_text(json.dumps(content))
         assert f"missing fields: {name}" in refusal(tmp_path / "bad")
 
 

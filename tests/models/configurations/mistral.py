@@ -14,5 +14,5 @@ TINY = TinyFamily(
         "rope_scaling": (None, YARN),
     },
     wide={"num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 256},
-    refused={"mlp_bias": True, "attention_bias": True, "use_qk_norm": True},
+    refused={"mlp_bias": True, "use_qk_norm": True},
 )
