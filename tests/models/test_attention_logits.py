@@ -42,7 +42,7 @@ def seen_by(documents_BS: Tensor, padding_BS: Tensor, window: int | None) -> Ten
     return seen
 
 
-@pytest.mark.parametrize("block", [1, 200, 10**9])
+@pytest.mark.parametrize("block", [1, 10**9])
 @pytest.mark.parametrize("window", [None, 1, 4, 50])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("padded", [False, True])

@@ -45,7 +45,7 @@ tokens are the same."""
 FREE_OPTIONS = ("batched", "bucket_bytes", "num_streams", "max_state_bytes")
 """Options of rules."""
 CHANGEABLE = (
-    *("data.path", "data.weights", "train.max_grad_norm", "train.steps"),
+    *("data.path", "data.weights", "train.max_grad_norm", "train.qk_clip", "train.steps"),
     *("moe.balance_coefficient", "moe.z_loss_coefficient", "train.mtp_loss_weight"),
     *("optim.decay_fraction", "optim.min_lr_ratio", "optim.schedule", "optim.warmup_steps"),
 )

@@ -135,6 +135,8 @@ NAMES = (
     Name("train.max_grad_norm", "grad_clip clip_grad clip_grad_norm gradient_clipping"),
     Name("train.max_grad_norm", "gradient_clip gradient_clip_val max_norm max_gradient_norm"),
     Name("train.max_grad_norm", "grad_norm_clip grad_clip_norm"),
+    Name("train.qk_clip", "qk_clip_threshold muon_clip qk_clip_tau"),
+    Name("log.attention_logits_every", "log_max_attention_logit log_attention_logits"),
     Name("train.validation_every", "eval_steps eval_every eval_interval val_check_interval"),
     Name("train.validation_every", "validation_steps val_interval"),
     Name("train.validation_every", "eval_strategy evaluation_strategy", "in steps"),

@@ -33,8 +33,9 @@ from torch import Tensor, nn
 from lather.models.token_positions import SequenceLayout
 from lather.shapes import Float, Int
 
-BLOCK_LOGITS = 2**25
-"""Logits that are computed at a time."""
+BLOCK_LOGITS = 2**22
+"""Logits that are computed at a time. Where that is less than the elements of all queries, it is as
+many as these: enough to keep a GPU busy, for no more memory than queries take."""
 
 
 class MeasuredAttention(nn.Module):
@@ -56,7 +57,9 @@ class MeasuredAttention(nn.Module):
         """Compute the logits of queries and keys, if they are measured; those of padding do not
         count. As in attention, the products are in the values' dtype."""
         if self.largest_H is not None:
-            q_BHSN, k_BGSN = (x.to(v_BSGU.dtype).transpose(1, 2) for x in (q_BSHN, k_BSGN))
+            q_BHSN, k_BGSN = (
+                x.to(v_BSGU.dtype).transpose(1, 2).contiguous() for x in (q_BSHN, k_BSGN)
+            )
             first_BS = layout.first_keys(self.window)
             products_H = largest_products(q_BHSN, k_BGSN, first_BS, self.window)
             logits_H = self.scale * products_H.to(self.largest_H.dtype)
@@ -98,9 +101,9 @@ def largest_products(
 ) -> Float[Tensor, " h"]:
     """Return the largest product of a query and a key of each head, where query s meets the keys
     from first_BS[:, s] (None: from 0) to s, at most `window` of them. H is a multiple of G."""
-    batch, num_heads, length, _ = q_BHSN.shape
+    batch, num_heads, length, width = q_BHSN.shape
     q_BGRSN = q_BHSN.unflatten(1, (k_BGSN.shape[1], -1))
-    size = max(1, BLOCK_LOGITS // (batch * num_heads * length))
+    size = max(width, BLOCK_LOGITS // (batch * num_heads * length))
     largest_GR = q_BHSN.new_full(q_BGRSN.shape[1:3], -torch.inf)
     for start in range(0, length, size):
         end, begin = min(start + size, length), max(0, start - (window or length) + 1)
