@@ -31,6 +31,7 @@ PUBLISHED: dict[str, dict[str, Any]] = json.loads(
 PRESETS = {
     "deepseek-v2-lite": ("deepseek-v2-lite", 15_706_484_224),
     "deepseek-v3": ("DeepSeek-V3", 671_026_404_352),
+    "glm-4.5-air": ("GLM-4.5-Air", 106_852_245_504),
     "gpt-oss-20b": ("gpt-oss-20b", 20_914_757_184),
     "kimi-k2": ("Kimi-K2-Instruct", 1_026_408_209_408),
     "llama-3.2-1b": ("Llama-3.2-1B", 1_235_814_400),
@@ -41,7 +42,7 @@ PRESETS = {
     "qwen3.5-35b-a3b": ("Qwen3.5-35B-A3B", 34_660_610_688),
 }
 """The published file of each preset, and its number of parameters, which transformers counts, too:
-the authors' 15.7, 671, 20.9, 1,026, 1.24, 16, 0.6, 30.5, 80 and 35 billion."""
+the authors' 15.7, 671, 106, 20.9, 1,026, 1.24, 16, 0.6, 30.5, 80 and 35 billion."""
 FILES = {
     file["model_type"]: file for file in reversed(PUBLISHED.values()) if "text_config" not in file
 }
