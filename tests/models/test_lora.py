@@ -192,6 +192,15 @@ def test_a_target_that_is_not_there_is_refused(targets: tuple[str, ...], words: 
         add_adapters(tiny_family_model("qwen3_moe"), LoraConfig(rank=2, targets=targets))
 
 
+def test_a_model_without_experts_has_adapters_of_its_dense_layers_instead() -> None:
+    model = tiny_family_model("llama")
+    add_adapters(model, LoraConfig(rank=2))
+    for layer in model.layers:
+        for part, names in (("self_attn", "qkvo"), ("mlp", ("gate", "up", "down"))):
+            linears = (layer.get_submodule(f"{part}.{name}_proj") for name in names)
+            assert all(linear.lora is not None for linear in linears)
+
+
 def test_patterns_choose_weights_by_name() -> None:
     model = tiny_family_model("qwen3_moe")
     add_adapters(

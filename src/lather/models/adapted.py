@@ -59,7 +59,8 @@ def adapted(model: Decoder, config: LoraConfig) -> list[str]:
         return []
     groups = adaptable(model)
     chosen: set[str] = set()
-    for target in config.targets:
+    instead = {} if model.routers() else {"experts": "dense"}
+    for target in (instead.get(target, target) for target in config.targets):
         names = {name for name, group in groups.items() if group == target}
         if target not in GROUPS:
             names = set(matching(target, groups, "lora.targets", "weight that can have an adapter"))

@@ -44,8 +44,8 @@ class LoraConfig:
     alpha: float = 16.0
     """Scale of the adapters: an adapter's product is multiplied by alpha / rank."""
     targets: tuple[str, ...] = ("attention", "experts")
-    """Weights that get an adapter: attention, experts, shared_experts, dense, or patterns of names
-    such as layers.0.* or *.q_proj."""
+    """Weights that get an adapter: attention, experts (in a model without experts: dense),
+    shared_experts, dense, or patterns of names such as layers.0.* or *.q_proj."""
 
     def __post_init__(self) -> None:
         require(self.rank >= 0, "lora.rank", self.rank, "at least 0")
