@@ -28,6 +28,7 @@ _NAMES = (
     "gpt_oss:FAMILY",
     "llama:FAMILY",
     "mistral:FAMILY",
+    "mixtral:FAMILY",
     "qwen3:FAMILY",
     "qwen3_5_moe:FAMILY",
     "qwen3_5_moe:TEXT",

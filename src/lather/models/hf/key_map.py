@@ -85,18 +85,20 @@ class MappedTensor:
 
 def published_formats(family: Family, name: str, shape: Shape) -> list[list[MappedTensor]]:
     """Return the formats in which a family publishes a weight, each a list of entries in the order
-    of memory; the first is written."""
-    published = name if name.startswith("lm_head.") else f"{family.prefix}{name}"
+    of memory; the first is written. The last has Lather's own names, which are mostly those that
+    transformers has in memory, and that it writes with `save_original_format=False`."""
+    plain = published = name if name.startswith("lm_head.") else f"{family.prefix}{name}"
     for ours, theirs in family.renamed.items():
         published = published.replace(ours, theirs)
     dim = next((dim for end, dim in family.unsqueezed.items() if name.endswith(end)), None)
     whole = MappedTensor(published, name, shape, unsqueezed_dim=dim)
+    in_memory = [] if plain == published else [[MappedTensor(plain, name, shape)]]
     if EXPERTS.fullmatch(name) is None:
-        return [[whole]]
+        return [[whole], *in_memory]
     if family.transposes_experts:
         return [[replace(whole, is_transposed=True)], [replace(whole, is_packed=True)]]
     formats = [_separate_experts(whole, *family.expert_names), [whole]]
-    return formats[::-1] if family.stacks_experts else formats
+    return [*(formats[::-1] if family.stacks_experts else formats), *in_memory]
 
 
 def _separate_experts(stack: MappedTensor, gate: str, up: str, down: str) -> list[MappedTensor]:
