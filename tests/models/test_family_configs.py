@@ -89,8 +89,8 @@ def test_the_lowest_allowed_values_build_a_model_that_runs(model_type: str, lowe
     changes: dict[str, Any] = dict.fromkeys(FAMILY_TABLES[model_type].may_be_zero, 0)
     if lowest:
         changes = {field.name: 1 for field in fields if field.type in ("int", "int | None")}
-        rotary = "qk_rope_head_dim" if "qk_rope_head_dim" in changes else "head_dim"
-        changes |= {rotary: 2}
+        names = ("qk_rope_head_dim", "head_dim", "hidden_size")
+        changes[next(name for name in names if name in changes)] = 2  # rotary pairs
         if "partial_rotary_factor" in {field.name for field in fields}:
             changes["partial_rotary_factor"] = 1.0
     model = build_model(tiny_family_config(model_type, **changes), torch.Generator())

@@ -47,12 +47,12 @@ def twin(ours: Decoder, config: ModelConfig) -> nn.Module:
 
 def _twin_config(config: ModelConfig) -> tuple[Any, Any]:
     """Return transformers' class of the model and its configuration, which may be those of a family
-    of another name."""
+    of another name. There is no pad token, whose embedding would get no gradient."""
     fields = config_to_hugging_face(config)
     architecture = getattr(transformers, fields.pop("architectures")[0])
     fields = fields.get("text_config", fields)
     fields.pop("model_type")
-    return architecture, architecture.config_class(**fields, **EAGER)
+    return architecture, architecture.config_class(**fields, pad_token_id=None, **EAGER)
 
 
 def read_back(folder: Path, config: ModelConfig) -> nn.Module:

@@ -1,6 +1,6 @@
 """Fields that the configurations of several families share, with the names and meanings of the
-published `config.json`: routed experts, transformers' balance loss, the experts of DeepSeek,
-grouped queries."""
+published `config.json`: routed experts, transformers' balance loss, the experts of Qwen and of
+DeepSeek, grouped queries."""
 
 from __future__ import annotations
 
@@ -38,6 +38,47 @@ class RouterLossFields(RoutedFields):
     def balance_loss_coef(self) -> float:
         num_moe = sum(not self.is_dense(index) for index in range(self.num_hidden_layers))
         return self.router_aux_loss_coef * self.num_experts_per_tok / max(1, num_moe)
+
+
+@dataclass(frozen=True)
+class SparseStepFields(RouterLossFields):
+    """Fields of Qwen's models with routed experts, in which single blocks may be dense."""
+
+    intermediate_size: int = 512
+    """Width of the feed-forward layer of dense blocks."""
+    moe_intermediate_size: int = 128
+    """Width of one expert's feed-forward layer."""
+    decoder_sparse_step: int = 1
+    """Every n-th block has experts, where n is this number; the other blocks are dense."""
+    mlp_only_layers: tuple[int, ...] = ()
+    """Numbers, from 0, of additional dense blocks."""
+    num_experts: int = 8
+    """Number of experts per MoE block."""
+    norm_topk_prob: bool = True
+    """Normalize the weights of a token's experts to a sum of 1."""
+
+    def is_dense(self, index: int) -> bool:
+        return index in self.mlp_only_layers or (index + 1) % self.decoder_sparse_step != 0
+
+    def feed_forward(self, index: int, shared_width: int = 0) -> MoE | GatedMLP:
+        """Build the feed-forward layer of the block with this index, with a gated shared expert of
+        `shared_width`; 0: none."""
+        hidden = self.hidden_size
+        if self.is_dense(index):
+            return GatedMLP(hidden, self.intermediate_size)
+        sizes = hidden, self.num_experts, self.num_experts_per_tok
+        return MoE(
+            Router(*sizes, normalize=self.norm_topk_prob),
+            Experts(self.num_experts, hidden, self.moe_intermediate_size),
+            GatedMLP(hidden, shared_width) if shared_width else None,
+            gates_shared_experts=shared_width > 0,
+        )
+
+    def _require_experts(self) -> None:
+        self._require_at_most("num_experts_per_tok", "num_experts")
+        last, numbers = self.num_hidden_layers - 1, self.mlp_only_layers
+        different = len(set(numbers)) == len(numbers) and all(0 <= n <= last for n in numbers)
+        self._require("mlp_only_layers", different, f"different blocks from 0 to {last}")
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,8 @@ _NAMES = (
     "llama:FAMILY",
     "mistral:FAMILY",
     "mixtral:FAMILY",
+    "olmoe:FAMILY",
+    "qwen2_moe:FAMILY",
     "qwen3:FAMILY",
     "qwen3_5_moe:FAMILY",
     "qwen3_5_moe:TEXT",
