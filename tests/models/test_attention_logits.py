@@ -10,18 +10,19 @@ import torch
 from torch import Tensor
 
 from lather.models import attention, attention_logits
+from lather.models.attention import GroupedQueryAttention, HeadSizes, MultiHeadLatentAttention
 from lather.models.attention_logits import largest_products, measured_layers
 from lather.models.decoder import Decoder
+from lather.models.layers import RMSNorm
+from lather.models.rotary import Rotary
 from lather.models.token_positions import SequenceLayout
-from models.tiny import random_normal, random_tokens, tiny_family_model
+from models.tiny import FAMILY_TABLES, random_normal, random_tokens, tiny_family_model
 
 LENGTH = 11
-CASES = [
-    ("deepseek_v2", {}),
+CASES: list[tuple[str, dict[str, Any]]] = [
+    *((family, {}) for family in FAMILY_TABLES),
     ("deepseek_v2", {"q_lora_rank": 9}),
-    ("gpt_oss", {}),
     ("gpt_oss", {"num_key_value_heads": 6}),
-    ("qwen3_moe", {}),
 ]
 
 
@@ -96,7 +97,6 @@ def test_a_model_measures_what_its_attention_gets(
 
     monkeypatch.setattr(attention, "attend", spy)
     measured = measure(model, random_tokens(2, LENGTH))
-    assert list(measured) == [f"layers.{layer}.self_attn" for layer in range(3)]
     for actual, logits in zip(measured.values(), expected, strict=True):
         torch.testing.assert_close(actual, logits, rtol=1e-13, atol=0)
 
@@ -115,26 +115,44 @@ def capture(model: Decoder, tokens_BS: Tensor, monkeypatch: pytest.MonkeyPatch) 
     return captured[:3]
 
 
-@pytest.mark.parametrize(("family", "changes"), CASES[:-1])
+@pytest.mark.parametrize(("family", "changes"), CASES)
 def test_factors_scale_each_head_s_logits_by_its_gamma_and_no_value(
     family: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The gammas differ; in one of the groups all are below 1."""
+    """The gammas differ; in one of the groups all are below 1. Of families that normalize queries
+    and keys there are none."""
     model, tokens = tiny_family_model(family, **changes).double(), random_tokens(2, LENGTH)
     name, layer = next(iter(measured_layers(model).items()))
-    gamma_H = torch.tensor([0.5, 0.9, 0.25, 1.0, 0.01, 1.0][: layer.num_heads]).double()
+    gamma_H = torch.tensor([0.5, 0.9, 0.25, 1.0, 0.01, 1.0, 0.7, 0.6][: layer.num_heads]).double()
+    factors = layer.clip_factors(gamma_H)
+    normalizes = isinstance(layer, GroupedQueryAttention) and isinstance(layer.q_norm, RMSNorm)
+    assert (not factors) == normalizes
+    if not factors:
+        return
     before, (_, k_BTGN, v_BTGU) = measure(model, tokens)[name], capture(model, tokens, monkeypatch)
-    for projection, factor_X in layer.clip_factors(gamma_H).items():
+    for projection, factor_X in factors.items():
         assert (factor_X <= 1).all()
         for p in layer.get_submodule(projection).parameters():
             p.detach().mul_(factor_X.view(-1, *[1] * (p.dim() - 1)))
     torch.testing.assert_close(measure(model, tokens)[name], gamma_H * before, rtol=1e-13, atol=0)
     _, clipped_BTGN, values_BTGU = capture(model, tokens, monkeypatch)
     assert torch.equal(values_BTGU, v_BTGU)
-    if family == "deepseek_v2":  # the shared rotary key is the last 6 columns
-        assert torch.equal(clipped_BTGN[..., -6:], k_BTGN[..., -6:])
-        ratio_H = gamma_H.sqrt()
-        clipped_BTGN, k_BTGN = clipped_BTGN[..., :-6], k_BTGN[..., :-6]
+    if isinstance(layer, MultiHeadLatentAttention):
+        ratio_H, width = gamma_H.sqrt(), layer.nope
+        assert torch.equal(clipped_BTGN[..., width:], k_BTGN[..., width:])  # heads share it
     else:
         ratio_H = gamma_H.unflatten(0, (k_BTGN.shape[2], -1)).amax(1).sqrt()
-    torch.testing.assert_close(clipped_BTGN, ratio_H[:, None] * k_BTGN, rtol=1e-13, atol=1e-14)
+        width = k_BTGN.shape[-1]
+    expected = ratio_H[:, None] * k_BTGN[..., :width]
+    torch.testing.assert_close(clipped_BTGN[..., :width], expected, rtol=1e-13, atol=1e-14)
+
+
+def test_gates_are_not_scaled() -> None:
+    sizes = HeadSizes(hidden_size=6, num_heads=4, num_kv_heads=2, head_dim=4)
+    layer = GroupedQueryAttention(sizes, Rotary(2, 1e4), gate=True)
+    gamma_H = torch.tensor([0.25, 0.16, 1.0, 0.5])
+    query_Hx = layer.clip_factors(gamma_H)["q_proj"].unflatten(0, (4, 8))
+    torch.testing.assert_close(
+        query_Hx[:, :4], torch.tensor([0.5, 0.32, 1.0, 0.5])[:, None].expand(4, 4)
+    )
+    assert (query_Hx[:, 4:] == 1).all()
