@@ -114,4 +114,5 @@ def largest_error(
 
 def whole_part(model: Decoder) -> ModelPart:
     """Make a part of all of a model, with the model's own modules, in one stage."""
-    return ModelPart(model, PartLayers((range(len(model.layers)),)))
+    num_layers = sum(block.mtp is None for block in model.layers)
+    return ModelPart(model, PartLayers((range(num_layers),)))

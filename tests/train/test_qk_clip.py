@@ -22,6 +22,7 @@ from lather.models.attention_logits import largest_products, measured_layers
 from lather.models.decoder import Decoder
 from lather.models.families.qwen3_moe import Qwen3MoeConfig
 from lather.models.lora import LoraConfig
+from models.test_mtp import mtp_model
 from models.tiny import random_tokens, tiny_family_model
 from train.tiny_steps import state_bits, train_step
 
@@ -139,3 +140,17 @@ def test_adapters_are_refused() -> None:
         "train.qk_clip = 100.0 is not valid: it must be 0 with adapters, whose base weights stay "
         "as they are"
     )
+
+
+def test_depths_of_multi_token_prediction_are_clipped() -> None:
+    model = mtp_model().float()
+    optimizer = build_optimizer(optim_config("muon", lr=RATE), model.named_parameters())
+    step = train_step(model, optimizer, recompute=("attention",))
+    step.qk_clip = 0.01
+    name, depth = list(measured_layers(model).items())[-1]
+    before = depth.get_parameter("kv_b_proj.weight").detach().clone()
+    logits_AH = step(Batch.of_tokens(random_tokens(4, 17)), 0.0).logits_AH
+    assert name == "layers.4.self_attn"  # after three layers, the second of two depths
+    assert logits_AH is not None
+    assert (logits_AH > 0.01).all()
+    assert not torch.equal(depth.get_parameter("kv_b_proj.weight"), before)
