@@ -54,6 +54,7 @@ CURVES = (
     "expert_load_min",
     "expert_load_max",
     "expert_load_entropy",
+    "max_attention_logit",
 )
 """Fields of a step's row that are drawn."""
 MOST_STEPS = 10_000
