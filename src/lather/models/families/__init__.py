@@ -27,6 +27,7 @@ _NAMES = (
     "glm4_moe:FAMILY",
     "gpt_oss:FAMILY",
     "llama:FAMILY",
+    "minimax_m2:FAMILY",
     "mistral:FAMILY",
     "mixtral:FAMILY",
     "olmoe:FAMILY",

@@ -268,14 +268,17 @@ def _rotary_fields(config: FamilyConfig) -> dict[str, Any]:
 
 
 def _with_partial_factor(mapping: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
-    """Return the fields with the `partial_rotary_factor` of their rotary settings, if the family
-    has this field."""
+    """Return the fields with the `partial_rotary_factor` of their rotary settings, or that of
+    `rotary_dim`, if the family has this field."""
     if PARTIAL not in _names(family):
         return mapping
     ropes = {key: rope for key in ROTARY_FIELDS if isinstance(rope := mapping.get(key), Mapping)}
     factors = {PARTIAL: mapping.get(PARTIAL)}
     factors |= {f"{name}.{PARTIAL}": rope.get(PARTIAL) for name, rope in ropes.items()}
     factor = _common({name: value for name, value in factors.items() if value is not None})
+    sizes = [mapping.get(name) for name in ("rotary_dim", "head_dim")]
+    if factor is None and all(type(size) is int and size > 0 for size in sizes):
+        factor = sizes[0] / sizes[1]
     return {**mapping, **{key: {**rope, PARTIAL: None} for key, rope in ropes.items()}} | {
         PARTIAL: factor
     }
