@@ -87,8 +87,8 @@ def next_token_loss(logits_BSV: Tensor, tokens_BS: Tensor) -> Tensor:
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Return the gradients of all parameters; every parameter must have one."""
-    grads = {name: p.grad for name, p in model.named_parameters()}
+    """Return the gradients of all parameters that are not frozen; each must have one."""
+    grads = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
     assert all(grad is not None for grad in grads.values())
     return grads  # type: ignore[return-value]
 

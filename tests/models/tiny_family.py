@@ -55,6 +55,7 @@ class TinyFamily:
     """The field with the number of routed experts; empty: a family without experts."""
     may_be_zero: frozenset[str] = frozenset()
     """The numbers that may be 0; all others are greater."""
+    may_be_negative: frozenset[str] = frozenset()
     mesh: Mapping[str, Any] = field(default_factory=dict)
     """Changes with which a model of five layers runs on a mesh."""
     wide: Mapping[str, Any] = field(default_factory=dict)

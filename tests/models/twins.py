@@ -14,7 +14,7 @@ import transformers
 from torch import Tensor, nn
 
 from lather.models.decoder import Decoder
-from lather.models.families import ModelConfig
+from lather.models.families import ModelConfig, family_of
 from lather.models.hf.config_json import config_to_hugging_face
 from models.tiny import (
     FAMILY_SIZES,
@@ -80,7 +80,11 @@ def published_name(name: str, config: ModelConfig) -> str:
 
 
 def _lay(weight: Tensor, theirs: str, config: ModelConfig) -> Tensor:
-    """Transpose the weights that transformers multiplies from the other side."""
+    """Transpose the weights that transformers multiplies from the other side, and give those that
+    are published with another dim this dim."""
+    for end, dim in family_of(config).unsqueezed.items():
+        if theirs.endswith(end):
+            weight = weight.unsqueeze(dim)
     ends = FAMILY_TABLES[config.model_type].turned
     return weight.transpose(-1, -2) if ends and theirs.endswith(ends) else weight
 

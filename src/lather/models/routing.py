@@ -107,6 +107,8 @@ class Router(Deferrable, nn.Module):
         self.num_experts_per_tok = num_experts_per_tok
         self.score, self.normalize, self.scale = score, normalize, scale
         self.choice = choice
+        self.least_sum = 0.0
+        """Weights that are normalized are divided by their sum, or by this if it is greater."""
         self.takes_z_loss = False
         self.balance = LoadBalance("micro_batch")
         """The level of the balance loss; `Decoder.balance_load` sets it for all blocks."""
@@ -127,7 +129,10 @@ class Router(Deferrable, nn.Module):
         experts_TK = self._experts(scores_TE)
         weights_TK = scores_TE.gather(1, experts_TK if padding is None else experts_TK.clamp(min=0))
         if self.normalize:
-            weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + TINY)
+            sum_T1 = weights_TK.sum(-1, keepdim=True) + TINY
+            if self.least_sum:
+                sum_T1 = sum_T1.clamp(min=self.least_sum)
+            weights_TK = weights_TK / sum_T1
         if self.scale != 1:
             weights_TK = weights_TK * self.scale
         num_pairs = None

@@ -25,6 +25,7 @@ _NAMES = (
     "deepseek_v3:KIMI_K2",
     "dots1:FAMILY",
     "glm4_moe:FAMILY",
+    "ernie4_5_moe:FAMILY",
     "gpt_oss:FAMILY",
     "llama:FAMILY",
     "minimax_m2:FAMILY",
