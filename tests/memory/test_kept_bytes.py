@@ -9,24 +9,24 @@ import pytest
 from kept_bytes import KeptCase, counted, planned
 
 from lather.memory.workers import worker_processes
-from models.tiny import FAMILY_TABLES
+from models.tiny import FAMILY_TABLES, KINDS
 
 ALL = ("attention", "experts", "shared_experts")
 
 
+def test_kept_bytes_are_those_of_the_ledger() -> None:
+    compare([KeptCase(family) for family in KINDS])
+
+
+@pytest.mark.grid
 @pytest.mark.parametrize(
-    "how",
-    [
-        {},
-        *(
-            pytest.param(how, marks=pytest.mark.grid)
-            for how in ({"memory": "recompute"}, {"memory": "reference"}, {"recompute": ALL})
-        ),
-    ],
-    ids=str,
+    "how", [{}, {"memory": "recompute"}, {"memory": "reference"}, {"recompute": ALL}], ids=str
 )
-def test_kept_bytes_are_those_of_the_ledger(how: dict[str, Any]) -> None:
-    cases = [KeptCase(family, **how) for family in FAMILY_TABLES]
+def test_kept_bytes_of_every_family_are_those_of_the_ledger(how: dict[str, Any]) -> None:
+    compare([KeptCase(family, **how) for family in FAMILY_TABLES])
+
+
+def compare(cases: list[KeptCase]) -> None:
     with worker_processes() as pool:
         expected = pool.submit(planned, cases)
         found = [counted(case) for case in cases]

@@ -59,8 +59,10 @@ ALWAYS = 2
 """Configurations of each family that are always tried."""
 EXACT = 1e-11
 """The largest error between two ways to compute the same in fp64."""
-FLAT = 1e-5
-"""The largest entry of a gradient that is zero but for rounding."""
+NOTHING = 1e-4
+"""The largest element of a gradient that says nothing, such as that of a lone expert's gate."""
+OF_A_FOLDER = ("_name_or_path", "architectures", "dtype", "transformers_version")
+"""Fields that transformers sets when it reads a folder."""
 PROMPT = [3, 1, 4, 1, 5]
 
 pytestmark = pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
@@ -202,7 +204,13 @@ def test_an_exported_folder_is_transformers_model_and_comes_back_to_the_bit(
 ) -> None:
     model, config = specimen.model(), specimen.config
     save_hugging_face(model, config, tmp_path / "out", max_shard_bytes=20_000)
-    assert same_tensors(read_back(tmp_path / "out", config), specimen.twin)
+    theirs = read_back(tmp_path / "out", config)
+    assert same_tensors(theirs, specimen.twin)
+    expected = specimen.twin.config.to_dict()  # type: ignore[operator, union-attr]
+    found = theirs.config.to_dict()  # type: ignore[operator, union-attr]
+    assert {name: found[name] for name in expected if name not in OF_A_FOLDER} == {
+        name: value for name, value in expected.items() if name not in OF_A_FOLDER
+    }
     assert notes_on_config(tmp_path / "out") == []
     again, config_again = model_from_hugging_face(tmp_path / "out")
     assert config_again == config
@@ -242,7 +250,7 @@ def test_tolerance_rejects_an_error_of_one_percent_in_any_weight(family: str) ->
     """In the second configuration; the gate of a lone expert excepted."""
     specimen = Specimen(family, FAMILY_TABLES[family].configurations(family)[1])
     for name, _ in specimen.model().named_parameters():
-        if specimen.expected[name].abs().max() < FLAT:
+        if specimen.expected[name].abs().max() < NOTHING:
             continue
         model = specimen.model()
         # a norm would hide a common factor

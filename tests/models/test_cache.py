@@ -104,19 +104,6 @@ def test_in_bf16_it_is_as_far_off_as_bf16_is(name: str, autocast: bool) -> None:
     assert difference.quantile(0.9) < 0.05 * expected.abs().max()
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_some_rows_go_on_alone_in_another_order(name: str) -> None:
-    model, tokens_BS = model_of(name), random_tokens(3, LENGTH)
-    padding_B, rows = torch.tensor([0, 4, 2]), [2, 1]
-    cache = KeyValueCache(padding_B)
-    read(model, tokens_BS[:, :6], [6], cache)
-    cache.keep_rows(rows)
-    rest = read(model, tokens_BS[rows, 6:], [1] * (LENGTH - 6), cache)
-    for logits, row in zip(rest, rows, strict=True):
-        alone = whole(model, tokens_BS[row : row + 1, int(padding_B[row]) :])[0]
-        assert error(logits, alone[6 - int(padding_B[row]) :]) < 1e-10
-
-
 def test_windows_end_where_they_do_without_a_cache() -> None:
     """A token changes that a window of 4 has left behind: in a model of one layer, which has that
     window, this makes no difference."""

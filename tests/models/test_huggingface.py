@@ -15,7 +15,6 @@ from torch import Tensor
 
 from lather.errors import ExchangeError
 from lather.models.families import build_model
-from lather.models.hf.config_json import config_from_hugging_face
 from lather.models.hf.model_export import copy_companions, save_hugging_face
 from lather.models.hf.model_folder import (
     load_hugging_face,
@@ -250,21 +249,6 @@ def test_packed_experts_are_those_that_transformers_unpacks(tmp_path: Path) -> N
 
 
 # --- configuration and tokenizer ------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_configuration_comes_back(family: str, tmp_path: Path) -> None:
-    theirs = make_model(family)
-    theirs.save_pretrained(tmp_path / "in")
-    model, config = model_from_hugging_face(tmp_path / "in")
-    save_hugging_face(model, config, tmp_path / "out")
-    written = json.loads((tmp_path / "out/config.json").read_text())
-    assert config_from_hugging_face(written) == config
-    loaded = transformers.AutoConfig.from_pretrained(tmp_path / "out").to_dict()
-    for name, value in theirs.config.to_dict().items():
-        if name not in ("_name_or_path", "transformers_version", "dtype"):
-            no_groups = name in ("n_group", "topk_group") and value is None
-            assert loaded[name] == (1 if no_groups else value), name
 
 
 def test_tokenizer_and_generation_files_are_carried_along_and_code_is_not(tmp_path: Path) -> None:

@@ -59,15 +59,14 @@ def gradients_of(model: Decoder, seed: int = 0) -> tuple[Tensor, dict[str, Tenso
     }
 
 
-@pytest.mark.parametrize("memory", ["saved", "recompute"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_loss_and_gradients_are_those_of_the_sum_in_plain_autograd(name: str, memory: str) -> None:
-    loss, gradients = gradients_of(make(name, memory))
+def test_loss_and_gradients_are_those_of_the_sum_in_plain_autograd(name: str) -> None:
+    loss, gradients = gradients_of(make(name))
     expected_loss, expected = gradients_of(make(name, "reference"))
     assert all(is_adapters(parameter) for parameter in gradients)
     assert error(loss, expected_loss) < 1e-12
     assert largest_error(gradients, expected)[0] < 1e-11
-    wrong = make(name, memory)
+    wrong = make(name)
     for module in wrong.modules():
         if isinstance(module, Adapter):
             module.scale *= 1.01

@@ -28,6 +28,9 @@ FAMILY_TABLES: dict[str, TinyFamily] = {
 FAMILY_SIZES = {model_type: dict(table.sizes) for model_type, table in FAMILY_TABLES.items()}
 """Sizes of the families' plain models."""
 SIZES = FAMILY_SIZES["deepseek_v2"]
+KINDS = ("deepseek_v2", "gpt_oss", "qwen3_moe", "qwen3_next", "llama")
+"""Families that stand for all: latent attention, sinks and windows, grouped queries, Gated
+DeltaNet, and dense blocks alone."""
 
 
 def tiny_family_config(model_type: str, /, **changes: Any) -> ModelConfig:
