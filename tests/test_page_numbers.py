@@ -43,7 +43,7 @@ def test_the_training_that_the_tour_shows_is_that_of_the_row() -> None:
 
 def test_parameters_and_tokens_of_the_presets_are_counted() -> None:
     presets = sorted((ROOT / "configs").glob("*.toml"))
-    assert len(presets) == 13
+    assert len(presets) == 15
     for preset in presets:
         config = load_config(preset)
         model = build_model(config.model, device=torch.device("meta"))

@@ -191,7 +191,8 @@ def _reason(error: Exception, address: Address) -> str:
         return f"no space is left in {cache_folder()}: free some, or set HF_HOME to another disk"
     if isinstance(error, errors.HFValidationError):
         return "no name that a hub may have: give ORG/NAME"
-    text = str(error).strip().partition("\n")[0].replace(hub.get_token() or "\0", "HF_TOKEN")
+    text = str(error.__cause__ or error).strip().partition("\n")[0]
+    text = text.replace(hub.get_token() or "\0", "HF_TOKEN")
     return (
         f"the download from {site} failed ({text or type(error).__name__}): give the same command "
         "again, which goes on with the files that are missing"

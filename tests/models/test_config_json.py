@@ -35,14 +35,16 @@ PRESETS = {
     "gpt-oss-20b": ("gpt-oss-20b", 20_914_757_184),
     "kimi-k2": ("Kimi-K2-Instruct", 1_026_408_209_408),
     "llama-3.2-1b": ("Llama-3.2-1B", 1_235_814_400),
+    "mixtral-8x7b": ("Mixtral-8x7B-v0.1", 46_702_792_704),
     "moonlight-16b-a3b": ("Moonlight-16B-A3B", 15_960_108_544),
+    "olmoe-1b-7b": ("OLMoE-1B-7B-0924", 6_919_161_856),
     "qwen3-0.6b": ("Qwen3-0.6B", 596_049_920),
     "qwen3-30b-a3b": ("qwen3-30b-a3b", 30_532_122_624),
     "qwen3-next-80b-a3b": ("Qwen3-Next-80B-A3B-Instruct", 79_674_391_296),
     "qwen3.5-35b-a3b": ("Qwen3.5-35B-A3B", 34_660_610_688),
 }
 """The published file of each preset, and its number of parameters, which transformers counts, too:
-the authors' 15.7, 671, 106, 20.9, 1,026, 1.24, 16, 0.6, 30.5, 80 and 35 billion."""
+the authors' 15.7, 671, 106, 20.9, 1,026, 1.24, 46.7, 16, 6.9, 0.6, 30.5, 80 and 35 billion."""
 FILES = {
     file["model_type"]: file for file in reversed(PUBLISHED.values()) if "text_config" not in file
 }
