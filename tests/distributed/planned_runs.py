@@ -52,16 +52,23 @@ def run_config(
     memory: str = "saved",
     precision: str = "fp32",
     layers: int = 4,
+    depths: int = 0,
     length: int = LENGTH,
     recompute: tuple[str, ...] = (),
     parallel: dict[str, Any] | None = None,
     optim: dict[str, Any] | None = None,
     data: dict[str, Any] | None = None,
 ) -> Config:
-    """Configure a DeepSeek-V2 model in which every kind of bytes is a good part."""
+    """Configure a DeepSeek-V2 model in which every kind of bytes is a good part, or a DeepSeek-V3
+    model with multi-token prediction."""
     own = ParallelConfig(**(parallel or {}))
+    model = FAMILIES["deepseek_v2"].config(**SIZES, num_hidden_layers=layers)
+    if depths:
+        model = FAMILIES["deepseek_v3"].config(
+            **SIZES, num_hidden_layers=layers, num_nextn_predict_layers=depths
+        )
     return Config(
-        model=FAMILIES["deepseek_v2"].config(**SIZES, num_hidden_layers=layers),
+        model=model,
         train=LoopConfig(
             batch_size=SEQUENCES,
             micro_batch_size=2,

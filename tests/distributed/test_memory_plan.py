@@ -63,6 +63,14 @@ def test_documents_and_padding_take_the_bytes_that_are_planned_for_them() -> Non
     assert planned_padded - planned == seen_padded - seen != 0
 
 
+def test_planned_peaks_with_multi_token_prediction() -> None:
+    """The further blocks are behind the last stage, which is on the first pipeline rank."""
+    config = run_config("adamw", depths=2, length=280, parallel={"pp": 2, "ep": 2})
+    planned = plan(config, 4, Assumed("cpu"))
+    assert [list(map(list, run.layers)) for run in planned.ranks] == [[[0], [3, 4, 5]], [[1], [2]]]
+    assert largest_error(config, 4, planned) < TOLERANCE
+
+
 @pytest.mark.grid
 def test_planned_peaks_with_layers_partitioned_by_memory() -> None:
     config = run_config("soap", layers=9, parallel={"pp": 2, "partition": "memory"})

@@ -13,6 +13,7 @@ from engines import LENGTH, VOCABULARY, Case, Pair, make_pair
 from ranks import run_ranks
 from torch import Tensor
 
+from lather.config.config import LoopConfig
 from lather.data.batches import Batch
 from lather.data.sequences import IGNORE_INDEX
 from lather.engine.engine import document_boundaries
@@ -23,6 +24,7 @@ ALL = ("attention", "experts", "shared_experts")
 COMMON: dict[str, Any] = {"balance_level": "sequence", "z_loss": 0.1, "layers": 4, "poison": True}
 SEQUENCES = 8
 
+MTP: dict[str, Any] = {"family": "deepseek_v3", "changes": {"num_nextn_predict_layers": 2}}
 ONE_RANK = [Case(**COMMON, num_micro_batches=SEQUENCES)]
 TWO_RANKS = [
     Case(**COMMON, pp=2, num_micro_batches=SEQUENCES),
@@ -31,8 +33,12 @@ TWO_RANKS = [
     Case(**COMMON, ep=2, num_micro_batches=SEQUENCES // 2, memory="recompute", recompute=ALL),
     Case(**COMMON, ep=2, num_micro_batches=SEQUENCES // 2, schedule="sequential"),
     Case(**COMMON, num_micro_batches=SEQUENCES // 2),
+    Case(**COMMON, **MTP, num_micro_batches=SEQUENCES // 2, schedule="sequential"),
 ]
-FOUR_RANKS = [Case(**COMMON, pp=2, ep=2, num_micro_batches=SEQUENCES // 2)]
+FOUR_RANKS = [
+    Case(**COMMON, pp=2, ep=2, num_micro_batches=SEQUENCES // 2),
+    Case(**COMMON, **MTP, pp=2, ep=2, num_micro_batches=SEQUENCES // 2),
+]
 
 
 def batch(tokens_of_row: list[int]) -> Batch:
@@ -77,12 +83,13 @@ def errors(rank: int, world_size: int, cases: list[Case]) -> list[tuple[str, flo
         for name, lengths in BATCHES.items():
             whole = batch(lengths)
             result = pair.engine.launch_gradients(share_of(pair, whole)).read()[0]
-            loss, balance, counts_LE = plain_pass(pair, whole)
+            loss, mtp_loss, balance, counts_LE = plain_pass(pair, whole)
             assert result.tokens == whole.num_labels
             assert torch.equal(result.counts_LE, counts_LE)
             assert int(result.counts_LE[0].sum()) % sum(lengths) == 0
             error = max(
                 abs(result.loss / loss - 1),
+                abs(result.mtp_loss / mtp_loss - 1) if mtp_loss else 0.0,
                 abs(result.balance_loss / balance - 1),
                 pair.largest_error("grad"),
             )
@@ -91,9 +98,9 @@ def errors(rank: int, world_size: int, cases: list[Case]) -> list[tuple[str, flo
     return found
 
 
-def plain_pass(pair: Pair, whole: Batch) -> tuple[float, float, Tensor]:
-    """Run one process's backward pass on the whole batch; return the loss, the mean balance loss
-    and the loads of the experts."""
+def plain_pass(pair: Pair, whole: Batch) -> tuple[float, float, float, Tensor]:
+    """Run one process's backward pass on the whole batch; return the loss, that of multi-token
+    prediction (0: none), the mean balance loss and the loads of the experts."""
     pair.plain.zero_grad()
     assert whole.begins_BS is not None
     output = pair.plain(
@@ -105,9 +112,25 @@ def plain_pass(pair: Pair, whole: Batch) -> tuple[float, float, Tensor]:
     )
     balance, z_loss = output.balance_loss(), output.z_loss()
     auxiliary = pair.moe.balance_coefficient * balance + pair.moe.z_loss_coefficient * z_loss
-    (output.loss + auxiliary).backward()
+    mtp_loss = torch.zeros(())
+    for depth, summed in enumerate(output.mtp_losses, start=1):
+        mean = summed * whole.num_labels / num_predicted(whole, depth)
+        mtp_loss = mtp_loss + mean / len(output.mtp_losses)
+    (output.loss + auxiliary + LoopConfig.mtp_loss_weight * mtp_loss).backward()
     counts_LE = torch.stack([routing.count_E for routing in output.routings])
-    return output.loss.item(), balance.item() / len(output.routings), counts_LE
+    mean_balance = balance.item() / len(output.routings)
+    return output.loss.item(), mtp_loss.item(), mean_balance, counts_LE
+
+
+def num_predicted(whole: Batch, depth: int) -> int:
+    """Count the labels whose document has `depth` tokens before the one that they follow."""
+    assert whole.begins_BS is not None
+    number = 0
+    for labels, begins in zip(whole.labels_BS.tolist(), whole.begins_BS.tolist(), strict=True):
+        for place, label in enumerate(labels):
+            reach = begins[max(0, place - depth + 1) : place + 1]
+            number += label != IGNORE_INDEX and place >= depth and not any(reach)
+    return number
 
 
 @pytest.mark.parametrize(

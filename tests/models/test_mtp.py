@@ -3,18 +3,22 @@ packed documents, padding and labels that are left out."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
+from lather.errors import ExchangeError
 from lather.models.decoder import Decoder
-from lather.models.families import build_model
-from lather.models.families.deepseek_v2 import DeepseekV2Config
+from lather.models.hf.model_export import save_hugging_face
+from lather.models.hf.model_folder import model_from_hugging_face
 from lather.models.mtp import look_ahead
 from models.mtp_paper import Span, paper_losses
-from models.tiny import SIZES, error, gradients
+from models.tiny import SIZES, error, gradients, tiny_family_config, tiny_family_model
 
 ENDS = [[1, 4, 5, 9], [2, 8]]
 """Ends of the documents of two sequences of 9 positions; the second has padding behind."""
@@ -25,21 +29,8 @@ DOCUMENTS = [
 ]
 
 
-@dataclass(frozen=True)
-class MtpConfig(DeepseekV2Config):
-    """A model of DeepSeek-V2's blocks with multi-token prediction."""
-
-    num_nextn_predict_layers: int = 2
-
-
 def mtp_model(**changes: int) -> Decoder:
-    """Build a model in fp64 with norm weights other than 1."""
-    generator = torch.Generator().manual_seed(0)
-    model = build_model(MtpConfig(**{**SIZES, **changes}), generator).double()
-    for name, p in model.named_parameters():
-        if "norm" in name:
-            nn.init.uniform_(p, 0.5, 1.5, generator=generator)
-    return model
+    return tiny_family_model("deepseek_v3", **{"num_nextn_predict_layers": 2, **changes}).double()
 
 
 def batch() -> tuple[Tensor, Tensor]:
@@ -86,7 +77,7 @@ def test_losses_and_gradients_are_the_papers(memory: str, is_packed: bool) -> No
 
 def test_evaluation_and_logits_are_those_of_the_main_model() -> None:
     model = mtp_model()
-    main = build_model(DeepseekV2Config(**SIZES)).double()
+    main = mtp_model(num_nextn_predict_layers=0)
     main.load_state_dict(model.state_dict(), strict=False)
     tokens_BS, labels_BS = batch()
     assert torch.equal(model(tokens_BS).logits_BSV, main(tokens_BS).logits_BSV)
@@ -106,3 +97,85 @@ def test_a_depth_sees_nothing_behind_its_document() -> None:
     assert later_BS[~missing_BS].tolist() == [1, 2, 4]
     assert later_labels_BS.tolist() == [[2, 3, -100, 5, -100, -100]]
     assert look_ahead(tokens_BS, labels_BS, 8)[2].all()
+
+
+# --- published folders ----------------------------------------------------------------------------
+
+CONFIG = tiny_family_config("deepseek_v3", num_nextn_predict_layers=2)
+OF_A_DEPTH = ("enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight")
+OF_DEPTHS = ("model.layers.3.", "model.layers.4.")
+COPIES = ("embed_tokens.weight", "shared_head.head.weight")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder of a model of three blocks and two depths."""
+    save_hugging_face(mtp_model().float(), CONFIG, tmp_path / "published")
+    return tmp_path / "published"
+
+
+def stored(folder: Path) -> dict[str, Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def set_depths(folder: Path, number: int) -> None:
+    file = folder / "config.json"
+    fields = json.loads(file.read_text("utf-8"))
+    file.write_text(json.dumps({**fields, "num_nextn_predict_layers": number}), "utf-8")
+
+
+def test_a_folder_has_the_published_names_and_comes_back_to_the_bit(folder: Path) -> None:
+    tensors = stored(folder)
+    block = {name.removeprefix("model.layers.2.") for name in tensors if ".layers.2." in name}
+    for layer in (3, 4):
+        start = f"model.layers.{layer}."
+        names = {name.removeprefix(start) for name in tensors if name.startswith(start)}
+        assert names == {*block, *OF_A_DEPTH, *COPIES}
+        originals = ("model.embed_tokens.weight", "lm_head.weight")
+        for copy, original in zip(COPIES, originals, strict=True):
+            assert torch.equal(tensors[start + copy], tensors[original])
+    assert not any(".layers.5." in name for name in tensors)
+    again, config = model_from_hugging_face(folder)
+    assert config == CONFIG
+    expected = mtp_model().float().state_dict()
+    assert again.state_dict().keys() == expected.keys()
+    assert all(torch.equal(weight, expected[name]) for name, weight in again.state_dict().items())
+
+
+def test_transformers_leaves_the_blocks_out(folder: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    transformers.logging.set_verbosity_error()
+    theirs, info = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True, experts_implementation="eager"
+    )
+    assert all(name.startswith(OF_DEPTHS) for name in info["unexpected_keys"])
+    assert not info["missing_keys"]
+    tokens_BS, _ = batch()
+    with torch.no_grad():
+        assert error(mtp_model().float()(tokens_BS).logits_BSV, theirs(tokens_BS).logits) < 1e-5
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_blocks_that_the_configuration_leaves_out_are_not_read(folder: Path, number: int) -> None:
+    set_depths(folder, number)
+    model, config = model_from_hugging_face(folder)
+    assert config == replace(CONFIG, num_nextn_predict_layers=number)
+    tokens_BS, _ = batch()
+    expected = mtp_model().float()(tokens_BS).logits_BSV
+    assert torch.equal(model(tokens_BS).logits_BSV, expected)
+    assert len(model.layers) == 3 + number
+
+
+def test_missing_blocks_and_surplus_tensors_are_refused(folder: Path) -> None:
+    tensors = stored(folder)
+    file = folder / "model.safetensors"
+    save_file({**tensors, "model.layers.3.gate.weight": torch.zeros(2)}, file)
+    with pytest.raises(ExchangeError, match=r"has a surplus 'model.layers.3.gate.weight'"):
+        model_from_hugging_face(folder)
+    main = {name: x for name, x in tensors.items() if not name.startswith(OF_DEPTHS)}
+    save_file(main, file)
+    remedy = r"give the weights that belong to it, or set its num_nextn_predict_layers to 0$"
+    with pytest.raises(ExchangeError, match=rf"lacks 'model.layers.3.*{remedy}"):
+        model_from_hugging_face(folder)
+    set_depths(folder, 0)
+    model_from_hugging_face(folder)

@@ -44,7 +44,7 @@ from lather.pipeline.prelude import run_prelude
 from lather.pipeline.schedule import Schedule, dualpipev, forwards, sequential
 from lather.pipeline.segments import MicroBatch, Segments
 from lather.pipeline.tape import Frees
-from lather.shapes import Bool, Int
+from lather.shapes import Bool, Float, Int
 
 
 class Engine:
@@ -112,7 +112,7 @@ class Engine:
         parts = batch.tokens_of_parts(self.micro_batch_size)
         shares = [tokens / max(1, num_tokens) for tokens in parts]
         micro_batches = self._micro_batches(batch, float(max(1, num_labels)), shares)
-        micro_batches = self._with_depths(batch, micro_batches)
+        micro_batches, shares_of_depths = self._with_depths(batch, micro_batches)
         reading = self.new_reading(num_labels, with_logits=with_logits)
         with counting_step(self.part.routers()), measuring(self.part, reading.logits_AH):
             try:
@@ -122,7 +122,8 @@ class Engine:
                 raise
         self._wait_for_gradients()
         self.parameters.collect_gradients()
-        self._collect(output, shares, reading)
+        shares_M = to_device(torch.tensor(shares, dtype=torch.float64), self.mesh.device)
+        self._collect(output, [shares_M, *shares_of_depths], reading)
         return reading
 
     def _wait_for_gradients(self) -> None:
@@ -146,7 +147,7 @@ class Engine:
         num_batches, device = self.schedule.num_micro_batches, self.mesh.device
         batch = replace(batch, padding_BS=None)
         micro_batches = self._micro_batches(batch, 1.0, [1.0] * num_batches)
-        first, second, *_ = self._with_depths(batch, micro_batches)
+        first, second, *_ = self._with_depths(batch, micro_batches)[0]
         padding_BS = torch.zeros(second.tokens_BS.shape, dtype=torch.bool)
         padding_BS[-1, -1] = True
         micro_batches = [first, replace(second, layout=second.layout.with_padding(padding_BS))]
@@ -253,31 +254,39 @@ class Engine:
             for x_BS, y_BS, layout, share in zip(*on_device, layouts, shares, strict=True)
         ]
 
-    def _with_depths(self, batch: Batch, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
-        """Add what the depths of multi-token prediction see. The numbers of their labels and
-        tokens, on all ranks, stay on the device."""
-        num_depths, device = self.part.num_depths, self.mesh.device
+    def _with_depths(
+        self, batch: Batch, micro_batches: list[MicroBatch]
+    ) -> tuple[list[MicroBatch], list[Tensor]]:
+        """Add what the depths of multi-token prediction see; return also each depth's weights of
+        the micro-batches in the auxiliary losses. The numbers of labels and tokens, on all ranks,
+        stay on the device."""
+        num_depths, device = len(self.part.mtp_layers), self.mesh.device
         if not num_depths:
-            return micro_batches
+            return micro_batches, []
         batches = [batch.ahead(depth + 1) for depth in range(num_depths)]
         counts = torch.tensor([(each.num_labels, each.num_tokens) for each in batches])
         counts_N2 = to_device(counts, device)
         if self.mesh.data_size > 1:
             dist.all_reduce(counts_N2, group=self.mesh.data_group)
         layouts = [each.layout for each in micro_batches]
-        depths = []
+        depths, shares_DM = [], []
         for each, (num_labels, num_tokens) in zip(batches, counts_N2.clamp(min=1), strict=True):
             parts = torch.tensor(each.tokens_of_parts(self.micro_batch_size), dtype=torch.float64)
-            shares = (to_device(parts, device) / num_tokens).unbind()
+            shares_DM.append(to_device(parts, device) / num_tokens)
+            shares = shares_DM[-1].unbind()
             depths.append(self._micro_batches(each, num_labels, shares, layouts))
         weight = self._mtp_loss_weight / num_depths
         return [
             replace(each, depths=tuple(replace(depth, loss_weight=weight) for depth in of_each))
             for each, *of_each in zip(micro_batches, *depths, strict=True)
-        ]
+        ], shares_DM
 
-    def _collect(self, output: StepOutput, shares: Sequence[float], reading: StepReading) -> None:
-        """Write this rank's losses and loads into a reading."""
+    def _collect(
+        self, output: StepOutput, shares: Sequence[Float[Tensor, " m"]], reading: StepReading
+    ) -> None:
+        """Write this rank's losses and loads into a reading. `shares`: the weights of the
+        micro-batches in the balance loss, of the main model and then of each depth of multi-token
+        prediction."""
         if output.losses:
             reading.losses[1:] = torch.stack(output.losses).double().sum(0)
         layers = self.part.local_moe_layers()
@@ -285,13 +294,14 @@ class Engine:
             return
         of_micro_batches = [
             [summary for stage in self.part.stages for summary in output.routings[stage.index, m]]
-            for m in range(len(shares))
+            for m in range(len(shares[0]))
         ]
         summaries_LM = list(zip(*of_micro_batches, strict=True))
         balance_LM = torch.stack([summary.balance_loss for row in summaries_LM for summary in row])
         balance_LM = balance_LM.double().view(len(layers), -1)
-        shares_M = to_device(torch.tensor(shares, dtype=torch.float64), self.mesh.device)
-        reading.losses[0] = (balance_LM * shares_M).sum() / len(self.part.moe_layers)
+        of_mtp = dict(zip(self.part.mtp_layers, shares[1:], strict=True))
+        shares_LM = torch.stack([of_mtp.get(layer, shares[0]) for layer in layers])
+        reading.losses[0] = (balance_LM * shares_LM).sum() / len(self.part.moe_layers)
         for layer, row in zip(layers, summaries_LM, strict=True):
             counts_E = torch.stack([summary.count_E for summary in row]).sum(0)
             reading.counts_LE[self.part.moe_layers.index(layer)] = counts_E

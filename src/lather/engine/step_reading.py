@@ -72,7 +72,7 @@ class StepReading:
         """Begin with losses, loads and a norm of zero. `num_labels`: of all ranks."""
         self._parameters, self._mesh, self._num_labels = parameters, mesh, num_labels
         shape = len(part.moe_layers), part.num_experts
-        num_losses = 2 + part.num_depths
+        num_losses = 2 + len(part.mtp_layers)
         self._passes = torch.zeros(
             num_losses + math.prod(shape), dtype=torch.float64, device=mesh.device
         )

@@ -129,7 +129,7 @@ def _omitted_inputs(dry: DryRank) -> list[torch.Tensor]:
     """Return what a step would hold from its start for the micro-batches that the dry run omits:
     inputs and labels, where documents are separated also positions and documents, and where there
     is padding its mask; for each depth of multi-token prediction inputs, labels and a mask."""
-    num_depths = dry.engine.part.num_depths
+    num_depths = len(dry.engine.part.mtp_layers)
     numbers = 2 * num_depths + (2 if dry.batch.begins_BS is None else 4)
     masks = num_depths + (dry.batch.padding_BS is not None)
     sizes = {torch.long: numbers, torch.bool: masks}

@@ -291,12 +291,14 @@ class Decoder(RoutedModel):
         output = DecoderOutput(None, head(x_BSD, labels=labels_BS), routings)
         depths = [block for block in self.layers if self.training and block.mtp is not None]
         for depth, block in enumerate(depths, start=1):
+            mtp = block.mtp
+            assert isinstance(mtp, MultiTokenPrediction)
             later_BS, later_labels_BS, missing_BS = look_ahead(
                 tokens_BS, labels_BS, depth, layout.documents, padding_BS
             )
-            x_BSD = block.mtp(self.embed_tokens(later_BS), x_BSD)
+            x_BSD = mtp(self.embed_tokens(later_BS), x_BSD)
             x_BSD, routing = block(x_BSD, layout.with_padding(missing_BS), exchange)
-            x_BSD = block.mtp.norm(x_BSD)
+            x_BSD = mtp.norm(x_BSD)
             output.mtp_losses.append(head(x_BSD, labels=later_labels_BS))
             if routing is not None:
                 routings.append(routing)

@@ -104,7 +104,7 @@ class FamilyConfig:
         1, and that floats are finite and above 0; the fields in `may_be_zero` may be 0."""
         for each in fields(self):
             name, value = each.name, getattr(self, each.name)
-            least = int(name not in may_be_zero)
+            least = int(name not in may_be_zero and name != "num_nextn_predict_layers")
             if name == "model_type":
                 is_family = value == each.default or ":" in value
                 self._require(name, is_family, f"{each.default!r}, or module:FAMILY of your own")

@@ -81,11 +81,12 @@ class ModelPart(RoutedModel):
     def __init__(self, whole: Decoder, share: PartLayers) -> None:
         """Take over the modules of `whole`, without copying them."""
         super().__init__()
-        mtp_layers = [layer for layer, block in enumerate(whole.layers) if block.mtp is not None]
+        self.mtp_layers = tuple(
+            layer for layer, block in enumerate(whole.layers) if block.mtp is not None
+        )
+        """Layers of multi-token prediction of the whole model, by depth."""
         *outer, last = share.layers_of_stage
-        self.share = share = replace(share, layers_of_stage=(*outer, (*last, *mtp_layers)))
-        self.num_depths = len(mtp_layers)
-        """Depths of multi-token prediction of the whole model."""
+        self.share = share = replace(share, layers_of_stage=(*outer, (*last, *self.mtp_layers)))
         self.hidden_size = whole.embed_tokens.embedding_dim
         self.moe_layers = tuple(
             layer for layer, block in enumerate(whole.layers) if isinstance(block.mlp, MoE)

@@ -32,7 +32,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.profiler import record_function
 
 from lather.kernels.linear_cross_entropy import linear_cross_entropy

@@ -63,14 +63,15 @@ def notes_on_weights(path: Path, config: Config) -> list[str]:
 
 def check_same_model(init_from: str, theirs: ModelConfig, ours: ModelConfig) -> None:
     """Raise ConfigError, naming the first field that differs, unless both models compute the same
-    from the same weights."""
+    from the same weights; ours may have fewer blocks of multi-token prediction."""
     of_training = {"initializer_range", "max_position_embeddings", *ours.balance_fields}
     names = [field.name for field in fields(ours) if field.name not in of_training]
     if type(theirs) is not type(ours):
         names = ["model_type"]
     for name in names:
         old, new = getattr(theirs, name), getattr(ours, name)
-        if old != new:
+        fewer = name == "num_nextn_predict_layers" and new < old
+        if old != new and not fewer:
             raise ConfigError(
                 f"init_from = {init_from!r} is another model: "
                 f"model.{name} is {as_toml(old)} there and {as_toml(new)} here: "
@@ -98,10 +99,11 @@ def load_weights(path: Path, state: TrainingState, config: Config) -> None:
         with errors_on_all_ranks(state.mesh.control_group):
             _copy_weights(open_hugging_face(path, **config.reading)[0], state)
         return
-    lora = load_run(path.parent.parent).lora
-    if lora.rank or any(is_adapters(name) for name in state.names()):
+    theirs = load_run(path.parent.parent)
+    differ = theirs.lora.rank or theirs.model.num_nextn_predict_layers
+    if differ or any(is_adapters(name) for name in state.names()):
         with errors_on_all_ranks(state.mesh.control_group):
-            _copy_weights(MergedTensors(open_checkpoint(path).weights(), lora.scale), state)
+            _copy_weights(MergedTensors(open_checkpoint(path).weights(), theirs.lora.scale), state)
     else:
         load_parameters(path, state)
 

@@ -43,6 +43,7 @@ TINY = replace(
         "topk_method": "it has one value",
         "seq_aux": "transformers ignores it (test_family_configs.py)",
         "aux_loss_alpha": "a coefficient in training",
+        "num_nextn_predict_layers": "transformers leaves these blocks out (test_mtp.py)",
     },
     refused={"scoring_func": "softmax", "topk_method": "greedy", "moe_layer_freq": 2},
 )

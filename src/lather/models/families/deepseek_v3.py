@@ -31,6 +31,9 @@ class DeepseekV3Config(DeepseekV2Config):
     norm_topk_prob: bool = True
     """Normalize the weights of a token's experts to a sum of 1, before they are multiplied by
     `routed_scaling_factor`."""
+    num_nextn_predict_layers: int = 0
+    """Number of further blocks, which predict the tokens after the next one (multi-token
+    prediction); 0: none. The published model has 1."""
     rope_interleave: bool = True
     """Rotate pairs of neighboring coordinates, as published weights need it; false: pairs across
     the halves."""
@@ -68,6 +71,7 @@ FAMILY = Family(
         "topk_group": 4,
         "norm_topk_prob": True,
         "routed_scaling_factor": 2.5,
+        "num_nextn_predict_layers": 0,
         "rope_interleave": True,
         "aux_loss_alpha": 0.0001,
         "seq_aux": True,
@@ -77,6 +81,6 @@ FAMILY = Family(
     written={**deepseek_v2.FAMILY.written, "scoring_func": "sigmoid"},
     agreeing={"num_shared_experts": lambda config: config.n_shared_experts},
     aliases=deepseek_v2.FAMILY.aliases,
-    ignored=frozenset({"num_nextn_predict_layers", "num_mtp_layers"}),
+    ignored=frozenset({"num_mtp_layers"}),
 )
 KIMI_K2 = replace(FAMILY, config=KimiK2Config)

@@ -36,6 +36,12 @@ EXPERTS = re.compile(r".*\.experts\.(gate_up_proj|down_proj)")
 HARMLESS = re.compile(r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)")
 """Tensors that folders may hold in addition to the weights, and that are computed from the
 configuration."""
+HEAD = "lm_head.weight"
+MTP_NAMES = {".mtp.norm.": ".shared_head.norm.", ".mtp.": "."}
+"""Parts of the names of multi-token prediction, and the published text in their place."""
+MTP_COPIES = {"embed_tokens.weight": "embed_tokens.weight", "shared_head.head.weight": HEAD}
+"""The copies of embedding and head that each published block of multi-token prediction has, by
+their names in the block; they are written, and not read."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +94,7 @@ def published_formats(family: Family, name: str, shape: Shape) -> list[list[Mapp
     of memory; the first is written. The last has Lather's own names, which are mostly those that
     transformers has in memory, and that it writes with `save_original_format=False`."""
     plain = published = name if name.startswith("lm_head.") else f"{family.prefix}{name}"
-    for ours, theirs in family.renamed.items():
+    for ours, theirs in {**family.renamed, **MTP_NAMES}.items():
         published = published.replace(ours, theirs)
     dim = next((dim for end, dim in family.unsqueezed.items() if name.endswith(end)), None)
     whole = MappedTensor(published, name, shape, unsqueezed_dim=dim)

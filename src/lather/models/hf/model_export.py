@@ -20,7 +20,7 @@ from lather.files import StrPath, complete_folder, write_json
 from lather.models.entry_names import entry_shapes, split_entry
 from lather.models.families import ModelConfig, family_of
 from lather.models.hf.config_json import config_to_hugging_face
-from lather.models.hf.key_map import MappedTensor, Shape, published_formats
+from lather.models.hf.key_map import MTP_COPIES, MappedTensor, Shape, published_formats
 from lather.models.hf.model_folder import (
     CONFIG_FILE,
     TOKENIZER_FILE,
@@ -135,16 +135,31 @@ def _to_write(
     """Return the tensors of a folder, which are read from `weights` when they are written."""
     stored, shapes = weights.tensors, weight_shapes(config)
     _check_source({name: tensor.shape for name, tensor in stored.items()}, entry_shapes(shapes))
+    parts = [
+        part
+        for parameter, shape in shapes.items()
+        for part in published_formats(family_of(config), parameter, shape)[0]
+    ]
     to_write = []
-    for parameter, shape in shapes.items():
-        for part in published_formats(family_of(config), parameter, shape)[0]:
-            ((name, published_shape),) = part.published_shapes().items()
-            stored_dtype = DTYPES[stored[part.entries[0]].dtype]
-            is_bias = parameter.endswith(CORRECTION_BIAS)  # bf16 could change the choice of experts
-            written_dtype = stored_dtype if dtype is None or is_bias else dtype
-            pieces = _pieces(part, weights)
-            to_write.append(TensorToWrite(name, written_dtype, published_shape, pieces))
+    for part in [*parts, *_copies(config, shapes)]:
+        ((name, published_shape),) = part.published_shapes().items()
+        stored_dtype = DTYPES[stored[part.entries[0]].dtype]
+        # bf16 could change the choice of experts
+        is_bias = part.parameter.endswith(CORRECTION_BIAS)
+        written_dtype = stored_dtype if dtype is None or is_bias else dtype
+        pieces = _pieces(part, weights)
+        to_write.append(TensorToWrite(name, written_dtype, published_shape, pieces))
     return to_write
+
+
+def _copies(config: ModelConfig, shapes: Mapping[str, Shape]) -> Iterator[MappedTensor]:
+    """Yield the copies of embedding and head in the blocks of multi-token prediction."""
+    embedding, layers = "embed_tokens.weight", config.num_hidden_layers
+    for layer in range(layers, layers + config.num_nextn_predict_layers):
+        for name, original in MTP_COPIES.items():
+            source = original if original in shapes else embedding
+            published = f"{family_of(config).prefix}layers.{layer}.{name}"
+            yield MappedTensor(published, source, shapes[embedding])
 
 
 def _pieces(part: MappedTensor, weights: TensorSource) -> Iterator[Tensor]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
@@ -30,14 +30,21 @@ from lather.models.entry_names import entry_shapes, split_entry
 from lather.models.families import ModelConfig, build_model, family_of
 from lather.models.hf.config_json import config_from_hugging_face, unread_fields
 from lather.models.hf.fp8 import FACTORS, dequantize_fp8, factor_shape
-from lather.models.hf.key_map import HARMLESS, MappedTensor, Shape, published_formats
+from lather.models.hf.key_map import (
+    HARMLESS,
+    HEAD,
+    MTP_COPIES,
+    MappedTensor,
+    Shape,
+    published_formats,
+)
 from lather.models.hf.mxfp4 import BLOCK, dequantize_mxfp4
 from lather.models.hf.safetensors_folder import open_published
 from lather.safetensors_file import ANOTHER_COPY, DTYPES, Index, SafetensorsFiles, TensorHeader
 
 CONFIG_FILE = "config.json"
 TOKENIZER_FILE = "tokenizer.json"
-HEAD = "lm_head.weight"
+LAYER = re.compile(r".*layers\.\d+\.")
 FP8_DTYPE = "F8_E4M3"
 COMPARED_ELEMENTS = 2**20
 """Number of elements of two tensors that are compared at a time."""
@@ -177,6 +184,7 @@ def _match(folder: Path, config: ModelConfig) -> PublishedWeights:
         raise ExchangeError(
             f"{folder}: lacks {first_name(missing)}, which {CONFIG_FILE} asks for: give the "
             "weights that belong to it"
+            + (", or set its num_nextn_predict_layers to 0" if "eh_proj" in str(missing) else "")
         )
     is_tied = HEAD not in shapes
     surplus = [
@@ -185,6 +193,7 @@ def _match(folder: Path, config: ModelConfig) -> PublishedWeights:
         if key not in wanted
         and not re.fullmatch(family.left_out, key)
         and not _is_harmless(key, stored, is_tied=is_tied)
+        and not _is_unread_mtp(key, stored, wanted)
     ]
     if surplus:
         raise ExchangeError(
@@ -210,6 +219,15 @@ def _format_in(stored: SafetensorsFiles, formats: list[list[MappedTensor]]) -> l
 def _is_harmless(key: str, stored: SafetensorsFiles, *, is_tied: bool) -> bool:
     is_empty = 0 in stored.tensors[key].shape  # shared experts of a model that has none
     return is_empty or HARMLESS.fullmatch(key) is not None or (is_tied and key == HEAD)
+
+
+def _is_unread_mtp(key: str, stored: SafetensorsFiles, wanted: Container[str]) -> bool:
+    """Tell whether a surplus tensor is one of multi-token prediction: of a block that `config.json`
+    leaves out, or a copy of embedding or head."""
+    block = match[0] if (match := LAYER.match(key)) else ""
+    projection = f"{block}eh_proj.weight"
+    is_copy = key.removeprefix(block) in MTP_COPIES
+    return projection in stored.tensors and (is_copy or projection not in wanted)
 
 
 def _check_tensor(key: str, stored: SafetensorsFiles, shape: Shape, *, is_packed: bool) -> None:
