@@ -20,6 +20,10 @@ from lather.models.mtp import look_ahead
 from models.mtp_paper import Span, paper_losses
 from models.tiny import SIZES, error, gradients, tiny_family_config, tiny_family_model
 
+CONFIGS = {
+    family: tiny_family_config(family, num_nextn_predict_layers=2)
+    for family in ("deepseek_v3", "glm4_moe")
+}
 ENDS = [[1, 4, 5, 9], [2, 8]]
 """Ends of the documents of two sequences of 9 positions; the second has padding behind."""
 DOCUMENTS = [
@@ -29,8 +33,13 @@ DOCUMENTS = [
 ]
 
 
-def mtp_model(**changes: int) -> Decoder:
-    return tiny_family_model("deepseek_v3", **{"num_nextn_predict_layers": 2, **changes}).double()
+@pytest.fixture(params=CONFIGS)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def mtp_model(family: str = "deepseek_v3", depths: int = 2) -> Decoder:
+    return tiny_family_model(family, num_nextn_predict_layers=depths).double()
 
 
 def batch() -> tuple[Tensor, Tensor]:
@@ -43,8 +52,8 @@ def batch() -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("memory", ["saved", "recompute", "reference"])
 @pytest.mark.parametrize("is_packed", [False, True])
-def test_losses_and_gradients_are_the_papers(memory: str, is_packed: bool) -> None:
-    model, plain = mtp_model(), mtp_model()
+def test_losses_and_gradients_are_the_papers(family: str, memory: str, is_packed: bool) -> None:
+    model, plain = mtp_model(family), mtp_model(family)
     plain.set_memory("reference")
     model.set_memory(memory)
     tokens_BS, labels_BS = batch()
@@ -77,7 +86,7 @@ def test_losses_and_gradients_are_the_papers(memory: str, is_packed: bool) -> No
 
 def test_evaluation_and_logits_are_those_of_the_main_model() -> None:
     model = mtp_model()
-    main = mtp_model(num_nextn_predict_layers=0)
+    main = mtp_model(depths=0)
     main.load_state_dict(model.state_dict(), strict=False)
     tokens_BS, labels_BS = batch()
     assert torch.equal(model(tokens_BS).logits_BSV, main(tokens_BS).logits_BSV)
@@ -101,16 +110,15 @@ def test_a_depth_sees_nothing_behind_its_document() -> None:
 
 # --- published folders ----------------------------------------------------------------------------
 
-CONFIG = tiny_family_config("deepseek_v3", num_nextn_predict_layers=2)
 OF_A_DEPTH = ("enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight")
 OF_DEPTHS = ("model.layers.3.", "model.layers.4.")
 COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(family: str, tmp_path: Path) -> Path:
     """A folder of a model of three blocks and two depths."""
-    save_hugging_face(mtp_model().float(), CONFIG, tmp_path / "published")
+    save_hugging_face(mtp_model(family).float(), CONFIGS[family], tmp_path / "published")
     return tmp_path / "published"
 
 
@@ -124,7 +132,9 @@ def set_depths(folder: Path, number: int) -> None:
     file.write_text(json.dumps({**fields, "num_nextn_predict_layers": number}), "utf-8")
 
 
-def test_a_folder_has_the_published_names_and_comes_back_to_the_bit(folder: Path) -> None:
+def test_a_folder_has_the_published_names_and_comes_back_to_the_bit(
+    family: str, folder: Path
+) -> None:
     tensors = stored(folder)
     block = {name.removeprefix("model.layers.2.") for name in tensors if ".layers.2." in name}
     for layer in (3, 4):
@@ -136,13 +146,13 @@ def test_a_folder_has_the_published_names_and_comes_back_to_the_bit(folder: Path
             assert torch.equal(tensors[start + copy], tensors[original])
     assert not any(".layers.5." in name for name in tensors)
     again, config = model_from_hugging_face(folder)
-    assert config == CONFIG
-    expected = mtp_model().float().state_dict()
+    assert config == CONFIGS[family]
+    expected = mtp_model(family).float().state_dict()
     assert again.state_dict().keys() == expected.keys()
     assert all(torch.equal(weight, expected[name]) for name, weight in again.state_dict().items())
 
 
-def test_transformers_leaves_the_blocks_out(folder: Path) -> None:
+def test_transformers_leaves_the_blocks_out(family: str, folder: Path) -> None:
     transformers = pytest.importorskip("transformers")
     transformers.logging.set_verbosity_error()
     theirs, info = transformers.AutoModelForCausalLM.from_pretrained(
@@ -152,16 +162,19 @@ def test_transformers_leaves_the_blocks_out(folder: Path) -> None:
     assert not info["missing_keys"]
     tokens_BS, _ = batch()
     with torch.no_grad():
-        assert error(mtp_model().float()(tokens_BS).logits_BSV, theirs(tokens_BS).logits) < 1e-5
+        logits_BSV = mtp_model(family).float()(tokens_BS).logits_BSV
+        assert error(logits_BSV, theirs(tokens_BS).logits) < 1e-5
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_blocks_that_the_configuration_leaves_out_are_not_read(folder: Path, number: int) -> None:
+def test_blocks_that_the_configuration_leaves_out_are_not_read(
+    family: str, folder: Path, number: int
+) -> None:
     set_depths(folder, number)
     model, config = model_from_hugging_face(folder)
-    assert config == replace(CONFIG, num_nextn_predict_layers=number)
+    assert config == replace(CONFIGS[family], num_nextn_predict_layers=number)
     tokens_BS, _ = batch()
-    expected = mtp_model().float()(tokens_BS).logits_BSV
+    expected = mtp_model(family).float()(tokens_BS).logits_BSV
     assert torch.equal(model(tokens_BS).logits_BSV, expected)
     assert len(model.layers) == 3 + number
 

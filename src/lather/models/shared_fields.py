@@ -1,6 +1,6 @@
 """Fields that the configurations of several families share, with the names and meanings of the
-published `config.json`: routed experts, transformers' balance loss, the experts of Qwen and of
-DeepSeek, grouped queries."""
+published `config.json`: routed experts, multi-token prediction, transformers' balance loss, the
+experts of Qwen and of DeepSeek, grouped queries."""
 
 from __future__ import annotations
 
@@ -23,6 +23,15 @@ class RoutedFields(FamilyConfig):
 
     num_experts_per_tok: int = 2
     """Number of routed experts per token (top-k)."""
+
+
+@dataclass(frozen=True)
+class MultiTokenFields(FamilyConfig):
+    """The field of models that may predict the tokens after the next one."""
+
+    num_nextn_predict_layers: int = 0
+    """Number of further blocks, which predict the tokens after the next one (multi-token
+    prediction); 0: none. Published models have 1."""
 
 
 @dataclass(frozen=True)

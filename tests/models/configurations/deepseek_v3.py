@@ -7,6 +7,7 @@ from dataclasses import replace
 from models.configurations import deepseek_v2
 from models.tiny_family import COMMON_VALUES, YARN
 
+OF_DEPTHS = {"num_nextn_predict_layers": "transformers leaves these blocks out (test_mtp.py)"}
 ONE_GROUP = {"n_routed_experts": 5, "n_group": 1, "topk_group": 1}
 GROUPS = {"n_routed_experts": 12, "n_group": 3}
 TINY = replace(
@@ -43,7 +44,8 @@ TINY = replace(
         "topk_method": "it has one value",
         "seq_aux": "transformers ignores it (test_family_configs.py)",
         "aux_loss_alpha": "a coefficient in training",
-        "num_nextn_predict_layers": "transformers leaves these blocks out (test_mtp.py)",
+        **OF_DEPTHS,
     },
+    may_be_zero=deepseek_v2.TINY.may_be_zero | {*OF_DEPTHS},
     refused={"scoring_func": "softmax", "topk_method": "greedy", "moe_layer_freq": 2},
 )

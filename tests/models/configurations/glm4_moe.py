@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from models.configurations.deepseek_v3 import GROUPS, ONE_GROUP
+from models.configurations.deepseek_v3 import GROUPS, OF_DEPTHS, ONE_GROUP
 from models.tiny_family import ATTENTION_SIZES, COMMON_SIZES, COMMON_VALUES, YARN, TinyFamily
 
 TINY = TinyFamily(
@@ -40,7 +40,8 @@ TINY = TinyFamily(
             {"num_key_value_heads": 3, "head_dim": 6, "partial_rotary_factor": 1.0},
         ],
     ],
-    may_be_zero=frozenset({"first_k_dense_replace", "n_shared_experts"}),
+    untouched=OF_DEPTHS,
+    may_be_zero=frozenset({"first_k_dense_replace", "n_shared_experts", *OF_DEPTHS}),
     experts="n_routed_experts",
     wide={
         "num_key_value_heads": 2,

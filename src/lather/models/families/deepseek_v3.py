@@ -16,11 +16,11 @@ from lather.models.families.deepseek_v2 import DeepseekV2Config, latent_block
 from lather.models.family import Family
 from lather.models.rotary import Rotary
 from lather.models.routing import Router
-from lather.models.shared_fields import DeepseekExpertsFields
+from lather.models.shared_fields import DeepseekExpertsFields, MultiTokenFields
 
 
 @dataclass(frozen=True)
-class DeepseekV3Config(DeepseekV2Config):
+class DeepseekV3Config(MultiTokenFields, DeepseekV2Config):
     """Sizes and options of a DeepSeek-V3 model."""
 
     model_type: str = "deepseek_v3"
@@ -31,9 +31,6 @@ class DeepseekV3Config(DeepseekV2Config):
     norm_topk_prob: bool = True
     """Normalize the weights of a token's experts to a sum of 1, before they are multiplied by
     `routed_scaling_factor`."""
-    num_nextn_predict_layers: int = 0
-    """Number of further blocks, which predict the tokens after the next one (multi-token
-    prediction); 0: none. The published model has 1."""
     rope_interleave: bool = True
     """Rotate pairs of neighboring coordinates, as published weights need it; false: pairs across
     the halves."""

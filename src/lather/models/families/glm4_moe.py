@@ -11,11 +11,16 @@ from dataclasses import dataclass
 from lather.models.attention import GroupedQueryAttention, QueryKeyNorm
 from lather.models.decoder import Block
 from lather.models.family import Family
-from lather.models.shared_fields import DeepseekExpertsFields, PartialRotaryFields, head_dim_of
+from lather.models.shared_fields import (
+    DeepseekExpertsFields,
+    MultiTokenFields,
+    PartialRotaryFields,
+    head_dim_of,
+)
 
 
 @dataclass(frozen=True)
-class Glm4MoeConfig(PartialRotaryFields, DeepseekExpertsFields):
+class Glm4MoeConfig(MultiTokenFields, PartialRotaryFields, DeepseekExpertsFields):
     """Sizes and options of a GLM-4.5 model."""
 
     model_type: str = "glm4_moe"
@@ -55,9 +60,10 @@ FAMILY = Family(
         "topk_group": 1,
         "norm_topk_prob": True,
         "routed_scaling_factor": 1.0,
+        "num_nextn_predict_layers": 0,
         "rms_norm_eps": 1e-5,
     },
     agreeing={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
     aliases={"num_local_experts": "n_routed_experts", "num_experts": "n_routed_experts"},
-    ignored=frozenset({"num_nextn_predict_layers", "num_mtp_layers"}),
+    ignored=frozenset({"num_mtp_layers"}),
 )
