@@ -110,6 +110,27 @@ MUTATIONS = (
         "models/test_attention.py",
     ),
     Mutation(
+        "models: heads keep only the columns that are rotated",
+        "models/rotary.py",
+        "torch.cat((rotated, rest), dim=-1)",
+        "torch.cat((rotated, torch.zeros_like(rest)), dim=-1)",
+        "models/test_grouped_query.py",
+    ),
+    Mutation(
+        "models: the gradient of a gate without that of its sigmoid",
+        "models/attention.py",
+        "grad_x * x * (1 - opened)",
+        "grad_x * x",
+        "models/test_grouped_query.py",
+    ),
+    Mutation(
+        "models: fresh zero-centered norms double",
+        "models/layers.py",
+        'torch.full_like(p, 0.0 if self.zero_centered else 1.0, device="cpu")',
+        'torch.full_like(p, 1.0, device="cpu")',
+        "models/test_layers.py",
+    ),
+    Mutation(
         "models: weights of experts elsewhere get a gradient",
         "models/experts.py",
         "return picked.masked_fill(row_TK < 0, 0)",

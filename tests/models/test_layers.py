@@ -26,6 +26,18 @@ def test_rms_norm_is_its_formula_and_squares_in_fp32() -> None:
     assert normed.tolist() == [[1, -1, 1, 1]]
 
 
+def test_a_zero_centered_norm_begins_as_the_other_and_adds_1_in_fp32() -> None:
+    x, weight = random_normal(6, 5), random_normal(5, seed=1) * 2**-12
+    norm, other = RMSNorm(5, eps=0.3, zero_centered=True), RMSNorm(5, eps=0.3)
+    assert torch.equal(norm(x.float()), other(x.float()))
+    fresh = norm.fresh_parameter("weight", norm.weight, None)
+    assert torch.equal(fresh, norm.weight)
+    norm.weight.data, other.weight.data = weight.bfloat16(), 1 + weight.bfloat16().double()
+    y = norm(x.bfloat16())
+    assert y.dtype == torch.bfloat16
+    assert torch.equal(y, other(x.bfloat16().float()).bfloat16())
+
+
 @pytest.mark.parametrize(
     ("operands", "weight", "tolerance"),
     [
