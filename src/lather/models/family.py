@@ -179,6 +179,8 @@ class Family:
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Parts of the names of Lather's parameters and buffers, and the published text in their place;
     each is replaced in the result of those before it."""
+    in_memory: Mapping[str, str] = field(default_factory=dict)
+    """The same for the names that transformers has in memory, where they are not Lather's."""
     unsqueezed: Mapping[str, int] = field(default_factory=dict)
     """Ends of the names of Lather's parameters and buffers that are published with another dim of
     size 1, and the number of this dim."""

@@ -115,6 +115,7 @@ FAMILY = Family(
     aliases={"moe_k": "num_experts_per_tok", "num_experts": "moe_num_experts"},
     ignored=frozenset({"moe_capacity", "num_nextn_predict_layers"}),
     left_out=r"model\.mtp_.*",
-    renamed={f".mlp.gate.{CORRECTION_BIAS}": f".mlp.moe_statics.{CORRECTION_BIAS}"},
+    renamed={f".gate.{CORRECTION_BIAS}": f".moe_statics.{CORRECTION_BIAS}"},
+    in_memory={f".gate.{CORRECTION_BIAS}": f".gate.moe_statics.{CORRECTION_BIAS}"},
     unsqueezed={CORRECTION_BIAS: 0},
 )

@@ -14,7 +14,7 @@ from lather.models.decoder import Block
 from lather.models.experts import Experts
 from lather.models.family import Family
 from lather.models.moe import MoE
-from lather.models.routing import Choice, Router
+from lather.models.routing import CORRECTION_BIAS, Choice, Router
 from lather.models.shared_fields import PartialRotaryFields, RouterLossFields
 
 
@@ -92,9 +92,7 @@ FAMILY = Family(
             "use_mtp",
         }
     ),
-    renamed={
-        ".mlp.gate.e_score_correction_bias": ".mlp.e_score_correction_bias",
-        ".mlp.": ".block_sparse_moe.",
-    },
+    renamed={f".gate.{CORRECTION_BIAS}": f".{CORRECTION_BIAS}", ".mlp.": ".block_sparse_moe."},
+    in_memory={f".gate.{CORRECTION_BIAS}": f".{CORRECTION_BIAS}"},
     expert_names=("w1", "w3", "w2"),
 )

@@ -21,7 +21,7 @@ Letters: D hidden size, E experts, F expert intermediate size.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -91,20 +91,26 @@ class MappedTensor:
 
 def published_formats(family: Family, name: str, shape: Shape) -> list[list[MappedTensor]]:
     """Return the formats in which a family publishes a weight, each a list of entries in the order
-    of memory; the first is written. The last has Lather's own names, which are mostly those that
-    transformers has in memory, and that it writes with `save_original_format=False`."""
-    plain = published = name if name.startswith("lm_head.") else f"{family.prefix}{name}"
-    for ours, theirs in {**family.renamed, **MTP_NAMES}.items():
-        published = published.replace(ours, theirs)
+    of memory; the first is written. The last has the names that transformers has in memory, which
+    it writes with `save_original_format=False`."""
+    plain = name if name.startswith("lm_head.") else f"{family.prefix}{name}"
+    published = _replaced(plain, {**family.renamed, **MTP_NAMES})
+    plain = _replaced(plain, family.in_memory)
     dim = next((dim for end, dim in family.unsqueezed.items() if name.endswith(end)), None)
     whole = MappedTensor(published, name, shape, unsqueezed_dim=dim)
-    in_memory = [] if plain == published else [[MappedTensor(plain, name, shape)]]
+    in_memory = [] if plain == published else [[replace(whole, published=plain)]]
     if EXPERTS.fullmatch(name) is None:
         return [[whole], *in_memory]
     if family.transposes_experts:
         return [[replace(whole, is_transposed=True)], [replace(whole, is_packed=True)]]
     formats = [_separate_experts(whole, *family.expert_names), [whole]]
     return [*(formats[::-1] if family.stacks_experts else formats), *in_memory]
+
+
+def _replaced(name: str, parts: Mapping[str, str]) -> str:
+    for ours, theirs in parts.items():
+        name = name.replace(ours, theirs)
+    return name
 
 
 def _separate_experts(stack: MappedTensor, gate: str, up: str, down: str) -> list[MappedTensor]:
