@@ -214,6 +214,41 @@ MUTATIONS = (
         "[]",
         "train/test_optim_config.py",
     ),
+    Mutation(
+        "qk-clip: every rank scales by the factors of the first rows",
+        "engine/qk_clip.py",
+        "factor_X[first : first + entry.info.length]",
+        "factor_X[: entry.info.length]",
+        "distributed/test_qk_clip.py",
+    ),
+    Mutation(
+        "qk-clip: the least of the ranks' logits",
+        "engine/step_reading.py",
+        "dist.all_reduce(logits, dist.ReduceOp.MAX)",
+        "dist.all_reduce(logits, dist.ReduceOp.MIN)",
+        "distributed/test_qk_clip.py",
+    ),
+    Mutation(
+        "qk-clip: the rotary query shares its factor with a key that gets none",
+        "models/attention.py",
+        "gamma_H1.expand(-1, self.rotary.size)",
+        "gamma_H1.sqrt().expand(-1, self.rotary.size)",
+        "models/test_attention_logits.py",
+    ),
+    Mutation(
+        "qk-clip: a key is scaled for the worst of its heads",
+        "models/attention.py",
+        "gamma_GR.amax(1, keepdim=True)",
+        "gamma_GR.amin(1, keepdim=True)",
+        "models/test_attention_logits.py",
+    ),
+    Mutation(
+        "attention logits: padding counts",
+        "models/token_positions.py",
+        "first_BS.masked_fill(mask_BS, self.length)",
+        "first_BS.masked_fill(mask_BS, 0)",
+        "models/test_attention_logits.py",
+    ),
 )
 
 
