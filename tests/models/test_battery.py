@@ -61,8 +61,11 @@ EXACT = 1e-11
 """The largest error between two ways to compute the same in fp64."""
 FLAT = 1e-5
 """The largest element of a gradient that is zero but for rounding."""
-OF_A_FOLDER = ("_name_or_path", "architectures", "dtype", "transformers_version")
-"""Fields that transformers sets when it reads a folder."""
+OF_A_FOLDER = (
+    *("_name_or_path", "architectures", "dtype", "transformers_version"),
+    *("bos_token_id", "eos_token_id", "pad_token_id"),
+)
+"""Fields that transformers sets when it reads a folder, and those of a tokenizer."""
 PROMPT = [3, 1, 4, 1, 5]
 
 pytestmark = pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
