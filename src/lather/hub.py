@@ -86,15 +86,11 @@ class Repository:
 
     def missing_bytes(self, names: Sequence[str]) -> int:
         """Return the bytes of those files that have to be downloaded."""
-        commit, kind = self.address.revision, self.address.kind
-        cached = (
-            _library().try_to_load_from_cache(
-                self.address.name, name, revision=commit, repo_type=kind
-            )
-            for name in names
+        where = {"revision": self.address.revision, "repo_type": self.address.kind}
+        find, name_of = _library().try_to_load_from_cache, self.address.name
+        return sum(
+            self.sizes[name] for name in names if not isinstance(find(name_of, name, **where), str)
         )
-        pairs = zip(names, cached, strict=True)
-        return sum(self.sizes[name] for name, path in pairs if not isinstance(path, str))
 
     def fetch(self, taken: Sequence[str], left_out: Sequence[str] = ()) -> Path:
         """Download the matching files that are not in the cache; return the folder in which they
