@@ -213,16 +213,16 @@ def _check_quantization(name: str, quantization: Any, family: Family) -> None:
     """Raise ConfigError unless the weights are in a packed form that can be read."""
     is_named = isinstance(quantization, Mapping) and "quant_method" in quantization
     method = quantization["quant_method"] if is_named else quantization
-    key, value, supported = "quant_method", method, family.quantization
+    field, value = f"{name}{'.quant_method' * is_named}", method
+    supported = f"{_shown(family.quantization)} or left out"
     if is_named and method == FP8 == family.quantization:
-        key, value, supported = BLOCK_SIZE, quantization.get(BLOCK_SIZE), [SIDE, SIDE]
-    if value is not None and value == supported:
-        return
-    raise ConfigError(
-        f"{name}{f'.{key}' * is_named} = {_shown(value)} is not supported for "
-        f"{family.model_type}: it must be {_shown(supported)} or left out; give a copy of the "
-        "model whose weights are in bf16, fp16 or fp32"
-    )
+        field, value = f"{name}.{BLOCK_SIZE}", quantization.get(BLOCK_SIZE)
+        supported = _shown([SIDE, SIDE])
+    if value not in ([SIDE, SIDE], family.quantization):
+        raise ConfigError(
+            f"{field} = {_shown(value)} is not supported for {family.model_type}: it must be "
+            f"{supported}; give a copy of the model whose weights are in bf16, fp16 or fp32"
+        )
 
 
 def _check_value(name: str, value: Any, supported: tuple[Any, ...], family: Family) -> None:
@@ -276,9 +276,9 @@ def _with_partial_factor(mapping: Mapping[str, Any], family: Family) -> Mapping[
     factors = {PARTIAL: mapping.get(PARTIAL)}
     factors |= {f"{name}.{PARTIAL}": rope.get(PARTIAL) for name, rope in ropes.items()}
     factor = _common({name: value for name, value in factors.items() if value is not None})
-    sizes = [mapping.get(name) for name in ("rotary_dim", "head_dim")]
-    if factor is None and all(type(size) is int and size > 0 for size in sizes):
-        factor = sizes[0] / sizes[1]
+    size, width = mapping.get("rotary_dim"), mapping.get("head_dim")
+    if factor is None and isinstance(size, int) and isinstance(width, int):
+        factor = size / max(width, 1)
     return {**mapping, **{key: {**rope, PARTIAL: None} for key, rope in ropes.items()}} | {
         PARTIAL: factor
     }

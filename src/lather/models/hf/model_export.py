@@ -45,6 +45,7 @@ OF_TOKENIZERS = (
     "special_tokens_map.json",
     "added_tokens.json",
     "tokenizer.model",
+    "tiktoken.model",
     "vocab.json",
     "merges.txt",
 )
