@@ -13,17 +13,20 @@ and on S_0, the state before it:
     S_C       = e^G_C S_0 + (e^(G_C - G) K)^T D
 
 (I + A)^-1 b V and (I + A)^-1 b e^G K are computed for all chunks at once; what remains is a loop
-over chunks with four products in each. Tokens of different documents have A = M = 0, and S_0
+over chunks with two products in each. Tokens of different documents have A = M = 0, and S_0
 reaches only the document of the token before the chunk.
 
-Letters: those of `reference`; N chunks, C tokens of a chunk.
+Letters: those of `reference`; N chunks, C tokens of a chunk, R = B H.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from lather.kernels.gated_delta_rule.reference import prepared
 
@@ -85,19 +88,67 @@ def _all_chunks(
     solved = torch.linalg.solve_triangular(a_BHNCC, right, upper=False, unitriangular=True)
     value_BHNCV, key_BHNCK = solved.split((v_BHNCV.shape[-1], k_BHNCK.shape[-1]), dim=-1)
     m_BHNCC = q_BHNCK @ k_BHNCK.mT * decays_BHNCC
-    across_BHN = from_start_BHNC[..., -1]
     q_BHNCK = from_start_BHNC.unsqueeze(-1) * q_BHNCK
     k_BHNCK = to_end_BHNC.unsqueeze(-1) * k_BHNCK
+    across_BHN11 = from_start_BHNC[..., -1, None, None]
 
-    state = state_BHKV
-    if state is None:
-        state = v_BHNCV.new_zeros(*k_BHNCK.shape[:2], k_BHNCK.shape[-1], v_BHNCV.shape[-1])
-    outputs = []
-    for n in range(k_BHNCK.shape[2]):
-        d_BHCV = value_BHNCV[:, :, n] - key_BHNCK[:, :, n] @ state
-        outputs.append(q_BHNCK[:, :, n] @ state + m_BHNCC[:, :, n] @ d_BHCV)
-        state = across_BHN[:, :, n, None, None] * state + k_BHNCK[:, :, n].mT @ d_BHCV
-    return torch.stack(outputs, dim=2), state
+    batch, heads, _, _, width = k_BHNCK.shape
+    if state_BHKV is None:
+        state_BHKV = v_BHNCV.new_zeros(batch, heads, width, v_BHNCV.shape[-1])
+    operands = (across_BHN11, value_BHNCV, key_BHNCK, k_BHNCK, state_BHKV)
+    scanned = _Scan.apply(*(x.flatten(0, 1) for x in operands))  # type: ignore[no-untyped-call]
+    state_BHNKV, d_BHNCV, last_BHKV = (x.unflatten(0, (batch, heads)) for x in scanned)
+    return q_BHNCK @ state_BHNKV + m_BHNCC @ d_BHNCV, last_BHKV
+
+
+class _Scan(torch.autograd.Function):
+    """The loop over chunks: D = value - key S and S' = across S + K^T D. Returns S before each
+    chunk, D, and the last S; backward is a loop of as few operations."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        across_RN11: Tensor,
+        value_RNCV: Tensor,
+        key_RNCK: Tensor,
+        k_RNCK: Tensor,
+        state_RKV: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        states, changes = [], []
+        operands = (across_RN11, value_RNCV, key_RNCK, k_RNCK.mT)
+        for across_R11, value_RCV, key_RCK, k_RKC in zip(
+            *(x.unbind(1) for x in operands), strict=True
+        ):
+            states.append(state_RKV)
+            changes.append(torch.baddbmm(value_RCV, key_RCK, state_RKV, alpha=-1))
+            state_RKV = torch.baddbmm(across_R11 * state_RKV, k_RKC, changes[-1])
+        state_RNKV, d_RNCV = torch.stack(states, dim=1), torch.stack(changes, dim=1)
+        ctx.save_for_backward(across_RN11, key_RNCK, k_RNCK, state_RNKV, d_RNCV)
+        return state_RNKV, d_RNCV, state_RKV
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_state_RNKV: Tensor, grad_d_RNCV: Tensor, grad_RKV: Tensor
+    ) -> tuple[Tensor, ...]:
+        across_RN11, key_RNCK, k_RNCK, state_RNKV, d_RNCV = ctx.saved_tensors
+        after, of_changes = [], []
+        operands = (across_RN11, grad_state_RNKV, grad_d_RNCV, key_RNCK.mT, k_RNCK)
+        chunks = zip(*(x.unbind(1) for x in operands), strict=True)
+        for across_R11, grad_state_RKV, grad_d_RCV, key_RKC, k_RCK in reversed([*chunks]):
+            after.append(grad_RKV)
+            of_changes.append(torch.baddbmm(grad_d_RCV, k_RCK, grad_RKV))
+            grad_RKV = torch.addcmul(grad_state_RKV, across_R11, grad_RKV)
+            grad_RKV = torch.baddbmm(grad_RKV, key_RKC, of_changes[-1], alpha=-1)
+        after_RNKV = torch.stack(after[::-1], dim=1)
+        grad_d_RNCV = torch.stack(of_changes[::-1], dim=1)
+        return (
+            (state_RNKV * after_RNKV).sum((-2, -1), keepdim=True),
+            grad_d_RNCV,
+            -grad_d_RNCV @ state_RNKV.mT,
+            d_RNCV @ after_RNKV.mT,
+            grad_RKV,
+        )
 
 
 def _in_chunks(x_BSx: Tensor, chunk: int) -> Tensor:
