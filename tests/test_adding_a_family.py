@@ -113,13 +113,13 @@ def test_every_other_command_takes_the_family(folder: Path) -> None:
 
 @pytest.fixture
 def _search_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Work in an empty folder, and forget the modules that were found there or in `sys.path`."""
+    """Work in an empty folder, and forget the modules of this and other temporary folders."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    before = {*sys.modules}
     yield
-    for name in {*sys.modules} - before:
-        del sys.modules[name]
+    for name, module in [*sys.modules.items()]:
+        if str(getattr(module, "__file__", "")).startswith(str(tmp_path.parent)):
+            del sys.modules[name]
 
 
 @pytest.mark.usefixtures("_search_path")
@@ -130,6 +130,23 @@ def test_a_run_in_another_folder_needs_the_module_there(folder: Path) -> None:
         load_run(run)
     sys.path.append(str(folder))
     assert load_run(run).model.model_type == NAME
+
+
+@pytest.mark.usefixtures("_search_path")
+def test_the_check_against_transformers_passes_for_a_right_module_and_no_other(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("transformers")
+    source = (ROOT / "src/lather/models/families/mixtral.py").read_text()
+    Path("my_mixtral.py").write_text(source)
+    sys.path.append(str(Path.cwd()))
+    check = compile(blocks("python")[-1], "adding-a-family.md", "exec")
+    exec(check, {})
+    assert capsys.readouterr().out.startswith("largest difference ")
+    Path("my_mixtral.py").write_text(source.replace("normalize=True", "normalize=False"))
+    del sys.modules["my_mixtral"]
+    with pytest.raises(AssertionError):
+        exec(check, {})
 
 
 BAD = {

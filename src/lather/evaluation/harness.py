@@ -21,6 +21,7 @@ from lm_eval.tasks import TaskManager
 from lather.checkpoint.held import held_checkpoint
 from lather.engine.step import pick_device
 from lather.errors import UserError
+from lather.models.families import family_of
 from lather.train.trained_model import TrainedModel
 
 INSTEAD = "evaluate it on held-out sets (DATA)"
@@ -30,11 +31,11 @@ def check_model(trained: TrainedModel) -> None:
     """Raise UserError if transformers does not have the family of the model or computes something
     else for it, or if the tokenizer has no token that ends a text."""
     config, classes = trained.config.model, transformers.CONFIG_MAPPING
-    is_known = config.model_type in classes
-    if not (is_known and classes[config.model_type] in transformers.MODEL_FOR_CAUSAL_LM_MAPPING):
+    name = family_of(config).model_type
+    if not (name in classes and classes[name] in transformers.MODEL_FOR_CAUSAL_LM_MAPPING):
         raise UserError(
             f"--tasks: transformers, which runs them, has no language model of the family "
-            f"{config.model_type!r}: {INSTEAD}, or register the family with "
+            f"{name!r}: {INSTEAD}, or register the family with "
             "transformers.AutoModelForCausalLM"
         )
     if config.transformers_note:
