@@ -189,7 +189,7 @@ def share_of_rank(
 
 def rows_of_expert(tokens: int, model: ModelConfig) -> int:
     """Return the number of rows of each expert with an even load."""
-    return tokens * model.num_experts_per_tok // model.num_routed_experts
+    return tokens * model.num_experts_per_tok // max(model.num_routed_experts, 1)
 
 
 def block_case(
