@@ -91,6 +91,12 @@ def notes_on_config(folder: StrPath, **reading: Unpack[Reading]) -> list[str]:
     pattern = family_of(config).left_out
     if pattern and (left_out := _names_in(Path(folder), pattern)):
         notes.append(f"{folder}: {first_name(left_out)}, of other parts of the model, are left out")
+    mtp_blocks = _names_in(Path(folder), r"model\.layers\.\d+\.eh_proj\.weight")
+    if len(mtp_blocks) > config.num_nextn_predict_layers:
+        notes.append(
+            f"{folder}: blocks of multi-token prediction, which num_nextn_predict_layers of "
+            f"{CONFIG_FILE} does not count, are left out"
+        )
     return [*notes, config.transformers_note] if config.transformers_note else notes
 
 
