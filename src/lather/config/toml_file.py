@@ -251,7 +251,8 @@ def owner_of(key: str, cls: type | None) -> str:
     names = [as_toml(name) for name, family in FAMILIES.items() if key in fields_of(family.config)]
     if not issubclass(cls, ModelConfig) or key in fields_of(cls) or not names:
         return ""
-    return f"it is a key of model_type {' and '.join(names)}, not of {as_toml(cls.model_type)}"
+    listed = " and ".join(", ".join(names).rsplit(", ", 1))
+    return f"it is a key of model_type {listed}, not of {as_toml(cls.model_type)}"
 
 
 def _nearest(name: str, cls: type) -> str:
