@@ -37,11 +37,11 @@ def count_left(config: Config) -> int:
     found: list[int] = []
     step = TrainStep.__call__
 
-    def counted(self: TrainStep, *arguments: Any) -> Any:
+    def counted(self: TrainStep, *arguments: Any, **options: Any) -> Any:
         gc.collect()
         gc.disable()
         gc.set_debug(gc.DEBUG_SAVEALL)
-        result = step(self, *arguments)
+        result = step(self, *arguments, **options)
         gc.collect()
         found.append(sum(isinstance(one, torch.Tensor) for one in gc.garbage))
         gc.set_debug(0)

@@ -81,8 +81,9 @@ def test_activations_of_a_forward_from_first_principles() -> None:
                     are normalized, their sum, K experts in int64; rows of each expert in int64
         experts     gate and up of K experts (2 K F), token and place of each of the K pairs in
                     int64; ends of the experts' rows between segments
-        head        the layer's input (D), the input of its product (D), inverse root of the norm,
-                    logsumexp, the label in int64; the loss
+        head        the input of its product (D), inverse root of the norm, logsumexp, the label in
+                    int64; the loss
+        between     the input of each layer and of the head (D)
     """
     layers, tokens, heads, groups, width, size, experts, chosen = (
         SIZES["num_hidden_layers"],
@@ -115,7 +116,7 @@ def test_activations_of_a_forward_from_first_principles() -> None:
     assert 0 <= after["experts"] - layers * kept_by_experts < layers * 16 * experts
     losses = 4 + 4  # the gradient of the loss, and the vector of losses, which is returned
     assert after["between segments"] - before["between segments"] == (
-        layers * 4 * tokens * size + losses
+        (layers + 1) * 4 * tokens * size + losses
     )
     assert after["head"] == 4 * tokens * (size + 1 + 1 + 2) + 4
 
