@@ -109,6 +109,7 @@ def rehearsals() -> list[Rehearsal]:
             moe={"memory": "recompute", "bias_update_rate": 0.1, **losses},
         ),
         Rehearsal(rule="adamw", lora=LoraConfig(rank=8)),
+        Rehearsal("deepseek_v3", rule="adamw", sizes={"num_nextn_predict_layers": 2}, packed=True),
     ]
 
 

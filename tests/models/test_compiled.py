@@ -37,7 +37,8 @@ for model_type in sys.argv[1:]:
         losses = []
         for model in (plain, compiled):
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=length == 5):
-                losses.append(model(tokens, tokens.roll(1, 1)).loss)
+                output = model(tokens, tokens.roll(1, 1))
+                losses.append(sum(output.mtp_losses, output.loss))
             with torch.compiler.set_stance("fail_on_recompile"):
                 losses[-1].backward()
         errors.append(abs(losses[0].item() / losses[1].item() - 1))
@@ -111,9 +112,10 @@ def printed_by(script: str, *arguments: str) -> list[list[str]]:
     return [line.split() for line in run.stdout.splitlines()]
 
 
-def compared(*families: str, layers: int = 1) -> list[list[str]]:
+def compared(*families: str, layers: int = 1, depths: int = 0) -> list[list[str]]:
     """Return for each family the numbers of parts, breaks and graphs, and the largest error."""
-    return printed_by(COMPARE.replace("LAYERS", str(layers)), *families)
+    sizes = f"{layers}, num_nextn_predict_layers={depths}" if depths else str(layers)
+    return printed_by(COMPARE.replace("LAYERS", sizes), *families)
 
 
 def test_the_compiled_parts_are_the_model() -> None:
@@ -122,6 +124,12 @@ def test_the_compiled_parts_are_the_model() -> None:
     # more for other sizes
     assert [line[:3] for line in lines] == [["4", "0", "8"], ["4", "0", "4"]]
     assert max(float(line[3]) for line in lines) < 1e-6
+
+
+def test_the_compiled_parts_of_multi_token_prediction_are_the_model() -> None:
+    ((num_parts, num_breaks, _, worst),) = compared("deepseek_v3", depths=1)
+    assert (num_parts, num_breaks) == ("10", "0")  # two of attention, eight norms
+    assert float(worst) < 1e-6
 
 
 def test_compiled_options_of_attention_are_the_options() -> None:

@@ -53,6 +53,23 @@ def test_uniform_spreads_all_layers_evenly(num_stages: int) -> None:
         assert [layer for stage in stages_of(layers) for layer in stage] == list(range(num_layers))
 
 
+@pytest.mark.parametrize(
+    ("num_layers", "num_mtp", "expected"),
+    [
+        (61, 1, (7, 8, 8, 8, 8, 8, 8, 6)),
+        (60, 2, (7, 8, 8, 8, 8, 8, 8, 5)),
+        (14, 1, (1, 2, 2, 2, 2, 2, 2, 1)),
+        (5, 2, (1, 2, 1, 1)),
+        (3, 2, (3,)),
+    ],
+)
+def test_blocks_of_multi_token_prediction_count_in_the_last_stage(
+    num_layers: int, num_mtp: int, expected: tuple[int, ...]
+) -> None:
+    assert uniform(num_layers, len(expected), num_mtp) == expected
+    assert sum(expected) == num_layers
+
+
 def test_too_few_layers_are_refused() -> None:
     with pytest.raises(ConfigError, match="3 layers do not fill 4 pipeline stages"):
         uniform(3, 4)
@@ -100,16 +117,20 @@ def test_the_partition_is_the_most_even_of_those_that_are_nearly_the_smallest(se
     num_ranks = generator.choice((1, 2, 3, 4))
     num_layers = generator.randint(2 * num_ranks, 11)
     ranks = random_ranks(generator, num_ranks, num_layers)
-    found = smallest_peak(ranks)
+    num_mtp = seed % 3
+    found = smallest_peak(ranks, num_mtp)
     every = {layers: largest(ranks, layers) for layers in all_partitions(num_layers, 2 * num_ranks)}
     near = [layers for layers, size in every.items() if size <= (1 + SLACK) * min(every.values())]
     assert found.layers in near
-    assert sum(size**2 for size in found.layers) == min(
-        sum(size**2 for size in layers) for layers in near
-    )
+
+    def unevenness(layers: tuple[int, ...]) -> int:
+        return sum(size**2 for size in (*layers[:-1], layers[-1] + num_mtp))
+
+    assert unevenness(found.layers) == min(map(unevenness, near))
     assert found.largest == every[found.layers]
-    assert found.uniform_largest == every[uniform(num_layers, 2 * num_ranks)]
-    assert found == smallest_peak(ranks)
+    assert found.uniform_layers == uniform(num_layers, 2 * num_ranks, num_mtp)
+    assert found.uniform_largest == every[found.uniform_layers]
+    assert found == smallest_peak(ranks, num_mtp)
 
 
 def test_a_peak_is_the_largest_phase_and_no_sum_of_largest_parts() -> None:

@@ -267,6 +267,49 @@ def test_another_model_is_refused_by_its_first_field(
     run(tune(init_from=str(source), model=harmless))
 
 
+@pytest.mark.parametrize("of", ["folder", "run"])
+def test_blocks_of_multi_token_prediction_may_be_left_out(
+    of: str, make_config: ConfigMaker, published: Path, tmp_path: Path
+) -> None:
+    sizes, of_tokenizer = (
+        {"model_type": "deepseek_v3"},
+        {"tokenizer": str(published / "tokenizer.json")},
+    )
+    with_one = make_config(
+        run_dir=str(tmp_path / "first"),
+        model={**sizes, "num_nextn_predict_layers": 1},
+        data=of_tokenizer,
+        train={"steps": 1},
+    )
+    source = tmp_path / "first"
+    run(with_one)
+    expected = weights(with_one)
+    if of == "folder":
+        source = tmp_path / "exported"
+        save_hugging_face(
+            model_of(with_one), with_one.model, source, tokenizer=published / "tokenizer.json"
+        )
+    config = make_config(
+        init_from=str(source),
+        model=sizes,
+        data=of_tokenizer,
+        train={"steps": 1},
+        optim={"lr": 1e-30},
+    )
+    run(config)
+    found = weights(config)
+    assert found.keys() == {name for name in expected if not name.startswith("layers.2.")}
+    assert all(torch.allclose(found[name], expected[name]) for name in found)
+    more = make_config(
+        run_dir=str(tmp_path / "more"),
+        init_from=str(source),
+        model={**sizes, "num_nextn_predict_layers": 2},
+        data=of_tokenizer,
+    )
+    with pytest.raises(ConfigError, match=r"model.num_nextn_predict_layers is 1 there and 2 here"):
+        run(more)
+
+
 def test_a_start_that_does_not_fit_is_refused(
     tune: ConfigMaker, published: Path, tmp_path: Path
 ) -> None:

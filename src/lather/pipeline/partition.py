@@ -99,12 +99,11 @@ def uniform(num_layers: int, num_stages: int, num_mtp: int = 0) -> tuple[int, ..
             f"{num_layers} layers do not fill {num_stages} pipeline stages, two to a rank: lower "
             "parallel.pp"
         )
-    least, rest = divmod(num_layers + num_mtp, num_stages)
-    if num_mtp >= least:
-        return (*uniform(num_layers - 1, num_stages - 1), 1)
-    inner_first = [*range(1, num_stages - 1), 0, num_stages - 1]
-    *outer, last = (least + (stage in inner_first[:rest]) for stage in range(num_stages))
-    return (*outer, last - num_mtp)
+    last = max(1, (num_layers + num_mtp) // num_stages - num_mtp)
+    others = num_stages - 1
+    least, rest = divmod(num_layers - last, max(1, others))
+    inner_first = [*range(1, others), 0]
+    return (*(least + (stage in inner_first[:rest]) for stage in range(others)), last)
 
 
 def smallest_peak(ranks: Sequence[RankPeaks], num_mtp: int = 0) -> Partition:
