@@ -66,6 +66,30 @@ with StandInMode() as mode:
 """
 
 
+FRESH_WEIGHTS = """
+import torch
+from lather.standin.mode import StandInMode
+
+with StandInMode() as mode:
+    stack_EFD = torch.empty(2**20, 2**15, 2**10, device="meta")
+    fresh_EFD = torch.empty_like(stack_EFD, device="cpu").normal_(0, 0.02)
+    assert fresh_EFD.shape == stack_EFD.shape
+    torch.empty(2, 2**15, 2**10, device=mode.device).copy_(fresh_EFD[4:6])
+"""
+
+
+def test_fresh_weights_of_a_stand_in_may_be_larger_than_the_host() -> None:
+    """Those of a stack of 128 TiB take no memory."""
+    done = subprocess.run(
+        [sys.executable, "-c", FRESH_WEIGHTS],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_values_are_read_in_one_place() -> None:
     """The stand-in answers by the meaning of a read; a read beside `lather.device` raises, in every
     test that runs steps on it."""
