@@ -79,7 +79,7 @@ with StandInMode() as mode:
 
 
 def test_fresh_weights_of_a_stand_in_may_be_larger_than_the_host() -> None:
-    """Those of a stack of 128 TiB take no memory."""
+    """The weights of a stack of 128 TiB take no memory."""
     done = subprocess.run(
         [sys.executable, "-c", FRESH_WEIGHTS],
         check=False,
