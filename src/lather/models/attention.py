@@ -248,16 +248,12 @@ class GroupedQueryAttention(MeasuredAttention):
         super().__init__()
         self.head_dim, self.rotary, self.window, self.gate = sizes.head_dim, rotary, window, gate
         self.num_heads, self.scale = sizes.num_heads, sizes.head_dim**-0.5
-        num_heads, num_kv_heads, hidden_size = (
-            sizes.num_heads,
-            sizes.num_kv_heads,
-            sizes.hidden_size,
-        )
+        num_heads, num_kv_heads = sizes.num_heads, sizes.num_kv_heads
         query_width, width = num_heads * self.head_dim, num_kv_heads * self.head_dim
-        self.q_proj = Linear(hidden_size, query_width * (2 if gate else 1), bias=bias)
-        self.k_proj = Linear(hidden_size, width, bias=bias)
-        self.v_proj = Linear(hidden_size, width, bias=bias)
-        self.o_proj = Linear(query_width, hidden_size, bias=output_bias)
+        self.q_proj = Linear(sizes.hidden_size, query_width * (2 if gate else 1), bias=bias)
+        self.k_proj = Linear(sizes.hidden_size, width, bias=bias)
+        self.v_proj = Linear(sizes.hidden_size, width, bias=bias)
+        self.o_proj = Linear(query_width, sizes.hidden_size, bias=output_bias)
         self.over_all_heads = qk_norm is not None and qk_norm.over_all_heads
         self.q_norm = nn.Identity() if qk_norm is None else qk_norm.build(sizes, num_heads)
         self.k_norm = nn.Identity() if qk_norm is None else qk_norm.build(sizes, num_kv_heads)
