@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import huggingface_hub.constants
 import pytest
 
-from forked import fresh_python
+from forked import ForkedPython
 from lather.cli import main
 from lather.data.documents import train_tokenizer
 from lather.data.recipe import END_OF_TEXT
@@ -292,7 +292,7 @@ def test_the_variables_of_the_library_hold_in_a_process_of_its_own(
             "HF_HUB_DISABLE_XET": "1",
         }
         command = [sys.executable, "-m", "lather", "import", "org/tiny", str(tmp_path / "run")]
-        process = fresh_python(
+        process = ForkedPython(
             command[1:],
             env={**os.environ, **variables},
             stdout=subprocess.PIPE,
