@@ -36,7 +36,7 @@ class KeptCase:
     def config(self) -> Config:
         """Configure one micro-batch of two sequences."""
         return Config(
-            model=tiny_family_config(self.family, **SIZES, **FAMILY_TABLES[self.family].wide),
+            model=tiny_family_config(self.family, **{**SIZES, **FAMILY_TABLES[self.family].wide}),
             train=LoopConfig(
                 batch_size=2,
                 micro_batch_size=2,

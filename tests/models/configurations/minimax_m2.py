@@ -33,6 +33,7 @@ TINY = TinyFamily(
     wide={
         "num_key_value_heads": 2,
         "head_dim": 64,
+        "partial_rotary_factor": 0.5,
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
         "intermediate_size": 128,
