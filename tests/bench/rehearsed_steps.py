@@ -110,6 +110,8 @@ def rehearsals() -> list[Rehearsal]:
         ),
         Rehearsal(rule="adamw", lora=LoraConfig(rank=8)),
         Rehearsal("deepseek_v3", rule="adamw", sizes={"num_nextn_predict_layers": 2}, packed=True),
+        Rehearsal("qwen3_next", rule="adamw", packed=True),
+        Rehearsal("llama", rule="muon"),
     ]
 
 
@@ -118,7 +120,7 @@ def more_rehearsals() -> list[Rehearsal]:
     recomputed = {"recompute": ("attention", "experts", "shared_experts")}
     return [
         *(Rehearsal(family, rule="adamw") for family in FAMILY_TABLES),
-        *(Rehearsal(family, "fp32", "adamw") for family in FAMILY_TABLES if family != "gpt_oss"),
+        *(Rehearsal(family, "fp32", "adamw") for family in ("deepseek_v2", "qwen3_moe")),
         *(Rehearsal(family, loop=recomputed, packed=True) for family in FAMILY_TABLES),
         *(Rehearsal(family, rule="muon", lora=LoraConfig(rank=8)) for family in FAMILY_TABLES),
         Rehearsal(),
