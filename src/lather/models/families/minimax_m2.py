@@ -75,23 +75,11 @@ FAMILY = Family(
     agreeing={
         "attention_bias": False,
         "attn_type_list": lambda config: [1] * config.num_hidden_layers,
-        "norm_topk_prob": True,
         "qk_norm_type": "per_layer",
-        **dict.fromkeys(
-            (f"layernorm_{part}_beta" for part in ("full_attention", "linear_attention", "mlp")), 1
-        ),
     },
     aliases={"num_experts": "num_local_experts"},
-    # of dense blocks, shared experts and multi-token prediction, which the published weights lack
-    ignored=frozenset(
-        {
-            "mlp_intermediate_size",
-            "mtp_transformer_layers",
-            "num_mtp_modules",
-            "shared_moe_mode",
-            "use_mtp",
-        }
-    ),
+    # of multi-token prediction
+    ignored=frozenset({"mtp_transformer_layers", "num_mtp_modules", "use_mtp"}),
     renamed={f".gate.{CORRECTION_BIAS}": f".{CORRECTION_BIAS}", ".mlp.": ".block_sparse_moe."},
     in_memory={f".gate.{CORRECTION_BIAS}": f".{CORRECTION_BIAS}"},
     expert_names=("w1", "w3", "w2"),
