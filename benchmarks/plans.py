@@ -66,6 +66,12 @@ PLANS = {
     "qwen3-30b-a3b-8-ep8-soap-smaller": (
         f"{QWEN3_SMALL} --parallel.ep 8 --optim.name soap {SMALLER}"
     ),
+    "qwen3-0.6b-1-muon": "configs/qwen3-0.6b.toml --world 1",
+    "llama-3.2-1b-1-muon": "configs/llama-3.2-1b.toml --world 1",
+    "olmoe-1b-7b-8-ep8-muon": "configs/olmoe-1b-7b.toml --world 8 --parallel.ep 8",
+    "mixtral-8x7b-16-pp2-ep8-muon": (
+        "configs/mixtral-8x7b.toml --world 16 --parallel.pp 2 --parallel.ep 8"
+    ),
     "deepseek-v2-512-pp8-ep8-soap_muon": (
         "configs/deepseek-v2.toml --world 512 --parallel.pp 8 "
         "--parallel.ep 8 --optim.name soap_muon"
