@@ -72,6 +72,7 @@ PLANS = {
     "mixtral-8x7b-16-pp2-ep8-muon": (
         "configs/mixtral-8x7b.toml --world 16 --parallel.pp 2 --parallel.ep 8"
     ),
+    "moonlight-16b-a3b-8-ep8-muon": "configs/moonlight-16b-a3b.toml --world 8 --parallel.ep 8",
     "deepseek-v2-512-pp8-ep8-soap_muon": (
         "configs/deepseek-v2.toml --world 512 --parallel.pp 8 "
         "--parallel.ep 8 --optim.name soap_muon"
