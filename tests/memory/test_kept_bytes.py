@@ -19,6 +19,7 @@ def test_kept_bytes_are_those_of_the_ledger() -> None:
 
 
 @pytest.mark.grid
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "how", [{}, {"memory": "recompute"}, {"memory": "reference"}, {"recompute": ALL}], ids=str
 )
@@ -30,5 +31,5 @@ def compare(cases: list[KeptCase]) -> None:
     with worker_processes() as pool:
         expected = pool.submit(planned, cases)
         found = [counted(case) for case in cases]
-        bytes_of = dict(zip(cases, expected.result(timeout=200), strict=True))
+        bytes_of = dict(zip(cases, expected.result(timeout=800), strict=True))
     assert dict(zip(cases, found, strict=True)) == bytes_of
