@@ -195,6 +195,7 @@ class Rotary:
         self, x_BSHN: Float[Tensor, "b s h n"], *tables: Float[Tensor, "#b s p"]
     ) -> Float[Tensor, "b s h n"]:
         """Rotate the first R columns of each head by the angles of these cosines and sines."""
+        if self.size == x_BSHN.shape[-1]:
+            return rotate(x_BSHN, *tables, halves=not self.interleaved)
         rotated, rest = x_BSHN.tensor_split((self.size,), dim=-1)
-        rotated = rotate(rotated, *tables, halves=not self.interleaved)
-        return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
+        return torch.cat((rotate(rotated, *tables, halves=not self.interleaved), rest), dim=-1)
