@@ -112,8 +112,8 @@ MUTATIONS = (
     Mutation(
         "models: heads keep only the columns that are rotated",
         "models/rotary.py",
-        "torch.cat((rotated, rest), dim=-1)",
-        "torch.cat((rotated, torch.zeros_like(rest)), dim=-1)",
+        "halves=not self.interleaved), rest), dim=-1)",
+        "halves=not self.interleaved), torch.zeros_like(rest)), dim=-1)",
         "models/test_grouped_query.py",
     ),
     Mutation(
