@@ -73,6 +73,9 @@ PLANS = {
         "configs/mixtral-8x7b.toml --world 16 --parallel.pp 2 --parallel.ep 8"
     ),
     "moonlight-16b-a3b-8-ep8-muon": "configs/moonlight-16b-a3b.toml --world 8 --parallel.ep 8",
+    "glm-4.5-air-64-pp2-ep16-muon": (
+        "configs/glm-4.5-air.toml --world 64 --parallel.pp 2 --parallel.ep 16"
+    ),
     "deepseek-v2-512-pp8-ep8-soap_muon": (
         "configs/deepseek-v2.toml --world 512 --parallel.pp 8 "
         "--parallel.ep 8 --optim.name soap_muon"
