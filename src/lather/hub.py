@@ -188,7 +188,7 @@ def _reason(error: Exception, address: Address) -> str:
     if isinstance(error, errors.HFValidationError):
         return "no name that a hub may have: give ORG/NAME"
     text = str(error.__cause__ or error).strip().partition("\n")[0]
-    text = text.replace(hub.get_token() or "\0", "HF_TOKEN")
+    text = text.replace(hub.get_token() or "\0", "HF_TOKEN").replace(hub.constants.ENDPOINT, site)
     return (
         f"the download from {site} failed ({text or type(error).__name__}): give the same command "
         "again, which goes on with the files that are missing"

@@ -33,14 +33,16 @@ def fetch_files(source: str, pattern: str) -> tuple[Path, list[str], Counter[str
     taken = [path, *(f"{folder}{start}{name}" for name in names for start in ("", "*/"))]
     left_out = [] if path else NOT_TRAIN
     files = repository.matching(taken, left_out)
+    others = len(repository.matching(taken)) - len(files)
     if not files:
+        besides = f" but {others:,} of other splits than train" if others else ""
         endings = Counter(Path(name).suffix or name for name in repository.sizes).most_common(5)
         there = ", ".join(f"{count:,} {ending}" for ending, count in endings)
         raise DataError(
-            f"{repository.address}: no file of text records matches: the repository has {there}: "
-            f"give a path or a pattern, such as {replace(repository.address, path='*.json')}"
+            f"{repository.address}: no file of text records matches{besides}: the repository has "
+            f"{there}: give a path or a pattern, such as "
+            f"{replace(repository.address, path='*.json')}"
         )
-    others = len(repository.matching(taken)) - len(files)
     reasons = Counter({"file of another split than train": others}) if others else Counter[str]()
     return repository.fetch(taken, left_out), files, reasons
 

@@ -16,13 +16,13 @@ key-value latent, P = R / 2 rotary pairs, T keys: S, or with a cache all slots o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from lather.kernels.inputs_only import saving_inputs_only
 from lather.models.attention_kernels import Recipe, attend
 from lather.models.attention_logits import MeasuredAttention
 from lather.models.key_value_cache import KeyValueCache
@@ -282,15 +282,10 @@ class GroupedQueryAttention(MeasuredAttention):
         )
         if not self.gate:
             return self.o_proj(_side_by_side(attended_BSHN, recomputation))
-
-        def gated(attended_BSHN: Tensor, q_BSx: Tensor) -> tuple[Tensor]:
-            gate_BSHN = q_BSx.unflatten(-1, (-1, 2 * self.head_dim))[..., self.head_dim :]
-            return (_GatedOutput.apply(attended_BSHN, gate_BSHN).flatten(2),)  # type: ignore[no-untyped-call]
-
-        sources = (attended_BSHN, q_BSx)
-        (gated_BSx,) = gated(*sources)
-        recomputation.add((gated_BSx,), gated, *sources)
-        return self.o_proj(gated_BSx)
+        gate, sources = partial(saving_inputs_only, self._gated), (attended_BSHN, q_BSx)
+        gated = gate(*sources)
+        recomputation.add(gated, gate, *sources)
+        return self.o_proj(*gated)
 
     def heads(
         self,
@@ -306,6 +301,10 @@ class GroupedQueryAttention(MeasuredAttention):
         k_BSGN = self._normed(self.k_norm, k_BSx.unflatten(-1, (-1, self.head_dim)))
         v_BSGN = v_BSx.unflatten(-1, (-1, self.head_dim))
         return self.rotary.rotate(q_BSHN, *tables), self.rotary.rotate(k_BSGN, *tables), v_BSGN
+
+    def _gated(self, attended_BSHN: Tensor, q_BSx: Tensor) -> tuple[Tensor]:
+        gate_BSHN = q_BSx.unflatten(-1, (-1, 2 * self.head_dim))[..., self.head_dim :]
+        return ((attended_BSHN * gate_BSHN.sigmoid()).flatten(2),)
 
     def _normed(self, norm: nn.Module, x_BSHN: Tensor) -> Tensor:
         if self.over_all_heads:
@@ -323,20 +322,3 @@ class GroupedQueryAttention(MeasuredAttention):
             "q_proj": F.pad(query_HN, (0, gate_width), value=1.0).flatten(),
             "k_proj": key_G1.expand(-1, self.head_dim).flatten(),
         }
-
-
-class _GatedOutput(torch.autograd.Function):
-    """x sigmoid(gate), which keeps only x and the gate."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, gate: Tensor) -> Tensor:
-        ctx.save_for_backward(x, gate)
-        return x * gate.sigmoid()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        x, gate = ctx.saved_tensors
-        opened = gate.sigmoid()
-        grad_x = grad * opened
-        return grad_x, grad_x * x * (1 - opened)

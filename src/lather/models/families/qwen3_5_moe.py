@@ -12,14 +12,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from lather.models.decoder import Block
-from lather.models.families.qwen3_next import (
-    DEFAULTS,
-    RENAMED,
-    DeltaNetFields,
-    attention_of,
-    moe_of,
-)
+from lather.models.experts import Experts
+from lather.models.families.qwen3_next import DEFAULTS, RENAMED, DeltaNetFields, attention_of
 from lather.models.family import Family
+from lather.models.layers import GatedMLP
+from lather.models.moe import MoE
+from lather.models.routing import Router
 from lather.models.shared_fields import RouterLossFields
 
 
@@ -52,9 +50,13 @@ class Qwen35MoeTextConfig(Qwen35MoeConfig):
 
 
 def _block(config: Qwen35MoeConfig, index: int) -> Block:
+    hidden = config.hidden_size
     attention = attention_of(config, index, grouped_projections=False)
-    mlp = moe_of(config, normalize=True)
-    return Block(attention, mlp, config.hidden_size, config.rms_norm_eps, zero_centered=True)
+    router = Router(hidden, config.num_experts, config.num_experts_per_tok, normalize=True)
+    experts = Experts(config.num_experts, hidden, config.moe_intermediate_size)
+    shared = GatedMLP(hidden, config.shared_expert_intermediate_size)
+    mlp = MoE(router, experts, shared, gates_shared_experts=True)
+    return Block(attention, mlp, hidden, config.rms_norm_eps, zero_centered=True)
 
 
 TEXT = Family(

@@ -13,12 +13,8 @@ from typing import Any, ClassVar
 from lather.models.attention import GroupedQueryAttention, QueryKeyNorm
 from lather.models.decoder import Block
 from lather.models.delta_net import DeltaSizes, GatedDeltaNet
-from lather.models.experts import Experts
 from lather.models.families.qwen3_moe import Qwen3MoeConfig
 from lather.models.family import FULL_ATTENTION, Family
-from lather.models.layers import GatedMLP
-from lather.models.moe import MoE
-from lather.models.routing import Router
 from lather.models.shared_fields import PartialRotaryFields
 
 LINEAR_ATTENTION = "linear_attention"
@@ -116,20 +112,9 @@ def attention_of(config: Any, index: int, *, grouped_projections: bool) -> Any:
     )
 
 
-def moe_of(config: Any, *, normalize: bool) -> MoE:
-    """Return the experts of a block; `normalize` is the router's."""
-    sizes = config.hidden_size, config.num_experts, config.num_experts_per_tok
-    experts = Experts(config.num_experts, config.hidden_size, config.moe_intermediate_size)
-    shared = GatedMLP(config.hidden_size, config.shared_expert_intermediate_size)
-    router = Router(*sizes, normalize=normalize)
-    return MoE(router, experts, shared, gates_shared_experts=True)
-
-
 def _block(config: Qwen3NextConfig, index: int) -> Block:
-    mlp: GatedMLP | MoE = moe_of(config, normalize=config.norm_topk_prob)
-    if config.is_dense(index):
-        mlp = GatedMLP(config.hidden_size, config.intermediate_size)
     attention = attention_of(config, index, grouped_projections=True)
+    mlp = config.feed_forward(index, config.shared_expert_intermediate_size)
     return Block(attention, mlp, config.hidden_size, config.rms_norm_eps, zero_centered=True)
 
 

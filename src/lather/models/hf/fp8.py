@@ -30,6 +30,6 @@ def dequantize_fp8(
     """Convert E4M3 elements to fp32 values. They may be only some rows of a matrix, from
     `first_row` on; the factors are those of the whole matrix."""
     rows, columns = weight_RC.shape
-    factor_YC = factor_YZ.float().repeat_interleave(SIDE, dim=1)[:, :columns]
-    factor_RC = factor_YC.repeat_interleave(SIDE, dim=0)[first_row : first_row + rows]
+    factor_RZ = factor_YZ.float().repeat_interleave(SIDE, dim=0)[first_row : first_row + rows]
+    factor_RC = factor_RZ.repeat_interleave(SIDE, dim=1)[:, :columns]
     return weight_RC.float().mul_(factor_RC)

@@ -94,8 +94,8 @@ def published_formats(family: Family, name: str, shape: Shape) -> list[list[Mapp
     of memory; the first is written. The last has the names that transformers has in memory, which
     it writes with `save_original_format=False`."""
     plain = name if name.startswith("lm_head.") else f"{family.prefix}{name}"
-    published = _replaced(plain, {**family.renamed, **MTP_NAMES})
-    plain = _replaced(plain, family.in_memory)
+    published = replaced(plain, {**family.renamed, **MTP_NAMES})
+    plain = replaced(plain, family.in_memory)
     dim = next((dim for end, dim in family.unsqueezed.items() if name.endswith(end)), None)
     whole = MappedTensor(published, name, shape, unsqueezed_dim=dim)
     in_memory = [] if plain == published else [[replace(whole, published=plain)]]
@@ -107,7 +107,8 @@ def published_formats(family: Family, name: str, shape: Shape) -> list[list[Mapp
     return [*(formats[::-1] if family.stacks_experts else formats), *in_memory]
 
 
-def _replaced(name: str, parts: Mapping[str, str]) -> str:
+def replaced(name: str, parts: Mapping[str, str]) -> str:
+    """Return a name with parts of it replaced, one after another."""
     for ours, theirs in parts.items():
         name = name.replace(ours, theirs)
     return name

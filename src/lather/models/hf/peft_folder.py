@@ -30,8 +30,7 @@ from lather.files import StrPath, complete_folder, write_json
 from lather.models.adapted import adaptable, adapted, factor_names
 from lather.models.entry_names import entry_shapes
 from lather.models.families import ModelConfig, build_model, family_of
-from lather.models.family import Family
-from lather.models.hf.key_map import Shape
+from lather.models.hf.key_map import Shape, replaced
 from lather.models.hf.model_folder import weight_shapes
 from lather.models.lora import LoraConfig
 from lather.safetensors_file import DTYPES, TensorSource, TensorToWrite, write_safetensors
@@ -61,9 +60,11 @@ def save_peft(
     Raises ExchangeError, before anything is written, if the source lacks an adapter of
     `lora`, or if `folder` holds something."""
     model = build_model(config, None, torch.device("meta"))
-    names, shapes = adapted(model, lora), weight_shapes(config)
+    names, shapes, family = adapted(model, lora), weight_shapes(config), family_of(config)
     renamed = {
-        name: name if name in shapes else _module_name(name, family_of(config))
+        name: name
+        if name in shapes
+        else replaced(f"{name}.weight", family.renamed).removesuffix(".weight")
         for name in adaptable(model)
     }
     factors = list(_factors(names, renamed, shapes, source, dtype))
@@ -72,14 +73,6 @@ def save_peft(
     with complete_folder(Path(folder)) as aside:
         write_safetensors(aside / WEIGHTS_FILE, factors)
         write_json(aside / CONFIG_FILE, _config(chosen, groups, lora, base))
-
-
-def _module_name(name: str, family: Family) -> str:
-    """Return transformers' name of a linear module."""
-    published = f"{name}.weight"
-    for ours, theirs in family.renamed.items():
-        published = published.replace(ours, theirs)
-    return published.removesuffix(".weight")
 
 
 def _factors(
