@@ -200,6 +200,14 @@ def test_a_model_without_experts_has_adapters_of_its_dense_layers_instead() -> N
             assert all(linear.lora is not None for linear in linears)
 
 
+def test_the_input_of_multi_token_prediction_is_no_shared_expert() -> None:
+    model = tiny_family_model("deepseek_v3", num_nextn_predict_layers=1)
+    add_adapters(model, LoraConfig(rank=2, targets=("shared_experts",)))
+    block = model.layers[-1]
+    assert block.mlp.shared_experts.up_proj.lora is not None
+    assert block.mtp.eh_proj.lora is None
+
+
 def test_patterns_choose_weights_by_name() -> None:
     model = tiny_family_model("qwen3_moe")
     add_adapters(

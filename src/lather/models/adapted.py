@@ -44,8 +44,12 @@ def adaptable(model: Decoder) -> dict[str, str]:
             path = f"layers.{layer}.{name}"
             if isinstance(module, Experts):
                 groups |= dict.fromkeys((f"{path}.gate_up_proj", f"{path}.down_proj"), "experts")
-            # a single row is the gate of shared experts
-            elif isinstance(module, Linear) and module.out_features > 1:
+            # a single row is the gate of shared experts; eh_proj is of no group
+            elif (
+                isinstance(module, Linear)
+                and module.out_features > 1
+                and not name.startswith("mtp.")
+            ):
                 feed_forward = "shared_experts" if isinstance(block.mlp, MoE) else "dense"
                 groups[path] = "attention" if name.startswith("self_attn.") else feed_forward
     return groups
