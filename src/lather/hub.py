@@ -59,7 +59,7 @@ class Address:
         return cls(kind, match[2], unquote(match[3] or ""), (match[4] or "").strip("/"))
 
     def __str__(self) -> str:
-        is_plain = re.fullmatch(REVISION, self.revision)
+        is_plain = re.fullmatch(REVISION, self.revision) and "%" not in self.revision
         revision = self.revision if is_plain else quote(self.revision, safe="")
         name = f"{self.name}@{revision}" if revision else self.name
         kind = "datasets/" if self.kind == "dataset" else ""

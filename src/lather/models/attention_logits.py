@@ -102,6 +102,8 @@ def largest_products(
     """Return the largest product of a query and a key of each head, where query s meets the keys
     from first_BS[:, s] (None: from 0) to s, at most `window` of them. H is a multiple of G."""
     batch, num_heads, length, width = q_BHSN.shape
+    if not q_BHSN.numel():
+        return q_BHSN.new_full((num_heads,), -torch.inf)
     q_BGRSN = q_BHSN.unflatten(1, (k_BGSN.shape[1], -1))
     size = max(width, BLOCK_LOGITS // (batch * num_heads * length))
     largest_GR = q_BHSN.new_full(q_BGRSN.shape[1:3], -torch.inf)

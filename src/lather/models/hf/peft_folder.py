@@ -49,7 +49,8 @@ def save_peft(
     dtype: torch.dtype | None = None,
 ) -> None:
     """Write the adapters among the tensors of a checkpoint as a folder that
-    `PeftModel.from_pretrained` loads.
+    `PeftModel.from_pretrained` loads; without those of blocks of multi-token prediction, which
+    transformers does not build.
 
     Args:
         source: the tensors of a checkpoint, an entry per expert.
@@ -60,7 +61,10 @@ def save_peft(
     Raises ExchangeError, before anything is written, if the source lacks an adapter of
     `lora`, or if `folder` holds something."""
     model = build_model(config, None, torch.device("meta"))
-    names, shapes, family = adapted(model, lora), weight_shapes(config), family_of(config)
+    shapes, family = weight_shapes(config), family_of(config)
+    names = [
+        name for name in adapted(model, lora) if int(name.split(".")[1]) < config.num_hidden_layers
+    ]
     renamed = {
         name: name
         if name in shapes
