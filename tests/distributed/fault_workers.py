@@ -91,13 +91,13 @@ def _fail_in_step(number: int, folder: Path, place: str) -> None:
     owner, name = PLACES[place]
     original = getattr(owner, name)
 
-    def counting(self: Engine, batch: Batch) -> Any:
+    def counting(self: Engine, batch: Batch, **options: Any) -> Any:
         nonlocal steps
         steps += 1
         if place == "shape" and steps == number:
             (folder / "failed").write_text(str(time.time()))
             batch = replace(batch, inputs_BS=batch.inputs_BS[:, :-1])
-        return gradients(self, batch)
+        return gradients(self, batch, **options)
 
     def fail() -> None:
         (folder / "failed").write_text(str(time.time()))

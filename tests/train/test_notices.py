@@ -2,6 +2,7 @@
 steps and held-out sets in which nothing is learned."""
 
 from collections.abc import Callable
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -74,9 +75,14 @@ def test_uneven_loads(load: list[float], num_experts_per_tok: int, is_uneven: bo
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_the_default_coefficient_is_strong_in_a_small_model(model_type: str) -> None:
-    """Measured with models of four MoE blocks and eight experts, two for each token."""
+    """Measured with models of four MoE blocks and eight experts, two for each token. Families whose
+    configuration has no coefficient have no balance loss, as in transformers."""
     config = FAMILIES[model_type].config(num_hidden_layers=4)
-    assert 0.01 <= config.balance_loss_coef <= 0.015
+    num_dense = sum(map(config.is_dense, range(4)))
+    if {field.name for field in fields(config)} & set(config.balance_fields):
+        assert 0.01 <= replace(config, num_hidden_layers=4 + num_dense).balance_loss_coef <= 0.015
+    else:
+        assert config.balance_loss_coef == 0
 
 
 @pytest.mark.parametrize(("old", "new"), [(0.001, "0.015 (now 0.001)"), (0.02, "0.06 (now 0.02)")])
