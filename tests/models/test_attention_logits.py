@@ -156,3 +156,12 @@ def test_gates_are_not_scaled() -> None:
         query_Hx[:, :4], torch.tensor([0.5, 0.32, 1.0, 0.5])[:, None].expand(4, 4)
     )
     assert (query_Hx[:, 4:] == 1).all()
+
+
+def test_infinite_logits_of_all_heads_of_a_key_give_factors_of_0() -> None:
+    sizes = HeadSizes(hidden_size=6, num_heads=4, num_kv_heads=2, head_dim=4)
+    factors = GroupedQueryAttention(sizes, Rotary(2, 1e4)).clip_factors(
+        torch.tensor([0.0, 0.0, 1.0, 0.0])
+    )
+    assert factors["q_proj"].unflatten(0, (4, 4))[:, 0].tolist() == [0, 0, 1, 0]
+    assert factors["k_proj"].unflatten(0, (2, 4))[:, 0].tolist() == [0, 1]

@@ -316,7 +316,8 @@ class GroupedQueryAttention(MeasuredAttention):
             return {}
         gamma_GR = gamma_H.unflatten(0, (self.k_proj.out_features // self.head_dim, -1))
         key_G1 = gamma_GR.amax(1, keepdim=True).sqrt()
-        query_HN = (gamma_GR / key_G1).view(-1, 1).expand(-1, self.head_dim)
+        tiny = torch.finfo(key_G1.dtype).tiny  # gamma is 0 for an infinite logit
+        query_HN = (gamma_GR / key_G1.clamp(min=tiny)).view(-1, 1).expand(-1, self.head_dim)
         gate_width = self.q_proj.out_features // self.num_heads - self.head_dim
         return {
             "q_proj": F.pad(query_HN, (0, gate_width), value=1.0).flatten(),
