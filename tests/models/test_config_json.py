@@ -160,6 +160,26 @@ def test_a_field_is_ignored_if_told_unless_the_model_is_built_from_it() -> None:
             config_from_hugging_face(more, ignore_fields=left)
 
 
+@pytest.mark.parametrize(
+    ("model_type", "outer", "inner"),
+    [
+        ("llama", "rope_parameters", "rope_theta"),
+        ("llama", "rope_parameters", "rope_type"),
+        ("llama", "rope_scaling", "low_freq_factor"),
+        ("deepseek_v3", "rope_scaling", "mscale"),
+        ("deepseek_v3", "rope_scaling", "type"),
+        ("glm4_moe", "rope_parameters", "partial_rotary_factor"),
+    ],
+)
+def test_a_rotary_setting_in_another_field_is_never_ignored(
+    model_type: str, outer: str, inner: str
+) -> None:
+    file, name = FILES[model_type] | {outer: {inner: 7.0, "surprise": 1}}, f"{outer}.{inner}"
+    words = f"^ignore_fields has '{name}', from which a {model_type} model is built: correct it"
+    with pytest.raises(ConfigError, match=words):
+        config_from_hugging_face(file, ignore_fields=[f"{outer}.surprise", name])
+
+
 def test_a_file_is_read_as_the_family_that_is_named() -> None:
     """It has the published name, in the file, and its own in the configuration."""
     named = "lather.models.families.qwen3_moe:FAMILY"

@@ -92,6 +92,9 @@ def _without_ignored(
 ) -> dict[str, Any]:
     """Return the fields without those to be ignored."""
     rest, read = dict(mapping), {*_names(family), *family.aliases, *ROTARY_FIELDS}
+    scaling_fields = typing.get_type_hints(_scaling_class(family))
+    in_rotary = {"rope_type", "type", "rope_theta", PARTIAL, *scaling_fields}
+    read |= {f"{outer}.{inner}" for outer in ROTARY_FIELDS for inner in in_rotary}
     for name in ignored:
         outer, dot, inner = name.partition(".")
         section = rest.get(outer) if dot else rest
@@ -288,7 +291,6 @@ def _read_rotary(mapping: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Return `rope_theta` and `rope_scaling` of a configuration, from either style."""
     thetas: dict[str, float] = {}
     scalings: dict[str, Scaling | None] = {}
-    scaling_class = typing.get_args(typing.get_type_hints(family.config)["rope_scaling"])[0]
     if mapping.get("rope_theta") is not None:
         thetas["rope_theta"] = _typed(mapping["rope_theta"], float, "rope_theta")
     for name in ("rope_scaling", "rope_parameters"):
@@ -301,7 +303,7 @@ def _read_rotary(mapping: Mapping[str, Any], family: Family) -> dict[str, Any]:
             thetas[f"{name}.rope_theta"] = _typed(rope["rope_theta"], float, f"{name}.rope_theta")
         rope = {key: value for key, value in rope.items() if key not in family.ignored}
         longest = mapping.get("max_position_embeddings")
-        scalings[name] = _read_scaling(name, rope, scaling_class, longest)
+        scalings[name] = _read_scaling(name, rope, _scaling_class(family), longest)
     if not thetas and "rope_theta" in family.defaults:
         thetas["rope_theta"] = family.defaults["rope_theta"]
     if not thetas:
@@ -309,6 +311,12 @@ def _read_rotary(mapping: Mapping[str, Any], family: Family) -> dict[str, Any]:
     if family.rope_scaling_required and not scalings:
         raise ConfigError("missing fields: rope_scaling; give it or rope_parameters")
     return {"rope_theta": _common(thetas), "rope_scaling": _common(scalings)}
+
+
+def _scaling_class(family: Family) -> type[Scaling]:
+    hint = typing.get_type_hints(family.config)["rope_scaling"]
+    scaling_class: type[Scaling] = typing.get_args(hint)[0]
+    return scaling_class
 
 
 def _common(values: Mapping[str, Any]) -> Any:
