@@ -180,6 +180,16 @@ def test_a_rotary_setting_in_another_field_is_never_ignored(
         config_from_hugging_face(file, ignore_fields=[f"{outer}.surprise", name])
 
 
+def test_rotary_dim_is_read_only_for_the_family_that_is_published_with_it() -> None:
+    plain = config_from_hugging_face(FILES["glm4_moe"])
+    assert config_from_hugging_face(FILES["glm4_moe"] | {"rotary_dim": 4}) == plain
+    assert unread_fields({"rotary_dim": 4}, FAMILIES["glm4_moe"]) == ["rotary_dim"]
+    file = FILES["minimax_m2"] | {"head_dim": 128, "rotary_dim": 32}
+    assert config_from_hugging_face(file).partial_rotary_factor == 0.25
+    with pytest.raises(ConfigError, match="'rotary_dim', from which a minimax_m2 model is built"):
+        config_from_hugging_face(file, ignore_fields=["rotary_dim"])
+
+
 def test_a_file_is_read_as_the_family_that_is_named() -> None:
     """It has the published name, in the file, and its own in the configuration."""
     named = "lather.models.families.qwen3_moe:FAMILY"
@@ -334,6 +344,8 @@ ERRORS: list[tuple[str, dict[str, Any], str]] = [
      r'^rope_scaling = \{"factor": 4.0, "original_max_position_embeddings": 40960'),
     ("qwen3_moe", {"quantization": {"group_size": 64, "bits": 4}},
      r'^quantization = \{"group_size": 64, "bits": 4\} is not supported'),
+    ("deepseek_v3", {"quantization_config": [128, 128]},
+     r"^quantization_config = \[128, 128\] is not supported .* must be 'fp8' or left out"),
     *((model_type, {name: {"quant_method": method}},
        rf"^{name}.quant_method = {shown} is not supported for {model_type}.*weights are in bf16")
       for name in ("quantization_config", "compression_config")

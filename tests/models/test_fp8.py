@@ -189,6 +189,7 @@ def test_wrong_factors_are_one_error_each(
             {"weight_block_size": [64, 64]},
             r"quantization_config.weight_block_size = \[64, 64\] is not .* must be \[128, 128\]",
         ),
+        ({"weight_block_size": "fp8"}, r"weight_block_size = 'fp8' is not .* must be \[128, 128\]"),
         ({"weight_block_size": None}, r"weight_block_size = null is not .* must be \[128, 128\]"),
         ({"quant_method": "gptq"}, "quant_method = 'gptq' is not supported .* must be 'fp8'"),
     ],

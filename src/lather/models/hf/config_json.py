@@ -28,6 +28,7 @@ QUANTIZATION = ("quantization_config", "compression_config", "quantization")
 BLOCK_SIZE = "weight_block_size"
 ROTARY_FIELDS = ("rope_theta", "rope_scaling", "rope_parameters")
 PARTIAL = "partial_rotary_factor"
+ROTARY_DIM = "rotary_dim"
 ARCHITECTURES = "architectures"
 COMMON_OF_PARTS = (ARCHITECTURES, "model_type", "tie_word_embeddings")
 """Fields that stand beside those of the text model, if these are nested."""
@@ -94,6 +95,7 @@ def _without_ignored(
     rest, read = dict(mapping), {*_names(family), *family.aliases, *ROTARY_FIELDS}
     scaling_fields = typing.get_type_hints(_scaling_class(family))
     in_rotary = {"rope_type", "type", "rope_theta", PARTIAL, *scaling_fields}
+    read |= {ROTARY_DIM} & family.written.keys()
     read |= {f"{outer}.{inner}" for outer in ROTARY_FIELDS for inner in in_rotary}
     for name in ignored:
         outer, dot, inner = name.partition(".")
@@ -217,11 +219,13 @@ def _check_quantization(name: str, quantization: Any, family: Family) -> None:
     is_named = isinstance(quantization, Mapping) and "quant_method" in quantization
     method = quantization["quant_method"] if is_named else quantization
     field, value = f"{name}{'.quant_method' * is_named}", method
-    supported = f"{_shown(family.quantization)} or left out"
+    expected: str | list[int] = family.quantization
+    supported = f"{_shown(expected)} or left out"
     if is_named and method == FP8 == family.quantization:
         field, value = f"{name}.{BLOCK_SIZE}", quantization.get(BLOCK_SIZE)
-        supported = _shown([SIDE, SIDE])
-    if value not in ([SIDE, SIDE], family.quantization):
+        expected = [SIDE, SIDE]
+        supported = _shown(expected)
+    if value != expected:
         raise ConfigError(
             f"{field} = {_shown(value)} is not supported for {family.model_type}: it must be "
             f"{supported}; give a copy of the model whose weights are in bf16, fp16 or fp32"
@@ -271,16 +275,17 @@ def _rotary_fields(config: FamilyConfig) -> dict[str, Any]:
 
 
 def _with_partial_factor(mapping: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
-    """Return the fields with the `partial_rotary_factor` of their rotary settings, or that of
-    `rotary_dim`, if the family has this field."""
+    """Return the fields with the `partial_rotary_factor` of their rotary settings, if the family
+    has this field, or that of `rotary_dim`, if the family is published with it."""
     if PARTIAL not in _names(family):
         return mapping
     ropes = {key: rope for key in ROTARY_FIELDS if isinstance(rope := mapping.get(key), Mapping)}
     factors = {PARTIAL: mapping.get(PARTIAL)}
     factors |= {f"{name}.{PARTIAL}": rope.get(PARTIAL) for name, rope in ropes.items()}
     factor = _common({name: value for name, value in factors.items() if value is not None})
-    size, width = mapping.get("rotary_dim"), mapping.get("head_dim")
-    if factor is None and isinstance(size, int) and isinstance(width, int):
+    size, width = mapping.get(ROTARY_DIM), mapping.get("head_dim")
+    has_size = factor is None and ROTARY_DIM in family.written
+    if has_size and isinstance(size, int) and isinstance(width, int):
         factor = size / max(width, 1)
     return {**mapping, **{key: {**rope, PARTIAL: None} for key, rope in ropes.items()}} | {
         PARTIAL: factor
