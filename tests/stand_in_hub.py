@@ -106,7 +106,6 @@ def stand_in_hub(home: Path) -> Iterator[Hub]:
         patch.setattr(constants, "HF_TOKEN_PATH", str(home / "token"))
         patch.setattr(constants, "HF_HUB_OFFLINE", False)
         patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        patch.setattr(constants, "HF_HUB_DISABLE_PROGRESS_BARS", True)
         patch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1000)
         patch.delenv("HF_TOKEN", raising=False)
         yield hub

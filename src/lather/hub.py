@@ -107,6 +107,7 @@ class Repository:
                 revision=self.address.revision,
                 allow_patterns=[*taken],
                 ignore_patterns=[*left_out],
+                tqdm_class=_bar_of_a_terminal(),
             )
         return Path(folder)
 
@@ -153,6 +154,17 @@ def _library() -> Any:
             "huggingface_hub is needed to read from a hub, and is not installed: "
             "pip install 'lather[hf]'"
         ) from None
+
+
+def _bar_of_a_terminal() -> type:
+    """Return the library's progress bar, which shows nothing if stderr is no terminal, whatever
+    another library has enabled."""
+
+    class TerminalBar(_library().utils.tqdm):  # type: ignore[misc]
+        def __init__(self, *args: Any, disable: bool | None = None, **options: Any) -> None:
+            super().__init__(*args, disable=disable, **options)  # None: tqdm looks at the stream
+
+    return TerminalBar
 
 
 @contextlib.contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import io
 import json
 import os
 import shutil
@@ -97,6 +99,24 @@ def test_adapters_of_an_imported_run_name_the_repository(hub: Hub, lather: Lathe
     lather("export", "run", "adapter", "--adapter")
     settings = json.loads(Path("adapter/adapter_config.json").read_text())
     assert settings["base_model_name_or_path"] == "org/tiny"
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_progress_is_shown_on_a_terminal_alone(
+    is_terminal: bool, hub: Hub, lather: Lather, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bars = importlib.import_module("huggingface_hub.utils.tqdm")
+    monkeypatch.setattr(bars, "HF_HUB_DISABLE_PROGRESS_BARS", None)
+    monkeypatch.setattr(bars, "progress_bar_states", {})
+    bars.enable_progress_bars()
+    stderr = io.StringIO()
+    monkeypatch.setattr(stderr, "isatty", lambda: is_terminal)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", stderr)
+        lather("import", "org/tiny", "run")
+    assert ("Fetching" in stderr.getvalue()) == is_terminal
+    assert is_terminal or not stderr.getvalue()
+    assert not bars.are_progress_bars_disabled()
 
 
 def test_a_single_file_goes_before_shards(hub: Hub, weights: bytes, lather: Lather) -> None:
