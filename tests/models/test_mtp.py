@@ -12,10 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from lather.config.toml_file import model_of
 from lather.errors import ExchangeError
 from lather.models.decoder import Decoder
 from lather.models.hf.model_export import save_hugging_face
-from lather.models.hf.model_folder import model_from_hugging_face
+from lather.models.hf.model_folder import model_from_hugging_face, read_config
 from lather.models.mtp import look_ahead
 from models.mtp_paper import Span, paper_losses
 from models.tiny import SIZES, error, gradients, tiny_family_config, tiny_family_model
@@ -186,10 +187,29 @@ def test_missing_blocks_and_surplus_tensors_are_refused(folder: Path) -> None:
     save_file({**tensors, "model.layers.3.gate.weight": torch.zeros(2)}, file)
     with pytest.raises(ExchangeError, match=r"has a surplus 'model.layers.3.gate.weight'"):
         model_from_hugging_face(folder)
-    main = {name: x for name, x in tensors.items() if not name.startswith(OF_DEPTHS)}
-    save_file(main, file)
+    save_file({name: x for name, x in tensors.items() if OF_DEPTHS[1] not in name}, file)
     remedy = r"give the weights that belong to it, or set its num_nextn_predict_layers to 0$"
-    with pytest.raises(ExchangeError, match=rf"lacks 'model.layers.3.*{remedy}"):
+    with pytest.raises(ExchangeError, match=rf"lacks 'model.layers.4.*{remedy}"):
         model_from_hugging_face(folder)
-    set_depths(folder, 0)
+    set_depths(folder, 1)
     model_from_hugging_face(folder)
+
+
+def test_counted_blocks_without_any_tensor_are_left_out(family: str, folder: Path) -> None:
+    """As transformers saves DeepSeek-V3. An index tells it without its files."""
+    main = {name: x for name, x in stored(folder).items() if not name.startswith(OF_DEPTHS)}
+    save_file(main, folder / "model.safetensors")
+    expected = replace(CONFIGS[family], num_nextn_predict_layers=0)
+    with pytest.warns(UserWarning, match="has no tensor of the blocks of multi-token prediction"):
+        model, config = model_from_hugging_face(folder)
+    assert config == expected == read_config(folder) == model_of(str(folder))
+    tokens_BS, _ = batch()
+    logits_BSV = mtp_model(family).float()(tokens_BS).logits_BSV
+    assert torch.equal(model(tokens_BS).logits_BSV, logits_BSV)
+    (folder / "model.safetensors").unlink()
+    index = folder / "model.safetensors.index.json"
+    for names, depths in [([*main], 0), ([*main, "model.layers.4.eh_proj.weight"], 2), ([], 2)]:
+        index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "of.safetensors")}))
+        assert read_config(folder).num_nextn_predict_layers == depths
+    index.unlink()
+    assert read_config(folder) == CONFIGS[family]

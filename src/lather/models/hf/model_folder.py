@@ -12,11 +12,11 @@ file format, and `families` the supported configurations.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import warnings
 from collections.abc import Collection, Container, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -39,8 +39,20 @@ from lather.models.hf.key_map import (
     published_formats,
 )
 from lather.models.hf.mxfp4 import BLOCK, dequantize_mxfp4
-from lather.models.hf.safetensors_folder import open_published
-from lather.safetensors_file import ANOTHER_COPY, DTYPES, Index, SafetensorsFiles, TensorHeader
+from lather.models.hf.safetensors_folder import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    open_published,
+    read_index,
+)
+from lather.safetensors_file import (
+    ANOTHER_COPY,
+    DTYPES,
+    Index,
+    SafetensorsFiles,
+    TensorHeader,
+    open_safetensors,
+)
 
 CONFIG_FILE = "config.json"
 TOKENIZER_FILE = "tokenizer.json"
@@ -60,11 +72,24 @@ class Reading(TypedDict, total=False):
 
 
 def read_config(folder: StrPath, **reading: Unpack[Reading]) -> ModelConfig:
-    """Read the configuration of a Hugging Face folder.
+    """Read the configuration of a Hugging Face folder. Blocks of multi-token prediction of which
+    the folder has no tensor are left out: transformers counts them and does not write them.
 
     Raises ExchangeError if it is missing or damaged, or if it has an unsupported family or field.
     """
-    file = Path(folder) / CONFIG_FILE
+    config = _read_described(Path(folder), reading)
+    depths = config.num_nextn_predict_layers
+    names = _names_listed(Path(folder)) if depths else []
+    first, prefix = config.num_hidden_layers, family_of(config).prefix
+    starts = tuple(f"{prefix}layers.{first + depth}." for depth in range(depths))
+    if names and not any(name.startswith(starts) for name in names):
+        return dataclasses.replace(config, num_nextn_predict_layers=0)  # type: ignore[call-arg]
+    return config
+
+
+def _read_described(folder: Path, reading: Reading) -> ModelConfig:
+    """Read the configuration that `config.json` describes."""
+    file = folder / CONFIG_FILE
     mapping = read_json(file, "give the folder of a model, with config.json and safetensors")
     try:
         return config_from_hugging_face(mapping, **reading)
@@ -81,6 +106,7 @@ def notes_on_config(folder: StrPath, **reading: Unpack[Reading]) -> list[str]:
     Raises ExchangeError as `read_config` does.
     """
     config, file = read_config(folder, **reading), Path(folder) / CONFIG_FILE
+    described = _read_described(Path(folder), reading)
     ignored = reading.get("ignore_fields", ())
     unread = unread_fields(read_json(file, ANOTHER_COPY), family_of(config))
     notes = []
@@ -97,6 +123,11 @@ def notes_on_config(folder: StrPath, **reading: Unpack[Reading]) -> list[str]:
             f"{folder}: blocks of multi-token prediction, which num_nextn_predict_layers of "
             f"{CONFIG_FILE} does not count, are left out"
         )
+    if config.num_nextn_predict_layers < described.num_nextn_predict_layers:
+        notes.append(
+            f"{folder}: has no tensor of the blocks of multi-token prediction, which "
+            f"num_nextn_predict_layers of {CONFIG_FILE} counts: the model is built without them"
+        )
     return [*notes, config.transformers_note] if config.transformers_note else notes
 
 
@@ -110,6 +141,17 @@ def _names_in(folder: Path, pattern: str) -> list[str]:
     return [name for name in names if re.fullmatch(pattern, name)]
 
 
+def _names_listed(folder: Path) -> list[str]:
+    """Return the names of the folder's tensors, of which an index, without its files, is enough;
+    none if they cannot be read."""
+    try:
+        if (folder / SINGLE_FILE).exists():
+            return [*open_safetensors(folder / SINGLE_FILE).tensors]
+        return [*read_index(folder / INDEX_FILE)]
+    except ExchangeError:
+        return []
+
+
 def weight_shapes(config: ModelConfig) -> dict[str, Shape]:
     """Return names and shapes of a model's parameters and buffers, without allocating them."""
     return {name: tuple(weight.shape) for name, weight in _weights_of(_on_meta(config)).items()}
@@ -119,7 +161,7 @@ def _weights_of(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class PublishedWeights:
     """The weights of a Hugging Face folder whose headers match a model. They are read on demand
     like those of a checkpoint: under Lather's names, with an entry per expert."""
@@ -157,13 +199,16 @@ class PublishedWeights:
         return (tensor.T if first.is_transposed else tensor)[index]
 
     def _read_dequantized(self, name: str, index: Index = ()) -> Tensor:
-        """Return `tensor[index]`, in fp32 if it is published in FP8; `index` selects rows."""
-        tensor = self.stored.read(name, index)
-        if tensor.dtype != torch.float8_e4m3fn:
-            return tensor
-        rows = index[0] if index else slice(None)
-        first_row = rows if isinstance(rows, int) else rows.start or 0
-        return dequantize_fp8(tensor, self.stored.read(name + FACTORS), first_row)
+        """Return `tensor[index]`, in fp32 if it is published in FP8: then the whole matrix is read,
+        unless `index` is a slice of rows."""
+        header = self.stored.tensors[name]
+        if header.dtype != FP8_DTYPE:
+            return self.stored.read(name, index)
+        factors = self.stored.read(name + FACTORS)
+        if len(index) == 1 and isinstance(rows := index[0], slice):
+            first_row, _, _ = rows.indices(header.shape[0])
+            return dequantize_fp8(self.stored.read(name, index), factors, first_row)
+        return dequantize_fp8(self.stored.read(name), factors)[index]
 
 
 def _match(folder: Path, config: ModelConfig) -> PublishedWeights:
