@@ -259,6 +259,55 @@ def test_what_cannot_be_imported_is_one_line(
     assert not [file for file in hub.downloads() if file.endswith(".safetensors")]
 
 
+OF_MINE = """
+from dataclasses import dataclass, replace
+from lather.models.families import deepseek_v2
+
+@dataclass(frozen=True)
+class OfMineConfig(deepseek_v2.DeepseekV2Config):
+    model_type: str = "of_mine"
+
+FAMILY = replace(deepseek_v2.FAMILY, config=OfMineConfig)
+"""
+"""A module with a family that is published as of_mine."""
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "message"),
+    [
+        (
+            {"final_logit_softcapping": 30.0},
+            ["--ignore-fields", "final_logit_softcapping"],
+            "final_logit_softcapping = 30.0 is not supported",
+        ),
+        (
+            {"model_type": "of_mine"},
+            ["--model-type", "family_of_this_test:FAMILY"],
+            "model_type = 'of_mine' is not supported",
+        ),
+    ],
+    ids=lambda value: value[0].lstrip("-") if isinstance(value, list) else "",
+)
+def test_the_options_of_reading_hold_for_a_model_of_a_hub(
+    change: dict[str, object],
+    options: list[str],
+    message: str,
+    hub: Hub,
+    weights: bytes,
+    lather: Lather,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    Path("family_of_this_test.py").write_text(OF_MINE)
+    monkeypatch.syspath_prepend(str(Path.cwd()))
+    stored = hub.repositories["model", "org/tiny"]
+    files = stored.commits[stored.refs["main"]]
+    config = json.dumps(json.loads(files["config.json"]) | change).encode()
+    hub.add("model", "org/other", {**files, "config.json": config})
+    assert message in lather("import", "org/other", "run", status=2)
+    lather("import", "org/other", "run", *options)
+    assert Path("run", WEIGHTS).read_bytes() == weights
+
+
 def test_a_hub_that_is_not_there_is_one_line(
     hub: Hub, lather: Lather, monkeypatch: pytest.MonkeyPatch
 ) -> None:

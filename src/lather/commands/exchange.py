@@ -216,7 +216,7 @@ def _published(parsed: ImportArguments) -> tuple[Path, Address | None]:
     if parsed.revision:
         address = replace(address, revision=parsed.revision)
     try:
-        return fetch_model(address, parsed.run)
+        return fetch_model(address, parsed.run, **parsed.reading)
     except HubError as error:
         if parsed.model.startswith(SCHEME):
             raise

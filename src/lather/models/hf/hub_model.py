@@ -5,16 +5,17 @@ from __future__ import annotations
 from glob import escape
 from math import prod
 from pathlib import Path
+from typing import Unpack
 
 from lather.errors import ExchangeError
 from lather.files import check_space
 from lather.hub import Address, cache_folder, open_repository
 from lather.models.hf.model_export import COMPANIONS
-from lather.models.hf.model_folder import CONFIG_FILE, read_config, weight_shapes
+from lather.models.hf.model_folder import CONFIG_FILE, Reading, read_config, weight_shapes
 from lather.models.hf.safetensors_folder import INDEX_FILE, SINGLE_FILE, read_index
 
 
-def fetch_model(address: Address, run: Path) -> tuple[Path, Address]:
+def fetch_model(address: Address, run: Path, **reading: Unpack[Reading]) -> tuple[Path, Address]:
     """Download a model's configuration, tokenizer and safetensors, and nothing else, of which a run
     of fp32 weights is to be made in `run`. Return their folder, and the address with the commit.
 
@@ -32,7 +33,7 @@ def fetch_model(address: Address, run: Path) -> tuple[Path, Address]:
             )
     files = [CONFIG_FILE, *weights, *repository.matching(COMPANIONS)]
     described = repository.fetch([name for name in files if name != SINGLE_FILE])
-    shapes = weight_shapes(read_config(described))
+    shapes = weight_shapes(read_config(described, **reading))
     if weights == [INDEX_FILE]:
         shards = {*read_index(described / INDEX_FILE).values()}
         files += [name for name in repository.sizes if name in shards]
