@@ -4,6 +4,7 @@ works in every command, and a name that is wrong is one line."""
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import json
 import os
@@ -18,6 +19,7 @@ import pytest
 
 from lather.config.toml_file import load_config, load_run
 from lather.errors import ConfigError
+from lather.models import shared_fields
 from lather.models.families import FAMILIES, build_model, find_family
 
 ROOT = Path(__file__).parent.parent
@@ -38,6 +40,20 @@ def test_parameters_are_sorted_as_the_page_says() -> None:
         exec(compile(blocks("python")[0], "adding-a-family.md", "exec"), names)
     assert printed.getvalue() == blocks("text")[0]
     assert "optimizer" in names
+
+
+def test_the_parts_of_the_table_are_in_its_modules() -> None:
+    table = PAGE.partition("| module of `lather.models` ")[2].partition("\n\n")[0]
+    found = set()
+    for row in table.splitlines()[2:]:
+        modules, parts = (re.findall(r"`(\w+)`", cell) for cell in row.split("|")[1:3])
+        for part in parts:
+            homes = [importlib.import_module(f"lather.models.{module}") for module in modules]
+            assert any(
+                getattr(vars(home).get(part), "__module__", "") == home.__name__ for home in homes
+            ), part
+            found.add(part)
+    assert found > {"GatedDeltaNet"} | {name for name in vars(shared_fields) if "Fields" in name}
 
 
 @pytest.fixture(scope="module")
