@@ -45,18 +45,25 @@ class Address:
     revision: str = ""
     """Branch, tag or commit; empty: the main branch."""
     path: str = ""
-    """File, folder or glob, whose * also matches slashes; empty: the whole repository."""
+    """File, folder or glob, whose * also matches slashes; empty: the whole repository, as for every
+    model."""
 
     @classmethod
     def parse(cls, text: str, kind: Kind) -> Address:
         """Read the address of a repository of this kind, which need not be written. Raises HubError
-        if the text is none."""
+        if the text is none, or has a path in a model, of which only the root is read."""
         match = ADDRESS.fullmatch(text.removeprefix(SCHEME))
-        if match is None or match[1] not in (None, f"{kind}s/"):
+        path = match[4].strip("/") if match and match[4] else ""
+        if (
+            match is None
+            or match[1] not in (None, f"{kind}s/")
+            or {".", ".."}.intersection(match[2].split("/"))
+            or (path and kind == "model")
+        ):
             raise HubError(
                 f"{text}: not the address of a {kind}: it must be like {cls(kind, 'ORG/NAME')}"
             )
-        return cls(kind, match[2], unquote(match[3] or ""), (match[4] or "").strip("/"))
+        return cls(kind, match[2], unquote(match[3] or ""), path)
 
     def __str__(self) -> str:
         is_plain = re.fullmatch(REVISION, self.revision) and "%" not in self.revision

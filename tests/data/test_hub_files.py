@@ -108,6 +108,7 @@ def test_the_files_that_are_left_out_are_counted_and_the_commit_is_kept(
         "hf://org/texts@v9/data": "has no revision 'v9'",
         "hf://org/texts/nothing/*": "no file of text records matches: the repository has 3 .p",
         "hf://models/org/texts": "not the address of a dataset: it must be like hf://datasets/ORG/",
+        "hf://../texts": "hf://../texts: not the address of a dataset",
         "hf://texts": "hf://texts: not the address of a dataset",
     }.items(),
 )

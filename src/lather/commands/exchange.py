@@ -211,7 +211,8 @@ def _published(parsed: ImportArguments) -> tuple[Path, Address | None]:
     except HubError:
         raise UserError(
             f"{parsed.model}: neither a folder nor the name of a model: give a folder with "
-            f"{CONFIG_FILE} and safetensors, or ORG/NAME of a hub"
+            f"{CONFIG_FILE} and safetensors, or ORG/NAME of a hub, without a path (--revision for "
+            "a branch with a slash)"
         ) from None
     if parsed.revision:
         address = replace(address, revision=parsed.revision)
