@@ -16,6 +16,7 @@ from lather.models.families.deepseek_v3 import DeepseekV3Config
 from lather.models.hf.fp8 import dequantize_fp8
 from lather.models.hf.model_export import save_hugging_face
 from lather.models.hf.model_folder import model_from_hugging_face, open_hugging_face
+from lather.safetensors_file import Index
 from models.tiny import error, tiny_family_config, tiny_family_model
 
 SIZES = {"hidden_size": 136, "moe_intermediate_size": 130, "num_hidden_layers": 2, "vocab_size": 37}
@@ -130,8 +131,9 @@ def test_a_folder_comes_in_as_the_loop_over_blocks_says_in_fp32_and_bf16(folder:
         assert torch.equal(bias, expected["model.layers.1.mlp.gate.e_score_correction_bias"])
     source = open_hugging_face(folder)[0]
     name = "layers.0.self_attn.o_proj.weight"
-    rows = [120, slice(120, 136), slice(-8, None), slice(None, 8), slice(None)]
-    for index in [*((each,) for each in rows), (slice(129, 130), slice(20, 24)), ()]:
+    rows: list[int | slice] = [120, slice(120, 136), slice(-8, None), slice(None, 8), slice(None)]
+    indices: list[Index] = [*((each,) for each in rows), (slice(129, 130), slice(20, 24)), ()]
+    for index in indices:
         assert torch.equal(source.read(name, index), expected[f"model.{name}"][index]), index
 
 

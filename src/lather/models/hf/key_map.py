@@ -41,7 +41,7 @@ MTP_NAMES = {".mtp.norm.": ".shared_head.norm.", ".mtp.": "."}
 """Parts of the names of multi-token prediction, and the published text in their place."""
 MTP_COPIES = {"embed_tokens.weight": "embed_tokens.weight", "shared_head.head.weight": HEAD}
 """The copies of embedding and head that each published block of multi-token prediction has, by
-their names in the block; they are written, and not read."""
+their names in the block; they are written, and not read or compared."""
 
 
 @dataclass(frozen=True)

@@ -123,6 +123,12 @@ def notes_on_config(folder: StrPath, **reading: Unpack[Reading]) -> list[str]:
             f"{folder}: blocks of multi-token prediction, which num_nextn_predict_layers of "
             f"{CONFIG_FILE} does not count, are left out"
         )
+    of_copies = rf"{LAYER.pattern}({'|'.join(map(re.escape, MTP_COPIES))})"
+    if config.num_nextn_predict_layers and (copies := _names_in(Path(folder), of_copies)):
+        notes.append(
+            f"{folder}: {first_name(copies)}, copies of embedding and head for multi-token "
+            "prediction, are not read or compared: the model's own are used"
+        )
     if config.num_nextn_predict_layers < described.num_nextn_predict_layers:
         notes.append(
             f"{folder}: has no tensor of the blocks of multi-token prediction, which "
