@@ -172,6 +172,15 @@ def whole_file(out: Path, option: str) -> Iterator[Path]:
         ) from None
 
 
+def check_new_folder(target: Path) -> None:
+    """Raise ExchangeError if `target` exists and is not an empty folder."""
+    place = Path(os.path.realpath(target))
+    if place.exists() and not (place.is_dir() and not any(place.iterdir())):
+        raise ExchangeError(
+            f"{target}: exists already and is not an empty folder: give another place, or delete it"
+        )
+
+
 @contextlib.contextmanager
 def complete_folder(target: Path) -> Iterator[Path]:
     """Yield a folder to write to; at the end of the context it is synced and renamed to `target`.
@@ -179,11 +188,8 @@ def complete_folder(target: Path) -> Iterator[Path]:
 
     Raises ExchangeError if `target` exists and is not an empty folder, if it cannot be written, or
     if another process is writing it."""
+    check_new_folder(target)
     place = Path(os.path.realpath(target))
-    if place.exists() and not (place.is_dir() and not any(place.iterdir())):
-        raise ExchangeError(
-            f"{target}: exists already and is not an empty folder: give another place, or delete it"
-        )
     aside = place.with_name(f".tmp-{place.name}")
     try:
         aside.mkdir(parents=True, exist_ok=True)

@@ -150,6 +150,20 @@ def test_a_revision_is_a_branch_a_tag_or_a_commit(
     assert hub.downloads() == []
 
 
+def test_two_revisions_are_refused(hub: Hub, lather: Lather) -> None:
+    error = lather("import", "org/tiny@main", "run", "--revision", "other", status=2)
+    assert "org/tiny@main names a revision, and so does --revision other: give one of" in error
+    assert not hub.requests
+
+
+def test_a_run_that_exists_is_refused_before_the_download(hub: Hub, lather: Lather) -> None:
+    Path("run").mkdir()
+    Path("run/notes.txt").touch()
+    error = lather("import", "org/tiny", "run", status=2)
+    assert "run: exists already and is not an empty folder: give another place" in error
+    assert not hub.requests
+
+
 @pytest.fixture
 def shard(hub: Hub) -> str:
     """The name of one of the model's shards."""

@@ -28,7 +28,7 @@ from lather.data.documents import load_tokenizer
 from lather.data.recipe import END_OF_TEXT
 from lather.engine.trained_parameters import check_adapters_are_all
 from lather.errors import ConfigError, ExchangeError, UserError
-from lather.files import complete_folder, read_text, write_json
+from lather.files import check_new_folder, complete_folder, read_text, write_json
 from lather.hub import SCHEME, Address, HubError
 from lather.lines import fit
 from lather.models.families import ModelConfig
@@ -109,6 +109,7 @@ def import_command(arguments: list[str]) -> None:
     parsed = parse_arguments(ImportArguments, "lather import", arguments)
     if parsed.model_type:
         family_named(parsed.model_type, "--model-type")
+    check_new_folder(parsed.run)
     folder, address = _published(parsed)
     weights, model = open_hugging_face(folder, **parsed.reading)
     config = _config(parsed, folder, model)
@@ -214,6 +215,11 @@ def _published(parsed: ImportArguments) -> tuple[Path, Address | None]:
             f"{CONFIG_FILE} and safetensors, or ORG/NAME of a hub, without a path (--revision for "
             "a branch with a slash)"
         ) from None
+    if parsed.revision and address.revision:
+        raise UserError(
+            f"{parsed.model} names a revision, and so does --revision {parsed.revision}: give one "
+            "of them"
+        )
     if parsed.revision:
         address = replace(address, revision=parsed.revision)
     try:
