@@ -213,6 +213,9 @@ def test_totals_and_comparison() -> None:
     assert "layers.1-2 (each) - 3.00 8.00 11.00 32.00" in lines
     assert "model 2.00 6.00 17.00 25.00 64.00" in lines
     assert "KiB per token 2.00 6.00 17.00 25.00" in lines
+    dense = replace(example(), has_experts=False)
+    lines = printed(lambda console: report.print_totals(dense, console))
+    assert "MiB attention feed-forward between segments activations rounded weights" in lines
     profiles = {"saved": example(), "reference": example(scale=5)}
     lines = printed(lambda console: report.print_comparison(profiles, console))
     assert "experts 6.00 0.20 x 30.00" in lines

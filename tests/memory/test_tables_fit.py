@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,10 +15,12 @@ from rich.console import Console
 
 from lather.console import LONG_WORD, WIDE
 from lather.memory import plan_report, profile_report
+from lather.memory.ledger import MemoryTimeline
 from lather.memory.plan import MemoryPlan, plan
 from lather.memory.profile import SEGMENTS, KeptTensor, Profile
 from lather.memory.work import Work
 from lather.memory.workers import Assumed
+from lather.models.families import FAMILIES
 
 MIB, GIB = 2**20, 2**30
 
@@ -84,6 +87,17 @@ def printed(show: Show, planned: MemoryPlan, width: int) -> list[str]:
     show(console, planned)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue().splitlines()
+
+
+def test_a_dense_model_has_feed_forward_layers_and_no_experts(
+    planned: MemoryPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MemoryTimeline, "segments_at", lambda *_: {"experts": GIB})
+    dense = FAMILIES["qwen3"].config()
+    of_dense = replace(planned, config=replace(planned.config, model=dense))
+    (moe, *_), (line, *_) = plan_report.remarks(planned, None), plan_report.remarks(of_dense, None)
+    assert " experts " in moe
+    assert line == moe.replace(" experts ", " feed-forward ")
 
 
 @pytest.mark.parametrize("name", SHOWN)

@@ -184,6 +184,8 @@ def test_rates_of_kinds(name: str) -> None:
     if name == "adamw":
         words = "adamw at 2 for experts and router and rest; adamw at 0.25 for matrices"
     assert optim.describe_rates() == words
+    words = f"{name} at 0.25 for matrices; adamw at 2 for rest"
+    assert optim.describe_rates(has_experts=False) == words
 
 
 @pytest.mark.parametrize("name", RULES)

@@ -82,7 +82,7 @@ def _draw(out: Path, title: str, profiles: dict[str, Profile]) -> None:
         name: {segment: size / result.num_tokens for segment, size in by_segment.items()}
         for name, (result, by_segment) in sizes.items()
     }
-    report.draw(bars, title, out)
+    report.draw(bars, title, out, next(iter(profiles.values())).title)
 
 
 def _batch(config: Config) -> str:

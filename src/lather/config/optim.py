@@ -186,10 +186,11 @@ class OptimConfig:
         factor = self.section(kind).lr_factor
         return default_factor(kind, self.rules) if factor is None else factor
 
-    def describe_rates(self) -> str:
-        """Name the rule and the peak learning rate of every kind of parameters."""
+    def describe_rates(self, *, has_experts: bool = True) -> str:
+        """Name the rule and the peak learning rate of every kind of parameters that a model with
+        or without experts has."""
         kinds: dict[str, list[str]] = {}
-        for kind in KINDS:
+        for kind in KINDS if has_experts else ("matrices", "rest"):
             rate = f"{name_of(self.rules[kind])} at {self.lr_of(kind):.3g}"
             kinds.setdefault(rate, []).append(kind)
         return "; ".join(f"{rate} for {' and '.join(names)}" for rate, names in kinds.items())

@@ -43,6 +43,12 @@ BETWEEN_SEGMENTS = "between segments"
 """Name of the segment of activations that are made outside of segments."""
 
 
+def segment_title(segment: str, *, has_experts: bool) -> str:
+    """Return the name of a segment for a reader: feed-forward layers, which share a segment with
+    experts, go by their own name in a model without experts."""
+    return "feed-forward" if segment == "experts" and not has_experts else segment
+
+
 @dataclass
 class StorageRecord:
     """The history of a storage."""

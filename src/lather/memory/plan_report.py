@@ -13,6 +13,7 @@ from lather.console import titled_table
 from lather.files import write_numbers
 from lather.memory.advice import EXCHANGE, FLOPS, LINK, Advice, Setting, as_options
 from lather.memory.dry_run import RankRun
+from lather.memory.ledger import segment_title
 from lather.memory.plan import CONTEXT_BYTES, FRAGMENTATION, MemoryPlan
 from lather.pipeline.partition import SLACK, Partition
 from lather.version import describe_version
@@ -57,8 +58,9 @@ def remarks(plan: MemoryPlan, memory: int | None) -> list[str]:
     """Return the lines below the table."""
     _, scale = unit_of(plan.largest.peak)
     timeline = plan.largest.largest
+    has_experts = plan.config.model.num_routed_experts > 0
     segments = ", ".join(
-        f"{name} {_in(size, scale)}"
+        f"{segment_title(name, has_experts=has_experts)} {_in(size, scale)}"
         for name, size in timeline.segments_at(timeline.peak_time).items()
     )
     lines = [

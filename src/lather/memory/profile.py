@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lather.config.config import Config, ParallelConfig
 from lather.memory.dry_rank import LedgerMode, dry_rank
-from lather.memory.ledger import BETWEEN_SEGMENTS, StorageRecord
+from lather.memory.ledger import BETWEEN_SEGMENTS, StorageRecord, segment_title
 from lather.memory.workers import Assumed
 
 HEAD = "head"
@@ -51,6 +51,12 @@ class Profile:
 
     tensors: tuple[KeptTensor, ...]
     num_tokens: int
+    has_experts: bool = True
+    """Whether the model has routed experts."""
+
+    def title(self, segment: str) -> str:
+        """Return the name of a segment for a reader."""
+        return segment_title(segment, has_experts=self.has_experts)
 
     def bytes(
         self, layer: str | None = None, segment: str | None = None, *, weights: bool = False
@@ -138,7 +144,9 @@ def profile(config: Config, assumed: Assumed) -> Profile:
             if record.phase == "0F0"
         )
         return Profile(
-            tuple(tensor for tensor in tensors if tensor.bytes), size * train.sequence_length
+            tuple(tensor for tensor in tensors if tensor.bytes),
+            size * train.sequence_length,
+            config.model.num_routed_experts > 0,
         )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -80,7 +80,7 @@ def print_tensors(profile: Profile, console: Console) -> None:
             _counts(profile, layers[0]).items(), lambda item: item[0].segment
         ):
             size = _in(profile.bytes(layers[0], segment), MIB)
-            table.add_row(segment, "", "", size, "", style="bold")
+            table.add_row(profile.title(segment), "", "", size, "", style="bold")
             for tensor, count in group:
                 shape = " x ".join(map(str, tensor.shape)) or "scalar"
                 table.add_row(
@@ -96,7 +96,7 @@ def print_tensors(profile: Profile, console: Console) -> None:
 def print_totals(profile: Profile, console: Console) -> None:
     """Print MiB of activations per layer and segment, of rounded weights per layer, and totals."""
     total = profile.by_segment()
-    columns = (*total, "activations", "rounded weights")
+    columns = (*map(profile.title, total), "activations", "rounded weights")
     table = titled_table("kept for backward, each storage once", ["MiB"], columns)
     rows = {name_of(layers) + " (each)" * (len(layers) > 1): layers[0] for layers in alike(profile)}
     for name, layer in {**rows, "model": None}.items():
@@ -132,7 +132,7 @@ def print_comparison(profiles: Mapping[str, Profile], console: Console) -> None:
             cells.append(_in(size / profile.num_tokens, KIB))
             if mode != BASELINE:
                 cells.append(f"{size / base:.2f} x" if base else "-")
-        table.add_row(segment or "model", *cells)
+        table.add_row(profiles[BASELINE].title(segment or "model"), *cells)
     console.print(table)
 
 
@@ -141,9 +141,14 @@ def _in(size: float, scale: int) -> str:
     return f"{size / scale:,.2f}" if size else "-"
 
 
-def draw(bars: Mapping[str, Mapping[str, float]], title: str, out: Path) -> None:
+def draw(
+    bars: Mapping[str, Mapping[str, float]],
+    title: str,
+    out: Path,
+    title_of: Callable[[str], str] = str,
+) -> None:
     """Draw bytes per token as a bar for each name, stacked by segment, with its sum above it.
-    Raises UserError if `out` cannot be written."""
+    `title_of` names a segment in the legend. Raises UserError if `out` cannot be written."""
     width = max(6.0, min(18.0, 4.0 + 0.45 * len(bars)))
     figure = Figure(figsize=(width, 4.8), layout="constrained")
     axes = figure.subplots()
@@ -153,7 +158,8 @@ def draw(bars: Mapping[str, Mapping[str, float]], title: str, out: Path) -> None
     for segment in SEGMENTS:
         heights = np.array([sizes.get(segment, 0.0) for sizes in bars.values()]) / scale
         if heights.any():
-            axes.bar(range(len(bars)), heights, 0.72, bottom, color=COLORS[segment], label=segment)
+            color, label = COLORS[segment], title_of(segment)
+            axes.bar(range(len(bars)), heights, 0.72, bottom, color=color, label=label)
         bottom += heights
     for index, size in enumerate(sums):
         axes.annotate(

@@ -51,7 +51,8 @@ def describe_run(
     if trained.num_trained < trained.num_parameters:
         yield trained.describe()
     tokens = config.train.batch_size * config.train.sequence_length
-    yield f"peak learning rates for steps of {tokens:,} tokens: {config.optim.describe_rates()}"
+    rates = config.optim.describe_rates(has_experts=config.model.num_routed_experts > 0)
+    yield f"peak learning rates for steps of {tokens:,} tokens: {rates}"
     if mesh.pp > 1:
         yield f"layers by stage: {' '.join(str(len(layers)) for layers in layers_of_stage)}"
 

@@ -179,7 +179,10 @@ def facts(config: Config) -> Table:
     tokens = f"{train.batch_size * train.sequence_length:,} tokens"
     return [
         *table,
-        ["rule and peak rates", optim.describe_rates()],
+        [
+            "rule and peak rates",
+            optim.describe_rates(has_experts=config.model.num_routed_experts > 0),
+        ],
         ["schedule", f"{optim.schedule}, {optim.warmup_steps:,} steps of warm-up"],
         ["data", ", ".join(config.data.path) or config.data.source],
         ["step", f"{batch}, {tokens}, in {train.precision}"],
