@@ -82,11 +82,11 @@ PLANS = {
     "qwen3-next-80b-a3b-32-pp2-ep16-muon": (
         "configs/qwen3-next-80b-a3b.toml --world 32 --parallel.pp 2 --parallel.ep 16"
     ),
-    "deepseek-v3-512-pp2-ep64-muon": (
-        "configs/deepseek-v3.toml --world 512 --parallel.pp 2 --parallel.ep 64"
+    "deepseek-v3-512-pp8-ep64-muon": (
+        "configs/deepseek-v3.toml --world 512 --parallel.pp 8 --parallel.ep 64"
     ),
-    "kimi-k2-512-pp2-ep64-muon": (
-        "configs/kimi-k2.toml --world 512 --parallel.pp 2 --parallel.ep 64"
+    "kimi-k2-512-pp8-ep64-muon": (
+        "configs/kimi-k2.toml --world 512 --parallel.pp 8 --parallel.ep 64"
     ),
     "deepseek-v2-512-pp8-ep8-soap_muon": (
         "configs/deepseek-v2.toml --world 512 --parallel.pp 8 "
