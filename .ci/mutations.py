@@ -117,10 +117,10 @@ MUTATIONS = (
         "models/test_grouped_query.py",
     ),
     Mutation(
-        "models: the gradient of a gate without that of its sigmoid",
+        "models: the gate of attention without its sigmoid",
         "models/attention.py",
-        "grad_x * x * (1 - opened)",
-        "grad_x * x",
+        "attended_BSHN * gate_BSHN.sigmoid()",
+        "attended_BSHN * gate_BSHN",
         "models/test_grouped_query.py",
     ),
     Mutation(
