@@ -105,6 +105,7 @@ def _run(
 
         torch.set_num_threads(1)
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
+        dist.barrier()  # a rank that ends a group early breaks off those that still connect to it
         result = _load(file, name)(rank, world_size, *pickle.loads(args))
         dist.barrier()
         sender.send_bytes(pickle.dumps(("result", result)))
