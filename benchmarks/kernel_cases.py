@@ -172,6 +172,13 @@ def _route(s: ModelSizes) -> Calls:
     yield check_range, experts_TK, -1, s.e, "experts_TK"
 
 
+def _stochastic_rounding(s: ModelSizes) -> Calls:
+    from lather.kernels.stochastic_rounding.triton import round_to_bf16
+
+    shape = (s.e, 2 * s.f, s.d)
+    yield round_to_bf16, _floats(shape), 3, _on_meta(shape, dtype=torch.bfloat16)
+
+
 def _swiglu(s: ModelSizes) -> Calls:
     from lather.kernels.swiglu.triton import gate_forward, gate_gradient
 
@@ -198,5 +205,6 @@ CASES: tuple[Callable[[ModelSizes], Calls], ...] = (
     _rms_norm,
     _rotary,
     _route,
+    _stochastic_rounding,
     _swiglu,
 )
