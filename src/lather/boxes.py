@@ -116,6 +116,12 @@ def local(x: Tensor) -> Tensor:
         return x.to_local()
 
 
+def gradient_dtype(p: Tensor) -> torch.dtype:
+    """Return the dtype in which the gradient of a parameter accumulates: `p.grad_dtype` if that is
+    set, else that of the parameter."""
+    return (p.grad_dtype if p.is_leaf else None) or p.dtype
+
+
 def local_grad(p: Tensor) -> Tensor:
     """Return this rank's part of the gradient; zeros if only other ranks have a gradient."""
     return torch.zeros_like(local(p)) if p.grad is None else local(p.grad)

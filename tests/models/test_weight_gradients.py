@@ -22,6 +22,7 @@ from lather.models.experts import Experts
 from lather.models.layers import GatedMLP, Linear, project
 from lather.models.moe import LOCAL_EXCHANGE
 from lather.models.routing import Router
+from lather.models.saving.rounded_weights import product_weights
 from lather.models.saving.weight_gradients import (
     DeferredGradient,
     WeightGradients,
@@ -75,7 +76,7 @@ def assert_same_gradients(actual: nn.Module, expected: nn.Module) -> None:
     for name, p in actual.named_parameters():
         other = theirs[name].grad
         assert (p.grad is None) == (other is None), name
-        assert p.grad is None or (p.grad.dtype == p.dtype and torch.equal(p.grad, other)), name
+        assert p.grad is None or (p.grad.dtype == other.dtype and torch.equal(p.grad, other)), name
 
 
 # --- whole models ---------------------------------------------------------------------------------
@@ -480,3 +481,29 @@ def test_on_the_meta_device(kind: str) -> None:
         module(x).sum().backward()
         WeightGradients.run(queue.take())
     assert all(p.grad.is_meta for p in module.parameters())
+
+
+# --- weights that are rounded before products -----------------------------------------------------
+
+
+@pytest.mark.parametrize("defer", [False, True])
+@pytest.mark.parametrize("model", MODELS)
+def test_bf16_weights_have_the_gradients_of_fp32_weights_that_products_round(
+    model: str, defer: bool
+) -> None:
+    """To the bit, over two micro-batches; sums in bf16 would differ by up to 2^-9."""
+    expected, actual = make(model), make(model)
+    narrow = product_weights([actual])
+    assert (actual.lm_head.weight in narrow) == ("tied" not in model)
+    for p in narrow:
+        p.data = p.data.bfloat16()
+        p.grad_dtype = torch.float32
+    queue = deferring(actual)
+    queue.deferring = defer
+    for seed in range(2):
+        for each in (expected, actual):
+            backward(each, seed, "bf16 autocast")
+        WeightGradients.run(queue.take())
+    assert_same_gradients(actual, expected)
+    assert {p.grad.dtype for p in actual.parameters()} == {torch.float32}
+    assert sum(p.numel() for p in narrow) > 0.5 * sum(p.numel() for p in actual.parameters())

@@ -50,6 +50,7 @@ class Experts(Deferrable, Rounding, nn.Module):
     `down_lora` are the adapters of the two stacks, if there are any.
     """
 
+    products_read = ("gate_up_proj", "down_proj")
     gate_up_lora: Adapter | None
     down_lora: Adapter | None
 

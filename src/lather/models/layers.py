@@ -27,6 +27,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from lather.boxes import gradient_dtype
 from lather.device import is_gpu, no_autocast
 from lather.kernels.backend import wide_product
 from lather.kernels.rms_norm import rms_norm
@@ -106,6 +107,7 @@ class Linear(Deferrable, Rounding, nn.Linear):
     `lora` is the adapter of its weight, if there is any.
     """
 
+    products_read = ("weight",)
     memory = "saved"
     lora: Adapter | None
 
@@ -221,12 +223,12 @@ class _Linears(torch.autograd.Function):
             if needs_x:
                 narrow_OI = product.cache.round(weight_OI, ctx.dtype)
                 grad_x_TI = add_product(grad_x_TI, grad_TO, narrow_OI, x.dtype)
-            of_weight = partial(weight_product, grad_TO, x_TI, product.weight.dtype)
+            of_weight = partial(weight_product, grad_TO, x_TI, gradient_dtype(product.weight))
             of_bias = partial(
                 torch.sum,
                 grad_TO,
                 dim=0,
-                dtype=torch.promote_types(grad_TO.dtype, product.weight.dtype),
+                dtype=torch.promote_types(grad_TO.dtype, gradient_dtype(product.weight)),
             )
             returned.append(
                 weight_gradient(product.queue, product.weight, of_weight) if needs_weight else None
@@ -242,9 +244,9 @@ class _Linears(torch.autograd.Function):
 def weight_product(
     grad_TO: Float[Tensor, "t o"], x_TI: Float[Tensor, "t i"], dtype: torch.dtype
 ) -> Float[Tensor, "o i"]:
-    """Compute the gradient of a weight (O, I) of this dtype, from operands in the dtype of
-    `grad_TO`. The result is in the wider of the two dtypes, so that sums over micro-batches do not
-    add rounded values."""
+    """Compute the gradient (O, I) of a weight that accumulates in this dtype, from operands in the
+    dtype of `grad_TO`. The result is in the wider of the two dtypes, so that sums over
+    micro-batches do not add rounded values."""
     x_TI, wide = x_TI.to(grad_TO.dtype), torch.promote_types(grad_TO.dtype, dtype)
     if wide == grad_TO.dtype:
         return grad_TO.T @ x_TI
@@ -322,7 +324,9 @@ class _GatedMLPFunction(torch.autograd.Function):
         factors = ((grad_gate_TF, x_TD), (grad_up_TF, x_TD), (grad_TD, h_TF))
         needs_x, *needs = ctx.needs_input_grad[:4]
         grads = [
-            weight_gradient(call.queue, weight, partial(weight_product, *pair, weight.dtype))
+            weight_gradient(
+                call.queue, weight, partial(weight_product, *pair, gradient_dtype(weight))
+            )
             if needed
             else None
             for weight, pair, needed in zip(ctx.parameters, factors, needs, strict=True)

@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lather.boxes import gradient_dtype
 from lather.device import is_gpu, no_autocast
 from lather.kernels.backend import fastest, wide_product
 from lather.kernels.cross_entropy import check_inputs, divided, flat_labels
@@ -68,7 +69,8 @@ def linear_cross_entropy(
 
     Args:
         x: (..., D). Under autocast, `x` and `weight` are converted to its dtype, tile by tile, as
-            in `F.linear`; the gradients have the dtypes of `x` and `weight`.
+            in `F.linear`; the gradients have the dtypes of `x` and `weight`
+            (or `weight.grad_dtype`).
         weight: (V, D), in the dtype of `x` outside autocast. No gradient is computed for a frozen
             `weight` or `x`.
         labels: (...), integers in [0, V), or `ignore_index` for tokens that do not count.
@@ -193,6 +195,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             )
             ctx.save_for_backward(x, weight_VD, labels_T, logsumexp_T)
             ctx.products, ctx.z_loss, ctx.normalizer = products, z_loss, normalizer
+            ctx.gradient_dtype = gradient_dtype(weight_VD)
             losses_T = losses(logsumexp_T, label_logit_T, labels_T, z_loss)
             return divided(losses_T.sum(), normalizer)
 
@@ -205,7 +208,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             scale_T = torch.where(labels_T >= 0, divided(grad, ctx.normalizer), 0)
             x_TD = products.rounded(x)
             dx_TD = torch.zeros_like(x_TD, dtype=products.wide) if ctx.needs_input_grad[0] else None
-            dw_VD = torch.zeros_like(weight_VD) if ctx.needs_input_grad[1] else None
+            dw_VD = None
+            if ctx.needs_input_grad[1]:
+                dw_VD = torch.zeros_like(weight_VD, dtype=ctx.gradient_dtype)
             of_tokens = (labels_T, logsumexp_T, scale_T)
             _add_gradients(x_TD, weight_VD, of_tokens, products, ctx.z_loss, dx_TD, dw_VD)
             dx = None if dx_TD is None else dx_TD.to(x.dtype).view(x.shape)
@@ -238,8 +243,8 @@ def _add_gradients(
     dx_TD: Tensor | None,
     dw_VD: Tensor | None,
 ) -> None:
-    """Add the gradients of `x_TD`, in fp32 or wider, and of `weight_VD`, in its dtype, to tensors
-    of zeros, unless these are None. `of_tokens`: labels, logsumexp and scale."""
+    """Add the gradients of `x_TD`, in fp32 or wider, and of `weight_VD`, in any dtype, to
+    tensors of zeros, unless these are None. `of_tokens`: labels, logsumexp and scale."""
     is_fp64 = products.wide == torch.float64
     softmax_gradient = fastest(reference.softmax_gradient, x_TD, in_reference=is_fp64)
     for columns, weight_CD, runs in products.tiles(x_TD, weight_VD):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -78,6 +78,9 @@ class Rounding:
     """A module whose products round weights with the cache `self.rounded_weights`."""
 
     rounded_weights: RoundedWeights = NO_CACHE
+    products_read: ClassVar[tuple[str, ...]] = ()
+    """Names of its parameters that nothing but these products reads."""
+    memory: str
 
 
 def set_rounded_weights(module: nn.Module, cache: RoundedWeights) -> None:
@@ -85,3 +88,15 @@ def set_rounded_weights(module: nn.Module, cache: RoundedWeights) -> None:
     for layer in module.modules():
         if isinstance(layer, Rounding):
             layer.rounded_weights = cache
+
+
+def product_weights(modules: Iterable[nn.Module]) -> set[nn.Parameter]:
+    """Return the parameters inside the modules that only products read, which round them: they may
+    be rounded before. A head that is also the embedding is not one of them."""
+    of_products, others = set[nn.Parameter](), set[nn.Parameter]()
+    for layer in (layer for module in modules for layer in module.modules()):
+        rounds = isinstance(layer, Rounding) and layer.memory != "reference"
+        for name, p in layer.named_parameters(recurse=False):
+            is_read_rounded = rounds and name in layer.products_read
+            (of_products if is_read_rounded else others).add(p)
+    return of_products - others

@@ -44,6 +44,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from lather.boxes import gradient_dtype
 from lather.device import no_autocast
 from lather.shapes import Float
 
@@ -63,7 +64,7 @@ class DeferredGradient:
         with no_autocast(self.weight):
             gradient = self.compute()
         self.compute = None
-        dtype = self.weight.dtype
+        dtype = gradient_dtype(self.weight)
         if self.weight.grad is None:
             self.weight.grad = gradient.to(dtype)
         elif torch.promote_types(dtype, gradient.dtype) == dtype:
@@ -89,8 +90,8 @@ class WeightGradients:
 
     @staticmethod
     def run(entries: Sequence[DeferredGradient]) -> None:
-        """Compute each gradient and add it to `.grad`, in the weight's dtype; an entry then drops
-        its tensors."""
+        """Compute each gradient and add it to `.grad`, in the dtype of gradients of the weight
+        (`lather.boxes.gradient_dtype`); an entry then drops its tensors."""
         for entry in entries:
             entry.run()
 
@@ -104,9 +105,9 @@ def weight_gradient(
     """Return the value that the backward of an autograd Function must return for `weight`, a tensor
     that requires a gradient.
 
-    This is the gradient, in the dtype of `weight`; or None, if `later`, which computes it, was
+    This is the gradient, in the dtype of gradients of `weight`; or None, if `later`, which computes it, was
     queued, or if there is a queue that does not defer and the gradient was added to `.grad` at
-    once: autograd would add a copy in the dtype of `weight`. (A weight that is not a leaf has no
+    once: autograd would add a copy in that dtype. (A weight that is not a leaf has no
     `.grad`, so its gradient is always returned.) Hooks on the weight, or on its gradient
     accumulation, do not run for gradients that are not returned.
 
@@ -120,7 +121,7 @@ def weight_gradient(
         if weight.grad is not None:
             DeferredGradient(weight, at_once).run()
             return None
-    return at_once().to(weight.dtype)
+    return at_once().to(gradient_dtype(weight))
 
 
 class Deferrable:
