@@ -70,6 +70,7 @@ DOORS = {
     "lather.models.hf.model_export",
     "lather.models.hf.model_folder",
     "lather.models.hf.peft_folder",
+    "lather.models.saving.embedding_gradient",
     "lather.models.saving.recomputed",
     "lather.models.saving.rounded_weights",
     "lather.models.saving.weight_gradients",

@@ -179,6 +179,25 @@ def test_a_retained_graph_gives_the_same_bits_again_and_no_second_derivative() -
         gradient.sum().backward()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_gradient_is_added_to_the_one_that_exists_tile_by_tile(dtype: torch.dtype) -> None:
+    """The sum has autograd's bits, and takes the memory of a tile, not of the weight."""
+    grads, peaks = [], []
+    for accumulate in (False, True):
+        x, weight, labels = inputs(20, 64, 512, dtype)
+        for factor in (1.0, 0.3):
+            loss = linear_cross_entropy(
+                factor * x, weight, labels, tile=(8, 8), accumulate=accumulate
+            )
+            with PeakBytes() as peak:
+                loss.backward()
+        assert weight.grad is not None
+        grads.append(weight.grad)
+        peaks.append(peak.bytes)
+    assert torch.equal(*grads)
+    assert peaks[0] - peaks[1] > 0.6 * grads[0].nbytes
+
+
 def test_labels_that_do_not_count() -> None:
     x, weight, labels = inputs(16, 30, 4)
     ignored = linear_cross_entropy(x, weight, torch.full((16,), -100), z_loss=0.1)

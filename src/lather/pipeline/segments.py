@@ -41,6 +41,7 @@ from lather.models.decoder import Attended, Block
 from lather.models.moe import LOCAL_EXCHANGE, Exchange, MoE
 from lather.models.mtp import MultiTokenPrediction
 from lather.models.routing import Routing
+from lather.models.saving.embedding_gradient import look_up
 from lather.models.saving.recomputed import Placeholder
 from lather.models.saving.rounded_weights import RoundedWeights
 from lather.models.saving.weight_gradients import WeightGradients
@@ -159,7 +160,7 @@ class Segments:
         """
         if stage.embed_tokens is not None:
             tape.embed, (x_BSD,) = Cut.run(
-                partial(_call, stage.embed_tokens, tape.micro_batch.tokens_BS), ()
+                partial(_embed, stage.embed_tokens, tape.micro_batch.tokens_BS), ()
             )
         assert x_BSD is not None
         x_BSD = yield from self._forward_blocks(stage.blocks, x_BSD, tape, routings)
@@ -225,7 +226,7 @@ class Segments:
             assert block.mtp is not None
             assert stage.mtp_embed_tokens is not None
             depth = ChunkTape(batch)
-            embed = partial(_call, stage.mtp_embed_tokens, batch.tokens_BS)
+            embed = partial(_embed, stage.mtp_embed_tokens, batch.tokens_BS)
             depth.embed, (x_BSD,) = self._run("mtp", partial(_combine, embed, block.mtp), state_BSD)
             x_BSD = yield from self._forward_blocks((block,), x_BSD, depth, routings)
             loss, state_BSD = self._head(block.mtp.norm, stage, x_BSD, depth)
@@ -431,6 +432,10 @@ def _call(function: Callable[[Tensor], Tensor], x: Tensor) -> Outputs:
     return (function(x),)
 
 
+def _embed(embed_tokens: nn.Embedding, tokens_BS: Tensor) -> Outputs:
+    return (look_up(embed_tokens.weight, tokens_BS),)
+
+
 def _run_experts(
     moe: MoE, experts_RK: Tensor, num_pairs: int | None, x_RD: Tensor, weights_RK: Tensor
 ) -> Outputs:
@@ -445,7 +450,11 @@ def _loss(norm: nn.Module, stage: Stage, batch: MicroBatch, x_BSD: Tensor) -> Ou
     assert stage.lm_head is not None
     x_BSD = norm(x_BSD)
     loss = linear_cross_entropy(
-        x_BSD, stage.lm_head.weight, batch.labels_BS, normalizer=batch.normalizer
+        x_BSD,
+        stage.lm_head.weight,
+        batch.labels_BS,
+        normalizer=batch.normalizer,
+        accumulate=True,
     )
     return loss, x_BSD
 

@@ -63,6 +63,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     normalizer: float | Tensor = 1.0,
     tile: tuple[int, int] | None = None,
+    accumulate: bool = False,
 ) -> Float[Tensor, ""]:
     """Return the cross entropy in nats of the logits `x @ weight^T`, summed over tokens and divided
     by `normalizer`.
@@ -78,6 +79,8 @@ def linear_cross_entropy(
         normalizer: > 0, the number of labels in all micro-batches on all ranks; the host does not
             wait for a tensor on the device.
         tile: (tokens, columns) of a tile of logits; None: a size that suits the device.
+        accumulate: in backward, add the gradient of `weight`, a leaf, tile by tile to the `.grad`
+            that it has, with the bits that autograd's sum has; hooks on `weight` do not run then.
 
     Returns:
         The loss, a scalar in fp32 (fp64 for fp64).
@@ -96,7 +99,8 @@ def linear_cross_entropy(
     if tile is None:
         tile = gpu_tile(labels_T.numel()) if is_gpu(x) else CPU_TILE
     products = _Products(dtype, is_gpu(x), tile)
-    return _LinearCrossEntropy.apply(x, weight, labels_T, products, z_loss, normalizer)  # type: ignore[no-untyped-call]
+    leaf = weight if accumulate and weight.is_leaf and weight.requires_grad else None
+    return _LinearCrossEntropy.apply(x, weight, labels_T, products, z_loss, normalizer, leaf)  # type: ignore[no-untyped-call]
 
 
 def gpu_tile(num_tokens: int) -> tuple[int, int]:
@@ -188,6 +192,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         products: _Products,
         z_loss: float,
         normalizer: float | Tensor,
+        leaf: Tensor | None,
     ) -> Tensor:
         with no_autocast(x):
             logsumexp_T, label_logit_T = _logsumexp(
@@ -195,7 +200,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             )
             ctx.save_for_backward(x, weight_VD, labels_T, logsumexp_T)
             ctx.products, ctx.z_loss, ctx.normalizer = products, z_loss, normalizer
-            ctx.gradient_dtype = gradient_dtype(weight_VD)
+            ctx.gradient_dtype, ctx.leaf = gradient_dtype(weight_VD), leaf
             losses_T = losses(logsumexp_T, label_logit_T, labels_T, z_loss)
             return divided(losses_T.sum(), normalizer)
 
@@ -208,13 +213,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
             scale_T = torch.where(labels_T >= 0, divided(grad, ctx.normalizer), 0)
             x_TD = products.rounded(x)
             dx_TD = torch.zeros_like(x_TD, dtype=products.wide) if ctx.needs_input_grad[0] else None
-            dw_VD = None
-            if ctx.needs_input_grad[1]:
+            total_VD = None if ctx.leaf is None else ctx.leaf.grad
+            accumulates, dw_VD = total_VD is not None, total_VD
+            if dw_VD is None and ctx.needs_input_grad[1]:
                 dw_VD = torch.zeros_like(weight_VD, dtype=ctx.gradient_dtype)
             of_tokens = (labels_T, logsumexp_T, scale_T)
-            _add_gradients(x_TD, weight_VD, of_tokens, products, ctx.z_loss, dx_TD, dw_VD)
+            args = (x_TD, weight_VD, of_tokens, products, ctx.z_loss, dx_TD, dw_VD)
+            _add_gradients(*args, accumulates=accumulates)
             dx = None if dx_TD is None else dx_TD.to(x.dtype).view(x.shape)
-            return dx, dw_VD, None, None, None, None
+            return dx, None if accumulates else dw_VD, None, None, None, None, None
 
 
 def _logsumexp(
@@ -242,15 +249,18 @@ def _add_gradients(
     z_loss: float,
     dx_TD: Tensor | None,
     dw_VD: Tensor | None,
+    *,
+    accumulates: bool,
 ) -> None:
-    """Add the gradients of `x_TD`, in fp32 or wider, and of `weight_VD`, in any dtype, to
-    tensors of zeros, unless these are None. `of_tokens`: labels, logsumexp and scale."""
+    """Add the gradients of `x_TD`, in fp32 or wider, and of `weight_VD`, in any dtype, to tensors
+    of zeros, unless these are None. With `accumulates`, `dw_VD` is not zero: each tile's whole sum
+    is added to it. `of_tokens`: labels, logsumexp and scale."""
     is_fp64 = products.wide == torch.float64
     softmax_gradient = fastest(reference.softmax_gradient, x_TD, in_reference=is_fp64)
     for columns, weight_CD, runs in products.tiles(x_TD, weight_VD):
         out_CD = None if dw_VD is None else dw_VD[columns]
         dw_CD = out_CD
-        if out_CD is not None and out_CD.dtype != products.wide:
+        if out_CD is not None and (accumulates or out_CD.dtype != products.wide):
             dw_CD = torch.zeros_like(out_CD, dtype=products.wide)
         for rows, x_ND in runs:
             labels_N, logsumexp_N, scale_N = (x_T[rows] for x_T in of_tokens)
@@ -269,4 +279,7 @@ def _add_gradients(
                 products.add_product_(dx_TD[rows], gradient_NC, weight_CD)
             del gradient_NC  # before the next tile
         if out_CD is not None and dw_CD is not None and dw_CD is not out_CD:
-            out_CD.copy_(dw_CD)
+            if accumulates:
+                out_CD += dw_CD.to(out_CD.dtype)
+            else:
+                out_CD.copy_(dw_CD)
