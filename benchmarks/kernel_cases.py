@@ -133,6 +133,21 @@ def _linear_cross_entropy(s: ModelSizes) -> Calls:
         )
 
 
+def _quantized(s: ModelSizes) -> Calls:
+    from lather.kernels.quantized import POSITIVE, SIGNED, num_blocks
+    from lather.kernels.quantized.triton import dequantize, quantize_
+
+    shape = (s.e, 2 * s.f, s.d)
+    codes, scales = (
+        _on_meta(shape, dtype=torch.int8),
+        _floats(*shape[:-1], num_blocks(shape[-1])),
+    )
+    for code in (SIGNED, POSITIVE):
+        yield quantize_, _floats(shape), codes, scales, 3, code, True
+        yield dequantize, codes, scales, _floats(shape), code
+    yield quantize_, _floats(shape), codes, scales, 3, SIGNED, False
+
+
 def _rms_norm(s: ModelSizes) -> Calls:
     from lather.kernels.rms_norm.triton import backward, forward
 
@@ -196,15 +211,26 @@ def _swiglu(s: ModelSizes) -> Calls:
     yield gate_gradient, s.rows(s.f), s.rows(2 * s.f), s.gate
 
 
+def _triangle(s: ModelSizes) -> Calls:
+    from lather.kernels.triangle import triangle_numel
+    from lather.kernels.triangle.triton import pack_triangle, unpack_triangle
+
+    packed = _on_meta(s.e, triangle_numel(s.d), dtype=s.dtype)
+    yield pack_triangle, _floats(s.e, s.d, s.d), packed
+    yield unpack_triangle, packed, _floats(s.e, s.d, s.d)
+
+
 CASES: tuple[Callable[[ModelSizes], Calls], ...] = (
     _adam_in_basis,
     _combine,
     _cross_entropy,
     _gather,
     _linear_cross_entropy,
+    _quantized,
     _rms_norm,
     _rotary,
     _route,
     _stochastic_rounding,
     _swiglu,
+    _triangle,
 )

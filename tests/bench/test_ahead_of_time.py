@@ -104,11 +104,14 @@ def test_every_kernel_compiles_within_limits(rows: list[Row]) -> None:
 def test_rows_in_bf16_are_read_16_bytes_at_a_time_and_nothing_divides_in_64_bits(
     rows: list[Row],
 ) -> None:
-    """Each thread reads so many: the address and the length of a row allow it in these models."""
+    """Each thread reads so many: the address and the length of a row allow it in these models. Rows
+    of packed triangles begin anywhere."""
     narrow = [
         (row["kernel"], row["cases"])
         for row in rows
-        if "*bf16" in row["types"] and "128" not in row["loads"]
+        if "*bf16" in row["types"]
+        and "128" not in row["loads"]
+        and not row["kernel"].startswith("triangle.")
     ]
     assert not narrow
     assert not [row["kernel"] for row in rows if row["divisions"]]

@@ -29,8 +29,9 @@ def bits_of(x: float) -> int:
     return int(struct.unpack("<I", struct.pack("<f", x))[0])
 
 
-def rounded_alone(x: float, step: int) -> float:
-    """Round a number with Python's integers, after MurmurHash3's published code."""
+def hashed(x: float, step: int) -> int:
+    """Return the 32 bits of noise of a number, with Python's integers, after MurmurHash3's
+    published code (whose last line changes lower bits alone)."""
 
     def mixed(h: int) -> int:
         h ^= h >> 16
@@ -39,8 +40,12 @@ def rounded_alone(x: float, step: int) -> float:
         h = h * 0xC2B2AE35 % 2**32
         return h ^ h >> 16
 
-    noise = mixed(bits_of(x) ^ mixed(step % 2**32)) >> 16
-    return float(struct.unpack("<f", struct.pack("<I", bits_of(x) + noise >> 16 << 16))[0])
+    return mixed(bits_of(x) ^ mixed(step % 2**32))
+
+
+def rounded_alone(x: float, step: int) -> float:
+    bits = bits_of(x) + (hashed(x, step) >> 16) >> 16 << 16
+    return float(struct.unpack("<f", struct.pack("<I", bits))[0])
 
 
 def errors(values: Tensor, step: int, tilt: float = 0.0) -> Tensor:

@@ -28,13 +28,13 @@ def signed(number: int) -> int:
     return number - ((number & 0x80000000) << 1)
 
 
-def noise(bits: Tensor, step: int) -> Tensor:
-    """Return integers from 0 to 65535, a hash of `bits` (int32) and the step: the upper half of
+def noise(bits: Tensor, step: int, num_bits: int = 16) -> Tensor:
+    """Return integers of `num_bits` bits, a hash of `bits` (int32) and the step: the upper bits of
     MurmurHash3's finalizer of (bits xor hash of the step)."""
     h = bits ^ key_of(step)
     for shift, multiplier in zip(SHIFTS, MULTIPLIERS, strict=False):
         h.bitwise_xor_((h >> shift).bitwise_and_((1 << 32 - shift) - 1)).mul_(signed(multiplier))
-    return h.bitwise_right_shift_(16).bitwise_and_(0xFFFF)
+    return h.bitwise_right_shift_(32 - num_bits).bitwise_and_((1 << num_bits) - 1)
 
 
 def round_to_bf16(x: Tensor, step: int, out: Tensor) -> None:

@@ -21,11 +21,10 @@ def round_to_bf16(x: Tensor, step: int, out: Tensor) -> None:
 
 @triton.jit
 def noise(bits, key):
-    """Do the same as in `reference.py`, on uint32."""
+    """Return the 32 bits (uint32) of which `reference.py` takes the upper ones."""
     h = bits ^ key.to(tl.uint32, bitcast=True)
     h = (h ^ (h >> 16)) * 0x85EBCA6B
-    h = (h ^ (h >> 13)) * 0xC2B2AE35
-    return h >> 16
+    return (h ^ (h >> 13)) * 0xC2B2AE35
 
 
 @triton.jit(do_not_specialize=["key"])
@@ -33,5 +32,5 @@ def _round(x_ptr, out_ptr, key, numel, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + at, mask=at < numel, other=0.0)
     bits = x.to(tl.uint32, bitcast=True)
-    rounded = tl.where(x == x, (bits + noise(bits, key)) >> 16, 0x7FC0)  # noqa: PLR0124
+    rounded = tl.where(x == x, (bits + (noise(bits, key) >> 16)) >> 16, 0x7FC0)  # noqa: PLR0124
     tl.store(out_ptr + at, rounded.to(tl.int16), mask=at < numel)

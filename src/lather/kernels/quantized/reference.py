@@ -1,0 +1,106 @@
+"""Tensors in 8 bits in torch: the specification.
+
+For a block with largest magnitude a:
+
+    unit  = the smallest power of two for which a / unit is at most the largest code's y
+    y     = |x| / unit, below 2^(k-1)
+    code  = (bits of max(1 + y, 2 y) + noise) without the `shift` last bits, less the bits of 1, and
+            with the sign of x
+
+Here max(1 + y, 2 y) joins the octaves to the multiples of 2^-m below 1, because the bits of a float
+count its neighbors. They are linear between powers of two, so noise that is uniform below 2^shift
+rounds without bias; half of 2^shift in its place rounds to the nearest code. `scales` holds the
+units, which are at least 2^-126.
+
+A few rows are processed at a time, which stay in the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from lather.kernels.backend import blocks
+from lather.kernels.stochastic_rounding.reference import noise
+
+BLOCK = 256
+"""Largest number of elements of the last dim that share a scale."""
+CHUNK = 2**16
+"""Number of elements that are processed at a time."""
+
+ONE, INFINITE, MAGNITUDE, SIGN = 0x3F800000, 0x7F800000, 0x7FFFFFFF, -0x80000000
+"""The bits of 1 and of infinity, of which NaN has more, and the bits that hold magnitude and
+sign."""
+
+
+@dataclass(frozen=True)
+class Code:
+    """The meaning of 8 bits."""
+
+    octaves: int
+    """Number k of intervals with equally many codes, a power of two: octaves, and the interval from
+    0 to 1."""
+    is_signed: bool
+
+    @property
+    def shift(self) -> int:
+        """Number of bits of an fp32 mantissa that a code does not keep: 23 - m."""
+        return 24 - ((128 if self.is_signed else 256) // self.octaves).bit_length()
+
+
+def quantize_(
+    x: Tensor, codes: Tensor, scales: Tensor, step: int, code: Code, stochastic: bool
+) -> None:
+    shift = code.shift
+    for x_, codes_, scales_ in _in_chunks(x, codes, scales):
+        bits = _in_blocks(x_).view(torch.int32)
+        magnitude = bits & MAGNITUDE
+        top = magnitude.amax(-1, keepdim=True)
+        # a mantissa above the largest code's belongs to the next power of two
+        exponent = (top + (1 << shift) - 1).bitwise_right_shift_(23).add_(2 - code.octaves)
+        exponent.clamp_(min=1)
+        unit = (exponent << 23).masked_fill_(top >= INFINITE, MAGNITUDE)  # NaN
+        scales_.copy_(unit.view(torch.float32).squeeze(-1))
+
+        inverse = (254 - exponent).bitwise_left_shift_(23).view(torch.float32)
+        y = magnitude.view(torch.float32) * inverse
+        q = torch.maximum(y + 1.0, y.mul_(2.0), out=y).view(torch.int32).sub_(ONE)
+        q.add_(noise(bits, step, shift) if stochastic else 1 << shift - 1)
+        q.bitwise_right_shift_(shift)
+        if code.is_signed:
+            sign = bits >> 31
+            q.bitwise_xor_(sign).sub_(sign)
+        else:
+            q = q.maximum(magnitude.clamp_(max=1))
+        codes_.view(torch.uint8).copy_(q.flatten(-2)[:, : x_.shape[1]])
+
+
+def dequantize(codes: Tensor, scales: Tensor, out: Tensor, code: Code) -> None:
+    for codes_, scales_, out_ in _in_chunks(codes, scales, out):
+        narrow = codes_ if code.is_signed else codes_.view(torch.uint8)
+        q = _in_blocks(narrow).to(torch.int32)
+        sign = q & SIGN
+        y = q.abs_().bitwise_left_shift_(code.shift).add_(ONE).view(torch.float32)
+        y = torch.minimum(y - 1.0, y.mul_(0.5), out=y).mul_(scales_.unsqueeze(-1))
+        y.view(torch.int32).bitwise_or_(sign)
+        out_.copy_(y.flatten(-2)[:, : codes_.shape[1]])
+
+
+def _in_chunks(x: Tensor, *results: Tensor) -> Iterator[list[Tensor]]:
+    """Yield the tensors (..., n) as matrices of a few rows."""
+    if x.numel():
+        matrices = [x.flatten(0, -2) if x.dim() > 1 else x[None]]
+        matrices += [result.view(len(matrices[0]), -1) for result in results]
+        for rows in blocks(matrices[0], CHUNK):
+            yield [matrix[rows] for matrix in matrices]
+
+
+def _in_blocks(x: Tensor) -> Tensor:
+    """Return x (rows, n) as (rows, blocks, elements): a view, unless the last block is shorter than
+    the others."""
+    width = min(BLOCK, x.shape[1])
+    padding = -x.shape[1] % width
+    return (F.pad(x, (0, padding)) if padding else x).unflatten(-1, (-1, width))
