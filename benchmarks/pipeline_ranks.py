@@ -39,11 +39,12 @@ from lather.models.saving.weight_gradients import WeightGradients, defer_weight_
 from lather.models.token_positions import SequenceLayout
 from lather.parallel.expert_exchange import ExpertExchange
 from lather.parallel.mesh import Mesh
+from lather.pipeline.chunk import MicroBatch
 from lather.pipeline.executor import Activation, Executor, Recorder
 from lather.pipeline.model_part import ModelPart, PartLayers, Stage, fresh_part
 from lather.pipeline.partition import stages_of, uniform
 from lather.pipeline.schedule import Action, dualpipev
-from lather.pipeline.segments import MicroBatch, Segments
+from lather.pipeline.segments import Segments
 from lather.pipeline.tape import Frees
 
 

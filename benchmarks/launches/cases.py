@@ -34,8 +34,9 @@ from lather.optim.rules.kl_soap import KLSOAPRule
 from lather.optim.sharded.owners import share_out
 from lather.optim.sharded.placement import Spread, boxes_of
 from lather.parallel.mesh import Mesh
+from lather.pipeline.chunk import ChunkTape, MicroBatch
 from lather.pipeline.model_part import ModelPart, PartLayers, Stage, empty_part
-from lather.pipeline.segments import ChunkTape, MicroBatch, Segments
+from lather.pipeline.segments import Segments
 
 PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "DeepSeek-V2-Lite": (

@@ -321,18 +321,17 @@ def prepare_sharding(root: nn.Module) -> None:
         _name(group, "post_backward")
 
 
-def start_gradient_reduction(root: nn.Module) -> None:
-    """Start the reduction of all gradients of the unsharded parameters in `root`, and remove these
-    gradients.
+def start_gradient_reduction(module: nn.Module) -> None:
+    """Start the reduction of the gradients of the unsharded parameters of a sharded module, and
+    remove these gradients; the sums are added to the gradients of the sharded parameters.
 
     FSDP2 skips a parameter without a gradient, and a group of parameters without any: make sure
     that all parameters have one."""
-    for group in _groups(_state(root)):
-        group.post_backward()
+    _name(_state(module), "_fsdp_param_group").post_backward()
 
 
 def finish_gradient_reduction(root: nn.Module) -> None:
-    """Make the current stream wait for `start_gradient_reduction`; after that the sharded
+    """Make the current stream wait for all reductions of modules in `root`; after that the sharded
     parameters have their gradients."""
     _state(root)._root_post_backward_final_callback()
 

@@ -41,6 +41,7 @@ class Case:
     num_micro_batches: int = 0
     """Micro-batches of a data rank; 0: one more than the fewest that the schedule takes."""
     schedule: str = "dualpipev"
+    gather: str = "stage"
     dtype: torch.dtype = torch.float64
     precision: str = "fp32"
     """With "bf16" products are bf16, of weights that have `dtype`."""
@@ -228,6 +229,9 @@ def make_pair(case: Case, seed: int = 0, mesh: Mesh | None = None) -> Pair:
 
 def _schedule(case: Case) -> Schedule:
     if case.schedule == "sequential":
-        return sequential(case.num_micro_batches or 2)
-    number = case.num_micro_batches or 2 * case.pp + 1
-    return dualpipev(case.pp, number, early_weight_gradients=case.early_weight_gradients)
+        schedule = sequential(case.num_micro_batches or 2)
+    else:
+        number = case.num_micro_batches or 2 * case.pp + 1
+        early = case.early_weight_gradients
+        schedule = dualpipev(case.pp, number, early_weight_gradients=early)
+    return schedule.by_block() if case.gather == "block" else schedule

@@ -59,6 +59,27 @@ FOUR_RANKS = [
 """In the last case a rank has no experts."""
 
 
+BLOCK_BY_BLOCK_ON_TWO = [
+    Case(schedule="sequential", poison=True),
+    Case(schedule="sequential", family="gpt_oss", recompute=ALL, poison=True),
+    Case(schedule="sequential", changes={"tie_word_embeddings": True}, memory="recompute"),
+    Case(poison=True),
+    Case(early_weight_gradients=True, defer=False, family="qwen3_moe"),
+    Case(ep=2, poison=True, lopsided=True),
+    Case(ep=2, schedule="sequential", family="qwen3_moe", recompute=ALL),
+    Case(pp=2, poison=True),
+]
+BLOCK_BY_BLOCK_ON_FOUR = [
+    Case(pp=2, ep=2, poison=True, lopsided=True),
+    Case(pp=2, poison=True, recompute=ALL, early_weight_gradients=True),
+    Case(pp=2, changes={"tie_word_embeddings": True}, frees=False, num_micro_batches=9),
+    Case(pp=2, replicas=2, family="gpt_oss"),
+    Case(replicas=2, schedule="sequential", num_micro_batches=3),
+    Case(ep=2, replicas=2, family="gpt_oss", schedule="sequential"),
+    Case(experts=6, layers=2, schedule="sequential"),
+]
+
+
 def gradient_errors(rank: int, world_size: int, cases: list[Case]) -> list[tuple[float, float]]:
     """Return the errors of the loss and of this rank's gradients. Cases with the same mesh share
     it, and share what one process computes."""
@@ -106,6 +127,12 @@ def test_two_ranks_have_the_loss_and_gradients_of_one_process() -> None:
 
 def test_four_ranks_have_the_loss_and_gradients_of_one_process() -> None:
     check_gradients(4, FOUR_RANKS)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_parameters_may_be_gathered_block_by_block(world_size: int) -> None:
+    cases = {2: BLOCK_BY_BLOCK_ON_TWO, 4: BLOCK_BY_BLOCK_ON_FOUR}[world_size]
+    check_gradients(world_size, [replace(case, gather="block") for case in cases])
 
 
 GRID = [

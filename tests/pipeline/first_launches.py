@@ -11,9 +11,9 @@ from torch import Tensor
 
 from lather.memory.dry_rank import LedgerMode, dry_rank
 from lather.memory.workers import Assumed
+from lather.pipeline.chunk import MicroBatch
 from lather.pipeline.executor import StepOutput
 from lather.pipeline.schedule import Schedule
-from lather.pipeline.segments import MicroBatch
 
 TRANSFERS = ("send", "recv_")
 """Operations that a prelude leaves out."""

@@ -31,8 +31,9 @@ from lather.models.token_positions import SequenceLayout
 from lather.parallel.exchange_plan import DispatchHandle
 from lather.parallel.expert_exchange import ExpertExchange
 from lather.pipeline import overlap
+from lather.pipeline.chunk import ChunkTape, MicroBatch
 from lather.pipeline.model_part import PartLayers, Stage, empty_part, fill
-from lather.pipeline.segments import RECOMPUTABLE, ChunkTape, MicroBatch, Segments
+from lather.pipeline.segments import RECOMPUTABLE, Segments
 from lather.pipeline.tape import Frees
 from models.tiny import build_model, random_normal, tiny_family_config, tiny_family_model
 

@@ -15,9 +15,10 @@ from lather.models.families import ModelConfig, build_model
 from lather.models.lora import LoraConfig
 from lather.models.token_positions import SequenceLayout
 from lather.pipeline import overlap
+from lather.pipeline.chunk import ChunkTape, MicroBatch
 from lather.pipeline.model_part import ModelPart, PartLayers, Stage, empty_part, fill, fresh_part
 from lather.pipeline.partition import stages_of, uniform
-from lather.pipeline.segments import ChunkTape, MicroBatch, Segments
+from lather.pipeline.segments import Segments
 from models.tiny import random_tokens, tiny_family_config, tiny_family_model
 
 CPU, META = torch.device("cpu"), torch.device("meta")

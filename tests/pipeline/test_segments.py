@@ -17,15 +17,8 @@ from lather.models.routing import Routing
 from lather.models.saving.weight_gradients import WeightGradients, defer_weight_gradients
 from lather.models.token_positions import SequenceLayout
 from lather.pipeline import overlap
-from lather.pipeline.segments import (
-    RECOMPUTABLE,
-    BlockTape,
-    ChunkTape,
-    MicroBatch,
-    RoutingSummary,
-    Segments,
-    Steps,
-)
+from lather.pipeline.chunk import BlockTape, ChunkTape, MicroBatch, RoutingSummary
+from lather.pipeline.segments import RECOMPUTABLE, Segments, Steps
 from lather.pipeline.tape import Cut, Frees
 from models.tiny import random_tokens, tiny_family_model, whole_part
 

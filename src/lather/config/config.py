@@ -168,6 +168,11 @@ class ParallelConfig:
     """When a pipeline computes weight gradients. normal: where they fill bubbles. least: as early
     as possible, so that nothing is kept for them. This lowers the peak where activations are
     recomputed and makes a step longer; `lather plan` shows both."""
+    gather: Literal["auto", "block", "stage"] = "auto"
+    """The parameters that are gathered from the data ranks, and freed, together. block: those of a
+    block, just before its forward and its backward pass, and its gradients are reduced right after.
+    stage: those of a stage, once per step; less communication, more memory. auto: block without a
+    pipeline, stage with one."""
     poison: bool = False
     """For debugging: overwrite memory that is freed early with NaN, so that a later read is
     noticed."""
@@ -195,6 +200,13 @@ class ParallelConfig:
         if self.schedule == "auto":
             return "dualpipev" if self.pp > 1 else "sequential"
         return self.schedule
+
+    @property
+    def resolved_gather(self) -> Literal["block", "stage"]:
+        """The value of `gather`, with "auto" resolved."""
+        if self.gather == "auto":
+            return "stage" if self.pp > 1 else "block"
+        return self.gather
 
     def data_ranks(self, world_size: int, option: str = "--nproc") -> int:
         """Return the number of data ranks, dp * ep, among `world_size` ranks, which `option` gives.

@@ -34,15 +34,16 @@ from lather.models.saving.weight_gradients import WeightGradients, defer_weight_
 from lather.models.token_positions import SequenceLayout
 from lather.optim import PendingRefreshes
 from lather.parallel.expert_exchange import ExpertExchange
-from lather.parallel.fsdp_units import shard
 from lather.parallel.local_parameters import local_parameters
 from lather.parallel.mesh import Mesh
+from lather.pipeline.chunk import MicroBatch
 from lather.pipeline.executor import Activation, Executor, Recorder, StepOutput
+from lather.pipeline.gathering import shard_part
 from lather.pipeline.model_part import ModelPart, PartLayers, fresh_part
 from lather.pipeline.partition import stages_of, uniform
 from lather.pipeline.prelude import run_prelude
 from lather.pipeline.schedule import Schedule, dualpipev, forwards, sequential
-from lather.pipeline.segments import MicroBatch, Segments
+from lather.pipeline.segments import Segments
 from lather.pipeline.tape import Frees
 from lather.shapes import Bool, Float, Int
 
@@ -70,7 +71,7 @@ class Engine:
         self.rounded_weights = RoundedWeights()
         if loop.rounded_weights == "step":
             set_rounded_weights(part, self.rounded_weights)
-        self.units = shard(part, mesh)
+        self.units = shard_part(part, mesh)
         self.parameters = local_parameters(part, mesh)
         shape = (self.micro_batch_size, loop.sequence_length, part.hidden_size)
         narrow = torch.bfloat16 if loop.precision == "bf16" else None
@@ -127,7 +128,7 @@ class Engine:
         return reading
 
     def _wait_for_gradients(self) -> None:
-        for unit in (unit for units in self.units for unit in units):
+        for unit in self.units.values():
             unit.wait_for_gradients()
 
     def new_reading(self, num_labels: int, *, with_logits: bool = False) -> StepReading:
@@ -180,6 +181,8 @@ class Engine:
             return None
         batch = batch.padded(-len(batch.inputs_BS) % self.micro_batch_size)
         schedule = forwards(self.schedule.num_stages, len(batch.inputs_BS) // self.micro_batch_size)
+        if self.schedule.gathers_blocks:
+            schedule = schedule.by_block()
         output = self._executor.run(
             self._micro_batches(batch, 1.0, [0.0] * schedule.num_micro_batches), schedule
         )
@@ -358,10 +361,11 @@ def build_engine(
 def schedule_for(parallel: ParallelConfig, num_micro_batches: int) -> Schedule:
     """Return the schedule of a training step with so many micro-batches per data rank."""
     if parallel.resolved_schedule == "sequential":
-        return sequential(num_micro_batches)
-    return dualpipev(
-        parallel.pp, num_micro_batches, early_weight_gradients=parallel.early_weight_gradients
-    )
+        schedule = sequential(num_micro_batches)
+    else:
+        early = parallel.early_weight_gradients
+        schedule = dualpipev(parallel.pp, num_micro_batches, early_weight_gradients=early)
+    return schedule.by_block() if parallel.resolved_gather == "block" else schedule
 
 
 def weights_dtype(config: Config) -> torch.dtype:

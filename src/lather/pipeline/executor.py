@@ -11,10 +11,11 @@ Letters: B sequences of a micro-batch, S positions, D hidden size, P pipeline ra
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,14 +23,25 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lather.device import is_gpu
+from lather.models.decoder import Block
 from lather.models.saving.weight_gradients import DeferredGradient, WeightGradients
 from lather.optim import PendingRefreshes
-from lather.parallel.fsdp_units import FsdpUnit
 from lather.parallel.mesh import Mesh
 from lather.pipeline import overlap
+from lather.pipeline.chunk import ChunkTape, MicroBatch, RoutingSummary
+from lather.pipeline.gathering import (
+    GATHERED,
+    PASSES,
+    Gathering,
+    Leave,
+    Pass,
+    Units,
+    Visit,
+    with_following,
+)
 from lather.pipeline.model_part import Stage
 from lather.pipeline.schedule import COMPUTE, RECEIVED_AS, TRANSFERS, Action, Kind, Schedule
-from lather.pipeline.segments import ChunkTape, MicroBatch, RoutingSummary, Segments, Steps
+from lather.pipeline.segments import Segments, Steps
 from lather.pipeline.transfer_queues import MOST_SENDS_UNDER_WAY
 
 Key = tuple[int, int]
@@ -83,14 +95,14 @@ class Executor:
         segments: Segments,
         activation: Activation,
         mesh: Mesh,
-        units: Sequence[Sequence[FsdpUnit]],
+        units: Units,
         record: Recorder | None = None,
     ) -> None:
-        """`stages`: the stages of this rank; `units`: the FSDP units of each."""
+        """`stages`: the stages of this rank; `units`: the FSDP units of their parameters."""
         self.stages = {stage.index: stage for stage in stages}
         self.schedule, self.segments, self.activation = schedule, segments, activation
         self.mesh, self.rank = mesh, mesh.pp_rank
-        self.units = dict(zip(self.stages, units, strict=True))
+        self.units = units
         self.record = record or Recorder()
         self.refreshes: PendingRefreshes | None = None
         """An optimizer's deferred refreshes, set by the engine: after each computation one batch is
@@ -120,10 +132,10 @@ class Executor:
         walk = self.walk = StepWalk(self, micro_batches, schedule)
         try:
             with self.segments.rounded_weights.caching():
-                for action in schedule.ranks[self.rank]:
+                for action, following in with_following(schedule.ranks[self.rank]):
                     walk.wait_for_input(action)
                     with self.record.action(action):
-                        walk.do(action)
+                        walk.do(action, following)
                     if action.kind in COMPUTE and self.refreshes and not self.refreshes.is_busy:
                         self._refresh()
                 walk.finish()
@@ -156,10 +168,18 @@ class StepWalk:
         """Inputs (RECV_F) and gradients of outputs (RECV_B) that were not read yet, with the
         receive that must be waited for."""
         self.tapes: dict[Key, ChunkTape] = {}
-        self.waiting: dict[Key, list[DeferredGradient]] = {}
-        """Deferred weight gradients."""
+        self.waiting: defaultdict[Key, list[tuple[list[DeferredGradient], Visit]]]
+        self.waiting = defaultdict(list)
+        """Deferred weight gradients, and the units whose gradients are complete after them."""
         self.outgoing: dict[Passing, Tensor] = {}
         self.sends: deque[tuple[dist.Work, Tensor, ChunkTape | None]] = deque()
+        self.gathering = Gathering(
+            self.stages,
+            executor.units,
+            len(micro_batches[0].depths),
+            self.segments.rounded_weights,
+            async_op=is_gpu(executor.mesh.device),
+        )
 
     def wait_for_input(self, action: Action) -> None:
         """Wait for the parameters and for the received input of a computation. For an overlapped
@@ -167,26 +187,35 @@ class StepWalk:
         until its first turn."""
         if action.kind not in COMPUTE:
             return
-        for chunk in action.chunks:
-            for unit in self.executor.units[chunk.stage]:
-                unit.wait()
+        if not self.schedule.gathers_blocks:
+            for chunk in action.chunks:
+                for unit in self.gathering.units_of(chunk.stage):
+                    unit.wait()
         first = action.chunks[0]
         passing = (Kind.RECV_F if first.kind is Kind.FORWARD else Kind.RECV_B, _key(first))
         if passing in self.incoming:
             self.incoming[passing] = self._received(*self.incoming[passing]), None
 
-    def do(self, action: Action) -> None:
+    def do(self, action: Action, following: Action | None) -> None:
+        """Execute an action; `following`: the next one that passes through a stage."""
+        passes = [GATHERED] * 2
+        if self.schedule.gathers_blocks and action.kind in PASSES:
+            passes = self.gathering.passes(action, following, self._leave)
         if action.kind == Kind.OVERLAP:
             forward, backward = action.parts
-            results = overlap.run_both(self._forward(forward), self._backward(backward))
+            results = overlap.run_both(
+                self._forward(forward, passes[0]), self._backward(backward, passes[1])
+            )
             self._pass(Kind.SEND_F, forward, results[0])
             self._pass(Kind.SEND_B, backward, results[1])
         elif action.kind == Kind.FORWARD:
-            self._pass(Kind.SEND_F, action, overlap.run(self._forward(action)))
+            self._pass(Kind.SEND_F, action, overlap.run(self._forward(action, passes[0])))
         elif action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
-            self._pass(Kind.SEND_B, action, overlap.run(self._backward(action)))
+            self._pass(Kind.SEND_B, action, overlap.run(self._backward(action, passes[0])))
         elif action.kind == Kind.BACKWARD_WEIGHT:
-            WeightGradients.run(self.waiting.pop(_key(action)))
+            for entries, units in self.waiting.pop(_key(action)):
+                WeightGradients.run(entries)
+                _reduce(units)
         elif action.kind in (Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD):
             self._shard(action)
         else:
@@ -198,7 +227,7 @@ class StepWalk:
         for left in (self.incoming, self.tapes, self.waiting, self.outgoing):
             assert not left
 
-    def _forward(self, action: Action) -> Steps[Tensor]:
+    def _forward(self, action: Action, parameters: Pass) -> Steps[Tensor]:
         key = _key(action)
         tape, routings = ChunkTape(self.micro_batches[key[1]]), list[RoutingSummary]()
         self.output.routings[key] = routings
@@ -206,18 +235,37 @@ class StepWalk:
             self.tapes[key] = tape
         return (
             yield from self.segments.forward(
-                self.stages[action.stage], self._take((Kind.RECV_F, key)), tape, routings
+                self.stages[action.stage],
+                self._take((Kind.RECV_F, key)),
+                tape,
+                routings,
+                parameters,
             )
         )
 
-    def _backward(self, action: Action) -> Steps[Tensor | None]:
+    def _backward(self, action: Action, parameters: Pass) -> Steps[Tensor | None]:
         key, defer = _key(action), action.kind == Kind.BACKWARD_INPUT
         grad_BSD = yield from self.segments.backward(
-            self.tapes.pop(key), self._take((Kind.RECV_B, key)), defer=defer
+            self.tapes.pop(key), self._take((Kind.RECV_B, key)), parameters, defer=defer
         )
         if defer:
-            self.waiting[key] = self.segments.weight_gradients.take()
+            self._defer(key)
         return grad_BSD
+
+    def _leave(self, chunk: Action) -> Leave:
+        """Return what a pass does when it leaves units: a backward pass sums their gradients over
+        data ranks; those of blocks whose weight gradients are deferred, after these."""
+        match chunk.kind:
+            case Kind.BACKWARD:
+                return _reduce
+            case Kind.BACKWARD_INPUT:
+                return partial(self._defer, _key(chunk))
+        return lambda _: None
+
+    def _defer(self, key: Key, units: Visit = ()) -> None:
+        blocks = [unit for unit in units if isinstance(unit.modules[0], Block)]
+        self.waiting[key].append((self.segments.weight_gradients.take(), blocks))
+        _reduce([unit for unit in units if unit not in blocks])
 
     def _pass(self, sends: Kind, action: Action, x: Tensor | None) -> None:
         """Pass an output to the next stage, or the gradient of an input to the previous one, on
@@ -276,15 +324,14 @@ class StepWalk:
         self._free_buffer(x, tape)
 
     def _shard(self, action: Action) -> None:
-        for unit in self.executor.units[action.stage]:
-            if action.kind == Kind.UNSHARD:
-                unit.unshard(async_op=is_gpu(self.executor.mesh.device))
-            elif action.kind == Kind.RESHARD:
-                unit.reshard()
-                if not unit.is_gathered:
-                    self.segments.rounded_weights.forget(unit.modules.parameters())
-            else:
-                unit.reduce_gradients()
+        units = self.gathering.units_of(action.stage)
+        match action.kind:
+            case Kind.UNSHARD:
+                self.gathering.gather(units)
+            case Kind.RESHARD:
+                self.gathering.free(units)
+            case _:
+                _reduce(units)
 
     def _take(self, passing: Passing) -> Tensor | None:
         """Remove and return the tensor that arrived; None for the input of the first stage and the
@@ -306,3 +353,8 @@ class StepWalk:
 def _key(action: Action) -> Key:
     assert action.micro_batch is not None
     return action.stage, action.micro_batch
+
+
+def _reduce(units: Visit) -> None:
+    for unit in units:
+        unit.reduce_gradients()

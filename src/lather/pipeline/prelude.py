@@ -24,9 +24,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lather.pipeline.chunk import MicroBatch
 from lather.pipeline.executor import Executor, StepWalk
+from lather.pipeline.gathering import with_following
 from lather.pipeline.schedule import TRANSFERS, Action, Kind, Schedule
-from lather.pipeline.segments import MicroBatch
 
 BACKWARDS = ((Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT), (Kind.BACKWARD,))
 """Backward passes of the two micro-batches."""
@@ -41,9 +42,10 @@ def run_prelude(executor: Executor, micro_batches: Sequence[MicroBatch]) -> None
     assert len(micro_batches) == len(BACKWARDS)
     walk = _Prelude(executor, micro_batches, executor.schedule)
     with executor.segments.rounded_weights.caching():
-        for action in actions(executor.schedule, executor.rank, trains=torch.is_grad_enabled()):
+        row = actions(executor.schedule, executor.rank, trains=torch.is_grad_enabled())
+        for action, following in with_following(row):
             walk.wait_for_input(action)
-            walk.do(action)
+            walk.do(action, following)
         walk.finish()
 
 
@@ -57,14 +59,15 @@ def actions(schedule: Schedule, rank: int, *, trains: bool) -> Iterator[Action]:
             if kind not in TRANSFERS or (kind, stage) in has:
                 yield Action(stage, kind, number)
 
-    for stage in stages:
+    whole = not schedule.gathers_blocks
+    for stage in stages if whole else ():
         yield Action(stage, Kind.UNSHARD)
     for number, backwards in enumerate(BACKWARDS):
         for stage in stages:
             yield from chunk(number, stage, Kind.RECV_F, Kind.FORWARD, Kind.SEND_F)
         for stage in reversed(stages if trains else ()):
             yield from chunk(number, stage, Kind.RECV_B, *backwards, Kind.SEND_B)
-    for stage in stages:
+    for stage in stages if whole else ():
         if trains:
             yield Action(stage, Kind.REDUCE_GRAD)
         yield Action(stage, Kind.RESHARD)

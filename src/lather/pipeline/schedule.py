@@ -15,8 +15,9 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -129,6 +130,19 @@ class Schedule:
         """Return the stages that `rank` holds, in the order in which a micro-batch passes through
         them."""
         return tuple(sorted({rank, self.num_stages - 1 - rank}))
+
+    @cached_property
+    def gathers_blocks(self) -> bool:
+        """Whether passes gather their parameters block by block (`lather.pipeline.gathering`): the
+        table has no actions on whole stages."""
+        return not any(action.kind in WHOLE_STAGE for row in self.ranks for action in row)
+
+    def by_block(self) -> Schedule:
+        """Return the table without the actions that gather, reduce and free whole stages."""
+        rows = (
+            tuple(action for action in row if action.kind not in WHOLE_STAGE) for row in self.ranks
+        )
+        return replace(self, ranks=tuple(rows))
 
     @property
     def trains(self) -> bool:
@@ -322,9 +336,8 @@ class _RankCheck:
         for need in self.needs[kind, stage]:
             if self.done[need] <= chunk.micro_batch:  # type: ignore[operator]  # only chunks of a micro-batch need something
                 self._refuse(chunk, f"comes before {need[1]}{need[0]}{chunk.micro_batch}")
-        if (
-            kind in COMPUTE or kind in (Kind.RESHARD, Kind.REDUCE_GRAD)
-        ) and stage not in self.gathered:
+        needs_parameters = kind in COMPUTE or kind in (Kind.RESHARD, Kind.REDUCE_GRAD)
+        if needs_parameters and not (self.schedule.gathers_blocks or stage in self.gathered):
             self._refuse(chunk, "comes while its parameters are not unsharded")
         if kind is Kind.UNSHARD and stage in self.gathered:
             self._refuse(chunk, "comes while its parameters are unsharded already")
@@ -356,7 +369,7 @@ def _times(schedule: Schedule, stage: int) -> dict[Kind, int]:
     to_next = stage < schedule.num_stages - 1 and schedule.rank_of(stage + 1) != rank
     trained = n * schedule.trains
     return {
-        Kind.REDUCE_GRAD: int(schedule.trains),
+        Kind.REDUCE_GRAD: int(schedule.trains and not schedule.gathers_blocks),
         Kind.FORWARD: n,
         Kind.BACKWARD_INPUT: trained,
         Kind.BACKWARD_WEIGHT: trained,

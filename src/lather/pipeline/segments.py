@@ -35,20 +35,28 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.profiler import record_function
 
-from lather.kernels.linear_cross_entropy import linear_cross_entropy
 from lather.models.attention_logits import not_measuring
 from lather.models.decoder import Attended, Block
 from lather.models.moe import LOCAL_EXCHANGE, Exchange, MoE
-from lather.models.mtp import MultiTokenPrediction
 from lather.models.routing import Routing
-from lather.models.saving.embedding_gradient import look_up
 from lather.models.saving.recomputed import Placeholder
 from lather.models.saving.rounded_weights import RoundedWeights
 from lather.models.saving.weight_gradients import WeightGradients
 from lather.models.token_positions import SequenceLayout
+from lather.pipeline.chunk import BlockTape, ChunkTape, MicroBatch, RoutingSummary
+from lather.pipeline.gathering import GATHERED, Pass
 from lather.pipeline.model_part import Stage
+from lather.pipeline.segment_functions import (
+    call,
+    combine_embedding,
+    embed_tokens,
+    head_loss,
+    router_loss_gradients,
+    router_losses,
+    run_experts,
+)
 from lather.pipeline.tape import Cut, Frees, MakeContext, Outputs, inside
-from lather.shapes import Float, Int
+from lather.shapes import Float
 
 RECOMPUTABLE = ("attention", "experts", "shared_experts")
 """Segments that compute, and so can be recomputed in backward instead of kept."""
@@ -56,67 +64,6 @@ RECOMPUTABLE = ("attention", "experts", "shared_experts")
 T = TypeVar("T")
 Steps = Generator[None, None, T]
 """A computation that stops at each communication, and returns its result at the end."""
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """Tokens and labels of one forward and backward pass, and the weights of its losses."""
-
-    tokens_BS: Int[Tensor, "b s"]
-    labels_BS: Int[Tensor, "b s"]
-    layout: SequenceLayout
-    normalizer: float | Tensor = 1.0
-    """Divisor of the sum of the labels' losses: the number of labels of the whole step, on all
-    ranks."""
-    balance_weight: float | Tensor = 0.0
-    """Weight of each block's balance loss in the differentiated loss: its coefficient times this
-    micro-batch's fraction of the step's tokens, on all ranks, without padding."""
-    z_weight: float | Tensor = 0.0
-    """Weight of each block's router z-loss, computed likewise."""
-    loss_weight: float = 1.0
-    """Weight of the labels' loss in the differentiated loss."""
-    depths: tuple[MicroBatch, ...] = ()
-    """The micro-batch as the depths of multi-token prediction see it; those not given are not
-    run."""
-
-
-@dataclass(frozen=True)
-class RoutingSummary:
-    """Statistics of a block's routing that are needed at the end of the step; nothing per token."""
-
-    count_E: Int[Tensor, " e"]
-    """Rows of this rank's tokens that each expert of the model received."""
-    balance_loss: Float[Tensor, ""]
-    """Without its coefficient."""
-
-
-@dataclass
-class BlockTape:
-    """The kept state of a block between its forward and its backward pass."""
-
-    attend: Cut
-    experts: Cut
-    shared: Cut | None = None
-    losses: Outputs = ()
-    """Losses of the router, detached; none in a dense block."""
-    handle: Any = None
-    """The handle of the dispatched tokens, which are in the cuts (`Dispatched.handle`)."""
-
-
-@dataclass
-class ChunkTape:
-    """The kept state of a chunk between its forward and its backward pass."""
-
-    micro_batch: MicroBatch
-    embed: Cut | None = None
-    """The embedding's cut; in a depth of multi-token prediction that of its input."""
-    blocks: list[BlockTape] = field(default_factory=list)
-    head: tuple[Cut, Tensor] | None = None
-    """The head's cut, and the gradient of the differentiated loss with respect to its loss."""
-    depths: list[ChunkTape] = field(default_factory=list)
-    """Tapes of the depths of multi-token prediction."""
-    held: list[Tensor] = field(default_factory=list)
-    """Tensors that early frees would have freed; used only without early frees, see `Frees`."""
 
 
 @dataclass(eq=False)
@@ -152,6 +99,7 @@ class Segments:
         x_BSD: Float[Tensor, "b s d"] | None,
         tape: ChunkTape,
         routings: list[RoutingSummary],
+        parameters: Pass = GATHERED,
     ) -> Steps[Tensor]:
         """Compute the stage's output from its input (None for the first stage, which reads tokens);
         the last stage returns its losses, (1 + depths,).
@@ -159,45 +107,57 @@ class Segments:
         A summary of each MoE block is appended to `routings`. Without grad mode nothing is kept.
         """
         if stage.embed_tokens is not None:
-            tape.embed, (x_BSD,) = Cut.run(
-                partial(_embed, stage.embed_tokens, tape.micro_batch.tokens_BS), ()
-            )
+            with parameters.visit():
+                tape.embed, (x_BSD,) = Cut.run(
+                    partial(embed_tokens, stage.embed_tokens, tape.micro_batch.tokens_BS), ()
+                )
         assert x_BSD is not None
-        x_BSD = yield from self._forward_blocks(stage.blocks, x_BSD, tape, routings)
+        x_BSD = yield from self._forward_blocks(stage.blocks, x_BSD, tape, routings, parameters)
         if stage.lm_head is not None:
-            x_BSD = yield from self._forward_heads(stage, x_BSD, tape, routings)
+            x_BSD = yield from self._forward_heads(stage, x_BSD, tape, routings, parameters)
         if not torch.is_grad_enabled():
             tape.micro_batch.layout.forget()
         return x_BSD
 
     def backward(
-        self, tape: ChunkTape, grad_BSD: Float[Tensor, "b s d"] | None, *, defer: bool = False
+        self,
+        tape: ChunkTape,
+        grad_BSD: Float[Tensor, "b s d"] | None,
+        parameters: Pass = GATHERED,
+        *,
+        defer: bool = False,
     ) -> Steps[Tensor | None]:
         """Compute the gradient of the stage's input (None for the first stage) from that of its
         output (None for the last stage, the losses).
 
         The tape is empty afterwards. With `defer` the weight gradients stay in the queue.
         """
-        grad_BSD = yield from self._backward_chunk(tape, grad_BSD, defer=defer)
+        grad_BSD = yield from self._backward_chunk(tape, grad_BSD, parameters, defer=defer)
         tape.micro_batch.layout.forget()
         return grad_BSD
 
     def _backward_chunk(
-        self, tape: ChunkTape, grad_BSD: Tensor | None, *, defer: bool
+        self, tape: ChunkTape, grad_BSD: Tensor | None, parameters: Pass, *, defer: bool
     ) -> Steps[Tensor | None]:
         while tape.depths:
-            grad_BSD = yield from self._backward_chunk(tape.depths.pop(), grad_BSD, defer=defer)
+            grad_BSD = yield from self._backward_chunk(
+                tape.depths.pop(), grad_BSD, parameters, defer=defer
+            )
         if tape.head is not None:
             head, grad_of_loss = tape.head
-            (grad_BSD,) = self._back(head, [grad_of_loss, grad_BSD], defer=defer)
             tape.head = None
+            with parameters.visit():
+                (grad_BSD,) = self._back(head, [grad_of_loss, grad_BSD], defer=defer)
+            del head
         while tape.blocks:
             assert grad_BSD is not None
-            grad_BSD = yield from self._backward_block(
-                tape.blocks.pop(), grad_BSD, tape.micro_batch, defer=defer
-            )
+            with parameters.visit():
+                grad_BSD = yield from self._backward_block(
+                    tape.blocks.pop(), grad_BSD, tape.micro_batch, defer=defer
+                )
         if tape.embed is not None:
-            grad_BSD = next(iter(self._back(tape.embed, [grad_BSD], defer=defer)), None)
+            with parameters.visit():
+                grad_BSD = next(iter(self._back(tape.embed, [grad_BSD], defer=defer)), None)
             tape.embed = None
         tape.held.clear()
         return grad_BSD
@@ -208,28 +168,39 @@ class Segments:
         x_BSD: Tensor,
         tape: ChunkTape,
         routings: list[RoutingSummary],
+        parameters: Pass,
     ) -> Steps[Tensor]:
         for block in blocks:
-            x_BSD, block_tape = yield from self._forward_block(block, x_BSD, tape, routings)
+            with parameters.visit():
+                x_BSD, block_tape = yield from self._forward_block(block, x_BSD, tape, routings)
             if torch.is_grad_enabled():
                 tape.blocks.append(block_tape)
         return x_BSD
 
     def _forward_heads(
-        self, stage: Stage, x_BSD: Tensor, tape: ChunkTape, routings: list[RoutingSummary]
+        self,
+        stage: Stage,
+        x_BSD: Tensor,
+        tape: ChunkTape,
+        routings: list[RoutingSummary],
+        parameters: Pass,
     ) -> Steps[Tensor]:
         """Run the head, and multi-token prediction with its blocks; return the losses."""
         assert stage.norm is not None
-        loss, state_BSD = self._head(stage.norm, stage, x_BSD, tape)
+        with parameters.visit():
+            loss, state_BSD = self._head(stage.norm, stage, x_BSD, tape)
         losses = [loss]
         for block, batch in zip(stage.mtp_blocks, tape.micro_batch.depths, strict=False):
             assert block.mtp is not None
             assert stage.mtp_embed_tokens is not None
             depth = ChunkTape(batch)
-            embed = partial(_embed, stage.mtp_embed_tokens, batch.tokens_BS)
-            depth.embed, (x_BSD,) = self._run("mtp", partial(_combine, embed, block.mtp), state_BSD)
-            x_BSD = yield from self._forward_blocks((block,), x_BSD, depth, routings)
-            loss, state_BSD = self._head(block.mtp.norm, stage, x_BSD, depth)
+            embed = partial(embed_tokens, stage.mtp_embed_tokens, batch.tokens_BS)
+            combine = partial(combine_embedding, embed, block.mtp)
+            with parameters.visit():
+                depth.embed, (x_BSD,) = self._run("mtp", combine, state_BSD)
+            x_BSD = yield from self._forward_blocks((block,), x_BSD, depth, routings, parameters)
+            with parameters.visit():
+                loss, state_BSD = self._head(block.mtp.norm, stage, x_BSD, depth)
             losses.append(loss)
             tape.depths.append(depth)
         return torch.stack(losses)
@@ -239,7 +210,10 @@ class Segments:
     ) -> tuple[Tensor, Tensor]:
         """Return the loss and the head's input, which is the state for the next depth."""
         batch = tape.micro_batch
-        head, (loss, state_BSD) = self._run("head", partial(_loss, norm, stage, batch), x_BSD)
+        assert stage.lm_head is not None
+        head, (loss, state_BSD) = self._run(
+            "head", partial(head_loss, norm, stage.lm_head, batch), x_BSD
+        )
         tape.head = (head, torch.full_like(loss, batch.loss_weight))
         return loss, state_BSD
 
@@ -251,7 +225,7 @@ class Segments:
         routing = attended.routing
         if not isinstance(block.mlp, MoE) or routing is None:
             experts, (sum_TD,) = self._run(
-                "experts", partial(_call, block.mlp), normed_TD, reads=attended
+                "experts", partial(call, block.mlp), normed_TD, reads=attended
             )
             self._was_read(attended, tape, experts)
             return self._aggregate(residual_BSD, sum_TD, None, tape), BlockTape(attend, experts)
@@ -265,14 +239,14 @@ class Segments:
         shared, shared_TD = self._shared(block.mlp, attended)
         yield
         dispatched = traveling.wait()
-        run_experts = partial(_run_experts, block.mlp, dispatched.experts_RK, dispatched.num_pairs)
+        compute = partial(run_experts, block.mlp, dispatched.experts_RK, dispatched.num_pairs)
         experts, (partial_RD,) = self._run(
-            "experts", run_experts, dispatched.x_RD, dispatched.weights_RK, reads=attended
+            "experts", compute, dispatched.x_RD, dispatched.weights_RK, reads=attended
         )
         self._was_read(attended, tape, experts, shared)
         traveling_back = self.exchange.start_combine(partial_RD, dispatched.handle)
-        block_tape = BlockTape(attend, experts, shared, _losses(routing), dispatched.handle)
-        del attended, normed_TD, routing, planning, dispatched, run_experts
+        block_tape = BlockTape(attend, experts, shared, router_losses(routing), dispatched.handle)
+        del attended, normed_TD, routing, planning, dispatched, compute
         yield
         sum_TD = traveling_back.wait()
         self.frees.release(partial_RD, sum_TD, held=tape.held)
@@ -311,7 +285,7 @@ class Segments:
             # may be changed in place: nothing else uses it, and its dtype is wide enough
             if grad_shared_TD is not None:
                 grad_normed_TD = grad_shared_TD.add_(grad_normed_TD)
-            of_losses = _loss_gradients(tape.losses, batch)
+            of_losses = router_loss_gradients(tape.losses, batch)
             gradients = [grad_BSD, grad_normed_TD, grad_weights_TK, *of_losses]
         (grad_in_BSD,) = self._back(tape.attend, gradients, defer=defer)
         assert grad_in_BSD is not None
@@ -333,7 +307,7 @@ class Segments:
                 attended.residual_BSD,
                 attended.normed_TD,
                 attended.routing.weights_TK,
-                *_losses(attended.routing),
+                *router_losses(attended.routing),
             )
 
         def same_decision() -> AbstractContextManager[Any]:
@@ -369,7 +343,7 @@ class Segments:
         if moe.shared_experts is None:
             return None, None
         cut, (shared_TD,) = self._run(
-            "shared_experts", partial(_call, moe.shared), attended.normed_TD, reads=attended
+            "shared_experts", partial(call, moe.shared), attended.normed_TD, reads=attended
         )
         return cut, shared_TD
 
@@ -426,48 +400,3 @@ class Segments:
             inputs = cut.backward(gradients)
         self.weight_gradients.deferring = False
         return inputs
-
-
-def _call(function: Callable[[Tensor], Tensor], x: Tensor) -> Outputs:
-    return (function(x),)
-
-
-def _embed(embed_tokens: nn.Embedding, tokens_BS: Tensor) -> Outputs:
-    return (look_up(embed_tokens.weight, tokens_BS),)
-
-
-def _run_experts(
-    moe: MoE, experts_RK: Tensor, num_pairs: int | None, x_RD: Tensor, weights_RK: Tensor
-) -> Outputs:
-    return (moe.experts(x_RD, experts_RK, weights_RK, num_pairs),)
-
-
-def _combine(embed: Callable[[], Outputs], mtp: MultiTokenPrediction, state_BSD: Tensor) -> Outputs:
-    return (mtp(*embed(), state_BSD),)
-
-
-def _loss(norm: nn.Module, stage: Stage, batch: MicroBatch, x_BSD: Tensor) -> Outputs:
-    assert stage.lm_head is not None
-    x_BSD = norm(x_BSD)
-    loss = linear_cross_entropy(
-        x_BSD,
-        stage.lm_head.weight,
-        batch.labels_BS,
-        normalizer=batch.normalizer,
-        accumulate=True,
-    )
-    return loss, x_BSD
-
-
-def _losses(routing: Routing) -> Outputs:
-    balance, z_loss = routing.balance_loss, routing.z_loss
-    return (balance,) if z_loss is None else (balance, z_loss)
-
-
-def _loss_gradients(losses: Outputs, batch: MicroBatch) -> list[Tensor | None]:
-    """Return the gradients of `_losses`; None for a loss with weight 0."""
-    weights = (batch.balance_weight, batch.z_weight)
-    return [
-        torch.ones_like(loss).mul_(weight) if isinstance(weight, Tensor) or weight else None
-        for loss, weight in zip(losses, weights, strict=False)
-    ]

@@ -1,0 +1,180 @@
+"""Gathers the parameters of a stage block by block: just before a block computes, and at most one
+block ahead.
+
+    forward     gather the next block | compute | free
+    backward    gather the previous block | compute | sum the gradients over data ranks | free
+
+A block is gathered again for its backward pass, which reads its weights and may have to make
+activations again. Weight gradients that are deferred need no weights; their block's gradients are
+summed when they have been computed. At its last block a pass gathers what the next pass begins
+with. That is often the same: the head after a forward pass, and the embedding after a backward
+pass, stay gathered. So a rank has the parameters of two units besides its shards, and four inside
+an overlapped pair.
+
+Gathers and sums start in the order in which a rank's code comes to them, and this order depends on
+the table and the model, not on time, routing or sizes. So all data ranks of a pipeline rank, which
+run the same row on the same stages, start the same operations in the same order, and each waits
+only for operations that it has started. The first operation that is not complete has therefore been
+started, or will be, by all of its ranks, and none of them waits for a later one: data ranks do not
+wait for each other in a circle. For the other stages they are as one rank, so a table that does not
+deadlock without gathers (`lather.pipeline.replay`) does not deadlock with them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from torch import nn
+
+from lather.models.saving.rounded_weights import RoundedWeights
+from lather.parallel.fsdp_units import FsdpUnit, shard
+from lather.parallel.mesh import Mesh
+from lather.pipeline.model_part import ModelPart, Stage
+from lather.pipeline.schedule import Action, Kind
+
+Units = Mapping[nn.Module, FsdpUnit]
+"""Units by the modules that a pass visits: each block, the embedding and the head."""
+
+Visit = Sequence[FsdpUnit]
+"""The units that a part of a pass needs."""
+
+
+def shard_part(part: ModelPart, mesh: Mesh) -> dict[nn.Module, FsdpUnit]:
+    """Shard the parameters of a part in place, and return its units: each block, the embedding, and
+    the head with the final norm. Embedding and head are one unit if they are tied."""
+    embedding, norm, head = part.embed_tokens, part.norm, part.lm_head
+    groups: list[list[nn.Module]] = [[block] for block in part.layers.values()]
+    ends = [module for module in (head, norm) if module is not None]
+    if embedding is not None and head is not None and head.weight is embedding.weight:
+        groups.append([embedding, *ends])
+    else:
+        groups += [[embedding]] if embedding is not None else []
+        groups += [ends] if ends else []
+    units = shard(groups, mesh)
+    return {module: unit for group, unit in zip(groups, units, strict=True) for module in group}
+
+
+def visits_of(stage: Stage, units: Units, num_depths: int) -> list[Visit]:
+    """Return what a forward pass through the stage visits, in order, with so many depths of
+    multi-token prediction; a backward pass visits the same from last to first."""
+    modules: list[tuple[nn.Module, ...]] = [(block,) for block in stage.blocks]
+    if stage.embed_tokens is not None:
+        modules.insert(0, (stage.embed_tokens,))
+    if stage.lm_head is not None:
+        modules.append((stage.lm_head,))
+        for block in stage.mtp_blocks[:num_depths]:
+            assert stage.mtp_embed_tokens is not None
+            modules += [(stage.mtp_embed_tokens, block), (block,), (stage.lm_head, block)]
+    return [[units[module] for module in visited] for visited in modules]
+
+
+PASSES = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.OVERLAP})
+"""Kinds of actions that need parameters."""
+
+Leave = Callable[[Visit], None]
+"""Called with the units that a visit needed and the following one of its pass does not."""
+
+
+class Pass:
+    """The visits of a pass through a stage, or of none if its parameters are gathered already."""
+
+    def __init__(
+        self,
+        gathering: Gathering | None = None,
+        visits: Sequence[Visit] = (),
+        then: Visit = (),
+        leave: Leave = lambda _: None,
+    ) -> None:
+        """`then`: what to gather at the last visit, for the next pass."""
+        self._gathering, self._ahead, self._then, self._leave = (
+            gathering,
+            deque(visits),
+            then,
+            leave,
+        )
+        if gathering is not None:
+            gathering.gather(visits[0])
+
+    @contextmanager
+    def visit(self) -> Iterator[None]:
+        """Have the units of the next visit, inside the block."""
+        if self._gathering is None:
+            yield
+            return
+        units = self._ahead.popleft()
+        for unit in units:
+            unit.wait()
+        following = self._ahead[0] if self._ahead else ()
+        self._gathering.gather(following or self._then)
+        yield
+        self._leave([unit for unit in units if unit not in following])
+        self._gathering.free(units)
+
+
+GATHERED = Pass()
+
+
+class Gathering:
+    """Gathers and frees the units of a rank in a step."""
+
+    def __init__(
+        self,
+        stages: Mapping[int, Stage],
+        units: Units,
+        num_depths: int,
+        rounded_weights: RoundedWeights,
+        *,
+        async_op: bool,
+    ) -> None:
+        self._visits = {
+            index: visits_of(stage, units, num_depths) for index, stage in stages.items()
+        }
+        self._rounded_weights, self._async_op = rounded_weights, async_op
+        self._held: Visit = ()
+        """The first visits of the next action, which were gathered ahead."""
+
+    def passes(
+        self, action: Action, following: Action | None, leave: Callable[[Action], Leave]
+    ) -> list[Pass]:
+        """Start the passes of an action: one, or two of an overlapped pair. `following`: the next
+        action that has any."""
+        before, self._held = self._held, self._first_of(following)
+        first, *second = action.chunks
+        passes = [Pass(self, self._of(first), self._held, leave(first))]
+        passes += [Pass(self, self._of(chunk), (), leave(chunk)) for chunk in second]
+        self.free(before)
+        return passes
+
+    def gather(self, units: Visit) -> None:
+        for unit in units:
+            unit.unshard(async_op=self._async_op)
+
+    def free(self, units: Visit) -> None:
+        for unit in units:
+            unit.reshard()
+            if not unit.is_gathered:
+                self._rounded_weights.forget(unit.gathered)
+
+    def units_of(self, stage: int) -> Visit:
+        """Return all units of a stage, in the order of a pass."""
+        return list(dict.fromkeys(unit for visit in self._visits[stage] for unit in visit))
+
+    def _of(self, chunk: Action) -> Sequence[Visit]:
+        visits = self._visits[chunk.stage]
+        return visits if chunk.kind is Kind.FORWARD else visits[::-1]
+
+    def _first_of(self, action: Action | None) -> Visit:
+        return [unit for chunk in action.chunks for unit in self._of(chunk)[0]] if action else ()
+
+
+def with_following(actions: Iterable[Action]) -> list[tuple[Action, Action | None]]:
+    """Return each action with the next one that passes through a stage."""
+    pairs: list[tuple[Action, Action | None]] = []
+    following = None
+    for action in reversed([*actions]):
+        pairs.append((action, following))
+        if action.kind in PASSES:
+            following = action
+    return pairs[::-1]

@@ -1,0 +1,62 @@
+"""The functions that segments run, and the losses from which a backward pass starts.
+
+Letters: T tokens, R rows, K experts per token, B sequences, S positions, D hidden size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from lather.kernels.linear_cross_entropy import linear_cross_entropy
+from lather.models.moe import MoE
+from lather.models.mtp import MultiTokenPrediction
+from lather.models.routing import Routing
+from lather.models.saving.embedding_gradient import look_up
+from lather.pipeline.chunk import MicroBatch
+from lather.pipeline.tape import Outputs
+
+
+def head_loss(norm: nn.Module, head: nn.Linear, batch: MicroBatch, x_BSD: Tensor) -> Outputs:
+    """Return the loss of the labels, and the head's input."""
+    x_BSD = norm(x_BSD)
+    loss = linear_cross_entropy(
+        x_BSD, head.weight, batch.labels_BS, normalizer=batch.normalizer, accumulate=True
+    )
+    return loss, x_BSD
+
+
+def router_losses(routing: Routing) -> Outputs:
+    """Return the balance loss, and the z-loss if it is taken."""
+    balance, z_loss = routing.balance_loss, routing.z_loss
+    return (balance,) if z_loss is None else (balance, z_loss)
+
+
+def router_loss_gradients(losses: Outputs, batch: MicroBatch) -> list[Tensor | None]:
+    """Return the gradients of `router_losses`; None for a loss with weight 0."""
+    weights = (batch.balance_weight, batch.z_weight)
+    return [
+        torch.ones_like(loss).mul_(weight) if isinstance(weight, Tensor) or weight else None
+        for loss, weight in zip(losses, weights, strict=False)
+    ]
+
+
+def call(function: Callable[[Tensor], Tensor], x: Tensor) -> Outputs:
+    return (function(x),)
+
+
+def embed_tokens(embedding: nn.Embedding, tokens_BS: Tensor) -> Outputs:
+    return (look_up(embedding.weight, tokens_BS),)
+
+
+def run_experts(
+    moe: MoE, experts_RK: Tensor, num_pairs: int | None, x_RD: Tensor, weights_RK: Tensor
+) -> Outputs:
+    return (moe.experts(x_RD, experts_RK, weights_RK, num_pairs),)
+
+
+def combine_embedding(
+    embed: Callable[[], Outputs], mtp: MultiTokenPrediction, state_BSD: Tensor
+) -> Outputs:
+    return (mtp(*embed(), state_BSD),)
