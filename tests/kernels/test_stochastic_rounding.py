@@ -30,21 +30,21 @@ def bits_of(x: float) -> int:
 
 
 def hashed(x: float, step: int) -> int:
-    """Return the 32 bits of noise of a number, with Python's integers, after MurmurHash3's
-    published code (whose last line changes lower bits alone)."""
+    """Return the 32 bits of noise of a number, signed, with Python's integers; the step is hashed
+    by the published lowbias32."""
+    key = step % 2**32
+    for shift, multiplier in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        key = (key ^ key >> shift) * multiplier % 2**32
+    h = signed((bits_of(x) ^ key ^ key >> 16) * 0x7FEB352D)
+    return signed((h ^ h >> 15) * 0x846CA68B)
 
-    def mixed(h: int) -> int:
-        h ^= h >> 16
-        h = h * 0x85EBCA6B % 2**32
-        h ^= h >> 13
-        h = h * 0xC2B2AE35 % 2**32
-        return h ^ h >> 16
 
-    return mixed(bits_of(x) ^ mixed(step % 2**32))
+def signed(number: int) -> int:
+    return (number + 2**31) % 2**32 - 2**31
 
 
 def rounded_alone(x: float, step: int) -> float:
-    bits = bits_of(x) + (hashed(x, step) >> 16) >> 16 << 16
+    bits = bits_of(x) + 2**15 + (hashed(x, step) >> 16) >> 16 << 16
     return float(struct.unpack("<f", struct.pack("<I", bits))[0])
 
 

@@ -4,13 +4,13 @@ For a block with largest magnitude a:
 
     unit  = the smallest power of two for which a / unit is at most the largest code's y
     y     = |x| / unit, below 2^(k-1)
-    code  = (bits of max(1 + y, 2 y) + noise) without the `shift` last bits, less the bits of 1, and
-            with the sign of x
+    code  = (bits of y + max(1, y), less those of 1, plus half of 2^shift and noise), without the
+            last `shift` bits, and with the sign of x
 
-Here max(1 + y, 2 y) joins the octaves to the multiples of 2^-m below 1, because the bits of a float
-count its neighbors. They are linear between powers of two, so noise that is uniform below 2^shift
-rounds without bias; half of 2^shift in its place rounds to the nearest code. `scales` holds the
-units, which are at least 2^-126.
+Here y + max(1, y) joins the octaves to the multiples of 2^-m below 1, because the bits of a float
+count its neighbors. They are linear between powers of two, so noise that is uniform from -2^shift /
+2 on rounds without bias; without noise, to the nearest code. `scales` holds the units, which are at
+least 2^-126.
 
 A few rows are processed at a time, which stay in the cache."""
 
@@ -67,8 +67,9 @@ def quantize_(
 
         inverse = (254 - exponent).bitwise_left_shift_(23).view(torch.float32)
         y = magnitude.view(torch.float32) * inverse
-        q = torch.maximum(y + 1.0, y.mul_(2.0), out=y).view(torch.int32).sub_(ONE)
-        q.add_(noise(bits, step, shift) if stochastic else 1 << shift - 1)
+        q = y.add_(y.clamp(min=1.0)).view(torch.int32).add_((1 << shift - 1) - ONE)
+        if stochastic:
+            q.add_(noise(bits, step, shift))
         q.bitwise_right_shift_(shift)
         if code.is_signed:
             sign = bits >> 31
@@ -84,7 +85,7 @@ def dequantize(codes: Tensor, scales: Tensor, out: Tensor, code: Code) -> None:
         q = _in_blocks(narrow).to(torch.int32)
         sign = q & SIGN
         y = q.abs_().bitwise_left_shift_(code.shift).add_(ONE).view(torch.float32)
-        y = torch.minimum(y - 1.0, y.mul_(0.5), out=y).mul_(scales_.unsqueeze(-1))
+        y.sub_((y * 0.5).clamp_(min=1.0)).mul_(scales_.unsqueeze(-1))
         y.view(torch.int32).bitwise_or_(sign)
         out_.copy_(y.flatten(-2)[:, : codes_.shape[1]])
 

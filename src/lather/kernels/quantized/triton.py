@@ -84,12 +84,9 @@ def _quantize(
 
     inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     y = magnitude.to(tl.float32, bitcast=True) * inverse[:, None]
-    q = tl.maximum(1.0 + y, 2.0 * y).to(tl.int32, bitcast=True) - 0x3F800000
+    q = (y + tl.maximum(y, 1.0)).to(tl.int32, bitcast=True) - 0x3F800000 + (1 << (SHIFT - 1))
     if STOCHASTIC:
-        hashed = noise(bits.to(tl.uint32, bitcast=True), key)
-        q += (hashed >> (32 - SHIFT)).to(tl.int32, bitcast=True)
-    else:
-        q += 1 << (SHIFT - 1)
+        q += noise(bits, key, SHIFT)
     q >>= SHIFT
     q = tl.where(bits < 0, -q, q) if SIGNED else tl.maximum(q, tl.minimum(magnitude, 1))
     tl.store(codes_ptr + at, q.to(tl.uint8), mask=inside)
@@ -112,7 +109,7 @@ def _dequantize(
     unit = tl.load(scales_ptr + block, mask=block < num_blocks, other=0.0)
     q = tl.load(codes_ptr + at, mask=inside, other=0).to(tl.int32)
     y = ((tl.abs(q) << SHIFT) + 0x3F800000).to(tl.float32, bitcast=True)
-    y = tl.minimum(y - 1.0, 0.5 * y) * unit[:, None]
+    y = (y - tl.maximum(0.5 * y, 1.0)) * unit[:, None]
     if SIGNED:
         y = tl.where(q < 0, -y, y)
     tl.store(out_ptr + at, y, mask=inside)

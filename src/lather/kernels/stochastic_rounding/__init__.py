@@ -6,7 +6,7 @@ distance from the lower one, in units of their distance. The noise is a hash of 
 and of the step, so there is no generator and no state: every mesh, batch and device, and a run that
 is resumed, gives the same bits. A value that bf16 has stays what it is.
 
-Source: Gupta et al., arXiv:1502.02551; the hash is MurmurHash3's finalizer (Appleby).
+Source: Gupta et al., arXiv:1502.02551; the hash is most of Wellons' lowbias32 (2018).
 """
 
 from __future__ import annotations

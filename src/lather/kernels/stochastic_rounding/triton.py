@@ -20,17 +20,16 @@ def round_to_bf16(x: Tensor, step: int, out: Tensor) -> None:
 
 
 @triton.jit
-def noise(bits, key):
-    """Return the 32 bits (uint32) of which `reference.py` takes the upper ones."""
-    h = bits ^ key.to(tl.uint32, bitcast=True)
-    h = (h ^ (h >> 16)) * 0x85EBCA6B
-    return (h ^ (h >> 13)) * 0xC2B2AE35
+def noise(bits, key, NUM_BITS: tl.constexpr):
+    """Do the same as in `reference.py`."""
+    h = (bits ^ key) * 0x7FEB352D
+    return ((h ^ (h >> 15)) * -0x7B935975) >> (32 - NUM_BITS)
 
 
 @triton.jit(do_not_specialize=["key"])
 def _round(x_ptr, out_ptr, key, numel, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + at, mask=at < numel, other=0.0)
-    bits = x.to(tl.uint32, bitcast=True)
-    rounded = tl.where(x == x, (bits + (noise(bits, key) >> 16)) >> 16, 0x7FC0)  # noqa: PLR0124
+    bits = x.to(tl.int32, bitcast=True)
+    rounded = tl.where(x == x, (bits + 0x8000 + noise(bits, key, 16)) >> 16, 0x7FC0)  # noqa: PLR0124
     tl.store(out_ptr + at, rounded.to(tl.int16), mask=at < numel)
