@@ -3,8 +3,9 @@
     bits    = the 32 bits of x, as an integer
     rounded = (bits + 2^15 + noise) with the low 16 bits cleared
 
-with noise from -2^15 to 2^15 - 1, a hash of the bits and the step. The sum of integers is right for both
-signs, for denormals and across binades, because neighbors in bf16 are 2^16 apart as integers."""
+with noise from -2^15 to 2^15 - 1, a hash of the bits and the step. The sum of integers is right for
+both signs, for denormals and across binades, because neighbors in bf16 are 2^16 apart as
+integers."""
 
 from __future__ import annotations
 

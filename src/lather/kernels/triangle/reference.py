@@ -9,6 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+PANEL = 32
+"""Columns that are copied to rows at a time."""
+
 
 def pack_triangle(x: Tensor, out: Tensor) -> None:
     below, corner, h, t = _parts(out.view(*out.shape[:-1], -1), x.shape[-1])
@@ -17,12 +20,21 @@ def pack_triangle(x: Tensor, out: Tensor) -> None:
 
 
 def unpack_triangle(packed: Tensor, out: Tensor) -> None:
-    below, corner, h, t = _parts(packed, out.shape[-1])
-    top = below[..., :h, :]
-    out[..., :h, :h] = torch.where(_upper(h, top), top.mT, top)
-    out[..., h:, :h] = below[..., h:, :]
-    out[..., :h, h:] = below[..., h:, :].mT
-    out[..., h:, h:] = torch.where(_upper(t, corner), corner, corner.mT)
+    below, corner, h, _ = _parts(packed, out.shape[-1])
+    out[..., :h] = below
+    out[..., h:, h:] = corner
+    _mirror_(out[..., h:, h:].mT)
+    _mirror_(out)
+
+
+def _mirror_(x: Tensor) -> None:
+    """Copy the lower triangles of x (..., n, n) to the upper ones, in panels that fit the cache."""
+    for start in range(0, x.shape[-1], PANEL):
+        panel = x[..., start : start + PANEL, :]
+        stop = start + panel.shape[-2]
+        x[..., :start, start:stop] = panel[..., :start].mT
+        block = panel[..., start:stop]
+        block.copy_(torch.where(_upper(stop - start, x), block.mT, block))
 
 
 def _parts(packed: Tensor, n: int) -> tuple[Tensor, Tensor, int, int]:
