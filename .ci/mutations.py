@@ -103,6 +103,20 @@ MUTATIONS = (
         "kernels/test_cross_entropy.py",
     ),
     Mutation(
+        "kernels: codes rounded down",
+        "kernels/quantized/reference.py",
+        "add_((1 << shift - 1) - ONE)",
+        "sub_(ONE)",
+        "kernels/test_quantized.py",
+    ),
+    Mutation(
+        "kernels: noise that is the same at every step",
+        "kernels/stochastic_rounding/reference.py",
+        "(bits ^ key_of(step))",
+        "(bits ^ key_of(0))",
+        "kernels/test_stochastic_rounding.py",
+    ),
+    Mutation(
         "models: a window of one token too many",
         "models/token_positions.py",
         "key > query - window",

@@ -28,9 +28,12 @@ from lather.kernels import combine, gather, route, swiglu
 from lather.kernels.adam_in_basis import adam_in_basis
 from lather.kernels.backend import use_triton
 from lather.kernels.linear_cross_entropy import linear_cross_entropy
+from lather.kernels.quantized import dequantize, num_blocks, quantize_
 from lather.kernels.rms_norm import rms_norm
 from lather.kernels.rotary import rotate_pairs
+from lather.kernels.stochastic_rounding import round_to_bf16
 from lather.kernels.swiglu import CLAMPED_SWIGLU, SWIGLU
+from lather.kernels.triangle import pack_triangle, unpack_triangle
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 6e-3}
 """The largest difference of a result from the reference's, relative in the Frobenius norm."""
@@ -262,6 +265,33 @@ def _adam(s: KernelSizes, device: torch.device) -> KernelCase:
     return KernelCase("adam_in_basis", run, 6 * g.nbytes, dtype=torch.float32)
 
 
+def _quantized(s: KernelSizes, device: torch.device) -> KernelCase:
+    x = _Draw(s, device).normal(s.elements // s.d, s.d, dtype=torch.float32)
+    codes = torch.empty_like(x, dtype=torch.int8)
+    scales = x.new_empty(len(x), num_blocks(s.d))
+
+    def run() -> tuple[Tensor, ...]:
+        quantize_(x, codes, scales, 3)
+        return codes, scales, dequantize(codes, scales)
+
+    return KernelCase("quantize_ and dequantize", run, 10 * x.numel(), dtype=torch.float32)
+
+
+def _stochastic_rounding(s: KernelSizes, device: torch.device) -> KernelCase:
+    x = _Draw(s, device).normal(s.elements, dtype=torch.float32)
+    return KernelCase("round_to_bf16", lambda: round_to_bf16(x, 3), 6 * x.numel())
+
+
+def _triangle(s: KernelSizes, device: torch.device) -> KernelCase:
+    x = _Draw(s, device).normal(s.e, s.d, s.d, dtype=torch.float32)
+    x = x + x.mT
+
+    def run() -> Tensor:
+        return unpack_triangle(pack_triangle(x), s.d)
+
+    return KernelCase("pack_triangle and unpack_triangle", run, 3 * x.nbytes, dtype=torch.float32)
+
+
 def _cross_entropy(s: KernelSizes, device: torch.device) -> KernelCase:
     """Make the case of the loss on the logits of half of the tokens, which it overwrites with their
     gradient."""
@@ -311,6 +341,9 @@ CASES: dict[str, Callable[[KernelSizes, torch.device], KernelCase]] = {
         _combine_forward,
         _route,
         _adam,
+        _quantized,
+        _stochastic_rounding,
+        _triangle,
         _cross_entropy,
         _linear_cross_entropy,
     )
