@@ -134,7 +134,7 @@ def _linear_cross_entropy(s: ModelSizes) -> Calls:
 
 
 def _quantized(s: ModelSizes) -> Calls:
-    from lather.kernels.quantized import POSITIVE, SIGNED, num_blocks
+    from lather.kernels.quantized import BASIS, POSITIVE, SIGNED, num_blocks
     from lather.kernels.quantized.triton import dequantize, quantize_
 
     shape = (s.e, 2 * s.f, s.d)
@@ -142,10 +142,9 @@ def _quantized(s: ModelSizes) -> Calls:
         _on_meta(shape, dtype=torch.int8),
         _floats(*shape[:-1], num_blocks(shape[-1])),
     )
-    for code in (SIGNED, POSITIVE):
-        yield quantize_, _floats(shape), codes, scales, 3, code, True
+    for code in (SIGNED, POSITIVE, BASIS):
+        yield quantize_, _floats(shape), codes, scales, 3, code, code is not BASIS
         yield dequantize, codes, scales, _floats(shape), code
-    yield quantize_, _floats(shape), codes, scales, 3, SIGNED, False
 
 
 def _rms_norm(s: ModelSizes) -> Calls:

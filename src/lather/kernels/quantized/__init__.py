@@ -6,10 +6,15 @@ the Open Compute Project are of this kind). With k octaves of 2^m codes, element
 multiples of unit / 2^m, and larger ones have a relative precision of 2^-m to 2^-m-1. The unit of a
 block is a power of two, so that what is decoded is encoded to the same codes again.
 
-    SIGNED     moments and bases: sign, 3 bits of exponent, 4 of mantissa; k = 8, m = 4. Elements
-               are multiples of a 2,048th to 1,024th of the block's largest, at least
-    POSITIVE   second moments: 5 bits of exponent, 3 of mantissa; k = 32, m = 3. No element becomes
+    SIGNED     moments: sign, 4 bits of exponent, 3 of mantissa (k = 16, m = 3)
+    POSITIVE   second moments: 5 bits of exponent, 3 of mantissa (k = 32, m = 3); no element becomes
                zero that is not zero
+    BASIS      sign, 2 bits of exponent, 5 of mantissa (k = 4, m = 5): the least error for elements
+               of one size
+
+In the coordinates of an eigenbasis the moments of a row span decades, and Adam divides by their
+size. In a linear code, elements a thousand times smaller than the block's largest become noise that
+is four times the update; in SIGNED, the noise is a ninth of the update, however small they are.
 
 Stochastic rounding keeps the expectation of each element (`lather.kernels.stochastic_rounding`), so
 that an exponential average, however slow, follows that in fp32 on average.
@@ -25,8 +30,9 @@ from lather.kernels.quantized import reference
 from lather.kernels.quantized.reference import BLOCK, Code
 from lather.shapes import Float, Int
 
-SIGNED = Code(octaves=8, is_signed=True)
+SIGNED = Code(octaves=16, is_signed=True)
 POSITIVE = Code(octaves=32, is_signed=False)
+BASIS = Code(octaves=4, is_signed=True)
 
 
 def num_blocks(n: int) -> int:
