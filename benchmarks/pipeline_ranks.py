@@ -38,10 +38,19 @@ from lather.models.moe import LOCAL_EXCHANGE, Exchange
 from lather.models.saving.weight_gradients import WeightGradients, defer_weight_gradients
 from lather.models.token_positions import SequenceLayout
 from lather.parallel.expert_exchange import ExpertExchange
+from lather.parallel.fsdp_units import FsdpUnit
 from lather.parallel.mesh import Mesh
 from lather.pipeline.chunk import MicroBatch
 from lather.pipeline.executor import Activation, Executor, Recorder
-from lather.pipeline.model_part import ModelPart, PartLayers, Stage, fresh_part
+from lather.pipeline.model_part import (
+    ModelPart,
+    PartLayers,
+    Stage,
+    allocate,
+    fill,
+    fresh_weights,
+    outlined_part,
+)
 from lather.pipeline.partition import stages_of, uniform
 from lather.pipeline.schedule import Action, dualpipev
 from lather.pipeline.segments import Segments
@@ -114,14 +123,10 @@ def make_part(case: PipelineCase, mesh: Mesh, memory: str) -> ModelPart:
     stages = dualpipev(mesh.pp, 2 * mesh.pp)
     layers = stages_of(uniform(case.model.num_hidden_layers, stages.num_stages))
     share = PartLayers(layers, stages.stages_of(mesh.pp_rank), mesh.ep_rank, mesh.ep)
-    part = fresh_part(
-        case.model,
-        share,
-        torch.Generator().manual_seed(SEED),
-        mesh.device,
-        torch.float32,
-        LoraConfig(),
-    ).to(case.dtype)
+    part = outlined_part(case.model, share, torch.float32, LoraConfig())
+    allocate([part], mesh.device)
+    fill(part, fresh_weights(case.model, torch.Generator().manual_seed(SEED), LoraConfig()))
+    part.to(case.dtype)
     part.set_memory(memory)
     return part
 
@@ -154,7 +159,7 @@ class OurRuntime:
             segments,
             Activation((case.batch, case.length, case.model.hidden_size), case.dtype),
             mesh,
-            [[] for _ in self.part.stages],
+            {module: FsdpUnit(nn.ModuleList([module])) for module in self.part.modules()},
             record,
         )
         self.layout = SequenceLayout(case.batch, case.length, mesh.device)

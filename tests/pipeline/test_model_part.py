@@ -16,7 +16,16 @@ from lather.models.lora import LoraConfig
 from lather.models.token_positions import SequenceLayout
 from lather.pipeline import overlap
 from lather.pipeline.chunk import ChunkTape, MicroBatch
-from lather.pipeline.model_part import ModelPart, PartLayers, Stage, empty_part, fill, fresh_part
+from lather.pipeline.model_part import (
+    ModelPart,
+    PartLayers,
+    Stage,
+    allocate,
+    empty_part,
+    fill,
+    fresh_weights,
+    outlined_part,
+)
 from lather.pipeline.partition import stages_of, uniform
 from lather.pipeline.segments import Segments
 from models.tiny import random_tokens, tiny_family_config, tiny_family_model
@@ -38,6 +47,13 @@ def config_of(family: str, *, layers: int = 5, experts: int = 6, tied: bool = Fa
 
 def generator() -> torch.Generator:
     return torch.Generator().manual_seed(3)
+
+
+def fresh_part(config: ModelConfig, share: PartLayers) -> ModelPart:
+    part = outlined_part(config, share, torch.float32, LoraConfig())
+    allocate([part], CPU)
+    fill(part, fresh_weights(config, generator(), LoraConfig()))
+    return part
 
 
 def shares(layers: int, pp: int, ep: int, *, v: bool = True) -> Iterator[PartLayers]:
@@ -66,9 +82,7 @@ def test_fresh_parts_together_are_the_model_of_one_process(
     whole = {name: p.detach() for name, p in build_model(config, generator()).named_parameters()}
     seen: dict[str, list[Tensor]] = {}
     for share in shares(5, pp, ep, v=v):
-        for name, p in fresh_part(
-            config, share, generator(), CPU, torch.float32, LoraConfig()
-        ).named_parameters():
+        for name, p in fresh_part(config, share).named_parameters():
             assert p.requires_grad
             expected = whole[name].chunk(ep)[share.expert_rank] if is_expert(name) else whole[name]
             assert torch.equal(p, expected), name
@@ -82,10 +96,7 @@ def test_fresh_parts_together_are_the_model_of_one_process(
 
 def test_tied_embeddings_are_one_parameter_on_the_rank_that_has_both_ends() -> None:
     config = config_of("deepseek_v2", tied=True)
-    first, second = (
-        fresh_part(config, share, generator(), CPU, torch.float32, LoraConfig())
-        for share in shares(5, 2, 1)
-    )
+    first, second = (fresh_part(config, share) for share in shares(5, 2, 1))
     assert first.lm_head is not None
     assert first.embed_tokens is not None
     assert first.lm_head.weight is first.embed_tokens.weight
@@ -175,7 +186,7 @@ def test_memory_is_the_part_s_and_one_whole_parameter_s(tied: bool) -> None:
     largest = max(p.numel() * 4 for p in build_model(config, None, META).parameters())
     for share in shares(5, 2, 2):
         with PeakBytes(count_meta=False) as peak:
-            part = fresh_part(config, share, generator(), CPU, torch.float32, LoraConfig())
+            part = fresh_part(config, share)
         own = sum(p.numel() * 4 for p in part.parameters())
         assert peak.now == own
         assert own < peak.bytes <= own + largest

@@ -39,7 +39,7 @@ from lather.parallel.mesh import Mesh
 from lather.pipeline.chunk import MicroBatch
 from lather.pipeline.executor import Activation, Executor, Recorder, StepOutput
 from lather.pipeline.gathering import shard_part
-from lather.pipeline.model_part import ModelPart, PartLayers, fresh_part
+from lather.pipeline.model_part import ModelPart, PartLayers, fresh_weights, outlined_part
 from lather.pipeline.partition import stages_of, uniform
 from lather.pipeline.prelude import run_prelude
 from lather.pipeline.schedule import Schedule, dualpipev, forwards, sequential
@@ -61,7 +61,8 @@ class Engine:
         frees: Frees,
         record: Recorder | None = None,
     ) -> None:
-        """`moe`: with its coefficients resolved."""
+        """`part`: with values, or on the meta device: then a unit after the other gets memory and
+        is sharded, and `parameters.fill` gives it values. `moe`: with its coefficients resolved."""
         self.part, self.mesh, self.schedule, self.moe = part, mesh, schedule, moe
         self.micro_batch_size = loop.batch_size // (mesh.data_size * schedule.num_micro_batches)
         self._mtp_loss_weight = loop.mtp_loss_weight
@@ -347,15 +348,15 @@ def build_engine(
         sizes = model.num_hidden_layers, schedule.num_stages, model.num_nextn_predict_layers
         layers = stages_of(uniform(*sizes))
     share = PartLayers(tuple(layers), schedule.stages_of(mesh.pp_rank), mesh.ep_rank, mesh.ep)
-    generator = torch.Generator().manual_seed(config.seed)
-    part = fresh_part(
-        config.model, share, generator, mesh.device, weights_dtype(config), config.lora
-    )
+    part = outlined_part(config.model, share, weights_dtype(config), config.lora)
     train_only(part, trained_parameters(config).names)
     if config.train.compile:
         part.compile_parts()
     frees = Frees(poison=config.parallel.poison)
-    return Engine(part, mesh, schedule, config.train, config.resolved_moe(), frees, record)
+    engine = Engine(part, mesh, schedule, config.train, config.resolved_moe(), frees, record)
+    generator = torch.Generator().manual_seed(config.seed)
+    engine.parameters.fill(fresh_weights(config.model, generator, config.lora))
+    return engine
 
 
 def schedule_for(parallel: ParallelConfig, num_micro_batches: int) -> Schedule:

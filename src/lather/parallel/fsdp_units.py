@@ -26,7 +26,7 @@ nothing is reduced.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -143,17 +143,25 @@ class FsdpUnit:
             self.reductions.is_launched = False
 
 
-def shard(modules: Sequence[Sequence[nn.Module]], mesh: Mesh) -> list[FsdpUnit]:
+def shard(
+    modules: Sequence[Sequence[nn.Module]],
+    mesh: Mesh,
+    allocate: Callable[[Sequence[nn.Module], torch.device], None],
+) -> list[FsdpUnit]:
     """Shard the parameters of the modules in place, and return a unit for each group of modules;
     together these have all parameters of a rank, and no parameter is in two groups.
 
-    Sharded parameters are replaced by DTensors. Call this once, when the parameters are on
-    `mesh.device` with values and in their final dtype, which is fp32 or fp64."""
+    Sharded parameters are replaced by DTensors. Call this once, when the parameters have their
+    final dtype, which is fp32 or fp64; `allocate` is called for each group before it is sharded, so
+    that no other needs to have memory for whole parameters."""
     wide = (torch.float32, torch.float64)  # narrower sums of many micro-batches lose gradients
     assert mesh.data_size == 1 or all(
         p.dtype in wide for group in modules for module in group for p in module.parameters()
     )
-    holders = [_holders(group, mesh) for group in modules]
+    holders = []
+    for group in modules:
+        allocate(group, mesh.device)
+        holders.append(_holders(group, mesh))
     reductions = Reductions()
     if sharded := [holder for of_unit in holders for holder in of_unit]:
         root = reductions.root = Holder(sharded)

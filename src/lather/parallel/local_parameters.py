@@ -17,7 +17,7 @@ finite are skipped.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -85,6 +85,15 @@ class LocalParameters(tuple[LocalParameter, ...]):
     def trained(self) -> LocalParameters:
         """Return the parameters that are not frozen."""
         return LocalParameters(entry for entry in self if entry.source.requires_grad)
+
+    @torch.no_grad()
+    def fill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy this rank's rows of the named whole parameters that it has."""
+        entries = {entry.info.name: entry for entry in self}
+        for name, value in weights:
+            if (entry := entries.get(name)) is not None:
+                entry.parameter.copy_(value.narrow(0, entry.info.offset, entry.info.length))
+            del value  # before the next one is allocated
 
     @torch.no_grad()
     def collect_gradients(self) -> None:

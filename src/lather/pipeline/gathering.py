@@ -31,7 +31,7 @@ from torch import nn
 from lather.models.saving.rounded_weights import RoundedWeights
 from lather.parallel.fsdp_units import FsdpUnit, shard
 from lather.parallel.mesh import Mesh
-from lather.pipeline.model_part import ModelPart, Stage
+from lather.pipeline.model_part import ModelPart, Stage, allocate
 from lather.pipeline.schedule import Action, Kind
 
 Units = Mapping[nn.Module, FsdpUnit]
@@ -43,7 +43,10 @@ Visit = Sequence[FsdpUnit]
 
 def shard_part(part: ModelPart, mesh: Mesh) -> dict[nn.Module, FsdpUnit]:
     """Shard the parameters of a part in place, and return its units: each block, the embedding, and
-    the head with the final norm. Embedding and head are one unit if they are tied."""
+    the head with the final norm. Embedding and head are one unit if they are tied.
+
+    Parameters on the meta device get uninitialized memory on `mesh.device`, a unit after the
+    other."""
     embedding, norm, head = part.embed_tokens, part.norm, part.lm_head
     groups: list[list[nn.Module]] = [[block] for block in part.layers.values()]
     ends = [module for module in (head, norm) if module is not None]
@@ -52,7 +55,7 @@ def shard_part(part: ModelPart, mesh: Mesh) -> dict[nn.Module, FsdpUnit]:
     else:
         groups += [[embedding]] if embedding is not None else []
         groups += [ends] if ends else []
-    units = shard(groups, mesh)
+    units = shard(groups, mesh, allocate)
     return {module: unit for group, unit in zip(groups, units, strict=True) for module in group}
 
 

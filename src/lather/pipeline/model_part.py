@@ -12,7 +12,7 @@ order, one at a time, and keeps its own."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -133,27 +133,41 @@ class ModelPart(RoutedModel):
         return [layer for layer in self.moe_layers if str(layer) in self.layers]
 
 
-def empty_part(
-    whole: Decoder, share: PartLayers, device: torch.device, dtype: torch.dtype = torch.float32
-) -> ModelPart:
-    """Return the part with uninitialized memory on `device`. `whole` is on the meta device; the
-    part takes over its modules."""
-    part = ModelPart(whole, share)
+def meta_part(whole: Decoder, share: PartLayers, dtype: torch.dtype = torch.float32) -> ModelPart:
+    """Return the part without memory, on the meta device as `whole`, whose modules it takes
+    over."""
+    part = ModelPart(whole, share).to(dtype)
     if share.expert_ranks > 1:
         for experts in [module for module in part.modules() if isinstance(module, Experts)]:
             local_experts = share.experts(len(experts.down_proj))
             for module in experts.modules():
                 for name, p in list(module.named_parameters(recurse=False)):
                     setattr(module, name, nn.Parameter(p.detach()[local_experts].clone()))
-    embedding, head = part.embed_tokens, part.lm_head
-    tied = embedding is not None and head is not None and head.weight is embedding.weight
-    if tied and head is not None:
-        head.weight = None  # type: ignore[assignment]  # to_empty would make it a parameter of its own
-    part.to(dtype).to_empty(device=device)
-    for bias in part.buffers():  # a router's correction bias, which no one draws
-        bias.zero_()
-    if tied and head is not None and embedding is not None:
-        head.weight = embedding.weight
+    return part
+
+
+def allocate(modules: Iterable[nn.Module], device: torch.device) -> None:
+    """Give the parameters of modules on the meta device uninitialized memory on `device`, and their
+    buffers zeros; a parameter that two modules have stays one. Others are left as they are."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in [inner for outer in modules for inner in outer.modules()]:
+        for name, p in module.named_parameters(recurse=False):
+            if p.is_meta:
+                if p not in made:
+                    made[p] = nn.Parameter(torch.empty_like(p, device=device), p.requires_grad)
+                setattr(module, name, made[p])
+        for name, bias in module.named_buffers(recurse=False):
+            if bias.is_meta:  # a router's correction bias, which no one draws
+                setattr(module, name, torch.zeros_like(bias, device=device))
+
+
+def empty_part(
+    whole: Decoder, share: PartLayers, device: torch.device, dtype: torch.dtype = torch.float32
+) -> ModelPart:
+    """Return the part with uninitialized memory on `device`. `whole` is on the meta device; the
+    part takes over its modules."""
+    part = meta_part(whole, share, dtype)
+    allocate([part], device)
     return part
 
 
@@ -167,21 +181,21 @@ def fill(part: ModelPart, weights: Iterable[tuple[str, Tensor]]) -> None:
         del value  # before the next one is allocated
 
 
-def fresh_part(
-    config: ModelConfig,
-    share: PartLayers,
-    generator: torch.Generator,
-    device: torch.device,
-    dtype: torch.dtype,
-    lora: LoraConfig,
-) -> ModelPart:
-    """Return the part with the random weights that one process would draw from `generator`, which
-    has the same seed on every rank; wider dtypes get the same values. Adapters are drawn last, so
-    that they do not change the other weights."""
-    whole, empty = (build_model(config, None, torch.device("meta")) for _ in range(2))
-    add_adapters(empty, lora)
-    part = empty_part(empty, share, device, dtype)
-    fill(part, whole.fresh_weights(config.initializer_range, generator))
+def fresh_weights(
+    config: ModelConfig, generator: torch.Generator, lora: LoraConfig
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the random weights that one process would draw from `generator`, which has the same
+    seed on every rank. Adapters are drawn last, so that they do not change the other weights."""
+    whole = build_model(config, None, torch.device("meta"))
+    yield from whole.fresh_weights(config.initializer_range, generator)
     add_adapters(whole, lora)
-    fill(part, fresh_adapters(whole, generator))
-    return part
+    yield from fresh_adapters(whole, generator)
+
+
+def outlined_part(
+    config: ModelConfig, share: PartLayers, dtype: torch.dtype, lora: LoraConfig
+) -> ModelPart:
+    """Return the part with its adapters, without memory."""
+    whole = build_model(config, None, torch.device("meta"))
+    add_adapters(whole, lora)
+    return meta_part(whole, share, dtype)
