@@ -84,9 +84,23 @@ MUTATIONS = (
     Mutation(
         "optimizer: a state dict that does not wait for refreshes",
         "optim/batched/optimizer.py",
-        "        self._pending.finish()\n        on_this_rank = dict(self.state)",
+        "        self._finish_state()\n        on_this_rank = dict(self.state)",
         "        on_this_rank = dict(self.state)",
         "optim/test_async_refresh.py",
+    ),
+    Mutation(
+        "offload: rows are written back before their step is done",
+        "optim/batched/visits.py",
+        "            self._writing.wait_event(done)\n",
+        "",
+        "optim/test_offload.py",
+    ),
+    Mutation(
+        "offload: bases are written back after the wrong steps",
+        "optim/batched/visits.py",
+        "self._write_back(visit, with_bases=bool(jobs))",
+        "self._write_back(visit, with_bases=not jobs)",
+        "optim/test_offload.py",
     ),
     Mutation(
         "kernels: eps without the bias correction",

@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+from pretended_boundary import crossing
 from strangers import Lion, Shampoo
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -306,6 +308,34 @@ def differences(
                         f"{case}: parameter {i} {SHAPES[i]} by {(p - q).abs().max().item():.1e}"
                     )
     dist.barrier()
+    return wrong
+
+
+def offloaded_differences(rank: int, world_size: int) -> list[str]:
+    """Name the layouts in which weights or state differ with offloaded state, on a pretended
+    boundary, also after a load of their own state."""
+    wrong = []
+    for kind, (name, layout) in zip(
+        ("soap", "mixed", "rekls", "adamw"), LAYOUTS[world_size].items(), strict=True
+    ):
+        mesh, options = layout.mesh(), {"precondition_frequency": 2}
+        staying = make_spread(kind, layout, torch.float32, mesh, **options)
+        visiting = make_spread(
+            kind, layout, torch.float32, mesh, **options, offload=True, bucket_bytes=4000
+        )
+        staying.run(range(STEPS))
+        with pytest.MonkeyPatch.context() as patch, crossing(patch) as boundary:
+            visiting.run(range(4))
+            visiting.optimizer.load_state_dict(visiting.optimizer.state_dict())
+            visiting.run(range(4, STEPS))
+            expected, found = (x.optimizer.state_dict()["state"] for x in (staying, visiting))
+        same = all(map(torch.equal, staying.whole(), visiting.whole())) and all(
+            torch.equal(local(x), local(found[number][key]))
+            for number, entries in expected.items()
+            for key, x in entries.items()
+        )
+        if not (same and boundary.fetched):
+            wrong.append(f"{name}, {kind}")
     return wrong
 
 

@@ -22,6 +22,7 @@ from sharded_cases import (
     differences,
     expert_parallel_differences,
     fsdp2_differences,
+    offloaded_differences,
     plain_shard_differences,
 )
 from sharded_refusals import counts, refusals
@@ -133,6 +134,10 @@ def test_expert_parallelism_with_fsdp2_has_the_bits_of_one_process() -> None:
 
 def test_fsdp2_alone_and_over_tensor_parallelism_has_the_bits_of_one_process() -> None:
     assert run_ranks(fsdp2_differences, 4) == [[]] * 4
+
+
+def test_offloaded_state_has_the_bits_of_state_on_the_device() -> None:
+    assert run_ranks(offloaded_differences, 2) == [[], []]
 
 
 def test_rules_from_outside_have_the_bits_of_one_process() -> None:

@@ -189,6 +189,23 @@ def check(rule: Any) -> None:
                 f"what it was. Give {name} up to {MAX_BF16_BETA}, or keep the moments in fp32: "
                 f"state_dtype={{'bases': torch.bfloat16}}"
             )
+    if rule.offload:
+        _check_offload(rule)
+
+
+def _check_offload(rule: Any) -> None:
+    """Raise ValueError for an option with another value than `offload` needs."""
+    for name, needed, reason in (
+        ("async_refresh", False, "bases are refreshed while their matrices visit the GPU"),
+        ("num_streams", 1, "copies have streams of their own, beside that of the step"),
+        ("ownership", "whole", "every rank would fetch the rows of all"),
+    ):
+        value = getattr(rule, name, needed)
+        if value != needed:
+            raise ValueError(
+                f"offload=True with {name}={value!r}: {reason}; set {name}={needed!r}, or leave "
+                "offload out"
+            )
 
 
 def documentation_of(rule: type) -> dict[str, str]:

@@ -143,6 +143,9 @@ class Rule:
     more. None: 256 MiB on a CPU, 4 GiB on a GPU."""
     num_streams: Count = 1
     """Number of CUDA streams that share the batches of a step."""
+    offload: bool = False
+    """Keep the state in pinned memory of the host. The rows of a batch visit the GPU for their part
+    of a step, while those of the next are fetched. On a CPU it changes nothing."""
     fp32_matmul_prec: Precision = "auto"
     """fp32 matmul precision of statistics and updates, by torch's names. auto: high (TF32) on a
     GPU, highest on a CPU."""

@@ -30,6 +30,7 @@ from torch import Tensor
 from lather.boxes import local, local_grad
 from lather.device import is_gpu
 from lather.optim.batched.matrix_layout import Layout, StateEntry
+from lather.optim.batched.pinned import HostMemory, is_offloaded, is_pinned, padded
 
 T = TypeVar("T")
 
@@ -92,12 +93,19 @@ class Bucket:
         layout = members[0].layout  # of the first member: all have its class, `inner` and `dims`
         self.layout, self.inner, self.dims = layout, layout.inner, layout.dims
         self.has_experts, self.device = layout.has_experts, members[0].device
+        self.offloaded = is_offloaded(layout.rule, self.device)
+        """Whether the stacks are in the host's memory, and their rows visit the device."""
+        self.home = torch.device("cpu") if self.offloaded else self.device
+        """Device of the stacks."""
         self.param_dtype = members[0].param.dtype
         self.entries = layout.entries
         self.states: list[dict[str, Tensor]] = []
         """State of each member while the bucket is open; otherwise empty."""
         self.stacks: dict[str, Tensor] = {}
-        """Stacked state, name -> (rows, ...), while the bucket is open; otherwise empty."""
+        """Stacked state, name -> (rows, ...), while the bucket is open; otherwise empty. During a
+        visit: the rows that are on the device."""
+        self.first_here = 0
+        """Number of the row with which `stacks` begin."""
         self.sizes = {name: (self.first_row[-1], *x.shape) for name, x in self.entries.items()}
         """Shape of each stack."""
         self.strides = {
@@ -105,13 +113,27 @@ class Bucket:
             for name, size in self.sizes.items()
         }
         """Strides of each stack, which is contiguous."""
+        self.row_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in self.entries.values())
+        """Bytes of the state of a row."""
 
-    def allocate(self) -> list[dict[str, Tensor]]:
-        """Allocate the stacks with their initial values, and return the views of each member. They
-        are detached, because autograd keeps the base of any other view alive, even when the user
-        replaces the view's `data`."""
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the host's memory that the stacks take."""
+        sizes = [math.prod(self.sizes[name]) * x.dtype.itemsize for name, x in self.entries.items()]
+        return sum(map(padded, sizes)) if self.offloaded else 0
+
+    def allocate(self, host: HostMemory | None = None) -> list[dict[str, Tensor]]:
+        """Allocate the stacks with their initial values, in `host` if they are offloaded, and
+        return the views of each member. They are detached, because autograd keeps the base of any
+        other view alive, even when the user replaces the view's `data`."""
         entries, rows = self.entries.items(), self.first_row[-1]
-        stacks = {name: entry.allocate(rows, self.device) for name, entry in entries}
+        host = host or HostMemory(self.host_bytes)
+        stacks = {
+            name: x.fill(host.stack(self.sizes[name], x.dtype))
+            if self.offloaded
+            else x.allocate(rows, self.device)
+            for name, x in entries
+        }
 
         def view(name: str, entry: StateEntry, member: Member, row: int) -> Tensor:
             rows = stacks[name][row : row + member.layout.batch]
@@ -120,14 +142,14 @@ class Bucket:
         pairs = zip(self.members, self.first_row, strict=False)
         return [{name: view(name, x, member, row) for name, x in entries} for member, row in pairs]
 
-    def stack(self, state: States) -> States:
+    def stack(self, state: States, host: HostMemory | None = None) -> States:
         """Move the state of the members into new stacks. Return state for `open_buckets`: it has
         initial entries for members whose state was deleted.
 
         A tensor of the state stays the same object, in case the user has a list of them."""
         stacked: dict[Tensor, dict[str, Tensor]] = {}
         moved = set[int]()
-        for member, views in zip(self.members, self.allocate(), strict=True):
+        for member, views in zip(self.members, self.allocate(host), strict=True):
             entries = stacked[member.param] = state.get(member.param, views)
             for name, view in views.items() if entries is not views else ():
                 view.copy_(entries[name])
@@ -149,9 +171,11 @@ class Bucket:
             return False
         for name, entry in self.entries.items():
             first, numel = states[0][name], math.prod(entry.shape)
+            if self.offloaded and not is_pinned(first):
+                return False
             for entries, member, row in zip(states, self.members, self.first_row, strict=False):
                 x, offset = entries[name], first.storage_offset() + row * numel
-                form = (offset, member.layout.shape_of(entry), entry.dtype, self.device)
+                form = (offset, member.layout.shape_of(entry), entry.dtype, self.home)
                 if (
                     not x.is_contiguous()
                     or (x.storage_offset(), x.shape, x.dtype, x.device) != form
@@ -180,7 +204,8 @@ def make_buckets(members: Iterable[Member], steps: Mapping[int, int]) -> list[Bu
         for member in members:
             p, layout = member.param, member.layout
             form = (type(layout), layout.inner, layout.dims, *layout.entries.items())
-            key = (*form, type(layout.rule), p.dtype, member.device, steps.get(id(p)))
+            rule = (type(layout.rule), layout.rule.offload)
+            key = (*form, *rule, p.dtype, member.device, steps.get(id(p)))
             limit = GPU_STATE_BYTES if is_gpu(member.device) else STATE_BYTES
             yield member, key, (4 if layout.elementwise else 1) * layout.state_bytes() / limit
 

@@ -47,6 +47,8 @@ class StateEntry:
     initial: float | None
     """Initial value; None: the identity matrix."""
     is_moment: bool
+    is_basis: bool
+    """Whether refreshes alone change it."""
 
     def allocate(self, batch: int, device: torch.device) -> Tensor:
         """Return a stack (B, *shape) with the initial value."""
@@ -54,6 +56,13 @@ class StateEntry:
         if self.initial is not None:
             return torch.full(size, self.initial, dtype=self.dtype, device=device)
         return torch.eye(self.shape[-1], dtype=self.dtype, device=device).expand(size).clone()
+
+    def fill(self, stack: Tensor) -> Tensor:
+        """Give a stack the initial value, and return it."""
+        stack.fill_(self.initial or 0.0)
+        if self.initial is None:
+            stack.diagonal(dim1=-2, dim2=-1).fill_(1)
+        return stack
 
 
 @dataclass(frozen=True)
@@ -133,7 +142,9 @@ class Layout:
             entries[NORM] = Entry(())
         return {
             name: StateEntry(
-                x.shape, dtypes[x.kind], x.initial, x.kind == "moment" or self.elementwise
+                *(x.shape, dtypes[x.kind], x.initial),
+                is_moment=x.kind == "moment" or self.elementwise,
+                is_basis=x.kind == "basis",
             )
             for name, x in entries.items()
         }

@@ -64,6 +64,7 @@ from lather.optim.batched.rule_groups import RuleGroups
 from lather.optim.batched.runs import MemberRun, runs_of
 from lather.optim.batched.state_store import Lender, StateStore
 from lather.optim.batched.streams import SideStreams, no_autocast
+from lather.optim.batched.visits import Visits, wait_for_host
 from lather.optim.plain import saveable
 from lather.optim.rule import NOBODY, RefreshingRule, Rule
 from lather.optim.sharded.exchange import OwnerExchange
@@ -91,7 +92,7 @@ class MatrixOptimizer(torch.optim.Optimizer, metaclass=DocumentedByRule):
 
     The state of a parameter is flat: `step`, and the entries of its rule (`Rule.state`). All but
     `step` are views of a stack that parameters with matrices of equal shape share. With
-    `async_refresh`, call `state_dict()` before you read `state` between two steps."""
+    `async_refresh` or `offload`, call `state_dict()` before you read `state` between two steps."""
 
     rule: ClassVar[type[Rule]]
     """Class of a subclass's default rule."""
@@ -160,19 +161,24 @@ class MatrixOptimizer(torch.optim.Optimizer, metaclass=DocumentedByRule):
             plan = self._collect(norms)
         if plan is None:
             return loss
+        visits: Visits | None = None
         try:
             is_autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
             with no_autocast() if is_autocast else nullcontext():
                 for info in plan.replicated:
                     self._step_replicated(info, plan.idle)
                 open_buckets(plan.buckets, self.state)
-                self._execute(plan.chunks, plan.exchanges)
+                if plan.visitors:
+                    visits = Visits(plan.visitors, self._streams)
+                self._execute(plan.chunks, plan.exchanges, visits)
         except BaseException:
             self._plan = None
             for exchange in plan.exchanges:
                 exchange.forget()
             raise
         finally:
+            if visits is not None:
+                visits.end()
             close_buckets(plan.buckets)
             increment_version(plan.params)  # a fused kernel does not tell autograd
         return loss
@@ -231,6 +237,7 @@ class MatrixOptimizer(torch.optim.Optimizer, metaclass=DocumentedByRule):
         """Make the plan, and the state of parameters that have none. An error is raised before
         anything changes."""
         roster, store, sharding = self._current_roster(), self._store, self._groups.sharding
+        wait_for_host(self._streams)  # state that was moved may still be under way
         store.bring_up_to_date(roster, self.state)
         step_of = step_counts(usable, self.state)
         with_bases = [info for info in usable if info.layout.dims]
@@ -252,17 +259,24 @@ class MatrixOptimizer(torch.optim.Optimizer, metaclass=DocumentedByRule):
     # --- the phases of the step -------------------------------------------------------------------
 
     def _execute(
-        self, chunks: Chunks, exchanges: list[OwnerExchange], *, defers: bool = True
+        self,
+        chunks: Chunks,
+        exchanges: list[OwnerExchange],
+        visits: Visits | None = None,
+        *,
+        defers: bool = True,
     ) -> None:
-        """Run all phases for runs whose buckets are open. Without `defers`, no refresh is left for
-        the time until the next step."""
-        statistics = list(filter(attrgetter("info.has_statistics"), chunks))
+        """Run all phases for runs whose buckets are open; those with offloaded state take all of
+        them by `visits` in the phase of updates. Without `defers`, no refresh is left for the time
+        until the next step."""
+        staying = [run for run in chunks if not run.bucket.offloaded]
+        statistics = list(filter(attrgetter("info.has_statistics"), staying))
         coming = list(filter(attrgetter("has_statistics"), exchanges))
         if statistics or coming:
             with record_function("lather.optim.statistics"):
                 self._execute_phase(statistics, chunks, coming, Chunk.take_statistics)
         early, late, between = list[MemberRun](), list[MemberRun](), list[MemberRun]()
-        for run in chunks:
+        for run in staying:
             if run.due is NOBODY:
                 continue
             if isinstance(run.rule, RefreshingRule) and run.rule.async_refresh:
@@ -272,7 +286,7 @@ class MatrixOptimizer(torch.optim.Optimizer, metaclass=DocumentedByRule):
         if early:
             self._refresh_bases(early)
         with record_function("lather.optim.update"):
-            self._execute_phase(chunks, chunks, exchanges, Chunk.take_update)
+            self._execute_phase(staying, chunks, exchanges, Chunk.take_update, visits)
         if late:
             self._refresh_bases(late)
         if between:
@@ -297,10 +311,12 @@ class MatrixOptimizer(torch.optim.Optimizer, metaclass=DocumentedByRule):
         chunks: Chunks,
         exchanges: Sequence[OwnerExchange],
         phase: Phase,
+        visits: Visits | None = None,
     ) -> None:
         """Run a phase for the runs that need no exchange while the gradients of the first exchange
-        arrive, then for the runs of each exchange while the gradients of the next exchange
-        arrive."""
+        arrive, then for the runs of each exchange while the gradients of the next exchange arrive;
+        in the same order take the step of the runs with offloaded state, if there are `visits`."""
+        visiting = [run for run in chunks if run.bucket.offloaded] if visits is not None else []
         leaving: OwnerExchange | None = None
         for exchange, following in zip_longest((None, *exchanges), exchanges):
             if following is not None:
@@ -309,6 +325,9 @@ class MatrixOptimizer(torch.optim.Optimizer, metaclass=DocumentedByRule):
                 exchange.finish_in()
             of_exchange = [run for run in runs if run.exchange is exchange]
             process(of_exchange, chunks, phase, self._streams)
+            if visits is not None:
+                of_exchange = [run for run in visiting if run.exchange is exchange]
+                visits.step(of_exchange, chunks, self._groups.roster, self._counts)
             if exchange is not None and phase is Chunk.take_update:
                 exchange.start_out()
                 if leaving is not None:
@@ -338,6 +357,11 @@ class MatrixOptimizer(torch.optim.Optimizer, metaclass=DocumentedByRule):
 
     # --- the state --------------------------------------------------------------------------------
 
+    def _finish_state(self) -> None:
+        """Do pending refreshes, and wait until all offloaded state has been written back."""
+        self._pending.finish()
+        wait_for_host(self._streams)
+
     @torch.no_grad()
     def init_state(self) -> None:
         """Create the initial state of every parameter that has none, for example before a
@@ -352,7 +376,7 @@ class MatrixOptimizer(torch.optim.Optimizer, metaclass=DocumentedByRule):
     def state_pieces(self) -> Iterator[tuple[Tensor, Piece]]:
         """Yield the state on this rank as pieces of whole entries, each with its parameter, for
         other checkpoint formats. Nothing is copied or sent between ranks."""
-        self._pending.finish()
+        self._finish_state()
         yield from self._store.pieces(self._current_roster(), self.state)
 
     @torch.no_grad()
@@ -370,7 +394,7 @@ class MatrixOptimizer(torch.optim.Optimizer, metaclass=DocumentedByRule):
         params = [p for group in self.param_groups for p in group["params"]]
         if any(map(is_flattened, params)) or not any(p.dim() > 1 for p in params):
             self._groups.check_not_flat(self.param_groups)
-        self._pending.finish()
+        self._finish_state()
         on_this_rank = dict(self.state)
         try:
             if self._groups.sharding.has_shares:
@@ -392,7 +416,7 @@ class MatrixOptimizer(torch.optim.Optimizer, metaclass=DocumentedByRule):
         changed. If parameters are spread over ranks, all these ranks must call this together, with
         whole entries or with DTensors.
         """
-        self._pending.finish()
+        self._finish_state()
         infos, saved = self._current_roster().params, dict[str, Any]()
         lender = Lender(self._store, infos, self.state) if self._store.is_lent else None
 
@@ -442,7 +466,7 @@ class MatrixOptimizer(torch.optim.Optimizer, metaclass=DocumentedByRule):
                 "copied, because process groups cannot; "
                 "save its state_dict() with torch.distributed.checkpoint"
             )
-        self._pending.finish()
+        self._finish_state()
         state = super().__getstate__()
         separate = {
             p: {key: x.clone() if isinstance(x, Tensor) else x for key, x in entries.items()}

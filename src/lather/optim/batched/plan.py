@@ -111,12 +111,17 @@ class Chunk:
             return self._gather([p.detach() for p in self._params])
         return self._gather([member.weight() for member, _, _ in self._parts])
 
+    def rows_here(self) -> dict[str, Tensor]:
+        """Return the rows of the chunk in the stacks, or of those that visit the device."""
+        stacks, first = self.bucket.stacks, self.start - self.bucket.first_here
+        if self._covers_bucket:
+            return stacks
+        return {name: x[first : first + self.stop - self.start] for name, x in stacks.items()}
+
     def state(self) -> tuple[State, dict[str, Tensor]]:
         """Return the state of these rows in the dtype of computation, and as it is stored; call
         `store` after changing it."""
-        stacks = self.bucket.stacks
-        if not self._covers_bucket:
-            stacks = {name: stack[self.start : self.stop] for name, stack in stacks.items()}
+        stacks = self.rows_here()
         state = State(stacks)
         if not self._is_wide:
             state.update({name: stack.to(self.dtype) for name, stack in stacks.items()})
@@ -133,6 +138,13 @@ class Chunk:
         for name, stack in stacks.items():
             if state[name] is not stack:
                 stack.copy_(state[name])
+
+    def elements(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return weights and gradients of a chunk of elements, 1-D, in the parameters' dtypes."""
+        parts = [(member.layout, member, low, high) for member, low, high in self._parts]
+        weights = [layout.part(x.weight(), low, high) for layout, x, low, high in parts]
+        grads = [layout.as_batch(x.grad(), low, high).view(-1) for layout, x, low, high in parts]
+        return weights, grads
 
     def take_statistics(self) -> None:
         """Run the rule's `statistics` phase."""
@@ -204,6 +216,15 @@ def change_weights(weights: list[Tensor], updates: list[Tensor], change: Change)
     foreach_add_(wide, updates, alpha=-change.lr)
     if wide is not weights:
         foreach_copy_(weights, wide)
+
+
+def step_chunk_whole(chunk: Chunk) -> bool:
+    """Do the same for a chunk of elements whose rows visit the device."""
+    run = chunk.run
+    weights, grads = chunk.elements()
+    lengths = list(map(len, weights))
+    entries = {name: x.view(-1).split(lengths) for name, x in chunk.rows_here().items()}
+    return run.rule.step_whole(weights, grads, entries, run.step, run.lr)
 
 
 def step_whole(runs: Sequence[MemberRun]) -> bool:
@@ -305,6 +326,15 @@ class StepPlan:
         self.chunks, self.exchanges = chunks_of(runs), exchanges
         self.params = [info.param for info in infos]
         self.buckets = list({id(run.bucket): run.bucket for run in runs}.values())
+        self.visitors = [
+            chunk for run in runs if run.bucket.offloaded for chunk in self.chunks[run]
+        ]
+        """Chunks whose state visits the device."""
+        if len(devices := {chunk.bucket.device for chunk in self.visitors}) > 1:
+            raise ValueError(
+                f"offload=True with parameters on {', '.join(sorted(map(str, devices)))}: make an "
+                "optimizer for the parameters of each device"
+            )
         self.replicated = [info for info in infos if info.is_replicated and info.param.numel()]
         """Parameters that every rank gathers and updates (`ownership="replicated"`)."""
         spread = [info for info in infos if info.spread is not None]

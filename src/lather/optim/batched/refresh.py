@@ -12,7 +12,6 @@ failed, is read from the devices once each for all buckets.
 from __future__ import annotations
 
 import logging
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -24,14 +23,10 @@ from lather.device import Read, is_cpu
 from lather.optim.batched.gradients import read_together
 from lather.optim.batched.plan import index_on, matmul_precision
 from lather.optim.batched.roster import Roster
-from lather.optim.batched.runs import MemberRun, cpu_count
+from lather.optim.batched.runs import MemberRun, cpu_count, refresh_bytes
 from lather.optim.rule import RefreshingRule, State
 
 logger = logging.getLogger(__name__)
-
-FACTOR_TEMPORARIES = 8
-"""Temporary memory of a refresh per factor, in n x n matrices, in addition to four tensors of a
-moment's size (with gathered rows)."""
 
 CPU_REFRESH_BYTES = 2**26
 """Temporary memory of a batch on a CPU: less means more launches, more means more cache misses."""
@@ -57,8 +52,7 @@ class DimRefresh:
         """Yield the same work in batches whose temporary memory is at most `bucket_bytes`, but
         which have at least one matrix."""
         bucket, rule = self.run.bucket, self.rule
-        numel = FACTOR_TEMPORARIES * bucket.inner[self.dim] ** 2 + 4 * math.prod(bucket.inner)
-        per_matrix = numel * rule.compute_dtype.itemsize
+        per_matrix = refresh_bytes(bucket, self.dim, rule.compute_dtype)
         count = (rule.bucket_bytes or bucket.temporary_bytes) // per_matrix
         if is_cpu(bucket.device):
             count = min(count, cpu_count(CPU_REFRESH_BYTES // per_matrix))
@@ -79,10 +73,11 @@ class _StackRows(State):
         super().__init__()
         self._stacks, self._dtype = job.run.bucket.stacks, job.rule.compute_dtype
         self._before = dict[str, Tensor]()
-        first, last = job.rows[0], job.rows[-1] + 1
+        rows = [row - job.run.bucket.first_here for row in job.rows]
+        first, last = rows[0], rows[-1] + 1
         self._index: Any = slice(first, last)
-        if last - first != len(job.rows):
-            self._index = index_on(job.rows, job.run.bucket.device)
+        if last - first != len(rows):
+            self._index = index_on(rows, job.run.bucket.device)
 
     def __missing__(self, name: str) -> Tensor:
         self[name] = self._before[name] = self._stacks[name][self._index].to(self._dtype)

@@ -21,6 +21,14 @@ TEMPORARIES = 8
 """Temporary memory of an update per matrix, in matrices: the gradient, its projection, the update,
 and intermediate results."""
 
+FACTOR_TEMPORARIES = 8
+"""Temporary memory of a refresh per factor, in n x n matrices, in addition to four tensors of a
+moment's size (with gathered rows)."""
+
+VISITORS = 3
+"""Chunks whose offloaded state is on the device at the same time: one arrives, one takes its step,
+and one is written back."""
+
 CPU_CACHE_BYTES = 2**21
 """Largest size of a chunk's gradients on a CPU, so that all passes of an update find them in the
 cache (measured: 1 to 4 MiB is best)."""
@@ -31,6 +39,12 @@ def cpu_count(count: int) -> int:
     threads, a thread would wait."""
     threads = torch.get_num_threads()
     return -(-max(1, count) // threads) * threads
+
+
+def refresh_bytes(bucket: Bucket, dim: int, dtype: torch.dtype) -> int:
+    """Return the temporary memory of a refresh of a matrix."""
+    numel = FACTOR_TEMPORARIES * bucket.inner[dim] ** 2 + 4 * math.prod(bucket.inner)
+    return numel * dtype.itemsize
 
 
 class MemberRun:
@@ -82,6 +96,9 @@ class MemberRun:
             (bucket.inner[dim] ** 2 // SYMMETRIC_BLOCKS for dim in bucket.dims), default=0
         )
         per_matrix = dtype.itemsize * (TEMPORARIES * numel + copied + block_row)
+        if bucket.offloaded:
+            of_refresh = max((refresh_bytes(bucket, dim, dtype) for dim in bucket.dims), default=0)
+            per_matrix = max(per_matrix, of_refresh) + VISITORS * bucket.row_bytes
         count = (rule.bucket_bytes or bucket.temporary_bytes) // rule.num_streams // per_matrix
         if is_cpu(bucket.device):
             fitting = CPU_CACHE_BYTES // (dtype.itemsize * numel)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lather.boxes import Piece
 from lather.optim.batched.buckets import Bucket, Member, States, make_buckets, move_to
+from lather.optim.batched.pinned import HostMemory, is_offloaded
 from lather.optim.batched.plan import places_of
 from lather.optim.batched.roster import ParamInfo, Roster
 from lather.optim.sharded.replicated import check_rows, initial_rows
@@ -65,8 +66,9 @@ class StateStore:
         if not entries:
             return
         buckets = make_buckets(members, {id(p): int(step) for p, step in steps.items()})
+        host = HostMemory(sum(bucket.host_bytes for bucket in buckets))
         for bucket in buckets:
-            for member, views in zip(bucket.members, bucket.allocate(), strict=True):
+            for member, views in zip(bucket.members, bucket.allocate(host), strict=True):
                 entries[member.param] = views
         self.buckets += buckets
         for p in entries:
@@ -107,9 +109,11 @@ class StateStore:
         for info in infos:
             _bring_step_to_cpu(state[info.param])
         steps = {key: int(state[member.param]["step"]) for key, member in moved.items()}
+        new = make_buckets(moved.values(), steps)
+        host = HostMemory(sum(bucket.host_bytes for bucket in new))
         self.buckets = current
-        for bucket in make_buckets(moved.values(), steps) if moved else ():
-            bucket.stack(state)
+        for bucket in new:
+            bucket.stack(state, host)
             self.buckets.append(bucket)
         self.roster, self.places = roster, places_of(state)
 
@@ -211,7 +215,8 @@ class Lender:
 
 def _form(info: ParamInfo) -> tuple[object, ...]:
     """Return everything on which the form of a parameter's state on a rank depends."""
-    return info.layout, info.layout.entries, info.is_replicated, info.param.device
+    form = info.layout, info.layout.entries, info.is_replicated, info.rule.offload
+    return *form, info.param.device
 
 
 def _without_member(info: ParamInfo) -> dict[str, Tensor]:
@@ -219,8 +224,10 @@ def _without_member(info: ParamInfo) -> dict[str, Tensor]:
     `ownership="replicated"`, otherwise empty tensors."""
     if info.is_replicated:
         return initial_rows(info)
+    device = info.param.device
+    home = "cpu" if is_offloaded(info.rule, device) else device
     return {
-        name: torch.empty(0, dtype=entry.dtype, device=info.param.device)
+        name: torch.empty(0, dtype=entry.dtype, device=home)
         for name, entry in info.layout.entries.items()
     }
 
@@ -230,9 +237,9 @@ def _is_current(bucket: Bucket, members: Mapping[int, Member], state: States) ->
     for member in bucket.members:
         new, layout = members.get(id(member.param)), member.layout
         form = layout, bucket.entries, type(layout.rule), bucket.param_dtype, bucket.device
-        if new is None or form != (
+        if new is None or (*form, bucket.offloaded) != (
             *(new.layout, new.layout.entries, type(new.layout.rule)),
-            *(new.param.dtype, new.device),
+            *(new.param.dtype, new.device, is_offloaded(new.layout.rule, new.device)),
         ):
             return False
     return bucket.is_stacked(state)

@@ -38,7 +38,7 @@ def beside(streams: SideStreams, changed: Iterable[Tensor], device: torch.device
     if not is_gpu(device):
         yield
         return
-    stream = _after_the_caller(streams, BESIDE, device)
+    stream = after_the_caller(streams, BESIDE, device)
     for x in changed:
         x.record_stream(stream)
     with gpu_module(device).stream(stream):
@@ -60,7 +60,7 @@ def on_streams(
     if num_streams == 1 or not is_gpu(device):
         yield from items
         return
-    used = [_after_the_caller(streams, number, device) for number in range(num_streams)]
+    used = [after_the_caller(streams, number, device) for number in range(num_streams)]
     current = gpu_module(device).current_stream()
     try:
         for item, stream in zip(items, cycle(used), strict=False):
@@ -71,7 +71,7 @@ def on_streams(
             current.wait_stream(stream)
 
 
-def _after_the_caller(streams: SideStreams, number: int, device: torch.device) -> Any:
+def after_the_caller(streams: SideStreams, number: int, device: torch.device) -> Any:
     """Return a side stream whose further work begins after all work that the caller's stream has
     been given."""
     if number not in streams:

@@ -105,7 +105,7 @@ def whole_entries(
             parts.append(entry.value.new_empty(entry.spread.box.size) if rows is None else rows)
         if not batch[0].is_cut_alike:
             transfer = Transfer([entry.owners_over(entry.spread) for entry in batch], inward=False)
-            values = [entry.value for entry in batch]
+            values = [entry.value.to(entry.p.device) for entry in batch]
             transfer.move(values, parts, sharding.group_of(batch[0].spread))
         elif not lend:
             for entry, part in zip(batch, parts, strict=True):

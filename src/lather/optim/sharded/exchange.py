@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lather.boxes import Box, Index, local, local_grad
 from lather.optim.batched.buckets import Member
+from lather.optim.batched.pinned import is_offloaded
 from lather.optim.batched.roster import REPLACEMENT, Change, ParamInfo
 from lather.optim.sharded.owners import OwnedParameter, OwnedUnit
 from lather.torch_private import foreach_copy_
@@ -108,7 +109,10 @@ class OwnerExchange:
         self.dtype, self.device = first.param.dtype, local(first.param).device
         self.elementwise = shares[0].elementwise
         self.update_dtype = self.dtype if self.elementwise else first.rule.compute_dtype
-        self.has_statistics, self.needs_weights = first.has_statistics, first.needs_weights
+        self.needs_weights = first.needs_weights
+        self.has_statistics = first.has_statistics and not is_offloaded(first.rule, self.device)
+        """Whether there is a phase of statistics before that of updates; state that visits the
+        device takes all phases at once."""
         if not self.elementwise:
             self.inward = Transfer(shares, inward=True)
         self.outward = Transfer(shares, inward=False)
@@ -304,7 +308,7 @@ class Transfer:
     def move(
         self, sources: Sequence[Tensor], targets: Sequence[Tensor], group: dist.ProcessGroup
     ) -> None:
-        """Transfer everything now, between tensors of one dtype and device."""
+        """Transfer everything now, from tensors of one dtype on a device to tensors anywhere."""
         put(
             self.start(sources.__getitem__, sources[0].dtype, sources[0].device, group)(),
             targets.__getitem__,

@@ -161,6 +161,7 @@ class Sharding:
                 rule.matrix_layout,
                 comparable(rule.state_dtype),
                 rule.keep_norm,
+                rule.offload,
             )
             described.append((info.layout, *map(str, (info.param.dtype, where, *options))))
         number = int.from_bytes(hashlib.sha256(repr(described).encode()).digest()[:7])
@@ -225,6 +226,7 @@ class Sharding:
                     dtype,
                     phases,
                     type(rule),
+                    rule.offload,
                 )
                 items.append(((info, share), key, size / (rule.bucket_bytes or BUCKET_BYTES)))
         return [
