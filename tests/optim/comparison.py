@@ -45,7 +45,7 @@ same rule."""
 
 OF_THE_PACKAGE_ALONE = {"batched", "bucket_bytes", "num_streams", "max_state_bytes", "state_dtype"}
 OF_THE_PACKAGE_ALONE |= {"fp32_matmul_prec", "qr_fp32_matmul_prec", "newton_schulz_dtype"}
-OF_THE_PACKAGE_ALONE |= {"nonfinite", "stagger_first", "stagger_refresh"}
+OF_THE_PACKAGE_ALONE |= {"nonfinite", "offload", "stagger_first", "stagger_refresh"}
 """Options that say how something is computed, not what."""
 
 

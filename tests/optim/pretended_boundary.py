@@ -129,7 +129,7 @@ def bounds(x: Tensor) -> tuple[int, int]:
     """Return the first byte of a tensor in its storage, and the byte after the last."""
     last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
     begin = x.storage_offset() * x.itemsize
-    return begin, begin + (last + 1) * x.itemsize
+    return int(begin), int(begin + (last + 1) * x.itemsize)
 
 
 @dataclass(eq=False)
@@ -162,7 +162,10 @@ class Module:
 
     boundary: Boundary
 
-    def Stream(self) -> Stream:  # noqa: N802
+    def __post_init__(self) -> None:
+        self.Stream = self._new_stream
+
+    def _new_stream(self) -> Stream:
         number = len(self.boundary.clocks)
         self.boundary.clocks[number] = {}
         return Stream(self.boundary, number)
@@ -181,7 +184,7 @@ class Module:
 
 class _Watch(TorchDispatchMode):
     def __init__(self, boundary: Boundary) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.boundary = boundary
 
     def __torch_dispatch__(

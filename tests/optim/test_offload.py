@@ -26,7 +26,7 @@ from torch import Tensor
 from lather.optim import KLSOAP, SOAP, Muon
 from lather.optim.batched import pinned, visits
 
-ONE_BY_ONE = {"bucket_bytes": 1}
+ONE_BY_ONE: dict[str, Any] = {"bucket_bytes": 1}
 """Chunks of one matrix, so that many visit the device in a step."""
 
 SHAPES = (*((6, 4),) * 5, (3, 4, 5), (5,), ())

@@ -42,7 +42,7 @@ FREE = {
 }
 """Sections and keys. Those of `data` only say where the tokens are; checksums verify that the
 tokens are the same."""
-FREE_OPTIONS = ("batched", "bucket_bytes", "num_streams", "max_state_bytes")
+FREE_OPTIONS = ("batched", "bucket_bytes", "num_streams", "offload", "max_state_bytes")
 """Options of rules."""
 CHANGEABLE = (
     *("data.path", "data.weights", "train.max_grad_norm", "train.qk_clip", "train.steps"),

@@ -109,7 +109,7 @@ class StateStore:
         for info in infos:
             _bring_step_to_cpu(state[info.param])
         steps = {key: int(state[member.param]["step"]) for key, member in moved.items()}
-        new = make_buckets(moved.values(), steps)
+        new = make_buckets(moved.values(), steps) if moved else []
         host = HostMemory(sum(bucket.host_bytes for bucket in new))
         self.buckets = current
         for bucket in new:

@@ -78,10 +78,11 @@ class Visits:
         """Take the step of runs whose state is offloaded. `roster`: that of the step."""
         due = {run: due_refreshes([run], roster, counts) for run in runs if run.due is not NOBODY}
         visitors = [chunk for run in runs for chunk in chunks[run]]
-        arriving = self._fetch(visitors[0]) if visitors else None
+        arriving = list(map(self._fetch, visitors[:1]))
         for chunk, following in zip_longest(visitors, visitors[1:]):
-            visit, arriving = arriving, following and self._fetch(following)
-            assert visit is not None
+            visit = arriving.pop()
+            if following is not None:
+                arriving.append(self._fetch(following))
             self._gpu.current_stream().wait_event(visit.has_arrived)
             jobs = _of_chunk(due.get(chunk.run, ()), chunk)
             bucket, home = chunk.bucket, chunk.bucket.stacks
