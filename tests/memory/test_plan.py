@@ -3,6 +3,7 @@
 
 import json
 import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,15 @@ def parameters() -> dict[str, nn.Parameter]:
             FAMILIES["qwen3_moe"].config(**SIZES), None, torch.device("meta")
         ).named_parameters()
     )
+
+
+def unit_sizes() -> list[int]:
+    """Return the bytes of each block, the embedding, and the norm with the head, largest first."""
+    units: Counter[str] = Counter()
+    for name, p in parameters().items():
+        match = re.match(r"layers\.\d+|embed_tokens", name)
+        units[match[0] if match else "head"] += 4 * p.numel()
+    return sorted(units.values(), reverse=True)
 
 
 @pytest.fixture(scope="module")
@@ -138,15 +148,21 @@ def test_what_travels_are_micro_batches_of_activations(precision: str, width: in
 
 
 def test_gathered_parameters_are_whole() -> None:
-    """Parameters are gathered from the forward on. While they are, what arrived of a unit lies
-    beside them; the last unit has embedding, norm, head."""
-    elements = sum(p.numel() for p in parameters().values())
-    outside = sum(p.numel() for name, p in parameters().items() if not name.startswith("layers"))
-    timeline = plan(config_of("adamw"), 2, Assumed()).ranks[0].steps["a step"]
-    gathered = timeline.curves[KINDS.index("gathered parameters")]
-    forward = next(mark.time for mark in timeline.marks if mark.name == "0F0")
-    assert gathered[forward + 1] == 4 * elements  # during the first operation after the mark
-    assert gathered.max() == 4 * (elements + outside)
+    """Those of a stage are gathered from the forward on; block by block there are those of a block,
+    and perhaps of the next, beside what arrives of one."""
+    first, second, *_ = sizes = unit_sizes()
+
+    def gathered(mode: str) -> tuple[Any, int]:
+        config = config_of("adamw", parallel={"gather": mode})
+        timeline = plan(config, 2, Assumed()).ranks[0].steps["a step"]
+        forward = next(mark.time for mark in timeline.marks if mark.name == "0F0")
+        return timeline.of_kind("gathered parameters"), forward
+
+    at_once, forward = gathered("stage")
+    assert at_once[forward + 1] == sum(sizes)
+    by_block, _ = gathered("block")
+    assert first <= by_block.max() <= first + second + first
+    assert by_block.max() < sum(sizes)
 
 
 def test_no_tensor_of_a_dry_run_waits_for_the_garbage_collector() -> None:
@@ -211,10 +227,10 @@ def test_sharding_divides_parameters_gradients_and_state(alone: RankRun) -> None
         assert 3.9 < ratio <= 4, kind
 
 
-def test_a_part_is_whole_until_it_is_sharded(alone: RankRun) -> None:
-    """With two data ranks there are all parameters and the rank's half of them; one process has the
-    parameters alone."""
-    elements = sum(p.numel() for p in parameters().values())
+def test_a_part_gets_memory_unit_by_unit(alone: RankRun) -> None:
+    """One process has the parameters alone; of two data ranks, each has half of them, and one unit
+    whole until it is sharded."""
+    whole, largest = sum(unit_sizes()), max(unit_sizes())
     with worker_processes() as workers:
         shared = (
             workers.submit(dry_run, config_of("adamw"), 2, Assumed("cpu"), 0)
@@ -222,9 +238,8 @@ def test_a_part_is_whole_until_it_is_sharded(alone: RankRun) -> None:
             .steps[BUILDING]
             .peak
         )
-    whole = alone.steps[BUILDING].peak
-    assert 4 * elements <= whole < 4.01 * elements  # buffers take a few bytes
-    assert 1.4 * whole < shared < 2 * whole
+    assert whole <= alone.steps[BUILDING].peak < 1.01 * whole  # buffers take a few bytes
+    assert whole / 2 < shared < whole / 2 + 1.01 * largest
 
 
 def test_more_micro_batches_than_are_walked_change_only_what_tokens_take() -> None:

@@ -148,12 +148,14 @@ class LedgerMode(StandInMode, Recorder):
         self.ledger.mark(BETWEEN)
 
     def label_step(self) -> None:
-        """Label the current gradients and rounded weights."""
+        """Label the current gradients, rounded weights and gathered parameters."""
         self.ledger.label(
             "gradients",
             [local(p.grad) for p in self.engine.part.parameters() if p.grad is not None],
         )
         self.ledger.label("rounded weights", self.engine.rounded_weights.copies())
+        for unit in self.engine.units.values():
+            self.ledger.label("gathered parameters", unit.gathered)
 
     def label_state(self, optimizer: MatrixOptimizer) -> None:
         for state in optimizer.state.values():
