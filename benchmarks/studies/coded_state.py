@@ -1,16 +1,16 @@
 """Rules whose state is rounded to a format after every step and every refresh, as if it were stored
 in it: formats can be compared before the optimizers have them.
 
-    float32                no rounding
-    bfloat16, bfloat16_nearest          bf16 with stochastic rounding, and to the nearest
-    int8, int8_nearest     the code that `lather.kernels.quantized` has for the kind of entry:
-                           stochastic, and to the nearest
-    linear, linear_nearest a code of 127 equal steps to the largest element of the block
-    fine                   3 bits of exponent and 4 of mantissa, in place of the moments' 4 and 3
-    orthonormal            bases in int8 to the nearest, made orthonormal again when they are read,
-                           by a step of Newton-Schulz
-    diagonal               factors in a linear code, each element in units of the root of the product
-                           of its two diagonal elements, which stay in fp32
+    float32             no rounding
+    bfloat16            bf16 with stochastic rounding; bfloat16_nearest: to the nearest
+    int8                the code that `lather.kernels.quantized` has for the kind of entry, with
+                        stochastic rounding; int8_nearest: to the nearest
+    linear              127 equal steps up to the next power of two; linear_nearest
+    fine                3 bits of exponent and 4 of mantissa, in place of the moments' 4 and 3
+    orthonormal         bases in int8 to the nearest, made orthonormal again when they are read, by
+                        a step of Newton-Schulz
+    diagonal            factors in the linear code, each element in units of the root of the product
+                        of its two diagonal elements, which stay in fp32
 
 Factors are symmetric, so rounding is that of their lower triangles.
 """
