@@ -30,6 +30,8 @@ from lather.kernels.quantized import reference
 from lather.kernels.quantized.reference import BLOCK, Code
 from lather.shapes import Float, Int
 
+__all__ = ["BASIS", "BLOCK", "POSITIVE", "SIGNED", "Code", "dequantize", "num_blocks", "quantize_"]
+
 SIGNED = Code(octaves=16, is_signed=True)
 POSITIVE = Code(octaves=32, is_signed=False)
 BASIS = Code(octaves=4, is_signed=True)

@@ -12,6 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+CHUNK = 2**16
+"""Number of elements that are rounded at a time, which stay in the cache."""
+
 MULTIPLIERS = (0x7FEB352D, 0x846CA68B)
 
 
@@ -37,6 +40,11 @@ def noise(bits: Tensor, step: int, num_bits: int = 16) -> Tensor:
 
 
 def round_to_bf16(x: Tensor, step: int, out: Tensor) -> None:
-    bits = x.view(torch.int32)
-    rounded = noise(bits, step).add_(bits).add_(0x8000).bitwise_and_(-0x10000).view(torch.float32)
-    out.copy_(torch.where(x == x, rounded, x))  # noqa: PLR0124 - NaN stays
+    pairs = [(x, out)]
+    if x.is_contiguous() and out.is_contiguous():
+        parts = (tensor.view(-1).split(CHUNK) for tensor in (x, out))
+        pairs = list(zip(*parts, strict=True))
+    for x_, out_ in pairs:
+        bits = x_.view(torch.int32)
+        rounded = noise(bits, step).add_(bits).add_(0x8000).bitwise_and_(-0x10000)
+        out_.copy_(torch.where(x_ == x_, rounded.view(torch.float32), x_))  # noqa: PLR0124 - NaN
