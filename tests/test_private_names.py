@@ -4,28 +4,20 @@ import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
-from torch.distributed.fsdp import fully_shard
 
 from lather.errors import UserError
-from lather.torch_private import (
-    check_torch_version,
-    finish_gradient_reduction,
-    prepare_sharding,
-    start_gradient_reduction,
-)
+from lather.torch_private import check_torch_version
 
 SOURCE = Path(__file__).parents[1] / "src" / "lather"
 PRIVATE = re.compile(
     r"\btorch(\.\w+)*\._(?!_version__)\w+|\._base\b|\bfrom torch(\.\w+)*\._\w+|\bfrom torch\S* "
     r"import _\w+"
-    r"|\._(fsdp|lazy_init|root_post_backward|state_ctx|local_tensor)\w*\b|\bpost_backward\(|\bfully_shard\.state\b"
+    r"|\._(local_tensor|spec)\b"
 )
-"""Matches private names. The second line has those of FSDP2, which are attributes of objects and
+"""Matches private names. The second line has those of DTensors, which are attributes of objects and
 not of modules."""
 
 
@@ -96,38 +88,7 @@ def test_other_versions_are_refused_with_the_remedy(
     version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "__version__", version)
-    for use in (prepare_sharding, start_gradient_reduction, finish_gradient_reduction):
-        with pytest.raises(
-            UserError, match=rf"(?s)torch {re.escape(version)} .*install torch >= 2\.11 and < 2\.14"
-        ):
-            use(nn.Linear(1, 1))
-
-
-@pytest.mark.parametrize(
-    "missing",
-    [
-        "_lazy_init",
-        "_root_post_backward_final_callback",
-        "_state_ctx",
-        "_fsdp_param_group",
-        "post_backward",
-    ],
-)
-def test_a_name_that_is_gone_is_named_when_sharding_is_set_up(
-    missing: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    group = SimpleNamespace(post_backward=print)
-    state = SimpleNamespace(
-        _lazy_init=dict, _root_post_backward_final_callback=print, _fsdp_param_group=group
-    )
-    state._state_ctx = SimpleNamespace(all_states=[state])
-    delattr(group if missing == "post_backward" else state, missing)
-    monkeypatch.setattr(fully_shard, "state", lambda module: state)
     with pytest.raises(
-        UserError,
-        match=(
-            rf"torch {re.escape(torch.__version__)} has no "
-            rf"SimpleNamespace\.{missing}, .*install torch"
-        ),
+        UserError, match=rf"(?s)torch {re.escape(version)} .*install torch >= 2\.11 and < 2\.14"
     ):
-        prepare_sharding(nn.Linear(1, 1))
+        check_torch_version()

@@ -46,6 +46,7 @@ class Case:
     precision: str = "fp32"
     """With "bf16" products are bf16, of weights that have `dtype`."""
     rounded_weights: str = "step"
+    gradient_dtype: str = "float32"
     frees: bool = True
     poison: bool = False
     defer: bool = True
@@ -215,6 +216,7 @@ def make_pair(case: Case, seed: int = 0, mesh: Mesh | None = None) -> Pair:
         recompute=case.recompute,  # type: ignore[arg-type]
         precision=case.precision,  # type: ignore[arg-type]
         rounded_weights=case.rounded_weights,  # type: ignore[arg-type]
+        gradient_dtype=case.gradient_dtype,  # type: ignore[arg-type]
     )
     frees = Frees(enabled=case.frees, poison=case.poison)
     engine = Engine(part, mesh, schedule, loop, moe, frees)

@@ -110,11 +110,19 @@ class LoopConfig:
     rounded_weights: Literal["step", "product"] = "step"
     """When bf16 training rounds the weights. step: once per step, which takes 2 more bytes per
     weight of the rank. product: for each matrix product."""
+    gradient_dtype: Literal["float32", "bfloat16"] = "float32"
+    """dtype in which the gradients of a step are kept between micro-batches. They are computed, and
+    summed over ranks, in float32; with bfloat16 these sums are added to those of the earlier
+    micro-batches and rounded stochastically, which saves 2 bytes per weight that a rank keeps."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA if there is a GPU, else the CPU."""
 
     def __post_init__(self) -> None:
         check_ranges(self, "train.")
+        if self.precision == "fp64":
+            allowed = "float32 with train.precision = 'fp64', which keeps gradients in float64"
+            is_wide = self.gradient_dtype == "float32"
+            require(is_wide, "train.gradient_dtype", self.gradient_dtype, allowed)
         if self.micro_batch_size and self.batch_size % self.micro_batch_size:
             raise ConfigError(self.batch_that_fits(1, 1))
 

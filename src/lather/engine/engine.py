@@ -36,6 +36,7 @@ from lather.optim import PendingRefreshes
 from lather.parallel.expert_exchange import ExpertExchange
 from lather.parallel.local_parameters import local_parameters
 from lather.parallel.mesh import Mesh
+from lather.parallel.sharded_parameters import Storing
 from lather.pipeline.chunk import MicroBatch
 from lather.pipeline.executor import Activation, Executor, Recorder, StepOutput
 from lather.pipeline.gathering import shard_part
@@ -72,10 +73,11 @@ class Engine:
         self.rounded_weights = RoundedWeights()
         if loop.rounded_weights == "step":
             set_rounded_weights(part, self.rounded_weights)
-        self.units = shard_part(part, mesh)
+        narrow = torch.bfloat16 if loop.precision == "bf16" else None
+        of_gradients = torch.bfloat16 if loop.gradient_dtype == "bfloat16" else None
+        self.units = shard_part(part, mesh, Storing(narrow, of_gradients))
         self.parameters = local_parameters(part, mesh)
         shape = (self.micro_batch_size, loop.sequence_length, part.hidden_size)
-        narrow = torch.bfloat16 if loop.precision == "bf16" else None
         dtype = next(part.parameters()).dtype
         self._activation = Activation(shape, dtype, travels_as=narrow)
         self._segments = Segments(

@@ -155,6 +155,8 @@ def _local_parameter(
         )
         replica = device_mesh.get_local_rank(0) if device_mesh.ndim > 1 else 0
         parameter = nn.Parameter(source.to_local(), requires_grad=source.requires_grad)
+        if source.requires_grad:
+            parameter.grad_dtype = source.grad_dtype
         assert parameter.shape == (length, *source.shape[1:])
     else:
         is_sharded = is_shared(mesh.expert_mesh if is_expert else mesh.dense_mesh)
@@ -201,4 +203,5 @@ def clip_(gradients: Sequence[Tensor], norm: Float[Tensor, ""], max_norm: float)
     if factor == 1:
         return
     for dtype in {grad.dtype for grad in gradients}:
-        foreach_mul_([grad for grad in gradients if grad.dtype == dtype], float(factor.to(dtype)))
+        of_dtype = [grad for grad in gradients if grad.dtype == dtype]
+        foreach_mul_(of_dtype, float(factor.to(torch.promote_types(dtype, torch.float32))))

@@ -31,6 +31,7 @@ from torch import nn
 from lather.models.saving.rounded_weights import RoundedWeights
 from lather.parallel.fsdp_units import FsdpUnit, shard
 from lather.parallel.mesh import Mesh
+from lather.parallel.sharded_parameters import Storing
 from lather.pipeline.model_part import ModelPart, Stage, allocate
 from lather.pipeline.schedule import Action, Kind
 
@@ -41,7 +42,11 @@ Visit = Sequence[FsdpUnit]
 """The units that a part of a pass needs."""
 
 
-def shard_part(part: ModelPart, mesh: Mesh) -> dict[nn.Module, FsdpUnit]:
+def shard_part(
+    part: ModelPart,
+    mesh: Mesh,
+    storing: Storing = Storing(),  # noqa: B008
+) -> dict[nn.Module, FsdpUnit]:
     """Shard the parameters of a part in place, and return its units: each block, the embedding, and
     the head with the final norm. Embedding and head are one unit if they are tied.
 
@@ -55,7 +60,7 @@ def shard_part(part: ModelPart, mesh: Mesh) -> dict[nn.Module, FsdpUnit]:
     else:
         groups += [[embedding]] if embedding is not None else []
         groups += [ends] if ends else []
-    units = shard(groups, mesh, allocate)
+    units = shard(groups, mesh, allocate, storing)
     return {module: unit for group, unit in zip(groups, units, strict=True) for module in group}
 
 

@@ -95,8 +95,9 @@ def product_weights(modules: Iterable[nn.Module]) -> set[nn.Parameter]:
     be rounded before. A head that is also the embedding is not one of them."""
     of_products, others = set[nn.Parameter](), set[nn.Parameter]()
     for layer in (layer for module in modules for layer in module.modules()):
-        rounds = isinstance(layer, Rounding) and layer.memory != "reference"
+        names: tuple[str, ...] = ()
+        if isinstance(layer, Rounding) and layer.memory != "reference":
+            names = layer.products_read
         for name, p in layer.named_parameters(recurse=False):
-            is_read_rounded = rounds and name in layer.products_read
-            (of_products if is_read_rounded else others).add(p)
+            (of_products if name in names else others).add(p)
     return of_products - others

@@ -105,9 +105,9 @@ def weight_gradient(
     """Return the value that the backward of an autograd Function must return for `weight`, a tensor
     that requires a gradient.
 
-    This is the gradient, in the dtype of gradients of `weight`; or None, if `later`, which computes it, was
-    queued, or if there is a queue that does not defer and the gradient was added to `.grad` at
-    once: autograd would add a copy in that dtype. (A weight that is not a leaf has no
+    This is the gradient, in the dtype of gradients of `weight`; or None, if `later`, which computes
+    it, was queued, or if there is a queue that does not defer and the gradient was added to `.grad`
+    at once: autograd would add a copy in that dtype. (A weight that is not a leaf has no
     `.grad`, so its gradient is always returned.) Hooks on the weight, or on its gradient
     accumulation, do not run for gradients that are not returned.
 
