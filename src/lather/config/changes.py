@@ -46,7 +46,8 @@ FREE_OPTIONS = ("batched", "bucket_bytes", "num_streams", "offload", "max_state_
 """Options of rules."""
 CHANGEABLE = (
     *("data.path", "data.weights", "train.max_grad_norm", "train.qk_clip", "train.steps"),
-    *("moe.balance_coefficient", "moe.z_loss_coefficient", "train.mtp_loss_weight"),
+    *("moe.balance_coefficient", "moe.z_loss_coefficient"),
+    *("train.gradient_dtype", "train.mtp_loss_weight"),
     *("optim.decay_fraction", "optim.min_lr_ratio", "optim.schedule", "optim.warmup_steps"),
 )
 """Keys. For `data.path` only the number of data sets counts: the same data sets may move to other
