@@ -1,5 +1,5 @@
-"""Measures what formats of the optimizer state do to the numbers for which the state is kept: Adam's
-update, a basis, the eigenbasis of a factor.
+"""Measures what formats of the optimizer state do to the numbers for which it is kept: to Adam's
+update, a basis, and the eigenbasis of a factor.
 
     python -m benchmarks.state_formats [--out benchmarks/results/state-formats.jsonl]
 
@@ -26,8 +26,8 @@ from benchmarks.report import Row, RowFile, environment
 from benchmarks.studies.coded_state import rounded, rounded_factor
 from lather.kernels.quantized import BASIS, POSITIVE, SIGNED
 
-MOMENTS = ("bfloat16", "int8", "int8_nearest", "fine", "fine_nearest", "linear", "linear_nearest")
-SQUARES = ("bfloat16", "int8", "int8_nearest", "linear")
+MOMENTS = ("bfloat16", "int8", "int8_nearest", "coarse", "coarse_nearest", "linear")
+SQUARES = ("bfloat16", "int8", "int8_nearest", "coarse", "linear")
 BASES = ("bfloat16_nearest", "int8_nearest", "int8", "linear_nearest", "orthonormal")
 FACTORS = ("bfloat16", "bfloat16_nearest", "int8", "linear", "diagonal")
 WIDTH = 256

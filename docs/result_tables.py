@@ -10,7 +10,7 @@ Two markers ask for the table of a study and a setting:
     <!-- table: short qwen-1k -->
     <!-- end of table -->
 
-A quoted number is a link to its rows whose title says which number it is; `QUOTABLE` has the forms:
+and `state-formats moments` for that of the formats of a part of the optimizer state. A quoted number is a link to its rows whose title says which number it is; `QUOTABLE` has the forms:
 
     [0.58](../benchmarks/results/convergence/short/rows.jsonl "qwen-8k: steps of muon to adamw")
 """
@@ -66,12 +66,32 @@ def findings_of(name: str) -> Findings:
 
 def table(study: str, setting: str) -> str:
     """Make a table, in Markdown."""
+    if study == "state-formats":
+        return formats_table(setting)
     findings = findings_of(study)
     present = findings.contestants(setting)
     whole = markdown_table(findings, setting, [name for name in BASELINES if name in present])
     rows = [line.removeprefix("| ").removesuffix(" |").split(" | ") for line in whole.splitlines()]
     shown = [place for place, title in enumerate(rows[0]) if title in COLUMNS]
     return "".join("| " + " | ".join(row[place] for place in shown) + " |\n" for row in rows)
+
+
+def formats_table(kind: str) -> str:
+    """Make the table of the formats of a part of the state: their errors by decades."""
+    errors: dict[str, dict[int, float]] = {}
+    for row in _rows(RESULTS / "state-formats.jsonl"):
+        config = row["config"]
+        if config["kind"] == kind:
+            number = row["correlation"] if kind == "factors" else row["error"]
+            errors.setdefault(config["format"], {})[config["decades"]] = number
+    decades = sorted(next(iter(errors.values())))
+    lines = [
+        [kind, "1 decade", *(f"{number} decades" for number in decades[1:])],
+        ["---"] * (1 + len(decades)),
+    ]
+    for form, by_decades in errors.items():
+        lines.append([f"`{form}`", *(f"{by_decades[number]:.2f}" for number in decades)])
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
 # --- quoted numbers -------------------------------------------------------------------------------
@@ -124,6 +144,16 @@ def _quickstart(path: Path, name: str, key: str) -> float:
     return float(next(row[key] for row in _rows(path) if row["contestant"] == name))
 
 
+def _format_error(path: Path, kind: str, form: str, key: str) -> float:
+    """The number of a format of the state that was measured at one width of the spectrum."""
+    (number,) = (
+        row[key]
+        for row in _rows(path)
+        if (row["config"]["kind"], row["config"]["format"]) == (kind, form)
+    )
+    return float(number)
+
+
 def _gib(path: Path, size: Callable[[dict[str, Any]], int]) -> float:
     return size(json.loads(path.read_text())) / 2**30
 
@@ -144,6 +174,7 @@ QUOTABLE: dict[str, Callable[..., float | tuple[float, float] | Mean | RunRange 
         _cases(path), rule, peer
     ),
     r"([\w-]+): ([\w]+) of the quickstart": _quickstart,
+    r"([\w .,]+) in (\w+): (error|orthonormality)": _format_error,
     r"GiB that a rank needs": lambda path: _gib(path, lambda plan: plan["needed"]),
     r"GiB of a checkpoint, largest rank": lambda path: _gib(
         path, lambda plan: max(rank["checkpoint"] for rank in plan["ranks"])

@@ -6,7 +6,8 @@ in it: formats can be compared before the optimizers have them.
     int8                the code that `lather.kernels.quantized` has for the kind of entry, with
                         stochastic rounding; int8_nearest: to the nearest
     linear              127 equal steps up to the next power of two; linear_nearest
-    fine                3 bits of exponent and 4 of mantissa, in place of the moments' 4 and 3
+    coarse              4 bits of exponent and 3 of mantissa for moments, in place of 3 and 4, and 5
+                        and 3 for second moments, in place of 4 and 4; coarse_nearest
     orthonormal         bases in int8 to the nearest, made orthonormal again when they are read, by
                         a step of Newton-Schulz
     diagonal            factors in the linear code, each element in units of the root of the product
@@ -48,10 +49,12 @@ Format = Literal[
     "int8_nearest",
     "linear",
     "linear_nearest",
-    "fine",
+    "coarse",
+    "coarse_nearest",
     "orthonormal",
     "diagonal",
 ]
+COARSE = {True: Code(16, is_signed=True), False: Code(32, is_signed=False)}
 LINEAR = {True: Code(1, is_signed=True), False: Code(1, is_signed=False)}
 
 
@@ -60,7 +63,7 @@ def rounded(x: Tensor, form: str, code: Code, step: int) -> Tensor:
     name, _, nearest = form.partition("_")
     if name == "bfloat16":
         return (x.bfloat16() if nearest else round_to_bf16(x, step)).float()
-    code = {"linear": LINEAR[code.is_signed], "fine": Code(8, is_signed=True)}.get(name, code)
+    code = {"linear": LINEAR, "coarse": COARSE}.get(name, {}).get(code.is_signed, code)
     x = x.contiguous()
     codes = torch.empty_like(x, dtype=torch.int8)
     scales = x.new_empty(*x.shape[:-1], num_blocks(x.shape[-1]))

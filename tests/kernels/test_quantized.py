@@ -136,7 +136,7 @@ def steps_between(x: Tensor, code: Code) -> Tensor:
 @pytest.mark.parametrize("tilt", [0.0, 0.01], ids=["ours", "tilted by 1 %"])
 def test_the_expectation_over_steps_is_kept(code: Code, tilt: float) -> None:
     """The mean error of 2^19 roundings, in steps of the code, is below 5 standard deviations."""
-    x = drawn((4, 256), code, octaves=12)
+    x = drawn((8, BLOCK), code, octaves=8)
     distance = steps_between(x, code)
     errors = [(restored(x, step, code).double() - x.double()) / distance for step in range(512)]
     table = torch.stack(errors)
@@ -156,7 +156,7 @@ def test_an_average_follows_that_in_fp32(code: Code, beta: float, stochastic: bo
     in fp32, in the mean to half a percent; rounded to the nearest, a slow one stalls."""
     generator = torch.Generator().manual_seed(0)
     exact, coded = (torch.zeros(64, 256) for _ in range(2))
-    scale = (-10 * torch.rand(64, 256, generator=generator)).exp2()
+    scale = (-5 * torch.rand(64, 256, generator=generator)).exp2()
     for step in range(round(1.5 / (1 - beta))):
         g = (torch.randn(64, 256, generator=generator) * 0.3 + 1) * scale
         g = g if code.is_signed else g.square()
@@ -166,42 +166,56 @@ def test_an_average_follows_that_in_fp32(code: Code, beta: float, stochastic: bo
     assert (error < 5e-3) == stochastic
 
 
+def updates(
+    scale: Tensor, momentum: Code | None = None, square: Code | None = None, num_steps: int = 150
+) -> Tensor:
+    """Return Adam's updates by gradients of these sizes, with stored moments."""
+    generator = torch.Generator().manual_seed(0)
+    signal = 0.3 * torch.randn(32, 256, generator=generator)
+    m, v, u = (torch.zeros(32, 256) for _ in range(3))
+    for step in range(num_steps):
+        g = (signal + torch.randn(32, 256, generator=generator)) * scale
+        m, v = m.lerp(g, 0.05), v.lerp(g.square(), 0.05)
+        u = m / v.sqrt()
+        m = m if momentum is None else restored(m, step, momentum)
+        v = v if square is None else restored(v, step, square)
+    return u
+
+
 def test_moments_that_span_decades_keep_their_direction() -> None:
-    """Adam's updates of columns down to a thousandth of the first differ from those in fp32 by a
-    ninth of their size; with a linear code for the momentum by more than their size."""
-    scale = 10.0 ** torch.linspace(0, -3, 256)
-
-    def updates(momentum: Code | None, square: Code | None) -> Tensor:
-        generator = torch.Generator().manual_seed(0)
-        signal = 0.3 * torch.randn(32, 256, generator=generator)
-        m, v, u = (torch.zeros(32, 256) for _ in range(3))
-        for step in range(150):
-            g = (signal + torch.randn(32, 256, generator=generator)) * scale
-            m, v = m.lerp(g, 0.05), v.lerp(g.square(), 0.05)
-            u = m / v.sqrt()
-            m = m if momentum is None else restored(m, step, momentum)
-            v = v if square is None else restored(v, step, square)
-        return u
-
-    exact = updates(None, None)
+    """Adam's updates of columns whose sizes fall to a 10,000th differ from those in fp32 by 9 % of
+    their size at most; with a linear code for the momentum by nearly their size."""
+    scale = 10.0 ** torch.linspace(0, -4, 256)
+    exact = updates(scale)
     errors = {
-        code: float((updates(code, POSITIVE) - exact)[:, -64:].norm() / exact[:, -64:].norm())
+        code: float(
+            (updates(scale, code, POSITIVE) - exact)[:, -64:].norm() / exact[:, -64:].norm()
+        )
         for code in (SIGNED, Code(1, is_signed=True))
     }
-    assert errors[SIGNED] < 0.16
-    assert errors[Code(1, is_signed=True)] > 1
+    assert errors[SIGNED] < 0.09
+    assert errors[Code(1, is_signed=True)] > 0.8
+
+
+def test_the_noise_beside_a_huge_element_is_bounded() -> None:
+    """Beside a gradient that is a million times as large, Adam's updates stay below 1; with exact
+    second moments they would not."""
+    scale = torch.ones(256)
+    scale[::100] = 1e6
+    assert float(updates(scale, SIGNED, POSITIVE).abs().max()) < 1
+    assert float(updates(scale, SIGNED).abs().max()) > 100
 
 
 def test_bases_stay_nearly_orthonormal() -> None:
     """The error of a random basis has a spectral norm of 1.5 %; in the code of moments it would be
-    three times as much."""
+    nearly twice as much."""
     q = torch.linalg.qr(torch.randn(300, 300, generator=torch.Generator().manual_seed(0))).Q
     errors = {
         code: float(torch.linalg.matrix_norm(restored(q, 1, code, stochastic=False) - q, 2))
         for code in (BASIS, SIGNED)
     }
     assert errors[BASIS] < 0.016
-    assert errors[SIGNED] > 0.045
+    assert errors[SIGNED] > 0.025
 
 
 @CODES
@@ -224,7 +238,8 @@ def test_extreme_blocks(code: Code) -> None:
     for bad in (math.inf, -math.inf, math.nan):
         x[1, 7] = bad
         again = restored(x, 1, code)
-        assert again[1].isnan().all()
+        assert again[1, :BLOCK].isnan().all()
+        assert again[1, BLOCK:].equal(out[1, BLOCK:])
         assert again[2:].equal(out[2:])
 
 
@@ -235,7 +250,7 @@ def test_blocks_that_are_not_finite_are_nan(implementation: ModuleType, code: Co
     x[1, 3], x[2, 299], x[3, 0] = math.inf, math.nan, -math.inf
     out = restored(x, 1, code, implementation=implementation)
     bad = torch.zeros(5, 300, dtype=torch.bool)
-    bad[1, :256] = bad[2, 256:] = bad[3, :256] = True
+    bad[1, :BLOCK] = bad[2, 2 * BLOCK :] = bad[3, :BLOCK] = True
     assert out.isnan().equal(bad)
 
 

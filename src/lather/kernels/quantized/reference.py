@@ -26,7 +26,7 @@ from torch import Tensor
 from lather.kernels.backend import blocks
 from lather.kernels.stochastic_rounding.reference import noise
 
-BLOCK = 256
+BLOCK = 128
 """Largest number of elements of the last dim that share a scale."""
 CHUNK = 2**16
 """Number of elements that are processed at a time."""
