@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import torch
 
+from lather.boxes import gradient_dtype
 from lather.checkpoint.save import Staging
 from lather.config.config import Config
 from lather.device import is_gpu
@@ -157,7 +158,8 @@ def step_without_passes(step: TrainStep) -> None:
     engine = step.engine
     for entry in engine.parameters:
         if entry.source.requires_grad:
-            entry.source.grad = torch.empty_like(entry.source)
+            dtype = gradient_dtype(entry.source)
+            entry.source.grad = torch.empty_like(entry.source, dtype=dtype)
     engine.parameters.collect_gradients()
     step.update(engine.new_reading(num_labels=1), RATE)
 

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lather.boxes import gradient_dtype
@@ -64,6 +64,11 @@ class FsdpUnit:
     def gathered(self) -> list[nn.Parameter]:
         """The parameters whose values exist only while the unit is gathered."""
         return [p for parameters in self.sharded for p in parameters.gathered]
+
+    @property
+    def sums(self) -> list[Tensor]:
+        """The sums of gradients that are kept between reductions."""
+        return [total for parameters in self.sharded for total in parameters.sums]
 
     @property
     def is_gathered(self) -> bool:
@@ -109,6 +114,11 @@ class FsdpUnit:
                 p.grad = torch.zeros_like(p, dtype=gradient_dtype(p))
         for parameters in self.sharded:
             parameters.reduce()
+
+    def finish_reductions(self) -> None:
+        """Make the current stream wait for the reductions of all units, and free their buffers."""
+        for parameters in self.sharded:
+            parameters.finish_reductions()
 
     def wait_for_gradients(self) -> None:
         """Make the current stream wait for the reductions, and give the sharded parameters their

@@ -316,6 +316,15 @@ class ShardedParameters:
             round_to_bf16(total, self._num_sums, out=kept)
         self._num_sums += 1
 
+    def finish_reductions(self) -> None:
+        """Make the current stream wait for the reductions, and free what they needed."""
+        self._streams.reductions.finish()
+
+    @property
+    def sums(self) -> list[Tensor]:
+        """The sums of gradients that are kept."""
+        return [] if self._sum is None else [self._sum]
+
     def finish(self) -> None:
         """Make the current stream wait for the reductions, and give the sharded parameters the
         gradients that are kept."""
