@@ -40,7 +40,7 @@ class ShampooRule(RefreshingRule):
     def state(self, matrix: Matrix) -> dict[str, Entry]:
         entries = {"exp_avg": Entry(matrix.shape, "moment")}
         for dim, n in enumerate(matrix.shape):
-            entries[f"factor_{dim}"] = Entry((n, n))
+            entries[f"factor_{dim}"] = Entry((n, n), "factor")
             entries[f"root_{dim}"] = Entry((n, n), "basis", initial=None)
         return entries
 

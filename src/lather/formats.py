@@ -49,5 +49,5 @@ class Format:
 
 RUN = Format("run", RunError, 2, {1: "997cd98"})
 """Runs of format 1 have no number."""
-CHECKPOINT = Format("checkpoint", CheckpointError, 2, {1: "33c12d5"})
+CHECKPOINT = Format("checkpoint", CheckpointError, 3, {1: "33c12d5", 2: "d5aa885"})
 DATA_SET = Format("data set", DataError, 3, {1: "997cd98", 2: "997cd98"})

@@ -17,6 +17,7 @@ import peft_lora as example
 from comparing import Weights, assert_same_bits, assert_same_training, weights_of
 
 from lather.optim import SOAP, Muon, parameter_groups
+from lather.optim.batched.formats import packed_shape
 
 STEPS = 8
 
@@ -106,7 +107,7 @@ def test_soap_keeps_the_short_side_of_an_adapter_alone() -> None:
         for key, x in state.items()
         if key.startswith("factor")
     ]
-    assert factors == [(4, 4), (4, 4)]
+    assert factors == [packed_shape(4), packed_shape(4)]
 
 
 def test_adapters_under_the_hugging_face_trainer(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from unittest import mock
 import jaxtyping
 import numpy as np
 import torch
+from optim_helpers import whole
 from reference import Array, Reference, ReferenceKLSOAP, ReferenceSOAP, project_out, unstacked
 from reference_muon import Reference as ReferenceOfMuon
 from reference_muon import ReferenceMuon, ReferenceSOAPMuon
@@ -225,7 +226,7 @@ def state_difference(ours: dict[str, Any], expected: dict[str, Any], shape: Shap
     if not expected:
         return 0.0
     assert int(ours["step"]) == expected["step"]
-    got = {key: value.double().numpy() for key, value in ours.items()}
+    got = {key: value.double().numpy() for key, value in whole(ours).items()}
     worst = 0.0
     for key, value in expected.items():
         if key.startswith(("factor", "eigenvalues", "momentum_buffer", "row_moment", "norm")):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ import torch
 from strangers import Lion, Shampoo
 from torch import Tensor
 
+from lather.kernels.triangle import unpack_triangle
 from lather.optim import (
     KLSOAP,
     REKLS,
@@ -123,6 +124,16 @@ def make(kind: str, params: Iterable[Any], **options: Any) -> MatrixOptimizer:
             merged.pop(name, None)
     groups = [group for group in groups if group["params"]]
     return MatrixOptimizer(groups, rule(**merged)) if cls is rule else cls(groups, **merged)
+
+
+def whole(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a state with its factors as whole matrices; those of `strangers` are whole."""
+    return {
+        key: unpack_triangle(x.flatten(-2), x.shape[-2] - (x.shape[-2] == 2 * x.shape[-1] + 1))
+        if key.startswith("factor") and x.shape[-1] != x.shape[-2]
+        else x
+        for key, x in state.items()
+    }
 
 
 class Run(NamedTuple):

@@ -165,7 +165,8 @@ def test_groups_are_worked_on_together_exactly_while_their_options_are_equal(
 
 
 def test_pieces_hold_as_many_matrices_as_fit(sizes: list[int]) -> None:
-    per_matrix = (TEMPORARIES * 64 + 64 // SYMMETRIC_BLOCKS) * 4
+    factors = 2 * 2 * 64  # whole, and twice while they are packed
+    per_matrix = (TEMPORARIES * 64 + factors + 64 // SYMMETRIC_BLOCKS) * 4
     for matrices in (3, 7, 100):
         run_of(SOAP, [(8, 8)] * 7, bucket_bytes=matrices * per_matrix).steps(range(1))
     assert sizes == [3, 3, 1, 7, 7]

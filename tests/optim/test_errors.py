@@ -23,7 +23,7 @@ from optim_helpers import (
 )
 
 from lather.optim import SOAP, Muon
-from lather.optim.batched import matrix_layout, optimizer, plan, state_store
+from lather.optim.batched import formats, optimizer, plan, state_store
 from lather.optim.rules import bases, kl_soap, soap, soap_muon
 
 
@@ -133,7 +133,7 @@ def test_warm_ups_are_brought_into_order_and_logged(
 FAULTS: dict[str, list[tuple[Any, str]]] = {
     "inspect": [(optimizer, "inspect_gradients")],
     "buckets": [(state_store, "make_buckets")],
-    "allocation": [(matrix_layout.StateEntry, "allocate")],
+    "allocation": [(formats.Format, "initialize")],
     "statistics": [
         (soap, "update_kronecker_factors"),
         (kl_soap, "update_kronecker_factors_kl"),
@@ -148,7 +148,7 @@ FAULTS: dict[str, list[tuple[Any, str]]] = {
     "refresh": [(bases, "update_eigenbasis_and_momentum")],
     "gather": [(plan.Chunk, "gradients")],
     "change": [(plan, "change_weights")],
-    "store": [(plan.Chunk, "store")],
+    "store": [(formats.Rows, "store")],
 }
 
 

@@ -15,6 +15,7 @@ from lather.optim import (
     parameter_groups,
     parameters_by_kind,
 )
+from lather.optim.batched.formats import packed_shape
 
 
 class Tiny(nn.Module):
@@ -66,9 +67,10 @@ def states_of(cls: Any, **options: Any) -> dict[str, dict[str, tuple[int, ...]]]
 
 def test_groups_make_an_optimizer_that_steps() -> None:
     states = states_of(SOAP)
-    assert states["experts.up"]["factor_0"] == (3, 4, 4)
+    assert states["experts.up"]["factor_0"] == (3, *packed_shape(4))
     assert "factor_0" not in states["embed_tokens.weight"]
-    assert states_of(StackedSOAP, expert_layout="stacked")["experts.up"]["factor_0"] == (12, 12)
+    stacked = states_of(StackedSOAP, expert_layout="stacked")
+    assert stacked["experts.up"]["factor_0"] == packed_shape(12)
 
 
 def test_embeddings_may_have_a_basis() -> None:

@@ -147,11 +147,11 @@ def test_auto_depends_on_size_and_kind_of_device() -> None:
 N, RANK = 96, 20
 
 
-def gradients(num: int) -> list[Tensor]:
+def gradients(num: int, rank: int = RANK) -> list[Tensor]:
     """Draw gradients of matrices that stay in a space of few dims."""
     generator = torch.Generator().manual_seed(0)
-    left, right = (torch.linalg.qr(torch.randn(N, RANK, generator=generator)).Q for _ in range(2))
-    return [left @ torch.randn(RANK, RANK, generator=generator) @ right.mT for _ in range(num)]
+    left, right = (torch.linalg.qr(torch.randn(N, rank, generator=generator)).Q for _ in range(2))
+    return [left @ torch.randn(rank, rank, generator=generator) @ right.mT for _ in range(num)]
 
 
 @pytest.fixture
@@ -167,7 +167,7 @@ def test_only_cholesky_qr_alone_is_retried(method: str, steps: int) -> None:
     options: Any = {"refresh_method": method, "power_iter_steps": steps}
     p = parameter(N, N)
     a = Run(SOAP([p], precondition_frequency=1, **options), [p])
-    for g in gradients(12):
+    for g in gradients(12, rank=1):
         p.grad = g
         a.optimizer.step()
     assert (a.optimizer.counters["refreshes_retried"] > 0) == (method == "cholesky_qr")

@@ -25,6 +25,7 @@ from comparison import (
 )
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
+from optim_helpers import whole
 from reference import Array, State
 
 SETTINGS: dict[str, Any] = {
@@ -164,7 +165,7 @@ def check_state(
     semi-definite, and second moments not negative."""
     for p in params:
         assert bool(p.isfinite().all())
-        for name, value in optimizer.state.get(p, {}).items():
+        for name, value in whole(optimizer.state.get(p, {})).items():
             assert bool(value.isfinite().all()), name
             x = value.detach().double()
             if name.startswith("basis"):

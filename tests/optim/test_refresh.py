@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from optim_helpers import FEW_SOAP_KINDS, Run, give_gradients, run_of, same
+from optim_helpers import FEW_SOAP_KINDS, Run, give_gradients, run_of, same, whole
 from torch import Tensor
 
 from lather.optim import SOAP
 from lather.optim.batched import optimizer
+from lather.optim.batched.formats import pack
 from lather.optim.batched.refresh import DimRefresh
 from lather.optim.linalg import eigenbasis
 
@@ -23,7 +24,7 @@ FP64 = {"dtype": torch.float64, "state_dtype": torch.float64}
 
 def rotated(a: Run, dim: int, row: Any = ...) -> Tensor:
     """Return Q^T K Q of the first parameter."""
-    k, q = (a.state(0)[f"{name}_{dim}"][row] for name in ("factor", "basis"))
+    k, q = (whole(a.state(0))[f"{name}_{dim}"][row] for name in ("factor", "basis"))
     return q.T @ k @ q
 
 
@@ -53,7 +54,7 @@ def test_first_bases_by_iteration_are_all_but_eigenvectors_of_first_factors(
     a.params[0].grad = (u / torch.arange(1, 49)) @ v.T
     a.optimizer.step()
     for dim in (0, 1):
-        k, q = a.state(0)[f"factor_{dim}"], a.state(0)[f"basis_{dim}"]
+        k, q = (whole(a.state(0))[f"{name}_{dim}"] for name in ("factor", "basis"))
         torch.testing.assert_close(q.T @ q, torch.eye(len(q), dtype=dtype), rtol=0, atol=1e-5)
         assert off_diagonal(rotated(a, dim)) <= 0.05
         assert off_diagonal(k) > 0.2
@@ -139,7 +140,7 @@ def test_each_factor_is_skipped_or_refreshed_by_itself(kind: str) -> None:
 
     def diagonalize() -> None:
         q = a.state(0)["basis_0"]
-        a.state(0)["factor_0"].copy_(q @ w.diag() @ q.T)
+        a.state(0)["factor_0"].copy_(pack(q @ w.diag() @ q.T))
 
     (before,), (after,), counts = around_the_refresh(a, diagonalize)
     assert counts == {"refreshes_done": 1, "refreshes_skipped": 1}

@@ -320,8 +320,8 @@ def test_a_flipped_byte_anywhere_in_the_state_is_noticed(saved: Path, victim: Tr
 
 
 STATES = (
-    *(b"[]", b"{}", b"3", b"\xff\xfe", b'{"format": 2}', b"[" * 99999),
-    b'{"format": 2, "step": 2, "seconds": 1.0, "files": {}}',
+    *(b"[]", b"{}", b"3", b"\xff\xfe", b'{"format": 3}', b"[" * 99999),
+    b'{"format": 3, "step": 2, "seconds": 1.0, "files": {}}',
 )
 
 

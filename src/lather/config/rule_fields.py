@@ -187,7 +187,8 @@ def in_toml(message: str, prefix: str) -> str:
 
     message = re.sub(r"\b([a-z_]\w*)=([({\[][^(){}]*[)}\]]|'[^']*'|[\w.+-]+)", assigned, message)
     message = re.sub(r"torch\.(?=float|bfloat)", "", message.partition(" or a callable")[0])
-    message = message.replace(BY_PART, "'moments=bfloat16' or 'bases=bfloat16'")
+    by_part = "'moments=bfloat16,bases=bfloat16' (moments, bases, factors)"
+    message = message.replace(BY_PART, by_part)
     message = message.replace("True or False", "true or false")
     return prefix + re.sub(",? or None", "", message)
 

@@ -5,6 +5,7 @@ All take tensors with a leading batch dim and run on CPU and CUDA.
 """
 
 from lather.kernels.adam_in_basis import adam_in_basis as adam_update
+from lather.kernels.triangle import pack_triangle, unpack_triangle
 from lather.optim.linalg.eigenbasis import (
     get_eigenbasis_eigh,
     get_eigenbasis_qr,
@@ -26,7 +27,9 @@ __all__ = [
     "get_eigenbasis_svd",
     "init_kronecker_factors",
     "orthogonalize",
+    "pack_triangle",
     "precondition",
+    "unpack_triangle",
     "update_eigenbasis_and_momentum",
     "update_kronecker_factors",
     "update_kronecker_factors_kl",

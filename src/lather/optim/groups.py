@@ -132,7 +132,7 @@ def parameter_groups(
     "embedding_soap", which learns faster from small batches; and the learning rate `rest_lr`, or
     that of the optimizer if it is None. (docs/optimizers.md has good rates.) In rules with bases,
     only the smaller side of a matrix has a basis if the other side is more than 8 times as long
-    (`sides="auto"`): both sides of a 4096 x 8 LoRA matrix would need 1,026 times the memory of its
+    (`sides="auto"`): both sides of a 4096 x 8 LoRA matrix would need 770 times the memory of its
     weights. Frozen parameters are in their groups and take no step until they have gradients.
 
     Empty groups are left out. Groups contain the names of their parameters, which error messages

@@ -74,7 +74,7 @@ def _is_state_dtype(value: Any) -> bool:
     if value is None:
         return True
     if isinstance(value, Mapping):
-        return set(value) <= {"moments", "bases"} and all(
+        return set(value) <= {"moments", "bases", "factors"} and all(
             dtype in (torch.float32, torch.bfloat16) for dtype in value.values()
         )
     return value in (torch.float32, torch.float64, torch.bfloat16)
@@ -102,7 +102,7 @@ Bytes = Annotated[
     int | None, Range("an integer >= 1 or None", lambda size: size is None or is_count(size, 1))
 ]
 Precision = Literal["auto", "highest", "high", "medium"]
-BY_PART = "{'moments': dtype, 'bases': dtype} of fp32 or bf16"
+BY_PART = "{'moments': dtype, 'bases': dtype, 'factors': dtype} of fp32 or bf16"
 """The value of `state_dtype` that sets the dtype of each part, in words."""
 StateDtype = Annotated[
     torch.dtype | Mapping[str, torch.dtype] | str | None,

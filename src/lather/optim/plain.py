@@ -85,10 +85,11 @@ def plain(value: Any) -> Any:
 
 def dtype_option(value: Any) -> Any:
     """Return the `state_dtype` for a result of `saveable`, or for text: "bfloat16", or
-    "moments=bfloat16" for {"moments": torch.bfloat16}."""
+    "moments=bfloat16,bases=bfloat16" for a dtype of each of these parts."""
     if isinstance(value, str):
-        part, equals, name = value.partition("=")
-        return {part: dtype_option(name)} if equals else getattr(torch, value, value)
+        if "=" not in value:
+            return getattr(torch, value, value)
+        value = dict(part.strip().partition("=")[::2] for part in value.split(","))
     if isinstance(value, Mapping):
         # An empty dict is the default, and in a saved group it would stand for a function.
         return {converted(key, str): dtype_option(dtype) for key, dtype in value.items()} or None

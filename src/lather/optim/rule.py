@@ -17,6 +17,7 @@ all options that `Rule` itself has.
 from __future__ import annotations
 
 import math
+from collections import UserDict
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from functools import cached_property
@@ -59,14 +60,17 @@ class Entry:
     """One tensor of the optimizer state of a matrix."""
 
     shape: tuple[int, ...]
-    kind: Literal["moment", "basis", "statistic"] = "statistic"
-    """Part of `state_dtype` that sets the dtype: "moment" (which has the shape of the matrix) or
-    "basis"; a statistic is at least fp32."""
+    kind: Literal["moment", "basis", "factor", "statistic"] = "statistic"
+    """Part of `state_dtype` that sets the stored dtype. moment: has the shape of the matrix; basis:
+    a matrix that `refresh` alone changes; factor: a symmetric matrix, of which one triangle is
+    stored, and which `refresh` does not change; a statistic is at least fp32."""
     initial: float | None = 0.0
     """Value before the first step; None: the identity matrix."""
+    nonnegative: bool = False
+    """Whether no element is ever negative, as in second moments."""
 
 
-class State(dict[str, Tensor]):
+class State(UserDict[str, Tensor]):
     """The optimizer state of a batch of matrices: name -> entry (B, ...), which a rule changes in
     place."""
 
@@ -81,8 +85,8 @@ class State(dict[str, Tensor]):
         """Return those of the entries `name_0`, `name_1`, ... that exist, by dim."""
         start = len(name) + 1
         return {
-            int(key[start:]): x
-            for key, x in self.items()
+            int(key[start:]): self[key]
+            for key in self
             if key.startswith(name) and key[start:].isdigit()
         }
 
@@ -130,8 +134,9 @@ class Rule:
     and count it; ignore: take the step with it."""
     state_dtype: StateDtype = None
     """dtype of state and arithmetic. None: float64 for float64 parameters, otherwise float32.
-    bfloat16 is for moments and bases only: statistics and arithmetic stay fp32. {"moments": dtype}
-    or {"bases": dtype} sets one of the two. As text: "float64", "moments=bfloat16"."""
+    bfloat16 is for moments and bases only: factors, statistics and arithmetic stay fp32.
+    {"moments": dtype, "bases": dtype, "factors": dtype} sets some of the parts. As text: "float64",
+    "moments=bfloat16,factors=bfloat16"."""
     max_state_bytes: Bytes = None
     """Largest state of a parameter in bytes; a parameter that needs more is refused. None: no
     limit."""
@@ -176,15 +181,15 @@ class Rule:
     @cached_property
     def dtypes(self) -> dict[str, torch.dtype]:
         """dtype of each kind of entry of the state. That of statistics is also the dtype of all
-        arithmetic: fp64 if moments or bases are (`rule_for_dtype`), otherwise fp32."""
+        arithmetic: fp64 if moments and bases are (`rule_for_dtype`), otherwise fp32."""
         dtype: Any = self.state_dtype or torch.float32
+        wide = torch.float64 if dtype is torch.float64 else torch.float32
         parts = dtype if isinstance(dtype, Mapping) else {"moments": dtype, "bases": dtype}
-        moment, basis = (parts.get(part, torch.float32) for part in ("moments", "bases"))
-        is_fp64 = torch.float64 in (moment, basis)
         return {
-            "moment": moment,
-            "basis": basis,
-            "statistic": torch.float64 if is_fp64 else torch.float32,
+            "moment": parts.get("moments", wide),
+            "basis": parts.get("bases", wide),
+            "factor": parts.get("factors", wide),
+            "statistic": wide,
         }
 
     @property

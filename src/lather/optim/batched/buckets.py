@@ -29,7 +29,8 @@ from torch import Tensor
 
 from lather.boxes import local, local_grad
 from lather.device import is_gpu
-from lather.optim.batched.matrix_layout import Layout, StateEntry
+from lather.optim.batched.formats import StateEntry
+from lather.optim.batched.matrix_layout import Layout
 from lather.optim.batched.pinned import HostMemory, is_offloaded, is_pinned, padded
 
 T = TypeVar("T")
@@ -98,7 +99,7 @@ class Bucket:
         self.home = torch.device("cpu") if self.offloaded else self.device
         """Device of the stacks."""
         self.param_dtype = members[0].param.dtype
-        self.entries = layout.entries
+        self.formats, self.entries = layout.formats, layout.entries
         self.states: list[dict[str, Tensor]] = []
         """State of each member while the bucket is open; otherwise empty."""
         self.stacks: dict[str, Tensor] = {}
@@ -126,14 +127,16 @@ class Bucket:
         """Allocate the stacks with their initial values, in `host` if they are offloaded, and
         return the views of each member. They are detached, because autograd keeps the base of any
         other view alive, even when the user replaces the view's `data`."""
-        entries, rows = self.entries.items(), self.first_row[-1]
+        entries = self.entries.items()
         host = host or HostMemory(self.host_bytes)
         stacks = {
-            name: x.fill(host.stack(self.sizes[name], x.dtype))
+            name: host.stack(self.sizes[name], x.dtype)
             if self.offloaded
-            else x.allocate(rows, self.device)
+            else torch.empty(self.sizes[name], dtype=x.dtype, device=self.device)
             for name, x in entries
         }
+        for form in self.formats.values():
+            form.initialize(stacks)
 
         def view(name: str, entry: StateEntry, member: Member, row: int) -> Tensor:
             rows = stacks[name][row : row + member.layout.batch]
@@ -203,7 +206,7 @@ def make_buckets(members: Iterable[Member], steps: Mapping[int, int]) -> list[Bu
     def sized() -> Iterator[tuple[Member, object, float]]:
         for member in members:
             p, layout = member.param, member.layout
-            form = (type(layout), layout.inner, layout.dims, *layout.entries.items())
+            form = (type(layout), layout.inner, layout.dims, *layout.formats.values())
             rule = (type(layout.rule), layout.rule.offload)
             key = (*form, *rule, p.dtype, member.device, steps.get(id(p)))
             limit = GPU_STATE_BYTES if is_gpu(member.device) else STATE_BYTES

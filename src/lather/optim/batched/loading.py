@@ -12,7 +12,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from lather.boxes import is_dtensor
+from lather.optim.batched.formats import pack
 from lather.optim.batched.known_keys import QUINTIC, TORCH_SCALES, is_quintic
 from lather.optim.batched.matrix_layout import Layout
 from lather.optim.batched.roster import plain_options
@@ -67,6 +70,16 @@ def checked(saved: Mapping[str, Any], groups: Groups, rule_groups: RuleGroups) -
             num_completed,
         )
     return {**saved, "param_groups": loaded, "state": states}
+
+
+def with_packed_factors(state: Mapping[str, Any], layout: Layout) -> Mapping[str, Any]:
+    """Return a saved state with its factors packed; older versions have saved them whole."""
+    factors = dict[str, Tensor]()
+    for name, form in layout.formats.items():
+        x = state.get(name)
+        if form.is_packed and isinstance(x, Tensor) and x.shape[-2:] == form.entry.shape:
+            factors[name] = pack(x.full_tensor() if is_dtensor(x) else x)
+    return {**state, **factors} if factors else state
 
 
 def without_values(saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -152,10 +165,11 @@ def _loaded_state(
     if is_momentum and _muon_options(group, type(rule)) is not None:
         cpu = torch.device("cpu")
         initial = {
-            name: entry.allocate(layout.batch, cpu).view(layout.shape_of(entry))
-            for name, entry in layout.entries.items()
+            name: x.view(layout.shape_of(layout.entries[name]))
+            for name, x in layout.allocate(cpu).items()
         }
         state = {"step": torch.zeros((), dtype=torch.float32, device=cpu), **initial, **state}
+    state = with_packed_factors(state, layout)
     what = f"the saved state of parameter {number} with shape {layout.shape}"
     if _is_foreign(group) and state.keys() != names:
         raise ValueError(

@@ -11,9 +11,8 @@ tensors its optimizer state has.
 Users choose among the first three; `elements` follows from the rule. There is always a batch dim,
 even if its size is 1.
 
-The keys of a parameter's state are flat: `step`, and the entries that the rule names
-(`Rule.state`). Statistics are at least fp32; moments and bases may be stored in bf16 to save
-memory, and each chunk of them is then converted to fp32 for the computation.
+The keys of a parameter's state are flat: `step`, and the tensors as which the entries that the rule
+names (`Rule.state`) are stored (`lather.optim.batched.formats`).
 
 Letters: B batch (experts, elements, or 1), n_i the size of inner dim i.
 """
@@ -29,6 +28,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from lather.optim.batched.formats import Format, StateEntry
 from lather.optim.plain import plain
 from lather.optim.rule import Entry, Matrix, Rule
 
@@ -36,33 +36,6 @@ STEP_BYTES = torch.float32.itemsize
 
 NORM = "norm"
 """Name of the entry that holds the Frobenius norm of a matrix at its first step (`keep_norm`)."""
-
-
-@dataclass(frozen=True)
-class StateEntry:
-    """One tensor of the optimizer state of a matrix, as it is stored."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    initial: float | None
-    """Initial value; None: the identity matrix."""
-    is_moment: bool
-    is_basis: bool
-    """Whether refreshes alone change it."""
-
-    def allocate(self, batch: int, device: torch.device) -> Tensor:
-        """Return a stack (B, *shape) with the initial value."""
-        size = (batch, *self.shape)
-        if self.initial is not None:
-            return torch.full(size, self.initial, dtype=self.dtype, device=device)
-        return torch.eye(self.shape[-1], dtype=self.dtype, device=device).expand(size).clone()
-
-    def fill(self, stack: Tensor) -> Tensor:
-        """Give a stack the initial value, and return it."""
-        stack.fill_(self.initial or 0.0)
-        if self.initial is None:
-            stack.diagonal(dim1=-2, dim2=-1).fill_(1)
-        return stack
 
 
 @dataclass(frozen=True)
@@ -135,19 +108,24 @@ class Layout:
         return self.rule.keep_norm and len(self.inner) > 1
 
     @cached_property
-    def entries(self) -> dict[str, StateEntry]:
-        """Entries of the state of the parameter by name, without `step`."""
+    def formats(self) -> dict[str, Format]:
+        """Formats of the entries that the rule names, and of the norm that it keeps."""
         entries, dtypes = dict(self.rule.state(self.matrix)), self.rule.dtypes
         if self.keeps_norm:
             entries[NORM] = Entry(())
-        return {
-            name: StateEntry(
-                *(x.shape, dtypes[x.kind], x.initial),
-                is_moment=x.kind == "moment" or self.elementwise,
-                is_basis=x.kind == "basis",
-            )
-            for name, x in entries.items()
-        }
+        return {name: Format(name, x, dtypes[x.kind]) for name, x in entries.items()}
+
+    @cached_property
+    def entries(self) -> dict[str, StateEntry]:
+        """The tensors of the state of the parameter by name, without `step`."""
+        return {key: x for form in self.formats.values() for key, x in form.stored.items()}
+
+    def allocate(self, device: torch.device, batch: int | None = None) -> dict[str, Tensor]:
+        """Return the initial state of a batch of tensors, those of the parameter if none is given:
+        stacks (B, ...) by name."""
+        batch = self.batch if batch is None else batch
+        made = (form.allocate(batch, device) for form in self.formats.values())
+        return {key: x for stacks in made for key, x in stacks.items()}
 
     def state_bytes(self, num_ranks: int = 1) -> int:
         """Return the bytes of state of the parameter, including the step counter; if `num_ranks`
@@ -236,6 +214,9 @@ class ElementLayout(Layout):
 
     def part(self, p: Tensor, start: int, stop: int) -> Tensor:
         return p.view(-1)[start:stop]
+
+    def shape_of(self, entry: StateEntry) -> tuple[int, ...]:
+        return self.shape
 
 
 def rule_for_dtype(rule: Rule, dtype: torch.dtype) -> Rule:

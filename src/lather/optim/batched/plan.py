@@ -30,15 +30,21 @@ from torch import Tensor
 from lather.boxes import local
 from lather.device import to_device
 from lather.optim.batched.buckets import Bucket, Member, States
+from lather.optim.batched.formats import Rows
 from lather.optim.batched.matrix_layout import NORM
 from lather.optim.batched.precision import ALLOWED, changed_precision
 from lather.optim.batched.roster import REPLACEMENT, Change, ParamInfo, Roster
 from lather.optim.batched.runs import MemberRun
 from lather.optim.batched.streams import SideStreams, on_streams
 from lather.optim.linalg.scale import norms, stepped_at_norm
-from lather.optim.rule import NOBODY, State
+from lather.optim.rule import NOBODY, RefreshingRule
 from lather.optim.sharded.exchange import OwnerExchange
 from lather.torch_private import foreach_add_, foreach_copy_, foreach_mul_, get_fp32_precision
+
+STATISTICS = ("factor", "statistic")
+"""Kinds of entries that the phase `statistics` changes."""
+MOMENTS = (*STATISTICS, "moment")
+"""Kinds that `update` changes; also bases, if the rule never refreshes them."""
 
 _grad, _param = operator.attrgetter("grad"), operator.attrgetter("param")
 
@@ -50,7 +56,6 @@ class Chunk:
         bucket, members, first_row = run.bucket, run.bucket.members, run.bucket.first_row
         self.run, self.bucket, self.start, self.stop = run, bucket, start, stop
         self.dtype = run.rule.compute_dtype
-        self._is_wide = all(x.dtype == self.dtype for x in bucket.entries.values())
         self._covers_bucket = stop - start == first_row[-1]
         self._parts: list[tuple[Member, int, int]] = []
         """Members with the first and last (exclusive) of their matrices that are in the chunk."""
@@ -118,26 +123,17 @@ class Chunk:
             return stacks
         return {name: x[first : first + self.stop - self.start] for name, x in stacks.items()}
 
-    def state(self) -> tuple[State, dict[str, Tensor]]:
-        """Return the state of these rows in the dtype of computation, and as it is stored; call
-        `store` after changing it."""
-        stacks = self.rows_here()
-        state = State(stacks)
-        if not self._is_wide:
-            state.update({name: stack.to(self.dtype) for name, stack in stacks.items()})
+    def state(self) -> Rows:
+        """Return the state of these rows; `Rows.store` stores what a phase has changed."""
+        first = self.start - self.bucket.first_here
+        rows = slice(first, first + self.stop - self.start)
+        state = Rows(self.bucket.formats, self.bucket.stacks, rows, self.dtype)
         if self.run.idle:
             first = self.run.rows.start
             idle = self.run.idle[self.start - first : self.stop - first]
             active = [row for row, is_idle in enumerate(idle) if not is_idle]
             state.active = index_on(active, self.bucket.device)
-        return state, stacks
-
-    def store(self, state: State, stacks: dict[str, Tensor]) -> None:
-        """Copy entries that were converted to the dtype of computation, or that a rule has
-        replaced, into the stacks."""
-        for name, stack in stacks.items():
-            if state[name] is not stack:
-                stack.copy_(state[name])
+        return state
 
     def elements(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return weights and gradients of a chunk of elements, 1-D, in the parameters' dtypes."""
@@ -148,13 +144,13 @@ class Chunk:
 
     def take_statistics(self) -> None:
         """Run the rule's `statistics` phase."""
-        state, stacks = self.state()
+        state = self.state()
         self.run.rule.statistics(self.gradients(), state, self.run.step)
-        self.store(state, stacks)
+        state.store(STATISTICS)
 
     def take_update(self) -> None:
         """Run the rule's `update` phase and change the weights."""
-        run, (state, stacks) = self.run, self.state()
+        run, state = self.run, self.state()
         if run.info.needs_weights:
             state.weights = self.weights()
         u = run.rule.update(self.gradients(), state, run.step)
@@ -164,7 +160,8 @@ class Chunk:
                 state[NORM] = norms(state.weights)
             u = stepped_at_norm(state.weights, u, run.lr, state[NORM])
         self._change_weights(u)
-        self.store(state, stacks)
+        has_refresh = isinstance(run.rule, RefreshingRule)
+        state.store(MOMENTS if has_refresh else (*MOMENTS, "basis"))
 
     def _change_weights(self, u: Tensor) -> None:
         """Change the weights on this rank by the update U (B, ...); copy updates that are sent to

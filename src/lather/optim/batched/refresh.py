@@ -15,18 +15,21 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import Tensor
 
 from lather.device import Read, is_cpu
+from lather.optim.batched.formats import Rows
 from lather.optim.batched.gradients import read_together
 from lather.optim.batched.plan import index_on, matmul_precision
 from lather.optim.batched.roster import Roster
 from lather.optim.batched.runs import MemberRun, cpu_count, refresh_bytes
-from lather.optim.rule import RefreshingRule, State
+from lather.optim.rule import RefreshingRule
 
 logger = logging.getLogger(__name__)
+
+REFRESHED = ("basis", "moment", "statistic")
+"""Kinds of entries that a refresh changes."""
 
 CPU_REFRESH_BYTES = 2**26
 """Temporary memory of a batch on a CPU: less means more launches, more means more cache misses."""
@@ -59,44 +62,6 @@ class DimRefresh:
         count = max(1, count) if rule.batched else 1
         for i in range(0, len(self.rows), count):
             yield replace(self, rows=self.rows[i : i + count])
-
-
-class _StackRows(State):
-    """The state of the rows of a batch, in the dtype of computation; an entry is gathered when the
-    rule first reads it.
-
-    Entries of adjacent rows are views of the stacks; others are gathered, and `put_back` scatters
-    them.
-    """
-
-    def __init__(self, job: DimRefresh) -> None:
-        super().__init__()
-        self._stacks, self._dtype = job.run.bucket.stacks, job.rule.compute_dtype
-        self._before = dict[str, Tensor]()
-        rows = [row - job.run.bucket.first_here for row in job.rows]
-        first, last = rows[0], rows[-1] + 1
-        self._index: Any = slice(first, last)
-        if last - first != len(rows):
-            self._index = index_on(rows, job.run.bucket.device)
-
-    def __missing__(self, name: str) -> Tensor:
-        self[name] = self._before[name] = self._stacks[name][self._index].to(self._dtype)
-        return self[name]
-
-    def by_dim(self, name: str) -> dict[int, Tensor]:
-        for key in self._stacks:
-            if key.startswith(f"{name}_"):
-                self[key]
-        return super().by_dim(name)
-
-    def put_back(self) -> None:
-        """Copy entries that are not views of the stacks, or that the rule has replaced, into the
-        stacks."""
-        for name, x in self.items():
-            stack = self._stacks[name]
-            is_view = isinstance(self._index, slice) and stack.dtype == self._dtype
-            if not is_view or x is not self._before[name]:
-                stack[self._index] = x.to(stack.dtype)
 
 
 Launched = list[tuple[DimRefresh, Tensor | None]]
@@ -155,10 +120,15 @@ def _refreshed(batches: Iterable[DimRefresh]) -> Launched:
 def _ask(method: str, batch: DimRefresh, *more: object) -> Tensor | None:
     """Call this method of the rule, in its fp32 matmul precision, with the state of a batch, which
     it may change."""
-    rows, rule = _StackRows(batch), batch.rule
+    rule, bucket = batch.rule, batch.run.bucket
+    rows = [row - bucket.first_here for row in batch.rows]
+    index: slice | Tensor = slice(rows[0], rows[-1] + 1)
+    if rows[-1] + 1 - rows[0] != len(rows):
+        index = index_on(rows, bucket.device)
+    state = Rows(bucket.formats, bucket.stacks, index, rule.compute_dtype)
     with matmul_precision(rule.qr_fp32_matmul_prec):
-        answer: Tensor | None = getattr(rule, method)(rows, batch.dim, *more)
-    rows.put_back()
+        answer: Tensor | None = getattr(rule, method)(state, batch.dim, *more)
+    state.store(REFRESHED)
     return answer
 
 

@@ -21,7 +21,7 @@ TEMPORARIES = 8
 """Temporary memory of an update per matrix, in matrices: the gradient, its projection, the update,
 and intermediate results."""
 
-FACTOR_TEMPORARIES = 8
+FACTOR_TEMPORARIES = 9
 """Temporary memory of a refresh per factor, in n x n matrices, in addition to four tensors of a
 moment's size (with gathered rows)."""
 
@@ -90,8 +90,11 @@ class MemberRun:
         `bucket_bytes`, but which have at least one matrix."""
         bucket, rule = self.bucket, self.rule
         dtype, numel = rule.compute_dtype, math.prod(bucket.inner)
-        entries = bucket.entries.values()
-        copied = sum(math.prod(x.shape) for x in entries if bucket.has_experts or x.dtype != dtype)
+        copied = sum(
+            math.prod(x.entry.shape) * (1 + x.is_packed)  # while it is packed, its parts exist, too
+            for x in bucket.formats.values()
+            if bucket.has_experts or not x.is_plain(dtype)
+        )
         block_row = max(
             (bucket.inner[dim] ** 2 // SYMMETRIC_BLOCKS for dim in bucket.dims), default=0
         )

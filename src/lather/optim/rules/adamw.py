@@ -30,6 +30,14 @@ VECTOR = 16
 """Elements in the longest vector register of a CPU."""
 
 
+def adam_moments(matrix: Matrix, momentum: str = "exp_avg") -> dict[str, Entry]:
+    """Return Adam's two moments, the first of them under the name `momentum`."""
+    return {
+        momentum: Entry(matrix.shape, "moment"),
+        "exp_avg_sq": Entry(matrix.shape, "moment", nonnegative=True),
+    }
+
+
 @dataclass(frozen=True)
 class AdamWRule(Rule):
     """Adam with decoupled weight decay."""
@@ -52,7 +60,7 @@ class AdamWRule(Rule):
     elementwise: ClassVar[bool] = True
 
     def state(self, matrix: Matrix) -> dict[str, Entry]:
-        return dict.fromkeys(("exp_avg", "exp_avg_sq"), Entry(matrix.shape, "moment"))
+        return adam_moments(matrix)
 
     def update(self, g: Tensor, s: State, t: int) -> Tensor:
         x, m, v = self.decayed(g, s), s["exp_avg"], s["exp_avg_sq"]

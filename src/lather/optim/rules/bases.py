@@ -36,7 +36,7 @@ class BasisRule(RefreshingRule):
     (`lather.optim.schedules`)."""
     sides: Literal["both", "smaller", "larger", "auto"] = "both"
     """Sides of a matrix that have a Kronecker factor and a basis. auto: only the smaller side if
-    the other is more than 8 times as long (both sides of a 4096 x 8 LoRA matrix would need 1,026
+    the other is more than 8 times as long (both sides of a 4096 x 8 LoRA matrix would need 770
     times the memory of its weights), otherwise both."""
     max_precond_dim: Annotated[int, at_least(0, " (0: no preconditioning)")] = 8192
     """Largest size of a dim that has a factor and a basis; 0: no dim has them, so the group takes
@@ -92,7 +92,7 @@ class BasisRule(RefreshingRule):
         entries = {}
         for dim in self.dims(matrix):
             n = matrix.shape[dim]
-            entries[f"factor_{dim}"] = Entry((n, n))
+            entries[f"factor_{dim}"] = Entry((n, n), "factor")
             entries[f"basis_{dim}"] = Entry((n, n), "basis", None)
         return entries
 

@@ -23,7 +23,7 @@ from lather.kernels.adam_in_basis import adam_in_basis
 from lather.optim.linalg.kronecker import precondition, update_kronecker_factors_kl
 from lather.optim.options import Betas, Decay, Interval, NonNegative, Positive, Rate, Steps
 from lather.optim.rule import Entry, Matrix, Rule, State
-from lather.optim.rules.adamw import AdamWRule
+from lather.optim.rules.adamw import AdamWRule, adam_moments
 from lather.optim.rules.bases import BasisRule, clip_rms
 
 
@@ -74,12 +74,11 @@ class KLSOAPRule(BasisRule):
         return self.turned_into(AdamWRule)
 
     def state(self, matrix: Matrix) -> dict[str, Entry]:
-        moments = dict.fromkeys(("exp_avg", "exp_avg_sq"), Entry(matrix.shape, "moment"))
         eigenvalues = {
             f"eigenvalues_{dim}": Entry((matrix.shape[dim],), initial=self.initial_eigenvalue)
             for dim in self.dims(matrix)
         }
-        return moments | super().state(matrix) | eigenvalues
+        return adam_moments(matrix) | super().state(matrix) | eigenvalues
 
     def statistics(self, g: Tensor, s: State, t: int) -> None:
         """Update the factors: averages without bias from the first gradient on, whitened by the

@@ -31,7 +31,7 @@ from lather.optim.linalg.kronecker import (
 from lather.optim.linalg.newton_schulz import orthogonalize, update_scale
 from lather.optim.options import Betas, Interval, NonNegative, Range, Rate, is_number
 from lather.optim.rule import Entry, Matrix, Rule, State, column, rms
-from lather.optim.rules.adamw import AdamWRule
+from lather.optim.rules.adamw import AdamWRule, adam_moments
 from lather.optim.rules.bases import BasisRule, Warmup, clip_rms
 
 logger = logging.getLogger(__name__)
@@ -116,8 +116,7 @@ class SOAPRule(BasisRule):
         return self.turned_into(AdamWRule, nesterov=self.use_nesterov)
 
     def state(self, matrix: Matrix) -> dict[str, Entry]:
-        moments = dict.fromkeys((self._momentum, "exp_avg_sq"), Entry(matrix.shape, "moment"))
-        return moments | super().state(matrix)
+        return adam_moments(matrix, self._momentum) | super().state(matrix)
 
     def update(self, g: Tensor, s: State, t: int) -> Tensor:
         factors = s.by_dim("factor")

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lather.boxes import Box, local, local_grad
@@ -27,17 +26,14 @@ from lather.optim.sharded.sharding import Sharding
 
 
 def initial_rows(info: ParamInfo) -> dict[str, Tensor]:
-    """Return this rank's rows of the initial value of every entry, without `step`, and without
-    creating a whole matrix."""
+    """Return this rank's rows of the initial value of every entry, without `step`."""
     assert info.spread is not None
-    rows = {}
-    for name, entry in info.layout.entries.items():
-        box = info.spread.rows(info.layout.shape_of(entry)).box
-        rows[name] = torch.full(
-            box.size, entry.initial or 0.0, dtype=entry.dtype, device=info.param.device
-        )
-        if entry.initial is None:
-            rows[name].diagonal(box.offset[-2], dim1=-2, dim2=-1).fill_(1)
+    layout, rows = info.layout, dict[str, Tensor]()
+    for form in layout.formats.values():
+        for name, x in form.allocate(layout.batch, info.param.device).items():
+            shape = layout.shape_of(layout.entries[name])
+            box = info.spread.rows(shape).box
+            rows[name] = x.view(shape)[box.within(Box.whole(shape))].clone()
     return rows
 
 

@@ -27,6 +27,7 @@ from lather.device import Read, read
 from lather.optim.batched.buckets import BUCKET_BYTES, Member, in_batches
 from lather.optim.batched.matrix_layout import Layout
 from lather.optim.batched.roster import ParamInfo, comparable
+from lather.optim.rule import Entry
 from lather.optim.sharded.exchange import OwnerExchange, member_of
 from lather.optim.sharded.owners import OwnedParameter, OwnedUnit, rows_of_copies, share_out
 from lather.optim.sharded.placement import Spread, spread_of_dtensor, spread_of_shard
@@ -235,6 +236,6 @@ class Sharding:
         ]
 
 
-def _state_key(layout: Layout) -> tuple[Layout, dict[str, tuple[int, ...]]]:
-    """Return the layout, with names and shapes of the entries of its state."""
-    return layout, {name: entry.shape for name, entry in layout.entries.items()}
+def _state_key(layout: Layout) -> tuple[Layout, dict[str, Entry]]:
+    """Return the layout, with the entries of its state."""
+    return layout, {name: form.entry for name, form in layout.formats.items()}
