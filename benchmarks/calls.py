@@ -54,7 +54,7 @@ class CallCase:
 
 
 CASES = (
-    CallCase("SOAP, a matrix", (32, 48), 1, max_calls=160, max_files=14),
+    CallCase("SOAP, a matrix", (32, 48), 1, max_calls=160, max_files=13),
     CallCase("SOAP, a matrix, with a refresh", (32, 48), 1, refreshes=True),
     CallCase("SOAP, 100 matrices", (32, 48), 100, max_calls=400),
     CallCase("SOAP, 100 matrices, with a refresh", (32, 48), 100, refreshes=True),

@@ -133,7 +133,7 @@ def test_warm_ups_are_brought_into_order_and_logged(
 FAULTS: dict[str, list[tuple[Any, str]]] = {
     "inspect": [(optimizer, "inspect_gradients")],
     "buckets": [(state_store, "make_buckets")],
-    "allocation": [(formats.Format, "initialize")],
+    "allocation": [(formats.EntryFormat, "initialize")],
     "statistics": [
         (soap, "update_kronecker_factors"),
         (kl_soap, "update_kronecker_factors_kl"),

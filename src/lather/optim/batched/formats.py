@@ -46,7 +46,7 @@ class StateEntry:
 
 
 @dataclass(frozen=True)
-class Format:
+class EntryFormat:
     """The format of one entry."""
 
     name: str
@@ -107,7 +107,7 @@ class Format:
             target.copy_(x)
 
 
-Formats = Mapping[str, Format]
+Formats = Mapping[str, EntryFormat]
 """Formats of the entries of a rule's state by name."""
 
 

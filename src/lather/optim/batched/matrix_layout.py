@@ -28,7 +28,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lather.optim.batched.formats import Format, StateEntry
+from lather.optim.batched.formats import EntryFormat, StateEntry
 from lather.optim.plain import plain
 from lather.optim.rule import Entry, Matrix, Rule
 
@@ -108,12 +108,12 @@ class Layout:
         return self.rule.keep_norm and len(self.inner) > 1
 
     @cached_property
-    def formats(self) -> dict[str, Format]:
+    def formats(self) -> dict[str, EntryFormat]:
         """Formats of the entries that the rule names, and of the norm that it keeps."""
         entries, dtypes = dict(self.rule.state(self.matrix)), self.rule.dtypes
         if self.keeps_norm:
             entries[NORM] = Entry(())
-        return {name: Format(name, x, dtypes[x.kind]) for name, x in entries.items()}
+        return {name: EntryFormat(name, x, dtypes[x.kind]) for name, x in entries.items()}
 
     @cached_property
     def entries(self) -> dict[str, StateEntry]:
