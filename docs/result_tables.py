@@ -10,7 +10,8 @@ Two markers ask for the table of a study and a setting:
     <!-- table: short qwen-1k -->
     <!-- end of table -->
 
-and `state-formats moments` for that of the formats of a part of the optimizer state. A quoted number is a link to its rows whose title says which number it is; `QUOTABLE` has the forms:
+and `state-formats moments` for that of the formats of a part of the optimizer state. A quoted
+number is a link to its rows whose title says which number it is; `QUOTABLE` has the forms:
 
     [0.58](../benchmarks/results/convergence/short/rows.jsonl "qwen-8k: steps of muon to adamw")
 """
@@ -175,6 +176,9 @@ QUOTABLE: dict[str, Callable[..., float | tuple[float, float] | Mean | RunRange 
     ),
     r"([\w-]+): ([\w]+) of the quickstart": _quickstart,
     r"([\w .,]+) in (\w+): (error|orthonormality)": _format_error,
+    r"percent of the error of (\w+) in (\w+)": lambda path, kind, form: (
+        100 * _format_error(path, kind, form, "error")
+    ),
     r"GiB that a rank needs": lambda path: _gib(path, lambda plan: plan["needed"]),
     r"GiB of a checkpoint, largest rank": lambda path: _gib(
         path, lambda plan: max(rank["checkpoint"] for rank in plan["ranks"])
