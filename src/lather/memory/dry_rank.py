@@ -37,8 +37,8 @@ from lather.parallel.mesh import Mesh
 from lather.pipeline.executor import Recorder
 from lather.pipeline.schedule import TRANSFERS, Action, Kind
 from lather.standin.device import module, standin
-from lather.standin.mode import TO_HOST, StandInMode
-from lather.standin.operations import COPIES, flops, nbytes
+from lather.standin.mode import StandInMode
+from lather.standin.operations import flops
 from lather.torch_private import start_fake_process_group
 
 SETTLES = {
@@ -114,7 +114,7 @@ class LedgerMode(StandInMode, Recorder):
         return pairs * ranks // experts if what is Read.EXPERT_ROWS else pairs
 
     def launch(self, name: str, read: int, written: int, *, flops: int = 0) -> None:
-        self.tally.add(Work(flops, bus=read if name == TO_HOST else 0))
+        self.tally.add(Work(flops))
 
     def ran(
         self,
@@ -130,8 +130,6 @@ class LedgerMode(StandInMode, Recorder):
         self.ledger.note(filter(self.is_here, inputs if travels else made), travels=travels)
         if travels:
             self.tally.travels(name, args)
-        elif name in COPIES and not all(map(self.is_here, inputs)):
-            self.tally.add(Work(bus=nbytes(inputs[-1])))
         else:
             self.tally.add(Work(flops(func, name, args, kwargs, out)))
 

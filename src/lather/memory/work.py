@@ -32,8 +32,6 @@ class Work:
     """Bytes of activations and gradients sent to the neighboring stages."""
     optimizer: float = 0.0
     """Bytes sent in the optimizer's step: gradients to owners, updates from them."""
-    bus: float = 0.0
-    """Bytes copied from the host's memory to the device, and back."""
 
     @property
     def sent(self) -> float:

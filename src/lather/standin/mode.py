@@ -35,10 +35,6 @@ OBSERVERS = ("device.py", "torch_private.py", "storages.py", "memory", "standin"
 BESIDES = tuple(SOURCE + name for name in OBSERVERS)
 """Code that observes, and is left out of the places."""
 
-TO_HOST = "copy to the host"
-"""Name of the launch of a copy from the device."""
-
-
 class StandInMode(TorchDispatchMode):
     """The mode that the module docstring describes. It has the device for itself."""
 
@@ -207,7 +203,7 @@ class StandInMode(TorchDispatchMode):
                 raise _unseen("values")
             if not waits_not:
                 self.wait("copy to the host")
-            self.launch(TO_HOST, operations.nbytes(source), 0)
+            self.launch("copy to the host", operations.nbytes(source), 0)
             return args[0].zero_()  # stored, not read: the values do not matter
         if not waits_not:
             self.wait("blocking copy to the device")
@@ -219,7 +215,7 @@ class StandInMode(TorchDispatchMode):
         if wait:
             self.wait(f"reads {what.name}")
         if x.dim():
-            self.launch(TO_HOST, operations.nbytes(x), 0)
+            self.launch("copy to the host", operations.nbytes(x), 0)
         return self.values_of(x, what).to(x.dtype)
 
     def _positions_of(self, flags: Tensor, what: Read) -> tuple[Tensor, ...]:
