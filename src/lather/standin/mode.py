@@ -35,6 +35,7 @@ OBSERVERS = ("device.py", "torch_private.py", "storages.py", "memory", "standin"
 BESIDES = tuple(SOURCE + name for name in OBSERVERS)
 """Code that observes, and is left out of the places."""
 
+
 class StandInMode(TorchDispatchMode):
     """The mode that the module docstring describes. It has the device for itself."""
 
