@@ -124,4 +124,4 @@ def gradient_dtype(p: Tensor) -> torch.dtype:
 
 def local_grad(p: Tensor) -> Tensor:
     """Return this rank's part of the gradient; zeros if only other ranks have a gradient."""
-    return torch.zeros_like(local(p)) if p.grad is None else local(p.grad)
+    return torch.zeros_like(local(p), dtype=gradient_dtype(p)) if p.grad is None else local(p.grad)

@@ -14,6 +14,7 @@ from gathered_cases import (
     weights_that_left_by_another_door,
 )
 from ranks import run_ranks
+from rounding_cases import rounding_differences
 from sharded_cases import KINDS as RULES
 from sharded_cases import (
     LAYOUTS,
@@ -62,6 +63,10 @@ def test_every_layout_with_every_rule_has_the_bits_of_one_process(world_size: in
 
 def test_state_in_rows_has_the_bits_of_one_process() -> None:
     assert run_ranks(gathered_differences, 4) == [[]] * 4
+
+
+def test_bf16_weights_have_the_bits_of_one_process() -> None:
+    assert run_ranks(rounding_differences, 4) == [[]] * 4
 
 
 def test_every_weight_is_changed_at_one_place() -> None:

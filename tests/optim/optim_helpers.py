@@ -193,7 +193,9 @@ def clones(params: Iterable[Tensor]) -> list[torch.nn.Parameter]:
 def give_gradients(params: Iterable[Tensor], step: int) -> None:
     generator = torch.Generator().manual_seed(1000 + step)
     for p in params:
-        p.grad = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.dtype)
+        p.grad = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(
+            p.grad_dtype or p.dtype
+        )
 
 
 def copy_gradients(source: Iterable[Tensor], target: Iterable[Tensor]) -> None:

@@ -6,6 +6,7 @@ All take tensors with a leading batch dim and run on CPU and CUDA.
 
 from lather.kernels.adam_in_basis import adam_in_basis as adam_update
 from lather.kernels.triangle import pack_triangle, unpack_triangle
+from lather.optim.batched.remainders import exact_weight
 from lather.optim.linalg.eigenbasis import (
     get_eigenbasis_eigh,
     get_eigenbasis_qr,
@@ -22,6 +23,7 @@ from lather.optim.linalg.newton_schulz import orthogonalize
 
 __all__ = [
     "adam_update",
+    "exact_weight",
     "get_eigenbasis_eigh",
     "get_eigenbasis_qr",
     "get_eigenbasis_svd",

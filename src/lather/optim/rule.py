@@ -122,6 +122,11 @@ class Rule:
     """Keep every matrix W at the Frobenius norm that it had at its first step (hyperball): scale
     the update to that norm, and W back to it after the step. Weight decay is then off. Vectors, and
     matrices that start at zero, are not scaled."""
+    weight_rounding: Literal["nearest", "stochastic", "remainder"] = "nearest"
+    """Rounding of a new weight of a bf16 parameter. nearest: a change of less than half a unit in
+    the last place is lost; stochastic: up or down at random, so that no change is lost on average;
+    remainder: what rounding drops is kept in the state (2 bytes per weight), and the run is that of
+    fp32 parameters. Parameters in fp32 and fp64 are not rounded."""
     matrix_layout: Literal["tensor", "per_expert", "stacked"] = "tensor"
     """Layout of a parameter of 3 dims or more. tensor: one tensor; per_expert: a batch of
     independent matrices along the leading dim; stacked: a stack (b, m, n) is one matrix, (m, b*n)

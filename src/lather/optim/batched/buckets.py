@@ -32,6 +32,7 @@ from lather.device import is_gpu
 from lather.optim.batched.formats import StateEntry
 from lather.optim.batched.matrix_layout import Layout
 from lather.optim.batched.pinned import HostMemory, is_offloaded, is_pinned, padded
+from lather.optim.batched.remainders import REMAINDER
 
 T = TypeVar("T")
 
@@ -71,13 +72,18 @@ class Member:
     def device(self) -> torch.device:
         return self.param.device
 
+    def part(self, x: Tensor) -> Tensor:
+        """Return the view for this member of a tensor with the shape of the parameter on this
+        rank."""
+        return x
+
     def grad(self) -> Tensor:
         """Return the gradient, which nobody may change."""
-        return local_grad(self.param)
+        return self.part(local_grad(self.param))
 
     def weight(self) -> Tensor:
         """Return the weight: a view of the parameter, or the gathered weight."""
-        return local(self.param)
+        return self.part(local(self.param))
 
     def target(self) -> Tensor:
         """Return the tensor that an update changes: a view of the parameter, or the tensor that is
@@ -170,7 +176,7 @@ class Bucket:
         """Whether the state of the members consists of views of stacks, as `allocate` makes
         them."""
         states = [state.get(member.param, {}) for member in self.members]
-        if any(entries.keys() != {"step", *self.entries} for entries in states):
+        if any(entries.keys() - {REMAINDER} != {"step", *self.entries} for entries in states):
             return False
         for name, entry in self.entries.items():
             first, numel = states[0][name], math.prod(entry.shape)

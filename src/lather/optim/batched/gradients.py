@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lather.boxes import is_dtensor, local, local_grad
+from lather.boxes import gradient_dtype, is_dtensor, local, local_grad
 from lather.device import Read, is_true, read, to_device
 from lather.optim.batched.roster import ParamInfo
 from lather.torch_private import foreach_norm
@@ -206,10 +206,11 @@ def _check_all(infos: Sequence[ParamInfo]) -> None:
         grad, p = info.param.grad, info.param
         if grad is None:
             continue
-        if info.spread is not None and grad.dtype != p.dtype:
+        if info.spread is not None and grad.dtype != gradient_dtype(p):
             raise TypeError(
-                f"gradient of {info.name} is {grad.dtype}, the parameter {p.dtype}: spread over "
-                "ranks, both must have the same dtype"
+                f"gradient of {info.name} is {grad.dtype}, but gradients of this parameter, which "
+                f"is spread over ranks, have to be {gradient_dtype(p)}: set its grad_dtype on "
+                "every rank"
             )
         if info.spread is not None and is_dtensor(p):
             placements = tuple(grad.placements) if is_dtensor(grad) else "none"

@@ -18,6 +18,7 @@ from lather.boxes import is_dtensor
 from lather.optim.batched.formats import pack
 from lather.optim.batched.known_keys import QUINTIC, TORCH_SCALES, is_quintic
 from lather.optim.batched.matrix_layout import Layout
+from lather.optim.batched.remainders import check_remainder
 from lather.optim.batched.roster import plain_options
 from lather.optim.batched.rule_groups import Groups, RuleGroups, whole_layout
 from lather.optim.options import name_of, options_of
@@ -179,4 +180,5 @@ def _loaded_state(
             "order, or load the weights alone and let the optimizer begin with a fresh state"
         )
     layout.check_state(state, what)
+    check_remainder(state, layout.shape, what)
     return state

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from lather.optim.batched.formats import EntryFormat, StateEntry
+from lather.optim.batched.remainders import REMAINDER
 from lather.optim.plain import plain
 from lather.optim.rule import Entry, Matrix, Rule
 
@@ -107,6 +108,11 @@ class Layout:
         (`keep_norm`)."""
         return self.rule.keep_norm and len(self.inner) > 1
 
+    @property
+    def keeps_remainder(self) -> bool:
+        """Whether the state has what rounding drops from the weights (`weight_rounding`)."""
+        return self.rule.weight_rounding == "remainder"
+
     @cached_property
     def formats(self) -> dict[str, EntryFormat]:
         """Formats of the entries that the rule names, and of the norm that it keeps."""
@@ -117,7 +123,7 @@ class Layout:
 
     @cached_property
     def entries(self) -> dict[str, StateEntry]:
-        """The tensors of the state of the parameter by name, without `step`."""
+        """The tensors of the state of the matrices by name, without `step` and the remainder."""
         return {key: x for form in self.formats.values() for key, x in form.stored.items()}
 
     def allocate(self, device: torch.device, batch: int | None = None) -> dict[str, Tensor]:
@@ -130,12 +136,14 @@ class Layout:
     def state_bytes(self, num_ranks: int = 1) -> int:
         """Return the bytes of state of the parameter, including the step counter; if `num_ranks`
         share its rows, those of the rank with the most."""
-        total = STEP_BYTES
-        for entry in self.entries.values():
-            shape = self.shape_of(entry)
-            rows = -(-shape[0] // num_ranks) if shape else 1
-            total += rows * math.prod(shape[1:]) * entry.dtype.itemsize
-        return total
+        sizes = [(self.shape_of(entry), entry.dtype.itemsize) for entry in self.entries.values()]
+        if self.keeps_remainder:
+            sizes.append((self.shape, torch.int16.itemsize))
+        rows = ((-(-shape[0] // num_ranks) if shape else 1) for shape, _ in sizes)
+        return STEP_BYTES + sum(
+            num_rows * math.prod(shape[1:]) * itemsize
+            for num_rows, (shape, itemsize) in zip(rows, sizes, strict=True)
+        )
 
     def check_state(self, state: Mapping[str, Any], what: str) -> None:
         """Raise ValueError unless `state` has the entries and shapes that a parameter of this
@@ -144,6 +152,7 @@ class Layout:
         shapes: dict[str, object] = {
             key: tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             for key, x in state.items()
+            if key != REMAINDER
         }
         if isinstance(plain(state.get("step")), int | float):  # as in torch
             shapes["step"] = ()
@@ -220,9 +229,13 @@ class ElementLayout(Layout):
 
 
 def rule_for_dtype(rule: Rule, dtype: torch.dtype) -> Rule:
-    """Return the rule for parameters of this dtype: this rule, or the same rule in fp64."""
-    is_wide = rule.state_dtype is None and dtype == torch.float64
-    return replace(rule, state_dtype=torch.float64) if is_wide else rule
+    """Return the rule for parameters of this dtype: the same rule, in fp64 for fp64 parameters
+    unless it has a `state_dtype`, and with a `weight_rounding` for bf16 parameters alone."""
+    if rule.state_dtype is None and dtype == torch.float64:
+        rule = replace(rule, state_dtype=torch.float64)
+    if rule.weight_rounding != "nearest" and dtype != torch.bfloat16:
+        rule = replace(rule, weight_rounding="nearest")
+    return rule
 
 
 def layout_of(shape: tuple[int, ...], rule: Rule, *, contiguous: bool = True) -> Layout:

@@ -59,6 +59,7 @@ from lather.optim.batched.plan import (
     step_counts,
 )
 from lather.optim.batched.refresh import Counts, due_refreshes, refresh
+from lather.optim.batched.remainders import remainder_of
 from lather.optim.batched.roster import ParamInfo, Roster
 from lather.optim.batched.rule_groups import RuleGroups
 from lather.optim.batched.runs import MemberRun, runs_of
@@ -302,7 +303,9 @@ class MatrixOptimizer(torch.optim.Optimizer, metaclass=DocumentedByRule):
         chunks = chunks_of(runs_of(whole.bucket, steps))
         count_step(chunks, idle)
         self._execute(chunks, [], defers=False)
-        change_weights([whole.weight], [whole.update], info.change())
+        remainders = [remainder_of(state)] if info.layout.keeps_remainder else []
+        change = info.change(), int(state["step"]), remainders
+        change_weights([whole.weight], [whole.update], *change)
         whole.keep()
 
     def _execute_phase(
@@ -320,7 +323,7 @@ class MatrixOptimizer(torch.optim.Optimizer, metaclass=DocumentedByRule):
         leaving: OwnerExchange | None = None
         for exchange, following in zip_longest((None, *exchanges), exchanges):
             if following is not None:
-                following.start_in()
+                following.start_in(self.state)
             if exchange is not None:
                 exchange.finish_in()
             of_exchange = [run for run in runs if run.exchange is exchange]
@@ -329,12 +332,12 @@ class MatrixOptimizer(torch.optim.Optimizer, metaclass=DocumentedByRule):
                 of_exchange = [run for run in visiting if run.exchange is exchange]
                 visits.step(of_exchange, chunks, self._groups.roster, self._counts)
             if exchange is not None and phase is Chunk.take_update:
-                exchange.start_out()
+                exchange.start_out(self.state)
                 if leaving is not None:
-                    receive_updates(leaving)
+                    receive_updates(leaving, self.state)
                 leaving = exchange
         if leaving is not None:
-            receive_updates(leaving)
+            receive_updates(leaving, self.state)
 
     def _refresh_bases(self, runs: list[MemberRun]) -> None:
         with record_function("lather.optim.refresh"):

@@ -29,10 +29,13 @@ from torch import Tensor
 
 from lather.boxes import local
 from lather.device import to_device
-from lather.optim.batched.buckets import Bucket, Member, States
+from lather.kernels.remainder import join, split
+from lather.kernels.stochastic_rounding import round_to_bf16
+from lather.optim.batched.buckets import Bucket, Member, States, in_batches
 from lather.optim.batched.formats import Rows
 from lather.optim.batched.matrix_layout import NORM
 from lather.optim.batched.precision import ALLOWED, changed_precision
+from lather.optim.batched.remainders import remainder_of
 from lather.optim.batched.roster import REPLACEMENT, Change, ParamInfo, Roster
 from lather.optim.batched.runs import MemberRun
 from lather.optim.batched.streams import SideStreams, on_streams
@@ -59,7 +62,7 @@ class Chunk:
         self._covers_bucket = stop - start == first_row[-1]
         self._parts: list[tuple[Member, int, int]] = []
         """Members with the first and last (exclusive) of their matrices that are in the chunk."""
-        i = bisect_right(first_row, start) - 1
+        i = self._first = bisect_right(first_row, start) - 1
         while first_row[i] < stop:
             low, high = max(start, first_row[i]), min(stop, first_row[i + 1])
             self._parts.append((members[i], low - first_row[i], high - first_row[i]))
@@ -113,8 +116,24 @@ class Chunk:
     def weights(self) -> Tensor:
         """Return the weights as a batch, for reading."""
         if self._params is not None:
-            return self._gather([p.detach() for p in self._params])
-        return self._gather([member.weight() for member, _, _ in self._parts])
+            weights = [p.detach() for p in self._params]
+        else:
+            weights = [member.weight() for member, _, _ in self._parts]
+        for i, r in enumerate(self._remainders()):
+            if r is not None:  # otherwise they were joined before they were sent
+                weights[i] = join(weights[i], r)
+        return self._gather(weights)
+
+    def _remainders(self) -> list[Tensor | None]:
+        """Return the remainder of each member, or None if its weights are on other ranks; nothing
+        if bf16 weights have none."""
+        if not self.run.info.layout.keeps_remainder:
+            return []
+        states = self.bucket.states[self._first : self._first + len(self._parts)]
+        return [
+            None if member.is_sent else member.part(remainder_of(state))
+            for (member, _, _), state in zip(self._parts, states, strict=True)
+        ]
 
     def rows_here(self) -> dict[str, Tensor]:
         """Return the rows of the chunk in the stacks, or of those that visit the device."""
@@ -166,18 +185,22 @@ class Chunk:
     def _change_weights(self, u: Tensor) -> None:
         """Change the weights on this rank by the update U (B, ...); copy updates that are sent to
         other ranks to where they are sent from."""
+        change, step, remainders = self.run.change, self.run.step, self._remainders()
         if self._params is not None:
-            change_weights(self._params, self._as_parameters(u), self.run.change)
+            change_weights(self._params, self._as_parameters(u), change, step, remainders)
             return
         changed: tuple[list[Tensor], list[Tensor]] = ([], [])
         sent: tuple[list[Tensor], list[Tensor]] = ([], [])
+        of_changed = list[Tensor]()
         updates = self._as_parameters(u) if self._is_joined else u.split(self._lengths)
-        for (member, low, high), update in zip(self._parts, updates, strict=True):
+        for i, ((member, low, high), update) in enumerate(zip(self._parts, updates, strict=True)):
             targets, its_updates = sent if member.is_sent else changed
             target, layout = member.target(), member.layout
             targets.append(target if self._is_joined else layout.part(target, low, high))
             its_updates.append(update if self._is_joined else layout.as_parameter(update))
-        change_weights(*changed, self.run.change)
+            if remainders and (r := remainders[i]) is not None:
+                of_changed.append(r if self._is_joined else layout.part(r, low, high))
+        change_weights(*changed, change, step, of_changed)
         change_weights(*sent, REPLACEMENT)
 
 
@@ -192,26 +215,58 @@ def chunks_of(runs: Iterable[MemberRun]) -> Chunks:
     return {run: [Chunk(run, *bounds) for bounds in run.chunk_bounds()] for run in runs}
 
 
-def change_weights(weights: list[Tensor], updates: list[Tensor], change: Change) -> None:
+def change_weights(
+    weights: list[Tensor],
+    updates: list[Tensor],
+    change: Change,
+    step: int = 0,
+    remainders: Sequence[Any] = (),
+) -> None:
     """Change weights by their updates, in place and rounded once to their dtype. All weights have
-    one dtype, and all updates.
+    one dtype, and all updates. `step`: t, for stochastic rounding; `remainders`: those of bf16
+    weights, if they have any, which change with them.
 
     Every update of every rank passes through here, but for those of a kernel that updates state and
     weights together (`Rule.step_whole`)."""
     if not weights:
         return
     if change.replaces:
-        foreach_copy_(weights, updates)
+        round_weights(updates, weights, change.rounding, step, remainders)
         return
     dtype = torch.promote_types(weights[0].dtype, updates[0].dtype)
-    wide = weights
-    if dtype != weights[0].dtype:
-        wide = [torch.empty_like(weight, dtype=dtype) for weight in weights]
-        foreach_copy_(wide, weights)
+    is_wide = dtype == weights[0].dtype
+    wide = weights if is_wide else wide_weights(weights, dtype, remainders)
     if change.decay:
         foreach_mul_(wide, 1 - change.decay)
     foreach_add_(wide, updates, alpha=-change.lr)
-    if wide is not weights:
+    if not is_wide:
+        round_weights(wide, weights, change.rounding, step, remainders)
+
+
+def wide_weights(
+    weights: list[Tensor], dtype: torch.dtype, remainders: Sequence[Any]
+) -> list[Tensor]:
+    """Return copies of weights in a wider dtype; of bf16 weights with their remainders, if they
+    have any."""
+    if remainders:
+        return [join(w, r).to(dtype) for w, r in zip(weights, remainders, strict=True)]
+    wide = [torch.empty_like(weight, dtype=dtype) for weight in weights]
+    foreach_copy_(wide, weights)
+    return wide
+
+
+def round_weights(
+    wide: list[Tensor], weights: list[Tensor], rounding: str, step: int, remainders: Sequence[Any]
+) -> None:
+    """Round wide weights into weights of another dtype by a `weight_rounding`, and what is dropped
+    into their remainders, if they have any."""
+    if rounding == "stochastic":
+        for x, w in zip(wide, weights, strict=True):
+            round_to_bf16(x.float(), step, out=w)
+    elif rounding == "remainder":
+        for x, w, r in zip(wide, weights, remainders, strict=True):
+            split(x.float(), w, r)
+    else:
         foreach_copy_(weights, wide)
 
 
@@ -226,7 +281,10 @@ def step_chunk_whole(chunk: Chunk) -> bool:
 
 def step_whole(runs: Sequence[MemberRun]) -> bool:
     """Take the step of runs of elements, of the same rule, t and rates, with the rule's kernel
-    (`Rule.step_whole`); return False if the rule has none for them."""
+    (`Rule.step_whole`); return False if the rule has none for them.
+
+    bf16 weights that are not rounded to the nearest take the step of fp32 weights, in batches of
+    `bucket_bytes`."""
     weights, grads, states = list[Tensor](), list[Any](), list[dict[str, Tensor]]()
     for run in runs:
         weights += run.params or [member.weight() for member in run.members]
@@ -236,7 +294,25 @@ def step_whole(runs: Sequence[MemberRun]) -> bool:
     entries = {}
     for name in runs[0].bucket.entries:
         entries[name] = list(map(operator.itemgetter(name), states))
-    return runs[0].rule.step_whole(weights, grads, entries, runs[0].step, runs[0].lr)
+    rule, step, lr = runs[0].rule, runs[0].step, runs[0].lr
+    if rule.weight_rounding == "nearest":
+        return rule.step_whole(weights, grads, entries, step, lr)
+    remainders = list[Tensor]()
+    if runs[0].info.layout.keeps_remainder:
+        members = [member for run in runs for member in run.members]
+        remainders = [x.part(remainder_of(s)) for x, s in zip(members, states, strict=True)]
+    limit = rule.bucket_bytes or runs[0].bucket.temporary_bytes
+    bytes_of = 2 * torch.float32.itemsize  # a weight, and a gradient unless it is fp32 already
+    sizes = [(i, None, bytes_of * w.numel() / limit) for i, w in enumerate(weights)]
+    for batch in in_batches(sizes):
+        rows = slice(batch[0], batch[-1] + 1)
+        wide = wide_weights(weights[rows], torch.float32, remainders[rows])
+        wide_grads = [grad.float() for grad in grads[rows]]
+        states_of = {name: tensors[rows] for name, tensors in entries.items()}
+        if not rule.step_whole(wide, wide_grads, states_of, step, lr):
+            return False
+        round_weights(wide, weights[rows], rule.weight_rounding, step, remainders[rows])
+    return True
 
 
 def process(runs: Sequence[MemberRun], chunks: Chunks, phase: Phase, streams: SideStreams) -> None:
@@ -263,10 +339,11 @@ def process(runs: Sequence[MemberRun], chunks: Chunks, phase: Phase, streams: Si
                 phase(chunk)
 
 
-def receive_updates(exchange: OwnerExchange) -> None:
+def receive_updates(exchange: OwnerExchange, state: States) -> None:
     """Change this rank's weights by the updates of an exchange."""
-    for change, (weights, updates) in exchange.finish_out().items():
-        change_weights(weights, updates, change)
+    for (change, step), parts in exchange.finish_out(state).items():
+        weights, updates, remainders = parts
+        change_weights(weights, updates, change, step, remainders)
 
 
 def count_step(runs: Iterable[MemberRun], idle: dict[int, list[bool]]) -> None:

@@ -60,7 +60,8 @@ class GroupSettings:
 
     def variant_of(self, layout: Layout) -> int:
         """Return the number of the layout's matrix and rule among the variants."""
-        key = layout.matrix, type(layout), *layout.rule.dtypes.values()
+        rule = layout.rule
+        key = layout.matrix, type(layout), rule.weight_rounding, *rule.dtypes.values()
         if key not in self._variant_of:
             self._variant_of[key] = len(self.variants)
             _add_variant(self.variants, layout.matrix, layout.rule)
@@ -89,8 +90,9 @@ class GroupSettings:
             variants: list[tuple[Matrix, Rule]] = []
             for matrix, old in self.variants:
                 new = rule.on(matrix)
-                if new.state_dtype != old.state_dtype:  # fp64 for fp64 parameters
-                    new = replace(new, state_dtype=old.state_dtype)
+                of_dtype = {name: getattr(old, name) for name in ("state_dtype", "weight_rounding")}
+                if any(getattr(new, name) != value for name, value in of_dtype.items()):
+                    new = replace(new, **of_dtype)  # as `rule_for_dtype` does
                 _add_variant(variants, matrix, new)
                 if _structure(matrix, old) != _structure(*variants[-1]):
                     return False
@@ -126,6 +128,8 @@ class Change(NamedTuple):
     """W = (1 - decay) W - lr U, unless U `replaces` the weights."""
     replaces: bool = False
     """Whether W = U."""
+    rounding: str = "nearest"
+    """Rounding of W, `weight_rounding`."""
 
 
 REPLACEMENT = Change(replaces=True)
@@ -188,8 +192,10 @@ class ParamInfo:
     def change(self) -> Change:
         """Return the change of the weights by the update of this step; with `keep_norm` the update
         is the new weights."""
-        lr = self.settings.lr
-        return REPLACEMENT if self.layout.keeps_norm else Change(lr, self.rule.decay(lr))
+        lr, rounding = self.settings.lr, self.rule.weight_rounding
+        if self.layout.keeps_norm:
+            return REPLACEMENT._replace(rounding=rounding)
+        return Change(lr, self.rule.decay(lr), rounding=rounding)
 
 
 class Roster:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lather.optim.batched import flat
@@ -133,6 +134,11 @@ class RuleGroups:
                 raise TypeError(
                     f"{name} is complex ({p.dtype}); {name_of(type(rule))} takes real parameters: "
                     "give it to torch.optim.Adam"
+                )
+            if rule.weight_rounding != "nearest" and p.dtype == torch.float16:
+                raise ValueError(
+                    f"weight_rounding={rule.weight_rounding!r} of {name} is for bf16 parameters, "
+                    "and this one is fp16: give bf16 parameters, or weight_rounding='nearest'"
                 )
             if rule.matrix_layout != "tensor" and p.dim() == 1 and flat.is_for_matrices(rule):
                 flat.check_piece(name, p, f"{name_of(type(rule))} needs whole matrices")

@@ -11,16 +11,18 @@ continues with the lent state; a step before that moves the state away.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lather.boxes import Piece
+from lather.boxes import Piece, local
 from lather.optim.batched.buckets import Bucket, Member, States, make_buckets, move_to
 from lather.optim.batched.pinned import HostMemory, is_offloaded
 from lather.optim.batched.plan import places_of
+from lather.optim.batched.remainders import REMAINDER, check_remainder, fit_remainder
 from lather.optim.batched.roster import ParamInfo, Roster
 from lather.optim.sharded.replicated import check_rows, initial_rows
 from lather.optim.sharded.sharding import Sharding
@@ -71,6 +73,9 @@ class StateStore:
             for member, views in zip(bucket.members, bucket.allocate(host), strict=True):
                 entries[member.param] = views
         self.buckets += buckets
+        for info in infos:
+            if info.param in entries:
+                _fit_remainder(info, entries[info.param])
         for p in entries:
             step = torch.zeros((), dtype=torch.float32, device="cpu")
             state[p] = {"step": steps.get(p, step), **entries[p]}
@@ -96,18 +101,13 @@ class StateStore:
                 current.append(bucket)
                 for member in bucket.members:
                     del moved[id(member.param)]
-        for member in moved.values():
-            member.layout.check_state(
-                state[member.param], f"the state of a parameter of shape {member.layout.shape}"
-            )
-        replicated = [info for info in infos if info.is_replicated]
-        for info in replicated:
-            check_rows(info, state[info.param])
-        for info in replicated:
+        _check_parts(infos, moved.values(), state)
+        for info in filter(attrgetter("is_replicated"), infos):
             rows = state[info.param]
             rows.update({name: rows[name].to(x.dtype) for name, x in info.layout.entries.items()})
         for info in infos:
             _bring_step_to_cpu(state[info.param])
+            _fit_remainder(info, state[info.param])
         steps = {key: int(state[member.param]["step"]) for key, member in moved.items()}
         new = make_buckets(moved.values(), steps) if moved else []
         host = HostMemory(sum(bucket.host_bytes for bucket in new))
@@ -124,7 +124,9 @@ class StateStore:
             member, share, layout = members.get(id(p)), self._sharding.share_of(p), infos[p].layout
             for key, value in entries.items():
                 offset, shape = (0,) * value.dim(), tuple(value.shape)
-                if key != "step" and share is not None:
+                if key == REMAINDER and share is not None:
+                    offset, shape = (*share.spread.box.offset, 0), (*share.spread.shape, 2)
+                elif key != "step" and share is not None:
                     shape = layout.shape_of(layout.entries[key])
                     if share.is_replicated:
                         offset = share.spread.rows(shape).box.offset
@@ -156,8 +158,11 @@ class StateStore:
         """Move lent state, so that steps do not change what a state dict contains, and return the
         store for it."""
         for info in roster.params:
-            if info.is_replicated and (entries := state.get(info.param)):
+            entries = state.get(info.param)
+            if info.is_replicated and entries:
                 state[info.param] = {name: x.clone() for name, x in entries.items()}
+            elif entries and REMAINDER in entries:
+                entries[REMAINDER] = entries[REMAINDER].clone()
         return StateStore(self._sharding)
 
     def load(
@@ -180,7 +185,7 @@ class StateStore:
         self.create(infos, state, steps)
         for info in infos:
             if self._sharding.share_of(info.param) is None:
-                for name in info.layout.entries:
+                for name in state[info.param].keys() & saved[info.param].keys() - {"step"}:
                     state[info.param][name].copy_(saved[info.param][name])
         if spread:
             from lather.optim.sharded.entries import load_entries
@@ -232,6 +237,19 @@ def _without_member(info: ParamInfo) -> dict[str, Tensor]:
     }
 
 
+def _check_parts(infos: Iterable[ParamInfo], members: Iterable[Member], state: States) -> None:
+    """Raise ValueError for state on this rank that fits neither its parameter nor its member."""
+    for member in members:
+        member.layout.check_state(
+            state[member.param], f"the state of a parameter of shape {member.layout.shape}"
+        )
+    for info in infos:
+        shape = tuple(local(info.param).shape)
+        check_remainder(state[info.param], shape, f"the state of a parameter of shape {shape}")
+        if info.is_replicated:
+            check_rows(info, state[info.param])
+
+
 def _is_current(bucket: Bucket, members: Mapping[int, Member], state: States) -> bool:
     """Whether the bucket still has the right members and form, and the state of its members."""
     for member in bucket.members:
@@ -243,6 +261,10 @@ def _is_current(bucket: Bucket, members: Mapping[int, Member], state: States) ->
         ):
             return False
     return bucket.is_stacked(state)
+
+
+def _fit_remainder(info: ParamInfo, state: dict[str, Tensor]) -> None:
+    fit_remainder(state, local(info.param), keeps=info.layout.keeps_remainder)
 
 
 def _bring_step_to_cpu(state: dict[str, Any]) -> None:

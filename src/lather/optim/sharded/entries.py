@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from lather.boxes import Box, local
 from lather.optim.batched.buckets import in_batches
+from lather.optim.batched.remainders import REMAINDER
 from lather.optim.batched.roster import ParamInfo
 from lather.optim.sharded.exchange import Transfer
 from lather.optim.sharded.owners import OwnedParameter, OwnedUnit, matrices_of
@@ -56,7 +57,8 @@ class SpreadEntry:
     @property
     def is_cut_alike(self) -> bool:
         """Whether the DTensor holds on every rank exactly the part that the rank keeps."""
-        return self.share.is_replicated or (self.share.elementwise and not self.share.travels)
+        is_alike = self.share.elementwise and not self.share.travels
+        return self.share.is_replicated or is_alike or self.key == REMAINDER
 
     def lendable_rows(self) -> Tensor | None:
         """Return the rows that the DTensor holds on this rank as a view of what the rank keeps;
@@ -76,7 +78,7 @@ class SpreadEntry:
 
     def owners_over(self, spread: Spread) -> OwnedParameter:
         """Return the owners of the parts of the entry, whose DTensor has this spread."""
-        if self.share.is_replicated:
+        if self.share.is_replicated or self.key == REMAINDER:
             owners = [(box, 0, rank) for rank, box in enumerate(self.spread.boxes) if box.numel]
         elif self.share.elementwise:
             owners = [(unit.box, unit.number, unit.owner) for unit in self.share.units]
@@ -167,6 +169,10 @@ def _spread_of_saved(entry: SpreadEntry) -> Spread:
 def _batches(states: States, sharding: Sharding) -> list[list[SpreadEntry]]:
     """Divide the entries into batches, each for one all-to-all; they are the same on all ranks."""
 
+    def sized(entry: SpreadEntry) -> tuple[SpreadEntry, Any, float]:
+        size = math.prod(entry.spread.shape) * entry.dtype.itemsize / BATCH_BYTES
+        return entry, (entry.spread.ranks, entry.dtype, entry.is_cut_alike), size
+
     def entries() -> Iterator[tuple[SpreadEntry, Any, float]]:
         for info, state in states:
             share = sharding.share_of(info.param)
@@ -175,8 +181,10 @@ def _batches(states: States, sharding: Sharding) -> list[list[SpreadEntry]]:
                 shape = info.layout.shape_of(kind)
                 is_cut_alike = share.elementwise and not share.travels
                 spread = share.spread if is_cut_alike else share.spread.rows(shape)
-                entry = SpreadEntry(info.param, key, state[key], kind.dtype, share, spread)
-                size = math.prod(shape) * kind.dtype.itemsize / BATCH_BYTES
-                yield entry, (spread.ranks, kind.dtype, entry.is_cut_alike), size
+                yield sized(SpreadEntry(info.param, key, state[key], kind.dtype, share, spread))
+            if info.layout.keeps_remainder and REMAINDER in state:
+                spread = share.spread.alike((*share.spread.shape, 2))
+                entry = state[REMAINDER]
+                yield sized(SpreadEntry(info.param, REMAINDER, entry, entry.dtype, share, spread))
 
     return in_batches(entries())

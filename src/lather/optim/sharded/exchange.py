@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lather.boxes import Box, Index, local, local_grad
-from lather.optim.batched.buckets import Member
+from lather.boxes import Box, Index, gradient_dtype, local, local_grad
+from lather.optim.batched.buckets import Member, States
 from lather.optim.batched.pinned import is_offloaded
+from lather.optim.batched.remainders import exact_weight, remainder_of
 from lather.optim.batched.roster import REPLACEMENT, Change, ParamInfo
 from lather.optim.sharded.owners import OwnedParameter, OwnedUnit
 from lather.torch_private import foreach_copy_
@@ -33,11 +34,8 @@ class RegionMember(Member):
     index: Index
     """Index of the region in this rank's part."""
 
-    def grad(self) -> Tensor:
-        return local_grad(self.param)[self.index]
-
-    def weight(self) -> Tensor:
-        return local(self.param)[self.index]
+    def part(self, x: Tensor) -> Tensor:
+        return x[self.index]
 
 
 @dataclass(eq=False)
@@ -106,9 +104,11 @@ class OwnerExchange:
         self.params, self.group = [info for info, _ in params], group
         shares = [share for _, share in params]
         first = self.params[0]
-        self.dtype, self.device = first.param.dtype, local(first.param).device
-        self.elementwise = shares[0].elementwise
-        self.update_dtype = self.dtype if self.elementwise else first.rule.compute_dtype
+        self.device, self.elementwise = local(first.param).device, shares[0].elementwise
+        self.grad_dtype, self.weight_dtype = gradient_dtype(first.param), first.param.dtype
+        if first.layout.keeps_remainder:
+            self.weight_dtype = torch.float32
+        self.update_dtype = self.weight_dtype if self.elementwise else first.rule.compute_dtype
         self.needs_weights = first.needs_weights
         self.has_statistics = first.has_statistics and not is_offloaded(first.rule, self.device)
         """Whether there is a phase of statistics before that of updates; state that visits the
@@ -131,25 +131,33 @@ class OwnerExchange:
         """Versions of the settings of the parameters from which `_changes` were read."""
         self._changes: list[Change] = []
 
-    def start_in(self) -> None:
+    def start_in(self, state: States) -> None:
         """Start to send gradients, and weights if the rule needs them, unless that has been done
-        already."""
+        already. `state`: that of all parameters."""
         if self._arriving is not None or self.elementwise:
             return
-        sources = {"received": [local_grad(info.param) for info in self.params]}
+        params = [info.param for info in self.params]
+        sources = {"received": list(map(local_grad, params))}
         if self.needs_weights:
-            sources["received_weight"] = [local(info.param) for info in self.params]
+            sources["received_weight"] = [exact_weight(p, state[p]) for p in params]
         self._arriving = {
-            name: self.inward.start(tensors.__getitem__, self.dtype, self.device, self.group)
+            name: self.inward.start(
+                tensors.__getitem__, self._dtype_of(name), self.device, self.group
+            )
             for name, tensors in sources.items()
         }
+
+    def _dtype_of(self, name: str) -> torch.dtype:
+        return self.grad_dtype if name == "received" else self.weight_dtype
 
     def finish_in(self) -> None:
         """Assemble the received gradients and weights of the matrices that this rank owns, and
         allocate their updates."""
         for name, arriving in (self._arriving or {}).items():
             whole = {
-                item: torch.empty(member.layout.shape, dtype=self.dtype, device=self.device)
+                item: torch.empty(
+                    member.layout.shape, dtype=self._dtype_of(name), device=self.device
+                )
                 for item, member in self._assembled.items()
             }
             put(arriving(), whole.__getitem__)
@@ -162,29 +170,38 @@ class OwnerExchange:
                     member.layout.shape, dtype=self.update_dtype, device=self.device
                 )
 
-    def start_out(self) -> None:
+    def start_out(self, state: States) -> None:
         """Start to send updates, and free the gradients."""
+        params = [info.param for info in self.params]
+        weights = [exact_weight(p, state[p]) for p in params] if self.elementwise else []
 
         def source(item: int) -> Tensor:
             update = None if self.elementwise else self._assembled[item].update
-            return local(self.params[item].param) if update is None else update
+            return weights[item] if update is None else update
 
         leaving = self.outward.start(source, self.update_dtype, self.device, self.group)
         self.forget()
         self._leaving = [leaving]
 
-    def finish_out(self) -> dict[Change, tuple[list[Tensor], list[Tensor]]]:
-        """Receive the updates, and return for each change this rank's parts of the parameters and
-        their updates."""
+    def finish_out(self, state: States) -> dict[tuple[Change, int], Changed]:
+        """Receive the updates, and return for each change and t this rank's parts of the
+        parameters, their updates, and their remainders if they have any."""
         versions = [info.settings.version for info in self.params]
         if versions != self._versions:
             self._versions, self._changes = versions, [info.change() for info in self.params]
-        changes: dict[Change, tuple[list[Tensor], list[Tensor]]] = {}
+        changes: dict[tuple[Change, int], Changed] = {}
         for route, update in self._leaving.pop()():
-            change = REPLACEMENT if self.elementwise else self._changes[route.item]
-            weights, updates = changes.setdefault(change, ([], []))
-            weights.append(local(self.params[route.item].param)[route.where])
+            info, change, step = self.params[route.item], self._changes[route.item], 0
+            if self.elementwise:  # the owner has rounded, unless it sends exact weights
+                rounding = "remainder" if info.layout.keeps_remainder else "nearest"
+                change = REPLACEMENT._replace(rounding=rounding)
+            elif change.rounding == "stochastic":
+                step = int(state[info.param]["step"])
+            weights, updates, remainders = changes.setdefault((change, step), ([], [], []))
+            weights.append(local(info.param)[route.where])
             updates.append(update)
+            if info.layout.keeps_remainder:
+                remainders.append(remainder_of(state[info.param])[route.where])
         return changes
 
     def forget(self) -> None:
@@ -192,6 +209,10 @@ class OwnerExchange:
         for member in self._assembled.values():
             member.received = member.received_weight = member.update = None
         self._arriving, self._leaving = None, []
+
+
+Changed = tuple[list[Tensor], list[Tensor], list[Tensor]]
+"""Weights, their updates, and their remainders if they have any."""
 
 
 class TensorRegion(NamedTuple):

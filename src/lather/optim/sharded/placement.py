@@ -80,12 +80,13 @@ class Spread:
         from torch.distributed.tensor import Replicate, Shard
 
         assert self.mesh is not None
-        return spread_on(
-            self.mesh,
-            shape,
-            ((Shard(0) if shape else Replicate()),) * self.mesh.ndim,
-            self.mesh_ranks,
-        )
+        placements = ((Shard(0) if shape else Replicate()),) * self.mesh.ndim
+        return spread_on(self.mesh, shape, placements, self.mesh_ranks)
+
+    def alike(self, shape: tuple[int, ...]) -> Spread:
+        """Return the spread of a tensor that has this shape, and the placements of this one."""
+        assert self.mesh is not None
+        return spread_on(self.mesh, shape, self.placements, self.mesh_ranks)
 
 
 def boxes_of(

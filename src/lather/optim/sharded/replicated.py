@@ -18,6 +18,7 @@ from torch import Tensor
 from lather.boxes import Box, local, local_grad
 from lather.optim.batched.buckets import Bucket, States
 from lather.optim.batched.plan import open_buckets
+from lather.optim.batched.remainders import REMAINDER, exact_weight
 from lather.optim.batched.roster import ParamInfo
 from lather.optim.sharded.exchange import AssembledMember, Transfer
 from lather.optim.sharded.owners import OwnedParameter, OwnedUnit
@@ -43,7 +44,8 @@ def check_rows(info: ParamInfo, state: dict[str, Any]) -> None:
     expected: dict[str, object] = {"step": ()}
     for name, entry in info.layout.entries.items():
         expected[name] = info.spread.rows(info.layout.shape_of(entry)).box.size
-    shapes = {name: tuple(getattr(x, "shape", ())) for name, x in state.items()}
+    parts = ((name, x) for name, x in state.items() if name != REMAINDER)
+    shapes = {name: tuple(getattr(x, "shape", ())) for name, x in parts}
     if shapes != expected:
         key = next(key for key in (*expected, *shapes) if expected.get(key) != shapes.get(key))
         raise ValueError(
@@ -83,8 +85,9 @@ class ReplicatedStep:
         member.received = grad.new_empty(spread.shape)
         gather(grad, spread, member.received)
         if info.needs_weights:
-            member.received_weight = self.weight.new_empty(spread.shape)
-            gather(self.weight, spread, member.received_weight)
+            weight = exact_weight(info.param, rows)
+            member.received_weight = weight.new_empty(spread.shape)
+            gather(weight, spread, member.received_weight)
         member.update = self.weight.new_empty(spread.shape, dtype=info.rule.compute_dtype)
         self.bucket = Bucket([member])
         self.state: States = {info.param: self.bucket.allocate()[0]}

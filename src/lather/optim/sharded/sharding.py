@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lather.boxes import is_dtensor, local
+from lather.boxes import gradient_dtype, is_dtensor, local
 from lather.device import Read, read
 from lather.optim.batched.buckets import BUCKET_BYTES, Member, in_batches
 from lather.optim.batched.matrix_layout import Layout
@@ -163,8 +163,10 @@ class Sharding:
                 comparable(rule.state_dtype),
                 rule.keep_norm,
                 rule.offload,
+                rule.weight_rounding,
             )
-            described.append((info.layout, *map(str, (info.param.dtype, where, *options))))
+            dtypes = info.param.dtype, gradient_dtype(info.param)
+            described.append((info.layout, *map(str, (*dtypes, where, *options))))
         number = int.from_bytes(hashlib.sha256(repr(described).encode()).digest()[:7])
         digests = torch.tensor(
             [number, -number], dtype=torch.int64, device=local(params[0][0].param).device
@@ -224,6 +226,8 @@ class Sharding:
                     type(layout),
                     layout.inner,
                     info.param.dtype,
+                    gradient_dtype(info.param),
+                    layout.keeps_remainder,
                     dtype,
                     phases,
                     type(rule),

@@ -1,0 +1,57 @@
+"""Remainders: the bits that rounding drops from the weights of a bf16 parameter, as an entry of the
+parameter's state (`weight_rounding="remainder"`).
+
+A remainder belongs to the part of the parameter on this rank, whoever owns its matrices: where a
+weight is changed, its remainder changes with it. The entry consists of bytes, (*shape, 2), because
+collectives have no int16; as a DTensor it has the placements of the parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lather.boxes import local
+from lather.kernels.remainder import join
+
+REMAINDER = "remainder"
+"""Name of the entry."""
+
+
+def remainder_of(state: Mapping[str, Tensor]) -> Tensor:
+    """Return the remainder in the state of a parameter: a view as int16, of the parameter's shape
+    on this rank."""
+    return state[REMAINDER].view(torch.int16).squeeze(-1)
+
+
+def exact_weight(p: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+    """Return the part on this rank of a parameter with this state: in fp32 if it has a remainder,
+    otherwise as it is."""
+    w = local(p)
+    return join(w, remainder_of(state)) if REMAINDER in state else w
+
+
+def check_remainder(state: Mapping[str, Any], shape: tuple[int, ...], what: str) -> None:
+    """Raise ValueError if the state of a parameter of this shape has a remainder that does not
+    fit."""
+    r = state.get(REMAINDER)
+    if r is not None and (r.dtype, tuple(r.shape)) != (torch.uint8, (*shape, 2)):
+        raise ValueError(
+            f"{what} has {REMAINDER} {tuple(r.shape)} of {r.dtype}, expected {(*shape, 2)} of "
+            "torch.uint8: delete it; the weights are then what they are in bf16"
+        )
+
+
+def fit_remainder(state: dict[str, Tensor], weight: Tensor, *, keeps: bool) -> None:
+    """Give the state of a parameter, of which `weight` is on this rank, a remainder of zeros if it
+    lacks one and its rule `keeps` it; remove one that the rule does not keep."""
+    if not keeps:
+        state.pop(REMAINDER, None)
+    elif REMAINDER not in state:
+        shape = (*weight.shape, 2)
+        state[REMAINDER] = torch.zeros(shape, dtype=torch.uint8, device=weight.device)
+    elif state[REMAINDER].device != weight.device:
+        state[REMAINDER] = state[REMAINDER].to(weight.device)
