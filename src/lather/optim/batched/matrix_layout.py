@@ -108,7 +108,7 @@ class Layout:
         (`keep_norm`)."""
         return self.rule.keep_norm and len(self.inner) > 1
 
-    @property
+    @cached_property
     def keeps_remainder(self) -> bool:
         """Whether the state has what rounding drops from the weights (`weight_rounding`)."""
         return self.rule.weight_rounding == "remainder"

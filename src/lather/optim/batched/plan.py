@@ -59,6 +59,7 @@ class Chunk:
         bucket, members, first_row = run.bucket, run.bucket.members, run.bucket.first_row
         self.run, self.bucket, self.start, self.stop = run, bucket, start, stop
         self.dtype = run.rule.compute_dtype
+        self._keeps_remainder = run.info.layout.keeps_remainder
         self._covers_bucket = stop - start == first_row[-1]
         self._parts: list[tuple[Member, int, int]] = []
         """Members with the first and last (exclusive) of their matrices that are in the chunk."""
@@ -127,7 +128,7 @@ class Chunk:
     def _remainders(self) -> list[Tensor | None]:
         """Return the remainder of each member, or None if its weights are on other ranks; nothing
         if bf16 weights have none."""
-        if not self.run.info.layout.keeps_remainder:
+        if not self._keeps_remainder:
             return []
         states = self.bucket.states[self._first : self._first + len(self._parts)]
         return [
@@ -154,12 +155,14 @@ class Chunk:
             state.active = index_on(active, self.bucket.device)
         return state
 
-    def elements(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return weights and gradients of a chunk of elements, 1-D, in the parameters' dtypes."""
+    def elements(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """Return weights and gradients of a chunk of elements, 1-D, in the parameters' dtypes, and
+        the remainders if there are any."""
         parts = [(member.layout, member, low, high) for member, low, high in self._parts]
         weights = [layout.part(x.weight(), low, high) for layout, x, low, high in parts]
         grads = [layout.as_batch(x.grad(), low, high).view(-1) for layout, x, low, high in parts]
-        return weights, grads
+        pairs = zip(self._remainders(), parts, strict=False)
+        return weights, grads, [x.part(r, low, high) for r, (x, _, low, high) in pairs]
 
     def take_statistics(self) -> None:
         """Run the rule's `statistics` phase."""
@@ -185,7 +188,8 @@ class Chunk:
     def _change_weights(self, u: Tensor) -> None:
         """Change the weights on this rank by the update U (B, ...); copy updates that are sent to
         other ranks to where they are sent from."""
-        change, step, remainders = self.run.change, self.run.step, self._remainders()
+        change, step = self.run.change, self.run.step
+        remainders = self._remainders() if self._keeps_remainder else []
         if self._params is not None:
             change_weights(self._params, self._as_parameters(u), change, step, remainders)
             return
@@ -271,47 +275,54 @@ def round_weights(
 
 
 def step_chunk_whole(chunk: Chunk) -> bool:
-    """Do the same for a chunk of elements whose rows visit the device."""
-    run = chunk.run
-    weights, grads = chunk.elements()
+    """Take the step of a chunk of elements whose rows visit the device as `step_whole` does."""
+    weights, grads, remainders = chunk.elements()
     lengths = list(map(len, weights))
     entries = {name: x.view(-1).split(lengths) for name, x in chunk.rows_here().items()}
-    return run.rule.step_whole(weights, grads, entries, run.step, run.lr)
+    return _step_elements(chunk.run, weights, grads, entries, remainders)
 
 
 def step_whole(runs: Sequence[MemberRun]) -> bool:
     """Take the step of runs of elements, of the same rule, t and rates, with the rule's kernel
-    (`Rule.step_whole`); return False if the rule has none for them.
-
-    bf16 weights that are not rounded to the nearest take the step of fp32 weights, in batches of
-    `bucket_bytes`."""
+    (`Rule.step_whole`); return False if the rule has none for them."""
     weights, grads, states = list[Tensor](), list[Any](), list[dict[str, Tensor]]()
     for run in runs:
         weights += run.params or [member.weight() for member in run.members]
         grads += map(_grad, run.params) if run.params else [x.grad() for x in run.members]
         states += run.bucket.states[run.numbers.start : run.numbers.stop]
     grads = list(map(Tensor.contiguous, grads))
-    entries = {}
+    entries, remainders = dict[str, Sequence[Tensor]](), list[Tensor]()
     for name in runs[0].bucket.entries:
         entries[name] = list(map(operator.itemgetter(name), states))
-    rule, step, lr = runs[0].rule, runs[0].step, runs[0].lr
-    if rule.weight_rounding == "nearest":
-        return rule.step_whole(weights, grads, entries, step, lr)
-    remainders = list[Tensor]()
     if runs[0].info.layout.keeps_remainder:
-        members = [member for run in runs for member in run.members]
+        members = chain.from_iterable(run.members for run in runs)
         remainders = [x.part(remainder_of(s)) for x, s in zip(members, states, strict=True)]
-    limit = rule.bucket_bytes or runs[0].bucket.temporary_bytes
-    bytes_of = 2 * torch.float32.itemsize  # a weight, and a gradient unless it is fp32 already
-    sizes = [(i, None, bytes_of * w.numel() / limit) for i, w in enumerate(weights)]
-    for batch in in_batches(sizes):
-        rows = slice(batch[0], batch[-1] + 1)
-        wide = wide_weights(weights[rows], torch.float32, remainders[rows])
-        wide_grads = [grad.float() for grad in grads[rows]]
-        states_of = {name: tensors[rows] for name, tensors in entries.items()}
-        if not rule.step_whole(wide, wide_grads, states_of, step, lr):
+    return _step_elements(runs[0], weights, grads, entries, remainders)
+
+
+def _step_elements(
+    run: MemberRun,
+    weights: list[Tensor],
+    grads: list[Tensor],
+    entries: dict[str, Sequence[Tensor]],
+    remainders: list[Tensor],
+) -> bool:
+    """Take the step of tensors of elements with the kernel of the run's rule. bf16 weights that are
+    not rounded to the nearest take the step of fp32 weights, in batches of `bucket_bytes`."""
+    rule, rounding = run.rule, run.rule.weight_rounding
+    if rounding == "nearest":
+        return rule.step_whole(weights, grads, entries, run.step, run.lr)
+    limit = rule.bucket_bytes or run.bucket.temporary_bytes
+    of_element = 2 * torch.float32.itemsize  # a weight and, unless it is fp32, a gradient
+    sizes = [(i, None, of_element * w.numel() / limit) for i, w in enumerate(weights)]
+    for numbers in in_batches(sizes):
+        batch = slice(numbers[0], numbers[-1] + 1)
+        wide = wide_weights(weights[batch], torch.float32, remainders[batch])
+        wide_grads = [grad.float() for grad in grads[batch]]
+        states = {name: tensors[batch] for name, tensors in entries.items()}
+        if not rule.step_whole(wide, wide_grads, states, run.step, run.lr):
             return False
-        round_weights(wide, weights[rows], rule.weight_rounding, step, remainders[rows])
+        round_weights(wide, weights[batch], rounding, run.step, remainders[batch])
     return True
 
 
