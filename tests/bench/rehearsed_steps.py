@@ -109,6 +109,11 @@ def rehearsals() -> list[Rehearsal]:
             moe={"memory": "recompute", "bias_update_rate": 0.1, **losses},
         ),
         Rehearsal(rule="adamw", lora=LoraConfig(rank=8)),
+        Rehearsal(
+            rule="adamw",
+            lora=LoraConfig(rank=8),
+            loop={"offload_frozen": True, "gradient_dtype": "bfloat16"},
+        ),
         Rehearsal("deepseek_v3", rule="adamw", sizes={"num_nextn_predict_layers": 2}, packed=True),
         Rehearsal("qwen3_next", rule="adamw", packed=True),
         Rehearsal("llama", rule="muon"),

@@ -44,14 +44,14 @@ so that it trains nothing in "one layer"."""
 MESHES: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {
     2: {
         "pp2 adapters": ("adapters", {"pp": 2, "poison": True}),
-        "ep2 adapters": ("adapters", {"ep": 2, "poison": True}),
+        "ep2 adapters of the host": ("adapters", {"ep": 2, "poison": True}),
         "pp2 one layer": ("one layer", {"pp": 2}),
         "dp2 soap": ("soap", {}),
     },
     4: {
         "pp2 ep2 adapters": ("adapters", {"pp": 2, "ep": 2, "poison": True}),
         "pp2 dp2 one layer": ("one layer", {"pp": 2}),
-        "ep2 dp2 adapters": ("adapters", {"ep": 2}),
+        "ep2 dp2 adapters of the host": ("adapters", {"ep": 2}),
     },
 }
 
@@ -71,11 +71,17 @@ def config_of(folder: Path, run_dir: str, *changes: dict[str, Any]) -> Config:
     )
 
 
+def from_host(name: str) -> dict[str, Any]:
+    """Return what lets the frozen weights of a run with this name come from the host."""
+    return {"train": {"offload_frozen": True}} if "host" in name else {}
+
+
 def trainings(rank: int, world_size: int, folder: Path) -> list[int]:
     """Do all runs of this number of ranks; returns the steps at which they ended."""
     steps = []
     for name, (run, parallel) in MESHES[world_size].items():
-        steps.append(start(config_of(folder, name, RUNS[run], {"parallel": parallel})).step)
+        changes = {"parallel": parallel, **from_host(name)}
+        steps.append(start(config_of(folder, name, RUNS[run], changes)).step)
     if world_size == 2:
         steps.append(
             start(
@@ -137,6 +143,12 @@ def test_a_mesh_fine_tunes_as_one_process_does(world_size: int, folder: Path) ->
         assert_same_run(folder / name, folder / run, 1e-5 if run == "soap" else 1e-9)
     if world_size == 2:
         assert_same_run(folder / "moved", folder / "adapters", 1e-9)
+
+
+def test_frozen_weights_of_one_process_come_from_the_host(folder: Path) -> None:
+    name = "adapters of the host"
+    assert train(config_of(folder, name, RUNS["adapters"], from_host(name)), Silent()).finished
+    assert_same_run(folder / name, folder / "adapters", 0.0)
 
 
 def weights_that_one_rank_lacks(rank: int, world_size: int, folder: Path) -> str:

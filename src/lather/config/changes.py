@@ -37,7 +37,8 @@ FREE = {
     *("checkpoint", "data", "fork_from", "ignore_fields", "init_from", "log", "moe.memory"),
     *("parallel", "run_dir"),
     *("train.compile", "train.deterministic", "train.device", "train.max_skipped_steps"),
-    *("train.micro_batch_size", "train.minutes", "train.recompute", "train.rounded_weights"),
+    *("train.micro_batch_size", "train.minutes", "train.offload_frozen"),
+    *("train.recompute", "train.rounded_weights"),
     *("train.validation_every", "train.validation_sequences"),
 }
 """Sections and keys. Those of `data` only say where the tokens are; checksums verify that the

@@ -114,6 +114,10 @@ class LoopConfig:
     """dtype in which the gradients of a step are kept between micro-batches. They are computed, and
     summed over ranks, in float32; with bfloat16 these sums are added to those of the earlier
     micro-batches and rounded stochastically, which saves 2 bytes per weight that a rank keeps."""
+    offload_frozen: bool = False
+    """Keep frozen weights in the host's pinned memory; each block's are copied to the GPU just
+    before its forward and its backward pass, beside the computation. With parallel.gather 'stage'
+    the copies of whole stages stay on the GPU for the step."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA if there is a GPU, else the CPU."""
 

@@ -75,7 +75,7 @@ class Engine:
             set_rounded_weights(part, self.rounded_weights)
         narrow = torch.bfloat16 if loop.precision == "bf16" else None
         of_gradients = torch.bfloat16 if loop.gradient_dtype == "bfloat16" else None
-        self.units = shard_part(part, mesh, Storing(narrow, of_gradients))
+        self.units = shard_part(part, mesh, Storing(narrow, of_gradients, loop.offload_frozen))
         self.parameters = local_parameters(part, mesh)
         shape = (self.micro_batch_size, loop.sequence_length, part.hidden_size)
         dtype = next(part.parameters()).dtype

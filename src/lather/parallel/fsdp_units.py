@@ -115,11 +115,6 @@ class FsdpUnit:
         for parameters in self.sharded:
             parameters.reduce()
 
-    def finish_reductions(self) -> None:
-        """Make the current stream wait for the reductions of all units, and free their buffers."""
-        for parameters in self.sharded:
-            parameters.finish_reductions()
-
     def wait_for_gradients(self) -> None:
         """Make the current stream wait for the reductions, and give the sharded parameters their
         gradients."""

@@ -84,9 +84,8 @@ class Reductions:
 
     @contextmanager
     def start(self, *buffers: Tensor) -> Iterator[None]:
-        """Queue the work of the block, which needs the buffers, behind the current stream; that
-        first waits for the last reduction."""
-        self.finish()
+        """Queue the work of the block, which needs the buffers, behind the current stream. Call
+        `finish` before the buffers are allocated."""
         with self._stream.after_current():
             yield
             self._event, self._buffers = self._stream.record(), buffers
@@ -201,7 +200,8 @@ class ShardedParameters:
             memory = padded.data.view(self._num_ranks, -1).view(torch.uint8)
             whole.untyped_storage().resize_(0)
         if self._on_host:
-            rows = rows.pin_memory() if is_gpu(device) else rows
+            pins, dtype = is_gpu(device), rows.dtype
+            rows = torch.empty(rows.shape, dtype=dtype, device="cpu", pin_memory=pins).copy_(rows)
             sharded = nn.Parameter(rows, requires_grad=False)
         if mesh is not None:
             of_rows, like = (
@@ -234,7 +234,11 @@ class ShardedParameters:
                 section.view(member.whole.dtype)[: len(values)]
                 for section, member, values in zip(sections, self.members, rows, strict=True)
             ]
-            foreach_copy_(own, rows, non_blocking=True)
+            if self._on_host:
+                for target, values in zip(own, rows, strict=True):
+                    target.copy_(values, non_blocking=True)
+            else:
+                foreach_copy_(own, rows)
             if buffer is not None:
                 dist.all_gather_into_tensor(buffer.view(-1), buffer[self._rank], self._group)
             self._arriving = buffer, self._streams.gathers.record()
@@ -290,6 +294,7 @@ class ShardedParameters:
             gradients.reverse()
             self._add_rounded(gradients.pop().flatten() for _ in wholes)
             return
+        self._streams.reductions.finish()  # its buffer is as large
         buffer = zero.new_empty(self._num_ranks, sum(self._lengths))
         chunk_cat(gradients, 0, self._num_ranks, out=buffer)
         gradients.clear()
@@ -315,10 +320,6 @@ class ShardedParameters:
                 total.add_(kept)
             round_to_bf16(total, self._num_sums, out=kept)
         self._num_sums += 1
-
-    def finish_reductions(self) -> None:
-        """Make the current stream wait for the reductions, and free what they needed."""
-        self._streams.reductions.finish()
 
     @property
     def sums(self) -> list[Tensor]:

@@ -117,10 +117,8 @@ class Pass:
         following = self._ahead[0] if self._ahead else ()
         self._gathering.gather(following or self._then)
         yield
-        for unit in units:
-            unit.finish_reductions()  # that the last visit started, and whose buffer is as large
-        self._leave([unit for unit in units if unit not in following])
         self._gathering.free(units)
+        self._leave([unit for unit in units if unit not in following])
 
 
 GATHERED = Pass()

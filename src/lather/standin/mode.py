@@ -79,6 +79,11 @@ class StandInMode(TorchDispatchMode):
         """Return whether x is a tensor on the device."""
         return isinstance(x, self.fake) and x.fake_device.type == self.device.type  # type: ignore[attr-defined]
 
+    @property
+    def pinned_bytes(self) -> int:
+        """Pinned bytes of the host."""
+        return sum(storage.nbytes() for storage in self._pinned.values())
+
     # --- notifications of a subclass --------------------------------------------------------------
 
     @property
@@ -153,6 +158,8 @@ class StandInMode(TorchDispatchMode):
             (x,) = args
             return torch.device("meta") if x.fake_mode.in_kernel_invocation else x.fake_device
         kwargs, name = dict(kwargs or {}), operations.name_of(func)
+        if name == "is_pinned":
+            return id(args[0].untyped_storage()) in self._pinned
         if name == "_record_function_enter_new":
             self.entered(args[0])
         elif name == "_record_function_exit":
@@ -171,8 +178,11 @@ class StandInMode(TorchDispatchMode):
     def _on_cpu(
         self, func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
-        if name == "is_pinned":
-            return id(args[0].untyped_storage()) in self._pinned
+        if kwargs.pop("pin_memory", None):  # the host may not have as much memory
+            with self._mode:
+                pinned = func(*args, **kwargs)
+            self._pinned[id(pinned.untyped_storage())] = pinned.untyped_storage()
+            return pinned
         if name == "_pin_memory":
             pinned = args[0].clone()
             self._pinned[id(pinned.untyped_storage())] = pinned.untyped_storage()

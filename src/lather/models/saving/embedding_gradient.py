@@ -26,7 +26,7 @@ TILE_ELEMENTS = 2**25
 def look_up(weight: Float[Tensor, "v d"], tokens: Int[Tensor, "*batch"]) -> Float[Tensor, "..."]:
     """Return the rows of `weight`, a leaf, for the tokens, as `F.embedding` does. Hooks on `weight`
     do not run in a backward pass that finds a gradient."""
-    return _LookUp.apply(weight, tokens)  # type: ignore[no-untyped-call, no-any-return]
+    return _LookUp.apply(weight, tokens)  # type: ignore[no-untyped-call]
 
 
 class _LookUp(torch.autograd.Function):
