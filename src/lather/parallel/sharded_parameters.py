@@ -295,9 +295,12 @@ class ShardedParameters:
             self._add_rounded(gradients.pop().flatten() for _ in wholes)
             return
         self._streams.reductions.finish()  # its buffer is as large
-        buffer = zero.new_empty(self._num_ranks, sum(self._lengths))
-        chunk_cat(gradients, 0, self._num_ranks, out=buffer)
-        gradients.clear()
+        if len(gradients) == 1 and len(gradients[0]) % self._num_ranks == 0:
+            buffer = gradients.pop().reshape(self._num_ranks, -1)
+        else:
+            buffer = zero.new_empty(self._num_ranks, sum(self._lengths))
+            chunk_cat(gradients, 0, self._num_ranks, out=buffer)
+            gradients.clear()
         total = torch.empty_like(buffer[0]) if self._num_ranks > 1 else buffer[0]
         with self._streams.reductions.start(buffer, total):
             if self._num_ranks > 1:
