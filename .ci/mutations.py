@@ -98,8 +98,8 @@ MUTATIONS = (
     Mutation(
         "offload: bases are written back after the wrong steps",
         "optim/batched/visits.py",
-        "self._write_back(visit, with_bases=bool(jobs))",
-        "self._write_back(visit, with_bases=not jobs)",
+        "with_bases=bool(jobs) or not has_refreshes",
+        "with_bases=not has_refreshes",
         "optim/test_offload.py",
     ),
     Mutation(

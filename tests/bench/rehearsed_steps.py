@@ -101,6 +101,7 @@ def rehearsals() -> list[Rehearsal]:
         Rehearsal(rule="soap_muon"),
         Rehearsal(rule="klsoap", sizes=NARROW),
         Rehearsal(optim={"stagger_refresh": True, "stagger_first": True, "async_refresh": True}),
+        Rehearsal(optim={"offload": True}),
         Rehearsal(rule="adamw", loop=recomputed, packed=True),
         Rehearsal("gpt_oss", rule="adamw", packed=True),
         Rehearsal(

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from benchmarks import plans
 from lather.cli import main
 from lather.config.config import CheckpointConfig
+from lather.config.optim import optim_config
+from lather.memory import plan_report
 from lather.memory.dry_rank import BUILDING, Load, shortened
 from lather.memory.dry_run import FIRST, RankRun, dry_run
 from lather.memory.ledger import KINDS, Ledger
@@ -56,6 +58,29 @@ def planned() -> MemoryPlan:
     """A plan of SOAP, with AdamW for embedding, head, routers and norms, in one process with bf16
     products."""
     return plan(config_of("soap", precision="bf16"), 1, Assumed())
+
+
+def test_offloaded_state_is_in_the_hosts_memory_and_visits_the_device(
+    planned: MemoryPlan,
+) -> None:
+    """All of it is fetched in a step; bases are written back in one of ten."""
+    timeline = planned.ranks[0].steps["a step"]
+    kept = {kind: size for kind, size in timeline.at(-1).items() if kind.startswith("optimizer")}
+    config = replace(planned.config, optim=optim_config("soap", offload=True))
+    offloaded = plan(config, 1, Assumed())
+    run, state = offloaded.ranks[0], sum(kept.values())
+    assert run.host.visiting == state
+    assert state <= run.host.pinned <= 1.25 * state
+    assert planned.host.pinned == 0
+    fetched, written = offloaded.bus
+    assert (fetched, written) == (state, state - 0.9 * kept["optimizer bases"])
+    for step in run.steps.values():
+        assert not any(kind.startswith("optimizer") for kind in step.at_peak)
+    (line,) = (x for x in plan_report.remarks(offloaded, None) if x.startswith("offloaded state"))
+    assert "0.00 GiB of pinned memory" in line
+    assert "at 25 GB/s each way" in line
+    assert not [x for x in plan_report.remarks(planned, None) if x.startswith("offloaded state")]
+    assert plan_report.to_json(offloaded)["ranks"][0]["host"]["visiting"] == state
 
 
 def test_every_kind_from_first_principles(planned: MemoryPlan) -> None:

@@ -139,7 +139,7 @@ class Staging:
         copy = self._copies.get(key)
         if copy is not None and (copy.shape, copy.dtype) == (value.shape, value.dtype):
             return copy
-        pinned = is_gpu(self.device)
+        pinned = is_gpu(value)
         return torch.empty(value.shape, dtype=value.dtype, device=self.host, pin_memory=pinned)
 
 

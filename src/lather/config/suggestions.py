@@ -215,10 +215,11 @@ NAMES = (
             "no field for them, and parameters are always sharded over them (FSDP2)"
         ),
     ),
+    Name("offload", "cpu_offload offload_optimizer offload_optimizer_state optimizer_offload"),
     Name(
         "",
-        "offload cpu_offload offload_optimizer offload_param offload_params",
-        "nothing is offloaded to the host's memory: docs/memory.md has what lowers memory instead",
+        "offload_param offload_params",
+        "optim.offload = true keeps optimizer state, not weights, in the host's memory",
     ),
     Name(
         "",

@@ -8,8 +8,8 @@ first. The settings of a rung, three at most, are planned at the same time, on t
 the rungs below. The first rung with a setting that fits is the last.
 
 Every size is that of a whole plan (`lather.memory.plan`), and so are flops and bytes sent. To order
-settings these are converted to seconds at assumed rates (`FLOPS`, `LINK`, `EXCHANGE`), which are no
-prediction.
+settings these are converted to seconds at assumed rates (`FLOPS`, `LINK`, `EXCHANGE`, `BUS`), which
+are no prediction.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ FLOPS = 400e12
 LINK, EXCHANGE = 50e9, 300e9
 """Assumed bytes per second that a device sends to other machines, and to ranks of its machine; no
 transfer overlaps with compute."""
+BUS = 25e9
+"""Assumed bytes per second between a device and its host, in each direction at the same time."""
 
 MOST_SETTINGS = 10
 """Maximal number of settings that are planned."""
@@ -59,7 +61,8 @@ class Setting:
         work = self.plan.work
         inside = work.sent if self.plan.world_size <= machine else work.experts
         computing = work.flops / FLOPS / (1 - self.plan.bubble())
-        return computing + inside / EXCHANGE + (work.sent - inside) / LINK
+        visiting = max(self.plan.bus) / BUS
+        return computing + inside / EXCHANGE + (work.sent - inside) / LINK + visiting
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,12 @@ from lather.config.config import Config
 from lather.device import is_gpu
 from lather.engine.optimizer import build_optimizer
 from lather.engine.step import TrainStep
-from lather.memory.dry_rank import BUILDING, DryRank, dry_rank
+from lather.memory.dry_rank import BUILDING, DryRank, dry_rank, kind_of_state
 from lather.memory.ledger import MemoryTimeline
 from lather.memory.work import Work
 from lather.memory.workers import Assumed
 from lather.optim import MatrixOptimizer
+from lather.parallel.mesh import Mesh
 
 T = TypeVar("T")
 
@@ -30,6 +31,18 @@ RATE = 1e-3
 FIRST = "the first optimizer step"
 SAVE = "a checkpoint"
 STEP = "a step"
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Memory that a rank needs of its host, in bytes."""
+
+    pinned: int = 0
+    """Pinned memory, as torch allocates it."""
+    visiting: int = 0
+    """Offloaded state, all of which visits the device in every step."""
+    bases: int = 0
+    """Part of it that is written back after a refresh alone."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +66,8 @@ class RankRun:
     """Bytes of weights, optimizer state and random state that the rank contributes to a checkpoint;
     of copies on several ranks, one is written. An asynchronous checkpoint keeps a copy of these
     bytes, in the plan of a CPU, or in the host's memory beside a GPU."""
+
+    host: HostMemory = HostMemory()
 
     @property
     def peak(self) -> int:
@@ -121,9 +136,27 @@ def dry_run(
             tuple(share.layers_of_stage[stage] for stage in share.stages_of_rank),
             timelines,
             dict(mode.tally.sums),
-            _state_of_ranks(optimizer, rank, config.parallel.ep),
+            _state_of_ranks(optimizer, engine.mesh, offloaded=False),
             checkpoint_bytes,
+            _host_memory(dry, optimizer),
         )
+
+
+def _host_memory(dry: DryRank, optimizer: MatrixOptimizer) -> HostMemory:
+    """Return the host's memory of the rank at this position that owns the most offloaded state."""
+    visiting = {"bases": 0, "others": 0}
+    for state in optimizer.state.values():
+        for name, x in state.items():
+            if name != "step" and x.device.type == "cpu":
+                is_basis = kind_of_state(name) == "optimizer bases"
+                visiting["bases" if is_basis else "others"] += x.nbytes
+    mesh = dry.engine.mesh
+    owned = _state_of_ranks(optimizer, mesh, offloaded=True)
+    total = sum(visiting.values())
+    missing = max(owned.values(), default=0) - owned.get(mesh.rank, 0) if total else 0
+    scale = 1 + missing / max(total, 1)
+    sizes = dry.mode.pinned_bytes + missing, total + missing, int(visiting["bases"] * scale)
+    return HostMemory(*sizes)
 
 
 def _omitted_inputs(dry: DryRank) -> list[torch.Tensor]:
@@ -164,11 +197,13 @@ def step_without_passes(step: TrainStep) -> None:
     step.update(engine.new_reading(num_labels=1), RATE)
 
 
-def _state_of_ranks(optimizer: MatrixOptimizer, rank: int, expert_ranks: int) -> dict[int, int]:
-    """Return bytes of state by rank. This rank does not see the other expert ranks; their experts
-    are assumed to have the same state as its own."""
+def _state_of_ranks(optimizer: MatrixOptimizer, mesh: Mesh, *, offloaded: bool) -> dict[int, int]:
+    """Return bytes of state by rank: offloaded state, or that on the devices. This rank does not
+    see the other expert ranks; their experts are assumed to have the same state as its own."""
     sizes: Counter[int] = Counter()
-    for ranks, bytes_of_owner in optimizer.state_bytes_of_owners().items():
+    rank, expert_ranks = mesh.rank, mesh.ep
+    which = offloaded if is_gpu(mesh.device) else None
+    for ranks, bytes_of_owner in optimizer.state_bytes_of_owners(offloaded=which).items():
         is_of_experts = len({member % expert_ranks for member in ranks}) == 1
         shifts = [at - rank % expert_ranks for at in range(expert_ranks)] if is_of_experts else [0]
         for owner, size in bytes_of_owner.items():

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from lather.config.config import Config, check_parallel
-from lather.memory.dry_run import RankRun, dry_run
+from lather.memory.dry_run import HostMemory, RankRun, dry_run
 from lather.memory.stage_bytes import memory_partition
 from lather.memory.work import MICRO_BATCHES, REFRESH, REST, Work
 from lather.memory.workers import Assumed, Device, worker_processes
@@ -67,6 +67,18 @@ class MemoryPlan:
         frequency = getattr(self.config.optim, "precondition_frequency", 1)
         refresh = when.get(REFRESH, Work()) * (1 / frequency)
         return sum((when.get(name, Work()) for name in (MICRO_BATCHES, REST)), refresh)
+
+    @property
+    def host(self) -> HostMemory:
+        """Memory that the rank with the most of it needs of its host."""
+        return max((run.host for run in self.ranks), key=lambda host: host.pinned)
+
+    @property
+    def bus(self) -> tuple[float, float]:
+        """Bytes of state that are fetched to a device in a step, and that are written back, on
+        average over the steps from refresh to refresh."""
+        frequency = getattr(self.config.optim, "precondition_frequency", 1)
+        return self.host.visiting, self.host.visiting - self.host.bases * (1 - 1 / frequency)
 
     @property
     def peaks_where_weight_gradients_wait(self) -> bool:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from rich.console import Console
 
 from lather.console import titled_table
 from lather.files import write_numbers
-from lather.memory.advice import EXCHANGE, FLOPS, LINK, Advice, Setting, as_options
+from lather.memory.advice import BUS, EXCHANGE, FLOPS, LINK, Advice, Setting, as_options
 from lather.memory.dry_run import RankRun
 from lather.memory.ledger import segment_title
 from lather.memory.plan import CONTEXT_BYTES, FRAGMENTATION, MemoryPlan
@@ -75,6 +76,8 @@ def remarks(plan: MemoryPlan, memory: int | None) -> list[str]:
             "weight gradients as early as they can be: bubble "
             f"{bubbles} if all layers take equally long"
         )
+    if plan.host.visiting:
+        lines.append(offload(plan))
     lines.append(checkpoint(plan))
     if plan.assumed.device == "gpu":
         lines.append(
@@ -87,6 +90,19 @@ def remarks(plan: MemoryPlan, memory: int | None) -> list[str]:
         difference = _in(abs(memory - plan.needed), GIB)
         lines.append(f"{word} in {_in(memory, GIB)} GiB: {difference} GiB {rest}")
     return lines
+
+
+def offload(plan: MemoryPlan) -> str:
+    """Describe what the host must hold for offloaded state, and the way of the state over the
+    bus."""
+    host, (fetched, written) = plan.host, plan.bus
+    return (
+        f"offloaded state: {_in(host.pinned, GIB)} GiB of pinned memory of the host per rank, "
+        f"times the ranks on a machine; in a step {_in(fetched, GIB)} GiB are fetched and "
+        f"{_in(written, GIB)} written back, which takes {max(fetched, written) / BUS:.2f} s at "
+        f"{BUS / 1e9:.0f} GB/s each way, beside {plan.work.flops / FLOPS:.2f} s of arithmetic at "
+        f"{FLOPS / 1e12:.0f} TFLOP/s (assumed, not measured)"
+    )
 
 
 def checkpoint(plan: MemoryPlan) -> str:
@@ -162,6 +178,7 @@ def _rank_json(run: RankRun) -> dict[str, Any]:
         "layers": [list(layers) for layers in run.layers],
         "peak": run.peak,
         "checkpoint": run.checkpoint_bytes,
+        "host": asdict(run.host),
         "steps": {
             name: {
                 "peak": timeline.peak,

@@ -31,7 +31,7 @@ from lather.boxes import local, local_grad
 from lather.device import is_gpu
 from lather.optim.batched.formats import StateEntry
 from lather.optim.batched.matrix_layout import Layout
-from lather.optim.batched.pinned import HostMemory, is_offloaded, is_pinned, padded
+from lather.optim.batched.pinned import PinnedMemory, is_offloaded, is_pinned, padded
 from lather.optim.batched.remainders import REMAINDER
 
 T = TypeVar("T")
@@ -129,12 +129,12 @@ class Bucket:
         sizes = [math.prod(self.sizes[name]) * x.dtype.itemsize for name, x in self.entries.items()]
         return sum(map(padded, sizes)) if self.offloaded else 0
 
-    def allocate(self, host: HostMemory | None = None) -> list[dict[str, Tensor]]:
+    def allocate(self, host: PinnedMemory | None = None) -> list[dict[str, Tensor]]:
         """Allocate the stacks with their initial values, in `host` if they are offloaded, and
         return the views of each member. They are detached, because autograd keeps the base of any
         other view alive, even when the user replaces the view's `data`."""
         entries = self.entries.items()
-        host = host or HostMemory(self.host_bytes)
+        host = host or PinnedMemory(self.host_bytes)
         stacks = {
             name: host.stack(self.sizes[name], x.dtype)
             if self.offloaded
@@ -151,7 +151,7 @@ class Bucket:
         pairs = zip(self.members, self.first_row, strict=False)
         return [{name: view(name, x, member, row) for name, x in entries} for member, row in pairs]
 
-    def stack(self, state: States, host: HostMemory | None = None) -> States:
+    def stack(self, state: States, host: PinnedMemory | None = None) -> States:
         """Move the state of the members into new stacks. Return state for `open_buckets`: it has
         initial entries for members whose state was deleted.
 

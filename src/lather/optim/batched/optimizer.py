@@ -371,10 +371,13 @@ class MatrixOptimizer(torch.optim.Optimizer, metaclass=DocumentedByRule):
         checkpoint is loaded."""
         self._store.create(self._current_roster().params, self.state)
 
-    def state_bytes_of_owners(self) -> dict[tuple[int, ...], dict[int, int]]:
-        """Return the bytes of optimizer state of all parameters that are spread over ranks: the
-        ranks -> owner rank -> bytes (global ranks). Empty before the first step."""
-        return self._groups.sharding.state_bytes()
+    def state_bytes_of_owners(
+        self, *, offloaded: bool | None = None
+    ) -> dict[tuple[int, ...], dict[int, int]]:
+        """Return the bytes of optimizer state of all parameters that are spread over ranks, or of
+        those with the option `offload` or without it: the ranks -> owner rank -> bytes (global
+        ranks). Empty before the first step."""
+        return self._groups.sharding.state_bytes(offloaded=offloaded)
 
     def state_pieces(self) -> Iterator[tuple[Tensor, Piece]]:
         """Yield the state on this rank as pieces of whole entries, each with its parameter, for

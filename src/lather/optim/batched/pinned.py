@@ -28,7 +28,7 @@ def is_offloaded(rule: Rule, device: torch.device) -> bool:
     return rule.offload and is_gpu(device)
 
 
-class HostMemory:
+class PinnedMemory:
     """Pinned memory for stacks that together take a number of bytes."""
 
     def __init__(self, num_bytes: int) -> None:

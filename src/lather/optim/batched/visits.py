@@ -31,7 +31,7 @@ from lather.optim.batched.refresh import Counts, DimRefresh, due_refreshes, refr
 from lather.optim.batched.roster import Roster
 from lather.optim.batched.runs import VISITORS, MemberRun
 from lather.optim.batched.streams import SideStreams, after_the_caller
-from lather.optim.rule import NOBODY
+from lather.optim.rule import NOBODY, RefreshingRule
 
 FETCHING, WRITING = -2, -3
 """Numbers of the side streams of the copies."""
@@ -91,7 +91,8 @@ class Visits:
                 _take_all_phases(chunk, jobs, counts)
             finally:
                 bucket.stacks, bucket.first_here = home, 0
-            self._write_back(visit, with_bases=bool(jobs))
+            has_refreshes = isinstance(chunk.run.rule, RefreshingRule)
+            self._write_back(visit, with_bases=bool(jobs) or not has_refreshes)
 
     def end(self) -> None:
         """Make the step's stream wait for all copies, and free the rooms."""

@@ -84,11 +84,16 @@ class Sharding:
             self.groups[ranks] = group
         return self.groups[ranks]
 
-    def state_bytes(self) -> dict[tuple[int, ...], dict[int, int]]:
-        """Return the bytes of state of all parameters that are spread over ranks and have owners:
-        the ranks -> owner -> bytes (global ranks)."""
+    def state_bytes(
+        self, *, offloaded: bool | None = None
+    ) -> dict[tuple[int, ...], dict[int, int]]:
+        """Return the bytes of state of all parameters that are spread over ranks and have owners,
+        or of those with the option `offload` or without it: the ranks -> owner -> bytes (global
+        ranks)."""
         sizes: dict[tuple[int, ...], dict[int, int]] = {}
         for share in self._shares.values():
+            if offloaded is not None and share.layout.rule.offload != offloaded:
+                continue
             entries = share.layout.entries.values()
             of_element = sum(entry.dtype.itemsize for entry in entries)
             of_matrix = sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in entries)
