@@ -5,12 +5,12 @@ For a block with largest magnitude a:
     unit  = the smallest power of two for which a / unit is at most the largest code's y
     y     = |x| / unit, below 2^(k-1)
     code  = (bits of y + max(1, y), less those of 1, plus half of 2^shift and noise), without the
-            last `shift` bits, and with the sign of x
+            last `shift` bits; the highest of 8 bits is the sign of x
 
 Here y + max(1, y) joins the octaves to the multiples of 2^-m below 1, because the bits of a float
 count its neighbors. They are linear between powers of two, so noise that is uniform from -2^shift /
 2 on rounds without bias; without noise, to the nearest code. `scales` holds the units, which are at
-least 2^-126.
+least 2^-126. A code is also a number in fp16 without its last bits, in units of 2^-14.
 
 A few rows are processed at a time, which stay in the cache."""
 
@@ -28,12 +28,11 @@ from lather.kernels.stochastic_rounding.reference import noise
 
 BLOCK = 128
 """Largest number of elements of the last dim that share a scale."""
-CHUNK = 2**16
+CHUNK = 2**17
 """Number of elements that are processed at a time."""
 
-ONE, INFINITE, MAGNITUDE, SIGN = 0x3F800000, 0x7F800000, 0x7FFFFFFF, -0x80000000
-"""The bits of 1 and of infinity, of which NaN has more, and the bits that hold magnitude and
-sign."""
+ONE, INFINITE = 0x3F800000, 0x7F800000
+"""The bits of 1 and of infinity, which are those of an exponent."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +40,8 @@ class Code:
     """The meaning of 8 bits."""
 
     octaves: int
-    """Number k of intervals with equally many codes, a power of two: octaves, and the interval from
-    0 to 1."""
+    """Number k of intervals with equally many codes, a power of two up to 16: octaves, and the
+    interval from 0 to 1."""
     is_signed: bool
 
     @property
@@ -56,37 +55,35 @@ def quantize_(
 ) -> None:
     shift = code.shift
     for x_, codes_, scales_ in _in_chunks(x, codes, scales):
-        bits = _in_blocks(x_).view(torch.int32)
-        magnitude = bits & MAGNITUDE
-        top = magnitude.amax(-1, keepdim=True)
+        elements = _in_blocks(x_)
+        bits, y = elements.view(torch.int32), elements.abs()
+        top = y.amax(-1, keepdim=True)
         # a mantissa above the largest code's belongs to the next power of two
-        exponent = (top + (1 << shift) - 1).bitwise_right_shift_(23).add_(2 - code.octaves)
-        exponent.clamp_(min=1)
-        unit = (exponent << 23).masked_fill_(top >= INFINITE, MAGNITUDE)  # NaN
-        scales_.copy_(unit.view(torch.float32).squeeze(-1))
+        unit = (top.view(torch.int32) + ((1 << shift) - 1)).bitwise_and_(INFINITE)
+        unit.sub_(code.octaves - 2 << 23).clamp_(min=1 << 23)
+        unit = unit.view(torch.float32)
+        torch.add(unit, top - top, out=scales_.unsqueeze(-1))  # NaN for infinities and NaN
 
-        inverse = (254 - exponent).bitwise_left_shift_(23).view(torch.float32)
-        y = magnitude.view(torch.float32) * inverse
-        q = y.add_(y.clamp(min=1.0)).view(torch.int32).add_((1 << shift - 1) - ONE)
+        q = y.mul_(unit.reciprocal_()).add_(y.clamp(min=1.0)).view(torch.int32)
+        q.add_((1 << shift - 1) - ONE)
         if stochastic:
             q.add_(noise(bits, step, shift))
         q.bitwise_right_shift_(shift)
         if code.is_signed:
-            sign = bits >> 31
-            q.bitwise_xor_(sign).sub_(sign)
+            q.bitwise_or_((bits >> 24).bitwise_and_(0x80))
         else:
-            q = q.maximum(magnitude.clamp_(max=1))
-        codes_.view(torch.uint8).copy_(q.flatten(-2)[:, : x_.shape[1]])
+            q = q.maximum(bits.clamp(0, 1))
+        codes_.view(torch.uint8).copy_(q.flatten(-2)[:, : codes_.shape[1]])
 
 
 def dequantize(codes: Tensor, scales: Tensor, out: Tensor, code: Code) -> None:
+    shift = code.shift - 13
     for codes_, scales_, out_ in _in_chunks(codes, scales, out):
-        narrow = codes_ if code.is_signed else codes_.view(torch.uint8)
-        q = _in_blocks(narrow).to(torch.int32)
-        sign = q & SIGN
-        y = q.abs_().bitwise_left_shift_(code.shift).add_(ONE).view(torch.float32)
-        y.sub_((y * 0.5).clamp_(min=1.0)).mul_(scales_.unsqueeze(-1))
-        y.view(torch.int32).bitwise_or_(sign)
+        bits = _in_blocks(codes_ if code.is_signed else codes_.view(torch.uint8)).to(torch.int16)
+        bits.bitwise_left_shift_(shift)
+        if code.is_signed:
+            bits.bitwise_and_((0x7F << shift) - 0x8000)
+        y = bits.view(torch.float16).float().mul_(2.0**14).mul_(scales_.unsqueeze(-1))
         out_.copy_(y.flatten(-2)[:, : codes_.shape[1]])
 
 

@@ -32,8 +32,14 @@ def quantize_(
 
 def dequantize(codes: Tensor, scales: Tensor, out: Tensor, code: Code) -> None:
     sizes = _sizes(codes, scales, code)
-    narrow = codes if code.is_signed else codes.view(torch.uint8)
-    arguments = (narrow, scales, out, codes.shape[-1], scales.shape[-1], scales.numel())
+    arguments = (
+        codes.view(torch.uint8),
+        scales,
+        out,
+        codes.shape[-1],
+        scales.shape[-1],
+        scales.numel(),
+    )
     del sizes["OCTAVES"]
     launch(_dequantize, _grid(scales, sizes), *arguments, **sizes)
 
@@ -88,7 +94,7 @@ def _quantize(
     if STOCHASTIC:
         q += noise(bits, key, SHIFT)
     q >>= SHIFT
-    q = tl.where(bits < 0, -q, q) if SIGNED else tl.maximum(q, tl.minimum(magnitude, 1))
+    q = q | ((bits >> 24) & 0x80) if SIGNED else tl.maximum(q, tl.minimum(bits, 1))
     tl.store(codes_ptr + at, q.to(tl.uint8), mask=inside)
 
 
@@ -108,8 +114,9 @@ def _dequantize(
     block, at, inside = _places(num_columns, blocks, num_blocks, ROWS, BLOCK)
     unit = tl.load(scales_ptr + block, mask=block < num_blocks, other=0.0)
     q = tl.load(codes_ptr + at, mask=inside, other=0).to(tl.int32)
-    y = ((tl.abs(q) << SHIFT) + 0x3F800000).to(tl.float32, bitcast=True)
+    magnitude = q & 0x7F if SIGNED else q
+    y = ((magnitude << SHIFT) + 0x3F800000).to(tl.float32, bitcast=True)
     y = (y - tl.maximum(0.5 * y, 1.0)) * unit[:, None]
     if SIGNED:
-        y = tl.where(q < 0, -y, y)
+        y = tl.where(q > 0x7F, -y, y)
     tl.store(out_ptr + at, y, mask=inside)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-CHUNK = 2**16
+CHUNK = 2**17
 """Number of elements that are rounded at a time, which stay in the cache."""
 
 MULTIPLIERS = (0x7FEB352D, 0x846CA68B)
