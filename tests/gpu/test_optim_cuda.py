@@ -100,6 +100,38 @@ def test_temporary_memory_keeps_to_the_bound() -> None:
     assert torch.cuda.max_memory_allocated() - before <= 2**25
 
 
+@pytest.mark.parametrize("cls", [SOAP, KLSOAP, StackedSOAP], ids=["SOAP", "KLSOAP", "StackedSOAP"])
+def test_offloaded_state_gives_the_same_bits_and_leaves_the_device(
+    cls: type[MatrixOptimizer],
+) -> None:
+    """In chunks of one matrix, which are equal without offload."""
+    expected, plain = trained(cls, "cuda", bucket_bytes=1)
+    found, optimizer = trained(cls, "cuda", bucket_bytes=1, offload=True)
+    assert all(torch.equal(p, q) for p, q in zip(found, expected, strict=True))
+    states = (one.state_dict()["state"].values() for one in (plain, optimizer))
+    for theirs, ours in zip(*states, strict=True):
+        for name, x in ours.items():
+            assert x.device.type == "cpu", name
+            assert name == "step" or x.is_pinned(), name
+            assert torch.equal(x, theirs[name].cpu()), name
+
+
+def test_visits_keep_to_the_bound() -> None:
+    params = [torch.nn.Parameter(torch.randn(256, 512, device="cuda")) for _ in range(64)]
+    optimizer = SOAP(params, precondition_frequency=1, bucket_bytes=2**26, offload=True)
+    for _ in range(3):
+        for p in params:
+            p.grad = torch.randn_like(p)
+        optimizer.step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    optimizer.step()
+    torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() - before <= 2**26
+    assert torch.cuda.memory_allocated() == before
+
+
 def trained_with_streams(
     cls: type[MatrixOptimizer], *, async_refresh: bool, busy: bool
 ) -> tuple[list[torch.Tensor], MatrixOptimizer]:

@@ -76,10 +76,10 @@ def test_offloaded_state_is_in_the_hosts_memory_and_visits_the_device(
     assert (fetched, written) == (state, state - 0.9 * kept["optimizer bases"])
     for step in run.steps.values():
         assert not any(kind.startswith("optimizer") for kind in step.at_peak)
-    (line,) = (x for x in plan_report.remarks(offloaded, None) if x.startswith("offloaded state"))
-    assert "0.00 GiB of pinned memory" in line
+    (line,) = (x for x in plan_report.remarks(offloaded, None) if x.startswith("offloaded"))
+    assert "0.00 GiB of pinned memory of the host per rank, 0.00 per machine of 1" in line
     assert "at 25 GB/s each way" in line
-    assert not [x for x in plan_report.remarks(planned, None) if x.startswith("offloaded state")]
+    assert not [x for x in plan_report.remarks(planned, None) if x.startswith("offloaded")]
     assert plan_report.to_json(offloaded)["ranks"][0]["host"]["visiting"] == state
 
 

@@ -165,12 +165,12 @@ class Module:
     def __post_init__(self) -> None:
         self.Stream = self._new_stream
 
-    def _new_stream(self) -> Stream:
+    def _new_stream(self, device: torch.device) -> Stream:
         number = len(self.boundary.clocks)
         self.boundary.clocks[number] = {}
         return Stream(self.boundary, number)
 
-    def current_stream(self) -> Stream:
+    def current_stream(self, device: torch.device) -> Stream:
         return Stream(self.boundary, self.boundary.stream)
 
     @contextmanager

@@ -165,6 +165,8 @@ def test_streams_of_the_update_and_of_the_refresh_are_kept_apart(
     class Stream:
         device = cuda = torch.device("cuda")
 
+        def __init__(self, device: torch.device) -> None: ...
+
         def wait_stream(self, other: object) -> None:
             pass
 

@@ -90,6 +90,19 @@ def test_options_of_refreshes_and_state_have_the_same_bits(
     assert a.optimizer.counters == b.optimizer.counters
 
 
+@pytest.mark.parametrize("rounding", ["stochastic", "remainder"])
+@pytest.mark.parametrize("kind", ["soap_muon", "adamw"])
+def test_bf16_weights_have_the_same_bits(
+    kind: str, rounding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"dtype": torch.bfloat16, "weight_rounding": rounding}
+    a, b = pair(kind, **options, **ONE_BY_ONE)
+    a.steps(range(4))
+    with crossing(monkeypatch):
+        b.steps(range(4))
+        assert all_same(read(a), read(b))
+
+
 @pytest.mark.parametrize(
     "kind",
     [*WITH_EXPERTS[2:4], *(pytest.param(x, marks=pytest.mark.grid) for x in WITH_EXPERTS[4:])],

@@ -49,8 +49,8 @@ class PlanArguments:
     optimizer state, another mesh or rule. auto: if the run does not fit; always: if it fits, other
     meshes."""
     machine: int = 8
-    """Devices per machine; in the advice, the ranks that share the experts of a layer are within a
-    machine, and pipelines may go from machine to machine."""
+    """Devices per machine, for the memory of its host; in the advice, the ranks that share the
+    experts of a layer are within a machine, and pipelines may go from machine to machine."""
     write: Path | None = None
     """TOML file to write the configuration of the first advice to."""
 
@@ -86,7 +86,7 @@ def plan_command(arguments: list[str]) -> int:
     if parsed.out:
         draw(result, memory, title, parsed.out)
     console = command_console()
-    plan_report.show(result, memory, console)
+    plan_report.show(result, memory, console, machine=parsed.machine)
     fits = memory is None or result.needed <= memory
     if memory is not None and (parsed.advice == "always" or (parsed.advice == "auto" and not fits)):
         _advise(parsed, result, memory, console)

@@ -33,9 +33,9 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
 GIB = 2**30
 
 
-def show(plan: MemoryPlan, memory: int | None, console: Console) -> None:
+def show(plan: MemoryPlan, memory: int | None, console: Console, *, machine: int = 8) -> None:
     """Print a line per pipeline rank at its peak, the activations of the largest rank, and whether
-    the run fits in `memory` bytes."""
+    the run fits in `memory` bytes; `machine`: devices per machine."""
     unit, scale = unit_of(plan.largest.peak)
     table = titled_table(_title(plan, unit), ("rank", "layers"), (*COLUMNS, "peak"))
     table.add_column("when")
@@ -52,10 +52,10 @@ def show(plan: MemoryPlan, memory: int | None, console: Console) -> None:
             f"{run.peak_step}, {run.largest.when}",
         )
     console.print(table)
-    console.print("\n".join(remarks(plan, memory)), highlight=False)
+    console.print("\n".join(remarks(plan, memory, machine)), highlight=False)
 
 
-def remarks(plan: MemoryPlan, memory: int | None) -> list[str]:
+def remarks(plan: MemoryPlan, memory: int | None, machine: int = 8) -> list[str]:
     """Return the lines below the table."""
     _, scale = unit_of(plan.largest.peak)
     timeline = plan.largest.largest
@@ -76,8 +76,8 @@ def remarks(plan: MemoryPlan, memory: int | None) -> list[str]:
             "weight gradients as early as they can be: bubble "
             f"{bubbles} if all layers take equally long"
         )
-    if plan.host.visiting:
-        lines.append(offload(plan))
+    if plan.host.pinned:
+        lines.append(offload(plan, min(machine, plan.world_size)))
     lines.append(checkpoint(plan))
     if plan.assumed.device == "gpu":
         lines.append(
@@ -92,13 +92,18 @@ def remarks(plan: MemoryPlan, memory: int | None) -> list[str]:
     return lines
 
 
-def offload(plan: MemoryPlan) -> str:
-    """Describe what the host must hold for offloaded state, and the way of the state over the
-    bus."""
+def offload(plan: MemoryPlan, num_ranks: int) -> str:
+    """Describe the pinned memory of the host of so many ranks, and the way of offloaded state over
+    the bus."""
     host, (fetched, written) = plan.host, plan.bus
+    text = (
+        f"offloaded: {_in(host.pinned, GIB)} GiB of pinned memory of the host per rank, "
+        f"{_in(num_ranks * host.pinned, GIB)} per machine of {num_ranks}"
+    )
+    if not host.visiting:
+        return text
     return (
-        f"offloaded state: {_in(host.pinned, GIB)} GiB of pinned memory of the host per rank, "
-        f"times the ranks on a machine; in a step {_in(fetched, GIB)} GiB are fetched and "
+        f"{text}; in a step {_in(fetched, GIB)} GiB of optimizer state are fetched and "
         f"{_in(written, GIB)} written back, which takes {max(fetched, written) / BUS:.2f} s at "
         f"{BUS / 1e9:.0f} GB/s each way, beside {plan.work.flops / FLOPS:.2f} s of arithmetic at "
         f"{FLOPS / 1e12:.0f} TFLOP/s (assumed, not measured)"

@@ -162,7 +162,8 @@ class Chunk:
         weights = [layout.part(x.weight(), low, high) for layout, x, low, high in parts]
         grads = [layout.as_batch(x.grad(), low, high).view(-1) for layout, x, low, high in parts]
         pairs = zip(self._remainders(), parts, strict=False)
-        return weights, grads, [x.part(r, low, high) for r, (x, _, low, high) in pairs]
+        remainders = [x.part(r, low, high) for r, (x, _, low, high) in pairs if r is not None]
+        return weights, grads, remainders
 
     def take_statistics(self) -> None:
         """Run the rule's `statistics` phase."""

@@ -48,7 +48,8 @@ def beside(streams: SideStreams, changed: Iterable[Tensor], device: torch.device
 def join(streams: SideStreams) -> None:
     """Make the caller's stream wait for the work of `beside`."""
     if BESIDE in streams:
-        gpu_module(streams[BESIDE].device).current_stream().wait_stream(streams[BESIDE])
+        device = streams[BESIDE].device
+        gpu_module(device).current_stream(device).wait_stream(streams[BESIDE])
 
 
 def on_streams(
@@ -61,7 +62,7 @@ def on_streams(
         yield from items
         return
     used = [after_the_caller(streams, number, device) for number in range(num_streams)]
-    current = gpu_module(device).current_stream()
+    current = gpu_module(device).current_stream(device)
     try:
         for item, stream in zip(items, cycle(used), strict=False):
             with gpu_module(device).stream(stream):
@@ -75,6 +76,6 @@ def after_the_caller(streams: SideStreams, number: int, device: torch.device) ->
     """Return a side stream whose further work begins after all work that the caller's stream has
     been given."""
     if number not in streams:
-        streams[number] = gpu_module(device).Stream()
-    streams[number].wait_stream(gpu_module(device).current_stream())
+        streams[number] = gpu_module(device).Stream(device)
+    streams[number].wait_stream(gpu_module(device).current_stream(device))
     return streams[number]

@@ -64,6 +64,7 @@ class Visits:
         """`visitors`: all chunks that visit the device in the step."""
         device = visitors[0].bucket.device
         self._gpu = gpu_module(device)
+        self._compute = self._gpu.current_stream(device)
         size = max(map(_num_bytes, visitors))
         self._rooms = [
             _Room(torch.empty(size, dtype=torch.uint8, device=device)) for _ in visitors[:VISITORS]
@@ -83,7 +84,7 @@ class Visits:
             visit = arriving.pop()
             if following is not None:
                 arriving.append(self._fetch(following))
-            self._gpu.current_stream().wait_event(visit.has_arrived)
+            self._compute.wait_event(visit.has_arrived)
             jobs = _of_chunk(due.get(chunk.run, ()), chunk)
             bucket, home = chunk.bucket, chunk.bucket.stacks
             bucket.stacks, bucket.first_here = visit.stacks, chunk.start
@@ -96,8 +97,8 @@ class Visits:
 
     def end(self) -> None:
         """Make the step's stream wait for all copies, and free the rooms."""
-        self._gpu.current_stream().wait_stream(self._fetching)
-        self._gpu.current_stream().wait_stream(self._writing)
+        self._compute.wait_stream(self._fetching)
+        self._compute.wait_stream(self._writing)
         self._rooms.clear()
 
     def _fetch(self, chunk: Chunk) -> _Visit:
@@ -117,7 +118,7 @@ class Visits:
 
     def _write_back(self, visit: _Visit, *, with_bases: bool) -> None:
         """Start to copy to the host what the step has changed."""
-        done, entries = self._gpu.current_stream().record_event(), visit.chunk.bucket.entries
+        done, entries = self._compute.record_event(), visit.chunk.bucket.entries
         with self._gpu.stream(self._writing):
             self._writing.wait_event(done)
             for name, rows in visit.chunk.rows_here().items():
