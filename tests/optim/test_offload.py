@@ -26,6 +26,7 @@ from torch import Tensor
 
 from lather.optim import KLSOAP, SOAP, Muon
 from lather.optim.batched import pinned, visits
+from lather.optim.linalg import eigenbasis
 
 ONE_BY_ONE: dict[str, Any] = {"bucket_bytes": 1}
 """Chunks of one matrix, so that many visit the device in a step."""
@@ -88,6 +89,24 @@ def test_options_of_refreshes_and_state_have_the_same_bits(
         b.steps(range(7))
         assert all_same(read(a), read(b))
     assert a.optimizer.counters == b.optimizer.counters
+
+
+def test_refreshes_that_fail_are_tried_again_while_the_rows_are_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def breaks(rows: Tensor, method: str) -> tuple[Tensor, Tensor]:
+        out, failed = real(rows, method)
+        return out, failed | (method == "cholesky_qr")
+
+    real = eigenbasis.orthonormal_rows
+    monkeypatch.setattr(eigenbasis, "orthonormal_rows", breaks)
+    a, b = pair("soap_per_expert", refresh_method="cholesky_qr", **ONE_BY_ONE)
+    a.steps(range(4))
+    with crossing(monkeypatch):
+        b.steps(range(4))
+        assert all_same(read(a), read(b))
+    assert a.optimizer.counters == b.optimizer.counters
+    assert b.optimizer.counters["refreshes_retried"] > 0
 
 
 @pytest.mark.parametrize("rounding", ["stochastic", "remainder"])
