@@ -173,8 +173,8 @@ def test_what_travels_are_micro_batches_of_activations(precision: str, width: in
 
 
 def test_gathered_parameters_are_whole() -> None:
-    """The parameters of a stage are gathered from the forward on; block by block there are those of a block,
-    and perhaps of the next, beside what arrives of one."""
+    """The parameters of a stage are gathered from the forward on; block by block there are those of
+    a block, and perhaps of the next, beside what arrives of one."""
     first, second, *_ = sizes = unit_sizes()
 
     def gathered(mode: str) -> tuple[Any, int]:
