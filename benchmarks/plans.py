@@ -22,6 +22,7 @@ FOLDER = ROOT / "benchmarks" / "results" / "plans"
 QWEN3 = "configs/qwen3-30b-a3b.toml --world 16 --parallel.pp 2 --parallel.ep 8"
 QWEN3_WIDE = "configs/qwen3-30b-a3b.toml --world 16 --parallel.pp 4 --parallel.ep 4"
 QWEN3_SMALL = "configs/qwen3-30b-a3b.toml --world 8"
+QWEN3_NODE = f"{QWEN3_SMALL} --parallel.ep 8"
 DEEPSEEK_LITE = "configs/deepseek-v2-lite.toml --world 8 --parallel.ep 8"
 GPT_OSS = "configs/gpt-oss-20b.toml --world 8 --parallel.pp 2 --parallel.ep 4"
 DEEP_QUICKSTART = (
@@ -29,14 +30,38 @@ DEEP_QUICKSTART = (
     "--train.sequence-length 1024 "
     "--train.batch-size 16 --train.micro-batch-size 1 --train.recompute"
 )
-SMALLER, BF16, EARLY = (
+SMALLER, BF16, INT8, EARLY, BLOCK = (
     "--optim.sides smaller",
     "--optim.state-dtype bfloat16",
+    "--optim.state-dtype int8",
     "--parallel.schedule-memory least",
+    "--parallel.gather block",
 )
 ALL = "attention experts shared_experts"
+WEIGHTS, GRADIENTS, RECOMPUTED = (
+    "--train.weight-dtype bfloat16",
+    "--train.gradient-dtype bfloat16",
+    "--train.recompute attention --moe.memory recompute",
+)
+
+PUBLISHED_QWEN3 = "configs/qwen3-30b-a3b.toml --parallel.ep 8 --optim.name adamw"
+PUBLISHED_LITE = f"{DEEPSEEK_LITE} --train.sequence-length 2048"
+PUBLISHED = {
+    "published-qwen3-30b-a3b-16": (
+        f"{PUBLISHED_QWEN3} --world 16 --parallel.pp 2 --train.sequence-length 2048 {BLOCK}"
+    ),
+    "published-qwen3-30b-a3b-32": f"{PUBLISHED_QWEN3} --world 32 --parallel.pp 4",
+    "published-qwen3-30b-a3b-64": f"{PUBLISHED_QWEN3} --world 64 --parallel.pp 4",
+    "published-qwen3-30b-a3b-64-replicas": (
+        f"{PUBLISHED_QWEN3} --world 64 --parallel.pp 4 --parallel.replicas 2"
+    ),
+    "published-deepseek-v2-lite-8-adamw": f"{PUBLISHED_LITE} --optim.name adamw",
+    "published-deepseek-v2-lite-8-muon": PUBLISHED_LITE,
+}
+"""Runs of which another trainer has published the peak."""
 
 PLANS = {
+    **PUBLISHED,
     "quickstart-1-muon": "configs/quickstart.toml --device cpu",
     "quickstart-deep-attention": f"{DEEP_QUICKSTART} attention",
     "quickstart-deep-attention-early": f"{DEEP_QUICKSTART} attention {EARLY}",
@@ -62,10 +87,10 @@ PLANS = {
     "qwen3-30b-a3b-8-pp2-ep4-soap_muon": (
         f"{QWEN3_SMALL} --parallel.pp 2 --parallel.ep 4 --optim.name soap_muon"
     ),
-    "qwen3-30b-a3b-8-ep8-soap": f"{QWEN3_SMALL} --parallel.ep 8 --optim.name soap",
-    "qwen3-30b-a3b-8-ep8-soap-smaller": (
-        f"{QWEN3_SMALL} --parallel.ep 8 --optim.name soap {SMALLER}"
-    ),
+    "qwen3-30b-a3b-16-muon": "configs/qwen3-30b-a3b.toml --world 16",
+    "qwen3-30b-a3b-8-ep8-muon-bf16": f"{QWEN3_NODE} {BF16} {GRADIENTS}",
+    "qwen3-30b-a3b-8-ep8-soap": f"{QWEN3_NODE} --optim.name soap",
+    "qwen3-30b-a3b-8-ep8-soap-smaller": f"{QWEN3_NODE} --optim.name soap {SMALLER}",
     "qwen3-0.6b-1-muon": "configs/qwen3-0.6b.toml --world 1",
     "llama-3.2-1b-1-muon": "configs/llama-3.2-1b.toml --world 1",
     "olmoe-1b-7b-8-ep8-muon": "configs/olmoe-1b-7b.toml --world 8 --parallel.ep 8",

@@ -180,6 +180,19 @@ QUOTABLE: dict[str, Callable[..., float | tuple[float, float] | Mean | RunRange 
         100 * _format_error(path, kind, form, "error")
     ),
     r"GiB that a rank needs": lambda path: _gib(path, lambda plan: plan["needed"]),
+    r"GiB at the peak": lambda path: _gib(
+        path, lambda plan: max(rank["peak"] for rank in plan["ranks"])
+    ),
+    r"GiB at the peak of pipeline rank (\d+)": lambda path, rank: _gib(
+        path, lambda plan: plan["ranks"][int(rank)]["peak"]
+    ),
+    r"GiB on their way in the optimizer's step": lambda path: _gib(
+        path,
+        lambda plan: max(
+            rank["steps"]["the first optimizer step"]["kinds"].get("communication", 0)
+            for rank in plan["ranks"]
+        ),
+    ),
     r"GiB of a checkpoint, largest rank": lambda path: _gib(
         path, lambda plan: max(rank["checkpoint"] for rank in plan["ranks"])
     ),

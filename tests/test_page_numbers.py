@@ -66,9 +66,10 @@ def test_parameters_and_tokens_of_the_presets_are_counted() -> None:
 
 # --- README ---------------------------------------------------------------------------------------
 
-QUICKSTART, SHORT, PLAN = (
+QUICKSTART, SHORT, NODE, PLAN = (
     "quickstart.jsonl",
     "convergence/short/rows.jsonl",
+    "plans/qwen3-30b-a3b-8-ep8-{}.json",
     "plans/qwen3-30b-a3b-16-pp2-ep8-{}.json",
 )
 NUMBERS = {
@@ -77,7 +78,8 @@ NUMBERS = {
     "in (.*?) s on two": (QUICKSTART, "muon: seconds of the quickstart"),
     "rates ends at (.*?) after": (QUICKSTART, "adamw: loss of the quickstart"),
     "final loss after (.*?) of its steps": (SHORT, "qwen-8k: steps of muon to adamw"),
-    r"\| Muon \| (.*?) \|": (PLAN.format("muon"), "GiB that a rank needs"),
+    r"gradients in bf16 \| (.*?) \|": (NODE.format("muon-bf16"), "GiB that a rank needs"),
+    r"\| Muon \| (.*?) \|": ("plans/qwen3-30b-a3b-16-muon.json", "GiB that a rank needs"),
     r"\| SOAP \| (.*?) \|": (PLAN.format("soap"), "GiB that a rank needs"),
     r"one-sided SOAP-Muon \| (.*?) \|": (PLAN.format("soap_muon"), "GiB that a rank needs"),
     r"SOAP, state in bf16 \| (.*?) \|": (

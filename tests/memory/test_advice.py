@@ -37,7 +37,7 @@ LAYERS = 8
 
 
 def deep_config(rule: str, *, layers: int = LAYERS, **parallel: int) -> Config:
-    config = config_of(rule, parallel=parallel, batch_size=16)
+    config = config_of(rule, parallel=parallel, batch_size=16, precision="bf16")
     return replace(config, model=replace(config.model, num_hidden_layers=layers))
 
 
@@ -66,24 +66,36 @@ def test_command_prints_a_table_and_writes_the_first(
 STATES = {"soap": 600, "soap_muon": 400, "muon": 100}
 
 
+NARROWED = {"float32": 1, "bfloat16": 2, "int8": 4}
+
+
 class MadeUp:
-    """Stands for a plan: bytes computed from a configuration, without dry runs."""
+    """Stands for a plan: bytes computed from a configuration, without dry runs. Parameters take 60
+    of them, gradients 30; a pipeline gathers another 50, or 10 block by block."""
 
     assumed = Assumed("cpu")
+    bus = (0.0, 0.0)
 
     def __init__(self, config: Config, world_size: int, activations: int = 200) -> None:
         self.config, self.world_size = config, world_size
         train, optim = config.train, config.optim
         state = STATES[optim.name]
         state //= 2 if getattr(optim, "sides", "") == "smaller" else 1
-        state //= 2 if getattr(optim, "state_dtype", None) == "bfloat16" else 1
+        state //= NARROWED[optim.state_dtype]
+        state = 0 if getattr(optim, "offload", False) else state
         self.activations = activations
         self.activations //= 2 if train.recompute else 1
         self.activations //= 2 if config.moe.memory == "recompute" else 1
-        rest = 90 if config.parallel.partition == "memory" else 100
-        self.needed = (rest + state + self.activations) * 2 // world_size
+        rest = 0 if config.parallel.partition == "memory" else 10
+        self.gathered = 0
+        if config.parallel.pp > 1:
+            self.gathered = 50 if config.parallel.resolved_gather == "stage" else 10
+        rest += 60
+        rest += 15 if train.gradient_dtype == "bfloat16" else 30
+        self.needed = (rest + state + self.activations + self.gathered) * 2 // world_size
+        kinds = {"activations": self.activations, "gathered parameters": self.gathered}
         step = SimpleNamespace(
-            total=np.array([self.needed]), of_kind=lambda kind: np.array([self.activations])
+            total=np.array([self.needed]), of_kind=lambda kind: np.array([kinds[kind]])
         )
         self.ranks = [SimpleNamespace(steps={"a step": step})]
 
@@ -106,6 +118,7 @@ def advised(
     config: Config | None = None,
     activations: int = 200,
     machine: int = 8,
+    world: int = 2,
     refused: Callable[[Config], bool] = lambda config: False,
     say: Callable[[str], None] = lambda what: None,
 ) -> Advice:
@@ -121,7 +134,7 @@ def advised(
         patch.object(advice_module, "plan", planned),
         patch.object(advice_module, "worker_processes", nullcontext),
     ):
-        given: Any = MadeUp(config, 2, activations)
+        given: Any = MadeUp(config, world, activations)
         return advise(config, given, memory, machine=machine, say=say)
 
 
@@ -129,6 +142,9 @@ ATTENTION: Changes = {"train.micro_batch_size": 1, "train.recompute": ("attentio
 EXPERTS: Changes = {**ATTENTION, "moe.memory": "recompute"}
 BF16: Changes = {"optim.state_dtype": "bfloat16"}
 SMALLER: Changes = {"optim.sides": "smaller"}
+ONE_SIDE: Changes = SMALLER | BF16
+NARROW: Changes = {"train.gradient_dtype": "bfloat16"}
+BLOCK: Changes = {"parallel.gather": "block"}
 
 
 def changes_of(advice: Advice) -> list[Changes]:
@@ -144,28 +160,47 @@ def test_activations_come_first_where_they_can_be_enough() -> None:
 def test_a_smaller_state_comes_first_where_activations_cannot_be_enough() -> None:
     """Activations are 200 of the 900 bytes, and 600 are there."""
     advice = advised(600)
-    assert changes_of(advice) == [BF16, SMALLER, BF16 | SMALLER]
+    assert changes_of(advice) == [BF16, SMALLER, ONE_SIDE]
     assert [setting.plan.needed for setting in advice.fitting] == [600, 600, 450]
-    assert [setting.changes for setting in advice.fitting] == [BF16, SMALLER, BF16 | SMALLER]
+    assert [setting.changes for setting in advice.fitting] == [BF16, SMALLER, ONE_SIDE]
 
 
 def test_a_rung_builds_on_what_helped_and_not_on_what_did_not() -> None:
-    both = BF16 | SMALLER
-    advice = advised(310, activations=100)
-    assert changes_of(advice)[3:] == [both | ATTENTION, both | EXPERTS]
-    assert [setting.changes for setting in advice.fitting] == [both | ATTENTION, both | EXPERTS]
-    advice = advised(220, activations=0)
-    rows = {**both, "optim.ownership": "replicated"}
-    assert changes_of(advice)[5:] == [rows, {"optim.name": "muon"}]
-    assert [setting.plan.needed for setting in advice.fitting] == [200]
+    below = ONE_SIDE | NARROW
+    advice = advised(340, activations=100)
+    assert changes_of(advice)[3:] == [below]
+    assert [setting.plan.needed for setting in advice.fitting] == [335]
+    advice = advised(290, activations=100)
+    assert changes_of(advice)[4:] == [below | ATTENTION, below | EXPERTS]
+    advice = advised(90, activations=0)
+    assert changes_of(advice)[6:] == [below | {"optim.offload": True}]
+    assert [setting.plan.needed for setting in advice.fitting] == [85]
+
+
+def test_another_rule_keeps_the_form_of_its_state() -> None:
+    advice = advised(50, activations=0)
+    muon = {**BF16, **NARROW, "optim.offload": True, "optim.name": "muon"}
+    assert changes_of(advice)[7] == muon  # offloaded state is not divided into rows
+
+
+def test_frozen_weights_go_to_the_host_where_adapters_are_trained() -> None:
+    config = deep_config("muon", ep=2)
+    config = replace(config, lora=replace(config.lora, rank=4))
+    settings = changes_of(advised(1, config=config, activations=0))
+    assert any(changes.get("train.offload_frozen") for changes in settings)
+    assert not any("optim.offload" in changes for changes in settings)
 
 
 def test_a_pipeline_has_rungs_of_its_own() -> None:
-    advice = advised(270, config=deep_config("soap", pp=2), activations=100, machine=1)
-    below = BF16 | SMALLER | EXPERTS
+    options: dict[str, Any] = {"config": deep_config("soap", pp=2), "world": 4, "machine": 2}
+    advice = advised(410, activations=100, **options)
+    blocks = [BLOCK, BLOCK | ATTENTION, BLOCK | EXPERTS]
+    assert changes_of(advice) == blocks
+    assert [setting.plan.needed for setting in advice.fitting] == [405, 380, 367]
+    advice = advised(365, activations=100, **options)
     early, by_memory = {"parallel.schedule_memory": "least"}, {"parallel.partition": "memory"}
-    assert changes_of(advice)[5:] == [below | early, below | by_memory]
-    assert [setting.changes for setting in advice.fitting] == [below | by_memory]
+    assert changes_of(advice)[3:] == [blocks[-1] | early, blocks[-1] | by_memory]
+    assert [setting.changes for setting in advice.fitting] == [blocks[-1] | by_memory]
 
 
 def test_the_ladder_has_at_most_ten_settings() -> None:
@@ -262,6 +297,7 @@ def test_changes_read_as_options() -> None:
         as_options({"parallel.pp": 2, "train.recompute": ("attention", "experts")})
         == "--parallel.pp 2 --train.recompute attention experts"
     )
+    assert as_options({"optim.offload": True}) == "--optim.offload"
 
 
 # --- work -----------------------------------------------------------------------------------------

@@ -1,11 +1,12 @@
 """Plans settings, at most ten from a ladder, with which a run fits into its devices.
 
 The ladder has rungs, in the order in which an engineer would climb it: another mesh, if experts are
-not shared among ranks yet; fewer activations; another order or partition of a pipeline; a smaller
-state of the same rule; rows of the state on every rank; the rule with the least state; more
-pipeline ranks; twice as many ranks. If fewer activations cannot suffice, the smaller state comes
-first. The settings of a rung, three at most, are planned at the same time, on top of what helped on
-the rungs below. The first rung with a setting that fits is the last.
+not shared among ranks yet; parameters gathered block by block, and fewer activations; another order
+or partition of a pipeline; a smaller state of the same rule; sums of gradients in bf16; state in
+the host's memory; rows of the state on every rank; the rule with the least state; more pipeline
+ranks; twice as many ranks. If fewer activations cannot suffice, the smaller state and gradients
+come first. The settings of a rung, three at most, are planned at the same time, on top of what
+helped on the rungs below. The first rung with a setting that fits is the last.
 
 Every size is that of a whole plan (`lather.memory.plan`), and so are flops and bytes sent. To order
 settings these are converted to seconds at assumed rates (`FLOPS`, `LINK`, `EXCHANGE`, `BUS`), which
@@ -43,6 +44,8 @@ HELPS = 0.99
 """Largest fraction of the bytes with which a setting counts as a help to build upon."""
 LEANEST_RULE = "muon"
 """The rule with the least state."""
+OF_ANY_RULE = ("optim.state_dtype", "optim.offload")
+"""Options of the ladder that another rule has, too."""
 
 Changes = dict[str, Any]
 
@@ -170,10 +173,11 @@ class _Ladder:
         if fits:
             return
         if self.activations_are_within_reach:
-            yield from (self.activations, self.pipelines, self.states)
+            yield from (self.activations, self.pipelines, self.states, self.narrow)
         else:
-            yield from (self.states, self.activations, self.pipelines)
-        yield from (self.rows, self.leanest_rule, self.longer_pipeline, self.more_ranks)
+            yield from (self.states, self.narrow, self.activations, self.pipelines)
+        yield from (self.offload, self.rows, self.leanest_rule)
+        yield from (self.longer_pipeline, self.more_ranks)
 
     def planned(self, rung: Sequence[Changes]) -> list[Setting]:
         """Plan the settings of a rung that were not planned yet, at the same time."""
@@ -182,8 +186,8 @@ class _Ladder:
         for added in rung:
             changes = {**self.best.changes, **added}
             if "optim.name" in added:
-                changes = {k: v for k, v in changes.items() if k.partition(".")[0] != "optim"}
-                changes |= added
+                kept = (k for k in changes if k in OF_ANY_RULE or not k.startswith("optim."))
+                changes = {**{k: changes[k] for k in kept}, **added}
             world = changes.get("world", self.present.world_size)
             config = changed(self.config, changes, world)
             if config is not None and (config, world) not in known:
@@ -227,13 +231,22 @@ class _Ladder:
 
     @property
     def activations_are_within_reach(self) -> bool:
-        """Whether the run would fit without `REACH` of the activations of every moment."""
+        """Whether the run would fit without `REACH` of the activations of every moment and, if they
+        are those of stages, of the gathered parameters."""
+        kinds = ["activations", *(["gathered parameters"] if self.gathers_stages else [])]
         peak = max(
-            float((step.total - REACH * step.of_kind("activations")).max())
+            float((step.total - REACH * sum(map(step.of_kind, kinds))).max())
             for run in self.present.ranks
             for step in run.steps.values()
         )
         return peak + allowance_for(peak, self.present.assumed.device) <= self.memory
+
+    @property
+    def gathers_stages(self) -> bool:
+        """Whether parameters are gathered from other ranks, those of a stage together."""
+        parallel = self.best.config.parallel
+        is_sharded = parallel.data_ranks(self.present.world_size) > 1
+        return is_sharded and parallel.resolved_gather == "stage"
 
     # --- rungs ------------------------------------------------------------------------------------
 
@@ -257,10 +270,11 @@ class _Ladder:
         return max(experts, 1) % ep == 0 and are_on_machines(ep, world, self.machine)
 
     def activations(self) -> list[Changes]:
-        """Micro-batches of a sequence, with attention computed twice, then also the experts'
-        products."""
-        attention = {"train.micro_batch_size": 1, "train.recompute": ("attention",)}
-        return [attention, {**attention, "moe.memory": "recompute"}]
+        """Parameters gathered block by block; micro-batches of a sequence, with attention computed
+        twice, then also the experts' products."""
+        block: Changes = {"parallel.gather": "block"} if self.gathers_stages else {}
+        attention = {**block, "train.micro_batch_size": 1, "train.recompute": ("attention",)}
+        return [*([block] if block else []), attention, {**attention, "moe.memory": "recompute"}]
 
     def pipelines(self) -> list[Changes]:
         """Weight gradients as early as they can be, if the peak waits for them; and layers assigned
@@ -279,6 +293,15 @@ class _Ladder:
         bf16 = {"optim.state_dtype": "bfloat16"} if hasattr(optim, "state_dtype") else {}
         side = {"optim.sides": "smaller"} if hasattr(optim, "sides") else {}
         return [changes for changes in (bf16, side, side | bf16) if changes]
+
+    def narrow(self) -> list[Changes]:
+        """Sums of gradients in bf16."""
+        return [{"train.gradient_dtype": "bfloat16"}]
+
+    def offload(self) -> list[Changes]:
+        """State in the host's memory; beside adapters, the frozen weights."""
+        is_frozen = self.config.lora.rank > 0
+        return [{"train.offload_frozen": True} if is_frozen else {"optim.offload": True}]
 
     def rows(self) -> list[Changes]:
         """Rows of every matrix's state on every rank, if parameters are sharded."""
@@ -344,8 +367,9 @@ def changed(config: Config, changes: Changes, world_size: int | None = None) -> 
 
 def as_options(changes: Changes) -> str:
     """Write changes as command-line options."""
-    options = [
-        f"--{name.replace('_', '-')} {' '.join(value) if isinstance(value, tuple) else value}"
-        for name, value in changes.items()
-    ]
-    return " ".join(options)
+    words: list[str] = []
+    for name, value in changes.items():
+        words.append(f"--{name.replace('_', '-')}")
+        if value is not True:  # an option that is on has no value
+            words += value if isinstance(value, tuple) else [str(value)]
+    return " ".join(words)
