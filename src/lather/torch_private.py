@@ -29,6 +29,9 @@ backend ("matmul"), or of all of them ("all"; "generic" stands for all backends)
 attribute of oneDNN's operations as a whole, `torch.backends.mkldnn.fp32_precision`, reads that
 value but sets the one for all backends.
 
+`all_gather_single` and `reduce_scatter_single` are public, but under other names before torch 2.13,
+which warns of the older ones.
+
 `chunk_cat` cuts tensors into chunks along a dim, pads these, and copies them side by side into an
 array, as a reduce-scatter needs them, with one kernel on a GPU. The alternative is a copy for each
 chunk.
@@ -101,6 +104,9 @@ DualPipeV has. torch's default, 3, gives the same table, but searches the rest o
 third stage at every action: 10 s instead of 0.3 s for 64 ranks and 512 micro-batches."""
 
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
+all_gather_single: Callable[..., Any] = getattr(
+    dist, "all_gather_single", getattr(dist, "all_gather_into_tensor", None)
+)
 chunk_cat = torch._chunk_cat
 disable_dynamo = torch._disable_dynamo  # type: ignore[attr-defined]
 foreach_add_ = torch._foreach_add_
@@ -111,6 +117,9 @@ fused_adamw_ = torch._fused_adamw_
 fused_sdp_choice = torch._fused_sdp_choice
 get_fp32_precision = torch._C._get_fp32_precision_getter
 linalg_eigh = torch.ops.aten._linalg_eigh
+reduce_scatter_single: Callable[..., Any] = getattr(
+    dist, "reduce_scatter_single", getattr(dist, "reduce_scatter_tensor", None)
+)
 set_fp32_precision = torch._C._set_fp32_precision_setter
 
 

@@ -312,8 +312,8 @@ def test_streams_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(sharded_parameters, "gpu_module", lambda on: gpu)
     monkeypatch.setattr(sharded_parameters, "is_gpu", lambda on: True)
-    monkeypatch.setattr(dist, "all_gather_into_tensor", logged("gather"))
-    monkeypatch.setattr(dist, "reduce_scatter_tensor", logged("reduce"))
+    monkeypatch.setattr(sharded_parameters, "all_gather_single", logged("gather"))
+    monkeypatch.setattr(sharded_parameters, "reduce_scatter_single", logged("reduce"))
     monkeypatch.setattr(torch, "split_with_sizes_copy", logged("copy"))
     start_fake_process_group(0, 2, CPU)
     try:

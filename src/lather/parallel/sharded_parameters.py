@@ -38,7 +38,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from lather.boxes import chunk, gradient_dtype, local
 from lather.device import gpu_module, is_gpu
 from lather.kernels.stochastic_rounding import round_to_bf16
-from lather.torch_private import chunk_cat, dtensor_like, foreach_copy_
+from lather.torch_private import (
+    all_gather_single,
+    chunk_cat,
+    dtensor_like,
+    foreach_copy_,
+    reduce_scatter_single,
+)
 
 Places = Sequence[tuple[nn.Module, str]]
 """The modules that have a parameter, each with its name there: several if it is tied."""
@@ -240,7 +246,7 @@ class ShardedParameters:
             else:
                 foreach_copy_(own, rows)
             if buffer is not None:
-                dist.all_gather_into_tensor(buffer.view(-1), buffer[self._rank], self._group)
+                all_gather_single(buffer.view(-1), buffer[self._rank], self._group)
             self._arriving = buffer, self._streams.gathers.record()
 
     def _sections(self) -> tuple[Sequence[Tensor], Tensor | None]:
@@ -304,7 +310,7 @@ class ShardedParameters:
         total = torch.empty_like(buffer[0]) if self._num_ranks > 1 else buffer[0]
         with self._streams.reductions.start(buffer, total):
             if self._num_ranks > 1:
-                dist.reduce_scatter_tensor(total, buffer.view(-1), group=self._group)
+                reduce_scatter_single(total, buffer.view(-1), group=self._group)
             if self._replicas is not None:
                 dist.all_reduce(total, group=self._replicas)
             if self._kept_in != total.dtype:
