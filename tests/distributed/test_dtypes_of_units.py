@@ -69,6 +69,34 @@ def test_gathers_in_bf16_have_the_bits_of_gathers_in_fp32() -> None:
         assert all(narrow < 0.75 * wide for _, narrow, wide in results[: len(KINDS)])
 
 
+def rounding_by_block(rank: int, world_size: int, cases: list[Case]) -> list[tuple[bool, float]]:
+    """Whether weights that are rounded for each pass through a block give the bits of weights that
+    are rounded once, for each case; and the bytes that are gathered, in those of all weights."""
+    results = []
+    for case in cases:
+        mesh = mesh_of(case)
+        pair, loss, gradients = run(replace(case, rounded_weights="block"), mesh)
+        _, *expected = run(replace(case, rounded_weights="step"), mesh)
+        same = loss == expected[0] and all(map(torch.equal, gradients, expected[1]))
+        weights = sum(entry.parameter.nbytes for entry in pair.engine.parameters)
+        results.append((same, gathered_bytes(pair) / weights))
+    return results
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_weights_that_are_rounded_by_block_have_the_same_bits(world_size: int) -> None:
+    base = replace(BF16, layers=2)
+    cases = {
+        1: [base, replace(base, gradient_dtype="bfloat16", family="gpt_oss")],
+        2: [replace(base, ep=2)],
+    }[world_size]
+    for results in run_ranks(rounding_by_block, world_size, cases):
+        for same, fraction in results:
+            assert same
+            # most weights, in half of their bytes; of two ranks, those that are shared are whole
+            assert 0.25 * world_size < fraction < 0.6 * world_size
+
+
 def kept_gradients(rank: int, world_size: int, cases: list[Case]) -> list[tuple[bool, float]]:
     """Whether all gradients are bf16, and their largest difference from those that are kept in
     fp32, relative to the largest of a parameter."""

@@ -107,9 +107,10 @@ class LoopConfig:
     precision: Literal["fp32", "bf16", "fp64"] = "fp32"
     """bf16: matrix products in bfloat16 (autocast), weights and optimizer state in float32. fp64:
     the model in float64, slow, to compare two runs."""
-    rounded_weights: Literal["step", "product"] = "step"
+    rounded_weights: Literal["step", "block", "product"] = "step"
     """When bf16 training rounds the weights. step: once per step, which takes 2 more bytes per
-    weight of the rank. product: for each matrix product."""
+    weight that the rank alone has. block: before each pass through a block, which takes 2 bytes per
+    weight of two blocks. product: for each matrix product."""
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"
     """dtype in which the gradients of a step are kept between micro-batches. They are computed, and
     summed over ranks, in float32; with bfloat16 these sums are added to those of the earlier

@@ -71,11 +71,13 @@ class Engine:
         queue = WeightGradients()
         defer_weight_gradients(part, queue)
         self.rounded_weights = RoundedWeights()
-        if loop.rounded_weights == "step":
+        if loop.rounded_weights != "product":
             set_rounded_weights(part, self.rounded_weights)
         narrow = torch.bfloat16 if loop.precision == "bf16" else None
         of_gradients = torch.bfloat16 if loop.gradient_dtype == "bfloat16" else None
-        self.units = shard_part(part, mesh, Storing(narrow, of_gradients, loop.offload_frozen))
+        by_block = loop.rounded_weights == "block"
+        storing = Storing(narrow, by_block, of_gradients, loop.offload_frozen)
+        self.units = shard_part(part, mesh, storing)
         self.parameters = local_parameters(part, mesh)
         shape = (self.micro_batch_size, loop.sequence_length, part.hidden_size)
         dtype = next(part.parameters()).dtype

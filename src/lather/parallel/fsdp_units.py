@@ -148,14 +148,15 @@ def _unit(modules: Sequence[nn.Module], mesh: Mesh, storing: Storing, streams: S
     sharded: list[ShardedParameters] = []
     others: list[nn.Parameter] = []
     for places, device_mesh in _by_mesh(modules, mesh):
-        frozen = {p for p in places if not p.requires_grad}
-        on_host = frozen if storing.frozen_on_host else set()
+        trained = {p for p in places if p.requires_grad}
+        on_host = places.keys() - trained if storing.frozen_on_host else set()
         on_device = places.keys() - on_host
         if device_mesh is None:
-            on_device -= frozen
-            if storing.gradients is None:
-                others += [p for p in places if p in on_device]
-                on_device = set()
+            copied = (rounded if storing.rounds_own else set()) | (
+                trained if storing.gradients else set()
+            )
+            others += [p for p in places if p in trained - copied]
+            on_device &= copied
         for chosen in (on_device, on_host):
             if part := {p: at for p, at in places.items() if p in chosen}:
                 make = partial(ShardedParameters, on_host=chosen is on_host)

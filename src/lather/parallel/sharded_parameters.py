@@ -138,6 +138,8 @@ class Storing:
 
     gathered: torch.dtype | None = None
     """dtype in which weights are gathered that only products read; None: their own."""
+    rounds_own: bool = False
+    """Whether weights that this rank alone has are rounded to it, too, while gathered."""
     gradients: torch.dtype | None = None
     """dtype of sums of gradients between reductions; None: that of the sums."""
     frozen_on_host: bool = False
@@ -182,6 +184,7 @@ class ShardedParameters:
             for p in (member.whole for member in self._trained)
         ]
         """Elements of a rank in the array of gradients, for each trained parameter."""
+        self._copied = [member for member in self.members if member.memory is not None]
         self._memories = [member.memory for member in self.members if member.memory is not None]
         self._sum: Tensor | None = None
         """The sums of the rank's rows that are kept, 1-D, with these lengths."""
@@ -194,11 +197,12 @@ class ShardedParameters:
         """Replace a parameter by this rank's rows of it; `dtype`: in which it is gathered."""
         start, length = chunk(len(p), self._num_ranks, self._rank)
         memory, like, sharded, device = None, None, p, self._streams.device
-        if self._num_ranks == 1 and not self._on_host:
-            rows = p.detach()
+        rows = p.detach()
+        if self._num_ranks > 1:
+            rows = rows[start : start + length].clone(memory_format=torch.contiguous_format)
+        if self._num_ranks == 1 and not self._on_host and dtype == p.dtype:
             whole = nn.Parameter(rows, p.requires_grad)
         else:
-            rows = p[start : start + length].clone(memory_format=torch.contiguous_format)
             num_rows = self._num_ranks * chunk(len(p), self._num_ranks, 0)[1]
             padded = torch.empty(num_rows, *p.shape[1:], dtype=dtype, device=device)
             whole = nn.Parameter(padded[: len(p)], p.requires_grad)
@@ -206,8 +210,8 @@ class ShardedParameters:
             memory = padded.data.view(self._num_ranks, -1).view(torch.uint8)
             whole.untyped_storage().resize_(0)
         if self._on_host:
-            pins, dtype = is_gpu(device), rows.dtype
-            rows = torch.empty(rows.shape, dtype=dtype, device="cpu", pin_memory=pins).copy_(rows)
+            host = {"device": "cpu", "pin_memory": is_gpu(device)}
+            rows = torch.empty(rows.shape, dtype=p.dtype, **host).copy_(rows)
             sharded = nn.Parameter(rows, requires_grad=False)
         if mesh is not None:
             of_rows, like = (
@@ -224,21 +228,21 @@ class ShardedParameters:
     @property
     def gathered(self) -> list[nn.Parameter]:
         """The parameters whose values exist only while they are gathered."""
-        return [member.whole for member in self.members if member.memory is not None]
+        return [member.whole for member in self._copied]
 
     @torch.no_grad()
     def gather(self) -> None:
         """Start to gather the parameters; the modules have them after `wait`, until which a buffer
         has the bytes of all."""
-        if not self._memories:
+        if not self._copied:
             self._arriving = None, None
             return
         sections, buffer = self._sections()
         with self._streams.gathers.after_current():
-            rows = [local(member.sharded).flatten() for member in self.members]
+            rows = [local(member.sharded).flatten() for member in self._copied]
             own = [
                 section.view(member.whole.dtype)[: len(values)]
-                for section, member, values in zip(sections, self.members, rows, strict=True)
+                for section, member, values in zip(sections, self._copied, rows, strict=True)
             ]
             if self._on_host:
                 for target, values in zip(own, rows, strict=True):
@@ -292,6 +296,10 @@ class ShardedParameters:
         if not self._trained:
             return
         wholes = [member.whole for member in self._trained]
+        if self._group is None and self._kept_in == self._summed_in:
+            for p in wholes:  # which go on accumulating
+                p.grad = torch.zeros_like(p, dtype=self._kept_in) if p.grad is None else p.grad
+            return
         zero = torch.zeros((), dtype=gradient_dtype(wholes[0]), device=wholes[0].device)
         gradients = [zero.expand(p.shape) if p.grad is None else p.grad for p in wholes]
         for p in wholes:
@@ -338,6 +346,10 @@ class ShardedParameters:
     def finish(self) -> None:
         """Make the current stream wait for the reductions, and give the sharded parameters the
         gradients that are kept."""
+        if self._group is None and self._kept_in == self._summed_in:
+            for member in self._trained:
+                if member.whole.grad is not None:
+                    member.sharded.grad, member.whole.grad = member.whole.grad, None
         if self._sum is None:
             return
         self._streams.reductions.finish()
