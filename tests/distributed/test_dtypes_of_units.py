@@ -69,6 +69,27 @@ def test_gathers_in_bf16_have_the_bits_of_gathers_in_fp32() -> None:
         assert all(narrow < 0.75 * wide for _, narrow, wide in results[: len(KINDS)])
 
 
+def large(rank: int, world_size: int, cases: list[Case]) -> list[bool]:
+    """Whether parameters that are gathered and reduced one by one have the bits of those that go
+    together, for each case."""
+    results = []
+    for case in cases:
+        mesh = mesh_of(case)
+        _, loss, gradients = run(case, mesh)
+        with mock.patch.object(fsdp_units, "LARGE", 0):
+            pair, *expected = run(case, mesh)
+        assert all(len(x.members) == 1 for u in pair.engine.units.values() for x in u.sharded)
+        results.append(loss == expected[0] and all(map(torch.equal, gradients, expected[1])))
+    return results
+
+
+def test_large_parameters_go_by_themselves() -> None:
+    """Some have an odd number of rows, so that they are padded; a sum of two numbers has the same
+    bits in any order."""
+    cases = [replace(BF16, layers=2), Case(layers=2, poison=True, family="gpt_oss", experts=3)]
+    assert run_ranks(large, 2, cases) == [[True] * 2] * 2
+
+
 def rounding_by_block(rank: int, world_size: int, cases: list[Case]) -> list[tuple[bool, float]]:
     """Whether weights that are rounded for each pass through a block give the bits of weights that
     are rounded once, for each case; and the bytes that are gathered, in those of all weights."""

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from lather.boxes import local
 from lather.kernels.stochastic_rounding import round_to_bf16
 from lather.parallel import sharded_parameters
+from lather.parallel.fsdp_units import FsdpUnit
 from lather.parallel.sharded_parameters import (
     Places,
     ShardedParameters,
@@ -327,8 +328,8 @@ def test_streams_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
         second.gather()
         first.wait()
         second.wait()
-        first.reduce()
-        second.reduce()
+        for parameters in (first, second):
+            FsdpUnit(nn.ModuleList(), (parameters,), (), streams.reductions).reduce_gradients()
         streams.reductions.finish()
     finally:
         dist.destroy_process_group()

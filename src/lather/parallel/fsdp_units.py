@@ -37,11 +37,15 @@ from lather.models.saving.rounded_weights import product_weights
 from lather.parallel.mesh import Mesh
 from lather.parallel.sharded_parameters import (
     Places,
+    Reductions,
     ShardedParameters,
     Storing,
     Streams,
 )
 from lather.torch_private import check_torch_version
+
+LARGE = 2**26
+"""Bytes of a parameter that is gathered and reduced by itself, and needs no buffer for that."""
 
 
 @dataclass(eq=False)
@@ -58,6 +62,8 @@ class FsdpUnit:
     """The parameters that are gathered or reduced, by mesh."""
     trained: tuple[nn.Parameter, ...] = ()
     """The other trained parameters, which this rank alone has."""
+    reductions: Reductions | None = None
+    """The reductions that are under way on the rank."""
     _holding: int = field(default=0, init=False)
 
     @property
@@ -112,6 +118,8 @@ class FsdpUnit:
         for p in self.trained:
             if p.grad is None:
                 p.grad = torch.zeros_like(p, dtype=gradient_dtype(p))
+        if self.reductions is not None:
+            self.reductions.finish()  # those of the unit before, whose buffers are as large
         for parameters in self.sharded:
             parameters.reduce()
 
@@ -158,10 +166,13 @@ def _unit(modules: Sequence[nn.Module], mesh: Mesh, storing: Storing, streams: S
             others += [p for p in places if p in trained - copied]
             on_device &= copied
         for chosen in (on_device, on_host):
-            if part := {p: at for p, at in places.items() if p in chosen}:
-                make = partial(ShardedParameters, on_host=chosen is on_host)
-                sharded.append(make(part, device_mesh, storing, rounded, streams))
-    return FsdpUnit(nn.ModuleList(modules), tuple(sharded), tuple(others))
+            alone = {p for p in chosen if is_large(p) and device_mesh is not None}
+            for part in (chosen - alone, *({p} for p in places if p in alone)):
+                if part:
+                    of_part = {p: at for p, at in places.items() if p in part}
+                    make = partial(ShardedParameters, on_host=chosen is on_host)
+                    sharded.append(make(of_part, device_mesh, storing, rounded, streams))
+    return FsdpUnit(nn.ModuleList(modules), tuple(sharded), tuple(others), streams.reductions)
 
 
 def _by_mesh(
@@ -178,6 +189,10 @@ def _by_mesh(
                 for name, p in layer.named_parameters(recurse=False):
                     places.setdefault(p, []).append((layer, name))
         yield places, device_mesh if is_shared(device_mesh) else None
+
+
+def is_large(p: nn.Parameter) -> bool:
+    return p.numel() * p.itemsize >= LARGE
 
 
 def is_shared(mesh: DeviceMesh | None) -> bool:

@@ -7,7 +7,8 @@ every replica is divided so. A parameter that is not gathered is a DTensor, so t
 checkpoints see what they see under FSDP2.
 
     gather    the rows of a rank, in the dtypes in which parameters are gathered, are S bytes of an
-              array (W ranks, S); from there each parameter is copied to memory of its own
+              array (W ranks, S); from there each parameter is copied to memory of its own, unless
+              it is the only one
     reduce    the gradients, cut by rows and padded, are an array (W ranks, N elements) in fp32, or
               fp64 for fp64; the sum of a rank's N elements, over replicas too, is added to the sum
               that it keeps
@@ -81,7 +82,7 @@ class SideStream:
 
 
 class Reductions:
-    """Sums of gradients over ranks; at most one is under way, so that there is one buffer."""
+    """Sums of gradients over ranks; those of one unit are under way at the same time."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = SideStream(device)
@@ -90,14 +91,13 @@ class Reductions:
 
     @contextmanager
     def start(self, *buffers: Tensor) -> Iterator[None]:
-        """Queue the work of the block, which needs the buffers, behind the current stream. Call
-        `finish` before the buffers are allocated."""
+        """Queue the work of the block, which needs the buffers, behind the current stream."""
         with self._stream.after_current():
             yield
-            self._event, self._buffers = self._stream.record(), buffers
+            self._event, self._buffers = self._stream.record(), (*self._buffers, *buffers)
 
     def finish(self) -> None:
-        """Make the current stream wait for the last reduction."""
+        """Make the current stream wait for the reductions, and free what they needed."""
         self._stream.wait(self._event)
         # the current stream allocated them, and may use their memory again once it waits
         self._event, self._buffers = None, ()
@@ -168,7 +168,7 @@ class ShardedParameters:
         self._rank = 0 if mesh is None else mesh.get_local_rank(mesh.ndim - 1)
         self._streams, self._on_host = streams, on_host
         self._arriving: tuple[Tensor | None, Any] | None = None
-        """Between `gather` and `wait`: the buffer, and the event behind the gather."""
+        """Between `gather` and `wait`: the array of bytes, and the event behind the gather."""
         dtypes = (p.dtype for p in places if p.requires_grad)
         self._summed_in = reduce(torch.promote_types, dtypes, torch.float32)
         self._kept_in = storing.gradients or self._summed_in
@@ -232,12 +232,12 @@ class ShardedParameters:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Start to gather the parameters; the modules have them after `wait`, until which a buffer
-        has the bytes of all."""
+        """Start to gather the parameters; the modules have them after `wait`. Until then a buffer
+        has the bytes of all, unless there is a single one."""
         if not self._copied:
             self._arriving = None, None
             return
-        sections, buffer = self._sections()
+        sections, array = self._sections()
         with self._streams.gathers.after_current():
             rows = [local(member.sharded).flatten() for member in self._copied]
             own = [
@@ -249,18 +249,18 @@ class ShardedParameters:
                     target.copy_(values, non_blocking=True)
             else:
                 foreach_copy_(own, rows)
-            if buffer is not None:
-                all_gather_single(buffer.view(-1), buffer[self._rank], self._group)
-            self._arriving = buffer, self._streams.gathers.record()
+            if self._num_ranks > 1:
+                all_gather_single(array.view(-1), array[self._rank], self._group)
+            self._arriving = array, self._streams.gathers.record()
 
-    def _sections(self) -> tuple[Sequence[Tensor], Tensor | None]:
-        """Return where this rank's rows of each parameter are copied, as bytes, and the buffer of
-        which that is a part, if there are several ranks."""
+    def _sections(self) -> tuple[Sequence[Tensor], Tensor]:
+        """Return where this rank's rows of each parameter are copied, as bytes, and the array that
+        is gathered: the memory of a single parameter, or a buffer."""
         memories = self._memories
-        if self._num_ranks == 1:
+        if self._num_ranks == 1 or len(memories) == 1:
             for memory in memories:
                 memory.untyped_storage().resize_(memory.numel())
-            return [memory[0] for memory in memories], None
+            return [memory[self._rank] for memory in memories], memories[0]
         sizes = [memory.shape[1] for memory in memories]
         size = -(-sum(sizes) // ALIGNMENT) * ALIGNMENT
         buffer = memories[0].new_empty(self._num_ranks, size)
@@ -271,14 +271,14 @@ class ShardedParameters:
         """Make the current stream wait for `gather`, and give the modules the whole parameters."""
         if self._arriving is None:
             return
-        (buffer, event), self._arriving = self._arriving, None
+        (array, event), self._arriving = self._arriving, None
         self._streams.gathers.wait(event)
-        if buffer is not None:
-            memories = self._memories
+        memories = self._memories
+        if array is not None and array is not memories[0]:
             for memory in memories:
                 memory.untyped_storage().resize_(memory.numel())
             sizes = [memory.shape[1] for memory in memories]
-            torch.split_with_sizes_copy(buffer[:, : sum(sizes)], sizes, dim=1, out=memories)
+            torch.split_with_sizes_copy(array[:, : sum(sizes)], sizes, dim=1, out=memories)
         for member in self.members:
             member.install(member.whole)
 
@@ -308,7 +308,6 @@ class ShardedParameters:
             gradients.reverse()
             self._add_rounded(gradients.pop().flatten() for _ in wholes)
             return
-        self._streams.reductions.finish()  # its buffer is as large
         if len(gradients) == 1 and len(gradients[0]) % self._num_ranks == 0:
             buffer = gradients.pop().reshape(self._num_ranks, -1)
         else:
