@@ -76,6 +76,7 @@ DOORS = {
     "lather.models.saving.weight_gradients",
     "lather.optim.batched.gradients",
     "lather.optim.batched.known_keys",
+    "lather.optim.batched.pinned",
     "lather.parallel.launch.lifeline",
     "lather.parallel.launch.requests",
     "lather.parallel.launch.start",

@@ -104,7 +104,7 @@ DualPipeV has. torch's default, 3, gives the same table, but searches the rest o
 third stage at every action: 10 s instead of 0.3 s for 64 ranks and 512 micro-batches."""
 
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
-all_gather_single: Callable[..., Any] = getattr(
+all_gather_single: Any = getattr(
     dist, "all_gather_single", getattr(dist, "all_gather_into_tensor", None)
 )
 chunk_cat = torch._chunk_cat
@@ -117,7 +117,7 @@ fused_adamw_ = torch._fused_adamw_
 fused_sdp_choice = torch._fused_sdp_choice
 get_fp32_precision = torch._C._get_fp32_precision_getter
 linalg_eigh = torch.ops.aten._linalg_eigh
-reduce_scatter_single: Callable[..., Any] = getattr(
+reduce_scatter_single: Any = getattr(
     dist, "reduce_scatter_single", getattr(dist, "reduce_scatter_tensor", None)
 )
 set_fp32_precision = torch._C._set_fp32_precision_setter

@@ -334,7 +334,7 @@ def gradients_of_steps(rank: int, world_size: int, cases: list[Case]) -> list[bo
 
 
 def test_rounded_weights_are_those_that_were_gathered() -> None:
-    """FSDP2 gathers into the same parameters step after step, without counting versions."""
+    """FSDP gathers into the same parameters step after step, without counting versions."""
     cases = [
         Case(dtype=torch.float32, precision="bf16", layers=2),
         Case(pp=2, dtype=torch.float32, precision="bf16"),

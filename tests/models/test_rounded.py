@@ -133,7 +133,7 @@ def test_a_weight_that_changes_or_goes_is_rounded_again() -> None:
         with torch.no_grad():
             weight.add_(1)
         assert cache.round(weight, bf16).equal(weight.detach().bfloat16())
-        with torch.no_grad():  # as FSDP2 gathers: no version is counted
+        with torch.no_grad():  # as FSDP gathers: no version is counted
             weight.data.add_(1)
         assert not cache.round(weight, bf16).equal(weight.detach().bfloat16())
         cache.forget([weight])

@@ -235,7 +235,7 @@ def test_a_segment_made_again_in_backward_gives_the_same_bits() -> None:
 
 
 def test_the_parameter_of_the_forward_pass_gets_the_gradient_even_if_its_values_are_gone() -> None:
-    """This happens under FSDP2: outside its forward and backward the module has another parameter,
+    """This happens under FSDP: outside its forward and backward the module has another parameter,
     and the whole one's memory is given back."""
     expected, actual = make("gpt_oss"), make("gpt_oss")
     backward(expected, 0)

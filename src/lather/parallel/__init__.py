@@ -1,2 +1,2 @@
-"""Parallelism: the mesh of ranks, the exchange of tokens between experts, FSDP2, and starting
+"""Parallelism: the mesh of ranks, the exchange of tokens between experts, FSDP, and starting
 ranks."""

@@ -144,7 +144,14 @@ def shard(
     have memory for whole parameters. Raises UserError if this torch is not supported."""
     if mesh.data_size > 1:
         check_torch_version()
-    streams, units = Streams(mesh.device), []
+    host_bytes = sum(
+        -(-p.nbytes // (1 if device_mesh is None else device_mesh.size(device_mesh.ndim - 1)))
+        for group in modules
+        for places, device_mesh in _by_mesh(group, mesh)
+        for p in places
+        if storing.frozen_on_host and not p.requires_grad
+    )
+    streams, units = Streams(mesh.device, host_bytes), []
     for group in modules:
         allocate(group, mesh.device)
         units.append(_unit(group, mesh, storing, streams))

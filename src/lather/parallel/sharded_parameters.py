@@ -39,6 +39,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from lather.boxes import chunk, gradient_dtype, local
 from lather.device import gpu_module, is_gpu
 from lather.kernels.stochastic_rounding import round_to_bf16
+from lather.optim.batched.pinned import PinnedMemory
 from lather.torch_private import (
     all_gather_single,
     chunk_cat,
@@ -125,10 +126,11 @@ class ShardedParameter:
 
 
 class Streams:
-    """The streams for what happens to units beside the computation, and its device."""
+    """The streams for what happens to units beside the computation, its device, and the memory of
+    the host for frozen parameters, of which so many bytes are needed."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, host_bytes: int = 0) -> None:
+        self.device, self.host = device, PinnedMemory(host_bytes)
         self.gathers, self.reductions = SideStream(device), Reductions(device)
 
 
@@ -210,8 +212,8 @@ class ShardedParameters:
             memory = padded.data.view(self._num_ranks, -1).view(torch.uint8)
             whole.untyped_storage().resize_(0)
         if self._on_host:
-            host = {"device": "cpu", "pin_memory": is_gpu(device)}
-            rows = torch.empty(rows.shape, dtype=p.dtype, **host).copy_(rows)
+            pinned = self._streams.host.stack if is_gpu(device) else _pageable
+            rows = pinned(tuple(rows.shape), p.dtype).copy_(rows)
             sharded = nn.Parameter(rows, requires_grad=False)
         if mesh is not None:
             of_rows, like = (
@@ -358,6 +360,11 @@ class ShardedParameters:
             like = member.gradient_like
             member.sharded.grad = gradient if like is None else dtensor_like(gradient, like)
         self._sum, self._num_sums = None, 0
+
+
+def _pageable(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return memory of a CPU that is also the device."""
+    return torch.empty(size, dtype=dtype, device="cpu")
 
 
 def _spread(rows: Tensor, mesh: DeviceMesh, whole: Tensor) -> Tensor:

@@ -6,8 +6,8 @@ product caches the rounded weight and all others use it. The results have the sa
 takes 2 bytes per weight until the context ends or `forget` is called.
 
 Only copies of `nn.Parameter`s are cached, with the parameter's version: a weight that has been
-written to is rounded again. The version is not sufficient, because FSDP2 gathers into the same
-parameters without increasing it; so copies must be dropped after a step, and when FSDP2 frees the
+written to is rounded again. The version is not sufficient, because FSDP gathers into the same
+parameters without increasing it; so copies must be dropped after a step, and when FSDP frees the
 gathered weights.
 """
 
