@@ -219,7 +219,7 @@ NAMES = (
     Name(
         "",
         "offload_param offload_params",
-        "optim.offload = true keeps optimizer state, not weights, in the host's memory",
+        "optim.offload keeps optimizer state, and train.offload_frozen frozen weights, on the host",
     ),
     Name(
         "",
