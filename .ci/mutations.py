@@ -89,6 +89,27 @@ MUTATIONS = (
         "optim/test_async_refresh.py",
     ),
     Mutation(
+        "units: a second reduction of a step replaces the first",
+        "parallel/sharded_parameters.py",
+        "self._sum = total if self._sum is None else self._sum.add_(total)",
+        "self._sum = total",
+        "distributed/test_sharded_parameters.py",
+    ),
+    Mutation(
+        "units: the computation does not wait for a gather",
+        "parallel/sharded_parameters.py",
+        "        self._streams.gathers.wait(event)\n",
+        "",
+        "distributed/test_sharded_parameters.py",
+    ),
+    Mutation(
+        "units: a gather counts as a new version of a parameter",
+        "parallel/sharded_parameters.py",
+        "memory = padded.data.view(",
+        "memory = padded.detach().view(",
+        "distributed/test_sharded_parameters.py",
+    ),
+    Mutation(
         "offload: rows are written back before their step is done",
         "optim/batched/visits.py",
         "            self._writing.wait_event(done)\n",
