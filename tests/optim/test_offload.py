@@ -28,8 +28,8 @@ from lather.optim import KLSOAP, SOAP, Muon
 from lather.optim.batched import pinned, visits
 from lather.optim.linalg import eigenbasis
 
-ONE_BY_ONE: dict[str, Any] = {"bucket_bytes": 1}
-"""Chunks of one matrix, so that many visit the device in a step."""
+ONE_BY_ONE: dict[str, Any] = {"bucket_bytes": 2000}
+"""Chunks of one matrix, or of some elements, so that many visit the device in a step."""
 
 SHAPES = (*((6, 4),) * 5, (3, 4, 5), (5,), ())
 
