@@ -28,6 +28,7 @@ from lather.checkpoint.state import TrainingState
 from lather.errors import CheckpointError, ExchangeError
 from lather.files import sha256
 from lather.models.routing import CORRECTION_BIAS
+from lather.optim.batched.remainders import REMAINDER, exact_weight, set_weight
 from lather.parallel.agreement import errors_on_all_ranks
 from lather.safetensors_file import DTYPE_NAMES, DTYPES, Index, SafetensorsFiles, open_safetensors
 
@@ -46,16 +47,20 @@ def open_checkpoint(path: Path) -> CheckpointTensors:
 class CheckpointTensors:
     """The tensors of a checkpoint, read on demand in one process."""
 
-    def __init__(self, folder: Path, table: Table) -> None:
-        self.folder, self.table, self.tensors = folder, table, table.tensors
-        self._files: dict[str, SafetensorsFiles] = {}
+    def __init__(self, folder: Path, table: Table, *, of_weights: bool = False) -> None:
+        """`of_weights`: only parameters and buffers."""
+        self.folder, self.table, self._files = folder, table, dict[str, SafetensorsFiles]()
+        halves = {name for name in table.tensors if f"{name}/{REMAINDER}" in table.tensors}
+        self.tensors = {
+            name: replace(entry, dtype="F32") if name in halves else entry
+            for name, entry in table.tensors.items()
+            if not (of_weights and "/" in name)
+        }
+        """The tensors by name. A weight in bf16 with a remainder is one in fp32."""
 
     def weights(self) -> CheckpointTensors:
         """Return only the parameters and buffers."""
-        return CheckpointTensors(
-            self.folder,
-            replace(self.table, tensors={n: e for n, e in self.tensors.items() if "/" not in n}),
-        )
+        return CheckpointTensors(self.folder, self.table, of_weights=True)
 
     def read(self, name: str, index: Index = ()) -> Tensor:
         """Return `tensor[index]` on the CPU; only this and one piece are in memory."""
@@ -72,7 +77,18 @@ class CheckpointTensors:
 
         Only the requested rows of a stored box are read, and its other dims completely.
         """
-        entry, box = self.tensors[name], Box(tuple(offset), tuple(target.shape))
+        if (half := f"{name}/{REMAINDER}") not in self.table.tensors:
+            self._read_stored(target, name, offset)
+            return
+        w = torch.empty(target.shape, dtype=torch.bfloat16, device="cpu")
+        r = torch.empty((*target.shape, 2), dtype=torch.uint8, device="cpu")
+        self._read_stored(w, name, offset)
+        self._read_stored(r, half, (*offset, 0))
+        target.copy_(exact_weight(w, {REMAINDER: r}))
+
+    def _read_stored(self, target: Tensor, name: str, offset: Sequence[int]) -> None:
+        """Do the same for a tensor as it is stored."""
+        entry, box = self.table.tensors[name], Box(tuple(offset), tuple(target.shape))
         for stored_box, file in entry.file_of.items():
             common = stored_box.overlap(box)
             if common is None:
@@ -92,7 +108,7 @@ class CheckpointTensors:
         try:
             if path.stat().st_size != file.num_bytes or sha256(path) != file.sha256:
                 raise ValueError(f"its size or checksum is not the one in {STATE_FILE}")
-            for name, entry in self.tensors.items():
+            for name, entry in self.table.tensors.items():
                 for box, holder in entry.file_of.items():
                     if holder == file.name:
                         self._find(name, entry, box)
@@ -155,7 +171,11 @@ def load_checkpoint(path: Path, state: TrainingState) -> Progress:
             raise CheckpointError(
                 f"{file}: holds another optimizer's state ({error}): {ANOTHER}"
             ) from None
-        pieces += [piece for piece in state.optimizer_state() if piece.name in table.tensors]
+        pieces += [
+            piece
+            for piece in state.optimizer_state()
+            if piece.name in table.tensors and not piece.name.endswith(f"/{REMAINDER}")
+        ]
     random = [
         piece for piece in state.random_state() if _fits(piece, table.tensors.get(piece.name))
     ]
@@ -180,10 +200,18 @@ def load_parameters(path: Path, state: TrainingState) -> None:
 
 
 def _load(tensors: CheckpointTensors, pieces: Iterable[Piece], state: TrainingState) -> None:
-    """Fill this rank's pieces, one stored piece at a time."""
+    """Fill this rank's pieces, one stored piece at a time. Weights get their remainders from the
+    weights."""
+    remainders = state.remainders()
     with errors_on_all_ranks(state.mesh.control_group):
         for piece in pieces:
-            tensors.read_into(piece.value, piece.name, piece.offset)
+            r = remainders.get(piece.key)
+            if r is None:
+                tensors.read_into(piece.value, piece.name, piece.offset)
+            else:
+                x = torch.empty(piece.value.shape, device="cpu")
+                tensors.read_into(x, piece.name, piece.offset)
+                set_weight(piece.value, x.to(r.device), {REMAINDER: r})
 
 
 def _open(path: Path, state: TrainingState, without: tuple[str, ...] = ()) -> CheckpointTensors:
@@ -203,7 +231,9 @@ def _open(path: Path, state: TrainingState, without: tuple[str, ...] = ()) -> Ch
         for name in sorted(stored - names):
             raise CheckpointError(f"{place}: has a surplus {name!r}: {ANOTHER}")
         for piece in state.weights():
-            if piece.name in names and not _fits(piece, entry := table.tensors[piece.name]):
+            entry = table.tensors.get(piece.name)
+            if piece.name in names and not _fits(piece, entry, of_weight=True):
+                assert entry is not None
                 dtype = DTYPE_NAMES.get(piece.value.dtype, piece.value.dtype)
                 raise CheckpointError(
                     f"{place}: {piece.name!r} is {entry.shape} {entry.dtype}, but the model's "
@@ -212,8 +242,9 @@ def _open(path: Path, state: TrainingState, without: tuple[str, ...] = ()) -> Ch
     return tensors
 
 
-def _fits(piece: Piece, stored: StoredEntry | None) -> bool:
-    return stored is not None and (stored.shape, stored.dtype) == (
-        piece.shape,
-        DTYPE_NAMES.get(piece.value.dtype),
-    )
+def _fits(piece: Piece, stored: StoredEntry | None, *, of_weight: bool = False) -> bool:
+    """Whether a piece is one of a stored tensor. A weight may change between fp32 and bf16."""
+    if stored is None or stored.shape != piece.shape:
+        return False
+    dtypes = {stored.dtype, DTYPE_NAMES.get(piece.value.dtype)}
+    return len(dtypes) == 1 or (of_weight and dtypes == {"F32", "BF16"})

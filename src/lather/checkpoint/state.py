@@ -15,12 +15,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from lather.boxes import Piece
+from lather.boxes import Piece, PieceKey
 from lather.checkpoint.folder import StoredEntry
 from lather.device import gpu_module, is_gpu
 from lather.errors import CheckpointError
 from lather.models.entry_names import entry_name, is_stack
 from lather.optim import MatrixOptimizer
+from lather.optim.batched.remainders import REMAINDER
 from lather.parallel.agreement import broadcast, errors_on_all_ranks, gather
 from lather.parallel.local_parameters import LocalParameter, ShardInfo
 from lather.parallel.mesh import Mesh
@@ -86,6 +87,15 @@ class TrainingState:
             yield from _pieces(entry.info, _whole("", entry.parameter.detach()))
         yield from self._buffers
 
+    def remainders(self) -> dict[PieceKey, Tensor]:
+        """Return by the keys of pieces of weights in bf16 what rounding has dropped from them, as
+        the optimizer's state has it."""
+        return {
+            (piece.name.removesuffix(f"/{REMAINDER}"), piece.offset[:-1]): piece.value
+            for piece in self.optimizer_state()
+            if piece.name.endswith(f"/{REMAINDER}")
+        }
+
     def optimizer_state(self) -> Iterator[Piece]:
         """Yield the entries of the optimizer state as `<parameter>/<key>`; all are tensors."""
         if self.optimizer is None:
@@ -150,7 +160,7 @@ def state_shapes(tensors: Mapping[str, StoredEntry | Piece]) -> Shapes:
     shapes: defaultdict[str, dict[str, tuple[int, ...]]] = defaultdict(dict)
     for name, tensor in tensors.items():
         entry, slash, key = name.rpartition("/")
-        if slash and not name.startswith(RANDOM):
+        if slash and key != REMAINDER and not name.startswith(RANDOM):
             shapes[entry][key] = tensor.shape
     return shapes
 

@@ -48,14 +48,14 @@ FREE_OPTIONS = ("batched", "bucket_bytes", "num_streams", "offload", "max_state_
 CHANGEABLE = (
     *("data.path", "data.weights", "train.max_grad_norm", "train.qk_clip", "train.steps"),
     *("moe.balance_coefficient", "moe.z_loss_coefficient"),
-    *("train.gradient_dtype", "train.mtp_loss_weight"),
+    *("train.gradient_dtype", "train.mtp_loss_weight", "train.weight_dtype"),
     *("optim.decay_fraction", "optim.min_lr_ratio", "optim.schedule", "optim.warmup_steps"),
 )
 """Keys. For `data.path` only the number of data sets counts: the same data sets may move to other
 places."""
 CHANGEABLE_OPTIONS = (
     *("eps", "lr", "lr_factor", "momentum", "weight_decay", "weight_decay_method"),
-    *("precondition_frequency", "stagger_refresh"),
+    *("precondition_frequency", "stagger_refresh", "weight_rounding"),
 )
 """Options of rules, of `[optim]` and of its kinds, on which the optimizer state does not depend.
 Betas are fixed: bias correction assumes that they were the same at every step."""

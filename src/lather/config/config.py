@@ -111,6 +111,11 @@ class LoopConfig:
     """When bf16 training rounds the weights. step: once per step, which takes 2 more bytes per
     weight that the rank alone has. block: before each pass through a block, which takes 2 bytes per
     weight of two blocks. product: for each matrix product."""
+    weight_dtype: Literal["float32", "bfloat16"] = "float32"
+    """dtype in which the weights of matrix products (linear layers, experts, an untied head) are
+    kept; bfloat16 needs bf16 precision. Embedding, norms, routers, biases and adapters stay in
+    float32. What rounding drops from new weights is optim.weight_rounding's: with remainder, the
+    default, the run is that of float32 weights, without their rounded copies."""
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"
     """dtype in which the gradients of a step are kept between micro-batches. They are computed, and
     summed over ranks, in float32; with bfloat16 these sums are added to those of the earlier
@@ -124,6 +129,9 @@ class LoopConfig:
 
     def __post_init__(self) -> None:
         check_ranges(self, "train.")
+        if self.weight_dtype == "bfloat16":
+            allowed = f"float32 with train.precision = {self.precision!r}"
+            require(self.precision == "bf16", "train.weight_dtype", self.weight_dtype, allowed)
         if self.precision == "fp64":
             allowed = "float32 with train.precision = 'fp64', which keeps gradients in float64"
             is_wide = self.gradient_dtype == "float32"

@@ -41,7 +41,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "soap_muon": {"momentum": 0.9},
 }
 """Defaults of the trainer that differ from the rule's own. In addition, `sides` is "auto" where the
-rule has "both"."""
+rule has "both", and `weight_rounding` is "remainder"."""
 
 DEFAULT_LR = 6e-3
 """Learning rate of rules without a default."""
@@ -157,6 +157,8 @@ def _default(rule: type, option: Option, hint: Any) -> Any:
         return DEFAULT_LR if option.name == "lr" else None
     if option.name == "sides" and default == "both":
         return "auto"
+    if option.name == "weight_rounding":
+        return "remainder"  # which concerns bf16 weights alone (`train.weight_dtype`)
     if option.name == "state_dtype" and default is None:
         # fp64 models are for comparisons of runs. Rounded to fp32, gradients that differ in their
         # last bits are equal; the eigenvectors of the null space of a factor depend on these bits.

@@ -29,7 +29,11 @@ from lather.models.decoder import Decoder, RoutedModel
 from lather.models.families import build_model as build_family
 from lather.models.moe import LOCAL_EXCHANGE, Exchange
 from lather.models.routing import counting_step
-from lather.models.saving.rounded_weights import RoundedWeights, set_rounded_weights
+from lather.models.saving.rounded_weights import (
+    RoundedWeights,
+    narrow_product_weights,
+    set_rounded_weights,
+)
 from lather.models.saving.weight_gradients import WeightGradients, defer_weight_gradients
 from lather.models.token_positions import SequenceLayout
 from lather.optim import PendingRefreshes
@@ -68,6 +72,8 @@ class Engine:
         self.micro_batch_size = loop.batch_size // (mesh.data_size * schedule.num_micro_batches)
         self._mtp_loss_weight = loop.mtp_loss_weight
         prepare_experts(part, moe, mesh.data_group)
+        if loop.weight_dtype == "bfloat16":
+            narrow_product_weights(part, torch.bfloat16)
         queue = WeightGradients()
         defer_weight_gradients(part, queue)
         self.rounded_weights = RoundedWeights()
@@ -80,7 +86,7 @@ class Engine:
         self.units = shard_part(part, mesh, storing)
         self.parameters = local_parameters(part, mesh)
         shape = (self.micro_batch_size, loop.sequence_length, part.hidden_size)
-        dtype = next(part.parameters()).dtype
+        dtype = torch.float64 if loop.precision == "fp64" else torch.float32
         self._activation = Activation(shape, dtype, travels_as=narrow)
         self._segments = Segments(
             self._exchange(frees),
@@ -374,7 +380,8 @@ def schedule_for(parallel: ParallelConfig, num_micro_batches: int) -> Schedule:
 
 
 def weights_dtype(config: Config) -> torch.dtype:
-    """Return the dtype of parameters and gradients; matrix products may be narrower."""
+    """Return the dtype of gradients, and of parameters except for `train.weight_dtype`; matrix
+    products may be narrower."""
     return torch.float64 if config.train.precision == "fp64" else torch.float32
 
 

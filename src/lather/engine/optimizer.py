@@ -10,6 +10,7 @@ from torch import nn
 
 from lather.config.optim import OptimConfig
 from lather.optim import MatrixOptimizer, parameters_by_kind
+from lather.optim.batched.remainders import REMAINDER, remainder_of
 from lather.optim.groups import ADAM_NAMES
 from lather.optim.optimizers import OPTIMIZER_OF
 from lather.optim.options import options_of
@@ -57,6 +58,12 @@ def build_optimizer(
         config.rule,
         OPTIMIZER_OF.get(type(config.rule)),
     )
-    if optimizer is None:
-        return MatrixOptimizer(groups, default)
-    return optimizer(groups, **{name: getattr(default, name) for name in options_of(type(default))})
+    options = {name: getattr(default, name) for name in options_of(type(default))}
+    made = optimizer(groups, **options) if optimizer else MatrixOptimizer(groups, default)
+    if isinstance(parameters, LocalParameters) and parameters.remainders:
+        made.init_state()
+        for p, r in parameters.remainders.items():
+            if REMAINDER in made.state.get(p, {}):
+                remainder_of(made.state[p]).copy_(r)
+        parameters.remainders.clear()
+    return made

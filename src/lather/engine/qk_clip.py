@@ -7,7 +7,7 @@ any mesh. The optimizer's state is not touched.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -18,6 +18,7 @@ from lather.device import to_device
 from lather.engine.trained_parameters import outline
 from lather.errors import require
 from lather.models.attention_logits import measured_layers
+from lather.optim.batched.remainders import exact_weight, set_weight
 from lather.parallel.local_parameters import LocalParameters
 from lather.pipeline.model_part import ModelPart
 from lather.shapes import Float
@@ -39,10 +40,15 @@ def measuring(part: ModelPart, logits_AH: Float[Tensor, "a h"]) -> Iterator[None
 
 @torch.no_grad()
 def clip_logits_(
-    part: ModelPart, parameters: LocalParameters, logits_AH: Float[Tensor, "a h"], threshold: float
+    part: ModelPart,
+    parameters: LocalParameters,
+    states: Mapping[Tensor, Mapping[str, Tensor]],
+    logits_AH: Float[Tensor, "a h"],
+    threshold: float,
 ) -> None:
     """Scale projections of queries and keys in place, after a step in which the largest logits of
-    the layers `part.measured` on all ranks were these, on the CPU.
+    the layers `part.measured` on all ranks were these, on the CPU. `states`: the optimizer's, in
+    which bf16 weights may have remainders.
 
     A layer of which such a projection is frozen is left as it is.
     """
@@ -62,9 +68,12 @@ def clip_logits_(
         ]
         if all(entry.source.requires_grad for entry, _ in scaled):
             for entry, factor_X in scaled:
-                p, first = entry.parameter, entry.info.offset
-                rows_x = factor_X[first : first + entry.info.length].to(p.dtype)
-                p.mul_(to_device(rows_x, p.device).view(-1, *[1] * (p.dim() - 1)))
+                p, first, state = entry.parameter, entry.info.offset, states[entry.source]
+                x = exact_weight(p, state)
+                dtype = torch.promote_types(x.dtype, torch.float32)
+                rows_x = factor_X[first : first + entry.info.length].to(dtype)
+                factor = to_device(rows_x, p.device).view(-1, *[1] * (p.dim() - 1))
+                set_weight(p, x * factor, state)
 
 
 def check_qk_clip(config: Config) -> None:

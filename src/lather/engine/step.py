@@ -100,7 +100,8 @@ class TrainStep:
             self.optimizer.step(norms=norms)
             self.engine.balance(result.counts_LE)
             if self.qk_clip and result.logits_AH is not None:
-                clip_logits_(self.engine.part, parameters, result.logits_AH, self.qk_clip)
+                state, logits_AH = self.optimizer.state, result.logits_AH
+                clip_logits_(self.engine.part, parameters, state, logits_AH, self.qk_clip)
         seconds = self._now() - start
         parameters.clear_gradients()
         return self._with_refreshes(replace(result, optimizer_seconds=seconds, skipped=not finite))

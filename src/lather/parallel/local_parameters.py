@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lather.boxes import chunk
+from lather.kernels.remainder import split
 from lather.models.experts import Experts
 from lather.parallel.fsdp_units import is_shared
 from lather.parallel.mesh import Mesh
@@ -86,13 +87,24 @@ class LocalParameters(tuple[LocalParameter, ...]):
         """Return the parameters that are not frozen."""
         return LocalParameters(entry for entry in self if entry.source.requires_grad)
 
+    @functools.cached_property
+    def remainders(self) -> dict[nn.Parameter, Tensor]:
+        """`LocalParameter.source` -> what rounding dropped from its rows when they were filled,
+        until an optimizer takes it."""
+        return {}
+
     @torch.no_grad()
     def fill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copy this rank's rows of the named whole parameters that it has."""
         entries = {entry.info.name: entry for entry in self}
         for name, value in weights:
             if (entry := entries.get(name)) is not None:
-                entry.parameter.copy_(value.narrow(0, entry.info.offset, entry.info.length))
+                rows, p = value.narrow(0, entry.info.offset, entry.info.length), entry.parameter
+                if p.dtype == torch.bfloat16 and entry.source.requires_grad:
+                    self.remainders[entry.source] = r = torch.empty_like(p, dtype=torch.int16)
+                    split(rows.to(p.device, torch.float32), p.detach(), r)
+                else:
+                    p.copy_(rows)
             del value  # before the next one is allocated
 
     @torch.no_grad()

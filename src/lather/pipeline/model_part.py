@@ -155,6 +155,8 @@ def allocate(modules: Iterable[nn.Module], device: torch.device) -> None:
             if p.is_meta:
                 if p not in made:
                     made[p] = nn.Parameter(torch.empty_like(p, device=device), p.requires_grad)
+                    if p.requires_grad:
+                        made[p].grad_dtype = p.grad_dtype
                 setattr(module, name, made[p])
         for name, bias in module.named_buffers(recurse=False):
             if bias.is_meta:  # a router's correction bias, which no one draws

@@ -25,6 +25,7 @@ from lather.models.hf.model_folder import (
     open_hugging_face,
 )
 from lather.models.routing import CORRECTION_BIAS
+from lather.optim.batched.remainders import REMAINDER, set_weight
 from lather.parallel.agreement import errors_on_all_ranks
 from lather.safetensors_file import TensorSource
 from lather.train.companions import same_tokenizer
@@ -130,8 +131,11 @@ def _copy_weights(source: TensorSource, state: TrainingState) -> None:
                 f"{piece.name!r} is {shape} in init_from, but {piece.shape} in the model: give "
                 "weights of this model"
             )
+    remainders = state.remainders()
     for piece in pieces:
         rows = (slice(piece.offset[0], piece.offset[0] + len(piece.value)),) if piece.shape else ()
         assert piece.value.shape[1:] == piece.shape[1:], piece.name
         if piece.value.numel():
-            piece.value.copy_(source.read(piece.name, rows))
+            x, r = source.read(piece.name, rows), remainders.get(piece.key)
+            state_of = {} if r is None else {REMAINDER: r}
+            set_weight(piece.value, x if r is None else x.to(r.device, torch.float32), state_of)

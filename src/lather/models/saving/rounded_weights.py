@@ -20,6 +20,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from lather.boxes import gradient_dtype
+
 
 class RoundedWeights:
     """A cache of weights in the dtype of products."""
@@ -88,6 +90,16 @@ def set_rounded_weights(module: nn.Module, cache: RoundedWeights) -> None:
     for layer in module.modules():
         if isinstance(layer, Rounding):
             layer.rounded_weights = cache
+
+
+def narrow_product_weights(module: nn.Module, dtype: torch.dtype) -> None:
+    """Convert the weights that only products read, which round them to this dtype anyway. Their
+    gradients stay in the dtype that they had."""
+    for p in product_weights([module]):
+        of_gradients = gradient_dtype(p)
+        p.data = p.data.to(dtype)
+        if p.requires_grad:
+            p.grad_dtype = of_gradients
 
 
 def product_weights(modules: Iterable[nn.Module]) -> set[nn.Parameter]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lather.boxes import local
-from lather.kernels.remainder import join
+from lather.kernels.remainder import join, split
 
 REMAINDER = "remainder"
 """Name of the entry."""
@@ -32,6 +32,15 @@ def exact_weight(p: Tensor, state: Mapping[str, Tensor]) -> Tensor:
     otherwise as it is."""
     w = local(p)
     return join(w, remainder_of(state)) if REMAINDER in state else w
+
+
+def set_weight(w: Tensor, x: Tensor, state: Mapping[str, Tensor]) -> None:
+    """Set the weight w of a parameter with this state, or its part on this rank, to x in fp32; what
+    rounding drops becomes the remainder if the state has one."""
+    if REMAINDER in state:
+        split(x, w, remainder_of(state))
+    else:
+        w.copy_(x)
 
 
 def check_remainder(state: Mapping[str, Any], shape: tuple[int, ...], what: str) -> None:
