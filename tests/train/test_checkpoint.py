@@ -431,5 +431,5 @@ def test_random_numbers_go_on(trainee: MakeTrainee, tmp_path: Path) -> None:
 
 
 def test_another_dtype_is_refused(trainee: MakeTrainee, saved: Path) -> None:
-    with pytest.raises(CheckpointError, match=r" F32, but the model's .* BF16"):
-        trainee(dtype=torch.bfloat16).load(saved)
+    with pytest.raises(CheckpointError, match=r" F32, but the model's .* F64"):
+        trainee(dtype=torch.float64).load(saved)

@@ -33,6 +33,7 @@ from lather.memory.ledger import Ledger
 from lather.memory.work import Work, WorkTally
 from lather.memory.workers import Assumed
 from lather.optim import MatrixOptimizer
+from lather.optim.batched.remainders import REMAINDER
 from lather.parallel.mesh import Mesh
 from lather.pipeline.executor import Recorder
 from lather.pipeline.schedule import TRANSFERS, Action, Kind
@@ -177,10 +178,10 @@ class LedgerMode(StandInMode, Recorder):
 
 
 def kind_of_state(name: str) -> str:
-    """Return the kind of bytes of an entry in a parameter's optimizer state."""
-    return {"factor": "optimizer factors", "basis": "optimizer bases"}.get(
-        name.partition("_")[0], "optimizer moments"
-    )
+    """Return the kind of bytes of an entry in a parameter's optimizer state; a remainder is half of
+    a parameter."""
+    kinds = {"factor": "optimizer factors", "basis": "optimizer bases", REMAINDER: "parameters"}
+    return kinds.get(name.partition("_")[0], "optimizer moments")
 
 
 @dataclass(frozen=True)
