@@ -77,6 +77,7 @@ DOORS = {
     "lather.optim.batched.gradients",
     "lather.optim.batched.known_keys",
     "lather.optim.batched.pinned",
+    "lather.optim.batched.remainders",
     "lather.parallel.launch.lifeline",
     "lather.parallel.launch.requests",
     "lather.parallel.launch.start",

@@ -52,7 +52,7 @@ def test_a_run_goes_on_with_weights_of_the_other_dtype(folder: Path) -> None:
 
 
 def test_initial_weights_are_exact(folder: Path) -> None:
-    """Those of a run with fp32 weights are those of the new run with bf16 weights."""
+    """A new run with bf16 weights begins with exactly the weights of a run in fp32."""
     start(make_config(folder, "first", BF16, WIDE))
     init = {"init_from": str(folder / "first"), "train": {"steps": 0}}
     start(
