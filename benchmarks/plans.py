@@ -38,10 +38,9 @@ SMALLER, BF16, INT8, EARLY, BLOCK = (
     "--parallel.gather block",
 )
 ALL = "attention experts shared_experts"
-WEIGHTS, GRADIENTS, RECOMPUTED = (
-    "--train.weight-dtype bfloat16",
+ROUNDED, GRADIENTS = (
+    "--train.rounded-weights block",
     "--train.gradient-dtype bfloat16",
-    "--train.recompute attention --moe.memory recompute",
 )
 
 PUBLISHED_QWEN3 = "configs/qwen3-30b-a3b.toml --parallel.ep 8 --optim.name adamw"
@@ -89,6 +88,9 @@ PLANS = {
     ),
     "qwen3-30b-a3b-16-muon": "configs/qwen3-30b-a3b.toml --world 16",
     "qwen3-30b-a3b-8-ep8-muon-bf16": f"{QWEN3_NODE} {BF16} {GRADIENTS}",
+    "qwen3-30b-a3b-8-ep8-soap_muon-bf16": (
+        f"{QWEN3_NODE} --optim.name soap_muon {BF16} {GRADIENTS} {ROUNDED}"
+    ),
     "qwen3-30b-a3b-8-ep8-soap": f"{QWEN3_NODE} --optim.name soap",
     "qwen3-30b-a3b-8-ep8-soap-smaller": f"{QWEN3_NODE} --optim.name soap {SMALLER}",
     "qwen3-0.6b-1-muon": "configs/qwen3-0.6b.toml --world 1",
@@ -112,6 +114,10 @@ PLANS = {
     ),
     "kimi-k2-512-pp8-ep64-muon": (
         "configs/kimi-k2.toml --world 512 --parallel.pp 8 --parallel.ep 64"
+    ),
+    "kimi-k2-6-layers-512-ep8-muon": (
+        "configs/kimi-k2.toml --world 512 --parallel.pp 1 --parallel.ep 8 "
+        "--model.num-hidden-layers 6"
     ),
     "deepseek-v2-512-pp8-ep8-soap_muon": (
         "configs/deepseek-v2.toml --world 512 --parallel.pp 8 "

@@ -186,11 +186,12 @@ QUOTABLE: dict[str, Callable[..., float | tuple[float, float] | Mean | RunRange 
     r"GiB at the peak of pipeline rank (\d+)": lambda path, rank: _gib(
         path, lambda plan: plan["ranks"][int(rank)]["peak"]
     ),
-    r"GiB on their way in the optimizer's step": lambda path: _gib(
+    r"GiB of temporaries in the optimizer's step": lambda path: _gib(
         path,
         lambda plan: max(
-            rank["steps"]["the first optimizer step"]["kinds"].get("communication", 0)
+            sum(kinds.get(kind, 0) for kind in ("temporaries", "communication"))
             for rank in plan["ranks"]
+            for kinds in [rank["steps"]["the first optimizer step"]["kinds"]]
         ),
     ),
     r"GiB of a checkpoint, largest rank": lambda path: _gib(

@@ -90,7 +90,7 @@ class MadeUp:
         self.gathered = 0
         if config.parallel.pp > 1:
             self.gathered = 50 if config.parallel.resolved_gather == "stage" else 10
-        rest += 60
+        rest += 30 if train.rounded_weights == "block" else 60
         rest += 15 if train.gradient_dtype == "bfloat16" else 30
         self.needed = (rest + state + self.activations + self.gathered) * 2 // world_size
         kinds = {"activations": self.activations, "gathered parameters": self.gathered}
@@ -143,7 +143,7 @@ EXPERTS: Changes = {**ATTENTION, "moe.memory": "recompute"}
 BF16: Changes = {"optim.state_dtype": "bfloat16"}
 SMALLER: Changes = {"optim.sides": "smaller"}
 ONE_SIDE: Changes = SMALLER | BF16
-NARROW: Changes = {"train.gradient_dtype": "bfloat16"}
+NARROW: Changes = {"train.rounded_weights": "block", "train.gradient_dtype": "bfloat16"}
 BLOCK: Changes = {"parallel.gather": "block"}
 
 
@@ -167,14 +167,14 @@ def test_a_smaller_state_comes_first_where_activations_cannot_be_enough() -> Non
 
 def test_a_rung_builds_on_what_helped_and_not_on_what_did_not() -> None:
     below = ONE_SIDE | NARROW
-    advice = advised(340, activations=100)
+    advice = advised(310, activations=100)
     assert changes_of(advice)[3:] == [below]
-    assert [setting.plan.needed for setting in advice.fitting] == [335]
-    advice = advised(290, activations=100)
+    assert [setting.plan.needed for setting in advice.fitting] == [305]
+    advice = advised(280, activations=100)
     assert changes_of(advice)[4:] == [below | ATTENTION, below | EXPERTS]
-    advice = advised(90, activations=0)
+    advice = advised(60, activations=0)
     assert changes_of(advice)[6:] == [below | {"optim.offload": True}]
-    assert [setting.plan.needed for setting in advice.fitting] == [85]
+    assert [setting.plan.needed for setting in advice.fitting] == [55]
 
 
 def test_another_rule_keeps_the_form_of_its_state() -> None:

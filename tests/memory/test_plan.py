@@ -85,8 +85,8 @@ def test_offloaded_state_is_in_the_hosts_memory_and_visits_the_device(
 
 def test_every_kind_from_first_principles(planned: MemoryPlan) -> None:
     """There are fp32 parameters and gradients; two moments for each element; for each side of a
-    matrix, also of each expert's, the triangle of a factor, and a basis; and bf16 copies of the operands of
-    products."""
+    matrix, also of each expert's, the triangle of a factor, and a basis; and bf16 copies of the
+    operands of products."""
     timeline = planned.ranks[0].steps["a step"]
     at_end = timeline.at(timeline.curves.shape[1] - 1)
     elements = sum(p.numel() for p in parameters().values())

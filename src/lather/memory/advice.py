@@ -2,11 +2,12 @@
 
 The ladder has rungs, in the order in which an engineer would climb it: another mesh, if experts are
 not shared among ranks yet; parameters gathered block by block, and fewer activations; another order
-or partition of a pipeline; a smaller state of the same rule; sums of gradients in bf16; state in
-the host's memory; rows of the state on every rank; the rule with the least state; more pipeline
-ranks; twice as many ranks. If fewer activations cannot suffice, the smaller state and gradients
-come first. The settings of a rung, three at most, are planned at the same time, on top of what
-helped on the rungs below. The first rung with a setting that fits is the last.
+or partition of a pipeline; a smaller state of the same rule; weights rounded block by block, and
+sums of gradients in bf16; state in the host's memory; rows of the state on every rank; the rule
+with the least state; more pipeline ranks; twice as many ranks. If fewer activations cannot suffice,
+the smaller state and gradients come first. The settings of a rung, three at most, are planned at
+the same time, on top of what helped on the rungs below. The first rung with a setting that fits is
+the last.
 
 Every size is that of a whole plan (`lather.memory.plan`), and so are flops and bytes sent. To order
 settings these are converted to seconds at assumed rates (`FLOPS`, `LINK`, `EXCHANGE`, `BUS`), which
@@ -295,8 +296,11 @@ class _Ladder:
         return [changes for changes in (bf16, side, side | bf16) if changes]
 
     def narrow(self) -> list[Changes]:
-        """Sums of gradients in bf16."""
-        return [{"train.gradient_dtype": "bfloat16"}]
+        """Sums of gradients in bf16, and weights rounded block by block, if products are in
+        bf16."""
+        is_bf16 = self.config.train.precision == "bf16"
+        rounded = {"train.rounded_weights": "block"} if is_bf16 else {}
+        return [{**rounded, "train.gradient_dtype": "bfloat16"}]
 
     def offload(self) -> list[Changes]:
         """State in the host's memory; beside adapters, the frozen weights."""
