@@ -119,7 +119,8 @@ class LoopConfig:
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"
     """dtype in which the gradients of a step are kept between micro-batches. They are computed, and
     summed over ranks, in float32; with bfloat16 these sums are added to those of the earlier
-    micro-batches and rounded stochastically, which saves 2 bytes per weight that a rank keeps."""
+    micro-batches and rounded stochastically, which saves 2 bytes per weight that a rank keeps, and
+    with parallel.gather 'block' also the float32 gradients of all blocks but one."""
     offload_frozen: bool = False
     """Keep frozen weights in the host's pinned memory; each block's are copied to the GPU just
     before its forward and its backward pass, beside the computation. With parallel.gather 'stage'
