@@ -29,7 +29,7 @@ from lather.kernels.quantized import BASIS, POSITIVE, SIGNED
 MOMENTS = ("bfloat16", "int8", "int8_nearest", "coarse", "coarse_nearest", "linear")
 SQUARES = ("bfloat16", "int8", "int8_nearest", "coarse", "linear")
 BASES = ("bfloat16_nearest", "int8_nearest", "int8", "linear_nearest", "orthonormal")
-FACTORS = ("bfloat16", "bfloat16_nearest", "int8", "linear", "diagonal")
+FACTORS = ("bfloat16", "bfloat16_nearest", "int8", "linear", "diagonal", "int16")
 WIDTH = 256
 
 

@@ -12,6 +12,7 @@ in it: formats can be compared before the optimizers have them.
                         a step of Newton-Schulz
     diagonal            factors in the linear code, each element in units of the root of the product
                         of its two diagonal elements, which stay in fp32
+    int16               the same in 16 bits, to the nearest
 
 Factors are symmetric, so rounding is that of their lower triangles.
 """
@@ -53,7 +54,9 @@ Format = Literal[
     "coarse_nearest",
     "orthonormal",
     "diagonal",
+    "int16",
 ]
+INT16 = 2**15 - 1
 COARSE = {True: Code(16, is_signed=True), False: Code(32, is_signed=False)}
 LINEAR = {True: Code(1, is_signed=True), False: Code(1, is_signed=False)}
 
@@ -73,12 +76,16 @@ def rounded(x: Tensor, form: str, code: Code, step: int) -> Tensor:
 
 
 def rounded_factor(k: Tensor, form: str, step: int) -> Tensor:
-    if form != "diagonal":
+    if form not in {"diagonal", "int16"}:
         triangle = rounded(pack_triangle(k), form, SIGNED, step)
         return unpack_triangle(triangle, k.shape[-1])
     scale = k.diagonal(dim1=-2, dim2=-1).clamp_min(1e-38).rsqrt()
     scale = scale.unsqueeze(-1) * scale.unsqueeze(-2)
-    triangle = rounded(pack_triangle(k * scale), "linear", SIGNED, step)
+    triangle = pack_triangle(k * scale)
+    if form == "int16":
+        triangle = triangle.mul(INT16).round().clamp(-INT16, INT16) / INT16
+    else:
+        triangle = rounded(triangle, "linear", SIGNED, step)
     whole = unpack_triangle(triangle, k.shape[-1]) / scale
     whole.diagonal(dim1=-2, dim2=-1).copy_(k.diagonal(dim1=-2, dim2=-1))
     return whole
