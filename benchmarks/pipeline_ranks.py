@@ -41,7 +41,7 @@ from lather.parallel.expert_exchange import ExpertExchange
 from lather.parallel.fsdp_units import FsdpUnit
 from lather.parallel.mesh import Mesh
 from lather.pipeline.chunk import MicroBatch
-from lather.pipeline.executor import Activation, Executor, Recorder
+from lather.pipeline.executor import Activation, Executor
 from lather.pipeline.model_part import (
     ModelPart,
     PartLayers,
@@ -52,6 +52,7 @@ from lather.pipeline.model_part import (
     outlined_part,
 )
 from lather.pipeline.partition import stages_of, uniform
+from lather.pipeline.recorder import Recorder
 from lather.pipeline.schedule import Action, dualpipev
 from lather.pipeline.segments import Segments
 from lather.pipeline.tape import Frees

@@ -18,7 +18,7 @@ from lather.memory.dry_rank import batch_of
 from lather.memory.profile import profile
 from lather.memory.workers import Assumed
 from lather.parallel.mesh import Mesh
-from lather.pipeline.executor import Recorder
+from lather.pipeline.recorder import Recorder
 from lather.pipeline.schedule import Action
 from models.tiny import FAMILY_TABLES, tiny_family_config
 

@@ -20,7 +20,8 @@ from torch import Tensor
 from benchmarks.live_bytes import PeakBytes
 from lather.pipeline import executor as executor_module
 from lather.pipeline.chunk import MicroBatch
-from lather.pipeline.executor import MOST_SENDS_UNDER_WAY, Executor, Recorder
+from lather.pipeline.executor import MOST_SENDS_UNDER_WAY, Executor
+from lather.pipeline.recorder import Recorder
 from lather.pipeline.schedule import Action, Kind
 from lather.pipeline.tape import Cut
 

@@ -42,11 +42,12 @@ from lather.parallel.local_parameters import local_parameters
 from lather.parallel.mesh import Mesh
 from lather.parallel.sharded_parameters import Storing
 from lather.pipeline.chunk import MicroBatch
-from lather.pipeline.executor import Activation, Executor, Recorder, StepOutput
+from lather.pipeline.executor import Activation, Executor, StepOutput
 from lather.pipeline.gathering import shard_part
 from lather.pipeline.model_part import ModelPart, PartLayers, fresh_weights, outlined_part
 from lather.pipeline.partition import stages_of, uniform
 from lather.pipeline.prelude import run_prelude
+from lather.pipeline.recorder import Recorder
 from lather.pipeline.schedule import Schedule, dualpipev, forwards, sequential
 from lather.pipeline.segments import Segments
 from lather.pipeline.tape import Frees

@@ -34,8 +34,9 @@ from lather.memory.work import Work, WorkTally
 from lather.memory.workers import Assumed
 from lather.optim import MatrixOptimizer
 from lather.optim.batched.remainders import REMAINDER
+from lather.parallel.fsdp_units import FsdpUnit
 from lather.parallel.mesh import Mesh
-from lather.pipeline.executor import Recorder
+from lather.pipeline.recorder import Recorder
 from lather.pipeline.schedule import TRANSFERS, Action, Kind
 from lather.standin.device import module, standin
 from lather.standin.mode import StandInMode
@@ -138,7 +139,6 @@ class LedgerMode(StandInMode, Recorder):
 
     @contextmanager
     def action(self, action: Action) -> Iterator[None]:
-        self.ledger.settle("gathered parameters", BETWEEN)  # allocated in the wait for them
         self.ledger.settle("activations")
         self.ledger.mark(str(action))
         self.tally.in_micro_batch = any(chunk.micro_batch is not None for chunk in action.chunks)
@@ -148,16 +148,25 @@ class LedgerMode(StandInMode, Recorder):
         self.ledger.settle(SETTLES.get(action.kind, "activations"))
         self.ledger.mark(BETWEEN)
 
+    @contextmanager
+    def sharding(self, action: Action, unit: FsdpUnit) -> Iterator[None]:
+        self.label_unit(unit)
+        before = len(self.ledger.records)
+        yield
+        self.ledger.label("gathered parameters", unit.gathered)
+        self.ledger.settle(SETTLES[action.kind], before)
+
     def label_step(self) -> None:
-        """Label the current gradients, rounded weights and gathered parameters."""
-        self.ledger.label(
-            "gradients",
-            [local(p.grad) for p in self.engine.part.parameters() if p.grad is not None],
-        )
+        """Label the current gradients and rounded weights."""
+        for unit in dict.fromkeys(self.engine.units.values()):
+            self.label_unit(unit)
+
+    def label_unit(self, unit: FsdpUnit) -> None:
+        """Label the current gradients of a unit, and rounded weights."""
+        parameters = (*unit.modules.parameters(), *unit.gathered)
+        gradients = [local(p.grad) for p in parameters if p.grad is not None]
+        self.ledger.label("gradients", (*gradients, *unit.sums))
         self.ledger.label("rounded weights", self.engine.rounded_weights.copies())
-        for unit in self.engine.units.values():
-            self.ledger.label("gathered parameters", unit.gathered)
-            self.ledger.label("gradients", unit.sums)
 
     def label_state(self, optimizer: MatrixOptimizer) -> None:
         for state in optimizer.state.values():

@@ -125,12 +125,13 @@ class Ledger:
             if record is not None and not record.kind:
                 record.kind = kind
 
-    def settle(self, kind: str, phase: str | None = None) -> None:
-        """Set the kind of all live storages that have none yet; with `phase`, only of those created
-        in it."""
+    def settle(self, kind: str, since: int | None = None) -> None:
+        """Set the kind of all live storages that have none yet; with `since`, only of those that
+        were created after the first so many."""
         assert kind in KINDS
-        for _, record in self._alive.values():
-            if not record.kind and record.size and phase in (None, record.phase):
+        alive = (record for _, record in self._alive.values())
+        for record in alive if since is None else self.records[since:]:
+            if not record.kind and record.size:
                 record.kind = kind
 
     def _gone(self, key: int, _: object) -> None:

@@ -30,7 +30,7 @@ FRAGMENTATION = 0.03
 """Allowance on a GPU, as a fraction of the peak, for memory that the allocator holds but cannot
 use; with expandable segments (`lather.allocator`) that is little."""
 
-POINTS = 1500
+POINTS = 3000
 """Points that a plan has of each curve."""
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -29,17 +28,9 @@ from lather.optim import PendingRefreshes
 from lather.parallel.mesh import Mesh
 from lather.pipeline import overlap
 from lather.pipeline.chunk import ChunkTape, MicroBatch, RoutingSummary
-from lather.pipeline.gathering import (
-    GATHERED,
-    PASSES,
-    Gathering,
-    Leave,
-    Pass,
-    Units,
-    Visit,
-    with_following,
-)
+from lather.pipeline.gathering import Gathering, Leave, Pass, Units, Visit
 from lather.pipeline.model_part import Stage
+from lather.pipeline.recorder import Recorder
 from lather.pipeline.schedule import COMPUTE, RECEIVED_AS, TRANSFERS, Action, Kind, Schedule
 from lather.pipeline.segments import Segments, Steps
 from lather.pipeline.transfer_queues import MOST_SENDS_UNDER_WAY
@@ -50,18 +41,6 @@ Key = tuple[int, int]
 Passing = tuple[Kind, Key]
 """A tensor that passes between stages, by the action that receives it or sends it; also where both
 stages are on one rank and there is no such action."""
-
-
-class Recorder:
-    """Records the actions of a rank; a method that a subclass does not define records nothing."""
-
-    def action(self, action: Action) -> AbstractContextManager[Any]:
-        """Enclose an action, after its input has arrived."""
-        return nullcontext()
-
-    def waiting(self) -> AbstractContextManager[Any]:
-        """Enclose the wait for the input of the backward pass, inside an overlapped pair."""
-        return nullcontext()
 
 
 @dataclass(frozen=True)
@@ -132,7 +111,7 @@ class Executor:
         walk = self.walk = StepWalk(self, micro_batches, schedule)
         try:
             with self.segments.rounded_weights.caching():
-                for action, following in with_following(schedule.ranks[self.rank]):
+                for action, following in walk.gathering.begin(schedule.ranks[self.rank]):
                     walk.wait_for_input(action)
                     with self.record.action(action):
                         walk.do(action, following)
@@ -178,6 +157,8 @@ class StepWalk:
             executor.units,
             len(micro_batches[0].depths),
             self.segments.rounded_weights,
+            executor.record,
+            by_block=schedule.gathers_blocks,
             async_op=is_gpu(executor.mesh.device),
         )
 
@@ -189,8 +170,7 @@ class StepWalk:
             return
         if not self.schedule.gathers_blocks:
             for chunk in action.chunks:
-                for unit in self.gathering.units_of(chunk.stage):
-                    unit.wait()
+                self.gathering.wait_for(self.gathering.units_of(chunk.stage))
         first = action.chunks[0]
         passing = (Kind.RECV_F if first.kind is Kind.FORWARD else Kind.RECV_B, _key(first))
         if passing in self.incoming:
@@ -198,9 +178,7 @@ class StepWalk:
 
     def do(self, action: Action, following: Action | None) -> None:
         """Execute an action; `following`: the next one that passes through a stage."""
-        passes = [GATHERED] * 2
-        if self.schedule.gathers_blocks and action.kind in PASSES:
-            passes = self.gathering.passes(action, following, self._leave)
+        passes = self.gathering.passes(action, following, self._leave)
         if action.kind == Kind.OVERLAP:
             forward, backward = action.parts
             results = overlap.run_both(
@@ -215,7 +193,7 @@ class StepWalk:
         elif action.kind == Kind.BACKWARD_WEIGHT:
             for entries, units in self.waiting.pop(_key(action)):
                 WeightGradients.run(entries)
-                _reduce(units)
+                self.gathering.reduce(units)
         elif action.kind in (Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD):
             self._shard(action)
         else:
@@ -257,7 +235,7 @@ class StepWalk:
         data ranks; those of blocks whose weight gradients are deferred, after these."""
         match chunk.kind:
             case Kind.BACKWARD:
-                return _reduce
+                return self.gathering.reduce
             case Kind.BACKWARD_INPUT:
                 return partial(self._defer, _key(chunk))
         return lambda _: None
@@ -265,7 +243,7 @@ class StepWalk:
     def _defer(self, key: Key, units: Visit = ()) -> None:
         blocks = [unit for unit in units if isinstance(unit.modules[0], Block)]
         self.waiting[key].append((self.segments.weight_gradients.take(), blocks))
-        _reduce([unit for unit in units if unit not in blocks])
+        self.gathering.reduce([unit for unit in units if unit not in blocks])
 
     def _pass(self, sends: Kind, action: Action, x: Tensor | None) -> None:
         """Pass an output to the next stage, or the gradient of an input to the previous one, on
@@ -324,14 +302,13 @@ class StepWalk:
         self._free_buffer(x, tape)
 
     def _shard(self, action: Action) -> None:
-        units = self.gathering.units_of(action.stage)
-        match action.kind:
-            case Kind.UNSHARD:
-                self.gathering.gather(units)
-            case Kind.RESHARD:
-                self.gathering.free(units)
-            case _:
-                _reduce(units)
+        gathering = self.gathering
+        does = {
+            Kind.UNSHARD: gathering.gather,
+            Kind.RESHARD: gathering.free,
+            Kind.REDUCE_GRAD: gathering.reduce,
+        }
+        does[action.kind](gathering.units_of(action.stage))
 
     def _take(self, passing: Passing) -> Tensor | None:
         """Remove and return the tensor that arrived; None for the input of the first stage and the
@@ -353,8 +330,3 @@ class StepWalk:
 def _key(action: Action) -> Key:
     assert action.micro_batch is not None
     return action.stage, action.micro_batch
-
-
-def _reduce(units: Visit) -> None:
-    for unit in units:
-        unit.reduce_gradients()

@@ -24,7 +24,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 from torch import nn
 
@@ -33,6 +34,7 @@ from lather.parallel.fsdp_units import FsdpUnit, shard
 from lather.parallel.mesh import Mesh
 from lather.parallel.sharded_parameters import Storing
 from lather.pipeline.model_part import ModelPart, Stage, allocate
+from lather.pipeline.recorder import Recorder
 from lather.pipeline.schedule import Action, Kind
 
 Units = Mapping[nn.Module, FsdpUnit]
@@ -96,12 +98,8 @@ class Pass:
         leave: Leave = lambda _: None,
     ) -> None:
         """`then`: what to gather at the last visit, for the next pass."""
-        self._gathering, self._ahead, self._then, self._leave = (
-            gathering,
-            deque(visits),
-            then,
-            leave,
-        )
+        self._gathering, self._leave = gathering, leave
+        self._ahead, self._then = deque(visits), then
         if gathering is not None:
             gathering.gather(visits[0])
 
@@ -112,8 +110,7 @@ class Pass:
             yield
             return
         units = self._ahead.popleft()
-        for unit in units:
-            unit.wait()
+        self._gathering.wait_for(units)
         following = self._ahead[0] if self._ahead else ()
         self._gathering.gather(following or self._then)
         yield
@@ -125,7 +122,7 @@ GATHERED = Pass()
 
 
 class Gathering:
-    """Gathers and frees the units of a rank in a step."""
+    """Gathers, frees and reduces the units of a rank in a step."""
 
     def __init__(
         self,
@@ -133,56 +130,82 @@ class Gathering:
         units: Units,
         num_depths: int,
         rounded_weights: RoundedWeights,
+        record: Recorder,
         *,
+        by_block: bool,
         async_op: bool,
     ) -> None:
+        """`by_block`: whether passes gather; if not, the table has actions that do."""
         self._visits = {
             index: visits_of(stage, units, num_depths) for index, stage in stages.items()
         }
-        self._rounded_weights, self._async_op = rounded_weights, async_op
-        self._held: Visit = ()
-        """The first visits of the next action, which were gathered ahead."""
+        self._stages = {unit: stage for stage in self._visits for unit in self.units_of(stage)}
+        """A stage of each unit; a unit may belong to two."""
+        self._rounded_weights, self._record = rounded_weights, record
+        self._by_block, self._async_op = by_block, async_op
+        self._ahead: Visit = ()
+        """Units that were gathered ahead for the next action."""
+
+    def begin(self, actions: Iterable[Action]) -> list[tuple[Action, Action | None]]:
+        """Gather what the first pass needs first; return each action with the next one that passes
+        through a stage."""
+        pairs: list[tuple[Action, Action | None]] = []
+        following = None
+        for action in reversed([*actions]):
+            pairs.append((action, following))
+            if action.kind in PASSES:
+                following = action
+        self._ahead = self._first_of(following)
+        self.gather(self._ahead)
+        return pairs[::-1]
 
     def passes(
         self, action: Action, following: Action | None, leave: Callable[[Action], Leave]
     ) -> list[Pass]:
-        """Start the passes of an action: one, or two of an overlapped pair. `following`: the next
-        action that has any."""
-        before, self._held = self._held, self._first_of(following)
+        """Start the passes of an action: one, or two of an overlapped pair."""
+        if not self._by_block or action.kind not in PASSES:
+            return [GATHERED] * 2
+        before, self._ahead = self._ahead, self._first_of(following)
         first, *second = action.chunks
-        passes = [Pass(self, self._of(first), self._held, leave(first))]
+        passes = [Pass(self, self._of(first), self._ahead, leave(first))]
         passes += [Pass(self, self._of(chunk), (), leave(chunk)) for chunk in second]
         self.free(before)
         return passes
 
     def gather(self, units: Visit) -> None:
         for unit in units:
-            unit.unshard(async_op=self._async_op)
+            with self._recording(unit, Kind.UNSHARD):
+                unit.unshard(async_op=self._async_op)
+
+    def wait_for(self, units: Visit) -> None:
+        for unit in units:
+            with self._record.waiting():
+                unit.wait()
 
     def free(self, units: Visit) -> None:
         for unit in units:
-            unit.reshard()
-            if not unit.is_gathered:
-                self._rounded_weights.forget(unit.gathered)
+            with self._recording(unit, Kind.RESHARD):
+                unit.reshard()
+                if not unit.is_gathered:
+                    self._rounded_weights.forget(unit.gathered)
+
+    def reduce(self, units: Visit) -> None:
+        for unit in units:
+            with self._recording(unit, Kind.REDUCE_GRAD):
+                unit.reduce_gradients()
 
     def units_of(self, stage: int) -> Visit:
         """Return all units of a stage, in the order of a pass."""
         return list(dict.fromkeys(unit for visit in self._visits[stage] for unit in visit))
+
+    def _recording(self, unit: FsdpUnit, kind: Kind) -> AbstractContextManager[Any]:
+        return self._record.sharding(Action(self._stages[unit], kind), unit)
 
     def _of(self, chunk: Action) -> Sequence[Visit]:
         visits = self._visits[chunk.stage]
         return visits if chunk.kind is Kind.FORWARD else visits[::-1]
 
     def _first_of(self, action: Action | None) -> Visit:
-        return [unit for chunk in action.chunks for unit in self._of(chunk)[0]] if action else ()
-
-
-def with_following(actions: Iterable[Action]) -> list[tuple[Action, Action | None]]:
-    """Return each action with the next one that passes through a stage."""
-    pairs: list[tuple[Action, Action | None]] = []
-    following = None
-    for action in reversed([*actions]):
-        pairs.append((action, following))
-        if action.kind in PASSES:
-            following = action
-    return pairs[::-1]
+        if action is None or not self._by_block:
+            return ()
+        return [unit for chunk in action.chunks for unit in self._of(chunk)[0]]

@@ -26,7 +26,6 @@ from torch import Tensor
 
 from lather.pipeline.chunk import MicroBatch
 from lather.pipeline.executor import Executor, StepWalk
-from lather.pipeline.gathering import with_following
 from lather.pipeline.schedule import TRANSFERS, Action, Kind, Schedule
 
 BACKWARDS = ((Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT), (Kind.BACKWARD,))
@@ -43,7 +42,7 @@ def run_prelude(executor: Executor, micro_batches: Sequence[MicroBatch]) -> None
     walk = _Prelude(executor, micro_batches, executor.schedule)
     with executor.segments.rounded_weights.caching():
         row = actions(executor.schedule, executor.rank, trains=torch.is_grad_enabled())
-        for action, following in with_following(row):
+        for action, following in walk.gathering.begin(row):
             walk.wait_for_input(action)
             walk.do(action, following)
         walk.finish()

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from lather.device import gpu_module, is_gpu
 from lather.files import names_full_disk
-from lather.pipeline.executor import Recorder
+from lather.pipeline.recorder import Recorder
 from lather.pipeline.replay import Event
 from lather.pipeline.schedule import Action
 
