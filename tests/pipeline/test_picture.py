@@ -65,14 +65,14 @@ def test_boxes_are_the_events(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         (0.0, 2.0),
         (3.0, 3.0),
         (3.0, 3.0),
-        (6.0, 0.5),
         (4.0, 4.0),
+        (6.0, 0.5),  # the strip is above what it is beside
     ]
     heights = [height for *_, height in extents]
     assert extents[0][1] + heights[0] / 2 == pytest.approx(0)  # in the middle of its lane
     assert heights[1] == pytest.approx(heights[0] / 2)
     assert extents[1][1] < extents[2][1]  # the forward chunk is above, as the axis points down
-    assert extents[4][1] == pytest.approx(1 + extents[0][1])
+    assert extents[3][1] == pytest.approx(1 + extents[0][1])
     assert [text.get_text() for text in axes.texts] == ["7", "8", "7", "9"]
     assert axes.get_title(loc="left") == "a run: bubble 43.8%"
     assert [label.get_text() for label in axes.get_yticklabels()] == [

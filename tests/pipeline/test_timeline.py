@@ -4,11 +4,14 @@ tests/distributed/test_training.py."""
 import json
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
+from torch import nn
 
 from benchmarks.pipeline_bubble import measured_durations
+from lather.parallel.fsdp_units import FsdpUnit
 from lather.pipeline.picture import read_timeline
 from lather.pipeline.replay import Event, Timeline
 from lather.pipeline.schedule import Action, Kind
@@ -79,3 +82,29 @@ def test_the_file_is_what_the_picture_reads(tmp_path: Path) -> None:
         "start": 0.25,
         "end": 0.5,
     }
+
+
+def test_gathers_beside_an_action_are_events_and_waits_for_them_are_left_out(
+    clock: list[float],
+) -> None:
+    recorder = TimelineRecorder(CPU)
+    unit = FsdpUnit(nn.ModuleList(), (Mock(),))
+    gather, total = Action(0, Kind.UNSHARD), Action(0, Kind.REDUCE_GRAD)
+    recorder.begin()
+    with recorder.action(FORWARD):
+        clock[0] += 1
+        with recorder.sharding(gather, unit):
+            clock[0] += 2
+        with recorder.waiting():
+            clock[0] += 0.00001  # too short to count
+        clock[0] += 1
+        with recorder.waiting():
+            clock[0] += 4
+        with recorder.sharding(total, unit), recorder.sharding(total, FsdpUnit(nn.ModuleList())):
+            clock[0] += 1
+    assert recorder.end() == [
+        Event(0, gather, 1.0, 3.0),
+        Event(0, FORWARD, 0.0, pytest.approx(4.00001)),
+        Event(0, total, pytest.approx(8.00001), pytest.approx(9.00001)),
+        Event(0, FORWARD, pytest.approx(8.00001), pytest.approx(9.00001)),
+    ]

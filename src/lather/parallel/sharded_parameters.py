@@ -76,6 +76,11 @@ class SideStream:
         """Return an event behind the work so far; None on a CPU."""
         return self._stream.record_event() if self._stream else None
 
+    def record_in(self, event: Any) -> None:
+        """Record a GPU's event behind the work so far."""
+        assert self._stream is not None
+        self._stream.record_event(event)
+
     def wait(self, event: Any) -> None:
         """Make the current stream wait for an event of `record`."""
         if self._module is not None and event is not None:
@@ -86,20 +91,20 @@ class Reductions:
     """Sums of gradients over ranks; those of one unit are under way at the same time."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = SideStream(device)
+        self.stream = SideStream(device)
         self._event: Any = None
         self._buffers: tuple[Tensor, ...] = ()
 
     @contextmanager
     def start(self, *buffers: Tensor) -> Iterator[None]:
         """Queue the work of the block, which needs the buffers, behind the current stream."""
-        with self._stream.after_current():
+        with self.stream.after_current():
             yield
-            self._event, self._buffers = self._stream.record(), (*self._buffers, *buffers)
+            self._event, self._buffers = self.stream.record(), (*self._buffers, *buffers)
 
     def finish(self) -> None:
         """Make the current stream wait for the reductions, and free what they needed."""
-        self._stream.wait(self._event)
+        self.stream.wait(self._event)
         # the current stream allocated them, and may use their memory again once it waits
         self._event, self._buffers = None, ()
 
@@ -168,7 +173,7 @@ class ShardedParameters:
         self._group = groups[-1] if groups else None
         self._num_ranks = 1 if mesh is None else mesh.size(mesh.ndim - 1)
         self._rank = 0 if mesh is None else mesh.get_local_rank(mesh.ndim - 1)
-        self._streams, self._on_host = streams, on_host
+        self.streams, self._on_host = streams, on_host
         self._arriving: tuple[Tensor | None, Any] | None = None
         """Between `gather` and `wait`: the array of bytes, and the event behind the gather."""
         dtypes = (p.dtype for p in places if p.requires_grad)
@@ -198,7 +203,7 @@ class ShardedParameters:
     ) -> ShardedParameter:
         """Replace a parameter by this rank's rows of it; `dtype`: in which it is gathered."""
         start, length = chunk(len(p), self._num_ranks, self._rank)
-        memory, like, sharded, device = None, None, p, self._streams.device
+        memory, like, sharded, device = None, None, p, self.streams.device
         rows = p.detach()
         if self._num_ranks > 1:
             rows = rows[start : start + length].clone(memory_format=torch.contiguous_format)
@@ -212,7 +217,7 @@ class ShardedParameters:
             memory = padded.data.view(self._num_ranks, -1).view(torch.uint8)
             whole.untyped_storage().resize_(0)
         if self._on_host:
-            pinned = self._streams.host.stack if is_gpu(device) else _pageable
+            pinned = self.streams.host.stack if is_gpu(device) else _pageable
             rows = pinned(tuple(rows.shape), p.dtype).copy_(rows)
             sharded = nn.Parameter(rows, requires_grad=False)
         if mesh is not None:
@@ -240,7 +245,7 @@ class ShardedParameters:
             self._arriving = None, None
             return
         sections, array = self._sections()
-        with self._streams.gathers.after_current():
+        with self.streams.gathers.after_current():
             rows = [local(member.sharded).flatten() for member in self._copied]
             own = [
                 section.view(member.whole.dtype)[: len(values)]
@@ -253,7 +258,7 @@ class ShardedParameters:
                 foreach_copy_(own, rows)
             if self._num_ranks > 1:
                 all_gather_single(array.view(-1), array[self._rank], self._group)
-            self._arriving = array, self._streams.gathers.record()
+            self._arriving = array, self.streams.gathers.record()
 
     def _sections(self) -> tuple[Sequence[Tensor], Tensor]:
         """Return where this rank's rows of each parameter are copied, as bytes, and the array that
@@ -274,7 +279,7 @@ class ShardedParameters:
         if self._arriving is None:
             return
         (array, event), self._arriving = self._arriving, None
-        self._streams.gathers.wait(event)
+        self.streams.gathers.wait(event)
         memories = self._memories
         if array is not None and array is not memories[0]:
             for memory in memories:
@@ -317,7 +322,7 @@ class ShardedParameters:
             chunk_cat(gradients, 0, self._num_ranks, out=buffer)
             gradients.clear()
         total = torch.empty_like(buffer[0]) if self._num_ranks > 1 else buffer[0]
-        with self._streams.reductions.start(buffer, total):
+        with self.streams.reductions.start(buffer, total):
             if self._num_ranks > 1:
                 reduce_scatter_single(total, buffer.view(-1), group=self._group)
             if self._replicas is not None:
@@ -353,7 +358,7 @@ class ShardedParameters:
                     member.sharded.grad, member.whole.grad = member.whole.grad, None
         if self._sum is None:
             return
-        self._streams.reductions.finish()
+        self.streams.reductions.finish()
         for member, part in zip(self._trained, self._sum.split(self._lengths), strict=True):
             rows = local(member.sharded)
             gradient = part[: rows.numel()].view(rows.shape)

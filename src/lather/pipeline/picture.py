@@ -4,9 +4,10 @@ idle time hatched.
 A forward chunk is blue and a backward chunk green; if it is split, the input part is light green
 and the weight part orange. Chunks of a rank's second stage, on the way back up the V, are darker.
 In an overlapped pair the forward chunk is drawn above the backward chunk. Pieces of the optimizer's
-refreshes that fill idle time are violet. Transfers and FSDP actions that took time are a gray strip
-below. The picture grows with the number of chunks in a lane, up to a limit; numbers that would be
-too small to read are left out.
+refreshes that fill idle time are violet. A strip below has what happens beside the computation:
+gathers of parameters are black, sums of gradients red, and transfers that took time gray. The
+picture grows with the number of chunks in a lane, up to a limit; numbers that would be too small to
+read are left out.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ COLORS = {
 """Colors on the rank's first stage, and on its second."""
 REFRESH = "#b39ddb"
 OTHER = "#8a8a8a"
+BESIDE = {Kind.UNSHARD: ("#333333", "gather"), Kind.REDUCE_GRAD: ("#c0392b", "sum of gradients")}
+"""Colors and names of what happens to parameters beside the computation."""
 DARK = {"#2f6db3", "#3a8f54"}
 """Colors that need white numbers."""
 LABELS = dict(
@@ -118,7 +121,8 @@ def bars(timeline: Timeline) -> Iterator[Bar]:
     """Make the boxes of all events, in a lane for each of the timeline's ranks; times begin with
     the timeline."""
     stages = _stages(timeline)
-    for event in timeline.events:
+    # strips last, above the actions beside which they happen
+    for event in sorted(timeline.events, key=lambda event: event.action.kind not in COMPUTE):
         middle, text = timeline.ranks.index(event.rank), str(event.action)
         left, right = event.start - timeline.start, event.end - timeline.start
         if event.action.kind is Kind.REFRESH:
@@ -130,7 +134,8 @@ def bars(timeline: Timeline) -> Iterator[Bar]:
                 top = middle - LANE + index * height
                 yield Bar(left, right, top + height, top, color, text, chunk.micro_batch)
         elif right > left:
-            yield Bar(left, right, middle + LANE, middle + LANE - STRIP, OTHER, text)
+            color, _ = BESIDE.get(event.action.kind, (OTHER, ""))
+            yield Bar(left, right, middle + LANE, middle + LANE - STRIP, color, text)
 
 
 def _draw_lanes(axes: Axes, timeline: Timeline, boxes: Sequence[Bar]) -> None:
@@ -184,11 +189,14 @@ def color_key(timeline: Timeline) -> list[tuple[str, str]]:
     colors = [(COLORS[kind][0], label) for kind, label in LABELS.items() if kind in kinds]
     if Kind.REFRESH in kinds:
         colors.append((REFRESH, "refresh"))
-    if any(
-        event.action.kind not in (*COMPUTE, Kind.REFRESH) and event.end > event.start
+    beside = {
+        event.action.kind
         for event in timeline.events
-    ):
-        colors.append((OTHER, "transfers, FSDP"))
+        if event.action.kind not in (*COMPUTE, Kind.REFRESH) and event.end > event.start
+    }
+    colors += [key for kind, key in BESIDE.items() if kind in beside]
+    if beside - BESIDE.keys():
+        colors.append((OTHER, "transfers"))
     return colors
 
 

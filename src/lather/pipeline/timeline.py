@@ -5,9 +5,13 @@ An action starts when its input has arrived, so it does not include waits for ot
 overlapped pair may have to wait for its second input; it is then recorded as two events, before and
 after the wait.
 
-On CUDA the times are those of the compute stream, from events that are read after the step, so the
-host never waits in between. Communication on other streams is not counted. Every action is also an
-NVTX range for profilers, whether times are recorded or not.
+Parameters that are gathered block by block are waited for inside an action. Gathers and sums of
+gradients are events of their own, beside the action's: from their start until the last of their
+operations is done.
+
+On CUDA the times are those of the compute stream, and for gathers and sums those of their streams,
+from events that are read after the step, so the host never waits in between. Other communication is
+not counted. Every action is also an NVTX range for profilers, whether times are recorded or not.
 
 Clocks start at a barrier. They differ by the time in which ranks leave it, fractions of a
 millisecond on one machine.
@@ -19,6 +23,7 @@ import json
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +32,17 @@ import torch.distributed as dist
 
 from lather.device import gpu_module, is_gpu
 from lather.files import names_full_disk
+from lather.parallel.fsdp_units import FsdpUnit
+from lather.parallel.sharded_parameters import SideStream
 from lather.pipeline.recorder import Recorder
 from lather.pipeline.replay import Event
-from lather.pipeline.schedule import Action
+from lather.pipeline.schedule import WHOLE_STAGE, Action, Kind
 
 FILE = "timeline.jsonl"
 """Name of the file in a run directory."""
+
+SHORTEST_WAIT = 2e-5
+"""Seconds; an action that waits for less is one event."""
 
 Moment = Any
 """Seconds on a CPU, a stream's event on a GPU."""
@@ -62,17 +72,25 @@ class TimelineRecorder(Recorder):
         """Return the events since `begin` in order, with times in seconds. Waits for the device."""
         self._synchronize()
         spans, self._spans = self._spans or [], None
-        return [
-            Event(self.rank, action, self._seconds(start), self._seconds(end))
-            for action, start, end in spans
-        ]
+        events: list[Event] = []
+        last: dict[bool, int] = {}
+        for action, start, end in spans:
+            event = Event(self.rank, action, self._seconds(start), self._seconds(end))
+            lane = action.kind in WHOLE_STAGE
+            before = events[last[lane]] if lane in last else None
+            if before and before.action == action and event.start - before.end < SHORTEST_WAIT:
+                events[last[lane]] = replace(before, end=max(before.end, event.end))
+            else:
+                last[lane] = len(events)
+                events.append(event)
+        return events
 
     @contextmanager
     def action(self, action: Action) -> Iterator[None]:
         """Record an action around the block."""
         nvtx = gpu_module(self.device).nvtx.range(str(action)) if is_gpu(self.device) else None
         with nvtx or nullcontext():
-            if self._spans is None:
+            if self._spans is None or action.kind in WHOLE_STAGE:  # its units have events
                 yield
                 return
             self._current = (action, self._now())
@@ -80,8 +98,19 @@ class TimelineRecorder(Recorder):
             self._close_span()
 
     @contextmanager
+    def sharding(self, action: Action, unit: FsdpUnit) -> Iterator[None]:
+        """Record a gather of a unit, or a sum of its gradients, around its start."""
+        if self._spans is None or action.kind is Kind.RESHARD or not unit.sharded:
+            yield
+            return
+        start, streams = self._now(), unit.sharded[0].streams
+        yield
+        side = streams.gathers if action.kind is Kind.UNSHARD else streams.reductions.stream
+        self._spans.append((action, start, self._now(side)))
+
+    @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Exclude a wait for another rank, inside an action."""
+        """Exclude a wait for other ranks, inside an action."""
         if self._spans is None or self._current is None:
             yield
             return
@@ -100,11 +129,15 @@ class TimelineRecorder(Recorder):
         if is_gpu(self.device):
             gpu_module(self.device).synchronize(self.device)
 
-    def _now(self) -> Moment:
+    def _now(self, side: SideStream | None = None) -> Moment:
+        """Return the moment on the compute stream, or on a side stream."""
         if not is_gpu(self.device):
             return time.perf_counter()
         event = gpu_module(self.device).Event(enable_timing=True)
-        event.record(gpu_module(self.device).current_stream(self.device))
+        if side is not None:
+            side.record_in(event)
+        else:
+            event.record(gpu_module(self.device).current_stream(self.device))
         return event
 
     def _seconds(self, moment: Moment) -> float:
