@@ -74,6 +74,7 @@ DOORS = {
     "lather.models.saving.recomputed",
     "lather.models.saving.rounded_weights",
     "lather.models.saving.weight_gradients",
+    "lather.optim.batched.formats",
     "lather.optim.batched.gradients",
     "lather.optim.batched.known_keys",
     "lather.optim.batched.pinned",

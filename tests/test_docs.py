@@ -115,7 +115,7 @@ def test_the_memory_tables_are_state_bytes(table: int, unit: int) -> None:
 
 def test_the_guides_bytes_per_weight_are_state_bytes() -> None:
     (rows,) = tables_of(section(GUIDE, "Choose"))
-    assert rows[0][2] == "state, bytes per weight: fp32, bf16"
+    assert rows[0][2] == "state, bytes per weight: fp32, bf16, int8"
     for row in rows[1:]:
         for name in re.findall(r"`(\w+)`", row[0]):
             shape = {"StackedSOAP": (128, 768, 2048), "EmbeddingSOAP": (32_000, 2048)}.get(
@@ -123,7 +123,7 @@ def test_the_guides_bytes_per_weight_are_state_bytes() -> None:
             )
             sizes = [
                 state_bytes(shape, getattr(optim, name), state_dtype=dtype)
-                for dtype in (torch.float32, torch.bfloat16)
+                for dtype in (torch.float32, torch.bfloat16, torch.int8)
             ]
             assert [float(cell) for cell in row[2].split(",")] == pytest.approx(
                 [size / math.prod(shape) for size in sizes], abs=0.051

@@ -28,9 +28,10 @@ DTYPES = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
     "U8": torch.uint8,
+    "I8": torch.int8,
     "F8_E4M3": torch.float8_e4m3fn,
 }
-"""Supported dtypes of weights; U8 and F8_E4M3 hold weights that are not used as they are."""
+"""Supported dtypes; U8, I8 and F8_E4M3 hold numbers that are not used as they are."""
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 ANOTHER_COPY = "download or save it again"
 

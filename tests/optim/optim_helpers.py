@@ -67,6 +67,12 @@ KINDS: dict[str, tuple[type[MatrixOptimizer] | type[Rule], dict[str, Any]]] = {
 """Every optimizer and layout, and the rules of `strangers`, by name: an optimizer's class or a
 rule's, and options."""
 
+CODED_KINDS = {
+    f"{kind}_int8": (KINDS[kind][0], {**KINDS[kind][1], "state_dtype": torch.int8})
+    for kind in ("soap_per_expert", "kl_soap", "stacked_soap", "muon_stacked", "soap_muon", "adamw")
+}
+"""Kinds with state in 8 bits, which small matrices have if `formats.MIN_CODED` is lowered."""
+
 FEW_SOAP_KINDS = ("soap", "kl_soap_per_expert", "stacked_soap")
 FEW_KINDS = (*FEW_SOAP_KINDS, "muon_per_expert", "soap_muon", "shampoo_per_expert", "lion")
 """Kinds in which each layout and rule occurs once."""
@@ -109,7 +115,7 @@ def make(kind: str, params: Iterable[Any], **options: Any) -> MatrixOptimizer:
 
     `adam_warmup_steps` is the warm-up of every rule that has one, and left out of the others, as
     `precondition_frequency` is."""
-    cls, preset = KINDS[kind]
+    cls, preset = {**KINDS, **CODED_KINDS}[kind]
     params = list(params)
     groups = [
         {"params": [p for p in params if p.dim() >= 2]},

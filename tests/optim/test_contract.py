@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 import torch
 from optim_helpers import (
+    CODED_KINDS,
     COUPLED,
     FEW_KINDS,
     FEW_SOAP_KINDS,
     FULL_RANK,
+    KINDS,
     MATRICES,
     SHAPES,
     all_same,
     clones,
     copy_gradients,
-    every_kind,
-    few_kinds,
     give_gradients,
     largest_difference,
     make,
@@ -31,6 +31,16 @@ from optim_helpers import (
 from torch import Tensor, nn
 
 from lather.optim import SOAP, AdamW, Muon
+from lather.optim.batched import formats
+
+few_kinds = pytest.mark.parametrize("kind", [*FEW_KINDS, "soap_per_expert_int8", "adamw_int8"])
+every_kind = pytest.mark.parametrize("kind", [*KINDS, *CODED_KINDS])
+
+
+@pytest.fixture(autouse=True)
+def code_small_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """State in 8 bits is for matrices of any size here."""
+    monkeypatch.setattr(formats, "MIN_CODED", 1)
 
 
 @pytest.mark.parametrize("decay", ["decoupled", "coupled"])
@@ -129,7 +139,7 @@ def test_closure_runs_with_gradients_and_its_loss_is_returned(kind: str) -> None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
-@few_kinds
+@pytest.mark.parametrize("kind", FEW_KINDS)
 def test_a_parameter_of_any_dtype_is_the_fp32_one_rounded_once(
     kind: str, dtype: torch.dtype
 ) -> None:

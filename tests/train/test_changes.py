@@ -19,6 +19,7 @@ from lather.data.order import MixturePhase
 from lather.errors import ConfigError, RunError
 from lather.files import read_rows
 from lather.models.families import ModelConfig
+from lather.optim.batched import formats
 
 CHANGES: dict[str, dict[str, Any]] = {
     "train.steps 4 -> 9": {"train": {"steps": 9}},
@@ -33,6 +34,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "optim.weight_decay_method decoupled -> l2": {
         "optim": {"weight_decay_method": "l2", "weight_decay": 0.1}
     },
+    "optim.state_dtype float32 -> int8": {"optim": {"state_dtype": "int8"}},
     "optim.warmup_steps 2 -> 7": {"optim": {"warmup_steps": 7}},
     "optim.decay_fraction 0.2 -> 0.3": {"optim": {"schedule": "wsd", "decay_fraction": 0.3}},
     "optim.experts.lr none -> 0.001": {"optim": {"experts": {"lr": 1e-3}}},
@@ -42,8 +44,9 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("noted", CHANGES)
 def test_a_change_counts_from_the_step_at_which_the_run_goes_on(
-    make_config: MakeConfig, noted: str
+    make_config: MakeConfig, noted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(formats, "MIN_CODED", 16)
     before, after = make_config(), make_config(**{"train": {"steps": 8}, **CHANGES[noted]})
     run(before)
     notes = run(after)
@@ -55,6 +58,22 @@ def test_a_change_counts_from_the_step_at_which_the_run_goes_on(
     assert note.endswith(f"; the learning rate of step 5 is {first:.3g}")
     [row] = History.read(Path(after.run_dir), {}).rows
     assert (row.step, row.describe()) == (4, note.rpartition(";")[0])
+
+
+def test_state_in_8_bits_resumes_and_returns_to_fp32(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(formats, "MIN_CODED", 16)
+    coded = {"state_dtype": "moments=int8,bases=int8,factors=int8"}
+    before, after = make_config(optim=coded), make_config(train={"steps": 8})
+    whole = make_config(optim=coded, run_dir=f"{before.run_dir}-whole")
+    run(whole)
+    run(before, stop_after=2)
+    run(before)
+    assert losses(before.run_dir) == losses(whole.run_dir)
+    notes = run(after)
+    assert losses(after.run_dir) == uninterrupted(before, after)
+    assert any(f"optim.state_dtype {coded['state_dtype']} -> float32" in x for x in notes)
 
 
 def test_nothing_that_changes_nothing_is_recorded(make_config: MakeConfig) -> None:

@@ -113,7 +113,7 @@ def test_a_value_out_of_range_is_refused_by_field_value_and_constraint(name: str
         "betas": [0.5, 1.0],
         "momentum": 1.5,
         "weight_decay": -0.1,
-        "state_dtype": "int8",
+        "state_dtype": "int4",
         "steps": 0,
     }.items():
         if option in option_fields(rule):

@@ -6,7 +6,7 @@ A state is loaded only after all files have been checked and compared with it. N
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,10 +24,11 @@ from lather.checkpoint.folder import (
     read_table,
     remedy,
 )
-from lather.checkpoint.state import TrainingState
+from lather.checkpoint.state import EntryPieces, TrainingState
 from lather.errors import CheckpointError, ExchangeError
 from lather.files import sha256
 from lather.models.routing import CORRECTION_BIAS
+from lather.optim.batched.formats import SCALE, EntryFormat
 from lather.optim.batched.remainders import REMAINDER, exact_weight, set_weight
 from lather.parallel.agreement import errors_on_all_ranks
 from lather.safetensors_file import DTYPE_NAMES, DTYPES, Index, SafetensorsFiles, open_safetensors
@@ -157,7 +158,7 @@ def load_checkpoint(path: Path, state: TrainingState) -> Progress:
     shapes or dtypes of weights differ from the model's, or if the optimizer is of another class or
     its moments have other shapes.
     """
-    tensors = _open(path, state)
+    tensors, entries = _open(path, state), list[EntryPieces]()
     table, pieces = tensors.table, list(state.weights())
     if state.optimizer is not None and table.optimizer is not None:
         file, name = path / STATE_FILE, type(state.optimizer).__name__
@@ -171,17 +172,30 @@ def load_checkpoint(path: Path, state: TrainingState) -> Progress:
             raise CheckpointError(
                 f"{file}: holds another optimizer's state ({error}): {ANOTHER}"
             ) from None
-        pieces += [
-            piece
-            for piece in state.optimizer_state()
-            if piece.name in table.tensors and not piece.name.endswith(f"/{REMAINDER}")
-        ]
+        entries = state.optimizer_entries()
     random = [
         piece for piece in state.random_state() if _fits(piece, table.tensors.get(piece.name))
     ]
     _load(tensors, [*pieces, *random], state)
+    with errors_on_all_ranks(state.mesh.control_group):
+        for formats, of_entry in entries:
+            _read_entry(tensors, formats, of_entry)
     state.set_random_state(random)
     return table.progress
+
+
+def _read_entry(
+    tensors: CheckpointTensors, formats: Mapping[str, EntryFormat], pieces: Mapping[str, Piece]
+) -> None:
+    """Fill the optimizer state of a parameter or an expert, in its formats, from those of the
+    checkpoint."""
+    stored = tensors.tensors
+    there = {key: piece for key, piece in pieces.items() if piece.name in stored}
+    for key, piece in there.items():
+        if key in formats:
+            formats[key].read(pieces, lambda name: DTYPES[stored[name].dtype], tensors.read_into)
+        elif key != REMAINDER and not key.endswith(SCALE):
+            tensors.read_into(piece.value, piece.name, piece.offset)
 
 
 def load_parameters(path: Path, state: TrainingState) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from lather.device import gpu_module, is_gpu
 from lather.errors import CheckpointError
 from lather.models.entry_names import entry_name, is_stack
 from lather.optim import MatrixOptimizer
+from lather.optim.batched.formats import SCALE, EntryFormat
 from lather.optim.batched.remainders import REMAINDER
 from lather.parallel.agreement import broadcast, errors_on_all_ranks, gather
 from lather.parallel.local_parameters import LocalParameter, ShardInfo
@@ -32,6 +34,11 @@ state."""
 
 Shapes = Mapping[str, Mapping[str, tuple[int, ...]]]
 """Shapes of optimizer state, by entry and key."""
+
+
+EntryPieces = tuple[Mapping[str, EntryFormat], Mapping[str, Piece]]
+"""The formats of a parameter's optimizer state, and its pieces, or those of one of its experts, by
+key."""
 
 
 class TrainingState:
@@ -103,6 +110,17 @@ class TrainingState:
         for param, piece in self.optimizer.state_pieces():
             yield from _pieces(self._infos[param], piece)
 
+    def optimizer_entries(self) -> list[EntryPieces]:
+        """Return the optimizer state by parameter or expert: its formats, and its pieces by
+        key."""
+        assert self.optimizer is not None
+        formats, pieces = self.optimizer.formats(), dict[Any, dict[str, Piece]]()
+        for param, piece in self.optimizer.state_pieces():
+            for part in _pieces(self._infos[param], piece):
+                entry, _, key = part.name.rpartition("/")
+                pieces.setdefault((param, entry), {})[key] = part
+        return [(formats[param], of_entry) for (param, _), of_entry in pieces.items()]
+
     def random_state(self) -> list[Piece]:
         """Return copies of the states of torch's generators, by rank; none without an optimizer."""
         if self.optimizer is None:
@@ -156,11 +174,12 @@ class TrainingState:
 
 def state_shapes(tensors: Mapping[str, StoredEntry | Piece]) -> Shapes:
     """Return the shapes of the optimizer state among the tensors of a checkpoint, or among pieces
-    of a state."""
+    of a state, without scales: either may have other formats."""
     shapes: defaultdict[str, dict[str, tuple[int, ...]]] = defaultdict(dict)
     for name, tensor in tensors.items():
         entry, slash, key = name.rpartition("/")
-        if slash and key != REMAINDER and not name.startswith(RANDOM):
+        is_state = slash and not name.startswith(RANDOM)
+        if is_state and key != REMAINDER and not key.endswith(SCALE):
             shapes[entry][key] = tensor.shape
     return shapes
 

@@ -55,9 +55,10 @@ CHANGEABLE = (
 places."""
 CHANGEABLE_OPTIONS = (
     *("eps", "lr", "lr_factor", "momentum", "weight_decay", "weight_decay_method"),
-    *("precondition_frequency", "stagger_refresh", "weight_rounding"),
+    *("precondition_frequency", "stagger_refresh", "state_dtype", "weight_rounding"),
 )
-"""Options of rules, of `[optim]` and of its kinds, on which the optimizer state does not depend.
+"""Options of rules, of `[optim]` and of its kinds, on which the optimizer state does not depend, or
+to which it is converted.
 Betas are fixed: bias correction assumes that they were the same at every step."""
 FIXED = ("data.packing", "data.packed_attention")
 """Keys that are fixed although their section is free."""

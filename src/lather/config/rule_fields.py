@@ -188,8 +188,8 @@ def in_toml(message: str, prefix: str) -> str:
         return f"{name} = {as_toml(value)}"
 
     message = re.sub(r"\b([a-z_]\w*)=([({\[][^(){}]*[)}\]]|'[^']*'|[\w.+-]+)", assigned, message)
-    message = re.sub(r"torch\.(?=float|bfloat)", "", message.partition(" or a callable")[0])
-    by_part = "'moments=bfloat16,bases=bfloat16' (moments, bases, factors)"
+    message = re.sub(r"torch\.(?=float|bfloat|int)", "", message.partition(" or a callable")[0])
+    by_part = "'moments=int8,bases=bfloat16' (moments, bases, factors)"
     message = message.replace(BY_PART, by_part)
     message = message.replace("True or False", "true or false")
     return prefix + re.sub(",? or None", "", message)

@@ -139,9 +139,10 @@ class Rule:
     and count it; ignore: take the step with it."""
     state_dtype: StateDtype = None
     """dtype of state and arithmetic. None: float64 for float64 parameters, otherwise float32.
-    bfloat16 is for moments and bases only: factors, statistics and arithmetic stay fp32.
-    {"moments": dtype, "bases": dtype, "factors": dtype} sets some of the parts. As text: "float64",
-    "moments=bfloat16,factors=bfloat16"."""
+    bfloat16 is for moments and bases: factors, statistics and arithmetic stay fp32. int8 keeps
+    these in 8 bits with a scale per block, and factors in bfloat16; vectors, and entries with fewer
+    than 4,096 elements, stay fp32. {"moments": dtype, "bases": dtype, "factors": dtype} sets some
+    of the parts. As text: "float64", "moments=int8,bases=bfloat16"."""
     max_state_bytes: Bytes = None
     """Largest state of a parameter in bytes; a parameter that needs more is refused. None: no
     limit."""
@@ -189,7 +190,11 @@ class Rule:
         arithmetic: fp64 if moments and bases are (`rule_for_dtype`), otherwise fp32."""
         dtype: Any = self.state_dtype or torch.float32
         wide = torch.float64 if dtype is torch.float64 else torch.float32
-        parts = dtype if isinstance(dtype, Mapping) else {"moments": dtype, "bases": dtype}
+        parts: Mapping[str, torch.dtype] = {"moments": dtype, "bases": dtype}
+        if isinstance(dtype, Mapping):
+            parts = dtype
+        elif dtype is torch.int8:
+            parts = {**parts, "factors": torch.bfloat16}
         return {
             "moment": parts.get("moments", wide),
             "basis": parts.get("bases", wide),

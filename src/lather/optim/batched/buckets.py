@@ -160,7 +160,13 @@ class Bucket:
         moved = set[int]()
         for member, views in zip(self.members, self.allocate(host), strict=True):
             entries = stacked[member.param] = state.get(member.param, views)
-            for name, view in views.items() if entries is not views else ():
+            if entries is views:
+                continue
+            converted = member.layout.converted(entries)
+            if converted is not entries:
+                entries.clear()
+                entries.update(converted)
+            for name, view in views.items():
                 view.copy_(entries[name])
                 if id(entries[name]) in moved or not move_to(entries[name], view):
                     entries[name] = view

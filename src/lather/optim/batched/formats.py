@@ -1,24 +1,59 @@
 """Formats: which tensors an entry of a rule's state is stored as, and how they become the entry.
 
-    plain    one tensor, in the dtype of its kind
-    packed   a factor, which is symmetric: one of its triangles, in a rectangle
-             (`lather.kernels.triangle`)
+    packed    of a factor, which is symmetric, one triangle is stored, as a rectangle
+              (`lather.kernels.triangle`)
+    int8      codes of 8 bits, and a scale for each block of elements of the last dim, in a
+              second tensor, `..._scale` (`lather.kernels.quantized`)
+    others    one tensor, in the dtype of its kind
+
+The dtype of codes tells how they are decoded: uint8 holds second moments, which are not negative,
+int8 everything else. Moments and factors are rounded stochastically, so that averages do not drift;
+bases to the nearest code. An entry that has not changed is encoded to the same bits.
 
 Stored tensors are ordinary entries of a layout: buckets, checkpoints and exchanges between ranks
-know no formats. `Rows` gives a rule its entries, and stores what the rule has changed.
+know no formats. Blocks lie along the last dim, so rows may be divided among ranks. `Rows` gives a
+rule its entries, and stores what the rule has changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from lather.boxes import Piece
+from lather.kernels.quantized import (
+    BASIS,
+    BLOCK,
+    POSITIVE,
+    SIGNED,
+    Code,
+    dequantize,
+    num_blocks,
+    quantize_,
+)
+from lather.kernels.stochastic_rounding import round_to_bf16
 from lather.kernels.triangle import pack_triangle, unpack_triangle
 from lather.optim.rule import Entry, State
+
+CODES = (torch.int8, torch.uint8)
+"""dtypes of codes."""
+
+SCALE = "_scale"
+"""End of the name of the tensor with the scales of an entry."""
+
+MIN_CODED = 4096
+"""Least number of elements, of the last two dims together, of an entry that is stored in int8."""
+
+
+def is_coded(shape: Sequence[int]) -> bool:
+    """Whether entries of this shape are stored in int8 if that is asked for; smaller ones stay
+    fp32."""
+    return len(shape) > 1 and math.prod(shape[-2:]) >= MIN_CODED
 
 
 def packed_shape(n: int) -> tuple[int, int]:
@@ -43,6 +78,8 @@ class StateEntry:
     """Whether the tensor has the shape of the matrix."""
     is_basis: bool
     """Whether refreshes alone change it."""
+    is_scale: bool = False
+    """Whether it has the scales of another entry, one per block."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +90,12 @@ class EntryFormat:
     entry: Entry = field(repr=False)
     dtype: torch.dtype
     """dtype in which the elements are stored."""
+
+    @classmethod
+    def of(cls, name: str, entry: Entry, dtype: torch.dtype) -> EntryFormat:
+        """Return the format for a `state_dtype`."""
+        is_positive = dtype == torch.int8 and entry.nonnegative
+        return cls(name, entry, torch.uint8 if is_positive else dtype)
 
     @cached_property
     def is_packed(self) -> bool:
@@ -68,7 +111,12 @@ class EntryFormat:
         """The tensors that are stored, by name."""
         shape = packed_shape(self.entry.shape[-1]) if self.is_packed else self.entry.shape
         kind = self.entry.kind
-        return {self.name: StateEntry(shape, self.dtype, kind == "moment", kind == "basis")}
+        entry = StateEntry(shape, self.dtype, kind == "moment", kind == "basis")
+        if self.dtype not in CODES:
+            return {self.name: entry}
+        blocks = (*shape[:-1], num_blocks(shape[-1]))
+        scale = replace(entry, shape=blocks, dtype=torch.float32, is_moment=False, is_scale=True)
+        return {self.name: entry, f"{self.name}{SCALE}": scale}
 
     def allocate(self, batch: int, device: torch.device) -> dict[str, Tensor]:
         """Return the stored tensors of a batch with the initial value."""
@@ -82,29 +130,89 @@ class EntryFormat:
     def initialize(self, stored: Mapping[str, Tensor]) -> None:
         """Give the stored tensors of a batch the initial value."""
         x, initial = stored[self.name], self.entry.initial
-        whole = x.new_empty(self.entry.shape) if self.is_packed else x
+        is_stored = not self.is_packed and self.dtype not in CODES
+        whole = x if is_stored else x.new_empty((1, *self.entry.shape), dtype=torch.float32)
         whole.fill_(initial or 0.0)
         if initial is None:
             whole.diagonal(dim1=-2, dim2=-1).fill_(1)
-        if self.is_packed:
-            x.copy_(pack(whole))
+        if not is_stored:
+            tensors = [(key, stored[key]) for key in self.stored]
+            one = {key: y.new_empty((1, *y.shape[1:])) for key, y in tensors}
+            self.encode(whole, one)
+            for key, first in one.items():
+                stored[key].copy_(first)
 
     def decode(self, stored: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """Return the entry in the dtype of computation: the stored tensor, if it is plain."""
-        x = stored[self.name]
+        x = stored[self.name] if self.dtype not in CODES else self.widened(stored)
         if not self.is_packed:
             return x.to(dtype)
         n = self.entry.shape[-1]
         whole = x.new_empty(*x.shape[:-2], n, n, dtype=dtype)
         return unpack_triangle(x.flatten(-2), n, out=whole)
 
-    def encode(self, x: Tensor, stored: Mapping[str, Tensor]) -> None:
-        """Store the entry, given in any dtype."""
-        target = stored[self.name]
-        if self.is_packed:
-            pack_triangle(x, out=target.flatten(-2))
+    def encode(self, x: Tensor, stored: Mapping[str, Tensor], step: int | None = None) -> None:
+        """Store the entry, given in any dtype. `step` is that of stochastic rounding; None rounds
+        to the nearest."""
+        self.narrow(pack(x) if self.is_packed else x, stored, step)
+
+    def widened(self, stored: Mapping[str, Tensor]) -> Tensor:
+        """Return the stored elements, factors still packed, in a dtype of floats."""
+        x = stored[self.name]
+        if x.dtype not in CODES:
+            return x
+        return dequantize(x.view(torch.int8), stored[f"{self.name}{SCALE}"], code=self._code)
+
+    def narrow(self, x: Tensor, stored: Mapping[str, Tensor], step: int | None = None) -> None:
+        """Store elements, factors packed; rows of them, or all."""
+        target, is_random = stored[self.name], step is not None and self.entry.kind != "basis"
+        if target.dtype in CODES:
+            codes, scales = target.view(torch.int8), stored[f"{self.name}{SCALE}"]
+            quantize_(x.float(), codes, scales, step or 0, code=self._code, stochastic=is_random)
+        elif is_random and self.is_packed and target.dtype == torch.bfloat16:
+            round_to_bf16(x, step or 0, out=target)
         else:
             target.copy_(x)
+
+    def read(
+        self,
+        pieces: Mapping[str, Piece],
+        dtype_of: Callable[[str], torch.dtype],
+        read_into: Callable[[Tensor, str, Sequence[int]], None],
+    ) -> None:
+        """Fill the pieces of the stored tensors, which have the same rows, from a checkpoint that
+        may have the elements in another dtype.
+
+        Args:
+            pieces: stored tensor -> the piece, with its name in the checkpoint.
+            dtype_of: name in the checkpoint -> dtype.
+            read_into: fills a tensor from the offset of a tensor in the checkpoint.
+        """
+        piece = pieces[self.name]
+        theirs = replace(self, dtype=dtype_of(piece.name))
+        if theirs.stored.keys() == self.stored.keys() and theirs.dtype not in CODES:
+            theirs = self
+        if theirs == self:
+            for key in self.stored:
+                read_into(pieces[key].value, pieces[key].name, pieces[key].offset)
+            return
+        size, offset = tuple(piece.value.shape), piece.offset
+        boxes = {self.name: (size, offset)}
+        if theirs.dtype in CODES:
+            blocks = (*size[:-1], num_blocks(size[-1])), (*offset[:-1], offset[-1] // BLOCK)
+            boxes[f"{self.name}{SCALE}"] = blocks
+        stored = {}
+        for key, (shape, start) in boxes.items():
+            stored[key] = torch.empty(shape, dtype=theirs.stored[key].dtype, device="cpu")
+            read_into(stored[key], piece.name + key.removeprefix(self.name), start)
+        x = theirs.widened(stored).to(piece.value.device)
+        self.narrow(x, {key: pieces[key].value for key in self.stored})
+
+    @property
+    def _code(self) -> Code:
+        if self.dtype == torch.uint8:
+            return POSITIVE
+        return BASIS if self.entry.kind == "basis" else SIGNED
 
 
 Formats = Mapping[str, EntryFormat]
@@ -144,8 +252,9 @@ class Rows(State):
     def __len__(self) -> int:
         return len(self._formats)
 
-    def store(self, kinds: Sequence[str]) -> None:
-        """Store the entries of these kinds that were read, and those that the rule has replaced."""
+    def store(self, kinds: Sequence[str], step: int) -> None:
+        """Store the entries of these kinds that were read, and those that the rule has replaced.
+        `step`: t."""
         is_view = isinstance(self._index, slice)
         for name, x in list(self.data.items()):
             form = self._formats[name]
@@ -154,6 +263,6 @@ class Rows(State):
             stored, is_same = self._stored[name], x is self._decoded[name]
             if is_same and (form.entry.kind not in kinds or (is_view and x is stored[name])):
                 continue
-            form.encode(x, stored)
+            form.encode(x, stored, step)
             for key, part in stored.items() if not is_view else ():
                 self._stacks[key][self._index] = part

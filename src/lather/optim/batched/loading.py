@@ -37,8 +37,9 @@ JORDANS_MUON = {"params", "param_names", "lr", "initial_lr", "momentum", "weight
 
 def checked(saved: Mapping[str, Any], groups: Groups, rule_groups: RuleGroups) -> dict[str, Any]:
     """Return a saved optimizer in the form in which it is loaded into an optimizer with these
-    groups, from which it gets `ownership` and the options that it lacks; entries that another Muon
-    lacks have their initial values. Raises ValueError if it does not fit."""
+    groups, from which it gets `ownership`, a `state_dtype` other than None, to which its state is
+    converted, and the options that it lacks; entries that another Muon lacks have their initial
+    values. Raises ValueError if it does not fit."""
     theirs = saved["param_groups"]
     lengths = [[len(group["params"]) for group in all_groups] for all_groups in (theirs, groups)]
     if lengths[0] != lengths[1]:
@@ -47,7 +48,7 @@ def checked(saved: Mapping[str, Any], groups: Groups, rule_groups: RuleGroups) -
             f"{lengths[1]}: they must be equal"
         )
     states, loaded, numbers = dict(saved["state"]), [], iter(range(sum(lengths[0])))
-    num_completed = 0
+    num_completed = num_converted = 0
     for group, saved_group in zip(groups, theirs, strict=True):
         rule = rule_groups.rules[group["rule"]]
         loaded.append(_loaded_group(group, saved_group, rule))
@@ -63,12 +64,20 @@ def checked(saved: Mapping[str, Any], groups: Groups, rule_groups: RuleGroups) -
                 layout = whole_layout(p, made, rule_groups.sharding.spread_of(p, group))
                 states[key] = _loaded_state(saved_group, layout, state, number)
                 num_completed += states[key] is not state
+                converted = layout.converted(states[key])
+                num_converted += converted is not states[key] and not _is_foreign(saved_group)
+                states[key] = converted
         rule_groups.unknown_in(loaded[-1], made, exempt=rule_groups.defaults)
     if num_completed:
         logger.warning(
             "momentum_buffer and options of another Muon were taken for %d parameters; step counts "
             "begin at 0, and all other entries at their initial values",
             num_completed,
+        )
+    if num_converted:
+        logger.warning(
+            "the saved state of %d parameters was converted to the state_dtype of this optimizer",
+            num_converted,
         )
     return {**saved, "param_groups": loaded, "state": states}
 
@@ -130,7 +139,8 @@ def _loaded_group(
 ) -> dict[str, Any]:
     """Return a saved group with plain values, and with the options of `group`, into which it is
     loaded, that it lacks; a group of another optimizer gets all keys that it lacks. `ownership`,
-    and an option that is a function in either group, are those of `group`. So are names of
+    `state_dtype` unless it is None, and an option that is a function in either group, are those of
+    `group`. So are names of
     parameters, if it has any: a flattened state dict has the names of the saved group that
     contained the first parameter, which may have been a group of another pipeline stage.
     """
@@ -145,6 +155,8 @@ def _loaded_group(
         key: x for key, x in group.items() if callable(x) or is_placeholder(saved.get(key))
     }
     loaded = missing | values | functions | {"ownership": group["ownership"]}
+    if group["state_dtype"] is not None:
+        loaded["state_dtype"] = group["state_dtype"]
     return loaded | plain_options(loaded, rule)
 
 
@@ -161,13 +173,14 @@ def _loaded_state(
             "set_optimizer_state_dict(model, optimizer, {**get_optimizer_state_dict(model, "
             "optimizer, options=options), **saved}, options=options)"
         )
-    names, rule = {"step", *layout.entries}, layout.rule
+    names, rule = {"step", *layout.formats}, layout.rule
     is_momentum = state.keys() == {MOMENTUM} <= names
     if is_momentum and _muon_options(group, type(rule)) is not None:
         cpu = torch.device("cpu")
         initial = {
             name: x.view(layout.shape_of(layout.entries[name]))
             for name, x in layout.allocate(cpu).items()
+            if name not in layout.formats[MOMENTUM].stored
         }
         state = {"step": torch.zeros((), dtype=torch.float32, device=cpu), **initial, **state}
     state = with_packed_factors(state, layout)

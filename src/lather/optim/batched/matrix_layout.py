@@ -7,8 +7,9 @@ tensors its optimizer state has.
                 m, else (b*m, n)
     elements    the rule is elementwise: every element is a tensor of its own (a scalar), so that
                 parameters of any shape share one batch
+    rows        the same with moments in int8: every row, along the last dim, is a tensor of its own
 
-Users choose among the first three; `elements` follows from the rule. There is always a batch dim,
+Users choose among the first three; the others follow from the rule. There is always a batch dim,
 even if its size is 1.
 
 The keys of a parameter's state are flat: `step`, and the tensors as which the entries that the rule
@@ -28,7 +29,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lather.optim.batched.formats import EntryFormat, StateEntry
+from lather.boxes import Box, is_dtensor, local
+from lather.kernels.quantized import BLOCK, num_blocks
+from lather.optim.batched.formats import CODES, SCALE, EntryFormat, StateEntry, is_coded
 from lather.optim.batched.remainders import REMAINDER
 from lather.optim.plain import plain
 from lather.optim.rule import Entry, Matrix, Rule
@@ -96,6 +99,11 @@ class Layout:
         parameter."""
         return self.shape if entry.is_moment else entry.shape
 
+    def box_of(self, entry: StateEntry, box: Box) -> Box:
+        """Return the box of an entry that belongs to a box of elements of the parameter, under an
+        elementwise rule."""
+        return box
+
     @cached_property
     def has_experts(self) -> bool:
         """Whether the tensors are experts with bases of their own; experts without gradient keep
@@ -119,7 +127,13 @@ class Layout:
         entries, dtypes = dict(self.rule.state(self.matrix)), self.rule.dtypes
         if self.keeps_norm:
             entries[NORM] = Entry(())
-        return {name: EntryFormat(name, x, dtypes[x.kind]) for name, x in entries.items()}
+
+        def dtype_of(entry: Entry) -> torch.dtype:
+            # `layout_of` has decided it for an elementwise rule, by the shape of the parameter
+            is_small = not (self.rule.elementwise or is_coded(entry.shape))
+            return torch.float32 if is_small and dtypes[entry.kind] in CODES else dtypes[entry.kind]
+
+        return {name: EntryFormat.of(name, x, dtype_of(x)) for name, x in entries.items()}
 
     @cached_property
     def entries(self) -> dict[str, StateEntry]:
@@ -145,10 +159,36 @@ class Layout:
             for num_rows, (shape, itemsize) in zip(rows, sizes, strict=True)
         )
 
+    def formats_of(self, state: Mapping[str, Any]) -> dict[str, EntryFormat]:
+        """Return the formats in which a state has the entries of this layout."""
+        return {
+            name: replace(form, dtype=getattr(state.get(name), "dtype", form.dtype))
+            for name, form in self.formats.items()
+        }
+
+    def stored_in(self, state: Mapping[str, Any]) -> dict[str, StateEntry]:
+        """Return the tensors that a state has in its formats, by name."""
+        return {
+            key: x for form in self.formats_of(state).values() for key, x in form.stored.items()
+        }
+
+    def converted(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a state, or the same rows of each of its tensors, in the formats of this layout;
+        the same object if it is. Codes are those nearest to the elements."""
+        theirs = self.formats_of(state)
+        if theirs == self.formats:
+            return state
+        result = {key: x for key, x in state.items() if key in {"step", REMAINDER}}
+        for name, form in theirs.items():
+            stored = {key: state[key] for key in form.stored}
+            result |= stored if form == self.formats[name] else _converted(self, form, stored)
+        return result
+
     def check_state(self, state: Mapping[str, Any], what: str) -> None:
         """Raise ValueError unless `state` has the entries and shapes that a parameter of this
-        layout has."""
-        expected = {"step": ()} | {key: self.shape_of(x) for key, x in self.entries.items()}
+        layout has, in any format."""
+        stored = self.stored_in(state).items()
+        expected = {"step": ()} | {key: self.shape_of(x) for key, x in stored}
         shapes: dict[str, object] = {
             key: tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             for key, x in state.items()
@@ -225,7 +265,60 @@ class ElementLayout(Layout):
         return p.view(-1)[start:stop]
 
     def shape_of(self, entry: StateEntry) -> tuple[int, ...]:
-        return self.shape
+        return (*self.shape[:-1], num_blocks(self.shape[-1])) if entry.is_scale else self.shape
+
+
+class RowLayout(Layout):
+    """Every row of the parameter, along its last dim, is a tensor of its own. A rank that has parts
+    of rows has whole blocks of codes."""
+
+    elementwise = True
+    is_joined = False
+
+    def of_part(self, shape: tuple[int, ...], *, contiguous: bool = True) -> Layout:
+        if contiguous:
+            return replace(self, shape=shape, batch=math.prod(shape[:-1]), inner=shape[-1:])
+        return Layout(shape, 1, shape, self.dims, self.rule, self.num_dims)
+
+    def as_batch(self, x: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
+        return x.reshape(-1, *self.inner)[start:stop]
+
+    def as_parameter(self, u: Tensor) -> Tensor:
+        return u
+
+    def part(self, p: Tensor, start: int, stop: int) -> Tensor:
+        return p.view(-1, *self.inner)[start:stop]
+
+    def shape_of(self, entry: StateEntry) -> tuple[int, ...]:
+        return (*self.shape[:-1], *entry.shape)
+
+    def box_of(self, entry: StateEntry, box: Box) -> Box:
+        if not entry.is_scale:
+            return box
+        offset, size = box.offset[-1] // BLOCK, num_blocks(box.size[-1])
+        return Box((*box.offset[:-1], offset), (*box.size[:-1], size))
+
+
+def _converted(
+    layout: Layout, form: EntryFormat, stored: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Convert an entry from the format `form` to that of the layout; parts of DTensors stay where
+    they are."""
+    new, source = layout.formats[form.name], stored[form.name]
+    x = form.widened({key: local(value) for key, value in stored.items()})
+    result = {form.name: x.new_empty(x.shape, dtype=new.dtype)}
+    if new.dtype in CODES:
+        result[f"{form.name}{SCALE}"] = x.new_empty(
+            *x.shape[:-1], num_blocks(x.shape[-1]), dtype=torch.float32
+        )
+    new.narrow(x, result)
+    if is_dtensor(source):
+        from lather.torch_private import dtensor_over  # imports DTensor
+
+        for key, part in result.items():
+            like = torch.empty(layout.shape_of(new.stored[key]), device="meta")
+            result[key] = dtensor_over(part, source.device_mesh, source.placements, like)
+    return result
 
 
 def rule_for_dtype(rule: Rule, dtype: torch.dtype) -> Rule:
@@ -258,6 +351,12 @@ def layout_of(shape: tuple[int, ...], rule: Rule, *, contiguous: bool = True) ->
     matrix = Matrix(inner, len(shape))
     rule = rule.on(matrix)
     keeps_norm = rule.keep_norm and len(inner) > 1
+    is_8_bit = rule.elementwise and rule.dtypes["moment"] in CODES
+    if is_8_bit and not is_coded(shape):
+        rule, is_8_bit = replace(rule, state_dtype=torch.float32), False
     if rule.elementwise and contiguous and 0 not in shape and not keeps_norm:
+        if is_8_bit:
+            rows = math.prod(shape[:-1])
+            return RowLayout(tuple(shape), rows, tuple(shape[-1:]), (), rule, len(shape))
         return ElementLayout(tuple(shape), math.prod(shape), (1,), (), rule, len(shape))
     return layout(tuple(shape), batch, inner, rule.dims(matrix), rule, len(shape))

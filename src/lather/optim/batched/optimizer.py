@@ -33,6 +33,7 @@ from torch.optim.optimizer import ParamsT
 
 from lather.boxes import Piece
 from lather.optim.batched.arguments import DocumentedByRule, Published
+from lather.optim.batched.formats import Formats
 from lather.optim.batched.gradients import (
     GradientNorms,
     Inspection,
@@ -384,6 +385,10 @@ class MatrixOptimizer(torch.optim.Optimizer, metaclass=DocumentedByRule):
         other checkpoint formats. Nothing is copied or sent between ranks."""
         self._finish_state()
         yield from self._store.pieces(self._current_roster(), self.state)
+
+    def formats(self) -> dict[Tensor, Formats]:
+        """Return the formats in which the entries of each parameter's state are stored."""
+        return {info.param: info.layout.formats for info in self._current_roster().params}
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:

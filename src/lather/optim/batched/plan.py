@@ -169,7 +169,7 @@ class Chunk:
         """Run the rule's `statistics` phase."""
         state = self.state()
         self.run.rule.statistics(self.gradients(), state, self.run.step)
-        state.store(STATISTICS)
+        state.store(STATISTICS, self.run.step)
 
     def take_update(self) -> None:
         """Run the rule's `update` phase and change the weights."""
@@ -184,7 +184,7 @@ class Chunk:
             u = stepped_at_norm(state.weights, u, run.lr, state[NORM])
         self._change_weights(u)
         has_refresh = isinstance(run.rule, RefreshingRule)
-        state.store(MOMENTS if has_refresh else (*MOMENTS, "basis"))
+        state.store(MOMENTS if has_refresh else (*MOMENTS, "basis"), run.step)
 
     def _change_weights(self, u: Tensor) -> None:
         """Change the weights on this rank by the update U (B, ...); copy updates that are sent to
@@ -286,6 +286,8 @@ def step_chunk_whole(chunk: Chunk) -> bool:
 def step_whole(runs: Sequence[MemberRun]) -> bool:
     """Take the step of runs of elements, of the same rule, t and rates, with the rule's kernel
     (`Rule.step_whole`); return False if the rule has none for them."""
+    if runs[0].bucket.formats.keys() != runs[0].bucket.entries.keys():  # codes and their scales
+        return False
     weights, grads, states = list[Tensor](), list[Any](), list[dict[str, Tensor]]()
     for run in runs:
         weights += run.params or [member.weight() for member in run.members]

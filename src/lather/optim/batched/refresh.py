@@ -128,7 +128,7 @@ def _ask(method: str, batch: DimRefresh, *more: object) -> Tensor | None:
     state = Rows(bucket.formats, bucket.stacks, index, rule.compute_dtype)
     with matmul_precision(rule.qr_fp32_matmul_prec):
         answer: Tensor | None = getattr(rule, method)(state, batch.dim, *more)
-    state.store(REFRESHED)
+    state.store(REFRESHED, batch.run.step)
     return answer
 
 

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lather.kernels.quantized import BLOCK
 from lather.optim.batched import flat
 from lather.optim.batched.arguments import Published, translated
 from lather.optim.batched.buckets import States
 from lather.optim.batched.group_keys import listed, unknown_keys
-from lather.optim.batched.matrix_layout import Layout, layout_of, rule_for_dtype
+from lather.optim.batched.matrix_layout import Layout, RowLayout, layout_of, rule_for_dtype
 from lather.optim.batched.plan import is_unchanged, weight_places
 from lather.optim.batched.roster import GroupSettings, ParamInfo, Roster, group_options, names_of
 from lather.optim.options import name_of, options_of
@@ -151,6 +152,8 @@ class RuleGroups:
                 layouts.append(whole_layout(p, rule, spread))
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
+            if isinstance(layouts[-1], RowLayout) and spread is not None:
+                _check_blocks(name, spread)
             is_divided = spread is not None and rule.ownership == "replicated"
             size = layouts[-1].state_bytes(len(spread.ranks) if is_divided and spread else 1)
             if rule.max_state_bytes is not None and size > rule.max_state_bytes:
@@ -236,6 +239,19 @@ def whole_layout(p: Tensor, rule: Rule, spread: Spread | None) -> Layout:
     if spread is None:
         return layout_of(tuple(p.shape), rule, contiguous=p.is_contiguous())
     return layout_of(spread.shape, rule)
+
+
+def _check_blocks(name: str, spread: Spread) -> None:
+    """Raise ValueError if ranks hold parts of blocks of moments in int8, under an elementwise
+    rule."""
+    lengths = {box.size[-1] for box in spread.boxes}
+    if lengths != {spread.shape[-1]} and (len(lengths) > 1 or lengths.pop() % BLOCK):
+        raise ValueError(
+            f"{name} with shape {spread.shape} is sharded along its last dim, into "
+            f"{spread.boxes[0].size[-1]} elements per rank, which divides blocks of {BLOCK} that "
+            "share a scale (state_dtype int8): shard another dim, or into equal multiples of "
+            f"{BLOCK}, or give its group state_dtype=torch.float32"
+        )
 
 
 def _each_once(params: Any) -> Any:

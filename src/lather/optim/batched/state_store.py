@@ -12,7 +12,6 @@ continues with the lent state; a step before that moves the state away.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -95,6 +94,7 @@ class StateStore:
         infos = [info for info in roster.params if state.get(info.param)]
         members = filter(None, map(self._sharding.member_of, infos))
         moved = {id(member.param): member for member in members}
+        with_member = set(moved)
         current = []
         for bucket in self.buckets:
             if _is_current(bucket, moved, state):
@@ -102,10 +102,9 @@ class StateStore:
                 for member in bucket.members:
                     del moved[id(member.param)]
         _check_parts(infos, moved.values(), state)
-        for info in filter(attrgetter("is_replicated"), infos):
-            rows = state[info.param]
-            rows.update({name: rows[name].to(x.dtype) for name, x in info.layout.entries.items()})
         for info in infos:
+            if id(info.param) not in with_member:
+                _convert_without_member(info, state)
             _bring_step_to_cpu(state[info.param])
             _fit_remainder(info, state[info.param])
         steps = {key: int(state[member.param]["step"]) for key, member in moved.items()}
@@ -127,13 +126,14 @@ class StateStore:
                 if key == REMAINDER and share is not None:
                     offset, shape = (*share.spread.box.offset, 0), (*share.spread.shape, 2)
                 elif key != "step" and share is not None:
-                    shape = layout.shape_of(layout.entries[key])
+                    entry = layout.entries[key]
+                    shape = layout.shape_of(entry)
                     if share.is_replicated:
                         offset = share.spread.rows(shape).box.offset
                     elif member is None:
                         continue
                     elif share.elementwise:
-                        offset = share.region.offset
+                        offset = layout.box_of(entry, share.region).offset
                     elif layout.per_expert:
                         for row, number in zip(value.split(1), member.numbers, strict=True):
                             yield p, Piece(key, row, (number, *offset[1:]), shape)
@@ -248,6 +248,20 @@ def _check_parts(infos: Iterable[ParamInfo], members: Iterable[Member], state: S
         check_remainder(state[info.param], shape, f"the state of a parameter of shape {shape}")
         if info.is_replicated:
             check_rows(info, state[info.param])
+
+
+def _convert_without_member(info: ParamInfo, state: MutableStates) -> None:
+    """Convert the state of a parameter without member on this rank to the formats of its layout."""
+    entries = state[info.param]
+    if info.is_replicated:
+        converted = info.layout.converted(entries)
+    elif entries.keys() - {REMAINDER} == {"step", *info.layout.entries}:
+        return
+    else:
+        others = {key: x for key, x in entries.items() if key in {"step", REMAINDER}}
+        converted = {**others, **_without_member(info)}
+    if converted is not entries:
+        state[info.param] = dict(converted)
 
 
 def _is_current(bucket: Bucket, members: Mapping[int, Member], state: States) -> bool:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,7 +82,8 @@ class SpreadEntry:
         if self.share.is_replicated or self.key == REMAINDER:
             owners = [(box, 0, rank) for rank, box in enumerate(self.spread.boxes) if box.numel]
         elif self.share.elementwise:
-            owners = [(unit.box, unit.number, unit.owner) for unit in self.share.units]
+            box_of = partial(self.share.layout.box_of, self.share.layout.entries[self.key])
+            owners = [(box_of(unit.box), unit.number, unit.owner) for unit in self.share.units]
         else:
             boxes = matrices_of(self.share.layout, spread.shape)
             owners = [(boxes[unit.number], unit.number, unit.owner) for unit in self.share.units]
@@ -180,7 +182,7 @@ def _batches(states: States, sharding: Sharding) -> list[list[SpreadEntry]]:
             for key, kind in info.layout.entries.items():
                 shape = info.layout.shape_of(kind)
                 is_cut_alike = share.elementwise and not share.travels
-                spread = share.spread if is_cut_alike else share.spread.rows(shape)
+                spread = share.spread.alike(shape) if is_cut_alike else share.spread.rows(shape)
                 yield sized(SpreadEntry(info.param, key, state[key], kind.dtype, share, spread))
             if info.layout.keeps_remainder and REMAINDER in state:
                 spread = share.spread.alike((*share.spread.shape, 2))

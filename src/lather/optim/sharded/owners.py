@@ -115,12 +115,14 @@ def matrices_of(layout: Layout, shape: tuple[int, ...] | None = None) -> list[Bo
     )
 
 
-def rows_of_copies(spread: Spread) -> list[OwnedUnit]:
+def rows_of_copies(spread: Spread, *, whole_rows: bool = False) -> list[OwnedUnit]:
     """Divide a parameter with an elementwise rule into units: the ranks that hold copies of a box
-    share it, along its first dim of more than one element, so that parts are contiguous."""
+    share it, along its first dim of more than one element, so that parts are contiguous; with
+    `whole_rows` not along the last dim."""
     units = []
     for box, positions in spread.positions_of.items():
-        dim = next((d for d, n in enumerate(box.size) if n > 1), None)
+        sizes = box.size[:-1] if whole_rows else box.size
+        dim = next((d for d, n in enumerate(sizes) if n > 1), None)
         parts = (
             [box]
             if dim is None

@@ -42,7 +42,7 @@ def check_rows(info: ParamInfo, state: dict[str, Any]) -> None:
     """Raise ValueError unless `state` has this rank's rows of every entry, and `step`."""
     assert info.spread is not None
     expected: dict[str, object] = {"step": ()}
-    for name, entry in info.layout.entries.items():
+    for name, entry in info.layout.stored_in(state).items():
         expected[name] = info.spread.rows(info.layout.shape_of(entry)).box.size
     parts = ((name, x) for name, x in state.items() if name != REMAINDER)
     shapes = {name: tuple(getattr(x, "shape", ())) for name, x in parts}

@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,9 +26,8 @@ from torch import Tensor
 from lather.boxes import gradient_dtype, is_dtensor, local
 from lather.device import Read, read
 from lather.optim.batched.buckets import BUCKET_BYTES, Member, in_batches
-from lather.optim.batched.matrix_layout import Layout
+from lather.optim.batched.matrix_layout import Layout, RowLayout
 from lather.optim.batched.roster import ParamInfo, comparable
-from lather.optim.rule import Entry
 from lather.optim.sharded.exchange import OwnerExchange, member_of
 from lather.optim.sharded.owners import OwnedParameter, OwnedUnit, rows_of_copies, share_out
 from lather.optim.sharded.placement import Spread, spread_of_dtensor, spread_of_shard
@@ -95,14 +95,14 @@ class Sharding:
             if offloaded is not None and share.layout.rule.offload != offloaded:
                 continue
             entries = share.layout.entries.values()
-            of_element = sum(entry.dtype.itemsize for entry in entries)
             of_matrix = sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in entries)
             of_owners = sizes.setdefault(tuple(share.spread.ranks), {})
             for unit in share.units:
-                rank = share.spread.ranks[unit.owner]
-                of_owners[rank] = of_owners.get(rank, 0) + (
-                    unit.box.numel * of_element if share.elementwise else of_matrix
-                )
+                size, rank = of_matrix, share.spread.ranks[unit.owner]
+                if share.elementwise:
+                    part = share.layout.of_part(unit.box.size)
+                    size = sum(math.prod(part.shape_of(x)) * x.dtype.itemsize for x in entries)
+                of_owners[rank] = of_owners.get(rank, 0) + size
         return sizes
 
     def share_of(self, p: Tensor) -> OwnedParameter | None:
@@ -135,9 +135,19 @@ class Sharding:
                     "state_dict(), make a new optimizer "
                     "with the new options, and load the entries that still fit"
                 )
+            elif info.spread is not None:
+                self._change_formats(info, info.spread)
         for ranks in sorted(new, key=lambda ranks: (-len(ranks), ranks)):
             self._check_same(new[ranks])
             self._plan_mesh(ranks, new[ranks])
+
+    def _change_formats(self, info: ParamInfo, spread: Spread) -> None:
+        """Give a parameter that has owners its layout, in which the state may have other
+        formats."""
+        share, layout = self._shares[id(info.param)], info.layout
+        if (share.layout, share.layout.entries) != (layout, layout.entries):
+            units = tuple(_units_of_elements(spread, layout)) if share.elementwise else share.units
+            self._shares[id(info.param)] = replace(share, layout=layout, units=units)
 
     def forget_changed(self, params: Sequence[ParamInfo]) -> None:
         """Forget all owners if an option on which the state depends has changed. For loading, which
@@ -206,7 +216,7 @@ class Sharding:
         for info, spread in params:
             units: Sequence[OwnedUnit] = ()
             if info.layout.elementwise:
-                units = rows_of_copies(spread)
+                units = _units_of_elements(spread, info.layout)
             elif not info.is_replicated:
                 units = next(shared)
             self._shares[id(info.param)] = OwnedParameter(
@@ -245,6 +255,12 @@ class Sharding:
         ]
 
 
-def _state_key(layout: Layout) -> tuple[Layout, dict[str, Entry]]:
-    """Return the layout, with the entries of its state."""
+def _units_of_elements(spread: Spread, layout: Layout) -> list[OwnedUnit]:
+    return rows_of_copies(spread, whole_rows=isinstance(layout, RowLayout))
+
+
+def _state_key(layout: Layout) -> tuple[object, ...]:
+    """Return what the state of a layout depends on, but for the formats of its entries."""
+    if layout.elementwise:
+        return layout.shape, True, tuple(layout.formats)
     return layout, {name: form.entry for name, form in layout.formats.items()}

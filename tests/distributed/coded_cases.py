@@ -1,0 +1,137 @@
+"""Compares optimizers with state in 8 bits on meshes with the same optimizers in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from lather.optim import SOAP, AdamW, MatrixOptimizer
+
+INT8 = torch.int8
+SHAPES = ((64, 96), (3, 64, 64), (70, 256), (9,), (64, 96))
+MESHES: dict[str, tuple[tuple[int, ...], list[Any]]] = {
+    "fsdp": ((4,), [Shard(0)]),
+    "hsdp": ((2, 2), [Replicate(), Shard(0)]),
+    "fsdp x tp": ((2, 2), [Shard(0), Shard(1)]),
+}
+CODED: dict[str, Any] = {"moments": INT8, "bases": INT8, "factors": INT8}
+
+
+def values(seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+
+
+def optimizer_of(params: Sequence[Tensor], **options: Any) -> MatrixOptimizer:
+    """Make SOAP with experts of their own, and AdamW on parameter 2."""
+    groups: list[dict[str, Any]] = [
+        {"params": [params[0], params[4]]},
+        {"params": [params[1]], "matrix_layout": "per_expert"},
+        {"params": [params[2], params[3]], "rule": "adamw"},
+    ]
+    return SOAP(groups, lr=1e-2, precondition_frequency=2, **options)
+
+
+class Case:
+    """The same optimizer in one process and on a mesh."""
+
+    def __init__(self, name: str, **options: Any) -> None:
+        shape, placements = MESHES[name]
+        self.mesh = DeviceMesh("cpu", torch.arange(4).view(shape))
+        self.placements = [placements[: max(1, len(placements))] for _ in SHAPES]
+        self.placements[3] = [Shard(0) if x.is_shard() else x for x in placements]
+        self.one = [nn.Parameter(x) for x in values(0)]
+        self.many = [
+            nn.Parameter(self.spread(i, x.detach().clone())) for i, x in enumerate(self.one)
+        ]
+        self.optimizers = self.made(**options)
+        self.options = options
+
+    def made(self, **options: Any) -> tuple[MatrixOptimizer, MatrixOptimizer]:
+        one = {key: x for key, x in options.items() if key != "ownership"}
+        return optimizer_of(self.one, **one), optimizer_of(self.many, **options)
+
+    def spread(self, i: int, x: Tensor) -> DTensor:
+        return distribute_tensor(x, self.mesh, self.placements[i], src_data_rank=None)
+
+    def run(self, steps: range) -> None:
+        for step in steps:
+            grads = values(100 + step)
+            grads[1][step % 3] = 0
+            for i, (p, q) in enumerate(zip(self.one, self.many, strict=True)):
+                p.grad, q.grad = grads[i], self.spread(i, grads[i].clone())
+            for optimizer in self.optimizers:
+                optimizer.step()
+
+    def reload(self, **options: Any) -> None:
+        """Load the state into new optimizers, with other options."""
+        made = self.made(**{**self.options, **options})
+        for new, old in zip(made, self.optimizers, strict=True):
+            new.load_state_dict(old.state_dict())
+        self.optimizers = made
+
+    def differing(self) -> list[str]:
+        """Name the parameters and entries whose bits differ."""
+        wrong = [
+            f"parameter {i}"
+            for i, (p, q) in enumerate(zip(self.one, self.many, strict=True))
+            if not torch.equal(p, q.full_tensor())
+        ]
+        one, many = (optimizer.state_dict()["state"] for optimizer in self.optimizers)
+        for i, entries in one.items():
+            if entries.keys() != many[i].keys():
+                wrong.append(f"{i}: {sorted(entries.keys() ^ many[i].keys())}")
+                continue
+            wrong += [
+                f"{i}/{key}"
+                for key, x in entries.items()
+                if key != "step" and not torch.equal(x, many[i][key].full_tensor())
+            ]
+        return wrong
+
+
+def coded_differences(rank: int, world_size: int) -> list[str]:
+    """Name what differs, after steps, a load, a conversion to fp32, and back."""
+    wrong = []
+    for name in MESHES:
+        for ownership in ("whole", "replicated"):
+            case = Case(name, state_dtype=CODED, ownership=ownership)
+            for first, state_dtype in ((0, CODED), (3, torch.float32), (5, INT8)):
+                if first:
+                    case.reload(state_dtype=state_dtype)
+                case.run(range(first, first + 2))
+                wrong += [f"{name} {ownership} {first}: {x}" for x in case.differing()]
+            for optimizer in case.optimizers:  # changed in place
+                for group in optimizer.param_groups:
+                    group["state_dtype"] = CODED
+            case.run(range(7, 9))
+            wrong += [f"{name} {ownership} changed: {x}" for x in case.differing()]
+    dist.barrier()
+    return wrong
+
+
+def bytes_of_owners(rank: int, world_size: int) -> tuple[int, int]:
+    """Return the bytes of state on this rank, and what the optimizer says of them."""
+    case = Case("fsdp", state_dtype=INT8)
+    case.run(range(1))
+    state = case.optimizers[1].state.values()
+    held = sum(x.nbytes for entries in state for key, x in entries.items() if key != "step")
+    told = case.optimizers[1].state_bytes_of_owners()
+    return held, sum(of_owner.get(rank, 0) for of_owner in told.values())
+
+
+def cut_blocks(rank: int, world_size: int) -> str:
+    """Return the refusal of a parameter whose blocks are cut."""
+    mesh = DeviceMesh("cpu", torch.arange(2))
+    p = nn.Parameter(distribute_tensor(torch.zeros(64, 192), mesh, [Shard(1)]))
+    AdamW([p])
+    with pytest.raises(ValueError, match="sharded along its last dim") as refusal:
+        AdamW([("table", p)], state_dtype=INT8)
+    return str(refusal.value)

@@ -1,0 +1,196 @@
+"""State in 8 bits: bytes, bits after a resume, conversion between dtypes, and what stays as it
+is."""
+
+import logging
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+from optim_helpers import (
+    Run,
+    all_same,
+    assert_same,
+    give_gradients,
+    run_both,
+    run_of,
+    through_a_file,
+    whole,
+)
+from torch import Tensor, nn
+
+from lather.optim import KLSOAP, SOAP, AdamW, MatrixOptimizer, Muon, SOAPMuon, state_bytes
+from lather.optim.batched import formats
+
+INT8 = torch.int8
+SHAPES = [(64, 96), (64, 96), (2, 64, 64), (9,), (6, 4)]
+PARTS: list[Any] = [
+    INT8,
+    {"moments": INT8},
+    {"bases": INT8},
+    {"factors": INT8},
+    {"factors": torch.bfloat16, "moments": torch.bfloat16},
+]
+KINDS = ("soap", "kl_soap_per_expert", "stacked_soap", "muon", "soap_muon", "adamw", "lion")
+
+
+def made(kind: str, **options: Any) -> Run:
+    return run_of(kind, SHAPES, precondition_frequency=2, **options)
+
+
+def resumed(a: Run, kind: str, **options: Any) -> Run:
+    """Make a second optimizer that goes on from the weights and the saved state of the first."""
+    b = made(kind, **options)
+    for p, q in zip(a.params, b.params, strict=True):
+        q.data.copy_(p.data)
+    b.optimizer.load_state_dict(through_a_file(a.optimizer.state_dict()))
+    return b
+
+
+def decoded(a: Run) -> dict[str, Tensor]:
+    """Return the entries of the first parameter's state as a rule sees them."""
+    of_state, state = a.optimizer.formats()[a.params[0]], a.state(0)
+    return {name: x.decode(state, torch.float32).clone() for name, x in of_state.items()}
+
+
+@pytest.mark.parametrize(
+    ("cls", "limit"), [(SOAP, 9.0), (KLSOAP, 9.0), (SOAPMuon, 4.0), (Muon, 1.1), (AdamW, 2.1)]
+)
+def test_bytes_per_weight(cls: type[MatrixOptimizer], limit: float) -> None:
+    """The goals of 8-bit state, for 768 x 2048."""
+    options: dict[str, Any] = {"lr": 1e-3, "state_dtype": INT8}
+    assert state_bytes((768, 2048), cls, **options) / (768 * 2048) <= limit
+
+
+def test_bytes_are_those_of_codes_scales_and_triangles() -> None:
+    m, n, block = 96, 200, formats.BLOCK
+    blocks = -(-n // block)
+    moment = m * n + 4 * m * blocks
+    assert state_bytes((m, n), Muon, state_dtype=INT8) == moment + 4
+    bases = m * m + 4 * m * -(-m // block) + n * n + 4 * n * blocks
+    factors = (m * (m + 1) + n * (n + 1)) // 2
+    assert state_bytes((m, n), SOAP, state_dtype=INT8) == 2 * moment + bases + 2 * factors + 4
+    narrow = {"factors": INT8, "bases": torch.float32, "moments": torch.float32}
+    packed = factors + 4 * ((m + 1) * 1 + (n + 1) * 1)
+    expected = 4 * (2 * m * n + m * m + n * n) + packed + 4
+    assert state_bytes((m, n), SOAP, state_dtype=narrow) == expected
+    for shape in ((63, 65), (4096,), (128, 4, 8, 8)):
+        options: dict[str, Any] = {"lr": 1e-3, "matrix_layout": "tensor"}
+        assert state_bytes(shape, AdamW, **options, state_dtype=INT8) == 8 * math.prod(shape) + 4
+
+
+@pytest.mark.parametrize("state_dtype", PARTS, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_run_has_the_same_bits(kind: str, state_dtype: Any) -> None:
+    a = made(kind, state_dtype=state_dtype)
+    a.steps(range(5))
+    b = resumed(a, kind, state_dtype=state_dtype)
+    assert_same(a, b)
+    run_both(a, b, range(5, 9))
+    assert_same(a, b)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_small_entries_and_vectors_have_the_bits_of_fp32(kind: str) -> None:
+    a, b = made(kind, state_dtype=INT8), made(kind)
+    run_both(a, b, range(5))
+    few = 2 if kind in {"muon", "adamw", "lion"} else 1  # factors are in bf16
+    assert all_same(a.params[3 : 3 + few], b.params[3 : 3 + few])
+    assert not all_same(a.params[:1], b.params[:1])
+
+
+@pytest.mark.parametrize(
+    ("kind", "state_dtype"),
+    [
+        *((kind, INT8) for kind in ("stacked_soap", "muon", "soap_muon", "adamw", "lion")),
+        ("soap", {"moments": INT8}),
+    ],
+    ids=str,
+)
+def test_updates_stay_near_those_of_fp32(kind: str, state_dtype: Any) -> None:
+    """Rounded factors have other eigenvectors where eigenvalues are close, as those of random
+    gradients are."""
+    a, b, start = (made(kind, state_dtype=x, weight_decay=0.0) for x in (state_dtype, None, None))
+    run_both(a, b, range(6))
+    for p, q, origin in zip(a.params, b.params, start.params, strict=True):
+        assert (p - q).norm() <= 0.25 * (q - origin).norm()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_changed_state_dtype_converts_the_state(kind: str) -> None:
+    """fp32 to int8 loses at most half a code; back from int8 nothing."""
+    a, b = made(kind), made(kind)
+    run_both(a, b, range(4))
+    before = [whole({k: x.clone() for k, x in a.state(i).items()}) for i in range(len(SHAPES))]
+    for state_dtype in (INT8, torch.float32):
+        for group in a.groups:
+            group["state_dtype"] = state_dtype
+        a.optimizer.state_dict()
+        give_gradients(a.params, 4)
+        a.optimizer._collect(None)
+    for i, old in enumerate(before):
+        new = whole(a.state(i))
+        assert new.keys() == old.keys()
+        for name, x in old.items():
+            if name != "step":
+                assert (new[name] - x).abs().max() <= 2**-5 * x.abs().max(), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", [(None, INT8), (INT8, torch.float32), (INT8, {"bases": INT8})])
+def test_a_saved_state_is_converted_when_it_is_loaded(
+    kind: str, way: tuple[Any, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    saved, own = way
+    a, b = made(kind, state_dtype=saved), made(kind, state_dtype=own)
+    a.steps(range(4))
+    with caplog.at_level(logging.WARNING):
+        b.optimizer.load_state_dict(a.optimizer.state_dict())
+    (message,) = [record.message for record in caplog.records]
+    assert re.match("the saved state of [34] parameters was converted to the state_dtype", message)
+    assert {str(group["state_dtype"]) for group in b.groups} == {str(own)}
+    b.steps(range(4, 6))
+    with caplog.at_level(logging.WARNING):
+        again = resumed(a, kind, state_dtype=None)
+    assert_same(a, again)
+    assert len(caplog.records) == 1
+
+
+def test_muons_and_adams_states_become_codes() -> None:
+    p, q = (nn.Parameter(torch.randn(64, 96)) for _ in range(2))
+    theirs = torch.optim.AdamW([p], lr=1e-3)
+    p.grad = torch.randn(64, 96)
+    theirs.step()
+    ours = AdamW([q], lr=1e-3, state_dtype=INT8)
+    ours.load_state_dict(theirs.state_dict())
+    wide = AdamW([nn.Parameter(q.detach().clone())], lr=1e-3)
+    wide.load_state_dict(ours.state_dict() | {"param_groups": wide.state_dict()["param_groups"]})
+    for name in ("exp_avg", "exp_avg_sq"):
+        x, y = theirs.state[p][name], next(iter(wide.state.values()))[name]
+        assert (x - y).abs().max() <= 2**-5 * x.abs().max()
+
+
+@pytest.mark.parametrize("kind", ["soap_per_expert", "kl_soap_per_expert", "soap_muon_per_expert"])
+def test_idle_experts_keep_every_bit(kind: str) -> None:
+    state_dtype = {"moments": INT8, "bases": INT8, "factors": INT8}
+    a = run_of(kind, [(3, 64, 64)], precondition_frequency=1, state_dtype=state_dtype)
+    a.steps(range(3))
+    before = decoded(a)
+    give_gradients(a.params, 3)
+    a.params[0].grad[1] = 0
+    a.optimizer.step()
+    after = decoded(a)
+    for name, x in before.items():
+        if name.startswith(("factor", "basis", "eigenvalues")):
+            assert torch.equal(after[name][1], x[1]), name
+            assert not torch.equal(after[name][0], x[0]), name
+
+
+def test_codes_without_scales_are_refused() -> None:
+    a = made("muon", state_dtype=INT8)
+    a.steps(range(2))
+    saved = a.optimizer.state_dict()
+    del saved["state"][0]["momentum_buffer_scale"]
+    with pytest.raises(ValueError, match="momentum_buffer_scale missing"):
+        made("muon", state_dtype=INT8).optimizer.load_state_dict(saved)
