@@ -1,5 +1,6 @@
 """A memory plan against the bytes of real ranks."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -69,6 +70,16 @@ def test_planned_peaks_with_multi_token_prediction() -> None:
     planned = plan(config, 4, Assumed("cpu"))
     assert [list(map(list, run.layers)) for run in planned.ranks] == [[[0], [3, 4, 5]], [[1], [2]]]
     assert largest_error(config, 4, planned) < TOLERANCE
+
+
+def test_planned_peaks_with_gathers_and_gradients_in_bf16() -> None:
+    """Experts are this rank's alone, and rounded block by block."""
+    config = run_config("adamw", precision="bf16", length=140, parallel={"ep": 2})
+    loop = replace(config.train, gradient_dtype="bfloat16", rounded_weights="block")
+    narrow = replace(config, train=loop)
+    planned = plan(narrow, 2, Assumed("cpu"))
+    assert largest_error(narrow, 2, planned) < TOLERANCE
+    assert planned.largest.peak < 0.95 * plan(config, 2, Assumed("cpu")).largest.peak
 
 
 @pytest.mark.grid
