@@ -46,6 +46,20 @@ MUTATIONS = (
         "optim/test_reference.py",
     ),
     Mutation(
+        "remainders: a negative one borrows nothing",
+        "kernels/remainder/reference.py",
+        "(bits + 2**15).bitwise_right_shift_(16)",
+        "bits.bitwise_right_shift(16)",
+        "kernels/test_remainder.py",
+    ),
+    Mutation(
+        "rounding: the exact weight loses its remainder before l2 decay",
+        "optim/batched/plan.py",
+        "weights[i] = join(weights[i], r)",
+        "weights[i] = weights[i].float()",
+        "optim/test_weight_rounding.py",
+    ),
+    Mutation(
         "muon: Nesterov with the weights exchanged",
         "optim/rules/muon.py",
         "g.lerp(b, self.momentum)",
