@@ -38,8 +38,9 @@ SMALLER, BF16, INT8, EARLY, BLOCK = (
     "--parallel.gather block",
 )
 ALL = "attention experts shared_experts"
-ROUNDED, GRADIENTS = (
+ROUNDED, WEIGHTS, GRADIENTS = (
     "--train.rounded-weights block",
+    "--train.weight-dtype bfloat16",
     "--train.gradient-dtype bfloat16",
 )
 
@@ -88,6 +89,7 @@ PLANS = {
     ),
     "qwen3-30b-a3b-16-muon": "configs/qwen3-30b-a3b.toml --world 16",
     "qwen3-30b-a3b-8-ep8-muon-bf16": f"{QWEN3_NODE} {BF16} {GRADIENTS}",
+    "qwen3-30b-a3b-8-ep8-muon-int8": f"{QWEN3_NODE} {INT8}",
     "qwen3-30b-a3b-8-ep8-soap_muon-bf16": (
         f"{QWEN3_NODE} --optim.name soap_muon {BF16} {GRADIENTS} {ROUNDED}"
     ),
@@ -114,6 +116,16 @@ PLANS = {
     ),
     "kimi-k2-512-pp8-ep64-muon": (
         "configs/kimi-k2.toml --world 512 --parallel.pp 8 --parallel.ep 64"
+    ),
+    "lora-qwen3-30b-a3b-1": (
+        f"configs/qwen3-30b-a3b.toml --world 1 --lora.rank 16 {WEIGHTS} --train.recompute attention"
+    ),
+    "deepseek-v2-lite-1-muon-offload": (
+        f"configs/deepseek-v2-lite.toml --world 1 {WEIGHTS} {GRADIENTS} "
+        "--optim.weight-rounding stochastic --optim.offload"
+    ),
+    "deepseek-v2-lite-2-ep2-muon-bf16": (
+        f"configs/deepseek-v2-lite.toml --world 2 --parallel.ep 2 {BF16} {WEIGHTS} {GRADIENTS}"
     ),
     "kimi-k2-6-layers-512-ep8-muon": (
         "configs/kimi-k2.toml --world 512 --parallel.pp 1 --parallel.ep 8 "

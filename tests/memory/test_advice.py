@@ -90,7 +90,7 @@ class MadeUp:
         self.gathered = 0
         if config.parallel.pp > 1:
             self.gathered = 50 if config.parallel.resolved_gather == "stage" else 10
-        rest += 30 if train.rounded_weights == "block" else 60
+        rest += 30 if train.weight_dtype == "bfloat16" else 60
         rest += 15 if train.gradient_dtype == "bfloat16" else 30
         self.needed = (rest + state + self.activations + self.gathered) * 2 // world_size
         kinds = {"activations": self.activations, "gathered parameters": self.gathered}
@@ -141,9 +141,10 @@ def advised(
 ATTENTION: Changes = {"train.micro_batch_size": 1, "train.recompute": ("attention",)}
 EXPERTS: Changes = {**ATTENTION, "moe.memory": "recompute"}
 BF16: Changes = {"optim.state_dtype": "bfloat16"}
-SMALLER: Changes = {"optim.sides": "smaller"}
-ONE_SIDE: Changes = SMALLER | BF16
-NARROW: Changes = {"train.rounded_weights": "block", "train.gradient_dtype": "bfloat16"}
+INT8: Changes = {"optim.state_dtype": "int8"}
+ONE_SIDE: Changes = {"optim.sides": "smaller", **INT8}
+NARROW: Changes = {"train.weight_dtype": "bfloat16", "train.gradient_dtype": "bfloat16"}
+OFFLOAD: Changes = {"optim.weight_rounding": "stochastic", "optim.offload": True}
 BLOCK: Changes = {"parallel.gather": "block"}
 
 
@@ -160,26 +161,26 @@ def test_activations_come_first_where_they_can_be_enough() -> None:
 def test_a_smaller_state_comes_first_where_activations_cannot_be_enough() -> None:
     """Activations are 200 of the 900 bytes, and 600 are there."""
     advice = advised(600)
-    assert changes_of(advice) == [BF16, SMALLER, ONE_SIDE]
-    assert [setting.plan.needed for setting in advice.fitting] == [600, 600, 450]
-    assert [setting.changes for setting in advice.fitting] == [BF16, SMALLER, ONE_SIDE]
+    assert changes_of(advice) == [BF16, INT8, ONE_SIDE]
+    assert [setting.plan.needed for setting in advice.fitting] == [600, 450, 375]
+    assert [setting.changes for setting in advice.fitting] == [BF16, INT8, ONE_SIDE]
 
 
 def test_a_rung_builds_on_what_helped_and_not_on_what_did_not() -> None:
     below = ONE_SIDE | NARROW
-    advice = advised(310, activations=100)
+    advice = advised(240, activations=100)
     assert changes_of(advice)[3:] == [below]
-    assert [setting.plan.needed for setting in advice.fitting] == [305]
-    advice = advised(280, activations=100)
+    assert [setting.plan.needed for setting in advice.fitting] == [230]
+    advice = advised(190, activations=100)
     assert changes_of(advice)[4:] == [below | ATTENTION, below | EXPERTS]
     advice = advised(60, activations=0)
-    assert changes_of(advice)[6:] == [below | {"optim.offload": True}]
+    assert changes_of(advice)[6:] == [below | OFFLOAD]
     assert [setting.plan.needed for setting in advice.fitting] == [55]
 
 
 def test_another_rule_keeps_the_form_of_its_state() -> None:
     advice = advised(50, activations=0)
-    muon = {**BF16, **NARROW, "optim.offload": True, "optim.name": "muon"}
+    muon = {**INT8, **NARROW, **OFFLOAD, "optim.name": "muon"}
     assert changes_of(advice)[7] == muon  # offloaded state is not divided into rows
 
 

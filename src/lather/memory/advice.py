@@ -2,12 +2,11 @@
 
 The ladder has rungs, in the order in which an engineer would climb it: another mesh, if experts are
 not shared among ranks yet; parameters gathered block by block, and fewer activations; another order
-or partition of a pipeline; a smaller state of the same rule; weights rounded block by block, and
-sums of gradients in bf16; state in the host's memory; rows of the state on every rank; the rule
-with the least state; more pipeline ranks; twice as many ranks. If fewer activations cannot suffice,
-the smaller state and gradients come first. The settings of a rung, three at most, are planned at
-the same time, on top of what helped on the rungs below. The first rung with a setting that fits is
-the last.
+or partition of a pipeline; a smaller state of the same rule; weights and sums of gradients in bf16;
+state in the host's memory; rows of the state on every rank; the rule with the least state; more
+pipeline ranks; twice as many ranks. If fewer activations cannot suffice, the smaller state, weights
+and gradients come first. The settings of a rung, three at most, are planned at the same time, on
+top of what helped on the rungs below. The first rung with a setting that fits is the last.
 
 Every size is that of a whole plan (`lather.memory.plan`), and so are flops and bytes sent. To order
 settings these are converted to seconds at assumed rates (`FLOPS`, `LINK`, `EXCHANGE`, `BUS`), which
@@ -45,7 +44,7 @@ HELPS = 0.99
 """Largest fraction of the bytes with which a setting counts as a help to build upon."""
 LEANEST_RULE = "muon"
 """The rule with the least state."""
-OF_ANY_RULE = ("optim.state_dtype", "optim.offload")
+OF_ANY_RULE = ("optim.state_dtype", "optim.weight_rounding", "optim.offload")
 """Options of the ladder that another rule has, too."""
 
 Changes = dict[str, Any]
@@ -289,23 +288,29 @@ class _Ladder:
         )
 
     def states(self) -> list[Changes]:
-        """The state in bf16, of a single side of each matrix, and both."""
+        """The state in bf16 and in 8 bits; if the rule has two sides, also of a single side of each
+        matrix."""
         optim = self.config.optim
-        bf16 = {"optim.state_dtype": "bfloat16"} if hasattr(optim, "state_dtype") else {}
-        side = {"optim.sides": "smaller"} if hasattr(optim, "sides") else {}
-        return [changes for changes in (bf16, side, side | bf16) if changes]
+        if not hasattr(optim, "state_dtype"):
+            return []
+        bf16, int8 = ({"optim.state_dtype": dtype} for dtype in ("bfloat16", "int8"))
+        side = [{"optim.sides": "smaller", **int8}] if hasattr(optim, "sides") else []
+        return [bf16, int8, *side]
 
     def narrow(self) -> list[Changes]:
-        """Sums of gradients in bf16, and weights rounded block by block, if products are in
-        bf16."""
+        """Sums of gradients in bf16, and weights, if products are in bf16."""
         is_bf16 = self.config.train.precision == "bf16"
-        rounded = {"train.rounded_weights": "block"} if is_bf16 else {}
-        return [{**rounded, "train.gradient_dtype": "bfloat16"}]
+        weights = {"train.weight_dtype": "bfloat16"} if is_bf16 else {}
+        return [{**weights, "train.gradient_dtype": "bfloat16"}]
 
     def offload(self) -> list[Changes]:
-        """State in the host's memory; beside adapters, the frozen weights."""
-        is_frozen = self.config.lora.rank > 0
-        return [{"train.offload_frozen": True} if is_frozen else {"optim.offload": True}]
+        """State in the host's memory, without remainders of weights, which would stay on the
+        device; beside adapters, the frozen weights."""
+        if self.config.lora.rank > 0:
+            return [{"train.offload_frozen": True}]
+        has_remainders = self.best.config.train.weight_dtype == "bfloat16"
+        rounding = {"optim.weight_rounding": "stochastic"} if has_remainders else {}
+        return [{**rounding, "optim.offload": True}]
 
     def rows(self) -> list[Changes]:
         """Rows of every matrix's state on every rank, if parameters are sharded."""
