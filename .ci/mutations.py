@@ -60,6 +60,13 @@ MUTATIONS = (
         "optim/test_weight_rounding.py",
     ),
     Mutation(
+        "state in 8 bits: an owner has scales of another region",
+        "optim/batched/matrix_layout.py",
+        "offset, size = box.offset[-1] // BLOCK, num_blocks(box.size[-1])",
+        "offset, size = 0, num_blocks(box.size[-1])",
+        "distributed/test_coded_state.py",
+    ),
+    Mutation(
         "muon: Nesterov with the weights exchanged",
         "optim/rules/muon.py",
         "g.lerp(b, self.momentum)",

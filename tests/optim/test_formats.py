@@ -20,6 +20,7 @@ from optim_helpers import (
 )
 from torch import Tensor, nn
 
+from lather.kernels.quantized import BASIS, POSITIVE, SIGNED, dequantize
 from lather.optim import KLSOAP, SOAP, AdamW, MatrixOptimizer, Muon, SOAPMuon, state_bytes
 from lather.optim.batched import formats
 
@@ -169,6 +170,18 @@ def test_muons_and_adams_states_become_codes() -> None:
     for name in ("exp_avg", "exp_avg_sq"):
         x, y = theirs.state[p][name], next(iter(wide.state.values()))[name]
         assert (x - y).abs().max() <= 2**-5 * x.abs().max()
+
+
+def test_each_part_has_its_code() -> None:
+    a, b = made("soap"), made("soap", state_dtype=dict.fromkeys(("moments", "bases"), INT8))
+    a.steps(range(4))
+    b.optimizer.load_state_dict(a.optimizer.state_dict())
+    codes = {"exp_avg": SIGNED, "exp_avg_sq": POSITIVE, "basis_0": BASIS}
+    for name, code in codes.items():
+        x, y = a.state(0)[name], b.state(0)[name]
+        decoded_x = dequantize(y.view(INT8), b.state(0)[f"{name}_scale"], code=code)
+        assert y.dtype == (torch.uint8 if code is POSITIVE else INT8)
+        assert (decoded_x - x).norm() <= 0.03 * x.norm(), name
 
 
 @pytest.mark.parametrize("kind", ["soap_per_expert", "kl_soap_per_expert", "soap_muon_per_expert"])
