@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import reduce
 
 import torch
 import torch.distributed as dist
@@ -87,7 +88,8 @@ class Engine:
         self.units = shard_part(part, mesh, storing)
         self.parameters = local_parameters(part, mesh)
         shape = (self.micro_batch_size, loop.sequence_length, part.hidden_size)
-        dtype = torch.float64 if loop.precision == "fp64" else torch.float32
+        dtypes = (p.dtype for p in part.parameters())  # products' weights may be bf16
+        dtype = reduce(torch.promote_types, dtypes, torch.float32)
         self._activation = Activation(shape, dtype, travels_as=narrow)
         self._segments = Segments(
             self._exchange(frees),
