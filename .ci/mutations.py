@@ -119,7 +119,7 @@ MUTATIONS = (
     Mutation(
         "units: the computation does not wait for a gather",
         "parallel/sharded_parameters.py",
-        "        self._streams.gathers.wait(event)\n",
+        "        self.streams.gathers.wait(event)\n",
         "",
         "distributed/test_sharded_parameters.py",
     ),
@@ -206,6 +206,13 @@ MUTATIONS = (
         "return picked.masked_fill(row_TK < 0, 0)",
         "return picked",
         "models/test_experts.py",
+    ),
+    Mutation(
+        "gathering: what was gathered ahead is never freed",
+        "pipeline/gathering.py",
+        "        self.free(before)\n",
+        "",
+        "pipeline/test_gathering.py",
     ),
     Mutation(
         "models: the correction bias counts in the weights, too",

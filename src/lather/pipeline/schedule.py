@@ -133,16 +133,13 @@ class Schedule:
 
     @cached_property
     def gathers_blocks(self) -> bool:
-        """Whether passes gather their parameters block by block (`lather.pipeline.gathering`): the
-        table has no actions on whole stages."""
+        """Whether the table has no actions on whole stages: `lather.pipeline.gathering` gathers."""
         return not any(action.kind in WHOLE_STAGE for row in self.ranks for action in row)
 
     def by_block(self) -> Schedule:
         """Return the table without the actions that gather, reduce and free whole stages."""
-        rows = (
-            tuple(action for action in row if action.kind not in WHOLE_STAGE) for row in self.ranks
-        )
-        return replace(self, ranks=tuple(rows))
+        rows = ([action for action in row if action.kind not in WHOLE_STAGE] for row in self.ranks)
+        return replace(self, ranks=tuple(map(tuple, rows)))
 
     @property
     def trains(self) -> bool:

@@ -104,8 +104,7 @@ class Segments:
         """Compute the stage's output from its input (None for the first stage, which reads tokens);
         the last stage returns its losses, (1 + depths,).
 
-        A summary of each MoE block is appended to `routings`. Without grad mode nothing is kept.
-        """
+        A summary of each MoE block is appended to `routings`. Without grad mode nothing is kept."""
         if stage.embed_tokens is not None:
             with parameters.visit():
                 tape.embed, (x_BSD,) = Cut.run(
@@ -211,11 +210,10 @@ class Segments:
         """Return the loss and the head's input, which is the state for the next depth."""
         batch = tape.micro_batch
         assert stage.lm_head is not None
-        head, (loss, state_BSD) = self._run(
-            "head", partial(head_loss, norm, stage.lm_head, batch), x_BSD
-        )
+        compute = partial(head_loss, norm, stage.lm_head, batch)
+        head, (loss, x_BSD) = self._run("head", compute, x_BSD)
         tape.head = (head, torch.full_like(loss, batch.loss_weight))
-        return loss, state_BSD
+        return loss, x_BSD
 
     def _forward_block(
         self, block: Block, x_BSD: Tensor, tape: ChunkTape, routings: list[RoutingSummary]
