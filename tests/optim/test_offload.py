@@ -25,7 +25,7 @@ from pretended_boundary import Stream, UnorderedError, crossing
 from torch import Tensor
 
 from lather.optim import KLSOAP, SOAP, Muon
-from lather.optim.batched import pinned, visits
+from lather.optim.batched import formats, pinned, visits
 from lather.optim.linalg import eigenbasis
 
 ONE_BY_ONE: dict[str, Any] = {"bucket_bytes": 2000}
@@ -120,6 +120,30 @@ def test_bf16_weights_have_the_same_bits(
     with crossing(monkeypatch):
         b.steps(range(4))
         assert all_same(read(a), read(b))
+
+
+@pytest.mark.parametrize("state_dtype", [torch.int8, {"moments": torch.int8}], ids=str)
+@pytest.mark.parametrize("kind", ["adamw", "soap", "muon", "lion"])
+def test_state_in_8_bits_has_the_same_bits(
+    kind: str, state_dtype: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a rest under AdamW, whose kernel takes the vectors, and rows of codes beside them."""
+    monkeypatch.setattr(formats, "MIN_CODED", 16)
+    shapes = [*SHAPES, (8, 6), (8, 6)]
+    a, b = (
+        run_of(kind, shapes, offload=offload, state_dtype=state_dtype, **ONE_BY_ONE)
+        for offload in (False, True)
+    )
+    for run in (a, b):
+        rest = {**run.groups[0], "params": run.groups[0]["params"][-2:], "rule": "adamw"}
+        run.groups[0]["params"] = run.groups[0]["params"][:-2]
+        run.optimizer.add_param_group(rest)
+    a.steps(range(5))
+    with crossing(monkeypatch):
+        b.steps(range(5))
+        assert all_same(read(a), read(b))
+    coded = {torch.int8, torch.uint8}
+    assert coded & {x.dtype for x in a.optimizer.state[a.params[-1]].values()}
 
 
 @pytest.mark.parametrize(

@@ -277,6 +277,8 @@ def round_weights(
 
 def step_chunk_whole(chunk: Chunk) -> bool:
     """Take the step of a chunk of elements whose rows visit the device as `step_whole` does."""
+    if _has_codes(chunk.bucket):
+        return False
     weights, grads, remainders = chunk.elements()
     lengths = list(map(len, weights))
     entries = {name: x.view(-1).split(lengths) for name, x in chunk.rows_here().items()}
@@ -286,7 +288,7 @@ def step_chunk_whole(chunk: Chunk) -> bool:
 def step_whole(runs: Sequence[MemberRun]) -> bool:
     """Take the step of runs of elements, of the same rule, t and rates, with the rule's kernel
     (`Rule.step_whole`); return False if the rule has none for them."""
-    if runs[0].bucket.formats.keys() != runs[0].bucket.entries.keys():  # codes and their scales
+    if _has_codes(runs[0].bucket):
         return False
     weights, grads, states = list[Tensor](), list[Any](), list[dict[str, Tensor]]()
     for run in runs:
@@ -301,6 +303,11 @@ def step_whole(runs: Sequence[MemberRun]) -> bool:
         members = chain.from_iterable(run.members for run in runs)
         remainders = [x.part(remainder_of(s)) for x, s in zip(members, states, strict=True)]
     return _step_elements(runs[0], weights, grads, entries, remainders)
+
+
+def _has_codes(bucket: Bucket) -> bool:
+    """Whether entries are stored as codes and their scales, which no rule's kernel takes."""
+    return bucket.formats.keys() != bucket.entries.keys()
 
 
 def _step_elements(
