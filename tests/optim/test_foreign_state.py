@@ -121,6 +121,34 @@ def test_entries_that_torchs_muon_does_not_keep_begin_at_their_initial_values(
     going_on(b, cls, **options)
 
 
+@pytest.mark.parametrize("whose", ["torch", "jordan"])
+@pytest.mark.parametrize("cls", [Muon, SOAPMuon])
+def test_a_run_of_another_muon_goes_on_in_8_bits(cls: Any, whose: str) -> None:
+    shapes: Any = [(64, 96), (16, 12)]
+    if whose == "torch":
+        a = trained(torch.optim.Muon, shapes)
+    else:
+        params = run_of(Muon, shapes).params
+        group = {"params": params, "lr": 0.02, "momentum": 0.9, "weight_decay": 0.5}
+        a = Run(JordansMuon([{**group, "use_muon": True}]), params)
+        a.steps(range(3))
+    b = going_on(a, cls, state_dtype=torch.int8)
+    fresh = run_of(cls, shapes, state_dtype=torch.int8)
+    fresh.optimizer.init_state()
+    for i, p in enumerate(b.params):
+        x = a.state(i)["momentum_buffer"]
+        of_state = b.optimizer.formats()[p]
+        decoded = of_state["momentum_buffer"].decode(b.state(i), torch.float32)
+        assert (decoded - x).abs().max() <= 2**-5 * x.abs().max() * (i == 0)
+        assert b.state(i).keys() == fresh.state(i).keys()
+        own = of_state["momentum_buffer"].stored
+        for name in b.state(i).keys() - own:
+            assert torch.equal(b.state(i)[name], fresh.state(i)[name]), name
+    b.steps(range(3, 5))
+    again = clones(b.params)
+    cls(again, state_dtype=torch.int8).load_state_dict(through_a_file(b.optimizer.state_dict()))
+
+
 class JordansMuon(torch.optim.Optimizer):
     """The state, groups and momentum of Jordan's SingleDeviceMuonWithAuxAdam; its steps are not
     needed here."""

@@ -173,8 +173,7 @@ def _loaded_state(
             "set_optimizer_state_dict(model, optimizer, {**get_optimizer_state_dict(model, "
             "optimizer, options=options), **saved}, options=options)"
         )
-    names, rule = {"step", *layout.formats}, layout.rule
-    is_momentum = state.keys() == {MOMENTUM} <= names
+    rule, is_momentum = layout.rule, state.keys() == {MOMENTUM} <= layout.formats.keys()
     if is_momentum and _muon_options(group, type(rule)) is not None:
         cpu = torch.device("cpu")
         initial = {
@@ -185,7 +184,7 @@ def _loaded_state(
         state = {"step": torch.zeros((), dtype=torch.float32, device=cpu), **initial, **state}
     state = with_packed_factors(state, layout)
     what = f"the saved state of parameter {number} with shape {layout.shape}"
-    if _is_foreign(group) and state.keys() != names:
+    if _is_foreign(group) and state.keys() != {"step", *layout.stored_in(state)}:
         raise ValueError(
             f"{what} is of another optimizer ({', '.join(state)}), from which the rule "
             f"{name_of(type(rule))!r} can take nothing: give the group the rule of that optimizer "
