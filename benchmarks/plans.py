@@ -43,6 +43,7 @@ ROUNDED, WEIGHTS, GRADIENTS = (
     "--train.weight-dtype bfloat16",
     "--train.gradient-dtype bfloat16",
 )
+LORA = f"configs/qwen3-30b-a3b.toml --world 1 --lora.rank 16 {WEIGHTS} --train.recompute attention"
 
 PUBLISHED_QWEN3 = "configs/qwen3-30b-a3b.toml --parallel.ep 8 --optim.name adamw"
 PUBLISHED_LITE = f"{DEEPSEEK_LITE} --train.sequence-length 2048"
@@ -117,9 +118,8 @@ PLANS = {
     "kimi-k2-512-pp8-ep64-muon": (
         "configs/kimi-k2.toml --world 512 --parallel.pp 8 --parallel.ep 64"
     ),
-    "lora-qwen3-30b-a3b-1": (
-        f"configs/qwen3-30b-a3b.toml --world 1 --lora.rank 16 {WEIGHTS} --train.recompute attention"
-    ),
+    "lora-qwen3-30b-a3b-1": LORA,
+    "lora-qwen3-30b-a3b-1-offload": f"{LORA} --train.offload-frozen",
     "deepseek-v2-lite-1-muon-offload": (
         f"configs/deepseek-v2-lite.toml --world 1 {WEIGHTS} {GRADIENTS} "
         "--optim.weight-rounding stochastic --optim.offload"

@@ -21,6 +21,7 @@ from lather.config.toml_file import config_to_toml, load_config
 from lather.errors import ConfigError
 from lather.memory import advice as advice_module
 from lather.memory.advice import (
+    BUS,
     MOST_SETTINGS,
     Advice,
     Changes,
@@ -75,6 +76,7 @@ class MadeUp:
 
     assumed = Assumed("cpu")
     bus = (0.0, 0.0)
+    frozen = 0.0
 
     def __init__(self, config: Config, world_size: int, activations: int = 200) -> None:
         self.config, self.world_size = config, world_size
@@ -182,6 +184,17 @@ def test_another_rule_keeps_the_form_of_its_state() -> None:
     advice = advised(50, activations=0)
     muon = {**INT8, **NARROW, **OFFLOAD, "optim.name": "muon"}
     assert changes_of(advice)[7] == muon  # offloaded state is not divided into rows
+
+
+def test_frozen_weights_travel_at_the_rate_of_the_bus() -> None:
+    """They come to the device beside the state, while other state goes back."""
+    made_up: Any = MadeUp(deep_config("muon"), 1)
+    setting = advice_module.Setting({}, made_up.config, made_up)
+    without = setting.seconds(8)
+    made_up.frozen = 50e9
+    assert setting.seconds(8) - without == pytest.approx(50e9 / BUS)
+    made_up.bus = (25e9, 100e9)
+    assert setting.seconds(8) - without == pytest.approx(100e9 / BUS)
 
 
 def test_frozen_weights_go_to_the_host_where_adapters_are_trained() -> None:

@@ -26,6 +26,7 @@ from lather.memory.ledger import KINDS, Ledger
 from lather.memory.plan import MemoryPlan, plan
 from lather.memory.workers import Assumed, worker_processes
 from lather.models.families import FAMILIES, build_model
+from lather.models.lora import LoraConfig
 
 OUTER = ("embed_tokens", "lm_head")
 ROOT = Path(__file__).parents[2]
@@ -81,6 +82,24 @@ def test_offloaded_state_is_in_the_hosts_memory_and_visits_the_device(
     assert "at 25 GB/s each way" in line
     assert not [x for x in plan_report.remarks(planned, None) if x.startswith("offloaded")]
     assert plan_report.to_json(offloaded)["ranks"][0]["host"]["visiting"] == state
+
+
+def test_frozen_weights_are_fetched_for_every_pass() -> None:
+    """Blocks are fetched twice per micro-batch, for its forward and its backward pass; the head
+    stays from a forward to a backward pass, and the embedding from that to the next forward pass.
+    The embedding is also the first that a step fetches."""
+    config = config_of("muon", batch_size=16)
+    loop = replace(config.train, offload_frozen=True)
+    offloaded = plan(replace(config, train=loop, lora=LoraConfig(rank=4)), 1, Assumed())
+    sizes = {name: 4 * p.numel() for name, p in parameters().items()}
+    embedding = sizes["embed_tokens.weight"]
+    blocks = sum(size for name, size in sizes.items() if name.startswith("layers."))
+    per_micro_batch = sum(sizes.values()) + blocks
+    assert offloaded.frozen == embedding + 16 * per_micro_batch
+    (line,) = (x for x in plan_report.remarks(offloaded, None) if x.startswith("offloaded"))
+    assert "GiB of frozen weights are fetched for the passes of all micro-batches" in line
+    assert plan_report.to_json(offloaded)["ranks"][0]["host"]["frozen"] == offloaded.frozen
+    assert plan(replace(config, lora=LoraConfig(rank=4)), 1, Assumed()).frozen == 0
 
 
 def test_every_kind_from_first_principles(planned: MemoryPlan) -> None:

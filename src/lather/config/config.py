@@ -123,8 +123,9 @@ class LoopConfig:
     with parallel.gather 'block' also the float32 gradients of all blocks but one."""
     offload_frozen: bool = False
     """Keep frozen weights in the host's pinned memory; each block's are copied to the GPU just
-    before its forward and its backward pass, beside the computation. With parallel.gather 'stage'
-    the copies of whole stages stay on the GPU for the step."""
+    before its forward and its backward pass, beside the computation: twice for each micro-batch,
+    and a step with many small micro-batches waits for the bus. With parallel.gather 'stage' the
+    copies of whole stages are fetched once and stay on the GPU for the step."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA if there is a GPU, else the CPU."""
 

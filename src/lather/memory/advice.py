@@ -64,7 +64,8 @@ class Setting:
         work = self.plan.work
         inside = work.sent if self.plan.world_size <= machine else work.experts
         computing = work.flops / FLOPS / (1 - self.plan.bubble())
-        visiting = max(self.plan.bus) / BUS
+        fetched, written = self.plan.bus
+        visiting = max(fetched + self.plan.frozen, written) / BUS
         return computing + inside / EXCHANGE + (work.sent - inside) / LINK + visiting
 
 

@@ -151,6 +151,8 @@ class LedgerMode(StandInMode, Recorder):
     @contextmanager
     def sharding(self, action: Action, unit: FsdpUnit) -> Iterator[None]:
         self.label_unit(unit)
+        if action.kind is Kind.UNSHARD and not unit.is_gathered:
+            self.tally.add(Work(frozen=unit.host_bytes))
         before = len(self.ledger.records)
         yield
         self.ledger.label("gathered parameters", unit.gathered)

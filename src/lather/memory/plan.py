@@ -81,6 +81,11 @@ class MemoryPlan:
         return self.host.visiting, self.host.visiting - self.host.bases * (1 - 1 / frequency)
 
     @property
+    def frozen(self) -> float:
+        """Bytes of frozen weights that are fetched to a device in a step with all micro-batches."""
+        return max(sum(work.frozen for work in run.work.values()) for run in self.ranks)
+
+    @property
     def peaks_where_weight_gradients_wait(self) -> bool:
         """Whether the largest rank needs most while it leaves weight gradients for later, which
         `parallel.schedule_memory` can change."""

@@ -93,20 +93,30 @@ def remarks(plan: MemoryPlan, memory: int | None, machine: int = 8) -> list[str]
 
 
 def offload(plan: MemoryPlan, num_ranks: int) -> str:
-    """Describe the pinned memory of the host of so many ranks, and the way of offloaded state over
-    the bus."""
-    host, (fetched, written) = plan.host, plan.bus
+    """Describe the pinned memory of the host of so many ranks, and the way of offloaded state and
+    frozen weights over the bus."""
+    host, (fetched, written), frozen = plan.host, plan.bus, plan.frozen
     text = (
         f"offloaded: {_in(host.pinned, GIB)} GiB of pinned memory of the host per rank, "
         f"{_in(num_ranks * host.pinned, GIB)} per machine of {num_ranks}"
     )
-    if not host.visiting:
+    moved = []
+    if host.visiting:
+        moved.append(
+            f"{_in(fetched, GIB)} GiB of optimizer state are fetched and "
+            f"{_in(written, GIB)} written back, which takes {max(fetched, written) / BUS:.2f} s"
+        )
+    if frozen:
+        moved.append(
+            f"{_in(frozen, GIB)} GiB of frozen weights are fetched for the passes of all "
+            f"micro-batches, which takes {frozen / BUS:.2f} s"
+        )
+    if not moved:
         return text
     return (
-        f"{text}; in a step {_in(fetched, GIB)} GiB of optimizer state are fetched and "
-        f"{_in(written, GIB)} written back, which takes {max(fetched, written) / BUS:.2f} s at "
-        f"{BUS / 1e9:.0f} GB/s each way, beside {plan.work.flops / FLOPS:.2f} s of arithmetic at "
-        f"{FLOPS / 1e12:.0f} TFLOP/s (assumed, not measured)"
+        f"{text}; in a step {', and '.join(moved)} at {BUS / 1e9:.0f} GB/s each way, beside "
+        f"{plan.work.flops / FLOPS:.2f} s of arithmetic at {FLOPS / 1e12:.0f} TFLOP/s (assumed, "
+        "not measured)"
     )
 
 
@@ -183,7 +193,7 @@ def _rank_json(run: RankRun) -> dict[str, Any]:
         "layers": [list(layers) for layers in run.layers],
         "peak": run.peak,
         "checkpoint": run.checkpoint_bytes,
-        "host": asdict(run.host),
+        "host": {**asdict(run.host), "frozen": sum(work.frozen for work in run.work.values())},
         "steps": {
             name: {
                 "peak": timeline.peak,

@@ -1,5 +1,5 @@
-"""Counts the work of a rank's step: flops of matrix products, attention and factorizations, and
-bytes sent to other ranks.
+"""Counts the work of a rank's step: flops of matrix products, attention and factorizations, bytes
+sent to other ranks, and bytes of frozen weights that come from the host's memory.
 
 A dry run (`lather.memory.dry_run`) counts it, operation by operation. Products inside Triton
 kernels are not counted.
@@ -20,8 +20,8 @@ MICRO_BATCHES, REFRESH, REST = "micro-batches", "refresh", "rest"
 
 @dataclass(frozen=True)
 class Work:
-    """Work of a rank: flops, and bytes that it sends to other ranks. Collectives are assumed to use
-    rings."""
+    """Work of a rank: flops, bytes that it sends to other ranks, and bytes from its host.
+    Collectives are assumed to use rings."""
 
     flops: float = 0.0
     experts: float = 0.0
@@ -32,6 +32,8 @@ class Work:
     """Bytes of activations and gradients sent to the neighboring stages."""
     optimizer: float = 0.0
     """Bytes sent in the optimizer's step: gradients to owners, updates from them."""
+    frozen: float = 0.0
+    """Bytes of frozen weights fetched from the host's memory."""
 
     @property
     def sent(self) -> float:

@@ -72,6 +72,11 @@ class FsdpUnit:
         return [p for parameters in self.sharded for p in parameters.gathered]
 
     @property
+    def host_bytes(self) -> int:
+        """Bytes that a gather brings to a GPU from the host's memory."""
+        return sum(parameters.host_bytes for parameters in self.sharded)
+
+    @property
     def sums(self) -> list[Tensor]:
         """The sums of gradients that are kept between reductions."""
         return [total for parameters in self.sharded for total in parameters.sums]

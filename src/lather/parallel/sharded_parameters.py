@@ -237,6 +237,13 @@ class ShardedParameters:
         """The parameters whose values exist only while they are gathered."""
         return [member.whole for member in self._copied]
 
+    @property
+    def host_bytes(self) -> int:
+        """Bytes that a gather brings to a GPU from the host's memory."""
+        if not (self._on_host and is_gpu(self.streams.device)):
+            return 0
+        return sum(local(member.sharded).nbytes for member in self._copied)
+
     @torch.no_grad()
     def gather(self) -> None:
         """Start to gather the parameters; the modules have them after `wait`. Until then a buffer
